@@ -29,7 +29,7 @@ AUTHOR = {"user.name": "bench-history", "user.email": "bench-history@localhost"}
 
 
 def of_commit(paths: Iterable[Path], commit: str) -> tuple[list[Record], list[str]]:
-    """The records of one commit that files hold, and what is wrong with the rest."""
+    """Return the records of one commit in files, and the complaints about other lines."""
     found, problems = [], []
     for path in paths:
         reading = records.read(path)
@@ -57,16 +57,17 @@ def foreign(record: Record, commit: str) -> str | None:
 
 
 def identity(record: Record) -> tuple[object, ...]:
+    """Return the values that no other record has together."""
     return record.run_id, record.launch, *record.key
 
 
 def month(record: Record) -> str:
-    """The file for a record; a run's name begins with its date."""
+    """Return the name of a record's file. A run's id begins with its date."""
     return f"{record.run_id[:4]}-{record.run_id[4:6]}.jsonl"
 
 
 def added(text: bytes, new: Iterable[Record]) -> tuple[bytes, int]:
-    """A file with those records that it lacks, and how many these are."""
+    """Add to a file the records that it lacks. Return its text and their number."""
     there = {identity(msgspec.json.decode(line, type=Record)) for line in text.splitlines()}
     missing = {identity(record): record for record in new if identity(record) not in there}
     lines = [msgspec.json.encode(record) + b"\n" for record in missing.values()]
@@ -83,7 +84,7 @@ def authorisation() -> dict[str, str]:
 
 
 def tip(remote: str, access: Mapping[str, str]) -> str | None:
-    """The commit at the end of the branch; None where there is no branch yet."""
+    """Return the last commit of the branch, or None if there is no branch yet."""
     ref = f"refs/heads/{BRANCH}"
     there = git("ls-remote", remote, ref, settings=access).decode().partition("\t")[0]
     if there:
@@ -143,6 +144,7 @@ OPTIONS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Append records to the branch. Return the exit code."""
     chosen = parse("append_history", __doc__, OPTIONS, arguments)
     found, problems = of_commit(chosen.files, chosen.commit)
     for problem in problems:

@@ -69,6 +69,7 @@ def borrow(interpreter: str, constraints: Path, site: Path) -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the path of the constraints to install with. Return the exit code."""
     constraints, *interpreter = sys.argv[1:] if arguments is None else arguments
     site = Path(sysconfig.get_path("purelib"))
     if not interpreter:

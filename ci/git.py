@@ -41,5 +41,5 @@ def git(*arguments: str, data: bytes = b"", settings: Mapping[str, str] | None =
 
 
 def say(*arguments: str) -> str:
-    """What git prints, as text. Names of files may be no UTF-8."""
+    """Return what git prints, as text. File names need not be UTF-8."""
     return git(*arguments).decode(errors="surrogateescape").strip()

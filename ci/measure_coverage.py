@@ -31,12 +31,12 @@ ON_RANKS = ("--only-mpi", "--sp-expect-ranks", str(RANKS))
 
 
 def stages(arguments: Sequence[str]) -> list[tuple[str, ...]]:
-    """What is measured, as arguments of Python."""
+    """Return Python's arguments for each run that is measured."""
     return [(*MEASURED, *SPREAD, *arguments), (*LAUNCH, *MEASURED, *ON_RANKS, *arguments)]
 
 
 def reports(folder: Path) -> list[tuple[str, ...]]:
-    """What is made of it."""
+    """Return Python's arguments for each report."""
     tool = ("-m", "coverage")
     return [
         (*tool, "combine"),
@@ -46,7 +46,7 @@ def reports(folder: Path) -> list[tuple[str, ...]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line.
+    """Measure the coverage of the tests on all ranks together.
 
     Returns:
         The exit code.

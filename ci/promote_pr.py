@@ -102,7 +102,7 @@ def push(number: int, reviewed: str, remote: str, *, dry_run: bool) -> str:
 
 
 def full_sha(text: str) -> str:
-    """A short name of a commit can be forged, a full one cannot."""
+    """Accept the full hash of a commit only. A short one can be forged."""
     if not re.fullmatch("[0-9a-f]{40}", text):
         raise argparse.ArgumentTypeError(
             f"{text!r} is no full commit: 40 lower-case hexadecimal digits, "
@@ -112,12 +112,14 @@ def full_sha(text: str) -> str:
 
 
 def pull_request(text: str) -> int:
+    """Accept the number of a pull request."""
     if not re.fullmatch("[1-9][0-9]{0,8}", text):
         raise argparse.ArgumentTypeError(f"{text!r} is no number of a pull request")
     return int(text)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
     summary, _, details = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(
         description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -144,6 +146,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Promote a pull request. Return the exit code."""
     chosen = parse(arguments)
     try:
         check(chosen.number, chosen.reviewed, chosen.remote, chosen.base, allow_ci=chosen.allow_ci)

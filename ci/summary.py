@@ -23,6 +23,7 @@ def shortened(text: str, limit: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Append a file to the summary of the job. Return the exit code."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     if len(given) != 1:
         print("usage: python -m ci.summary REPORT.md", file=sys.stderr)

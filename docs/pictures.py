@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
+import matplotlib
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
@@ -103,8 +103,8 @@ def _save(figure: Any, name: str) -> None:
 
 def on_pre_build(**_: Any) -> None:
     """Draw all pictures, and copy those of committed results, before mkdocs reads the folder."""
-    mpl.use("svg")
-    mpl.rcParams["svg.hashsalt"] = "sp_core"  # the same file in every build
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "sp_core"  # the same file in every build
     for draw in (draw_layouts, draw_balance, draw_ring, draw_transports):
         draw()
     for path in RESULTS:

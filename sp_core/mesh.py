@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, combinations
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 import torch
@@ -190,7 +190,7 @@ class Mesh(NotCopied):
             communicator.abandon()
         self._freed = True
 
-    def __enter__(self) -> Mesh:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

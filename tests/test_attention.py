@@ -180,7 +180,7 @@ def test_the_plain_kernel_is_the_reference(problem: Problem) -> None:
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_comparison_fails_on_another_problem(
-    mutation: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    mutation: dict[str, Any], dtype: torch.dtype
 ) -> None:
     """A window off by one, no mask, a scale off by 3 % (20 % in 16 bits), positions off by one."""
     if dtype.itemsize == 2 and "scale" in mutation:

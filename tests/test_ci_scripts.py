@@ -36,7 +36,7 @@ def borrow(site: Path, *interpreter: str) -> int:
 
 
 def test_torch_of_another_interpreter_can_be_imported_and_is_not_installed(
-    site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    site: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     python = str(Path(sys.prefix) / "bin" / "python3")
     assert borrow(site, python) == 0

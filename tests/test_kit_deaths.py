@@ -71,7 +71,7 @@ def test_the_first_of_many_deaths_is_told_by_a_launcher_that_looks_late(
 def test_one_whose_files_were_closed_goes_before_those_that_were_killed_for_it(
     tmp_path: Path, watch: Deaths, ranks: list[subprocess.Popen[bytes]], looks: str, seed: int
 ) -> None:
-    """mpiexec hears of a death by closed files. Those that it kills then can be gone earlier."""
+    """Closed files tell mpiexec of a death. Those that it kills then can be gone earlier."""
     order = random.Random(seed).sample(range(RANKS), RANKS)
     held = [hold_life(tmp_path, rank) for rank in range(RANKS)]
     if looks != "before it knows the ranks":

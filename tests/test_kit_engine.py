@@ -219,6 +219,8 @@ def test_fixtures_and_parameters_are_pytests(comm: Any, tmp_path: Any, n: int, p
 
 
 class TestMethods:
+    """Methods are tests, too."""
+
     @spmd(1, 2)
     def test_a_method(self, comm: Any) -> None:
         assert isinstance(self, TestMethods)

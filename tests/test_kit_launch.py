@@ -43,6 +43,7 @@ def run(*command: str, **env: str) -> tuple[int, str]:
         stderr=subprocess.STDOUT,
         text=True,
         timeout=SECONDS,
+        check=False,
         cwd=KIT,
     )
     return result.returncode, result.stdout

@@ -137,9 +137,9 @@ def test_only_the_writer_of_the_history_may_write_and_it_measures_nothing() -> N
 def test_only_a_tag_that_was_tested_and_approved_is_published() -> None:
     text = WORKFLOWS["release.yml"]
     publish = jobs(text)["publish"]
-    assert re.findall(r"^  (\w+):", text.partition("\non:\n")[2].partition("\n\n")[0], re.M) == [
-        "push"
-    ]
+    assert re.findall(
+        r"^  (\w+):", text.partition("\non:\n")[2].partition("\n\n")[0], re.MULTILINE
+    ) == ["push"]
     assert '    tags: ["v*"]\n' in text
     assert re.findall(r": write", publish) == [": write"]
     assert "id-token: write" in publish

@@ -160,7 +160,7 @@ def measure(values: Any, rank: Rank) -> Record:
     """
     setting = msgspec.convert(values, Setting)
     if rank.world.rank != 0:  # rank 0's pytest prints enough; the runner shows errors of the others
-        with open(os.devnull, "w") as nowhere:
+        with Path(os.devnull).open("w") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
     options = ["-q", "--capture=no", "--no-header", "-p", "no:cacheprovider"]
     options += [

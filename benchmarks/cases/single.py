@@ -34,7 +34,7 @@ def causal(case: Case) -> bool:
 
 
 def block(x: Tensor, weights: Weights, case: Case, queries: Tensor | None = None) -> Tensor:
-    """A pre-norm transformer block.
+    """Compute a pre-norm transformer block.
 
     Args:
         x: (B, S, E), all tokens.

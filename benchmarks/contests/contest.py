@@ -35,7 +35,7 @@ Plan = Callable[[argparse.Namespace], tuple[Record, list["Entry"]]]
 """Returns what the document says of all launches, and the launches; raises UsageError."""
 
 
-class Wrong(str):
+class Wrong(str):  # noqa: SLOT000  # few, and none is kept
     """A complaint about a result, which makes the exit code 1."""
 
 

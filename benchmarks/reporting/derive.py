@@ -182,7 +182,7 @@ def _share(record: Record) -> float | None:
 
 
 def _payload(record: Record) -> list[Traffic]:
-    """The traffic of each operation, without the agreement of the ranks."""
+    """Return the traffic of each operation, without the agreement of the ranks."""
     return [count for name, count in (record.comm or {}).items() if name != "control"]
 
 

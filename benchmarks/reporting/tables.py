@@ -76,7 +76,7 @@ class Table:
 def make(
     title: str, columns: Iterable[str], cells: Iterable[Iterable[str]], note: str = ""
 ) -> Table:
-    """A table without the columns that say nothing, cut where it would be too long to read."""
+    """Make a table without empty columns. Cut it after MAX_ROWS rows."""
     names, lines = tuple(columns), [tuple(line) for line in cells]
     more = f"{len(lines) - MAX_ROWS} more rows are left out." if len(lines) > MAX_ROWS else ""
     kept = [i for i in range(len(names)) if any(line[i] not in (DASH, "") for line in lines)]
@@ -102,7 +102,7 @@ COLUMNS = (
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """The text of each of COLUMNS."""
+    """Return the text of each of COLUMNS."""
     scales = row.algbw is None and row.case.layer != "collectives"
     return (
         plain(row.id),
@@ -122,7 +122,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def per_ranks(rows: list[Row]) -> list[Table]:
-    """A table for each layer and each number of ranks."""
+    """Make a table for each layer and each number of ranks."""
     places = sorted({(row.case.layer, row.ranks) for row in rows})
     return [
         make(
@@ -208,7 +208,7 @@ LEGEND = (
 
 
 def ratio(value: float) -> str:
-    """A ratio of times as a change in percent."""
+    """Write a ratio of times as a change in percent."""
     return f"{'+' if value >= 1 else '-'}{significant(abs(value - 1) * 100, 2)}%"
 
 
@@ -227,7 +227,7 @@ def plain(value: object, longest: int = LONGEST) -> str:
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """A number with so many significant digits, without an exponent."""
+    """Write a number with so many significant digits, without an exponent."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     rounded = float(f"{value:.{digits - 1}e}")  # 99.96 has as many digits before the point as 100
@@ -245,7 +245,7 @@ def gigabytes(rate: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """A share as a percentage."""
+    """Write a share as a percentage."""
     return DASH if share is None else f"{share:.1%}" if abs(share) < 0.1 else f"{share:.0%}"
 
 
@@ -258,7 +258,7 @@ def size(count: float | None) -> str:
 
 
 def count(value: float | None) -> str:
-    """A whole number with separators."""
+    """Write a whole number with separators."""
     return DASH if value is None else f"{value:,.0f}"
 
 
@@ -344,7 +344,7 @@ def _style(row: tuple[str, ...]) -> str:
 
 
 def _parts(table: Table, width: int) -> Iterator[list[int]]:
-    """The columns of each part, with the first column in all of them."""
+    """Return the columns of each part, with the first column in all of them."""
     widths = [
         max(map(len, (name, *(row[i][:WRAPPED] for row in table.rows)))) + GAP
         for i, name in enumerate(table.columns)

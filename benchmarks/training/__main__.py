@@ -48,8 +48,10 @@ def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
     job = {"setting": setting, "folder": str(folder), "fault": options.plant, "place": None}
     entries = [Entry(ALONE, len(DTYPES), measure, job, launch, needed=True)]
     for ranks in numbers_of_ranks(options.ranks, least=2):
-        for place in places(ranks):
-            entries.append(Entry(place.name, ranks, measure, {**job, "place": place}, launch))
+        entries += [
+            Entry(place.name, ranks, measure, {**job, "place": place}, launch)
+            for place in places(ranks)
+        ]
     if not any(options.only in one.name for one in entries):
         raise UsageError(f"no mesh of these ranks has {options.only!r} in its name.")
     return {"setting": msgspec.structs.asdict(setting), "fault": options.plant}, entries

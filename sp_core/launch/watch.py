@@ -123,7 +123,7 @@ def hold_life(directory: Path, rank: int) -> int:
 
 def start(rank: int) -> Watch:
     """Open this rank's files."""
-    global _watch
+    global _watch  # noqa: PLW0603  # a process is one rank
     _watch = Watch(rank)
     return _watch
 
@@ -138,7 +138,7 @@ def limit_phases() -> None:
 
 def stop() -> None:
     """Close this rank's files."""
-    global _watch
+    global _watch  # noqa: PLW0603  # a process is one rank
     if _watch is not None:
         _watch.close()
         _watch = None

@@ -79,7 +79,7 @@ class Rope:
             raise DtypeError(f"x has dtype {x.dtype}, needed a floating one; cast first")
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         angles = position_tensor(positions, x.device).double().outer(self._frequencies.to(x.device))
-        # (S, 1, head_dim / 2)
+        # cos and sin are (S, 1, head_dim / 2)
         cos, sin = (t.to(dtype).unsqueeze(1) for t in (angles.cos(), angles.sin()))
         a, b = x.to(dtype).chunk(2, dim=-1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)

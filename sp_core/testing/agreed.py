@@ -96,7 +96,7 @@ class Ranks:
         option.basetemp = str(
             self._watch.directory / f"tmp-rank{self.rank}"
         )  # processes that share one clear it for each other
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  until the terminal reporter has taken it
+        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115  until the terminal reporter has taken it
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self) -> None:

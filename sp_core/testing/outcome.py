@@ -84,7 +84,7 @@ class Catch:
 
     error: BaseException | None = None
 
-    def __enter__(self) -> Catch:
+    def __enter__(self) -> Catch:  # noqa: PYI034
         return self
 
     def __exit__(

@@ -323,7 +323,7 @@ def say(name: str) -> None:
         f"{UNCHECKED.get(name, 'this version of the kit does not know it')}"
     )
     session.current.notes[text] = None
-    print(f"sp_core.testing: {text} (first at {here()})", file=sys.stderr)
+    print(f"sp_core.testing: {text} (first at {here()})", file=sys.stderr)  # noqa: T201  # once
 
 
 class _Replaced(type):

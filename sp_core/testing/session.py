@@ -66,7 +66,7 @@ def larger(a: float, b: float) -> float:
 
     NaN counts as the largest, because an error that is NaN is the worst.
     """
-    return a if a != a or a >= b else b
+    return a if a != a or a >= b else b  # noqa: PLR0124  # NaN differs from itself
 
 
 def keep_largest(mine: dict[str, float], theirs: Mapping[str, float]) -> None:
@@ -158,7 +158,7 @@ class Session:
 
     def begin(self) -> None:
         """Make this the session of the process."""
-        global current
+        global current  # noqa: PLW0603  # a process has one session
         current = self
 
     @property
@@ -206,7 +206,7 @@ def collected() -> Iterator[Remarks]:
         thread.sink = before
 
 
-def event(value: str, payload: str | int | float = "") -> None:
+def event(value: str, payload: str | float = "") -> None:
     """Count a class of examples, as Hypothesis' `event` does; may be called on any rank.
 
     Args:

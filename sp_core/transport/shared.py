@@ -219,7 +219,7 @@ def demand(comm: Intracomm, memory: Memory, nbytes: int) -> list[Tensor]:
 def this_machine() -> tuple[int, str]:
     """Identify the machine and the process namespace of this rank."""
     try:
-        return node_number(), os.readlink("/proc/self/ns/pid")
+        return node_number(), os.readlink("/proc/self/ns/pid")  # noqa: PTH115
     except OSError:
         return node_number(), "unknown"
 

@@ -120,7 +120,7 @@ def save(tuning: Tuning, path: Path) -> None:
     try:
         with os.fdopen(descriptor, "w") as file:
             file.write(text + "\n")
-        os.replace(draft, path)
+        Path(draft).replace(path)
     except BaseException:
         Path(draft).unlink(missing_ok=True)
         raise

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +67,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verdicts = {one.name: _column(one, found, versions[one.name]) for one in libraries}
     faults += _show_alone(libraries, verdicts, versions, limits) + _faults(verdicts)
     seconds = {"seconds": round(time.monotonic() - began), "patience": options.patience}
-    run = {"date": str(date.today()), "commit": code, **seconds, "mpi": _mpi(), **environment()}
+    run = {
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": code,
+        **seconds,
+        "mpi": _mpi(),
+        **environment(),
+    }
     report = document(libraries, versions, verdicts, planted, run, options.examples)
     report = joined(old, report, NAMES) if old else report
     write(options.out, report)
@@ -185,7 +190,9 @@ def _mpi() -> str:
     """Return the MPI library, asked in a process of its own: this one must not start it."""
     asked = "name, numbers = MPI.get_vendor(); print(name, '.'.join(map(str, numbers)))"
     program = f"import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; {asked}"
-    answer = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    answer = subprocess.run(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=False
+    )
     return answer.stdout.strip() or "no MPI"
 
 

@@ -6,8 +6,8 @@ import faulthandler
 
 import pytest
 
-import sp_core.transport as transport
 from device.build import NAME, library, load
+from sp_core import transport
 from sp_core.attention import kernels
 from sp_core.transport import cuda
 

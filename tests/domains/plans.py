@@ -52,7 +52,7 @@ def placed(x: Tensor, drawn: Values, group: sp.Communicator) -> Tensor:
     if memory == "shared by other allocations":
         rooms = [sp.shared_empty(x.shape, comm=group, dtype=x.dtype) for _ in range(2)]
         return rooms[alone].copy_(x)
-    if memory == "shared" or (memory == "shared on some ranks"):
+    if memory in {"shared", "shared on some ranks"}:
         room = sp.shared_empty(x.shape, comm=group, dtype=x.dtype)
         return x if alone and memory != "shared" else room.copy_(x)
     return x

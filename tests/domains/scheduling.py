@@ -181,7 +181,7 @@ def judge_balanced(given: Values, made: Plan) -> None:
     assert (made.lengths, made.waiting, made.padded_to) == (tuple(given["lengths"]), (), None)
     total, tolerance = sum(loads), 0.02 if given["tolerance"] is LEFT_OUT else given["tolerance"]
     allowed = (1 + tolerance) * total / size if total else 0
-    assert max(loads) <= max(allowed, max(dealt(given, len(made.lengths))[1])) * (1 + 1e-12)
+    assert max(loads) <= max(allowed, *dealt(given, len(made.lengths))[1]) * (1 + 1e-12)
     if max(dealt(given, 0)[1]) <= allowed * (1 - 1e-12):
         assert count == 0
 

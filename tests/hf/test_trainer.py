@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -52,7 +51,7 @@ def test_the_tutorial_gives_the_same_losses_on_any_number_of_ranks(tmp_path: Pat
         assert answer.returncode == 0, answer.stderr
         (line,) = [x for x in answer.stdout.splitlines() if x.startswith("losses:")]
         printed.append([float(x) for x in line.split()[1:]])
-        assert os.listdir(folder) == ["checkpoint-20"]
+        assert [one.name for one in folder.iterdir()] == ["checkpoint-20"]
         AutoModelForCausalLM.from_pretrained(folder / "checkpoint-20")
     one, *others = printed
     assert len(one) == 20

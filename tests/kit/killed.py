@@ -14,7 +14,7 @@ import sp_core as sp
 world = MPI.COMM_WORLD
 with sp.Mesh(world, transport="window", sp=world.size) as mesh:
     x = sp.shared_empty((1 << 16,), comm=mesh["sp"])
-    with open("/proc/self/maps") as maps:
+    with open("/proc/self/maps") as maps:  # noqa: PTH123
         mapped = {line.split()[5] for line in maps if "/dev/shm/" in line}
     if world.rank == 0:
         print(f"mapped: {' '.join(sorted(mapped))}", flush=True)

@@ -49,4 +49,4 @@ def narrow_transport(raw: Any, most: int) -> HostTransport:
 
     One for each rank it does take.
     """
-    return HostTransport(cast(Any, Narrow(raw, max(most, raw.size))), max_count=most)
+    return HostTransport(cast("Any", Narrow(raw, max(most, raw.size))), max_count=most)

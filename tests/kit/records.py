@@ -160,7 +160,7 @@ def run(number: int = 0, *, speed: float = 1.0, few: bool = False) -> list[Recor
     about: Values = {
         "run_id": f"202611{number + 1:02d}T131500Z-1a2b3c",
         "commit": {
-            "sha": hashlib.sha1(str(number).encode()).hexdigest(),
+            "sha": hashlib.sha1(str(number).encode(), usedforsecurity=False).hexdigest(),
             "merge_base": None,
             "branch": "main",
             "dirty": False,
@@ -176,10 +176,10 @@ def run(number: int = 0, *, speed: float = 1.0, few: bool = False) -> list[Recor
                 found.append(
                     record(case("schemes", scheme, f"{variant}/forward", ranks), seconds, **about)
                 )
-        for layer in () if few else ("block", "feed_forward"):
-            found.append(
-                record(case("layers", layer, "causal/both", ranks), 0.3 / ranks**0.7, **about)
-            )
+        found += [
+            record(case("layers", layer, "causal/both", ranks), 0.3 / ranks**0.7, **about)
+            for layer in (() if few else ("block", "feed_forward"))
+        ]
         found += [
             record(what, seconds, bytes_result=4 * what["shape"]["elements"], **about)
             for what, seconds in exchanges(ranks, chance, ("all_reduce",) if few else COLLECTIVES)

@@ -238,7 +238,7 @@ def _tests(arguments: list[str], folder: str, output: str, variables: dict[str, 
     """Run pytest in this process, which ends with it."""
     os.setsid()
     os.chdir(folder)
-    with open(output, "w") as file:
+    with Path(output).open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.environ.update(variables)

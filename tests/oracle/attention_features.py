@@ -81,7 +81,7 @@ def universe() -> tuple[list[tuple[str, str]], dict[str, list[tuple[str, str]]]]
 
 def why_impossible(a: str, b: str) -> str:
     """Why no example has both features; nothing where some can."""
-    if "scheme=tp_sp" in (a, b) and {a.split("=")[0], b.split("=")[0]} - set(LINEAR):
+    if "scheme=tp_sp" in (a, b) and {a.partition("=")[0], b.partition("=")[0]} - set(LINEAR):
         return "linear layers have neither heads nor masks"
     reasons = [
         reason
@@ -122,7 +122,7 @@ def attention_features(scheme: str, problem: AttentionProblem, size: int) -> dic
         ),
         "keys": "own" if sharding == kv_sharding else "other",
         "mask": "causal" if problem.mask.causal else "full",
-        "window": _window(problem.mask.window, max(1, max(kv_sharding.lengths))),
+        "window": _window(problem.mask.window, max(1, *kv_sharding.lengths)),
         "documents": _documents(problem.mask.key_documents, kv_sharding),
         "blind": _blind(problem, sharding, kv_sharding),
         "heads": "MHA" if problem.group == 1 else "MQA" if problem.kv_heads == 1 else "GQA",

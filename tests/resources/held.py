@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
-import os
 import sys
 import threading
 from collections import Counter, deque
@@ -84,7 +83,9 @@ def outside() -> Counter[str]:
     """Count what the operating system lends to this process."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     shared = sum(line.split()[1].endswith("s") for line in maps)
-    descriptors, threads = (len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task"))
+    descriptors, threads = (
+        len(list(Path(f"/proc/self/{kind}").iterdir())) for kind in ("fd", "task")
+    )
     return Counter({"file descriptors": descriptors, "threads": threads, "shared mappings": shared})
 
 

@@ -108,7 +108,7 @@ def plan(algorithm: str, dtype: torch.dtype = torch.float32, *, shared: bool = F
 
 
 def in_shared_memory(x: Tensor, field: Field) -> Tensor:
-    """A copy of a tensor in memory that the ranks share."""
+    """Copy a tensor into memory that the ranks share."""
     there = sp.shared_empty(x.shape, comm=field.mesh["all"], dtype=x.dtype)
     there.copy_(x)
     sp.fence(comm=field.mesh["all"])
@@ -233,7 +233,7 @@ CONTESTANTS: dict[str, Maker] = {
 
 
 def expected(field: Field) -> Tensor:
-    """The result in float64, from everybody's contribution; empty where this rank gets none."""
+    """Return the result in float64; it is empty if this rank receives nothing."""
     everybody = [
         torch.from_numpy(x) for x in field.world.allgather(field.x.numpy().astype(np.float64))
     ]

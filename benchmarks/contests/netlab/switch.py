@@ -45,7 +45,7 @@ class Wires:
         self._into: dict[int, float] = {}
 
     def arrival(self, now: float, source: int, dest: int, nbytes: int) -> float:
-        """The time at which the last bit is there."""
+        """Return the time at which the last bit arrives."""
         takes = nbytes / self._rate
         left = max(self._out.get(source, 0.0), now) + takes
         arrived = max(self._into.get(dest, 0.0), left - takes + self._delay) + takes
@@ -110,14 +110,14 @@ class Switch:
 
 
 def open_tun(name: str) -> int:
-    """A new TUN device, which goes when its file descriptor is closed."""
+    """Create a TUN device. The kernel removes it when its file descriptor is closed."""
     fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     fcntl.ioctl(fd, _SET_INTERFACE, struct.pack("16sH22x", name.encode(), _TUN | _NO_HEADER))
     return fd
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The command line: bits per second, seconds, and the hosts."""
+    """Forward packets. Arguments: bits per second, seconds, and the hosts."""
     rate, delay, *hosts = arguments
     named = [host.split("=") for host in hosts]
     ports = [open_tun(name) for name, _ in named]

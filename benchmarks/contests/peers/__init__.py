@@ -1,1 +1,1 @@
-"""This project's attention schemes against others' and against one process."""
+"""Time our attention schemes against others' and against one process."""

@@ -43,7 +43,7 @@ def layer_norm(
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float = 1e-6, rounding: Rounding = lambda t: t
 ) -> Tensor:
-    """x / sqrt(mean square + eps) * weight over the last dim, (..., E)."""
+    """Return x / sqrt(mean square + eps) * weight over the last dim, (..., E)."""
     return _normalized(x, eps, rounding) * weight
 
 
@@ -315,7 +315,7 @@ def _norm(
 
 
 def _linear(x: Tensor, weights: Mapping[str, Tensor], name: str) -> Tensor:
-    """x W^T + b."""
+    """Return x W^T + b."""
     out = x @ weights[f"{name}.weight"].T
     return out + weights[f"{name}.bias"] if f"{name}.bias" in weights else out
 
