@@ -1,7 +1,7 @@
-"""End all ranks of an MPI job when an error ends the program of one, as `python -m mpi4py` does.
+"""End all ranks when an error ends the program of one, as `python -m mpi4py` does.
 
-Without this the rank waits in MPI_Finalize for ranks that wait for it. A process group needs none
-of it: torchrun ends the others.
+Without this a rank of MPI waits in MPI_Finalize for ranks that wait for it, torchrun does not learn
+that a thread has failed, and it takes the first of the other ranks that gives up for the cause.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import atexit
 import sys
 import threading
 import time
+import traceback
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,54 +20,60 @@ from sp_core.errors import AGREED
 GRACE_SECONDS = 2.0
 """In which the other ranks can say what they found, before all are ended."""
 hooked = False
-"""Whether `watch_over` has been called in this process. A test session says so beforehand."""
+"""Whether errors are left to somebody, as a test session says beforehand, or to this module."""
+_head = ""
+_stop: Callable[[int], Any] = sys.exit
 
 
-def watch_over(comm: Any) -> None:
+def watch_over(rank: int, size: int, stop: Callable[[int], Any]) -> None:
     """Let an error that ends the program of this rank end all ranks, with its exit code.
 
-    An error that the program catches ends nothing. Other communicators than mpi4py's, and programs
-    of one rank, are left alone.
+    An error that the program catches ends nothing. Programs of one rank are left alone.
+
+    Args:
+        rank: of this process in its program.
+        size: number of ranks of the program.
+        stop: ends all ranks with an exit code, or this one if its launcher then ends the others.
     """
-    global hooked
-    if hooked or type(comm).__module__ != "mpi4py.MPI":
+    global hooked, _head, _stop
+    if hooked or size == 1:
         return
-    from mpi4py import MPI
+    hooked, _head, _stop = True, f"rank {rank} of {size}: ", stop
+    usual, of_threads, ignored = sys.excepthook, threading.excepthook, sys.unraisablehook
 
-    world = MPI.COMM_WORLD
-    if hooked := world.size > 1:
-        usual, of_threads = sys.excepthook, threading.excepthook
+    def ended(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        end(error, partial(usual, kind, error, trace))
 
-        def ended(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-            say(world.rank, world.size, error, partial(usual, kind, error, trace))
-            end(error)
+    def thread_ended(told: threading.ExceptHookArgs) -> None:
+        tell = partial(of_threads, told)
+        end(told.exc_value, tell) if isinstance(told.exc_value, Exception) else tell()
 
-        def thread_ended(told: threading.ExceptHookArgs) -> None:
-            if told.exc_value is not None:
-                say(world.rank, world.size, told.exc_value, partial(of_threads, told))
-                end(told.exc_value)
+    def unraisable(told: sys.UnraisableHookArgs) -> None:
+        ignored(told)
+        if told.exc_value is not None and "atexit callback" in (told.err_msg or ""):
+            end(told.exc_value, lambda: None)
 
-        sys.excepthook, threading.excepthook = ended, thread_ended
-
-
-def say(rank: int, size: int, error: BaseException, tell: Any) -> None:
-    """Print an error with its rank: in one line if another rank prints the same one in full."""
-    head = f"rank {rank} of {size}: "
-    if getattr(error, AGREED, 0) and error.__cause__ is None:
-        text = str(error).partition("\n")[0]
-        print(f"{head}{type(error).__name__}: {text}", file=sys.stderr, flush=True)
-        return
-    print(f"{head}this error ends all ranks.", file=sys.stderr)
-    tell()
-    sys.stderr.flush()
+    sys.excepthook, threading.excepthook, sys.unraisablehook = ended, thread_ended, unraisable
 
 
-def end(error: BaseException) -> None:
-    """End all ranks after the grace, or after twice as long if another rank has the cause."""
-    from mpi4py import MPI
+def end(error: BaseException, tell: Callable[[], Any]) -> None:
+    """Print an error with its rank, and end all ranks after the grace.
 
-    time.sleep(GRACE_SECONDS * (2 if getattr(error, AGREED, 0) else 1))
-    MPI.COMM_WORLD.Abort(exit_code(error))
+    If another rank prints the same error in full, this one prints a line and gives it time.
+    """
+    agreed = getattr(error, AGREED, 0)
+    try:
+        if agreed and error.__cause__ is None:
+            text = str(error).partition("\n")[0]
+            print(f"{_head}{type(error).__name__}: {text}", file=sys.stderr)
+        else:
+            print(f"{_head}this error ends all ranks.", file=sys.stderr)
+            tell()
+        sys.stderr.flush()
+        sys.stdout.flush()
+        time.sleep(GRACE_SECONDS * (2 if agreed else 1))
+    finally:  # also if there is no memory for the report
+        _stop(exit_code(error))
 
 
 def exit_code(error: BaseException) -> int:
@@ -77,6 +85,5 @@ def exit_code(error: BaseException) -> int:
 
 def left_by(error: BaseException) -> None:
     """Prepare for the end of the program, of which `sys.exit` tells no hook."""
-    if hooked and isinstance(error, SystemExit) and (code := exit_code(error)):
-        print(f"sys.exit({code}) has left a mesh: it ends all ranks.", file=sys.stderr, flush=True)
-        atexit.register(end, error)
+    if _head and isinstance(error, SystemExit) and exit_code(error):
+        atexit.register(end, error, partial(traceback.print_exception, error))

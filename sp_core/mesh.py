@@ -290,12 +290,17 @@ def _ranks_of(given: Any, axes: dict[str, int]) -> tuple[Intracomm, dict[str, in
         TypeError: on this rank alone, since no other one can be asked.
     """
     if hasattr(given, "Split"):
-        failing.watch_over(given)
+        if type(given).__module__ == "mpi4py.MPI":
+            from mpi4py.MPI import COMM_WORLD as world
+
+            failing.watch_over(world.rank, world.size, world.Abort)
         return given, axes
     from sp_core.transport import groups
 
     comm = groups.communicator_of(given)
     arguments.check(comm=comm or given)
+    group = torch.distributed
+    failing.watch_over(group.get_rank(), group.get_world_size(), os._exit)
     names = getattr(given, "mesh_dim_names", None)
     if names and not axes:
         axes = dict(zip(names, given.shape, strict=True))

@@ -109,12 +109,16 @@ def test_the_report_keeps_the_rows_of_both_mpis_and_counts_faults(
         report.add("deaths", {**trial.row_of(KILLED), "seconds": 2.5, "faults": found}, "why")
         fault = {"fault": "segv", "minimum": "n=7", "launches": 5, "seconds": 40.0, "faults": []}
         report.add("faults", fault, "")
-        assert report.faults == len(found)
+        program = {"place": "thread", "start": "torchrun", "seconds": 3.0, "faults": found}
+        report.add("programs", program, "")
+        assert report.faults == 2 * len(found)
         assert ("why" in capsys.readouterr().out) == bool(found)
     assert list(json.loads((tmp_path / "deaths.json").read_text())) == ["Open MPI", "MPICH"]
     text = (tmp_path / "deaths.md").read_text()
     assert "| SIGKILL | 2.5 (≤ 20) |" in text
     assert "| SIGKILL | 2.5 (≤ 20) **no rank** |" in text
+    assert "| place | torchrun |" in text
+    assert "| thread | 3.0 |" in text
     assert "| segv | n=7 | 5 | 40 | as expected |" in text
 
 

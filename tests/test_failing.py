@@ -1,47 +1,71 @@
-"""An error that ends the program of one rank ends all ranks; the report names rank and cause."""
+"""An error that ends the program of one rank ends all ranks; the report names rank and cause.
+
+`nox -s deaths` tries every place with everything that starts ranks; here each place comes once.
+"""
 
 from __future__ import annotations
 
-import sys
-
 import pytest
-from studies.commands import ROOT, outside, printed
-
-from sp_core.launch.command import AS_ROOT, ENVIRONMENT, find_mpiexec
+from deaths import programs
+from deaths.programs import ERROR, PLACES, RANKS, launched, rows, wrong
 
 pytestmark = [pytest.mark.mpi_skip, pytest.mark.starts_mpi]
-CASE = str(ROOT / "tests" / "kit" / "case_failing.py")
-SECONDS = 40
-"""A bound for the whole launch on a loaded machine; without the hook a launch never ends."""
+OF_MPI = (
+    *(("before", "mpiexec"), ("memory", "mpiexec"), ("exit", "sp-core run")),
+    *(("early", "mpi4py"), ("import", "sp-core run"), ("_exit", "sp-core run")),
+)
+"""Launches that depend on whose MPI it is."""
+OTHERS = (
+    *(("inside", "torchrun"), ("thread", "torchrun"), ("atexit", "torchrun")),
+    *(("wait", "mpiexec"), ("backward", "mpiexec"), ("free", "mpiexec"), ("behind", "mpiexec")),
+    *(("SIGTERM", "mpiexec"), ("interrupt", "mpiexec"), ("exit behind", "sp-core run")),
+)
 
 
-def on_three_ranks(way: str) -> tuple[int, str]:
-    """Let rank 1 of three fail in some way under plain mpiexec."""
-    command = (find_mpiexec(), "-n", "3", sys.executable, CASE, way)
-    variables = ENVIRONMENT | AS_ROOT | outside(PYTHONPATH=str(ROOT))
-    return printed(command, ROOT, variables, SECONDS)
+def of(place: str, start: str) -> object:
+    """Name a launch; those that depend on the MPI run with each."""
+    marks = [pytest.mark.every_mpi] if (place, start) in OF_MPI else []
+    return pytest.param(place, start, id=f"{place}-{start}", marks=marks)
 
 
-@pytest.mark.parametrize("way", ["before", "backward", "started", "thread", "behind"])
-def test_an_error_on_one_rank_ends_all(way: str) -> None:
-    code, text = on_three_ranks(way)
-    assert code != 0
-    assert "rank 1 of 3: this error ends all ranks." in text
-    assert text.count("LookupError: this rank is lost\n") == 1, text
+@pytest.mark.parametrize(("place", "start"), [of(*row) for row in (*OF_MPI, *OTHERS)])
+def test_a_failure_on_one_rank_ends_all(place: str, start: str) -> None:
+    code, text, (pid, _) = launched(place, start)
+    assert [*wrong(place, start, code, text, pid)] == [], text
+    assert start == "torchrun" or place not in ("before", "backward") or text.count(ERROR) == 1
 
 
 def test_the_exit_code_of_one_rank_is_that_of_the_job() -> None:
-    code, text = on_three_ranks("exit")
-    assert (code, "sys.exit(3) has left a mesh: it ends all ranks." in text) == (3, True), text
+    assert launched("exit", "mpiexec")[0] == 3
 
 
 def test_an_error_that_all_ranks_raise_is_printed_by_one() -> None:
-    code, text = on_three_ranks("agreed")
+    code, text, _ = launched("agreed", "mpiexec")
     assert code != 0
     assert text.count("Traceback (most recent call last)") == 1, text
     for rank in (1, 2):
-        assert f"rank {rank} of 3: CollectiveMismatch: the ranks disagree" in text
+        assert f"rank {rank} of {RANKS}: CollectiveMismatch: the ranks disagree" in text
 
 
-def test_an_error_that_is_caught_ends_nothing() -> None:
-    assert on_three_ranks("caught")[0] == 0
+def test_an_error_that_is_caught_and_a_thread_that_exits_end_nothing() -> None:
+    code, text, _ = launched("caught", "mpiexec")
+    assert code == 0, text
+
+
+def test_each_place_is_tried_here_or_by_the_study() -> None:
+    assert {place for place, _ in (*OF_MPI, *OTHERS)} >= {*PLACES} - {"after", "started"}
+    assert {*OF_MPI, *OTHERS} <= {*rows()}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fault"),
+    [
+        ("rank 1 of 3: ", "rank 2 of 3: ", "no rank"),
+        (ERROR, "", "no cause"),
+        (programs.CASE, "", "no stack"),
+    ],
+)
+def test_what_a_report_lacks_is_told(old: str, new: str, fault: str) -> None:
+    text = f"rank 1 of 3: this error ends all ranks.\nFile {programs.CASE}, line 5\n{ERROR}\n"
+    assert [*wrong("before", "mpiexec", 1, text, "7")] == []
+    assert [*wrong("before", "mpiexec", 0, text.replace(old, new), "7")] == ["exit code 0", fault]

@@ -26,6 +26,8 @@ from sp_core.launch.watch import IN_FLIGHT, RESULT, RUN_DIR, STARTED, file_of
 
 POLL_SECONDS = 0.05
 DUMP_SECONDS = 2.0
+ORPHAN_SECONDS = 4.0
+"""In which mpiexec can end ranks of which one has failed. MPICH's does not before MPI_Init."""
 _FLAGS = re.compile(r"-[bBdEIOPqRsSuvx]+")
 ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
@@ -125,6 +127,7 @@ class Launch:
             stderr=output,
         )
         self.files = SharedFiles(self.process.pid)
+        self._failed: float | None = None
 
     def trouble(self, seconds: float) -> str:
         """Look for some time.
@@ -138,12 +141,24 @@ class Launch:
         if any(path.stat().st_size for path in self.run_dir.glob("*.hang")):
             self._dump()
             return "a rank has reached its time limit"
-        if self.process.poll() is None or (self.run_dir / RESULT).exists():
+        if self.process.poll() is None:
+            return self._orphaned()
+        if (self.run_dir / RESULT).exists():
             return ""
         died = (self.run_dir / STARTED).exists() or (
             self.process.returncode and self.deaths.was_killed()
         )
         return f"a rank died (mpiexec: exit code {self.process.returncode})" if died else ""
+
+    def _orphaned(self) -> str:
+        """Return a reason if a rank of a plain program has failed and the others go on."""
+        if (self.run_dir / STARTED).exists() or not self.deaths.failed():
+            return ""
+        self._failed = self._failed or time.monotonic()
+        if time.monotonic() < self._failed + ORPHAN_SECONDS:
+            return ""
+        self._dump()
+        return "a rank has failed, and the others go on"
 
     def wait(self, timeout: float) -> str:
         """Wait for the end. Return the reason to end the launch, or "" if it has ended well."""
@@ -207,6 +222,8 @@ def run(ranks: int, command: Sequence[str], *, timeout: float, mpi_args: Sequenc
                 report = launch.report(reason)
                 print(report, file=sys.stderr, flush=True)
                 results.write_junit(Path(directory), report)
+            elif ended and not (launch.run_dir / STARTED).exists():
+                print(*launch.deaths.suspects(), sep="\n", file=sys.stderr, flush=True)
         finally:
             launch.end()
         return abs(ended or 1) if reason else launch.exit_code()

@@ -125,6 +125,10 @@ class Deaths:
         first = self.first()
         return first is not None and self._dead[first].startswith("killed")
 
+    def failed(self) -> bool:
+        """Return whether a rank is known to have ended with an error."""
+        return any(re.match(r"killed|exit code [1-9]", cause) for cause in self._dead.values())
+
     def story(self, rank: int) -> str:
         """Return what is known of one rank."""
         stacks = shortened(self._stacks(rank)) or "no stack was written"

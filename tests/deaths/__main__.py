@@ -1,7 +1,7 @@
 """`nox -s deaths`.
 
 A rank of a launch is lost in every way at every point; then faults that must be caught, attributed
-and shrunk.
+and shrunk; then a rank of a plain program fails, under MPI and torchrun.
 
 Each run adds its rows to deaths.json. Exits with 1 where a launch took too long, its report lacks
 something, or something is left.
@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from deaths.programs import rows, tried_program
 from deaths.report import Report
 from deaths.trial import drawn, library, tried, tried_fault
 from deaths.ways import PLACES, WAYS
@@ -41,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             report.add("deaths", {**row, "seed": seed}, printed)
     for fault in options.faults:
         report.add("faults", *tried_fault(fault))
+    for where, start in rows() if options.programs else ():
+        report.add("programs", *tried_program(where, start))
     return int(report.faults > 0)
 
 
@@ -52,6 +55,12 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--places", nargs="*", choices=PLACES, default=PLACES, help="default: all")
     parser.add_argument("--faults", nargs="*", choices=known, default=known, help="default: all")
+    parser.add_argument(
+        "--programs",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="lose a rank of programs that are no test sessions (default: yes)",
+    )
     parser.add_argument(
         "--seed", type=int, help="draws the rank and the example of each death (default: any)"
     )

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from deaths.programs import BOUND, PLACES as PROGRAMS, STARTS
 from deaths.trial import EXAMPLE_SECONDS, MORE_SECONDS, PHASE_SECONDS, RANKS
 from deaths.ways import PLACES, WAYS
 
@@ -27,6 +28,10 @@ and {MORE_SECONDS:g} s. Where nobody dies the seconds include the search for the
 After each of them these are checked: the exit code is not 0; the report names the rank, the test,
 the example, and a stack (the last place, where the process had no chance to write one); the results
 of the tests before are in the JUnit file; no process and no file in shared memory is left.
+
+In the last tables one of three ranks of a program fails at some place, below what starts the ranks.
+The exit code must not be 0. The report must name rank and cause, and everything must end within
+{BOUND:g} s. A cell is empty where nothing that starts ranks so can learn of the failure.
 """
 
 
@@ -43,7 +48,7 @@ class Report:
         self._folder, self.faults = folder, 0
         plain = folder / "deaths.json"
         self._all: dict[str, Rows] = json.loads(plain.read_text()) if plain.exists() else {}
-        self._mine = self._all.setdefault(library, {"deaths": [], "faults": []})
+        self._mine = self._all.setdefault(library, {})
         self._origin = {"commit": commit(), "cores": os.cpu_count()}
 
     def add(self, kind: str, row: dict[str, Any], printed: str) -> None:
@@ -54,7 +59,7 @@ class Report:
         print(f"{said} {', '.join(wrong) or 'ok'}", flush=True)
         if wrong:
             print("-" * 20, *printed.splitlines()[-SHOWN_LINES:], "-" * 20, sep="\n", flush=True)
-        rows = {_key(old): old for old in self._mine[kind]}
+        rows = {_key(old): old for old in self._mine.get(kind, [])}
         rows[_key(row)] = {**row, **self._origin}
         self._mine[kind] = list(rows.values())
         write_json(self._folder / "deaths.json", self._all, allow_nan=True)
@@ -62,15 +67,15 @@ class Report:
 
 
 def _key(row: dict[str, Any]) -> tuple[str, ...]:
-    return (row["fault"],) if "fault" in row else (row["way"], row["place"])
+    return tuple(row[name] for name in ("fault", "way", "place", "start") if name in row)
 
 
 def markdown(everything: dict[str, Rows]) -> str:
     """The report for people."""
     lines = [HEAD]
     for library, told in everything.items():
-        lines += [f"## {library}", "", _summary([*told["deaths"], *told["faults"]])]
-        lines += ["", *_deaths(told["deaths"]), ""]
+        lines += [f"## {library}", "", _summary([row for rows in told.values() for row in rows])]
+        lines += ["", *_crossed(told.get("deaths", []), "way", WAYS, "place", PLACES), ""]
         lines += table(
             ["fault", "smallest example found", "launches", "seconds", ""],
             (
@@ -78,10 +83,10 @@ def markdown(everything: dict[str, Rows]) -> str:
                     *(row["fault"], row["minimum"], row["launches"], f"{row['seconds']:.0f}"),
                     ", ".join(row["faults"]) or "as expected",
                 ]
-                for row in told["faults"]
+                for row in told.get("faults", [])
             ),
         )
-        lines.append("")
+        lines += ["", *_crossed(told.get("programs", []), "place", PROGRAMS, "start", STARTS), ""]
     return "\n".join(lines)
 
 
@@ -100,16 +105,17 @@ def _summary(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def _deaths(rows: list[dict[str, Any]]) -> Iterator[str]:
-    cells = {(row["way"], row["place"]): _cell(row) for row in rows}
-    places = [place for place in PLACES if any(place == there for _, there in cells)]
-    ways = [way for way in WAYS if any(way == how for how, _ in cells)]
-    return table(
-        ["way", *places],
-        ([way, *(cells.get((way, place), "") for place in places)] for way in ways),
-    )
+def _crossed(
+    rows: list[dict[str, Any]], by: str, known: Iterable[str], over: str, heads: Iterable[str]
+) -> Iterator[str]:
+    """Write rows as a table by one of their values over another."""
+    cells = {(row[by], row[over]): _cell(row) for row in rows}
+    used = [head for head in heads if any(head == there for _, there in cells)]
+    named = [name for name in known if any(name == there for there, _ in cells)]
+    return table([by, *used], ([x, *(cells.get((x, head), "") for head in used)] for x in named))
 
 
 def _cell(row: dict[str, Any]) -> str:
     wrong = f" **{', '.join(row['faults'])}**" if row["faults"] else ""
-    return f"{row['seconds']:.1f} (≤ {row['bound']:.0f}){wrong}"
+    bound = f" (≤ {row['bound']:.0f})" if "bound" in row else ""
+    return f"{row['seconds']:.1f}{bound}{wrong}"

@@ -1,90 +1,147 @@
-"""A program in which one rank fails in some way: `test_failing.py` starts it on all ranks.
+"""A program in which one rank fails at some place: `deaths/programs.py` starts it on three ranks.
 
-python case_failing.py WAY
+python case_failing.py PLACE FILE
+
+The lost rank writes its process number and the time into the file.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import importlib
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import torch
-
-import sp_core as sp
-
-WAY, LOST = sys.argv[1], 1
-
-
-def world() -> Any:
-    """All ranks, of MPI or of torchrun."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        from mpi4py import MPI
-
-        return MPI.COMM_WORLD
-    torch.distributed.init_process_group("gloo")
-    return None
+PLACE, LOST = sys.argv[1], 1
+NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")
+IS_LOST = LOST in [int(os.environ[name]) for name in NAMES if name in os.environ]
+OVER_GLOO = "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def size_of(comm: Any) -> int:
-    """The number of ranks."""
-    return torch.distributed.get_world_size() if comm is None else int(comm.size)
+def note() -> None:
+    """Write down when this rank is lost."""
+    Path(sys.argv[2]).write_text(f"{os.getpid()} {time.time()}")
 
 
-def fail(where: str, mesh: sp.Mesh | None = None) -> None:
-    """Fail on one rank, if it is to be here."""
-    if where != WAY or (mesh is not None and mesh.rank != LOST):
-        return
+def error(*_: Any) -> None:
+    """Raise an ordinary error."""
+    note()
     raise LookupError("this rank is lost")
 
 
-def lost_in(way: str) -> None:
-    """The ways that are no plain error at a place."""
-    if way == "memory":
-        raise MemoryError("this rank is lost")
-    if way == "interrupt":
-        raise KeyboardInterrupt
-    if way == "exit":
-        sys.exit(3)
-    if way == "SIGTERM":
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(60)
-    if way == "thread":
-        thread = threading.Thread(target=lambda: fail("thread"))
-        thread.start()
-        thread.join()
-        time.sleep(60 if "TORCHELASTIC_RUN_ID" not in os.environ else 0)
+def world() -> tuple[Any, int]:
+    """All ranks, of MPI or of torchrun, and their number."""
+    if not OVER_GLOO:
+        from mpi4py import MPI
+
+        return MPI.COMM_WORLD, MPI.COMM_WORLD.size
+    sys.modules["mpi4py"] = None  # type: ignore[assignment]
+    from torch import distributed
+
+    distributed.init_process_group("gloo")
+    return None, distributed.get_world_size()
+
+
+def at(place: str, fail: Callable[[], object] = error) -> None:
+    """Fail on one rank, if it is to be here."""
+    if IS_LOST and place == PLACE:
+        fail()
+
+
+def soon(place: str) -> None:
+    """Fail in the next call, in which this rank waits for the others."""
+    if place == PLACE and not IS_LOST:
+        time.sleep(1.5)
+    at(place, lambda: signal.setitimer(signal.ITIMER_REAL, 0.5))
+
+
+def fail_in_a_thread() -> None:
+    """Let a thread fail, and wait as if it had not."""
+    thread = threading.Thread(target=error)
+    thread.start()
+    thread.join()
+    time.sleep(60)
+
+
+def exhaust_memory() -> None:
+    """Take more memory than this process may have."""
+    from deaths import ways
+
+    ways.exhaust_memory()
+
+
+def exit_later() -> None:
+    """End the program, and fail at the end of the interpreter."""
+    atexit.register(error)
+    sys.exit(0)
+
+
+def noted(fail: Callable[[], object]) -> Callable[[], object]:
+    """Write down when a rank fails in some way."""
+    return lambda: (note(), fail())
+
+
+WAYS = {
+    "SIGTERM": noted(lambda: [os.kill(os.getpid(), signal.SIGTERM), time.sleep(60)]),
+    "interrupt": noted(lambda: [os.kill(os.getpid(), signal.SIGINT), time.sleep(60)]),
+    "memory": noted(exhaust_memory),
+    "exit": noted(lambda: sys.exit(3)),
+    "_exit": noted(lambda: os._exit(3)),
+    "thread": fail_in_a_thread,
+}
+
+
+def block(mesh: Any) -> None:
+    """Communicate, and fail at one of many places."""
+    import torch
+
+    import sp_core as sp
+
+    group = mesh["sp"]
+    with contextlib.suppress(LookupError):  # a program may handle its errors
+        at("caught")
+    at("caught", lambda: threading.Thread(target=sys.exit, args=(3,)).start())
+    x = torch.ones(1000, requires_grad=True)
+    at("before")
+    pending = sp.all_gather_start(x, comm=group, algorithm="ring")
+    at("started")
+    soon("wait")
+    pending.wait()
+    soon("inside")
+    if PLACE == "agreed":  # every rank raises
+        sp.all_reduce(torch.ones(2 + IS_LOST), comm=group)
+    y = sp.all_reduce(x, comm=group, algorithm="ring")
+    at("backward", lambda: y.register_hook(error))
+    y.sum().backward()
+    at("after")
+    for way, fail in WAYS.items():
+        at(way, fail)
+    at("free", lambda: setattr(mesh, "free", error))
 
 
 def main() -> None:
     """Communicate until a rank is lost; every rank would go on for ever."""
-    comm = world()
-    with sp.Mesh(comm, sp=size_of(comm)) as mesh:
-        group, is_lost = mesh["sp"], mesh.rank == LOST
-        with contextlib.suppress(LookupError):  # a program may handle its errors
-            fail("caught", mesh)
-        x = torch.ones(1000, requires_grad=True)
-        fail("before", mesh)
-        pending = sp.all_gather_start(x, comm=group, algorithm="ring")
-        fail("started", mesh)
-        pending.wait()
-        if WAY == "agreed":  # every rank raises
-            sp.all_reduce(torch.ones(2 + is_lost), comm=group)
-        y = sp.all_reduce(x, comm=group, algorithm="ring")
-        if is_lost:
-            lost_in(WAY)
-            y.register_hook(lambda grad: fail("backward"))
-        y.sum().backward()
-        fail("after", mesh)
-        sp.fence(comm=group)
-    if WAY == "behind" and is_lost:
-        raise LookupError("this rank is lost")
-    for _ in range(1 if WAY == "caught" else 10**6):
-        with sp.Mesh(comm, sp=size_of(comm)) as mesh:
+    at("import", lambda: (note(), importlib.import_module("not_here")))
+    import sp_core as sp
+
+    signal.signal(signal.SIGALRM, error)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    comm, size = world()
+    at("early")
+    with sp.Mesh(comm, sp=size) as mesh:
+        block(mesh)
+    at("behind")
+    at("exit behind", noted(lambda: sys.exit(3)))
+    at("atexit", exit_later)
+    for _ in range(1 if PLACE == "caught" else 10**6):
+        with sp.Mesh(comm, sp=size) as mesh:
             sp.fence(comm=mesh["sp"])
 
 

@@ -16,6 +16,7 @@ from functools import cache
 import pytest
 from torch import distributed
 
+from sp_core import failing
 from sp_core.testing import session
 from sp_core.testing.outcome import FINISHED, Catch
 from sp_core.testing.plan import Example, Result, Spec
@@ -32,6 +33,7 @@ os.environ["PYTEST_DEBUG_TEMPROOT"] = FOLDER.name
 def pytest_configure() -> None:
     """Start the process group; nothing may import mpi4py."""
     sys.modules["mpi4py"] = None  # type: ignore[assignment]
+    failing.hooked = True  # the session outlives the errors of its tests
     distributed.init_process_group("gloo", timeout=LIMIT)
     session.current.ranks, session.current.attempt = distributed.get_world_size(), attempt
 
