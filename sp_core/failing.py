@@ -72,7 +72,7 @@ def end(error: BaseException, tell: Callable[[], Any]) -> None:
         sys.stderr.flush()
         sys.stdout.flush()
         time.sleep(GRACE_SECONDS * (2 if agreed else 1))
-    finally:  # also if there is no memory for the report
+    finally:  # also if the report fails or is interrupted
         _stop(exit_code(error))
 
 

@@ -1,9 +1,11 @@
 """An error that ends the program of one rank ends all ranks; the report names rank and cause.
 
-`nox -s deaths` tries every place with everything that starts ranks; here each place comes once.
+`nox -s deaths` tries every place with everything that starts ranks; here is a sample.
 """
 
 from __future__ import annotations
+
+from collections import Counter
 
 import pytest
 from deaths import programs
@@ -11,14 +13,13 @@ from deaths.programs import ERROR, PLACES, RANKS, launched, rows, wrong
 
 pytestmark = [pytest.mark.mpi_skip, pytest.mark.starts_mpi]
 OF_MPI = (
-    *(("before", "mpiexec"), ("memory", "mpiexec"), ("exit", "sp-core run")),
+    *(("before", "mpiexec"), ("again", "mpiexec"), ("exit", "sp-core run")),
     *(("early", "mpi4py"), ("import", "sp-core run"), ("_exit", "sp-core run")),
 )
 """Launches that depend on whose MPI it is."""
 OTHERS = (
-    *(("inside", "torchrun"), ("thread", "torchrun"), ("atexit", "torchrun")),
-    *(("wait", "mpiexec"), ("backward", "mpiexec"), ("free", "mpiexec"), ("behind", "mpiexec")),
-    *(("SIGTERM", "mpiexec"), ("interrupt", "mpiexec"), ("exit behind", "sp-core run")),
+    *(("inside", "torchrun"), ("thread", "torchrun"), ("atexit", "mpiexec")),
+    *(("wait", "mpiexec"), ("backward", "mpiexec"), ("SIGTERM", "mpiexec")),
 )
 
 
@@ -32,11 +33,8 @@ def of(place: str, start: str) -> object:
 def test_a_failure_on_one_rank_ends_all(place: str, start: str) -> None:
     code, text, (pid, _) = launched(place, start)
     assert [*wrong(place, start, code, text, pid)] == [], text
-    assert start == "torchrun" or place not in ("before", "backward") or text.count(ERROR) == 1
-
-
-def test_the_exit_code_of_one_rank_is_that_of_the_job() -> None:
-    assert launched("exit", "mpiexec")[0] == 3
+    assert place != "before" or text.count(ERROR) == 1
+    assert place != "exit" or code == 3
 
 
 def test_an_error_that_all_ranks_raise_is_printed_by_one() -> None:
@@ -52,9 +50,10 @@ def test_an_error_that_is_caught_and_a_thread_that_exits_end_nothing() -> None:
     assert code == 0, text
 
 
-def test_each_place_is_tried_here_or_by_the_study() -> None:
-    assert {place for place, _ in (*OF_MPI, *OTHERS)} >= {*PLACES} - {"after", "started"}
+def test_the_study_tries_each_place_with_two_starts_or_more() -> None:
     assert {*OF_MPI, *OTHERS} <= {*rows()}
+    assert min(Counter(place for place, _ in rows()).values()) >= 2
+    assert {place for place, _ in rows()} == {*PLACES}
 
 
 @pytest.mark.parametrize(

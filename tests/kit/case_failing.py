@@ -70,6 +70,13 @@ def fail_in_a_thread() -> None:
     time.sleep(60)
 
 
+def fail_again() -> None:
+    """Be interrupted while the first error is being reported."""
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 1.0)
+    error()
+
+
 def exhaust_memory() -> None:
     """Take more memory than this process may have."""
     from deaths import ways
@@ -95,6 +102,7 @@ WAYS = {
     "exit": noted(lambda: sys.exit(3)),
     "_exit": noted(lambda: os._exit(3)),
     "thread": fail_in_a_thread,
+    "again": fail_again,
 }
 
 
