@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, cast
 
 import torch
@@ -252,6 +252,18 @@ class Communicator(NotCopied):
         if error is not None:
             raise error
         return ()
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Leave out, in a `with` block, the comparisons that `check="off"` leaves out.
+
+        The ranks have agreed on a call from which all calls of the block follow.
+        """
+        check, self.check = self.check, "off"
+        try:
+            yield
+        finally:
+            self.check = check
 
     def numbered(self) -> Callable[[str], object]:
         """Give a number to an object that the ranks make in one order and use later.

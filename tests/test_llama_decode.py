@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from llama_cases import Case, mesh_of
 
 import sp_core as sp
@@ -33,6 +34,24 @@ def test_each_rank_keeps_its_share_of_the_tokens(comm: Any) -> None:
             kept = [len(owned) for owned in cache.owned]
             assert sum(kept) == sum(cache.lengths)
             assert max(kept) - min(kept) <= 1
+
+
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"ring": 2}, {"pp": 2}])
+@spmd(2)
+def test_a_token_costs_one_comparison(comm: Any, axes: dict[str, int]) -> None:
+    """Afterwards the ranks compare every call again, also if the decoder was given a bad token."""
+    case = Case((6, 3), layers=2, vocab=31, seed=11)
+    with sp.Mesh(comm, **axes) as mesh:
+        decoder = Decoder(case.model(mesh), [9])
+        decoder.prefill([[1] * 5])
+        (group,) = (mesh[axis] for axis in axes)
+        group.counters.reset()
+        decoder.decode([[3]])
+        assert group.counters["control"].calls == 1
+        with pytest.raises(ValueError, match="vocabulary"):
+            decoder.decode([[31]])
+        sp.all_reduce(torch.zeros(1), comm=group)
+        assert group.counters["control"].calls == 3
 
 
 @pytest.mark.parametrize("mesh", range(10))

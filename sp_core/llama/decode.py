@@ -87,6 +87,7 @@ class Cache:
             config.head_dim,
         )
         self.rows = torch.zeros(shape, dtype=model.dtype, device=comm.device)
+        self.positions = torch.zeros(shape[2], dtype=torch.int64, device=comm.device)
 
     def place(self, tokens: Tokens, first: int = 0) -> list[int]:
         """Return the positions of new tokens, in the order of the sequences.
@@ -117,6 +118,9 @@ class Cache:
         self.lengths = [length + len(new) for length, new in zip(self.lengths, tokens, strict=True)]
         for owned, share in zip(self.owned, shares, strict=True):
             owned.extend(positions[place] for place in share)
+        mine = [positions[place] for place in shares[self.rank]]
+        stop = len(self.owned[self.rank])
+        self.positions[stop - len(mine) : stop] = torch.tensor(mine, dtype=torch.int64)
         return New(tokens, positions, shares)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -219,22 +223,28 @@ class Decoder:
         Args, returns, raises: as `prefill`.
 
         Communication:
-            Per layer one all-gather of (S, H/T, D + 1) over the sequence ranks, and two all-reduces
-            over the tensor ranks; one more for the embedding. Then one all-gather of (N', V).
-            Between stages as `prefill`.
+            One agreement, on which all that follows depends. Per layer one all-gather of
+            (S, H/T, D + 1) over the sequence ranks, and two all-reduces over the tensor ranks; one
+            more for the embedding. Then one all-gather of (N', V). Between stages as `prefill`.
         """
         return self._run("decode", tokens, self._everywhere)
 
     @torch.no_grad()
     def _run(self, what: str, tokens: Tokens, step_of: Callable[[Cache, New], Step]) -> Tensor:
         """Agree on a call, then compute it for one micro-batch after the other."""
+        grid, added = self.model.grid, self._add(what, tokens)
+        with grid.tensor.agreed(), grid.sequence.agreed(), grid.stages.agreed():
+            return self._step(added, sum(map(bool, tokens)), step_of)
+
+    def _step(
+        self, added: list[tuple[Cache, New]], number: int, step_of: Callable[[Cache, New], Step]
+    ) -> Tensor:
+        """Compute the logits (N', V) of a call that the ranks have agreed on."""
         model, tensor = self.model, self.model.grid.tensor
         vocab, stages = model.config.vocab_size, model.grid.stages
-        passes, lasts = zip(
-            *(step_of(cache, new) for cache, new in self._add(what, tokens)), strict=True
-        )
+        passes, lasts = zip(*(step_of(cache, new) for cache, new in added), strict=True)
         hidden = pipeline.forward(model, passes)
-        logits = torch.empty(sum(map(bool, tokens)), vocab, dtype=model.dtype, device=stages.device)
+        logits = torch.empty(number, vocab, dtype=model.dtype, device=stages.device)
         if model.is_last:
             own = model.logits(torch.cat([last(x) for last, x in zip(lasts, hidden, strict=True)]))
             logits = all_gather(own, comm=tensor, dim=1, sizes=split_sizes(vocab, tensor.size))
@@ -262,10 +272,9 @@ class Decoder:
         """Prepare a step in which every rank attends from all new tokens to its own keys."""
         model, comm = self.model, self.model.grid.sequence
         mine = new.shares[comm.rank]
-        end = len(cache.room) * cache.slot
-        visible = (
-            cache.mask(end, end).allowed(new.positions, cache.owned[comm.rank]).to(comm.device)
-        )
+        end, kept = len(cache.room) * cache.slot, cache.positions[: len(cache.owned[comm.rank])]
+        positions = torch.tensor(new.positions, device=comm.device)
+        visible = cache.mask(end, end).allowed(positions, kept)
         kind, allowed = ("full", None) if visible.all() else ("partial", visible)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -357,6 +366,8 @@ def _merged(out: Tensor, lse: Tensor, comm: Communicator) -> Tensor:
 
     Each has (1, H/T, S, D) and its log-sum-exp (1, H/T, S).
     """
+    if comm.size == 1:
+        return out
     parts = all_gather(
         torch.cat((out.to(lse.dtype), lse.unsqueeze(-1)), -1), comm=comm, sizes=[1] * comm.size
     )

@@ -12,11 +12,9 @@ from torch.nn import functional as F
 
 from sp_core.communicator import Communicator
 from sp_core.llama.config import LlamaConfig
-from sp_core.mask import Positions
 from sp_core.nn.gradients import Placement
-from sp_core.nn.layers import attended, pre_norm
+from sp_core.nn.layers import Function, attended, pre_norm
 from sp_core.nn.parallel import Lengths, Norm, Weight, project, sum_over_ranks
-from sp_core.nn.rope import Rope
 from sp_core.schemes.heads import split_heads
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -62,9 +60,7 @@ class Layer(nn.Module):
         }
         self.post_attention_layernorm, self.mlp = norm(), nn.ModuleDict(weights)
 
-    def forward(
-        self, x: Tensor, rope: Rope, positions: Positions, attend: Attend, lengths: Lengths
-    ) -> Tensor:
+    def forward(self, x: Tensor, rotate: Function, attend: Attend, lengths: Lengths) -> Tensor:
         """Map x (B, S*, E) to (B, S*, E).
 
         Communication:
@@ -75,7 +71,7 @@ class Layer(nn.Module):
 
         def attention(y: Tensor) -> Tensor:
             projected = project(y, q, k, v, lengths=lengths)
-            out = attended(projected, self.head_dim, rope, positions, attend)
+            out = attended(projected, self.head_dim, rotate, attend)
             return sum_over_ranks(out, o, lengths=lengths)
 
         def feed_forward(y: Tensor) -> Tensor:

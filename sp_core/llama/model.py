@@ -27,6 +27,7 @@ from sp_core.mesh import Mesh
 from sp_core.nn.gradients import Placement, placement_of
 from sp_core.nn.loss import check_shard, next_token_loss
 from sp_core.nn.parallel import Embedding, Lengths, Norm, Weight, project
+from sp_core.nn.rope import rotation
 from sp_core.scheduling import split_stages
 from sp_core.schemes.heads import split_heads
 from sp_core.sharding import Sharding, split_sizes
@@ -192,10 +193,9 @@ class Llama(nn.Module):
         A later stage takes the result of the one before it, and none but the last applies the norm.
         """
         x = self.embed_tokens(x, one.lengths) if self.is_first else x
+        rotate = rotation(self.rope, one.positions, x)
         for place, number in enumerate(self.own):
-            x = self.layers[number](
-                x, self.rope, one.positions, partial(one.attend, place), one.lengths
-            )
+            x = self.layers[number](x, rotate, partial(one.attend, place), one.lengths)
         return self.norm(x) if self.is_last else x
 
     def logits(self, hidden: Tensor, lengths: Lengths = None) -> Tensor:

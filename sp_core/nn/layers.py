@@ -16,10 +16,10 @@ from torch.nn import functional as F
 
 from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
-from sp_core.mask import Mask, Positions
+from sp_core.mask import Mask
 from sp_core.nn.dropout import dropout
 from sp_core.nn.replicated import ReplicatedLayer, linear
-from sp_core.nn.rope import Rope
+from sp_core.nn.rope import Rope, rotation
 from sp_core.schemes import allgather_kv_attention
 from sp_core.sharding import Sharding
 
@@ -35,8 +35,7 @@ comm, sharding and mask."""
 def attended(
     projected: Iterable[Tensor],
     head_dim: int,
-    rope: Rope | None,
-    positions: Positions,
+    rotate: Function | None,
     attend: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor:
     """Cut projections (B, S, H D), (B, S, K D), (B, S, K D) into heads, rotate and attend.
@@ -45,8 +44,8 @@ def attended(
         (B, S, H D).
     """
     q, k, v = (y.unflatten(2, (-1, head_dim)) for y in projected)
-    if rope is not None:
-        q, k = rope.apply(q, positions), rope.apply(k, positions)
+    if rotate is not None:
+        q, k = rotate(q), rotate(k)
     return attend(q, k, v).flatten(2)
 
 
@@ -190,10 +189,11 @@ class SelfAttention(ReplicatedLayer):
         """
         weights = self.weights(x, sharding)
         projected = (linear(x, weights, name) for name in ("q_proj", "k_proj", "v_proj"))
-        positions = sharding.positions(self.comm.rank).to(x.device)
+        places = sharding.positions(self.comm.rank)
+        rotate = None if self.rope is None else rotation(self.rope, places, x)
         terms = self.terms | ({"sinks": weights["sinks"]} if "sinks" in weights else {})
         attend: Any = partial(self.attention, comm=self.comm, sharding=sharding, mask=mask, **terms)
-        out = attended(projected, self.head_dim, self.rope, positions, attend)
+        out = attended(projected, self.head_dim, rotate, attend)
         return linear(out, weights, "o_proj")
 
 

@@ -70,7 +70,7 @@ def project(x: Tensor, *layers: Weight, lengths: Lengths) -> tuple[Tensor, ...]:
     pairs, comm = [(layer.weight, layer.bias) for layer in layers], layers[0].comm
     if lengths is not None:
         return gather_linears(x, pairs, comm=comm, lengths=lengths)
-    x = copy_to_group(x, comm=comm)
+    x = x if comm.size == 1 else copy_to_group(x, comm=comm)
     return tuple(F.linear(x, weight, bias) for weight, bias in pairs)
 
 
@@ -85,7 +85,8 @@ def sum_over_ranks(y: Tensor, layer: Weight, *, lengths: Lengths) -> Tensor:
     """
     if lengths is not None:
         return linear_scatter(y, layer.weight, comm=layer.comm, lengths=lengths)
-    return reduce_from_group(F.linear(y, layer.weight), comm=layer.comm)
+    y = F.linear(y, layer.weight)
+    return y if layer.comm.size == 1 else reduce_from_group(y, comm=layer.comm)
 
 
 class Norm(Weight):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ class Rope:
         if not base > 0:
             raise ValueError(f"base is {base}, needed a positive number; 10000 is the usual one")
         self.head_dim = head_dim
-        self._frequencies = _frequencies(head_dim, float(base), scaling)
+        self.frequencies = _frequencies(head_dim, float(base), scaling)
 
     def apply(self, x: Tensor, positions: Positions) -> Tensor:
         """Rotate queries or keys by the angles of their global positions.
@@ -69,20 +70,39 @@ class Rope:
             ShapeError: another head dim, or positions that do not number the tokens.
             DtypeError: x is not floating.
         """
-        if x.dim() != 4 or x.shape[-1] != self.head_dim or x.shape[1] != len(positions):
-            raise ShapeError(
-                f"x has shape {tuple(x.shape)}, needed (B, S, H, head_dim) with S = "
-                f"{len(positions)} positions and head_dim = "
-                f"{self.head_dim}; pass the global positions of this rank's tokens"
-            )
-        if not x.is_floating_point():
-            raise DtypeError(f"x has dtype {x.dtype}, needed a floating one; cast first")
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        angles = position_tensor(positions, x.device).double().outer(self._frequencies.to(x.device))
-        # cos and sin are (S, 1, head_dim / 2)
-        cos, sin = (t.to(dtype).unsqueeze(1) for t in (angles.cos(), angles.sin()))
-        a, b = x.to(dtype).chunk(2, dim=-1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+        return rotation(self, positions, x)(x)
+
+
+def rotation(rope: Rope, positions: Positions, like: Tensor) -> Callable[[Tensor], Tensor]:
+    """Compute the angles of some positions once, for all layers that rotate by them.
+
+    Args:
+        rope: the embedding.
+        positions: S global positions.
+        like: a tensor on the device, and in the dtype, of the tensors to rotate.
+
+    Returns:
+        A function that rotates as `Rope.apply`, and raises the same errors.
+    """
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    radians = position_tensor(positions, like.device).double()
+    angles = radians.outer(rope.frequencies.to(like.device))
+    return partial(_rotate, cos=angles.cos().to(dtype), sin=angles.sin().to(dtype))
+
+
+def _rotate(x: Tensor, *, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x (B, S, H, head_dim) by angles (S, head_dim / 2)."""
+    count, half = cos.shape
+    if x.dim() != 4 or x.shape[-1] != 2 * half or x.shape[1] != count:
+        raise ShapeError(
+            f"x has shape {tuple(x.shape)}, needed (B, S, H, head_dim) with S = {count} positions "
+            f"and head_dim = {2 * half}; pass the global positions of this rank's tokens"
+        )
+    if not x.is_floating_point():
+        raise DtypeError(f"x has dtype {x.dtype}, needed a floating one; cast first")
+    a, b = x.to(cos.dtype).chunk(2, dim=-1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
 def _frequencies(head_dim: int, base: float, scaling: Mapping[str, Any] | None) -> Tensor:
