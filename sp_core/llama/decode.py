@@ -119,8 +119,8 @@ class Cache:
         for owned, share in zip(self.owned, shares, strict=True):
             owned.extend(positions[place] for place in share)
         mine = [positions[place] for place in shares[self.rank]]
-        stop = len(self.owned[self.rank])
-        self.positions[stop - len(mine) : stop] = torch.tensor(mine, dtype=torch.int64)
+        kept = len(self.owned[self.rank])
+        self.positions[kept - len(mine) : kept] = torch.tensor(mine, dtype=torch.int64)
         return New(tokens, positions, shares)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
