@@ -113,6 +113,11 @@ PROGRAMS = {
         "Plot times over commits, and print where their level changed: `-- RECORDS.jsonl`.",
         "benchmarks.reporting --history",
     ),
+    "pages": Program(
+        "Try report and history pages in Chromium, which must be installed. Arguments go to pytest.",
+        "pytest tests/pages",
+        packages=("playwright", "axe-playwright-python"),
+    ),
     "trace": Program(
         "Write one step of all ranks as a Chrome trace.", "benchmarks.reporting.trace"
     ),

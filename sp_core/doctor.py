@@ -32,6 +32,7 @@ from sp_core.schedules import defaults
 from sp_core.transport import NAMES, count_devices
 from sp_core.transport.cuda_aware import no_device_memory
 from sp_core.tuning import FileError, find
+from sp_core.tuning.files import FOLDER
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -209,7 +210,7 @@ def _constants(*, measure: bool) -> Finding:
         try:
             measuring.keep(MPI.COMM_WORLD)
         except FileError as error:  # on every rank
-            return Finding("constants", "broken", "measured, but not kept", str(error))
+            return Finding("constants", "broken", "cannot be kept", str(error))
     there, text = measuring.told()
     return Finding("constants", "ok" if there else "note", text)
 
@@ -306,6 +307,9 @@ def _mpiexec(*, measure: bool) -> Finding:
             code, output = bounded(
                 [program, "-n", "2", sys.executable, "-m", "mpi4py", "-m", "sp_core.measuring"]
             )
+        if kept_from := [line for line in output.splitlines() if FOLDER in line]:  # by both ranks
+            text = f"{program} starts 2 ranks, but constants cannot be kept"
+            return Finding("mpiexec", "broken", text, kept_from[0])
         if code != 0:
             remedy = f"see what its ranks say: {program} -n 2 {sys.executable} -m sp_core.measuring"
             return Finding(

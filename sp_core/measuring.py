@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -328,13 +330,28 @@ def told() -> tuple[bool, str]:
 def keep(world: Intracomm) -> None:
     """Measure the constants of this machine, and let rank 0 write them to a file.
 
+    Rank 0 tries the file's folder first, so that nothing is measured in vain.
+
     Raises:
         FileError: the constants cannot be written; on every rank.
     """
-    tuning, path, problem = measure(world), default_path(fingerprint()), ""
+    path = default_path(fingerprint())
+    _on_the_first(world, path, partial(_try_to_write, path.parent))
+    _on_the_first(world, path, partial(save, measure(world), path))
+
+
+def _try_to_write(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+def _on_the_first(world: Intracomm, path: Path, write: Callable[[], None]) -> None:
+    """Call a function on rank 0. Raise its OSError on every rank as a FileError."""
+    problem = ""
     if world.rank == 0:
         try:
-            save(tuning, path)
+            write()
         except OSError as error:
             problem = f"{path} cannot be written ({error}). Set SP_TUNING_DIR to a folder that can."
     if problem := world.bcast(problem):

@@ -110,7 +110,7 @@ def test_a_variable_that_no_mesh_takes_is_named(name: str, monkeypatch: pytest.M
     ] * 2
 
 
-def test_constants_that_were_measured_and_cannot_be_kept_are_broken(
+def test_constants_that_cannot_be_kept_are_broken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kept = Mock(side_effect=FileError("Set SP_TUNING_DIR"))
@@ -121,7 +121,7 @@ def test_constants_that_were_measured_and_cannot_be_kept_are_broken(
     assert not kept.called
     monkeypatch.setattr(MPI, "COMM_WORLD", SimpleNamespace(size=2))
     found = doctor._constants(measure=True)
-    assert (found.status, found.text) == ("broken", "measured, but not kept")
+    assert (found.status, found.text) == ("broken", "cannot be kept")
     assert found.remedy == "Set SP_TUNING_DIR"
 
 
@@ -342,6 +342,14 @@ def test_an_mpiexec_is_broken_unless_its_ranks_know_each_other(
     monkeypatch.setattr(doctor, "bounded", lambda command: (code + failed, output))
     found = doctor._mpiexec(measure=False)
     assert (found.subject, found.status) == ("mpiexec", "broken" if failed else status)
+
+
+def test_alone_the_doctor_says_where_constants_cannot_be_kept() -> None:
+    code, text = examined(*DOCTOR, "--measure", SP_TUNING_DIR="/proc/nope")
+    assert code == 1
+    assert statuses(text)["mpiexec"] == "broken"
+    assert "/proc/nope/tuning-" in text
+    assert "Set SP_TUNING_DIR to a folder that can." in text
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -29,14 +31,26 @@ def test_measuring_gives_constants_for_every_collective(comm: Any) -> None:
 
 
 @spmd(2)
-def test_constants_that_cannot_be_kept_are_an_error_on_every_rank(
+def test_nothing_is_measured_that_cannot_be_kept(
     comm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "measure", lambda world: pytest.fail("measured in vain"))
+    monkeypatch.setenv("SP_TUNING_DIR", "/proc/nope")
+    with pytest.raises(FileError, match="/proc/nope.*Set SP_TUNING_DIR to a folder that can"):
+        measuring.keep(comm)
+
+
+@spmd(2)
+def test_a_disk_that_fills_meanwhile_is_an_error_on_every_rank(
+    comm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few = partial(measuring.measure, seconds=0.0, sizes=(64, 256))
     monkeypatch.setattr(measuring, "measure", few)
-    monkeypatch.setenv("SP_TUNING_DIR", "/proc/nope")
-    with pytest.raises(FileError, match="Set SP_TUNING_DIR to a folder that can"):
+    monkeypatch.setattr(measuring, "save", Mock(side_effect=OSError("no room")))
+    monkeypatch.setenv("SP_TUNING_DIR", str(tmp_path / "new"))
+    with pytest.raises(FileError, match=r"\(no room\).*Set SP_TUNING_DIR"):
         measuring.keep(comm)
+    assert [*(tmp_path / "new").glob("*")] == []
 
 
 def test_what_is_measured_goes_from_64_bytes_to_64_mib() -> None:

@@ -24,7 +24,8 @@ from benchmarks.reporting.style import Picture, styled
 NOTHING = 1
 NO_HISTORY = (
     "no case was measured in two runs or more on the same machine. "
-    "A history needs the records of several runs."
+    "A history needs the records of several runs. "
+    "Measure again, after the next commit, into the same file: nox -s bench -- --out RECORDS.jsonl"
 )
 OPTIONS: Options = {
     "records": about(type=Path, nargs="*", metavar="RECORDS", help="files of JSON lines"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from hashlib import sha256
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 
+SCRIPT = Path(__file__).with_name("page.js")
 MAX_PROBLEMS = 50
 PLOTS, ROWS = 4, 12  # that are seen without a click, so that a page fits a phone
 
@@ -75,8 +78,14 @@ def code(text: str) -> str:
 
 
 def html(page: Page) -> str:
-    """Return the page as HTML: style and plots inside, no script, and nothing is fetched."""
-    return _template("page.html").render(page=page, shown=PLOTS, rows=ROWS)
+    """Return the page as HTML: style, plots and one script inside, and nothing is fetched.
+
+    The page's policy names the script by its digest, so that no other can run.
+    """
+    script = SCRIPT.read_text(encoding="utf-8")
+    digest = "sha256-" + b64encode(sha256(script.encode()).digest()).decode()
+    names = {"shown": PLOTS, "rows": ROWS, "script": script, "digest": digest}
+    return _template("page.html").render(page=page, **names)
 
 
 @cache

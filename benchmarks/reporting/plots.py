@@ -174,7 +174,8 @@ def draw_shares(axes: Axes, rows: Sequence[Row]) -> None:
     )
     reached = [0.0] * len(rows)
     for number, name in enumerate([*names[: LINES - 1], OTHER]):
-        percents = [_percent(row, name) for row in rows]
+        shown = name != OTHER
+        percents = [_percent(r, name) if shown else 100 - p for r, p in zip(rows, reached, strict=True)]
         colour, hatch = GRID if name == OTHER else COLOURS[number], "///" * (not number)
         bars = axes.barh(range(len(rows)), percents, 0.7, reached, color=colour, hatch=hatch)
         bars.set_label(short(name))
@@ -196,10 +197,10 @@ def _order(row: Row) -> int:
 
 
 def _percent(row: Row, phase: str) -> float:
-    """Return the percent of the step; phases that overlap leave nothing for the rest."""
+    """Return the percent of the step, or of all phases if these add up to more."""
     known = sum(seconds for name, seconds in row.phases.items() if name not in ("total", OTHER))
     whole = max(row.phases["total"], known)  # medians of phases may add up to more than the step's
-    return 100 / whole * (whole - known if phase == OTHER else row.phases.get(phase, 0.0))
+    return 100 / whole * row.phases.get(phase, 0.0)
 
 
 def _way(row: Row) -> str:

@@ -1,0 +1,1 @@
+"""Tests that need Chromium: `nox -s pages` runs them."""
