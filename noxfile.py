@@ -114,7 +114,7 @@ PROGRAMS = {
         "benchmarks.reporting --history",
     ),
     "pages": Program(
-        "Try report and history pages in Chromium, which must be installed. Arguments go to pytest.",
+        "Try report and history pages in a Chromium that is installed. Arguments go to pytest.",
         "pytest tests/pages",
         packages=("playwright", "axe-playwright-python"),
     ),

@@ -36,7 +36,7 @@ def test_nothing_is_measured_that_cannot_be_kept(
 ) -> None:
     monkeypatch.setattr(measuring, "measure", lambda world: pytest.fail("measured in vain"))
     monkeypatch.setenv("SP_TUNING_DIR", "/proc/nope")
-    with pytest.raises(FileError, match="/proc/nope.*Set SP_TUNING_DIR to a folder that can"):
+    with pytest.raises(FileError, match=r"/proc/nope.*Set SP_TUNING_DIR to a folder that can"):
         measuring.keep(comm)
 
 

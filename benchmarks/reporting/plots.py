@@ -175,7 +175,9 @@ def draw_shares(axes: Axes, rows: Sequence[Row]) -> None:
     reached = [0.0] * len(rows)
     for number, name in enumerate([*names[: LINES - 1], OTHER]):
         shown = name != OTHER
-        percents = [_percent(r, name) if shown else 100 - p for r, p in zip(rows, reached, strict=True)]
+        percents = [
+            _percent(r, name) if shown else 100 - p for r, p in zip(rows, reached, strict=True)
+        ]
         colour, hatch = GRID if name == OTHER else COLOURS[number], "///" * (not number)
         bars = axes.barh(range(len(rows)), percents, 0.7, reached, color=colour, hatch=hatch)
         bars.set_label(short(name))
