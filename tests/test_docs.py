@@ -67,3 +67,16 @@ def test_the_table_of_tests_names_every_file() -> None:
 def test_every_page_can_be_found() -> None:
     listed = re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text())
     assert sorted(listed) == [str(page.relative_to(ROOT / "docs")) for page in PAGES]
+
+
+def test_links_between_files_lead_somewhere() -> None:
+    """Check all Markdown files; mkdocs checks the anchors of those in docs, too."""
+    folders = ("docs", "benchmarks", "tests", ".github", "examples")
+    files = [*ROOT.glob("*.md"), *(f for name in folders for f in (ROOT / name).rglob("*.md"))]
+    links = [
+        (file, link)
+        for file in files
+        for link in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", file.read_text())
+    ]
+    assert len(links) > 40
+    assert [pair for pair in links if not (pair[0].parent / pair[1]).exists()] == []
