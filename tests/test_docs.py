@@ -70,13 +70,13 @@ def test_every_page_can_be_found() -> None:
 
 
 def test_links_between_files_lead_somewhere() -> None:
-    """Check all Markdown files; mkdocs checks the anchors of those in docs, too."""
+    """Check all Markdown files; mkdocs checks anchors and the pictures that it makes."""
     folders = ("docs", "benchmarks", "tests", ".github", "examples")
     files = [*ROOT.glob("*.md"), *(f for name in folders for f in (ROOT / name).rglob("*.md"))]
     links = [
         (file, link)
         for file in files
-        for link in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", file.read_text())
+        for link in re.findall(r"\]\((?!https?:|#|pictures/|{{)([^)#\s]+)", file.read_text())
     ]
-    assert len(links) > 30
+    assert len(links) > 20
     assert [pair for pair in links if not (pair[0].parent / pair[1]).exists()] == []
