@@ -101,7 +101,11 @@ def allgather_kv(problem: Attention, rank: int) -> Both:
 
 
 def _both(problem: Attention, keys: Traffic, sums: Traffic) -> Both:
-    """Return what forward and backward send: `keys`; and, as needed, `keys` again and `sums`."""
+    """Return the traffic of forward and of backward.
+
+    Forward sends `keys`. Backward sends `keys` again if any gradient is needed, and `sums` if that
+    of a key or value is.
+    """
     backward = keys if any(problem.needs_grad) else Traffic()
     return keys, backward + sums if any(problem.needs_grad[1:]) else backward
 

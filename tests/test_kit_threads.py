@@ -22,6 +22,38 @@ def test_results_come_in_rank_order() -> None:
     ]
 
 
+def test_a_message_to_nobody_is_complete_and_changes_no_buffer() -> None:
+    """As in MPI: the ends of an open line name `MPI.PROC_NULL`."""
+    from mpi4py import MPI
+
+    def body(comm: Any) -> list[float]:
+        left, right = comm.rank - 1, comm.rank + 1
+        left, right = (r if 0 <= r < comm.size else MPI.PROC_NULL for r in (left, right))
+        low, high, mine = np.full(1, -1.0), np.full(1, -1.0), np.full(1, float(comm.rank))
+        comm.Sendrecv(mine, right, 0, low, left, 0)
+        for request in (comm.Irecv(high, right, 1), comm.Isend(mine, left, 1)):
+            request.Wait()
+        return [low[0], high[0]]
+
+    assert run_threads(3, body) == [[-1, 1], [0, 2], [1, -1]]
+    assert run_threads(1, body) == [[-1, -1]]
+
+
+def test_a_deadlock_names_the_other_rank_and_the_tag() -> None:
+    def body(comm: Any) -> None:
+        comm.Sendrecv(np.ones(1), 1 - comm.rank, 4 + comm.rank, np.ones(1), 1 - comm.rank, 4)
+
+    with pytest.raises(RankFailure) as caught:
+        run_threads(2, body)
+    assert "rank 0: a message from rank 1 with tag 4" in str(caught.value)
+    assert "rank 1: rank 0 to receive a message with tag 5" in str(caught.value)
+
+
+def test_a_failure_of_an_installed_package_is_placed_in_the_test() -> None:
+    with pytest.raises(RankFailure, match=r"AssertionError at tests/test_kit_threads\.py"):
+        run_threads(1, lambda _: np.testing.assert_array_equal(np.ones(1), np.zeros(1)))
+
+
 def test_each_rank_goes_backward_in_its_own_thread() -> None:
     assert run_threads(2, lambda _: torch._C._is_multithreading_enabled()) == [False, False]
     assert torch._C._is_multithreading_enabled()

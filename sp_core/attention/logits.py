@@ -50,14 +50,20 @@ class Logits:
         softmax_scale: float | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        **unknown: object,
     ) -> Logits:
         """Check what an attention of q (B, S, H, D) was given, and fill in the default scale.
 
         Raises:
-            TypeError: softmax_scale is not a finite number, softcap not a positive one, or sinks no
-                tensor.
+            TypeError: softmax_scale is not a finite number, softcap not a positive one, sinks no
+                tensor, or an unknown argument.
             ShapeError, DtypeError, DeviceError: sinks that do not fit q.
         """
+        if unknown:
+            raise TypeError(
+                f"{', '.join(unknown)} was given, which no attention takes. Pass a mask as "
+                "mask=Mask(causal=True); the terms of the logits are softcap and sinks."
+            )
         arguments.check(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks)
         if sinks is not None:
             _check_sinks(sinks, q)

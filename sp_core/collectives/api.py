@@ -227,7 +227,7 @@ def reduce(x: Tensor, *, comm: Communicator, root: int = 0, algorithm: str = "au
 def all_gather_start(
     x: Tensor, *, comm: Communicator, dim: int = 0, sizes: Sizes = None, algorithm: str = "auto"
 ) -> Pending:
-    """Begin an `all_gather`. The result is that of `wait()` of what this returns."""
+    """Begin an `all_gather`. `wait()` of the returned `Pending` gives the result."""
     return begin("all_gather", x, comm, dim=dim, sizes=sizes, algorithm=algorithm)
 
 
@@ -240,7 +240,7 @@ def reduce_scatter_start(
     algorithm: str = "auto",
     deterministic: bool = False,
 ) -> Pending:
-    """Begin a `reduce_scatter`. The result is that of `wait()` of what this returns."""
+    """Begin a `reduce_scatter`. `wait()` of the returned `Pending` gives the result."""
     return begin(
         "reduce_scatter",
         x,
@@ -260,7 +260,7 @@ def all_reduce_start(
     algorithm: str = "auto",
     deterministic: bool = False,
 ) -> Pending:
-    """Begin an `all_reduce`. The result is that of `wait()` of what this returns."""
+    """Begin an `all_reduce`. `wait()` of the returned `Pending` gives the result."""
     return begin("all_reduce", x, comm, op=op, algorithm=algorithm, deterministic=deterministic)
 
 
@@ -274,7 +274,7 @@ def all_to_all_start(
     concat_sizes: Sizes = None,
     algorithm: str = "auto",
 ) -> Pending:
-    """Begin an `all_to_all`. The result is that of `wait()` of what this returns."""
+    """Begin an `all_to_all`. `wait()` of the returned `Pending` gives the result."""
     return begin(
         "all_to_all",
         x,
@@ -296,12 +296,12 @@ def shift_start(
     sizes: Sizes = None,
     algorithm: str = "auto",
 ) -> Pending:
-    """Begin a `shift`. The result is that of `wait()` of what this returns."""
+    """Begin a `shift`. `wait()` of the returned `Pending` gives the result."""
     return begin("shift", x, comm, offset=offset, dim=dim, sizes=sizes, algorithm=algorithm)
 
 
 def broadcast_start(
     x: Tensor, *, comm: Communicator, root: int = 0, algorithm: str = "auto"
 ) -> Pending:
-    """Begin a `broadcast`. The result is that of `wait()` of what this returns."""
+    """Begin a `broadcast`. `wait()` of the returned `Pending` gives the result."""
     return begin("broadcast", x, comm, root=root, algorithm=algorithm)

@@ -43,7 +43,12 @@ def combination(
 ) -> Iterator[Work]:
     """Yield the calls that write the sum (or max, min) of some vectors into another one.
 
-    Half types are added in `wide`.
+    Args:
+        into: receives the result.
+        parts: the vectors, in the order of the sum.
+        wide: two float32 buffers, in which half types are added before one rounding.
+        reduction: "sum", "max" or "min".
+        copying: makes the call that copies its second argument to its first.
     """
     together = REDUCTIONS[reduction]
     if len(parts) == 1:

@@ -181,7 +181,7 @@ class Library(Ready):
         return self.begin()
 
     def run(self, *, once: bool = False) -> None:
-        """Carry out a run to its end."""
+        """Run the collective once and wait for its end. `once` changes nothing: no scratch."""
         if self.operation.op is Op.SHIFT:
             self.comm.wait(self.begin(), self.name)
         else:

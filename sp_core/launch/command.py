@@ -83,9 +83,9 @@ def environment(run_dir: Path) -> dict[str, str]:
 
 
 def watched(command: Sequence[str]) -> list[str]:
-    """Put the watch over a rank in front of a Python program.
+    """Return a command that starts a Python program under `watch.py`.
 
-    Other programs are run as they are.
+    The watch reports the rank's stack and how it ended. Other programs are started as they are.
     """
     program, *rest = command
     if not re.fullmatch(r"python[\d.]*", Path(program).name):

@@ -25,7 +25,8 @@ def owner(filename: str) -> str:
         return "kit"
     if path.startswith(f"{LIBRARY}{os.sep}"):
         return "library"
-    return "foreign" if filename.startswith("<") or path.startswith(_FOREIGN) else "test"
+    foreign = path.startswith(_FOREIGN) or filename.startswith("<")
+    return "foreign" if foreign or filename.endswith((".pxi", ".pyx")) else "test"
 
 
 @functools.lru_cache(1024)

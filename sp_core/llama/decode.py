@@ -364,7 +364,10 @@ result (1, S, E)."""
 def _merged(out: Tensor, lse: Tensor, comm: Communicator) -> Tensor:
     """Merge the attention of all ranks in one order, so that every rank gets the same bits.
 
-    Each has (1, H/T, S, D) and its log-sum-exp (1, H/T, S).
+    Args:
+        out: (1, H/T, S, D), attention to this rank's keys; T is the number of tensor ranks.
+        lse: (1, H/T, S), the log-sum-exp of its scores.
+        comm: the ranks that share the keys.
     """
     if comm.size == 1:
         return out

@@ -142,9 +142,9 @@ class Operation(NamedTuple):
         return needed * self.itemsize
 
     def chunks(self, length: int) -> Iterator[tuple[int, Operation]]:
-        """Cut into operations of at most `length` elements a piece.
+        """Yield operations on chunks of each piece, of at most `length` elements.
 
-        Yield the offset of each too.
+        Each comes with the offset of its chunk.
         """
         for offset in range(0, max(self.longest, 1), length):
             send, recv = (

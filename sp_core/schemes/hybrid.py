@@ -69,9 +69,10 @@ def hybrid_attention(
         float32 or wider. A query that sees no key gets out = 0 and lse = -inf, or its sink.
 
     Communication:
-        Forward (U-1)/U * (2Q + K) elements sent per rank in two all-to-alls, and (R-1) messages of
-        K elements, where Q = B*(S/(R*U))*H*D and K = 2*B*(S/(R*U))*K*D are a rank's own. Backward
-        as in the parts.
+        R and U are the numbers of ranks along the ring and the Ulysses axis. A rank's own q has
+        N = B*(S/(R*U))*H*D elements, its k and v together M = 2*B*(S/(R*U))*K*D. Forward, a rank
+        sends (U-1)/U * (2N + M) elements in two all-to-alls, and (R-1) messages of M elements.
+        Backward as in the parts.
 
     Raises:
         ShapeError, DtypeError, DeviceError, RankError: on every rank, before the first message.

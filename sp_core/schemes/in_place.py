@@ -158,7 +158,8 @@ class SharedSums:
     def _begin(self, own: Tensor | None) -> None:
         """Write the first term of this rank's sum.
 
-        No other rank has used the memory since the fence of its last use.
+        No lock is needed: since the fence that ended the last use of this memory, no other rank
+        has touched it.
         """
         batch, _, heads, head_dim = self._like.shape
         shapes = [

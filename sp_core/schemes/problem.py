@@ -154,7 +154,7 @@ def _check_lengths(q: Tensor, k: Tensor, problem: Problem) -> None:
         if x.shape[1] != sharding.local_len(comm.rank):
             raise ShapeError(
                 f"{name} on rank {comm.rank}: dim 1 has {x.shape[1]} tokens, the sharding gives "
-                f"this rank {sharding.local_len(comm.rank)} of {sharding.seq_len}. "
-                "Pass sharding.shard(x, rank, dim=1)."
+                f"this rank {sharding.local_len(comm.rank)} of {sharding.seq_len}. Pass "
+                "sharding.shard(x, rank, dim=1) of x (batch, tokens, heads, head_dim)."
             )
     problem.mask.check_lengths(problem.sharding.end, problem.kv_sharding.end)

@@ -314,7 +314,7 @@ class LockstepComm(Observer, ABC):
 
     @abstractmethod
     def _release(self) -> None:
-        """Let peers complete what this rank has started."""
+        """Hand over the data of started sends and collectives, so that peers can complete."""
 
     def _complete(self, clean: bool) -> None:
         """Forget the example.

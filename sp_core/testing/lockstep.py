@@ -162,9 +162,13 @@ class Lockstep:
         return self.carrier.drive(meanwhile(steps), what)
 
     def begin(self, call: Call, then: Callable[[], Any]) -> tuple[str, Steps[Any]]:
-        """Return a description of a call, and the call in steps.
+        """Return a description of a call, and an iterator that makes the call step by step.
 
-        Between the steps this rank can do other work.
+        Between steps the rank can do other work.
+
+        Args:
+            call: what this rank is about to call; the ranks compare it.
+            then: makes the call itself, once all ranks agree.
         """
         what = f"{call.op}({call.text}) on {self.name} at {here()}"
         return what, self._agree(call, what, then)

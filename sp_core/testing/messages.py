@@ -163,11 +163,12 @@ class Messages(LockstepComm):
         whats = []
         if gives is not None and gives[1] != self._mpi.PROC_NULL:
             message = Message(self.rank, *gives[1:], *gives[0][:2])
-            whats.append(f"waits for rank {gives[1]} to receive a message")
+            whats.append(f"waits for rank {gives[1]} to receive a message with tag {gives[2]}")
         if takes is not None and takes[1] != self._mpi.PROC_NULL:
             ends = (max(takes[1], -1), self.rank, max(takes[2], -1))
             whats.append(
-                f"waits for a message from {'any rank' if takes[1] < 0 else f'rank {takes[1]}'}"
+                f"waits for a message from {'any rank' if takes[1] < 0 else f'rank {takes[1]}'} "
+                f"with {'any tag' if takes[2] < 0 else f'tag {takes[2]}'}"
             )
         what = f"{' and '.join(whats) or 'a message to nobody'} on {self.lockstep.name}"
         return Transfer(self, what, message, ends, "" if takes is None else takes[0].kind)

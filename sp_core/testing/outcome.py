@@ -115,9 +115,8 @@ def capture(error: BaseException | None) -> Outcome:
     frames = [
         (frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(root.__traceback__)
     ]
-    file, line = ([place for place in frames if owner(place[0]) != "kit"] or frames or [("", 0)])[
-        -1
-    ]
+    own = [place for place in frames if owner(place[0]) in ("library", "test")]
+    file, line = (own or frames or [("", 0)])[-1]
     name = next(kind for kind in type(root).__mro__ if kind not in (Woken, Mismatched)).__name__
     return Outcome(kind, name, str(root), file, line, _traceback(error))
 

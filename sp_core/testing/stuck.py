@@ -55,7 +55,10 @@ class Report(NamedTuple):
 
     @property
     def ended(self) -> bool:
-        """Whether it makes no more calls, which the others find out wherever they meet it."""
+        """Return whether the rank has left the example and will make no more calls.
+
+        A rank that waits for it learns this in that wait.
+        """
         return not self.waits_on and not self.awaits
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -108,6 +109,12 @@ def spoil(buffer: Array | None) -> None:
         buffer.view(np.uint8)[:] = 0xFF
 
 
+def _is_nobody(peer: int | None) -> bool:
+    """Return whether this is `MPI.PROC_NULL`. A caller that has it has imported mpi4py."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is not None and peer == mpi.PROC_NULL
+
+
 class ThreadComm(LockstepComm):
     """A communicator whose ranks are threads of this process. `run_threads` makes it."""
 
@@ -115,10 +122,9 @@ class ThreadComm(LockstepComm):
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"{type(self).__name__} has no {name!r}: ranks that are threads have the collectives "
-            "of a whole communicator and the "
-            "messages that the library announces. Run this test under mpiexec, where every call "
-            "of mpi4py is there."
+            f"{type(self).__name__} has no {name!r}. Ranks that are threads have collectives of "
+            "buffers and messages with a named source; docs/tutorials/testing.md lists them. Run "
+            "this test under mpiexec, where every call of mpi4py is there."
         )
 
     def __init__(self, carrier: ThreadCarrier, family: Family) -> None:
@@ -198,6 +204,8 @@ class ThreadComm(LockstepComm):
         The buffer is read as late as MPI may, which keeps a long message until a receive is
         there.
         """
+        if _is_nobody(dest):
+            return _Request(self, "a message to nobody", lambda: True)
         message, numbers = self._message("Isend", buf, self.rank, dest, tag)
         slot = self._slot("sender", self.rank, dest, tag)
         self.lockstep.sent.append(message)
@@ -208,12 +216,16 @@ class ThreadComm(LockstepComm):
             return "data" in slot
 
         self._pending.append(release)
-        return _Request(self, "a message to be sent", lambda: "data" in slot)
+        what = f"rank {dest} to receive a message with tag {tag}"
+        return _Request(self, what, lambda: "data" in slot)
 
-    def Irecv(self, buf: Any, source: int, tag: int = 0) -> _Request:
+    def Irecv(self, buf: Any, source: int | None, tag: int = 0) -> _Request:
         """Begin to receive a message of exactly this length, of one source and one tag."""
+        if _is_nobody(source):
+            return _Request(self, "a message from nobody", lambda: True)
         message, numbers = self._message("Irecv", buf, source, self.rank, tag)
-        slot, what = self._slot("receiver", source, self.rank, tag), f"a message from rank {source}"
+        slot = self._slot("receiver", source, self.rank, tag)
+        what = f"a message from rank {source} with tag {tag}"
         slot["awaited"] = True
         spoil(numbers)
         self._world.touch()
@@ -247,7 +259,7 @@ class ThreadComm(LockstepComm):
         dest: int,
         sendtag: int = 0,
         recvbuf: Any = None,
-        source: int = -1,
+        source: int | None = None,
         recvtag: int = 0,
     ) -> None:
         """Send and receive, from a named source."""
@@ -256,7 +268,7 @@ class ThreadComm(LockstepComm):
             request.Wait()
 
     def _message(
-        self, op: str, buf: Any, source: int, dest: int, tag: int
+        self, op: str, buf: Any, source: int | None, dest: int, tag: int
     ) -> tuple[Message, Array]:
         """Return a message and its numbers.
 
@@ -267,8 +279,9 @@ class ThreadComm(LockstepComm):
             read(buf, "", 1, writable=op == "Irecv").parts[0],
         )
         require(
-            0 <= peer < self.size,
-            f"{op}: rank {peer} is not one of the {self.size} ranks of this communicator",
+            peer is not None and 0 <= peer < self.size,
+            f"{op}: rank {peer} is not one of the {self.size} ranks of this communicator. Name one "
+            "rank; a receive from any source needs mpiexec.",
         )
         if self._exchanges:
             self._take(op, peer, part.nbytes)

@@ -79,9 +79,9 @@ class Transport(Protocol):
         return messages
 
     def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
-        """Begin announced messages. Ranks may call this at different times.
+        """Begin messages that `announce` has named. Ranks may call this at different times.
 
-        A message is received by a call with the same tag.
+        A message sent with a tag is received by the peer's `post` with the same tag.
         """
         ...
 

@@ -173,10 +173,15 @@ class DistributedTransport(OverHost):
 def is_complete(work: Any, what: str, watch: Callable[[str], object]) -> bool:
     """Return whether a transfer of the group is complete.
 
-    Then the current stream waits for it, on CUDA.
+    If it is, the current CUDA stream waits for it. If not, `watch(what)` looks for lost peers.
+
+    Args:
+        work: torch's handle of the transfer.
+        what: describes the transfer in errors.
+        watch: raises if a peer is lost.
 
     Raises:
-        PeerFailed: it has failed.
+        PeerFailed: the transfer has failed.
     """
     if not work.is_completed():
         watch(what)

@@ -85,7 +85,7 @@ class Memory(Protocol):
         ...
 
     def begin(self) -> None:
-        """Let what is launched from now on wait for what has been computed so far."""
+        """Make every later `launch` wait for the work that the current stream has so far."""
         ...
 
     def launch(self, work: Sequence[Work]) -> Handle:
@@ -128,7 +128,7 @@ class HostMemory:
     free = close
 
     def begin(self) -> None:
-        """Do nothing: what has been computed is there."""
+        """Do nothing: operations on host memory are complete when they return."""
 
     def launch(self, work: Sequence[Work]) -> Handle:
         """Do the work now, before this returns."""

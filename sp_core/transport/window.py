@@ -125,7 +125,10 @@ class Window:
         wait(self.start(steps, what), poll)
 
     def advance(self) -> None:
-        """Launch the steps that can be made now, and set the flag to those that are complete."""
+        """Launch the steps whose inputs are ready, and publish how many steps are complete.
+
+        Other ranks read that number from this rank's flag.
+        """
         while True:
             while self._under_way and self._under_way[0].test():
                 self._under_way.popleft()

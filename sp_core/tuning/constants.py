@@ -106,7 +106,7 @@ class Tuning:
 
     @property
     def gamma(self) -> float:
-        """Seconds per byte of the longest sum."""
+        """Return the time to add two vectors, in seconds per byte, for the longest measured."""
         return self.add.per_byte
 
     @property

@@ -145,6 +145,11 @@ ROWS: list[Row] = [
         for softcap in (0.0, -1.0, float("inf"), float("nan"), True, "5")
     ),
     (
+        TypeError,
+        "causal was given, which no attention takes.*mask=Mask",
+        partial(attention, (1, 3, 1, 2), causal=True),
+    ),
+    (
         ValueError,
         "'magic', needed flash_cuda",
         partial(
