@@ -164,11 +164,8 @@ class Lockstep:
     def begin(self, call: Call, then: Callable[[], Any]) -> tuple[str, Steps[Any]]:
         """Return a description of a call, and an iterator that makes the call step by step.
 
-        Between steps the rank can do other work.
-
-        Args:
-            call: what this rank is about to call; the ranks compare it.
-            then: makes the call itself, once all ranks agree.
+        Between steps this rank can do other work. The ranks compare `call`; `then` makes it once
+        they agree.
         """
         what = f"{call.op}({call.text}) on {self.name} at {here()}"
         return what, self._agree(call, what, then)
