@@ -171,7 +171,9 @@ def cases(draw: st.DrawFn, max_layers: int = 2) -> Case:
 def mesh_of(comm: Any, number: int, stages: int = 1, **options: Any) -> sp.Mesh:
     """One of the meshes of this many ranks and at most so many stages."""
     shapes = [*MESHES[comm.size], *(axes for axes in PIPELINES[comm.size] if axes["pp"] <= stages)]
-    axes = {axis: size for axis, size in shapes[number % len(shapes)].items() if size > 1}
+    axes: dict[str, Any] = {
+        axis: size for axis, size in shapes[number % len(shapes)].items() if size > 1
+    }
     return sp.Mesh(comm, device=device(), **options, **(axes or {"tp": 1}))
 
 

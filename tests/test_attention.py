@@ -5,7 +5,7 @@ Against the dense reference, of the merge, of the kernels that it stands on.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -133,18 +133,18 @@ def check_problem(
         "softcap": truth.softcap,
         **truth.mask,
     }
-    where = {"q_positions": problem.q_positions, "kv_positions": problem.kv_positions}
+    where: Any = {"q_positions": problem.q_positions, "kv_positions": problem.kv_positions}
     expected = reference.attention(q, k, v, **options)
     grads = reference.attention_grads(q, k, v, do, grad_lse=dlse if use_lse else None, **options)
     mask = Mask(**problem.mask)
     call: dict[str, Any] = {**where, "mask": mask, "logits": Logits(problem.scale, problem.softcap)}
     call |= {"backend": backend, "between": between}
-    inside = [t.transpose(1, 2) for t in (q, k, v)]
-    out, lse = attend(*inside, **call)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    out, lse = attend(q, k, v, **call)
     back = attend_backward(
-        do.transpose(1, 2), *inside, out, lse, grad_lse=dlse if use_lse else None, **call
+        do.transpose(1, 2), q, k, v, out, lse, grad_lse=dlse if use_lse else None, **call
     )
-    roundings = len(plan_blocks(*where.values(), mask))
+    roundings = len(plan_blocks(problem.q_positions, problem.kv_positions, mask))
 
     def check(name: str, actual: Tensor, expected: Tensor, scale: Tensor, growth: float) -> None:
         check_close(name, actual, expected, bound(scale, problem.dtype, growth, roundings))
@@ -245,7 +245,7 @@ def test_a_nan_that_is_seen_may_spread_inside_its_block_and_not_beyond() -> None
 def test_a_second_derivative_is_refused_and_not_wrong() -> None:
     q = torch.randn(1, 3, 1, 2, requires_grad=True)
     (dq,) = torch.autograd.grad(
-        local_attention(q, q, q).sum(), q, create_graph=True
+        cast("Tensor", local_attention(q, q, q)).sum(), q, create_graph=True
     )  # a constant gradient of out, too
     with pytest.raises(RuntimeError, match="differentiable once"):
         dq.sum().backward()

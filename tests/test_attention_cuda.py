@@ -56,7 +56,7 @@ class Passed(TorchDispatchMode):
     """The arguments of the kernels by name, and the tensor each is made of."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[tuple[str, dict[str, Any], Any]] = []
         self._made: list[tuple[Any, Any]] = []
 
@@ -188,7 +188,7 @@ def test_repeated_keys_are_gathered_again() -> None:
 def test_a_gpu_is_not_asked_what_a_mask_leaves(mask: Mask) -> None:
     """Tensors on the meta device have no values, so none can decide what a kernel gets."""
     q, k, v = (torch.empty(2, 4, 40, 16, device="meta") for _ in range(3))
-    here = {
+    here: dict[str, Any] = {
         "q_positions": range(40),
         "kv_positions": range(20, 60) if mask.documents is None else range(40),
     }

@@ -91,7 +91,7 @@ def test_the_fused_kernel_agrees_with_the_plain_one(
         assert set(ran) == {("flash_cpu", "forward"), ("flash_cpu", "backward")}
         plain = block_attention(q, k, v, backend="plain", **call)
         plain_grads = block_attention_backward(do, q, k, v, *plain, backend="plain", **call)
-        tolerance = {"rtol": 0.0, "atol": 400 * torch.finfo(dtype).eps}
+        tolerance: dict[str, Any] = {"rtol": 0.0, "atol": 400 * torch.finfo(dtype).eps}
         for a, b in zip((out, lse, *grads), (*plain, *plain_grads), strict=True):
             torch.testing.assert_close(a.double(), b.double(), **tolerance)
 
@@ -103,7 +103,7 @@ def test_strides_do_not_matter() -> None:
     for args in ((q, k, v), (wide, k, v), (q, wide, wide)):
         call: dict[str, Any] = {"kind": "causal", "logits": Logits(0.3)}
         out, lse = block_attention(*args, **call)
-        dense = [t.contiguous() for t in args]
+        dense = (args[0].contiguous(), args[1].contiguous(), args[2].contiguous())
         assert torch.equal(out, block_attention(*dense, **call)[0])
         grads = block_attention_backward(wide, *args, out, lse, **call)
         for a, b in zip(
@@ -146,11 +146,11 @@ def test_one_causal_block_is_one_kernel_call_and_the_result_of_torch(
 ) -> None:
     q, k, v = (torch.randn(1, 150, 2, 16, requires_grad=True) for _ in range(3))
     do = torch.randn(1, 150, 2, 16)
-    out = local_attention(q, k, v, mask=Mask(causal=True))
+    out: Any = local_attention(q, k, v, mask=Mask(causal=True))
     grads = torch.autograd.grad(out, (q, k, v), do)
     assert [direction for _, direction in ran] == ["forward", "backward"]
     fused = scaled_dot_product_attention(
-        *(t.transpose(1, 2) for t in (q, k, v)), is_causal=True
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
     ).transpose(1, 2)
     assert torch.equal(out, fused)
     for a, b in zip(grads, torch.autograd.grad(fused, (q, k, v), do), strict=True):

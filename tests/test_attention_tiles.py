@@ -6,6 +6,7 @@ Every visible pair once, in an order that the merging relies on, and the same at
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -119,7 +120,7 @@ def test_tiles_are_the_reference(
 def test_something_else_has_its_turn_after_every_part() -> None:
     q, k = torch.ones(1, 2, 10, 4), torch.ones(1, 2, 9, 4)
     turns: list[int] = []
-    call = {
+    call: dict[str, Any] = {
         "q_positions": range(10),
         "kv_positions": range(9),
         "logits": Logits(1.0),
@@ -134,5 +135,9 @@ def test_something_else_has_its_turn_after_every_part() -> None:
 @settings(deadline=None, max_examples=5)
 @given(problem=problems(), length=st.integers(500, 600))
 def test_tiles_of_their_real_size_are_the_reference(problem: Problem, length: int) -> None:
-    long = {"q_positions": range(length), "kv_positions": range(length), "mask": {"causal": True}}
-    check_problem(problem._replace(dtype=torch.float64, **long))
+    positions, mask = list(range(length)), {"causal": True}
+    check_problem(
+        problem._replace(
+            dtype=torch.float64, q_positions=positions, kv_positions=positions, mask=mask
+        )
+    )

@@ -69,7 +69,7 @@ def test_a_second_derivative_is_refused(comm: Any) -> None:
         for scheme in SCHEMES.values():
             x = torch.ones(1, 2, 1, 4, requires_grad=True)
             sharding = sp.Sharding.contiguous(2 * comm.size, comm.size)
-            out = scheme(x, x, x, comm=mesh["sp"], sharding=sharding)
+            out: Any = scheme(x, x, x, comm=mesh["sp"], sharding=sharding)
             (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
             with pytest.raises(RuntimeError, match="differentiable once"):
                 torch.autograd.grad(grad.sum(), x)

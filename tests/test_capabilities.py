@@ -22,7 +22,7 @@ def test_the_documented_table_is_what_the_schemes_do() -> None:
 def test_a_scheme_that_is_wrong_gets_no_yes(monkeypatch: pytest.MonkeyPatch) -> None:
     right = capabilities.columns
 
-    def wrong(mesh: capabilities.Mesh) -> dict[str, capabilities.Scheme]:
+    def wrong(mesh: capabilities.Mesh) -> dict[str, capabilities.Scheme]:  # type: ignore[name-defined]
         schemes = right(mesh)
         ring = schemes["ring"]
         return {**schemes, "ring": lambda *qkv, **options: ring(*qkv, **{**options, "mask": None})}

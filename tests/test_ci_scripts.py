@@ -26,8 +26,8 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     (tmp_path / "pins.txt").write_text(PINS)
     pip = program(tmp_path / "python", f'echo "$@" >"{tmp_path}/pip"')
-    monkeypatch.setattr(borrow_torch.sysconfig, "get_path", lambda _: str(folder))
-    monkeypatch.setattr(borrow_torch.sys, "executable", pip)
+    monkeypatch.setattr("ci.borrow_torch.sysconfig.get_path", lambda _: str(folder))
+    monkeypatch.setattr("ci.borrow_torch.sys.executable", pip)
     return folder
 
 
@@ -128,7 +128,7 @@ def test_coverage_is_told_also_of_tests_that_are_red(monkeypatch: pytest.MonkeyP
         steps.append(command[1:])
         return subprocess.CompletedProcess(command, int("pytest" in command and red))
 
-    monkeypatch.setattr(measure_coverage.subprocess, "run", run)
+    monkeypatch.setattr("ci.measure_coverage.subprocess.run", run)
     for red in (False, True):
         steps.clear()
         assert measure_coverage.main(["tests/test_x.py"]) == int(red)

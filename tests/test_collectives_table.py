@@ -116,7 +116,7 @@ def test_an_error_is_told_in_roundings() -> None:
     assert error_of(torch.zeros(5), wanted[:0]) == 0
 
 
-def samples(odd: dict[str, float], even: dict[str, float]) -> regret.Samples:
+def samples(odd: dict[str, float], even: dict[str, float]) -> Any:
     """Every collective alike: seconds by algorithm in rounds to fit, and in those to judge."""
     return {
         "all_reduce": {

@@ -202,7 +202,7 @@ def test_bad_options_are_refused(
     monkeypatch.setattr(command, "REPORTS", alike.parent)
     monkeypatch.setattr(command, "commits", lambda base, head: commits(base, head, alike))
     monkeypatch.setattr(command, "uncommitted", lambda: True)
-    monkeypatch.setattr(command, "sides", lambda *arguments: sides(*arguments, alike))
+    monkeypatch.setattr(command, "sides", lambda base, head, refs: sides(base, head, refs, alike))
     assert command.main(arguments.split()) == 2
     assert complaint in capsys.readouterr().err
     assert (alike.parent / "full" / "records.jsonl").read_text() == "old"

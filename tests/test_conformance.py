@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -65,26 +65,26 @@ def test_the_stand_in_is_attention_aligned_at_the_bottom_right(block: dict[str, 
     )
     like_q, like_k = (2, queries, kv_heads * block["group"], 4), (2, keys, kv_heads, 4)
     q, k, v, grad = drawn_tensors(block["seed"], like_q, like_k, like_k, like_q)
-    rest = {"causal": causal, "window": block["window"], "softmax_scale": 0.7}
+    rest: dict[str, Any] = {"causal": causal, "window": block["window"], "softmax_scale": 0.7}
     rest |= {"q_positions": range(keys - queries, keys), "kv_positions": range(keys)}
     reach = -1 if block["window"] is None else block["window"] - 1
     window = (reach, -1 if causal else reach)
-    how = (0.0, 0.7, causal, *window, 0.0, None, False)
+    how: Any = (0.0, 0.7, causal, *window, 0.0, None, False)
     out, lse, *_ = flash_standin._flash_attn_forward(q, k, v, *how)
     want = reference.attention(q, k, v, **rest)
     check_out(out, want)
     expected = torch.where(want.lse.isinf(), math.inf, want.lse)
     scale = want.lse_scale * (1 + want.lse.abs().nan_to_num(posinf=0))
     check_close("lse", lse, expected, bound(scale, torch.float32, want.growth))
-    found = [torch.full_like(x, math.nan) for x in (q, k, v)]
+    found: Any = [torch.full_like(x, math.nan) for x in (q, k, v)]
     flash_standin._flash_attn_backward(grad, q, k, v, out, expected, *found, *how)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
+    leaves: Any = [x.requires_grad_() for x in (q, k, v)]
     public = flash_standin.flash_attn_func(
-        *leaves, softmax_scale=0.7, causal=causal, window_size=window
+        q, k, v, softmax_scale=0.7, causal=causal, window_size=window
     )
     assert torch.equal(public, out)
-    want = reference.attention_grads(q, k, v, grad, **rest)
-    check_gradients(want, found, torch.autograd.grad(public, leaves, grad))
+    wanted = reference.attention_grads(q, k, v, grad, **rest)
+    check_gradients(wanted, found, torch.autograd.grad(public, leaves, grad))
 
 
 def test_packed_documents_of_the_stand_in_do_not_see_each_other() -> None:
@@ -93,20 +93,21 @@ def test_packed_documents_of_the_stand_in_do_not_see_each_other() -> None:
     lengths = (cuts, cuts, 5, 5)
     out, lse, *_ = flash_standin._flash_attn_varlen_forward(q, k, v, *lengths, 0.0, 0.5, True)
     assert lse.dtype == torch.float32
-    options = {"causal": True, "documents": cuts.tolist(), "softmax_scale": 0.5}
-    batched = [x[None] for x in (q, k, v)]
+    options: dict[str, Any] = {"causal": True, "documents": cuts.tolist(), "softmax_scale": 0.5}
+    batched = (q[None], k[None], v[None])
     want = reference.attention(*batched, **options)
     check_out(out[None], want)
-    found, how = [torch.full_like(x, math.nan) for x in (q, k, v)], (0.0, 0.5, True, -1, -1)
+    found: Any = [torch.full_like(x, math.nan) for x in (q, k, v)]
     flash_standin._flash_attn_varlen_backward(
-        grad, q, k, v, out, want.lse[0], *found, *lengths, *how, 0.0, None, False
+        *(grad, q, k, v, out, want.lse[0], found[0], found[1], found[2], *lengths),
+        *(0.0, 0.5, True, -1, -1, 0.0, None, False),
     )
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    public = flash_standin.flash_attn_varlen_func(*leaves, *lengths, softmax_scale=0.5, causal=True)
+    leaves: Any = [x.requires_grad_() for x in (q, k, v)]
+    public = flash_standin.flash_attn_varlen_func(q, k, v, *lengths, softmax_scale=0.5, causal=True)
     assert torch.equal(public, out)
-    want = reference.attention_grads(*batched, grad[None], **options)
+    wanted = reference.attention_grads(*batched, grad[None], **options)
     by_autograd = torch.autograd.grad(public, leaves, grad)
-    check_gradients(want, *([x[None] for x in each] for each in (found, by_autograd)))
+    check_gradients(wanted, *([x[None] for x in each] for each in (found, by_autograd)))
 
 
 def on_trial(
@@ -150,9 +151,9 @@ def scaled(*qkv: Tensor, **options: Any) -> Tensor:
 
 def a_mask_not_shifted(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Every rank takes its own first token for the first of the sequence."""
-    heads_first = (x.transpose(1, 2) for x in (q, k, v))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(
-        *heads_first, is_causal=options["causal"], scale=options["softmax_scale"]
+        q, k, v, is_causal=options["causal"], scale=options["softmax_scale"]
     ).transpose(1, 2)
 
 
@@ -216,7 +217,7 @@ class NotSummed(our_layers.Pair):
     def forward(self, x: Tensor) -> Tensor:
         inner, rank = self.up(x), self.down.comm.rank
         own = torch.nn.functional.linear(inner, self.down.weight, self.down.bias)
-        return own.split(list(self.down.lengths), 1)[rank]
+        return torch.split(own, list(self.down.lengths or ()), 1)[rank]
 
 
 class OwnTokensOnly(our_layers.Pair):
@@ -230,7 +231,7 @@ class OwnBiasGradient(our_layers.Pair):
     """Each rank has the gradient of its own tokens, as before a sum over ranks."""
 
     def finish(self) -> None:
-        self.down.bias.grad /= self.down.comm.size
+        cast("Tensor", cast("Tensor", self.down.bias).grad).div_(self.down.comm.size)
 
 
 class NoGradient(our_layers.Pair):
@@ -244,7 +245,7 @@ class SecondUseForgotten(our_layers.Pair):
     """Only the last use of a weight counts."""
 
     def finish(self) -> None:
-        self.up.weight.grad /= 2
+        cast("Tensor", self.up.weight.grad).div_(2)
 
 
 class NarrowSum(our_layers.Pair):

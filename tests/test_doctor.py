@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
@@ -114,7 +115,7 @@ def test_constants_that_cannot_be_kept_are_broken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kept = Mock(side_effect=FileError("Set SP_TUNING_DIR"))
-    monkeypatch.setattr(doctor.measuring, "keep", kept)
+    monkeypatch.setattr("sp_core.doctor.measuring.keep", kept)
     for ranks, measure in ((2, False), (1, True)):
         monkeypatch.setattr(MPI, "COMM_WORLD", SimpleNamespace(size=ranks))
         assert doctor._constants(measure=measure).status == "note"
@@ -195,7 +196,9 @@ def test_a_transport_that_fails_on_one_rank_is_broken_on_all(
             raise RuntimeError(mine)
 
     monkeypatch.setattr(doctor, "_gather", gather)
-    finding = doctor._try(TwoRanks(other), "cpu", "host")  # a stand-in that has what is needed
+    finding = doctor._try(
+        cast("Any", TwoRanks(other)), "cpu", "host"
+    )  # a stand-in that has what is needed
     assert finding.status == "broken"
     assert "no such link" in finding.text
     assert finding.remedy
@@ -227,8 +230,11 @@ def test_a_transport_that_says_why_it_is_not_here_is_not_broken(
 
     monkeypatch.setattr(doctor, "_gather", gather)
     same = "DeviceError: ranks 0 and 1 have one GPU"
-    assert doctor._try(TwoRanks(same), "cuda", "distributed").status == "note"
-    assert doctor._try(TwoRanks("RuntimeError: lost"), "cuda", "distributed").status == "broken"
+    assert doctor._try(cast("Any", TwoRanks(same)), "cuda", "distributed").status == "note"
+    assert (
+        doctor._try(cast("Any", TwoRanks("RuntimeError: lost")), "cuda", "distributed").status
+        == "broken"
+    )
 
 
 @pytest.mark.parametrize(
@@ -238,12 +244,10 @@ def test_a_transport_that_says_why_it_is_not_here_is_not_broken(
 def test_the_command_passes_its_options_on(
     arguments: tuple[str, ...], device: str | None, measure: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = []
-    monkeypatch.setattr(
-        doctor, "main", lambda device, *, measure: given.append((device, measure)) or 7
-    )
+    made = Mock(return_value=7)
+    monkeypatch.setattr(doctor, "main", made)
     assert main(["doctor", *arguments]) == 7
-    assert given == [(device, measure)]
+    made.assert_called_once_with(device, measure=measure)
 
 
 def test_a_broken_finding_is_repeated_with_its_remedy() -> None:
@@ -276,7 +280,7 @@ def test_cores_respect_the_quota_of_a_container(
 def test_an_mpi_that_reads_gpu_memory_is_tried_where_there_is_a_gpu(
     gpu: bool, reason: str, status: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr("sp_core.doctor.torch.cuda.is_available", lambda: gpu)
     monkeypatch.setattr(doctor, "no_device_memory", lambda kind: reason)
     finding = doctor._cuda_aware(None)
     assert (finding.subject, finding.status) == ("CUDA-aware", status)
@@ -296,7 +300,7 @@ def test_the_library_is_asked_whether_it_reads_gpu_memory(
         if answer is None
         else SimpleNamespace(MPIX_Query_cuda_support=lambda: answer)
     )
-    monkeypatch.setattr(doctor.ctypes, "CDLL", lambda path: library)
+    monkeypatch.setattr("sp_core.doctor.ctypes.CDLL", lambda path: library)
     assert text in doctor._cuda_aware("libmpi.so").text
 
 
@@ -307,7 +311,7 @@ def test_the_library_is_asked_whether_it_reads_gpu_memory(
 def test_backward_on_a_gpu_needs_an_mpi_that_takes_calls_from_threads(
     level: int, gpu: bool, status: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr("sp_core.doctor.torch.cuda.is_available", lambda: gpu)
     found = doctor._threads(
         [MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE][level]
     )
@@ -323,7 +327,7 @@ def test_backward_on_a_gpu_needs_an_mpi_that_takes_calls_from_threads(
 def test_little_shared_memory_is_noticed(
     free: int, status: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: (2**30, 0, free))
+    monkeypatch.setattr("sp_core.doctor.shutil.disk_usage", lambda folder: (2**30, 0, free))
     found = doctor._shared_memory()
     assert (found.subject, found.status) == ("/dev/shm", status)
     assert found.text.startswith("1,024 MiB, ")
@@ -374,7 +378,7 @@ def test_the_processor_has_the_name_that_the_system_gives(
 ) -> None:
     (tmp_path / "cpuinfo").write_text(lines)
     monkeypatch.setattr(machine, "_CPUINFO", tmp_path / "cpuinfo")
-    monkeypatch.setattr(machine.platform, "processor", lambda: "")
+    monkeypatch.setattr("sp_core.machine.platform.processor", lambda: "")
     assert machine.cpu_model() == name
 
 
@@ -385,8 +389,8 @@ def test_a_busy_machine_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     stat = tmp_path / "stat"
     monkeypatch.setattr(machine, "_STAT", stat)
     stat.write_text(next(lines))
-    monkeypatch.setattr(machine.time, "sleep", lambda _: stat.write_text(next(lines)))
+    monkeypatch.setattr("sp_core.machine.time.sleep", lambda _: stat.write_text(next(lines)))
     assert machine.busy_share() == pytest.approx(0.3)
     monkeypatch.setattr(machine, "_STAT", tmp_path / "absent")
-    monkeypatch.setattr(machine.time, "sleep", lambda _: None)
+    monkeypatch.setattr("sp_core.machine.time.sleep", lambda _: None)
     assert machine.busy_share() == 0.0

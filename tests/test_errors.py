@@ -30,8 +30,8 @@ DEVICES = ("cpu", "cuda", "cuda:0", "cuda:1", "meta")
 def check_refused(comm: Any, axes: str, row: Row) -> None:
     """All ranks get the same error, nothing was sent, and the mesh still works."""
     kind, text, wrong = row
-    lengths = [2, 2] if " " in axes else [comm.size]
-    with sp.Mesh(comm, **dict(zip(axes.split(), lengths, strict=True))) as mesh:
+    sizes: dict[str, Any] = dict.fromkeys(axes.split(), 2 if " " in axes else comm.size)
+    with sp.Mesh(comm, **sizes) as mesh:
         here, counters = comm.rank == comm.size - 1, comm_of(mesh).counters
         with pytest.raises(kind) as caught:
             wrong(mesh, here)

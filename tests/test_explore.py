@@ -61,7 +61,7 @@ def test_a_complete_search_has_no_fault_and_tells_its_counts() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda tally: vars(tally).update(examples=EXAMPLES - 1), "were wanted"),
+        (lambda tally: setattr(tally, "examples", EXAMPLES - 1), "were wanted"),
         (
             lambda tally: tally.pairs.subtract([POSSIBLE[-1]]),
             f"4 examples, {LEAST_HITS} are needed",
@@ -155,9 +155,9 @@ def own(**changes: Any) -> dict[str, str]:
     """Return the features of a problem on 3 ranks with 4 tokens each, but for `changes`."""
     size, usual = (
         changes.pop("size", 3),
-        {"seq_len": 12, "kv_len": 12, "layout": "contiguous", "kv_layout": "contiguous"},
+        replace(BASE, seq_len=12, kv_len=12, layout="contiguous", kv_layout="contiguous"),
     )
-    return attention_features("ring", replace(BASE, **usual | changes), size)
+    return attention_features("ring", replace(usual, **changes), size)
 
 
 @pytest.mark.parametrize(

@@ -106,11 +106,11 @@ def test_a_gpu_is_known_by_its_uuid(
     seen: list[str], share: bool, numbers: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks of a node each take a GPU that no other has, unless they share."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(seen[rank].split()))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(seen[local.rank].split()))
     monkeypatch.setattr(
         torch.cuda,
         "get_device_properties",
-        lambda d: SimpleNamespace(uuid=seen[rank].split()[d.index]),
+        lambda d: SimpleNamespace(uuid=seen[local.rank].split()[d.index]),
     )
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
 
@@ -125,4 +125,4 @@ def test_a_gpu_is_known_by_its_uuid(
     for rank in range(2):
         local.rank = rank
         with nullcontext() if numbers else pytest.raises(SystemExit, match="Pass --share-gpu"):
-            assert device("cuda", world, share_gpu=share).index == (numbers or [None, None])[rank]
+            assert device("cuda", world, share_gpu=share).index == (numbers or [-1, -1])[rank]

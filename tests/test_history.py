@@ -29,7 +29,7 @@ def noise(count: int, seed: int, spread: float = 0.03) -> list[float]:
     return list(np.exp(np.random.default_rng(seed).normal(0.0, spread, count)))
 
 
-def runs(count: int, change: int | None = None, **more: Any) -> list[made.Record]:
+def runs(count: int, change: int | None = None, **more: Any) -> list[Any]:
     """One case over runs, slower by 20 % from one run on."""
     found = []
     for number, seconds in enumerate(noise(count, 0)):
@@ -130,7 +130,7 @@ def test_the_command_prints_the_change_and_marks_it(
     marks = [
         line
         for line in picture.figure.axes[0].get_lines()
-        if list(line.get_xdata()) == [11.5, 11.5]
+        if list(np.asarray(line.get_xdata())) == [11.5, 11.5]
     ]
     assert len(marks) == 1
 
@@ -201,7 +201,7 @@ def test_every_plot_has_units_and_no_text_covers_another_or_is_cut() -> None:
         assert UNIT.search(axes.get_xlabel()), picture.title
         assert UNIT.search(axes.get_ylabel()), picture.title
         with styled():
-            canvas = FigureCanvasAgg(picture.figure)
+            canvas: Any = FigureCanvasAgg(picture.figure)
             canvas.draw()
         words = texts(picture.figure)
         boxes = [word.get_window_extent(canvas.get_renderer()) for word in words]
@@ -226,15 +226,18 @@ def test_scaling_plots_hold_the_measured_points_and_the_ideal() -> None:
     )
     time, efficiency = plots.scaling(rows)
     lines = [
-        [tuple(map(float, point)) for point in line.get_xydata()]
+        [tuple(map(float, point)) for point in np.asarray(line.get_xydata())]
         for line in time.figure.axes[0].get_lines()
     ]
     assert [(1.0, 800.0), (2.0, 400.0), (4.0, 200.0)] in lines
     assert [(float(row.ranks), row.seconds * 1e3) for row in rows] in lines
     drawn_lines = efficiency.figure.axes[0].get_lines()
-    lines = [[tuple(map(float, point)) for point in line.get_xydata()] for line in drawn_lines]
+    lines = [
+        [tuple(map(float, point)) for point in np.asarray(line.get_xydata())]
+        for line in drawn_lines
+    ]
     assert [(float(row.ranks), row.efficiency * 100) for row in rows] in lines
-    (legend,) = efficiency.figure.legends
+    legend: Any = efficiency.figure.legends[0]
     looks = {str(line.get_label()): line.get_color() for line in drawn_lines}
     for handle, name in zip(legend.legend_handles, legend.get_texts(), strict=True):
         assert handle.get_color() == looks[name.get_text()]

@@ -47,7 +47,7 @@ def dawdling(monkeypatch: pytest.MonkeyPatch) -> None:
         return dawdle
 
     monkeypatch.setattr(Rooms, "enter", late(Rooms.enter))
-    monkeypatch.setattr(blocks, "attend", late(blocks.attend))
+    monkeypatch.setattr(blocks, "attend", late(vars(blocks)["attend"]))
     for module in (ring, allgather_kv):
         monkeypatch.setattr(module, "attend_backward", late(module.attend_backward))
 
@@ -71,7 +71,11 @@ def several(comm: Any, mesh: sp.Mesh, name: str, seed: int) -> list[Results]:
     """Return the results of several attentions, and then of their backwards."""
     under_way = []
     for turn, changes in enumerate(
-        ({}, {"mask": sp.Mask(causal=True)}, {"layout": "contiguous", "mask": sp.Mask(window=1)})
+        (
+            dict[str, Any](),
+            {"mask": sp.Mask(causal=True)},
+            {"layout": "contiguous", "mask": sp.Mask(window=1)},
+        )
     ):
         problem = replace(
             PLAIN, seed=seed + turn, **changes

@@ -93,7 +93,7 @@ def test_outputs_that_do_not_depend_on_an_input_have_zero_gradient() -> None:
     outputs = global_map(
         lambda comm, x: x * 3 if comm.rank else torch.ones(1, dtype=torch.float64), 2
     )(x, y)
-    grads = torch.autograd.grad(sum(output.sum() for output in outputs), (x, y))
+    grads = torch.autograd.grad([output.sum() for output in outputs], (x, y))
     assert [grad.tolist() for grad in grads] == [[0.0, 0.0], [3.0, 3.0]]
 
 

@@ -195,7 +195,7 @@ def test_messages_for_later_may_be_posted_after_other_calls(comm: Any) -> None:
 
 @spmd(2, 3)
 def test_a_message_is_not_sent_before_somebody_waits_for_it(comm: Any) -> None:
-    if not isinstance(comm, LockstepComm):
+    if not issubclass(type(comm), LockstepComm):
         return  # a plain communicator may keep a short one
     sends, recvs = ([(1, 8)] if comm.rank == 0 else []), ([(0, 8)] if comm.rank == 1 else [])
     announce(comm, sends, recvs, later=True)

@@ -122,11 +122,11 @@ def test_launches_share_no_folder_of_the_library_unless_one_is_named(
 def test_mpiexec_is_the_one_beside_python_else_that_on_the_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command_module.sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setattr(command_module.shutil, "which", lambda name: None)
+    monkeypatch.setattr("sp_core.launch.command.sys.executable", str(tmp_path / "python"))
+    monkeypatch.setattr("sp_core.launch.command.shutil.which", lambda name: None)
     with pytest.raises(FileNotFoundError, match="Install one of the wheels"):
         command_module.find_mpiexec()
-    monkeypatch.setattr(command_module.shutil, "which", lambda name: f"/path/{name}")
+    monkeypatch.setattr("sp_core.launch.command.shutil.which", lambda name: f"/path/{name}")
     assert command_module.find_mpiexec() == "/path/mpiexec"
     (tmp_path / "mpiexec").touch()
     assert command_module.find_mpiexec() == str(tmp_path / "mpiexec")

@@ -6,7 +6,7 @@ It does what torch does, and ranks that disagree get an error, not a deadlock.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,7 +30,7 @@ def world(comm: Any) -> Iterator[None]:
     name = comm.bcast(tempfile.mkdtemp(prefix="sp_core-") if comm.rank == 0 else None)
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(f"{name}/store", comm.size),
+        store=dist.FileStore(f"{name}/store", comm.size),  # type: ignore[attr-defined]
         rank=comm.rank,
         world_size=comm.size,
     )
@@ -97,7 +97,7 @@ def pass_along(group: Any, mine: torch.Tensor, first: torch.Tensor) -> None:
         group.stand_by()
 
 
-FAULTS = {
+FAULTS: dict[str, tuple[Callable[..., Any], str]] = {
     "size": (
         lambda group, odd: group.all_reduce(torch.zeros(3 if odd else 2)),
         "all_reduce(3 x float32 on cpu, op=SUM) on group",

@@ -57,7 +57,7 @@ def launched(ranks: int, *command: str, timeout: int = 60, **env: str) -> tuple[
 
 def pytest_on(ranks: int, *args: str, **env: str) -> tuple[int, str]:
     """Run pytest under mpiexec."""
-    return launched(ranks, *PYTEST, *args, **env)
+    return launched(ranks, *PYTEST, *args, timeout=60, **env)
 
 
 InProcess = Callable[..., tuple[int, str]]

@@ -26,7 +26,7 @@ def test_ranks_that_are_threads_share_a_result() -> None:
 def test_another_key_is_computed_and_the_oldest_forgotten() -> None:
     made: list[int] = []
     for number in (*range(KEPT + 1), KEPT, 0):
-        once(("numbers", id(made), number), lambda number=number: made.append(number))
+        once(("numbers", id(made), number), lambda number=number: made.append(number))  # type: ignore[misc]
     assert made == [*range(KEPT + 1), 0]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from random import Random
 
 import pytest
 from hypothesis import given, strategies as st
@@ -36,7 +37,7 @@ def test_the_example_is_over_when_all_are_done(records: list[Record]) -> None:
 
 @given(st.lists(ANY, min_size=1, max_size=5), st.randoms())
 def test_the_decision_does_not_depend_on_the_order_of_ranks(
-    records: list[Record], random: object
+    records: list[Record], random: Random
 ) -> None:
     before = decide(records)
     random.shuffle(records)

@@ -11,7 +11,7 @@ import xml.etree.ElementTree as ET
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import strategies as st
@@ -99,7 +99,7 @@ def test_a_launch_tries_the_examples_that_it_is_sent(
         seen.append(str(example))
         return Result([FINISHED], Remarks())
 
-    Fed().run(SimpleNamespace(), attempt)
+    Fed().run(cast("Any", None), attempt)
     other.join(30)
     listener.close()
     assert seen == [f"nprocs=2, n={n}" for n in range(3)]

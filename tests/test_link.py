@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -82,7 +82,7 @@ def test_an_idle_wire_forgets() -> None:
 
 def test_a_message_is_there_when_its_time_has_come_and_not_before() -> None:
     """It is complete for its sender when it has left, for its receiver when it has arrived."""
-    clock, host = Clock(), Instant()
+    clock, host = Clock(), cast("Any", Instant())
     one, other = (sender(clock).over(host) for _ in range(2))
     x, y = torch.arange(250.0), torch.zeros(250)
     sent = one.exchange([(1, x)], [])

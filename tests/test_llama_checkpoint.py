@@ -69,7 +69,7 @@ def shared(comm: Any, tmp_path: Path) -> Path:
 def saved(
     comm: Any,
     tmp_path: Path,
-    then: Callable[[Path], None] = lambda folder: None,
+    then: Callable[[Path], object] = lambda folder: None,
     *,
     case: Case = CASE,
     **options: Any,
@@ -157,7 +157,7 @@ def with_tensor(name: str, value: torch.Tensor) -> Callable[[Path], None]:
 
 
 NORM = "model.norm.weight"
-BROKEN: dict[str, tuple[str, Callable[[Path], None]]] = {
+BROKEN: dict[str, tuple[str, Callable[[Path], object]]] = {
     "no configuration": ("config.json is not there", drop("config.json")),
     "a configuration that is no JSON": (
         "config.json cannot be read",

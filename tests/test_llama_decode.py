@@ -38,7 +38,7 @@ def test_each_rank_keeps_its_share_of_the_tokens(comm: Any) -> None:
 
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"ring": 2}, {"pp": 2}])
 @spmd(2)
-def test_a_token_costs_one_comparison(comm: Any, axes: dict[str, int]) -> None:
+def test_a_token_costs_one_comparison(comm: Any, axes: dict[str, Any]) -> None:
     """Afterwards the ranks compare every call again, also if the decoder was given a bad token."""
     case = Case((6, 3), layers=2, vocab=31, seed=11)
     with sp.Mesh(comm, **axes) as mesh:

@@ -36,7 +36,7 @@ def masks(draw: st.DrawFn, length: int, kv_length: int) -> Mask:
     Empty documents at the beginning give the others large numbers.
     """
     documents = draw(st.none() | st.integers(1, 4))
-    pair = (None, None)
+    pair: tuple[tuple[int, ...] | None, tuple[int, ...] | None] = (None, None)
     if documents is not None:
         empty = (0,) * draw(st.sampled_from((0, 64, 300)))
         separate = length != kv_length or draw(st.booleans())
@@ -55,7 +55,7 @@ def shards(draw: st.DrawFn, length: int) -> list[int]:
     every = range(length)
     cuts = [length * i // (2 * size) for i in range(2 * size + 1)]
     chunks = [list(every[a:b]) for a, b in pairwise(cuts)]
-    by_layout = {
+    by_layout: dict[str, list[list[int]]] = {
         "contiguous": [chunks[2 * r] + chunks[2 * r + 1] for r in range(size)],
         "zigzag": [chunks[r] + chunks[-1 - r] for r in range(size)],
         "striped": [list(every[r::size]) for r in range(size)],
@@ -230,7 +230,7 @@ def test_equal_lengths_of_runs_are_not_equal_plans() -> None:
 
 
 @pytest.mark.parametrize(
-    "mask", [Mask(True), Mask(True, 512), Mask(True, documents=range(0, 10**6 + 1, 1000))]
+    "mask", [Mask(True), Mask(True, 512), Mask(True, documents=tuple(range(0, 10**6 + 1, 1000)))]
 )
 def test_a_million_positions_are_planned_from_their_runs(mask: Mask) -> None:
     positions = torch.cat([torch.arange(250_000), torch.arange(750_000, 10**6)])

@@ -114,7 +114,7 @@ def test_the_loss_from_hidden_states_holds_the_logits_of_one_chunk(comm: Any) ->
     labels = torch.zeros(tokens, dtype=torch.int64)
     with sp.Mesh(comm, tp=comm.size, dp=1) as mesh:
         head = torch.ones(vocabulary // comm.size, hidden, requires_grad=True)
-        groups = {"tensor": mesh["tp"], "data": mesh["dp"]}
+        groups: dict[str, Any] = {"tensor": mesh["tp"], "data": mesh["dp"]}
         with LiveBytes((x, head, labels)) as live:
             loss = next_token_loss(x, labels, **groups, head=head, chunk=chunk)
             torch.autograd.grad(loss, (x, head))

@@ -41,7 +41,7 @@ SHAPES = {
 def test_ranks_are_numbered_with_the_last_axis_fastest(
     comm: Any, names: list[str], product: list[str], axes: int
 ) -> None:
-    lengths = dict(zip(names, SHAPES[comm.size], strict=True))
+    lengths: dict[str, Any] = dict(zip(names, SHAPES[comm.size], strict=True))
     places = [
         dict(zip(names, place, strict=True))
         for place in itertools.product(*map(range, lengths.values()))
@@ -164,7 +164,7 @@ def test_what_was_under_way_when_a_mesh_was_left_is_not_waited_for(comm: Any) ->
 def test_every_communicator_knows_the_node_of_each_of_its_ranks(
     comm: Any, layout: int, names: list[str]
 ) -> None:
-    lengths = dict(zip("abc", SHAPES[comm.size], strict=True))
+    lengths: dict[str, Any] = dict(zip("abc", SHAPES[comm.size], strict=True))
     nodes = nodes_of(comm.size, layout)
     with sp.Mesh(comm, nodes=nodes, **lengths) as mesh:
         for axes in (tuple(names[:1]), tuple(names[1:]), tuple(names)):
@@ -228,7 +228,7 @@ def test_wrong_axes_of_a_hybrid_on_a_mesh_with_three_are_an_error_on_all(
     comm: Any, wrong: Any
 ) -> None:
     """First on one rank, then on all, after which the mesh still works."""
-    lengths = {"tp": 1, "ring": 2, "ulysses": 2}
+    lengths: dict[str, Any] = {"tp": 1, "ring": 2, "ulysses": 2}
     with pytest.raises((sp.ShapeError, sp.PeerFailed)) as caught, sp.Mesh(comm, **lengths) as mesh:
         hybrid(axes=wrong)(mesh, comm.rank == 0)
     assert isinstance(caught.value, sp.ShapeError) == (comm.rank == 0)

@@ -97,7 +97,7 @@ def test_all_of_the_librarys_tests_run_once() -> None:
     first, second, third = (stage.files for stage in command.stages(chosen, "ranks"))
     assert first == ["tests/test_schemes.py", "tests/test_cost.py"]
     assert not set(first) & set(second)
-    assert third == first + second
+    assert third == [*first, *second]
     left_out = {path.name for path in (ROOT / "tests").glob("test_*.py")} - {
         Path(name).name for name in third
     }
@@ -116,7 +116,7 @@ def test_mutants_are_chosen_by_class_bug_id_and_file() -> None:
 
 
 def test_a_report_counts_by_class_and_names_survivors() -> None:
-    killed = Outcome("killed", "chosen", TOLD["law"], 3, 7.0, "wrong")
+    killed = Outcome("killed", "chosen", str(TOLD["law"]), 3, 7.0, "wrong")
     survived = Outcome("survived", "ranks", seconds=99.0)
     results = [(SMALL, killed), (replace(SMALL, id="LSE-9"), survived)]
     text = "\n".join(command.markdown(results, EXCLUDED))

@@ -135,7 +135,7 @@ def test_root_without_namespaces_is_red(
 
     monkeypatch.setattr(program, "check_system", refuse)
     monkeypatch.setattr(Hosted, "once", lambda entry: pytest.fail("ranks were started"))
-    monkeypatch.setattr(program.os, "geteuid", lambda: 0)
+    monkeypatch.setattr("benchmarks.contests.netlab.__main__.os.geteuid", lambda: 0)
     assert netlab([]) == 2
     assert "no namespaces here" in capsys.readouterr().err
 
@@ -153,7 +153,7 @@ def test_without_root_the_output_says_that_the_link_is_a_model(
         launched.append(setting)
         return answers.pop(0)
 
-    monkeypatch.setattr(program.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr("benchmarks.contests.netlab.__main__.os.geteuid", lambda: 1000)
     monkeypatch.setattr(launching, "run", run)
     monkeypatch.setattr(program, "installed", lambda: "mpich")
     out = tmp_path / "out.json"

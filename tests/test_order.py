@@ -25,7 +25,7 @@ def gradients(results: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
     """First derivatives of a weighted sum of the results, then the derivatives of their squares."""
     loss = sum(((place + 1) * y.square().sum() for place, y in enumerate(results)), torch.zeros(()))
     first = torch.autograd.grad(loss, leaves, create_graph=True)
-    return [*first, *torch.autograd.grad(sum(g.square().sum() for g in first), leaves)]
+    return [*first, *torch.autograd.grad([g.square().sum() for g in first], leaves)]
 
 
 @pytest.mark.parametrize("check", ["agree", "off"])
@@ -106,7 +106,7 @@ def test_ranks_wait_on_two_communicators_in_different_orders(
             handles = [plan.start() for plan in plans]
             finish = [call.wait for call in calls]
             finish += [
-                lambda plan=p, handle=h: plan.finish(handle)
+                lambda plan=p, handle=h: plan.finish(handle)  # type: ignore[misc]
                 for p, h in zip(plans, handles, strict=True)
             ]
             results = [end() for end in finish[:: 1 if comm.rank else -1]][
@@ -177,7 +177,7 @@ DIFFERENTIABLE: dict[str, Callable[[Tensor, sp.Communicator], Tensor]] = {
     "column parallel": lambda x, comm: parallel(sp.ColumnParallelLinear, x, comm),
     "row parallel": lambda x, comm: parallel(sp.RowParallelLinear, x, comm),
     **{
-        name: lambda x, comm, scheme=scheme: attention(scheme, x, comm)
+        name: lambda x, comm, scheme=scheme: attention(scheme, x, comm)  # type: ignore[misc]
         for name, scheme in SCHEMES.items()
     },
 }

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OURS = "ring/zigzag/off"
 CONTESTANTS = 22
 WHOLE = problem.draw(32, 0, 4, 8)
-FAULTS = {
+FAULTS: dict[str, Any] = {
     "none": lambda x, tokens: x,
     "out off by one token": lambda x, tokens: [x[0].roll(1, tokens), *x[1:]],
     "dq of another token": lambda x, tokens: [x[0], x[1].roll(1, tokens), *x[2:]],
@@ -62,7 +62,7 @@ def test_a_mask_off_by_one_is_found() -> None:
     mine = problem.part(WHOLE, torch.arange(32), heads_first=True)
     visible = torch.ones(32, 32, dtype=torch.bool).tril(-1)
     visible[0, 0] = True
-    results = mine.run(lambda *qkv: F.scaled_dot_product_attention(*qkv, attn_mask=visible))
+    results = mine.run(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=visible))
     found = problem.errors(results, mine, problem.alone(WHOLE, causal=True))
     assert min(found) > 100 * problem.LIMIT
 

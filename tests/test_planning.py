@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 
@@ -61,8 +61,8 @@ def test_a_ring_hides_its_messages_behind_attention_and_an_all_gather_does_not()
 @pytest.mark.parametrize("per_node", [1, 2, 4, 12])
 def test_an_exchange_pays_the_latency_of_every_message_where_it_goes(per_node: int) -> None:
     """Count three all-to-alls each way. A message takes 1 s in the node, 100 s to another."""
-    links = {"node": Link(1.0, 0.0), "network": Link(100.0, 0.0)}
-    found = project(replace(SMALL, ranks=12, num_kv_heads=12, per_node=per_node, **links))
+    far = replace(SMALL, node=Link(1.0, 0.0), network=Link(100.0, 0.0))
+    found = project(replace(far, ranks=12, num_kv_heads=12, per_node=per_node))
     inside = min(per_node, 12)
     (alone,) = [one for one in found if one.ulysses == 12]
     assert alone.exposed == pytest.approx(2 * 3 * ((inside - 1) + 100 * (12 - inside)))
@@ -95,10 +95,8 @@ def test_thousands_of_ranks_take_no_time_to_plan() -> None:
 
 
 def test_links() -> None:
-    assert link_of("25gbit,10us") == Link(pytest.approx(1e-5), pytest.approx(8 / 25e9))
-    assert link_of("400MB/s, 1ms".replace(" ", "")) == Link(
-        pytest.approx(1e-3), pytest.approx(1 / 400e6)
-    )
+    assert astuple(link_of("25gbit,10us")) == pytest.approx((1e-5, 8 / 25e9))
+    assert astuple(link_of("400MB/s,1ms")) == pytest.approx((1e-3, 1 / 400e6))
     for wrong in ("fast", "25gbit", "0gbit,1us", "25parsec,1us", "1.2.3gb,1us"):
         with pytest.raises(ValueError, match="RATE,LATENCY"):
             link_of(wrong)
@@ -108,7 +106,7 @@ def test_the_speed_of_attention_is_its_operations_over_the_shortest_of_four_time
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = iter([0.0, 4.0, 4.0, 7.0, 7.0, 9.0, 9.0, 9.5])
-    monkeypatch.setattr(planning.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr("sp_core.planning.time.perf_counter", lambda: next(clock))
     assert planning.timed_flops(head_dim=2, seq_len=8, heads=3) == 2 * 8**2 * 3 * 2 / 0.5
 
 

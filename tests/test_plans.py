@@ -84,7 +84,7 @@ class Stream(threading.local):
     """The stream that a rank is on, and which stream has waited for which."""
 
     def __init__(self) -> None:
-        self.name, self.waited = "first", []
+        self.name, self.waited = "first", list[Any]()
 
     def current(self, _: Any = None) -> Any:
         streams, name = self, self.name
@@ -100,7 +100,7 @@ class Stream(threading.local):
                 streams.name = name
                 return self
 
-        current = Current()
+        current: Any = Current()
         current.name = name
         return current
 

@@ -162,12 +162,12 @@ def test_somebody_else_who_pushes_at_the_same_time_is_not_overwritten(
 ) -> None:
     head = server.propose(**{"sp_core/a.py": "2"})
     other = server.git("rev-parse", "origin/main")
-    plain = promote_pr.say
+    plain = vars(promote_pr)["say"]
 
     def interrupted(*arguments: str) -> str:
         if arguments[0] == "push":
             server.git("push", "--quiet", "origin", f"{other}:{NEW_BRANCH}")
-        return plain(*arguments)
+        return str(plain(*arguments))
 
     monkeypatch.setattr(promote_pr, "say", interrupted)
     assert promote_pr.main(["7", head]) == 2

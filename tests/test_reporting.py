@@ -103,7 +103,7 @@ def test_rows_are_recomputed_from_the_records() -> None:
         ranks, median = row.ranks, statistics.median(times[row.ranks])
         speedup = 0.8 / median
         assert (row.seconds, row.speedup, row.efficiency) == (median, speedup, speedup / ranks)
-        assert (row.tokens_per_s, row.share) == (2048 / median, pytest.approx(0.1 * (ranks - 1)))
+        assert [row.tokens_per_s, row.share] == [2048 / median, pytest.approx(0.1 * (ranks - 1))]
         assert (row.sent, row.algbw) == ((ranks - 1) << 20, None)
         assert row.flags == ("oversubscribed",) * (ranks > 2)
     assert len(derive.rows(records)) == 3
@@ -116,7 +116,7 @@ def test_rows_are_recomputed_from_the_records() -> None:
 def test_bandwidths_follow_their_definition(scheme: str, factor: float) -> None:
     four, one = (made.case("collectives", scheme, "mpi", ranks) for ranks in (4, 1))
     (row,) = derive.rows([made.record(four, 0.002, bytes_result=6_000_000)])
-    assert (row.algbw, row.busbw) == (pytest.approx(3e9), pytest.approx(factor * 3e9))
+    assert [row.algbw, row.busbw] == pytest.approx([3e9, factor * 3e9])
     (alone,) = derive.rows([made.record(one, 0.002)])
     assert (alone.algbw, alone.busbw) == (None, None)
 
@@ -206,11 +206,11 @@ def test_hostile_words_in_valid_records_and_files_reach_no_browser(tmp_path: Pat
     """Everything that a record may say freely says something evil; ids may not."""
     evil = "\u4e2d<script>alert(1)</script>|`@x`$\\frac{1}{0}$"
     what = [made.case("schemes", "ring", variant, n) for variant in ("a.b", "-_=+") for n in (1, 2)]
-    records = [made.record(case, 0.1, bytes_result=1 << 20) for case in what]
+    records: list[Any] = [made.record(case, 0.1, bytes_result=1 << 20) for case in what]
     for record in records:
         record.device.name = record.env.platform = record.transport.mpi.vendor = evil
     records.append(made.failed(what[0], "failed", reason("\n".join(HOSTILE))))
-    words = {"reason": evil, "flags": [evil], "case": evil * 3, "explanation": evil}
+    words: dict[str, Any] = {"reason": evil, "flags": [evil], "case": evil * 3, "explanation": evil}
     result = made.result(made.verdict("regressed", **words), problems=[evil])
     result["base"]["ref"] = evil
     compared = tmp_path / "result.json"
@@ -294,7 +294,7 @@ def test_verdicts_are_sorted_by_importance_and_shown_as_they_are(tmp_path: Path)
     rows += [made.verdict("regressed", 1.4, case="worst"), made.verdict("missing", None)]
     (tmp_path / "result.json").write_text(json.dumps(made.result(*rows)))
     shown = lines(foreign.read_comparison(tmp_path / "result.json").tables[0])
-    places = [ORDER.index(line["verdict"]) for line in shown]
+    places = [list[str](ORDER).index(line["verdict"]) for line in shown]
     assert places == sorted(places)
     worst = (shown[0]["case"], shown[0]["change"], shown[0]["interval"])
     assert worst == ("worst", "+40%", "+36% to +43%")
@@ -344,7 +344,7 @@ def whole(what: list[dict[str, Any]], shares: dict[str, float]) -> list[float]:
     phases = {name: {"max_s": share, "mean_s": share} for name, share in shares.items()}
     rows = derive.rows([made.record(case, 0.1, phases=phases) for case in what])
     with styled():
-        drawn = [picture.figure.axes[0].patches for picture in plots.shares(rows)]
+        drawn: Any = [picture.figure.axes[0].patches for picture in plots.shares(rows)]
     ends = [{bar.get_y(): bar.get_x() + bar.get_width() for bar in bars} for bars in drawn]
     return [end for by_row in ends for end in by_row.values()]
 
@@ -366,7 +366,7 @@ def test_no_two_pictures_have_one_title_and_no_bar_passes_the_whole() -> None:
     assert (len(titles), len(set(titles))) == (3, 3)
     assert titles[0].endswith("(1 of 3)")
     for picture in pictures:
-        axes = picture.figure.axes[0]
+        axes: Any = picture.figure.axes[0]
         assert axes.get_xlim() == (0, 100)
         assert max(bar.get_x() + bar.get_width() for bar in axes.patches) == pytest.approx(100)
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from domains import attention, collectives, meshes, plans, situations
+from domains import attention, collectives, meshes as made, plans, situations
 from domains.declared import Subject
 from domains.subjects import SUBJECTS
 from promises.public import code_of, everything
@@ -48,7 +48,7 @@ for _subject in SUBJECTS:
     BY_RANKS[max(2, _subject.ranks(_subject.draw(_subject.base, 1)))].append(_subject)
 
 ON_MPI = [
-    subject for family in (attention, collectives, plans, meshes) for subject in family.SUBJECTS
+    subject for family in (attention, collectives, plans, made) for subject in family.SUBJECTS
 ]
 """Calls that hold memory and objects of MPI themselves: under mpiexec these, as threads the rest,
 which is built of these."""

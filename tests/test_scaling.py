@@ -96,7 +96,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, answers: dict[int, Any]) -> None:
             raise KeyboardInterrupt
         return answers[ranks]
 
-    monkeypatch.setattr(scaling.launching, "run", run)
+    monkeypatch.setattr(launching, "run", run)
 
 
 def test_rows_derive_speedup_and_efficiency() -> None:
@@ -151,7 +151,7 @@ def test_bad_options_are_refused_before_anything_starts(
     tmp_path: Path,
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(scaling.launching, "run", lambda *_, **__: pytest.fail("a case was run"))
+    monkeypatch.setattr(launching, "run", lambda *_, **__: pytest.fail("a case was run"))
     assert scaling.main([*options.split(), "--out", str(tmp_path / "out")]) == 2
     assert complaint in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -88,7 +88,7 @@ def grids(draw: st.DrawFn) -> tuple[tuple[str, ...], int]:
     return tuple(draw(st.permutations(AXES))), draw(st.integers(0, 59))
 
 
-def lengths_of(grid: tuple[tuple[str, ...], int], size: int) -> dict[str, int]:
+def lengths_of(grid: tuple[tuple[str, ...], int], size: int) -> dict[str, Any]:
     """The axes of a mesh over all ranks; one copy in every second grid."""
     divisors = [n for n in range(1, size + 1) if size % n == 0]
     pairs = [
@@ -110,7 +110,7 @@ def test_a_hybrid_of_any_grid_gives_what_one_device_gives(
     """Draw two axes in either order, beside a third one along which each group has a problem."""
     lengths = lengths_of(grid, comm.size)
     features({}, ["grid " + " x ".join(str(lengths[axis]) for axis in AXES), *taken("hybrid", way)])
-    axes = tuple(axis for axis in grid[0] if axis != "copies")
+    axes: Any = tuple(axis for axis in grid[0] if axis != "copies")
     with sp.Mesh(comm, device=device(), **way, **lengths) as mesh:
         problem = replace(
             problem, seed=problem.seed + 3 * mesh["copies"].rank
@@ -125,11 +125,23 @@ def test_a_hybrid_of_any_grid_gives_what_one_device_gives(
 )
 @spmd(4)
 def test_groups_of_a_hybrid_with_other_lengths_agree_on_the_gradients_that_travel(
-    comm: Any, needs: tuple[bool, ...]
+    comm: Any, needs: tuple[bool, bool, bool]
 ) -> None:
     """One pair of ranks in a 2 x 2 grid has as many queries as keys, the other has not."""
-    layouts, plain = ("contiguous", "contiguous"), (sp.Mask(), None, 1.0, "normal", "normal")
-    problem = AttentionProblem(1, 2, 3, 1, 1, 1, "float64", *layouts, *plain, needs, "plain", 0)
+    layouts, mask = ("contiguous", "contiguous"), sp.Mask()
+    problem = AttentionProblem(
+        *(1, 2, 3, 1, 1, 1),
+        "float64",
+        *layouts,
+        mask,
+        None,
+        1.0,
+        "normal",
+        "normal",
+        needs,
+        "plain",
+        0,
+    )
     axes = ("ring", "ulysses")
     with sp.Mesh(comm, device=device(), ring=2, ulysses=2) as mesh:
         scheme = functools.partial(sp.hybrid_attention, mesh=mesh, axes=axes)
@@ -191,7 +203,7 @@ def test_half_precision_does_not_suffer_from_more_ranks(comm: Any, name: str) ->
     A kernel rounds each block's part of out once more, and of dk and dv each part instead of the
     whole, which is better.
     """
-    layout = {"layout": "contiguous", "kv_layout": "contiguous", "mask": sp.Mask()}
+    layout: dict[str, Any] = {"layout": "contiguous", "kv_layout": "contiguous", "mask": sp.Mask()}
     problem = replace(PLAIN, seq_len=128, kv_len=128, head_dim=16, dtype="bfloat16", **layout)
 
     def errors(group: sp.Communicator) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -10,7 +12,7 @@ from oracle.strategies import boundaries
 from sp_core.mask import Mask
 from sp_core.sharding import Sharding, split_sizes
 
-LAYOUTS = {
+LAYOUTS: dict[str, Any] = {
     "contiguous": Sharding.contiguous,
     "zigzag": Sharding.zigzag,
     "striped": Sharding.striped,

@@ -12,7 +12,7 @@ import pytest
 from soak import __main__ as command, runs as runs_module
 from soak.laws import FILES, LEFT_OUT
 from soak.runs import Run, carried_out, load, read_junit
-from studies.commands import ROOT
+from studies.commands import RANKS, ROOT
 
 CASE = "tests/kit/case_soak.py"
 BAD = {
@@ -114,7 +114,7 @@ def test_a_stage_without_a_result_has_failed(
     ended = carried_out(Run("idle", 0, 7), [CASE], ["ranks"], tmp_path)
     assert ended["verdict"] == "failed"
     (failure,) = ended["failures"]
-    launch = f"python -m sp_core.testing.launch -n {runs_module.RANKS} -- python -m pytest"
+    launch = f"python -m sp_core.testing.launch -n {RANKS} -- python -m pytest"
     assert failure["command"] == f'SP_PROFILE=soak {launch} --only-mpi --hypothesis-seed=7 "{CASE}"'
 
 
@@ -139,11 +139,9 @@ def test_ids_of_tests_are_those_of_the_command_line(tmp_path: Path) -> None:
 
 
 def test_load_lasts_as_long_as_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[subprocess.Popen[bytes]] = []
+    started: Any = []
     real = subprocess.Popen
-    monkeypatch.setattr(
-        runs_module.subprocess, "Popen", lambda *a: started.append(real(*a)) or started[-1]
-    )
+    monkeypatch.setattr(subprocess, "Popen", lambda *a: started.append(real(*a)) or started[-1])
     with load(2):
         assert [one.poll() for one in started] == [None, None]
     assert all(one.poll() is not None for one in started)

@@ -93,7 +93,7 @@ def test_a_failed_transfer_fails_everything_behind_it_and_again_when_asked_again
             streams = DelayedStreams()
             transport = PipelinedTransport(Failing(mesh["sp"]._comm), streams, comm.size)
             x, y = torch.ones(5), torch.full((5,), -1.0)
-            handles = []
+            handles: list[Any] = []
             for _ in range(2):
                 try:
                     handles.append(transport.start(operation("all_reduce", 0, 1, (5,)), x, y))

@@ -188,6 +188,6 @@ def test_the_timeline_adds_up_what_each_rank_sent_and_waited(tmp_path: Path) -> 
     path.write_text(json.dumps(merge([profile(0, base=0.0, offset=0.0)], {"scheme": "<b>"})))
     section = foreign.read_trace(path)
     assert section.tables[0].rows == (("0", "500", "110", "22%", "3", "2.01 KiB"),)
-    axes = section.pictures[0].figure.axes[0]
+    axes: Any = section.pictures[0].figure.axes[0]
     assert axes.get_xlabel().endswith("(ms)")
     assert [round(bar.get_width()) for bar in axes.patches] == [500, 10, 0, 100]

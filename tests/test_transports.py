@@ -7,7 +7,7 @@ import sys
 import threading
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def test_torch_distributed_gives_what_is_defined(comm: Any, some: tuple[Case, ..
             result = case.call(inputs[comm.rank], mesh["sp"])
             expected = case.expected(inputs, comm.rank, comm.size)
             torch.testing.assert_close(
-                result, expected, rtol=0, atol=0, msg=lambda text, op=case.op: f"{op}: {text}"
+                result, expected, rtol=0, atol=0, msg=functools.partial("{}: {}".format, case.op)
             )
             assert torch.equal(inputs[comm.rank], case.inputs(comm.size)[comm.rank])
 
@@ -206,7 +206,7 @@ def test_nccl_gets_the_store_the_rank_the_size_and_the_limit(
         {"Options": SimpleNamespace, "__new__": lambda cls, *arguments: made(*arguments)},
     )
     monkeypatch.setattr(_distributed_c10d, "ProcessGroupNCCL", nccl, raising=False)
-    comm, limit = SimpleNamespace(rank=1, size=4), timedelta(seconds=7)
+    comm, limit = cast("Any", SimpleNamespace(rank=1, size=4)), timedelta(seconds=7)
     assert distributed._connected("store", comm, torch.device("cuda"), False, limit) == (
         "store",
         1,

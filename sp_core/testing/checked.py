@@ -104,7 +104,7 @@ class CheckedComm(Messages):
         if family is None:
             self.family.detector = Detector(MpiCarrier(self._shadows[1]).share, self.rank)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Any:  # its methods are those of mpi4py
         return self
 
     def __exit__(

@@ -31,9 +31,7 @@ class ThreadsHung(BaseException):
     """
 
 
-def run_threads(
-    size: int, body: Callable[[ThreadComm], T], *, timeout: float | None = None
-) -> list[T]:
+def run_threads(size: int, body: Callable[[Any], T], *, timeout: float | None = None) -> list[T]:
     """Run a body on every rank of a communicator whose ranks are threads.
 
     Args:
@@ -57,7 +55,7 @@ def run_threads(
 
 
 def run_ranks(
-    size: int, body: Callable[[ThreadComm], T], *, timeout: float | None = None
+    size: int, body: Callable[[Any], T], *, timeout: float | None = None
 ) -> tuple[list[T], list[Outcome]]:
     """Run a body on `size` threads.
 
@@ -89,7 +87,7 @@ def _one_thread_each() -> Iterator[None]:
 class _Rank(threading.Thread):
     """One rank. It runs the body, then waits for the others to end."""
 
-    def __init__(self, world: World, rank: int, body: Callable[[ThreadComm], Any]) -> None:
+    def __init__(self, world: World, rank: int, body: Callable[[Any], Any]) -> None:
         super().__init__(name=f"rank {rank}", daemon=True)
         self._world, self._body, self.number = world, body, rank
         self._family = Family()

@@ -76,7 +76,7 @@ class Case:
 
     def results(self, call: Callable[..., Tensor], variant: str, comm: Any) -> dict[str, Tensor]:
         """Run a library; return what it gives this rank, by name."""
-        problem = self._shards.problem
+        problem: Any = self._shards.problem
 
         def scheme(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, **_: Any) -> tuple[Tensor, None]:
             seen = {"causal": mask.causal, "window": mask.window, "documents": mask.documents}
@@ -235,13 +235,18 @@ def posed(data: dict[str, Any]) -> Posed:
         name: data[name]
         for name in ("batch", "seq_len", "kv_heads", "group", "head_dim", "dtype", "layout")
     }
-    rest = {
+    rest: dict[str, Any] = {
         "softmax_scale": data["softmax_scale"],
         "seed": data["seed"],
         "shards": tuple(map(tuple, data["shards"])),
     }
-    fixed = {"magnitude": 1.0, "values": "normal", "upstream": "normal", "storage": "plain"}
-    grads = {"needs_grad": (data["gradients"],) * 3}
+    fixed: dict[str, Any] = {
+        "magnitude": 1.0,
+        "values": "normal",
+        "upstream": "normal",
+        "storage": "plain",
+    }
+    grads: dict[str, Any] = {"needs_grad": (data["gradients"],) * 3}
     return Posed(
         **same,
         kv_len=data["seq_len"],

@@ -17,6 +17,7 @@ import math
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -222,8 +223,8 @@ def _flash_attn_varlen_backward(
         )
         into = (dq[None, rows], dk[None, keys], dv[None, keys])
         window = (window_size_left, window_size_right)
-        settings = (dropout_p, softmax_scale, causal, *window, softcap, alibi_slopes, deterministic)
-        delta[:, rows] = _flash_attn_backward(*part, *into, *settings)[0]
+        how: Any = (dropout_p, softmax_scale, causal, *window, softcap, alibi_slopes, deterministic)
+        delta[:, rows] = _flash_attn_backward(*part, *into, *how)[0]
     return delta
 
 
@@ -240,7 +241,15 @@ def flash_attn_func(
     deterministic: bool = False,
 ) -> Tensor:
     """Output (B, S, H, D), differentiable."""
-    how = (dropout_p, _scale(q, softmax_scale), causal, *window_size, softcap, alibi_slopes, False)
+    how: Any = (
+        dropout_p,
+        _scale(q, softmax_scale),
+        causal,
+        *window_size,
+        softcap,
+        alibi_slopes,
+        False,
+    )
     return _flash_attn_forward(q, k, v, *how)[0]
 
 
@@ -262,7 +271,7 @@ def flash_attn_varlen_func(
 ) -> Tensor:
     """Output (S, H, D) of packed documents, differentiable."""
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    how = (dropout_p, _scale(q, softmax_scale), causal, *window_size, softcap, alibi_slopes)
+    how: Any = (dropout_p, _scale(q, softmax_scale), causal, *window_size, softcap, alibi_slopes)
     return _flash_attn_varlen_forward(q, k, v, *lengths, *how)[0]
 
 

@@ -18,18 +18,18 @@ from torch import Tensor
 def tensors(p: dict[str, Any]) -> dict[str, Tensor]:
     """Draw the input and the upstream gradient (B, S, E), and the parameters of both layers."""
     hidden, inner = p["hidden"], p["inner"]
-    shapes = dict.fromkeys(("x", "grad"), (p["batch"], p["seq_len"], hidden))
+    shapes: dict[str, Any] = dict.fromkeys(("x", "grad"), (p["batch"], p["seq_len"], hidden))
     shapes |= {"up.weight": (inner, hidden), "down.weight": (hidden, inner)}
     if p["bias"]:
         shapes |= {"up.bias": (inner,), "down.bias": (hidden,)}
     random, dtype = torch.Generator().manual_seed(p["seed"]), getattr(torch, p["dtype"])
-    options = {"generator": random, "dtype": torch.float64}
+    options: dict[str, Any] = {"generator": random, "dtype": torch.float64}
     return {name: torch.randn(shape, **options).to(dtype) for name, shape in shapes.items()}
 
 
 def trained(p: dict[str, Any], name: str) -> bool:
     """Tell whether a parameter gets a gradient."""
-    return name != p["frozen"]
+    return bool(name != p["frozen"])
 
 
 def alone(p: dict[str, Any], of: Callable[[Tensor], Tensor] = torch.clone) -> dict[str, Tensor]:

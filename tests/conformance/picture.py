@@ -35,7 +35,7 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    columns = {about: [] for about in SUBJECTS}
+    columns: dict[str, list[Any]] = {about: [] for about in SUBJECTS}
     for column in document["libraries"]:
         columns[column["about"]].append(column["name"])
     heights = [2 + len(names) for names in columns.values()]

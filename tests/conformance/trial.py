@@ -177,7 +177,7 @@ class Trial:
     def verdict(self) -> dict[str, Any]:
         """What was found, as plain data."""
         refused = sum(self.refusals.values())
-        said = {"examples": self.examples, "refused": refused, "error": self.worst}
+        said: dict[str, Any] = {"examples": self.examples, "refused": refused, "error": self.worst}
         if self.refusals:
             said["text"] = self.refusals.most_common(1)[0][0]
         if self.failure is not None:

@@ -55,7 +55,7 @@ def load() -> ctypes.CDLL:
     path = str(compile_library())
     torch.ops.load_library(path)
     runtime = ctypes.CDLL(path)
-    torch.utils.rename_privateuse1_backend(NAME)
+    torch.utils.rename_privateuse1_backend(NAME)  # type: ignore[attr-defined]
     module = SimpleNamespace(
         is_available=lambda: True,
         device_count=runtime.late_devices,

@@ -61,7 +61,10 @@ def collectives(comm: Any, *, transport: str, algorithm: str = "auto") -> None:
             )
         for turn in range(2):
             every = [torch.arange(LENGTH) % 50 + float(rank + turn) for rank in range(comm.size)]
-            for op, expected in (("all_gather", torch.cat(every)), ("all_reduce", sum(every))):
+            for op, expected in (
+                ("all_gather", torch.cat(every)),
+                ("all_reduce", torch.stack(every).sum(0)),
+            ):
                 x = every[comm.rank].to(mesh.device) * 1
                 found = getattr(sp, op)(x, comm=group, algorithm=algorithm) * 1
                 assert torch.equal(found.cpu(), expected), f"{op} over {transport} came out wrong"

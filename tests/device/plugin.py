@@ -6,7 +6,7 @@ import faulthandler
 
 import pytest
 
-from device.build import NAME, library, load
+from device.build import NAME as NAME, library, load
 from sp_core import transport
 from sp_core.attention import kernels
 from sp_core.transport import cuda
@@ -19,11 +19,11 @@ SLOT_BYTES = 1 << 11
 def use() -> None:
     """Make torch know the device, and sp_core take it for one like CUDA, with CUDA's runtime."""
     load()
-    cuda.loaded_library = lambda name: str(library())
+    vars(cuda)["loaded_library"] = lambda name: str(library())
     transport.NAMES[NAME] = TRANSPORTS
     transport.MESSAGES[NAME] = transport.MESSAGES["cuda"]
     kernels.FUSED.add(NAME)
-    transport.DEVICE_SLOT_BYTES = transport.PINNED_SLOT_BYTES = SLOT_BYTES
+    vars(transport).update(DEVICE_SLOT_BYTES=SLOT_BYTES, PINNED_SLOT_BYTES=SLOT_BYTES)
 
 
 @pytest.hookimpl(trylast=True)

@@ -12,7 +12,7 @@ from device.faults import FAULTS, PIPELINED, WINDOW, attention, backward
 from sp_core.probing import bounded
 from sp_core.testing import spmd
 
-LAWS = {
+LAWS: dict[str, Any] = {
     "pipelined": PIPELINED,
     "window": WINDOW,
     "attention": attention,

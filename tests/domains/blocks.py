@@ -168,7 +168,7 @@ BLOCK: dict[str, Parts] = {
     | spans((0, 99), (2**31, 2**40)),
 }
 NAMES = (*HEADS, "ffn_hidden", "gated", "norm", "mask", "dropout")
-KINDS = (
+KINDS: tuple[tuple[dict[str, Parts], Kind], ...] = (
     ({}, Kind(sp.SelfAttention, HEADS, attended, ("x", "sharding", "mask"))),
     (BLOCK, Kind(sp.TransformerBlock, NAMES, block, ("x", "sharding", "mask", "seed"))),
 )

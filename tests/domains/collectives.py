@@ -62,7 +62,7 @@ def cut(chance: Random, size: int, most: int, *, even: bool) -> tuple[int, ...]:
 def shape_of(op: str, drawn: Values, rank: int) -> tuple[int, ...]:
     """Return the shape of a rank's tensor: `lengths` along the dim of the collective."""
     shape = list(drawn["x.shape"])
-    dim = drawn.get("dim", drawn.get("concat_dim"))
+    dim = drawn["dim"] if "dim" in drawn else drawn.get("concat_dim", 0)
     if op in UNEVEN:
         shape[dim] = drawn["x.lengths"][rank]
     elif op == "reduce_scatter":

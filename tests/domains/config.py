@@ -23,7 +23,7 @@ Settings = dict[str, Any]
 
 def some(*items: Any) -> Parts:
     """Parts named by how they print."""
-    return {repr(item): (lambda _, __, item=item: item) for item in items}
+    return {repr(item): (lambda _, __, item=item: item) for item in items}  # type: ignore[misc]
 
 
 CONFIG: dict[str, Parts] = {
@@ -40,7 +40,8 @@ CONFIG: dict[str, Parts] = {
     "rms_norm_eps": values(1e-6, 1e-5, 0.0),
     "rope_theta": values(10_000.0, 500_000.0, 1.0, 3.5),
     "rope_scaling": {
-        name: (lambda c, v, name=name: SCALINGS[name]) for name in ("none", "linear", "llama3")
+        name: (lambda c, v, name=name: SCALINGS[name])  # type: ignore[misc]
+        for name in ("none", "linear", "llama3")
     },
     "tie_word_embeddings": values(False, True),
     "max_position_embeddings": spans((2048, 2048), (1, 1), (131_072, 10_000_000)),
@@ -76,7 +77,7 @@ def judge_fields(given: Values, config: LlamaConfig) -> None:
 SCALING = {"rope_type": "linear", "factor": 4.0}
 OLD_SCALING = {"rope_scaling": {"type": "linear", "factor": 4.0}}
 BOTH = {"rope_theta": 5e5, "rope_scaling": SCALING}
-ONE_ENTRY = {"rope_theta": None, "rope_scaling": None}
+ONE_ENTRY: dict[str, Any] = {"rope_theta": None, "rope_scaling": None}
 ONE_ENTRY |= {"rope_parameters": {**SCALING, "rope_theta": 7.0}}
 HEADS = {"num_key_value_heads": 8, "head_dim": 12}
 PLAIN = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 2048}
@@ -131,13 +132,13 @@ def written(config: LlamaConfig, drawn: Values) -> tuple[Settings, Settings]:
 def from_folder(_: Any, drawn: Values) -> Iterator[Call]:
     """A `config.json` as other programs write it."""
     chance = Random(drawn["seed"])
-    fields = {
+    fields: dict[str, Any] = {
         "vocab_size": 99,
         "hidden_size": 96,
         "intermediate_size": 7,
         "num_hidden_layers": chance.randint(1, 9),
     }
-    heads = {
+    heads: dict[str, Any] = {
         "num_attention_heads": 8,
         "num_key_value_heads": 2,
         "head_dim": 20,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import torch
 from oracle.attention_check import Shards
@@ -14,10 +14,11 @@ from oracle.strategies import LAYOUTS, AttentionProblem
 from torch import nn
 
 import sp_core as sp
-from domains import attention, situations
+from domains import attention
 from domains.declared import Call, Draw, Parts, Subject, Values, pure, spans, values
 from sp_core import cost
 from sp_core.schemes import SCHEMES
+from sp_core.testing import device
 
 TRANSPORT = {False: "host", True: "window"}
 MATTERS = (
@@ -143,9 +144,7 @@ def alone(name: str, comm: Any, drawn: Values) -> Iterator[Call]:
     """A scheme on one axis."""
     asked, shared = drawn["problem.return_lse"] != "no", drawn["problem.shared"]
     problem = attention.problem_of(inner(drawn))
-    with sp.Mesh(
-        comm, device=situations.device(), transport=TRANSPORT[shared], sp=comm.size
-    ) as mesh:
+    with sp.Mesh(comm, device=device(), transport=TRANSPORT[shared], sp=comm.size) as mesh:
         shards = Shards(problem, comm.rank, comm.size, mesh.device)
         found = measured(
             partial(SCHEMES[name], comm=mesh["sp"]), shards, mesh["sp"], return_lse=asked
@@ -184,16 +183,16 @@ def gridded(comm: Any, drawn: Values) -> Iterator[Call]:
     around = next(axis for axis in axes if axis != heads)
     with sp.Mesh(
         comm,
-        device=situations.device(),
+        device=device(),
         transport=TRANSPORT[shared],
         **{axis: lengths[axis] for axis in order},
     ) as mesh:
         tokens = mesh[tuple(axes)]
         shards = Shards(problem, tokens.rank, tokens.size, mesh.device)
-        scheme = partial(sp.hybrid_attention, mesh=mesh, axes=tuple(axes), ulysses=heads)
+        scheme: Any = partial(sp.hybrid_attention, mesh=mesh, axes=cast("Any", axes), ulysses=heads)
         found = measured(scheme, shards, mesh[around], mesh[heads], return_lse=asked)
         numbers = torch.arange(tokens.size).view([lengths[axis] for axis in axes])
-        given = {
+        given: dict[str, Any] = {
             "problem": sizes_of(problem, tokens.size, shared=shared, return_lse=asked),
             "ring_rank": mesh[around].rank,
             "ulysses_rank": mesh[heads].rank,
@@ -230,10 +229,10 @@ def layers(comm: Any, drawn: Values) -> Iterator[Call]:
         else [4] * size
     )
     up, down = (
-        nn.Linear(*shape, bias=False, dtype=dtype)
-        for shape in ((hidden, sum(features)), (sum(features), hidden))
+        nn.Linear(width, height, bias=False, dtype=dtype)
+        for width, height in ((hidden, sum(features)), (sum(features), hidden))
     )
-    with sp.Mesh(comm, device=situations.device(), transport="host", sp=size) as mesh:
+    with sp.Mesh(comm, device=device(), transport="host", sp=size) as mesh:
         group = mesh["sp"]
         column = sp.ColumnParallelLinear.from_linear(
             up, comm=group, sharding=sharding, sizes=features

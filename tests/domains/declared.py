@@ -11,7 +11,7 @@ from typing import Any
 
 Values = dict[str, Any]
 Draw = Callable[[random.Random, Values], Any]
-Parts = Mapping[str, Draw]
+Parts = dict[str, Draw]
 Row = dict[str, str]
 Pair = tuple[tuple[str, str], tuple[str, str]]
 
@@ -164,14 +164,14 @@ def pure(
 
 def values(*items: Any) -> Parts:
     """Return a part for each value, named as it prints."""
-    return {str(item): (lambda _, __, item=item: item) for item in items}
+    return {str(item): (lambda _, __, item=item: item) for item in items}  # type: ignore[misc]
 
 
 def spans(*bounds: tuple[int, int]) -> Parts:
     """Return parts that are ranges of whole numbers, bounds included."""
     return {
         str(low) if low == high else f"{low} to {high}": (
-            lambda chance, _, b=(low, high): chance.randint(*b)
+            lambda chance, _, b=(low, high): chance.randint(*b)  # type: ignore[misc]
         )
         for low, high in bounds
     }

@@ -25,7 +25,7 @@ from sp_core.testing.run import ThreadsHung
 
 Change = Callable[[Any], Any]
 
-NEVER: dict[type, dict[str, Change]] = {
+NEVER: dict[Any, dict[str, Change]] = {
     Tensor: {
         "None": lambda x: None,
         "a number": lambda x: 3.0,
@@ -96,7 +96,7 @@ NEVER: dict[type, dict[str, Change]] = {
 }
 """Values that are never valid, by the type of the valid one."""
 
-SOMETIMES: dict[type, dict[str, Change]] = {
+SOMETIMES: dict[Any, dict[str, Change]] = {
     Tensor: {
         "another dtype": lambda x: x.detach().to(
             torch.float32 if x.dtype != torch.float32 else torch.float64

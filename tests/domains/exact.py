@@ -141,7 +141,7 @@ def balanced(drawn: Values) -> Call:
 
 MADE: dict[str, Callable[[Values], sp.Sharding]] = {
     **{
-        layout: lambda v, layout=layout: getattr(sp.Sharding, layout)(
+        layout: lambda v, layout=layout: getattr(sp.Sharding, layout)(  # type: ignore[misc]
             v["seq_len"], v["size"], v["start"]
         )
         for layout in ("zigzag", "contiguous", "striped")

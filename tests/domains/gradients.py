@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import torch
 from oracle.collective_cases import MEMORIES, in_memory, total
@@ -113,7 +113,7 @@ class Parameters:
 
     def given(self) -> Any:
         """Return the parameters in what they are passed in."""
-        return {"list": list, "tuple": tuple, "generator": iter}[self.drawn["parameters"]](
+        return dict[str, Any](list=list, tuple=tuple, generator=iter)[self.drawn["parameters"]](
             self.list
         )
 
@@ -216,7 +216,7 @@ def judge_clipped(
         else:
             wanted = before.double() * (most / norm)
             allowed = bound(wanted.abs() + torch.finfo(before.dtype).tiny, before.dtype)
-            near("clipped", parameter.grad, wanted, allowed)
+            near("clipped", cast("Tensor", parameter.grad), wanted, allowed)
 
 
 OVER_RANKS: dict[str, Parts] = {

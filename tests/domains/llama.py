@@ -75,7 +75,7 @@ def expected(
         return models.with_gradients(outputs, weights)
 
     key = (contents(tokens, upstream), repr(seen))
-    ends = {"tokens": tokens.shape[1], "positions": max(positions, default=0) + 1}
+    ends: dict[str, Any] = {"tokens": tokens.shape[1], "positions": max(positions, default=0) + 1}
     return Expected("llama forward", case, run, key, **ends)
 
 

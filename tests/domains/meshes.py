@@ -226,7 +226,11 @@ def shared(name: str, group: sp.Communicator, drawn: Values) -> Call:
     x = sp.shared_empty(**given).copy_(content(drawn, group.rank, 0))
     if name == "fence":
         return Call(sp.fence, {"comm": group}, partial(judge_fence, group, drawn, x))
-    others = {"own": group.rank, "next": (group.rank + 1) % group.size, "last": group.size - 1}
+    others: dict[Any, int] = {
+        "own": group.rank,
+        "next": (group.rank + 1) % group.size,
+        "last": group.size - 1,
+    }
     other = others[drawn["rank"]]
     sp.fence(comm=group)
     given = {"x": x, "rank": other, "comm": group}
@@ -239,7 +243,7 @@ def judge_empty(group: sp.Communicator, drawn: Values, x: torch.Tensor) -> None:
     second = sp.shared_empty(**given_to_empty(drawn, group))
     x.copy_(content(drawn, group.rank, 0))
     second.copy_(content(drawn, group.rank, 1))
-    judge_fence(group, drawn, x, sp.fence(comm=group))
+    judge_fence(group, drawn, x, sp.fence(comm=group))  # type: ignore[func-returns-value]
     same(second, content(drawn, group.rank, 1))
 
 

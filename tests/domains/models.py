@@ -15,7 +15,7 @@ from llama_cases import SCALINGS, Case
 from oracle import reference
 from oracle.once import once
 from oracle.reference.block import Rounding
-from torch import Tensor
+from torch import Tensor, nn
 
 from domains import situations
 from domains.declared import Call, Parts, Subject, Values, spans, values
@@ -232,7 +232,7 @@ class Expected:
         found = torch.tensor([norm], dtype=torch.float64)
         near(f"{self.what} norm", found, want, bound(scale, self._dtype))
 
-    def _check_part(self, model: Llama, name: str, parameter: Tensor, result: Tensor) -> None:
+    def _check_part(self, model: Llama, name: str, parameter: nn.Parameter, result: Tensor) -> None:
         placement = placement_of(parameter)
         self.check(
             checkpoint_name(name), result, lambda x: placement.take(x, model.grid.tensor.rank)

@@ -63,8 +63,8 @@ def rope(drawn: Values) -> Call:
     """Make a Rope, and rotate a tensor at other positions before the ones that are judged."""
     dim, base, scaling = drawn["head_dim"], drawn["base"], SCALINGS[drawn["scaling"]]
     given = {"head_dim": dim, "base": base, "scaling": scaling}
-    kind = None if scaling is None else scaling.get("rope_type", scaling.get("type"))
-    known = None if kind in (None, "default") else {**scaling, "rope_type": kind}
+    kind = (scaling or {}).get("rope_type", (scaling or {}).get("type"))
+    known = None if kind in (None, "default") else {**(scaling or {}), "rope_type": kind}
     frequencies = reference.llama_frequencies(dim, base, known)
     shape = [drawn[f"x.{name}"] for name in ("batch", "seq_len", "heads")]
     x = leaf(normal(drawn["seed"], (*shape, dim), drawn["x.dtype"]), drawn["x.memory"])
@@ -77,7 +77,9 @@ def rope(drawn: Values) -> Call:
         (grad,) = torch.autograd.grad(out, x, upstream)
         for name, found, of, sign in (("rope", out, x, 1), ("rope gradient", grad, upstream, -1)):
             wide = of.detach().double()
-            sizes = sum(half.abs() for half in wide.chunk(2, -1)).repeat(1, 1, 1, 2)
+            sizes = (
+                torch.stack([half.abs() for half in wide.chunk(2, -1)]).sum(0).repeat(1, 1, 1, 2)
+            )
             angle = 1.0 + max(places, default=0) * max(frequencies)
             allowed = bound(sizes, x.dtype) + bound(sizes * angle, torch.float64)
             assert found.dtype == x.dtype
@@ -93,7 +95,7 @@ def rope(drawn: Values) -> Call:
 
 ROPE: dict[str, Parts] = {
     "head_dim": {
-        name: lambda c, v, low=low, high=high: 2 * c.randint(low, high)
+        name: lambda c, v, low=low, high=high: 2 * c.randint(low, high)  # type: ignore[misc]
         for name, low, high in (
             ("4 to 16", 2, 8),
             ("2", 1, 1),
@@ -203,10 +205,10 @@ def attended(drawn: Values) -> Call:
     given["return_lse"] = drawn["return_lse"] != "no"
     plain = {} if mask is None else masks.plain(masks.given_to(drawn))
     options = {**places, **plain, **terms}
-    partials = len(plan_blocks(*places.values(), mask or sp.Mask())) + 1
+    blocks = plan_blocks(places["q_positions"], places["kv_positions"], mask or sp.Mask())
     leaves = {f"d{name}": x for name, x in named.items()}
     leaves |= {} if drawn["sinks"] is None else {"dsinks": terms["sinks"]}
-    judge = partial(judge_attended, wholes, leaves, grads, options, partials)
+    judge = partial(judge_attended, wholes, leaves, grads, options, len(blocks) + 1)
     return Call(sp.local_attention, {**named, **where, **given}, judge)
 
 
@@ -222,9 +224,10 @@ def judge_attended(
     results = dict(
         zip(("out", "lse"), result if isinstance(result, tuple) else (result,), strict=False)
     )
-    forward = reference.attention(*wholes, **options)
+    q, k, v = wholes
+    forward = reference.attention(q, k, v, **options)
     lse_grad = grads[1] if len(grads) > 1 else None
-    backward = reference.attention_grads(*wholes, grads[0], grad_lse=lse_grad, **options)
+    backward = reference.attention_grads(q, k, v, grads[0], grad_lse=lse_grad, **options)
     roots = list(results.values())[: len(grads)]
     made = torch.autograd.grad(roots, list(leaves.values()), grads)
     for name, actual in (results | dict(zip(leaves, made, strict=True))).items():

@@ -84,9 +84,12 @@ PLACED: dict[str, Parts] = {
     },
     "dim": {"first": lambda c, v: 0, "last": lambda c, v: len(v["shape"]) - 1},
 }
-ASKED: dict[str, Parts] = PLACED | {
+ASKED: dict[str, Parts] = {
+    **PLACED,
     "held": {
-        name: lambda c, v, draw=draw: draw(c, v["shape"][v["dim"]], v["size"])
+        name: lambda c, v, draw=draw: draw(  # type: ignore[misc]
+            c, v["shape"][v["dim"]], v["size"]
+        )
         for name, draw in HELD.items()
     },
     "partial": values(False, True),

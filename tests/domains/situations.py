@@ -65,10 +65,10 @@ def ranks(drawn: Values) -> int:
 
 
 @contextmanager
-def opened(comm: Any, drawn: Values, axes: dict[str, int]) -> Iterator[sp.Mesh]:
+def opened(comm: Any, drawn: Values, axes: dict[str, Any]) -> Iterator[sp.Mesh]:
     """Open a mesh in the situation that was drawn; one rank may come late to the call."""
     named, _, carried = drawn["(transport)"].partition("carried ")
-    way = {
+    way: dict[str, Any] = {
         "transport": named or "auto",
         "algorithm": drawn["(algorithm)"],
         "check": drawn["(check)"],

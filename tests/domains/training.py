@@ -31,7 +31,7 @@ from domains.models import (
 )
 from domains.situations import CALLS
 from sp_core.llama import Llama
-from sp_core.llama.pipeline import MicroBatch, Order, loss_and_gradients, sum_tied_gradients
+from sp_core.llama.pipeline import MicroBatch, loss_and_gradients, sum_tied_gradients
 from sp_core.llama.train import backward, train_step
 from sp_core.nn.gradients import clip_gradient_norm, reduce_gradients
 from sp_core.nn.loss import IGNORED
@@ -41,7 +41,7 @@ Whole = tuple[Tensor, Tensor, sp.Sharding, sp.Mask]
 """Tokens and labels (B, S) of all replicas and ranks, who owns which tokens, and who sees whom."""
 
 
-def one_by_one(stages: int, batches: int) -> tuple[Order, ...]:
+def one_by_one(stages: int, batches: int) -> tuple[tuple[Slot, ...], ...]:
     """Return a user's own schedule: each micro-batch forward and back before the next."""
     return (
         tuple(Slot(direction, batch) for batch in range(batches) for direction in ("F", "B")),
@@ -111,7 +111,7 @@ def mean_loss(
     """The mean over all labels that count, of whole micro-batches."""
     total, number = torch.zeros((), dtype=torch.float64), 0
     for tokens, labels, sharding, mask in batches:
-        seen = {"positions": ascending(sharding), "documents": mask.documents}
+        seen: dict[str, Any] = {"positions": ascending(sharding), "documents": mask.documents}
         logits = reference.llama(tokens, leaves, rounding=rounding, **case.options(), **seen)
         total = total + cross_entropy(
             logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
@@ -172,7 +172,8 @@ TRAINING: dict[str, Parts] = {
     "sequences.count": spans((3, 5), (1, 1), (7, 12)),
     "sequences.lengths": LENGTHS,
     "layout": {
-        name: (lambda c, v, layout=layout: layout) for name, layout in reversed(LAYOUTS.items())
+        name: (lambda c, v, layout=layout: layout)  # type: ignore[misc]
+        for name, layout in reversed(LAYOUTS.items())
     },
 }
 STEP: dict[str, Parts] = {

@@ -33,7 +33,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
 }
-EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
+EXPERTS: dict[str, Any] = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
 OWN: dict[str, dict[str, Any]] = {
     "gemma2": {
         "sliding_window": 5,  # in every second layer

@@ -143,7 +143,7 @@ def continued(model: Any, prompt: Tensor) -> list[int]:
     return tokens
 
 
-def axes(mesh: dict[str, int]) -> dict[str, int]:
+def axes(mesh: dict[str, int]) -> dict[str, Any]:
     return {axis: size for axis, size in mesh.items() if size > 1} or {"tp": 1}
 
 
@@ -191,7 +191,8 @@ def test_logits_are_those_of_transformers(theirs: Theirs, mesh: dict[str, int]) 
         for tp_sp in (False, True)[: 1 + (mesh["tp"] > 1)]:
             for dtype in (torch.float64, torch.float32):
                 logits = run_threads(
-                    size, lambda comm, how=(algorithm, tp_sp, dtype): body(comm, *how)
+                    size,
+                    lambda comm, how=(algorithm, tp_sp, dtype): body(comm, *how),  # type: ignore[misc]
                 )[0]
                 record_ratio(
                     "llama transformers",

@@ -66,7 +66,7 @@ def check(got: list[Values], want: Reference, leave_out: str = "") -> None:
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("kind", OWN)
 def test_all_values_are_those_of_one_process(
-    kind: str, way: tuple[str, dict[str, int]], packed: bool
+    kind: str, way: tuple[str, dict[str, Any]], packed: bool
 ) -> None:
     """Logits, loss and every gradient."""
     (scheme, axes), want = way, on_one_process(kind, packed)

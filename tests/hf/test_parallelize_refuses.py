@@ -39,7 +39,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def errors(
-    made: Callable[[sp.Mesh], Any], call: Callable[[Any, int], Any], **axes: int
+    made: Callable[[sp.Mesh], Any], call: Callable[[Any, int], Any], **axes: Any
 ) -> set[str]:
     """What two ranks raise in `call` of what was made and the rank."""
 

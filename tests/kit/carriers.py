@@ -33,7 +33,8 @@ class LateSend:
 
     def __init__(self, received: Handle, begin: Callable[[], Handle]) -> None:
         self._received, self._begin = received, begin
-        self._asked, self._sent = 0, None
+        self._asked = 0
+        self._sent: Handle | None = None
 
     def test(self) -> bool:
         self._asked += 1

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from kit.records import case as describe
 
@@ -187,7 +187,7 @@ def compared(
     """The result of a whole comparison on a made-up machine."""
     sides = pair_of_sides()
     listed = {side.name: machine.listed(side, ranks) for side in sides}
-    Session(machine, sides, seed, folder / RECORDS, lambda *_: None).run(
+    Session(cast("Any", machine), sides, seed, folder / RECORDS, lambda *_: None).run(
         listed["base"] & listed["head"]
     )
     facts = {"base": sides[0].told, "head": sides[1].told, "seed": seed, "ranks": list(ranks)}

@@ -27,6 +27,6 @@ def failure_of(test: Callable[[], None]) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-def as_two(zero: Callable[[Any], object], one: Callable[[Any], object]) -> str:
+def as_two(zero: Callable[[Any], Any], one: Callable[[Any], Any]) -> str:
     """The failure where rank 0 and rank 1 make these calls."""
     return failure_of(spmd(2)(lambda comm: (one if comm.rank else zero)(comm)))

@@ -135,7 +135,7 @@ def record(what: Values, seconds: float, *, bytes_result: int = 1 << 20, **chang
 
 def failed(what: Values, status: str, reason: str) -> Record:
     """A valid record of a launch that left no time."""
-    nothing = dict.fromkeys(
+    nothing: dict[str, Any] = dict.fromkeys(
         ("device", "transport", "env", "timing", "phases", "comm", "memory", "work")
     )
     return record(what, 1.0, status=status, reason=reason, **nothing)

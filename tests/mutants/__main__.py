@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from mutants.catalogue import Exclusion, Mutant, exclusions, mutants
 from mutants.trial import ON_RANKS, Outcome, Stage, compile_all, tried
@@ -29,7 +30,7 @@ ELSEWHERE = (
 SECONDS = {"chosen": 240.0, "threads": 900.0, ON_RANKS: 840.0}
 """Limits of the stages: files that a mutant names, all with ranks as threads, all under mpiexec."""
 STAGES = tuple(SECONDS)
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "--only": {"nargs": "+", "default": [], "help": "classes, bugs or ids: LSE, LSE-2, LSE-2/x"},
     "--changed": {"metavar": "BASE", "help": "only mutants of files that differ from this commit"},
     "--jobs": {"type": int, "default": 1, "help": "how many at a time (default: 1)"},

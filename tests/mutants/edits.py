@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
     ast.Lt: (ast.LtE, ast.GtE),
@@ -97,7 +98,7 @@ class Scope:
     inside: bool = False
 
 
-Variants = Iterator[tuple[ast.AST, str]]
+Variants = Iterator[tuple[Any, str]]
 
 
 def edits(file: str, text: str) -> list[Edit]:
@@ -133,7 +134,7 @@ def _positions(text: str) -> Callable[[int, int], int]:
     return lambda line, column: begins[line - 1] + len(lines[line - 1].encode()[:column].decode())
 
 
-def _found(node: ast.AST, scope: Scope) -> Iterator[tuple[Scope, str, ast.AST, str]]:
+def _found(node: ast.AST, scope: Scope) -> Iterator[tuple[Scope, str, Any, str]]:
     if isinstance(node, ast.stmt):
         scope = replace(scope, line=node.lineno, inside=scope.function)
     for name, operator in OPERATORS.items():
@@ -190,9 +191,10 @@ def _text(node: ast.AST, **changed: object) -> str:
 
 def comparisons(node: ast.AST, _: Scope) -> Variants:
     """Off by one, or the other way round."""
-    for place, operation in enumerate(node.ops if isinstance(node, ast.Compare) else ()):
+    before = node.ops if isinstance(node, ast.Compare) else []
+    for place, operation in enumerate(before):
         for other in COMPARISONS[type(operation)]:
-            yield node, _text(node, ops=[*node.ops[:place], other(), *node.ops[place + 1 :]])
+            yield node, _text(node, ops=[*before[:place], other(), *before[place + 1 :]])
 
 
 def constants(node: ast.AST, _: Scope) -> Variants:

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from mutants import reach, sample, tally
 from mutants.edits import Edit
@@ -27,7 +28,7 @@ from studies.commands import ROOT
 from studies.records import add_line, read_lines
 
 NUMBER, NUMBER_OF_KIT = 500, 150
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "--kit": {"action": "store_true", "help": "edit sp_core/testing and sp_core/launch instead"},
     "--seed": {"type": int, "help": "of the sample (default: the date)"},
     "--number": {"type": int, "help": f"of edits (default: {NUMBER}, of the kit {NUMBER_OF_KIT})"},
@@ -96,7 +97,7 @@ def selected(edits: Sequence[Edit], only: Sequence[str]) -> list[Edit]:
 def _reached(pool: ThreadPoolExecutor, end: float, until: str) -> reach.Reached | None:
     """Return what the tests reach. Measure what is not known. Return None if the time is up."""
     _, missing, on_ranks = reach.gathered()
-    list(pool.map(lambda file: time.monotonic() > end or reach.measure([file]), missing))
+    list(pool.map(lambda file: None if time.monotonic() > end else reach.measure([file]), missing))
     if on_ranks and until == ON_RANKS and time.monotonic() <= end:
         reach.measure(on_ranks, ON_RANKS)
     reached, left, left_on_ranks = reach.gathered()

@@ -14,7 +14,7 @@ from collections import defaultdict
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import Phase, settings
@@ -60,7 +60,7 @@ class Order:
 
     def pytest_collection(self, session: pytest.Session) -> bool:
         """Find the files."""
-        session.perform_collect(dict.fromkeys(map(file_of, self._ids)), genitems=False)
+        session.perform_collect(list(dict.fromkeys(map(file_of, self._ids))), genitems=False)
         return True
 
     @pytest.hookimpl(tryfirst=True)
@@ -198,7 +198,7 @@ def pytest_addoption() -> None:
     started = Path(f"{file}.started.ini")
     started.write_text(STARTED.format(file=file, package=package, test=TEST))
     os.environ["COVERAGE_PROCESS_START"] = str(started)
-    options = {"include": [package], "concurrency": "thread", "config_file": False}
+    options: dict[str, Any] = {"include": [package], "concurrency": "thread", "config_file": False}
     coverage = Coverage(f"{file}.coverage", **options)
     coverage.start()
     measured.append(Reach(coverage, Path(file)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from itertools import product
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -13,7 +14,7 @@ from sp_core.schedules import ALGORITHMS
 from sp_core.testing import session
 from sp_core.transport import MAY_BE_REFUSED, NAMES
 
-Way = Mapping[str, str]
+Way = Mapping[str, Any]
 """Arguments of a mesh: `transport` and `algorithm`."""
 
 CHOICES = sorted({name for names in ALGORITHMS.values() for name in names})

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from llama_cases import Case
@@ -152,7 +152,7 @@ def _(place: Place) -> Iterator[Any]:
 def descend(model: nn.Module) -> None:
     """What an optimizer does; one of torch takes a second to be imported."""
     for parameter in model.parameters():
-        parameter -= parameter.grad
+        parameter.sub_(cast("Tensor", parameter.grad))
 
 
 @row("tp ring dp", "train_step", "backward", "create")

@@ -199,7 +199,7 @@ def _(scene: Scene) -> None:
         mean = loss.next_token_loss(logits, labels, tensor=scene.comm, data=alone)
     with scene.sends():
         mean.backward()
-    head = {"head": leaf(2, 4), "chunk": 4}
+    head: dict[str, Any] = {"head": leaf(2, 4), "chunk": 4}
     with scene.sends(agreements=1, all_reduce=(4, 4 * (2 * 6 + 2 * 6))):
         mean = loss.next_token_loss(logits, labels, tensor=scene.comm, data=alone, **head)
     with scene.sends(all_reduce=(4, 4 * (2 * 6 + 2 * 6))):

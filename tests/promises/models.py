@@ -69,7 +69,7 @@ def _(scene: Scene) -> None:
     model, times = llama.create(CONFIG, scene.mesh), 2 * LAYERS + 1
     decoder = llama.Decoder(model, [9, 9])
 
-    def step(length: int, sequences: int) -> Book:
+    def step(length: int, sequences: int) -> dict[str, tuple[int, int]]:
         sums, logits = (
             (times, times * length * HIDDEN * 4),
             (1, scene.to_others(sequences * VOCAB // scene.size)),

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
 from typing import Any
 
-from domains.public import MODULES, functions
+from domains.public import MODULES, Public, functions
 
 ALL_MODULES = (*MODULES, "sp_core.planning", "sp_core.llama.pipeline", "sp_core.llama.train")
 
 
-def everything() -> dict[str, Callable[..., Any]]:
+def everything() -> dict[str, Public]:
     """Return public functions, classes and methods by name."""
     return functions(ALL_MODULES)
 
@@ -37,13 +36,13 @@ def told_alike() -> set[str]:
     return {without_module(name) for name, x in everything().items() if said.search(_of_result(x))}
 
 
-def _of_result(x: Callable[..., Any]) -> str:
+def _of_result(x: Public) -> str:
     """What a docstring says first, and of what is returned."""
     first, *sections = (inspect.getdoc(x) or "").split("\n\n")
     return " ".join([first, *(text for text in sections if text.startswith("Returns:"))])
 
 
-def code_of(x: Callable[..., Any]) -> Any:
+def code_of(x: Public) -> Any:
     """Return the code of a function, or of a class's own constructor if it has one."""
-    made = vars(x).get("__init__") if inspect.isclass(x) else getattr(x, "__func__", x)
+    made: Any = vars(x).get("__init__") if inspect.isclass(x) else getattr(x, "__func__", x)
     return None if made is None else inspect.unwrap(made).__code__

@@ -303,7 +303,9 @@ ON_ONE_RANK: Table = {
             f"the log-sum-exp of {name}": (
                 sp.CollectiveMismatch,
                 "return_lse=True",
-                lambda mesh, here, scheme=scheme: attention(mesh, scheme, return_lse=here),
+                lambda mesh, here, scheme=scheme: attention(  # type: ignore[misc]
+                    mesh, scheme, return_lse=here
+                ),
             )
             for name, scheme in {**SCHEMES, "hybrid": sp.hybrid_attention}.items()
         },

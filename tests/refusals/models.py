@@ -316,7 +316,9 @@ ON_ONE_RANK: Table = {
             f"a norm of {wrong}": (
                 ValueError,
                 f"max_norm={wrong!r}",
-                lambda mesh, here, wrong=wrong: clipped(mesh, wrong if here else 1.0),
+                lambda mesh, here, wrong=wrong: clipped(  # type: ignore[misc]
+                    mesh, wrong if here else 1.0
+                ),
             )
             for wrong in (0.0, -1.0, True)
         },

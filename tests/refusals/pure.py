@@ -105,7 +105,7 @@ ROWS: list[Row] = [
     ),
     *(
         (TypeError, "integer", partial(plan_blocks, wrong, range(3)))
-        for wrong in (torch.rand(3), [0.5], torch.ones(3, dtype=torch.bool))
+        for wrong in list[Any]([torch.rand(3), [0.5], torch.ones(3, dtype=torch.bool)])
     ),
     (
         sp.ShapeError,

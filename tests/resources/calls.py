@@ -33,7 +33,7 @@ class Meshes:
         self._made: dict[int, dict[Any, sp.Mesh]] = {}
 
     @contextlib.contextmanager
-    def opened(self, comm: Any, drawn: Values, axes: dict[str, int]) -> Iterator[sp.Mesh]:
+    def opened(self, comm: Any, drawn: Values, axes: dict[str, Any]) -> Iterator[sp.Mesh]:
         """Yield the mesh of a subject; takes the place of `situations.opened`."""
         own, transport = self._made.setdefault(comm.rank, {}), drawn["(transport)"]
         key = (transport, *axes.items())

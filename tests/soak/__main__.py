@@ -26,7 +26,7 @@ from studies.records import add_line, read_lines, table, write
 from benchmarks.launching import commit
 
 LINES = "soak.jsonl"
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "--runs": {"type": int, "default": 50, "help": "without a load of its own"},
     "--loaded": {"type": int, "default": 10, "help": "with a busy process on each core"},
     "--jobs": {"type": int, "default": 1, "help": "runs at a time"},

@@ -69,7 +69,7 @@ def carried_out(
         "verdict": "passed" if passed else "failed",
         "seconds": seconds,
         "tests": tests,
-        "failures": [failure for part in failures.values() for failure in part],
+        "failures": [failure for *_, part in ended.values() for failure in part],
         "load": began,
     }
 
