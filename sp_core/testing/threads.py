@@ -219,7 +219,7 @@ class ThreadComm(LockstepComm):
         what = f"rank {dest} to receive a message with tag {tag}"
         return _Request(self, what, lambda: "data" in slot)
 
-    def Irecv(self, buf: Any, source: int | None, tag: int = 0) -> _Request:
+    def Irecv(self, buf: Any, source: int, tag: int = 0) -> _Request:
         """Begin to receive a message of exactly this length, of one source and one tag."""
         if _is_nobody(source):
             return _Request(self, "a message from nobody", lambda: True)
@@ -259,7 +259,7 @@ class ThreadComm(LockstepComm):
         dest: int,
         sendtag: int = 0,
         recvbuf: Any = None,
-        source: int | None = None,
+        source: Any = None,
         recvtag: int = 0,
     ) -> None:
         """Send and receive, from a named source."""
@@ -268,7 +268,7 @@ class ThreadComm(LockstepComm):
             request.Wait()
 
     def _message(
-        self, op: str, buf: Any, source: int | None, dest: int, tag: int
+        self, op: str, buf: Any, source: int, dest: int, tag: int
     ) -> tuple[Message, Array]:
         """Return a message and its numbers.
 
