@@ -63,10 +63,10 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         ("dim", "split_dim", "concat_dim", "root", "offset", "rank", "seq_len", "size", "start"),
         _WHOLE,
     ),
-    **dict.fromkeys(("seed", "max_tokens", "pass_tokens"), _WHOLE),
+    **dict.fromkeys(("seed", "max_tokens", "pass_tokens", "step"), _WHOLE),
     **dict.fromkeys(("tokens", "prompts", "sequences"), _TEXTS),
     **dict.fromkeys(("sizes", "split_sizes", "concat_sizes"), _SIZES),
-    **dict.fromkeys(("deterministic", "return_lse", "causal", "tp_sp"), _FLAG),
+    **dict.fromkeys(("deterministic", "return_lse", "causal", "tp_sp", "own"), _FLAG),
     **dict.fromkeys(("algorithm", "op"), _NAME),
     "stop": (_are_tokens, "a list, tuple or set of tokens, whole numbers"),
     "shape": (_are_whole, "a list or tuple of whole numbers"),
@@ -86,6 +86,14 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "parameters": (
         lambda value: isinstance(value, Iterable),
         "the parameters, such as model.parameters()",
+    ),
+    "scheduler": (
+        lambda value: value is None or isinstance(value, torch.optim.lr_scheduler.LRScheduler),
+        "a scheduler of torch.optim.lr_scheduler, or None",
+    ),
+    "generator": (
+        lambda value: value is None or isinstance(value, torch.Generator),
+        "a torch.Generator, or None",
     ),
     "optimizer": (_has_step, "an optimizer of model.parameters()"),
     "layout": (callable, "a function that makes a Sharding, such as Sharding.zigzag"),

@@ -106,7 +106,7 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError("killed")
 
     monkeypatch.setattr(checkpoint, "shutil", SimpleNamespace(rmtree=lambda *_, **__: None))
-    monkeypatch.setattr(checkpoint, "_write_json", end)
+    monkeypatch.setattr(checkpoint, "_json", end)
 
 
 @pytest.mark.usefixtures("killed")

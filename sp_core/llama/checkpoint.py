@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sp_core import arguments
 from sp_core.collectives.api import all_gather
@@ -30,9 +30,14 @@ from sp_core.nn.gradients import Placement, placement_of
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE, INDEX, STATE = "model.safetensors", "model.safetensors.index.json", "optimizer"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _UNUSED = (".rotary_emb.inv_freq",)  # older files hold these; they follow from the configuration
+
+Parts = dict[str, tuple[Tensor, Placement]]
+"""This rank's parts of tensors, by name."""
+Beside = tuple[str, Parts, dict[str, str]]
+"""A call, and the tensors of the folder STATE and the texts by file that it writes, too."""
 
 
 class Checkpoint:
@@ -195,7 +200,7 @@ def load(
                 "They belong to different models."
             )
         model = Llama(config, grid, dtype=_dtype(checkpoint, dtype), tp_sp=tp_sp)
-        _check_names(checkpoint, model)
+        check_names(checkpoint, model)
         model.fill(lambda name, placement: checkpoint.read(name, placement, grid.tensor.rank))
         found.append(model)
         return f"load({config}, {checkpoint.fingerprint()}, {model.dtype}, tp_sp={tp_sp})"
@@ -216,7 +221,7 @@ def _dtype(checkpoint: Checkpoint, asked: torch.dtype | None) -> torch.dtype:
     return asked or dtypes.pop()
 
 
-def _check_names(checkpoint: Checkpoint, model: Llama) -> None:
+def check_names(checkpoint: Checkpoint, model: Llama) -> None:
     """Refuse weights that lack a tensor of the model or have one that the model does not use."""
     expected, names = parameter_names(model), set(checkpoint.names)
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
@@ -257,69 +262,87 @@ def save(
             less than 1, or the layers are split over stages.
         CollectiveMismatch: ranks that save differently. Both on every rank.
     """
+
+    def beside() -> Beside:
+        arguments.check(tokenizer=tokenizer)
+        return "save", {}, {} if tokenizer is None else {"tokenizer.json": tokenizer.to_str(True)}
+
+    write(model, folder, max_file_bytes, beside)
+
+
+def write(
+    model: Llama, folder: str | Path, max_file_bytes: int | None, beside: Callable[[], Beside]
+) -> None:
+    """Write a folder as `save` does, and what is beside the weights; `beside` checks it."""
     check_model(model)
-    everyone = model.grid.everyone
+    everyone, found = model.grid.everyone, list[Beside]()
 
     def call() -> str:
-        arguments.check(folder=folder, tokenizer=tokenizer, max_file_bytes=max_file_bytes)
+        arguments.check(folder=folder, max_file_bytes=max_file_bytes)
         if max_file_bytes is not None and max_file_bytes < 1:
             raise CheckpointError(
                 f"max_file_bytes={max_file_bytes} was given; pass at least 1, or None for one file."
             )
-        return f"save({folder}, {max_file_bytes}) on {everyone.name}"
+        found[:] = found or [beside()]
+        return f"{found[0][0]} to {folder}, {max_file_bytes}, on {everyone.name}"
 
-    def on_first(write: Callable[[], None]) -> None:
-        everyone.agree_on(call, partial(_attempt, write, Path(folder), everyone.rank))
+    def on_first(act: Callable[[], None]) -> None:
+        everyone.agree_on(call, partial(_attempt, act, Path(folder), everyone.rank))
 
     everyone.agree_on(call)
-    target = Path(folder)
-    weights = {checkpoint_name(name): weight for name, weight in model.named_parameters()}
-    files = _files(weights, max_file_bytes)
+    target, (_, tensors, texts) = Path(folder), found[0]
+    files = _files(".", parts_of(model), max_file_bytes, texts)
+    files |= _files(STATE, tensors, max_file_bytes, texts)
     draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
         on_first(partial(_begin, model.grid.stages.size, target, draft))
-        for file, weights in files.items():
-            whole = ((name, _gathered(weight, model).cpu()) for name, weight in weights.items())
+        for file, parts in files.items():
+            whole = ((name, _gathered(*part, model).cpu()) for name, part in parts.items())
             on_first(partial(_write, dict(whole), draft / file))
-        on_first(partial(_end, model, tokenizer, files, draft, target))
+        on_first(partial(_end, model, texts, draft, target))
     finally:
         shutil.rmtree(draft, ignore_errors=True)  # after an error; else it has its name by now
 
 
+def parts_of(model: Llama) -> Parts:
+    """Return this rank's weights with their placements, by their names in a checkpoint."""
+    return {checkpoint_name(name): (x, placement_of(x)) for name, x in model.named_parameters()}
+
+
 @torch.no_grad()
-def _gathered(weight: nn.Parameter, model: Llama) -> Tensor:
-    """Gather the whole of a weight on every tensor rank."""
-    placement = placement_of(weight)
+def _gathered(part: Tensor, placement: Placement, model: Llama) -> Tensor:
+    """Gather the whole of a tensor on every tensor rank."""
     sizes = [sum(map(len, held)) for held in placement.held]
     return placement.join(
-        all_gather(weight.detach(), comm=model.grid.tensor, dim=placement.dim, sizes=sizes)
+        all_gather(part.detach(), comm=model.grid.tensor, dim=placement.dim, sizes=sizes)
     )
 
 
 def _files(
-    weights: Mapping[str, nn.Parameter], limit: int | None
-) -> dict[str, dict[str, nn.Parameter]]:
-    """Assign the weights to files in their order.
+    folder: str, tensors: Parts, limit: int | None, texts: dict[str, str]
+) -> dict[str, Parts]:
+    """Assign tensors to files of a folder in their order, and add the index of several.
 
     A file takes as many as fit into `limit` bytes, but at least one.
     """
-    groups: list[dict[str, nn.Parameter]] = [{}]
-    for name, weight in weights.items():
-        together = sum(map(_size, (*groups[-1].values(), weight)))
-        if limit is not None and groups[-1] and together > limit:
+    groups: list[Parts] = []
+    for name, part in tensors.items():
+        together = sum(map(_size, (*groups[-1].values(), part))) if groups else 0
+        if not groups or (limit is not None and together > limit):
             groups.append({})
-        groups[-1][name] = weight
-    if len(groups) == 1:
-        return {SINGLE: groups[0]}
-    return {
-        f"model-{number:05}-of-{len(groups):05}.safetensors": group
-        for number, group in enumerate(groups, 1)
-    }
+        groups[-1][name] = part
+    if len(groups) < 2:
+        return {f"{folder}/{SINGLE}": group for group in groups}
+    names = [f"model-{n:05}-of-{len(groups):05}.safetensors" for n in range(1, len(groups) + 1)]
+    places = {name: file for file, group in zip(names, groups, strict=True) for name in group}
+    total = {"total_size": sum(map(_size, tensors.values()))}
+    texts[f"{folder}/{INDEX}"] = _json({"metadata": total, "weight_map": places})
+    return {f"{folder}/{file}": group for file, group in zip(names, groups, strict=True)}
 
 
-def _size(weight: nn.Parameter) -> int:
-    """Return the size of a whole weight in bytes."""
-    return placement_of(weight).numel * weight.element_size()
+def _size(part: tuple[Tensor, Placement]) -> int:
+    """Return the size of a whole tensor in bytes."""
+    return part[1].numel * part[0].element_size()
 
 
 def _attempt(write: Callable[[], None], target: Path, rank: int) -> None:
@@ -352,32 +375,20 @@ def _write(tensors: dict[str, Tensor], path: Path) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
+    path.parent.mkdir(exist_ok=True)
     try:
         save_file(tensors, path, metadata={"format": "pt"})  # transformers asks for this entry
     except SafetensorError as error:  # how the library reports a full disk
         raise OSError(str(error)) from error
 
 
-def _end(
-    model: Llama,
-    tokenizer: Tokenizer | None,
-    files: Mapping[str, Mapping[str, nn.Parameter]],
-    draft: Path,
-    target: Path,
-) -> None:
+def _end(model: Llama, texts: Mapping[str, str], draft: Path, target: Path) -> None:
     """Write the other files of the folder, config.json last, and give the folder its name."""
-    if list(files) != [SINGLE]:
-        total = sum(_size(weight) for weights in files.values() for weight in weights.values())
-        places = {name: file for file, weights in files.items() for name in weights}
-        _write_json({"metadata": {"total_size": total}, "weight_map": places}, draft / INDEX)
-    if tokenizer is not None:
-        tokenizer.save(str(draft / "tokenizer.json"))
-    _write_json(
-        {**model.config.to_dict(), "dtype": str(model.dtype).removeprefix("torch.")},
-        draft / "config.json",
-    )
+    config = {**model.config.to_dict(), "dtype": str(model.dtype).removeprefix("torch.")}
+    for file, text in (*texts.items(), ("config.json", _json(config))):
+        (draft / file).write_text(text, encoding="utf-8")
     draft.rename(target)
 
 
-def _write_json(values: object, path: Path) -> None:
-    path.write_text(json.dumps(values, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+def _json(values: object) -> str:
+    return json.dumps(values, indent=2, allow_nan=False) + "\n"

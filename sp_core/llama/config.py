@@ -161,17 +161,18 @@ class LlamaConfig:
         }
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read an object from a JSON file.
+def read_json(path: Path, **options: Any) -> dict[str, Any]:
+    """Read an object from a JSON file, with options of `json.loads`.
 
     Raises:
         CheckpointError: it is not there, or is none.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"), **options)
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{path} is not there. Give the folder of a model in Hugging Face's format."
+            f"{path} is not there. Give the folder of a model in Hugging Face's format, or one of "
+            "save_training."
         ) from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}. Copy it again.") from error

@@ -1,0 +1,291 @@
+"""A training stopped on one mesh and resumed on another: the same bits, the same losses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from llama_cases import Case, cases, mesh_of
+from safetensors.torch import load_file
+from test_llama_save import shared
+
+import sp_core as sp
+from sp_core.llama import Llama, create
+from sp_core.llama.train import RECORD, backward, load_training, save_training, train_step
+from sp_core.nn.gradients import placement_of
+from sp_core.segments import split_ranges
+from sp_core.testing import given, spmd
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": partial(torch.optim.SGD, lr=0.1),
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "AdamW": partial(torch.optim.AdamW, lr=0.01),
+    "AMSGrad": partial(torch.optim.Adam, lr=0.01, amsgrad=True),
+    "RMSprop": partial(torch.optim.RMSprop, lr=0.01, centered=True, momentum=0.5),
+}
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "none": lambda optimizer: None,
+    "milestones": partial(torch.optim.lr_scheduler.MultiStepLR, milestones=[1, 3, 4]),
+    "one cycle": partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.02, total_steps=9),
+    "plateau": torch.optim.lr_scheduler.ReduceLROnPlateau,
+}
+CASE = Case((6, 3), layers=1)
+
+
+class Training:
+    """A model with all that changes in a training."""
+
+    def __init__(self, model: Llama, optimizer: str, scheduler: str, seed: int = 0) -> None:
+        self.model, weights = model, list(model.parameters())
+        groups = [{"params": weights[:2]}, {"params": weights[2:], "weight_decay": 0.0}]
+        self.optimizer = OPTIMIZERS[optimizer](groups)
+        self.scheduler = SCHEDULERS[scheduler](self.optimizer)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.step = 0
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        return {name: vars(self)[name] for name in ("optimizer", "scheduler", "generator")}
+
+    def go(self, steps: int) -> list[float]:
+        """Train on tokens that the generator draws."""
+        losses = []
+        for _ in range(steps):
+            drawn = torch.randint(0, 8, (11,), generator=self.generator).tolist()
+            found = train_step(self.model, self.optimizer, [drawn[:8], drawn[8:]], max_norm=1.0)
+            losses.append(found.loss)
+            if self.scheduler is not None:
+                late = isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+                self.scheduler.step(*[1.0] * late)
+        self.step += steps
+        return losses
+
+    def save(self, folder: Path, **options: Any) -> None:
+        save_training(self.model, folder, step=self.step, **self.parts, **options)
+
+    def load(self, folder: Path) -> None:
+        self.step = load_training(self.model, folder, **self.parts)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files of a folder."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def held(folder: Path) -> dict[str, torch.Tensor]:
+    """Whole weights, and whole tensors of the optimizer."""
+    files = folder.rglob("*.safetensors")
+    return {name: x for file in files for name, x in load_file(file).items()}
+
+
+def check_held(training: Training, folder: Path) -> None:
+    """Compare this rank's weights and moments with its parts of what was written, bit for bit."""
+    whole, rank, seen = held(folder), training.model.grid.tensor.rank, set[str]()
+    for name, weight in training.model.named_parameters():
+        full = name if name.startswith("lm_head") else f"model.{name}"
+        state = training.optimizer.state.get(weight, {})
+        kinds = {kind: x for kind, x in state.items() if x.shape == weight.shape}
+        for entry, x in {full: weight, **{f"{full}.{k}": x for k, x in kinds.items()}}.items():
+            assert torch.equal(x, placement_of(weight).take(whole[entry], rank)), entry
+            seen.add(entry)
+    assert seen == whole.keys()
+
+
+@given(
+    max_ranks=4,
+    max_examples=12,
+    case=cases(max_layers=1),
+    optimizer=st.sampled_from(sorted(OPTIMIZERS)),
+    scheduler=st.sampled_from(sorted(SCHEDULERS)),
+    few=st.integers(1, 4),
+    meshes=st.tuples(st.integers(0, 99), st.integers(0, 99)),
+    tp_sp=st.tuples(st.booleans(), st.booleans()),
+    steps=st.integers(0, 3),
+    limit=st.sampled_from([None, 500]),
+)
+def test_a_training_goes_on_with_the_same_bits_on_any_mesh(
+    comm: Any,
+    case: Case,
+    optimizer: str,
+    scheduler: str,
+    few: int,
+    meshes: tuple[int, int],
+    tp_sp: tuple[bool, bool],
+    steps: int,
+    limit: int | None,
+    tmp_path: Path,
+) -> None:
+    """Some of the ranks save; a training of all of them that has done other steps goes on.
+
+    What it saves is what was saved, byte for byte.
+    """
+    folder, is_one = shared(comm, tmp_path), comm.rank < few
+    some = comm.Split(int(is_one), comm.rank)
+    if is_one:
+        with mesh_of(some, meshes[0]) as mesh:
+            before = Training(case.model(mesh, tp_sp=tp_sp[0]), optimizer, scheduler)
+            before.go(steps)
+            before.save(folder / "before", max_file_bytes=limit)
+            check_held(before, folder / "before")
+    comm.Barrier()
+    with mesh_of(comm, meshes[1]) as mesh:
+        made = {"seed": 9, "dtype": getattr(torch, case.dtype), "tp_sp": tp_sp[1]}
+        after = Training(create(case.config, mesh, **made), optimizer, scheduler, seed=9)
+        after.go(1)
+        after.load(folder / "before")
+        assert after.step == steps
+        check_held(after, folder / "before")
+        after.save(folder / "after", max_file_bytes=limit)
+        assert contents(folder / "before") == contents(folder / "after")
+        assert after.go(1)[0] < torch.inf
+    some.Free()
+
+
+def cut(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-9])
+
+
+def other_model(folder: Path) -> None:
+    shutil.copy(folder.with_name("wider") / "model.safetensors", folder / "model.safetensors")
+
+
+def other_moments(folder: Path) -> None:
+    name = "optimizer/model.safetensors"
+    shutil.copy(folder.with_name("wider") / name, folder / name)
+
+
+def invalid_state(folder: Path) -> None:
+    record = json.loads((folder / RECORD).read_text())
+    (folder / RECORD).write_text(json.dumps(record | {"random": "00"}))
+
+
+def other_training(folder: Path) -> None:
+    shutil.rmtree(folder)
+    shutil.copytree(folder.with_name("wider"), folder)
+
+
+BROKEN: dict[str, tuple[type[Exception], str, Callable[[Path], None]]] = {
+    "cut-off weights": (sp.CheckpointError, "is broken", cut("model.safetensors")),
+    "cut-off moments": (sp.CheckpointError, "is broken", cut("optimizer/model.safetensors")),
+    "a cut-off record": (sp.CheckpointError, "cannot be read", cut(RECORD)),
+    "no record": (sp.CheckpointError, "of save_training", lambda f: (f / RECORD).unlink()),
+    "weights of another model": (sp.CheckpointError, r"has shape \(", other_model),
+    "moments of another model": (sp.CheckpointError, r"has shape \(", other_moments),
+    "another model": (sp.CheckpointError, "hidden_size 12, now 10", other_training),
+    "a record of something else": (
+        sp.CheckpointError,
+        "optimizer None, now 'AdamW'",
+        lambda f: (f / RECORD).write_text("{}"),
+    ),
+    "a random state that is none": (RuntimeError, "RNG state", invalid_state),
+}
+
+
+@pytest.mark.parametrize("what", sorted(BROKEN))
+@spmd(1, 3)
+def test_a_broken_checkpoint_is_refused_on_every_rank_and_changes_nothing(
+    comm: Any, what: str, tmp_path: Path
+) -> None:
+    kind, text, damage = BROKEN[what]
+    folder = shared(comm, tmp_path)
+    with mesh_of(comm, 0) as mesh:
+        for name, hidden in (("wider", 12), ("good", 10)):
+            case = Case((6, 3), layers=1, hidden=hidden)
+            training = Training(case.model(mesh), "AdamW", "milestones")
+            training.go(1)
+            training.save(folder / name)
+        training.go(1)
+        training.save(folder / "now")
+        if comm.rank == 0:
+            damage(folder / "good")
+        comm.Barrier()
+        with pytest.raises(kind, match=text) as caught:
+            training.load(folder / "good")
+        assert len(set(comm.allgather(str(caught.value)))) == 1
+        training.step = 2
+        training.save(folder / "later")
+        assert contents(folder / "now") == contents(folder / "later")
+
+
+def frozen(training: Training) -> None:
+    training.optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
+
+
+def odd(training: Training) -> None:
+    weight = next(training.model.parameters())
+    training.optimizer.state[weight]["rows"] = torch.ones(3)
+
+
+def odd_rate(training: Training) -> None:
+    training.optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
+
+
+OTHERS: dict[str, tuple[type[Exception], str, Callable[[Training], None]]] = {
+    "parameters that are not the model's": (sp.CheckpointError, "that the model lacks", frozen),
+    "a state of another shape": (sp.CheckpointError, r"float32 of shape \(3,\)", odd),
+    "a rate in a tensor": (sp.CheckpointError, "Saved are numbers", odd_rate),
+    "no optimizer": (TypeError, "model.parameters()", lambda x: setattr(x, "optimizer", None)),
+    "no step": (TypeError, "a whole number", lambda x: setattr(x, "step", None)),
+}
+
+
+@pytest.mark.parametrize("what", sorted(OTHERS))
+@spmd(1, 3)
+def test_a_training_that_cannot_be_saved_is_refused(comm: Any, what: str, tmp_path: Path) -> None:
+    """If it is that of one rank only, by all."""
+    kind, text, change = OTHERS[what]
+    folder = shared(comm, tmp_path)
+    with mesh_of(comm, 0) as mesh:
+        training = Training(CASE.model(mesh), "AdamW", "none")
+        training.go(1)
+        if comm.rank == comm.size - 1:
+            change(training)
+        with pytest.raises(kind, match=text):
+            training.save(folder / "model")
+        assert list(folder.iterdir()) == []
+
+
+@spmd(2)
+def test_ranks_with_another_random_state_are_told(comm: Any, tmp_path: Path) -> None:
+    folder = shared(comm, tmp_path)
+    with mesh_of(comm, 0) as mesh:
+        training = Training(CASE.model(mesh), "AdamW", "none")
+        training.generator.manual_seed(comm.rank)
+        with pytest.raises(sp.CollectiveMismatch, match="random #"):
+            training.save(folder / "model")
+
+
+@spmd(1, 2)
+def test_another_optimizer_and_a_scheduler_that_is_not_given_are_refused(
+    comm: Any, tmp_path: Path
+) -> None:
+    folder = shared(comm, tmp_path)
+    with mesh_of(comm, 0) as mesh:
+        Training(CASE.model(mesh), "AdamW", "one cycle").save(folder / "model")
+        for optimizer, scheduler, text in (
+            ("SGD", "one cycle", "optimizer 'AdamW', now 'SGD'"),
+            ("AdamW", "none", "scheduler 'OneCycleLR', now None"),
+        ):
+            with pytest.raises(sp.CheckpointError, match=text):
+                Training(CASE.model(mesh), optimizer, scheduler).load(folder / "model")
+
+
+@spmd(1, 2, 4)
+def test_a_replica_needs_only_its_own_tokens(comm: Any) -> None:
+    """The gradients are those of all sequences on every rank."""
+    sequences = [[1, 2, 3, 4], [5, 6], [7, 8, 1, 1, 2], [2, 1, 3]]
+    with sp.Mesh(comm, dp=comm.size) as mesh:
+        known, own = CASE.model(mesh), CASE.model(mesh)
+        share = split_ranges(len(sequences), comm.size)[comm.rank]
+        mine = [sequences[number] for number in share]
+        assert backward(own, mine, own=True) == backward(known, sequences)
+        for one, other in zip(own.parameters(), known.parameters(), strict=True):
+            assert torch.equal(one.grad, other.grad)
