@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import shutil
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,16 +15,20 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
+from kit.case_resume import trained
 from llama_cases import Case, cases, mesh_of
 from safetensors.torch import load_file
+from studies.commands import ROOT, outside, printed
 from test_llama_save import shared
 
 import sp_core as sp
+from benchmarks.training.__main__ import divergence
+from sp_core.launch.command import AS_ROOT, ENVIRONMENT, find_mpiexec
 from sp_core.llama import Llama, create
 from sp_core.llama.train import RECORD, backward, load_training, save_training, train_step
 from sp_core.nn.gradients import placement_of
 from sp_core.segments import split_ranges
-from sp_core.testing import given, spmd
+from sp_core.testing import given, run_threads, spmd
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": partial(torch.optim.SGD, lr=0.1),
@@ -289,3 +296,52 @@ def test_a_replica_needs_only_its_own_tokens(comm: Any) -> None:
         assert backward(own, mine, own=True) == backward(known, sequences)
         for one, other in zip(own.parameters(), known.parameters(), strict=True):
             assert torch.equal(one.grad, other.grad)
+
+
+STEPS = int(os.environ.get("SP_TRAINING_STEPS", "20"))
+KILLED, EVERY = STEPS * 3 // 5, STEPS // 5
+"""With 200 steps it is killed after step 120."""
+MESHES: tuple[dict[str, int], ...] = ({"ring": 2, "tp": 2}, {"dp": 3})
+
+
+def launched(folder: Path, axes: dict[str, int], killed: int) -> int:
+    """Train under mpiexec, from the last checkpoint on. Return the exit code."""
+    numbers = map(str, (STEPS, EVERY, killed))
+    program = (sys.executable, str(ROOT / "tests/kit/case_resume.py"), str(folder))
+    command = (find_mpiexec(), "-n", str(math.prod(axes.values())), *program, json.dumps(axes))
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
+    variables = ENVIRONMENT | AS_ROOT | outside(PYTHONPATH=paths)
+    code, text = printed((*command, *numbers), ROOT, variables, seconds=60 + 3 * STEPS)
+    print(text)
+    return code
+
+
+@pytest.mark.mpi_skip
+@pytest.mark.starts_mpi
+def test_a_killed_training_goes_on_with_other_ranks(tmp_path: Path) -> None:
+    """SIGKILL comes in the middle of a checkpoint; the one before it is the one to go on from.
+
+    A loss may be as far from that of one rank's unbroken run as ten times a run from weights that
+    differ by one unit in the last place.
+    """
+    alone, *others = (
+        [
+            loss
+            for _, loss in run_threads(1, partial(trained, axes={"tp": 1}, steps=STEPS, ulps=n))[0]
+        ]
+        for n in range(3)
+    )
+    curve = {"dtype": "float64", "losses": alone, "perturbed": others}
+    assert launched(tmp_path, MESHES[0], KILLED) != 0
+    names = sorted(path.name for path in tmp_path.glob("*step-*"))
+    (left,) = [name for name in names if name.startswith(".")]
+    assert left.startswith(f".step-{KILLED:06}.")
+    assert names[1:] == [f"step-{step:06}" for step in range(EVERY, KILLED, EVERY)]
+    assert launched(tmp_path, MESHES[1], 0) == 0
+    found = [json.loads(line) for line in (tmp_path / "losses").read_text().splitlines()]
+    assert [step for step, _ in found[KILLED:]] == [*range(KILLED - EVERY + 1, STEPS + 1)]
+    resumed = dict(found)
+    ratio = divergence([resumed[step + 1] for step in range(STEPS)], curve)
+    apart = max(abs(loss - alone[step - 1]) for step, loss in found)
+    print(f"{STEPS} steps: {ratio:.3f} of what is allowed, {apart:.1e} apart; loss {alone[-1]:.3f}")
+    assert ratio <= 1

@@ -104,8 +104,8 @@ def backward(
         The loss: mean over all tokens that have a next one in their sequence.
 
     Communication:
-        One agreement, two if `own`; that of the model and of `next_token_loss` forward and backward, of
-        `next_token_labels`, and of `reduce_gradients`.
+        One agreement, two if `own`; that of the model and of `next_token_loss` forward and
+        backward, of `next_token_labels`, and of `reduce_gradients`.
 
     Raises:
         ShapeError, ValueError: an empty sequence, a token that is not in the vocabulary, or no
