@@ -295,7 +295,21 @@ def test_a_replica_needs_only_its_own_tokens(comm: Any) -> None:
         mine = [sequences[number] for number in share]
         assert backward(own, mine, own=True) == backward(known, sequences)
         for one, other in zip(own.parameters(), known.parameters(), strict=True):
+            assert one.grad is not None
+            assert other.grad is not None
             assert torch.equal(one.grad, other.grad)
+
+
+@spmd(2, 4)
+def test_ranks_of_a_replica_must_know_the_same_tokens(comm: Any) -> None:
+    """The error reaches the other replicas, too."""
+    axes = {"dp": comm.size // 2, "ring": 2}
+    with sp.Mesh(comm, **axes) as mesh:
+        model = CASE.model(mesh)
+        with pytest.raises(sp.CollectiveMismatch, match="alike"):
+            backward(model, [[1, 2, 3 + (comm.rank == 1)]], own=True)
+        with pytest.raises(sp.CollectiveMismatch, match="of own"):
+            backward(model, [[1, 2]], own=comm.rank == 1)
 
 
 STEPS = int(os.environ.get("SP_TRAINING_STEPS", "20"))

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from sp_core import arguments
-from sp_core.agreement import agreeing_in_turn
-from sp_core.errors import CheckpointError
+from sp_core.errors import CheckpointError, CollectiveMismatch
 from sp_core.llama.checkpoint import DTYPES, STATE, Beside, Checkpoint, check_names, parts_of, write
 from sp_core.llama.config import read_json
 from sp_core.llama.model import Llama, Tokens, check_model, flat
@@ -104,7 +103,7 @@ def backward(
         The loss: mean over all tokens that have a next one in their sequence.
 
     Communication:
-        One agreement, two if `own`; that of the model and of `next_token_loss` forward and
+        One agreement; that of the model and of `next_token_loss` forward and
         backward, of `next_token_labels`, and of `reduce_gradients`.
 
     Raises:
@@ -120,10 +119,10 @@ def _backward(
 ) -> float:
     """Carry out `backward`, as part of a call that has other arguments to check."""
     check_model(model)
-    grid, dealt = model.grid, list[Sharding]()
-    count, place = (1, 0) if own else (model.grid.replicas.size, model.grid.replicas.rank)
+    grid, dealt, given = model.grid, list[Sharding](), list[str]()
+    count, place = (1, 0) if own is True else (model.grid.replicas.size, model.grid.replicas.rank)
 
-    def text() -> str:
+    def check() -> int:
         arguments.check(sequences=sequences, layout=layout, own=own, **others)
         for number, sequence in enumerate(sequences):
             if not sequence:
@@ -140,15 +139,17 @@ def _backward(
                 Sharding,
                 "Pass a function that makes one, such as Sharding.zigzag.",
             )
-        return (
-            f"{call} of {list(map(list, sequences))}, {own=}, dealt as "
-            f"{[sharding.fingerprint for sharding in dealt]}"
-        )
+        deal = [sharding.fingerprint for sharding in dealt]
+        given.append(f"{list(map(list, sequences))} dealt as {deal}")
+        digest = blake2b(given[0].encode(), digest_size=4).digest()
+        return grid.replicas.rank << 32 | int.from_bytes(digest, "little")
 
-    with agreeing_in_turn() as agree_on:
-        agree_on(grid.model if own else grid.everyone, text)
-        if own:
-            agree_on(grid.everyone, lambda: f"{call} with own sequences")
+    seen = grid.everyone.agree_on(lambda: f"{call} of {'own' if own else given[0]}", check)
+    if len(set(seen)) > grid.replicas.size:
+        raise CollectiveMismatch(
+            f"{call} was given other sequences or layouts on ranks of one replica. Give own "
+            "sequences to all ranks of a replica alike."
+        )
     share = split_ranges(len(sequences), count)[place]
     row, mask = packed([sequences[number] for number in share])
     sharding = dealt[place]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import lr_scheduler
 
 import sp_core as sp
 from domains.declared import Call, Subject, Values
@@ -67,11 +68,7 @@ NEVER: dict[Any, dict[str, Change]] = {
         "None": lambda x: None,
         "a tensor": lambda x: x[0],
     },
-    sp.Mask: {
-        "True": lambda x: True,
-        "a tensor": lambda x: torch.ones(2, 2),
-        "text": lambda x: "causal",
-    },
+    sp.Mask: {"True": lambda x: True, "a tensor": lambda x: torch.ones(2, 2), "text": str},
     sp.Sharding: {
         "None": lambda x: None,
         "a number": lambda x: 3,
@@ -85,13 +82,14 @@ NEVER: dict[Any, dict[str, Change]] = {
         "below a file": lambda x: Path(__file__) / "model",
     },
     LlamaConfig: {"None": lambda x: None, "a dict": LlamaConfig.to_dict},
-    Sampling: {"a number": lambda x: 0.5, "text": str},
+    **{key: {"a number": lambda x: 0.5, "text": str} for key in (Sampling, torch.Generator)},
     Plan: {
         "None": lambda x: None,
         "lengths": lambda x: x.lengths,
         "for more": lambda x: replace(x, packed=(*x.packed, ())),
     },
     torch.optim.Optimizer: {"None": lambda x: None, "its class": type},
+    lr_scheduler.LRScheduler: {"a number": lambda x: 3, "its class": type},
     Callable: {"a number": lambda x: 3, "text": str},
 }
 """Values that are never valid, by the type of the valid one."""
@@ -130,7 +128,8 @@ SOMETIMES: dict[Any, dict[str, Change]] = {
     LlamaConfig: {"a layer more": lambda x: replace(x, num_hidden_layers=x.num_hidden_layers + 1)},
     Sampling: {"None": lambda x: None, "another seed": lambda x: Sampling(1.0, seed=x.seed + 1)},
     Plan: {"all shared": lambda x: Plan(x.lengths, tuple(range(len(x.lengths))), ((),) * x.size)},
-    torch.optim.Optimizer: {"None": lambda x: None},
+    **{key: {"None": lambda x: None} for key in (torch.optim.Optimizer, lr_scheduler.LRScheduler)},
+    torch.Generator: {"another state": lambda x: torch.Generator().manual_seed(5)},
     Callable: {
         "None": lambda x: None,
         "gpipe": lambda x: gpipe,
@@ -153,6 +152,8 @@ GIVEN_INSTEAD_OF_NONE = {
     "max_file_bytes": 1000,
     "on_token": print,
     "tokenizer": "of bytes",
+    "scheduler": lr_scheduler.ConstantLR(torch.optim.SGD([torch.ones(1)])),
+    "generator": torch.Generator(),
 }
 """What a parameter that is None by default would be, to know its type."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -17,8 +19,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import sp_core as sp
-from domains import models
-from domains.declared import Call, Parts, Values, spans, values
+from domains import models, situations
+from domains.declared import Call, Parts, Subject, Values, spans, values
+from domains.folders import folder_of
 from domains.llama import own
 from domains.models import (
     FEW_CALLS,
@@ -32,10 +35,12 @@ from domains.models import (
 from domains.situations import CALLS
 from sp_core.llama import Llama
 from sp_core.llama.pipeline import MicroBatch, loss_and_gradients, sum_tied_gradients
-from sp_core.llama.train import backward, train_step
+from sp_core.llama.train import backward, load_training, save_training, train_step
 from sp_core.nn.gradients import clip_gradient_norm, reduce_gradients
 from sp_core.nn.loss import IGNORED
 from sp_core.scheduling import Slot, gpipe, one_forward_one_backward
+from sp_core.segments import split_ranges
+from sp_core.testing import run_threads
 
 Whole = tuple[Tensor, Tensor, sp.Sharding, sp.Mask]
 """Tokens and labels (B, S) of all replicas and ranks, who owns which tokens, and who sees whom."""
@@ -169,6 +174,7 @@ OPTIMIZERS: Parts = {
 }
 TRAINING: dict[str, Parts] = {
     "tp_sp": values(False, True),
+    "own": values(False, True),
     "sequences.count": spans((3, 5), (1, 1), (7, 12)),
     "sequences.lengths": LENGTHS,
     "layout": {
@@ -185,8 +191,12 @@ STEP: dict[str, Parts] = {
 def trained(case: Case, model: Llama, drawn: Values) -> Call:
     """Call `backward` or `train_step`; replicas take shares of the sequences."""
     given = {"model": model, "sequences": models.text(case, drawn["sequences.lengths"])}
-    given["layout"] = drawn["layout"]
-    judge = partial(judge_trained, case, given, drawn)
+    given["layout"], given["own"] = drawn["layout"], drawn["own"]
+    judge = partial(judge_trained, case, dict(given), drawn)
+    if drawn["own"]:  # this replica knows its share only
+        replicas = model.grid.replicas
+        share = split_ranges(len(given["sequences"]), replicas.size)[replicas.rank]
+        given["sequences"] = [given["sequences"][number] for number in share]
     if "optimizer" not in drawn:
         return Call(backward, given, judge)
     step = {"optimizer": drawn["optimizer"](model.parameters()), "max_norm": drawn["max_norm"]}
@@ -226,6 +236,111 @@ def judge_trained(case: Case, given: Values, drawn: Values, result: Any) -> None
     wanted.check_weights(given["model"])
 
 
+KEPT: dict[str, Parts] = {
+    "tp_sp": values(False, True),
+    "optimizer": OPTIMIZERS,
+    "scheduler": values("none", "milestones"),
+    "generator": values("none", "of the order"),
+    "folder.type": {"Path": lambda c, v: Path, "str": lambda c, v: str},
+}
+SEQUENCES = [[1, 2, 3, 4], [5, 6, 7]]
+
+
+def made(model: Llama, drawn: Values) -> Values:
+    """Return the parts of a training that a checkpoint has beside the model."""
+    optimizer = drawn["optimizer"](model.parameters())
+    with_schedule = drawn["scheduler"] == "milestones"
+    milestones = torch.optim.lr_scheduler.MultiStepLR
+    return {
+        "optimizer": optimizer,
+        "scheduler": milestones(optimizer, [1, 3]) if with_schedule else None,
+        "generator": torch.Generator() if drawn["generator"] != "none" else None,
+    }
+
+
+def gone_on(model: Llama, parts: Values) -> None:
+    """Train for a step."""
+    train_step(model, parts["optimizer"], SEQUENCES, max_norm=1.0)
+    if parts["scheduler"] is not None:
+        parts["scheduler"].step()
+
+
+def save_alone(case: Case, drawn: Values, folder: Path, comm: Any) -> None:
+    """Train for a step on one rank, and save."""
+    with sp.Mesh(comm, tp=1) as mesh:
+        model = models.model_of(case, mesh)
+        parts = made(model, drawn)
+        gone_on(model, parts)
+        save_training(model, folder, step=1, **parts)
+
+
+@contextmanager
+def kept(comm: Any, drawn: Values) -> Iterator[Call]:
+    """A training that all ranks save together."""
+    case = models.case_of(drawn)
+    with folder_of(comm) as folder, situations.opened(comm, drawn, models.lengths(drawn)) as mesh:
+        model = models.model_of(case, mesh, tp_sp=drawn["tp_sp"])
+        parts = made(model, drawn)
+        gone_on(model, parts)
+        place = drawn["folder.type"](folder / "step")
+        options = {"step": drawn["step"], "max_file_bytes": drawn["max_file_bytes"]}
+        given = {"model": model, "folder": place, **parts, **options}
+        yield Call(save_training, given, lambda _: judge_kept(case, drawn, mesh, folder))
+
+
+def judge_kept(case: Case, drawn: Values, mesh: sp.Mesh, folder: Path) -> None:
+    """Go on with what was saved."""
+    model = models.model_of(case, mesh)
+    parts = made(model, drawn)
+    assert load_training(model, folder / "step", **parts) == drawn["step"]
+    judge_going_on(case, drawn, model, parts)
+
+
+@contextmanager
+def resumed(comm: Any, drawn: Values) -> Iterator[Call]:
+    """A checkpoint of one rank that all ranks read."""
+    case = models.case_of(drawn)
+    with folder_of(comm) as folder, situations.opened(comm, drawn, models.lengths(drawn)) as mesh:
+        if comm.rank == 0:
+            run_threads(1, partial(save_alone, case, drawn, folder / "step"))
+        comm.Barrier()
+        model = models.model_of(case, mesh, tp_sp=drawn["tp_sp"])
+        parts = made(model, drawn)
+        given = {"model": model, "folder": drawn["folder.type"](folder / "step"), **parts}
+        yield Call(load_training, given, lambda step: judge_resumed(case, drawn, given, step))
+
+
+def judge_resumed(case: Case, drawn: Values, given: Values, step: int) -> None:
+    assert step == 1
+    judge_going_on(case, drawn, given["model"], given)
+
+
+def judge_going_on(case: Case, drawn: Values, model: Llama, parts: Values) -> None:
+    """Compare the weights after one more step with those of one device after two."""
+    gone_on(model, parts)
+    rows = [torch.tensor([sequence]) for sequence in SEQUENCES]
+    wholes = [
+        (x, labels_of(x, sp.Mask()), sp.Sharding.contiguous(x.shape[1], 1), sp.Mask()) for x in rows
+    ]
+
+    def run(rounding: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        leaves = {name: x.clone().requires_grad_() for name, x in weights.items()}
+        optimizer = drawn["optimizer"](leaves.values())
+        for step in range(2):
+            loss = mean_loss(case, wholes, rounding, leaves)
+            found = torch.autograd.grad(loss, list(leaves.values()))
+            norm = torch.cat([x.flatten() for x in found]).norm()
+            for x, grad in zip(leaves.values(), found, strict=True):
+                x.grad = grad * min(1.0, float(1 / norm))
+            optimizer.step()
+            if drawn["scheduler"] == "milestones" and step == 0:
+                optimizer.param_groups[0]["lr"] *= 0.1
+        return {name: x.detach() for name, x in leaves.items()}
+
+    key = repr((str(drawn["optimizer"]), drawn["scheduler"]))
+    Expected("llama resumed", case, run, key, tokens=max(map(len, SEQUENCES))).check_weights(model)
+
+
 MODEL = architecture("model", SMALL | DTYPES)
 AXES = ("dp, ring", "tp", "ring, ulysses", "dp", "dp, tp", "tp, dp, ring")
 STAGED = ("pp, ring", "pp", "ring, pp", "pp, tp", "dp, pp", "pp, ulysses", "pp, ring, tp", "tp")
@@ -258,5 +373,22 @@ SUBJECTS = [
         covers=("llama.train.Step",),
         allowed=("max_norm=infinity",),
         outside=dict.fromkeys(("loss", "norm"), "`train_step` gives it"),
+    ),
+    Subject(
+        "llama.train.save_training",
+        MODEL
+        | meshes(*AXES)
+        | KEPT
+        | {"step": spans((1, 99), (0, 0)), "max_file_bytes": values(None, 1, 10**12)}
+        | {name: parts for name, parts in FEW_CALLS.items() if name != "(call)"},
+        kept,
+        models.ranks,
+        allowed=("step=far out", "max_file_bytes=far out"),
+    ),
+    Subject(
+        "llama.train.load_training",
+        MODEL | meshes(*AXES) | KEPT | FEW_CALLS,
+        resumed,
+        models.ranks,
     ),
 ]

@@ -40,6 +40,20 @@ def _(scene: Scene) -> None:
             llama.load(scene.folder / name, scene.mesh)
 
 
+@row("tp", "save_training", "load_training")
+def _(scene: Scene) -> None:
+    """The tensors of the optimizer go as the weights do."""
+    model = llama.create(CONFIG, scene.mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    train.train_step(model, optimizer, [[1] * TOKENS], max_norm=1.0)
+    held, count = sum(p.nbytes for p in model.parameters()), len(list(model.parameters()))
+    sent = (2 * count, 2 * (scene.size - 1) * held)
+    with scene.sends(agreements=3 + 2, all_gather=sent):
+        train.save_training(model, scene.folder / "step", optimizer=optimizer, step=1)
+    with scene.sends(agreements=1):
+        train.load_training(model, scene.folder / "step", optimizer=optimizer)
+
+
 def tokens_of(scene: Scene, length: int = TOKENS) -> Tensor:
     return torch.ones(1, length, dtype=torch.int64)
 
