@@ -124,21 +124,7 @@ def _backward(
 
     def check() -> int:
         arguments.check(sequences=sequences, layout=layout, own=own, **others)
-        for number, sequence in enumerate(sequences):
-            if not sequence:
-                raise ValueError(
-                    f"sequence {number} is empty; leave it out, or give it at least one token."
-                )
-        for share in split_ranges(len(sequences), count):
-            dealt.append(
-                layout(sum(len(sequences[number]) for number in share), grid.sequence.size)
-            )
-            arguments.check_type(
-                "a layout's result",
-                dealt[-1],
-                Sharding,
-                "Pass a function that makes one, such as Sharding.zigzag.",
-            )
+        dealt.extend(_dealt(sequences, layout, count, grid.sequence.size))
         deal = [sharding.fingerprint for sharding in dealt]
         given.append(f"{list(map(list, sequences))} dealt as {deal}")
         digest = blake2b(given[0].encode(), digest_size=4).digest()
@@ -161,6 +147,21 @@ def _backward(
     loss.backward()
     reduce_gradients(model.parameters(), data=grid.data, tensor=grid.tensor)
     return float(loss.detach())
+
+
+def _dealt(sequences: Tokens, layout: Layout, replicas: int, ranks: int) -> list[Sharding]:
+    """Deal the tokens of each replica to its sequence ranks."""
+    for number, sequence in enumerate(sequences):
+        if not sequence:
+            raise ValueError(
+                f"sequence {number} is empty; leave it out, or give it at least one token."
+            )
+    dealt = []
+    for share in split_ranges(len(sequences), replicas):
+        dealt.append(layout(sum(len(sequences[number]) for number in share), ranks))
+        remedy = "Pass a function that makes one, such as Sharding.zigzag."
+        arguments.check_type("a layout's result", dealt[-1], Sharding, remedy)
+    return dealt
 
 
 def packed(sequences: Tokens) -> tuple[Tensor, Mask]:
