@@ -213,11 +213,13 @@ class Communicator(NotCopied):
 
     def _agree(self, call: str, value: int, error: Exception | None) -> tuple[int, ...]:
         start = time.perf_counter()
+        told: tuple[int, ...] = ()
         try:
-            return agreement.agree(self._control, call, value, error, self._progress)
+            told = agreement.agree(self._control, call, value, error, self._progress)
+            return told
         finally:
             control = self.counters["control"]
-            control.add(bytes_sent=agreement.RECORD_BYTES * (self.size - 1))
+            control.add(bytes_sent=agreement.bytes_sent(self.size, len(set(told)) == 1))
             control.seconds += time.perf_counter() - start
 
     def agree_on(
@@ -293,7 +295,7 @@ class Communicator(NotCopied):
         """Start to compare whether every rank is about to free this communicator."""
         if self._freed or not self.is_made:
             return []
-        self.counters["control"].add(bytes_sent=agreement.RECORD_BYTES * (self.size - 1))
+        self.counters["control"].add(bytes_sent=agreement.bytes_sent(self.size, equal=False))
         return [
             agreement.Question(self._control, f"free() of {self.name}", state=agreement.State.FREES)
         ]

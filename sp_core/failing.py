@@ -12,9 +12,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from sp_core import progress
 from sp_core.errors import AGREED
 
 GRACE_SECONDS = 2.0
@@ -71,7 +73,11 @@ def end(error: BaseException, tell: Callable[[], Any]) -> None:
             tell()
         sys.stderr.flush()
         sys.stdout.flush()
-        time.sleep(GRACE_SECONDS * (2 if agreed else 1))
+        until = time.monotonic() + GRACE_SECONDS * (2 if agreed else 1)
+        while time.monotonic() < until:
+            with suppress(Exception):  # the error that is printed says more
+                progress.of_this_rank().keep(())  # MPI passes on messages of other ranks meanwhile
+            time.sleep(0.01)
     finally:  # also if the report fails or is interrupted
         _stop(exit_code(error))
 

@@ -63,8 +63,8 @@ class Mesh(NotCopied):
         axes: size of each axis; their product is the size of `comm`.
 
     Communication:
-        One agreement of 64 bytes per rank, one broadcast of rank 0's constants if it has any, and
-        one `MPI_Comm_split` for each set of axes.
+        One agreement, one broadcast of rank 0's constants if it has any, and one `MPI_Comm_split`
+        for each set of axes.
 
     Raises:
         ShapeError: sizes whose product is not the size of `comm`.

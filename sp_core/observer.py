@@ -35,6 +35,9 @@ class Observer:
     def announce_call(self, what: str) -> None:
         """Hear that this rank begins something that is no call of MPI, the same on every rank."""
 
+    def announce_early(self) -> None:
+        """Hear that this rank may start its next collective long before the others."""
+
     def watch(self, what: str) -> None:
         """Hear that this rank still waits for something that is no call of MPI."""
 

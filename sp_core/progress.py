@@ -20,7 +20,7 @@ class Progress:
 
     Attributes:
         kept: comparisons whose answers nobody waits for any more, until MPI has done with their
-            memory. `request` is MPI's request of each.
+            memory. `requests` are MPI's requests of each.
     """
 
     def __init__(self) -> None:

@@ -23,6 +23,8 @@ from promises.public import documented, told_alike
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import sp_core as sp
+from sp_core.agreement import agree
+from sp_core.errors import CollectiveMismatch
 from sp_core.observer import observer_of
 from sp_core.schedules import ALGORITHMS, SLOTS
 from sp_core.sharding import split_sizes
@@ -206,13 +208,42 @@ observer_of.register(Tallied, lambda tallied: observer_of(tallied._inner))
 def test_a_mesh_agrees_once_and_splits_once_for_each_set_of_axes(comm: Any) -> None:
     calls = Counter[str]()
     with sp.Mesh(cast("Any", Tallied(comm, calls)), a=comm.size, b=1, c=1, tuning="off") as mesh:
-        assert {name: calls[name] for name in TOLD} == {"Split": 7, "Iallgather": 1, "bcast": 0}
+        assert {name: calls[name] for name in TOLD} == IN_ALL
         for axes in ("a", ("b", "a"), ("c", "b", "a"), ()):
             assert mesh[axes].size in (1, comm.size)
-        assert {name: calls[name] for name in TOLD} == {"Split": 7, "Iallgather": 1, "bcast": 0}
+        assert {name: calls[name] for name in TOLD} == IN_ALL
 
 
-TOLD = ("Split", "Iallgather", "bcast")
+TOLD = ("Split", "Iallreduce", "Iallgather", "bcast")
+IN_ALL = {"Split": 7, "Iallreduce": 1, "Iallgather": 0, "bcast": 0}
+
+
+CALLS = st.sampled_from(["a"] * 9 + ["b"])
+
+
+@given(
+    drawn=st.lists(st.tuples(CALLS, st.booleans(), CALLS), min_size=8, max_size=8),
+    same=st.booleans(),
+)
+def test_an_agreement_gathers_only_if_ranks_differ(
+    comm: Any, drawn: list[tuple[str, bool, str]], same: bool
+) -> None:
+    """Whatever the ranks call, say and find wrong, all of them get the same answer."""
+    told = drawn[:1] * comm.size if same else drawn[: comm.size]
+    wrong = [error == "b" for *_, error in told]
+    call, value = told[comm.rank][0], -(1 << 62) if told[comm.rank][1] else 7
+    counted, error = Counter[str](), ValueError("no") if wrong[comm.rank] else None
+    try:
+        found: Any = agree(cast("Any", Tallied(comm, counted)), call, value, error)
+    except ValueError as raised:
+        found = str(raised)
+    except CollectiveMismatch:
+        found = "differ"
+    values = tuple(-(1 << 62) if large else 7 for _, large, _ in told)
+    differ = "differ" if len({call for call, *_ in told}) > 1 else values
+    assert found == (f"rank {wrong.index(True)}: no" if any(wrong) else differ)
+    assert counted["Iallreduce"] == 1
+    assert counted["Iallgather"] == (found != values[:1] * comm.size)
 
 
 @pytest.mark.parametrize("check", ["agree", "off"])

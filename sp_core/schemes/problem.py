@@ -71,7 +71,7 @@ def agree(
         The arguments with their defaults filled in.
 
     Communication:
-        One all-gather of 64 bytes per rank.
+        One agreement.
 
     Raises:
         ShapeError, DtypeError, DeviceError, RankError: on every rank, also if only one rank's

@@ -60,7 +60,7 @@ class LockstepComm(Observer, ABC):
         self._exchanges = 0  # since the last clean-up; the same on all ranks
         self._requests: list[Any] = []  # begun, and not yet known to be complete
         self.children = itertools.count()
-        self._freed = False
+        self._freed = self._early = False
         family.members.append(self)
 
     def __repr__(self) -> str:
@@ -177,6 +177,10 @@ class LockstepComm(Observer, ABC):
         """Declare that this rank is about to do what every rank does and what is no call of MPI."""
         self._enter(Call("announce_call", (what,), text=what))
 
+    def announce_early(self) -> None:
+        """Declare that the next collective does not wait until all ranks have announced it."""
+        self._early = True
+
     def watch(self, what: str) -> None:
         """Find out whether a peer has left the example, during a wait that is no call of MPI."""
         self.progress()
@@ -254,7 +258,8 @@ class LockstepComm(Observer, ABC):
         with self._named(form):
             found = flow(op, self.rank, self.size, values, self._edges(op))
         what = found.call(form, self.rank)
-        if form != "Iallgather":
+        early, self._early = self._early or form == "Iallgather", False
+        if not early:
             return self._enter(what, lambda: then(found))
         self._allow(
             what

@@ -117,7 +117,8 @@ def run_body(family: Family, body: Callable[[], T]) -> tuple[T | None, Outcome]:
     result = None
     with Catch() as caught:
         result = body()
-        abandon(question.request for question in progress.of_this_rank().kept)
+        kept = progress.of_this_rank().kept
+        abandon(request for question in kept for request in question.requests)
         for member in family.members:
             member.ensure_posted("the end of the body", later=True)
     if isinstance(caught.error, Stopped):

@@ -80,6 +80,12 @@ class GroupComm(Observer):
             self.group.alltoall_base(into, packed, [], []), "an exchange", (into, packed)
         )
 
+    def Iallreduce(self, send: Array, recv: Array) -> Request:
+        """Begin to add up flat arrays, as mpi4py's `Iallreduce`."""
+        recv[:] = send
+        into = torch.from_numpy(recv)
+        return self._request(self.group.allreduce([into]), "a sum", into)
+
     def allgather(self, sendobj: Any) -> list[Any]:
         """Return the picklable objects of all ranks, as mpi4py's `allgather`."""
         pickled = np.frombuffer(pickle.dumps(sendobj), np.uint8)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import sp_core as sp
-from sp_core.agreement import RECORD_BYTES
+from sp_core.agreement import DIGEST_BYTES, RECORD_BYTES
 from sp_core.nn import gradients, loss
 
 MESSAGES = ("shift", "ring", "pipeline", "tied")
@@ -43,8 +43,11 @@ class Scene:
         self.size, self.rank = self.comm.size, self.comm.rank
 
     @contextmanager
-    def sends(self, agreements: int = 0, **promised: Sent) -> Iterator[None]:
-        """Compare what a block sends with what is promised; a single rank sends nothing."""
+    def sends(self, agreements: int = 0, told: int = 0, **promised: Sent) -> Iterator[None]:
+        """Compare what a block sends with what is promised; a single rank sends nothing.
+
+        In `told` of the agreements the numbers of the ranks differ, so they are gathered.
+        """
         self.comm.counters.reset()
         yield
         found = self.now
@@ -52,7 +55,8 @@ class Scene:
             assert not any(nbytes for _, nbytes in found.values()), found
             return
         if agreements:
-            promised["control"] = (agreements, agreements * RECORD_BYTES * (self.size - 1))
+            numbers = told * self.to_others(RECORD_BYTES // 4)
+            promised["control"] = (agreements, agreements * DIGEST_BYTES + numbers)
         any_number = {op for op, (calls, _) in promised.items() if calls is None}
         assert found | {op: (None, found[op][1]) for op in any_number & {*found}} == promised
 
@@ -187,7 +191,8 @@ def _(scene: Scene) -> None:
     )
     borders = [2 * 8 * (scene.rank > 0), 2 * 8 * (scene.rank < scene.size - 1)]
     shifts = min(scene.size - 1, 2)  # on two ranks both borders are in one
-    with scene.sends(agreements=1 + shifts, shift=(shifts, sum(borders))):
+    told = shifts if scene.size > 2 else 0  # else both ranks have one border
+    with scene.sends(agreements=1 + shifts, told=told, shift=(shifts, sum(borders))):
         loss.next_token_labels(tokens, comm=scene.comm, sharding=sharding)
 
 
