@@ -27,9 +27,12 @@ Ints = npt.NDArray[np.int64]
 def hops(sharding: Sharding, kv_sharding: Sharding, mask: Mask) -> tuple[int, ...]:
     """Return how often each block is passed on, until the last rank that sees any of its keys."""
     least, greatest = limits(mask, FAR64)
-    keys = _runs(kv_sharding.segments, _longest_step(mask))
-    low, high, block = _visible(keys, least, greatest, mask.key_documents, mask.documents)
     queries = _Owners(sharding)
+    if sharding == kv_sharding and mask.documents == mask.key_documents and queries.repeats(mask):
+        low, high, block = queries.arcs(mask, least, greatest)
+    else:
+        keys = _runs(kv_sharding.segments, _longest_step(mask))
+        low, high, block = _visible(keys, least, greatest, mask.key_documents, mask.documents)
     begin, end = queries.between(low, high)
     begin, end, block = _widest(begin, end, block, len(queries.owner))
     order = _Wavelet(queries.owner, sharding.size)
@@ -150,6 +153,33 @@ class _Owners:
             self._period = 0
             runs = _runs(sharding.segments, 1)
             self.first, self.last, _, self.owner = runs[runs[:, 0].argsort()].T
+
+    def repeats(self, mask: Mask) -> bool:
+        """Return whether the owners are a pattern that repeats, with documents in it."""
+        return bool(self._period) and mask.documents is not None
+
+    def arcs(self, mask: Mask, least: int, greatest: int) -> tuple[Ints, Ints, Ints]:
+        """Return as `_visible`, for keys that the same ranks own, from few of the documents.
+
+        Seen modulo the period P, documents are arcs of a circle. What ranks see in an arc, they see
+        in any arc that covers it. Three periods of a long document show all that it does.
+        """
+        period, begin = self._period, self._begin
+        bounds = np.clip(np.array(mask.documents), begin, self._end + 1) - begin
+        length = np.diff(bounds)
+        longest = np.zeros(period, np.int64)
+        np.maximum.at(
+            longest, bounds[:-1] % period, np.minimum(length, 3 * period + length % period)
+        )
+        reach = np.tile(longest, 5) + np.arange(-4 * period, period)
+        covered = np.maximum.accumulate(reach)[4 * period - 1 : -1]
+        start = np.flatnonzero((longest > 0) & (reach[4 * period :] > covered))
+        size = longest[start]
+        first, last = np.repeat(start, size), np.repeat(start + size - 1, size)
+        key = first + np.arange(len(first)) - np.repeat(size.cumsum() - size, size)
+        low, high = np.maximum(key + least, first), np.minimum(key + greatest, last)
+        self._end = FAR64  # arcs may be longer than the sequence
+        return low + begin, high + begin, self.owner[key % period]
 
     def between(self, low: Ints, high: Ints) -> tuple[Ints, Ints]:
         """Return the ranges of `owner` of the positions low..high; begin >= end for none."""
