@@ -40,13 +40,13 @@ class Scene:
 
     def __init__(self, mesh: sp.Mesh, axis: str, folder: Path) -> None:
         self.mesh, self.comm, self.folder = mesh, mesh[axis], folder
-        self.size, self.rank = self.comm.size, self.comm.rank
+        self.size, self.rank, self.told = self.comm.size, self.comm.rank, 0
 
     @contextmanager
-    def sends(self, agreements: int = 0, told: int = 0, **promised: Sent) -> Iterator[None]:
+    def sends(self, agreements: int = 0, **promised: Sent) -> Iterator[None]:
         """Compare what a block sends with what is promised; a single rank sends nothing.
 
-        In `told` of the agreements the numbers of the ranks differ, so they are gathered.
+        In `self.told` agreements the numbers of the ranks differ, so they are gathered.
         """
         self.comm.counters.reset()
         yield
@@ -55,7 +55,7 @@ class Scene:
             assert not any(nbytes for _, nbytes in found.values()), found
             return
         if agreements:
-            numbers = told * self.to_others(RECORD_BYTES // 4)
+            numbers = self.told * self.to_others(RECORD_BYTES // 4)
             promised["control"] = (agreements, agreements * DIGEST_BYTES + numbers)
         any_number = {op for op, (calls, _) in promised.items() if calls is None}
         assert found | {op: (None, found[op][1]) for op in any_number & {*found}} == promised
@@ -191,8 +191,8 @@ def _(scene: Scene) -> None:
     )
     borders = [2 * 8 * (scene.rank > 0), 2 * 8 * (scene.rank < scene.size - 1)]
     shifts = min(scene.size - 1, 2)  # on two ranks both borders are in one
-    told = shifts if scene.size > 2 else 0  # else both ranks have one border
-    with scene.sends(agreements=1 + shifts, told=told, shift=(shifts, sum(borders))):
+    scene.told = shifts if scene.size > 2 else 0  # else both ranks have one border
+    with scene.sends(agreements=1 + shifts, shift=(shifts, sum(borders))):
         loss.next_token_labels(tokens, comm=scene.comm, sharding=sharding)
 
 
