@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import sp_core as sp
 from sp_core.llama import LlamaConfig, create
 from sp_core.testing import device, spmd
+from sp_core.testing.tolerance import unit_roundoff
 
 pytestmark = pytest.mark.usefixtures("short_slots")
 
@@ -68,3 +70,18 @@ def pairs(
     layer: torch.nn.Module, other: torch.nn.Module
 ) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
     return list(zip(layer.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_layer_norm_adds_tokens_in_the_dtype_of_its_weights(dtype: torch.dtype) -> None:
+    """A sum of n tokens rounds n times, where one that is wider inside rounds once."""
+    tokens, hidden = 1000, 8
+    bias = torch.zeros(hidden, dtype=dtype, requires_grad=True)
+    upstream = torch.full((tokens, hidden), 0.09, dtype=dtype)
+    x = torch.arange(tokens * hidden, dtype=dtype).view(tokens, hidden) % 7
+    F.layer_norm(x, (hidden,), torch.ones(hidden, dtype=dtype), bias).backward(upstream)
+    exact, u = upstream.double().sum(0), unit_roundoff(dtype)
+    assert bias.grad is not None
+    error = (bias.grad.double() - exact).abs()
+    assert (20 * u * exact < error).all()
+    assert (error <= tokens * u * exact).all()

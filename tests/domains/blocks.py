@@ -168,6 +168,16 @@ BLOCK: dict[str, Parts] = {
     | spans((0, 99), (2**31, 2**40)),
 }
 NAMES = (*HEADS, "ffn_hidden", "gated", "norm", "mask", "dropout")
+MANY_OF_ONE_SIGN = {
+    "comm.ranks": "1",
+    "dtype": "float16",
+    "(autocast)": "weights of two dtypes",
+    "x.seq_len": "thousands",
+    "x.upstream": "expanded",
+    "hidden": "65 to 130",
+    "mask.causal": "False",
+}
+"""Every token has about the same gradient of the norm's bias: their sum in float16 stagnates."""
 KINDS: tuple[tuple[dict[str, Parts], Kind], ...] = (
     ({}, Kind(sp.SelfAttention, HEADS, attended, ("x", "sharding", "mask"))),
     (BLOCK, Kind(sp.TransformerBlock, NAMES, block, ("x", "sharding", "mask", "seed"))),
@@ -178,7 +188,7 @@ SUBJECTS = [
         TOKENS | ATTENTION | MASK | more | COMMON | LOWER,
         partial(masked, kind),
         covers=(f"{kind.made.__name__}.forward",),
-        together=({"rope": "given"},),
+        together=({"rope": "given"}, MANY_OF_ONE_SIGN),
     )
     for more, kind in KINDS
 ]
