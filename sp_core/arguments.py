@@ -114,6 +114,10 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: value is None or isinstance(value, Tensor),
         "a tensor with one logit per query head, or None",
     ),
+    "alibi": (
+        lambda value: value is None or (_is_sequence(value) and all(map(_is_number, value))),
+        "a finite slope for each query head, as a list, tuple or tensor (H,), or None",
+    ),
     "inner": (lambda value: value is None or callable(value), "a function that computes attention"),
 }
 

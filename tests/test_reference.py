@@ -74,6 +74,7 @@ TERMS: list[dict[str, Any]] = [
     {},
     {"softcap": 0.8},
     {"sinks": torch.tensor([0.3, -0.2, 1.5, -2.0], dtype=torch.float64)},
+    {"softcap": 0.8, "alibi": (0.5, 0.1, -0.3, 2.0)},
 ]
 
 
@@ -90,7 +91,10 @@ def test_attention_is_the_sum_written_out(mask: Sizes, terms: dict[str, Any]) ->
     result = reference.attention(q, k, v, softmax_scale=0.7, **mask, **terms)
     for b, i, h in [(0, 0, 0), (1, 6, 3), (0, 3, 2), (1, 2, 1)]:
         keys = [j for j in range(7) if sees(i, j, mask)]
-        weights = [math.exp(logit(q[b, i, h], k[b, j, h // 2], **terms)) for j in keys]
+        slope = terms.get("alibi", [0] * 4)[h]
+        weights = [
+            math.exp(logit(q[b, i, h], k[b, j, h // 2], **terms) - slope * abs(i - j)) for j in keys
+        ]
         total = sum(weights) + (math.exp(terms["sinks"][h]) if "sinks" in terms else 0.0)
         expected = sum(
             (w / total * v[b, j, h // 2] for w, j in zip(weights, keys, strict=True)),
@@ -113,6 +117,9 @@ def test_gradients_by_formula_are_those_of_autograd(mask: Sizes, terms: dict[str
     logits = torch.einsum("bqkgd,bskd->bkgqs", q.unflatten(2, (2, 2)), k).flatten(1, 2) * 3**-0.5
     if "softcap" in terms:
         logits = terms["softcap"] * (logits / terms["softcap"]).tanh()
+    if "alibi" in terms:
+        apart = (torch.arange(7)[:, None] - torch.arange(7)).abs()
+        logits = logits - torch.tensor(terms["alibi"], dtype=q.dtype)[:, None, None] * apart
     if "sinks" in terms:
         leaves.append(terms["sinks"].clone().requires_grad_())
         names.append("dsinks")

@@ -38,7 +38,7 @@ def block_attention(
         v: (B, K, Sk, D).
         kind: "full", "causal" (Sq = Sk, key j visible to query i when j <= i) or "partial".
         allowed: bool (Sq, Sk), for "partial" only.
-        logits: how they follow from q k^T.
+        logits: how they follow from q k^T, with positions if they depend on them.
         backend: a kernel by name, as from `backend_for`; None chooses. Logits that only the plain
             kernel computes run on it all the same.
 
@@ -58,7 +58,7 @@ def block_attention(
     if allowed is None or (seen := _seen(allowed)) is None:
         return kernels.forward(backend, q, k, v, kind, allowed, logits)
     i, j = (x.to(q.device) for x in seen)
-    inside: Any = {"kind": kind, "allowed": allowed[seen[0]][:, seen[1]], "logits": logits}
+    inside: Any = {"kind": kind, "allowed": allowed[seen[0]][:, seen[1]], "logits": logits.at(i, j)}
     part, part_lse = block_attention(q[:, :, i], k[:, :, j], v[:, :, j], backend=backend, **inside)
     out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=part_lse.dtype)
     return out.index_copy_(2, i, part), lse.index_copy_(2, i, part_lse)
@@ -106,7 +106,7 @@ def block_attention_backward(
     if allowed is None or (seen := _seen(allowed)) is None:
         return kernels.backward(backend, grad_out, q, k, v, out, lse, kind, allowed, logits)
     i, j = (x.to(q.device) for x in seen)
-    inside: Any = {"kind": kind, "allowed": allowed[seen[0]][:, seen[1]], "logits": logits}
+    inside: Any = {"kind": kind, "allowed": allowed[seen[0]][:, seen[1]], "logits": logits.at(i, j)}
     tensors = (grad_out[:, :, i], q[:, :, i], k[:, :, j], v[:, :, j], out[:, :, i], lse[:, :, i])
     parts = block_attention_backward(*tensors, backend=backend, **inside)
     dq, dk, dv = (

@@ -40,7 +40,7 @@ def local_attention(
         kv_positions: Sk global positions; 0 .. Sk - 1 when None.
         softmax_scale: factor of the scores; 1 / sqrt(D) when None.
         return_lse: also return the log-sum-exp of the scores, differentiably.
-        terms: more terms of the scores, by the names of `Terms`: `softcap`, `sinks`.
+        terms: more terms of the scores, by the names of `Terms`: `softcap`, `sinks`, `alibi`.
 
     Returns:
         out (B, Sq, H, D) in q's dtype; with return_lse also lse (B, H, Sq) in float32 or wider. A

@@ -56,8 +56,8 @@ def backend_for(
         dtype: of q, k and v.
         head_dim: of q, k and v.
         kind: "full", "causal" (square) or "partial".
-        logits: how they follow from q k^T. Only the plain kernel bounds them. The CUDA kernels take
-            a row's maximum before they scale, so they need a positive scale.
+        logits: how they follow from q k^T. Only the plain kernel bounds and biases them. The CUDA
+            kernels take a row's maximum before they scale, so they need a positive scale.
 
     Returns:
         "flash_cpu", "flash_cuda", "efficient_cuda" or "plain" ("cudnn_cuda" only when asked for by
@@ -169,7 +169,8 @@ def _plain(
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=dtype)
     for rows, keys, visible in strips:
         part, k_, v_ = (x.to(dtype) for x in (q[:, :, rows], k[:, :, keys], v[:, :, keys]))
-        scores = _masked(_scores(_grouped(part, k.shape[1]), k_, logits), visible)
+        scores = _scores(_grouped(part, k.shape[1]), k_, logits)
+        scores = _masked(scores, visible, logits.at(rows, keys))
         sums = torch.logsumexp(scores, dim=-1)
         # A row that saw nothing has -inf - -inf here; +inf makes its weights 0.
         p = scores.sub_(sums.masked_fill(sums == -torch.inf, torch.inf).unsqueeze(-1)).exp_()
@@ -199,7 +200,8 @@ def _plain_backward(
         ds = (do @ v_.mT).sub_((do * o).sum(-1, keepdim=True)).mul_(logits.softmax_scale)
         if logits.softcap is not None:
             ds.mul_(1 - (scores / logits.softcap).square_())  # the derivative of tanh
-        p = _masked(scores, visible).sub_(lse[:, :, rows].to(dtype).reshape(*q_.shape[:3], 1))
+        p = _masked(scores, visible, logits.at(rows, keys))
+        p.sub_(lse[:, :, rows].to(dtype).reshape(*q_.shape[:3], 1))
         dv[:, :, keys] += p.exp_().mT @ do
         ds.mul_(p)
         dq[:, :, rows] = _ungrouped(ds @ k_, q[:, :, rows])
@@ -227,8 +229,9 @@ def _scores(q: Tensor, k: Tensor, logits: Logits) -> Tensor:
     return scores if cap is None else scores.div_(cap).tanh_().mul_(cap)
 
 
-def _masked(scores: Tensor, visible: Tensor | None) -> Tensor:
-    """Write -inf over the scores of hidden keys."""
+def _masked(scores: Tensor, visible: Tensor | None, logits: Logits) -> Tensor:
+    """Add the bias of the positions, and write -inf over the scores of hidden keys."""
+    logits.add_bias(scores)
     if visible is not None:
         by_query = scores.view(*scores.shape[:2], -1, *visible.shape)
         by_query.masked_fill_(~visible, -torch.inf)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
@@ -11,6 +12,10 @@ from torch import Tensor
 
 from sp_core import arguments
 from sp_core.errors import DeviceError, DtypeError, ShapeError
+from sp_core.mask import Positions, position_tensor
+
+BY_HEAD = ("sinks", "alibi")
+"""The terms that have one number for each query head."""
 
 
 class Terms(TypedDict, total=False):
@@ -24,23 +29,34 @@ class Terms(TypedDict, total=False):
             values, which are not compared. The gradient is this rank's summand: pass
             `copy_to_group(sinks, comm=comm)` to sum it over the ranks, as for any weight that they
             hold alike.
+        alibi: H slopes, one for each query head: finite numbers, or a tensor (H,) whose values are
+            read. A score falls by its head's slope for each position between query and key, in
+            both directions. Positions are global. Slopes are constants: they get no gradient. The
+            plain kernel computes them on every device, without torch's fused kernels.
 
     Source: Gemma Team 2024, Gemma 2: Improving Open Language Models at a Practical Size,
     arXiv:2408.00118, section 2, for softcap; OpenAI 2025, gpt-oss-120b & gpt-oss-20b Model Card,
-    arXiv:2508.10925, section 2, for sinks.
+    arXiv:2508.10925, section 2, for sinks; Press et al. 2022, Train Short, Test Long, ICLR,
+    arXiv:2108.12409, section 3, for alibi.
     """
 
     softcap: float | None
     sinks: Tensor | None
+    alibi: Sequence[float] | Tensor | None
 
 
 @dataclass(frozen=True)
 class Logits:
-    """The logits of attention, from scores q k^T: the scale, and the terms as in `Terms`."""
+    """The logits of attention, from scores q k^T: the scale, and the terms as in `Terms`.
+
+    `positions`: of the queries and of the keys, (Sq,) and (Sk,), where there are slopes.
+    """
 
     softmax_scale: float
     softcap: float | None = None
     sinks: Tensor | None = field(default=None, repr=False)
+    alibi: tuple[float, ...] | None = None
+    positions: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
 
     @classmethod
     def of(
@@ -50,39 +66,82 @@ class Logits:
         softmax_scale: float | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        alibi: Sequence[float] | Tensor | None = None,
         **unknown: object,
     ) -> Logits:
         """Check what an attention of q (B, S, H, D) was given, and fill in the default scale.
 
         Raises:
             TypeError: softmax_scale is not a finite number, softcap not a positive one, sinks no
-                tensor, or an unknown argument.
-            ShapeError, DtypeError, DeviceError: sinks that do not fit q.
+                tensor, alibi not finite numbers, or an unknown argument.
+            ShapeError, DtypeError, DeviceError: sinks or slopes that do not fit q.
+            ValueError: slopes that require a gradient.
         """
         if unknown:
             raise TypeError(
                 f"{', '.join(unknown)} was given, which no attention takes. Pass a mask as "
-                "mask=Mask(causal=True); the terms of the logits are softcap and sinks."
+                "mask=Mask(causal=True); the terms of the logits are softcap, sinks and alibi."
             )
-        arguments.check(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks)
+        if isinstance(alibi, Tensor):
+            alibi = _values(alibi)
+        arguments.check(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks, alibi=alibi)
         if sinks is not None:
             _check_sinks(sinks, q)
+        if alibi is not None and len(alibi) != q.shape[2]:
+            raise ShapeError(
+                f"{len(alibi)} ALiBi slopes given, needed {q.shape[2]}, one for each query head"
+            )
         scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
-        return cls(scale, softcap, sinks)
+        return cls(scale, softcap, sinks, None if alibi is None else tuple(map(float, alibi)))
 
     @property
     def is_plain(self) -> bool:
         """Return whether only the plain kernel, which holds the scores, can compute them."""
-        return self.softcap is not None
+        return self.softcap is not None or self.alibi is not None
 
-    def of_heads(self, heads: range) -> Logits:
+    def of_heads(self, heads: range | slice) -> Logits:
         """Return the logits of some of the query heads."""
         at = slice(heads.start, heads.stop)
-        return replace(self, sinks=None if self.sinks is None else self.sinks[at])
+        return replace(self, **{x: y[at] for x, y in self.given().items() if x in BY_HEAD})
+
+    def between(self, queries: Positions, keys: Positions, device: torch.device) -> Logits:
+        """Return the logits between tokens at these global positions."""
+        if self.alibi is None:
+            return self
+        places = position_tensor(queries, device), position_tensor(keys, device)
+        return replace(self, positions=places)
+
+    def at(self, queries: slice | Tensor, keys: slice | Tensor) -> Logits:
+        """Return the logits between some of the queries and some of the keys."""
+        if self.positions is None:
+            return self
+        return replace(self, positions=(self.positions[0][queries], self.positions[1][keys]))
+
+    def add_bias(self, scores: Tensor) -> None:
+        """Subtract slope * |query position - key position| in place.
+
+        Args:
+            scores: (B, K, H/K * Sq, Sk), float32 or wider; changed.
+        """
+        if self.alibi is not None:
+            assert self.positions is not None
+            queries, keys = self.positions
+            apart = (queries[:, None] - keys).abs().to(scores.dtype)
+            heads = scores.shape[1], len(self.alibi) // scores.shape[1], 1, 1
+            by_query = scores.unflatten(2, (-1, len(queries)))
+            by_query.addcmul_(scores.new_tensor(self.alibi).view(heads), apart, value=-1)
 
     def given(self) -> dict[str, Any]:
         """Return the scale and the terms that there are, as arguments of `local_attention`."""
         return {name: value for name, value in vars(self).items() if value is not None}
+
+
+def _values(alibi: Tensor) -> list[float]:
+    """Read slopes, which are constants."""
+    if alibi.requires_grad:
+        raise ValueError("alibi slopes with requires_grad given; they are constants: detach() them")
+    values: list[float] = alibi.tolist()
+    return values
 
 
 def _check_sinks(sinks: Tensor, q: Tensor) -> None:

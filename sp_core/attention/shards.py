@@ -69,6 +69,7 @@ def attend(
             documents.
     """
     planned = _blocks(q, k, q_positions, kv_positions, mask)
+    logits = logits.between(q_positions, kv_positions, q.device)
     allowed = _dense_masks(q_positions, kv_positions, mask)
     for blocks, packs in (packed(planned, q, backend, logits), (planned, ())):
         out, lse = _attend(blocks, packs, allowed, q, k, v, between, logits=logits, backend=backend)
@@ -157,6 +158,7 @@ def attend_backward(
     if grad_lse is not None:
         grad_out, q, k, v, out = _with_lse_columns(grad_out, q, k, v, out, grad_lse)
     planned = _blocks(q, k, q_positions, kv_positions, mask)
+    logits = logits.between(q_positions, kv_positions, q.device)
     allowed = _dense_masks(q_positions, kv_positions, mask)
     tensors = (grad_out, q, k, v, out, lse)
     for blocks, packs in (packed(planned, q, backend, logits), (planned, ())):
@@ -194,12 +196,19 @@ def _gradients(
 
 
 def _forward_parts(
-    blocks: Iterable[Block], allowed: Allowed, q: Tensor, k: Tensor, v: Tensor, **options: Any
+    blocks: Iterable[Block],
+    allowed: Allowed,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    logits: Logits,
+    **options: Any,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Run each block when its result is asked for."""
     for block in blocks:
-        tensors = q[:, :, block.queries], k[:, :, block.keys], v[:, :, block.keys]
-        yield block_attention(*tensors, kind=block.kind, allowed=allowed(block), **options)
+        i, j = block.queries, block.keys
+        options |= {"kind": block.kind, "allowed": allowed(block), "logits": logits.at(i, j)}
+        yield block_attention(q[:, :, i], k[:, :, j], v[:, :, j], **options)
 
 
 def _backward_parts(
@@ -211,13 +220,14 @@ def _backward_parts(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    logits: Logits,
     **options: Any,
 ) -> Iterator[Triple]:
     """Run the backward of each block when its result is asked for."""
     for block in blocks:
         i, j = block.queries, block.keys
         tensors = (grad_out[:, :, i], q[:, :, i], k[:, :, j], v[:, :, j], out[:, :, i])
-        options |= {"kind": block.kind, "allowed": allowed(block)}
+        options |= {"kind": block.kind, "allowed": allowed(block), "logits": logits.at(i, j)}
         yield block_attention_backward(*tensors, lse[:, :, i], **options)
 
 

@@ -6,7 +6,7 @@ dim, P ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -141,6 +141,8 @@ class SelfAttention(ReplicatedLayer):
         softcap: bound of the logits, passed to the scheme; none if not given.
         sinks: learn one logit per head that joins every softmax as a key without a value; `sinks`
             (H,) starts at 0.
+        alibi: H slopes by which the logits of each head fall with the distance, passed to the
+            scheme; none if not given.
         device, dtype: of the weights.
 
     Raises:
@@ -160,11 +162,13 @@ class SelfAttention(ReplicatedLayer):
         bias: bool = True,
         softcap: float | None = None,
         sinks: bool = False,
+        alibi: Sequence[float] | Tensor | None = None,
         device: Device = None,
         dtype: Dtype = None,
     ) -> None:
         super().__init__(hidden, comm)
-        self.terms = {} if softcap is None else {"softcap": softcap}
+        terms = {"softcap": softcap, "alibi": alibi}
+        self.terms = {name: value for name, value in terms.items() if value is not None}
         if sinks:
             self.sinks = nn.Parameter(torch.zeros(num_heads, device=device, dtype=dtype))
         num_kv_heads = num_kv_heads or num_heads
@@ -243,7 +247,8 @@ class TransformerBlock(nn.Module):
 
     Args:
         hidden: E.
-        num_heads, num_kv_heads, head_dim, attention, rope, softcap, sinks: as in `SelfAttention`.
+        num_heads, num_kv_heads, head_dim, attention, rope, softcap, sinks, alibi: as in
+            `SelfAttention`.
         ffn_hidden, gated: as in `FeedForward`.
         comm: the ranks that share the sequence and hold the weights alike.
         norm: "layer" or "rms".
@@ -276,6 +281,7 @@ class TransformerBlock(nn.Module):
         dropout: float = 0.0,
         softcap: float | None = None,
         sinks: bool = False,
+        alibi: Sequence[float] | Tensor | None = None,
         device: Device = None,
         dtype: Dtype = None,
     ) -> None:
@@ -286,7 +292,7 @@ class TransformerBlock(nn.Module):
         self.mask, self.dropout, self.comm = mask, dropout, comm
         held: Any = {"comm": comm, "device": device, "dtype": dtype}
         heads: Any = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "rope": rope}
-        heads |= {"softcap": softcap, "sinks": sinks}
+        heads |= {"softcap": softcap, "sinks": sinks, "alibi": alibi}
         self.norm1 = make_norm(hidden, **held)
         self.attention = SelfAttention(
             hidden, num_heads, attention=attention, bias=bias, **heads, **held

@@ -53,7 +53,7 @@ def allgather_kv_attention(
         mask: who sees whom; everybody if not given.
         softmax_scale: factor of the scores; 1/sqrt(D) if not given.
         return_lse: also return the log-sum-exp of each query's scores.
-        terms: more terms of the scores, by the names of `Terms`: `softcap`, `sinks`.
+        terms: more terms of the scores, by the names of `Terms`: `softcap`, `sinks`, `alibi`.
 
     Returns:
         out (B, S/P, H, D) in the dtype of q; with `return_lse` also lse (B, H, S/P) in float32 or
@@ -134,7 +134,7 @@ def _gradients(
             assert held is not None
             given = (do[:, h], q[:, h], *heads_first(held, kv), out[:, h], lse[:, h])
             gl = None if grad_lse is None else grad_lse[:, h]
-            among = problem.against(positions)
+            among = problem.against(positions, h)
             dq, dk, dv = attend_backward(*given, **among, grad_lse=gl, between=problem.comm.poll)
             dqs.append(dq.to(q.dtype))
             yield dk, dv

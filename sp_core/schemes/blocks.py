@@ -118,7 +118,7 @@ def _attend(
     for visit in scheme.visits(k, v, problem, head_groups(q.shape[1], k.shape[2], problem.comm)):
         for heads, kv in visit.groups if visit.held is not None else ():
             assert visit.held is not None
-            among = problem.against(visit.positions)
+            among = problem.against(visit.positions, heads)
             given = (q[:, heads], *heads_first(visit.held, kv))
             part = attend(*given, **among, out_dtype=dtype, between=poll)
             if heads.start in results:

@@ -62,7 +62,7 @@ def hybrid_attention(
         mask: who sees whom; everybody if not given.
         softmax_scale: factor of the scores; 1/sqrt(D) if not given.
         return_lse: also return the log-sum-exp of each query's scores.
-        terms: more terms of the scores, by the names of `Terms`: `softcap`, `sinks`.
+        terms: more terms of the scores, by the names of `Terms`: `softcap`, `sinks`, `alibi`.
 
     Returns:
         out (B, S/(R*U), H, D) in the dtype of q; with `return_lse` also lse (B, H, S/(R*U)) in

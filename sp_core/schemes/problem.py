@@ -32,14 +32,17 @@ class Problem:
     logits: Logits
     resident: bool = False
 
-    def against(self, kv_positions: Positions) -> dict[str, Any]:
-        """Return the arguments of `attend` for this rank's queries and keys at these positions."""
+    def against(self, kv_positions: Positions, heads: slice) -> dict[str, Any]:
+        """Return the arguments of `attend` for these heads of this rank's queries.
+
+        Its keys are at `kv_positions`.
+        """
         positions = self.sharding.positions(self.comm.rank)
         return {
             "q_positions": positions,
             "kv_positions": kv_positions,
             "mask": self.mask,
-            "logits": self.logits,
+            "logits": self.logits.of_heads(heads),
         }
 
 

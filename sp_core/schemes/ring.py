@@ -55,7 +55,7 @@ def ring_attention(
         mask: who sees whom; everybody if not given.
         softmax_scale: factor of the scores; 1/sqrt(D) if not given.
         return_lse: also return the log-sum-exp of each query's scores.
-        terms: more terms of the scores, by the names of `Terms`: `softcap`, `sinks`.
+        terms: more terms of the scores, by the names of `Terms`: `softcap`, `sinks`, `alibi`.
 
     Returns:
         out (B, S/P, H, D) in the dtype of q; with `return_lse` also lse (B, H, S/P) in float32 or
@@ -134,11 +134,11 @@ def _gradients(
     for step, positions, _, held in _visits(k, v, problem, groups):
         own = None
         if held is not None:
-            among = problem.against(positions)
             own = k.new_empty((2, *held[0].shape), dtype=dq.dtype)
             for h, kv in groups:
                 given = (do[:, h], q[:, h], *heads_first(held, kv), out[:, h], lse[:, h])
                 gl = None if grad_lse is None else grad_lse[:, h]
+                among = problem.against(positions, h)
                 part, dk, dv = attend_backward(*given, **among, grad_lse=gl, between=poll)
                 dq[:, h] += part
                 own[0, :, :, kv], own[1, :, :, kv] = dk.transpose(1, 2), dv.transpose(1, 2)

@@ -59,7 +59,7 @@ def ulysses_attention(
         inner: attention over the whole sequence on one device, `local_attention` if not given;
             called as that with `q_positions`, `kv_positions`, `mask`, `softmax_scale`,
             `return_lse=True`, and the other terms of the logits that were given.
-        terms: more terms of the scores, by the names of `Terms`: `softcap`, `sinks`.
+        terms: more terms of the scores, by the names of `Terms`: `softcap`, `sinks`, `alibi`.
 
     Returns:
         out (B, S/P, H, D) in the dtype of q; with `return_lse` also lse (B, H, S/P) in float32 or

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from oracle.attention_check import Shards, compare
-from oracle.strategies import DTYPES, EVERY_LAYOUT, STORAGES, AttentionProblem
+from oracle.strategies import DTYPES, EVERY_LAYOUT, SLOPES, STORAGES, AttentionProblem
 
 import sp_core as sp
 from domains import masks, situations
@@ -114,6 +114,7 @@ COMMON: dict[str, Parts] = {
     "softmax_scale": values(None, 0.25, 0.0, -0.5),
     "softcap": values(None, 0.5, 50.0),
     "sinks": values(None, 1.0, 30.0),
+    "alibi": values(None, *SLOPES),
     "return_lse": values("without gradient", "with gradient", "not asked"),
 }
 
@@ -145,6 +146,7 @@ def problem_of(drawn: Values) -> AttentionProblem:
         kv_start=drawn["sharding.start"] if own else drawn["kv_sharding.start"],
         softcap=drawn.get("softcap"),
         sinks=drawn.get("sinks"),
+        alibi=drawn.get("alibi"),
     )
 
 
@@ -162,6 +164,7 @@ def arguments_of(shards: Shards, drawn: Values) -> Values:
         "softmax_scale": shards.problem.softmax_scale,
         "softcap": shards.problem.softcap,
         "sinks": shards.terms.get("sinks"),
+        "alibi": shards.terms.get("alibi"),
         "return_lse": drawn["return_lse"] != "not asked",
     }
 

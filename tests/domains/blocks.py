@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 from oracle import reference
+from oracle.strategies import SLOPES, slopes
 from torch import Tensor
 
 import sp_core as sp
@@ -28,6 +29,11 @@ def own_scheme(*given: Any, **named: Any) -> Any:
 def num_heads(chance: Random, drawn: Values, *, group: tuple[int, int]) -> int:
     """Return a number of query heads for the number of key and value heads."""
     return (drawn["num_kv_heads"] or chance.randint(1, 3)) * chance.randint(*group)
+
+
+def slopes_of(_: Random, drawn: Values, *, first: float | None) -> tuple[float, ...] | None:
+    """Return ALiBi slopes for the number of query heads."""
+    return slopes(drawn["num_heads"], first)
 
 
 def hidden(chance: Random, drawn: Values, *, least: int, most: int) -> int:
@@ -79,6 +85,7 @@ ATTENTION: dict[str, Parts] = {
     "bias": values(True, False),
     "softcap": values(None, 0.5, 20.0),
     "sinks": values(False, True),
+    "alibi": {str(first): partial(slopes_of, first=first) for first in (None, *SLOPES)},
 }
 
 
@@ -94,7 +101,7 @@ def mask_of(drawn: Values) -> Values:
 
 def terms_of(drawn: Values) -> Values:
     """Return the terms of the logits, as the reference takes them."""
-    return {name: drawn[name] for name in ("softcap",)}
+    return {name: drawn[name] for name in ("softcap", "alibi")}
 
 
 def attended(
@@ -154,6 +161,7 @@ HEADS = (
     "bias",
     "softcap",
     "sinks",
+    "alibi",
 )
 BLOCK: dict[str, Parts] = {
     "ffn_hidden": values("default") | WIDTHS,

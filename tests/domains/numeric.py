@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from oracle import reference
 from oracle.collective_cases import MEMORIES, in_memory
-from oracle.strategies import DTYPES, STORAGES, placed
+from oracle.strategies import DTYPES, STORAGES, placed, slopes
 from torch import Tensor
 
 import sp_core as sp
@@ -197,10 +197,7 @@ def attended(drawn: Values) -> Call:
     if drawn["return_lse"] == "with gradient":
         wide = str(accumulation_dtype(wholes[0].dtype)).removeprefix("torch.")
         grads.append(normal(seed + 6, (shape[0], shape[2], queries), wide))
-    terms = {name: drawn[name] for name in ("softmax_scale", "softcap")}
-    if drawn["sinks"] is not None:
-        sinks = normal(seed + 7, shape[2:3], dtype) * drawn["sinks"]
-        terms["sinks"] = sinks.to(wholes[0].dtype).requires_grad_()
+    terms = terms_of(drawn, shape[2], wholes[0].dtype)
     given = {"mask": mask, **terms}
     given["return_lse"] = drawn["return_lse"] != "no"
     plain = {} if mask is None else masks.plain(masks.given_to(drawn))
@@ -210,6 +207,17 @@ def attended(drawn: Values) -> Call:
     leaves |= {} if drawn["sinks"] is None else {"dsinks": terms["sinks"]}
     judge = partial(judge_attended, wholes, leaves, grads, options, len(blocks) + 1)
     return Call(sp.local_attention, {**named, **where, **given}, judge)
+
+
+def terms_of(drawn: Values, heads: int, dtype: torch.dtype) -> Values:
+    """Return the scale and the terms of the logits; slopes are a tuple or a tensor."""
+    terms = {name: drawn[name] for name in ("softmax_scale", "softcap")}
+    if drawn["sinks"] is not None:
+        sinks = normal(drawn["seed"] + 7, (heads,), drawn["q.dtype"]) * drawn["sinks"]
+        terms["sinks"] = sinks.to(dtype).requires_grad_()
+    alibi = slopes(heads, drawn["alibi"])
+    terms["alibi"] = alibi if alibi is None or drawn["seed"] % 2 else torch.tensor(alibi)
+    return terms
 
 
 def judge_attended(
@@ -237,12 +245,12 @@ def judge_attended(
         near(f"local attention {name}", actual, getattr(source, name), allowed)
 
 
+TERMS = ("softcap", "sinks", "alibi")
 LOCAL: dict[str, Parts] = (
     {
         name: parts
         for name, parts in attention.COMMON.items()
-        if name
-        in ("q.head_dim", "q.dtype", "q.magnitude", "q.group", "softmax_scale", "softcap", "sinks")
+        if name in ("q.head_dim", "q.dtype", "q.magnitude", "q.group", "softmax_scale", *TERMS)
     }
     | {
         "q.batch": spans((1, 1), (2, 3), (0, 0)),

@@ -36,6 +36,7 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
     "scale": ("default", "given"),
     "softcap": ("none", "given"),
     "sinks": ("none", "with gradient", "without"),
+    "alibi": ("none", "given"),
     "late": ("nobody", "a rank"),
 }
 """Every dimension and its values."""
@@ -140,6 +141,7 @@ def attention_features(scheme: str, problem: AttentionProblem, size: int) -> dic
         "sinks": "none"
         if problem.sinks is None
         else ("without" if problem.seed % 2 else "with gradient"),
+        "alibi": "none" if problem.alibi is None else "given",
         "late": "a rank" if problem.late else "nobody",
     }
 

@@ -52,6 +52,19 @@ PROBLEMS = {
     "attention sinks": tuple(
         replace(BASE, sinks=1.0, seed=2, kv_heads=kv_heads, group=2) for kv_heads in (4, 3, 1)
     ),
+    "ALiBi slopes, causal and not": tuple(
+        replace(
+            BASE,
+            alibi=0.5,
+            layout="zigzag",
+            kv_layout="zigzag",
+            mask=Mask(causal),
+            kv_heads=kv_heads,
+            group=group,
+        )
+        for causal in (True, False)
+        for kv_heads, group in ((4, 1), (3, 2), (1, 4))
+    ),
     "gradient of the log-sum-exp": (replace(BASE, seed=3),),
 }
 NAMES = (*SCHEMES, "hybrid 2 x 2")

@@ -37,6 +37,17 @@ STORAGES = ("plain", "transposed", "padded", "spread", "expanded")
 MOST_RANKS = 8  # what depends on the length of a shard is drawn for any number of ranks up to this
 
 
+SLOPES = (0.5, 8.0, -0.05)
+"""ALiBi slopes of a head number 0: gentle, steep, and one that favours what is far away."""
+
+
+def slopes(num_heads: int, first: float | None) -> tuple[float, ...] | None:
+    """One ALiBi slope per head, all different, as Press et al. choose them for a power of 2."""
+    if first is None:
+        return None
+    return tuple(first * 2 ** (-8 * head / num_heads) for head in range(num_heads))
+
+
 @dataclass(frozen=True)
 class AttentionProblem:
     """One attention problem over the whole sequence; tensors are (B, S, H, D) and (B, S, K, D).
@@ -61,6 +72,7 @@ class AttentionProblem:
         softcap: bound of the logits, or None.
         sinks: about the size of the sinks, or None for none. They need a gradient where the seed is
             even.
+        alibi: ALiBi slope of a head number 0; those of the others fall from there. None for none.
     """
 
     batch: int
@@ -85,6 +97,7 @@ class AttentionProblem:
     kv_start: int = 0
     softcap: float | None = None
     sinks: float | None = None
+    alibi: float | None = None
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -103,6 +116,7 @@ class AttentionProblem:
     def terms(self) -> dict[str, Any]:
         """Return the terms of the logits that there are, as every attention takes them."""
         given: dict[str, Any] = {"softmax_scale": self.softmax_scale, "softcap": self.softcap}
+        given["alibi"] = slopes(self.kv_heads * self.group, self.alibi)
         if self.sinks is not None:
             generator = torch.Generator().manual_seed(self.seed + 3)
             heads = torch.randn(self.kv_heads * self.group, generator=generator)
@@ -272,4 +286,5 @@ def attention_problems(
         late=draw(st.integers(0, 7)) == 7,
         softcap=draw(st.none() | st.sampled_from([0.5, 5.0, 50.0])),
         sinks=draw(st.none() | st.sampled_from([1.0, 30.0])),
+        alibi=draw(st.none() | st.sampled_from(SLOPES)),
     )

@@ -224,6 +224,23 @@ ON_ONE_RANK: Table = {
             "sinks (1,)",
             lambda mesh, here: attention(mesh, sinks=torch.ones(1) if here else None),
         ),
+        "ALiBi slopes": (
+            sp.CollectiveMismatch,
+            "alibi=(0.5, 0.25, 0.125, 0.0625)",
+            lambda mesh, here: attention(
+                mesh, alibi=[2.0 ** -(head + 1 + here) for head in range(2 * K)]
+            ),
+        ),
+        "ALiBi slopes of this rank's heads": (
+            sp.ShapeError,
+            "1 ALiBi slopes given, needed 4",
+            lambda mesh, here: attention(mesh, alibi=torch.ones(1 if here else 2 * K)),
+        ),
+        "ALiBi slopes that learn": (
+            ValueError,
+            "they are constants",
+            lambda mesh, here: attention(mesh, alibi=torch.ones(2 * K, requires_grad=here)),
+        ),
         "a term that there is not": (
             TypeError,
             "softcup",

@@ -144,6 +144,17 @@ ROWS: list[Row] = [
         )
         for softcap in (0.0, -1.0, float("inf"), float("nan"), True, "5")
     ),
+    *(
+        (error, text, partial(attention, (1, 3, 1, 2), alibi=alibi))
+        for error, text, alibi in (
+            (TypeError, "pass a finite slope", 0.5),
+            (TypeError, "pass a finite slope", [float("nan")]),
+            (TypeError, "pass a finite slope", torch.ones(1, 1)),
+            (TypeError, "pass a finite slope", torch.tensor(0.5)),
+            (sp.ShapeError, "2 ALiBi slopes given, needed 1", (0.5, 0.25)),
+            (ValueError, "they are constants", torch.ones(1, requires_grad=True)),
+        )
+    ),
     (
         TypeError,
         "causal was given, which no attention takes.*mask=Mask",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from .dense import visible
+from .dense import distances, visible
 
 # of the perturbations: its square is far below, float64's round-off over it far below what is
 # measured
@@ -89,6 +89,7 @@ def self_attention(
     softmax_scale: float | None = None,
     rounding: Rounding = lambda t: t,
     softcap: float | None = None,
+    alibi: Sequence[float] | None = None,
 ) -> Tensor:
     """Attend to what each query sees; give zero for a query that sees nothing.
 
@@ -96,7 +97,7 @@ def self_attention(
         x: (B, S, E).
         weights: q_proj, k_proj, v_proj, o_proj: each .weight and, if any, .bias; sinks (H,), if
             any.
-        num_heads, positions, rope_base, softmax_scale, softcap, rounding: as in
+        num_heads, positions, rope_base, softmax_scale, softcap, alibi, rounding: as in
             `transformer_block`.
         seen: bool (S, S), as `visible` gives it.
     """
@@ -115,6 +116,9 @@ def self_attention(
         x = rounding(logits) / softcap
         t = rounding(x.tanh().detach())  # kernels compute the derivative from it, which cancels
         logits = softcap * (t + (1 - t**2) * (x - x.detach()))
+    if alibi is not None:
+        slopes = torch.tensor(alibi).to(logits)[:, None, None]
+        logits = rounding(logits) - rounding(slopes * distances(positions, positions).to(slopes))
     if "sinks" in weights:  # one more key, which every query sees and whose v is 0
         sinks = weights["sinks"][:, None, None].expand(*logits.shape[:3], 1)
         logits = torch.cat([logits, sinks], -1)
@@ -141,6 +145,7 @@ def transformer_block(
     documents: Sequence[int] | None = None,
     softmax_scale: float | None = None,
     softcap: float | None = None,
+    alibi: Sequence[float] | None = None,
     kept: Sequence[Tensor | float] = (1.0, 1.0),
     rounding: Rounding = lambda t: t,
 ) -> Tensor:
@@ -159,6 +164,7 @@ def transformer_block(
         causal, window, documents: as in `visible`.
         softmax_scale: 1 / sqrt(D) when None.
         softcap: the logits are softcap tanh(s / softcap) of the scaled scores s; s when None.
+        alibi: H slopes, by which the logits of each head fall with the distance; none when None.
         kept: factors of what attention and feed-forward add to x, for dropout: 0 or 1 / (1 - p).
         rounding: applied to every intermediate result; `sensitivity` perturbs there.
 
@@ -175,13 +181,7 @@ def transformer_block(
     attended = self_attention(
         normed,
         _under(weights, "attention"),
-        num_heads,
-        positions,
-        rope_base,
-        seen,
-        softmax_scale,
-        rounding,
-        softcap,
+        *(num_heads, positions, rope_base, seen, softmax_scale, rounding, softcap, alibi),
     )
     x = rounding(x + rounding(attended) * kept[0])
     normed = rounding(_norm(x, weights, "norm2", norm, eps, rounding))

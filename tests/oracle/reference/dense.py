@@ -91,6 +91,12 @@ def visible(
     return seen
 
 
+def distances(q_positions: Sequence[int] | Tensor, kv_positions: Sequence[int] | Tensor) -> Tensor:
+    """How many positions each key is away from each query, int64 (Sq, Sk)."""
+    q, k = (torch.as_tensor(p, dtype=torch.int64) for p in (q_positions, kv_positions))
+    return (q[:, None] - k[None, :]).abs()
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -118,8 +124,8 @@ def attention(
     Returns:
         out, lse and their scales in float64; 0 and -inf for queries that see nothing.
     """
-    seen = _seen(q, k, q_positions, kv_positions, causal, window, documents, kv_documents)
-    d = _dense(q, k, v, seen, **terms)
+    pairs = _pairs(q, k, q_positions, kv_positions, causal, window, documents, kv_documents)
+    d = _dense(q, k, v, *pairs, **terms)
     return AttentionReference(
         out=(d.p @ d.v).transpose(1, 2),
         lse=d.lse,
@@ -161,8 +167,8 @@ def attention_grads(
     Returns:
         dq, dk, dv, dsinks and their scales in float64.
     """
-    seen = _seen(q, k, q_positions, kv_positions, causal, window, documents, kv_documents)
-    d = _dense(q, k, v, seen, **terms)
+    pairs = _pairs(q, k, q_positions, kv_positions, causal, window, documents, kv_documents)
+    d = _dense(q, k, v, *pairs, **terms)
     do = grad_out.detach().double().transpose(1, 2)
     gl = (
         torch.zeros_like(d.lse).unsqueeze(-1)
@@ -188,7 +194,7 @@ def attention_grads(
     )
 
 
-def _seen(
+def _pairs(
     q: Tensor,
     k: Tensor,
     q_positions: Sequence[int] | Tensor | None,
@@ -197,11 +203,11 @@ def _seen(
     window: int | None,
     documents: Sequence[int] | None,
     kv_documents: Sequence[int] | None,
-) -> Tensor:
-    """`visible` with positions that default to 0, 1, ..."""
-    q_positions = torch.arange(q.shape[1]) if q_positions is None else q_positions
-    kv_positions = torch.arange(k.shape[1]) if kv_positions is None else kv_positions
-    return visible(
+) -> tuple[Tensor, Tensor]:
+    """`visible`, and |query position - key position|; positions default to 0, 1, ..."""
+    q_positions = range(q.shape[1]) if q_positions is None else q_positions
+    kv_positions = range(k.shape[1]) if kv_positions is None else kv_positions
+    seen = visible(
         q_positions,
         kv_positions,
         causal=causal,
@@ -209,6 +215,7 @@ def _seen(
         documents=documents,
         kv_documents=kv_documents,
     )
+    return seen, distances(q_positions, kv_positions)
 
 
 def _dense(
@@ -216,20 +223,25 @@ def _dense(
     k: Tensor,
     v: Tensor,
     seen: Tensor,
+    apart: Tensor,
     *,
     softmax_scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    alibi: Sequence[float] | Tensor | None = None,
 ) -> _Dense:
     """Logits, lse, probabilities, and what errors of them are proportional to.
 
     Args:
         q, k, v: as in `attention`.
         seen: as from `visible`.
+        apart: as from `distances`.
         softmax_scale: factor of q k^T; 1 / sqrt(D) when None.
         softcap: the logits are softcap tanh(s / softcap) of the scaled scores s; s when None.
         sinks: (H,), for each head the logit of one more key, which every query sees and whose v is
             0; none when None.
+        alibi: (H,), for each head the slope by which a logit falls with the distance; none when
+            None.
     """
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     group = q.shape[2] // max(k.shape[2], 1)
@@ -237,7 +249,7 @@ def _dense(
     # underflows gradually.
     limits = torch.finfo(q.dtype)
     floor = limits.tiny if q.dtype == torch.float16 else limits.tiny / limits.eps
-    seen = seen.to(q.device)
+    seen, apart = seen.to(q.device), apart.to(q.device)
     q, k, v = (t.detach().double().transpose(1, 2) for t in (q, k, v))
     k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
     logits = q @ k.mT * scale
@@ -246,6 +258,9 @@ def _dense(
     logits, slope, slope_scale = _capped(
         logits, scale, softcap, sizes / (1 + growth), 1 / (1 + growth)
     )
+    if alibi is not None:
+        bias = torch.as_tensor(alibi, dtype=q.dtype, device=q.device)[:, None, None] * apart
+        logits, growth = logits - bias, growth + _greatest(bias.abs() * seen)
     logits = logits.masked_fill(~seen, -math.inf)
     sink = q.new_full(q.shape[:3], -math.inf)
     if sinks is not None:
