@@ -171,10 +171,14 @@ def _plain(
         part, k_, v_ = (x.to(dtype) for x in (q[:, :, rows], k[:, :, keys], v[:, :, keys]))
         scores = _scores(_grouped(part, k.shape[1]), k_, logits)
         scores = _masked(scores, visible, logits.at(rows, keys))
-        sums = torch.logsumexp(scores, dim=-1)
-        # A row that saw nothing has -inf - -inf here; +inf makes its weights 0.
-        p = scores.sub_(sums.masked_fill(sums == -torch.inf, torch.inf).unsqueeze(-1)).exp_()
-        out[:, :, rows], lse[:, :, rows] = _ungrouped(p @ v_, part), sums.view(part.shape[:3])
+        # Not exp(scores - logsumexp): its weights add up to 1 within the round-off of the greatest
+        # score, and the backward's dO v^T - rowsum(dO * out) would cancel to that.
+        peak = scores.amax(-1, keepdim=True)
+        peak.masked_fill_(peak == -torch.inf, 0.0)  # a row that saw nothing
+        e = scores.sub_(peak).exp_()
+        total = e.sum(-1, keepdim=True)
+        lse[:, :, rows] = total.log().add_(peak).view(part.shape[:3])
+        out[:, :, rows] = _ungrouped((e @ v_).div_(total.masked_fill_(total == 0, 1.0)), part)
     return out, lse
 
 
