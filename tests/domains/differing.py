@@ -141,8 +141,7 @@ SOMETIMES: dict[Any, dict[str, Change]] = {
 GIVEN_INSTEAD_OF_NONE = {
     "mask": sp.Mask(),
     **dict.fromkeys(("softmax_scale", "softcap"), 0.5),
-    "sinks": torch.ones(2),
-    "alibi": (1.0, 0.5),
+    **{"sinks": torch.ones(2), "alibi": torch.ones(5)},
     **dict.fromkeys(("sizes", "split_sizes", "concat_sizes"), (2, 2)),
     "kv_sharding": sp.Sharding.contiguous(8, 2),
     "documents": (0, 4),

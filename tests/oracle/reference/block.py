@@ -117,7 +117,7 @@ def self_attention(
         t = rounding(x.tanh().detach())  # kernels compute the derivative from it, which cancels
         logits = softcap * (t + (1 - t**2) * (x - x.detach()))
     if alibi is not None:
-        slopes = torch.tensor(alibi).to(logits)[:, None, None]
+        slopes = torch.tensor(alibi, dtype=x.dtype, device=x.device)[:, None, None]
         logits = rounding(logits) - rounding(slopes * distances(positions, positions).to(slopes))
     if "sinks" in weights:  # one more key, which every query sees and whose v is 0
         sinks = weights["sinks"][:, None, None].expand(*logits.shape[:3], 1)
