@@ -102,7 +102,6 @@ WAYS = {
     "exit": noted(lambda: sys.exit(3)),
     "_exit": noted(lambda: os._exit(3)),
     "thread": fail_in_a_thread,
-    "again": fail_again,
 }
 
 
@@ -146,6 +145,7 @@ def main() -> None:
     with sp.Mesh(comm, sp=size) as mesh:
         block(mesh)
     at("behind")
+    at("again", fail_again)
     at("exit behind", noted(lambda: sys.exit(3)))
     at("atexit", exit_later)
     for _ in range(1 if PLACE == "caught" else 10**6):
