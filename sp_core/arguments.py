@@ -42,6 +42,10 @@ def _are_tokens(value: Any) -> bool:
     )
 
 
+def _are_strings(value: Any) -> bool:
+    return _is_sequence(value) and all(isinstance(text, str) and text for text in value)
+
+
 def _has_step(value: Any) -> bool:
     return callable(getattr(value, "step", None)) and not isinstance(value, type)
 
@@ -69,6 +73,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("deterministic", "return_lse", "causal", "tp_sp", "own"), _FLAG),
     **dict.fromkeys(("algorithm", "op"), _NAME),
     "stop": (_are_tokens, "a list, tuple or set of tokens, whole numbers"),
+    "stop_strings": (_are_strings, "a list or tuple of texts, none of them empty"),
     "shape": (_are_whole, "a list or tuple of whole numbers"),
     "batches": (_is_sequence, "a list of micro-batches"),
     "tensors": (lambda value: isinstance(value, (list, tuple)), "a list or tuple of tensors"),

@@ -27,7 +27,13 @@ from sp_core.llama.decode import Decoder
 from sp_core.llama.generate import Sampling, generate
 from sp_core.llama.grid import AXES
 from sp_core.llama.model import Llama, check_ranks, stage_layers
-from sp_core.llama.text import ChatTemplate, Stream, read_text, read_tokenizer
+from sp_core.llama.text import (
+    ChatTemplate,
+    Stream,
+    read_stop_strings,
+    read_text,
+    read_tokenizer,
+)
 from sp_core.mesh import Mesh
 from sp_core.probing import JOB_VARIABLES
 from sp_core.schedules import defaults
@@ -111,6 +117,13 @@ _GENERATE: dict[str, dict[str, Any]] = {
         "help": "only from the most likely tokens that together have this probability",
     },
     "--seed": {"type": int, "default": 0, "help": "of the random numbers (default: 0)"},
+    "--stop": {
+        "action": "append",
+        "default": [],
+        "metavar": "TEXT",
+        "help": "text after which a continuation ends, beside those of the folder's "
+        "generation_config.json; may be given several times",
+    },
 }
 _LOGITS: dict[str, dict[str, Any]] = {
     "--top": {"type": int, "default": 5, "help": "how many tokens to show (default: 5)"}
@@ -208,9 +221,11 @@ def _refuse(error: Exception) -> int:
     return REFUSED
 
 
-def _prepare(options: argparse.Namespace, mesh: Mesh) -> tuple[Tokenizer, list[list[int]], Llama]:
-    """Read the tokenizer, the tokens of the prompts and the model, on every rank or on none."""
-    found: list[tuple[Tokenizer, list[list[int]]]] = []
+def _prepare(
+    options: argparse.Namespace, mesh: Mesh
+) -> tuple[Tokenizer, list[list[int]], list[str], Llama]:
+    """Read tokenizer, tokens of the prompts, stop strings and model, on every rank or on none."""
+    found: list[tuple[Tokenizer, list[list[int]], list[str]]] = []
 
     def call() -> str:
         tokenizer, texts = read_tokenizer(options.model), list(options.prompt)
@@ -227,7 +242,7 @@ def _prepare(options: argparse.Namespace, mesh: Mesh) -> tuple[Tokenizer, list[l
             texts = [template.apply(text) for text in texts]
         special = not options.chat  # else the template has them
         tokens = [tokenizer.encode(text, add_special_tokens=special).ids for text in texts]
-        found.append((tokenizer, tokens))
+        found.append((tokenizer, tokens, read_stop_strings(options.model)))
         return f"prompts {tokens}"
 
     mesh[tuple(mesh.axes)].agree_on(call)
@@ -239,7 +254,7 @@ def _prepare(options: argparse.Namespace, mesh: Mesh) -> tuple[Tokenizer, list[l
 
 def _generate(options: argparse.Namespace, mesh: Mesh) -> None:
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
-    tokenizer, prompts, model = _prepare(options, mesh)
+    tokenizer, prompts, stop_strings, model = _prepare(options, mesh)
     stream = Stream(tokenizer)
     is_shown = mesh.rank == 0 and len(prompts) == 1
 
@@ -251,6 +266,8 @@ def _generate(options: argparse.Namespace, mesh: Mesh) -> None:
         prompts,
         max_tokens=options.max_tokens,
         sampling=sampling,
+        stop_strings=[*options.stop, *stop_strings],
+        tokenizer=tokenizer,
         on_token=show if is_shown else None,
     )
     if is_shown:
@@ -263,7 +280,7 @@ def _generate(options: argparse.Namespace, mesh: Mesh) -> None:
 def _logits(options: argparse.Namespace, mesh: Mesh) -> None:
     if options.top < 1:
         raise ValueError(f"--top {options.top} was given; pass at least 1.")
-    tokenizer, prompts, model = _prepare(options, mesh)
+    tokenizer, prompts, _, model = _prepare(options, mesh)
     logits = Decoder(model, [len(prompt) for prompt in prompts]).prefill(prompts)
     if mesh.rank:
         return

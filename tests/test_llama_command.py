@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from sp_core.__main__ import main
 from sp_core.errors import CheckpointError
 from sp_core.llama import LlamaConfig
-from sp_core.llama.text import ChatTemplate, Stream, read_tokenizer
+from sp_core.llama.text import ChatTemplate, Stream, read_stop_strings, read_tokenizer
 
 pytestmark = pytest.mark.mpi_skip  # these start mpiexec, which must not be done inside mpiexec
 
@@ -155,6 +155,10 @@ def test_generation_config_says_which_tokens_end_a_text(folder: Path) -> None:
     for ends, wanted in ((7, (7,)), ([7, 8], (7, 8)), (None, CASE.stops)):
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
         assert LlamaConfig.from_folder(folder).eos_token_id == wanted
+    for texts in (5, [5], [""], {"a": 1}):
+        (folder / "generation_config.json").write_text(json.dumps({"stop_strings": texts}))
+        with pytest.raises(CheckpointError, match="needed a text, a list of texts, or null"):
+            read_stop_strings(folder)
 
 
 def test_what_one_rank_finds_wrong_ends_the_job(folder: Path) -> None:
@@ -169,6 +173,7 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "no ranks": ("each needs at least 1", ("--ring", "0")),
     "an unknown algorithm": ("'bubble'", ("--tp", "2", "--algorithm", "bubble")),
     "a file that is not there": ("nothing cannot be read as text", ("--prompt-file", "nothing")),
+    "an empty stop string": ("none of them empty", ("--stop", "")),
     "a chat with a model without template": ("has no chat template", ("--chat",)),
 }
 

@@ -5,9 +5,10 @@ All ranks choose the same tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from sp_core.collectives.api import all_gather, broadcast
 from sp_core.llama.decode import Decoder
 from sp_core.llama.model import Llama, Tokens, check_model, check_tokens
 from sp_core.segments import split_ranges
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 OnToken = Callable[[int, int], None]
 """Called with the number of a prompt and its next token."""
@@ -91,6 +95,8 @@ def generate(
     max_tokens: int,
     sampling: Sampling | None = None,
     stop: Sequence[int] | None = None,
+    stop_strings: Sequence[str] = (),
+    tokenizer: Tokenizer | None = None,
     on_token: OnToken | None = None,
 ) -> list[list[int]]:
     """Continue prompts.
@@ -102,6 +108,9 @@ def generate(
         max_tokens: how many to add at most.
         sampling: how to choose; greedily if not given.
         stop: tokens after which a sequence ends; those of the model's configuration if not given.
+        stop_strings: texts after which a sequence ends: as soon as the text of its new tokens,
+            special ones included, has one of them in it.
+        tokenizer: needed for `stop_strings`. That of the first rank of a replica decides.
         on_token: called as tokens are chosen, on the ranks of the replica that does.
 
     Returns:
@@ -112,8 +121,8 @@ def generate(
         a broadcast of the tokens chosen. In the end an all-gather of the results over the replicas.
 
     Raises:
-        ValueError: an empty prompt, a token that is not in the vocabulary, or more tokens than the
-            model has positions.
+        ValueError: an empty prompt, a token that is not in the vocabulary, more tokens than the
+            model has positions, an empty stop string, or stop strings without a tokenizer.
         CollectiveMismatch: ranks with different arguments. On every rank.
     """
     check_model(model)
@@ -122,14 +131,31 @@ def generate(
     sampling = sampling or Sampling()
     grid.everyone.agree_on(
         lambda: (
-            f"generate({list(map(list, prompts))}, {max_tokens}, {sampling}, {sorted(set(stop))})"
+            f"generate({list(map(list, prompts))}, {max_tokens}, {sampling}, {sorted(set(stop))}, "
+            f"{sorted(set(stop_strings))})"
         ),
-        lambda: _check(model, prompts, max_tokens, sampling, stop, on_token),
+        lambda: _check(
+            model,
+            prompts,
+            max_tokens,
+            sampling,
+            stop=stop,
+            stop_strings=stop_strings,
+            tokenizer=tokenizer,
+            on_token=on_token,
+        ),
     )
+
+    def ends(tokens: Sequence[int]) -> bool:
+        if tokens[-1] in stop or tokenizer is None or not stop_strings:
+            return tokens[-1] in stop
+        said = tokenizer.decode(tokens, skip_special_tokens=False)
+        return any(text in said for text in stop_strings)
+
     share = split_ranges(len(prompts), grid.replicas.size)[grid.replicas.rank]
     results = {number: list[int]() for number in share}
     if share:
-        for number, token in _chosen(model, prompts, share, max_tokens, sampling, stop):
+        for number, token in _chosen(model, prompts, results, max_tokens, sampling, ends):
             results[number].append(token)
             if on_token is not None:
                 on_token(number, token)
@@ -143,42 +169,45 @@ def generate(
 def _chosen(
     model: Llama,
     prompts: Tokens,
-    share: range,
+    said: Mapping[int, Sequence[int]],
     max_tokens: int,
     sampling: Sampling,
-    stop: Sequence[int],
+    ends: Callable[[Sequence[int]], bool],
 ) -> Iterator[tuple[int, int]]:
-    """Yield the tokens of this replica's prompts with the numbers of these, as they are chosen."""
-    decoder = Decoder(model, [len(prompts[number]) + max_tokens for number in share])
-    randoms = {number: sampling.random(number) for number in share}
+    """Yield the tokens of this replica's prompts with the numbers of these, as they are chosen.
+
+    The caller adds them to `said`, the new tokens so far, which decide whether a sequence ends.
+    """
+    decoder = Decoder(model, [len(prompts[number]) + max_tokens for number in said])
+    randoms = {number: sampling.random(number) for number in said}
     # for each sequence the tokens that the decoder has not seen
-    new, step = {number: list(prompts[number]) for number in share}, decoder.prefill
+    new, step = {number: list(prompts[number]) for number in said}, decoder.prefill
     for _ in range(max_tokens):
         logits, step = step(list(new.values())), decoder.decode
-        going_on = [number for number in share if new[number]]
+        going_on = [number for number in said if new[number]]
         rows = zip(going_on, logits, strict=True)
-        chosen = torch.tensor([sampling.choose(row, randoms[number]) for number, row in rows])
-        tokens = broadcast(chosen.to(logits.device), comm=model.grid.model).tolist()
-        new = {number: [] for number in share}
-        for number, token in zip(going_on, tokens, strict=True):
+        chosen = {number: sampling.choose(row, randoms[number]) for number, row in rows}
+        told = [2 * token + ends([*said[number], token]) for number, token in chosen.items()]
+        received = torch.tensor(told, dtype=torch.int64, device=logits.device)
+        told = broadcast(received, comm=model.grid.model).tolist()
+        new = {number: [] for number in said}
+        for number, (token, is_last) in zip(going_on, (divmod(x, 2) for x in told), strict=True):
             yield number, token
-            new[number] = [] if token in stop else [token]
+            new[number] = [] if is_last else [token]
         if not any(new.values()):
             break
 
 
-def _check(
-    model: Llama,
-    prompts: Tokens,
-    max_tokens: int,
-    sampling: Sampling,
-    stop: Sequence[int],
-    on_token: OnToken | None,
-) -> None:
-    arguments.check(prompts=prompts, max_tokens=max_tokens, stop=stop, on_token=on_token)
+def _check(model: Llama, prompts: Tokens, max_tokens: int, sampling: Sampling, **more: Any) -> None:
+    arguments.check(prompts=prompts, max_tokens=max_tokens, **more)
     arguments.check_type(
         "sampling", sampling, Sampling, "Pass Sampling(...), or None to choose greedily."
     )
+    if (texts := more["stop_strings"]) and more["tokenizer"] is None:
+        raise ValueError(
+            f"stop_strings={list(texts)} were given without a tokenizer; pass tokenizer=, such as "
+            f"that of the model's folder."
+        )
     limit = model.config.max_position_embeddings
     if max_tokens < 0:
         raise ValueError(f"max_tokens={max_tokens} was given; pass at least 0.")

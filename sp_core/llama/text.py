@@ -47,6 +47,22 @@ def read_text(path: Path) -> str:
         raise CheckpointError(f"{path} cannot be read as text in UTF-8: {error}.") from error
 
 
+def read_stop_strings(folder: str | Path) -> list[str]:
+    """Return the texts after which the model's `generation_config.json` wants a text to end.
+
+    Raises:
+        CheckpointError: they are neither a text, a list of texts, nor null.
+    """
+    path = Path(folder) / "generation_config.json"
+    given = read_json(path).get("stop_strings") if path.exists() else None
+    texts = [given] if isinstance(given, str) else given or []
+    if not (isinstance(texts, list) and all(isinstance(text, str) and text for text in texts)):
+        raise CheckpointError(
+            f"{path} has stop_strings={given!r}, needed a text, a list of texts, or null."
+        )
+    return texts
+
+
 class ChatTemplate:
     """The chat template of a model folder: `chat_template.jinja`, or in `tokenizer_config.json`.
 

@@ -86,7 +86,8 @@ def markdown(everything: dict[str, Rows]) -> str:
                 for row in told.get("faults", [])
             ),
         )
-        lines += ["", *_crossed(told.get("programs", []), "place", PROGRAMS, "start", STARTS), ""]
+        programs = _crossed(told.get("programs", []), "place", PROGRAMS, "start", STARTS)
+        lines += ["", *programs, ""] if "programs" in told else [""]
     return "\n".join(lines)
 
 

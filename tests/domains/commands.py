@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import re
 from collections.abc import Iterator
@@ -101,12 +102,19 @@ BY_RANKS = dict.fromkeys(AXES, "by (ranks)") | {
     "--timeout": "of ranks that are started: test_llama_command.py"
 }
 REPLICAS = {"(ranks)": {**INFERENCE["(ranks)"], **values("--dp 2 --tp 2", "--dp 3")}}
+FOLDER_STOPS = {"no file": None, "none": [], "a text": ["e"], "a list": [*"aeiou0123 "]}
 GENERATE: dict[str, Parts] = {
     "--max-tokens": values(3, 0, 1, 9),
     "--temperature": values(0.0, 1.5, None),
     "--top-k": values(None, 1, 7),
     "--top-p": values(None, 0.5, 1.0),
     "--seed": values(0, 5, 10**18, None),
+    "--stop": {
+        "none": lambda c, v: [],
+        "one": lambda c, v: [chr(c.randint(1, 126))],
+        "many": lambda c, v: [chr(code) for code in c.sample(range(32, 127), 50)],
+    },
+    "--model.stop_strings": values(*FOLDER_STOPS),
 }
 
 
@@ -124,7 +132,7 @@ def ranks(drawn: Values) -> int:
 @contextmanager
 def inferred(name: str, comm: Any, drawn: Values) -> Iterator[Call]:
     """A command inside of a job, on a folder that one rank writes."""
-    case = case_of(drawn)
+    case, stops = case_of(drawn), FOLDER_STOPS[drawn.get("--model.stop_strings", "no file")]
     with folder_of(comm) as folder:
         if comm.rank == 0:
             written(
@@ -133,6 +141,9 @@ def inferred(name: str, comm: Any, drawn: Values) -> Iterator[Call]:
                 {"folder.dtypes": "one", "folder.more": "nothing", "folder.files": "two"},
             )
             byte_tokenizer().save(str(folder / "tokenizer.json"))
+            if stops is not None:
+                told = {"stop_strings": stops[0] if len(stops) == 1 else stops}
+                (folder / "generation_config.json").write_text(json.dumps(told))
             (folder / "chat_template.jinja").write_text(CHAT.format("{{ messages[0].content }}"))
         text = TEXTS[drawn["--prompt.text"]]
         prompts = [text[number % len(text) :] for number in range(drawn["--prompt.count"])]
@@ -149,7 +160,7 @@ def inferred(name: str, comm: Any, drawn: Values) -> Iterator[Call]:
         }
         given = {"--model": str(folder), **axes_of(drawn), **own}
         given |= {"--prompt": prompts[:first], "--prompt-file": list(map(str, files))}
-        judge = {"generate": judge_generate, "logits": judge_logits}[name]
+        judge = partial(judge_generate, stops) if name == "generate" else judge_logits
         whole = [CHAT.format(prompt) if drawn["--chat"] else prompt for prompt in prompts]
         yield Call(
             partial(printed, name, comm),
@@ -158,13 +169,17 @@ def inferred(name: str, comm: Any, drawn: Values) -> Iterator[Call]:
         )
 
 
-def judge_generate(case: Case, given: Values, prompts: list[str], text: str) -> None:
+def judge_generate(
+    stops: list[str] | None, case: Case, given: Values, prompts: list[str], text: str
+) -> None:
     """Compare with the text of the tokens that follow from the reference's logits."""
     chosen = {name: given[f"--{name.replace('_', '-')}"] for name in SAMPLING}
     sampling = Sampling(**{name: value for name, value in chosen.items() if value is not None})
     tokens = [
         decoding.continued(
-            case, list(prompt.encode()), number, given["--max-tokens"], sampling, case.stops
+            case,
+            *(list(prompt.encode()), number, given["--max-tokens"], sampling, case.stops),
+            [*given["--stop"], *(stops or [])],
         )
         for number, prompt in enumerate(prompts)
     ]

@@ -19,7 +19,7 @@ from domains.declared import Call, Parts, Values, spans, values
 from domains.models import FEW_CALLS, SCHEMES, SMALL, Expected, architecture, meshes, on_model
 from domains.sampling import SAMPLING
 from domains.situations import CALLS, LATE_SECONDS
-from sp_core.llama import Decoder, Llama, Sampling, generate, prefill_unequal
+from sp_core.llama import Decoder, Llama, Sampling, byte_tokenizer, generate, prefill_unequal
 from sp_core.llama.unequal import work_of
 from sp_core.scheduling import POLICIES, Plan
 
@@ -111,8 +111,27 @@ PROMPTS: dict[str, Parts] = {
         "some": lambda c, v: tuple(range(c.randint(2, 6))),
         "all": lambda c, v: tuple(range(400)),
     },
+    "stop_strings": {
+        "a character": lambda c, v: (chr(c.randint(1, 6)),),
+        "none": lambda c, v: (),
+        "several": lambda c, v: ("never", *map(chr, c.sample(range(1, 9), 3))),
+        "two characters": lambda c, v: tuple(
+            f"{chr(a)}{chr(b)}" for a in range(1, 9) for b in range(1, 9)
+        ),
+    },
+    "tokenizer": {
+        "of bytes": lambda c, v: byte_tokenizer(),
+        "with special tokens": lambda c, v: with_special_tokens(),
+    },
     "on_token": values("none", "recorded"),
 }
+
+
+def with_special_tokens() -> Any:
+    """A tokenizer of bytes, some of which texts do not show."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens([tokenizer.id_to_token(token) for token in range(1, 9)])
+    return tokenizer
 
 
 def texts(case: Case, drawn: Values, parameter: str) -> list[list[int]]:
@@ -132,7 +151,7 @@ def generated(case: Case, model: Llama, drawn: Values) -> Call:
         "prompts": texts(case, drawn, "prompts"),
         "max_tokens": drawn["max_tokens"],
         "sampling": Sampling(*(drawn[f"sampling.{name}"] for name in SAMPLING)),
-        "stop": drawn["stop"],
+        **{name: drawn[name] for name in ("stop", "stop_strings", "tokenizer")},
         "on_token": None if drawn["on_token"] == "none" else lambda *what: seen.append(what),
     }
     judge = partial(judge_generated, case, given, seen, CALLS[drawn["(call)"]])
@@ -148,7 +167,7 @@ def judge_generated(
 ) -> None:
     """Compare all tokens with the reference's, and with those told to `on_token`."""
     stops = case.stops if given["stop"] is None else given["stop"]
-    rest = (given["max_tokens"], given["sampling"] or Sampling(), stops)
+    rest = (given["max_tokens"], given["sampling"] or Sampling(), stops, given["stop_strings"])
     wanted = [
         once(
             ("generate", case, tuple(prompt), number, rest),
@@ -175,10 +194,16 @@ def continued(
     max_tokens: int,
     sampling: Sampling,
     stops: Sequence[int],
+    strings: Sequence[str],
 ) -> list[int]:
     """The new tokens of a prompt, from the logits of the whole sequence each time."""
     random, found = sampling.random(number), list[int]()
-    while len(found) < max_tokens and not (found and found[-1] in stops):
+
+    def has_ended() -> bool:
+        said = bytes(token for token in found if token < 256).decode(errors="replace")
+        return found[-1] in stops or any(text in said for text in strings)
+
+    while len(found) < max_tokens and not (found and has_ended()):
         tokens = torch.tensor([[*prompt, *found]])
         logits = reference.llama(tokens, models.weights_of(case), **case.options())[0, -1]
         found.append(sampling.choose(logits, random))
@@ -255,7 +280,7 @@ SUBJECTS = [
         | {f"sampling.{name}": parts for name, parts in SAMPLING.items()}
         | FEW_CALLS,
         generated,
-        allowed=("stop=too many", "on_token=gpipe", "on_token=contiguous"),
+        allowed=("stop=too many", "stop_strings=too many", "on_token=gpipe", "on_token=contiguous"),
     ),
     on_model(
         "llama.prefill_unequal",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 from torch.optim import lr_scheduler
 
@@ -90,6 +91,7 @@ NEVER: dict[Any, dict[str, Change]] = {
     },
     torch.optim.Optimizer: {"None": lambda x: None, "its class": type},
     lr_scheduler.LRScheduler: {"a number": lambda x: 3, "its class": type},
+    Tokenizer: {"a number": lambda x: 3, "text": lambda x: "of bytes"},
     Callable: {"a number": lambda x: 3, "text": str},
 }
 """Values that are never valid, by the type of the valid one."""
@@ -130,6 +132,7 @@ SOMETIMES: dict[Any, dict[str, Change]] = {
     Plan: {"all shared": lambda x: Plan(x.lengths, tuple(range(len(x.lengths))), ((),) * x.size)},
     **{key: {"None": lambda x: None} for key in (torch.optim.Optimizer, lr_scheduler.LRScheduler)},
     torch.Generator: {"another state": lambda x: torch.Generator().manual_seed(5)},
+    Tokenizer: {"None": lambda x: None},
     Callable: {
         "None": lambda x: None,
         "gpipe": lambda x: gpipe,

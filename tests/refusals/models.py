@@ -132,6 +132,18 @@ EVERYWHERE: Table = {
             "vocabulary has 0..12",
             generated([[13]], 1),
         ),
+        "stop strings without a tokenizer": (
+            ValueError,
+            "without a tokenizer",
+            lambda mesh, here: generate(
+                CASE.model(mesh), [[1]], max_tokens=1, stop_strings=["a"] if here else []
+            ),
+        ),
+        "an empty stop string": (
+            TypeError,
+            "none of them empty",
+            lambda mesh, here: generate(CASE.model(mesh), [[1]], max_tokens=1, stop_strings=[""]),
+        ),
         "a negative number of tokens": (ValueError, "max_tokens=-1", generated([[1]], -1)),
         "tokens without room": (sp.ShapeError, "room for 3", sending(decoded([[1, 2], [3]]))),
         "tokens of one sequence": (sp.ShapeError, "there are 2", sending(decoded([[1]]))),
