@@ -12,7 +12,7 @@ import torch
 from llama_cases import Case, mesh_of
 
 import sp_core as sp
-from sp_core.llama import Decoder, Sampling, generate
+from sp_core.llama import Decoder, Sampling, byte_tokenizer, generate
 from sp_core.testing import spmd
 
 pytestmark = pytest.mark.usefixtures("short_slots")
@@ -52,6 +52,16 @@ def test_a_token_costs_one_comparison(comm: Any, axes: dict[str, Any]) -> None:
             decoder.decode([[31]])
         sp.all_reduce(torch.zeros(1), comm=group)
         assert group.counters["control"].calls == 3
+
+
+@spmd(1, 2)
+def test_a_stop_string_may_span_tokens(comm: Any) -> None:
+    with sp.Mesh(comm, tp=comm.size) as mesh:
+        model, more = GREEDY.model(mesh), {"tokenizer": byte_tokenizer(), "max_tokens": 6}
+        free = bytes(generate(model, [[5, 1, 4]], **more)[0])
+        found = bytes(generate(model, [[5, 1, 4]], stop_strings=[free[1:3].decode()], **more)[0])
+    assert found == free[: free.index(free[1:3]) + 2]
+    assert len(found) < len(free)
 
 
 @pytest.mark.parametrize("mesh", range(10))

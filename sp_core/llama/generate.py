@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -129,32 +130,18 @@ def generate(
     grid = model.grid
     stop = model.config.eos_token_id if stop is None else stop
     sampling = sampling or Sampling()
+    ending: dict[str, Any] = {"stop": stop, "stop_strings": stop_strings, "tokenizer": tokenizer}
     grid.everyone.agree_on(
         lambda: (
-            f"generate({list(map(list, prompts))}, {max_tokens}, {sampling}, {sorted(set(stop))}, "
-            f"{sorted(set(stop_strings))})"
+            f"generate({list(map(list, prompts))}, {max_tokens}, {sampling}, "
+            f"{sorted(set(stop))}, {sorted(set(stop_strings))})"
         ),
-        lambda: _check(
-            model,
-            prompts,
-            max_tokens,
-            sampling,
-            stop=stop,
-            stop_strings=stop_strings,
-            tokenizer=tokenizer,
-            on_token=on_token,
-        ),
+        lambda: _check(model, prompts, max_tokens, sampling, on_token=on_token, **ending),
     )
-
-    def ends(tokens: Sequence[int]) -> bool:
-        if tokens[-1] in stop or tokenizer is None or not stop_strings:
-            return tokens[-1] in stop
-        said = tokenizer.decode(tokens, skip_special_tokens=False)
-        return any(text in said for text in stop_strings)
-
     share = split_ranges(len(prompts), grid.replicas.size)[grid.replicas.rank]
     results = {number: list[int]() for number in share}
     if share:
+        ends = partial(_ends, **ending)
         for number, token in _chosen(model, prompts, results, max_tokens, sampling, ends):
             results[number].append(token)
             if on_token is not None:
@@ -196,6 +183,19 @@ def _chosen(
             new[number] = [] if is_last else [token]
         if not any(new.values()):
             break
+
+
+def _ends(
+    tokens: Sequence[int],
+    stop: Sequence[int],
+    stop_strings: Sequence[str],
+    tokenizer: Tokenizer | None,
+) -> bool:
+    """Return whether a sequence ends with the last of its new tokens."""
+    if tokens[-1] in stop or tokenizer is None or not stop_strings:
+        return tokens[-1] in stop
+    said = tokenizer.decode(tokens, skip_special_tokens=False)
+    return any(text in said for text in stop_strings)
 
 
 def _check(model: Llama, prompts: Tokens, max_tokens: int, sampling: Sampling, **more: Any) -> None:

@@ -116,7 +116,7 @@ PROMPTS: dict[str, Parts] = {
         "none": lambda c, v: (),
         "several": lambda c, v: ("never", *map(chr, c.sample(range(1, 9), 3))),
         "two characters": lambda c, v: tuple(
-            f"{chr(a)}{chr(b)}" for a in range(1, 9) for b in range(1, 9)
+            f"{chr(a)}{chr(b)}" for a in range(48) for b in range(48)
         ),
     },
     "tokenizer": {

@@ -91,8 +91,7 @@ NEVER: dict[Any, dict[str, Change]] = {
     },
     torch.optim.Optimizer: {"None": lambda x: None, "its class": type},
     lr_scheduler.LRScheduler: {"a number": lambda x: 3, "its class": type},
-    Tokenizer: {"a number": lambda x: 3, "text": lambda x: "of bytes"},
-    Callable: {"a number": lambda x: 3, "text": str},
+    **{key: {"a number": lambda x: 3, "text": str} for key in (Tokenizer, Callable)},
 }
 """Values that are never valid, by the type of the valid one."""
 
@@ -130,9 +129,11 @@ SOMETIMES: dict[Any, dict[str, Change]] = {
     LlamaConfig: {"a layer more": lambda x: replace(x, num_hidden_layers=x.num_hidden_layers + 1)},
     Sampling: {"None": lambda x: None, "another seed": lambda x: Sampling(1.0, seed=x.seed + 1)},
     Plan: {"all shared": lambda x: Plan(x.lengths, tuple(range(len(x.lengths))), ((),) * x.size)},
-    **{key: {"None": lambda x: None} for key in (torch.optim.Optimizer, lr_scheduler.LRScheduler)},
+    **{
+        key: {"None": lambda x: None}
+        for key in (torch.optim.Optimizer, lr_scheduler.LRScheduler, Tokenizer)
+    },
     torch.Generator: {"another state": lambda x: torch.Generator().manual_seed(5)},
-    Tokenizer: {"None": lambda x: None},
     Callable: {
         "None": lambda x: None,
         "gpipe": lambda x: gpipe,
