@@ -5,11 +5,13 @@ Any split into prefill and decode gives what one device gives for the whole sequ
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from llama_cases import Case, mesh_of
+from tokenizers import Tokenizer, models
 
 import sp_core as sp
 from sp_core.llama import Decoder, Sampling, byte_tokenizer, generate
@@ -54,14 +56,25 @@ def test_a_token_costs_one_comparison(comm: Any, axes: dict[str, Any]) -> None:
         assert group.counters["control"].calls == 3
 
 
-@spmd(1, 2)
-def test_a_stop_string_may_span_tokens(comm: Any) -> None:
-    with sp.Mesh(comm, tp=comm.size) as mesh:
-        model, more = GREEDY.model(mesh), {"tokenizer": byte_tokenizer(), "max_tokens": 6}
-        free = bytes(generate(model, [[5, 1, 4]], **more)[0])
-        found = bytes(generate(model, [[5, 1, 4]], stop_strings=[free[1:3].decode()], **more)[0])
-    assert found == free[: free.index(free[1:3]) + 2]
-    assert len(found) < len(free)
+@pytest.mark.parametrize("mesh", range(14))
+@spmd(4)
+def test_a_sequence_ends_at_a_stop_string_in_its_new_tokens(comm: Any, mesh: int) -> None:
+    """The string may span new tokens, but not begin in the prompt or in another sequence."""
+    case = Case((6, 3), layers=2, vocab=31, seed=11)
+    with mesh_of(comm, mesh, stages=2) as made:
+        model = case.model(made)
+        call = partial(generate, model, PROMPTS, max_tokens=9, sampling=Sampling(1.5))
+        free = [bytes(tokens) for tokens in call()]
+        seams = [bytes(p[-1:]) + text[:1] for p, text in zip(PROMPTS, free, strict=True)]
+        strings = [free[0][1:3].decode(), free[1][6:8].decode(), *map(bytes.decode, seams)]
+        decides = model.grid.model.rank == 0
+        tokenizer = byte_tokenizer() if decides else Tokenizer(models.BPE())  # which has no text
+        found = call(stop_strings=strings, tokenizer=tokenizer)
+    texts = [text.decode() for text in free]
+    cuts = [[text.find(x) + 2 for x in strings if x in text] for text in texts]
+    wanted = [text[: min(cut, default=9)] for text, cut in zip(texts, cuts, strict=True)]
+    assert [bytes(tokens).decode() for tokens in found] == wanted
+    assert [*map(len, wanted)] == [3, 8, 9]
 
 
 @pytest.mark.parametrize("mesh", range(10))
