@@ -161,7 +161,7 @@ def test_a_training_goes_on_with_the_same_bits_on_any_mesh(
     some.Free()
 
 
-def cut(name: str) -> Callable[[Path], None]:
+def cut(name: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-9])
 
 
@@ -184,7 +184,7 @@ def other_training(folder: Path) -> None:
     shutil.copytree(folder.with_name("wider"), folder)
 
 
-BROKEN: dict[str, tuple[type[Exception], str, Callable[[Path], None]]] = {
+BROKEN: dict[str, tuple[type[Exception], str, Callable[[Path], object]]] = {
     "cut-off weights": (sp.CheckpointError, "is broken", cut("model.safetensors")),
     "cut-off moments": (sp.CheckpointError, "is broken", cut("optimizer/model.safetensors")),
     "a cut-off record": (sp.CheckpointError, "cannot be read", cut(RECORD)),

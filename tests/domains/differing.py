@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
-from torch.optim import lr_scheduler
+from torch.optim import Optimizer, lr_scheduler
 
 import sp_core as sp
 from domains.declared import Call, Subject, Values
@@ -89,7 +89,7 @@ NEVER: dict[Any, dict[str, Change]] = {
         "lengths": lambda x: x.lengths,
         "for more": lambda x: replace(x, packed=(*x.packed, ())),
     },
-    torch.optim.Optimizer: {"None": lambda x: None, "its class": type},
+    Optimizer: {"None": lambda x: None, "its class": type},
     lr_scheduler.LRScheduler: {"a number": lambda x: 3, "its class": type},
     **{key: {"a number": lambda x: 3, "text": str} for key in (Tokenizer, Callable)},
 }
@@ -129,10 +129,7 @@ SOMETIMES: dict[Any, dict[str, Change]] = {
     LlamaConfig: {"a layer more": lambda x: replace(x, num_hidden_layers=x.num_hidden_layers + 1)},
     Sampling: {"None": lambda x: None, "another seed": lambda x: Sampling(1.0, seed=x.seed + 1)},
     Plan: {"all shared": lambda x: Plan(x.lengths, tuple(range(len(x.lengths))), ((),) * x.size)},
-    **{
-        key: {"None": lambda x: None}
-        for key in (torch.optim.Optimizer, lr_scheduler.LRScheduler, Tokenizer)
-    },
+    **{key: {"None": lambda x: None} for key in (Optimizer, lr_scheduler.LRScheduler, Tokenizer)},
     torch.Generator: {"another state": lambda x: torch.Generator().manual_seed(5)},
     Callable: {
         "None": lambda x: None,
@@ -145,14 +142,13 @@ SOMETIMES: dict[Any, dict[str, Change]] = {
 GIVEN_INSTEAD_OF_NONE = {
     "mask": sp.Mask(),
     **dict.fromkeys(("softmax_scale", "softcap"), 0.5),
-    **{"sinks": torch.ones(2), "alibi": torch.ones(5)},
+    **dict.fromkeys(("sinks", "alibi", "head"), torch.ones(5)),
     **dict.fromkeys(("sizes", "split_sizes", "concat_sizes"), (2, 2)),
     "kv_sharding": sp.Sharding.contiguous(8, 2),
     "documents": (0, 4),
     "scheme": "ring",
     "stop": (2, 3),
     "count": 3,
-    "head": torch.ones(3, 2),
     "max_file_bytes": 1000,
     "on_token": print,
     "tokenizer": "of bytes",

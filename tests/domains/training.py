@@ -190,7 +190,8 @@ STEP: dict[str, Parts] = {
 
 def trained(case: Case, model: Llama, drawn: Values) -> Call:
     """Call `backward` or `train_step`; replicas take shares of the sequences."""
-    given = {"model": model, "sequences": models.text(case, drawn["sequences.lengths"])}
+    given: Values = {"model": model}
+    given["sequences"] = models.text(case, drawn["sequences.lengths"])
     given["layout"], given["own"] = drawn["layout"], drawn["own"]
     judge = partial(judge_trained, case, dict(given), drawn)
     if drawn["own"]:  # this replica knows its share only

@@ -28,7 +28,7 @@ SETTING = Setting(model=SIZES | HEADS, longest=48)
 
 def trained(
     comm: Any,
-    axes: dict[str, int],
+    axes: dict[str, Any],
     steps: int,
     folder: Path | None = None,
     *,
@@ -44,7 +44,7 @@ def trained(
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         order = torch.Generator().manual_seed(1)
-        parts = {"optimizer": optimizer, "scheduler": schedule, "generator": order}
+        parts: dict[str, Any] = {"optimizer": optimizer, "scheduler": schedule, "generator": order}
         saved = sorted(folder.glob("step-*")) if folder else []
         start = load_training(model, saved[-1], **parts) if saved else 0
         for step in range(start + 1, steps + 1):
@@ -75,5 +75,5 @@ if __name__ == "__main__":
     from mpi4py import MPI
 
     axes, (steps, every, killed) = json.loads(sys.argv[2]), map(int, sys.argv[3:])
-    checkpoint._write = dying(f"step-{killed:06}")  # type: ignore[assignment]
+    checkpoint._write = dying(f"step-{killed:06}")
     trained(MPI.COMM_WORLD, axes, steps, Path(sys.argv[1]), every=every)
