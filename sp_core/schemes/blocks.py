@@ -118,21 +118,26 @@ def _attend(
     for visit in scheme.visits(k, v, problem, head_groups(q.shape[1], k.shape[2], problem.comm)):
         for heads, kv in visit.groups if visit.held is not None else ():
             assert visit.held is not None
-            among = problem.against(visit.positions, heads)
-            given = (q[:, heads], *heads_first(visit.held, kv))
+            i, j = problem.part(visit.positions)
+            among = problem.against(visit.positions, heads, (i, j))
+            given = (q[:, heads, i], *heads_first(visit.held, kv, j))
             part = attend(*given, **among, out_dtype=dtype, between=poll)
-            if heads.start in results:
-                merge_into(*results[heads.start], *part)
-            else:
+            if heads.start not in results and part[1].shape[2] == q.shape[2]:
                 results[heads.start] = part
+            else:
+                out, lse = results.setdefault(heads.start, _nothing(q[:, heads], dtype))
+                merge_into(out[:, :, i], lse[:, :, i], *part)
             del given, part
             poll()
         del visit
-    if not results:
-        empty = torch.zeros_like(q.transpose(1, 2), dtype=dtype)
-        return empty, q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
-    outs, lses = zip(*results.values(), strict=True)
+    outs, lses = zip(*(results or {0: _nothing(q, dtype)}).values(), strict=True)
     return joined([out.transpose(1, 2) for out in outs], 2), joined(lses, 1)
+
+
+def _nothing(q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return out and lse of queries (B, H, S, D) that see no key."""
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
+    return torch.zeros_like(q, dtype=dtype), lse
 
 
 def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
@@ -140,7 +145,7 @@ def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
-def heads_first(block: Block, heads: slice) -> Block:
+def heads_first(block: Block, heads: slice, tokens: slice = slice(None)) -> Block:  # noqa: B008
     """Return some heads of k and v as (B, K, S_block, D), from a block (B, S_block, K, D)."""
-    k, v = (x[:, :, heads].transpose(1, 2) for x in block)
+    k, v = (x[:, tokens, heads].transpose(1, 2) for x in block)
     return k, v

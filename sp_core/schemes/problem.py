@@ -14,8 +14,11 @@ from sp_core.arguments import check_tensor
 from sp_core.attention import Logits, Terms, check_qkv
 from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
-from sp_core.mask import Mask, Positions
+from sp_core.mask import Mask, plan_blocks
 from sp_core.sharding import Sharding
+
+Part = tuple[slice, slice]
+"""A range of the queries of a shard, and one of the keys of another."""
 
 
 @dataclass(frozen=True)
@@ -32,18 +35,30 @@ class Problem:
     logits: Logits
     resident: bool = False
 
-    def against(self, kv_positions: Positions, heads: slice) -> dict[str, Any]:
+    def against(
+        self, kv_positions: Tensor, heads: slice, part: Part = (slice(None), slice(None))
+    ) -> dict[str, Any]:
         """Return the arguments of `attend` for these heads of this rank's queries.
 
-        Its keys are at `kv_positions`.
+        Its keys are at `kv_positions`; `part` selects queries and keys.
         """
-        positions = self.sharding.positions(self.comm.rank)
         return {
-            "q_positions": positions,
-            "kv_positions": kv_positions,
+            "q_positions": self.sharding.positions(self.comm.rank)[part[0]],
+            "kv_positions": kv_positions[part[1]],
             "mask": self.mask,
             "logits": self.logits.of_heads(heads),
         }
+
+    def part(self, kv_positions: Tensor) -> Part:
+        """Return the range of this rank's queries that see keys at these positions.
+
+        And the range of keys that they see. A window reaches few tokens of another rank.
+        """
+        planned = plan_blocks(self.sharding.positions(self.comm.rank), kv_positions, self.mask)
+        if not planned:
+            return slice(0), slice(0)
+        q_start, q_stop, kv_start, kv_stop, *_ = zip(*planned, strict=True)
+        return slice(min(q_start), max(q_stop)), slice(min(kv_start), max(kv_stop))
 
 
 def agree(

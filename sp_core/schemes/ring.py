@@ -109,12 +109,22 @@ def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int
 
 def _visits(k: Tensor, v: Tensor, problem: Problem, groups: Sequence[Group]) -> Iterator[Visit]:
     """Yield the blocks in the order of the ring. No block outlives its visit."""
+    groups = _pieces(problem, groups)
 
     def visit(step: int, block: int, held: Block | None) -> Visit:
         positions = problem.kv_sharding.positions(block)
         return Visit(step, positions, groups, held if sees(problem, block) else None)
 
     return starmap(visit, circulate(k, v, problem))
+
+
+def _pieces(problem: Problem, groups: Sequence[Group]) -> Sequence[Group]:
+    """Return all heads as one group if a window or documents cut the work into small blocks.
+
+    Communication makes progress between the blocks then.
+    """
+    cut = problem.mask.window is not None or problem.mask.documents is not None
+    return [(slice(None), slice(None))] if cut else groups
 
 
 def _gradients(
@@ -134,14 +144,16 @@ def _gradients(
     for step, positions, _, held in _visits(k, v, problem, groups):
         own = None
         if held is not None:
-            own = k.new_empty((2, *held[0].shape), dtype=dq.dtype)
-            for h, kv in groups:
-                given = (do[:, h], q[:, h], *heads_first(held, kv), out[:, h], lse[:, h])
-                gl = None if grad_lse is None else grad_lse[:, h]
-                among = problem.against(positions, h)
+            i, j = problem.part(positions)
+            own = k.new_zeros((2, *held[0].shape), dtype=dq.dtype)
+            for h, kv in _pieces(problem, groups):
+                at = (slice(None), h, i)
+                given = (do[at], q[at], *heads_first(held, kv, j), out[at], lse[at])
+                gl = None if grad_lse is None else grad_lse[at]
+                among = problem.against(positions, h, (i, j))
                 part, dk, dv = attend_backward(*given, **among, grad_lse=gl, between=poll)
-                dq[:, h] += part
-                own[0, :, :, kv], own[1, :, :, kv] = dk.transpose(1, 2), dv.transpose(1, 2)
+                dq[at] += part
+                own[0, :, j, kv], own[1, :, j, kv] = dk.transpose(1, 2), dv.transpose(1, 2)
                 del given
                 poll()
         if with_kv:
