@@ -55,6 +55,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from sp_core.schedules.program import (
     Combine,
@@ -89,7 +90,7 @@ class Cut:
     parts: tuple[tuple[range, ...], ...]
     depth: int
 
-    @property
+    @cached_property
     def longest(self) -> int:
         """Elements of the longest segment."""
         return max(len(part) for piece in self.parts for part in piece)
