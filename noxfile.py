@@ -125,6 +125,7 @@ PROGRAMS = {
     "balance": Program(
         "Time unequal sequences by policy, and a pipeline's bubble.", "benchmarks.contests.balance"
     ),
+    "growth": Program("Fit how costs grow with ranks.", "benchmarks.contests.growth", MPIS),
     "collectives": Program(
         "Time our collectives against the MPI library's and gloo's, and what \"auto\" loses.",
         "benchmarks.contests.collectives",
@@ -170,9 +171,7 @@ PROGRAMS = {
         packages=("coverage",),
     ),
     "soak": Program("Run a short profile of the suite 50 times, and under load.", "soak"),
-    "deaths": Program(
-        "Lose a rank in every way at every point, and plant faults of ranks.", "deaths", MPIS
-    ),
+    "deaths": Program("Lose a rank in every way and place; plant faults.", "deaths", MPIS),
     "mpi4py": Program(
         "Run mpi4py's own tests through the checked communicator.", "mpi4py_suite", MPIS
     ),

@@ -1,0 +1,309 @@
+"""Costs that grow with ranks or documents: time to plan, messages, bytes, memory, right results.
+
+Time, messages and sizes of data structures are computed for one rank of many, without the others.
+Results and live bytes are those of 16, 32 and 64 ranks. Exponents are fitted by least squares on
+logarithms. Exit code: 0 if every exponent and bound is met, 1 if one is not or a launch failed, 2
+for options that cannot be run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+import torch
+
+import sp_core as sp
+from benchmarks.contests.contest import Contest, Entry, Part, Wrong
+from benchmarks.launching import Launch, Record, about, main, numbers_of_ranks
+from benchmarks.reporting.tables import make, significant
+from benchmarks.sample import Span, peak_memory, race
+from benchmarks.statistics import Requirement, exact_interval
+from benchmarks.worker import Rank
+from sp_core import cost
+from sp_core.mask import blocks
+from sp_core.schedules import program, table
+from sp_core.schemes import SCHEMES, reach
+
+FITTED = 16
+"""An exponent is fitted to sizes of at least the greatest over this: constants rule below."""
+
+TIMED, COMPUTED = (64, 256, 1024, 4096), (256, 1024, 4096, 16384)
+"""Ranks whose plans are timed, and ranks for which the rest is computed."""
+
+TOKENS, TOGETHER = 1024, 1024
+"""Tokens of a rank, and of all ranks of a launch."""
+
+LINEAR, LOG, FLAT, TENTH = 1.1, 0.2, 0.01, math.log(1.1) / math.log(4)
+"""Greatest exponents of costs that are linear, logarithmic and constant in P.
+
+The last one is a tenth more from 16 to 64 ranks.
+"""
+
+Plan = Callable[[sp.Sharding, sp.Mask], object]
+
+
+def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
+    """Fit value = c * size^e by least squares on logarithms, and return e."""
+    fitted = [i for i, size in enumerate(sizes) if size * FITTED >= sizes[-1]]
+    x, y = ([math.log(numbers[i]) for i in fitted] for numbers in (sizes, values))
+    return statistics.linear_regression(x, y).slope
+
+
+def line(what: str, sizes: Sequence[int], *rounds: Sequence[float], **more: Any) -> Record:
+    """Return values at growing sizes, one list for each time that all were measured.
+
+    More fields: `over`, the name of the size; `allowed`, the greatest exponent; `bound` of the
+    value at the greatest size.
+    """
+    return {"what": what, "over": "P", "sizes": sizes, "rounds": rounds, "bound": None, **more}
+
+
+def requirements(row: Record) -> Iterator[Requirement]:
+    """Yield the requirement on the exponent of a line, and on its last value if that has one."""
+    found = exact_interval([exponent(row["sizes"], values) for values in row["rounds"]])
+    yield Requirement("exponent", "<=", row["allowed"], found)
+    if row["bound"] is not None:
+        last = exact_interval([values[-1] for values in row["rounds"]])
+        yield Requirement(f"at {row['sizes'][-1]}", "<=", row["bound"], last)
+
+
+def documents(count: int, length: int) -> sp.Mask:
+    """Return a causal mask over documents of random lengths."""
+    bounds = sorted(random.Random(count).sample(range(1, length), count - 1))
+    return sp.Mask(causal=True, documents=(0, *bounds, length))
+
+
+def plan_ring(sharding: sp.Sharding, mask: sp.Mask) -> object:
+    """Plan which blocks travel, and which of them the middle rank sees."""
+    both = (sharding, sharding, mask)
+    return reach.hops(*both), reach.seen_blocks(*both, sharding.size // 2)
+
+
+def plan_visits(sharding: sp.Sharding, mask: sp.Mask) -> object:
+    """Plan the attention of the middle rank to every block that it sees."""
+    rank = sharding.size // 2
+    seen = enumerate(reach.seen_blocks(sharding, sharding, mask, rank))
+    shards = [sharding.positions(other) for other, is_seen in seen if is_seen]
+    return [blocks.plan_blocks(sharding.positions(rank), shard, mask) for shard in shards]
+
+
+def plan_sum(sharding: sp.Sharding, _: sp.Mask) -> object:
+    """Plan an all-reduce around a ring of as many ranks."""
+    asked = program.operation("all_reduce", 0, sharding.size, (1 << 20,))
+    return table.program_of(asked, "ring")
+
+
+def forget() -> None:
+    """Clear the caches of plans."""
+    for cached in (reach.hops, reach.seen_blocks, blocks._plan, table._of_messages):
+        cached.cache_clear()
+
+
+def timed(plan: Plan, sharding: sp.Sharding, mask: sp.Mask) -> Span:
+    """Time a plan with cold caches. The sharding knows its hash: it stays the same over steps."""
+    forget()
+    hash(sharding)
+    start = time.perf_counter()
+    plan(sharding, mask)
+    return start, time.perf_counter()
+
+
+def times(rank: Rank, rounds: int) -> Iterator[Record]:
+    """Yield the milliseconds of all plans, which take turns."""
+    striped = sp.Sharding.striped
+    even = {P: (sp.Sharding.zigzag(TOKENS * P, P), sp.Mask(causal=True)) for P in TIMED}
+    packed = {P: (striped(TOKENS * P, P), documents(20_000, TOKENS * P)) for P in TIMED}
+    long, short = TOKENS << 10, TOKENS << 7
+    many = {n: (striped(long, 1024), documents(n, long)) for n in (64, 1250, 5000, 20_000)}
+    few = {n: (striped(short, 8), documents(n, short)) for n in (64, 188, 750, 3000)}
+    over: Record = {"over": "documents"}
+    cases: list[tuple[str, Plan, Any, Record]] = [
+        ("ring, causal, zigzag", plan_ring, even, {}),
+        ("ring, 20,000 documents, striped", plan_ring, packed, {}),
+        ("ring, P = 1024, striped", plan_ring, many, {**over, "bound": 20.0}),
+        ("ring, P = 8, striped", plan_ring, few, {**over, "bound": 2.0}),
+        ("all visits, causal, zigzag", plan_visits, even, {}),
+        ("all visits, P = 8, striped", plan_visits, few, over),
+        ("all-reduce around a ring", plan_sum, even, {}),
+    ]
+    runners = {f"{c[0]} {n}": partial(timed, c[1], *one) for c in cases for n, one in c[2].items()}
+    spans = race(rank.world, runners, rounds, seed=rounds)
+    for name, _, sizes, more in cases:
+        by_size = [[1e3 * (end - start) for start, end in spans[f"{name} {n}"][0]] for n in sizes]
+        turns = zip(*by_size, strict=True)
+        yield line(f"plan (ms): {name}", [*sizes], *turns, allowed=LINEAR, **more)
+
+
+def kept(build: Callable[[], object]) -> int:
+    """Return the bytes of Python objects and arrays that a result keeps alive."""
+    forget()
+    tracemalloc.start()
+    _, (held, _) = build(), tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return held
+
+
+def mesh(size: int) -> sp.Mesh:
+    """Make the mesh of one rank of many without the others."""
+    comm = MagicMock(rank=size // 2, size=size, **{"bcast.side_effect": lambda value: value})
+    comm.Dup.return_value = comm.Split.return_value = comm
+    with patch("sp_core.agreement.agree", lambda comm, call, value, error: (value,) * comm.size):
+        return sp.Mesh(comm, transport="host", tuning="off", sp=size)
+
+
+def sharding(size: int) -> object:
+    """Make a sharding, and what it caches for each rank."""
+    made = sp.Sharding.zigzag(TOKENS * size, size)
+    return made, hash(made), made.lengths, made.fingerprint, made._segment_order
+
+
+def computed_for(size: int) -> dict[tuple[str, float], float]:
+    """Return messages and bytes of one rank in a step, and sizes of what holds an entry by rank.
+
+    Keys are names and greatest exponents. The sequence is the same for all sizes.
+    """
+    rank, causal = size // 2, sp.Mask(causal=True)
+    owned, near = sp.Sharding.zigzag(1 << 18, size), sp.Sharding.contiguous(TOKENS * size, size)
+    sizes = (1, 1 << 14, 1 << 14, 1, 4)  # of float32 with one element for each head
+    whole = cost.Attention(owned, owned, causal, *sizes)
+    window = cost.Attention(near, near, sp.Mask(True, TOKENS // 2), *sizes)
+    groups = [list(range(8 * i, 8 * i + 8)) for i in range(size // 8)]
+    steps: dict[str, tuple[cost.Both, float, float]] = {
+        "ring": (cost.ring(whole, rank), LINEAR, FLAT),
+        "ring, window": (cost.ring(window, rank), FLAT, FLAT),
+        "hybrid, ulysses=8": (cost.hybrid(whole, rank // 8, rank % 8, groups), LINEAR, FLAT),
+        "allgather_kv": (cost.allgather_kv(whole, rank), 0, FLAT),
+        "ulysses": (cost.ulysses(whole, rank), 0, FLAT - 1),
+        "tp_sp": (cost.tp_sp(owned, rank, 1, 4096, 4), 0, FLAT),
+    }
+    found: dict[tuple[str, float], float] = {
+        ("bytes of Mesh and Communicator", LINEAR): kept(partial(mesh, size)),
+        ("bytes of Sharding, zigzag, and its caches", LINEAR): kept(partial(sharding, size)),
+        ("bytes of the plan of a ring", LINEAR): kept(partial(plan_ring, owned, causal)),
+    }
+    for name, (both, messages, sent) in steps.items():
+        total = sum(both, cost.Traffic())
+        found |= {(f"messages: {name}", messages): total.messages} if total.messages else {}
+        found[f"MB sent: {name}", sent] = total.bytes_sent / 1e6
+    for op, algorithm, counts, allowed in (
+        ("all_reduce", "ring", 1, LINEAR),
+        ("all_reduce", "recursive_doubling", 1, LOG),
+        ("all_reduce", "rabenseifner", 1, LOG),
+        ("all_gather", "bruck", size, LOG),
+    ):
+        asked = program.operation(op, rank, size, (1 << 20,) * counts)
+        held = kept(partial(table.program_of, asked, algorithm))
+        found[f"messages: {op}, {algorithm}", allowed] = table.program_of(asked, algorithm).figures[
+            0
+        ]
+        found[f"bytes of the plan: {op}, {algorithm}", allowed] = held
+    return found
+
+
+def computed(setting: Record, rank: Rank) -> Record:
+    """Measure what one rank computes without the others."""
+    found = [computed_for(size) for size in (8, *COMPUTED)][1:]  # the first loads modules
+    lines = [
+        line(key[0], COMPUTED, [values[key] for values in found], allowed=key[1])
+        for key in found[0]
+    ]
+    return {"lines": [*times(rank, setting["rounds"]), *lines]}
+
+
+def together(_: Record, rank: Rank) -> Record:
+    """Compare every scheme with one process, forward and backward, and count live bytes.
+
+    Live bytes are those of a step, on the rank that has most.
+
+    Raises:
+        AssertionError: a result or gradient is wrong.
+    """
+    # brings hypothesis: seconds in every rank of a launch
+    from tests.oracle.attention_check import check_attention
+    from tests.oracle.strategies import AttentionProblem
+
+    size, peaks = rank.world.size, {}
+    terms = ("float64", "zigzag", "zigzag", sp.Mask(causal=True), None, 1.0)
+    drawn = ("normal", "normal", (True, True, True), "plain", 7)
+    problem = AttentionProblem(1, 3 * size + 5, 3 * size + 5, size, 1, 4, *terms, *drawn)
+    with sp.Mesh(rank.world, ring=size // 8, ulysses=8) as ranks:
+        comm = ranks["ring", "ulysses"]
+        schemes = {name: partial(run, comm=comm) for name, run in SCHEMES.items()}
+        schemes["hybrid"] = partial(sp.hybrid_attention, mesh=ranks)
+        for name, scheme in schemes.items():
+            check_attention(name, scheme, problem, comm)
+            peaks[name] = max(rank.world.allgather(live(scheme, comm)))
+    return {"peaks": peaks}
+
+
+def live(scheme: Callable[..., Any], comm: sp.Communicator) -> int:
+    """Return the most bytes alive on this rank in a step, forward and backward."""
+    owned, causal = sp.Sharding.zigzag(TOGETHER, comm.size), sp.Mask(causal=True)
+    q, k, v = (torch.ones(1, TOGETHER // comm.size, 64, 8, requires_grad=True) for _ in range(3))
+
+    def step() -> None:
+        torch.autograd.grad(scheme(q, k, v, sharding=owned, mask=causal).sum(), (q, k, v))
+
+    step()  # the first makes what is kept
+    return peak_memory(step, (q, k, v), comm.device)[0]
+
+
+def lines_of(launches: Sequence[Record]) -> Iterator[Record]:
+    """Yield the lines of one rank, and those of live bytes over the launches of many."""
+    yield from (row for one in launches for row in one.get("lines", ()))
+    many = [one for one in launches if "peaks" in one]
+    for name in many[0]["peaks"] if len(many) > 1 else ():
+        # allgather_kv holds the keys of all tokens, a group of heads at a time
+        allowed = TENTH - (name != "allgather_kv")
+        sizes, peaks = zip(*((one["ranks"], one["peaks"][name]) for one in many), strict=True)
+        yield line(f"live bytes: {name}", sizes, peaks, allowed=allowed)
+
+
+def show(document: Record) -> Iterator[Part]:
+    """Yield the table, which schemes were right, and what is above its limit."""
+    rows, columns = [], ("what", "over", "measured", "", "must be", "found", "verdict")
+    for row in lines_of(document["launches"]):
+        medians = map(statistics.median, zip(*row["rounds"], strict=True))
+        told = (f"{n}: {significant(m)}" for n, m in zip(row["sizes"], medians, strict=True))
+        for needed in requirements(row):
+            rows.append((row["what"], row["over"], ", ".join(told), needed.text, *needed.cells()))
+            if needed.mark.startswith("not reached"):
+                yield Wrong(f"{row['what']}: {needed.text} over {row['over']}: {needed.cells()}")
+    yield make("growth", columns, rows)
+    for one in document["launches"]:
+        if "peaks" in one:
+            yield f"{one['name']}: right, forward and backward: {', '.join(one['peaks'])}"
+
+
+def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
+    """Return a launch of one rank, and one for each number of ranks."""
+    launch, here = Launch(timeout=options.timeout), "benchmarks.contests.growth"
+    setting = {"rounds": options.rounds}
+    return {}, [
+        Entry("computed", 1, f"{here}:computed", setting, launch),
+        *(
+            Entry(f"P = {size}", size, f"{here}:together", {}, launch, {"ranks": size})
+            for size in numbers_of_ranks(options.ranks, 16)
+        ),
+    ]
+
+
+OPTIONS = {
+    "--ranks": about(
+        default="16,32,64", metavar="P,P,...", help="numbers of ranks (default: %(default)s)"
+    ),
+    "--rounds": about(type=int, default=5, metavar="N", help="timed rounds (default: %(default)s)"),
+}
+growth = Contest("growth", __doc__, OPTIONS, plan, show, "growth_{mpi}.json", timeout=600.0)
+
+if __name__ == "__main__":
+    main(growth)
