@@ -145,7 +145,7 @@ def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
-def heads_first(block: Block, heads: slice, tokens: slice = slice(None)) -> Block: 
+def heads_first(block: Block, heads: slice, tokens: slice = slice(None)) -> Block:
     """Return some heads of k and v as (B, K, S_block, D), from a block (B, S_block, K, D)."""
     k, v = (x[:, tokens, heads].transpose(1, 2) for x in block)
     return k, v
