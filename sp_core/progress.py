@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from sp_core.errors import RankError
+
 
 class Progress:
     """The communicators of one rank on which something has been started.
@@ -33,7 +35,8 @@ class Progress:
 
     def keep(self, questions: Sequence[Any]) -> None:
         """Keep comparisons whose answers nobody waits for any more."""
-        self.kept = [question for question in self.kept if not question.test()] + list(questions)
+        self.kept = [question for question in self.kept if not _has_ended(question)]
+        self.kept += questions
 
     @property
     def idle(self) -> bool:
@@ -48,6 +51,13 @@ class Progress:
         for source in list(self._busy):
             if not source.advance():
                 self._busy.pop(source, None)
+
+
+def _has_ended(question: Any) -> bool:
+    try:
+        return bool(question.test())
+    except RankError:  # over gloo, where its ranks have closed the connections since
+        return True
 
 
 _RANK = threading.local()
