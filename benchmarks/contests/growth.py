@@ -235,7 +235,7 @@ def together(_: Record, rank: Rank) -> Record:
     terms = ("float64", "zigzag", "zigzag", sp.Mask(causal=True), None, 1.0)
     drawn = ("normal", "normal", (True, True, True), "plain", 7)
     problem = AttentionProblem(1, 3 * size + 5, 3 * size + 5, size, 1, 4, *terms, *drawn)
-    with sp.Mesh(rank.world, ring=size // 8, ulysses=8) as ranks:
+    with sp.Mesh(rank.world, ring=size // 4, ulysses=4) as ranks:  # a ring of 2 holds less
         comm = ranks["ring", "ulysses"]
         schemes = {name: partial(run, comm=comm) for name, run in SCHEMES.items()}
         schemes["hybrid"] = partial(sp.hybrid_attention, mesh=ranks)
