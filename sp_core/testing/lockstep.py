@@ -393,7 +393,7 @@ def abandon(requests: Iterable[Any]) -> None:
     """
     for request in requests:
         beginning = getattr(request, "beginning", request)
-        if isinstance(beginning, Beginning):
-            made, comm = beginning._made, beginning._comm
+        made, comm = getattr(beginning, "_made", beginning), getattr(beginning, "_comm", None)
+        if comm is not None:
             ended = {id(made), id(getattr(made, "transfer", None))}
             comm._requests = [other for other in comm._requests if id(other) not in ended]
