@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 
 import sp_core as sp
 from sp_core.collectives import execution
+from sp_core.progress import Progress
 from sp_core.schedules import ALGORITHMS
 from sp_core.schemes import SCHEMES
 from sp_core.testing import given, spmd
@@ -216,3 +218,17 @@ def test_a_backward_without_messages_needs_no_other_rank(comm: Any) -> None:
         if comm.rank == 0:
             (whole.sum() + parts.sum()).backward()
             assert torch.equal(x.grad, torch.full((2,), 2.0)) if x.grad is not None else False
+
+
+def test_a_failed_comparison_that_nobody_waits_for_is_no_error_of_another() -> None:
+    """Over gloo it fails once its ranks have closed the connections of their mesh."""
+
+    def fails() -> bool:
+        raise sp.PeerFailed("Connection closed by peer")
+
+    found = Progress()
+    found.keep([SimpleNamespace(test=fails), SimpleNamespace(test=lambda: True)])
+    waits = SimpleNamespace(test=lambda: False)
+    found.keep([waits])
+    found.keep([])
+    assert found.kept == [waits]

@@ -19,7 +19,6 @@ from torch._C import _distributed_c10d
 
 import sp_core as sp
 from sp_core import transport
-from sp_core.progress import Progress
 from sp_core.testing import given, run_threads, session, spmd
 from sp_core.transport import HostTransport, cuda, cuda_aware, distributed
 from sp_core.transport.cuda_aware import (
@@ -162,20 +161,6 @@ def test_a_transfer_that_fails_in_the_group_says_so() -> None:
         sp.PeerFailed, match=r"an all_gather failed: Connection closed by peer \[127.0.0.1\]:1 See"
     ):
         is_complete(work, "an all_gather", lambda what: None)
-
-
-def test_a_failed_comparison_that_nobody_waits_for_is_no_error_of_another() -> None:
-    """Over gloo it fails once its ranks have closed the connections of their mesh."""
-
-    def fails() -> bool:
-        raise sp.PeerFailed("Connection closed by peer")
-
-    found = Progress()
-    found.keep([SimpleNamespace(test=fails), SimpleNamespace(test=lambda: True)])
-    waits = SimpleNamespace(test=lambda: False)
-    found.keep([waits])
-    found.keep([])
-    assert found.kept == [waits]
 
 
 def test_a_transport_that_some_ranks_of_a_mesh_cannot_have_is_refused_by_all(

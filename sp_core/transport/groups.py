@@ -74,17 +74,12 @@ class GroupComm(Observer):
 
         Each rank hears from every other one directly, so that it hears of each one's death.
         """
-        packed = torch.from_numpy(np.tile(send.view(np.uint8), self.size))
-        into = torch.from_numpy(recv.view(np.uint8))
-        return self._request(
-            self.group.alltoall_base(into, packed, [], []), "an exchange", (into, packed)
-        )
+        return self._exchange(send, recv)
 
     def Iallreduce(self, send: Array, recv: Array) -> Request:
-        """Begin to add up flat arrays, as mpi4py's `Iallreduce`."""
-        recv[:] = send
-        into = torch.from_numpy(recv)
-        return self._request(self.group.allreduce([into]), "a sum", into)
+        """Begin to add up flat arrays, as mpi4py's `Iallreduce`; heard from as `Iallgather`."""
+        rows = np.empty((self.size, send.size), send.dtype)
+        return self._exchange(send, rows.reshape(-1), partial(np.sum, rows, 0, out=recv))
 
     def allgather(self, sendobj: Any) -> list[Any]:
         """Return the picklable objects of all ranks, as mpi4py's `allgather`."""
@@ -175,8 +170,18 @@ class GroupComm(Observer):
     def _made(self, name: str, rank: int, size: int) -> GroupComm:
         return GroupComm(self._store, f"{self._name}.{name}", rank, size, self._limit)
 
-    def _request(self, work: Any, what: str, keep: object) -> Request:
-        return Request([partial(is_complete, work, what, self.watch)], keep)
+    def _exchange(
+        self, send: Array, recv: Array, after: Callable[[], object] | None = None
+    ) -> Request:
+        packed = torch.from_numpy(np.tile(send.view(np.uint8), self.size))
+        into = torch.from_numpy(recv.view(np.uint8))
+        work = self.group.alltoall_base(into, packed, [], [])
+        return self._request(work, "an exchange", (into, packed), after)
+
+    def _request(
+        self, work: Any, what: str, keep: object, after: Callable[[], object] | None = None
+    ) -> Request:
+        return Request([partial(is_complete, work, what, self.watch)], keep, after)
 
     def _message(
         self, post: Callable[..., Any], buf: Array, peer: int, tag: int, what: str
