@@ -116,9 +116,9 @@ def _attend(
     dtype, poll = accumulation_dtype(q.dtype), problem.comm.poll
     results: dict[int, tuple[Tensor, Tensor]] = {}
     for visit in scheme.visits(k, v, problem, head_groups(q.shape[1], k.shape[2], problem.comm)):
+        i, j = (slice(0),) * 2 if visit.held is None else problem.part(visit.positions)
         for heads, kv in visit.groups if visit.held is not None else ():
             assert visit.held is not None
-            i, j = problem.part(visit.positions)
             among = problem.against(visit.positions, heads, (i, j))
             given = (q[:, heads, i], *heads_first(visit.held, kv, j))
             part = attend(*given, **among, out_dtype=dtype, between=poll)

@@ -108,23 +108,19 @@ def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int
 
 
 def _visits(k: Tensor, v: Tensor, problem: Problem, groups: Sequence[Group]) -> Iterator[Visit]:
-    """Yield the blocks in the order of the ring. No block outlives its visit."""
-    groups = _pieces(problem, groups)
+    """Yield the blocks in the order of the ring. No block outlives its visit.
+
+    A window or documents cut the work into small blocks, between which communication makes
+    progress. All heads are one group then.
+    """
+    if problem.mask.window is not None or problem.mask.documents is not None:
+        groups = [(slice(None), slice(None))]
 
     def visit(step: int, block: int, held: Block | None) -> Visit:
         positions = problem.kv_sharding.positions(block)
         return Visit(step, positions, groups, held if sees(problem, block) else None)
 
     return starmap(visit, circulate(k, v, problem))
-
-
-def _pieces(problem: Problem, groups: Sequence[Group]) -> Sequence[Group]:
-    """Return all heads as one group if a window or documents cut the work into small blocks.
-
-    Communication makes progress between the blocks then.
-    """
-    cut = problem.mask.window is not None or problem.mask.documents is not None
-    return [(slice(None), slice(None))] if cut else groups
 
 
 def _gradients(
@@ -141,12 +137,12 @@ def _gradients(
     like = k[:, :0].to(dq.dtype)
     in_memory = in_place.is_read(problem.comm, "shift")
     sums = in_place.SharedSums(problem, like) if in_memory else TravellingSums(problem, like)
-    for step, positions, _, held in _visits(k, v, problem, groups):
+    for step, positions, visited, held in _visits(k, v, problem, groups):
         own = None
         if held is not None:
             i, j = problem.part(positions)
             own = k.new_zeros((2, *held[0].shape), dtype=dq.dtype)
-            for h, kv in _pieces(problem, groups):
+            for h, kv in visited:
                 at = (slice(None), h, i)
                 given = (do[at], q[at], *heads_first(held, kv, j), out[at], lse[at])
                 gl = None if grad_lse is None else grad_lse[at]

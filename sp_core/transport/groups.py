@@ -77,7 +77,10 @@ class GroupComm(Observer):
         return self._exchange(send, recv)
 
     def Iallreduce(self, send: Array, recv: Array) -> Request:
-        """Begin to add up flat arrays, as mpi4py's `Iallreduce`; heard from as `Iallgather`."""
+        """Begin to add up flat arrays, as mpi4py's `Iallreduce`.
+
+        Each rank hears from every other one directly, as in `Iallgather`.
+        """
         rows = np.empty((self.size, send.size), send.dtype)
         return self._exchange(send, rows.reshape(-1), partial(np.sum, rows, 0, out=recv))
 
