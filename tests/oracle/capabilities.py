@@ -79,14 +79,13 @@ def columns(mesh: Mesh) -> dict[str, Scheme]:
     return {**found, NAMES[-1]: partial(hybrid_attention, mesh=mesh)}
 
 
-def on_ranks(*bodies: Body) -> list[list[str]]:
-    """What each body answers for each scheme, the same on every rank."""
-    answers: list[list[list[str]]] = [[] for _ in range(RANKS)]
+def on_ranks(body: Body) -> list[str]:
+    """What a body answers for each scheme, the same on every rank."""
+    answers: list[list[str]] = [[] for _ in range(RANKS)]
 
     def run(comm: Any) -> None:
         with Mesh(comm, ring=2, ulysses=2) as mesh:
-            schemes = columns(mesh).values()
-            answers[comm.rank] = [[body(mesh, scheme) for scheme in schemes] for body in bodies]
+            answers[comm.rank] = [body(mesh, scheme) for scheme in columns(mesh).values()]
 
     run_threads(RANKS, run)
     if any(other != answers[0] for other in answers):
@@ -162,11 +161,8 @@ def questions() -> Iterator[tuple[str, Body]]:
 
 def table() -> str:
     """The table as Markdown."""
-    asked, bodies = zip(*questions(), strict=True)
     lines = [["on four ranks", *NAMES], ["---"] * (len(NAMES) + 1)]
-    lines += [
-        [question, *answers] for question, answers in zip(asked, on_ranks(*bodies), strict=True)
-    ]
+    lines += [[question, *on_ranks(body)] for question, body in questions()]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
