@@ -8,7 +8,6 @@ things.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import random
@@ -17,6 +16,8 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
+
+from studies.records import write
 
 from domains.report import Record, explored, markdown
 from domains.subjects import BY_NAME
@@ -42,29 +43,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="how many at a time (default: one per core)",
     )
     parser.add_argument(
-        "--depth", choices=("pairs", "parts"), default="pairs", help="what to draw (default: pairs)"
-    )
-    parser.add_argument(
         "--out", type=Path, default=Path("reports"), help="folder of the report (default: reports)"
     )
     options = parser.parse_args(arguments)
     context = multiprocessing.get_context("spawn")
     records: list[Record] = []
     with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
-        for record in pool.map(
-            partial(explored, seed=options.seed, depth=options.depth), options.only
-        ):
+        for record in pool.map(partial(explored, seed=options.seed), options.only):
             records.append(record)
             shown = (
                 f"{record['drawn']} of {record['possible']} possible pairs, {record['calls']} calls"
             )
             print(f"{record['subject']}: {shown} {record['fault']}", flush=True)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "domains.json").write_text(json.dumps(records, indent=1) + "\n")
-    (options.out / "domains.md").write_text(markdown(records, options.seed))
-    return int(
-        any(r["fault"] or (r["depth"] == "pairs" and r["drawn"] < r["possible"]) for r in records)
-    )
+    write(options.out, "domains", markdown(records, options.seed), records)
+    return int(any(r["fault"] or r["drawn"] < r["possible"] for r in records))
 
 
 if __name__ == "__main__":

@@ -9,19 +9,19 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from studies.records import table
 
 from domains import subjects
 from domains.declared import Pair, Subject
 from domains.differing import every_difference
-from domains.trial import Tried, every_pair, every_part
+from domains.trial import Tried, every_pair
 
 COMMITTED = Path(__file__).with_name("REPORT.json")
-PART_SEEDS = 3
 Record = dict[str, Any]
 
 
@@ -61,8 +61,8 @@ def impossible_pairs(name: str, records: Iterable[Record]) -> set[Pair]:
     return {((a, b), (c, d)) for (a, b), (c, d) in split}
 
 
-def explored(name: str, seed: int, depth: str = "pairs") -> Record:
-    """Draw the pairs of one subject, or its single parts with `PART_SEEDS` seeds.
+def explored(name: str, seed: int) -> Record:
+    """Draw the pairs of one subject.
 
     Returns:
         Its parts, its counts, its impossible pairs by the library's reason, and its fault if there
@@ -72,9 +72,7 @@ def explored(name: str, seed: int, depth: str = "pairs") -> Record:
     subject = subjects.BY_NAME[name]
     tried, fault = Tried(), ""
     try:
-        every_pair(subject, seed, tried) if depth == "pairs" else every_part(
-            subject, range(seed, seed + PART_SEEDS), tried
-        )
+        every_pair(subject, seed, tried)
     except AssertionError as error:
         fault = str(error)
     impossible = defaultdict(list)
@@ -86,7 +84,7 @@ def explored(name: str, seed: int, depth: str = "pairs") -> Record:
     return {
         "subject": name,
         "differing": tally,
-        "depth": depth,
+        "depth": "pairs",
         "parts": parts_of(subject),
         "possible": len(subject.pairs()) - len(tried.impossible),
         "drawn": len(subject.pairs() & tried.pairs),
@@ -96,76 +94,58 @@ def explored(name: str, seed: int, depth: str = "pairs") -> Record:
     }
 
 
-def markdown(records: Sequence[Record], seed: int) -> str:
-    """Return the report as Markdown."""
-    in_pairs = [record for record in records if record["depth"] == "pairs"]
-    drawn, possible = (sum(record[key] for record in in_pairs) for key in ("drawn", "possible"))
-    calls = sum(record["calls"] for record in records)
+PAIRS = ("call", "parts", "drawn in", "possible pairs", "drawn", "impossible", "calls")
+DIFFERING = ("call", "arguments", "situations", "with check off")
+
+
+def count(parts: Mapping[str, Sequence[str]]) -> int:
+    """Return how many names there are in all lists."""
+    return sum(map(len, parts.values()))
+
+
+def markdown(records: Sequence[Record], seed: int) -> list[str]:
+    """Return the lines of the report."""
+    drawn, possible, calls = (
+        sum(r[key] for r in records) for key in ("drawn", "possible", "calls")
+    )
+    differing = [(r["subject"], *r["differing"].values()) for r in records]
+    tried = [row for row in differing if any(row[1:])]
+    arguments, compared, unchecked = (sum(row[place] for row in tried) for place in (1, 2, 3))
     reasons = Counter(
-        {reason: len(pairs) for record in records for reason, pairs in record["impossible"].items()}
+        {text: len(pairs) for r in records for text, pairs in r["impossible"].items()}
     )
-    return "\n".join(
-        [
-            "# Domains: the parts of every parameter, drawn in pairs",
-            "",
-            f"Seed {seed}: {drawn} of {possible} possible pairs of {len(in_pairs)} functions "
-            f"drawn and judged, {calls} calls.",
-            f"Of {len(records) - len(in_pairs)} more functions only single parts were drawn, "
-            f"with {PART_SEEDS} seeds.",
-            "A pair is impossible where the library refuses it in the base row; "
-            "the reasons below are the library's.",
-            "`REPORT.json` lists the parts and the impossible pairs.",
-            "",
-            "| call | parts | drawn in | possible pairs | drawn | impossible | calls |",
-            "| --- | --- | --- | --- | --- | --- | --- |",
-            *map(_line, records),
-            "",
-            *_differing(records),
-            "",
-            "## Reasons why pairs are impossible",
-            "",
-            *(f"- {count} pairs: {reason}" for reason, count in reasons.most_common()),
-            "",
-        ]
-    )
-
-
-def _differing(records: Sequence[Record]) -> list[str]:
-    """What was tried of ranks that differ."""
-    tried = [
-        (record["subject"], record["differing"])
-        for record in records
-        if record["differing"]["compared"]
+    pairs = [
+        (
+            r["subject"],
+            count(r["parts"]),
+            r["depth"],
+            r["possible"],
+            r["drawn"],
+            count(r["impossible"]),
+            r["calls"],
+        )
+        for r in records
     ]
-    total = {
-        key: sum(tally[key] for _, tally in tried) for key in ("arguments", "compared", "unchecked")
-    }
     return [
+        "# Domains: the parts of every parameter, drawn in pairs",
+        "",
+        f"Seed {seed}: {drawn} of {possible} possible pairs of {len(records)} functions "
+        f"drawn and judged, {calls} calls.",
+        "A pair is impossible where the library refuses it in the base row; "
+        "the reasons below are the library's.",
+        "`REPORT.json` lists the parts and the impossible pairs.",
+        "",
+        *table(PAIRS, pairs),
+        "",
         "## Ranks that differ",
         "",
-        f"{len(tried)} calls with {total['arguments']} arguments: "
-        f"{total['compared']} situations in which an argument of one "
-        f'rank, or of all, is another or a wrong one, {total["unchecked"]} with `check="off"`.',
+        f"{len(tried)} calls with {arguments} arguments: {compared} situations in which an "
+        "argument of one rank, or of all, is another or a wrong one, "
+        f'{unchecked} with `check="off"`.',
         "",
-        "| call | arguments | situations | with check off |",
-        "| --- | --- | --- | --- |",
-        *(
-            f"| {name} | {tally['arguments']} | {tally['compared']} | {tally['unchecked']} |"
-            for name, tally in tried
-        ),
+        *table(DIFFERING, tried),
+        "",
+        "## Reasons why pairs are impossible",
+        "",
+        *(f"- {number} pairs: {reason}" for reason, number in reasons.most_common()),
     ]
-
-
-def _line(record: Record) -> str:
-    impossible = sum(map(len, record["impossible"].values()))
-    parts = sum(map(len, record["parts"].values()))
-    cells = (
-        record["subject"],
-        parts,
-        record["depth"],
-        record["possible"],
-        record["drawn"],
-        impossible,
-        record["calls"],
-    )
-    return f"| {' | '.join(map(str, cells))} |"

@@ -91,13 +91,10 @@ class Tried:
         """Raise `AssertionError` for a refused row none of whose pairs is impossible."""
         for row, reason in self.refused:
             if not pairs_of(row) & set(impossible):
-                raise unexplained(subject, row, reason)
-
-
-def unexplained(subject: Subject, row: Row, reason: str) -> AssertionError:
-    """Return the error of a refusal that no pair of parts explains."""
-    refused = f"{subject.name} refuses {told(subject, row)}"
-    return AssertionError(f"{refused}, where no pair is impossible: {reason}")
+                raise AssertionError(
+                    f"{subject.name} refuses {told(subject, row)}, where no pair is impossible: "
+                    f"{reason}"
+                )
 
 
 def pairs_of(row: Row) -> set[Pair]:
@@ -151,40 +148,3 @@ def every_pair(subject: Subject, seed: int, tried: Tried) -> None:
         ):
             tried.impossible[pair] = reason
     tried.check_refusals(subject, tried.impossible)
-
-
-def blamed(subject: Subject, row: Row, seed: int, tried: Tried) -> None:
-    """Find the pair of parts for which a row is refused, by leaving out parts in turn.
-
-    Raises:
-        AssertionError: no pair alone is refused.
-    """
-    needed = {factor: part for factor, part in row.items() if part != subject.base[factor]}
-    reason = ""
-    for factor in sorted(needed):
-        fewer = {other: part for other, part in needed.items() if other != factor}
-        if again := tried.row(subject, subject.base | fewer, seed):
-            needed, reason = fewer, again
-    if len(needed) > 2 or not reason:
-        raise unexplained(subject, row, reason)
-    others = [factor for factor in sorted(subject.factors) if factor not in needed]
-    pairs = [tuple(sorted(needed.items()))] if len(needed) == 2 else []
-    pairs += [
-        tuple(sorted([*needed.items(), (factor, subject.base[factor])]))
-        for factor in others
-        if len(needed) == 1
-    ]
-    for one, two in pairs:
-        tried.impossible[one, two] = reason
-
-
-def every_part(subject: Subject, seeds: range, tried: Tried) -> None:
-    """Draw every part with some seeds, and find the pairs of parts that the library refuses.
-
-    Raises:
-        AssertionError: a wrong result, a hang, or a refusal without reason.
-    """
-    for seed in seeds:
-        for row in subject.each_part(seed):
-            if tried.row(subject, row, seed) and not pairs_of(row) & set(tried.impossible):
-                blamed(subject, row, seed, tried)
