@@ -6,6 +6,7 @@ Those that need other projects' attention libraries share `.nox/peers-mpi-...`.
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import shutil
@@ -262,18 +263,22 @@ def torchrun(session: nox.Session, processes: int) -> None:
 
 @nox.session
 def explore(session: nox.Session) -> None:
-    """Draw 32,000 problems on threads and on 8 ranks: `--examples N --seed N --mpi openmpi`."""
+    """Draw 30,000 problems on threads and on 8 ranks: `--examples N --seed N --mpi openmpi`."""
     chosen, arguments = _choose_mpis(session, MPIS)
-    if "--seed" not in arguments:
-        arguments += ["--seed", str(random.SystemRandom().randrange(2**31))]
-    for part, mpi in enumerate(chosen, 1):
-        command = (_prepare(session, mpi), "-m", "oracle.explore")
-        if part == 1:
-            session.run(*command, "draw", *arguments, "--share", "0.85")
-        ranks = ("--share", str(0.15 / len(chosen)), "--ranks", "8", "--part", str(part))
-        session.run(*command, "draw", *arguments, *ranks)
-    session.run(*command, "judge", *arguments)
-    session.notify("domains")
+    parser = argparse.ArgumentParser(prog="nox -s explore --")
+    parser.add_argument("--examples", type=int, default=1500, help="of a test, a tenth on ranks")
+    parser.add_argument("--seed", default=str(random.SystemRandom().randrange(2**31)))
+    options = parser.parse_args(arguments)
+    suite = ("-m", "pytest", "tests", "-m", "explore", "-x", f"--hypothesis-seed={options.seed}")
+    launch = ("-m", "sp_core.testing.launch", "-n", "8", "--timeout", "1800", "--")
+    for part, mpi in enumerate(chosen):
+        python = _prepare(session, mpi)
+        session.env |= {"SP_PROFILE": "explore", "SP_EXAMPLES": str(options.examples)}
+        if part == 0:
+            session.run(python, *suite, *SPREAD)
+        session.env["SP_EXAMPLES"] = str(options.examples // 10)
+        session.run(python, *launch, python, *suite, "--only-mpi", "--sp-expect-ranks", "8")
+    session.notify("domains", ["--seed", options.seed])
 
 
 @nox.session

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
-from kit.carriers import CARRIERS as TRANSPORTS
+from kit.carriers import CARRIERS
 from oracle.collective_cases import DTYPES, Case, cases, part_of
 from oracle.proof import replay
 from oracle.schedule_cases import SUMS, Vectors, pieces, vectors
-from oracle.ways import CALLS, CARRIERS, called, refuses
 from oracle.window_cases import use_window
 
 import sp_core as sp
 from sp_core.collectives import combining, execution
 from sp_core.schedules import ALGORITHMS, HALF, cost
-from sp_core.testing import device, features, given, spmd
+from sp_core.testing import device, given, spmd
 
+CALLS = [(op, name) for op, names in ALGORITHMS.items() for name in names if name != "auto"]
 SEGMENT_BYTES = 24
 BINARY = ("recursive_doubling", "rabenseifner", "binomial")
 """Algorithms whose sums are trees, at most ceil(log2 P) + 1 additions deep."""
@@ -47,16 +47,15 @@ def cases_by_algorithm(draw: st.DrawFn) -> Case:
 
 
 @pytest.mark.explore
-@given(case=cases_by_algorithm(), transport=st.sampled_from(CARRIERS), late=st.integers(0, 8))
+@given(case=cases_by_algorithm(), transport=st.sampled_from([*CARRIERS]), late=st.integers(0, 8))
 def test_an_algorithm_equals_the_definition(
     comm: Any, transport: str, case: Case, late: int
 ) -> None:
     """Draw any dtype, uneven and empty pieces, views, late ranks and used scratch. Call twice."""
-    transport = "host" if refuses(case.algorithm, transport) else transport
-    features({}, called(case.op, case.algorithm, transport, comm.size, case.dtype))
     with sp.Mesh(comm, sp=comm.size) as mesh:
         group = mesh["sp"]
-        group.transport = TRANSPORTS[transport](group)
+        only_messages = (case.algorithm, transport) == ("mpi", "link")
+        group.transport = CARRIERS["host" if only_messages else transport](group)
         poison(group)
         if case.algorithm == "window":
             use_window(group)

@@ -26,7 +26,7 @@ from sp_core.testing import (
     tier,
 )
 from sp_core.testing.outcome import RankFailure
-from sp_core.testing.session import Tally
+from sp_core.testing.session import Remarks, Tally
 
 pytestmark = pytest.mark.ranks  # these laws hold for threads and for MPI
 QUICK = 60
@@ -166,6 +166,20 @@ def test_features_are_counted_once_for_each_example_and_in_pairs() -> None:
         assert counted.features["parity=0"] + counted.features["parity=1"] == counted.examples
         assert counted.pairs["parity=0", "rank=1"] == counted.features["parity=0"]
         assert not any("drawn" in pair for pair in counted.pairs)
+
+
+def test_counts_of_two_processes_add_up() -> None:
+    """Of workers of pytest-xdist, for example."""
+    whole, parts = Tally(), (Tally(), Tally())
+    for place, features_ in enumerate(({"a": True, "b": True}, {"a": True, "b": False}, {})):
+        for tally in (whole, parts[place % 2]):
+            tally.count(Remarks(features=features_, ratios={"out": 0.1 * place}))
+            tally.examples += 1
+            tally.sizes[place] += 1
+    parts[0].merge(Tally.parse(parts[1].text()))
+    assert parts[0] == whole
+    assert whole.pairs == {("a", "b"): 1}
+    assert whole.ratios == {"out": 0.2}
 
 
 def test_a_profile_with_more_examples_than_usual_has_more_of_each_test(

@@ -1,11 +1,13 @@
-"""What all ranks need is computed once in a process."""
+"""What all ranks need is computed once in a process. A GPU has the transports that are there."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from oracle.once import KEPT, contents, once
+from oracle.ways import offered
 
 from sp_core.testing import run_threads
 
@@ -35,3 +37,18 @@ def test_contents_are_dtype_shape_and_bits() -> None:
     assert contents(x) == contents(x.clone()) == contents(torch.stack((x, x), 1)[:, 0])
     others = [x.double(), x.view(2, 1), torch.tensor([-0.0, 1.0]), x[:1], None]
     assert len({contents(other) for other in (x, *others)}) == 6
+
+
+@pytest.mark.parametrize(
+    ("named", "drawn"),
+    [
+        ("", ("ipc", "pinned", "pipelined", "staged")),
+        ("host", ("ipc", "pinned", "pipelined", "staged")),
+        ("device", ("device",)),
+    ],
+)
+def test_tests_on_a_gpu_draw_transports_that_are_there_or_the_one_that_is_named(
+    named: str, drawn: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SP_TRANSPORT", named)
+    assert offered("cuda") == drawn

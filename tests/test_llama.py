@@ -15,13 +15,13 @@ from llama_cases import Case, cases, mesh_of, meshes, schemes
 from oracle import reference
 from oracle.once import contents
 from oracle.strategies import LAYOUTS
-from oracle.ways import Way, taken, ways
+from oracle.ways import Way, ways
 from torch import Tensor
 
 from sp_core.llama import Llama
 from sp_core.nn.gradients import clip_gradient_norm, placement_of, reduce_gradients
 from sp_core.nn.loss import IGNORED, next_token_labels, next_token_loss
-from sp_core.testing import event, features, given
+from sp_core.testing import event, given
 
 pytestmark = pytest.mark.usefixtures("short_slots")
 BATCH = 4
@@ -72,7 +72,6 @@ def test_logits_loss_and_gradients_are_those_of_one_device(
     tokens = case.tokens(BATCH, seq_len)
     left_out = [(b, t) for b, t in ignored if t < seq_len - 1]
     wanted = expected(case, tokens, left_out)
-    features({}, taken("llama", way))
     with mesh_of(comm, mesh, **way) as made:
         event(f"{made.axes}{', tp_sp' if tp_sp else ''}")
         model = case.model(made, scheme, tp_sp=tp_sp)

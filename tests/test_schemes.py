@@ -12,13 +12,13 @@ import torch
 from hypothesis import strategies as st
 from oracle.attention_check import Shards, check_attention
 from oracle.strategies import AttentionProblem, attention_problems
-from oracle.ways import Way, taken, ways
+from oracle.ways import Way, ways
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import sp_core as sp
 from sp_core.schemes import SCHEMES
-from sp_core.testing import device, features, given, session, spmd
+from sp_core.testing import device, given, session, spmd
 
 pytestmark = pytest.mark.usefixtures("short_slots")
 EVERY_SCHEME = pytest.mark.parametrize("name", sorted(SCHEMES))
@@ -56,7 +56,6 @@ def memory_that_nobody_has_written_holds_nan() -> Iterator[None]:
 def test_a_scheme_gives_what_one_device_gives(
     comm: Any, name: str, problem: AttentionProblem, way: Way
 ) -> None:
-    features({}, taken(name, way))
     with sp.Mesh(comm, device=device(), **way, sp=comm.size) as mesh:
         check_attention(name, on(mesh, name), problem, mesh["sp"])
 
@@ -109,7 +108,6 @@ def test_a_hybrid_of_any_grid_gives_what_one_device_gives(
 ) -> None:
     """Draw two axes in either order, beside a third one along which each group has a problem."""
     lengths = lengths_of(grid, comm.size)
-    features({}, ["grid " + " x ".join(str(lengths[axis]) for axis in AXES), *taken("hybrid", way)])
     axes: Any = tuple(axis for axis in grid[0] if axis != "copies")
     with sp.Mesh(comm, device=device(), **way, **lengths) as mesh:
         problem = replace(

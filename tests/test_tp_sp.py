@@ -12,9 +12,8 @@ from typing import Any, cast
 import pytest
 import torch
 from hypothesis import strategies as st
-from oracle.attention_features import remainder, token_features
 from oracle.strategies import DRAWN, seeds
-from oracle.ways import Way, taken, ways
+from oracle.ways import Way, ways
 from torch import Tensor, nn
 
 import sp_core as sp
@@ -105,10 +104,7 @@ def test_a_pair_of_parallel_layers_is_the_pair_of_ordinary_ones(
     comm: Any, pair: Pair, way: Way
 ) -> None:
     rank, size = comm.rank, comm.size
-    kind = token_features(
-        "tp_sp", pair.layout or "not split", pair.seq_len, size, pair.dtype, pair.batch
-    )
-    features(kind, [remainder(pair.seq_len, size), *taken("tp_sp", way)])
+    features({"scheme": "tp_sp"})
     sharding = None if pair.layout is None else DRAWN[pair.layout](pair.seq_len, size)
 
     def own(whole: Tensor) -> Tensor:

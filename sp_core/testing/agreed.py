@@ -20,7 +20,7 @@ from sp_core.testing import requests
 from sp_core.testing.carriers import MpiCarrier
 from sp_core.testing.session import Session, keep_largest
 
-_RESULT_FILES = ("xmlpath", "benchmark_json", "benchmark_save", "benchmark_autosave", "sp_tally")
+_RESULT_FILES = ("xmlpath", "benchmark_json", "benchmark_save", "benchmark_autosave")
 _MAX_LISTED = 5
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -41,10 +40,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "max-error-ratio": {
         "type": float,
         "help": "fail if a recorded error over bound is larger (default: the ini option, 0.5)",
-    },
-    "tally": {
-        "metavar": "FILE",
-        "help": "write the counts of drawn examples, and the worst errors, to a JSON file",
     },
 }
 
@@ -170,11 +165,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     config = session.config
     if session.exitstatus == pytest.ExitCode.OK and any(late for *_, late in _worst(config)):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-    tally = kit.current.tally
     if hasattr(config, "workeroutput"):
-        config.workeroutput["sp_core"] = tally.text()
-    elif (file := config.getoption("--sp-tally")) is not None:
-        Path(file).write_text(tally.text())
+        config.workeroutput["sp_core"] = kit.current.tally.text()
     if _RANKS in config.stash:
         config.stash[_RANKS].leave_result(int(session.exitstatus))
 

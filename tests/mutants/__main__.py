@@ -23,7 +23,7 @@ from studies.records import table, write
 
 ELSEWHERE = (
     *("append_history", "bench", "ci_scripts", "compare*", "conformance", "counters", "doctor"),
-    *("explore", "history", "kit_*", "layout", "llama_command", "mutants*", "peers*"),
+    *("history", "kit_*", "layout", "llama_command", "mutants*", "peers*"),
     *("promote_pr", "readme", "records", "reporting*", "scaling*", "slurm", "trace", "workflows"),
 )
 """Tests of benchmarks, commands, CI and the kit: they say nothing about a fault of the library."""

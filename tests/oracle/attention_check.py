@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from oracle import reference
-from oracle.attention_features import attention_features, remainder
 from oracle.once import contents, once
 from oracle.reference import AttentionReference, GradientReference
 from oracle.strategies import AttentionProblem, placed
@@ -47,10 +46,8 @@ def check_attention(
     Raises:
         AssertionError: naming the result and its worst element.
     """
-    size = group.size
-    if group.rank == 0:
-        features(attention_features(name, problem, size), [remainder(problem.seq_len, size)])
-    shards = Shards(problem, group.rank, size, group.device)
+    features({"scheme": name})
+    shards = Shards(problem, group.rank, group.size, group.device)
     results = shards.results(scheme)
     shards.take_back()
     compare(name, shards, results, group)
