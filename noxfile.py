@@ -31,17 +31,8 @@ RANKS = 4
 MODELS = ("layers", "llama*", "pipeline", "training", "unequal")
 ABOVE = (
     *MODELS,
-    "cost",
-    "counters",
-    "differing_ranks",
-    "errors",
-    "examples",
-    "kit_faults",
-    "kit_group",
-    "memory",
-    "promises",
-    "resources",
-    "scheme_laws",
+    *("cost", "counters", "differing_ranks", "errors", "examples", "kit_faults", "kit_group"),
+    *("memory", "promises", "resources", "scheme_laws"),
 )
 """Test files whose code above MPI is the same for both: they run with the first MPI only."""
 
@@ -273,7 +264,7 @@ def explore(session: nox.Session) -> None:
     launch = ("-m", "sp_core.testing.launch", "-n", "8", "--timeout", "1800", "--")
     for part, mpi in enumerate(chosen):
         python = _prepare(session, mpi)
-        session.env |= {"SP_PROFILE": "explore", "SP_EXAMPLES": str(options.examples)}
+        session.env.update(SP_PROFILE="explore", SP_EXAMPLES=str(options.examples))
         if part == 0:
             session.run(python, *suite, *SPREAD)
         session.env["SP_EXAMPLES"] = str(options.examples // 10)

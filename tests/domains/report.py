@@ -103,6 +103,13 @@ def count(parts: Mapping[str, Sequence[str]]) -> int:
     return sum(map(len, parts.values()))
 
 
+def cells(record: Record) -> tuple[object, ...]:
+    """Return the line of a call."""
+    drawn = (record["depth"], record["possible"], record["drawn"])
+    impossible = count(record["impossible"])
+    return record["subject"], count(record["parts"]), *drawn, impossible, record["calls"]
+
+
 def markdown(records: Sequence[Record], seed: int) -> list[str]:
     """Return the lines of the report."""
     drawn, possible, calls = (
@@ -114,18 +121,6 @@ def markdown(records: Sequence[Record], seed: int) -> list[str]:
     reasons = Counter(
         {text: len(pairs) for r in records for text, pairs in r["impossible"].items()}
     )
-    pairs = [
-        (
-            r["subject"],
-            count(r["parts"]),
-            r["depth"],
-            r["possible"],
-            r["drawn"],
-            count(r["impossible"]),
-            r["calls"],
-        )
-        for r in records
-    ]
     return [
         "# Domains: the parts of every parameter, drawn in pairs",
         "",
@@ -135,7 +130,7 @@ def markdown(records: Sequence[Record], seed: int) -> list[str]:
         "the reasons below are the library's.",
         "`REPORT.json` lists the parts and the impossible pairs.",
         "",
-        *table(PAIRS, pairs),
+        *table(PAIRS, map(cells, records)),
         "",
         "## Ranks that differ",
         "",

@@ -37,7 +37,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--until": {"choices": STAGES, "default": ON_RANKS, "help": "the last stage"},
     "--seconds": {"type": float, "default": float("inf"), "help": "begin nothing after that time"},
     "--resume": {"action": "store_true", "help": "keep what was found before, and go on"},
-    "--again": {"nargs": "+", "default": [], "metavar": "VERDICT", "help": "try these once more"},
     "--out": {"type": Path, "default": ROOT / "reports", "help": "folder of the reports"},
 }
 
@@ -96,23 +95,19 @@ def selected(edits: Sequence[Edit], only: Sequence[str]) -> list[Edit]:
 
 def _reached(pool: ThreadPoolExecutor, end: float, until: str) -> reach.Reached | None:
     """Return what the tests reach. Measure what is not known. Return None if the time is up."""
-    _, missing, on_ranks = reach.gathered()
-    list(pool.map(lambda file: None if time.monotonic() > end else reach.measure([file]), missing))
-    if on_ranks and until == ON_RANKS and time.monotonic() <= end:
-        reach.measure(on_ranks, ON_RANKS)
-    reached, left, left_on_ranks = reach.gathered()
+
+    def missing() -> list[tuple[str, str]]:
+        return [(file, stage) for file, stage in reach.gathered()[1] if stage in ("threads", until)]
+
+    def measure(one: tuple[str, str]) -> None:
+        if time.monotonic() <= end:
+            reach.measure(*one)
+
+    list(pool.map(measure, missing()))
+    reached, left = reach.gathered()[0], len(missing())
     known = f"{len(reached.seconds)} tests, {sum(reached.seconds.values()):.0f} s"
-    print(f"{known}; measured {len(missing) - len(left)} files, {len(left)} are left", flush=True)
-    return None if left or (left_on_ranks and until == ON_RANKS) else reached
-
-
-def kept(journal: Path, again: Sequence[str]) -> dict[str, Outcome]:
-    """Return what is known of edits by their ids, without what is to be tried once more.
-
-    The last line of an edit counts.
-    """
-    outcomes = {line.pop("id"): Outcome(**line) for line in read_lines(journal)}
-    return {name: outcome for name, outcome in outcomes.items() if outcome.verdict not in again}
+    print(f"{known}; {left} measurements are left", flush=True)
+    return None if left else reached
 
 
 def is_final(outcome: Outcome, until: str) -> bool:
@@ -128,9 +123,8 @@ def attempt(edit: Edit, reached: reach.Reached, until: str) -> Outcome:
     outcome = tried(edit.file, edit.planted, stages) if stages else Outcome("survived")
     if outcome.verdict != "survived":
         return outcome
-    counts = ", ".join(f"{len(stage.tests)} {stage.name}" for stage in stages)
-    words = f"tests that reach it: {counts or 'none'}"
-    return replace(outcome, stage=until, words=words)
+    counts = ", ".join(f"{len(stage.tests)} {stage.name}" for stage in stages) or "none"
+    return replace(outcome, stage=until, words=f"tests that reach it: {counts}")
 
 
 def _results(
@@ -149,7 +143,7 @@ def _results(
     journal = options.out / f"{options.name}.jsonl"
     if not options.resume:
         journal.unlink(missing_ok=True)
-    outcomes = kept(journal, options.again)
+    outcomes = {line.pop("id"): Outcome(**line) for line in read_lines(journal)}
     entries = {edit.id: next((one for one in known if one.holds(edit)), None) for edit in chosen}
     until = {edit.id: NEAR if entries[edit.id] else options.until for edit in chosen}
 

@@ -27,7 +27,7 @@ WITNESS = "SP_MUTANTS_WITNESS"
 TESTS = "SP_MUTANTS_TESTS"
 """Names the file with the ids of the tests to run, one to a line, in order; without it all run."""
 REACH = "SP_MUTANTS_REACH"
-"""Names the file that gets what each test reaches. Under mpiexec each rank adds its number."""
+"""Names the file that gets what each test reaches, without the number of the rank and `.json`."""
 TEST = "MUTANTS_TEST"
 """Names the test that runs, for the processes that it starts. Some tests remove names in SP_."""
 RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
@@ -194,7 +194,7 @@ def pytest_addoption() -> None:
     from coverage import Coverage
 
     rank = next((os.environ[name] for name in RANK if name in os.environ), "")
-    file, package = f"{os.environ.pop(REACH)}{rank}", f"{Path.cwd()}/sp_core/*"
+    file, package = f"{os.environ.pop(REACH)}{rank}.json", f"{Path.cwd()}/sp_core/*"
     started = Path(f"{file}.started.ini")
     started.write_text(STARTED.format(file=file, package=package, test=TEST))
     os.environ["COVERAGE_PROCESS_START"] = str(started)

@@ -10,16 +10,18 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
+from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
 from mutants.edits import Edit
 from mutants.plugin import REACH, file_of
 from mutants.trial import NOTHING_FAILED, ON_RANKS, Stage, copy_package, run_stage
-from studies.commands import RANKS, ROOT
+from studies.commands import ROOT
 
 KEPT = ROOT / "reports" / "reach"
 SECONDS = {"threads": 900.0, ON_RANKS: 1800.0}
@@ -96,12 +98,7 @@ class Reached:
 
     def near(self, tests: Sequence[str]) -> int:
         """Return how many of these tests go first; at least one."""
-        taken = 0.0
-        for place, test in enumerate(tests):
-            taken += self.seconds[test]
-            if taken > NEAR_SECONDS:
-                return max(place, 1)
-        return len(tests)
+        return max(1, bisect([*accumulate(self.seconds[test] for test in tests)], NEAR_SECONDS))
 
     def stages(self, edit: Edit) -> list[Stage]:
         """Return the stages that have tests which reach an edit."""
@@ -128,67 +125,44 @@ def digest(file: Path) -> str:
     return hashlib.blake2b(text, digest_size=6).hexdigest()
 
 
-def kept() -> dict[str, Path]:
-    """Return by test file where it is kept what its tests reach."""
+def files() -> list[str]:
+    """Return the test files that may say something of an edit."""
     tests = ROOT / "tests"
     apart = {path for pattern in APART for path in tests.glob(f"test_{pattern}.py")}
-    return {
-        f"tests/{path.name}": KEPT / f"{path.stem}-{digest(path)}.json"
-        for path in sorted({*tests.glob("test_*.py")} - apart)
-    }
+    return [f"tests/{path.name}" for path in sorted({*tests.glob("test_*.py")} - apart)]
 
 
-def on_rank(target: Path, rank: str) -> Path:
-    """Return where it is kept what tests reach on a rank; with "" as threads."""
-    return target.with_suffix(f".rank{rank}.json") if rank else target
+def kept(file: str, stage: str) -> Path:
+    """Return where it is kept what the tests of a file reach, of each rank."""
+    return KEPT / f"{Path(file).stem}-{stage}-{digest(ROOT / file)}.json"
 
 
-def measure(files: Sequence[str], stage: str = "threads") -> None:
-    """Run test files in one session, and keep what they reach, under mpiexec on each rank.
+def measure(file: str, stage: str) -> None:
+    """Run a test file, and keep what its tests reach.
 
     Raises:
         Red: the session does not end, or a test is red.
     """
-    ranks = [*map(str, range(RANKS))] if stage == ON_RANKS else [""]
     with tempfile.TemporaryDirectory(prefix="sp_core-reach-") as directory:
         copy = Path(directory)
         copy_package(copy)
-        variables = {REACH: str(copy / "reach.json")} | (BRIEF if stage == ON_RANKS else {})
-        ending = run_stage(copy, Stage(stage, files, SECONDS[stage], (), variables))
-        sources = [copy / f"reach.json{rank}" for rank in ranks]
-        if ending.code not in NOTHING_FAILED or ending.told or not all(x.exists() for x in sources):
-            raise Red(f"{files}: exit code {ending.code} {ending.told} {ending.printed[-3000:]}")
-        told = [json.loads(source.read_text()) for source in sources]
+        variables = {REACH: str(copy / "reach")} | (BRIEF if stage == ON_RANKS else {})
+        ending = run_stage(copy, Stage(stage, [file], SECONDS[stage], (), variables))
+        if ending.code not in NOTHING_FAILED or ending.told:
+            raise Red(f"{file}: exit code {ending.code} {ending.told} {ending.printed[-3000:]}")
+        told = [json.loads(source.read_text()) for source in copy.glob("reach*.json")]
     KEPT.mkdir(parents=True, exist_ok=True)
-    for file, target in kept().items():
-        for rank, part in zip(ranks, told, strict=True):
-            if file in files:
-                on_rank(target, rank).write_text(json.dumps(of_file(part, file)))
+    kept(file, stage).write_text(json.dumps(told))
 
 
-def of_file(told: Told, file: str) -> Told:
-    """Return what the tests of one file reach, and imports."""
-    lines = {
-        name: {
-            line: [test for test in tests if file_of(test) in ("", file)]
-            for line, tests in found.items()
-        }
-        for name, found in told["lines"].items()
-    }
-    seconds = {test: taken for test, taken in told["seconds"].items() if file_of(test) == file}
-    return {"seconds": seconds, "lines": lines}
-
-
-def gathered() -> tuple[Reached, list[str], list[str]]:
-    """Return what is known, and the files to measure with ranks as threads and under mpiexec."""
-    reached, ranks = Reached(), Reached()
-    reached.ranks = ranks
-    missing: tuple[list[str], list[str]] = ([], [])
-    for file, target in kept().items():
-        for rank in ("", *map(str, range(RANKS))):
-            if on_rank(target, rank).exists():
-                told = json.loads(on_rank(target, rank).read_text())
-                (ranks if rank else reached).add(told)
-            elif file not in missing[bool(rank)]:
-                missing[bool(rank)].append(file)
-    return reached, *missing
+def gathered() -> tuple[Reached, list[tuple[str, str]]]:
+    """Return what is known to be reached, and what is left to measure: test files with a stage."""
+    reached = Reached(ranks=Reached())
+    missing = []
+    for (stage, part), file in product((("threads", reached), (ON_RANKS, reached.ranks)), files()):
+        if part is not None and kept(file, stage).exists():
+            for told in json.loads(kept(file, stage).read_text()):
+                part.add(told)
+        else:
+            missing.append((file, stage))
+    return reached, missing

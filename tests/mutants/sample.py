@@ -1,4 +1,4 @@
-"""Draw a seeded sample of all edits, spread over folders, files and operators.
+"""Draw a seeded sample of all edits, spread over folders.
 
 Read which edits change nothing, and why.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import tomllib
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -71,47 +70,18 @@ def shares(counts: dict[str, int], number: int) -> dict[str, int]:
 
 
 def drawn(found: Sequence[Edit], number: int, seed: int) -> list[Edit]:
-    """Draw from every room its share of the number."""
-    rooms: dict[str, list[Edit]] = {}
-    for edit in found:
-        rooms.setdefault(room_of(edit.file), []).append(edit)
-    given = shares({room: len(edits) for room, edits in rooms.items()}, number)
-    return [edit for room in sorted(rooms) for edit in _spread(rooms[room], given[room], seed)]
-
-
-def _spread(found: Sequence[Edit], number: int, seed: int) -> list[Edit]:
-    """Draw every edit with the same probability; files and operators get their share.
+    """Draw from every room its share of the number, each edit of it with the same probability.
 
     The draw depends on digests and not on places in a list: a change of the library changes the
     sample near its lines, no more.
-
-    Source: sequential Poisson sampling of the strata that get one more; Ohlsson, Journal of
-    Official Statistics 14 (1998), 149-162.
     """
-    strata = Counter((edit.file, edit.operator) for edit in found)
-    wanted = {
-        stratum: count * min(number / max(len(found), 1), 1.0) for stratum, count in strata.items()
-    }
-    given = {stratum: int(share) for stratum, share in wanted.items()}
-    more = sorted(
-        (s for s in strata if wanted[s] > given[s]),
-        key=lambda s: _luck(seed, *s) / (wanted[s] - given[s]),
-    )
-    for stratum in more[: min(number, len(found)) - sum(given.values())]:
-        given[stratum] += 1
-    chosen: list[Edit] = []
-    for edit in sorted(found, key=lambda edit: (edit.file, edit.operator, _luck(seed, edit.id))):
-        stratum = (edit.file, edit.operator)
-        if given[stratum]:
-            given[stratum] -= 1
-            chosen.append(edit)
-    return chosen
-
-
-def _luck(seed: int, *names: str) -> float:
-    """A number in [0, 1) that depends on nothing but these."""
-    digest = hashlib.blake2b(repr((seed, *names)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest) / 2.0**64
+    rooms: dict[str, list[Edit]] = {}
+    for edit in sorted(
+        found, key=lambda edit: hashlib.blake2b(f"{seed} {edit.id}".encode()).digest()
+    ):
+        rooms.setdefault(room_of(edit.file), []).append(edit)
+    given = shares({room: len(edits) for room, edits in rooms.items()}, number)
+    return [edit for room in sorted(rooms) for edit in rooms[room][: given[room]]]
 
 
 def equivalents() -> list[Equivalent]:
