@@ -103,7 +103,9 @@ OPTIONS: Options = {
         for name, text in SIZES.items()
     },
     "--scheme": about(choices=SCHEMES, default=SCHEMES[0], help="default: %(default)s"),
-    "--backward": about(action="store_true", help="time forward and backward"),
+    "--backward": about(
+        action=argparse.BooleanOptionalAction, default=False, help="forward and backward"
+    ),
     "--sharding --layout": about(
         choices=SHARDINGS,
         default=SHARDINGS[0],

@@ -13,96 +13,53 @@ from hypothesis import given, strategies as st
 import sp_core as sp
 from benchmarks.files import ForeignError
 from benchmarks.reporting import foreign
-from benchmarks.reporting.trace import rank as clock
+from benchmarks.reporting.tables import size
 from benchmarks.reporting.trace.__main__ import main
-from benchmarks.reporting.trace.rank import Log, Profile, merge
+from benchmarks.reporting.trace.rank import Event, Log, Profile, difference, merge, spans
 from sp_core.testing import spmd
 
 pytestmark = pytest.mark.mpi_skip
 RANKS, SEQ, HIDDEN = 2, 96, 32
 
 
-def span(name: str, start: float, length: float, **more: Any) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "cat": "cpu_op",
-        "name": name,
-        "pid": 4711,
-        "tid": 4711,
-        "ts": start,
-        "dur": length,
-        **more,
-    }
+def span(name: str, start: float, length: float, **more: Any) -> Event:
+    shown = {"ph": "X", "cat": "cpu_op", "name": name, "tid": 1, "ts": start, "dur": length}
+    return {**shown, **more}
 
 
-def profile(rank: int, *, base: float, offset: float) -> Profile:
-    """A step from 1.0 to 1.5 s by rank 0's clock; a transfer is waited for from 1.2 to 1.3 s.
-
-    Args:
-        rank: which.
-        base: microseconds that the profiler shows at time 0 of this rank's clock.
-        offset: seconds that this clock is ahead.
-    """
-
-    def at(seconds: float) -> float:
-        return base + (seconds + offset) * 1e6
-
-    calls = [
-        {"operation": "ring", "kind": "start", "bytes_sent": 2048, "transfer": None},
-        {"operation": "ring", "kind": "wait", "bytes_sent": 2048, "transfer": 0},
-        {"operation": "all_reduce", "kind": "run", "bytes_sent": 10, "transfer": None},
-    ]
-    events = [
-        span("clock anchor 0", at(0.5) - 300 * rank, 100),  # made slowly: not to be used
-        span("clock anchor 1", at(0.6) - 1, 2),
-        span("step", at(1.0), 5e5, cat="user_annotation"),
-        span("communication #0", at(1.1), 10),
-        span("communication #1", at(1.2), 1e5),
-        span("communication #2", at(1.4), 1e4),
-        span("aten::mm", at(1.15), 1e4),
-        {"ph": "i", "name": "no span", "ts": 0, "pid": 4711, "tid": 1},
-    ]
-    return Profile(
-        rank,
-        "cpu of host",
-        events,
-        calls,
-        [(0.4 + offset, 0.6 + offset), (0.6 - 2e-6 + offset, 0.6 + 2e-6 + offset)],
-        offset,
-    )
+def profile(rank: int, ahead: float) -> Profile:
+    """A step from 1.0 to 1.5 s by rank 0's clock, as a clock that is ahead sees it."""
+    events = [span("step", (1.0 + ahead) * 1e6, 5e5)]
+    for kind, name, start, length, sent in (
+        ("start", "ring", 1.1, 10, 2048),
+        ("wait", "ring", 1.2, 1e5, 2048),
+        ("run", "all_reduce", 1.4, 1e4, 10),
+    ):
+        told = {"operation": name, "kind": kind, "bytes_sent": sent}
+        more = {"cat": "communication", "args": told}
+        events.append(span(f"{kind} {name}", (start + ahead) * 1e6, length, **more))
+    return Profile(rank, "cpu of host", events, ahead)
 
 
 def test_ranks_with_different_clocks_are_laid_over_one_another() -> None:
-    trace = merge(
-        [profile(1, base=5e9, offset=-7.0), profile(0, base=123.0, offset=0.0)], {"scheme": "ring"}
-    )
-    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    for name, start, length in (
-        ("step", 0.0, 5e5),
-        ("wait ring, 2.00 KiB sent", 2e5, 1e5),
-        ("all_reduce, 10 B sent", 4e5, 1e4),
-    ):
-        found = [event for event in spans if event["name"] == name]
-        assert [event["pid"] for event in found] == [0, 1]
-        assert [(event["ts"], event["dur"]) for event in found] == [
-            (pytest.approx(start, abs=1), length)
-        ] * 2
-    assert len(spans) == 2 * 5  # without anchors
+    trace = merge([profile(1, ahead=-7.0), profile(0, ahead=0.0)], {"scheme": "ring"})
+    found = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    for name, start in (("step", 0.0), ("start ring", 1e5), ("wait ring", 2e5)):
+        places = [(event["pid"], event["ts"]) for event in found if event["name"] == name]
+        assert places == [(rank, pytest.approx(start, abs=1)) for rank in (0, 1)]
 
 
-def test_a_transfer_is_under_way_from_start_to_the_end_of_its_wait() -> None:
-    trace = merge([profile(0, base=0.0, offset=0.0)], {})
-    begin, end = (event for event in trace["traceEvents"] if event["ph"] in "be")
-    assert (begin["ph"], begin["ts"]) == ("b", pytest.approx(1e5, abs=1))
-    assert (end["ph"], end["ts"]) == ("e", pytest.approx(3e5, abs=1))
-    assert begin["id"] == end["id"]
-    assert begin["name"] == end["name"] == "ring under way, 2.00 KiB sent"
+def test_spans_of_the_profiler_have_the_time_of_the_clock() -> None:
+    itself = span("overhead", 0, 1, cat="overhead")
+    events = [span("aten::mm", 5.0, 1, pid=4711), itself, {"ph": "i", "name": "no span", "ts": 0}]
+    trace = {"traceEvents": events, "baseTimeNanoseconds": 2_000_000}
+    assert list(spans(trace)) == [span("aten::mm", 2005.0, 1)]
 
 
 @pytest.mark.parametrize(("ahead", "expected"), [(0.0, 0.0), (1e-5, 0.0), (3.0, 3.0), (-3.0, -3.0)])
 def test_an_offset_within_its_uncertainty_is_none(ahead: float, expected: float) -> None:
     trips = [(10.0 + ahead, 10.0 + trip / 2, 10.0 + trip + ahead) for trip in (1e-3, 1e-4, 1e-2)]
-    assert clock._best(trips) == pytest.approx(expected)
+    assert difference(trips) == pytest.approx(expected)
 
 
 def test_a_step_of_two_ranks_is_traced(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -110,28 +67,25 @@ def test_a_step_of_two_ranks_is_traced(tmp_path: Path, capfd: pytest.CaptureFixt
     assert main([*sizes, "--out", str(tmp_path / "trace.json")]) == 0, capfd.readouterr()
     trace = json.loads((tmp_path / "trace.json").read_text())
     events = trace["traceEvents"]
-    rows = {
-        event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"
-    }
-    assert sorted(rows) == list(range(RANKS))
-    assert all(name.startswith(f"rank {rank}, cpu of ") for rank, name in rows.items())
-    steps = {event["pid"]: event for event in events if event["name"] == "step"}
-    assert max(step["ts"] for step in steps.values()) < min(
-        step["ts"] + step["dur"] for step in steps.values()
-    )
-    ring = [
-        event
-        for event in events
-        if event.get("cat") == "communication" and event["args"]["operation"] == "ring"
-    ]
-    block = 2 * SEQ // RANKS * HIDDEN * 4  # keys and values of a rank, float32
-    for kind in ("start", "wait"):  # a wait repeats the bytes of its start
-        calls = [event["args"] for event in ring if event["pid"] == 0]
-        assert block in {call["bytes_sent"] for call in calls if call["kind"] == kind}
+    rows = {one["pid"]: one["args"]["name"] for one in events if one["name"] == "process_name"}
+    assert all(rows[rank].startswith(f"rank {rank}, cpu of ") for rank in range(RANKS))
+    steps = [event for event in events if event["name"] == "step"]
+    last_start = max(step["ts"] for step in steps)
+    assert last_start < min(step["ts"] + step["dur"] for step in steps)
+    assert min(event["ts"] for event in events if event["ph"] != "M") == 0
     assert {event["name"] for event in events} >= {"forward", "backward", "attention, ring"}
-    assert all(
-        event["ts"] >= 0 and event.get("dur", 0) >= 0 for event in events if event["ph"] != "M"
+    mine = [event for event in events if event["pid"] == 0]
+    block = size(2 * SEQ // RANKS * HIDDEN * 4)  # keys and values of a rank, float32
+    started, waited = (
+        next(event for event in mine if event["name"] == f"{kind} ring, {block} sent")
+        for kind in ("start", "wait")  # a wait repeats the bytes of its start
     )
+    under_way = [event for event in mine if event["name"] == f"ring under way, {block} sent"]
+    begun, ended = (event["ts"] for event in under_way[:2])
+    assert (begun, ended) == (started["ts"], pytest.approx(waited["ts"] + waited["dur"], abs=0.01))
+    inside = next(event for event in mine if event["name"] == "forward")
+    assert inside["tid"] == started["tid"]
+    assert inside["ts"] < started["ts"] < inside["ts"] + inside["dur"]
     table = foreign.read_trace(tmp_path / "trace.json").tables[0]
     assert [line[0] for line in table.rows] == ["0", "1"]
 
@@ -151,11 +105,8 @@ def test_a_collective_by_an_algorithm_is_named_and_sized(comm: Any) -> None:
         log = Log(mesh["sp"])
         sp.all_reduce(torch.ones(10), comm=mesh["sp"], algorithm="ring")
         sp.all_reduce(torch.ones(10), comm=mesh["sp"], algorithm="mpi")
-        calls = [
-            (call["kind"], call["bytes_sent"])
-            for call in log.calls
-            if call["operation"] == "all_reduce"
-        ]
+    told = [event["args"] for event in log.events if event["ph"] == "X"]
+    calls = [(one["kind"], one["bytes_sent"]) for one in told if one["operation"] == "all_reduce"]
     assert calls == [("run", 40), ("run", 40)]
 
 
@@ -185,7 +136,7 @@ def test_a_file_that_is_no_trace_is_refused(content: str, tmp_path: Path) -> Non
 
 def test_the_timeline_adds_up_what_each_rank_sent_and_waited(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    path.write_text(json.dumps(merge([profile(0, base=0.0, offset=0.0)], {"scheme": "<b>"})))
+    path.write_text(json.dumps(merge([profile(0, ahead=0.0)], {"scheme": "<b>"})))
     section = foreign.read_trace(path)
     assert section.tables[0].rows == (("0", "500", "110", "22%", "3", "2.01 KiB"),)
     axes: Any = section.pictures[0].figure.axes[0]

@@ -9,24 +9,20 @@ from pathlib import Path
 from benchmarks import launching, scaling
 from benchmarks.launching import Launch, Options, UsageError, about, parse, writable
 
-LEFT_OUT = ("--preset", "--backward", "--iterations", "--warmup", "--out")
+LEFT_OUT = ("--preset", "--iterations", "--warmup")
 OPTIONS: Options = {
     **{flag: option for flag, option in scaling.OPTIONS.items() if flag not in LEFT_OUT},
-    "--not-causal": scaling.OPTIONS["--no-causal"],
-    "--forward-only": about(
-        dest="backward", action="store_false", help="leave the backward pass out"
-    ),
     "--out": about(type=Path, default=Path("reports/trace.json"), help="default: %(default)s"),
 }
-DEFAULTS = {"scheme": "ring", "sharding": "zigzag", "mask": "causal", "ranks": "4"}
-UNSEEN = {"preset": "trace", "backward": True, "iterations": 1, "warmup": 0, "timeout": 300.0}
+CHOICES = {"scheme": "ring", "sharding": "zigzag", "mask": "causal", "ranks": "4"}
+DEFAULTS = {**CHOICES, "backward": True, "preset": "trace", "iterations": 1, "warmup": 0}
 
 
 @launching.program("trace")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the trace; return 0, 1 for a failed run, 2 for options that cannot be run."""
     text = "One step of a transformer block, all ranks side by side."
-    options = parse("trace", text, OPTIONS, arguments, **DEFAULTS, **UNSEEN)
+    options = parse("trace", text, OPTIONS, arguments, **DEFAULTS)
     out = writable(options.out.resolve())
     launch = Launch(options.launcher, options.timeout)
     setting, *others = (one for group in scaling.settings(options) for one in group)
