@@ -41,11 +41,15 @@ TAIL_LINES = 40
 KEEP_MEMORY = (
     "GLIBC_TUNABLES=glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=17179869184"
 )
-"""Make the C library keep freed memory. Otherwise the kernel clears the same pages again."""
+"""Make the C library keep freed memory. Otherwise it is chance whether the kernel clears the same
+pages in every step of a launch: Ulysses, forward, P = 2, on two cores, takes 7.0 to 9.6 ms without,
+and 6.8 to 7.5 ms with this."""
 
 Record = dict[str, Any]
 Options = dict[str, Record]
-Progress = Callable[[Record], None]
+Progress = Callable[..., None]
+"""Hears the news of rank 0, as it gives them to `benchmarks.worker.Rank.tell`."""
+
 Main = Callable[[Sequence[str] | None], int]
 USAGE, INTERRUPTED = 2, 130
 
@@ -62,7 +66,6 @@ class Launch:
         prefix: command in front of the worker, with `{ranks}` in it; sp_core's own launcher if
             empty.
         timeout: seconds that one launch may take.
-        python: the interpreter of the ranks.
         variables: NAME=VALUE to set and -uNAME to unset in the environment of the ranks.
         mpi_args: more arguments for mpiexec.
 
@@ -72,7 +75,6 @@ class Launch:
 
     prefix: str = ""
     timeout: float = 600.0
-    python: str = sys.executable
     variables: tuple[str, ...] = ()
     mpi_args: tuple[str, ...] = ()
 
@@ -88,12 +90,12 @@ class Launch:
     def command(self, ranks: int, *arguments: str) -> list[str]:
         """Return the command line that runs the worker on several ranks."""
         changed = ["env", *self.variables] if self.variables else []
-        program = [*changed, self.python, "-m", "mpi4py", "-m", "benchmarks.worker", *arguments]
+        program = [*changed, sys.executable, "-m", "mpi4py", "-m", "benchmarks.worker", *arguments]
         if self.prefix:
             return [*shlex.split(self.prefix.format(ranks=ranks)), *program]
         more = [f"--mpi-args={shlex.join(self.mpi_args)}"] if self.mpi_args else []
         limits = ["-n", str(ranks), "--timeout", f"{self.timeout:g}"]
-        return [self.python, "-m", "sp_core.testing.launch", *limits, *more, "--", *program]
+        return [sys.executable, "-m", "sp_core.testing.launch", *limits, *more, "--", *program]
 
 
 about = dict[str, Any]
@@ -179,7 +181,7 @@ def run(
     measure: str,
     setting: object,
     launch: Launch,
-    progress: Progress = lambda told: None,
+    progress: Progress = lambda **_: None,
     *,
     root: Path = ROOT,
     around: Callable[[list[str]], list[str]] = lambda command: command,
@@ -192,15 +194,15 @@ def run(
             `benchmarks.worker.Rank`.
         setting: plain values, or a msgspec Struct that the function reads as its `Setting`.
         launch: how ranks are started.
-        progress: given the news of rank 0, whenever these change.
+        progress: hears the news of rank 0, whenever these change.
         root: the checkout whose sp_core is measured.
         around: changes the command line.
 
     Returns:
-        The record of rank 0, and "status", "took_s" and "load_before". A launch that fails has a
-        "reason" and its "output".
+        The record of rank 0, and "status" and "took_s". A launch that fails has a "reason", its
+        "output" and the last "news".
     """
-    start, load = time.monotonic(), os.getloadavg()[0]
+    start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="sp_core-bench-") as name:
         folder = Path(name)
         job = {"ranks": ranks, "measure": measure, "setting": setting, "root": str(root)}
@@ -210,9 +212,10 @@ def run(
         if code == 0 and record.exists():
             found = {"status": "ok", **json.loads(record.read_text())}
         else:
-            doing = (told(folder) or {}).get("phase", "starting")
-            found = {**failure(code, output, launch.timeout, doing), "output": tail(output)}
-    return {"took_s": time.monotonic() - start, "load_before": load, **found}
+            news = told(folder) or {"phase": "starting"}
+            found = failure(code, output, launch.timeout, news["phase"])
+            found |= {"output": tail(output), "news": news}
+    return {"took_s": time.monotonic() - start, **found}
 
 
 def commit(root: Path = ROOT) -> Record:
@@ -247,7 +250,7 @@ def watch(
             time.sleep(POLL_SECONDS)
             now = told(folder)
             if now is not None and now != known:
-                progress(now)
+                progress(**now)
                 known = now
     said = (folder / "output").read_text(errors="replace")
     return code, said.replace("\0", "")  # Open MPI ends some lines with one

@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -41,7 +42,6 @@ from sp_core.machine import busy_share, cores
 BRANCHES = ("origin/main", "main")
 LIST_SECONDS = 120
 BUSY_SHARE = 0.2
-LINES_EVERY = 20  # cases between two lines of plain progress
 NOTHING: dict[str, Any] = dict.fromkeys(
     ("device", "transport", "env", "timing", "phases", "comm", "memory", "work")
 )
@@ -97,17 +97,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _run_all(plan, setting, launch, options.root)
 
 
-def listing(
-    setting: Setting, ranks: Sequence[int], root: Path, python: str = sys.executable
-) -> Plan:
-    """Return the chosen cases, as the library and the interpreter that will be measured list them.
+def listing(setting: Setting, ranks: Sequence[int], root: Path) -> Plan:
+    """Return the chosen cases, as the library that will be measured lists them.
 
     Raises:
         UsageError: the library cannot be imported, or does not have what the cases need.
     """
     asked = (str(root), msgspec.json.encode(setting).decode(), *map(str, ranks))
     answer = subprocess.run(
-        [python, "-m", "benchmarks.cases.suite", *asked],
+        [sys.executable, "-m", "benchmarks.cases.suite", *asked],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -120,7 +118,12 @@ def listing(
 
 
 def run_launch(
-    ranks: int, cases: list[Case], setting: Setting, launch: Launch, root: Path, progress: Progress
+    ranks: int,
+    cases: list[Case],
+    setting: Setting,
+    launch: Launch,
+    root: Path,
+    progress: Progress = lambda **_: None,
 ) -> str:
     """Measure the cases of one P; every case has a record afterwards, however the launch ends.
 
@@ -135,45 +138,34 @@ def run_launch(
     Returns:
         The last lines of the ranks' output if the launch went wrong.
     """
-    before, doing, found = len(_written(setting)), "", dict(INTERRUPTED)
-
-    def hear(news: dict[str, Any]) -> None:
-        nonlocal doing
-        doing = news["case"]
-        progress(news)
-
+    before, found = len(_written(setting)), dict(INTERRUPTED)
+    measure = "benchmarks.cases.session:measure"
     try:
-        found = launching.run(
-            ranks, "benchmarks.cases.session:measure", setting, launch, hear, root=root
-        )
+        found = launching.run(ranks, measure, setting, launch, progress, root=root)
     finally:
-        complete(cases, _written(setting)[before:], setting, found, doing)
+        complete(cases, _written(setting)[before:], setting, found)
     return str(found.get("output", ""))
 
 
 def complete(
-    cases: list[Case],
-    done: list[Record],
-    setting: Setting,
-    problem: dict[str, Any],
-    doing: str = "",
+    cases: Iterable[Case], done: Iterable[Record], setting: Setting, problem: dict[str, Any]
 ) -> None:
     """Write a record for every case that has none.
 
     Args:
-        cases: all that were planned for the launch.
-        done: records that its ranks have written.
+        cases: all that were planned.
+        done: records that the ranks have written.
         setting: of the launch.
-        problem: status and reason of its end.
-        doing: id of the case that was measured last.
+        problem: status and reason of its end, and the last news of rank 0.
     """
     reason = records.reason(problem.get("reason", "nothing was measured"))
-    unreached = {"status": "missing", "reason": f"the launch ended before this case: {reason}"}
-    have = {record.case.id for record in done}
+    unreached = f"the launch ended before this case: {reason}"
+    have, doing = {record.key for record in done}, problem.get("news", {}).get("case")
     for case in cases:
-        if case.id not in have:
-            ended = {"status": problem["status"], "reason": reason}
-            note = ended if case.id == doing else unreached
+        if (case.id, case.ranks) not in have:
+            note = {"status": "missing", "reason": unreached}
+            if case.id == doing:
+                note = {"status": problem["status"], "reason": reason}
             records.append(setting.out, {**setting.common(), "case": case, **NOTHING, **note})
 
 
@@ -188,44 +180,25 @@ def _run_all(plan: Plan, setting: Setting, launch: Launch, root: Path) -> int:
     machine = f"this machine offers {cores()} cores."
     tables.say(screen, f"{total} measurements: P = {counts}; {machine}")
     warn_of_load(screen)
-    earlier, left = len(_written(setting)), dict(plan)
+    earlier = len(_written(setting))
     try:
         for ranks, cases in plan.items():
-            del left[ranks]
             saved = f"{Path(setting.out).with_suffix('')}-p{ranks}.pytest-benchmark.json"
-            with tables.bar(screen) as bar:
-                heard = follow(bar, screen, f"P = {ranks}", len(cases))
-                mine = msgspec.structs.replace(setting, saves=(f"--benchmark-json={saved}",))
+            mine = msgspec.structs.replace(setting, saves=(f"--benchmark-json={saved}",))
+            with tables.following(screen, f"P = {ranks}") as heard:
                 output = run_launch(ranks, cases, mine, launch, root, heard)
             tables.say(screen, f"P = {ranks}: done")
             if output:
                 text = f"P = {ranks} went wrong; the last lines of its output:\n{output}"
                 tables.say(screen, text, "red")
     except KeyboardInterrupt:
-        for cases in left.values():
-            complete(cases, [], setting, INTERRUPTED)
+        complete(chain(*plan.values()), _written(setting)[earlier:], setting, INTERRUPTED)
         print("\nrecord: interrupted; what is complete is kept.", file=sys.stderr)
     found = _written(setting)[earlier:]
-    failed = tables.failures(found)
-    for table in [*tables.per_ranks(derive.rows(found)), *([failed] if failed else [])]:
+    for table in [*tables.per_ranks(derive.rows(found)), *tables.failures(found)]:
         tables.show(screen, table)
     tables.say(screen, f"records: {setting.out}")
     return 0 if all(record.status in MEASURED for record in found) else 1
-
-
-def follow(bar: Any, screen: Console, name: str, total: int) -> Callable[[dict[str, Any]], None]:
-    """Return a listener that shows the news of rank 0: a bar on a terminal, else lines."""
-    task = bar.add_task(f"{name}: starting", total=total)
-    said = -LINES_EVERY
-
-    def heard(news: dict[str, Any]) -> None:
-        nonlocal said
-        bar.update(task, description=f"{name}: {news['phase']}", completed=news["done"])
-        if not screen.is_terminal and news["done"] >= said + LINES_EVERY:
-            said = news["done"]
-            tables.say(screen, f"{name}: {news['done']} of {total}, {news['phase']}")
-
-    return heard
 
 
 def warn_of_load(screen: Console) -> None:

@@ -36,7 +36,7 @@ from benchmarks.launching import (
     numbers_of_ranks,
     writable,
 )
-from benchmarks.record import NOTHING, follow, warn_of_load
+from benchmarks.record import NOTHING, warn_of_load
 from benchmarks.records import Case, Record, make_case
 from benchmarks.reporting import derive, plots, style, tables
 from benchmarks.reporting.tables import DASH, Console, count, milliseconds, percent, size
@@ -282,10 +282,9 @@ def run_once(screen: Console, setting: Setting, launch: Launch) -> Outcome:
     """Run one P, and say in a line how it came out."""
     case = setting.case
     name = f"P = {case.ranks}, {case.dtype}"
-    with tables.bar(screen) as bar:
-        shown = follow(bar, screen, name, setting.iterations)
-        heard = shown if screen.is_terminal else lambda news: None
-        found = launching.run(case.ranks, "benchmarks.cases.block:measure", setting, launch, heard)
+    measure = "benchmarks.cases.block:measure"
+    with tables.following(screen, name) as heard:
+        found = launching.run(case.ranks, measure, setting, launch, heard)
     outcome = outcome_of(setting, found)
     if outcome.check is None:
         text = f"{name}: {found['status'].upper()}: {found['reason']}\n{found['output']}"
@@ -299,7 +298,7 @@ def run_once(screen: Console, setting: Setting, launch: Launch) -> Outcome:
 def outcome_of(setting: Setting, found: dict[str, Any]) -> Outcome:
     """Return the outcome of a launch from what it has left."""
     now = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-    common = Run(run_id=now, commit={**commit(), "merge_base": None, "branch": None}).common()
+    common = Run(run_id=now, commit=commit()).common()
     check, status, reason = found.get("check"), found["status"], found.get("reason")
     if status == "ok" and found["parts"]["timing"]["skew_limited"]:
         status = "skew_limited"

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-MISS = 0.025  # probability that one end of an interval may lie on the wrong side of the true median
+MISS = 0.02  # probability that one end of an interval may lie on the wrong side of the true median
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ def chance(throws: int, heads: int) -> float:
     return float(ways / 2**throws)
 
 
-def exact_interval(values: Sequence[float], miss: float = MISS) -> Interval:
-    """Return the median and its exact interval; the widest one if `miss` needs more values."""
+def exact_interval(values: Sequence[float]) -> Interval:
+    """Return the median and its exact interval; the widest one if `MISS` needs more values."""
     ordered, n = sorted(values), len(values)
-    k = max((k for k in range(1, n // 2 + 1) if chance(n, n - k + 1) <= miss), default=1)
+    k = max((k for k in range(1, n // 2 + 1) if chance(n, n - k + 1) <= MISS), default=1)
     return Interval(ordered[k - 1], statistics.median(ordered), ordered[n - k], n)
 
 

@@ -15,34 +15,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = 4
 SECONDS = 1200
-MEASURED = ("-m", "coverage", "run", "-m", "pytest", "-q", "-m", "not starts_mpi")
+TOOL = ("-m", "coverage")
+MEASURED = (*TOOL, "run", "-m", "pytest", "-q", "-m", "not starts_mpi")
 SPREAD = ("-n", str(os.cpu_count() or 1), "--dist", "loadfile")
-LAUNCH = (
-    "-m",
-    "sp_core.testing.launch",
-    "-n",
-    str(RANKS),
-    "--timeout",
-    str(SECONDS),
-    "--",
-    "python",
-)
+LIMITS = ("-n", str(RANKS), "--timeout", str(SECONDS))
+LAUNCH = ("-m", "sp_core.testing.launch", *LIMITS, "--", "python")
 ON_RANKS = ("--only-mpi", "--sp-expect-ranks", str(RANKS))
-
-
-def stages(arguments: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return Python's arguments for each run that is measured."""
-    return [(*MEASURED, *SPREAD, *arguments), (*LAUNCH, *MEASURED, *ON_RANKS, *arguments)]
-
-
-def reports(folder: Path) -> list[tuple[str, ...]]:
-    """Return Python's arguments for each report."""
-    tool = ("-m", "coverage")
-    return [
-        (*tool, "combine"),
-        (*tool, "report", "--skip-covered"),
-        (*tool, "xml", "-o", str(folder / "coverage.xml")),
-    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,8 +30,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     given = list(sys.argv[1:] if arguments is None else arguments) or ["tests"]
-    (ROOT / "reports").mkdir(exist_ok=True)
-    steps = [("-m", "coverage", "erase"), *stages(given), *reports(ROOT / "reports")]
+    xml = ROOT / "reports" / "coverage.xml"
+    xml.parent.mkdir(exist_ok=True)
+    steps = [
+        (*TOOL, "erase"),
+        (*MEASURED, *SPREAD, *given),
+        (*LAUNCH, *MEASURED, *ON_RANKS, *given),
+        (*TOOL, "combine"),
+        (*TOOL, "report", "--skip-covered"),
+        (*TOOL, "xml", "-o", str(xml)),
+    ]
     codes = [
         subprocess.run([sys.executable, *step], cwd=ROOT, check=False).returncode for step in steps
     ]

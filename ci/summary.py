@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 LIMIT = 1 << 20  # bytes of one step; GitHub says "supports content up to a size of 1024k"
@@ -22,25 +21,21 @@ def shortened(text: str, limit: int) -> str:
     return kept.rpartition("\n")[0] + CUT
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(path: str) -> int:
     """Append a file to the summary of the job. Return the exit code."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    if len(given) != 1:
-        print("usage: python -m ci.summary REPORT.md", file=sys.stderr)
-        return 2
     try:
-        text = Path(given[0]).read_text(errors="replace")
+        text = Path(path).read_text(errors="replace")
     except OSError as error:
         print(f"summary: {error}", file=sys.stderr)
         return 1
     summary = os.environ.get("GITHUB_STEP_SUMMARY")
-    if not summary:
+    if summary:
+        with Path(summary).open("a") as file:
+            file.write(shortened(text, LIMIT))
+    else:
         print(text)
-        return 0
-    with Path(summary).open("a") as file:
-        file.write(shortened(text, LIMIT))
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(*sys.argv[1:]))

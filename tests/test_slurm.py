@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_scaling import TINY
 
 pytestmark = pytest.mark.mpi_skip  # these start mpiexec, which must not be done inside mpiexec
 
@@ -16,20 +17,6 @@ ROOT = Path(__file__).resolve().parent.parent
 SUBMIT = ROOT / "ci" / "slurm" / "submit.sh"
 JOB = ROOT / "ci" / "slurm" / "scaling.sbatch"
 NOX = ROOT / "ci" / "slurm" / "nox.sbatch"
-TINY = [
-    "--hidden",
-    "64",
-    "--heads",
-    "4",
-    "--seq",
-    "33",
-    "--batch",
-    "1",
-    "--iterations",
-    "2",
-    "--warmup",
-    "0",
-]
 SBATCH = """#!/bin/sh
 printf '%s\\n' "$@" >"$CALLS"
 echo "4242;cluster"
@@ -138,17 +125,14 @@ def test_submitting_prints_job_log_and_the_line_that_follows_it(
     assert called(cluster) == ["--parsable", f"--chdir={ROOT}", output, *expected]
 
 
-def test_submitting_where_there_is_no_slurm(cluster: dict[str, str], tmp_path: Path) -> None:
+def test_the_jobs_ask_for_one_node_and_four_gpus(tmp_path: Path) -> None:
+    for job, more in ((JOB, set[str]()), (NOX, {"--exclusive"})):
+        options = set(job.read_text().replace("#SBATCH ", "").splitlines())
+        assert {"--nodes=1", "--ntasks=4", "--gres=gpu:4"} | more <= options
     for name in ("bash", "dirname", "mkdir"):
         (tmp_path / name).symlink_to(shutil.which(name) or name)
-    answer = run({**cluster, "PATH": str(tmp_path)}, SUBMIT, code=1)
+    answer = run({"PATH": str(tmp_path)}, SUBMIT, code=1)
     assert "no sbatch on the PATH" in answer.stderr
-
-
-@pytest.mark.parametrize(("job", "more"), [(JOB, set()), (NOX, {"--exclusive"})])
-def test_the_job_asks_for_one_node_and_four_gpus(job: Path, more: set[str]) -> None:
-    options = set(job.read_text().replace("#SBATCH ", "").splitlines())
-    assert {"--nodes=1", "--ntasks=4", "--gres=gpu:4"} | more <= options
 
 
 def test_the_job_runs_doctor_and_the_experiment_through_srun(
@@ -205,10 +189,6 @@ def test_the_job_runs_nox_with_the_torch_of_the_machine(
     assert call.startswith(f"nox --envdir {scratch['SLURM_TMPDIR']}/")
     assert call.endswith(f"/sessions -s compare -- main with {used.format(bin=tmp_path / 'bin')}")
     assert list(Path(scratch["SLURM_TMPDIR"]).iterdir()) == []
-
-
-def test_the_nox_job_needs_a_session(scratch: dict[str, str]) -> None:
-    assert "no session was named" in run(scratch, NOX, code=2).stderr
 
 
 @pytest.mark.parametrize("refused", ["pmix", "pm*"])

@@ -15,7 +15,7 @@ BENCHMARKS = Path(__file__).resolve().parent.parent
 MEASURING = ("cases/*.py", "sample.py", "machine.py", "worker.py")
 LAYERS = ("collectives", "schemes", "layers", "llama")
 HYBRID = "hybrid"
-NO_COMMIT: dict[str, Any] = dict.fromkeys(("sha", "merge_base", "branch", "dirty"))
+NO_COMMIT: dict[str, Any] = {"sha": None, "dirty": None}
 
 
 class Setting(msgspec.Struct, frozen=True):

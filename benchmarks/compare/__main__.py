@@ -14,14 +14,14 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from benchmarks import launching
 from benchmarks.cases.setting import Setting
 from benchmarks.compare.pairs import build
 from benchmarks.compare.rule import RECORDS, Key, Result, summary, table
-from benchmarks.compare.sides import Bench, Heard, Session, Side, commits, sides, uncommitted
+from benchmarks.compare.sides import Bench, Session, Side, commits, sides, uncommitted
 from benchmarks.launching import (
+    KEEP_MEMORY,
     REPORTS,
     Launch,
     Options,
@@ -33,7 +33,6 @@ from benchmarks.launching import (
     writable,
 )
 from benchmarks.reporting import tables
-from benchmarks.reporting.tables import Console
 
 KEPT = "interrupted, so nothing is judged; the records so far are kept."
 MEASURING: Options = {
@@ -77,7 +76,7 @@ def bench(options: argparse.Namespace, run_id: str) -> Bench:
     """
     device = {"device": options.device, "share_gpu": options.share_gpu}
     setting = Setting(run_id=run_id, quick=not options.full, **device)
-    return Bench(setting, Launch(options.launcher, options.timeout))
+    return Bench(setting, Launch(options.launcher, options.timeout, (KEEP_MEMORY,)))
 
 
 def compare(
@@ -103,32 +102,15 @@ def compare(
         )
     screen = tables.console()
     tables.say(screen, f"files: {out}")
-    with tables.bar(screen) as bar:
-        session = Session(measures, pair, seed, out / RECORDS, heard(screen, bar))
+    with tables.following(screen, "compare") as heard:
+        session = Session(measures, pair, seed, out / RECORDS, heard)
         session.run(listed["base"] & listed["head"])
-    facts = {"base": pair[0].told, "head": pair[1].told, "seed": seed, "ranks": ranks}
-    result = build(out, strict=options.strict, listed=listed, **facts)
+    facts = {"base": pair[0].told, "head": pair[1].told, "seed": seed}
+    result = build(out, listed=listed, strict=options.strict, **facts)
     tables.show(screen, table(result))
     for line in (*summary(result), *result.problems):
         tables.say(screen, line)
     return result
-
-
-def heard(screen: Console, bar: Any) -> Heard:
-    """Return a listener that shows the progress: a bar on a terminal, else a line now and then."""
-    tasks: dict[str, Any] = {}
-
-    def told(stage: str, what: str, done: int, total: int, seconds: float) -> None:
-        time = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
-        left = f"about {time} left in this stage"
-        if not screen.is_terminal and (done == 1 or done % 10 == 0 or done == total):
-            tables.say(screen, f"{stage}: {done} of {total} launches, {left}")
-        if stage not in tasks:
-            tasks[stage] = bar.add_task(stage)
-        shown = f"{stage} {what}, {left}"
-        bar.update(tasks[stage], description=shown, completed=done, total=total)
-
-    return told
 
 
 def chosen(keys: set[Key], texts: Sequence[str]) -> set[Key]:

@@ -55,9 +55,9 @@ class Commit(Part):
     """The commit of the measured library."""
 
     sha: Sha | None
-    merge_base: Sha | None
-    branch: Text | None
     dirty: bool | None
+    merge_base: Sha | None = None
+    branch: Text | None = None
 
 
 class Case(Part):

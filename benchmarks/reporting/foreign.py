@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from benchmarks.compare.pairs import importance
 from benchmarks.compare.rule import Row, load, summary, table
 from benchmarks.files import ForeignError, read_json
 from benchmarks.reporting.page import Section
@@ -36,7 +35,7 @@ def read_comparison(path: Path) -> Section:
         ForeignError: the file is not one.
     """
     result = load(path)
-    result.rows.sort(key=importance)
+    result.rows.sort(key=lambda row: row.importance)
     return Section(
         "Comparison", " ".join(summary(result)), (table(result),), tuple(pictures(result.rows))
     )
@@ -48,7 +47,7 @@ def pictures(rows: Sequence[Row]) -> Iterator[Picture]:
     for part in parts(timed, BARS):
         title = "Change of time from base to head, with exact intervals"
         broad = (7.5, 1.7 + 0.24 * len(part))
-        yield picture("Comparison", title, draw_intervals, part, size=broad, columns=3)
+        yield picture(title, draw_intervals, part, size=broad, columns=3)
 
 
 def draw_intervals(axes: Axes, rows: Sequence[Row]) -> None:
@@ -135,7 +134,7 @@ def read_trace(path: Path) -> Section:
     shown = steps[:RANKS]
     broad = (9.0, 1.7 + 0.42 * len(shown))
     title = "One step on every rank"
-    drawn = picture("Timeline", title, draw_steps, shown, calls, size=broad, columns=4)
+    drawn = picture(title, draw_steps, shown, calls, size=broad, columns=4)
     return Section("Timeline", f"One step: {told}.", (table,), (drawn,))
 
 

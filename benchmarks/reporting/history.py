@@ -136,7 +136,7 @@ def pictures(series: Sequence[Series]) -> Iterator[Picture]:
     groups = [group for _, group in grouped(series, lambda one: (one.case, one.fingerprint))]
     for group in sorted(groups, key=lambda group: not any(one.changes for one in group)):
         for part in parts(group, LINES):
-            yield picture("History", f"{group[0].case}: time over commits", draw, part)
+            yield picture(f"{group[0].case}: time over commits", draw, part)
 
 
 def draw(axes: Axes, group: Sequence[Series]) -> None:

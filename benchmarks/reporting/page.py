@@ -126,7 +126,9 @@ def write(page: Page, folder: Path, name: str) -> list[Path]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths = {kind: folder / f"{name}.{kind}" for kind in ("md", "html", "png")}
-    pictures = [picture for section in page.sections for picture in section.pictures]
+    drawn = [section.pictures for section in page.sections if section.pictures]
+    most = max(1, SHOWN // max(1, len(drawn)))
+    pictures = [picture for some in drawn for picture in some[:most]]
     paths["md"].write_text(
         markdown(page, paths["png"].name if pictures else None), encoding="utf-8"
     )
@@ -137,34 +139,17 @@ def write(page: Page, folder: Path, name: str) -> list[Path]:
     return [path for path in paths.values() if path.exists()]
 
 
-MOST = {
-    "Comparison": 1,
-    "Scaling": 3,
-    "Bandwidth": 2,
-    "Communication": 1,
-    "History": 1,
-    "Timeline": 1,
-}
-"""How many of each kind."""
-
-ALONE = 6  # where there is one kind only
+SHOWN = 6  # plots of the overview
 DPI = 130
 TITLE = 60  # characters
 
 
 def overview(pictures: Sequence[Picture]) -> bytes:
-    """Return the first plots of each kind as PNG, two in a row, a broad one alone."""
+    """Return plots as PNG, two in a row, a broad one alone."""
     from PIL import Image  # comes with matplotlib
 
-    kinds = dict.fromkeys(picture.kind for picture in pictures)
-    most = {kind: ALONE if len(kinds) == 1 else MOST.get(kind, 1) for kind in kinds}
-    chosen = [
-        one
-        for kind in kinds
-        for one in [picture for picture in pictures if picture.kind == kind][: most[kind]]
-    ]
     tiles = []
-    for picture in chosen:
+    for picture in pictures:
         file = io.BytesIO()
         picture.figure.suptitle(plain(picture.title, TITLE), fontsize=10)
         with styled():

@@ -90,7 +90,7 @@ def scaling(rows: Sequence[Row]) -> Iterator[Picture]:
             common = len(_common(part))
             named = {case[common:] or case: series[case] for case in part}
             for what in (TIMES, EFFICIENCIES):
-                yield picture("Scaling", f"{heading}: {what.name}", draw_scaling, named, what)
+                yield picture(f"{heading}: {what.name}", draw_scaling, named, what)
 
 
 def draw_scaling(axes: Axes, series: Series, what: Scaled) -> None:
@@ -120,7 +120,7 @@ def bandwidth(rows: Sequence[Row]) -> Iterator[Picture]:
     ):
         title = f"{scheme}, P = {ranks}: bandwidth against message size"
         for part in parts(list(grouped(group, _way)), LINES):
-            yield picture("Bandwidth", title, draw_bandwidth, dict(part))
+            yield picture(title, draw_bandwidth, dict(part))
 
 
 def draw_bandwidth(axes: Axes, series: Series) -> None:
@@ -163,7 +163,7 @@ def shares(rows: Sequence[Row]) -> Iterator[Picture]:
         title = f"{family}, P = {-least}: where a step's time goes"
         for part in parts(group, BARS):
             tall = (SIZE[0], 1.6 + 0.24 * len(part))
-            yield picture("Communication", title, draw_shares, part, size=tall)
+            yield picture(title, draw_shares, part, size=tall)
 
 
 def draw_shares(axes: Axes, rows: Sequence[Row]) -> None:

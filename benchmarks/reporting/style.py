@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import io
-import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.reporting.tables import plain, significant
+from benchmarks.reporting.tables import plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Axes
@@ -30,13 +29,6 @@ PRETENDED: dict[str, Any] = {"linestyle": ":", "linewidth": 1}
 
 LABEL = 44  # characters of a name in a plot
 HALF = 26  # of one that leaves room for another beside it
-TICKS = {
-    3.0: (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0),
-    30.0: (1.0, 2.0, 5.0),
-    math.inf: (1.0,),
-}
-"""Labelled multiples of powers of ten, by the ratio of the largest to the smallest value."""
-
 SETTINGS: Any = {
     "axes.axisbelow": True,
     "axes.edgecolor": INK,
@@ -70,13 +62,11 @@ class Picture:
     """A plot with one message.
 
     Args:
-        kind: the section of the page it belongs to.
         title: above it, also for those who do not see it.
         figure: of matplotlib.
         broad: whether it needs the whole width of the page.
     """
 
-    kind: str
     title: str
     figure: Figure
     broad: bool = False
@@ -92,7 +82,6 @@ def styled() -> Iterator[None]:
 
 
 def picture(
-    kind: str,
     title: str,
     draw: Callable[..., None],
     *what: Any,
@@ -102,7 +91,7 @@ def picture(
     """Draw one pair of axes with a legend below, where it covers nothing.
 
     Args:
-        kind, title: of the picture.
+        title: of the picture.
         draw: draws `what` into the axes.
         what: more arguments of `draw`.
         size: in inches.
@@ -117,7 +106,7 @@ def picture(
     if named := dict(zip(labels, handles, strict=True)):
         fitting = 1 if max(map(len, named)) > HALF else columns
         figure.legend(named.values(), named, loc="outside lower center", ncols=fitting)
-    return Picture(kind, plain(title), figure, size[0] > SIZE[0])
+    return Picture(plain(title), figure, size[0] > SIZE[0])
 
 
 def svg(figure: Figure) -> str:
@@ -176,22 +165,12 @@ def case_rows(axes: Axes, labels: Sequence[str], name: str) -> None:
 
 def log_axis(axis: Axis) -> None:
     """Make the y axis logarithmic, with few, plain numbers."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+    from matplotlib.ticker import LogLocator, NullLocator
 
     axis.axes.set_yscale("log")
-    low, high = axis.axes.dataLim.intervaly
-    growth = high / low
-    subs = next(multiples for limit, multiples in TICKS.items() if growth < limit)
-    axis.set_major_locator(LogLocator(subs=subs))
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
-    axis.axes.set_ylim(low / growth**0.08 / 1.05, high * growth**0.08 * 1.05)
-
-
-def tick(value: float) -> str:
-    """Write a tick without needless digits."""
-    shown = significant(value, 2)
-    return shown.rstrip("0").rstrip(".") if "." in shown else shown
+    axis.set_major_formatter("{x:,g}")
 
 
 def plain_ticks(axis: Axis, places: Sequence[float], labels: Sequence[str] | None = None) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,8 @@ from benchmarks.reporting.derive import Row
 
 if TYPE_CHECKING:
     from rich.console import Console as Console
-    from rich.progress import Progress
 else:
-    Console = Progress = object  # rich is slow to import
+    Console = object  # rich is slow to import
 
 MAX_ROWS = 300
 WORDS = {
@@ -134,18 +134,14 @@ def per_ranks(rows: list[Row]) -> list[Table]:
     ]
 
 
-def failures(records: list[Record]) -> Table | None:
-    """Return a table of the cases without a time, with the reasons; None if there are none."""
+def failures(records: list[Record]) -> list[Table]:
+    """Return a table of the cases without a time, with the reasons; nothing if there are none."""
     lines = sorted(
-        (r.case.id, r.case.ranks, r.status, r.reason or "the time is 0")
+        (plain(r.case.id), str(r.case.ranks), r.status, plain(r.reason or "the time is 0"))
         for r in records
         if not r.seconds
     )
-    named = ("case", "P", "status", "reason")
-    found = make(
-        "Not measured", named, ((plain(i), str(p), s, plain(why)) for i, p, s, why in lines)
-    )
-    return found if lines else None
+    return [make("Not measured", ("case", "P", "status", "reason"), lines)] if lines else []
 
 
 def settings(groups: dict[derive.Setting, list[Record]]) -> Table:
@@ -263,6 +259,7 @@ def count(value: float | None) -> str:
 
 
 WIDTH = 170  # of output that goes into a file
+LINES_EVERY = 10  # steps between two lines of plain progress
 GAP = 3  # characters between columns
 WRAPPED = 60  # characters of a cell before it goes on in the next line
 GOOD, BAD, DOUBTFUL = "green", "red", "yellow"
@@ -293,17 +290,27 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else WIDTH)
 
 
-def bar(on: Console) -> Progress:
-    """Return a progress bar that is shown on a terminal only."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+@contextlib.contextmanager
+def following(on: Console, name: str) -> Iterator[Callable[..., None]]:
+    """Show progress: a bar on a terminal, else a line now and then.
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    return Progress(*columns, console=on, transient=True, disable=not on.is_terminal)
+    Yields:
+        A function of what is done now, how much is done, and of how much.
+    """
+    from rich.progress import MofNCompleteColumn, Progress
+
+    columns, said = (*Progress.get_default_columns(), MofNCompleteColumn()), -LINES_EVERY
+    with Progress(*columns, console=on, transient=True, disable=not on.is_terminal) as bar:
+        task = bar.add_task(name)
+
+        def told(phase: str, done: int, total: int, **_: object) -> None:
+            nonlocal said
+            bar.update(task, description=f"{name}: {phase}", completed=done, total=total)
+            if not on.is_terminal and (abs(done - said) >= LINES_EVERY or 0 < done == total):
+                said = done
+                say(on, f"{name}: {done} of {total}, {phase}")
+
+        yield told
 
 
 def say(on: Console, text: str, style: str = "") -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from benchmarks.record import NOTHING as NOTHING
 from benchmarks.records import Record, fingerprint
 
 Values = dict[str, Any]
@@ -44,11 +46,8 @@ def again(record: Record, **changes: Any) -> Record:
     """A record with other values in some of its parts."""
     made = dicts(record)
     for name, value in changes.items():
-        made[name] = (
-            {**made[name], **value}
-            if isinstance(value, dict) and isinstance(made[name], dict)
-            else value
-        )
+        parts = isinstance(value, dict) and isinstance(made[name], dict)
+        made[name] = {**made[name], **value} if parts else value
     return msgspec.convert(made, Record)
 
 
@@ -133,12 +132,15 @@ def record(what: Values, seconds: float, *, bytes_result: int = 1 << 20, **chang
     return msgspec.convert({**made, **changes}, Record)
 
 
+def save(path: Path, *records: Any) -> Path:
+    """Write a file of records, which may be plain values."""
+    path.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
+    return path
+
+
 def failed(what: Values, status: str, reason: str) -> Record:
     """A valid record of a launch that left no time."""
-    nothing: dict[str, Any] = dict.fromkeys(
-        ("device", "transport", "env", "timing", "phases", "comm", "memory", "work")
-    )
-    return record(what, 1.0, status=status, reason=reason, **nothing)
+    return record(what, 1.0, status=status, reason=reason, **NOTHING)
 
 
 def exchanges(
@@ -208,11 +210,4 @@ def verdict(name: str, ratio: float | None = 1.1, **changes: Any) -> dict[str, A
 def result(*rows: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """What a comparison writes."""
     sides = {"base": {"ref": "main", "sha": "b" * 40}, "head": {"ref": "topic", "sha": "c" * 40}}
-    return {
-        "format": 1,
-        **sides,
-        "rows": list(rows),
-        "exit_code": 1,
-        "gateable_share": 0.9,
-        **changes,
-    }
+    return {"format": 1, **sides, "rows": list(rows), **changes}

@@ -45,21 +45,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         made.verdict(name, case="schemes/" + "long/" * 20) for name in ("regressed", "improved")
     ]
     (folder / "result.json").write_text(msgspec.json.encode(made.result(*verdicts)).decode())
-    write(folder / "one.jsonl", RECORDS)
+    made.save(folder / "one.jsonl", *RECORDS)
     slower = [
         record for run in range(16) for record in made.run(run, few=True, speed=1 + run // 12)
     ]
-    write(folder / "many.jsonl", slower)
+    made.save(folder / "many.jsonl", *slower)
     assert main([str(folder / "one.jsonl"), "--history", "--out", str(folder)]) == 1
     (folder / "history.html").rename(folder / "empty.html")
     assert main([str(folder / "many.jsonl"), "--history", "--out", str(folder)]) == 0
     compared = ("--compare", str(folder / "result.json"))
     assert main([str(folder / "one.jsonl"), *compared, "--out", str(folder)]) == 0
     return folder
-
-
-def write(path: Path, records: list[Any]) -> None:
-    path.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
 
 
 @pytest.fixture(scope="module", params=SIZES)

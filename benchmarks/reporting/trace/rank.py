@@ -109,7 +109,7 @@ class Log:
         end = time.time_ns() / 1e3
         name = _operation(method, *arguments, **more)
         kind = {"_agree": "agree", "exchange": "start", "wait": "wait" if begun else "run"}
-        told = {"operation": name, "kind": kind.get(method, method)}
+        told: Event = {"operation": name, "kind": kind.get(method, method)}
         told["bytes_sent"] = self._sent(name) + (begun["args"]["bytes_sent"] if begun else 0)
         verb = "" if told["kind"] == "run" else f"{told['kind']} "
         sent = f"{size(told['bytes_sent'])} sent"
