@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -70,7 +71,7 @@ class Launch:
         mpi_args: more arguments for mpiexec.
 
     Raises:
-        UsageError: the prefix has no `{ranks}`, or the timeout is not positive.
+        UsageError: the prefix has no `{ranks}` or no program, or the timeout is not positive.
     """
 
     prefix: str = ""
@@ -79,11 +80,14 @@ class Launch:
     mpi_args: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        program, *_ = shlex.split(self.prefix) or [sys.executable]
         if self.prefix and "{ranks}" not in self.prefix:
             raise UsageError(
                 f"--launcher {self.prefix!r} does not say where the number of ranks goes; "
                 "write {ranks} in it."
             )
+        if shutil.which(program) is None:
+            raise UsageError(f"--launcher {self.prefix!r}: there is no {program} on the PATH.")
         if self.timeout <= 0:
             raise UsageError(f"--timeout is {self.timeout:g}; pass more than 0.")
 

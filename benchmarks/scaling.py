@@ -7,7 +7,6 @@ the input, are first compared with a single device's; a wrong one is a failure, 
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -140,12 +139,7 @@ class Outcome:
     all_gather: dict[str, Any] | None = None
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
-    return launching.parse("scaling", __doc__, OPTIONS, arguments)
-
-
-def settings(options: argparse.Namespace) -> list[list[Setting]]:
+def settings(options: argparse.Namespace) -> list[Setting]:
     """Return the launches that the options ask for: for each dtype, one per number of ranks.
 
     Raises:
@@ -173,7 +167,7 @@ def settings(options: argparse.Namespace) -> list[list[Setting]]:
         of = ("layers", options.scheme, mesh, shape, options.transport)
         return make_case(*of, **what, dtype=dtype)
 
-    return [[Setting(case(ranks, dtype), **how) for ranks in counts] for dtype in dtypes]
+    return [Setting(case(ranks, dtype), **how) for dtype in dtypes for ranks in counts]
 
 
 def shape_of(sizes: dict[str, Any], given: dict[str, Any]) -> dict[str, int]:
@@ -221,14 +215,8 @@ def check_machine(options: argparse.Namespace, ranks: int) -> None:
     """Check what this machine offers, before anything is launched.
 
     Raises:
-        UsageError: a program or a GPU is missing.
+        UsageError: the transport is not one of the device, or a GPU is missing.
     """
-    program = options.launcher.split()[0] if options.launcher else "mpiexec"
-    beside = Path(sys.executable).parent
-    if shutil.which(program) is None and shutil.which(program, path=str(beside)) is None:
-        raise UsageError(
-            f"no {program} on the PATH or beside {sys.executable}. Install one: pip install mpich"
-        )
     if options.transport != "auto":
         from sp_core.transport import NAMES
 
@@ -242,39 +230,32 @@ def check_machine(options: argparse.Namespace, ranks: int) -> None:
         import torch  # it is slow to import
 
         gpus = torch.cuda.device_count()
-        if gpus == 0:
+        if ranks > gpus and not (options.share_gpu and gpus):
             raise UsageError(
-                "--device cuda, but torch sees no CUDA device here. "
-                "Use --device cpu, or a torch with CUDA and a GPU."
-            )
-        if ranks > gpus and not options.share_gpu:
-            raise UsageError(
-                f"{ranks} ranks, but {gpus} GPUs. "
-                "Pass fewer --ranks, or --share-gpu to let several ranks use one."
+                f"{ranks} ranks, but torch sees {gpus} GPUs here. Pass fewer --ranks, "
+                "--share-gpu to let several ranks use one, or --device cpu."
             )
 
 
 @launching.program("scaling")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the experiment; 0 if every case came out right, 1 if one did not, 2 for bad options."""
-    options = parse(arguments)
-    launch, groups = Launch(options.launcher, options.timeout), settings(options)
-    writable(options.out / file_name(groups[0][0], 0))
-    screen, interrupted = tables.console(), False
-    done: list[list[Outcome]] = [[] for _ in groups]
+    options = launching.parse("scaling", __doc__, OPTIONS, arguments)
+    launch, every = Launch(options.launcher, options.timeout), settings(options)
+    paths = [options.out / file_name(one, every[0].case.dtype) for one in every]
+    writable(paths[0])
+    screen, interrupted, done = tables.console(), False, list[Outcome]()
     warn_of_load(screen)
     try:
-        for number, (group, outcomes) in enumerate(zip(groups, done, strict=True)):
-            for setting in group:
-                path = options.out / file_name(setting, number)
-                path.unlink(missing_ok=True)  # an older result must not pass for this one
-                outcomes.append(run_once(screen, setting, launch))
-                write_json(path, msgspec.to_builtins(outcomes[-1]))
+        for setting, path in zip(every, paths, strict=True):
+            path.unlink(missing_ok=True)  # an older result must not pass for this one
+            done.append(run_once(screen, setting, launch))
+            write_json(path, msgspec.to_builtins(done[-1]))
     except KeyboardInterrupt:
         print("\nscaling: interrupted; what is complete follows.", file=sys.stderr)
         interrupted = True
-    show(screen, [outcomes for outcomes in done if outcomes], options)
-    right = all(outcome.record.seconds for outcomes in done for outcome in outcomes)
+    show(screen, done, options)
+    right = all(outcome.record.seconds for outcome in done)
     return launching.INTERRUPTED if interrupted else int(not right)
 
 
@@ -356,42 +337,40 @@ def step(case: Case) -> str:
     return f"{case.scheme}, {both}"
 
 
-def show(screen: Console, groups: list[list[Outcome]], options: argparse.Namespace) -> None:
+def show(screen: Console, done: Sequence[Outcome], options: argparse.Namespace) -> None:
     """Print the tables and where the files are, and draw the plot."""
-    for outcomes in groups:
+    for _, outcomes in plots.grouped(done, lambda one: DTYPES.index(one.record.case.dtype)):
         tables.show(screen, table(outcomes, options.device))
-    timed = [outcomes for outcomes in groups if any(outcome.record.seconds for outcome in outcomes)]
+    timed = [outcome.record for outcome in done if outcome.record.seconds]
     if timed:
         tables.say(screen, LEGEND, "dim")
         draw(timed, options.out / f"strong_scaling_sp_{KIND[options.device]}.png", options.device)
     tables.say(screen, f"files: {options.out}")
 
 
-def draw(groups: list[list[Outcome]], path: Path, device: str) -> None:
+def draw(records: Sequence[Record], path: Path, device: str) -> None:
     """Draw time and speed-up of each dtype against P into one picture."""
     from matplotlib.figure import Figure
 
-    series = {
-        outcomes[0].record.case.dtype: derive.rows(one.record for one in outcomes)
-        for outcomes in groups
-    }
-    record = next(one.record for outcomes in groups for one in outcomes if one.record.seconds)
+    by_dtype = plots.grouped(records, lambda record: record.case.dtype)
+    series = {dtype: derive.rows(found) for dtype, found in by_dtype}
     with style.styled():
         figure = Figure(figsize=(10, 4.8), layout="constrained")
         for axes, kind in zip(figure.subplots(1, 2), (plots.TIMES, plots.SPEEDUPS), strict=True):
             plots.draw_scaling(axes, series, kind)
             axes.legend()
-        text = title(record.case, device).partition(" on ")[2]
-        machine = "" if record.device is None else record.device.name
+        text = title(records[0].case, device).partition(" on ")[2]
+        machine = "" if records[0].device is None else records[0].device.name
         name = "Strong scaling of one transformer block"
         figure.suptitle(f"{name}\n{text}\n{machine}", fontsize=10)
         figure.savefig(path, dpi=150)
 
 
-def file_name(setting: Setting, number: int) -> str:
+def file_name(setting: Setting, first: str) -> str:
     """Return the name of a file; the first dtype has the plain name, others add theirs."""
-    suffix = f"_{setting.case.dtype}" if number else ""
-    return f"strong_scaling_sp_{KIND[setting.device]}_p{setting.case.ranks}{suffix}.json"
+    case = setting.case
+    suffix = "" if case.dtype == first else f"_{case.dtype}"
+    return f"strong_scaling_sp_{KIND[setting.device]}_p{case.ranks}{suffix}.json"
 
 
 if __name__ == "__main__":

@@ -95,12 +95,14 @@ def answering(monkeypatch: pytest.MonkeyPatch, answers: dict[int, Any]) -> None:
     monkeypatch.setattr(launching, "run", run)
 
 
+def settings(*options: str) -> list[Any]:
+    return scaling.settings(launching.parse("", "", scaling.OPTIONS, options))
+
+
 def test_rows_derive_speedup_and_efficiency() -> None:
-    settings = scaling.settings(scaling.parse([*TINY, "--ranks", "1,2,4"]))[0]
     seconds = {1: 0.8, 2: 0.5, 4: 0.25}
-    outcomes = [
-        scaling.outcome_of(one, found(one.case.ranks, seconds[one.case.ranks])) for one in settings
-    ]
+    launches = [(one, one.case.ranks) for one in settings(*TINY, "--ranks", "1,2,4")]
+    outcomes = [scaling.outcome_of(one, found(ranks, seconds[ranks])) for one, ranks in launches]
     one, two, four = scaling.table(outcomes, "cpu").rows
     assert two == (
         *["2", "500", "1.60", "80%", "400", "10%", "2.000", "1.50"],
@@ -128,7 +130,7 @@ def test_rows_derive_speedup_and_efficiency() -> None:
         ("--timeout 0", "pass more than 0"),
         ("--launcher srun", "write {ranks} in it"),
         ("--launcher no-such-program{ranks}", "no no-such-program"),
-        ("--device cuda", "sees no CUDA device"),
+        ("--device cuda --share-gpu", "torch sees 0 GPUs"),
         ("--out file", "cannot be written"),
     ],
 )
@@ -149,10 +151,7 @@ def test_bad_options_are_refused_before_anything_starts(
 
 
 def test_presets_are_completed_by_what_follows() -> None:
-    def first(*options: str) -> Any:
-        return scaling.settings(scaling.parse(options))[0][0]
-
-    paper = first("--preset", "paper")
+    paper = settings("--preset", "paper")[0]
     sizes = {
         "hidden": 5120,
         "heads": 40,
@@ -164,8 +163,8 @@ def test_presets_are_completed_by_what_follows() -> None:
     }
     assert paper.case.shape == sizes
     assert (paper.case.mask, paper.iterations, paper.case.dtype) == ("full", 10, "float32")
-    assert first("--head-dim", "32").case.shape["hidden"] == 256
-    assert first("--hidden", "256").case.shape["ffn"] == 1024
+    assert settings("--head-dim", "32")[0].case.shape["hidden"] == 256
+    assert settings("--hidden", "256")[0].case.shape["ffn"] == 1024
 
 
 def test_a_case_that_fails_is_a_row_and_does_not_lose_the_others(

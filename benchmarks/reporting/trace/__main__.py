@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse("trace", text, OPTIONS, arguments, **DEFAULTS)
     out = writable(options.out.resolve())
     launch = Launch(options.launcher, options.timeout)
-    setting, *others = (one for group in scaling.settings(options) for one in group)
+    setting, *others = scaling.settings(options)
     if others or len(setting.case.mesh) > 1:
         raise UsageError("pass one number of --ranks, one --dtype, and no hybrid scheme.")
     out.unlink(missing_ok=True)  # an older trace must not pass for the new one
