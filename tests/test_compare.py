@@ -43,16 +43,9 @@ def broken(stage: str, pair: int, side: str = "head", **more: Any) -> Machine:
     ("machine", "verdict", "told", "code"),
     [
         (Machine(), "no regression", "", 0),
-        (Machine(slower={(RING, 2): 0.7}), "improved", "faster at P=2, in attention", 0),
-        (Machine(slower=SLOWER), "regressed", "slower at P=2, in attention (+1.", 1),
-        (Machine(slower=SLOWER), "regressed", "ms), bytes unchanged", 1),
-        (
-            slower_head(comm={"shift": MORE}),
-            "regressed",
-            "calls of shift 1 -> 2; messages of shift 2 -> 4",
-            1,
-        ),
-        (slower_head(phases=WAITS, comm={"shift": MORE}), "regressed", ", in shift (+", 1),
+        (Machine(slower={(RING, 2): 0.7}), "improved", "faster in attention (-1.", 0),
+        (Machine(slower=SLOWER), "regressed", "slower in attention (+1.", 1),
+        (slower_head(phases=WAITS, comm={"shift": MORE}), "regressed", "slower in shift (+", 1),
         (broken("screen", 4), "missing", "1 of 20 launches; " + TIMEOUT.format(4, "screen"), 3),
         (broken("screen", 0, "base"), "missing", "1 of 20 launches; base in pair 0", 3),
         (
@@ -96,8 +89,7 @@ def test_a_slower_case_is_found_where_it_is_and_nowhere_else(tmp_path: Path) -> 
     found: Any = rows[RING, 2]
     assert (found.verdict, found.stage, found.slower) == ("regressed", "confirm", 20)
     assert 1.15 < found.low < found.ratio < found.high < 1.25
-    assert found.explanation.startswith("slower only at P=2, in attention (+1.")
-    assert str(rows[ULYSSES, 1].explanation).startswith("faster at every P (1, 2), in attention")
+    assert found.explanation.startswith("slower in attention (+1.")
     assert result.counts == {"regressed": 1, "improved": 2, "no regression": 3}
     quiet: Any = rows[LAYER, 1]
     assert (quiet.stage, quiet.pairs, quiet.delta) == ("screen", 10, 0.10)
@@ -150,7 +142,6 @@ def test_the_table_shows_everything_that_was_chosen(
         "base base (bbbbbbbbbb) against head head (cccccccccc)",
         "regressed",
         "20 of 20",
-        "only at P=2",
         "no such case",
     ):
         assert text in shown

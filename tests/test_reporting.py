@@ -139,7 +139,6 @@ def test_the_table_shows_the_numbers_of_the_rows() -> None:
     [
         ({}, ()),
         ({"status": "skew_limited", "timing": {"skew_limited": True}}, ("skew-limited",)),
-        ({"work": {"bytes_formula": 1}}, ("bytes differ from formula",)),
         ({"transport": {"shared_gpu": True}}, ("shared GPU",)),
     ],
 )

@@ -14,7 +14,6 @@ import msgspec
 from benchmarks.compare.rule import (
     CONFIRM_PAIRS,
     DELTAS,
-    JUDGED,
     RECORDS,
     RESULT,
     SCREEN_PAIRS,
@@ -107,7 +106,8 @@ def build(folder: Path, *, listed: Listed, **facts: Any) -> Result:
     rows = [assess(name, groups.get(name, Group([])), listed) for name in names]
     for row in rows:
         if row.verdict in CHANGED:
-            row.explanation = explain(row, rows, groups[row.key])
+            sides = (groups[row.key].of(str(row.stage), side) for side in SIDES)
+            row.explanation = f"{CHANGED[row.verdict]} {_phase(*sides)}"
     rows.sort(key=lambda row: row.importance)
     result = Result(**facts, problems=reading.problems, rows=rows)
     write_json(folder / RESULT, msgspec.to_builtins(result, order="deterministic"))
@@ -211,30 +211,7 @@ def _flags(records: Sequence[Record]) -> list[str]:
 
 CHANGED = {Verdict.REGRESSED: "slower", Verdict.IMPROVED: "faster"}
 MAIN_SHARE = 0.5  # of the change, for a phase to be named as its place
-TRAFFIC = {"calls": "calls", "messages": "messages", "bytes": "bytes_sent"}
 Records = Sequence[Record]
-
-
-def explain(row: Row, rows: Sequence[Row], group: Group) -> str:
-    """Return the sentence on a row that changed.
-
-    Args:
-        row: a case on one number of ranks.
-        rows: all rows of the comparison.
-        group: its records.
-    """
-    base, head = (group.of(str(row.stage), side) for side in SIDES)
-    sent = "; ".join(_traffic(base[0], head[0])) or "bytes unchanged"
-    return f"{CHANGED[row.verdict]} {_numbers(row, rows)}, {_phase(base, head)}, {sent}"
-
-
-def _numbers(row: Row, rows: Sequence[Row]) -> str:
-    judged = [other for other in rows if other.case == row.case and other.verdict in JUDGED]
-    alike = sorted(other.ranks for other in judged if other.verdict is row.verdict)
-    numbers = ", ".join(map(str, alike))
-    if len(alike) < len(judged):
-        return f"only at P={numbers}"
-    return f"at P={numbers}" if len(judged) == 1 else f"at every P ({numbers})"
 
 
 def _phase(base: Records, head: Records) -> str:
@@ -259,13 +236,3 @@ def _growth(base: Records, head: Records, part: str, field: str) -> dict[str, fl
 
     names = sorted({name for record in (*base, *head) for name in getattr(record, part) or {}})
     return {name: typical(head, name) - typical(base, name) for name in names}
-
-
-def _traffic(base: Record, head: Record) -> Iterator[str]:
-    """Say what differs in calls, messages and bytes, which do not vary between launches."""
-    sides = [record.comm or {} for record in (base, head)]
-    for name in dict.fromkeys(name for side in sides for name in side):
-        for what, field in TRAFFIC.items():
-            before, after = (getattr(side.get(name), field, 0) for side in sides)
-            if before != after:
-                yield f"{what} of {name} {before:,} -> {after:,}"

@@ -52,7 +52,7 @@ class Row:
 
     Args:
         case: as in the record.
-        times: seconds of a step, the median of each launch.
+        seconds: of a step, the median over the launches.
         speedup: time on the fewest ranks of this case over this time.
         efficiency: speed-up over the growth in ranks.
         algbw, busbw: bytes per second; None for what is not one collective.
@@ -65,7 +65,7 @@ class Row:
     """
 
     case: Case
-    times: tuple[float, ...]
+    seconds: float
     speedup: float
     efficiency: float
     algbw: float | None
@@ -88,11 +88,6 @@ class Row:
     def ranks(self) -> int:
         """P."""
         return self.case.ranks
-
-    @property
-    def seconds(self) -> float:
-        """The median over the launches."""
-        return statistics.median(self.times)
 
 
 def setting_of(record: Record) -> Setting:
@@ -131,13 +126,13 @@ def rows(records: Iterable[Record]) -> list[Row]:
 
 
 def _row(group: list[Record], fewest: int, slowest: float) -> Row:
-    last, times = group[-1], tuple(r.seconds for r in group)
-    case, seconds, work = last.case, statistics.median(times), last.work
+    last, seconds = group[-1], statistics.median(r.seconds for r in group)
+    case, work = last.case, last.work
     algbw = _algbw(last, seconds)
     shares = [share for r in group if (share := _share(r)) is not None]
     return Row(
         case=case,
-        times=times,
+        seconds=seconds,
         speedup=slowest / seconds,
         efficiency=slowest / seconds * fewest / case.ranks,
         algbw=algbw,
@@ -187,26 +182,11 @@ def _payload(record: Record) -> list[Traffic]:
 
 
 def flags(record: Record) -> list[str]:
-    """Return the reasons to read a record with care."""
-    transport, timing, payload = record.transport, record.timing, _payload(record)
-    formulas = [(count.bytes_sent, count.bytes_formula) for count in payload]
-    formulas.append(
-        (
-            sum(count.bytes_sent for count in payload),
-            record.work.bytes_formula if record.work else None,
-        )
+    """Return the caveats that hold for a record."""
+    transport, timing = record.transport, record.timing
+    holds = (
+        transport and transport.oversubscribed,
+        transport and transport.shared_gpu,
+        timing and timing.skew_limited,
     )
-    signs = {
-        "oversubscribed": transport and transport.oversubscribed,
-        "shared GPU": transport and transport.shared_gpu,
-        "skew-limited": timing and timing.skew_limited,
-        "bytes differ from formula": any(
-            formula is not None and sent != formula for sent, formula in formulas
-        ),
-    }
-    return [name for name, shown in signs.items() if shown]
-
-
-def doubtful(row: Row) -> bool:
-    """Return whether a plot must mark the row."""
-    return bool(set(CAVEATS) & set(row.flags))
+    return [name for name, shown in zip(CAVEATS, holds, strict=True) if shown]

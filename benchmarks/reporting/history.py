@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.records import Record
-from benchmarks.reporting.derive import CAVEATS, flags, setting_of
+from benchmarks.reporting.derive import flags, setting_of
 from benchmarks.reporting.plots import LINES, grouped, parts
 from benchmarks.reporting.style import (
     INK,
@@ -99,7 +99,7 @@ def _series(place: tuple[str, int, str], runs: dict[tuple[str, str], list[Record
         Point(
             commit,
             statistics.median(record.seconds for record in group),
-            any(set(CAVEATS) & set(flags(record)) for record in group),
+            any(map(flags, group)),
         )
         for (_, commit), group in runs.items()
     )

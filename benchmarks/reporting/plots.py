@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby, takewhile
 from typing import Any, TypeVar
 
-from benchmarks.reporting.derive import CAVEATS, Row, doubtful
+from benchmarks.reporting.derive import Row
 from benchmarks.reporting.style import (
     COLOURS,
     GRID,
@@ -101,7 +101,7 @@ def draw_scaling(axes: Axes, series: Series, what: Scaled) -> None:
         ideal = [what.ideal(rows[0], row) for row in rows]
         axes.plot([row.ranks for row in rows], ideal, color=colour, **PRETENDED)
         points = [(row.ranks, what.value(row)) for row in rows]
-        line(axes, number, points, [doubtful(row) for row in rows], name)
+        line(axes, number, points, [bool(row.flags) for row in rows], name)
     if what.is_log:
         log_axis(axes.yaxis)
     else:
@@ -109,14 +109,14 @@ def draw_scaling(axes: Axes, series: Series, what: Scaled) -> None:
     axes.plot([], color=GRID, label="ideal", **PRETENDED)
     axes.set_ylabel(what.label)
     ranks_axis(axes, [row.ranks for row in every])
-    hollow(axes, _caveats(every))
+    hollow(axes, [flag for row in every for flag in row.flags])
 
 
 def bandwidth(rows: Sequence[Row]) -> Iterator[Picture]:
     """Draw the bandwidths of every collective against its largest buffer, for each P."""
     timed = [row for row in rows if row.algbw is not None]
     for (_, scheme, ranks), group in grouped(
-        timed, lambda row: (doubtful(row), row.case.scheme, row.ranks)
+        timed, lambda row: (bool(row.flags), row.case.scheme, row.ranks)
     ):
         title = f"{scheme}, P = {ranks}: bandwidth against message size"
         for part in parts(list(grouped(group, _way)), LINES):
@@ -132,9 +132,9 @@ def draw_bandwidth(axes: Axes, series: Series) -> None:
         algbw, busbw = ([(getattr(r, bw) or 0.0) / 1e9 for r in rows] for bw in ("algbw", "busbw"))
         axes.plot(places, algbw, color=COLOURS[number], linestyle="--", linewidth=1)
         points = list(zip(places, busbw, strict=True))
-        line(axes, number, points, [doubtful(row) for row in rows], f"{name}, busbw")
+        line(axes, number, points, [bool(row.flags) for row in rows], f"{name}, busbw")
     axes.plot([], color=GRID, linestyle="--", label="algbw")
-    hollow(axes, _caveats(every))
+    hollow(axes, [flag for row in every for flag in row.flags])
     axes.set_xscale("log", base=2)
     axes.set(xlabel="largest buffer of a rank (bytes)", ylabel="bandwidth (GB/s)")
     axes.set_ylim(bottom=0)
@@ -158,7 +158,7 @@ def shares(rows: Sequence[Row]) -> Iterator[Picture]:
         and row.case.layer != "collectives"
     ]
     for (_, _, least, family), group in grouped(
-        timed, lambda row: (doubtful(row), _order(row), -row.ranks, _family(row))
+        timed, lambda row: (bool(row.flags), _order(row), -row.ranks, _family(row))
     ):
         title = f"{family}, P = {-least}: where a step's time goes"
         for part in parts(group, BARS):
@@ -209,11 +209,6 @@ def _way(row: Row) -> str:
     """Say how the bytes of a collective travelled."""
     names = (row.case.algorithm, row.case.transport, row.case.dtype)
     return ", ".join(plain(name) for name in names if name)
-
-
-def _caveats(rows: Iterable[Row]) -> list[str]:
-    found = {flag for row in rows for flag in row.flags}
-    return [flag for flag in CAVEATS if flag in found]
 
 
 def _common(names: Sequence[str]) -> str:

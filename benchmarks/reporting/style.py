@@ -146,7 +146,7 @@ def line(
 def hollow(axes: Axes, flags: Sequence[str]) -> None:
     """Say in the legend what a hollow marker means."""
     if flags:
-        label = f"hollow: {' or '.join(flags)}"
+        label = f"hollow: {' or '.join(sorted(set(flags)))}"
         axes.plot([], color=GRID, marker="o", mfc="none", linestyle="none", label=label)
 
 
