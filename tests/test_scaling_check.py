@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle.live_bytes import LiveBytes
 from torch import Tensor
 
 from benchmarks import corpus
@@ -136,18 +135,6 @@ def test_the_time_of_a_step_spans_all_ranks() -> None:
     assert (told["median_s"], told["max_local_s"]) == (4.25, [3.0, 5.0])
     assert told["barrier_skew_s"] == {"median": 0.75, "p95": 1.0, "max": 1.0}
     assert told["skew_limited"]
-
-
-def test_live_bytes_counts_what_is_alive_at_once() -> None:
-    held = torch.zeros(100)
-    with LiveBytes([held]) as live:
-        a = held + 1  # 800 bytes with the one held
-        b = a.view(10, 10).t()  # no memory of its own
-        del a, b
-        c = torch.zeros(200)  # 1200 bytes, now that a is gone
-        del c
-        torch.zeros(10)
-    assert live.peak == 1200
 
 
 def test_the_text_is_python_and_as_long_as_asked() -> None:

@@ -113,20 +113,16 @@ class Bench:
         Raises:
             UsageError: its library cannot be imported, or lacks what all cases need.
         """
-        try:
-            plan = self.plans[side.name] = listing(self.setting, ranks, side.root)
-        except UsageError as error:
-            raise UsageError(f"{side.name}: {error}") from error
+        plan = self.plans[side.name] = listing(self.setting, ranks, side.root)
         return {(case.id, size) for size, cases in plan.items() for case in cases}
 
     def launch(
         self, side: Side, ranks: int, cases: Sequence[str], pair: dict[str, Any], out: Path
     ) -> None:
         """Measure some cases once. Each has a record in `out` then, however the launch ends."""
-        part = out.with_name("launch.jsonl")  # its reader need not read all launches before it
         setting = msgspec.structs.replace(
             self.setting,
-            out=str(part),
+            out=str(out),
             pair=pair,
             only=tuple(cases),
             launch=self.launches,
@@ -134,14 +130,7 @@ class Bench:
         )
         planned = [case for case in self.plans[side.name][ranks] if case.id in cases]
         self.launches += 1
-        try:
-            printed = run_launch(ranks, planned, setting, self.how, side.root)
-        finally:
-            if part.exists():
-                with out.open("ab") as file:
-                    file.write(part.read_bytes())
-                part.unlink()
-        if printed:
+        if printed := run_launch(ranks, planned, setting, self.how, side.root):
             about = f"{side.name}, P={ranks}, {pair['stage']} pair {pair['index']}"
             with out.with_suffix(".log").open("a") as log:
                 log.write(f"{about}\n{printed}\n\n")
