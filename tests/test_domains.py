@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from domains.declared import Subject, Values
+from domains.declared import Parts, Subject, Values, normal
 from domains.public import without_domain
 from domains.report import changed, committed, impossible_pairs, parts_of
 from domains.subjects import BY_NAME, SUBJECTS
-from domains.tensors import normal
 from domains.trial import draw_singles, finished
 from oracle.collective_cases import MEMORIES, in_memory
 from torch import Tensor
@@ -46,24 +45,19 @@ def test_every_part_was_explored() -> None:
 
 
 def test_a_part_without_its_generator_is_seen() -> None:
-    subject = SUBJECTS[0]
+    subject = BY_NAME["dropout"]
     records = [{"subject": subject.name, "parts": parts_of(subject)}]
-    fewer = {
-        **subject.factors,
-        "q.head_dim": dict(list(subject.factors["q.head_dim"].items())[:-1]),
-    }
     assert changed([subject], records) == []
-    assert changed([replace(subject, factors=fewer)], records) == [f"{subject.name} q.head_dim"]
-    refused = {
-        **subject.factors,
-        "q.head_dim": {**subject.factors["q.head_dim"], "257 to 300": lambda chance, drawn: 0},
-    }
-    with pytest.raises(AssertionError, match=r"refuses .*q\.head_dim=257 to 300"):
+    fewer = {**subject.factors, "p": dict([*subject.factors["p"].items()][:-1])}
+    assert changed([replace(subject, factors=fewer)], records) == ["dropout p"]
+    two: Parts = {"0.3": lambda chance, drawn: 2.0}
+    refused = {**subject.factors, "p": subject.factors["p"] | two}
+    with pytest.raises(AssertionError, match=r"dropout refuses "):
         draw_singles(replace(subject, factors=refused), SEED)
 
 
 def test_a_parameter_without_a_domain_is_seen() -> None:
-    subject = next(subject for subject in SUBJECTS if subject.name == "all_gather")
+    subject = BY_NAME["all_gather"]
     fewer = {name: parts for name, parts in subject.factors.items() if name != "sizes"}
     assert "all_gather(sizes)" in without_domain([replace(subject, factors=fewer)])
     assert not [name for name in without_domain([subject]) if name.startswith("all_gather(")]

@@ -73,36 +73,44 @@ def stopped(text: str, *ranks: int) -> bool:
     )
 
 
-def test_the_first_cause_is_reported_although_cleaning_up_communicates() -> None:
-    @spmd(3)
-    def body(comm: Any) -> None:
-        duplicate = comm.Dup()
-        try:
-            if comm.rank == 2:
-                raise LookupError("the cause")
-            comm.Barrier()
-        finally:
-            duplicate.Free()
+def cleans_up(comm: Any) -> None:
+    """The first cause is reported, although cleaning up communicates."""
+    duplicate = comm.Dup()
+    try:
+        if comm.rank == 2:
+            raise LookupError("the cause")
+        comm.Barrier()
+    finally:
+        duplicate.Free()
 
-    text = failure_of(body)
+
+def waits_elsewhere(comm: Any) -> None:
+    """Ranks that wait on other communicators are woken."""
+    row, column = comm.Split(comm.rank // 2, comm.rank), comm.Split(comm.rank % 2, comm.rank)
+    row.Barrier()
+    if comm.rank == 3:
+        raise LookupError("only rank 3")
+    column.Barrier()  # rank 1 waits for rank 3 here
+    comm.Barrier()  # and the others here
+
+
+def leaves_a_request(comm: Any) -> None:
+    """What was started and not waited for does no harm."""
+    total = np.empty(1000)
+    comm.Iallreduce(np.ones(1000), total)
+    if comm.rank:
+        raise LookupError("before the wait")
+    comm.Barrier()
+
+
+@pytest.mark.parametrize(
+    ("body", "size", "woken"),
+    [(cleans_up, 3, (0, 1)), (waits_elsewhere, 4, (0, 1, 2)), (leaves_a_request, 2, ())],
+)
+def test_a_rank_that_fails_wakes_the_others(body: Any, size: int, woken: tuple[int, ...]) -> None:
+    text = failure_of(spmd(size)(body))
     assert "RankFailure[LookupError" in text
-    assert stopped(text, 0, 1)
-    still_works()
-
-
-def test_a_rank_that_fails_wakes_ranks_that_wait_on_other_communicators() -> None:
-    @spmd(4)
-    def body(comm: Any) -> None:
-        row, column = comm.Split(comm.rank // 2, comm.rank), comm.Split(comm.rank % 2, comm.rank)
-        row.Barrier()
-        if comm.rank == 3:
-            raise LookupError("only rank 3")
-        column.Barrier()  # rank 1 waits for rank 3 here
-        comm.Barrier()  # and the others here
-
-    text = failure_of(body)
-    assert "RankFailure[LookupError" in text
-    assert stopped(text, 0, 1, 2)
+    assert stopped(text, *woken)
     still_works()
 
 
@@ -135,19 +143,6 @@ def test_a_rank_that_fails_wakes_ranks_that_wait_for_its_message() -> None:
     for _ in range(3):
         assert "RankFailure[LookupError" in failure_of(body)
         clean()
-
-
-def test_what_was_started_and_not_waited_for_does_no_harm() -> None:
-    @spmd(2)
-    def body(comm: Any) -> None:
-        total = np.empty(1000)
-        comm.Iallreduce(np.ones(1000), total)
-        if comm.rank:
-            raise LookupError("before the wait")
-        comm.Barrier()
-
-    assert "RankFailure[LookupError" in failure_of(body)
-    still_works()
 
 
 @pytest.mark.parametrize("op", ["Allreduce", "Iallreduce", "allgather"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -190,16 +191,11 @@ def on_a_communicator(name: str, group: sp.Communicator, drawn: Values) -> Call:
 @contextmanager
 def on_a_grid(comm: Any, drawn: Values) -> Iterator[Call]:
     """Call hybrid attention on two axes; along a third one every group has its own problem."""
-    third = {"third": 2} if drawn["mesh.axes"] == "three" else {}
-    lengths = {"ring": drawn["mesh.ring"], "ulysses": drawn["mesh.ulysses"], **third}
-    named = sorted(lengths, reverse=drawn["mesh.order"] == "reversed")
-    with situations.opened(comm, drawn, {axis: lengths[axis] for axis in named}) as mesh:
-        axes = tuple(axis for axis in named if axis != "third")
-        axes = axes[::-1] if drawn["axes"] == "not the mesh's order" else axes
+    lengths, axes = grid_of(drawn)
+    with situations.opened(comm, drawn, lengths) as mesh:
         tokens = mesh[axes]
-        problem = problem_of(
-            drawn | {"seed": drawn["seed"] + 3 * (mesh["third"].rank if third else 0)}
-        )
+        number = mesh["third"].rank if "third" in lengths else 0
+        problem = problem_of(drawn | {"seed": drawn["seed"] + 3 * number})
         shards = Shards(problem, tokens.rank, tokens.size, tokens.device)
         where = {"mesh": mesh, "axes": axes, "comm": tokens if drawn["comm"] == "given" else None}
         arguments = {**arguments_of(shards, drawn), **where, "ulysses": drawn["ulysses"]}
@@ -207,11 +203,19 @@ def on_a_grid(comm: Any, drawn: Values) -> Iterator[Call]:
         yield Call(sp.hybrid_attention, arguments, judged)
 
 
+def grid_of(drawn: Values) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the axes of the mesh of a hybrid with their ranks, and the two axes that it uses."""
+    third = {"third": 2} if drawn["mesh.axes"] == "three" else {}
+    lengths = {"ring": drawn["mesh.ring"], "ulysses": drawn["mesh.ulysses"], **third}
+    named = sorted(lengths, reverse=drawn["mesh.order"] == "reversed")
+    axes = [axis for axis in named if axis != "third"]
+    step = -1 if drawn["axes"] == "not the mesh's order" else 1
+    return {axis: lengths[axis] for axis in named}, tuple(axes[::step])
+
+
 def grid_ranks(drawn: Values) -> int:
     """How many ranks the whole mesh of a hybrid has."""
-    return int(
-        drawn["mesh.ring"] * drawn["mesh.ulysses"] * (2 if drawn["mesh.axes"] == "three" else 1)
-    )
+    return math.prod(grid_of(drawn)[0].values())
 
 
 def by_hand(*given: Any, **named: Any) -> Any:

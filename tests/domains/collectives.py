@@ -21,9 +21,8 @@ from torch import Tensor
 
 import sp_core as sp
 from domains import situations
-from domains.declared import Call, Parts, Subject, Values, spans, values
+from domains.declared import Call, Parts, Subject, Values, same, spans, values, whole
 from domains.situations import on_group
-from domains.tensors import same, whole
 from sp_core.schedules import ALGORITHMS, SCHEDULED
 
 SUMMING = (*SUMS, "all_reduce_", "copy_all_to_group")

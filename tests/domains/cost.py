@@ -105,100 +105,77 @@ def sizes_of(
 COLLECTIVES = ("all_to_all", "reduce_scatter")
 
 
-def measured(
-    scheme: Any, shards: Shards, *comms: sp.Communicator, return_lse: bool = True
-) -> cost.Both:
-    """What the counters say, forward and backward."""
-    seen = []
-    if return_lse:
-        out, lse = shards.run(scheme)
-    else:
-        out = lse = scheme(
-            *shards.local,
-            sharding=shards.sharding,
-            kv_sharding=shards.kv_sharding,
-            mask=shards.problem.mask,
-            softmax_scale=shards.problem.softmax_scale,
-        )
-    seen.append(drained(*comms))
-    shards.gradients(out, lse)
-    seen.append(drained(*comms))
-    return seen[0], seen[1]
-
-
 def drained(*comms: sp.Communicator) -> cost.Traffic:
-    """What was sent since the last time."""
+    """What was sent since the last time. In a window collectives count what they read."""
     total = cost.Traffic()
     for comm in comms:
         count = comm.counters.total()
-        inside = sum(
-            comm.counters[name].messages for name in COLLECTIVES
-        )  # in a window collectives count what they read
+        inside = sum(comm.counters[name].messages for name in COLLECTIVES)
         total += cost.Traffic(count.messages - inside, count.bytes_sent)
         comm.counters.reset()
     return total
 
 
-@contextmanager
-def alone(name: str, comm: Any, drawn: Values) -> Iterator[Call]:
-    """A scheme on one axis."""
-    asked, shared = drawn["problem.return_lse"] != "no", drawn["problem.shared"]
+def called(
+    function: Any, drawn: Values, tokens: sp.Communicator, scheme: Any, *comms: sp.Communicator
+) -> Call:
+    """Run a scheme over some ranks, and compare a formula with what these communicators sent."""
     problem = attention.problem_of(inner(drawn))
-    with sp.Mesh(comm, device=device(), transport=TRANSPORT[shared], sp=comm.size) as mesh:
-        shards = Shards(problem, comm.rank, comm.size, mesh.device)
-        found = measured(
-            partial(SCHEMES[name], comm=mesh["sp"]), shards, mesh["sp"], return_lse=asked
-        )
-        sizes = sizes_of(problem, comm.size, shared=shared, return_lse=asked)
-        yield Call(
-            getattr(cost, name),
-            {"problem": sizes, "rank": comm.rank},
-            partial(judge, sizes, shards, found),
-        )
+    shards = Shards(problem, tokens.rank, tokens.size, tokens.device)
+    asked, shared = drawn["problem.return_lse"] != "not asked", drawn["problem.shared"]
+    results: Any = scheme(
+        *shards.local,
+        sharding=shards.sharding,
+        kv_sharding=shards.kv_sharding,
+        mask=problem.mask,
+        return_lse=asked,
+    )
+    forward = drained(*comms)
+    shards.gradients(*(results if asked else (results, results)))
+    sizes = sizes_of(problem, tokens.size, shared=shared, return_lse=asked)
+    return Call(
+        function, {"problem": sizes}, partial(judge, sizes, shards, forward, drained(*comms))
+    )
 
 
-def judge(sizes: cost.Attention, shards: Shards, found: cost.Both, formula: cost.Both) -> None:
+def judge(
+    sizes: cost.Attention,
+    shards: Shards,
+    forward: cost.Traffic,
+    backward: cost.Traffic,
+    formula: cost.Both,
+) -> None:
     """Compare message by message and byte by byte."""
-    assert formula == found, (formula, found)
+    assert formula == (forward, backward)
     own = sum(x.numel() for x in shards.local[1:])
     assert [sizes.kv_block(shards.rank, itemsize) for itemsize in (2, 8)] == [2 * own, 8 * own]
 
 
 @contextmanager
+def alone(name: str, comm: Any, drawn: Values) -> Iterator[Call]:
+    """A scheme on one axis."""
+    transport = TRANSPORT[drawn["problem.shared"]]
+    with sp.Mesh(comm, device=device(), transport=transport, sp=comm.size) as mesh:
+        scheme = partial(SCHEMES[name], comm=mesh["sp"])
+        call = called(getattr(cost, name), drawn, mesh["sp"], scheme, mesh["sp"])
+        call.arguments["rank"] = comm.rank
+        yield call
+
+
+@contextmanager
 def gridded(comm: Any, drawn: Values) -> Iterator[Call]:
     """A hybrid on two axes; along a third one the same problem."""
-    asked, shared, named = (
-        drawn["problem.return_lse"] != "no",
-        drawn["problem.shared"],
-        inner(drawn),
-    )
-    problem = attention.problem_of(named)
-    third = {"third": 2} if named["mesh.axes"] == "three" else {}
-    lengths = {"ring": named["mesh.ring"], "ulysses": named["mesh.ulysses"], **third}
-    order = sorted(lengths, reverse=named["mesh.order"] == "reversed")
-    axes = [axis for axis in order if axis != "third"][
-        :: -1 if named["axes"] == "not the mesh's order" else 1
-    ]
-    heads = named["ulysses"]
-    around = next(axis for axis in axes if axis != heads)
-    with sp.Mesh(
-        comm,
-        device=device(),
-        transport=TRANSPORT[shared],
-        **{axis: lengths[axis] for axis in order},
-    ) as mesh:
-        tokens = mesh[tuple(axes)]
-        shards = Shards(problem, tokens.rank, tokens.size, mesh.device)
-        scheme: Any = partial(sp.hybrid_attention, mesh=mesh, axes=cast("Any", axes), ulysses=heads)
-        found = measured(scheme, shards, mesh[around], mesh[heads], return_lse=asked)
-        numbers = torch.arange(tokens.size).view([lengths[axis] for axis in axes])
-        given: dict[str, Any] = {
-            "problem": sizes_of(problem, tokens.size, shared=shared, return_lse=asked),
-            "ring_rank": mesh[around].rank,
-            "ulysses_rank": mesh[heads].rank,
-            "groups": (numbers if axes[1] == heads else numbers.T).tolist(),
-        }
-        yield Call(cost.hybrid, given, partial(judge, given["problem"], shards, found))
+    (lengths, axes), heads = attention.grid_of(inner(drawn)), drawn["groups.ulysses"]
+    (around,) = {*axes} - {heads}
+    transport: Any = TRANSPORT[drawn["problem.shared"]]
+    with sp.Mesh(comm, device=device(), transport=transport, **lengths) as mesh:
+        scheme = partial(sp.hybrid_attention, mesh=mesh, axes=cast("Any", axes), ulysses=heads)
+        call = called(cost.hybrid, drawn, mesh[axes], scheme, mesh[around], mesh[heads])
+        numbers = torch.arange(mesh[axes].size).view([lengths[axis] for axis in axes])
+        groups = numbers if axes[1] == heads else numbers.T
+        ranks = {"ring_rank": mesh[around].rank, "ulysses_rank": mesh[heads].rank}
+        call.arguments |= {**ranks, "groups": groups.tolist()}
+        yield call
 
 
 def grid_ranks(drawn: Values) -> int:

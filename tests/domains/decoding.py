@@ -15,9 +15,9 @@ from oracle.once import once
 from torch import Tensor
 
 from domains import models
+from domains.config import SAMPLING
 from domains.declared import Call, Parts, Values, spans, values
 from domains.models import FEW_CALLS, SCHEMES, SMALL, Expected, architecture, meshes, on_model
-from domains.sampling import SAMPLING
 from domains.situations import CALLS, LATE_SECONDS
 from sp_core.llama import Decoder, Llama, Sampling, byte_tokenizer, generate, prefill_unequal
 from sp_core.llama.unequal import work_of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from random import Random
 from typing import Any
@@ -13,8 +14,7 @@ from torch import Tensor
 
 import sp_core as sp
 from domains.collectives import DTYPES
-from domains.declared import Call, Parts, Values, pure, spans, values
-from domains.tensors import same, whole
+from domains.declared import Call, Parts, Values, pure, same, spans, values, whole
 
 # Sharding
 
@@ -56,52 +56,39 @@ def runs_of(drawn: Values) -> tuple[tuple[range, ...], ...]:
     return tuple(tuple(pieces[2 * rank : 2 * rank + 2]) for rank in range(size))
 
 
-def judge_made(
-    wanted: list[list[int]], again: Callable[[], sp.Sharding], made: sp.Sharding
-) -> None:
-    """Compare a sharding with the positions that every rank owns."""
-    assert [made.positions(rank).tolist() for rank in range(len(wanted))] == wanted
-    assert (made.size, made.seq_len) == (len(wanted), sum(map(len, wanted)))
-    assert made.lengths == tuple(map(len, wanted))
-    assert made.end == max((p + 1 for owned in wanted for p in owned), default=0)
-    assert made == again()
-    assert (hash(made), made.fingerprint) == (hash(again()), again().fingerprint)
+def made(function: Callable[..., sp.Sharding], given: Values, wanted: list[list[int]]) -> Call:
+    """Call a constructor, and compare with the positions that every rank owns."""
+
+    def judge(made: sp.Sharding) -> None:
+        again = function(**given)
+        assert [made.positions(rank).tolist() for rank in range(len(wanted))] == wanted
+        assert (made.size, made.seq_len) == (len(wanted), sum(map(len, wanted)))
+        assert made.lengths == tuple(map(len, wanted))
+        assert made.end == max((p + 1 for owned in wanted for p in owned), default=0)
+        assert made == again
+        assert (hash(made), made.fingerprint) == (hash(again), again.fingerprint)
+
+    return Call(function, given, judge)
 
 
-def made_by(layout: str) -> Callable[[Values], Call]:
-    """Return how the constructor of a layout is called."""
-    function = getattr(sp.Sharding, layout)
-
-    def make(drawn: Values) -> Call:
-        given = {name: drawn[name] for name in ("seq_len", "size", "start")}
-        return Call(
-            function,
-            given,
-            lambda made: judge_made(owned(layout, **given), lambda: function(**given), made),
-        )
-
-    return make
+def by_layout(layout: str, drawn: Values) -> Call:
+    """Call the constructor of a layout."""
+    given = {name: drawn[name] for name in SPANS}
+    return made(getattr(sp.Sharding, layout), given, owned(layout, **given))
 
 
 def from_positions(drawn: Values) -> Call:
-    """Call `from_positions` with lists, tuples or ranges."""
+    """Call `from_positions` with lists or tuples."""
     positions = dealt(drawn, ordered=drawn["positions"] == "ascending")
-    given = {
-        "positions": tuple(map(tuple, positions)) if drawn["positions"] == "tuples" else positions
-    }
-    function = sp.Sharding.from_positions
-    return Call(
-        function, given, lambda made: judge_made(positions, lambda: function(**given), made)
-    )
+    given = tuple(map(tuple, positions)) if drawn["positions"] == "tuples" else positions
+    return made(sp.Sharding.from_positions, {"positions": given}, positions)
 
 
 def from_segments(drawn: Values) -> Call:
     """Call `Sharding` itself."""
-    given = {"segments": runs_of(drawn)}
-    wanted = [[p for piece in pieces for p in piece] for pieces in given["segments"]]
-    return Call(
-        sp.Sharding, given, lambda made: judge_made(wanted, lambda: sp.Sharding(**given), made)
-    )
+    segments = runs_of(drawn)
+    wanted = [[p for piece in pieces for p in piece] for pieces in segments]
+    return made(sp.Sharding, {"segments": segments}, wanted)
 
 
 def masks(drawn: Values) -> dict[str, sp.Mask]:
@@ -120,23 +107,24 @@ def masks(drawn: Values) -> dict[str, sp.Mask]:
 def balanced(drawn: Values) -> Call:
     """Call `Sharding.balanced`."""
     mask = masks(drawn)[drawn["mask"]]
-    given = {name: drawn[name] for name in ("seq_len", "size", "start", "chunk")} | {"mask": mask}
-    function = sp.Sharding.balanced
+    given = {name: drawn[name] for name in (*SPANS, "chunk")} | {"mask": mask}
 
-    def judge(made: sp.Sharding) -> None:
-        owned = [made.positions(rank).tolist() for rank in range(drawn["size"])]
+    def judge(found: sp.Sharding) -> None:
+        owned = [found.positions(rank).tolist() for rank in range(drawn["size"])]
         tokens = range(drawn["start"], drawn["start"] + drawn["seq_len"])
-        judge_made(owned, lambda: function(**given), made)
+        made(sp.Sharding.balanced, given, owned).judge(found)
         assert sorted(position for positions in owned for position in positions) == [*tokens]
         keys = range(mask.kv_documents[-1]) if mask.kv_documents else tokens
         work = mask.allowed(tokens, keys).sum(1)
         length = drawn["chunk"] or max(32, -(-len(tokens) // (2 * drawn["size"])))
         heaviest = max((int(chunk.sum()) for chunk in work.split(length)), default=0)
-        loads = [int(work[made.positions(rank) - tokens.start].sum()) for rank in range(made.size)]
+        loads = [
+            int(work[torch.tensor(own, dtype=torch.int64) - tokens.start].sum()) for own in owned
+        ]
         assert max(loads) - min(loads) <= heaviest
-        assert max(made.lengths) - min(made.lengths) <= length
+        assert max(found.lengths) - min(found.lengths) <= length
 
-    return Call(function, given, judge)
+    return Call(sp.Sharding.balanced, given, judge)
 
 
 MADE: dict[str, Callable[[Values], sp.Sharding]] = {
@@ -249,38 +237,31 @@ DEFINITIONS: dict[str, tuple[tuple[str, ...], Callable[[Owned, Values], Any]]] =
 """Arguments of each method, and what it gives."""
 
 
-def called(method: str) -> Callable[[Values], Call]:
-    """Return how a method is called, and judged by its definition."""
+def called(method: str, drawn: Values) -> Call:
+    """Call a method, and judge it by its definition."""
     names, definition = DEFINITIONS[method]
+    about = Owned(MADE[drawn["(sharding)"]](drawn))
+    lengths = about.sharding.lengths
+    ranks, given = list(range(len(lengths))), {name: drawn[name] for name in names if name == "dim"}
+    if "rank" in names:
+        given["rank"] = {"first": 0, "last": len(ranks) - 1}.get(drawn["rank"], len(ranks) // 2)
+    if "groups" in names:
+        any_groups = groups(drawn | {"size": len(ranks)})
+        known = {"one": [ranks], "each alone": [[rank] for rank in ranks], "any": any_groups}
+        given["groups"] = known[drawn["groups"]]
+    for name in {"x", "gathered"} & {*names}:
+        given[name] = of_tokens(drawn, sum(lengths))
+    if "shards" in names:
+        given["shards"] = [of_tokens(drawn | {"seed": drawn["seed"] + n}, n) for n in lengths]
 
-    def make(drawn: Values) -> Call:
-        about = Owned(MADE[drawn["(sharding)"]](drawn))
-        lengths = about.sharding.lengths
-        given: Values = {name: drawn[name] for name in ("dim",) if name in names}
-        if "rank" in names:
-            given["rank"] = {"first": 0, "last": len(lengths) - 1}.get(
-                drawn["rank"], len(lengths) // 2
-            )
-        if "groups" in names:
-            ranks = list(range(len(lengths)))
-            given["groups"] = {"one": [ranks], "each alone": [[rank] for rank in ranks]}.get(
-                drawn["groups"], groups(drawn | {"size": len(ranks)})
-            )
-        for name in {"x", "gathered"} & set(names):
-            given[name] = of_tokens(drawn, sum(lengths))
-        if "shards" in names:
-            given["shards"] = [of_tokens(drawn | {"seed": drawn["seed"] + n}, n) for n in lengths]
+    def judge(found: Any) -> None:
+        if method == "group":
+            found = [found.positions(number).tolist() for number in range(found.size)]
+        elif method == "sorted_ranges":
+            found = [list(places) for places in found]
+        same(found, definition(about, given))
 
-        def judge(found: Any) -> None:
-            if method == "group":
-                found = [found.positions(number).tolist() for number in range(found.size)]
-            elif method == "sorted_ranges":
-                found = [list(places) for places in found]
-            same(found, definition(about, given))
-
-        return Call(getattr(about.sharding, method), given, judge)
-
-    return make
+    return Call(getattr(about.sharding, method), given, judge)
 
 
 def method_factors(method: str) -> dict[str, Parts]:
@@ -317,7 +298,7 @@ SUBJECTS = [
         from_positions,
     ),
     *(
-        pure(f"Sharding.{layout}", SPANS, made_by(layout))
+        pure(f"Sharding.{layout}", SPANS, partial(by_layout, layout))
         for layout in ("contiguous", "zigzag", "striped")
     ),
     pure(
@@ -329,5 +310,8 @@ SUBJECTS = [
         },
         balanced,
     ),
-    *(pure(f"Sharding.{method}", method_factors(method), called(method)) for method in DEFINITIONS),
+    *(
+        pure(f"Sharding.{method}", method_factors(method), partial(called, method))
+        for method in DEFINITIONS
+    ),
 ]

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 import sp_core as sp
 from domains import situations
-from domains.declared import Call, Parts, Subject, Values, spans, values
+from domains.declared import Call, Parts, Subject, Values, near, same, spans, values, whole
 from domains.placements import HELD, indices
 from domains.situations import SITUATIONS
-from domains.tensors import near, same, whole
 from sp_core.nn.gradients import Placement, clip_gradient_norm, place, reduce_gradients
 from sp_core.testing.tolerance import bound
 

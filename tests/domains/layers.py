@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 import sp_core as sp
 from domains import attention
-from domains.declared import Call, Parts, Values, spans, values
+from domains.declared import Call, Parts, Values, near, normal, spans, values
 from domains.situations import on_group
-from domains.tensors import near, normal
 from sp_core.testing.tolerance import bound, unit_roundoff
 
 Weights = Mapping[str, Tensor]
@@ -99,6 +98,24 @@ def sharding_of(drawn: Values, size: int, length: str = "x.seq_len") -> sp.Shard
     return make(drawn[length], size, drawn["sharding.start"])
 
 
+def called_in(mode: str, drawn: Values, layer: nn.Module, **given: Any) -> Tensor:
+    """Call a layer in a mode, with the autocast that was drawn."""
+    lower = precision(drawn)
+    is_lower = drawn["(autocast)"] != "off" and lower.itemsize == 2
+    with MODES[mode](), torch.autocast("cpu", lower, enabled=is_lower):
+        out: Tensor = layer(**given)
+    return out
+
+
+def gradients_of(layer: nn.Module, x: Tensor, out: Tensor, upstream: Tensor) -> dict[str, Tensor]:
+    """Return the gradients of the input and the weights that learn, by name."""
+    leaves = {"x": x} | dict(layer.named_parameters())
+    leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    assert out.requires_grad == bool(leaves)
+    grads = torch.autograd.grad(out, list(leaves.values()), upstream.to(out)) if leaves else ()
+    return dict(zip(leaves, grads, strict=True))
+
+
 class Problem:
     """Tokens, weights and upstream gradient as they were drawn, for one group of ranks."""
 
@@ -109,10 +126,8 @@ class Problem:
         dtype = drawn["dtype"] or "float32"
         self.whole, self.grad = (normal(drawn["seed"] + n, shape, dtype) for n in (0, 1))
         self.whole = self.whole * drawn["x.magnitude"]
-        for name in ("memory", "upstream"):
-            if drawn[f"x.{name}"] == "expanded" and shape[-1]:
-                which = "whole" if name == "memory" else "grad"
-                setattr(self, which, getattr(self, which)[..., :1].expand(shape).clone())
+        self.whole = in_memory(self.whole, drawn["x.memory"]).contiguous()
+        self.grad = in_memory(self.grad, drawn["x.upstream"]).contiguous()
         self.x = self.placed(self.whole, drawn["x.memory"]).requires_grad_(drawn["x.gradient"])
 
     def placed(self, whole: Tensor, memory: str) -> Tensor:
@@ -160,26 +175,14 @@ class Problem:
 
     def forward(self, layer: nn.Module, mode: str, **given: Any) -> Tensor:
         """Call a layer in the mode that was drawn."""
-        lower = precision(self.drawn)
-        with (
-            MODES[mode](),
-            torch.autocast(
-                "cpu", lower, enabled=self.drawn["(autocast)"] != "off" and lower.itemsize == 2
-            ),
-        ):
-            out: Tensor = layer(**given)
-        return out
+        return called_in(mode, self.drawn, layer, **given)
 
     def judge(self, layer: nn.Module, out: Tensor) -> None:
         """Compare output and gradients, those after an evaluation too."""
         self.compare(layer, {"out": out})
         out = self.forward(layer, "training", **self.given())
-        leaves = {"x": self.x} | dict(layer.named_parameters())
-        leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-        upstream = self.placed(self.grad, self.drawn["x.upstream"]).to(out.dtype)
-        grads = torch.autograd.grad(out, list(leaves.values()), upstream) if leaves else ()
-        assert out.requires_grad == bool(leaves)
-        self.compare(layer, {"out": out, **dict(zip(leaves, grads, strict=True))})
+        upstream = self.placed(self.grad, self.drawn["x.upstream"])
+        self.compare(layer, {"out": out, **gradients_of(layer, self.x, out, upstream)})
 
     def compare(self, layer: nn.Module, found: Mapping[str, Tensor]) -> None:
         """Compare with the reference on the tokens of all ranks."""

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 import sp_core as sp
 from domains import layers
-from domains.declared import Call, Parts, Values, spans, values
+from domains.declared import Call, Parts, Values, leaf, same, spans, values, whole
 from domains.exact import places
 from domains.layers import MODES, TOKENS
 from domains.situations import on_group
-from domains.tensors import leaf, same, whole
 from sp_core.segments import split_sizes
 
 Parallel = sp.ColumnParallelLinear | sp.RowParallelLinear
@@ -76,10 +75,8 @@ class Case:
         shape = (drawn["x.batch"], drawn["x.seq_len"])
         self.whole = whole_numbers(drawn, 5, *shape, drawn["linear.in_features"])
         self.grad = whole_numbers(drawn, 6, *shape, drawn["linear.out_features"])
-        if drawn["x.memory"] == "expanded":
-            self.whole = self.whole[..., :1].expand(self.whole.shape).clone()
-        if drawn["x.upstream"] == "expanded":
-            self.grad = self.grad[..., :1].expand(self.grad.shape).clone()
+        self.whole = in_memory(self.whole, drawn["x.memory"]).contiguous()
+        self.grad = in_memory(self.grad, drawn["x.upstream"]).contiguous()
         mine = self.part("x", self.whole)
         self.x = leaf(mine.to(group.device), drawn["x.memory"], learns=drawn["x.gradient"])
 
@@ -93,15 +90,8 @@ class Case:
 
     def forward(self, layer: Parallel, mode: str, x: Tensor) -> Tensor:
         """Call a layer in the mode that was drawn."""
-        lower = layers.precision(self.drawn | {"dtype": self.drawn["linear.dtype"]})
-        with (
-            MODES[mode](),
-            torch.autocast(
-                "cpu", lower, enabled=self.drawn["(autocast)"] == "on" and lower.itemsize == 2
-            ),
-        ):
-            out: Tensor = layer(x)
-        return out
+        drawn = self.drawn | {"dtype": self.drawn["linear.dtype"]}
+        return layers.called_in(mode, drawn, layer, x=x)
 
     def judge(self, layer: Parallel, out: Tensor) -> None:
         """Compare result and gradients with the ordinary layer's, and that layer itself."""
@@ -115,16 +105,13 @@ class Case:
         self.same(out, take(whole))
         out = self.forward(layer, "training", self.x)
         self.same(out, take(whole))
-        leaves = {"x": self.x} | dict(layer.named_parameters())
-        leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-        assert out.requires_grad == bool(leaves)
         upstream = in_memory(take(self.grad).to(out), self.drawn["x.upstream"])
-        if leaves:
-            grads = torch.autograd.grad(out, list(leaves.values()), upstream)
-            of = {"x": x, "weight": weight, "bias": bias}
-            wanted = torch.autograd.grad(whole, [of[name] for name in leaves], self.grad.double())
-            for name, found, every in zip(leaves, grads, wanted, strict=True):
-                self.same(found, self.part(name, every))
+        whole.backward(self.grad.double())
+        for name, found in layers.gradients_of(layer, self.x, out, upstream).items():
+            of = {"x": x, "weight": weight, "bias": bias}[name]
+            assert of is not None
+            assert of.grad is not None
+            self.same(found, self.part(name, of.grad))
         self.judge_whole(layer.to_linear())
 
     def part(self, name: str, whole: Tensor) -> Tensor:

@@ -15,11 +15,10 @@ from torch import Tensor
 import sp_core as sp
 from domains import models
 from domains.blocks import mask_of
-from domains.declared import Call, Parts, Values, spans, values
+from domains.declared import Call, Parts, Values, normal, spans, values
 from domains.layers import sharding_of
 from domains.masks import documents
 from domains.models import ARCHITECTURE, DTYPES, SCHEMES, Expected, architecture, meshes, on_model
-from domains.tensors import normal
 from sp_core.llama import Llama
 from sp_core.nn.gradients import reduce_gradients
 

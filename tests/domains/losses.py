@@ -19,10 +19,21 @@ from torch.nn import functional as F
 
 import sp_core as sp
 from domains import blocks, layers, situations
-from domains.declared import Call, Parts, Subject, Values, spans, values
+from domains.declared import (
+    Call,
+    Parts,
+    Subject,
+    Values,
+    leaf,
+    near,
+    normal,
+    same,
+    spans,
+    values,
+    whole,
+)
 from domains.layers import TOKENS
 from domains.situations import SITUATIONS, on_group
-from domains.tensors import leaf, near, normal, same, whole
 from sp_core.attention import accumulation_dtype
 from sp_core.nn.loss import IGNORED, check_shard, next_token_labels, next_token_loss
 from sp_core.testing.tolerance import bound, unit_roundoff

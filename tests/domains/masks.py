@@ -14,8 +14,7 @@ import torch
 from oracle import reference
 
 import sp_core as sp
-from domains.declared import Call, Parts, Values, pure, spans, values
-from domains.tensors import same
+from domains.declared import Call, Parts, Values, pure, same, spans, values
 
 CONTAINERS: dict[str, Callable[[list[int]], Any]] = {
     "tuple": tuple,

@@ -20,9 +20,8 @@ from oracle.link import LinkModel
 import sp_core as sp
 from domains import situations
 from domains.collectives import DTYPES
-from domains.declared import Call, Parts, Subject, Values, spans, values
+from domains.declared import Call, Parts, Subject, Values, same, spans, values
 from domains.situations import on_group
-from domains.tensors import same
 from sp_core.schedules import ALGORITHMS
 from sp_core.tuning import Curve, Tuning, save
 

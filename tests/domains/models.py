@@ -18,8 +18,7 @@ from oracle.reference.block import Rounding
 from torch import Tensor, nn
 
 from domains import situations
-from domains.declared import Call, Parts, Subject, Values, spans, values
-from domains.tensors import near
+from domains.declared import Call, Parts, Subject, Values, near, spans, values
 from sp_core.llama import Grid, Llama
 from sp_core.llama.model import checkpoint_name
 from sp_core.mesh import Mesh

@@ -16,8 +16,7 @@ from torch import Tensor
 
 import sp_core as sp
 from domains import attention, masks
-from domains.declared import Call, Parts, Values, pure, spans, values
-from domains.tensors import leaf, near, normal, same
+from domains.declared import Call, Parts, Values, leaf, near, normal, pure, same, spans, values
 from sp_core.attention import accumulation_dtype
 from sp_core.mask import plan_blocks
 from sp_core.testing.tolerance import bound

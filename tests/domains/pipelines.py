@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from itertools import combinations, pairwise
+from functools import cache, partial
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -259,23 +259,24 @@ SPLIT: dict[str, Parts] = {
 }
 
 
-def can_be_split(given: Values, limit: float) -> bool:
-    """Return whether no stage costs more than a limit if each takes all the layers it can."""
-    layers, stages, place = given["layers"], given["stages"], 0
-    for stage in range(stages):
-        cost = given["first"] * (stage == 0) + given["last"] * (stage == stages - 1)
-        start = place
-        while place < len(layers) - (stages - 1 - stage) and cost + layers[place] <= limit:
-            cost, place = cost + layers[place], place + 1
-        if place == start or cost > limit:
-            return False
-    return place == len(layers)
+def least_worst(layers: Sequence[float], stages: int, first: float, last: float) -> float:
+    """Return the cost of the dearest stage in the best of all splits."""
+
+    @cache
+    def best(stage: int, start: int) -> float:
+        own = first if stage == 0 else 0
+        if stage == stages - 1:
+            return own + sum(layers[start:]) + last
+        stops = range(start + 1, len(layers) - stages + stage + 2)
+        return min(max(own + sum(layers[start:stop]), best(stage + 1, stop)) for stop in stops)
+
+    return best(0, 0)
 
 
 def judge_split(given: Values, parts: Sequence[range]) -> None:
-    """Check that no smaller limit allows a split, and that the first of equal splits is taken."""
+    """Compare with the best of all splits; the first of equal splits is taken."""
     given = given | {name: 0 for name in ("first", "last") if given[name] is LEFT_OUT}
-    layers, first = given["layers"], given["first"]
+    layers, first, last = given["layers"], given["first"], given["last"]
     assert [layer for part in parts for layer in part] == list(range(len(layers)))
     assert all(parts)
     assert len(parts) == given["stages"]
@@ -283,20 +284,10 @@ def judge_split(given: Values, parts: Sequence[range]) -> None:
     def worst(parts: Sequence[range]) -> float:
         costs = [sum(layers[layer] for layer in part) for part in parts]
         costs[0] += first
-        costs[-1] += given["last"]
+        costs[-1] += last
         return max(costs)
 
-    assert can_be_split(given, worst(parts))
-    ends = {0.0, float(first)}, {0.0, float(given["last"])}
-    sums = {
-        sum(layers[a:b]) + one + two
-        for a, b in combinations(range(len(layers) + 1), 2)
-        for one in ends[0]
-        for two in ends[1]
-    }
-    assert not can_be_split(
-        given, max((total for total in sums if total < worst(parts)), default=-1.0)
-    )
+    assert worst(parts) == least_worst(layers, len(parts), first, last)
     if len(layers) <= 12 and len(parts) > 1:
         cuts = range(len(parts) - 1, len(layers))
         others = [

@@ -13,8 +13,7 @@ import torch
 from oracle.collective_cases import MEMORIES, in_memory
 from torch import Tensor, nn
 
-from domains.declared import Call, Parts, Values, pure, spans, values
-from domains.tensors import same, whole
+from domains.declared import Call, Parts, Values, pure, same, spans, values, whole
 from sp_core.nn.gradients import Placement, place, placement_of
 
 Held = tuple[tuple[range, ...], ...]

@@ -14,9 +14,8 @@ from torch import Tensor
 import sp_core as sp
 from domains import collectives
 from domains.collectives import DTYPES, SITUATIONS, tensor
-from domains.declared import Call, Parts, Values, spans, values
+from domains.declared import Call, Parts, Values, same, spans, values, whole
 from domains.situations import on_group
-from domains.tensors import same, whole
 
 PLANNED = (
     "all_gather",

@@ -92,37 +92,24 @@ def _is_outside(name: str) -> bool:
 def _members(module: str) -> Iterator[tuple[str, Callable[..., Any]]]:
     found = importlib.import_module(module)
     front = module.removeprefix("sp_core").removeprefix(".").removeprefix("nn.")
-    for name in getattr(
-        found, "__all__", [name for name in vars(found) if not name.startswith("_")]
-    ):
+    listed = getattr(found, "__all__", None)
+    for name in vars(found) if listed is None else listed:
         member = getattr(found, name)
-        is_class = inspect.isclass(member)
-        if not (is_class or inspect.isfunction(member)) or not member.__module__.startswith(
-            "sp_core"
-        ):
-            continue
-        if (front and not hasattr(found, "__all__") and member.__module__ != module) or (
-            is_class and issubclass(member, Exception)
-        ):
+        is_class, home = inspect.isclass(member), getattr(member, "__module__", None) or ""
+        is_own = home == module if listed is None else home.startswith("sp_core")
+        is_error = is_class and issubclass(member, Exception)
+        if name.startswith("_") or is_error or not is_own or not callable(member):
             continue
         full = f"{front}.{name}".removeprefix(".")
         yield full, member
-        if is_class:
-            private = [
-                base
-                for base in member.__mro__[1:]
-                if base.__name__.startswith("_") and base.__module__.startswith("sp_core")
-            ]
-            methods = {
-                method
-                for owner in (member, *private)
-                for method in vars(owner)
-                if _is_method(owner, method)
-            }
-            yield from ((f"{full}.{method}", getattr(member, method)) for method in sorted(methods))
+        yield from ((f"{full}.{name}", method) for name, method in _methods(member))
 
 
-def _is_method(owner: type, name: str) -> bool:
-    return not name.startswith("_") and (
-        inspect.isfunction(getattr(owner, name)) or inspect.ismethod(getattr(owner, name))
-    )
+def _methods(kind: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield the public methods of a class, also of a private one that it is made of."""
+    for name, method in inspect.getmembers(
+        kind, lambda x: inspect.isfunction(x) or inspect.ismethod(x)
+    ):
+        owner = method.__qualname__.rpartition(".")[0]
+        if not name.startswith("_") and (owner == kind.__name__ or owner.startswith("_")):
+            yield name, method

@@ -23,7 +23,6 @@ from domains import (
     pipelines,
     placements,
     plans,
-    sampling,
     scheduling,
     training,
 )
@@ -45,7 +44,6 @@ SUBJECTS = [
     *llama.SUBJECTS,
     *training.SUBJECTS,
     *decoding.SUBJECTS,
-    *sampling.SUBJECTS,
     *folders.SUBJECTS,
     *config.SUBJECTS,
     *scheduling.SUBJECTS,

@@ -8,7 +8,7 @@ from typing import Any
 
 from domains.public import MODULES, Public, functions
 
-ALL_MODULES = (*MODULES, "sp_core.planning", "sp_core.llama.pipeline", "sp_core.llama.train")
+ALL_MODULES = (*MODULES, "sp_core.planning")
 
 
 def everything() -> dict[str, Public]:
