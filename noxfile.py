@@ -37,14 +37,11 @@ ABOVE = (
 """Test files whose code above MPI is the same for both: they run with the first MPI only."""
 
 OVER_GLOO = (
-    *("kit/case_torchrun", "test_schemes", "test_scheme_laws", "test_collectives", "test_mesh"),
+    *("kit/case_torchrun", "test_schemes", "test_scheme_laws", "test_mesh"),
     *("test_autograd", "test_tp_sp", "test_layers", "test_llama", "test_llama_decode"),
     *("test_errors", "test_order", "test_plans", "test_in_place", "test_unequal", "test_pipeline"),
 )
 """Test files, without their ending, that `nox -s torchrun` runs."""
-
-BY_MPI_ALONE = ("host]", "chunks]", "staged]", "pipelined]")
-"""Transports that tests/test_collectives.py makes by hand out of MPI's own collectives."""
 
 WITHOUT_MPI = ("pytest", "hypothesis", "covertable", "markdown-it-py")
 
@@ -246,7 +243,7 @@ def torchrun(session: nox.Session, processes: int) -> None:
     """Run the tests of communication and models on processes of torchrun, without mpi4py."""
     session.install("-c", CONSTRAINTS, "-e", ".[llama]", *WITHOUT_MPI)
     agent = ("python", "-m", "torch.distributed.run", "--nproc-per-node", str(processes))
-    pytest = ("-m", "pytest", "-p", "kit.torchrun", "-k", f"not ({' or '.join(BY_MPI_ALONE)})")
+    pytest = ("-m", "pytest", "-p", "kit.torchrun")
     given = session.posargs or [f"tests/{name}.py" for name in OVER_GLOO]
     variables = {"PYTHONPATH": "tests", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
     session.run(*agent, *pytest, "--hypothesis-seed=0", *given, env=variables)

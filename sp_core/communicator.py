@@ -17,7 +17,7 @@ from sp_core.observer import observer_of
 from sp_core.schedules import Operation, defaults
 from sp_core.scratch import Scratch
 from sp_core.transport import Handle, HostWrapper, Messages, make_transport, make_window, wait
-from sp_core.transport.counter import MpiCounter
+from sp_core.transport.host import MpiCounter
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -132,7 +132,7 @@ class Communicator(NotCopied):
 
         def run() -> None:
             self.ensure_open()
-            count = self.counters[operation.op.value]
+            count = self.counters[operation.op]
             count.add(bytes_sent=bytes_sent)
             start = time.perf_counter()
             call()
@@ -143,7 +143,7 @@ class Communicator(NotCopied):
     def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
         """Start a collective. Finish it with `wait`."""
         self.ensure_open()
-        self.counters[operation.op.value].add(bytes_sent=operation.bytes_sent)
+        self.counters[operation.op].add(bytes_sent=operation.bytes_sent)
         return self.track(self.transport.start(operation, send, recv))
 
     def exchange(self, sends: Messages, recvs: Messages, name: str = "exchange") -> Handle:

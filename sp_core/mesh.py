@@ -98,7 +98,7 @@ class Mesh(NotCopied):
         try:
             self._check_arguments()
             self.device = _device(device)
-            self._transport = _transport(transport, self.device)
+            self._transport = named_transport(transport, self.device)
             nodes = read_nodes(nodes, self.size)
             constants = _constants(tuning, self.rank)
             call = f"Mesh(axes={self.axes}, device={self.device.type}, {check=}, {nodes=}, "
@@ -338,7 +338,7 @@ def read_nodes(nodes: Iterable[object] | None, size: int | None = None) -> list[
     return list(map(int, texts))
 
 
-def _transport(transport: str | HostWrapper, device: torch.device) -> str | HostWrapper:
+def named_transport(transport: str | HostWrapper, device: torch.device) -> str | HostWrapper:
     """Replace "auto" by what SP_TRANSPORT names, unless that is for another kind of device."""
     named = os.environ.get("SP_TRANSPORT", "auto")
     kinds = [kind for kind, names in NAMES.items() if named in names]

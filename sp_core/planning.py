@@ -7,8 +7,9 @@ after the other; the axis of Ulysses is the fast one. With own = B (S/P) D e byt
 one rank's tokens:
 
     ring          R - 1 steps, each the longer of a block's attention and its message of 2K own;
-    first block without a message ulysses       two all-to-alls of (2H + 2K) own (U-1)/U in all, and
-    the attention hybrid        both: U heads' parts inside, a ring of R around
+                  first block without a message
+    ulysses       two all-to-alls of (2H + 2K) own (U-1)/U in all, and the attention
+    hybrid        both: U heads' parts inside, a ring of R around
     allgather_kv  P - 1 messages of 2K own, one after the other, and the attention
 
 What leaves a node goes over its one link, so ranks that send at once share it. Backward sends
@@ -23,15 +24,16 @@ import math
 import re
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from sp_core import cost
 from sp_core.attention import local_attention
-from sp_core.cost import Traffic
 from sp_core.mask import Mask
 from sp_core.schemes.heads import split_heads
+from sp_core.sharding import Sharding
 from sp_core.tuning import Tuning
 
 BACKWARD = 2.5  # products of matrices in the backward of attention, over the two of its forward
@@ -75,15 +77,11 @@ class Problem:
     network: Link
     flops: float
 
-    @property
-    def own(self) -> int:
-        """Bytes of one head of one rank's tokens."""
-        return self.batch * (self.seq_len // self.ranks) * self.head_dim * self.itemsize
-
-    @property
-    def wide(self) -> float:
-        """Bytes of an element of a sum over bytes of an element."""
-        return max(self.itemsize, 4) / self.itemsize
+    def attention(self, seq_len: int, ranks: int) -> cost.Attention:
+        """Describe the attention of some ranks, each of which sees every block, for `cost`."""
+        sharding = Sharding.contiguous(seq_len, ranks)
+        sizes = self.batch, self.num_heads, self.num_kv_heads, self.head_dim, self.itemsize
+        return cost.Attention(sharding, sharding, Mask(), *sizes)
 
     @property
     def compute(self) -> float:
@@ -111,8 +109,8 @@ class Projection:
     ulysses: int
     seconds: float
     exposed: float
-    forward: Traffic
-    backward: Traffic
+    forward: cost.Traffic
+    backward: cost.Traffic
 
 
 def project(problem: Problem) -> list[Projection]:
@@ -160,67 +158,44 @@ def _mesh(problem: Problem, ring: int, ulysses: int) -> Projection:
 
     Either may be 1.
     """
-    heads, kv_heads = (
-        [len(part) for part in parts]
-        for parts in split_heads(problem.num_heads, problem.num_kv_heads, ulysses)
+    inside = problem.attention(problem.seq_len // ring, ulysses)
+    around = problem.attention(problem.seq_len, ring)
+    _, shares = split_heads(problem.num_heads, problem.num_kv_heads, ulysses)
+    exchanges = [cost.ulysses(inside, place) for place in range(ulysses)]
+    rings = [replace(around, num_kv_heads=len(share)) for share in shares]
+    sent = [
+        [one + other for one, other in zip(exchange, cost.ring(each, 0), strict=True)]
+        for exchange, each in zip(exchanges, rings, strict=True)
+    ]
+    busiest = [
+        max(traffics, key=lambda one: one.bytes_sent) for traffics in zip(*sent, strict=True)
+    ]
+    exchange = sum(
+        _exchange(problem, ulysses, max(one.bytes_sent for one in traffics))
+        for traffics in zip(*exchanges, strict=True)
     )
-    exchanged, given_back = (
-        [problem.own * way(heads, kv_heads, mine) for mine in range(ulysses)]
-        for way in (_sent, _returned)
-    )
-    exchange = _exchange(problem, ulysses, max(exchanged)) + _exchange(
-        problem, ulysses, max(given_back)
-    )
-    blocks = [2 * kv * problem.own * ulysses * (ring > 1) for kv in kv_heads]
     step, wide_step = (
-        _step(problem, ring, ulysses, nbytes)
-        for nbytes in (max(blocks), max(blocks) * problem.wide)
+        _step(problem, ring, ulysses, max(each.kv_block(0, itemsize) for each in rings))
+        for itemsize in (around.itemsize, around.wide)
     )
     forward = _around(problem.compute, ring, step)
-    backward = _around(BACKWARD * problem.compute, ring, step + wide_step) + (
-        wide_step if ring > 1 else 0.0
-    )
+    backward = _around(BACKWARD * problem.compute, ring, step + wide_step) + wide_step
     seconds = forward + backward + exchange
-    sent = max((ring - 1) * block + given for block, given in zip(blocks, exchanged, strict=True))
-    back = max(
-        (ring - 1 + ring * problem.wide) * block + given
-        for block, given in zip(blocks, given_back, strict=True)
-    )
-    messages = Traffic(ring - 1, sent), Traffic((2 * ring - 1) * (ring > 1), round(back))
+    exposed = max(seconds - (1 + BACKWARD) * problem.compute, 0.0)
     name = "ring" if ulysses == 1 else "ulysses" if ring == 1 else "hybrid"
-    return Projection(
-        name,
-        ring,
-        ulysses,
-        seconds,
-        max(seconds - (1 + BACKWARD) * problem.compute, 0.0),
-        *messages,
-    )
+    return Projection(name, ring, ulysses, seconds, exposed, *busiest)
 
 
 def _allgather_kv(problem: Problem) -> Projection:
-    block, others = 2 * problem.num_kv_heads * problem.own, problem.ranks - 1
+    whole = problem.attention(problem.seq_len, problem.ranks)
     gather, scatter = (
-        others * _step(problem, problem.ranks, 1, nbytes)
-        for nbytes in (block, block * problem.wide)
+        (problem.ranks - 1) * _step(problem, problem.ranks, 1, whole.kv_block(0, itemsize))
+        for itemsize in (whole.itemsize, whole.wide)
     )
     exposed = 2 * gather + scatter
-    backward = Traffic(0, int(others * block * (1 + problem.wide)))
     seconds = (1 + BACKWARD) * problem.compute + exposed
-    return Projection(
-        "allgather_kv", problem.ranks, 1, seconds, exposed, Traffic(0, others * block), backward
-    )
-
-
-def _sent(heads: Sequence[int], kv_heads: Sequence[int], mine: int) -> int:
-    """Count the heads of q, k, v and out that one rank sends, in units of one rank's tokens."""
-    q_and_kv = sum(heads) - heads[mine] + 2 * (sum(kv_heads) - kv_heads[mine])
-    return q_and_kv + (len(heads) - 1) * heads[mine]
-
-
-def _returned(heads: Sequence[int], kv_heads: Sequence[int], mine: int) -> int:
-    """Count the heads of the gradients of out, q, k and v that one rank sends."""
-    return sum(heads) - heads[mine] + (len(heads) - 1) * (heads[mine] + 2 * kv_heads[mine])
+    traffic = cost.allgather_kv(whole, 0)
+    return Projection("allgather_kv", problem.ranks, 1, seconds, exposed, *traffic)
 
 
 def _exchange(problem: Problem, ulysses: int, nbytes: float) -> float:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 
 from sp_core.launch.command import session_dir
-from sp_core.probing import in_job
+from sp_core.machine import in_job
 from sp_core.testing import profiles
 from sp_core.testing.plugin import _runs_on_ranks
 

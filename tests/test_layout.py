@@ -19,7 +19,6 @@ ROOMS = (
         "machine",
         "launch",
         "observer",
-        "probing",
         "progress",
         "segments",
     ),

@@ -53,22 +53,6 @@ def test_a_disk_that_fills_meanwhile_is_an_error_on_every_rank(
     assert [*(tmp_path / "new").glob("*")] == []
 
 
-def test_what_is_measured_goes_from_64_bytes_to_64_mib() -> None:
-    assert measuring.SIZES == (
-        64,
-        256,
-        1024,
-        4096,
-        1 << 14,
-        1 << 16,
-        1 << 18,
-        1 << 20,
-        1 << 22,
-        1 << 24,
-        1 << 26,
-    )
-
-
 def test_preparing_a_call_costs_its_start_and_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a clock by which each call takes two seconds, and three more for each of its steps."""
     steps: dict[int, list[int]] = {0: [], 1: []}

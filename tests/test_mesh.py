@@ -3,64 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import strategies as st
-from oracle.schedule_cases import nodes_of
 from refusals.calls import hybrid
 
 import sp_core as sp
-from sp_core.counters import Count, Counters
 from sp_core.mesh import _device
-from sp_core.testing import given, run_threads, spmd
+from sp_core.testing import run_threads, spmd
 from sp_core.transport import HostTransport
 from sp_core.transport.distributed import DistributedTransport
-
-SHAPES = {
-    1: (1, 1, 1),
-    2: (2, 1, 1),
-    3: (1, 3, 1),
-    4: (2, 1, 2),
-    5: (5, 1, 1),
-    6: (3, 1, 2),
-    7: (1, 1, 7),
-    8: (2, 2, 2),
-}
-
-
-@given(
-    names=st.permutations(["a", "b", "c"]),
-    product=st.permutations(["a", "b", "c"]),
-    axes=st.integers(1, 3),
-)
-def test_ranks_are_numbered_with_the_last_axis_fastest(
-    comm: Any, names: list[str], product: list[str], axes: int
-) -> None:
-    lengths: dict[str, Any] = dict(zip(names, SHAPES[comm.size], strict=True))
-    places = [
-        dict(zip(names, place, strict=True))
-        for place in itertools.product(*map(range, lengths.values()))
-    ]
-    mine = places[comm.rank]
-    chosen = tuple(product[:axes])
-    with sp.Mesh(comm, **lengths) as mesh:
-        group = mesh[chosen]
-        members = [
-            rank
-            for rank, place in enumerate(places)
-            if all(place[n] == mine[n] for n in names if n not in chosen)
-        ]
-        members.sort(key=lambda rank: [places[rank][name] for name in chosen])
-        assert group.size == len(members)
-        assert members[group.rank] == comm.rank
-        assert sp.all_gather(torch.tensor([comm.rank]), comm=group).tolist() == members
-        assert [mesh[name].rank for name in names] == [mine[name] for name in names]
-        assert mesh[chosen] is group
 
 
 @pytest.mark.parametrize(
@@ -110,37 +66,17 @@ def test_a_communicator_is_freed_once_however_often_it_is_asked_for(comm: Any) -
         assert sp.all_reduce(torch.ones(1), comm=mesh["a", "b"]).item() == comm.size
 
 
-def test_an_error_inside_a_mesh_is_not_kept_waiting_by_what_is_under_way() -> None:
-    """A rank that leaves with an error does not wait for a message that it still expects."""
+@spmd(2)
+def test_an_error_inside_a_mesh_is_not_kept_waiting_by_what_is_under_way(comm: Any) -> None:
+    """A rank that leaves with an error does not wait for a message that nobody sends."""
 
-    def body(comm: Any) -> str:
-        try:
-            with sp.Mesh(comm, sp=comm.size) as mesh:
-                group = mesh["sp"]
-                expected = [(0, torch.empty(3))] if comm.rank else []
-                group.exchange([], expected)  # nobody sends it
-                raise KeyError("lost")
-        except KeyError as error:
-            return str(error)
+    def work() -> None:
+        with sp.Mesh(comm, sp=comm.size) as mesh:
+            mesh["sp"].track(SimpleNamespace(test=lambda: False))
+            raise KeyError("lost")
 
-    class Unannounced:
-        """A communicator that lets unmatched messages pass, as plain MPI does."""
-
-        def __init__(self, inner: Any) -> None:
-            self._inner = inner
-
-        def __getattr__(self, name: str) -> Any:
-            found = getattr(self._inner, name)
-            return (lambda *args: Unannounced(found(*args))) if name in ("Dup", "Split") else found
-
-        def Irecv(self, *arguments: Any) -> Any:
-            return Never()
-
-    class Never:
-        def Test(self) -> bool:
-            return False
-
-    assert run_threads(2, lambda comm: body(Unannounced(comm))) == ["'lost'", "'lost'"]
+    with pytest.raises(KeyError, match="lost"):
+        work()
 
 
 @spmd(2)
@@ -160,34 +96,42 @@ def test_what_was_under_way_when_a_mesh_was_left_is_not_waited_for(comm: Any) ->
             pending.wait()
 
 
-@given(layout=st.integers(0, 12), names=st.permutations(["a", "b", "c"]))
-def test_every_communicator_knows_the_node_of_each_of_its_ranks(
-    comm: Any, layout: int, names: list[str]
+READ: dict[str, Callable[[sp.Communicator], object]] = {
+    "SP_TRANSPORT": lambda group: group.transport.name,
+    "SP_NODES": lambda group: group.nodes,
+    "SP_ALGORITHM": lambda group: group.algorithms["all_reduce"],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "found", "asked"),
+    [
+        ("SP_TRANSPORT", "window", "window", "host"),
+        ("SP_TRANSPORT", "staged", "host", "host"),  # for another kind of device
+        ("SP_NODES", "7,3,7", (0, 1, 0), (0, 0, 0)),
+        ("SP_ALGORITHM", "recursive_doubling", "recursive_doubling", "ring"),
+    ],
+)
+def test_the_environment_says_what_no_argument_does(
+    name: str, value: str, found: object, asked: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lengths: dict[str, Any] = dict(zip("abc", SHAPES[comm.size], strict=True))
-    nodes = nodes_of(comm.size, layout)
-    with sp.Mesh(comm, nodes=nodes, **lengths) as mesh:
-        for axes in (tuple(names[:1]), tuple(names[1:]), tuple(names)):
-            group = mesh[axes]
-            members = sp.all_gather(torch.tensor([nodes[comm.rank]]), comm=group).tolist()
-            order = list(dict.fromkeys(members))
-            assert group.nodes == tuple(order.index(node) for node in members)
+    monkeypatch.setenv(name, value)
+
+    def body(comm: Any) -> list[object]:
+        arguments: Any = {"transport": "host", "nodes": [5, 5, 5], "algorithm": "ring"}
+        with sp.Mesh(comm, sp=3) as mesh, sp.Mesh(comm, sp=3, **arguments) as other:
+            return [READ[name](each["sp"]) for each in (mesh, other)]
+
+    assert run_threads(3, body) == [[found, asked]] * 3
 
 
-def test_the_environment_says_where_the_nodes_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SP_NODES", "7,3,7")
-
-    def body(comm: Any) -> tuple[int, ...]:
-        with sp.Mesh(comm, sp=3) as mesh:
-            return mesh["sp"].nodes
-
-    assert run_threads(3, body) == [(0, 1, 0)] * 3
-
-
-def test_an_operation_that_was_never_called_has_counted_nothing() -> None:
-    assert Counters()["all_reduce"] == Count(
-        calls=0, messages=0, bytes_sent=0, seconds=0.0, scratch=0
-    )
+@spmd(1)
+def test_a_transport_of_the_environment_that_is_none_is_refused(
+    comm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SP_TRANSPORT", "magic")
+    with pytest.raises(sp.DeviceError, match="magic"):
+        sp.Mesh(comm, sp=1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
+from kit.carriers import CARRIERS
 from oracle.collective_cases import Case, cases
 from torch import Tensor
 
 import sp_core as sp
-from sp_core.collectives import execution
 from sp_core.progress import Progress
-from sp_core.schedules import ALGORITHMS
 from sp_core.schemes import SCHEMES
 from sp_core.testing import given, spmd
 
@@ -35,12 +34,14 @@ def gradients(results: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
     max_examples=20,
     drawn=st.lists(st.tuples(cases(["float64"], STARTED), st.booleans()), min_size=2, max_size=4),
     order=st.integers(0, 99),
+    carrier=st.sampled_from(sorted({*CARRIERS} - {"link"})),
 )
 def test_each_rank_waits_in_an_order_of_its_own(
-    comm: Any, check: Any, drawn: list[tuple[Case, bool]], order: int
+    comm: Any, check: Any, drawn: list[tuple[Case, bool]], order: int, carrier: str
 ) -> None:
     """Also where it waits without gradients; some inputs need no gradient."""
     with sp.Mesh(comm, check=check, sp=comm.size) as mesh:
+        mesh["sp"].transport = CARRIERS[carrier](mesh["sp"])
         leaves = [
             case.inputs(comm.size)[comm.rank].clone().requires_grad_(needs or place == 0)
             for place, (case, needs) in enumerate(drawn)
@@ -77,46 +78,6 @@ def test_a_result_that_one_rank_never_waits_for_reaches_the_others(comm: Any) ->
             if comm.rank:
                 assert torch.equal(pending.wait(), x * comm.size)
             del pending
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS["all_reduce"][1:], ids="by {}".format)
-@pytest.mark.usefixtures("short_slots")
-@spmd(2, 4)
-def test_ranks_wait_on_two_communicators_in_different_orders(
-    comm: Any, algorithm: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of one mesh, then of two; for calls and for runs of plans.
-
-    The tensor fills several segments and slots.
-    """
-    monkeypatch.setattr(execution, "SEGMENT_BYTES", (256, 256))
-    options: Any = {"transport": "window", "nodes": [rank // 2 for rank in range(comm.size)]}
-    with (
-        sp.Mesh(comm, one=comm.size, two=1, **options) as mesh,
-        sp.Mesh(comm, sp=comm.size, **options) as other,
-    ):
-        for groups in ((mesh["one"], mesh["one", "two"]), (mesh["one"], other["sp"])):
-            inputs = [torch.arange(2000.0), -torch.arange(1000.0)]
-            calls = [
-                sp.all_reduce_start(x, comm=group, algorithm=algorithm)
-                for x, group in zip(inputs, groups, strict=True)
-            ]
-            plans = [
-                sp.plan("all_reduce", x, comm=group, algorithm=algorithm)
-                for x, group in zip(inputs, groups, strict=True)
-            ]
-            handles = [plan.start() for plan in plans]
-            finish = [call.wait for call in calls]
-            finish += [
-                lambda plan=p, handle=h: plan.finish(handle)  # type: ignore[misc]
-                for p, h in zip(plans, handles, strict=True)
-            ]
-            results = [end() for end in finish[:: 1 if comm.rank else -1]][
-                :: 1 if comm.rank else -1
-            ]
-            assert all(
-                torch.equal(y, x * comm.size) for y, x in zip(results, inputs * 2, strict=True)
-            )
 
 
 def first_mesh(comm: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -78,14 +79,12 @@ class Log:
 
 @dataclass
 class Numbered:
-    """A handle that knows its number, and how often it has been asked."""
+    """A handle that knows its number."""
 
     inner: Handle
     number: int
-    asked: int = 0
 
     def test(self) -> bool:
-        self.asked += 1
         return self.inner.test()
 
 
@@ -127,41 +126,43 @@ def check_order(log: list[tuple[str, int]], pieces: int, per_piece: int, first: 
         assert log.index(("wait", first + piece)) > end
 
 
-CASES = {"ring": (SIZE, GROUPS, 0), "allgather_kv": (GROUPS, 1, 1)}
+def attend(name: str, mesh: sp.Mesh) -> Callable[[], object]:
+    """Prepare attention by a scheme."""
+    shards = Shards(PLAIN, mesh.rank, mesh.size, mesh.device)
+    return functools.partial(shards.run, functools.partial(SCHEMES[name], comm=mesh["sp"]))
+
+
+def multiply(mesh: sp.Mesh) -> Callable[[], object]:
+    """Prepare a column-parallel layer."""
+    sharding = sp.Sharding.contiguous(12 * mesh.size, mesh.size)
+    linear = torch.nn.Linear(4, 6)
+    layer = sp.ColumnParallelLinear.from_linear(linear, comm=mesh["sp"], sharding=sharding)
+    return functools.partial(layer, torch.ones(1, 12, 4))
+
+
+CASES: dict[
+    str, tuple[Any, str, Callable[[sp.Mesh], Callable[[], object]], tuple[int, int, int]]
+] = {
+    "ring": (blocks, "attend", functools.partial(attend, "ring"), (SIZE, GROUPS, 0)),
+    "allgather_kv": (blocks, "attend", functools.partial(attend, "allgather_kv"), (GROUPS, 1, 1)),
+    "column parallel": (torch.nn.functional, "linear", multiply, (tp_sp.CHUNKS, 1, 1)),
+}
+"""What computes, what is prepared, and how many pieces and computations there are."""
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_the_next_piece_travels_while_this_one_is_computed(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = Log()
-    monkeypatch.setattr(blocks, "attend", log.computing(vars(blocks)["attend"]))
+    log, (module, function, prepared, order) = Log(), CASES[name]
+    monkeypatch.setattr(module, function, log.computing(vars(module)[function]))
 
     def body(comm: Any) -> None:
         with sp.Mesh(comm, sp=comm.size) as mesh:
+            call = prepared(mesh)
             log.listen(mesh["sp"])
-            Shards(PLAIN, comm.rank, comm.size, mesh.device).run(
-                functools.partial(SCHEMES[name], comm=mesh["sp"])
-            )
-            check_order(log.mine, *CASES[name])
-
-    run_threads(SIZE, body)
-
-
-def test_a_chunk_is_gathered_or_summed_while_another_is_multiplied(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    log = Log()
-    monkeypatch.setattr(torch.nn.functional, "linear", log.computing(torch.nn.functional.linear))
-
-    def body(comm: Any) -> None:
-        sharding = sp.Sharding.contiguous(12 * comm.size, comm.size)
-        linear = torch.nn.Linear(4, 6)
-        with sp.Mesh(comm, sp=comm.size) as mesh:
-            column = sp.ColumnParallelLinear.from_linear(linear, comm=mesh["sp"], sharding=sharding)
-            log.listen(mesh["sp"])
-            column(torch.ones(1, 12, 4))
-            check_order(log.mine, tp_sp.CHUNKS, 1, 1)
+            call()
+            check_order(log.mine, *order)
 
     run_threads(SIZE, body)
 

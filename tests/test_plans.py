@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,7 +17,6 @@ from hypothesis import strategies as st
 from oracle.fake_device import DelayedStreams
 from oracle.schedule_cases import vectors
 from oracle.window_cases import use_window
-from torch import Tensor
 
 import sp_core as sp
 from sp_core.collectives import execution, maps
@@ -80,56 +81,41 @@ def test_polling_alone_brings_it_to_its_end(comm: Any, algorithm: str) -> None:
         assert torch.equal(pending.wait(), torch.full((40,), float(comm.size)))
 
 
-class Stream(threading.local):
-    """The stream that a rank is on, and which stream has waited for which."""
-
-    def __init__(self) -> None:
-        self.name, self.waited = "first", list[Any]()
-
-    def current(self, _: Any = None) -> Any:
-        streams, name = self, self.name
-
-        class Current(ExitStack):
-            device = torch.device("cuda", 0)
-
-            def wait_stream(self, stream: Any) -> None:
-                streams.waited.append((name, stream.name))
-
-            def __enter__(self) -> Any:
-                self.callback(setattr, streams, "name", streams.name)
-                streams.name = name
-                return self
-
-        current: Any = Current()
-        current.name = name
-        return current
-
-
 def test_a_run_on_a_device_stays_on_its_stream_and_its_user_waits_for_that(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whoever polls: here both ranks do so on another stream."""
-    stream = Stream()
-    monkeypatch.setattr(torch.accelerator, "current_stream", stream.current)
-    monkeypatch.setattr(execution, "on_stream", lambda found: found)
+    here = threading.local()
 
-    def body(comm: Any) -> tuple[set[str], list[tuple[str, str]], Tensor]:
+    @contextmanager
+    def on_stream(stream: Any) -> Iterator[None]:
+        before, here.stream = here.stream, stream
+        yield
+        here.stream = before
+
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: here.stream)
+    monkeypatch.setattr(execution, "on_stream", on_stream)
+
+    def body(comm: Any) -> None:
+        first, other = Mock(), Mock()
+        here.stream = first
         with sp.Mesh(comm, sp=comm.size) as mesh:
             plan = sp.plan("all_reduce", torch.ones(40), comm=mesh["sp"], algorithm="ring")
-            bound, seen = plan._bound, set()
+            bound, seen = plan._bound, list[Any]()
             assert isinstance(bound, BoundProgram)
             bound.device = torch.device("cuda", 0)
-            seen_at = lambda: seen.add(stream.name)  # noqa: E731
-            bound.steps = [replace(step, work=(seen_at, *step.work)) for step in bound.steps]
+            bound.steps = [
+                replace(step, work=(lambda: seen.append(here.stream), *step.work))
+                for step in bound.steps
+            ]
             running = bound.start()
-            stream.name = "other"
+            here.stream = other
             mesh["sp"].wait(running, "all_reduce")
-            return set(seen), stream.waited[:1], plan.run()
+            assert seen == [first] * len(bound.steps)
+            other.wait_stream.assert_called_with(first)
+            assert torch.equal(plan.run(), torch.full((40,), 2.0))
 
-    for seen, waited, total in run_threads(2, body):
-        assert seen == {"first"}
-        assert waited == [("other", "first")]
-        assert torch.equal(total, torch.full((40,), 2.0))
+    run_threads(2, body)
 
 
 @pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce", "shift"])
@@ -201,19 +187,6 @@ def test_the_default_of_a_mesh_is_used_where_a_call_says_auto() -> None:
             return sent
 
     assert run_threads(5, body) == [[3, 4, 0]] * 5
-
-
-def test_the_environment_says_what_auto_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SP_ALGORITHM", "recursive_doubling")
-
-    def body(comm: Any) -> tuple[str, str]:
-        with (
-            sp.Mesh(comm, sp=comm.size) as mesh,
-            sp.Mesh(comm, algorithm="ring", sp=comm.size) as other,
-        ):
-            return mesh["sp"].algorithms["all_reduce"], other["sp"].algorithms["all_reduce"]
-
-    assert run_threads(2, body) == [("recursive_doubling", "ring")] * 2
 
 
 def test_the_gradient_goes_by_an_algorithm_of_that_name_or_by_the_default() -> None:

@@ -8,8 +8,8 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
-from oracle.proof import Schedule, ScheduleError, replay, verify
+from hypothesis import given, strategies as st
+from oracle.proof import Schedule, ScheduleError, verify
 from oracle.schedule_cases import NAMES, nodes_of, pieces, schedule
 
 from sp_core.schedules import (
@@ -40,12 +40,6 @@ def schedules(draw: st.DrawFn, op: str, algorithm: str, max_size: int = 9) -> Sc
         draw(st.none() | st.integers(1, 4)),
         nodes,
     )
-
-
-def replayed(made: Schedule, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The replay of a schedule; of a wrong one it might not end."""
-    verify(made)
-    return replay(made, inputs)
 
 
 @pytest.mark.parametrize(("op", "algorithm"), NAMES)
@@ -116,34 +110,6 @@ def test_no_step_writes_to_what_is_still_being_sent(
             assert first in touched or first == min(number + AHEAD, len(written))
 
 
-@given(st.data(), st.sampled_from(["float32", "bfloat16"]))
-def test_pairwise_sums_are_those_of_a_loop_over_the_ranks(data: st.DataObject, dtype: str) -> None:
-    for op in ("all_reduce", "reduce_scatter"):
-        made = data.draw(schedules(op, "pairwise"))
-        random = torch.Generator().manual_seed(1)
-        inputs = [
-            torch.randn(sum(send), generator=random).to(getattr(torch, dtype)) for send in made.send
-        ]
-        total = inputs[0].float()
-        for x in inputs[1:]:
-            total = total + x.float()
-        for rank, result in enumerate(replayed(made, inputs)):
-            wanted = total.to(result.dtype)
-            assert torch.equal(
-                result, wanted if op == "all_reduce" else wanted.split(list(made.send[rank]))[rank]
-            )
-
-
-@pytest.mark.parametrize("algorithm", [name for op, name in NAMES if op == "all_reduce"])
-@settings(max_examples=25)
-@given(data=st.data())
-def test_all_ranks_get_the_same_bits(algorithm: str, data: st.DataObject) -> None:
-    made = data.draw(schedules("all_reduce", algorithm))
-    random = torch.Generator().manual_seed(2)
-    results = replayed(made, [torch.randn(sum(send), generator=random) for send in made.send])
-    assert all(torch.equal(result, results[0]) for result in results)
-
-
 def ceil_log2(size: int) -> int:
     return (size - 1).bit_length()
 
@@ -189,6 +155,14 @@ def test_costs_are_those_of_the_papers(size: int) -> None:
         costs = [cost(program, torch.float32) for program in programs]
         assert {c.bytes_sent for c in costs} == {2 * gathered}
         assert {c.scratch for c in costs} == {n // 2}
+
+
+@pytest.mark.parametrize(("op", "algorithm"), NAMES)
+def test_sums_of_three_and_more_half_types_need_room_for_float32(op: str, algorithm: str) -> None:
+    """Where fewer are added, or elements only move, there is none."""
+    for program in schedule(op, algorithm, (2, 3, 2)).programs:
+        adds = any(len(combine.parts) > 2 for step in program.steps for combine in step.then)
+        assert (cost(program, torch.bfloat16).scratch > 2 * program.scratch) == adds
 
 
 @pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1), (0, 1, 1, 2, 2, 2)])

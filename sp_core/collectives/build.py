@@ -18,10 +18,9 @@ from sp_core import arguments
 from sp_core.collectives import maps
 from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
-from sp_core.schedules import IN_RANK_ORDER, check_algorithm
+from sp_core.schedules import IN_RANK_ORDER, REDUCTIONS, check_algorithm
 from sp_core.sharding import split_sizes as even_sizes
 
-REDUCTIONS = ("sum", "max", "min")
 SUMMABLE = (
     torch.float64,
     torch.float32,
@@ -244,7 +243,7 @@ def _check_sizes(
 def _check_sum(x: Tensor, op: str, *, in_place: bool) -> None:
     wants_grad = x.requires_grad and torch.is_grad_enabled()
     if op not in REDUCTIONS:
-        raise ValueError(f"op={op!r} was given; there are {REDUCTIONS}. Pass one of them.")
+        raise ValueError(f"op={op!r} was given; there are {tuple(REDUCTIONS)}. Pass one of them.")
     if op != "sum" and wants_grad:
         raise ValueError(
             f"all_reduce with op={op!r} has no gradient. "

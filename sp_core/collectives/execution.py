@@ -28,7 +28,6 @@ from sp_core.schedules import (
     Buffer,
     Cost,
     Message,
-    Op,
     Operation,
     Program,
     Region,
@@ -38,7 +37,7 @@ from sp_core.schedules import (
     wide_length,
 )
 from sp_core.scratch import Scratch
-from sp_core.transport import Bound, Done, Handle, on_stream, wait
+from sp_core.transport import Bound, Done, Handle, Transfer, on_stream, wait
 
 
 def bind(
@@ -87,7 +86,7 @@ class Ready(ABC):
     ) -> None:
         like = send if send is not None else recv
         assert like is not None
-        self.comm, self.operation, self.name = comm, operation, operation.op.value
+        self.comm, self.operation, self.name = comm, operation, operation.op
         self.device, self.dtype, self._scratch = like.device, like.dtype, scratch
         self._buffers = send, recv
         self._block = nothing = like.new_empty(0)
@@ -100,13 +99,10 @@ class Ready(ABC):
     def begin(self) -> Handle:
         """Begin a run. The memory must not be touched until it is complete."""
 
-    def complete(self) -> None:
-        """Begin a run and wait for its end."""
-        wait(self.begin(), self.comm.poll)
-
     def start(self, *, once: bool = False) -> Handle:
         """Begin a run that every `poll` advances. The scratch is given back if it runs `once`."""
-        return self.comm.track(Once(self) if once else self.begin())
+        running = self.begin()
+        return self.comm.track(Transfer([running.test], after=self.release) if once else running)
 
     def run(self, *, once: bool = False) -> None:
         """Carry out a run to its end, and count its time."""
@@ -114,7 +110,7 @@ class Ready(ABC):
             self.comm.wait(self.start(once=True), self.name)
             return
         begun = time.perf_counter()
-        self.complete()
+        wait(self.begin(), self.comm.poll)
         self.comm.counters[self.name].seconds += time.perf_counter() - begun
 
     def release(self) -> None:
@@ -166,7 +162,7 @@ class Library(Ready):
     def begin(self) -> Handle:
         """Begin a run."""
         comm, operation, (send, recv) = self.comm, self.operation, self._buffers
-        if operation.op is not Op.SHIFT:
+        if operation.op != "shift":
             return comm.start(operation, send, recv)
         assert send is not None
         assert recv is not None
@@ -182,7 +178,7 @@ class Library(Ready):
 
     def run(self, *, once: bool = False) -> None:
         """Run the collective once and wait for its end. `once` changes nothing: no scratch."""
-        if self.operation.op is Op.SHIFT:
+        if self.operation.op == "shift":
             self.comm.wait(self.begin(), self.name)
         else:
             self._call()
@@ -355,10 +351,6 @@ class BoundWindow(Ready):
         """Begin a run."""
         return self._window.start(self._next(), self._what)
 
-    def complete(self) -> None:
-        """Begin a run and wait for its end."""
-        self._window.make(self._next(), self._what, self.comm.poll)
-
     def _next(self) -> list[tuple[Work, ...]]:
         """Count a run that begins now, and return its steps."""
         first = self._window.begun % SLOTS
@@ -371,22 +363,6 @@ class BoundWindow(Ready):
         steps, figures = self._bound[first]
         self._count(figures)
         return steps
-
-
-class Once:
-    """The only run of a collective. Its scratch is given back when it is complete."""
-
-    def __init__(self, bound: Ready) -> None:
-        self._bound: Ready | None = bound
-        self._running = bound.begin()
-
-    def test(self) -> bool:
-        """Make progress; return True once the run is complete."""
-        complete = self._running.test()
-        if complete and self._bound is not None:
-            self._bound.release()
-            self._bound = None
-        return complete
 
 
 _DONE = Done()

@@ -24,7 +24,7 @@ from torch import Tensor
 from sp_core.collectives.combining import Work
 from sp_core.collectives.execution import Ready, bind
 from sp_core.communicator import Communicator
-from sp_core.schedules import ALGORITHMS, Op, Operation, operation, usable
+from sp_core.schedules import ALGORITHMS, Operation, operation, usable
 from sp_core.transport import Handle
 
 
@@ -303,7 +303,7 @@ class AllToAll(Map):
         coming = tuple(part * kept * rest for part in self.concat_sizes)
         longest = max(self.split_sizes) * max(self.concat_sizes) * rest
         moves = Operation(
-            Op.ALL_TO_ALL, rank, self.comm.size, going, coming, longest, itemsize=x.itemsize
+            "all_to_all", rank, self.comm.size, going, coming, longest, itemsize=x.itemsize
         )
         pieces = rows.detach().split(list(self.split_sizes), 1)
         send, refresh = (

@@ -13,7 +13,6 @@ from sp_core.collectives import execution
 from sp_core.collectives.build import KINDS, NEEDED, build
 from sp_core.collectives.maps import Map, Prepared, nothing
 from sp_core.communicator import Communicator
-from sp_core.schedules import Op
 from sp_core.scratch import Scratch
 from sp_core.transport import Handle
 
@@ -75,7 +74,7 @@ def _resident(mapping: Map, prepared: Prepared) -> bool:
     Others read it there then. The pieces of an all-to-all are packed first.
     """
     comm, moves, asked = mapping.comm, prepared.operation, mapping.named
-    if comm.window is None or asked not in ("auto", "window") or moves.op is Op.ALL_TO_ALL:
+    if comm.window is None or asked not in ("auto", "window") or moves.op == "all_to_all":
         return False
     if asked == "auto" and moves.nbytes < RESIDENT_BYTES:
         return False

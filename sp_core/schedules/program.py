@@ -55,23 +55,11 @@ AHEAD = 8
 """Steps after which sends are waited for in any case, so that few of them are under way."""
 
 
-class Op(StrEnum):
-    """Name the collectives."""
-
-    ALL_GATHER = "all_gather"
-    REDUCE_SCATTER = "reduce_scatter"
-    ALL_REDUCE = "all_reduce"
-    ALL_TO_ALL = "all_to_all"
-    BROADCAST = "broadcast"
-    REDUCE = "reduce"
-    SHIFT = "shift"
-
-
 class Operation(NamedTuple):
     """One collective as seen by one rank, with sizes in elements.
 
     Args:
-        op: which collective.
+        op: the name of the collective.
         rank, size: the rank, and the number of ranks.
         send: sizes of the pieces that this rank sends (empty where it sends nothing, as off the
             root of a broadcast).
@@ -90,7 +78,7 @@ class Operation(NamedTuple):
         in_place: the result takes the place of the input.
     """
 
-    op: Op
+    op: str
     rank: int
     size: int
     send: tuple[int, ...]
@@ -113,11 +101,11 @@ class Operation(NamedTuple):
         An all-to-all counts the longest piece for each.
         """
         match self.op:
-            case Op.ALL_GATHER:
+            case "all_gather":
                 return sum(self.recv)
-            case Op.REDUCE_SCATTER:
+            case "reduce_scatter":
                 return sum(self.send)
-        return self.longest * (self.size if self.op is Op.ALL_TO_ALL else 1)
+        return self.longest * (self.size if self.op == "all_to_all" else 1)
 
     @property
     def nbytes(self) -> int:
@@ -127,17 +115,17 @@ class Operation(NamedTuple):
     @property
     def reduces(self) -> bool:
         """Whether elements are combined, not only moved."""
-        return self.op in (Op.REDUCE_SCATTER, Op.ALL_REDUCE, Op.REDUCE)
+        return self.op in ("reduce_scatter", "all_reduce", "reduce")
 
     @property
     def bytes_sent(self) -> int:
         """Bytes of this rank's input that other ranks need."""
         needed = sum(self.send)
-        if self.op in (Op.ALL_GATHER, Op.BROADCAST):
+        if self.op in ("all_gather", "broadcast"):
             needed *= self.size - 1
-        elif self.op in (Op.REDUCE_SCATTER, Op.ALL_TO_ALL):
+        elif self.op in ("reduce_scatter", "all_to_all"):
             needed -= self.send[self.rank]
-        elif self.size == 1 or (self.op is Op.REDUCE and self.rank == self.root):
+        elif self.size == 1 or (self.op == "reduce" and self.rank == self.root):
             needed = 0
         return needed * self.itemsize
 
@@ -170,7 +158,7 @@ def operation(
         more: other fields of the operation.
     """
     send, recv, longest = _PIECES[op](counts, rank, root)
-    return Operation(Op(op), rank, size, send, recv, longest, root % size, **more)
+    return Operation(op, rank, size, send, recv, longest, root % size, **more)
 
 
 _PIECES: dict[
@@ -263,14 +251,12 @@ class Program:
         scratch: elements of TMP that it uses.
         depth: how many steps may be under way at the same time.
         shared: whether the ranks share memory and send no messages.
-        in_place: whether a program in shared memory is made for a result in place of the input.
     """
 
     steps: tuple[Step, ...]
     scratch: int = 0
     depth: int = 1
     shared: bool = False
-    in_place: bool = False
 
     @cached_property
     def figures(self) -> tuple[int, int, int, int, int]:

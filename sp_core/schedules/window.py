@@ -91,7 +91,7 @@ def in_window(t: Operation) -> Program:
         slot, start = divmod(region.start, t.slot)
         used[slot] = max(used.get(slot, 0), start + len(region))
     around = [Step()] if t.resident else []
-    return Program((*around, *steps, *around), sum(used.values()), shared=True, in_place=t.in_place)
+    return Program((*around, *steps, *around), sum(used.values()), shared=True)
 
 
 def _others(t: Operation) -> list[int]:

@@ -26,7 +26,7 @@ from sp_core.testing.signatures import Edges, Flow, op_of
 from sp_core.testing.stuck import Detector, Family
 
 if TYPE_CHECKING:
-    from sp_core.transport.counter import MpiCounter
+    from sp_core.transport.host import MpiCounter
 
 AGREED = {
     **dict.fromkeys(
@@ -223,7 +223,7 @@ class CheckedComm(Messages):
 
     def make_counter(self) -> MpiCounter:
         """Return a counter that these ranks share."""
-        from sp_core.transport.counter import (
+        from sp_core.transport.host import (
             MpiCounter,
         )  # with it comes torch, which other projects may do without
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sp_core.machine import loaded_library
 from sp_core.transport.base import Transfer, on_stream
-from sp_core.transport.shared import HOST, Offer, Work
+from sp_core.transport.shared import HostMemory, Offer, Work
 
 HANDLE_BYTES = 64
 PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
@@ -80,7 +80,7 @@ class CudaStreams:
         torch.accelerator.current_stream(self._device).wait_stream(self._up)
 
 
-class CudaStream:
+class CudaStream(HostMemory):
     """A stream of one device beside the one that computes; what windows need of it.
 
     Args:
@@ -175,7 +175,7 @@ class PinnedMemory(CudaStream):
 
     def allocate(self, nbytes: int) -> tuple[Tensor, Offer]:
         """Make new host memory."""
-        host, offer = HOST.allocate(nbytes)
+        host, offer = super().allocate(nbytes)
         try:
             return self._registered(host), offer
         except OSError:
@@ -184,7 +184,7 @@ class PinnedMemory(CudaStream):
 
     def open(self, offer: Offer) -> Tensor:
         """Map the memory of another process."""
-        return self._registered(HOST.open(offer))
+        return self._registered(super().open(offer))
 
     def close(self, x: Tensor) -> None:
         """Let the device forget it, and unmap it."""

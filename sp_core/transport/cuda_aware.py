@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sp_core.errors import DeviceError
-from sp_core.probing import bounded, last_line
+from sp_core.machine import bounded, last_line
 from sp_core.schedules import Operation
 from sp_core.transport.base import Done, Handle
 from sp_core.transport.host import MAX_COUNT, HostTransport, as_numpy

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from sp_core.errors import DeviceError, PeerFailed
 from sp_core.observer import observer_of
-from sp_core.schedules import Op, Operation
+from sp_core.schedules import Operation
 from sp_core.transport.base import Bound, Done, Handle, Messages, Transfer, Transport, wait
 from sp_core.transport.host import WIDER, Calls, OverHost, in_turn, widened
 from sp_core.transport.shared import this_machine
@@ -133,18 +133,18 @@ class DistributedTransport(OverHost):
 
         given = send if recv is None else recv
         assert given is not None
-        if operation.op is Op.BROADCAST:
+        if operation.op == "broadcast":
             options: Any = BroadcastOptions()
             options.rootRank = operation.root
             return self._group.broadcast([_bytes(given)], options), (given,), ()
         assert send is not None
-        if operation.op not in (Op.ALL_REDUCE, Op.REDUCE):
+        if operation.op not in ("all_reduce", "reduce"):
             return self._pieces(operation, send, given)
         _, total, _, after = widened(send, recv, _WIDER)
         if total is None:  # the group overwrites what it is given, on every rank
             total = torch.empty_like(send, dtype=_WIDER.get(send.dtype, send.dtype))
         total.copy_(send)
-        to_all = operation.op is Op.ALL_REDUCE
+        to_all = operation.op == "all_reduce"
         options = AllreduceOptions() if to_all else ReduceOptions()
         options.reduceOp = getattr(ReduceOp, operation.reduction.upper())
         if to_all:
@@ -158,12 +158,12 @@ class DistributedTransport(OverHost):
         sent = [count * send.itemsize for count in operation.send]
         received = [count * recv.itemsize for count in operation.recv]
         after: Calls = ()
-        if operation.op is Op.ALL_GATHER:
+        if operation.op == "all_gather":
             if len(set(received)) == 1:
                 work = self._group.allgather([list(room.chunk(size))], [packed])
                 return work, (room, packed), ()
             packed, sent = packed.repeat(size), [send.nbytes] * size
-        if operation.op is Op.REDUCE_SCATTER:
+        if operation.op == "reduce_scatter":
             parts = recv.new_empty((size, recv.numel()))
             room, received = _bytes(parts.view(-1)), [recv.nbytes] * size
             after = [partial(_add, recv, parts)]

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sp_core.observer import observer_of
-from sp_core.schedules import Op, Operation
+from sp_core.schedules import Operation
 from sp_core.transport.base import Bound, Done, Handle, Messages, Transfer, Transport
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class HostTransport(Transport):
             send, recv, before, after = widened(send, recv)
         name, arguments = _METHODS[operation.op]
         keywords: dict[str, Any] = {}
-        if operation.op in (Op.BROADCAST, Op.REDUCE):
+        if operation.op in ("broadcast", "reduce"):
             keywords["root"] = operation.root
         if operation.reduction != "sum":  # a sum is what every library does by default
             from mpi4py import MPI
@@ -230,16 +230,56 @@ def pieces(flat: Tensor, sizes: Sequence[int], offset: int, lengths: Sequence[in
     return [piece[offset : offset + n] for piece, n in zip(whole, lengths, strict=True)]
 
 
-_METHODS: dict[Op, tuple[str, Callable[[Operation, Array, Array], tuple[Any, ...]]]] = {
-    Op.ALL_GATHER: ("Allgatherv", lambda o, send, recv: (send, [recv, list(o.recv)])),
-    Op.REDUCE_SCATTER: ("Reduce_scatter", lambda o, send, recv: (send, recv, list(o.send))),
-    Op.ALL_REDUCE: ("Allreduce", lambda o, send, recv: (send, recv)),
-    Op.ALL_TO_ALL: (
+_METHODS: dict[str, tuple[str, Callable[[Operation, Array, Array], tuple[Any, ...]]]] = {
+    "all_gather": ("Allgatherv", lambda o, send, recv: (send, [recv, list(o.recv)])),
+    "reduce_scatter": ("Reduce_scatter", lambda o, send, recv: (send, recv, list(o.send))),
+    "all_reduce": ("Allreduce", lambda o, send, recv: (send, recv)),
+    "all_to_all": (
         "Alltoallv",
         lambda o, send, recv: ([send, list(o.send)], [recv, list(o.recv)]),
     ),
-    Op.BROADCAST: ("Bcast", lambda o, send, recv: (send if o.rank == o.root else recv,)),
-    Op.REDUCE: ("Reduce", lambda o, send, recv: (send, recv if o.rank == o.root else None)),
+    "broadcast": ("Bcast", lambda o, send, recv: (send if o.rank == o.root else recv,)),
+    "reduce": ("Reduce", lambda o, send, recv: (send, recv if o.rank == o.root else None)),
 }
 """By collective, the communicator's method and its arguments. A shift is messages, no collective of
 the library."""
+
+
+HOME = 0
+"""The rank whose memory holds the number."""
+
+
+class MpiCounter:
+    """Give 0, 1, 2, ... to whichever rank asks next.
+
+    The MPI library adds atomically in a window of eight bytes.
+
+    Args:
+        comm: an mpi4py communicator; all its ranks make this together.
+
+    Source: MPI 4.1, section 12.3.4, MPI_Fetch_and_op.
+    """
+
+    def __init__(self, comm: Intracomm) -> None:
+        from mpi4py import MPI
+
+        self._sum = MPI.SUM
+        self._window = MPI.Win.Allocate(8 if comm.rank == HOME else 0, 8, comm=comm)
+        if comm.rank == HOME:
+            self._window.Lock(HOME, MPI.LOCK_EXCLUSIVE)
+            np.frombuffer(cast("bytes", self._window.tomemory()), np.int64)[:] = 0
+            self._window.Unlock(HOME)
+        comm.Barrier()
+        self._window.Lock_all(MPI.MODE_NOCHECK)
+
+    def take(self) -> int:
+        """Return the next number, which no other rank gets."""
+        one, got = np.ones(1, np.int64), np.empty(1, np.int64)
+        self._window.Fetch_and_op(one, got, HOME, 0, self._sum)
+        self._window.Flush(HOME)
+        return int(got[0])
+
+    def free(self) -> None:
+        """Give the memory back; every rank calls this."""
+        self._window.Unlock_all()
+        self._window.Free()

@@ -18,7 +18,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -59,51 +59,19 @@ class Offer(NamedTuple):
     handle: bytes = b""
 
 
-class Memory(Protocol):
-    """What a window needs of the host or of a device.
+class HostMemory:
+    """What a window needs of memory. This one is the host's; that of devices overrides it.
 
-    `allocate` and `open` raise OSError where that cannot be done.
+    Host memory goes with the last tensor in it, in any process.
     """
 
     def allocate(self, nbytes: int) -> tuple[Tensor, Offer]:
-        """Make memory of this rank, uint8 `(nbytes,)`, zero.
-
-        Return it, and how the others find it.
-        """
-        ...
-
-    def open(self, offer: Offer) -> Tensor:
-        """Map the memory that another rank offers, and return a tensor of this device over it."""
-        ...
-
-    def close(self, x: Tensor) -> None:
-        """Give back what `open` gave."""
-        ...
-
-    def free(self, x: Tensor) -> None:
-        """Give back what `allocate` gave, after all others have closed it."""
-        ...
-
-    def begin(self) -> None:
-        """Make every later `launch` wait for the work that the current stream has so far."""
-        ...
-
-    def launch(self, work: Sequence[Work]) -> Handle:
-        """Carry out some work after all that was launched before. Return a handle of it."""
-        ...
-
-    def copying(self, into: Tensor, part: Tensor) -> Work:
-        """Return a copy, to be launched."""
-        ...
-
-
-class HostMemory:
-    """Host memory. It goes with the last tensor in it, in any process."""
-
-    def allocate(self, nbytes: int) -> tuple[Tensor, Offer]:
-        """Make new memory.
+        """Make memory of this rank, uint8 `(nbytes,)`, zero. Return it, and how others find it.
 
         Its owner takes the pages now: later it would be a signal that ends the process.
+
+        Raises:
+            OSError: it cannot be made.
         """
         file = os.memfd_create("sp_core")
         try:
@@ -115,7 +83,11 @@ class HostMemory:
         return x, Offer(os.getpid(), x.data_ptr(), nbytes, file)
 
     def open(self, offer: Offer) -> Tensor:
-        """Map the memory of another process, or of another thread."""
+        """Map the memory that another process, or another thread, offers.
+
+        Raises:
+            OSError: it cannot be mapped.
+        """
         file = os.open(f"/proc/{offer.process}/fd/{offer.file}", os.O_RDWR)
         try:
             return _mapped(file, offer.nbytes)
@@ -123,21 +95,25 @@ class HostMemory:
             os.close(file)
 
     def close(self, x: Tensor) -> None:
-        """Do nothing."""
+        """Give back what `open` gave: nothing to do here."""
 
-    free = close
+    def free(self, x: Tensor) -> None:
+        """Give back what `allocate` gave, after all others have closed it: nothing to do here."""
 
     def begin(self) -> None:
-        """Do nothing: operations on host memory are complete when they return."""
+        """Make every later `launch` wait for the work that the current stream has so far.
+
+        Operations on host memory are complete when they return.
+        """
 
     def launch(self, work: Sequence[Work]) -> Handle:
-        """Do the work now, before this returns."""
+        """Carry out some work after all that was launched before. Return a handle of it."""
         for item in work:
             item()
         return _DONE
 
     def copying(self, into: Tensor, part: Tensor) -> Work:
-        """Return a copy by NumPy, which begins it sooner than torch."""
+        """Return a copy, to be launched. NumPy begins it sooner than torch."""
         return partial(np.copyto, as_numpy(into), as_numpy(part))
 
 
@@ -149,7 +125,7 @@ def _mapped(file: int, nbytes: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(file, nbytes), dtype=torch.uint8)
 
 
-def share(comm: Intracomm, memory: Memory, nbytes: int) -> list[Tensor]:
+def share(comm: Intracomm, memory: HostMemory, nbytes: int) -> list[Tensor]:
     """Make memory that all ranks see.
 
     Args:
@@ -190,7 +166,7 @@ def share(comm: Intracomm, memory: Memory, nbytes: int) -> list[Tensor]:
 
 
 def give_back(
-    comm: Intracomm, memory: Memory, mine: Tensor | None, parts: Sequence[Tensor]
+    comm: Intracomm, memory: HostMemory, mine: Tensor | None, parts: Sequence[Tensor]
 ) -> None:
     """Close what belongs to others, wait for them, and free the own part; every rank calls this."""
     for part in parts:
@@ -201,7 +177,7 @@ def give_back(
         memory.free(mine)
 
 
-def demand(comm: Intracomm, memory: Memory, nbytes: int) -> list[Tensor]:
+def demand(comm: Intracomm, memory: HostMemory, nbytes: int) -> list[Tensor]:
     """Call `share` where the memory is needed.
 
     Raises:
@@ -238,7 +214,7 @@ def _excluded(told: Sequence[tuple[Any, str, Any, Any]]) -> str:
 
 
 def _opened(
-    memory: Memory, told: Sequence[tuple[Any, Any, Offer, int]], mine: Tensor | None, own: int
+    memory: HostMemory, told: Sequence[tuple[Any, Any, Offer, int]], mine: Tensor | None, own: int
 ) -> tuple[list[Tensor], str]:
     """Map the parts of all ranks.
 
@@ -262,7 +238,7 @@ def _opened(
     return parts, ""
 
 
-def _copy(memory: Memory, into: Tensor, part: Tensor) -> None:
+def _copy(memory: HostMemory, into: Tensor, part: Tensor) -> None:
     """Copy, and wait for it."""
     memory.begin()
     wait(memory.launch([memory.copying(into, part)]))

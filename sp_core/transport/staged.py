@@ -19,50 +19,19 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sp_core.schedules import Operation
 from sp_core.transport.base import Bound, Done, Handle, Messages, Transfer, wait
+from sp_core.transport.cuda import CudaStreams
 from sp_core.transport.host import HostTransport, OverHost, in_turn, pieces
 
 CHUNK_BYTES = 1 << 20
 """Bytes per host buffer. c* = sqrt(n * overhead * bandwidth / 2) is 0.5 to 2 MiB for 16 MiB over 25
 to 400 Gbit/s."""
-
-
-class Streams(Protocol):
-    """Two streams of copies, one in each direction, beside the stream that computes."""
-
-    def buffer(self, nbytes: int) -> Tensor:
-        """Host memory, uint8 `(nbytes,)`, that the device can copy from and to asynchronously."""
-        ...
-
-    def begin(self) -> None:
-        """Let the copies that follow wait for what has been computed so far."""
-        ...
-
-    def download(self, host: Tensor, device: Tensor) -> None:
-        """Begin a copy from device to host."""
-        ...
-
-    def upload(self, device: Tensor, host: Tensor) -> None:
-        """Begin a copy from host to device."""
-        ...
-
-    def downloaded(self) -> Handle:
-        """Return the point after the downloads begun so far."""
-        ...
-
-    def uploaded(self) -> Handle:
-        """Return the point after the uploads begun so far."""
-        ...
-
-    def finish(self) -> None:
-        """Let what is computed next wait for the uploads begun so far."""
-        ...
 
 
 class StagedTransport(OverHost):
@@ -145,7 +114,7 @@ class PipelinedTransport(OverHost):
     def __init__(
         self,
         host: HostTransport,
-        streams: Streams,
+        streams: CudaStreams,
         size: int,
         *,
         name: str = "pipelined",
@@ -283,7 +252,7 @@ class _Steps:
     for its copies.
     """
 
-    def __init__(self, steps: Iterator[None], queue: deque[_Steps], streams: Streams) -> None:
+    def __init__(self, steps: Iterator[None], queue: deque[_Steps], streams: CudaStreams) -> None:
         self._steps = steps
         self._queue = queue
         self._streams = streams

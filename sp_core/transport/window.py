@@ -33,7 +33,7 @@ from torch import Tensor
 from sp_core.observer import observer_of
 from sp_core.schedules import SLOTS
 from sp_core.transport.base import Handle, wait
-from sp_core.transport.shared import HOST, Memory, Rooms, Work, demand, give_back, shaped, share
+from sp_core.transport.shared import HOST, HostMemory, Rooms, Work, demand, give_back, shaped, share
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -85,7 +85,7 @@ class Window:
     """
 
     def __init__(
-        self, comm: Intracomm, slot_bytes: int | None = None, memory: Memory = HOST
+        self, comm: Intracomm, slot_bytes: int | None = None, memory: HostMemory = HOST
     ) -> None:
         self.slot_bytes = max(slot_bytes or SLOT_BYTES, 8 * comm.size) // 8 * 8
         self._comm, self._memory, self.has_rooms = comm, memory, memory is HOST

@@ -1,15 +1,12 @@
 """Choose the quickest algorithm from constants that were measured on this machine. No MPI."""
 
-from sp_core.tuning.constants import LINKS, Curve, Tuning, on_grid
-from sp_core.tuning.decide import decide
 from sp_core.tuning.files import FileError, default_path, find, latest, load, save
-from sp_core.tuning.model import Prediction, modelled, predict
+from sp_core.tuning.model import LINKS, Curve, Tuning, decide, modelled, predict
 
 __all__ = [
     "LINKS",
     "Curve",
     "FileError",
-    "Prediction",
     "Tuning",
     "decide",
     "default_path",
@@ -17,7 +14,6 @@ __all__ = [
     "latest",
     "load",
     "modelled",
-    "on_grid",
     "predict",
     "save",
 ]

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sp_core.tuning.constants import Curve, Tuning
+from sp_core.tuning.model import Curve, Tuning
 
 SCHEMA_VERSION = 1
 VARIABLE = "SP_TUNING"

@@ -1,14 +1,19 @@
-"""Predict the seconds of a collective from its schedule, and correct them by measurements.
+"""Measured constants of a machine, what they predict for a collective, and the choice for "auto".
+
+A message of n bytes takes alpha + beta n, a sum gamma n. On a real machine beta and gamma depend on
+n, because caches end and libraries change their protocol; so each is a curve through measured
+points, and alpha is what its first point says. Seconds of a collective follow from its schedule:
 
     step       the messages of a step travel at once: the slowest kind of link they use, with all
-    their bytes sum, copy  the curve of each, once per addend
+               their bytes
+    sum, copy  the curve of each, once per addend
     run        the steps of the rank that has most to do, and a constant beside
 
 Where steps overlap (depth above 1) and messages leave the node, the longer of messages and sums
 counts; inside a node the core that adds is the one that copies, so they add up. An algorithm that
 was timed takes its measured time, scaled by what the model says for the ranks and nodes at hand
 over what it says for those that were timed. The MPI library is no schedule: it is scaled like the
-quickest of ours.
+quickest of ours. Every rank decides alone, from the same numbers.
 
 Source: Thakur, Rabenseifner and Gropp, IJHPCA 19 (2005), section 3 (alpha, beta, gamma); measured
 constants instead of tables of thresholds as in NCCL's `graph/tuning.cc`.
@@ -16,58 +21,122 @@ constants instead of tables of thresholds as in NCCL's `graph/tuning.cc`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from bisect import bisect_left
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
 
-from sp_core.schedules import (
-    SCHEDULED,
-    Operation,
-    Program,
-    Step,
-    cost,
-    operation,
-    program_of,
-    segment_length,
-)
+from sp_core.schedules import SCHEDULED, Program, Step, operation, program_of, segment_length
 from sp_core.segments import split_sizes
-from sp_core.tuning.constants import Tuning
 
 Nodes = tuple[int, ...]
 DTYPE = torch.float32
+STEPS_PER_OCTAVE = 4
+"""Decisions are made for so many sizes between n and 2n. Sizes in between use the nearest one."""
+LINKS = ("node", "network")
+"""Kinds of link: between ranks of one node, and between nodes."""
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """The expected cost of one run of a collective on the busiest rank.
+class Curve:
+    """Seconds as a function of bytes.
 
-    Attributes:
-        seconds: it takes.
-        messages, bytes_sent: of that rank, where a schedule says so; what the MPI library does is
-            its own business.
-        scratch: bytes of scratch memory.
+    Between two points it is a power law, below the first one constant, above the last one
+    proportional to the size.
+
+    Args:
+        points: (bytes, seconds) in ascending order of bytes; positive.
     """
 
-    seconds: float
-    messages: int = 0
-    bytes_sent: int = 0
-    scratch: int = 0
+    points: tuple[tuple[int, float], ...]
+
+    def __post_init__(self) -> None:
+        sizes = [size for size, _ in self.points]
+        if not sizes or sizes != sorted(set(sizes)) or min(sizes) < 1:
+            raise ValueError(
+                f"a curve through the sizes {sizes} was given; "
+                "at least one is needed, in ascending order from 1."
+            )
+        if not all(0 < seconds < math.inf for _, seconds in self.points):
+            raise ValueError(
+                "a curve was given with a time that is not a positive number; measure again."
+            )
+
+    def __call__(self, nbytes: float) -> float:
+        first, last = self.points[0], self.points[-1]
+        if nbytes <= first[0]:
+            return first[1]
+        if nbytes >= last[0]:
+            return last[1] * nbytes / last[0]
+        place = bisect_left(self.points, nbytes, key=lambda point: point[0])
+        (low, before), (high, after) = self.points[place - 1 : place + 1]
+        share = math.log(nbytes / low) / math.log(high / low)
+        return math.exp((1 - share) * math.log(before) + share * math.log(after))
+
+    @property
+    def per_byte(self) -> float:
+        """Seconds per byte of the largest measured size."""
+        return self.points[-1][1] / self.points[-1][0]
 
 
-def even_operation(op: str, rank: int, nodes: Nodes, count: int) -> Operation:
-    """Describe `op` for `rank` on a vector of `count` elements that is split evenly over ranks.
+@dataclass(frozen=True, eq=False)
+class Tuning:
+    """The constants of one machine.
 
-    `nodes` has the node of each rank. The root is rank 0.
+    Args:
+        fingerprint: of which machine and MPI library.
+        nodes: the node of each rank that was timed together.
+        links: seconds of an exchange, n bytes each way at once, by kind of link.
+        add, copy: seconds for n bytes of result, in memory that is there already.
+        start: seconds that a run of a plan takes beside its messages and sums.
+        bind: seconds to prepare a call, and each of its steps. A plan pays this once, when made.
+        times: seconds of a plan's run by collective and algorithm, over the bytes of the whole
+            vector; "mpi" is the library.
+        error: of the model without `times`, against them: median and 95th percentile of |predicted
+            / measured - 1|.
+        measured_at: date and time.
     """
-    size = len(nodes)
-    segment = segment_length(count, size, DTYPE.itemsize)
-    return operation(op, rank, size, split_sizes(count, size), segment=segment, nodes=nodes)
+
+    fingerprint: dict[str, str]
+    nodes: tuple[int, ...]
+    links: dict[str, Curve]
+    add: Curve
+    copy: Curve
+    start: float = 0.0
+    bind: tuple[float, float] = (0.0, 0.0)
+    times: dict[str, dict[str, Curve]] = field(default_factory=dict)
+    error: tuple[float, float] = (0.0, 0.0)
+    measured_at: str = ""
+
+    @property
+    def alpha(self) -> float:
+        """Seconds of the shortest exchange in a node; between nodes if only that was timed."""
+        return self._link.points[0][1]
+
+    @property
+    def beta(self) -> float:
+        """Seconds per byte of the longest exchange."""
+        return self._link.per_byte
+
+    @property
+    def _link(self) -> Curve:
+        return next(self.links[kind] for kind in LINKS if kind in self.links)
 
 
-def witnesses(size: int) -> list[int]:
-    """Return the ranks that can be slowest: the root, the first that forwards data, the last."""
-    return sorted({0, min(1, size - 1), size - 1})
+def _programs(op: str, algorithm: str, nodes: Nodes, nbytes: int) -> dict[int, Program]:
+    """Return the programs of the ranks that can be slowest.
+
+    These are the root, the first rank that forwards data, and the last rank. The vector is split
+    evenly over the ranks.
+    """
+    size, count = len(nodes), max(nbytes // DTYPE.itemsize, 1)
+    pieces, segment = split_sizes(count, size), segment_length(count, size, DTYPE.itemsize)
+    return {
+        rank: program_of(operation(op, rank, size, pieces, segment=segment, nodes=nodes), algorithm)
+        for rank in sorted({0, min(1, size - 1), size - 1})
+    }
 
 
 @lru_cache(maxsize=4096)
@@ -75,11 +144,7 @@ def modelled(tuning: Tuning, op: str, algorithm: str, nodes: Nodes, nbytes: int)
     """Return seconds by the model alone, or infinity if a kind of link was not measured."""
     if algorithm not in SCHEDULED[op]:
         return min(modelled(tuning, op, name, nodes, nbytes) for name in SCHEDULED[op])
-    count = max(nbytes // DTYPE.itemsize, 1)
-    programs = {
-        rank: program_of(even_operation(op, rank, nodes, count), algorithm)
-        for rank in witnesses(len(nodes))
-    }
+    programs = _programs(op, algorithm, nodes, nbytes)
     return tuning.start + max(
         _seconds(tuning, program, rank, nodes) for rank, program in programs.items()
     )
@@ -87,8 +152,8 @@ def modelled(tuning: Tuning, op: str, algorithm: str, nodes: Nodes, nbytes: int)
 
 def predict(
     tuning: Tuning, op: str, algorithm: str, nodes: Nodes, nbytes: int, *, planned: bool = True
-) -> Prediction:
-    """Predict the cost of a collective.
+) -> float:
+    """Return the expected seconds of a collective on the busiest rank.
 
     Args:
         tuning: constants of the machine.
@@ -97,9 +162,6 @@ def predict(
         nbytes: of the whole vector, float32, cut evenly: what an all-gather gives, a reduce-scatter
             takes, a rank of an all-to-all sends.
         planned: a run of a plan; else a call, which prepares its steps first.
-
-    Returns:
-        The prediction.
     """
     seconds = modelled(tuning, op, algorithm, nodes, nbytes)
     measured = tuning.times.get(op, {}).get(algorithm)
@@ -110,19 +172,11 @@ def predict(
             else seconds / modelled(tuning, op, algorithm, tuning.nodes, nbytes)
         )
         seconds = measured(nbytes) * there
-    if algorithm not in SCHEDULED[op]:
-        return Prediction(seconds)
-    count = max(nbytes // DTYPE.itemsize, 1)
-    programs = [
-        program_of(even_operation(op, rank, nodes, count), algorithm)
-        for rank in witnesses(len(nodes))
-    ]
-    figures = max(
-        (cost(program, DTYPE) for program in programs), key=lambda found: found.bytes_sent
-    )
-    if not planned:
-        seconds += tuning.bind[0] + tuning.bind[1] * max(len(program.steps) for program in programs)
-    return Prediction(seconds, figures.messages, figures.bytes_sent, figures.scratch)
+    if planned or algorithm not in SCHEDULED[op]:
+        return seconds
+    programs = _programs(op, algorithm, nodes, nbytes).values()
+    start, step = tuning.bind
+    return seconds + start + step * max(len(program.steps) for program in programs)
 
 
 def _seconds(tuning: Tuning, program: Program, rank: int, nodes: Nodes) -> float:
@@ -169,3 +223,37 @@ def _work(tuning: Tuning, step: Step) -> float:
             else (len(combine.parts) - 1) * tuning.add(nbytes)
         )
     return seconds
+
+
+def decide(
+    tuning: Tuning, op: str, nodes: Nodes, nbytes: int, *, among: tuple[str, ...], planned: bool
+) -> str:
+    """Return the quickest algorithm for a collective.
+
+    Args:
+        tuning: constants, the same on every rank.
+        op: collective.
+        nodes: the node of each rank.
+        nbytes: of the whole vector, the same on every rank.
+        among: names to choose from, "mpi" among them, which is taken where nothing is quicker.
+        planned: for a plan, which prepares its steps once; else for one call.
+
+    Returns:
+        A name; "mpi" where there is nothing to choose, or where a link was never measured.
+    """
+    if nbytes == 0 or len(nodes) == 1 or op not in tuning.times:
+        return "mpi"
+    return _decided(tuning, op, nodes, round(math.log2(nbytes) * STEPS_PER_OCTAVE), among, planned)
+
+
+@lru_cache(maxsize=4096)
+def _decided(
+    tuning: Tuning, op: str, nodes: Nodes, place: int, among: tuple[str, ...], planned: bool
+) -> str:
+    if len(set(nodes)) > 1 and "network" not in tuning.links:
+        return "mpi"
+    nbytes = round(2 ** (place / STEPS_PER_OCTAVE))
+    # the model alone is not good enough to prefer an algorithm that was never timed
+    timed = [name for name in among if name in tuning.times[op]]
+    seconds = {name: predict(tuning, op, name, nodes, nbytes, planned=planned) for name in timed}
+    return min(seconds, key=lambda name: (seconds[name], name != "mpi"), default="mpi")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from device.faults import FAULTS, PIPELINED, WINDOW, attention, backward
-from sp_core.probing import bounded
+from sp_core.machine import bounded
 from sp_core.testing import spmd
 
 LAWS: dict[str, Any] = {

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from sp_core.transport.base import Transfer
+from sp_core.transport.cuda import CudaStreams
 from sp_core.transport.shared import HostMemory
 
 POLLS = 2
@@ -38,7 +40,7 @@ class _Queue:
             self._carried_out += 1
 
 
-class _Event:
+class _Event(Transfer):
     def __init__(self, queue: _Queue, polls: int) -> None:
         self._queue = queue
         self._point = queue.asked
@@ -51,8 +53,8 @@ class _Event:
         return self._polls < 0
 
 
-class DelayedStreams:
-    """Copy streams of a device that is host memory; implements `transport.staged.Streams`.
+class DelayedStreams(CudaStreams):
+    """Copy streams of a device that is host memory, in place of the product's.
 
     The destination of a copy is poisoned when the copy is asked for. What `compute` was given is
     seen by copies only after `begin`.
@@ -68,7 +70,7 @@ class DelayedStreams:
     def __init__(self, *, polls: int = POLLS, lazy: bool = False) -> None:
         self._polls = polls
         self._lazy = lazy
-        self._computing, self._down, self._up = _Queue(), _Queue(), _Queue()
+        self._computing, self._downs, self._ups = _Queue(), _Queue(), _Queue()
         self._awaited = 0
 
     def buffer(self, nbytes: int) -> Tensor:
@@ -86,14 +88,14 @@ class DelayedStreams:
     def download(self, host: Tensor, device: Tensor) -> None:
         """Ask for a copy to the host."""
         _poison(host)
-        self._down.add(lambda: host.copy_(device))
+        self._downs.add(lambda: host.copy_(device))
 
     def upload(self, device: Tensor, host: Tensor) -> None:
         """Ask for a copy to the device; host memory freed before it runs gives NaN."""
         _poison(device)
         if host.numel():
             memory, address = StorageWeakRef(host.untyped_storage()), host.data_ptr()
-            self._up.add(
+            self._ups.add(
                 lambda: (
                     None
                     if memory.expired()
@@ -103,21 +105,21 @@ class DelayedStreams:
 
     def downloaded(self) -> _Event:
         """The point after the downloads asked for so far."""
-        return _Event(self._down, self._polls)
+        return _Event(self._downs, self._polls)
 
     def uploaded(self) -> _Event:
         """The point after the uploads asked for so far."""
-        return _Event(self._up, self._polls)
+        return _Event(self._ups, self._polls)
 
     def finish(self) -> None:
         """Let what the device does next wait for the uploads."""
-        self._awaited = self._up.asked
+        self._awaited = self._ups.asked
         if not self._lazy:
             self.settle()
 
     def settle(self) -> None:
         """Carry out the uploads that the device waits for."""
-        self._up.run_to(self._awaited)
+        self._ups.run_to(self._awaited)
 
 
 class DelayedMemory(HostMemory):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -13,12 +13,10 @@ from torch import Tensor
 
 from sp_core.schedules import (
     HALF,
-    OWN,
     REDUCTIONS,
     Buffer,
     Combine,
     Message,
-    Op,
     Operation,
     Program,
     Region,
@@ -41,7 +39,7 @@ class Schedule:
     Args:
         op: the collective.
         send, recv: by rank, the sizes of the pieces that it contributes and gets, in elements.
-        root: of a broadcast or a reduction; by how many ranks a shift goes.
+        root: of a broadcast or a reduction.
         programs: by rank.
     """
 
@@ -65,13 +63,12 @@ def schedule_of(
     root: int = 0,
     segment: int | None = None,
     nodes: tuple[int, ...] = (),
-    **more: Any,
 ) -> Schedule:
-    """Return what all ranks do with pieces of these sizes; `more` are further fields."""
+    """Return what all ranks do with pieces of these sizes."""
     size, longest = len(send), max(0, *(n for sizes in send for n in sizes))
     operations = [
         Operation(
-            Op(op),
+            op,
             rank,
             size,
             send[rank],
@@ -80,7 +77,6 @@ def schedule_of(
             root,
             segment=segment,
             nodes=nodes,
-            **more,
         )
         for rank in range(size)
     ]
@@ -98,8 +94,7 @@ def verify(schedule: Schedule) -> None:
 
     An element is the list of contributions that it is the sum of, (rank, place) each. A send is
     complete only when its message has been received, as MPI does it with long messages. OUT is
-    tried apart from IN and, for what may be done in place, as the same memory. In shared memory it
-    is what the programs were made for.
+    tried apart from IN and, for what may be done in place, as the same memory.
 
     Args:
         schedule: of any collective. Time and memory grow with the number of elements: use small
@@ -107,18 +102,10 @@ def verify(schedule: Schedule) -> None:
 
     Raises:
         ScheduleError: an element of a result is not the sum of exactly its contributions; something
-            undefined is sent or added; a buffer is used while a message is under way in it; a rank
-            reads what another writes in the same step; a message has no other side, or another
-            length there; ranks wait for each other for ever.
+            undefined is sent or added; a buffer is used while a message is under way in it; a
+            message has no other side, or another length there; ranks wait for each other for ever.
     """
-    one = schedule.programs[0]
-    modes = (
-        (one.in_place,)
-        if one.shared
-        else (False, True)
-        if schedule.op == "all_reduce"
-        else (False,)
-    )
+    modes = (False, True) if schedule.op == "all_reduce" else (False,)
     for aliased in modes:
         for rank in range(schedule.size):
             _no_conflicts(schedule, rank, aliased)
@@ -145,13 +132,8 @@ def expected(schedule: Schedule, rank: int) -> list[Value]:
         case "all_to_all":
             starts = [sum(schedule.send[q][:rank]) for q in ranks]
             return [((q, starts[q] + i),) for q in ranks for i in range(received[q])]
-        case "broadcast" | "shift":
-            source = (
-                schedule.root
-                if schedule.op == "broadcast"
-                else (rank - schedule.root) % schedule.size
-            )
-            return [((source, i),) for i in range(sum(received))]
+        case "broadcast":
+            return [((schedule.root, i),) for i in range(sum(received))]
     start = sum(schedule.send[rank][:rank]) if schedule.op == "reduce_scatter" else 0
     return [tuple((q, start + i) for q in ranks) for i in range(sum(received))]
 
@@ -162,7 +144,7 @@ def _symbols(schedule: Schedule, rank: int, aliased: bool) -> Memory:
     return {
         Buffer.IN: held,
         Buffer.OUT: result,
-        Buffer.TMP: [None] * _reach(schedule.programs[rank]),
+        Buffer.TMP: [None] * schedule.programs[rank].scratch,
     }
 
 
@@ -170,24 +152,13 @@ def _added(parts: Sequence[list[Value]]) -> list[Value]:
     return [tuple(sorted(sum(column, ()))) for column in zip(*parts, strict=True)]
 
 
-def _reach(program: Program) -> int:
-    """Return the elements of TMP, up to the last one that is written."""
-    written = [combine.into for step in program.steps for combine in step.then]
-    return max(
-        [program.scratch, *(region.stop for region in written if region.buffer is Buffer.TMP)]
-    )
-
-
 def _no_conflicts(schedule: Schedule, rank: int, aliased: bool) -> None:
-    """Raise if a step touches memory that a message or another rank is writing or reading."""
+    """Raise if a step touches memory that a message is writing or reading."""
     program = schedule.programs[rank]
     for number, step in enumerate(program.steps):
         where = f"rank {rank}, step {number}"
-        pairs = [
-            *_under_way(step, program.steps[number + 1 : number + program.depth]),
-            *_read_elsewhere(schedule, number, step),
-        ]
-        for region, other in pairs:
+        flying = program.steps[number + 1 : number + program.depth]
+        for region, other in _under_way(step, flying):
             if overlap(region, other, aliased):
                 raise ScheduleError(f"{where}: {region} is used while {other} is under way")
         for combine in step.then:
@@ -207,13 +178,6 @@ def _under_way(step: Step, flying: Sequence[Step]) -> Iterator[tuple[Region, Reg
         yield from ((region, other) for other in (*coming, *going))
     for region in (*sent, *(part for combine in step.then for part in combine.parts)):
         yield from ((region, other) for other in coming)
-
-
-def _read_elsewhere(schedule: Schedule, number: int, step: Step) -> Iterator[tuple[Region, Region]]:
-    """Yield regions of other ranks that a step reads, with those that their owners write."""
-    for part in (part for combine in step.then for part in combine.parts if part.rank != OWN):
-        for combine in schedule.programs[part.rank].steps[number].then:
-            yield part, replace(combine.into, rank=part.rank)
 
 
 def _possible(combine: Combine, where: str, aliased: bool) -> None:
@@ -239,8 +203,7 @@ class _Rank:
         self.open: dict[int, int] = defaultdict(int)  # messages under way, by step
 
     def read(self, region: Region, where: str) -> Any:
-        buffer = self._memories[self.number if region.rank == OWN else region.rank][region.buffer]
-        values = buffer[region.start : region.stop]
+        values = self._memories[self.number][region.buffer][region.start : region.stop]
         if len(values) != len(region) or (isinstance(values, list) and None in values):
             raise ScheduleError(f"{where}: {region} is not defined there")
         return values
@@ -331,11 +294,8 @@ def replay(schedule: Schedule, inputs: Sequence[Tensor], reduction: str = "sum")
     """
     memories: list[Memory] = []
     for x, recv, program in zip(inputs, schedule.recv, schedule.programs, strict=True):
-        result = x.clone() if program.in_place else x.new_empty(sum(recv))
-        held = result if program.in_place else x
-        memories.append(
-            {Buffer.IN: held, Buffer.OUT: result, Buffer.TMP: x.new_empty(_reach(program))}
-        )
+        result, scratch = x.new_empty(sum(recv)), x.new_empty(program.scratch)
+        memories.append({Buffer.IN: x, Buffer.OUT: result, Buffer.TMP: scratch})
     wide = torch.float32 if inputs[0].dtype in HALF else inputs[0].dtype
 
     def combined(parts: Sequence[Tensor]) -> Tensor:

@@ -18,7 +18,6 @@ from sp_core.schedules import (
     SLOTS,
     Buffer,
     Combine,
-    Op,
     Operation,
     Program,
     Region,
@@ -66,7 +65,7 @@ class Problem:
         }[self.op]
         in_place = self.in_place and self.op == "all_reduce"
         resident = self.resident and self.op != "all_to_all"
-        made = Operation(Op(self.op), rank, size, send, recv, longest, root, itemsize=4)
+        made = Operation(self.op, rank, size, send, recv, longest, root, itemsize=4)
         return made._replace(slot=slot, resident=resident, in_place=in_place)
 
     def expected(self, tasks: Sequence[Operation], inputs: Sequence[Tensor], rank: int) -> Tensor:

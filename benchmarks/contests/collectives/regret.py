@@ -80,7 +80,7 @@ def judged(bare: Tuning, samples: Samples) -> list[Regret]:
             seconds = measuring.typical(unseen)
             name = decide(tuning, op, tuning.nodes, nbytes, among=tuple(by_name), planned=True)
             best = min(seconds, key=lambda other: seconds[other])
-            told = predict(tuning, op, name, tuning.nodes, nbytes).seconds
+            told = predict(tuning, op, name, tuning.nodes, nbytes)
             plain = modelled(tuning, op, name, tuning.nodes, nbytes)
             found.append(Regret(op, nbytes, name, best, seconds[name], seconds[best], told, plain))
     return found
