@@ -69,6 +69,7 @@ class Launch:
         timeout: seconds that one launch may take.
         variables: NAME=VALUE to set and -uNAME to unset in the environment of the ranks.
         mpi_args: more arguments for mpiexec.
+        around: command in front of sp_core's own launcher.
 
     Raises:
         UsageError: the prefix has no `{ranks}` or no program, or the timeout is not positive.
@@ -78,6 +79,7 @@ class Launch:
     timeout: float = 600.0
     variables: tuple[str, ...] = ()
     mpi_args: tuple[str, ...] = ()
+    around: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         program, *_ = shlex.split(self.prefix) or [sys.executable]
@@ -99,7 +101,8 @@ class Launch:
             return [*shlex.split(self.prefix.format(ranks=ranks)), *program]
         more = [f"--mpi-args={shlex.join(self.mpi_args)}"] if self.mpi_args else []
         limits = ["-n", str(ranks), "--timeout", f"{self.timeout:g}"]
-        return [sys.executable, "-m", "sp_core.testing.launch", *limits, *more, "--", *program]
+        launcher = (*self.around, sys.executable, "-m", "sp_core.testing.launch")
+        return [*launcher, *limits, *more, "--", *program]
 
 
 about = dict[str, Any]
@@ -188,7 +191,6 @@ def run(
     progress: Progress = lambda **_: None,
     *,
     root: Path = ROOT,
-    around: Callable[[list[str]], list[str]] = lambda command: command,
 ) -> Record:
     """Measure on several ranks.
 
@@ -200,7 +202,6 @@ def run(
         launch: how ranks are started.
         progress: hears the news of rank 0, whenever these change.
         root: the checkout whose sp_core is measured.
-        around: changes the command line.
 
     Returns:
         The record of rank 0, and "status" and "took_s". A launch that fails has a "reason", its
@@ -211,7 +212,7 @@ def run(
         folder = Path(name)
         job = {"ranks": ranks, "measure": measure, "setting": setting, "root": str(root)}
         (folder / "job.json").write_bytes(msgspec.json.encode(job))
-        code, output = watch(around(launch.command(ranks, name)), folder, launch.timeout, progress)
+        code, output = watch(launch.command(ranks, name), folder, launch.timeout, progress)
         record = folder / "record.json"
         if code == 0 and record.exists():
             found = {"status": "ok", **json.loads(record.read_text())}

@@ -1,22 +1,21 @@
-"""The emulated cluster without root: its plan, what is cleaned up, its wires and its rows."""
+"""The emulated hosts, how MPIs are started on them, and the rows that are judged."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
 
 import sp_core as sp
 from benchmarks import launching
 from benchmarks.contests.netlab import __main__ as program, hosts
-from benchmarks.contests.netlab.__main__ import SETTINGS, Hosted, netlab, rows
-from benchmarks.contests.netlab.hosts import Plan
+from benchmarks.contests.netlab.__main__ import netlab, rows
 from benchmarks.contests.netlab.measure import check_all
-from benchmarks.contests.netlab.switch import Wires
 from sp_core.schedules import ALGORITHMS
 from sp_core.testing import run_threads
 
@@ -35,109 +34,49 @@ def test_what_hosts_check_is_what_they_have(library: bool) -> None:
     }
 
 
-@pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Commands that would have been run; the namespaces belong to three runs and to others."""
-    found: list[str] = []
-    there = "spnl1h0 (id: 3)\nspnl1sw\nspnl12h0\nspnl12h1 (id: 0)\nspnl1home\nother\n"
-
-    def run(command: str) -> subprocess.CompletedProcess[str]:
-        found.append(command)
-        said = there if command == "ip netns list" else ""
-        return subprocess.CompletedProcess(command, 0, said, "")
-
-    monkeypatch.setattr(hosts, "_ran", run)
-    return found
-
-
-def removed(commands: list[str]) -> list[str]:
-    """The namespaces that commands remove."""
-    return [command.split()[3] for command in commands if "netns del" in command]
-
-
-@given(pid=st.integers(1, 4_194_304), count=st.integers(1, 64), delay=st.sampled_from([0.0, 1e-3]))
-def test_names_fit_the_kernel_and_addresses_are_apart(pid: int, count: int, delay: float) -> None:
-    plan = Plan(f"spnl{pid}", count, 1e9, delay)
-    assert len({plan.address(name) for name in plan.names}) == count
-    assert all(len(plan.tun(name)) <= 15 for name in plan.names)
-    assert all(name.startswith(plan.prefix) for name in plan.namespaces)
-    assert all(f"{plan.address(name)} {name}\n" in plan.hosts_file() for name in plan.names)
-
-
 @pytest.mark.parametrize("delay", [0.0, 1e-3])
-def test_commands_touch_only_what_the_plan_has_made(delay: float) -> None:
-    plan = Plan("spnl7", 3, 1e9, delay)
-    made: set[str] = set()
-    for command in map(str.split, plan.commands()):
-        if command[:3] == ["ip", "netns", "add"]:
-            made.add(command[3])
-        else:
-            assert command[1] == "-n" or command[:5] == ["ip", "link", "set", command[3], "netns"]
-            assert command[2 if command[1] == "-n" else 5] in made
-    assert made == set(plan.namespaces)
-    shaped = [command for command in plan.commands() if "tbf rate 1000000000bit" in command]
-    assert len(shaped) == (0 if delay else 6)  # both ends of every link
+def test_every_link_is_shaped_on_both_ends_or_carried_by_the_switch(delay: float) -> None:
+    """No command touches anything outside the hosts and the switch."""
+    lines = [command.split() for command in hosts.commands(hosts.names(3), 1e9, delay)]
+    made = {words[3] for words in lines if words[:3] == ["ip", "netns", "add"]}
+    assert made == set(hosts.names(3))
+    assert {words[2] for words in lines if words[1] == "-n"} == made | {"switch"}
+    assert all(words[1] in ("-n", "netns") for words in lines)
+    shaped = [words for words in lines if "1000000000bit" in words]
+    assert len(shaped) == (0 if delay else 6)
 
 
-def test_only_namespaces_of_that_very_run_are_removed(ran: list[str]) -> None:
-    hosts.remove("spnl1")
-    assert removed(ran) == ["spnl1h0", "spnl1sw"]
+@pytest.mark.skipif(shutil.which("unshare") is None or os.geteuid() != 0, reason="needs root")
+@pytest.mark.parametrize("delay", ["0.0", "0.001"])
+def test_a_command_runs_on_the_first_host_and_nothing_stays(delay: str) -> None:
+    """It reaches the second one by name, there is no third one, and its exit code comes back."""
+    if subprocess.run(
+        [*hosts.ALONE, "mount", "-t", "tmpfs", "none", "/run"], check=False
+    ).returncode:
+        pytest.skip("no namespaces here")
+    connect = "socket.create_connection((name, 9), 5)"
+    program = f"import socket, sys\nfor name in sys.argv[1:]:\n  try: {connect}\n"
+    program += "  except OSError as error: print(socket.gethostname(), type(error).__name__)\n"
+    program += "sys.exit(7)"
+    module = (sys.executable, "-m", "benchmarks.contests.netlab.hosts", "2", "1e9", delay)
+    command = [*hosts.ALONE, *module, sys.executable, "-c", program, "h1", "h2"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert answer.stdout.splitlines() == ["h0 ConnectionRefusedError", "h0 gaierror"]
+    assert answer.returncode == 7
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    assert "h1" not in listed.stdout
 
 
-def test_what_a_killed_run_has_left_goes_and_a_living_one_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The process in the name of a folder tells whether its maker lives."""
-    alive = f"spnl{os.getpid()}"
-    for name in ("spnl4194304", alive, "unrelated"):  # above the greatest pid of Linux
-        (tmp_path / name).mkdir()
-    gone: list[str] = []
-    monkeypatch.setattr(hosts, "remove", gone.append)
-    assert hosts.remove_stale(tmp_path) == gone == ["spnl4194304"]
-    assert {path.name for path in tmp_path.iterdir()} == {alive, "unrelated"}
-
-
-def test_hosts_are_taken_down_when_bringing_them_up_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done: list[str] = []
-
-    def run(command: str) -> subprocess.CompletedProcess[str]:
-        done.append(command)
-        made = next((c.split()[3] for c in done if "netns add" in c), "")
-        listed = made if command == "ip netns list" else ""
-        return subprocess.CompletedProcess(command, int("tbf" in command), listed, "no such qdisc")
-
-    monkeypatch.setattr(hosts, "_ran", run)
-    monkeypatch.setattr(hosts, "check_system", lambda: None)
-    with (
-        pytest.raises(hosts.NetlabError, match=r"tc -n .* tbf .*: no such qdisc"),
-        hosts.cluster(2, 1e9, 0.0, tmp_path),
-    ):
-        raise AssertionError("the block must not begin")
-    assert removed(done) == [done[0].split()[3]]
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_missing_program_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(hosts.NetlabError, match=r"ip, tc.* not found.*Install .*iproute2"):
-        hosts.check_system()
-
-
-def test_root_without_namespaces_is_red(
+def test_root_without_the_programs_is_red(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It does not fall back to the model."""
-
-    def refuse() -> None:
-        raise hosts.NetlabError("no namespaces here")
-
-    monkeypatch.setattr(program, "check_system", refuse)
-    monkeypatch.setattr(Hosted, "once", lambda entry: pytest.fail("ranks were started"))
+    monkeypatch.setattr(launching, "run", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr(program, "installed", lambda: "mpich")
     monkeypatch.setattr("benchmarks.contests.netlab.__main__.os.geteuid", lambda: 0)
+    monkeypatch.setenv("PATH", "/nowhere")
     assert netlab([]) == 2
-    assert "no namespaces here" in capsys.readouterr().err
+    assert "ip, tc not found on the PATH. Install iproute2" in capsys.readouterr().err
 
 
 def test_without_root_the_output_says_that_the_link_is_a_model(
@@ -163,39 +102,11 @@ def test_without_root_the_output_says_that_the_link_is_a_model(
     assert all(setting.modelled for setting in launched)
     assert "link model" in out.read_text()
 
-    def broken(entry: Hosted) -> Any:
-        raise hosts.NetlabError("tc failed")
-
-    monkeypatch.setattr(Hosted, "once", broken)
-    entry = Hosted("one", 2, "", SETTINGS[0])
-    assert entry.run() == {"status": "failed", "reason": "tc failed"}
-
-
-@given(sizes=st.lists(st.integers(20, 16_000), min_size=1, max_size=20))
-def test_packets_take_turns_on_a_wire(sizes: list[int]) -> None:
-    """All bits one after the other, then the delay. The other way nothing is in the way."""
-    wires = Wires(1e8, 1e-3)
-    arrivals = [wires.arrival(5.0, 0, 1, n) for n in sizes]
-    assert arrivals == sorted(arrivals)
-    assert arrivals[-1] == pytest.approx(5 + 1e-3 + sum(sizes) / 1e8, abs=1e-9)
-    assert wires.arrival(5.0, 1, 0, 100) == pytest.approx(5 + 1e-3 + 1e-6, abs=1e-9)
-
-
-@given(sizes=st.lists(st.integers(20, 16_000), min_size=1, max_size=20), one_sender=st.booleans())
-def test_a_host_has_one_wire_for_all_the_others(sizes: list[int], one_sender: bool) -> None:
-    """Packets to different hosts, or from them, pass one after the other."""
-    wires = Wires(1e8, 1e-3)
-    ends = [(0, k + 1) if one_sender else (k + 1, 0) for k in range(len(sizes))]
-    arrivals = [
-        wires.arrival(5.0, source, dest, n) for (source, dest), n in zip(ends, sizes, strict=True)
-    ]
-    assert max(arrivals) == pytest.approx(5 + 1e-3 + sum(sizes) / 1e8, abs=1e-9)
-
 
 def test_mpis_are_started_by_the_agent_on_every_host() -> None:
     for mpi in ("mpich", "openmpi"):
-        found = program.across(mpi, "/x/agent.sh", ["h0", "h1"], 2)
-        assert {"/x/agent.sh", "h0:2,h1:2"} <= set(found)
+        found = program.across(mpi, 2, 2)
+        assert {str(hosts.AGENT), "h0:2,h1:2"} <= set(found)
 
 
 def marks(launches: dict[str, dict[str, object]]) -> dict[str, str]:

@@ -12,25 +12,25 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
+import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import msgspec
 
-from benchmarks import launching
 from benchmarks.contests.contest import Contest, Entry, Part, installed, requirements
-from benchmarks.contests.netlab.hosts import NetlabError, check_system, cluster
-from benchmarks.launching import Launch, Record, about, main
+from benchmarks.contests.netlab.hosts import AGENT, ALONE, names
+from benchmarks.launching import Launch, Record, UsageError, about, main
 from benchmarks.statistics import Interval, Requirement, exact_interval
 
 MODEL = (
     "link model inside the transport, on this machine, because there is no root; the library's own "
     "collectives are not measured"
 )
-ATTEMPTS = 2  # MPICH's launcher now and then dies while it starts ("demux engine error")
 TCP = {
     "mpich": {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "eth0"},
     "openmpi": {
@@ -98,13 +98,13 @@ Of = Callable[[str], float]
 """Seconds of a contestant in one round."""
 
 
-def across(mpi: str, agent: str, hosts: list[str], per_host: int) -> tuple[str, ...]:
+def across(mpi: str, hosts: int, per_host: int) -> tuple[str, ...]:
     """Return the arguments of mpiexec for ranks on each host, neighbours on the same one."""
-    slots = ",".join(f"{host}:{per_host}" for host in hosts)
+    slots = ",".join(f"{host}:{per_host}" for host in names(hosts))
     if mpi == "mpich":
-        return ("-launcher", "rsh", "-launcher-exec", agent, "-hosts", slots, "-iface", "eth0")
+        return ("-launcher", "rsh", "-launcher-exec", str(AGENT), "-hosts", slots, "-iface", "eth0")
     chosen = {
-        "plm_ssh_agent": agent,
+        "plm_ssh_agent": str(AGENT),
         "rmaps_default_mapping_policy": ":oversubscribe",
         "hwloc_default_binding_policy": "none",
     }
@@ -112,57 +112,55 @@ def across(mpi: str, agent: str, hosts: list[str], per_host: int) -> tuple[str, 
     return (*prte, "--host", slots, "--map-by", "slot:oversubscribe")
 
 
+def check_system() -> None:
+    """Raise `UsageError` where root lacks what hosts are made with."""
+    missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
+    if missing:
+        text = f"{', '.join(missing)} not found on the PATH. Install iproute2 with apt-get."
+        raise UsageError(text)
+    if not Path("/dev/net/tun").exists():
+        text = "there is no /dev/net/tun, which links with a delay need. Load the module tun."
+        raise UsageError(text)
+
+
+def hosted(setting: Setting, mpi: str, options: argparse.Namespace) -> Launch:
+    """Return how ranks are started on emulated hosts, which exist as long as the launch."""
+    module = (sys.executable, "-m", "benchmarks.contests.netlab.hosts")
+    hosts = (*ALONE, *module, str(setting.hosts), str(setting.rate), str(setting.delay), "env")
+    variables = [f"{name}={value}" for name, value in TCP[mpi].items()]
+    mpi_args = across(mpi, setting.hosts, setting.per_host)
+    return Launch(timeout=options.timeout, mpi_args=mpi_args, around=(*hosts, *variables))
+
+
 @dataclass(frozen=True)
 class Hosted(Entry):
-    """A launch on emulated hosts, or on this machine where the link is modelled."""
+    """A launch whose launcher may fail: MPICH's now and then dies while it starts."""
 
     def run(self) -> Record:
         """Run the ranks, and once more if the launcher itself failed; never if one was wrong."""
-        record: Record = {}
-        for _ in range(ATTEMPTS):
-            try:
-                record = self.once()
-            except NetlabError as error:
-                return {"status": "failed", "reason": str(error)}
-            if "demux engine error" not in record.get("output", ""):
-                break
-        return record
-
-    def once(self) -> Record:
-        """Run the ranks; the hosts exist as long."""
-        if self.setting.modelled:
-            return super().run()
-        mpi, hosts = installed(), [f"h{number}" for number in range(self.setting.hosts)]
-        with cluster(self.setting.hosts, self.setting.rate, self.setting.delay) as on:
-            arguments = across(mpi, on[-1], hosts, self.setting.per_host)
-            how = Launch(timeout=self.launch.timeout, mpi_args=arguments)
-            variables = [f"{name}={value}" for name, value in TCP[mpi].items()]
-
-            def on_first_host(command: list[str]) -> list[str]:
-                return ["env", *variables, *on, hosts[0], shlex.join(command)]
-
-            return launching.run(self.ranks, self.measure, self.setting, how, around=on_first_host)
+        record = super().run()
+        return super().run() if "demux engine error" in record.get("output", "") else record
 
 
 def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
     """Return the launches; the model has one rank per host.
 
     Raises:
-        NetlabError: root cannot make network namespaces here.
+        UsageError: root cannot make hosts here.
     """
-    modelled = options.link_model or os.geteuid() != 0
+    modelled, mpi = options.link_model or os.geteuid() != 0, installed()
     if not modelled and not options.list:
         check_system()
-    launch, measure = Launch(timeout=options.timeout), f"{__package__}.measure:measure"
     entries: list[Entry] = []
     for one in SETTINGS:
         if one.per_host == 1 or not modelled:
             rounds = options.rounds or one.rounds
             setting = msgspec.structs.replace(one, modelled=modelled, rounds=rounds)
+            launch = Launch(timeout=options.timeout) if modelled else hosted(setting, mpi, options)
             known = {"setting": msgspec.structs.asdict(setting)}
-            ranks = one.hosts * one.per_host
-            entries.append(Hosted(one.name, ranks, measure, setting, launch, known))
-    return {"mpi": installed(), "net": MODEL if modelled else "network namespaces"}, entries
+            work = (one.hosts * one.per_host, f"{__package__}.measure:measure", setting)
+            entries.append(Hosted(one.name, *work, launch, known))
+    return {"mpi": mpi, "net": MODEL if modelled else "network namespaces"}, entries
 
 
 def show(document: Record) -> Iterator[Part]:
