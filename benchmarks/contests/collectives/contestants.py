@@ -21,11 +21,11 @@ from torch import Tensor
 import sp_core as sp
 from benchmarks.contests.collectives import regret
 from benchmarks.contests.collectives.__main__ import OURS, heats
-from benchmarks.contests.peers.contestants import start_gloo
 from benchmarks.machine import facts
 from benchmarks.worker import Intracomm, Rank
 from sp_core.measuring import interleaved
 from sp_core.schedules import ALGORITHMS
+from tests.conformance.gloo import Gloo
 
 
 @dataclass(frozen=True)
@@ -262,6 +262,7 @@ def error_of(found: Tensor, wanted: Tensor) -> float:
     return float((difference / (wanted.abs() * 2**-8 + 1e-30)).max())
 
 
+GLOO_SECONDS = 150.0
 SHARE = 0.3  # seconds for each heat, beside the least number of rounds
 LEAST_ROUNDS = 7
 EXACT = 2**-16
@@ -310,7 +311,7 @@ def measure(kind: str, rank: Rank) -> dict[str, Any]:
             told = {"cases": [asdict(case) for case in cases], "summary": regret.summary(cases)}
             return {**record, **told}
         if kind == "default":
-            start_gloo(rank.folder, world.rank, world.size)
+            Gloo(rank.folder, world, GLOO_SECONDS)
             stack.callback(dist.destroy_process_group)
         found = {name: heat(world, mesh, *contest) for name, contest in heats(kind).items()}
         return {**record, "heats": found}

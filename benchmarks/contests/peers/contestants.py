@@ -5,13 +5,11 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -28,6 +26,8 @@ from sp_core.mask import Mask
 from sp_core.mesh import Mesh
 from sp_core.schemes import SCHEMES
 from sp_core.sharding import Sharding
+from tests.conformance.adapters import deepspeed_ulysses, torch_ring
+from tests.conformance.gloo import Gloo
 
 HEADS, HEAD_DIM = 8, 64
 LEAST, MOST = 3, 12  # samples of a contestant at 4096 tokens and more, and at few
@@ -41,7 +41,7 @@ Correct float32 results differ by less than 3e-6, a mask off by one by 1e-1.
 MISSING = (ImportError, AttributeError, RuntimeError, OSError)
 BROKEN = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, NotImplementedError)
 TORCH_RING = "torch.distributed.tensor.experimental._context_parallel._attention"
-SEQ_DIM = 2  # of (B, H, S, D)
+GLOO_SECONDS = 1800.0
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -54,7 +54,7 @@ class Contestant:
         attend: from q, k and v of this rank to out; the reason if it is not installed.
         layout: which tokens a rank has.
         ranks: how many ranks take part; with 1, rank 0 computes all of it and the others sleep.
-        heads_first: whether tensors are (B, H, S, D), not (B, S, H, D).
+        heads_first: whether tensors lie in memory as (B, H, S, D), not (B, S, H, D).
         causal: whether tokens see only those before them.
         threads: of each rank.
     """
@@ -70,19 +70,16 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Part:
-    """The tokens of one contestant on one rank, with the upstream gradient."""
+    """The tokens of one contestant on one rank: q, k and v, and the upstream gradient."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    qkv: tuple[Tensor, ...]
     grad: Tensor
     positions: Tensor
-    heads_first: bool
 
     def run(self, attend: Attend) -> tuple[Tensor, ...]:
         """Compute out, dq, dk and dv of these tokens."""
-        out = attend(self.q, self.k, self.v)
-        return (out, *torch.autograd.grad(out, (self.q, self.k, self.v), self.grad))
+        out = attend(*self.qkv)
+        return (out, *torch.autograd.grad(out, self.qkv, self.grad))
 
 
 def draw(seq: int, seed: int, heads: int = HEADS, head_dim: int = HEAD_DIM) -> tuple[Tensor, ...]:
@@ -92,18 +89,24 @@ def draw(seq: int, seed: int, heads: int = HEADS, head_dim: int = HEAD_DIM) -> t
 
 
 def part(whole: Sequence[Tensor], positions: Tensor, *, heads_first: bool) -> Part:
-    """Take some tokens, contiguous as (1, S, H, D) or, `heads_first`, as (1, H, S, D)."""
-    mine = [x[:, positions] for x in whole]
-    q, k, v, grad = ((x.transpose(1, 2) if heads_first else x).contiguous() for x in mine)
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    return Part(q, k, v, grad, positions, heads_first)
+    """Take some tokens, (1, S, H, D), which lie in memory so or, `heads_first`, as (1, H, S, D)."""
+    mine = [x[:, positions].contiguous() for x in whole]
+    if heads_first:
+        mine = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in mine]
+    *qkv, grad = mine
+    return Part(tuple(x.requires_grad_() for x in qkv), grad, positions)
 
 
 def alone(whole: Sequence[Tensor], *, causal: bool) -> tuple[Tensor, ...]:
     """Compute out, dq, dk and dv in one process, (1, S, H, D) each."""
     mine = part(whole, torch.arange(whole[0].shape[1]), heads_first=True)
-    results = mine.run(functools.partial(F.scaled_dot_product_attention, is_causal=causal))
-    return tuple(x.detach().transpose(1, 2) for x in results)
+    return tuple(x.detach() for x in mine.run(functools.partial(plain, causal=causal)))
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True) -> Tensor:
+    """Compute attention of tensors (B, S, H, D) with torch."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
 
 
 def errors(results: Sequence[Tensor], mine: Part, expected: Sequence[Tensor]) -> list[float]:
@@ -113,8 +116,7 @@ def errors(results: Sequence[Tensor], mine: Part, expected: Sequence[Tensor]) ->
     """
     found = []
     for x, whole in zip(results, expected, strict=True):
-        x = x.detach().transpose(1, 2) if mine.heads_first else x.detach()
-        difference = float((x - whole[:, mine.positions]).abs().max() / whole.abs().max())
+        difference = float((x.detach() - whole[:, mine.positions]).abs().max() / whole.abs().max())
         found.append(difference if math.isfinite(difference) else math.inf)
     return found
 
@@ -198,9 +200,9 @@ def measure(setting: Record, rank: Rank) -> Record:
             for check in ("off", "agree")
         }
         single = stack.enter_context(Mesh(MPI.COMM_SELF, check="off", sp=1))
-        group = start_gloo(rank.folder, world.rank, world.size)
+        Gloo(rank.folder, world, GLOO_SECONDS)
         stack.callback(dist.destroy_process_group)
-        others = [*peers(world, group), *processes()]
+        others = [*peers(world), *processes()]
         for seq in setting["seqs"]:
             extras = seq <= max(PLACE, min(setting["seqs"]))
             contestants = [*ours(meshes, single, seq, extras=extras), *others]
@@ -239,26 +241,19 @@ def ours(meshes: dict[str, Mesh], single: Mesh, seq: int, *, extras: bool) -> It
 
 def processes() -> list[Contestant]:
     """Return plain torch. It is fastest with heads first; `strided` has the schemes' layout."""
-    plain = functools.partial(F.scaled_dot_product_attention, is_causal=True)
     return [
         Contestant("sdpa/1 thread", plain, heads_first=True),
         Contestant("sdpa/2 threads", plain, heads_first=True, threads=2),
-        Contestant("sdpa/1 thread/strided", strided),
+        Contestant("sdpa/1 thread/strided", plain),
     ]
 
 
-def strided(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute causal attention of tensors (B, S, H, D)."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-
-
-def peers(world: Intracomm, group: Any) -> Iterator[Contestant]:
+def peers(world: Intracomm) -> Iterator[Contestant]:
     """Yield the peers; one that some rank cannot import is not installed on any."""
     makers = (
-        functools.partial(torch_ring, group, "ALL_GATHER"),
-        functools.partial(torch_ring, group, "ALL_TO_ALL"),
-        functools.partial(deepspeed_ulysses, group),
+        functools.partial(make_torch_ring, "ALL_GATHER"),
+        functools.partial(make_torch_ring, "ALL_TO_ALL"),
+        make_deepspeed_ulysses,
     )
     for name, make in zip(PEERS, makers, strict=True):
         attend: Attend | str
@@ -274,70 +269,29 @@ def peers(world: Intracomm, group: Any) -> Iterator[Contestant]:
         yield Contestant(name, attend, layout, world.size, heads_first=ring)
 
 
-def start_gloo(folder: Path, rank: int, size: int) -> Any:
-    """Start a process group over the loopback device; ranks find each other through a file."""
-    if Path("/sys/class/net/lo").exists():
-        # else gloo looks the host name up, which containers may not know
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    place = f"file://{folder / 'gloo'}"
-    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=size)
-    return dist.group.WORLD
-
-
-def torch_ring(group: Any, rotation: str) -> Attend:
-    """Make torch's ring with load balancing; it takes (B, H, S/P, D) of chunks r and 2P-1-r.
+def make_torch_ring(rotation: str) -> Attend:
+    """Make torch's ring with load balancing; it takes tokens of chunks r and 2P-1-r.
 
     Args:
-        group: a process group.
         rotation: "ALL_GATHER", torch's default, or "ALL_TO_ALL".
-
-    Source: torch 2.13, `_scaled_dot_product_ring_flash_attention` and its backward, with the CPU's
-    kernel for CUDA's.
     """
     ring: Any = importlib.import_module(TORCH_RING)
     method = getattr(ring._RotateMethod, rotation)
-    aten = torch.ops.aten
-    options = {"is_causal": True, "dropout_p": 0.0}
 
-    class Ring(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            ring._cp_options.enable_load_balance = True
-            ring._cp_options.rotate_method = method
-            op = aten._scaled_dot_product_flash_attention_for_cpu
-            results: tuple[Tensor, ...] = ring._templated_ring_attention(
-                group, SEQ_DIM, op, q, k, v, **options
-            )
-            ctx.save_for_backward(q, k, v, *results)
-            return results[0]
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ring._cp_options.rotate_method = method
+        return torch_ring.attend(q, k, v, layout="zigzag", causal=True, softmax_scale=None)
 
-        @staticmethod
-        def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, ...]:
-            op = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-            q, k, v, out, lse = ctx.saved_tensors
-            gradients = ring._templated_ring_attention_backward(
-                group, SEQ_DIM, op, grad_out, "grad_out", q, k, v, out, lse, **options
-            )
-            return tuple(gradients[:3])
-
-    return cast("Attend", Ring.apply)
+    return attend
 
 
-def deepspeed_ulysses(group: Any) -> Attend:
-    """Make DeepSpeed's DistributedAttention around torch's attention; it takes (B, S/P, H, D).
+def make_deepspeed_ulysses() -> Attend:
+    """Make DeepSpeed's DistributedAttention around torch's attention.
 
     Raises:
         ImportError: DeepSpeed, or something that it imports, is not installed.
     """
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    comm: Any = importlib.import_module("deepspeed.comm")
+    deepspeed_ulysses.prepare(None, "")
     layer: Any = importlib.import_module("deepspeed.sequence.layer")
-    kernels: Any = importlib.import_module("deepspeed.ops")
-    # Else its all-reduce through shared memory, not used here, is compiled now, which never ends
-    # after an interrupted build.
-    kernels.__compatible_ops__["deepspeed_shm_comm"] = False
-    comm.init_distributed(
-        dist_backend="gloo", auto_mpi_discovery=False, verbose=False, dist_init_required=False
-    )
-    module = layer.DistributedAttention(strided, group, scatter_idx=2, gather_idx=1)
+    module = layer.DistributedAttention(plain, dist.group.WORLD, scatter_idx=2, gather_idx=1)
     return lambda q, k, v: cast("Tensor", module(q, k, v, 0))
