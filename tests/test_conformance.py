@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -177,7 +178,6 @@ def test_a_planted_fault_is_wrong_with_a_small_example(
     problem = found["problem"]
     assert [problem[size] for size in ("seq_len", "batch", "kv_heads", "head_dim")] == [4, 1, 2, 8]
     assert found["relative"] > 1e-5
-    assert attention.told(attention.posed(problem)) == problem
 
 
 def test_an_error_on_every_rank_is_a_refusal_and_on_one_rank_a_crash() -> None:
@@ -270,7 +270,6 @@ def test_a_planted_fault_is_seen_at_once(made: Call, capability: str, result: st
     found = on_trial(made, capability, examples=1, seconds=0.0, subject=layers)
     assert found["verdict"] == "wrong", found
     assert found["result"] == result
-    assert layers.told(layers.posed(found["problem"])) == found["problem"]
 
 
 def fits_attention(problem: Any, size: int, capability: str) -> None:
@@ -304,9 +303,9 @@ def test_a_problem_is_what_its_capability_says(subject: Any, fits: Call) -> None
         assert (problem.seq_len % size != 0) == (capability == "uneven length")
         assert problem.dtype == (capability if "float" in capability else "float32")
         start = f"P {size}, B {problem.batch}, S {problem.seq_len}, "
-        assert subject.smallest(problem).startswith(start)
         told = subject.told(problem)
-        assert subject.told(subject.posed(told)) == told
+        assert json.loads(json.dumps(told)) == told
+        assert subject.smallest(told).startswith(start)
         fits(problem, size, capability)
 
     holds()

@@ -121,9 +121,14 @@ def test_patience_multiplies_every_limit_of_a_launch(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     started: list[Any] = []
-    monkeypatch.setattr(launching, "run", lambda *given: started.extend(given))
-    assert launching._launch(2, tmp_path, 3.0) == ""
-    command, _, _, variables, seconds = started
+
+    def printed(*given: Any) -> tuple[int, str]:
+        started.extend(given)
+        return 0, "said"
+
+    monkeypatch.setattr(launching, "printed", printed)
+    assert launching._launch(2, tmp_path, 3.0) == "said"
+    command, _, variables, seconds = started
     assert float(variables["SP_WATCHDOG_S"]) == 3 * launching.EXAMPLE_SECONDS
     assert float(command[command.index("--timeout") + 1]) == 3 * launching.LAUNCH_SECONDS
     assert seconds == 3 * launching.LAUNCH_SECONDS + launching.ENDING_SECONDS

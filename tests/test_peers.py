@@ -67,8 +67,8 @@ def test_a_mask_off_by_one_is_found() -> None:
     visible[0, 0] = True
 
     def attend(*qkv: torch.Tensor) -> torch.Tensor:
-        first = (x.transpose(1, 2) for x in qkv)
-        return F.scaled_dot_product_attention(*first, attn_mask=visible).transpose(1, 2)
+        q, k, v = (x.transpose(1, 2) for x in qkv)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible).transpose(1, 2)
 
     found = problem.errors(mine.run(attend), mine, problem.alone(WHOLE, causal=True))
     assert min(found) > 100 * problem.LIMIT

@@ -323,14 +323,14 @@ KILLED, EVERY = STEPS * 3 // 5, STEPS // 5
 MESHES: tuple[dict[str, int], ...] = ({"ring": 2, "tp": 2}, {"dp": 3})
 
 
-def launched(folder: Path, axes: dict[str, int], killed: int) -> int:
+def launched(folder: Path, axes: dict[str, int], killed: int) -> int | None:
     """Train under mpiexec, from the last checkpoint on. Return the exit code."""
     numbers = map(str, (STEPS, EVERY, killed))
     program = (sys.executable, str(ROOT / "tests/kit/case_resume.py"), str(folder))
     command = (find_mpiexec(), "-n", str(math.prod(axes.values())), *program, json.dumps(axes))
-    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
-    variables = ENVIRONMENT | AS_ROOT | outside(PYTHONPATH=paths)
-    code, text = printed((*command, *numbers), ROOT, variables, seconds=60 + 3 * STEPS)
+    code, text = printed(
+        (*command, *numbers), ROOT, ENVIRONMENT | AS_ROOT | outside(), seconds=60 + 3 * STEPS
+    )
     print(text)
     return code
 

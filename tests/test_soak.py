@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import subprocess
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from soak import __main__ as command, runs as runs_module
 from soak.laws import FILES, LEFT_OUT
-from soak.runs import Run, carried_out, load, read_junit
+from soak.runs import Run, carried_out, load
 from studies.commands import RANKS, ROOT
+from studies.records import junit
 
 CASE = "tests/kit/case_soak.py"
 BAD = {
@@ -49,9 +49,9 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
         asked.append(wanted)
         if len(asked) == 5:
             raise KeyboardInterrupt
-        failures = [BAD] if wanted.key == ("idle", 2) else []
+        failures = [BAD] if wanted[:2] == ("idle", 2) else []
         return {
-            **asdict(wanted),
+            **wanted._asdict(),
             "verdict": "failed" if failures else "passed",
             "seconds": {"threads": 30.0, "ranks": 31.0},
             "tests": {"threads": 10, "ranks": 9},
@@ -72,7 +72,7 @@ def test_an_interrupted_soak_goes_on_and_its_report_names_what_failed(
     with (tmp_path / command.LINES).open("a") as file:
         file.write('{"soak": 11, "ki')  # a line that was cut short
     assert command.main([*arguments[:4], *arguments[6:]]) == 1  # the seed is that of the folder
-    assert [run.key for run in made_up] == [
+    assert [run[:2] for run in made_up] == [
         *(("idle", n) for n in range(4)),
         ("loaded", 0),
         ("loaded", 0),
@@ -89,13 +89,6 @@ def test_an_interrupted_soak_goes_on_and_its_report_names_what_failed(
     assert [line["verdict"] for line in lines] == ["passed", "passed", "failed", *["passed"] * 3]
 
 
-def test_the_runs_of_another_seed_are_not_gone_on_with() -> None:
-    lines = [{"soak": 3}]
-    assert command.seed_of(Path(command.LINES), lines, None) == 3
-    with pytest.raises(SystemExit, match="is a soak with seed"):
-        command.seed_of(Path(command.LINES), lines, 4)
-
-
 @pytest.mark.parametrize(
     ("code", "xml"),
     [(5, ""), (0, ""), (139, ""), (None, ""), (1, "<testsuite><testcase/></testsuite>")],
@@ -103,14 +96,12 @@ def test_the_runs_of_another_seed_are_not_gone_on_with() -> None:
 def test_a_stage_without_a_result_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int | None, xml: str
 ) -> None:
-    def ends(
-        arguments: list[str], folder: Path, output: int, variables: Any, seconds: float
-    ) -> int | None:
+    def ends(*_: Any) -> tuple[int | None, str]:
         if xml:
             (tmp_path / "idle-0-ranks.xml").write_text(xml)
-        return code
+        return code, ""
 
-    monkeypatch.setattr(runs_module, "run", ends)
+    monkeypatch.setattr(runs_module, "printed", ends)
     ended = carried_out(Run("idle", 0, 7), [CASE], ["ranks"], tmp_path)
     assert ended["verdict"] == "failed"
     (failure,) = ended["failures"]
@@ -129,13 +120,11 @@ def test_ids_of_tests_are_those_of_the_command_line(tmp_path: Path) -> None:
         for case in cases
     )
     xml.write_text(f"<testsuites><testsuite>{bodies}<testcase/></testsuite></testsuites>")
-    assert read_junit(xml) == (
-        3,
-        [
-            (name, "no", [name])
-            for name in ("tests/test_x.py::test_a[1]", "tests/test_x.py::TestC::test_b")
-        ],
-    )
+    assert junit(xml) == [
+        ("tests/test_x.py::test_a[1]", "no"),
+        ("tests/test_x.py::TestC::test_b", "no"),
+        ("", None),
+    ]
 
 
 def test_load_lasts_as_long_as_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,9 +134,6 @@ def test_load_lasts_as_long_as_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> 
     with load(2):
         assert [one.poll() for one in started] == [None, None]
     assert all(one.poll() is not None for one in started)
-    monkeypatch.setattr(runs_module, "SPIN", "")
-    with pytest.raises(RuntimeError, match="ended too soon"), load(1):
-        started[-1].wait(30)
 
 
 def test_the_files_of_the_short_profile_exist() -> None:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -28,12 +27,10 @@ LAWS = (
 
 def variables() -> dict[str, str]:
     """The environment of processes that are no ranks of another launch."""
-    paths = [str(TESTS.parent), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    more = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1"}
-    return outside(**more, PYTHONPATH=os.pathsep.join(paths), SP_PROFILE="brief")
+    return outside(PYTHONHASHSEED="0", RES_OPTIONS="timeout:1", SP_PROFILE="brief")
 
 
-def torchrun(processes: int, *pytest_args: str) -> tuple[int, str]:
+def torchrun(processes: int, *pytest_args: str) -> tuple[int | None, str]:
     """Run pytest on so many processes. Return the exit code and what they have printed."""
     agent = ("-m", "torch.distributed.run", "--nproc-per-node", str(processes))
     plugins = ("-p", "kit.torchrun", "-p", "no:cacheprovider", "-p", "no:benchmark")

@@ -7,15 +7,14 @@ is not shown by its script, or a fault planted in a library is not seen.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from studies.commands import ROOT
+from studies.commands import ROOT, mpi_library
+from studies.records import write
 
 from benchmarks import launching
 from benchmarks.launching import Options, UsageError, commit, parse
@@ -31,7 +30,7 @@ from conformance.launching import (
 from conformance.libraries import LIBRARIES, NOT_OFFERED, OURS, Library, named
 from conformance.picture import draw
 from conformance.planted import FAULTS
-from conformance.report import document, joined, known_cells, read, write
+from conformance.report import document, joined, markdown, read
 from conformance.script import last_words, script, shows
 
 NAMES = [one.name for one in LIBRARIES]
@@ -41,7 +40,6 @@ OPTIONS: Options = {
     "--examples": {"type": int, "default": 20, "help": "of each cell and number of ranks"},
     "--patience": {"type": float, "default": 1.0, "help": "multiplies every time limit"},
     "--out": {"type": Path, "default": ROOT / "reports" / "conformance", "help": "folder"},
-    "--more": {"action": "store_true", "help": "add these ranks to the report in --out"},
     "--script": {"nargs": 2, "metavar": ("LIBRARY", "CAPABILITY"), "help": "of a wrong result"},
 }
 
@@ -55,15 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.script:
         return _print_script(options.out / "REPORT.json", *options.script)
     options.out.mkdir(parents=True, exist_ok=True)
-    for name in () if options.more else ("ranks.log", "verdicts.jsonl"):
-        (options.out / name).unlink(missing_ok=True)
+    (options.out / "ranks.log").unlink(missing_ok=True)
     code, began = commit(), time.monotonic()
     libraries = [one for one in LIBRARIES if not options.only or one.name in options.only]
     versions = {one.name: installed(one) for one in libraries}
-    old = read(options.out) if options.more or options.only else {}
-    found = known_cells(old, list(versions)) if options.more else {}
+    old = read(options.out) if options.only else {}
     limits = Limits(options.examples, options.patience, options.out)
-    planted, faults = _tried(libraries, versions, sorted({*options.ranks}), limits, found)
+    ranks = sorted({*options.ranks})
+    found, planted, faults = _tried([x for x in libraries if versions[x.name]], ranks, limits)
     verdicts = {one.name: _column(one, found, versions[one.name]) for one in libraries}
     faults += _show_alone(libraries, verdicts, versions, limits) + _faults(verdicts)
     seconds = {"seconds": round(time.monotonic() - began), "patience": options.patience}
@@ -71,39 +68,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "date": time.strftime("%Y-%m-%d"),
         "commit": code,
         **seconds,
-        "mpi": _mpi(),
+        "mpi": mpi_library(),
         **environment(),
     }
     report = document(libraries, versions, verdicts, planted, run, options.examples)
     report = joined(old, report, NAMES) if old else report
-    write(options.out, report)
+    write(options.out, "REPORT", markdown(report), report)
     draw(report, options.out / "REPORT.png")
     print(*faults, f"{run['seconds']} s; {options.out}/REPORT.md", sep="\n", flush=True)
     return int(bool(faults))
 
 
 def _tried(
-    libraries: Sequence[Library],
-    versions: dict[str, str],
-    ranks: Sequence[int],
-    limits: Limits,
-    found: Found,
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """Put the libraries on trial; return what became of planted faults, and what went wrong.
-
-    The verdicts are put into `found` as they come.
-    """
+    libraries: Sequence[Library], ranks: Sequence[int], limits: Limits
+) -> tuple[Found, list[dict[str, Any]], list[str]]:
+    """Put libraries on trial; return verdicts, what became of planted faults, what went wrong."""
+    found: Found = {}
     planted: list[dict[str, Any]] = []
+    faults = []
     try:
-        for adapter in dict.fromkeys(one.adapter for one in libraries if versions[one.name]):
+        for adapter in dict.fromkeys(one.adapter for one in libraries):
             same = [one for one in libraries if one.adapter == adapter]
             put_on_trial(same, ranks, limits, found)
             planted += _planted({one.name for one in same}, ranks[0], limits)
             print(", ".join(one.name for one in same), flush=True)
     except KeyboardInterrupt:
-        return planted, ["interrupted: what is missing was not tried"]
+        faults.append("interrupted: what is missing was not tried")
     unseen = [one for one in planted if one["verdict"] not in CONDEMNED]
-    return planted, [f"{one['library']}: not seen that {one['what']}" for one in unseen]
+    faults += [f"{one['library']}: not seen that {one['what']}" for one in unseen]
+    return found, planted, faults
 
 
 def _planted(libraries: set[str], size: int, limits: Limits) -> list[dict[str, Any]]:
@@ -184,16 +177,6 @@ def _print_script(report: Path, name: str, capability: str) -> int:
     version = next(column["version"] for column in data["libraries"] if column["name"] == name)
     print(script(named(name), verdict, version))
     return 0
-
-
-def _mpi() -> str:
-    """Return the MPI library, asked in a process of its own: this one must not start it."""
-    asked = "name, numbers = MPI.get_vendor(); print(name, '.'.join(map(str, numbers)))"
-    program = f"import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; {asked}"
-    answer = subprocess.run(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=False
-    )
-    return answer.stdout.strip() or "no MPI"
 
 
 if __name__ == "__main__":

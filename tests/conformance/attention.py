@@ -227,49 +227,13 @@ def told(problem: Posed) -> dict[str, Any]:
     }
 
 
-def posed(data: dict[str, Any]) -> Posed:
-    """A problem from plain data."""
-    documents = None if data["documents"] is None else tuple(data["documents"])
-    mask = Mask(data["causal"], data["window"], documents)
-    same = {
-        name: data[name]
-        for name in ("batch", "seq_len", "kv_heads", "group", "head_dim", "dtype", "layout")
-    }
-    rest: dict[str, Any] = {
-        "softmax_scale": data["softmax_scale"],
-        "seed": data["seed"],
-        "shards": tuple(map(tuple, data["shards"])),
-    }
-    fixed: dict[str, Any] = {
-        "magnitude": 1.0,
-        "values": "normal",
-        "upstream": "normal",
-        "storage": "plain",
-    }
-    grads: dict[str, Any] = {"needs_grad": (data["gradients"],) * 3}
-    return Posed(
-        **same,
-        kv_len=data["seq_len"],
-        kv_layout=data["layout"],
-        mask=mask,
-        **fixed,
-        **grads,
-        **rest,
-    )
-
-
-def smallest(problem: Posed) -> str:
-    """A problem in one line, for a table."""
-    mask = problem.mask
-    parts = [f"P {len(problem.shards)}", f"B {problem.batch}", f"S {problem.seq_len}"]
-    parts += [
-        f"heads {problem.kv_heads * problem.group}:{problem.kv_heads}",
-        f"D {problem.head_dim}",
-        problem.dtype,
-        problem.layout,
-    ]
-    parts += ["causal" if mask.causal else "full"]
-    parts += [f"window {mask.window}"] * (mask.window is not None)
-    parts += [f"documents {mask.documents}"] * (mask.documents is not None)
-    parts += [f"scale {problem.softmax_scale}"] * (problem.softmax_scale is not None)
+def smallest(data: dict[str, Any]) -> str:
+    """Describe a problem, as plain data, in one line for a table."""
+    heads = data["kv_heads"]
+    parts = [f"P {len(data['shards'])}", f"B {data['batch']}", f"S {data['seq_len']}"]
+    parts += [f"heads {heads * data['group']}:{heads}", f"D {data['head_dim']}"]
+    parts += [data["dtype"], data["layout"], "causal" if data["causal"] else "full"]
+    parts += [f"window {data['window']}"] * (data["window"] is not None)
+    parts += [f"documents {tuple(data['documents'] or ())}"] * (data["documents"] is not None)
+    parts += [f"scale {data['softmax_scale']}"] * (data["softmax_scale"] is not None)
     return ", ".join(parts)

@@ -7,7 +7,6 @@ The cheapest number of ranks comes first, and what is found wrong there is not t
 from __future__ import annotations
 
 import json
-import os
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from studies.commands import ROOT, on_ranks, run
+from studies.commands import ROOT, on_ranks, outside, printed
 from studies.records import read_lines
 
 from conformance.libraries import Library
@@ -141,12 +140,13 @@ def _launch_all(
             setting = {"cells": cells, "right_gradients": right, "folder": str(folder), **how}
             (folder / "setting.json").write_text(json.dumps(setting))
             try:
-                printed = _launch(size, folder, limits.patience)
+                text = _launch(size, folder, limits.patience)
             except KeyboardInterrupt:
                 yield _told(folder)
                 raise
-            told = _told(folder) | _died(cells, size, folder, printed)
-        _log(limits.logs, cells, size, printed, told)
+            told = _told(folder) | _died(cells, size, folder, text)
+        with (limits.logs / "ranks.log").open("a") as file:
+            file.write(f"==== {size} ranks: {cells}\n{text}\n")
         yield told
         right += [
             name
@@ -165,7 +165,7 @@ def _told(folder: Path) -> Found:
     }
 
 
-def _died(cells: Sequence[Cell], size: int, folder: Path, printed: str) -> Found:
+def _died(cells: Sequence[Cell], size: int, folder: Path, text: str) -> Found:
     """The cell that a launch has died of; all of them where it came to none."""
     told, in_flight = _told(folder), folder / "in_flight.json"
     begun = [
@@ -176,49 +176,33 @@ def _died(cells: Sequence[Cell], size: int, folder: Path, printed: str) -> Found
     problem = {"problem": json.loads(in_flight.read_text())} if in_flight.exists() else {}
     if begun or told:
         return {
-            (line["library"], line["capability"]): _dead(line, printed) | problem for line in begun
+            (line["library"], line["capability"]): _dead(line, text) | problem for line in begun
         }
     blank = {"ranks": size, "gradients": False}
     return {
-        (name, capability): _dead({"library": name, "capability": capability, **blank}, printed)
+        (name, capability): _dead({"library": name, "capability": capability, **blank}, text)
         for name, capability in cells
     }
 
 
 def _launch(size: int, folder: Path, patience: float) -> str:
     """Run the laws with the setting in a folder; returns what the ranks printed."""
-    paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    variables = {
-        **os.environ,
-        "SP_CONFORMANCE": str(folder / "setting.json"),
-        "SP_WATCHDOG_S": str(EXAMPLE_SECONDS * patience),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(paths),
-    }
+    settings = {"SP_CONFORMANCE": str(folder / "setting.json")}
+    settings["SP_WATCHDOG_S"] = str(EXAMPLE_SECONDS * patience)
     quiet = ["-p", "no:cacheprovider", "-W", "ignore", "--sp-no-raw-replay", "-q"]
     seconds = LAUNCH_SECONDS * patience
     command = on_ranks(seconds, str(LAWS), *quiet, ranks=size)
-    with (folder / "printed").open("w") as printed:
-        run(command, ROOT, printed.fileno(), variables, seconds + ENDING_SECONDS)
-    return (folder / "printed").read_text(errors="replace")
+    return printed(command, ROOT, outside(**settings), seconds + ENDING_SECONDS)[1]
 
 
-def _dead(line: dict[str, Any], printed: str) -> dict[str, Any]:
+def _dead(line: dict[str, Any], output: str) -> dict[str, Any]:
     """The verdict of a cell that a launch has died of, or that failed outside the library."""
     cell = {name: line[name] for name in ("library", "capability", "ranks", "gradients")}
-    hung, alone = any(words in printed for words in HUNG), sorted(set(ALONE.findall(printed)))
+    hung, alone = any(words in output for words in HUNG), sorted(set(ALONE.findall(output)))
     slow = hung and len(alone) == line["ranks"]
     verdict = "slow" if slow else "hung" if hung else "crashed"
-    lines = [text.strip() for text in printed.splitlines() if text.strip()]
+    lines = [text.strip() for text in output.splitlines() if text.strip()]
     died, raised = ([text for text in lines if sign.match(text)] for sign in (DIED, RAISED))
     said = alone if slow else died or raised or lines[-1:]
     text = " ".join(said[0].removeprefix("E ").split())[:400] if said else "nothing was printed"
     return {**cell, "verdict": verdict, "examples": 0, "refused": 0, "error": 0.0, "states": text}
-
-
-def _log(logs: Path, cells: Sequence[Cell], size: int, printed: str, told: Found) -> None:
-    """Leave what is known so far, for a session that is ended early."""
-    with (logs / "ranks.log").open("a") as file:
-        file.write(f"==== {size} ranks: {cells}\n{printed}\n")
-    with (logs / "verdicts.jsonl").open("a") as file:
-        file.writelines(json.dumps(verdict) + "\n" for verdict in told.values())

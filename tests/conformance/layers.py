@@ -143,14 +143,9 @@ def told(problem: Layers) -> dict[str, Any]:
     return {**asdict(problem), "shards": [list(shard) for shard in problem.shards]}
 
 
-def posed(data: dict[str, Any]) -> Layers:
-    """Make a problem of plain data."""
-    return Layers(**{**data, "shards": tuple(map(tuple, data["shards"]))})
-
-
-def smallest(problem: Layers) -> str:
-    """Describe a problem in one line, for a table."""
-    parts = [f"P {len(problem.shards)}", f"B {problem.batch}", f"S {problem.seq_len}"]
-    parts += [f"E {problem.hidden}", f"F {problem.inner}", problem.dtype]
-    parts += ["bias"] * problem.bias + [f"{problem.frozen} frozen"] * bool(problem.frozen)
-    return ", ".join([*parts, *["twice"] * (problem.times > 1)])
+def smallest(data: dict[str, Any]) -> str:
+    """Describe a problem, as plain data, in one line for a table."""
+    parts = [f"P {len(data['shards'])}", f"B {data['batch']}", f"S {data['seq_len']}"]
+    parts += [f"E {data['hidden']}", f"F {data['inner']}", data["dtype"]]
+    parts += ["bias"] * data["bias"] + [f"{data['frozen']} frozen"] * bool(data["frozen"])
+    return ", ".join([*parts, *["twice"] * (data["times"] > 1)])

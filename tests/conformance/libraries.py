@@ -12,9 +12,8 @@ from typing import Any
 from conformance import attention, flash_standin, layers
 from conformance.adapters.yunchang_usp import degrees
 from conformance.attention import Needs, Positions
-from conformance.trial import Subject
 
-SUBJECTS: dict[str, Subject | ModuleType] = {"attention": attention, "layers": layers}
+SUBJECTS: dict[str, ModuleType] = {"attention": attention, "layers": layers}
 REFUSED, NOT_OFFERED = "refused", "not offered"
 
 
@@ -65,7 +64,7 @@ class Library:
     about: str = "attention"
 
     @property
-    def subject(self) -> Subject | ModuleType:
+    def subject(self) -> ModuleType:
         """Return what is on trial."""
         return SUBJECTS[self.about]
 

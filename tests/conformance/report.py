@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from studies import records
 from studies.records import table
 
 from conformance.launching import EXAMPLE_SECONDS
@@ -55,31 +54,11 @@ def digest(library: Library) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def write(folder: Path, document: Mapping[str, Any]) -> None:
-    """Write the Markdown and the JSON."""
-    records.write(folder, "REPORT", markdown(document), document)
-
-
 def read(folder: Path) -> dict[str, Any]:
     """Return the report in a folder; nothing where there is none of this version."""
     file = folder / "REPORT.json"
     found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     return found if found.get("schema_version") == SCHEMA else {}
-
-
-def known_cells(
-    report: Mapping[str, Any], names: Sequence[str]
-) -> dict[tuple[str, str], dict[str, Any]]:
-    """What a report says that was tried, of some libraries."""
-    columns = {
-        name: report["verdicts"][name] for name in names if name in report.get("verdicts", {})
-    }
-    return {
-        (name, cell): v
-        for name, column in columns.items()
-        for cell, v in column.items()
-        if "examples" in v
-    }
 
 
 def joined(old: Mapping[str, Any], new: Mapping[str, Any], order: Sequence[str]) -> dict[str, Any]:
@@ -207,8 +186,7 @@ def _machine(run: Mapping[str, Any]) -> str:
 
 def _cells(about: str, verdict: Mapping[str, Any]) -> list[str]:
     """What is told of one cell."""
-    subject = SUBJECTS[about]
-    problem = subject.smallest(subject.posed(verdict["problem"])) if "problem" in verdict else "-"
+    problem = SUBJECTS[about].smallest(verdict["problem"]) if "problem" in verdict else "-"
     alone = verdict.get("alone", "not tried") + (
         f"; {verdict['known']}" if "known" in verdict else ""
     )

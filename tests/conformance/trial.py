@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from hypothesis import settings, strategies as st
 from torch import Tensor
@@ -37,29 +37,6 @@ TRANSPORT = (
 )
 """Words of a process group in trouble: not of a library that refuses."""
 FINE, RAISED, STUCK = "fine", "raised", "stuck"
-
-
-class Case(Protocol):
-    """A problem as one rank sees it."""
-
-    def results(self, call: Callable[..., Any], variant: str, comm: Any) -> dict[str, Tensor]:
-        """Run a library; return what it gives this rank, by name."""
-
-    def expected(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return every result of this rank as it should be, and by how much it may be off."""
-
-
-class Subject(Protocol):
-    """What may be on trial; `conformance.attention` and `conformance.layers` are such modules."""
-
-    CAPABILITIES: dict[str, str]
-    FORWARD_ONLY: tuple[str, ...]
-    CALL: str
-    Case: Callable[[Any, int, int], Case]
-    problems: Callable[..., st.SearchStrategy[Any]]
-    told: Callable[[Any], dict[str, Any]]
-    posed: Callable[[dict[str, Any]], Any]
-    smallest: Callable[[Any], str]
 
 
 @dataclass(frozen=True)
@@ -85,7 +62,7 @@ class Trial:
     """The body of a capability's property; called on every rank.
 
     Args:
-        subject: what its problems are about.
+        subject: what its problems are about: `conformance.attention` or `conformance.layers`.
         adapter: how the library is called.
         variant: which of its functions.
         renew: makes a new process group after one has broken.
@@ -93,7 +70,7 @@ class Trial:
         seconds: after which no further problem is tried.
     """
 
-    subject: Subject | ModuleType
+    subject: ModuleType
     adapter: ModuleType
     variant: str
     renew: Callable[[Any], None]
@@ -166,7 +143,7 @@ class Trial:
         self.failure = self.failures[repr(problem)] = failure
         raise AssertionError(f"{failure['verdict']}: {problem}")
 
-    def _attempt(self, case: Case, comm: Any) -> tuple[Attempt, dict[str, Tensor]]:
+    def _attempt(self, case: Any, comm: Any) -> tuple[Attempt, dict[str, Tensor]]:
         try:
             return Attempt(), case.results(
                 getattr(self.adapter, self.subject.CALL), self.variant, comm
@@ -211,7 +188,7 @@ def judged(
     return trial.verdict()
 
 
-def worst(case: Case, results: dict[str, Tensor], rank: int) -> Error:
+def worst(case: Any, results: dict[str, Tensor], rank: int) -> Error:
     """The worst of this rank's results."""
     errors = [Error()]
     for what, (expected, allowed) in case.expected().items():

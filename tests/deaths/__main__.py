@@ -11,35 +11,47 @@ from __future__ import annotations
 
 import argparse
 import random
-import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from deaths.programs import rows, tried_program
 from deaths.report import Report
-from deaths.trial import drawn, library, tried, tried_fault
+from deaths.trial import drawn, tried, tried_fault
 from deaths.ways import PLACES, WAYS
 from kit.faults import CRASHES, FAULTS
-from studies.commands import ROOT
+from studies.commands import ROOT, mpi_library
+
+from benchmarks import launching
+from benchmarks.launching import Options, about, parse
+
+KNOWN = (*(fault.fault for fault in FAULTS), *CRASHES)
+OPTIONS: Options = {
+    "--ways": about(nargs="*", choices=tuple(WAYS), default=tuple(WAYS), help="default: all"),
+    "--places": about(nargs="*", choices=PLACES, default=PLACES, help="default: all"),
+    "--faults": about(nargs="*", choices=KNOWN, default=KNOWN, help="default: all"),
+    "--programs": about(
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="lose a rank of programs that are no test sessions (default: yes)",
+    ),
+    "--seed": about(type=int, help="draws the rank and the example of each death (default: any)"),
+    "--out": about(
+        type=Path,
+        default=ROOT / "reports" / "deaths",
+        help="folder (default: reports/deaths)",
+    ),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line.
-
-    Returns:
-        The exit code.
-    """
-    options = _parsed(arguments)
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-    )  # so that what was started is ended
+    """Run the command line; return the exit code."""
+    options = parse("nox -s deaths --", __doc__, OPTIONS, arguments)
     seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
-    report = Report(options.out, library())
+    report = Report(options.out, mpi_library())
     for way in options.ways:
         for place in options.places:
-            row, printed = tried(drawn(way, place, random.Random(f"{seed} {way} {place}")))
-            report.add("deaths", {**row, "seed": seed}, printed)
+            row, text = tried(drawn(way, place, random.Random(f"{seed} {way} {place}")))
+            report.add("deaths", {**row, "seed": seed}, text)
     for fault in options.faults:
         report.add("faults", *tried_fault(fault))
     for where, start in rows() if options.programs else ():
@@ -47,31 +59,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(report.faults > 0)
 
 
-def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="nox -s deaths --", description=__doc__)
-    known = [fault.fault for fault in FAULTS] + list(CRASHES)
-    parser.add_argument(
-        "--ways", nargs="*", choices=list(WAYS), default=list(WAYS), help="default: all"
-    )
-    parser.add_argument("--places", nargs="*", choices=PLACES, default=PLACES, help="default: all")
-    parser.add_argument("--faults", nargs="*", choices=known, default=known, help="default: all")
-    parser.add_argument(
-        "--programs",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="lose a rank of programs that are no test sessions (default: yes)",
-    )
-    parser.add_argument(
-        "--seed", type=int, help="draws the rank and the example of each death (default: any)"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=ROOT / "reports" / "deaths",
-        help="folder (default: reports/deaths)",
-    )
-    return parser.parse_args(arguments)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    launching.main(main)

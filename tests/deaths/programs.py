@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import tempfile
@@ -62,7 +61,7 @@ def rows() -> Iterator[tuple[str, str]]:
         yield from ((place, start) for start in starts)
 
 
-def launched(place: str, start: str) -> tuple[int, str, tuple[str, float]]:
+def launched(place: str, start: str) -> tuple[int | None, str, tuple[str, float]]:
     """Let a rank fail.
 
     Returns:
@@ -71,8 +70,7 @@ def launched(place: str, start: str) -> tuple[int, str, tuple[str, float]]:
     """
     of_mpi = start in ("mpiexec", "mpi4py")
     head = [find_mpiexec(), "-n", str(RANKS)] if of_mpi else []
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    variables = ENVIRONMENT | AS_ROOT | outside(PYTHONPATH=paths)
+    variables = ENVIRONMENT | AS_ROOT | outside()
     with tempfile.TemporaryDirectory(prefix="sp_core-") as folder:
         lost = Path(folder) / "lost"
         command = (*head, sys.executable, *STARTS[start], CASE, place, str(lost))
@@ -81,7 +79,7 @@ def launched(place: str, start: str) -> tuple[int, str, tuple[str, float]]:
     return code, text, (pid, time.time() - float(when))
 
 
-def wrong(place: str, start: str, code: int, text: str, pid: str) -> Iterator[str]:
+def wrong(place: str, start: str, code: int | None, text: str, pid: str) -> Iterator[str]:
     """What is wrong with the end of a launch, apart from its time."""
     if code == 0:
         yield "exit code 0"

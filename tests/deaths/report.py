@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from deaths.programs import BOUND, PLACES as PROGRAMS, STARTS
 from deaths.trial import EXAMPLE_SECONDS, MORE_SECONDS, PHASE_SECONDS, RANKS
 from deaths.ways import PLACES, WAYS
+from studies.records import table, write
 
-from benchmarks.files import write_json
 from benchmarks.launching import commit
 
 SHOWN_LINES = 80
@@ -62,15 +62,14 @@ class Report:
         rows = {_key(old): old for old in self._mine.get(kind, [])}
         rows[_key(row)] = {**row, **self._origin}
         self._mine[kind] = list(rows.values())
-        write_json(self._folder / "deaths.json", self._all, allow_nan=True)
-        (self._folder / "deaths.md").write_text(markdown(self._all))
+        write(self._folder, "deaths", markdown(self._all), self._all)
 
 
 def _key(row: dict[str, Any]) -> tuple[str, ...]:
     return tuple(row[name] for name in ("fault", "way", "place", "start") if name in row)
 
 
-def markdown(everything: dict[str, Rows]) -> str:
+def markdown(everything: dict[str, Rows]) -> list[str]:
     """The report for people."""
     lines = [HEAD]
     for library, told in everything.items():
@@ -88,13 +87,7 @@ def markdown(everything: dict[str, Rows]) -> str:
         )
         programs = _crossed(told.get("programs", []), "place", PROGRAMS, "start", STARTS)
         lines += ["", *programs, ""] if "programs" in told else [""]
-    return "\n".join(lines)
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
-    """Write a table in Markdown."""
-    for cells in (head, ["---"] * len(head), *rows):
-        yield f"| {' | '.join(map(str, cells))} |"
+    return lines
 
 
 def _summary(rows: list[dict[str, Any]]) -> str:
@@ -108,7 +101,7 @@ def _summary(rows: list[dict[str, Any]]) -> str:
 
 def _crossed(
     rows: list[dict[str, Any]], by: str, known: Iterable[str], over: str, heads: Iterable[str]
-) -> Iterator[str]:
+) -> list[str]:
     """Write rows as a table by one of their values over another."""
     cells = {(row[by], row[over]): _cell(row) for row in rows}
     used = [head for head in heads if any(head == there for _, there in cells)]

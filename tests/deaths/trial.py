@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
 import re
-import subprocess
 import sys
 import tempfile
 import time
 import uuid
-import xml.etree.ElementTree as ET
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,8 @@ from typing import Any
 from deaths.ways import RAISED, SILENT
 from kit.faults import CRASH_MINIMUM, CRASHES, FAULTS
 from kit.plugin import wanted
-from studies.commands import ROOT, run
+from studies import records
+from studies.commands import RANKS as FAULT_RANKS, ROOT, on_ranks, outside, printed
 
 RANKS = 3
 EXAMPLE_SECONDS, PHASE_SECONDS, MORE_SECONDS = 5.0, 20.0, 15.0
@@ -29,11 +27,12 @@ EXAMPLE_SECONDS, PHASE_SECONDS, MORE_SECONDS = 5.0, 20.0, 15.0
 
 What ending a launch may take beside.
 """
+LIMITS = {"SP_WATCHDOG_S": f"{EXAMPLE_SECONDS:g}", "SP_WATCHDOG_PHASE_S": f"{PHASE_SECONDS:g}"}
 LAUNCH_SECONDS = 120.0
 ENDING_SECONDS = 1.0
 """What was told to end, such as the MPI library's own helpers, may take so long to be gone."""
 Row = dict[str, Any]
-FAULT_RANKS, FAULT_SECONDS = 4, 500.0
+FAULT_SECONDS = 500.0
 CASE, FAULT_CASE = "tests/deaths/case_death.py", "tests/deaths/case_fault.py"
 OPTIONS = ("-q", "--color=no", "-p", "no:cacheprovider", *wanted())
 BEFORE, END, AFTER = "test_of_before", "test_of_the_end", "test_of_after"
@@ -74,17 +73,13 @@ def tried(death: Death) -> tuple[Row, str]:
         folder, mark = Path(name), uuid.uuid4().hex
         told = json.dumps({**asdict(death), "folder": name, "mark": mark})
         junit = f"--junitxml={folder / 'junit.xml'}"
-        code, printed = run_printing(launched(RANKS, LAUNCH_SECONDS, junit, CASE), SP_DEATH=told)
+        command = on_ranks(LAUNCH_SECONDS, *OPTIONS, junit, CASE, ranks=RANKS)
+        code, text = printed(command, ROOT, outside(**LIMITS, SP_DEATH=told), FAULT_SECONDS)
         lost = folder / "lost"
         seconds = time.time() - float(lost.read_text()) if lost.exists() else float("nan")
-        faults = [*judged(death, code, seconds, printed, folder), *left(folder, mark)]
-    return {**row_of(death), "seconds": round(seconds, 1), "faults": faults}, printed
-
-
-def row_of(death: Death) -> Row:
-    """Describe a death in the report."""
-    what = {"way": death.way, "place": death.place, "rank": death.rank, "from": death.first}
-    return {**what, "bound": death.bound}
+        faults = [*judged(death, code, seconds, text, folder), *left(folder, mark)]
+    row = {**asdict(death), "bound": death.bound}
+    return {**row, "seconds": round(seconds, 1), "faults": faults}, text
 
 
 def tried_fault(fault: str) -> tuple[Row, str]:
@@ -94,92 +89,70 @@ def tried_fault(fault: str) -> tuple[Row, str]:
         A row of the report, and what was printed.
     """
     begin = time.monotonic()
-    code, printed = run_printing(command_of(fault), SUT_FAULT=fault)
+    variables = outside(**LIMITS, SUT_FAULT=fault)
+    code, text = printed(command_of(fault), ROOT, variables, FAULT_SECONDS)
     known = {one.fault: one for one in FAULTS}.get(fault)
     minimum = CRASH_MINIMUM if known is None else f"{known.minimum}, seed=0"
     told = (
         ["RankFailure[RankCrashed"] if known is None else [f"RankFailure[{known.name}", known.told]
     )
-    found = [*re.findall(r"@example\((.*)\)", printed), ""]
-    wrong = [f"not said: {text}" for text in told if text not in printed]
+    found = [*re.findall(r"@example\((.*)\)", text), ""]
+    wrong = [f"not said: {words}" for words in told if words not in text]
     wrong += [] if found[0] == minimum else [f"smallest example: {minimum} was expected"]
     wrong += [] if code == 1 else [f"exit code {code}"]
-    starts = re.search(r"(\d+) launches", printed)
+    starts = re.search(r"(\d+) launches", text)
     row = {"fault": fault, "minimum": found[0], "launches": int(starts[1]) if starts else 1}
-    return {**row, "seconds": round(time.monotonic() - begin, 1), "faults": wrong}, printed
+    return {**row, "seconds": round(time.monotonic() - begin, 1), "faults": wrong}, text
 
 
 def command_of(fault: str) -> list[str]:
     """Return what is run: a fault that a rank dies of needs an engine outside the launch."""
     if fault not in CRASHES:
-        return launched(FAULT_RANKS, FAULT_SECONDS - 60, FAULT_CASE)
+        return on_ranks(FAULT_SECONDS - 60, *OPTIONS, FAULT_CASE)
     search = ("-m", "sp_core.testing.shrink_crash", "-n", str(FAULT_RANKS), "--losses", "12")
-    return [*search, FAULT_CASE, "--", *OPTIONS]
+    return [sys.executable, *search, FAULT_CASE, "--", *OPTIONS]
 
 
-def launched(ranks: int, seconds: float, *args: str) -> list[str]:
-    """Return the arguments of Python that launch a session."""
-    launch = ("-m", "sp_core.testing.launch", "-n", str(ranks), "--timeout", f"{seconds:g}", "--")
-    return [*launch, "python", "-m", "pytest", "--with-mpi", *OPTIONS, *args]
-
-
-def run_printing(arguments: Sequence[str], **variables: str) -> tuple[int | None, str]:
-    """Run Python with short limits.
-
-    Return its exit code, None where it had to be shot, and its output.
-
-    A mark in the variables is how what is left of the launch is found.
-    """
-    paths = [str(ROOT / "tests"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    limits = {"SP_WATCHDOG_S": f"{EXAMPLE_SECONDS:g}", "SP_WATCHDOG_PHASE_S": f"{PHASE_SECONDS:g}"}
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("SP_")}
-    kept |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **limits, **variables}
-    with tempfile.TemporaryFile("w+", errors="replace") as output:
-        code = run([sys.executable, *arguments], ROOT, output.fileno(), kept, FAULT_SECONDS)
-        output.seek(0)
-        return code, output.read()
-
-
-def judged(death: Death, code: int | None, seconds: float, printed: str, folder: Path) -> list[str]:
-    """What is wrong with a launch.
+def judged(
+    death: Death, code: int | None, seconds: float, text: str, folder: Path
+) -> Iterator[str]:
+    """Yield what is wrong with a launch.
 
     Args:
         death: what happened in it.
         code: its exit code; None where it had to be shot.
         seconds: from the loss to the end.
-        printed: by it.
+        text: that it printed.
         folder: with the JUnit file.
     """
-    return [*_ending(death, code, seconds), *_words(death, printed), *_results(death, folder)]
-
-
-def _ending(death: Death, code: int | None, seconds: float) -> Iterator[str]:
     if code is None:
         yield "it had to be shot"
     if code == 0:
         yield "exit code 0"
     if not seconds <= death.bound:
         yield f"{seconds:.0f} s to the end"
+    yield from _words(death, text)
+    yield from _results(death, folder)
 
 
-def _words(death: Death, printed: str) -> Iterator[str]:
+def _words(death: Death, text: str) -> Iterator[str]:
     """What the report does not name."""
     rank = death.rank
     alone = (
         rf"rank {rank} (died first|waits for nobody|is stopped|could not collect|left collection)"
     )
-    if not re.search(rf"{alone}|on rank {rank} of {RANKS}", printed):
+    if not re.search(rf"{alone}|on rank {rank} of {RANKS}", text):
         yield "no rank"
-    if (CASE if death.place == "collection" else f"{CASE}::{END}") not in printed:
+    if (CASE if death.place == "collection" else f"{CASE}::{END}") not in text:
         yield "no test"
     if death.in_body and not re.search(
-        rf"{END}\(nprocs={RANKS}, n=\d\)|@example\(nprocs={RANKS}, n={death.first}\)", printed
+        rf"{END}\(nprocs={RANKS}, n=\d\)|@example\(nprocs={RANKS}, n={death.first}\)", text
     ):
         yield "no example"
     wanted_line = (
         "last place: " if death.way in SILENT else r"(case_death|ways)\.py\"?(:|, line )\d+"
     )
-    if not re.search(wanted_line, printed):
+    if not re.search(wanted_line, text):
         yield "no stack"
 
 
@@ -188,19 +161,14 @@ def _results(death: Death, folder: Path) -> Iterator[str]:
     xml = folder / "junit.xml"
     if not xml.exists():
         yield "no JUnit file"
-        return
-    if death.place == "collection":
-        return
-    outcomes = {
-        case.get("name", ""): [bad.tag for bad in case]
-        for case in ET.parse(xml).getroot().iter("testcase")
-    }
-    if outcomes.get(BEFORE) != []:
-        yield "the test before is not in the JUnit file"
-    if not set(outcomes.get(END, [])) & {"failure", "error"}:
-        yield "the test is not red in the JUnit file"
-    if death.way in RAISED and outcomes.get(AFTER) != []:
-        yield "the session did not go on"
+    elif death.place != "collection":
+        red = {name.rpartition("::")[2]: bad is not None for name, bad in records.junit(xml)}
+        if red.get(BEFORE) is not False:
+            yield "the test before is not in the JUnit file"
+        if not red.get(END):
+            yield "the test is not red in the JUnit file"
+        if death.way in RAISED and red.get(AFTER) is not False:
+            yield "the session did not go on"
 
 
 def left(folder: Path, mark: str) -> Iterator[str]:
@@ -225,12 +193,3 @@ def _marked(mark: str) -> dict[str, str]:
                 words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
                 found[process.name] = " ".join(words).strip()
     return found
-
-
-def library() -> str:
-    """The MPI library that this Python uses."""
-    program = "from mpi4py import MPI; print(MPI.Get_library_version())"
-    said = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
-    ).stdout
-    return " ".join(said.splitlines()[0].split(",")[0].replace("\0", "").split())

@@ -9,7 +9,7 @@ explains it.
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import subprocess
 import sys
 import tarfile
@@ -17,11 +17,12 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from mpi4py_suite.results import KINDS, Run, read, report, rows
+from mpi4py_suite.results import KINDS, read, report, row
+from studies.commands import ROOT
+from studies.records import write
 
-from benchmarks.files import write_json
+from benchmarks.launching import Options, about, parse
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 GROUPS = {
     "collectives": (
         "test_cco_buf",
@@ -64,25 +65,22 @@ GROUPS = {
 DONE = "done"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line.
+OPTIONS: Options = {
+    "--ranks": about(type=int, nargs="*", default=[2, 4], help="default: 2 and 4"),
+    "--groups": about(nargs="*", choices=list(GROUPS), default=list(GROUPS), help="default: all"),
+    "--timeout": about(type=int, default=1800, help="seconds for one launch (default: 1800)"),
+    "--out": about(type=Path, default=ROOT / "reports" / "mpi4py", help="default: reports/mpi4py"),
+}
 
-    Returns:
-        The exit code.
-    """
-    options = _parsed(arguments)
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit code."""
+    options = parse("nox -s mpi4py --", __doc__, OPTIONS, arguments)
     folder = fetched(options.out)
-    for ranks in options.ranks:
-        for group in options.groups:
-            for kind in KINDS:
-                launched(
-                    folder,
-                    place(options.out, ranks, kind, group),
-                    ranks,
-                    kind,
-                    GROUPS[group],
-                    options.timeout,
-                )
+    for ranks, group, kind in itertools.product(options.ranks, options.groups, KINDS):
+        out = place(options.out, ranks, kind, group)
+        if not (out / DONE).exists():
+            launch(folder, out, ranks, kind, GROUPS[group], options.timeout)
     return concluded(options.out)
 
 
@@ -91,11 +89,17 @@ def concluded(out: Path) -> int:
 
     1 where a test ends otherwise and no reason is known, or none has passed.
     """
-    made = rows(found(out))
-    (out / "REPORT.md").write_text(report(made))
-    write_json(out / "REPORT.json", made)
-    print(report(made))
-    return int(any(row["unexplained"] or not row["checked"]["passed"] for row in made))
+    rows = []
+    for ranks in sorted(out.glob("*/[0-9]*")):
+        (about, plain), (_, checked) = (
+            read(sorted(done.parent for done in (ranks / kind).glob(f"*/{DONE}"))) for kind in KINDS
+        )
+        rows.append(row(about, int(ranks.name), plain, checked))
+    rows.sort(key=lambda row: (row["mpi"], row["ranks"]))
+    lines = report(rows)
+    write(out, "REPORT", lines, rows)
+    print(*lines, sep="\n")
+    return int(any(row["unexplained"] or not row["checked"]["passed"] for row in rows))
 
 
 def fetched(out: Path) -> Path:
@@ -127,52 +131,23 @@ def place(out: Path, ranks: int, kind: str, group: str) -> Path:
     return out / mpi / str(ranks) / kind / group
 
 
-def launched(
+def launch(
     folder: Path, out: Path, ranks: int, kind: str, modules: Sequence[str], timeout: int
 ) -> None:
-    """Run some modules, unless that has been done."""
-    if (out / DONE).exists():
-        return
+    """Run some modules."""
     out.mkdir(parents=True, exist_ok=True)
-    launch = ("-m", "sp_core.testing.launch", "-n", str(ranks), "--timeout", str(timeout), "--")
+    start = ("-m", "sp_core.testing.launch", "-n", str(ranks), "--timeout", str(timeout), "--")
     rank = ("python", "-m", "mpi4py_suite.rank", str(folder), kind, str(out), *modules)
     print(f"{ranks} ranks, {kind}: {' '.join(modules)}", flush=True)
     with (out / "output.txt").open("w") as output:
         subprocess.run(
-            [sys.executable, *launch, *rank],
+            [sys.executable, *start, *rank],
             cwd=out,
             stdout=output,
             stderr=subprocess.STDOUT,
             check=False,
         )
     (out / DONE).touch()
-
-
-def found(out: Path) -> dict[tuple[str, int], tuple[Run, Run]]:
-    """Every pair of runs that lies in a folder."""
-    runs: dict[tuple[str, int], tuple[Run, Run]] = {}
-    for ranks in sorted(out.glob("*/[0-9]*")):
-        plain, checked = (
-            read(sorted(path for path in (ranks / kind).glob("*") if (path / DONE).exists()))
-            for kind in KINDS
-        )
-        runs[plain.library[0], int(ranks.name)] = (plain, checked)
-    return runs
-
-
-def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="nox -s mpi4py --", description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4], help="default: 2 and 4")
-    parser.add_argument(
-        "--groups", nargs="*", choices=list(GROUPS), default=list(GROUPS), help="default: all"
-    )
-    parser.add_argument(
-        "--timeout", type=int, default=1800, help="seconds for one launch (default: 1800)"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "reports" / "mpi4py", help="default: reports/mpi4py"
-    )
-    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -5,15 +5,18 @@ from __future__ import annotations
 import fnmatch
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from studies.records import table
 
 from sp_core.testing.requests import UNCHECKED
 
 KINDS = ("plain", "checked")
 WORDS = ("passed", "skipped", "failed", "not run")
+WORST = ("failed", "not run", "passed", "skipped")
+"""A test ended on all ranks together as on the rank whose word comes first here."""
 KNOWN = {
     "test_comm.TestComm*.testPickle": "A checked communicator cannot be pickled: it holds "
     "requests that are under way.",
@@ -53,140 +56,76 @@ def is_known(name: str) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in KNOWN)
 
 
-@dataclass
-class Run:
-    """One launch, or several with the same ranks and communicators.
-
-    Attributes:
-        tests: what became of each test, all ranks together.
-        library: the MPI library, and the version of mpi4py.
-    """
-
-    tests: dict[str, Result] = field(default_factory=dict)
-    library: tuple[str, str] = ("", "")
-
-    @property
-    def modules(self) -> list[str]:
-        """The modules of mpi4py's tests that have run."""
-        return sorted({name.partition(".")[0] for name in self.tests if name.startswith("test_")})
-
-    @property
-    def counts(self) -> Counter[str]:
-        """How many tests ended in each way."""
-        return Counter(result.word for result in self.tests.values())
+Tests = dict[str, Result]
+"""What became of each test, all ranks together."""
 
 
-def merged(ranks: Sequence[Sequence[Result]]) -> dict[str, Result]:
-    """One result for each test.
-
-    Failed or not run where it is on any rank, skipped where it is on all.
-    """
-    seen = {
-        result.name: [{r.name: r for r in rank}.get(result.name) for rank in ranks]
-        for rank in ranks
-        for result in rank
+def merged(ranks: Sequence[Sequence[Result]]) -> Tests:
+    """Return one result for each test that any rank has come to."""
+    by_rank = [{result.name: result for result in rank} for rank in ranks]
+    return {
+        name: min(
+            (known.get(name, Result(name, "not run")) for known in by_rank),
+            key=lambda result: WORST.index(result.word),
+        )
+        for name in dict.fromkeys(result.name for rank in ranks for result in rank)
     }
-    return {name: _one(name, results) for name, results in seen.items()}
 
 
-def _one(name: str, results: Sequence[Result | None]) -> Result:
-    known = [result for result in results if result is not None]
-    failed = next((result for result in known if result.word == "failed"), None)
-    if failed is not None:
-        return failed
-    if len(known) < len(results):
-        return Result(name, "not run")
-    return next((result for result in known if result.word == "passed"), known[0])
+def read(folders: Iterable[Path]) -> tuple[list[str], Tests]:
+    """Return the MPI library with the version of mpi4py, and what launches have left in folders.
 
-
-def read(folders: Sequence[Path]) -> Run:
-    """What launches have left in their folders.
-
-    Tests that a rank did not come to are counted, without a name.
+    Tests that no rank came to have a number for a name.
     """
-    run = Run()
+    about, found = ["", ""], Tests()
     for folder in folders:
         lines = [
             [json.loads(line) for line in file.read_text().splitlines()]
             for file in sorted(folder.glob("rank*.jsonl"))
         ]
-        for name, version, number in [rank[0] for rank in lines][:1]:
+        if lines:
+            *about, number = lines[0][0]
             tests = merged([[Result(*line) for line in rank[1:]] for rank in lines])
-            run.library = (name, version)
-            run.tests |= tests | {
-                f"{folder.name} {n}": Result("", "not run") for n in range(number - len(tests))
-            }
-    return run
+            unknown = [f"{folder.name} {n}" for n in range(number - len(tests))]
+            found |= tests | {name: Result(name, "not run") for name in unknown}
+    return about, found
 
 
-Runs = Mapping[tuple[str, int], tuple[Run, Run]]
-"""By library and number of ranks a plain and a checked run."""
-
-
-def differences(plain: Run, checked: Run) -> list[tuple[Result, Result]]:
-    """The tests that do not end in the same way."""
-    missing = Result("", "not run")
-    names = sorted(plain.tests.keys() | checked.tests.keys())
-    pairs = [(plain.tests.get(name, missing), checked.tests.get(name, missing)) for name in names]
-    return [pair for pair in pairs if pair[0].word != pair[1].word]
-
-
-def unexplained(plain: Run, checked: Run) -> list[tuple[Result, Result]]:
-    """The differences that no known reason explains, and what was not run on checked ones."""
-    missing = [
-        (plain.tests.get(name, result), result)
-        for name, result in checked.tests.items()
-        if result.word == "not run"
-    ]
-    differing = [
-        pair
-        for pair in differences(plain, checked)
-        if not is_known(pair[1].name) or pair[1].word != "failed"
-    ]
-    return [*missing, *(pair for pair in differing if pair not in missing)]
-
-
-def rows(runs: Runs) -> list[dict[str, Any]]:
-    """What became of each pair of runs.
+def row(about: list[str], ranks: int, plain: Tests, checked: Tests) -> dict[str, Any]:
+    """Return what became of a plain and a checked run.
 
     How many tests ended in each way, and why those that did not pass.
     """
-    return [
-        _row(library, ranks, plain, checked)
-        for (library, ranks), (plain, checked) in sorted(runs.items())
-    ]
-
-
-def _row(library: str, ranks: int, plain: Run, checked: Run) -> dict[str, Any]:
-    results = checked.tests.values()
-    skipped = Counter(result.problem for result in results if result.word == "skipped")
+    words = {
+        name: [tests.get(name, Result(name, "not run")).word for tests in (plain, checked)]
+        for name in sorted({*plain, *checked})
+    }
+    differing = [(name, *each) for name, each in words.items() if each[0] != each[1]]
+    explained = {name for name, _, after in differing if is_known(name) and after == "failed"}
+    red = {name for name, *_ in differing} | {name for name in words if "not run" in words[name]}
+    skipped = Counter(one.problem for one in checked.values() if one.word == "skipped")
+    counts = [Counter(one.word for one in tests.values()) for tests in (plain, checked)]
     return {
-        "mpi": library,
-        "mpi4py": checked.library[1],
+        "mpi": about[0],
+        "mpi4py": about[1],
         "ranks": ranks,
-        "modules": checked.modules,
-        **{
-            kind: {word: run.counts[word] for word in WORDS}
-            for kind, run in zip(KINDS, (plain, checked), strict=True)
-        },
+        "modules": sorted({name.split(".")[0] for name in checked if name.startswith("test_")}),
+        **{kind: {word: n[word] for word in WORDS} for kind, n in zip(KINDS, counts, strict=True)},
         "skipped because": dict(sorted(skipped.items())),
-        "failed because": {one.name: one.problem for one in results if one.word == "failed"},
-        "differences": [
-            [after.name or before.name, before.word, after.word]
-            for before, after in differences(plain, checked)
-        ],
-        "unexplained": [after.name or before.name for before, after in unexplained(plain, checked)],
+        "failed because": {n: one.problem for n, one in checked.items() if one.word == "failed"},
+        "differences": differing,
+        "unexplained": sorted(red - explained),
     }
 
 
-def report(found: list[dict[str, Any]]) -> str:
-    """The report as Markdown, from the rows."""
-    table = ["| MPI | ranks | communicators | passed | skipped | failed | not run |"]
-    table.append("| --- " * 7 + "|")
-    for row in found:
-        for kind in KINDS:
-            cells = (row["mpi"], row["ranks"], kind, *(row[kind][word] for word in WORDS))
-            table.append(f"| {' | '.join(map(str, cells))} |")
+def report(found: list[dict[str, Any]]) -> list[str]:
+    """Return the lines of the report, from the rows."""
+    head = ("MPI", "ranks", "communicators", *WORDS)
+    cells = [
+        (row["mpi"], row["ranks"], kind, *(row[kind][word] for word in WORDS))
+        for row in found
+        for kind in KINDS
+    ]
     told = [(f"{row['mpi']}, {row['ranks']} ranks", row) for row in found]
     differing = [f"{where}: {name}" for where, row in told for name in row["unexplained"]]
     sections = {
@@ -207,10 +146,10 @@ def report(found: list[dict[str, Any]]) -> str:
             f"`{name}`: {why}." for name, why in sorted(UNCHECKED.items())
         ],
     }
-    lines = [HEAD, *table]
-    for head, items in sections.items():
-        lines += ["", head, "", *([f"- {item}" for item in items] or ["None."])]
-    return "\n".join(lines) + "\n"
+    lines = [HEAD, *table(head, cells)]
+    for title, items in sections.items():
+        lines += ["", title, "", *([f"- {item}" for item in items] or ["None."])]
+    return lines
 
 
 def _listed(told: list[tuple[str, dict[str, Any]]], what: str, mark: str = "") -> list[str]:

@@ -6,15 +6,11 @@ goes on after the last line. Exits with 1 where one failed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
-import signal
 import statistics
-import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +19,17 @@ from soak.runs import STAGES, Run, carried_out
 from studies.commands import RANKS, ROOT
 from studies.records import add_line, read_lines, table, write
 
-from benchmarks.launching import commit
+from benchmarks import launching
+from benchmarks.launching import Options, about, commit, parse
 
 LINES = "soak.jsonl"
-OPTIONS: dict[str, dict[str, Any]] = {
-    "--runs": {"type": int, "default": 50, "help": "without a load of its own"},
-    "--loaded": {"type": int, "default": 10, "help": "with a busy process on each core"},
-    "--jobs": {"type": int, "default": 1, "help": "runs at a time"},
-    "--seed": {"type": int, "help": "of the runs' seeds (default: that of the file, or any)"},
-    "--stages": {"nargs": "+", "choices": STAGES, "default": STAGES, "help": "default: all"},
-    "--tests": {"nargs": "+", "default": FILES, "metavar": "FILE", "help": "default: the laws"},
-    "--out": {"type": Path, "default": ROOT / "reports" / "soak", "help": "folder"},
+OPTIONS: Options = {
+    "--runs": about(type=int, default=50, help="without a load of its own"),
+    "--loaded": about(type=int, default=10, help="with a busy process on each core"),
+    "--seed": about(type=int, help="of the runs' seeds (default: that of the file, or any)"),
+    "--stages": about(nargs="+", choices=STAGES, default=STAGES, help="default: all"),
+    "--tests": about(nargs="+", default=FILES, metavar="FILE", help="default: the laws"),
+    "--out": about(type=Path, default=ROOT / "reports" / "soak", help="folder"),
 }
 KINDS = {
     "idle": "with nothing of their own beside them",
@@ -43,51 +39,26 @@ KINDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
-    parser = argparse.ArgumentParser(prog="nox -s soak --", description=__doc__)
-    for name, option in OPTIONS.items():
-        parser.add_argument(name, **option)
-    options = parser.parse_args(arguments)
-    # What was started is ended when this process is told to end.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    options = parse("nox -s soak --", __doc__, OPTIONS, arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     journal = options.out / LINES
     lines = read_lines(journal)
-    seed = seed_of(journal, lines, options.seed)
-    wanted = runs(seed, "idle", options.runs) + runs(seed, "loaded", options.loaded)
-    known = {(line["kind"], line["number"]): line for line in lines}
-    left = [run for run in wanted if run.key not in known]
-    print(f"seed {seed}: {len(left)} runs to go, {len(wanted) - len(left)} done", flush=True)
-
-    def one(run: Run) -> dict[str, Any]:
-        return carried_out(run, options.tests, options.stages, options.out)
-
-    # With one job in this thread, which an interruption reaches.
-    each = map if options.jobs == 1 else ThreadPoolExecutor(options.jobs).map
-    for run, ended in zip(left, each(one, left), strict=True):
-        known[run.key] = {"soak": seed, **ended, "commit": commit()}
-        add_line(journal, known[run.key])
+    seed = options.seed
+    if seed is None:
+        seed = lines[-1]["soak"] if lines else random.SystemRandom().randrange(2**31)
+    known = {Run(line["kind"], line["number"], line["seed"]): line for line in lines}
+    asked = [*runs(seed, "idle", options.runs), *runs(seed, "loaded", options.loaded)]
+    left = [run for run in asked if run not in known]
+    print(f"seed {seed}: {len(left)} runs to go, {len(asked) - len(left)} done", flush=True)
+    for run in left:
+        ended = carried_out(run, options.tests, options.stages, options.out)
+        known[run] = {"soak": seed, **ended, "commit": commit()}
+        add_line(journal, known[run])
         print(told(ended), flush=True)
-    chosen = [known[run.key] for run in wanted]
+    chosen = [known[run] for run in asked]
     plain = {"seed": seed, "cores": os.cpu_count(), "tests": list(options.tests), "runs": chosen}
     write(options.out, "soak", markdown(plain), plain)
     return int(any(run["verdict"] != "passed" for run in chosen))
-
-
-def seed_of(journal: Path, lines: Sequence[dict[str, Any]], given: int | None) -> int:
-    """Return the seed that the runs' seeds are drawn from.
-
-    Raises:
-        SystemExit: the file is of another soak.
-    """
-    found = {line["soak"] for line in lines}
-    if given is None:
-        given = next(iter(found), random.SystemRandom().randrange(2**31))
-    if found - {given}:
-        raise SystemExit(
-            f"{journal} is a soak with seed {found}, {given} was given. "
-            "Give that seed or another --out."
-        )
-    return given
 
 
 def runs(seed: int, kind: str, count: int) -> list[Run]:
@@ -148,4 +119,4 @@ def _row(run: dict[str, Any]) -> tuple[object, ...]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    launching.main(main)

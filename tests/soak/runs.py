@@ -6,16 +6,15 @@ import os
 import subprocess
 import sys
 import time
-import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kit.plugin import wanted
 from soak.laws import LEFT_OUT, THREADS_ONLY
-from studies.commands import RANKS, ROOT, on_ranks, run
+from studies.commands import RANKS, ROOT, on_ranks, printed
+from studies.records import junit
 
 STAGES = ("threads", "ranks")
 SECONDS = 900.0
@@ -24,8 +23,7 @@ SPIN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
 LONGEST = 300
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """What a run is to be.
 
     Args:
@@ -37,11 +35,6 @@ class Run:
     kind: str
     number: int
     seed: int
-
-    @property
-    def key(self) -> tuple[str, int]:
-        """What tells it from the others of a soak."""
-        return self.kind, self.number
 
 
 def carried_out(
@@ -65,7 +58,7 @@ def carried_out(
     )
     passed = all(tests.values()) and not any(failures.values())
     return {
-        **asdict(wanted_run),
+        **wanted_run._asdict(),
         "verdict": "passed" if passed else "failed",
         "seconds": seconds,
         "tests": tests,
@@ -85,27 +78,37 @@ def run_stage(
     """
     files = [file for file in files if stage == "threads" or file not in THREADS_ONLY]
     name, seed = f"{wanted_run.kind}-{wanted_run.number}-{stage}", wanted_run.seed
-    xml, log = folder / f"{name}.xml", folder / f"{name}.txt"
+    xml = folder / f"{name}.xml"
     xml.unlink(missing_ok=True)
     arguments = [*command(stage, seed, files), "-o", "junit_family=xunit1", f"--junitxml={xml}"]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "SP_PROFILE": "soak"}
     begin = time.monotonic()
-    with log.open("w") as output:
-        code = run(arguments, ROOT, output.fileno(), variables, SECONDS)
+    code, text = printed(arguments, ROOT, variables, SECONDS)
     seconds = round(time.monotonic() - begin, 1)
-    tests, failed = read_junit(xml)
+    tests = junit(xml)
+    failed = [(test, said, [test]) for test, said in tests if said is not None]
     if not failed and (code != 0 or not tests):
         ended = f"no end after {SECONDS:g} s" if code is None else f"exit code {code}"
-        said = " ".join(log.read_text(errors="replace").split())[-2 * LONGEST :]
-        failed = [(f"the {stage}", f"{ended}: {said}", files)]
-    if not failed:
-        log.unlink()
+        failed = [(f"the {stage}", f"{ended}: {' '.join(text.split())}", files)]
+    if failed:
+        (folder / f"{name}.txt").write_text(text)
+    else:
         xml.unlink()
     failures = [
-        {"stage": stage, "test": test, "words": words, "command": repeated(stage, seed, again)}
-        for test, words, again in failed
+        {
+            "stage": stage,
+            "test": test,
+            "words": short(said),
+            "command": repeated(stage, seed, ids),
+        }
+        for test, said, ids in failed
     ]
-    return seconds, tests, failures
+    return seconds, len(tests), failures
+
+
+def short(words: str) -> str:
+    """Return the beginning and the end of a long text."""
+    return words if len(words) <= 2 * LONGEST else f"{words[:LONGEST]} ... {words[-LONGEST:]}"
 
 
 def command(stage: str, seed: int, files: Sequence[str]) -> list[str]:
@@ -127,37 +130,12 @@ def repeated(stage: str, seed: int, tests: Sequence[str]) -> str:
     return f"SP_PROFILE=soak {launch}{pytest}"
 
 
-def read_junit(xml: Path) -> tuple[int, list[tuple[str, str, list[str]]]]:
-    """Return the number of tests, and of each failed one its id, words and what to run again."""
-    cases = [*ET.parse(xml).getroot().iter("testcase")] if xml.exists() else []
-    failed = []
-    for case in cases:
-        for bad in case.findall("failure") + case.findall("error"):
-            text = " ".join((bad.text or bad.get("message") or "").split())
-            short = text if len(text) <= 2 * LONGEST else f"{text[:LONGEST]} ... {text[-LONGEST:]}"
-            failed.append((_node_id(case), short, [_node_id(case)]))
-    return len(cases), failed
-
-
-def _node_id(case: ET.Element) -> str:
-    file = case.get("file") or ""
-    module = file.removesuffix(".py").replace("/", ".")
-    inner = (case.get("classname") or "").removeprefix(module).strip(".")
-    return "::".join(part for part in (file, *inner.split("."), case.get("name") or "") if part)
-
-
 @contextmanager
 def load(processes: int) -> Iterator[None]:
-    """Keep cores busy with processes that do nothing but take time.
-
-    Raises:
-        RuntimeError: one of them has ended too soon, so the load was smaller than said.
-    """
+    """Keep cores busy with processes that do nothing but take time."""
     spinning = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(processes)]
     try:
         yield
-        if any(one.poll() is not None for one in spinning):
-            raise RuntimeError("a process that was to keep a core busy has ended too soon")
     finally:
         for one in spinning:
             one.kill()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,19 @@ def add_line(path: Path, line: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
+def junit(path: Path) -> list[tuple[str, str | None]]:
+    """Return the id of each test in a JUnit file, and what went wrong in it, None where nothing."""
+    found: list[tuple[str, str | None]] = []
+    for case in ET.parse(path).getroot().iter("testcase") if path.exists() else ():
+        file = case.get("file", "")
+        inner = case.get("classname", "").removeprefix(file.removesuffix(".py").replace("/", "."))
+        parts = (file, *inner.strip(".").split("."), case.get("name", ""))
+        bad = [one for kind in ("failure", "error") for one in case.findall(kind)]
+        said = " ".join(" ".join(one.text or one.get("message") or "" for one in bad).split())
+        found.append(("::".join(filter(None, parts)), said if bad else None))
+    return found
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
     """Return the lines of a Markdown table."""
     ruler = ["---"] * len(head)
@@ -40,4 +54,4 @@ def write(folder: Path, name: str, lines: Iterable[str], plain: object) -> None:
     """Write `name`.md and `name`.json into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.md").write_text("\n".join(lines) + "\n")
-    (folder / f"{name}.json").write_text(json.dumps(plain, indent=1, allow_nan=False) + "\n")
+    (folder / f"{name}.json").write_text(json.dumps(plain, indent=1) + "\n")

@@ -250,7 +250,7 @@ def processes() -> list[Contestant]:
 
 def peers(world: Intracomm) -> Iterator[Contestant]:
     """Yield the peers; one that some rank cannot import is not installed on any."""
-    makers = (
+    makers: tuple[Callable[[], Attend], ...] = (
         functools.partial(make_torch_ring, "ALL_GATHER"),
         functools.partial(make_torch_ring, "ALL_TO_ALL"),
         make_deepspeed_ulysses,
@@ -280,7 +280,8 @@ def make_torch_ring(rotation: str) -> Attend:
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         ring._cp_options.rotate_method = method
-        return torch_ring.attend(q, k, v, layout="zigzag", causal=True, softmax_scale=None)
+        out: Tensor = torch_ring.attend(q, k, v, layout="zigzag", causal=True, softmax_scale=None)
+        return out
 
     return attend
 
