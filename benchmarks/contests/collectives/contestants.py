@@ -23,9 +23,10 @@ from benchmarks.contests.collectives import regret
 from benchmarks.contests.collectives.__main__ import OURS, heats
 from benchmarks.machine import facts
 from benchmarks.worker import Intracomm, Rank
-from sp_core.measuring import interleaved
+from sp_core.measuring import arguments, interleaved
 from sp_core.schedules import ALGORITHMS
 from tests.conformance.gloo import Gloo
+from tests.oracle.collective_cases import DEFINITIONS
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,7 @@ def plan(algorithm: str, dtype: torch.dtype = torch.float32, *, shared: bool = F
         x = field.x.to(dtype)
         x = in_shared_memory(x, field) if shared else x
         x = x.view(field.world.size, 1, -1) if field.op == "all_to_all" else x
-        named: dict[str, Any] = (
-            {"split_dim": 0, "concat_dim": 1} if field.op == "all_to_all" else {}
-        )
-        made = sp.plan(field.op, x, comm=comm, algorithm=algorithm, **named)
+        made = sp.plan(field.op, x, comm=comm, algorithm=algorithm, **arguments(field.op))
         if algorithm not in ("auto", made.algorithm):
             return None  # not on this communicator
         return Runner(
@@ -173,23 +171,6 @@ def memory_floor(field: Field) -> Runner | None:
     return Runner(call, partial(on_input, field, x, lambda: torch.from_numpy(mine + theirs)))
 
 
-def exchange(field: Field) -> Runner | None:
-    """Make our message to the next rank of a ring and one from the rank before, bound once."""
-    if field.op != "shift":
-        return None
-    comm = field.mesh["all"]
-    out = torch.zeros_like(field.x)
-    transport, size = comm.transport, comm.size
-    sends, recvs = (
-        transport.bind([((comm.rank + 1) % size, field.x)]),
-        transport.bind([((comm.rank - 1) % size, out)]),
-    )
-    return Runner(
-        lambda: sp.transport.wait(transport.post(sends, recvs, comm.next_tag()), comm.poll),
-        lambda: out,
-    )
-
-
 def gloo(field: Field) -> Runner | None:
     """torch.distributed's collectives over gloo, where this torch has them."""
     x, out = field.x, torch.zeros(field.received)
@@ -217,7 +198,7 @@ def gloo(field: Field) -> Runner | None:
 CONTESTANTS: dict[str, Maker] = {
     "library": library,
     "plan of the library": plan("mpi"),
-    **{name: plan(name) for name in OURS if name != "exchange"},
+    **{name: plan(name) for name in OURS},
     "window": plan("window", shared=True),
     "window, staged": plan("window"),
     "memory floor": memory_floor,
@@ -227,7 +208,6 @@ CONTESTANTS: dict[str, Maker] = {
     "bf16 segmented_ring": plan("segmented_ring", torch.bfloat16),
     "bf16 ring": plan("ring", torch.bfloat16),
     "bf16 window, staged": plan("window", torch.bfloat16),
-    "exchange": exchange,
     "gloo": gloo,
 }
 
@@ -237,21 +217,9 @@ def expected(field: Field) -> Tensor:
     everybody = [
         torch.from_numpy(x) for x in field.world.allgather(field.x.numpy().astype(np.float64))
     ]
-    rank, total = field.world.rank, torch.stack(everybody).sum(0)
-    match field.op:
-        case "all_gather":
-            return torch.cat(everybody)
-        case "shift":
-            return everybody[rank - 1]
-        case "all_to_all":
-            return torch.cat([x.chunk(field.world.size)[rank] for x in everybody])
-        case "reduce_scatter":
-            return total.chunk(field.world.size)[rank]
-        case "broadcast":
-            return everybody[0]
-        case "reduce":
-            return total if rank == 0 else total[:0]
-    return total
+    how = {"dim": 0, "offset": 1, "root": 0, "split_dim": 0, "concat_dim": 0}
+    wanted: Tensor = DEFINITIONS[field.op](everybody, how)[field.world.rank]
+    return wanted[:0] if field.op == "reduce" and field.world.rank else wanted
 
 
 def error_of(found: Tensor, wanted: Tensor) -> float:

@@ -16,7 +16,7 @@ import sp_core as sp
 from benchmarks.contests.netlab.__main__ import LIBRARY, STREAM, STREAM_BYTES, Setting
 from benchmarks.launching import Record
 from benchmarks.machine import environment
-from benchmarks.sample import undisturbed
+from benchmarks.sample import Span, makespans, race
 from benchmarks.worker import Intracomm, Rank
 from sp_core.attention import Logits
 from sp_core.collectives.plans import plan
@@ -133,27 +133,25 @@ def begin(world: Intracomm) -> tuple[float, float]:
     return start, time.perf_counter() - start
 
 
-def sample(world: Intracomm, step: Step) -> float:
-    """Return seconds from the common beginning to the last end; of some tries the least late."""
-    tries: list[tuple[float, float]] = []
+def sample(world: Intracomm, step: Step) -> Span:
+    """Time a step of this rank from the common beginning on; of some tries take the least late."""
+    tries: list[tuple[float, float, float]] = []
     for _ in range(TRIES):
         start, late = begin(world)
         step()
-        ranks: list[tuple[float, float]] = world.allgather((time.perf_counter(), late))
-        tries.append((max(late for _, late in ranks), max(end for end, _ in ranks) - start))
+        end = time.perf_counter()
+        tries.append((max(world.allgather(late)), start, end))
         if tries[-1][0] < LATE_SECONDS:
             break
-    return min(tries)[1]
+    _, start, end = min(tries)
+    return start, end
 
 
 def rounds(setting: Setting, world: Intracomm, steps: dict[str, Step]) -> dict[str, list[float]]:
     """Return samples of all contestants, who take turns; the first round only warms up."""
-    with undisturbed():
-        found = [
-            {name: sample(world, step) for name, step in steps.items()}
-            for _ in range(setting.rounds + 1)
-        ][1:]
-    return {name: [one[name] for one in found] for name in steps}
+    runners = {name: partial(sample, world, step) for name, step in steps.items()}
+    spans = race(world, runners, setting.rounds + 1, seed=0)
+    return {name: makespans(by_rank)[1:] for name, by_rank in spans.items()}
 
 
 def check_all(comm: sp.Communicator, *, library: bool) -> int:
