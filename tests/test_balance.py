@@ -7,51 +7,48 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
 import sp_core as sp
 from benchmarks.contests import balance as command
-from benchmarks.contests.balance import ATTENTION, MODEL, Setting, attention_operations
+from benchmarks.contests.balance import ATTENTION, attention_operations
 from benchmarks.contests.contest import Wrong
 from sp_core.llama import create
-from sp_core.llama.unequal import compute, work_of
+from sp_core.llama.unequal import compute
 from sp_core.scheduling.plan import imbalance
 from sp_core.testing import run_threads
 
-SIZES = {"hidden_size": 16, "intermediate_size": 20, "num_attention_heads": 2, "head_dim": 8}
-SMALL = Setting(rounds=2, most=40, model={**MODEL, **SIZES, "num_key_value_heads": 1})
+SOME = command.workload()[::18]
 
 
 def test_what_is_counted_while_computing_is_what_the_cost_model_says() -> None:
     """For every policy, to the last operation, on one rank; a plan that leaves one out is seen."""
-    setting = msgspec.structs.replace(SMALL, ranks=1, most=6)
+    few = SOME[::7]
 
     def body(comm: Any) -> None:
         with sp.Mesh(comm, ring=1, check="off") as mesh:
-            model = create(setting.config, mesh)
-            for plan in setting.plans().values():
+            model = create(command.CONFIG, mesh)
+            for plan in command.plans(few, 1).values():
                 known = {ATTENTION: attention_operations}
                 with FlopCounterMode(display=False, custom_mapping=known) as counter:
-                    compute(model, setting.sequences(), plan)
-                assert [counter.get_total_flops()] == setting.predicted(plan)["loads"]
+                    compute(model, few, plan)
+                assert [counter.get_total_flops()] == command.predicted(plan)["loads"]
 
     run_threads(1, body)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_workload_is_balanced_by_plan_and_naive_policies_are_not(ranks: int) -> None:
-    setting = Setting(ranks=ranks)
-    work = work_of(setting.config)
-    shares = {name: imbalance(plan.loads(work)) for name, plan in setting.plans().items()}
+    found = command.planned(command.workload(), ranks)["planned"]
+    shares = {name: imbalance(policy["loads"]) for name, policy in found.items()}
     assert max(shares["balanced"], shares["dynamic"]) < command.BOUND
     assert min(shares["contiguous"], shares["round_robin"]) > command.BOUND
 
 
 def record() -> dict[str, Any]:
     """As of a launch in which the balanced policy took half the time of the others."""
-    known = command.planned(SMALL)
+    known = {"setting": {"ranks": 2}, **command.planned(SOME, 2)}
     policies = {
         name: {
             "counted": plan["loads"],

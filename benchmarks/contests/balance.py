@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -53,7 +52,7 @@ ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 SHORTER = 64
 """The length of a sequence is that of its file in bytes over this, rounded up."""
 
-MODEL = {
+MODEL: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 64,
     "intermediate_size": 176,
@@ -67,42 +66,26 @@ MICRO_BATCHES = (1, 2, 4, 8)
 TOKENS, SAMPLES = 512, 5
 
 
-class Setting(msgspec.Struct, frozen=True):
-    """What a launch does.
+CONFIG = LlamaConfig(**MODEL)
 
-    Args:
-        ranks: of the launch.
-        rounds: in which the policies take turns; 0 counts operations and times nothing.
-        most: sequences that are taken from the workload, evenly spread; 0 for all.
-        model: the sizes of the LLaMA.
-    """
 
-    ranks: int = 2
-    rounds: int = 6
-    most: int = 0
-    model: dict[str, Any] = msgspec.field(default_factory=lambda: dict(MODEL))
+def workload() -> list[list[int]]:
+    """Return the tokens of each sequence, which are bytes."""
+    return [list(text[: -(-len(text) // SHORTER)]) for text in source_files()]
 
-    @property
-    def config(self) -> LlamaConfig:
-        """Return the architecture."""
-        return LlamaConfig(**self.model)
 
-    def sequences(self) -> list[list[int]]:
-        """Return the tokens of each sequence, which are bytes."""
-        texts = [list(text[: -(-len(text) // SHORTER)]) for text in source_files()]
-        return texts if not self.most else texts[:: max(len(texts) // self.most, 1)][: self.most]
+def plans(sequences: Sequence[Sequence[int]], ranks: int) -> dict[str, Plan]:
+    """Return what each policy makes of sequences."""
+    lengths, work = [len(tokens) for tokens in sequences], work_of(CONFIG)
+    return {name: policy(lengths, ranks, work) for name, policy in POLICIES.items()}
 
-    def plans(self) -> dict[str, Plan]:
-        """Return what each policy makes of the workload."""
-        lengths, work = [len(tokens) for tokens in self.sequences()], work_of(self.config)
-        return {name: policy(lengths, self.ranks, work) for name, policy in POLICIES.items()}
 
-    def predicted(self, plan: Plan) -> Record:
-        """Return the loads by the cost model, and the share of time that is worth its while."""
-        work = work_of(self.config)
-        loads = plan.loads(work)
-        useful = plan.useful(work) / (max(loads) * plan.size) if max(loads) else 1.0
-        return {"loads": list(loads), "sharded": len(plan.sharded), "useful_share": useful}
+def predicted(plan: Plan) -> Record:
+    """Return the loads by the cost model, and the share of time that is worth its while."""
+    work = work_of(CONFIG)
+    loads = plan.loads(work)
+    useful = plan.useful(work) / (max(loads) * plan.size) if max(loads) else 1.0
+    return {"loads": list(loads), "sharded": len(plan.sharded), "useful_share": useful}
 
 
 def attention_operations(
@@ -126,15 +109,15 @@ def count(model: Llama, sequences: list[list[int]], plan: Plan) -> tuple[int, Te
     return counter.get_total_flops(), collect(model, rows, len(sequences))
 
 
-def measure(values: Any, rank: Rank) -> Record:
+def measure(setting: Record, rank: Rank) -> Record:
     """Carry out one launch."""
-    setting, world = msgspec.convert(values, Setting), rank.world
-    sequences = setting.sequences()
-    plans = {name: plan for name, plan in setting.plans().items() if name != NOT_RUN}
+    world, sequences = rank.world, workload()
+    made = plans(sequences, world.size)
+    del made[NOT_RUN]
     with Mesh(world, check="off", ring=world.size) as mesh:
         said = facts(world, mesh.device, mesh["ring"].transport.name)
-        model = create(setting.config, mesh)
-        counted = {name: count(model, sequences, plan) for name, plan in plans.items()}
+        model = create(CONFIG, mesh)
+        counted = {name: count(model, sequences, plan) for name, plan in made.items()}
         whole = counted[WHOLE][1]
         unit = torch.finfo(whole.dtype).eps / 2
         limit = 2 * max(map(len, sequences)) ** 0.5 * unit * float(whole.abs().max())
@@ -153,21 +136,21 @@ def measure(values: Any, rank: Rank) -> Record:
             compute(model, sequences, plan)
             return start, time.perf_counter()
 
-        if setting.rounds:
-            runners = {name: partial(sample, plans[name]) for name in sorted(plans)}
-            for name, spans in race(world, runners, setting.rounds, 0).items():
+        if setting["rounds"]:
+            runners = {name: partial(sample, made[name]) for name in sorted(made)}
+            for name, spans in race(world, runners, setting["rounds"], 0).items():
                 policies[name]["spans_s"] = spans
-    stages = bubbles(setting, world) if setting.rounds else []
+    stages = bubbles(world) if setting["rounds"] else []
     return {**said, "policies": policies, "bubbles": stages}
 
 
-def bubbles(setting: Setting, world: Intracomm) -> list[Record]:
+def bubbles(world: Intracomm) -> list[Record]:
     """Return the share of waiting by the clock, by counting slots, and by formula.
 
     The waiting of a stage is what its counters say: of hidden states, and in the end of the logits,
     which the last stage hands out.
     """
-    config = LlamaConfig(**setting.model | {"num_hidden_layers": 2 * world.size})
+    config = LlamaConfig(**MODEL | {"num_hidden_layers": 2 * world.size})
     with Mesh(world, check="off", pp=world.size) as mesh:
         model = create(config, mesh)
         return [
@@ -233,18 +216,17 @@ def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
     measure, launch = "benchmarks.contests.balance:measure", Launch(timeout=options.timeout)
     entries = []
     for ranks in numbers_of_ranks(options.ranks):
-        setting = Setting(ranks, options.rounds if ranks <= cores() else 0)
-        known = planned(setting)
+        setting = {"ranks": ranks, "rounds": options.rounds if ranks <= cores() else 0}
+        known = {"setting": setting, **planned(workload(), ranks)}
         entries.append(Entry(f"P = {ranks}", ranks, measure, setting, launch, known))
     return {}, entries
 
 
-def planned(setting: Setting) -> Record:
+def planned(sequences: Sequence[Sequence[int]], ranks: int) -> Record:
     """Return what is known of a launch before: its sequences, and each policy's predictions."""
-    lengths = list(map(len, setting.sequences()))
-    found = {name: setting.predicted(plan) for name, plan in setting.plans().items()}
-    sizes = {"sequences": len(lengths), "tokens": sum(lengths)}
-    return {"setting": msgspec.structs.asdict(setting), **sizes, "planned": found}
+    found = {name: predicted(plan) for name, plan in plans(sequences, ranks).items()}
+    tokens = sum(map(len, sequences))
+    return {"sequences": len(sequences), "tokens": tokens, "planned": found}
 
 
 def throughput(record: Record, name: str) -> Interval | None:
