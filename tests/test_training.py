@@ -42,9 +42,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     folder = tmp_path_factory.mktemp("alone")
 
     def run(dtype: str) -> dict[str, Any]:
-        return run_threads(1, lambda comm: run_alone(comm, dtype, SMALL, folder, lambda *_: None))[
-            0
-        ]
+        return run_threads(1, lambda comm: run_alone(comm, dtype, SMALL, folder))[0]
 
     curves = {dtype: run(dtype) for dtype in DTYPES}
     assert all(0 < curve["worst"] <= 1 for curve in curves.values())
@@ -54,9 +52,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 def judged(place: Place, dtype: str, alone: tuple[Path, dict[str, Any]]) -> list[str]:
     """What is wrong with a mesh."""
     folder, curves = alone
-    record = run_threads(
-        2, lambda comm: run_place(comm, place, dtype, SMALL, folder, lambda *_: None)
-    )[0]
+    record = run_threads(2, lambda comm: run_place(comm, place, dtype, SMALL, folder))[0]
     return complaints(record, curves[dtype])
 
 
@@ -164,7 +160,7 @@ def test_a_session_trains_alone_first_and_stops_if_that_fails(
 ) -> None:
     """A planted fault leaves the committed result alone."""
     losses = [5.0, 4.0, 3.0]
-    curve = {"losses": losses, "norms": losses, "perturbed": [losses], "worst": 0.5}
+    curve = {"losses": losses, "perturbed": [losses], "worst": 0.5}
     curves = {dtype: {"dtype": dtype, **curve} for dtype in DTYPES}
     worst = dict.fromkeys(("loss", "gradients", "norm", "clipped norm"), (0.5, "loss"))
     runs = [

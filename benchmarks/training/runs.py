@@ -23,7 +23,7 @@ from torch import Tensor
 from benchmarks.training.setting import DTYPES, Place, Setting, planted
 from benchmarks.worker import Rank
 from sp_core.collectives.api import all_reduce
-from sp_core.llama import Llama, byte_tokenizer, create, load, save
+from sp_core.llama import Llama, create, load, save
 from sp_core.llama.model import checkpoint_name
 from sp_core.llama.train import Layout, Step, backward, train_step
 from sp_core.mesh import Mesh
@@ -32,16 +32,16 @@ from sp_core.sharding import Sharding
 from sp_core.testing.tolerance import bound, error_ratio
 from tests.oracle import reference
 
-MODEL, WEIGHTS = "model", "model.safetensors"
-Told = Callable[[str, int, int], None]
-"""Called with what is going on, and how much of how much is done."""
-
+WEIGHTS = "model.safetensors"
 Worst = dict[str, tuple[float, str]]
 """By kind of result the worst error over its bound, and where it was."""
 
 
 def trained(
-    model: Llama, setting: Setting, layout: Layout, before: Callable[[int], None]
+    model: Llama,
+    setting: Setting,
+    layout: Layout,
+    before: Callable[[int], None] = lambda step: None,
 ) -> list[Step]:
     """Train a model; `before` is called before every step and at the end."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=setting.learning_rate, fused=True)
@@ -74,9 +74,7 @@ def step_name(step: int) -> str:
     return f"step-{step:04}"
 
 
-def run_place(
-    comm: Any, place: Place, dtype: str, setting: Setting, alone: Path, tell: Told
-) -> dict[str, Any]:
+def run_place(comm: Any, place: Place, dtype: str, setting: Setting, alone: Path) -> dict[str, Any]:
     """Train on a mesh from the first step to the last, then compare from one rank's weights.
 
     Args:
@@ -85,24 +83,19 @@ def run_place(
         dtype: of weights and arithmetic.
         setting: the run.
         alone: where ``run_alone`` has left what one rank did.
-        tell: told what is going on.
 
     Returns:
-        The record: losses and norms of all steps; for each kind of result the worst error over
+        The record: losses of all steps; for each kind of result the worst error over
         bound and where it was; and how far apart replicas of a weight are in the end, which should
         be 0.
     """
     layout: Layout = getattr(Sharding, place.layout)
-    what = f"{place.name}, {dtype}"
     how: Any = {"scheme": place.scheme, "tp_sp": place.tp_sp}
     with Mesh(comm, check="off", **place.axes) as mesh:
         model = create(setting.config, mesh, seed=setting.seed, dtype=getattr(torch, dtype), **how)
-        curve = trained(
-            model, setting, layout, lambda step: tell(f"{what}: training", step, setting.steps)
-        )
+        curve = trained(model, setting, layout)
         worst: Worst = {}
         for step in setting.checkpoints:
-            tell(f"{what}: comparing gradients", step, setting.steps)
             folder = alone / dtype / step_name(step)
             again = load(folder, mesh, **how)
             found = gradients(again, setting.batch(step), setting.max_norm, layout)
@@ -115,7 +108,6 @@ def run_place(
             "layout": place.layout,
             "dtype": dtype,
             "losses": [step.loss for step in curve],
-            "norms": [step.norm for step in curve],
             "worst": worst,
             "apart": apart(model),
         }
@@ -154,7 +146,7 @@ def apart(model: Llama) -> float:
     return greatest
 
 
-def run_alone(comm: Any, dtype: str, setting: Setting, folder: Path, tell: Told) -> dict[str, Any]:
+def run_alone(comm: Any, dtype: str, setting: Setting, folder: Path) -> dict[str, Any]:
     """Train on one rank, and leave weights, gradients and their scales in `folder/dtype`.
 
     Args:
@@ -162,40 +154,32 @@ def run_alone(comm: Any, dtype: str, setting: Setting, folder: Path, tell: Told)
         dtype: of weights and arithmetic.
         setting: the run.
         folder: where things go.
-        tell: told what is going on.
 
     Returns:
-        The curve, the perturbed ones, and the worst error over bound of the gradients.
+        The losses, those of perturbed runs, and the worst error over bound of the gradients.
     """
     out = folder / dtype
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     with Mesh(comm, check="off", tp=1) as mesh:
 
-        def run(seed: int | None) -> list[Step]:
+        def run(seed: int | None) -> list[float]:
             model = create(setting.config, mesh, seed=setting.seed, dtype=getattr(torch, dtype))
             if seed is not None:
                 move_by_one_ulp(model, seed)
 
             def before(step: int) -> None:
-                tell(f"one rank, {dtype}: training", step, setting.steps)
                 if seed is None and step in setting.checkpoints:
                     save(model, out / step_name(step))
 
-            seen = trained(model, setting, Sharding.zigzag, before)
-            if seed is None:
-                save(model, out / MODEL, tokenizer=byte_tokenizer())
-            return seen
+            steps = trained(model, setting, Sharding.zigzag, before)
+            return [step.loss for step in steps]
 
-        curve = run(None)
-        others = [[step.loss for step in run(seed)] for seed in range(setting.perturbed)]
+        losses, *others = (run(seed) for seed in (None, *range(setting.perturbed)))
         worst = 0.0
         for step in setting.checkpoints:
-            tell(f"one rank, {dtype}: gradients in float64", step, setting.steps)
             worst = max(worst, _keep_gradients(mesh, out / step_name(step), setting, step))
-    losses, norms = [step.loss for step in curve], [step.norm for step in curve]
-    found = {"losses": losses, "norms": norms, "perturbed": others, "worst": worst}
-    return {"dtype": dtype, **found}
+    return {"dtype": dtype, "losses": losses, "perturbed": others, "worst": worst}
 
 
 @torch.no_grad()
@@ -252,9 +236,9 @@ def measure(job: dict[str, Any], rank: Rank) -> dict[str, Any]:
     setting, folder = msgspec.convert(job["setting"], Setting), Path(job["folder"])
     if job["place"] is None:
         dtype = DTYPES[rank.world.rank]
-        curve = run_alone(MPI.COMM_SELF, dtype, setting, folder, rank.tell)
+        curve = run_alone(MPI.COMM_SELF, dtype, setting, folder)
         return {"curves": dict(zip(DTYPES, rank.world.allgather(curve), strict=True))}
     place = msgspec.convert(job["place"], Place)
     with planted(job["fault"]) if job["fault"] else contextlib.nullcontext():
-        runs = [run_place(rank.world, place, dtype, setting, folder, rank.tell) for dtype in DTYPES]
+        runs = [run_place(rank.world, place, dtype, setting, folder) for dtype in DTYPES]
     return {"runs": runs}
