@@ -339,7 +339,7 @@ def step(case: Case) -> str:
 
 def show(screen: Console, done: Sequence[Outcome], options: argparse.Namespace) -> None:
     """Print the tables and where the files are, and draw the plot."""
-    for _, outcomes in plots.grouped(done, lambda one: DTYPES.index(one.record.case.dtype)):
+    for _, outcomes in derive.grouped(done, lambda one: DTYPES.index(one.record.case.dtype)):
         tables.show(screen, table(outcomes, options.device))
     timed = [outcome.record for outcome in done if outcome.record.seconds]
     if timed:
@@ -352,7 +352,7 @@ def draw(records: Sequence[Record], path: Path, device: str) -> None:
     """Draw time and speed-up of each dtype against P into one picture."""
     from matplotlib.figure import Figure
 
-    by_dtype = plots.grouped(records, lambda record: record.case.dtype)
+    by_dtype = derive.grouped(records, lambda record: record.case.dtype)
     series = {dtype: derive.rows(found) for dtype, found in by_dtype}
     with style.styled():
         figure = Figure(figsize=(10, 4.8), layout="constrained")

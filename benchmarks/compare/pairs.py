@@ -28,6 +28,7 @@ from benchmarks.compare.rule import (
 )
 from benchmarks.files import write_json
 from benchmarks.records import MEASURED, Record, read
+from benchmarks.reporting.derive import grouped
 from benchmarks.statistics import exact_interval
 
 Place = tuple[str, int, str]
@@ -84,12 +85,9 @@ def places(stage: str, sides: Sequence[str] = SIDES) -> Iterator[Place]:
     return ((stage, index, side) for index in range(STAGES[stage]) for side in sides)
 
 
-def grouped(records: Iterable[Record]) -> dict[Key, Group]:
+def groups_of(records: Iterable[Record]) -> dict[Key, Group]:
     """Return the records by what they measure."""
-    found: dict[Key, list[Record]] = {}
-    for record in records:
-        found.setdefault(record.key, []).append(record)
-    return {name: Group(some) for name, some in found.items()}
+    return {name: Group(some) for name, some in grouped(records, lambda record: record.key)}
 
 
 def build(folder: Path, *, listed: Listed, **facts: Any) -> Result:
@@ -101,7 +99,7 @@ def build(folder: Path, *, listed: Listed, **facts: Any) -> Result:
         facts: the fields of a `Result` that only the caller knows.
     """
     reading = read(folder / RECORDS)
-    groups = grouped(reading.records)
+    groups = groups_of(reading.records)
     names = sorted(listed["base"] | listed["head"])
     rows = [assess(name, groups.get(name, Group([])), listed) for name in names]
     for row in rows:

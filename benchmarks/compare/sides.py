@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.cases.setting import Setting
-from benchmarks.compare.pairs import SIDES, STAGES, coin, grouped
+from benchmarks.compare.pairs import SIDES, STAGES, coin, groups_of
 from benchmarks.compare.rule import Key, Told
 from benchmarks.launching import ROOT, Launch, Progress, UsageError, commit, git
 from benchmarks.record import Plan, listing, run_launch
@@ -157,7 +157,7 @@ class Session:
     def run(self, keys: set[Key]) -> None:
         """Measure both stages: all cases in the first, those that look changed in the second."""
         self._stage("screen", keys)
-        groups = grouped(self._records())
+        groups = groups_of(self._records())
         self._stage("confirm", {key for key in keys & {*groups} if groups[key].is_suspicious})
 
     def _stage(self, stage: str, keys: set[Key]) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, TypeVar
 
 from benchmarks.records import Case, Record
 from benchmarks.records.types import Traffic
 
+T = TypeVar("T")
 CAVEATS = ("oversubscribed", "shared GPU", "skew-limited")
 """Flags of rows whose time says nothing about scaling."""
 
@@ -62,6 +65,7 @@ class Row:
         peak_bytes: of the rank that held most.
         imbalance: the slowest rank's median over the mean.
         flags: why to read the row with care.
+        phases: seconds of each part of a step, the mean over the ranks.
     """
 
     case: Case
@@ -77,7 +81,7 @@ class Row:
     peak_bytes: int | None
     imbalance: float
     flags: tuple[str, ...]
-    phases: dict[str, float] = field(default_factory=dict)
+    phases: dict[str, float]
 
     @property
     def id(self) -> str:
@@ -115,19 +119,24 @@ def by_setting(records: Iterable[Record]) -> dict[Setting, list[Record]]:
 
 def rows(records: Iterable[Record]) -> list[Row]:
     """Return a row for each measured case and number of ranks, in this order."""
-    launches: dict[tuple[str, int], list[Record]] = {}
-    for record in records:
-        if record.seconds:
-            launches.setdefault(record.key, []).append(record)
+    measured = [record for record in records if record.seconds]
+    launches = [group for _, group in grouped(measured, lambda record: record.key)]
     fewest: dict[str, tuple[int, float]] = {}
-    for (case, ranks), group in sorted(launches.items()):
+    for group in launches:
+        case, ranks = group[0].key
         fewest.setdefault(case, (ranks, statistics.median(r.seconds for r in group)))
-    return [_row(group, *fewest[case]) for (case, _), group in sorted(launches.items())]
+    return [_row(group, *fewest[group[0].case.id]) for group in launches]
+
+
+def grouped(things: Iterable[T], name: Callable[[T], Any]) -> Iterator[tuple[Any, list[T]]]:
+    """Yield the things of each name, in the order of the names."""
+    for key, group in groupby(sorted(things, key=name), key=name):
+        yield key, list(group)
 
 
 def _row(group: list[Record], fewest: int, slowest: float) -> Row:
     last, seconds = group[-1], statistics.median(r.seconds for r in group)
-    case, work = last.case, last.work
+    case, work, phases = last.case, last.work, [record.phases or {} for record in group]
     algbw = _algbw(last, seconds)
     shares = [share for r in group if (share := _share(r)) is not None]
     return Row(
@@ -146,13 +155,10 @@ def _row(group: list[Record], fewest: int, slowest: float) -> Row:
         peak_bytes=last.memory.peak_bytes if last.memory else None,
         imbalance=statistics.median(r.timing.imbalance for r in group if r.timing),
         flags=tuple(dict.fromkeys(flag for r in group for flag in flags(r))),
-        phases={name: _mean_seconds(group, name) for name in last.phases or {}},
-    )
-
-
-def _mean_seconds(group: list[Record], phase: str) -> float:
-    return float(
-        statistics.median(r.phases[phase].mean_s for r in group if r.phases and phase in r.phases)
+        phases={
+            name: statistics.median(found[name].mean_s for found in phases if name in found)
+            for name in phases[-1]
+        },
     )
 
 

@@ -11,8 +11,9 @@ from msgspec import Meta, Struct
 
 from benchmarks.compare.rule import Row, load, summary, table
 from benchmarks.files import ForeignError, read_json
+from benchmarks.reporting.derive import grouped
 from benchmarks.reporting.page import Section
-from benchmarks.reporting.plots import grouped, parts
+from benchmarks.reporting.plots import parts
 from benchmarks.reporting.style import COLOURS, GRID, INK, Axes, Picture, case_rows, picture, short
 from benchmarks.reporting.tables import count, make, milliseconds, percent, plain, size
 

@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.records import Record
-from benchmarks.reporting.derive import flags, setting_of
-from benchmarks.reporting.plots import LINES, grouped, parts
+from benchmarks.reporting.derive import flags, grouped, setting_of
+from benchmarks.reporting.plots import LINES, parts
 from benchmarks.reporting.style import (
     INK,
     Axes,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, takewhile
-from typing import Any, TypeVar
+from itertools import takewhile
+from typing import TypeVar
 
-from benchmarks.reporting.derive import Row
+from benchmarks.reporting.derive import Row, grouped
 from benchmarks.reporting.style import (
     COLOURS,
     GRID,
@@ -216,12 +216,6 @@ def _common(names: Sequence[str]) -> str:
     folders = [name.split("/")[:-1] for name in names]
     shared = takewhile(lambda parts: len(set(parts)) == 1, zip(*folders, strict=False))
     return "".join(f"{parts[0]}/" for parts in shared)
-
-
-def grouped(things: Iterable[T], name: Callable[[T], Any]) -> Iterator[tuple[Any, list[T]]]:
-    """Yield the things of each name, in the order of the names."""
-    for key, group in groupby(sorted(things, key=name), key=name):
-        yield key, list(group)
 
 
 def parts(things: Sequence[T], most: int) -> Iterator[Sequence[T]]:
