@@ -124,10 +124,8 @@ def test_the_harness_is_asked_for_cases_and_launches(
     [
         ("nowhere", "'nowhere' is no commit"),
         ("HEAD --ranks 0", "every number must be 1 or more"),
-        ("HEAD --ranks 1,1", "appear once"),
         ("HEAD --cases nothing-like-it", "no case has nothing-like-it in its name"),
         ("HEAD --out full", "is not empty"),
-        ("HEAD --launcher srun", "write {ranks} in it"),
         ("HEAD --timeout 0", "pass more than 0"),
     ],
 )

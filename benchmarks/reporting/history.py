@@ -96,11 +96,7 @@ def collect(records: Iterable[Record]) -> list[Series]:
 
 def _series(place: tuple[str, int, str], runs: dict[tuple[str, str], list[Record]]) -> Series:
     points = tuple(
-        Point(
-            commit,
-            statistics.median(record.seconds for record in group),
-            any(map(flags, group)),
-        )
+        Point(commit, statistics.median(one.seconds for one in group), any(map(flags, group)))
         for (_, commit), group in runs.items()
     )
     return Series(*place, points, tuple(changes([point.seconds for point in points])))

@@ -123,14 +123,10 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def per_ranks(rows: list[Row]) -> list[Table]:
     """Make a table for each layer and each number of ranks."""
-    places = sorted({(row.case.layer, row.ranks) for row in rows})
+    groups = derive.grouped(rows, lambda row: (row.case.layer, row.ranks))
     return [
-        make(
-            f"{plain(layer)}, P = {ranks}",
-            COLUMNS,
-            (cells(row) for row in rows if (row.case.layer, row.ranks) == (layer, ranks)),
-        )
-        for layer, ranks in places
+        make(f"{plain(layer)}, P = {ranks}", COLUMNS, map(cells, group))
+        for (layer, ranks), group in groups
     ]
 
 
