@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+import sp_core as sp
 from benchmarks import corpus
 from benchmarks.cases import block, single
+from benchmarks.cases.setting import BlockSetting
 from benchmarks.corpus import source_bytes
 from benchmarks.records import Case, make_case
 from benchmarks.sample import Samples, makespans
+from sp_core.testing import run_threads
 
 SHAPE = {"batch": 2, "seq": 48, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 256}
+CONTIGUOUS = {"layout": "contiguous", "mask": "full"}
 TINY, CAUSAL = (
     make_case("layers", "allgather_kv", {"sp": 2}, SHAPE, "auto", mask=mask)
     for mask in ("full", "causal")
@@ -22,17 +29,16 @@ TINY, CAUSAL = (
 @pytest.fixture
 def weights() -> dict[str, Tensor]:
     """Weights of the tiny block, drawn as the worker draws them."""
-    widths = {"q_proj": 64, "k_proj": 32, "v_proj": 32, "o_proj": 64}
-    block = torch.nn.Module()
-    block.norm1, block.norm2 = torch.nn.LayerNorm(64), torch.nn.LayerNorm(64)
-    block.attention = torch.nn.ModuleDict(
-        {name: torch.nn.Linear(64, width) for name, width in widths.items()}
+    alone = BlockSetting(
+        make_case("layers", "allgather_kv", {"sp": 1}, SHAPE, "auto", **CONTIGUOUS)
     )
-    block.feed_forward = torch.nn.ModuleDict(
-        {"up": torch.nn.Linear(64, 256), "down": torch.nn.Linear(256, 64)}
-    )
-    corpus.fill(block, 0)
-    return {name: weight.detach() for name, weight in block.state_dict().items()}
+
+    def drawn(comm: Any) -> dict[str, Tensor]:
+        with sp.Mesh(comm, sp=1) as mesh:
+            (layer, _, _), _ = block.block(alone, mesh, lambda name: contextlib.nullcontext())
+            return {name: weight.detach() for name, weight in layer.state_dict().items()}
+
+    return run_threads(1, drawn)[0]
 
 
 def outputs(
