@@ -19,7 +19,7 @@ from sp_core.testing import run_threads, spmd
 from sp_core.tuning import FileError
 
 
-@spmd(2, 3)
+@spmd(2)
 def test_measuring_gives_constants_for_every_collective(comm: Any) -> None:
     tuning = measuring.measure(comm, seconds=0.0, sizes=(64, 256))
     assert set(tuning.times) == set(measuring.OPS)

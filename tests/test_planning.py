@@ -1,4 +1,4 @@
-"""The best answer of a projection follows the machine; `domains/commands.py` runs the command."""
+"""A projection sends what `cost` says, and its best answer follows the machine."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from dataclasses import astuple, replace
 
 import pytest
 
-import sp_core
-from sp_core import planning
+import sp_core as sp
+from sp_core import cost, planning
 from sp_core.__main__ import main
 from sp_core.planning import Link, Problem, Projection, link_of, project
+from sp_core.schemes.hybrid import groups_of
 
 FAST = Link(0.0, 0.0)
 SMALL = Problem(240, 2, 12, 4, 8, 2, 4, 2, FAST, FAST, 1e9)
@@ -21,6 +22,25 @@ def of(problem: Problem, scheme: str, ulysses: int = 1) -> Projection:
     return next(
         found for found in project(problem) if (found.scheme, found.ulysses) == (scheme, ulysses)
     )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 12])
+@pytest.mark.parametrize("kv_heads", [12, 4, 2])
+@pytest.mark.parametrize("itemsize", [2, 8])
+def test_every_projection_sends_what_its_formula_says(
+    ranks: int, kv_heads: int, itemsize: int
+) -> None:
+    """Over the rank that sends most; causal and zigzag, all gradients wanted."""
+    problem = replace(SMALL, ranks=ranks, num_kv_heads=kv_heads, itemsize=itemsize)
+    sharding = sp.Sharding.zigzag(problem.seq_len, ranks)
+    sizes = cost.Attention(sharding, sharding, sp.Mask(causal=True), 2, 12, kv_heads, 8, itemsize)
+    for found in project(problem):
+        groups = groups_of(found.ring, found.ulysses, ulysses_fastest=True)
+        sent = [cost.hybrid(sizes, 0, place, groups) for place in range(found.ulysses)]
+        if found.scheme == "allgather_kv":
+            sent = [cost.allgather_kv(sizes, 0)]
+        busiest = [max(both, key=lambda one: one.bytes_sent) for both in zip(*sent, strict=True)]
+        assert [found.forward, found.backward] == busiest, found
 
 
 def test_without_communication_all_take_the_time_of_attention_alone() -> None:
@@ -127,7 +147,7 @@ def test_what_cannot_be_planned(
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
-    assert capsys.readouterr().out == f"sp_core {sp_core.__version__}\n"
+    assert capsys.readouterr().out == f"sp_core {sp.__version__}\n"
 
 
 @pytest.mark.mpi_skip

@@ -68,7 +68,7 @@ def test_many_are_under_way_on_several_communicators(
 @pytest.mark.parametrize(
     "algorithm", [name for name in ALGORITHMS["all_reduce"] if name != "auto"], ids="by {}".format
 )
-@spmd(2, 3)
+@spmd(3)
 def test_polling_alone_brings_it_to_its_end(comm: Any, algorithm: str) -> None:
     with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
         group = mesh["sp"]

@@ -200,7 +200,7 @@ def small_ones_by(name: str) -> Tuning:
     )
 
 
-@spmd(2, 3)
+@spmd(3)
 def test_in_place_and_with_nan_by_what_auto_takes(comm: Any) -> None:
     """Both make their buffers before the algorithm runs, and must have the same one in mind."""
     everyone = ("mpi", *SCHEDULED["all_reduce"])
