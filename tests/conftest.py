@@ -38,7 +38,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     Refuse a file that has tests on ranks and would be left out under `mpiexec`.
     """
     gc.freeze()
-    files = {item.path for item in session.items if _runs_on_ranks(item)}
+    on_ranks = {item.path for item in session.items if _runs_on_ranks(item)}
+    files = {path for path in on_ranks if path.match("test_*.py")}
     if hidden := sorted(str(path) for path in files if not RANKS.search(path.read_text())):
         raise pytest.UsageError(f"tests on ranks, but no {RANKS.pattern}: {', '.join(hidden)}")
 

@@ -4,42 +4,18 @@ from __future__ import annotations
 
 import importlib
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from kit.plugin import wanted
-from studies.commands import outside
+from studies.commands import outside, printed
 
 pytestmark = pytest.mark.mpi_skip  # starts a session of its own
 
 PROJECT = Path(__file__).parent / "example_project"
 ROOT = PROJECT.parent.parent
 LOOP, SHORT = "range(comm.size - 1)", "range(min(comm.size - 1, 1))"
-
-
-def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run the project's tests as its README says, ranks as threads."""
-    return subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "--color=no",
-            "-p",
-            "no:cacheprovider",
-            *wanted(),
-            *options,
-        ],
-        cwd=folder,
-        env=outside(SP_PROFILE="quick", PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
 
 
 @pytest.mark.parametrize(
@@ -57,13 +33,16 @@ def test_a_planted_bug_is_found_and_looks_as_the_readme_says(tmp_path: Path) -> 
     text = (copy / "ring_sum.py").read_text()
     assert text.count(LOOP) == 1
     (copy / "ring_sum.py").write_text(text.replace(LOOP, SHORT))
-    result = run(copy, "-k", "every_rank_gets_the_sum")
-    assert result.returncode == 1, result.stdout
-    assert "@example(nprocs=3, n=1, seed=0)" in result.stdout
+    options = ("-q", "--color=no", "-p", "no:cacheprovider", *wanted())
+    variables = outside(SP_PROFILE="quick", PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    command = [sys.executable, "-m", "pytest", *options, "-k", "every_rank_gets_the_sum"]
+    code, text = printed(command, copy, variables, 100)
+    assert code == 1, text
+    assert "@example(nprocs=3, n=1, seed=0)" in text
     said = [
         line.strip()
         for line in (PROJECT / "README.md").read_text().partition(SHORT)[2].splitlines()[1:]
         if line.strip()
     ]
     assert len(said) > 5
-    assert [line for line in said if line not in result.stdout] == []
+    assert [line for line in said if line not in text] == []

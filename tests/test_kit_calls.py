@@ -15,7 +15,7 @@ import pytest
 from hypothesis import strategies as st
 from kit.failing import as_two, failure_of, leads
 
-from sp_core.testing import ThreadComm, carriers, given, requests, spmd, tier
+from sp_core.testing import ThreadComm, carriers, given, spmd, tier
 from sp_core.testing.checked import AGREED, LOCAL, CheckedComm
 from sp_core.testing.messages import MESSAGES, PROBES
 from sp_core.testing.requests import UNCHECKED
@@ -29,8 +29,7 @@ Call = Callable[[Any], object]
 @pytest.fixture(autouse=True)
 def ranks_that_speak_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """When a rank says that it waits decides when a deadlock is found, not whether."""
-    for module in (carriers, requests):
-        monkeypatch.setattr(module, "AFTER_SECONDS", 0.02)
+    monkeypatch.setattr(carriers, "AFTER_SECONDS", 0.02)
 
 
 TOPOLOGIES = ("Cartcomm", "Graphcomm", "Distgraphcomm")

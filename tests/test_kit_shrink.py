@@ -6,9 +6,7 @@ An example that ends its launch is shrunk; and what is kept of a launch that is 
 from __future__ import annotations
 
 import os
-import threading
 import xml.etree.ElementTree as ET
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,7 +18,7 @@ from kit.failing import failure_of
 from sp_core.launch import results, watch
 from sp_core.testing import given, session, shrink_crash
 from sp_core.testing.outcome import FINISHED
-from sp_core.testing.plan import Example, Fed, Result
+from sp_core.testing.plan import Example, Fed, Result, hand_over, taken
 from sp_core.testing.session import Remarks
 from sp_core.testing.shrink_crash import Jobs, Lost
 
@@ -79,31 +77,28 @@ def test_only_so_many_launches_are_lost(jobs: Jobs) -> None:
 def test_a_launch_tries_the_examples_that_it_is_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """As its engine does, the body takes each result and hands over the next example."""
     monkeypatch.setenv(watch.RUN_DIR, str(tmp_path))
     assert not Fed.is_wanted()
-    results, listener = [], Fed.listen(tmp_path)
-
-    def engine() -> None:
-        client, _ = listener.accept()
-        with Connection(client.detach()) as connection:
-            for n in range(3):
-                connection.send(Example((0, 1), {"n": n}))
-                results.append(connection.recv().outcomes)
-
-    other = threading.Thread(target=engine)
-    other.start()
+    (tmp_path / Fed.UNASKED).touch()
     assert Fed.is_wanted()
-    seen = []
+    to_come = [Example((0, 1), {"n": n}) for n in range(3)]
+    results: list[Any] = []
+    tried: list[Example] = []
 
     def attempt(example: Example) -> Result:
-        seen.append(str(example))
-        return Result([FINISHED], Remarks())
+        assert not Fed.is_wanted()
+        results.append(taken(tmp_path / Fed.RESULT))
+        tried.append(example)
+        hand_over(tmp_path / Fed.EXAMPLE, [*to_come, None][len(tried)])
+        return Result([FINISHED] * len(tried), Remarks())
 
+    hand_over(tmp_path / Fed.EXAMPLE, to_come[0])
     Fed().run(cast("Any", None), attempt)
-    other.join(30)
-    listener.close()
-    assert seen == [f"nprocs=2, n={n}" for n in range(3)]
-    assert results == [[FINISHED]] * 3
+    assert tried == to_come
+    results.append(taken(tmp_path / Fed.RESULT))
+    assert [result and len(result[0].outcomes) for result in results] == [None, 1, 2, 3]
+    assert list(tmp_path.iterdir()) == []
 
 
 def phase_of(when: str, outcome: str) -> SimpleNamespace:
@@ -132,9 +127,8 @@ def test_what_is_known_of_a_lost_launch_becomes_a_junit_file(tmp_path: Path) -> 
     lines = results.told(tmp_path)
     assert lines[0] == "tests that had ended: 1 passed, 1 failed, 1 error"
     assert lines[-1] == "test under way: tests/test_x.py::TestC::d"
-    file_written = results.write_junit(tmp_path, "rank 1 died first")
-    assert file_written is not None
-    (suite,) = ET.parse(file_written).getroot()
+    results.write_junit(tmp_path, "rank 1 died first")
+    (suite,) = ET.parse(tmp_path / "new" / "junit.xml").getroot()
     assert suite.get("name") == "a suite"
     counts = {name: suite.get(name) for name in ("tests", "failures", "errors", "skipped")}
     assert counts == {"tests": "4", "failures": "1", "errors": "2", "skipped": "0"}
@@ -149,10 +143,11 @@ def test_what_is_known_of_a_lost_launch_becomes_a_junit_file(tmp_path: Path) -> 
 
 
 def test_nothing_is_written_where_nothing_was_asked_for(tmp_path: Path) -> None:
-    assert results.told(tmp_path) == []
-    assert results.write_junit(tmp_path, "") is None
-    results.Ledger(tmp_path, None)
-    assert results.write_junit(tmp_path, "") is None
+    for _ in range(2):  # before the session has begun, and then
+        assert results.told(tmp_path) == []
+        results.write_junit(tmp_path, "")
+        results.Ledger(tmp_path, None)
+    assert [path.name for path in tmp_path.iterdir()] == [results.FILE]
 
 
 def test_no_example_is_blamed_for_a_launch_that_does_not_start(
@@ -160,20 +155,19 @@ def test_no_example_is_blamed_for_a_launch_that_does_not_start(
 ) -> None:
     monkeypatch.setattr(shrink_crash, "Launch", lambda *a, output, **k: Gone(output))
     job = shrink_crash.Job(2, "tests/test_x.py::test_y", [])
-    try:
-        with pytest.raises(shrink_crash.NotStarted, match="no such test"):
-            job.ask(Example((0, 1), {}))
-    finally:
-        job.close()
+    with pytest.raises(shrink_crash.NotStarted, match="no such test"):
+        job.ask(Example((0, 1), {}))
+    job.close()
 
 
 class Gone:
     """A launch that has ended at once."""
 
+    deaths = SimpleNamespace(first=lambda: None)
+    process = SimpleNamespace(poll=lambda: 4, returncode=4, wait=lambda timeout: 4)
+
     def __init__(self, output: int) -> None:
         os.write(output, b"no such test")
-        self.process = SimpleNamespace(poll=lambda: 4, returncode=4)
-        self.deaths = SimpleNamespace(first=lambda: None)
 
     def trouble(self, seconds: float) -> str:
         return ""

@@ -16,12 +16,6 @@ from sp_core.testing.outcome import RankFailure
 pytestmark = pytest.mark.mpi_skip  # threads of one process are enough
 
 
-def test_results_come_in_rank_order() -> None:
-    assert run_threads(16, lambda comm: (comm.rank, comm.size)) == [
-        (rank, 16) for rank in range(16)
-    ]
-
-
 def test_a_message_to_nobody_is_complete_and_changes_no_buffer() -> None:
     """As in MPI: the ends of an open line name `MPI.PROC_NULL`."""
     from mpi4py import MPI
@@ -39,29 +33,9 @@ def test_a_message_to_nobody_is_complete_and_changes_no_buffer() -> None:
     assert run_threads(1, body) == [[-1, -1]]
 
 
-def test_a_deadlock_names_the_other_rank_and_the_tag() -> None:
-    def body(comm: Any) -> None:
-        comm.Sendrecv(np.ones(1), 1 - comm.rank, 4 + comm.rank, np.ones(1), 1 - comm.rank, 4)
-
-    with pytest.raises(RankFailure) as caught:
-        run_threads(2, body)
-    assert "rank 0: a message from rank 1 with tag 4" in str(caught.value)
-    assert "rank 1: rank 0 to receive a message with tag 5" in str(caught.value)
-
-
-def test_a_failure_of_an_installed_package_is_placed_in_the_test() -> None:
-    with pytest.raises(RankFailure, match=r"AssertionError at tests/test_kit_threads\.py"):
-        run_threads(1, lambda _: np.testing.assert_array_equal(np.ones(1), np.zeros(1)))
-
-
 def test_each_rank_goes_backward_in_its_own_thread() -> None:
     assert run_threads(2, lambda _: torch._C._is_multithreading_enabled()) == [False, False]
     assert torch._C._is_multithreading_enabled()
-
-
-def test_a_failure_names_its_rank() -> None:
-    with pytest.raises(RankFailure, match="ZeroDivisionError on rank 2 of 3"):
-        run_threads(3, lambda comm: 1 // (2 - comm.rank))
 
 
 def test_reductions_add_in_rank_order() -> None:

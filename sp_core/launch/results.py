@@ -16,10 +16,14 @@ from typing import Any
 FILE = "reports.jsonl"
 _ORDER = ("", "passed", "skipped", "failed", "error")
 _TAGS = {"failed": "failure", "error": "error", "skipped": "skipped"}
+_COUNTS = {"failed": "failures", "error": "errors", "skipped": "skipped"}
 
 
 class Ledger:
     """Keep what a session reports, line by line; a plugin of pytest.
+
+    The first line says where the JUnit file was to be written. A test has one line when it begins,
+    without an outcome, and another one when it ends.
 
     Args:
         directory: of the launch.
@@ -29,19 +33,13 @@ class Ledger:
 
     def __init__(self, directory: Path, xml: str | None, suite: str = "pytest") -> None:
         self._path = directory / FILE
-        self._path.touch()
-        self._case: dict[str, Any] = {}
-        if xml:
-            self._add(xml=str(Path(xml).absolute()), suite=suite)
-
-    def _add(self, **line: Any) -> None:
-        with self._path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        self._case: dict[str, Any] = {"xml": xml and str(Path(xml).absolute()), "suite": suite}
+        self.pytest_runtest_logfinish()
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Keep that a test begins."""
-        self._case = {"test": nodeid, "outcome": "", "seconds": 0.0, "text": "", "ended": False}
-        self._add(**self._case)
+        self._case = {"test": nodeid, "outcome": "", "seconds": 0.0, "text": ""}
+        self.pytest_runtest_logfinish()
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Add a phase of the test: the worst outcome counts."""
@@ -51,71 +49,59 @@ class Ledger:
         self._case["text"] += report.longreprtext if report.failed else ""
 
     def pytest_runtest_logfinish(self) -> None:
-        """Keep the outcome of a test."""
-        self._add(**self._case | {"ended": True})
+        """Write what is known of the test."""
+        with self._path.open("a") as file:
+            file.write(json.dumps(self._case) + "\n")
 
 
 def read(directory: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Return the JUnit file that was asked for, if any, and the tests by name."""
-    path, wanted, cases = directory / FILE, dict[str, Any](), dict[str, dict[str, Any]]()
+    """Return what is known of the JUnit file, and the tests by name."""
+    path = directory / FILE
     text = path.read_text() if path.exists() else ""
-    for line in map(json.loads, text[: text.rfind("\n") + 1].splitlines()):
-        if "xml" in line:
-            wanted = line
-        else:
-            cases[line["test"]] = line
-    return wanted, cases
+    wanted, *cases = map(json.loads, text[: text.rfind("\n") + 1].splitlines() or ['{"xml": null}'])
+    return wanted, {case["test"]: case for case in cases}
 
 
 def told(directory: Path) -> list[str]:
     """Return the outcomes of the tests before the end, in lines; none if no test had begun."""
     _, cases = read(directory)
-    ended = {name: case["outcome"] for name, case in cases.items() if case["ended"]}
-    counts = Counter(ended.values())
-    lines = [
-        f"tests that had ended: "
-        f"{', '.join(f'{counts[name]} {name}' for name in _ORDER if counts[name]) or 'none'}"
-    ]
+    counts = Counter(case["outcome"] for case in cases.values())
+    known = [f"{counts[name]} {name}" for name in _ORDER[1:] if counts[name]]
+    lines = [f"tests that had ended: {', '.join(known) or 'none'}"]
     lines += [
-        f"  {outcome}: {name}" for name, outcome in ended.items() if outcome in ("failed", "error")
+        f"  {case['outcome']}: {name}"
+        for name, case in cases.items()
+        if case["outcome"] in ("failed", "error")
     ]
-    lines += [f"test under way: {name}" for name in cases if name not in ended]
+    lines += [f"test under way: {name}" for name, case in cases.items() if not case["outcome"]]
     return lines if cases else []
 
 
-def write_junit(directory: Path, report: str) -> Path | None:
-    """Write the JUnit file that the session could not write.
+def write_junit(directory: Path, report: str) -> None:
+    """Write the JUnit file that the session could not write, if one was asked for.
 
     Args:
         directory: of the launch.
         report: becomes the error of the test that was under way.
-
-    Returns:
-        The file; None if none was asked for.
     """
     wanted, cases = read(directory)
-    if not wanted:
-        return None
-    if all(case["ended"] for case in cases.values()):
-        cases["the launch"] = {"seconds": 0.0, "text": "", "ended": False}
+    if not wanted["xml"]:
+        return
+    if all(case["outcome"] for case in cases.values()):
+        cases["the launch"] = {"outcome": "", "seconds": 0.0}
     for case in cases.values():
-        if not case["ended"]:
-            case.update(outcome="error", text=f"{case['text']}\n{report}".strip())
+        if not case["outcome"]:
+            case.update(outcome="error", text=report)
     outcomes = Counter(case["outcome"] for case in cases.values())
-    counts = {
-        name: str(outcomes[kind])
-        for kind, name in (("failed", "failures"), ("error", "errors"), ("skipped", "skipped"))
-    }
+    counts = {name: str(outcomes[outcome]) for outcome, name in _COUNTS.items()}
     root = ET.Element("testsuites")
-    suite = ET.SubElement(
-        root, "testsuite", {"name": wanted["suite"], "tests": str(len(cases)), **counts}
-    )
-    for name, case in sorted(cases.items(), key=lambda item: not item[1]["ended"]):
+    head = {"name": wanted["suite"], "tests": str(len(cases)), **counts}
+    suite = ET.SubElement(root, "testsuite", head)
+    for name, case in cases.items():
         _add_case(suite, name, case)
     file = Path(wanted["xml"])
     file.parent.mkdir(parents=True, exist_ok=True)
     ET.ElementTree(root).write(file, encoding="utf-8", xml_declaration=True)
-    return file
 
 
 def _add_case(suite: ET.Element, name: str, case: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ class Ranks:
 
     Args:
         config: pytest's.
-        session: gets its control communicator and the command that runs a test again.
+        session: gets its control communicator.
 
     Raises:
         pytest.UsageError: the launch is not the one asked for; on every rank.
@@ -60,8 +60,6 @@ class Ranks:
             suite = config.getini("junit_suite_name") if xml else ""
             config.pluginmanager.register(Ledger(self._watch.directory, xml, suite))
         self.control = session.control = MpiCarrier(world.Dup())
-        launch = f"python -m sp_core.testing.launch -n {self.size}"
-        session.command = f"{launch} -- python -m pytest {_options(session)} {{test}}"
 
     def leave_result(self, exitstatus: int) -> None:
         """Tell the launcher that the session has come to its end."""
@@ -147,20 +145,9 @@ class Ranks:
             text = "the ranks collected different tests, or in another order:"
             self._usage("\n".join([text, *lines]))
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """Note that fixtures are set up."""
-        watch.note(f"in the set-up of {item.nodeid}")
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_call(self, item: pytest.Item) -> None:
-        """Note that a test runs."""
-        watch.note(f"in {item.nodeid}")
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_teardown(self, item: pytest.Item) -> None:
-        """Note that fixtures are torn down."""
-        watch.note(f"in the tear-down of {item.nodeid}")
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Note which test runs."""
+        watch.note(f"in {nodeid}")
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
@@ -234,11 +221,3 @@ class Ranks:
         for _, ratios, notes in everyone:
             keep_largest(self._session.tally.ratios, ratios)
             self._session.notes |= notes
-
-
-def _options(session: Session) -> str:
-    """Return the options of pytest that run a test again as in this session."""
-    seed = [] if session.seed is None else [f"--hypothesis-seed={session.seed}"]
-    device = [] if session.device == "cpu" else [f"--sp-device {session.device}"]
-    shared = ["--sp-share-gpu"] if session.share_gpu else []
-    return " ".join(["--with-mpi", *device, *shared, *seed])

@@ -26,7 +26,7 @@ Ticket = Callable[[], list[Any] | None]
 Returns what every rank gave, in rank order, or None as long as some rank has given nothing.
 """
 
-_RECORD = struct.Struct("<q16s16s16s")
+_RECORD = struct.Struct("<q16s16s")
 AFTER_SECONDS = 0.5
 YIELD_SECONDS = 2e-4
 """About as long as ranks that have a core each take to meet."""
@@ -41,12 +41,16 @@ class Record(NamedTuple):
     """What one rank puts into a round.
 
     Its size is fixed, so that the exchange costs one small message.
+
+    Attributes:
+        kind: what the rank is about to do.
+        digest: of its call.
+        balance: hash of the messages that it sends, less that of those that it receives.
     """
 
     kind: Kind
     digest: int = 0
-    sends: int = 0
-    receives: int = 0
+    balance: int = 0
 
 
 class Carrier(ABC):
@@ -73,39 +77,6 @@ class Carrier(ABC):
     def gather(self, value: object) -> list[Any]:
         """Return the value of every rank."""
         return self.drive(until(self.share(value)), "an exchange of values")
-
-
-class BytesCarrier(Carrier):
-    """Carry records and values as bytes."""
-
-    @abstractmethod
-    def begin(self, mine: bytes) -> Ticket:
-        """Begin an exchange of bytes, as many on every rank."""
-
-    def post(self, record: Record) -> Ticket:
-        """Begin an exchange of records."""
-        return begun(self._post(record))
-
-    def _post(self, record: Record) -> Steps[list[Any]]:
-        kind, *numbers = record
-        parts = yield from until(
-            self.begin(_RECORD.pack(kind, *(number.to_bytes(16, "little") for number in numbers)))
-        )
-        kinds_and_numbers = map(_RECORD.unpack, parts)
-        return [
-            Record(Kind(kind), *(int.from_bytes(raw, "little") for raw in numbers))
-            for kind, *numbers in kinds_and_numbers
-        ]
-
-    def share(self, value: object) -> Ticket:
-        """Begin an exchange of picklable values."""
-        return begun(self._share(pickle.dumps(value)))
-
-    def _share(self, mine: bytes) -> Steps[list[Any]]:
-        sizes = yield from until(self.begin(len(mine).to_bytes(8, "little")))
-        longest = max(int.from_bytes(size, "little") for size in sizes)
-        parts = yield from until(self.begin(mine.ljust(longest, b"\0")))
-        return [pickle.loads(part) for part in parts]
 
 
 def until(ticket: Ticket) -> Steps[list[Any]]:
@@ -139,14 +110,17 @@ def boxed(steps: Steps[T]) -> Steps[tuple[T]]:
     return ((yield from steps),)
 
 
-def patiently(ready: Callable[[], T | None]) -> T:
+def patiently(ready: Callable[[], T | None], stuck: Callable[[], object] = lambda: None) -> T:
     """Call until the answer is not None.
 
-    In between let other processes run, then sleep, longer with time.
+    In between let other processes run, then sleep, longer with time. `stuck` is called again and
+    again when the wait is a long one; it may raise.
     """
     begin = time.perf_counter()
     while (got := ready()) is None:
         waited = time.perf_counter() - begin
+        if waited > AFTER_SECONDS:
+            stuck()
         if waited > YIELD_SECONDS:
             time.sleep(min(waited * PAUSE_SHARE, LONGEST_PAUSE))
         else:
@@ -154,24 +128,12 @@ def patiently(ready: Callable[[], T | None]) -> T:
     return got
 
 
-def drive(steps: Steps[T], look: Callable[[], object] = lambda: None) -> T:
-    """Run steps to their end and sleep in between. `look` is called after each but the last."""
-    ask = begun(boxed(steps))
-
-    def ready() -> tuple[T] | None:
-        if (done := ask()) is None:
-            look()
-        return done
-
-    return patiently(ready)[0]
-
-
 def wait(request: Any) -> None:
     """Wait for an MPI request without keeping a core busy."""
     patiently(lambda: request.Test() or None)
 
 
-class MpiCarrier(BytesCarrier):
+class MpiCarrier(Carrier):
     """Exchange between the ranks of one MPI communicator.
 
     Args:
@@ -186,19 +148,38 @@ class MpiCarrier(BytesCarrier):
         self.rank, self.size = comm.rank, comm.size
         self._stuck = stuck
 
-    def begin(self, mine: bytes) -> Ticket:
+    def post(self, record: Record) -> Ticket:
+        """Begin an exchange of records."""
+        return begun(self._post(record))
+
+    def _post(self, record: Record) -> Steps[list[Any]]:
+        kind, *numbers = record
+        packed = _RECORD.pack(kind, *(number.to_bytes(16, "little") for number in numbers))
+        parts = yield from until(self._begin(packed))
+        return [
+            Record(Kind(kind), *(int.from_bytes(raw, "little") for raw in numbers))
+            for kind, *numbers in map(_RECORD.unpack, parts)
+        ]
+
+    def share(self, value: object) -> Ticket:
+        """Begin an exchange of picklable values."""
+        return begun(self._share(pickle.dumps(value)))
+
+    def _share(self, mine: bytes) -> Steps[list[Any]]:
+        sizes = yield from until(self._begin(len(mine).to_bytes(8, "little")))
+        longest = max(int.from_bytes(size, "little") for size in sizes)
+        parts = yield from until(self._begin(mine.ljust(longest, b"\0")))
+        return [pickle.loads(part) for part in parts]
+
+    def _begin(self, mine: bytes) -> Ticket:
         """Begin an exchange of bytes, as many on every rank."""
         received = np.empty((self.size, len(mine)), np.uint8)
-        request = self.comm.Iallgather(np.frombuffer(mine, np.uint8), received)
+        request = self.comm.Iallgather(np.frombuffer(mine, np.uint8), received.reshape(-1))
         return lambda: [part.tobytes() for part in received] if request.Test() else None
 
     def drive(self, steps: Steps[T], what: str, *, ending: bool = False) -> T:
         """Run steps to their end and sleep in between."""
-        begin = time.monotonic()
-        return drive(
-            steps,
-            lambda: self._stuck(what, ending) if time.monotonic() - begin > AFTER_SECONDS else None,
-        )
+        return patiently(begun(boxed(steps)), lambda: self._stuck(what, ending))[0]
 
     def broadcast(self, value: object = None) -> Any:
         """Return the value of rank 0. The other ranks sleep until it comes."""

@@ -117,7 +117,7 @@ class CheckedComm(Messages):
             for member in self.family.members if error is None else ():
                 member.ensure_posted("the end of the block", later=True)
         outcomes = self.family.finish(capture(error or left.error))
-        self.settle(max(MpiCarrier(self._shadows[0]).gather(self.family.rounds)))
+        self.settle(max(MpiCarrier(self._shadows[0]).gather(self.family.detector.rounds)))
         self._give_back()
         if error is None and left.error is not None:
             raise left.error
@@ -127,16 +127,12 @@ class CheckedComm(Messages):
 
     def settle(self, rounds: int) -> None:
         """Complete the detector's rounds after an example: as many as any rank has begun."""
-        detector = self.family.detector
-        if detector is not None:
-            patiently(lambda: detector.settle(rounds) or None)
+        patiently(lambda: self.family.detector.settle(rounds) or None)
 
     def _look(
         self, what: str, ending: bool = False, pending: Sequence[Transfer] = (), every: bool = False
     ) -> None:
         """Find out whether all ranks of the example wait and none can go on. This one waits."""
-        if self.family.detector is None:
-            return
         waits_on = "" if ending or pending else self.lockstep.name
         report = self.family.report(
             waits_on, self.size, what, tuple(transfer.waits() for transfer in pending), every
@@ -165,7 +161,11 @@ class CheckedComm(Messages):
                 if form.endswith("_init")
                 else f"a started {form}"
             )
-            return None if made is None else begun(made, Transfer(self, what))
+            if made is None:
+                return None
+            request = begun(made, Transfer(self, what))
+            request.memory = plain, given  # mpi4py does not keep that of reductions
+            return request
 
         return self._agree_on(form, args, given, make)
 

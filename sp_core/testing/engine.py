@@ -212,7 +212,17 @@ def rerun(spec: Spec) -> str:
         for name in ("SP_PROFILE", "SP_EXAMPLES")
         if os.environ.get(name)
     )
-    return "run it again: " + prefix + session.current.command.format(test=f'"{spec.test_id}"')
+    current = session.current
+    launch = f"python -m sp_core.testing.launch -n {current.world_size} -- "
+    options = {
+        "--with-mpi": current.world_size,
+        f"--sp-device {current.device}": current.device != "cpu",
+        "--sp-share-gpu": current.share_gpu,
+        f"--hypothesis-seed={current.seed}": current.seed is not None,
+    }
+    chosen = "".join(f"{option} " for option, wanted in options.items() if wanted)
+    head = f"run it again: {prefix}{launch if current.world_size else ''}python -m pytest "
+    return f'{head}{chosen}"{spec.test_id}"'
 
 
 def announce(example: Example, spec: Spec) -> str:

@@ -69,9 +69,8 @@ class Call:
 
     def record(self) -> Record:
         """Return the call in fixed size."""
-        return Record(
-            Kind.CALL, _hash((self.op, *self.equal)), _sum(self.sends), _sum(self.receives)
-        )
+        balance = (_sum(self.sends) - _sum(self.receives)) % _MODULUS
+        return Record(Kind.CALL, _hash((self.op, *self.equal)), balance)
 
 
 def _hash(value: object) -> int:
@@ -83,10 +82,7 @@ def _sum(messages: Iterable[Message]) -> int:
 
     All is received as sent if and only if the sums agree.
     """
-    return (
-        sum(count * _hash(tuple(message)) for message, count in Counter(messages).items())
-        % _MODULUS
-    )
+    return sum(map(_hash, map(tuple, messages)))
 
 
 class Decision(enum.Enum):
@@ -120,7 +116,7 @@ def decide(records: Sequence[Record]) -> Decision:
 
 
 def _balanced(records: Sequence[Record]) -> bool:
-    return sum(record.sends - record.receives for record in records) % _MODULUS == 0
+    return sum(record.balance for record in records) % _MODULUS == 0
 
 
 def _nothing() -> None:
@@ -135,7 +131,7 @@ class Lockstep:
         self.name = name
         # a round that was begun and not yet read, with what to say about it; it outlives an
         # interruption, as MPI writes to it
-        self._open: tuple[Ticket, tuple[Call | None, object]] | None = None
+        self.open: tuple[Ticket, tuple[Call | None, object]] | None = None
         self._sharing: Ticket | None = None
         self._then: Callable[[], Any] = _nothing
         self._promised: Callable[[], Any] = _nothing  # to all peers, and not yet done
@@ -175,22 +171,17 @@ class Lockstep:
         self.calls += 1
         yield from self._settle()
         while decision is Decision.AGAIN:
-            self._open = (self.carrier.post(call.record()), (call, what))
+            self.open = (self.carrier.post(call.record()), (call, what))
             decision = yield from self._settle()
         return self._keep_promise()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a round has begun that this rank has not read."""
-        return self._open is not None
 
     def waiting(self, what: str) -> None:
         """Find out, without waiting, whether a peer has left while its message is awaited."""
         if self.beginning is not None:
             self.beginning.step()
             return
-        if self._open is None:
-            self._open = (self.carrier.post(Record(Kind.WAIT)), (None, what))
+        if self.open is None:
+            self.open = (self.carrier.post(Record(Kind.WAIT)), (None, what))
         next(self._settle(), None)
 
     def finish(self, outcome: Outcome) -> Steps[list[Outcome]]:
@@ -201,13 +192,13 @@ class Lockstep:
                     yield
             except (Mismatched, Woken):  # other ranks have ended without this call
                 self.beginning = None
-        while self._open is not None:
+        while self.open is not None:
             yield from self._read()
         self._keep_promise()
         end = Call("the end", sends=self.sent, receives=self.received)
         record = end.record()._replace(kind=outcome.kind, digest=0)
         while True:
-            self._open = (self.carrier.post(record), (end, outcome))
+            self.open = (self.carrier.post(record), (end, outcome))
             decision, records, details = yield from self._read()
             if decision is Decision.OVER:
                 return _outcomes(records, details)
@@ -217,7 +208,7 @@ class Lockstep:
         return promised()
 
     def _settle(self) -> Steps[Decision]:
-        if self._open is None:
+        if self.open is None:
             return Decision.GO
         decision, _, details = yield from self._read()
         if decision is Decision.PEER_FAILED:
@@ -230,8 +221,8 @@ class Lockstep:
         return decision
 
     def _read(self) -> Steps[tuple[Decision, list[Record], list[Any]]]:
-        assert self._open is not None
-        ticket, detail = self._open
+        assert self.open is not None
+        ticket, detail = self.open
         records = yield from until(ticket)
         decision, details = decide(records), []
         quiet = (
@@ -249,7 +240,7 @@ class Lockstep:
                 self._then,
                 _nothing,
             )  # not kept longer: it holds the memory that it sends
-        self._open = self._sharing = None
+        self.open = self._sharing = None
         return decision, records, details
 
 

@@ -9,7 +9,7 @@ import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,14 +39,6 @@ ABORTED = 70  # exit code of a launch that the kit itself gives up
 Lead = Callable[[Spec, Plan, Callable[[Example], Result]], None]
 
 
-@dataclass(frozen=True)
-class _Run:
-    """An order of rank 0: run the body with this example."""
-
-    example: Example
-    raw: bool = False
-
-
 _pool: OrderedDict[tuple[tuple[int, ...], bool], Any] = OrderedDict()
 """Communicators by their world ranks, so that one is not made anew for each example.
 
@@ -54,9 +46,9 @@ All ranks change this together.
 """
 
 
-def _communicator(control: MpiCarrier, order: _Run) -> Any:
+def _communicator(control: MpiCarrier, example: Example) -> Any:
     """Return the communicator of an example, or None on a rank that is not one of its ranks."""
-    ranks, key = order.example.ranks, (order.example.ranks, order.raw)
+    ranks, key = example.ranks, (example.ranks, example.raw)
     if key not in _pool:
         from mpi4py import MPI
 
@@ -68,7 +60,7 @@ def _communicator(control: MpiCarrier, order: _Run) -> Any:
         made = control.comm.Split(
             0 if member else MPI.UNDEFINED, ranks.index(control.rank) if member else 0
         )
-        _pool[key] = None if not member else made if order.raw else CheckedComm(made)
+        _pool[key] = None if not member else made if example.raw else CheckedComm(made)
     _pool.move_to_end(key)
     return _pool[key]
 
@@ -82,7 +74,7 @@ def lead_ranks(spec: Spec, plan: Plan, lead: Lead) -> None:
     control = _control()
     stop = Outcome(Kind.FAIL, "Interrupted", "rank 0 left the test")
     try:
-        lead(spec, plan, lambda example: _order(control, spec, _Run(example)))
+        lead(spec, plan, lambda example: _order(control, spec, example))
         if session.current.raw_replay:
             _replay_raw(control, spec, plan)
         stop = FINISHED
@@ -101,13 +93,13 @@ def follow(spec: Spec) -> None:
     __tracebackhide__ = True
     control = _control()
     with _or_abort(control):
-        while isinstance(order := control.broadcast(), _Run):
-            _take_part(control, spec, order)
-    if order.kind is Kind.SKIP:
-        pytest.skip(order.message)
-    if order.kind is not Kind.OK:
-        text = f"{first_line(order.message)} (rank 0 has the whole report)"
-        raise failure_class(order.type, order.file, order.line)(text)
+        while isinstance(told := control.broadcast(), Example):
+            _take_part(control, spec, told)
+    if told.kind is Kind.SKIP:
+        pytest.skip(told.message)
+    if told.kind is not Kind.OK:
+        text = f"{first_line(told.message)} (rank 0 has the whole report)"
+        raise failure_class(told.type, told.file, told.line)(text)
 
 
 def _control() -> MpiCarrier:
@@ -131,36 +123,37 @@ def _or_abort(control: MpiCarrier) -> Iterator[None]:
         raise
 
 
-def _order(control: MpiCarrier, spec: Spec, order: _Run) -> Result:
+def _order(control: MpiCarrier, spec: Spec, example: Example) -> Result:
     with _or_abort(control):
-        watch.in_flight(("raw replay of " if order.raw else "") + announce(order.example, spec))
-        control.broadcast(order)
-        return _take_part(control, spec, order)
+        watch.in_flight(("raw replay of " if example.raw else "") + announce(example, spec))
+        control.broadcast(example)
+        return _take_part(control, spec, example)
 
 
-def _take_part(control: MpiCarrier, spec: Spec, order: _Run) -> Result:
+def _take_part(control: MpiCarrier, spec: Spec, example: Example) -> Result:
     """Run this rank's part of an example, then gather the outcomes and remarks of all."""
-    comm = _communicator(control, order)
+    comm = _communicator(control, example)
     with collected() as sink, watch.limit(watch.example_seconds()):
-        outcome = FINISHED if comm is None else _ended(spec, comm, order)
-        family = None if comm is None or order.raw else comm.family
-        everyone = control.gather((outcome, sink, 0 if family is None else family.rounds))
-        if family is not None:
+        outcome = FINISHED if comm is None else _ended(spec, comm, example)
+        is_checked = isinstance(comm, CheckedComm)
+        rounds = comm.family.detector.rounds if is_checked else 0
+        everyone = control.gather((outcome, sink, rounds))
+        if is_checked:
             comm.settle(max(rounds for *_, rounds in everyone))
     watch.note(f"waits for the next example of {spec.function.__name__}")
-    outcomes, total = [everyone[rank][0] for rank in order.example.ranks], Remarks()
+    outcomes, total = [everyone[rank][0] for rank in example.ranks], Remarks()
     for _, remark, _ in everyone:
         total.merge(remark)
-    if order.raw and any(outcome.kind is not Kind.OK for outcome in outcomes):
-        _pool.pop((order.example.ranks, True), None)  # messages may be left in it
+    if example.raw and any(outcome.kind is not Kind.OK for outcome in outcomes):
+        _pool.pop((example.ranks, True), None)  # messages may be left in it
     return Result(outcomes, total)
 
 
-def _ended(spec: Spec, comm: Any, order: _Run) -> Outcome:
+def _ended(spec: Spec, comm: Any, example: Example) -> Outcome:
     """Run the body on this rank, and end the example if the communicator is checked."""
     watch.note(f"in the body of {spec.function.__name__}")
-    values = {**spec.fixtures, **order.example.values}
-    if order.raw:
+    values = {**spec.fixtures, **example.values}
+    if example.raw:
         with Catch() as caught:
             spec.body(comm, **values)
         return caught.outcome
@@ -179,7 +172,7 @@ def _replay_raw(control: MpiCarrier, spec: Spec, plan: Plan) -> None:
         distinct[int(index * step)] for index in range(min(len(distinct), MAX_RAW_EXAMPLES))
     ):
         session.current.tally.raw += 1
-        result = _order(control, spec, _Run(example, raw=True))
+        result = _order(control, spec, replace(example, raw=True))
         keep_largest(session.current.tally.ratios, result.remarks.ratios)
         problem = failure(result.outcomes, example.ranks)
         if problem is not None:

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import inspect
 import os
-import socket
+import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from hypothesis.errors import FailedHealthCheck, Unsatisfiable
 
 from sp_core.launch.watch import RUN_DIR
 from sp_core.testing import profiles, session
+from sp_core.testing.carriers import patiently
 from sp_core.testing.outcome import Kind, Outcome, failure
 from sp_core.testing.session import Remarks
 
@@ -39,10 +38,14 @@ Nprocs = int | tuple[int, ...]
 
 @dataclass(frozen=True)
 class Example:
-    """The ranks and values that a body is run with."""
+    """The ranks and values that a body is run with.
+
+    `raw`: under MPI, on a communicator without checks.
+    """
 
     ranks: tuple[int, ...]
     values: dict[str, Any]
+    raw: bool = False
 
     @property
     def nprocs(self) -> Nprocs:
@@ -84,8 +87,10 @@ class Spec:
 
     @property
     def test_id(self) -> str:
-        """Pytest's name of the test."""
-        return session.current.test_id(f"{self.function.__module__}::{self.function.__qualname__}")
+        """The id of the running test, as pytest's command line takes it."""
+        own = f"{self.function.__module__}::{self.function.__qualname__}"
+        told = os.environ.get("PYTEST_CURRENT_TEST", own).rsplit(" (", 1)[0]
+        return session.current.node_id or told
 
 
 def ranks_of(nprocs: Nprocs) -> tuple[int, ...]:
@@ -229,26 +234,36 @@ class Sweep(Plan):
 
 
 class Fed(Plan):
-    """Examples that come from an engine outside the launch, which gets the results."""
+    """Examples that come from an engine outside the launch, which gets the results.
 
-    FILE = "feed"
+    Both are files in the launch's directory. One more file is there until the launch asks.
+    """
 
-    @classmethod
-    def listen(cls, directory: Path) -> socket.socket:
-        """Open the socket in a launch's directory at which the launch will ask for examples."""
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(str(directory / cls.FILE))
-        listener.listen(1)
-        return listener
+    UNASKED, EXAMPLE, RESULT = "feed", "example.pickle", "example-result.pickle"
 
     @classmethod
     def is_wanted(cls) -> bool:
         """Return whether the launch of this process is fed."""
-        return RUN_DIR in os.environ and Path(os.environ[RUN_DIR], cls.FILE).exists()
+        return RUN_DIR in os.environ and Path(os.environ[RUN_DIR], cls.UNASKED).exists()
 
     def run(self, spec: Spec, attempt: Try) -> None:
-        """Try the examples that come one by one, until the other side hangs up."""
-        address = str(Path(os.environ[RUN_DIR], self.FILE))
-        with Client(address, "AF_UNIX") as connection, suppress(EOFError, ConnectionError):
-            while True:
-                connection.send(attempt(connection.recv()))
+        """Try the examples that come one by one, until None comes."""
+        directory = Path(os.environ[RUN_DIR])
+        (directory / self.UNASKED).unlink()
+        while (example := patiently(lambda: taken(directory / self.EXAMPLE))[0]) is not None:
+            hand_over(directory / self.RESULT, attempt(example))
+
+
+def hand_over(path: Path, value: object) -> None:
+    """Write a value to a file, which nobody sees before it is complete."""
+    path.with_suffix(".new").write_bytes(pickle.dumps(value))
+    path.with_suffix(".new").replace(path)
+
+
+def taken(path: Path) -> tuple[Any] | None:
+    """Read the value in a file, in a tuple, and remove the file. Return None if there is none."""
+    if not path.exists():
+        return None
+    value = pickle.loads(path.read_bytes())
+    path.unlink()
+    return (value,)

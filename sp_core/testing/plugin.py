@@ -66,14 +66,12 @@ def pytest_configure(config: pytest.Config) -> None:
         "ranks: an ordinary test that runs alone, and under mpiexec on every rank (also with "
         "--only-mpi)",
     )
-    session = Session(
-        device=config.getoption("--sp-device"), share_gpu=config.getoption("--sp-share-gpu")
+    kit.current = session = Session(
+        device=config.getoption("--sp-device"),
+        share_gpu=config.getoption("--sp-share-gpu"),
+        raw_replay=not config.getoption("--sp-no-raw-replay"),
     )
-    session.raw_replay = not config.getoption("--sp-no-raw-replay")
-    session.begin()
     _choose_profile(config, session)
-    if session.seed is not None:
-        session.command = f"python -m pytest --hypothesis-seed={session.seed} {{test}}"
     if _with_mpi(config):
         from sp_core.testing.agreed import Ranks
 
@@ -98,10 +96,10 @@ def _choose_profile(config: pytest.Config, session: Session) -> None:
     from sp_core.testing import profiles
 
     try:
-        profiles.load_from_environment()
+        is_random = profiles.load(named)
     except ValueError as problem:
         raise pytest.UsageError(str(problem)) from None
-    if session.seed is None and profiles.draws_at_random(named):
+    if session.seed is None and is_random:
         session.seed = random.SystemRandom().randrange(2**32)
 
 

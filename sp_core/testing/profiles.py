@@ -57,28 +57,26 @@ for (
     )
 
 
-def load_from_environment() -> None:
-    """Load the profile that the environment names, for all Hypothesis tests of the session."""
-    if os.environ.get("SP_PROFILE"):
-        settings.load_profile(_known(os.environ["SP_PROFILE"]))
+def load(named: str | None) -> bool:
+    """Load the profile that the environment names, for all Hypothesis tests of the session.
+
+    Args:
+        named: the profile of the command line, which Hypothesis loads itself.
+
+    Returns:
+        Whether the profile in use draws other examples on every run.
+    """
+    wanted = os.environ.get("SP_PROFILE") or DEFAULT
+    if wanted not in _OWN:
+        raise ValueError(f"SP_PROFILE={wanted!r} is not one of {tuple(_OWN)}.")
+    settings.load_profile(wanted)
+    return not _OWN.get(named or wanted, _OWN[DEFAULT])["derandomize"]
 
 
 def name() -> str:
-    """Return the profile in use.
-
-    The loaded one if it is one of these, else the environment's SP_PROFILE, else `pr`.
-    """
+    """Return the loaded profile if it is one of these, else `pr`."""
     loaded = settings.get_current_profile_name()
-    return loaded if loaded in _OWN else _known(os.environ.get("SP_PROFILE") or DEFAULT)
-
-
-def draws_at_random(profile: str | None = None) -> bool:
-    """Return whether a profile (default.
-
-    The one in use) draws other examples on every run, so that its seed is printed.
-    """
-    chosen = profile or name()
-    return chosen in _OWN and not _OWN[chosen]["derandomize"]
+    return loaded if loaded in _OWN else DEFAULT
 
 
 def allow_fixtures(test: Any) -> None:
@@ -94,12 +92,6 @@ def _grown(max_examples: int, profile_examples: int) -> int:
     usual: int = _OWN[DEFAULT]["max_examples"]
     scaled = max_examples * profile_examples // usual
     return max(scaled, FEWEST) if name() in SMALLER else max(max_examples, scaled)
-
-
-def _known(chosen: str) -> str:
-    if chosen not in _OWN:
-        raise ValueError(f"SP_PROFILE={chosen!r} is not one of {tuple(_OWN)}.")
-    return chosen
 
 
 def chosen(

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import functools
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sp_core.launch.places import here
 from sp_core.testing import session
-from sp_core.testing.carriers import AFTER_SECONDS, patiently
+from sp_core.testing.carriers import patiently
 from sp_core.testing.comm import LockstepComm
 from sp_core.testing.lockstep import Beginning, Call, Message
 from sp_core.testing.stuck import Ends
@@ -253,27 +252,27 @@ def patient(
         transfers: of the requests.
         every: all of them are needed, not one.
     """
-    begin = time.monotonic()
 
     def ready() -> tuple[Any] | None:
         done, *_, answer = ask()
-        if done:
-            return (answer,)
-        pending = _hear(transfers)
-        others = any(not transfer.is_message and not transfer.done for transfer in transfers)
-        if pending and (every or not others) and time.monotonic() - begin > AFTER_SECONDS:
+        if not done:
+            _hear(transfers)
+        return (answer,) if done else None
+
+    def look() -> None:
+        left = [transfer for transfer in transfers if not transfer.done]
+        pending = [transfer for transfer in left if transfer.is_message]
+        if pending and (every or pending == left):
             pending[0].comm._look(" and ".join(map(str, pending)), pending=pending, every=every)
-        return None
 
-    return patiently(ready)[0]
+    return patiently(ready, look)[0]
 
 
-def _hear(transfers: Sequence[Transfer]) -> list[Transfer]:
-    """Return the messages among these that are under way. Raise if a peer has left the example."""
-    pending = [transfer for transfer in transfers if transfer.is_message and not transfer.done]
-    for transfer in pending:
-        transfer.comm.lockstep.waiting(transfer.what)
-    return pending
+def _hear(transfers: Sequence[Transfer]) -> None:
+    """Raise if a peer has left the example while one of these messages is under way."""
+    for transfer in transfers:
+        if transfer.is_message and not transfer.done:
+            transfer.comm.lockstep.waiting(transfer.what)
 
 
 _ENDS = "what it gives connects two groups, and its calls are mpi4py's own"
@@ -350,8 +349,6 @@ def replacement(base: Any, methods: dict[str, Any], *others: type) -> type:
 def install() -> None:
     """Replace, once in a process, mpi4py's classes that wait inside MPI or take a communicator."""
     from mpi4py import MPI
-
-    from sp_core.testing.requests import request_classes
 
     replaced = dict(
         zip(("Request", "Prequest"), request_classes(MPI.Request, MPI.Prequest), strict=True)

@@ -30,30 +30,27 @@ _SCHEME = "scheme="
 
 @dataclass
 class Remarks:
-    """The remarks of one example, on one rank or on all."""
+    """The remarks of one example, on one rank or on all.
 
-    events: dict[tuple[str, str], None] = field(default_factory=dict)
+    Events and notes have no number. That of a feature says whether it is counted in pairs, too.
+    """
+
+    events: dict[tuple[str, str], float] = field(default_factory=dict)
     targets: dict[str, float] = field(default_factory=dict)
-    notes: dict[str, None] = field(default_factory=dict)
+    notes: dict[str, float] = field(default_factory=dict)
     ratios: dict[str, float] = field(default_factory=dict)
     features: dict[str, bool] = field(default_factory=dict)
 
-    def __bool__(self) -> bool:
-        return any(vars(self).values())
-
     def merge(self, other: Remarks) -> None:
-        """Add another rank's: each event, feature and note once, the largest of each number."""
-        self.events |= other.events
-        self.notes |= other.notes
-        self.features |= other.features
-        keep_largest(self.targets, other.targets)
-        keep_largest(self.ratios, other.ratios)
+        """Add another rank's: each remark once, with the largest number."""
+        for kind, remarks in vars(self).items():
+            keep_largest(remarks, vars(other)[kind])
 
     def replay(self) -> None:
         """Hand events, targets and notes to Hypothesis; called by the engine inside an example."""
         import hypothesis
 
-        for value, payload in self.events:
+        for value, payload in [*self.events, *((name, "") for name in self.features)]:
             hypothesis.event(value, payload)
         for label, number in self.targets.items():
             hypothesis.target(number, label=label)
@@ -69,7 +66,7 @@ def larger(a: float, b: float) -> float:
     return a if a != a or a >= b else b  # noqa: PLR0124  # NaN differs from itself
 
 
-def keep_largest(mine: dict[str, float], theirs: Mapping[str, float]) -> None:
+def keep_largest(mine: dict[Any, float], theirs: Mapping[Any, float]) -> None:
     """Add numbers by name, of which the largest stays."""
     for name, value in theirs.items():
         mine[name] = larger(mine.get(name, value), value)
@@ -151,24 +148,14 @@ class Session:
     share_gpu: bool = False
     raw_replay: bool = True
     seed: int | None = None
-    command: str = "python -m pytest {test}"
     node_id: str = ""
     tally: Tally = field(default_factory=Tally)
     notes: dict[str, None] = field(default_factory=dict)
-
-    def begin(self) -> None:
-        """Make this the session of the process."""
-        global current  # noqa: PLW0603  # a process has one session
-        current = self
 
     @property
     def world_size(self) -> int:
         """Ranks of the launch, or of those that another process starts; 0 if ranks are threads."""
         return self.ranks if self.control is None else self.control.size
-
-    def test_id(self, fallback: str) -> str:
-        """Return the id of the running test, as the command line takes it."""
-        return self.node_id or os.environ.get("PYTEST_CURRENT_TEST", fallback).rsplit(" (", 1)[0]
 
     def summary(self) -> str:
         """Return one line of counts, and one more if examples have named their scheme."""
@@ -213,7 +200,7 @@ def event(value: str, payload: str | float = "") -> None:
         value: name of the class.
         payload: more detail, counted separately.
     """
-    _say(Remarks(events={(value, str(payload)): None}))
+    _say(Remarks(events={(value, str(payload)): 0.0}))
 
 
 def features(crossed: Mapping[str, object], alone: Iterable[str] = ()) -> None:
@@ -226,7 +213,7 @@ def features(crossed: Mapping[str, object], alone: Iterable[str] = ()) -> None:
     """
     named = {f"{dimension}={value}": True for dimension, value in crossed.items()}
     named |= dict.fromkeys(alone, False)
-    _say(Remarks(events={(name, ""): None for name in named}, features=named))
+    _say(Remarks(features=named))
 
 
 def target(observation: float, *, label: str = "") -> None:
@@ -241,7 +228,7 @@ def target(observation: float, *, label: str = "") -> None:
 
 def note(value: object) -> None:
     """Show a value with the minimal example. A note that several ranks make is shown once."""
-    _say(Remarks(notes={str(value): None}))
+    _say(Remarks(notes={str(value): 0.0}))
 
 
 def record_ratio(name: str, value: float) -> None:

@@ -13,17 +13,16 @@ import contextlib
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
-from sp_core.launch.command import POLL_SECONDS, Launch
+from sp_core.launch.command import Launch
 from sp_core.testing import session
+from sp_core.testing.carriers import patiently
 from sp_core.testing.outcome import FINISHED, Kind, Outcome
-from sp_core.testing.plan import Example, Fed, Result, Spec
+from sp_core.testing.plan import Example, Fed, Result, Spec, hand_over, taken
 from sp_core.testing.session import Remarks
 
 LOSSES = 25
@@ -60,13 +59,12 @@ class Job:
 
     def __init__(self, ranks: int, test: str, options: Sequence[str]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="sp_core-")
-        directory = Path(self._folder.name)
-        self._listener = Fed.listen(directory)
-        self._connection: Connection | None = None
+        self._directory = Path(self._folder.name)
+        (self._directory / Fed.UNASKED).touch()
         command = ["python", "-m", "pytest", "--with-mpi", *options, test]
-        self._printed = directory / "printed"
+        self._printed = self._directory / "printed"
         with self._printed.open("w") as output:
-            self._launch = Launch(ranks, command, (), directory, output=output.fileno())
+            self._launch = Launch(ranks, command, (), self._directory, output=output.fileno())
 
     def ask(self, example: Example) -> Result:
         """Have an example tried.
@@ -75,52 +73,34 @@ class Job:
             Lost: the launch has not outlived it.
             NotStarted: it has not come so far.
         """
-        if self._connection is None:
-            self._connect()
-        assert self._connection is not None
-        with contextlib.suppress(EOFError, ConnectionError):
-            self._connection.send(example)
-            while not self._connection.poll(POLL_SECONDS):
-                self._check()
-            result: Result = self._connection.recv()
+        hand_over(self._directory / Fed.EXAMPLE, example)
+        result: Result = patiently(self._answer)[0]
+        return result
+
+    def _answer(self) -> tuple[Result] | None:
+        """Return the result, if it is there. Raise if the launch has ended or hangs."""
+        if (result := taken(self._directory / Fed.RESULT)) is not None:
             return result
-        while True:  # rank 0 has hung up, so it is dying
-            self._check()
-            threading.Event().wait(POLL_SECONDS)
-
-    def close(self, patience: float = END_SECONDS) -> None:
-        """End the launch, which may first end by itself for some seconds."""
-        if self._connection is not None:
-            self._connection.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._launch.process.wait(patience)
-        self._listener.close()
-        self._launch.end()
-        self._folder.cleanup()
-
-    def _connect(self) -> None:
-        self._listener.settimeout(POLL_SECONDS)
-        while self._connection is None:
-            try:
-                client, _ = self._listener.accept()
-                client.setblocking(True)
-                self._connection = Connection(client.detach())
-            except TimeoutError:
-                self._check(started=False)
-
-    def _check(self, *, started: bool = True) -> None:
-        """Raise if the launch has ended or hangs."""
         reason = self._launch.trouble(0.0)
         if not reason and self._launch.process.poll() is not None:
             reason = f"a rank died (mpiexec: exit code {self._launch.process.returncode})"
         if reason:
             report = self._launch.report(reason)
-            if started:
+            if not (self._directory / Fed.UNASKED).exists():
                 raise Lost(report, self._launch.deaths.first())
             raise NotStarted(
                 f"the launch has ended before it asked for an "
                 f"example:\n{self._printed.read_text()}\n{report}"
             )
+        return None
+
+    def close(self, patience: float = END_SECONDS) -> None:
+        """End the launch, which may first end by itself for some seconds."""
+        hand_over(self._directory / Fed.EXAMPLE, None)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._launch.process.wait(patience)
+        self._launch.end()
+        self._folder.cleanup()
 
 
 class Jobs:
@@ -166,12 +146,7 @@ class Jobs:
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self) -> None:
         """Let tests be run by launches, now that the session is there."""
-        current = session.current
-        current.ranks, current.attempt = self.ranks, self.attempt
-        current.command = (
-            f"python -m sp_core.testing.launch -n {self.ranks} -- "
-            "python -m pytest --with-mpi {test}"
-        )
+        session.current.ranks, session.current.attempt = self.ranks, self.attempt
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self) -> None:

@@ -146,16 +146,15 @@ class Detector:
 
 
 class Family:
-    """The live communicators of one rank: the first one of an example, and those made of it."""
+    """The live communicators of one rank: the first one of an example, and those made of it.
+
+    `detector`: for ranks that are processes.
+    """
+
+    detector: Detector
 
     def __init__(self) -> None:
         self.members: list[LockstepComm] = []
-        self.detector: Detector | None = None
-
-    @property
-    def rounds(self) -> int:
-        """How often this rank has taken part in finding out whether all wait."""
-        return 0 if self.detector is None else self.detector.rounds
 
     def report(
         self,

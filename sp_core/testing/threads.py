@@ -72,7 +72,7 @@ class _Request:
         heard(self._what)
         while not self._over():
             yield
-            if self._comm.lockstep.is_open:
+            if self._comm.lockstep.open is not None:
                 heard(self._what)
 
     def _over(self) -> bool:

@@ -39,9 +39,7 @@ def calls(mesh: sp.Mesh) -> dict[str, Callable[[], object]]:
     return {
         "fence": lambda: sp.fence(comm=comm),
         "gloo": lambda: sp.all_reduce(x, comm=comm),
-        "messages": lambda: sp.all_reduce(x, comm=comm, algorithm="ring"),
         "ring": lambda: sp.ring_attention(q, q, q, comm=comm, sharding=sharding),
-        "started": lambda: sp.all_gather_start(x, comm=comm, algorithm="ring").wait(),
     }
 
 

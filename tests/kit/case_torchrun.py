@@ -5,8 +5,9 @@ A plain test here runs on all ranks at once; `test_torchrun.py` starts it with `
 
 from __future__ import annotations
 
-import importlib.util
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,12 +86,7 @@ def test_memory_and_numbers_are_shared_without_mpi(transport: str) -> None:
 
 def program() -> Any:
     """The example as a module."""
-    spec = importlib.util.spec_from_file_location("fsdp", FSDP)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return SimpleNamespace(**runpy.run_path(str(FSDP)))
 
 
 def test_gradients_under_fsdp2_beside_a_ring_are_those_of_one_process() -> None:

@@ -12,8 +12,6 @@ from kit.failing import SEARCH
 
 from sp_core.testing import given
 
-EXAMPLES = 100
-
 
 class Fault(NamedTuple):
     """A fault that no rank dies of.
@@ -28,7 +26,12 @@ class Fault(NamedTuple):
 
 
 FAULTS = (
-    Fault("value", "AssertionError at", "nprocs=2, n=5, d=3", "AssertionError on rank 1 of 2"),
+    Fault(
+        "value",
+        "AssertionError at kit/faults.py",
+        "nprocs=2, n=5, d=3",
+        "AssertionError on rank 1 of 2",
+    ),
     Fault(
         "raise",
         "ValueError at kit/sut.py",
@@ -56,15 +59,15 @@ CRASHES = ("exit 0", "segv", "loop")
 CRASH_MINIMUM = "nprocs=2, n=7, d=1, seed=0"
 
 
-def average(fault: str) -> Callable[[], None]:
-    """A property of the system under test with one fault switched on."""
+def average(fault: str, **drawn: st.SearchStrategy[Any]) -> Callable[[], None]:
+    """A property of the system under test with one fault switched on.
 
-    @given(
-        n=st.integers(1, 40),
-        d=st.integers(1, 8),
-        seed=st.integers(0, 99),
-        max_examples=None if fault else EXAMPLES,
-    )
+    `drawn`: by parameter, in the place of the usual.
+    """
+    usual = {"n": st.integers(1, 40), "d": st.integers(1, 8), "seed": st.integers(0, 99)}
+
+    @SEARCH
+    @given(**(usual | drawn))
     def test_average(comm: Any, n: int, d: int, seed: int) -> None:
         x = sut.rows(n, d, seed)
         lengths = sut.split(n, comm.size)
@@ -72,4 +75,4 @@ def average(fault: str) -> Callable[[], None]:
         expected = sut.reference(x)[start : start + lengths[comm.rank]]
         np.testing.assert_allclose(sut.attention(comm, x, fault), expected, rtol=1e-9, atol=1e-9)
 
-    return SEARCH(test_average) if fault else test_average
+    return test_average

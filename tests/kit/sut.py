@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,8 @@ def attention(comm: Any, x: Array, fault: str = "") -> Array:
     lengths = split(n, comm.size)
     start = sum(lengths[: comm.rank])
     local = np.ascontiguousarray(x[start : start + lengths[comm.rank]])
-    _misbehave(fault, comm, n)
+    if comm.rank == 1 and n >= 7 and fault in ENDS:
+        ENDS[fault](n)
     if fault == "mismatch" and n % comm.size and last:
         comm.Barrier()
         comm.Barrier()
@@ -76,22 +78,22 @@ def _norm(comm: Any, root: int) -> float:
     return float(one[0])
 
 
-def _misbehave(fault: str, comm: Any, n: int) -> None:
-    if comm.rank != 1 or n < 7:
-        return
-    if fault == "raise":
-        raise ValueError(f"rank 1 refuses n={n}")
-    if fault == "skip":
-        pytest.skip("not on rank 1")
-    if fault == "leave":
-        sys.exit(0)
-    if fault == "exit":
-        os._exit(1)
-    if fault == "exit 0":
-        os._exit(0)
-    if fault == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if fault == "segv":
-        os.kill(os.getpid(), signal.SIGSEGV)
-    while fault == "loop":
+def _refuse(n: int) -> None:
+    raise ValueError(f"rank 1 refuses n={n}")
+
+
+def _loop(n: int) -> None:
+    while True:
         pass
+
+
+ENDS: dict[str, Callable[[int], object]] = {
+    "raise": _refuse,
+    "skip": lambda _: pytest.skip("not on rank 1"),
+    "leave": lambda _: sys.exit(0),
+    "exit": lambda _: os._exit(1),
+    "exit 0": lambda _: os._exit(0),
+    "segv": lambda _: os.kill(os.getpid(), signal.SIGSEGV),
+    "loop": _loop,
+}
+"""Faults with which rank 1 does not go on."""
