@@ -46,15 +46,18 @@ def drawn_tensors(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
     return [torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes]
 
 
+def allowed_for(want: reference.Reference, name: str) -> Tensor:
+    return bound(want.scales[name], torch.float64, want.growth)
+
+
 def check_out(found: Tensor, want: Any) -> None:
-    check_close("out", found, want.out, bound(want.out_scale, torch.float64, want.growth))
+    check_close("out", found, want.values["out"], allowed_for(want, "out"))
 
 
 def check_gradients(want: Any, *found: Any) -> None:
     for name, *each in zip(("dq", "dk", "dv"), *found, strict=True):
-        allowed = bound(getattr(want, f"{name}_scale"), torch.float64, want.growth)
         for x in each:
-            check_close(name, x, getattr(want, name), allowed)
+            check_close(name, x, want.values[name], allowed_for(want, name))
 
 
 @settings(max_examples=40)
@@ -72,10 +75,10 @@ def test_the_stand_in_is_attention_aligned_at_the_bottom_right(block: dict[str, 
     window = (reach, -1 if causal else reach)
     how: Any = (0.0, 0.7, causal, *window, 0.0, None, False)
     out, lse, *_ = flash_standin._flash_attn_forward(q, k, v, *how)
-    want = reference.attention(q, k, v, **rest)
+    want = reference.attention(q, k, v, grad, **rest)
     check_out(out, want)
-    expected = torch.where(want.lse.isinf(), math.inf, want.lse)
-    scale = want.lse_scale * (1 + want.lse.abs().nan_to_num(posinf=0))
+    expected = torch.where(want.values["lse"].isinf(), math.inf, want.values["lse"])
+    scale = want.scales["lse"] * (1 + want.values["lse"].abs().nan_to_num(posinf=0))
     check_close("lse", lse, expected, bound(scale, torch.float32, want.growth))
     found: Any = [torch.full_like(x, math.nan) for x in (q, k, v)]
     flash_standin._flash_attn_backward(grad, q, k, v, out, expected, *found, *how)
@@ -84,8 +87,7 @@ def test_the_stand_in_is_attention_aligned_at_the_bottom_right(block: dict[str, 
         q, k, v, softmax_scale=0.7, causal=causal, window_size=window
     )
     assert torch.equal(public, out)
-    wanted = reference.attention_grads(q, k, v, grad, **rest)
-    check_gradients(wanted, found, torch.autograd.grad(public, leaves, grad))
+    check_gradients(want, found, torch.autograd.grad(public, leaves, grad))
 
 
 def test_packed_documents_of_the_stand_in_do_not_see_each_other() -> None:
@@ -96,19 +98,18 @@ def test_packed_documents_of_the_stand_in_do_not_see_each_other() -> None:
     assert lse.dtype == torch.float32
     options: dict[str, Any] = {"causal": True, "documents": cuts.tolist(), "softmax_scale": 0.5}
     batched = (q[None], k[None], v[None])
-    want = reference.attention(*batched, **options)
+    want = reference.attention(*batched, grad[None], **options)
     check_out(out[None], want)
     found: Any = [torch.full_like(x, math.nan) for x in (q, k, v)]
     flash_standin._flash_attn_varlen_backward(
-        *(grad, q, k, v, out, want.lse[0], found[0], found[1], found[2], *lengths),
+        *(grad, q, k, v, out, want.values["lse"][0], found[0], found[1], found[2], *lengths),
         *(0.0, 0.5, True, -1, -1, 0.0, None, False),
     )
     leaves: Any = [x.requires_grad_() for x in (q, k, v)]
     public = flash_standin.flash_attn_varlen_func(q, k, v, *lengths, softmax_scale=0.5, causal=True)
     assert torch.equal(public, out)
-    wanted = reference.attention_grads(*batched, grad[None], **options)
     by_autograd = torch.autograd.grad(public, leaves, grad)
-    check_gradients(wanted, *([x[None] for x in each] for each in (found, by_autograd)))
+    check_gradients(want, *([x[None] for x in each] for each in (found, by_autograd)))
 
 
 def on_trial(

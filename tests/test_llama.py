@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from domains.models import Expected, with_gradients
+from domains.models import Expected
 from hypothesis import strategies as st
 from llama_cases import Case, cases, mesh_of, meshes, schemes
 from oracle import reference
@@ -30,13 +30,10 @@ BATCH = 4
 def expected(case: Case, tokens: Tensor, ignored: list[tuple[int, int]]) -> Expected:
     """Logits, loss and the gradient of each weight on one device."""
 
-    def run(rounding: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        def outputs(leaves: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-            logits = reference.llama(tokens, leaves, rounding=rounding, **case.options())
-            loss = reference.next_token_loss(logits, tokens, ignored)
-            return loss, {"logits": logits, "loss": loss.reshape(1)}
-
-        return with_gradients(outputs, weights)
+    def run(rounding: Any, weights: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        logits = reference.llama(tokens, weights, rounding=rounding, **case.options())
+        loss = reference.next_token_loss(logits, tokens, ignored)
+        return loss, {"logits": logits, "loss": loss.reshape(1)}
 
     return Expected("llama", case, run, (contents(tokens), repr(ignored)), samples=8)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any
 
 import pytest
@@ -64,12 +65,6 @@ MASKS: list[Sizes] = [
 ]
 
 
-@pytest.mark.parametrize("mask", MASKS)
-def test_visible_is_the_definition_pair_by_pair(mask: Sizes) -> None:
-    q, k = [4, 0, 6, 2, 2], [5, 1, 0, 3, 6, 4]
-    assert reference.visible(q, k, **mask).tolist() == [[sees(i, j, mask) for j in k] for i in q]
-
-
 TERMS: list[dict[str, Any]] = [
     {},
     {"softcap": 0.8},
@@ -87,63 +82,51 @@ def logit(q: Tensor, k: Tensor, softcap: float | None = None, **_: Any) -> float
 @pytest.mark.parametrize("terms", TERMS)
 @pytest.mark.parametrize("mask", MASKS)
 def test_attention_is_the_sum_written_out(mask: Sizes, terms: dict[str, Any]) -> None:
-    q, k, v, *_ = tensors(7, 7, 4, 2, 3)
-    result = reference.attention(q, k, v, softmax_scale=0.7, **mask, **terms)
-    for b, i, h in [(0, 0, 0), (1, 6, 3), (0, 3, 2), (1, 2, 1)]:
-        keys = [j for j in range(7) if sees(i, j, mask)]
+    q, k, v, *_ = tensors(5, 6, 4, 2, 3)
+    where, keys_at = [4, 0, 6, 2, 2], [5, 1, 0, 3, 6, 4]
+    places: Sizes = {"q_positions": where, "kv_positions": keys_at}
+    found = reference.attention(q, k, v, softmax_scale=0.7, **places, **mask, **terms).values
+    for b, i, h in product(range(2), range(5), range(4)):
+        keys = [(j, abs(where[i] - at)) for j, at in enumerate(keys_at) if sees(where[i], at, mask)]
         slope = terms.get("alibi", [0] * 4)[h]
         weights = [
-            math.exp(logit(q[b, i, h], k[b, j, h // 2], **terms) - slope * abs(i - j)) for j in keys
+            math.exp(logit(q[b, i, h], k[b, j, h // 2], **terms) - slope * far) for j, far in keys
         ]
         total = sum(weights) + (math.exp(terms["sinks"][h]) if "sinks" in terms else 0.0)
         expected = sum(
-            (w / total * v[b, j, h // 2] for w, j in zip(weights, keys, strict=True)),
+            (w / total * v[b, j, h // 2] for w, (j, _) in zip(weights, keys, strict=True)),
             torch.zeros(3, dtype=torch.float64),
         )
-        torch.testing.assert_close(result.out[b, i, h], expected, rtol=1e-13, atol=1e-13)
-        assert float(result.lse[b, h, i]) == pytest.approx(
-            math.log(total) if total else -math.inf, rel=1e-13
-        )
+        torch.testing.assert_close(found["out"][b, i, h], expected, rtol=1e-13, atol=1e-13)
+        lse = math.log(total) if total else -math.inf
+        assert float(found["lse"][b, h, i]) == pytest.approx(lse, rel=1e-13)
 
 
 @pytest.mark.parametrize("terms", TERMS)
 @pytest.mark.parametrize("mask", MASKS)
-def test_gradients_by_formula_are_those_of_autograd(mask: Sizes, terms: dict[str, Any]) -> None:
+def test_gradients_by_formula_are_slopes(mask: Sizes, terms: dict[str, Any]) -> None:
+    """Each input moves a little in a random direction, which all of its elements show in."""
     q, k, v, do, dlse = tensors(7, 7, 4, 2, 3)
-    got = reference.attention_grads(q, k, v, do, grad_lse=dlse, **mask, **terms)
-    seen = reference.visible(range(7), range(7), **mask)
-    leaves = [t.requires_grad_() for t in (q, k, v)]
-    names = ["dq", "dk", "dv"]
-    logits = torch.einsum("bqkgd,bskd->bkgqs", q.unflatten(2, (2, 2)), k).flatten(1, 2) * 3**-0.5
-    if "softcap" in terms:
-        logits = terms["softcap"] * (logits / terms["softcap"]).tanh()
-    if "alibi" in terms:
-        apart = (torch.arange(7)[:, None] - torch.arange(7)).abs()
-        logits = logits - torch.tensor(terms["alibi"], dtype=q.dtype)[:, None, None] * apart
-    if "sinks" in terms:
-        leaves.append(terms["sinks"].clone().requires_grad_())
-        names.append("dsinks")
-        logits = torch.cat([leaves[-1][:, None, None].expand(2, 4, 7, 1), logits], -1)
-        v = torch.cat([torch.zeros_like(v[:, :1]), v], 1)
-        seen = torch.cat([torch.ones_like(seen[:, :1]), seen], 1)
-    blind = ~seen.any(1)
-    logits = logits.masked_fill(~seen & ~blind[:, None], -math.inf)
-    out = torch.einsum(
-        "bkgqs,bskd->bqkgd", (logits.softmax(-1) * seen).unflatten(1, (2, 2)), v
-    ).flatten(2, 3)
-    lse = logits.logsumexp(-1)[:, :, ~blind]
-    want = torch.autograd.grad([out, lse], leaves, [do, dlse[:, :, ~blind]])
-    for name, b in zip(names, want, strict=True):
-        torch.testing.assert_close(getattr(got, name), b, rtol=1e-12, atol=1e-12)
+    inputs = {"q": q, "k": k, "v": v, **terms}
+    gradients = reference.attention(**inputs, grad_out=do, grad_lse=dlse, **mask).values
+
+    def total(name: str, moved: Tensor) -> Tensor:
+        found = reference.attention(**{**inputs, name: moved}, **mask).values
+        lse = found["lse"].masked_fill(found["lse"].isinf(), 0.0)
+        return (found["out"] * do).sum() + (lse * dlse).sum()
+
+    for name in {"q", "k", "v", "sinks"} & inputs.keys():
+        step = 1e-5 * torch.randn_like(inputs[name])
+        slope = (total(name, inputs[name] + step) - total(name, inputs[name] - step)) / 2
+        wanted = (gradients[f"d{name}"] * step).sum()
+        torch.testing.assert_close(slope, wanted, rtol=1e-6, atol=1e-12)
 
 
 @pytest.mark.parametrize("sizes", [(0, 3), (3, 0), (0, 0)])
 def test_nothing_is_zero_and_minus_infinity(sizes: tuple[int, int]) -> None:
-    q, k, v, do, dlse = tensors(*sizes, 2, 1, 3)
-    result = reference.attention(q, k, v)
-    assert (result.out == 0).all()
-    assert (result.lse == -math.inf).all()
-    assert all((g == 0).all() for g in reference.attention_grads(q, k, v, do, grad_lse=dlse)[:3])
+    found = reference.attention(*tensors(*sizes, 2, 1, 3)).values
+    assert (found.pop("lse") == -math.inf).all()
+    assert all((x == 0).all() for x in found.values())
 
 
 @settings(deadline=None)
@@ -152,12 +135,12 @@ def test_scales_are_sizes_of_the_values(seed: int, size: float) -> None:
     """Bound every element by its scale, and the scale by the values without cancellation."""
     torch.manual_seed(seed)
     q, k, v, do, dlse = tensors(5, 8, 4, 2, 3)
-    result = reference.attention(q * size, k, v, causal=True)
-    grads = reference.attention_grads(q * size, k, v, do, grad_lse=dlse, causal=True)
-    for value, scale in ((result.out, result.out_scale), *zip(grads[:3], grads[3:6], strict=True)):
-        assert (value.abs() <= scale * (1 + 1e-12)).all()
+    result = reference.attention(q * size, k, v, do, dlse, causal=True)
+    for name in ("out", "dq", "dk", "dv"):
+        assert (result.values[name].abs() <= result.scales[name] * (1 + 1e-12)).all()
     same_sign = reference.attention(q * size, k, v.abs(), causal=True)
-    torch.testing.assert_close(same_sign.out, same_sign.out_scale, rtol=1e-12, atol=0)
+    out, scale = same_sign.values["out"], same_sign.scales["out"]
+    torch.testing.assert_close(out, scale, rtol=1e-12, atol=0)
     assert result.growth == reference.attention(-q * size, k, v, causal=True).growth >= 5
 
 
@@ -183,6 +166,18 @@ def weights(
             {f"{name}.bias": torch.randn(hidden, dtype=torch.float64)} if norm == "layer" else {}
         )
     return made
+
+
+def block(
+    x: Tensor, w: dict[str, Tensor], do: Tensor, samples: int = 8, **options: Any
+) -> reference.Reference:
+    """The block in float64 with all gradients."""
+
+    def run(rounding: Any, given: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        out = reference.transformer_block(given["x"], given, rounding=rounding, **options)
+        return (out * rounding(do.double())).sum(), {"out": out}
+
+    return reference.sensitivity(run, {"x": x, **w}, samples)
 
 
 def torch_block(
@@ -225,7 +220,7 @@ def test_the_block_and_its_gradients_are_torchs_within_the_bound(
 ) -> None:
     w = {n: t.to(dtype) for n, t in weights(8, 4, 2, 6, 20, norm, gated, bias=True).items()}
     x, do = torch.randn(2, 9, 8).to(dtype), torch.randn(2, 9, 8).to(dtype)
-    expected = reference.transformer_block_grads(x, w, do, num_heads=4, norm=norm, causal=True)
+    expected = block(x, w, do, num_heads=4, norm=norm, causal=True)
     leaves = [t.requires_grad_() for t in (x, *w.values())]
     out = torch_block(leaves[0], w, 4, norm, gated, causal=True)
     assert expected.values.keys() == {"out", "x", *w}
@@ -241,9 +236,9 @@ def test_the_comparison_of_blocks_fails_on_another_block(dtype: torch.dtype) -> 
     w = {n: t.to(dtype) for n, t in weights(8, 4, 2, 6, 20, "layer", True, bias=False).items()}
     x, do = torch.randn(2, 9, 8).to(dtype), torch.randn(2, 9, 8).to(dtype)
     right: Sizes = {"num_heads": 4, "causal": True, "window": 4, "rope_base": 100.0}
-    expected = reference.transformer_block_grads(x, w, do, **right)
+    expected = block(x, w, do, **right)
     for change in ({"causal": False}, {"window": 5}, {"rope_base": None}, {"eps": 2.0}):
-        wrong = reference.transformer_block_grads(x, w, do, **{**right, **change}, samples=0)
+        wrong = block(x, w, do, **{**right, **change}, samples=0)
         ratios = {
             n: error_ratio(wrong.values[n], expected.values[n], bound(s, dtype))
             for n, s in expected.scales.items()
@@ -267,9 +262,9 @@ def test_rotary_positions_are_global() -> None:
 
 def test_sensitivity_of_a_cancelling_sum_is_that_of_its_terms() -> None:
     x = torch.tensor([[1e6, -1e6, 1.0]], dtype=torch.float64)
-    (value,), (scale,) = reference.sensitivity(lambda rounding, x: (x.sum(-1, keepdim=True),), [x])
-    assert float(value) == 1.0
-    assert 5e5 < float(scale) < 2e7
+    found = reference.sensitivity(lambda _, given: (None, {"sum": given["x"].sum(-1)}), {"x": x})
+    assert float(found.values["sum"]) == 1.0
+    assert 5e5 < float(found.scales["sum"]) < 2e7
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -297,29 +292,34 @@ def test_the_bound_counts_what_it_says() -> None:
     assert float(more - bound(scale, torch.bfloat16, 9.0)) == pytest.approx(3 * half * 2 + 0.5)
 
 
-def test_error_ratio_of_what_is_not_a_number() -> None:
-    one, inf, nan = torch.ones(2), torch.tensor([1.0, math.inf]), torch.tensor([1.0, math.nan])
-    zero = torch.zeros(2)
-    assert error_ratio(one, one, zero) == 0
-    assert error_ratio(one + 1e-3, one, zero) == math.inf
-    assert error_ratio(inf, inf, one) == 0
-    assert error_ratio(-inf, inf, one) == math.inf
-    assert error_ratio(inf, one, one) == math.inf
-    assert error_ratio(one, inf, one) == math.inf
-    assert (
-        error_ratio(nan, one, one)
-        == error_ratio(one, nan, one)
-        == error_ratio(nan, nan, one)
-        == math.inf
-    )
-    assert error_ratio(one * 2, one, torch.full((2,), math.inf)) == math.inf
-    assert error_ratio(one * 2, one, nan) == math.inf
-    assert error_ratio(one[:1], one, one) == math.inf
-    assert error_ratio(torch.ones(1, 2), one, one) == math.inf
-    assert error_ratio(one[:0], one[:0], one[:0]) == 0
-    assert error_ratio(torch.tensor([1.5, 1.1]), one, torch.tensor([2.0, 0.05])) == pytest.approx(
-        2.0
-    )
+ONE, ZERO = torch.ones(2), torch.zeros(2)
+INF, NAN = torch.tensor([1.0, math.inf]), torch.tensor([1.0, math.nan])
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "allowed", "ratio"),
+    [
+        (ONE, ONE, ZERO, 0),
+        (ONE + 1e-3, ONE, ZERO, math.inf),
+        (INF, INF, ONE, 0),
+        (-INF, INF, ONE, math.inf),
+        (INF, ONE, ONE, math.inf),
+        (ONE, INF, ONE, math.inf),
+        (NAN, ONE, ONE, math.inf),
+        (ONE, NAN, ONE, math.inf),
+        (NAN, NAN, ONE, math.inf),
+        (ONE * 2, ONE, INF * math.inf, math.inf),
+        (ONE * 2, ONE, NAN, math.inf),
+        (ONE[:1], ONE, ONE, math.inf),
+        (ONE[None], ONE, ONE, math.inf),
+        (ONE[:0], ONE[:0], ONE[:0], 0),
+        (torch.tensor([1.5, 1.1]), ONE, torch.tensor([2.0, 0.05]), 2.0),
+    ],
+)
+def test_error_ratio_of_what_is_not_a_number(
+    actual: Tensor, expected: Tensor, allowed: Tensor, ratio: float
+) -> None:
+    assert error_ratio(actual, expected, allowed) == pytest.approx(ratio, rel=1e-6)
 
 
 def test_check_close_names_the_worst_element() -> None:

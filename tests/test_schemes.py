@@ -166,7 +166,7 @@ def test_checkpointing_and_no_grad(comm: Any, name: str) -> None:
         assert torch.equal(bare, out)
         assert not bare.requires_grad
         found = torch.autograd.grad(
-            kept, inputs, shards.queries(PLAIN.upstream_gradient())[0].to(kept.device)
+            kept, inputs, shards.part("out", PLAIN.upstream_gradient()).to(kept.device)
         )
         assert all(torch.equal(a, b) for a, b in zip(found, grads.values(), strict=True))
 
@@ -207,12 +207,8 @@ def test_half_precision_does_not_suffer_from_more_ranks(comm: Any, name: str) ->
     def errors(group: sp.Communicator) -> Tensor:
         shards = Shards(problem, group.rank, group.size, group.device)
         out, lse = shards.run(functools.partial(SCHEMES[name], comm=group))
-        grads, want = shards.gradients(out, lse), shards.reference_gradients()
-        pairs = [
-            (out, *shards.queries(shards.reference().out)),
-            (grads["dq"], *shards.queries(want.dq)),
-        ]
-        pairs += [(grads["dk"], *shards.keys(want.dk)), (grads["dv"], *shards.keys(want.dv))]
+        found, want = {"out": out, **shards.gradients(out, lse)}, shards.reference().values
+        pairs = [(x, shards.part(what, want[what])) for what, x in found.items()]
         squares = torch.stack([(a.detach().cpu().double() - b).square().mean() for a, b in pairs])
         return sp.all_reduce(squares.to(group.device), comm=group).div(group.size).sqrt().cpu()
 

@@ -193,24 +193,20 @@ def move_by_one_ulp(model: Llama, seed: int) -> None:
 
 def expected(
     weights: dict[str, Tensor], sequences: Sequence[Sequence[int]], num_heads: int
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return loss and gradients in float64, each sequence by itself, and their scales."""
+) -> reference.Reference:
+    """Return loss and gradients in float64, each sequence by itself."""
     rows = [torch.tensor([sequence]) for sequence in sequences if len(sequence) > 1]
     count = sum(row.shape[1] - 1 for row in rows)
 
-    def run(rounding: Any, *values: Tensor) -> tuple[Tensor, ...]:
-        leaves = [value.detach().requires_grad_() for value in values]
-        named = dict(zip(weights, leaves, strict=True))
+    def run(rounding: Any, leaves: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         losses = []
         for row in rows:
-            logits = reference.llama(row, named, num_heads=num_heads, rounding=rounding)
+            logits = reference.llama(row, leaves, num_heads=num_heads, rounding=rounding)
             losses.append(reference.next_token_loss(logits, row) * (row.shape[1] - 1))
         loss = torch.stack(losses).sum() / count
-        return loss.detach().reshape(1), *torch.autograd.grad(loss, leaves)
+        return loss, {"loss": loss.reshape(1)}
 
-    values, scales = reference.sensitivity(run, [weight.double() for weight in weights.values()])
-    names = ("loss", *weights)
-    return dict(zip(names, values, strict=True)), dict(zip(names, scales, strict=True))
+    return reference.sensitivity(run, weights)
 
 
 def _keep_gradients(mesh: Mesh, folder: Path, setting: Setting, step: int) -> float:
@@ -218,7 +214,7 @@ def _keep_gradients(mesh: Mesh, folder: Path, setting: Setting, step: int) -> fl
     model, sequences = load(folder, mesh), setting.batch(step)
     found = gradients(model, sequences, setting.max_norm, Sharding.zigzag)
     weights = load_file(folder / WEIGHTS)
-    values, scales = expected(weights, sequences, setting.config.num_attention_heads)
+    values, scales, _ = expected(weights, sequences, setting.config.num_attention_heads)
     norms = [torch.cat([x[name].flatten() for name in weights]).norm() for x in (values, scales)]
     factor = min(1.0, setting.max_norm / float(norms[0]))
     for name, share in (("norm", 1.0), ("clipped norm", factor)):

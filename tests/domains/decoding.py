@@ -55,14 +55,13 @@ def last_logits(
 ) -> Expected:
     """The logits after the last token of each sequence; each is computed by itself."""
 
-    def run(rounding: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    def run(rounding: Any, weights: dict[str, Tensor]) -> tuple[None, dict[str, Tensor]]:
         rows = [
             reference.llama(torch.tensor([x]), weights, rounding=rounding, **case.options())[0, -1]
             for x in sequences
         ]
-        return {
-            "logits": torch.stack(rows) if rows else torch.empty(0, case.vocab, dtype=torch.float64)
-        }
+        none = torch.empty(0, case.vocab, dtype=torch.float64)
+        return None, {"logits": torch.stack(rows) if rows else none}
 
     return Expected(
         what, case, run, repr(sequences), tokens=max(map(len, sequences), default=0), dtype=dtype

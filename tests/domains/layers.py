@@ -213,7 +213,7 @@ class Problem:
         owner = layer.get_submodule(name.rpartition(".")[0])
         return self.whole.shape[:2].numel() if isinstance(owner, sp.LayerNorm) else 0
 
-    def expected(self, weights: Weights) -> reference.BlockReference:
+    def expected(self, weights: Weights) -> reference.Reference:
         """Return values and error scales by name."""
         positions = (
             torch.cat([self.sharding.positions(rank) for rank in range(self.group.size)])
@@ -221,30 +221,20 @@ class Problem:
             .values
         )
 
-        def run(rounding: Any, x: Tensor, grad: Tensor, *held: Tensor) -> tuple[Tensor, ...]:
-            leaves = [t.detach().requires_grad_() for t in (x, *held)]
-            named = dict(zip(weights, leaves[1:], strict=True))
-            out = (
-                self.kind.definition(leaves[0], named, self.drawn, positions, rounding)
-                if x.numel()
-                else 0 * leaves[0]
-            )
-            return out.detach(), *torch.autograd.grad(
-                out, leaves, grad, allow_unused=True, materialize_grads=True
-            )
+        def run(rounding: Any, leaves: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+            x, grad = leaves["x"], rounding(self.grad.double())
+            definition = partial(self.kind.definition, x, leaves, self.drawn, positions, rounding)
+            out = definition() if x.numel() else 0 * x
+            return (out * grad).sum(), {"out": out}
 
-        tensors = (self.whole.double(), self.grad.double(), *weights.values())
+        tensors = {"x": self.whole, **weights}
         key = (
             self.kind.made.__name__,
             repr(sorted(self.drawn.items(), key=str)),
-            contents(*tensors),
+            contents(self.grad, *tensors.values()),
         )
         samples = 2 if self.drawn["x.seq_len"] > 1000 else 8
-        values_, scales = once(key, lambda: reference.sensitivity(run, tensors, samples))
-        names = ("out", "x", *weights)
-        return reference.BlockReference(
-            dict(zip(names, values_, strict=True)), dict(zip(names, scales, strict=True))
-        )
+        return once(key, lambda: reference.sensitivity(run, tensors, samples))
 
 
 def on_ranks(kind: Kind, group: sp.Communicator, drawn: Values) -> Call:

@@ -14,7 +14,7 @@ import torch
 from llama_cases import SCALINGS, Case
 from oracle import reference
 from oracle.once import once
-from oracle.reference.block import Rounding
+from oracle.reference.block import Outputs, Rounding
 from torch import Tensor, nn
 
 from domains import situations
@@ -156,7 +156,7 @@ class Expected:
     Args:
         what: for messages.
         case: the model.
-        run: of (rounding, weights by name) to tensors by name; without communication.
+        run: as in `reference.sensitivity`.
         key: everything that `run` depends on besides.
         tokens: the longest sequence; without it the errors of long sums are not allowed for.
         positions: one more than the greatest position: an angle of p radians has an error of its
@@ -169,7 +169,7 @@ class Expected:
         self,
         what: str,
         case: Case,
-        run: Callable[..., dict[str, Tensor]],
+        run: Callable[[Rounding, Tensors], Outputs],
         key: object,
         *,
         tokens: int | None = None,
@@ -182,18 +182,8 @@ class Expected:
         widths = (case.hidden, case.ffn, case.heads[0] * case.head_dim, case.vocab)
         self._longest_sum = None if tokens is None else max(*widths, tokens)
         self._weights = weights = weights_of(case)
-        names = list[str]()
-
-        def results(rounding: Rounding, *given: Tensor) -> tuple[Tensor, ...]:
-            found = run(rounding, dict(zip(weights, given, strict=True)))
-            names[:] = found
-            return tuple(found.values())
-
-        def made() -> tuple[dict[str, Tensor], ...]:
-            found = reference.sensitivity(results, list(weights.values()), samples=samples)
-            return tuple(dict(zip(names, tensors, strict=True)) for tensors in found)
-
-        self.values, self._scales = once((what, case, key), made)
+        made = partial(reference.sensitivity, run, weights, samples)
+        self.values, self._scales, _ = once((what, case, key), made)
 
     def check(
         self, name: str, result: Tensor, part: Callable[[Tensor], Tensor] = lambda x: x
@@ -239,24 +229,6 @@ class Expected:
 
 
 Tensors = dict[str, Tensor]
-
-
-def with_gradients(
-    outputs: Callable[[Tensors], tuple[Tensor, Tensors]], weights: Tensors
-) -> Tensors:
-    """Return outputs by name, and the gradient of a number for each weight under the weight's name.
-
-    Args:
-        outputs: of the weights: the number, and the outputs.
-        weights: by name.
-    """
-    leaves = {name: x.detach().requires_grad_() for name, x in weights.items()}
-    total, found = outputs(leaves)
-    grads = torch.autograd.grad(total, list(leaves.values()))
-    return {
-        **{name: x.detach() for name, x in found.items()},
-        **dict(zip(weights, grads, strict=True)),
-    }
 
 
 def text(case: Case, lengths: Sequence[int]) -> list[list[int]]:

@@ -232,16 +232,12 @@ def judge_attended(
         zip(("out", "lse"), result if isinstance(result, tuple) else (result,), strict=False)
     )
     q, k, v = wholes
-    forward = reference.attention(q, k, v, **options)
-    lse_grad = grads[1] if len(grads) > 1 else None
-    backward = reference.attention_grads(q, k, v, grads[0], grad_lse=lse_grad, **options)
+    wanted = reference.attention(q, k, v, *grads, **options)
     roots = list(results.values())[: len(grads)]
     made = torch.autograd.grad(roots, list(leaves.values()), grads)
     for name, actual in (results | dict(zip(leaves, made, strict=True))).items():
-        source: Any = forward if name in results else backward
-        scale = getattr(source, f"{name}_scale")
-        allowed = bound(scale, wholes[0].dtype, source.growth, partials)
-        near(f"local attention {name}", actual, getattr(source, name), allowed)
+        allowed = bound(wanted.scales[name], wholes[0].dtype, wanted.growth, partials)
+        near(f"local attention {name}", actual, wanted.values[name], allowed)
 
 
 TERMS = ("softcap", "sinks", "alibi")

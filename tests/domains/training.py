@@ -146,8 +146,8 @@ def trained(
         milestones: steps after which the learning rate falls.
     """
 
-    def run(rounding: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        leaves = {name: x.clone().requires_grad_() for name, x in weights.items()}
+    def run(rounding: Any, weights: dict[str, Tensor]) -> tuple[None, dict[str, Tensor]]:
+        leaves = {name: x.detach().clone().requires_grad_() for name, x in weights.items()}
         made = optimizer(leaves.values()) if optimizer else torch.optim.SGD(leaves.values(), lr=0)
         scheduler = torch.optim.lr_scheduler.MultiStepLR(made, milestones)
         for _ in range(steps):
@@ -158,9 +158,8 @@ def trained(
                 x.grad = grad * min(1.0, float(max_norm / norm))
             made.step()
             scheduler.step()
-        values_ = map(Tensor.detach, leaves.values()) if optimizer else grads
-        after = dict(zip(leaves, values_, strict=True))
-        return {"loss": loss.detach().reshape(1), "norm": norm.reshape(1), **after}
+        after = leaves if optimizer else dict(zip(leaves, grads, strict=True))
+        return None, {"loss": loss.reshape(1), "norm": norm.reshape(1), **after}
 
     key = [(contents(tokens, labels), repr(mask)) for tokens, labels, _, mask in batches]
     settings = (factor, steps, str(optimizer), max_norm, milestones)

@@ -1,7 +1,7 @@
 """Tiny models of transformers with random weights, and what one process computes with them.
 
 transformers computes norms, rotary angles, router probabilities and the loss in float32, also in a
-float64 model. `in_float64` replaces these casts, on both sides of a comparison.
+float64 model. `InFloat64` replaces these casts, on both sides of a comparison.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -55,8 +54,8 @@ OWN: dict[str, dict[str, Any]] = {
 """Architectures by `model_type`, each with what only it has."""
 
 
-class _Wide(TorchFunctionMode):
-    """Replace each float32 that a function is asked for by float64."""
+class InFloat64(TorchFunctionMode):
+    """Compute everything in float64, in this thread: replace each float32 that is asked for."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -80,13 +79,6 @@ class _Wide(TorchFunctionMode):
 
 def _wider(x: Any) -> Any:
     return torch.float64 if x is torch.float32 else x
-
-
-@contextmanager
-def in_float64() -> Iterator[None]:
-    """Compute everything in float64, in this thread."""
-    with _Wide():
-        yield
 
 
 @cache
@@ -124,43 +116,33 @@ def inputs(packed: bool = False, seed: int = 0, seq_len: int = SEQ_LEN) -> dict[
     return given
 
 
-@dataclass(frozen=True)
-class Reference:
-    """The logits, the loss and each gradient on one process, with the scales of their errors."""
-
-    values: dict[str, Tensor]
-    scales: dict[str, Tensor]
-
-
 def count(seeds: tuple[int, ...]) -> int:
     """Return the number of labels of some batches, as Trainer counts them."""
     return sum(int((inputs(seed=seed)["labels"][:, 1:] != -100).sum()) for seed in seeds)
 
 
 @cache
-def on_one_process(kind: str, packed: bool, seeds: tuple[int, ...] = (0,)) -> Reference:
-    """Return what transformers computes for some batches.
+def on_one_process(kind: str, packed: bool, seeds: tuple[int, ...] = (0,)) -> reference.Reference:
+    """Return the logits, the loss and each gradient that transformers computes for some batches.
 
     The logits are those of the last one, the loss is the mean over all.
     """
     whole, number = model(kind), count(seeds)
-    names = [name for name, _ in whole.named_parameters()]
 
-    def run(rounding: Callable[[Tensor], Tensor], *weights: Tensor) -> tuple[Tensor, ...]:
-        leaves = [weight.detach().requires_grad_() for weight in weights]
-        named, loss = dict(zip(names, leaves, strict=True)), torch.zeros((), dtype=torch.float64)
-        with in_float64(), _rounded(whole, rounding):
+    def run(
+        rounding: Callable[[Tensor], Tensor], named: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = torch.zeros((), dtype=torch.float64)
+        with InFloat64(), _rounded(whole, rounding):
             for seed in seeds:
                 given = {**inputs(packed, seed), "use_cache": False, "num_items_in_batch": number}
                 if packed and kind == "gpt_oss":
                     given["attention_mask"] = document_masks(whole, given)
                 out = functional_call(whole, named, kwargs=given)
                 loss = loss + out.loss
-        return out.logits.detach(), loss.detach(), *torch.autograd.grad(loss, leaves)
+        return loss, {"logits": out.logits, "loss": loss}
 
-    results = reference.sensitivity(run, [p.detach() for p in whole.parameters()])
-    values, scales = (dict(zip(("logits", "loss", *names), x, strict=True)) for x in results)
-    return Reference(values, scales)
+    return reference.sensitivity(run, dict(whole.named_parameters()))
 
 
 def document_masks(whole: Any, given: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from oracle.ways import CHOICES
 from torch import Tensor
 
 import sp_core as sp
+from hf.cases import InFloat64
 from sp_core.llama import Llama, create, generate, load, save as save_ours
 from sp_core.testing import record_ratio, run_threads
 from sp_core.testing.tolerance import bound, check_close
@@ -33,8 +34,8 @@ PROMPTS = (5, 1, 3, 8)
 """Lengths, of the first tokens of the first sequences."""
 
 
-def save(case: Case, folder: Path) -> Any:
-    """A model of transformers with our weights, saved in several files."""
+def made(case: Case) -> Any:
+    """A model of transformers with our weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     scaling = SCALINGS[case.scaling] or {"rope_type": "default"}
@@ -59,32 +60,7 @@ def save(case: Case, folder: Path) -> Any:
     )
     assert missing.missing_keys == (["lm_head.weight"] if case.tied else [])
     assert missing.unexpected_keys == []
-    model.save_pretrained(folder, max_shard_size="8KB")
-    assert len(list(folder.glob("*.safetensors"))) > 1
-    return model
-
-
-def without_casts(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
-    """RMSNorm and rotary angles in float64, which transformers computes in float32."""
-    from transformers.models.llama import modeling_llama as theirs
-
-    def norm(self: Any, x: Tensor) -> Tensor:
-        scaled: Tensor = (
-            self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        )
-        return scaled
-
-    def rotary(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        frequencies = torch.tensor(
-            reference.llama_frequencies(case.head_dim, 100.0, SCALINGS[case.scaling]),
-            dtype=torch.float64,
-        )
-        torch.testing.assert_close(self.inv_freq.double(), frequencies, rtol=1e-6, atol=0)
-        angles = (position_ids[..., None].double() * frequencies).repeat(1, 1, 2)
-        return angles.cos(), angles.sin()
-
-    monkeypatch.setattr(theirs.LlamaRMSNorm, "forward", norm)
-    monkeypatch.setattr(theirs.LlamaRotaryEmbedding, "forward", rotary)
+    return model.eval()
 
 
 @dataclass(frozen=True)
@@ -96,9 +72,17 @@ class Theirs:
     tokens: Tensor
     single: Tensor
     double: Tensor
-    want: Tensor
-    scale: Tensor
+    want: reference.Reference
     greedy: list[list[int]]
+
+    def check(self, name: str, logits: Tensor, dtype: torch.dtype) -> float:
+        """Compare logits elementwise."""
+        allowed = bound(self.want.scales["logits"], dtype)
+        return check_close(name, logits, self.want.values["logits"], allowed)
+
+    def error(self, logits: Tensor) -> float:
+        """How far they are off, as a root mean square."""
+        return float((logits - self.want.values["logits"]).square().mean().sqrt())
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -110,24 +94,23 @@ def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     case, folder = CASES[request.param], tmp_path_factory.mktemp("model")
     tokens, weights = case.tokens(BATCH, SEQ_LEN), case.weights()
 
-    def run(rounding: Any, *values: Tensor) -> tuple[Tensor]:
-        return (
-            reference.llama(
-                tokens, dict(zip(weights, values, strict=True)), rounding=rounding, **case.options()
-            ),
-        )
+    def run(rounding: Any, leaves: dict[str, Tensor]) -> tuple[None, dict[str, Tensor]]:
+        return None, {
+            "logits": reference.llama(tokens, leaves, rounding=rounding, **case.options())
+        }
 
-    (want,), (scale,) = reference.sensitivity(run, list(weights.values()))
-    model = save(case, folder).eval()
-    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+    want = reference.sensitivity(run, weights)
+    model = made(case)
+    model.save_pretrained(folder, max_shard_size="8KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    with torch.no_grad():
         single = model(tokens).logits
-        without_casts(patch, case)
-        double = model.double()(tokens).logits
-        greedy = [
-            continued(model, tokens[number : number + 1, :length])
-            for number, length in enumerate(PROMPTS)
-        ]
-    return Theirs(case, folder, tokens, single, double, want, scale, greedy)
+        with InFloat64():
+            model = made(case).double()
+            double = model(tokens).logits
+            prompts = [tokens[number, :length] for number, length in enumerate(PROMPTS)]
+            greedy = [continued(model, prompt[None]) for prompt in prompts]
+    return Theirs(case, folder, tokens, single, double, want, greedy)
 
 
 def continued(model: Any, prompt: Tensor) -> list[int]:
@@ -163,7 +146,7 @@ def gathered(model: Llama, tokens: Tensor) -> Tensor:
 
 
 def test_transformers_is_the_reference_where_it_does_not_cast(theirs: Theirs) -> None:
-    check_close("transformers", theirs.double, theirs.want, bound(theirs.scale, torch.float64))
+    theirs.check("transformers", theirs.double, torch.float64)
     assert any(len(set(tokens)) > 5 for tokens in theirs.greedy)  # not only the same few
 
 
@@ -186,7 +169,7 @@ def test_logits_are_those_of_transformers(theirs: Theirs, mesh: dict[str, int]) 
         with sp.Mesh(comm, check="off", algorithm=algorithm, **axes(mesh)) as made, torch.no_grad():
             return gathered(load(theirs.folder, made, dtype=dtype, tp_sp=tp_sp), theirs.tokens)
 
-    their_error = rms(theirs.single - theirs.want)
+    their_error = theirs.error(theirs.single)
     for algorithm in CHOICES:
         for tp_sp in (False, True)[: 1 + (mesh["tp"] > 1)]:
             for dtype in (torch.float64, torch.float32):
@@ -194,16 +177,9 @@ def test_logits_are_those_of_transformers(theirs: Theirs, mesh: dict[str, int]) 
                     size,
                     lambda comm, how=(algorithm, tp_sp, dtype): body(comm, *how),  # type: ignore[misc]
                 )[0]
-                record_ratio(
-                    "llama transformers",
-                    check_close("logits", logits, theirs.want, bound(theirs.scale, dtype)),
-                )
+                record_ratio("llama transformers", theirs.check("logits", logits, dtype))
                 if dtype == torch.float32:
-                    assert rms(logits - theirs.want) <= their_error
-
-
-def rms(error: Tensor) -> float:
-    return float(error.square().mean().sqrt())
+                    assert theirs.error(logits) <= their_error
 
 
 @pytest.mark.parametrize("number", range(len(TABLE)), ids=lambda number: f"mesh {number}")

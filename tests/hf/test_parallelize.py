@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from oracle.reference import Reference
 from torch import Tensor
 
 import sp_core as sp
 from hf.cases import (
     OWN,
     SEQ_LEN,
-    Reference,
+    InFloat64,
     count,
-    in_float64,
     inputs,
     model,
     on_one_process,
@@ -74,7 +74,7 @@ def test_all_values_are_those_of_one_process(
     layout = layouts[(WAYS.index(way) + packed) % len(layouts)]
 
     def body(comm: Any) -> Values:
-        with in_float64(), sp.Mesh(comm, **axes) as mesh:
+        with InFloat64(), sp.Mesh(comm, **axes) as mesh:
             parallel = integration.parallelize(model(kind), mesh, scheme, layout)
             out = parallel(**inputs(packed))
             out.loss.backward()
@@ -104,7 +104,7 @@ def micro_batches(
     want = on_one_process(kind, True, seeds)
 
     def body(comm: Any) -> Values:
-        with in_float64(), sp.Mesh(comm, ring=number) as mesh:
+        with InFloat64(), sp.Mesh(comm, ring=number) as mesh:
             parallel = made.parallelize(model(kind).train(), mesh)
             if checkpoint is not None:
                 parallel.gradient_checkpointing_enable(checkpoint)
@@ -138,7 +138,7 @@ def test_replicas_take_other_sequences() -> None:
     want = on_one_process("llama", False, (0, 1))
 
     def body(comm: Any) -> Values:
-        with in_float64(), sp.Mesh(comm, dp=2, ring=2) as mesh:
+        with InFloat64(), sp.Mesh(comm, dp=2, ring=2) as mesh:
             parallel = integration.parallelize(model("llama"), mesh)
             loss = parallel(**inputs(seed=mesh["dp"].rank)).loss
             loss.backward()
@@ -152,7 +152,7 @@ def one_rank_uses(made: ModuleType = integration) -> None:
     model("llama")
 
     def body(comm: Any) -> tuple[Tensor | None, Tensor | None]:
-        with in_float64(), sp.Mesh(comm, ring=3) as mesh:
+        with InFloat64(), sp.Mesh(comm, ring=3) as mesh:
             whole = model("llama")
             whole.used, whole.idle = (torch.nn.Parameter(torch.zeros(1).double()) for _ in range(2))
             parallel = made.parallelize(whole, mesh)
@@ -178,11 +178,11 @@ def test_padding_at_the_end_of_rows_changes_nothing() -> None:
     mask = torch.ones_like(given["input_ids"])
     mask[1, -5:] = 0
     given["labels"] = given["labels"].masked_fill(mask == 0, -100)
-    with in_float64(), torch.no_grad():
+    with InFloat64(), torch.no_grad():
         want = model("qwen3")(**given, attention_mask=mask, use_cache=False)
 
     def body(comm: Any) -> tuple[Tensor, Tensor]:
-        with in_float64(), sp.Mesh(comm, ring=3) as mesh, torch.no_grad():
+        with InFloat64(), sp.Mesh(comm, ring=3) as mesh, torch.no_grad():
             out = integration.parallelize(model("qwen3"), mesh)(**given, attention_mask=mask)
             return out.loss, gathered(out.logits, mesh["ring"], "zigzag")
 

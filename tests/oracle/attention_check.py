@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from oracle import reference
 from oracle.once import contents, once
-from oracle.reference import AttentionReference, GradientReference
+from oracle.reference import Reference
 from oracle.strategies import AttentionProblem, placed
 from sp_core.collectives.api import all_reduce
 from sp_core.communicator import Communicator
@@ -75,70 +76,32 @@ class Shards:
     Args:
         problem: as in `check_attention`.
         rank, size: of the ranks that share the sequence.
-        device: where the scheme wants its tensors.
-        order: take the tokens of the whole sequence in this order; self attention only.
-
-    Attributes:
-        whole: q, k and v of all tokens.
-        upstream: gradients of out and (or None) of lse, of all tokens.
-        local: q, k and v of this rank, placed in memory as the problem says.
-        terms: of the logits, on the device.
+        device: of the rank's tensors.
     """
 
     def __init__(
-        self,
-        problem: AttentionProblem,
-        rank: int,
-        size: int,
-        device: torch.device,
-        *,
-        order: Tensor | None = None,
+        self, problem: AttentionProblem, rank: int, size: int, device: torch.device
     ) -> None:
-        self.problem, self.rank = problem, rank
+        self.problem, self.rank, self.device = problem, rank, device
         self.sharding, self.kv_sharding = problem.sharding(size), problem.kv_sharding(size)
         self.whole = problem.tensors()
         self.upstream = (problem.upstream_gradient(), problem.upstream_lse_gradient())
-        if order is not None:
-            q, k, v = (x[:, order] for x in self.whole)
-            self.whole = (q, k, v)
-            grad_out, grad_lse = self.upstream
-            self.upstream = (grad_out[:, order], None if grad_lse is None else grad_lse[..., order])
-        self.device = device
-        self.local = self.place(self.whole)
+        self.local = [
+            placed(self.part(name, x).to(device), problem.storage).requires_grad_(needed)
+            for name, x, needed in zip("qkv", self.whole, problem.needs_grad, strict=True)
+        ]
         self.terms = problem.terms()
         if "sinks" in self.terms:
             sinks = self.terms["sinks"].to(device).clone()
             self.terms["sinks"] = sinks.requires_grad_(problem.seed % 2 == 0)
         self._given: list[tuple[Tensor, Tensor]] = []
 
-    def place(self, whole: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
-        """This rank's part of q, k and v, as leaves."""
-        q, k, v = whole
-        parts = (*self.queries(q), *self.keys(k, v))
-        needs = self.problem.needs_grad
-        return [
-            placed(x.to(self.device), self.problem.storage).requires_grad_(n)
-            for x, n in zip(parts, needs, strict=True)
-        ]
-
-    def queries(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """This rank's part of tensors (B, S, ...) over all queries."""
-        return tuple(self.sharding.shard(x, self.rank, 1) for x in tensors)
-
-    def keys(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """This rank's part of tensors (B, S, ...) over all keys."""
-        return tuple(self.kv_sharding.shard(x, self.rank, 1) for x in tensors)
-
-    def lses(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """This rank's part of tensors (B, H, S)."""
-        return tuple(self.sharding.shard(x, self.rank, 2) for x in tensors)
-
-    def part(self, what: str, whole: Tensor) -> Tensor:
-        """This rank's part of the result of that name."""
-        if what == "dsinks":
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of an argument or a result of that name."""
+        if name == "dsinks":
             return whole
-        take = {"lse": self.lses, "dk": self.keys, "dv": self.keys}.get(what, self.queries)
-        return take(whole)[0]
+        sharding = self.kv_sharding if name in ("k", "v", "dk", "dv") else self.sharding
+        return sharding.shard(whole, self.rank, 2 if name == "lse" else 1)
 
     def results(self, scheme: Scheme) -> Results:
         """Everything that the scheme gives this rank, forward and backward."""
@@ -176,7 +139,7 @@ class Shards:
         roots, upstream = [out], [self._upstream_of_out().to(out.device)]
         if self.upstream[1] is not None:
             roots.append(lse)
-            upstream.append(self.lses(self.upstream[1])[0].clone().to(lse))
+            upstream.append(self.part("lse", self.upstream[1]).clone().to(lse))
         self._given += [(x, x.clone()) for x in upstream]
         self._be_late(self.problem.seed + 1)
         grads = torch.autograd.grad(roots, list(needing.values()), upstream)
@@ -190,56 +153,34 @@ class Shards:
         for x, _ in self._given:
             x.new_empty(0, dtype=torch.uint8).set_(x.detach().untyped_storage()).fill_(0xFF)
 
-    def reference(self) -> AttentionReference:
-        """The dense result of the whole sequence."""
-        definition = self._definition()
-        key = ("attention", repr(definition), contents(*self.whole, definition.get("sinks")))
-        return once(key, lambda: reference.attention(*self.whole, **definition))
-
-    def reference_gradients(self) -> GradientReference:
-        """The dense gradients of the whole sequence."""
-        definition, (grad_out, grad_lse) = self._definition(), self.upstream
-        given = (*self.whole, grad_out, grad_lse, definition.get("sinks"))
-        key = ("attention_grads", repr(definition), contents(*given))
-        return once(
-            key,
-            lambda: reference.attention_grads(
-                *self.whole, grad_out, grad_lse=grad_lse, **definition
-            ),
-        )
+    def reference(self) -> Reference:
+        """The dense results and gradients of the whole sequence."""
+        definition: dict[str, Any] = {
+            "q_positions": ascending(self.sharding),
+            "kv_positions": ascending(self.kv_sharding),
+            **asdict(self.problem.mask),
+            **self.problem.terms(),
+        }
+        given = (*self.whole, *self.upstream)
+        key = ("attention", repr(definition), contents(*given, definition.get("sinks")))
+        return once(key, lambda: reference.attention(*given, **definition))
 
     def expected(self) -> dict[str, tuple[Tensor, Tensor]]:
         """This rank's part of every result as it should be, and by how much it may be off."""
-        forward, backward = self.reference(), self.reference_gradients()
-        partials = self.partial_results()
-        found = {}
-        for what in ("out", "lse", "dq", "dk", "dv", "dsinks"):
-            source: Any = forward if what in ("out", "lse") else backward
-            value, scale = (
-                self.part(what, getattr(source, field)) for field in (what, f"{what}_scale")
-            )
-            found[what] = (value, bound(scale, self.problem.torch_dtype, source.growth, partials))
-        return found
-
-    def partial_results(self) -> int:
-        """Return an upper bound of the partial results that kernels round for one element."""
-        return _partial_results(self.sharding, self.kv_sharding, self.problem.mask)
-
-    def _definition(self) -> dict[str, Any]:
-        mask = self.problem.mask
+        values, scales, growth = self.reference()
+        partials = partial_results(self.sharding, self.kv_sharding, self.problem.mask)
+        dtype = self.problem.torch_dtype
         return {
-            "q_positions": ascending(self.sharding),
-            "kv_positions": ascending(self.kv_sharding),
-            "causal": mask.causal,
-            "window": mask.window,
-            "documents": mask.documents,
-            "kv_documents": mask.kv_documents,
-            **self.problem.terms(),
+            what: (
+                self.part(what, value),
+                bound(self.part(what, scales[what]), dtype, growth, partials),
+            )
+            for what, value in values.items()
         }
 
     def _upstream_of_out(self) -> Tensor:
         """This rank's gradient of out, with strides as the problem says."""
-        (mine,) = self.queries(self.upstream[0])
+        mine = self.part("out", self.upstream[0])
         if self.problem.upstream in ("expanded", "zero"):
             return mine[:1, :1, :1, :1].clone().expand_as(mine)
         return placed(mine, "transposed" if self.problem.upstream == "transposed" else "plain")
@@ -255,7 +196,8 @@ def ascending(sharding: Sharding) -> list[int]:
 
 
 @lru_cache(maxsize=64)
-def _partial_results(sharding: Sharding, kv_sharding: Sharding, mask: Mask) -> int:
+def partial_results(sharding: Sharding, kv_sharding: Sharding, mask: Mask) -> int:
+    """Return an upper bound of the partial results that kernels round for one element."""
     ranks = range(sharding.size)
     return 1 + sum(
         len(plan_blocks(sharding.positions(i), kv_sharding.positions(j), mask))

@@ -5,7 +5,6 @@ a scale, which is what rounding errors are proportional to (see `sp_core.testing
 """
 
 from .block import (
-    BlockReference,
     feed_forward,
     layer_norm,
     rms_norm,
@@ -13,23 +12,17 @@ from .block import (
     self_attention,
     sensitivity,
     transformer_block,
-    transformer_block_grads,
 )
 from .dense import (
-    AttentionReference,
-    GradientReference,
+    Reference,
     attention,
-    attention_grads,
     visible,
 )
 from .llama import llama, llama_frequencies, next_token_loss
 
 __all__ = [
-    "AttentionReference",
-    "BlockReference",
-    "GradientReference",
+    "Reference",
     "attention",
-    "attention_grads",
     "feed_forward",
     "layer_norm",
     "llama",
@@ -40,6 +33,5 @@ __all__ = [
     "self_attention",
     "sensitivity",
     "transformer_block",
-    "transformer_block_grads",
     "visible",
 ]

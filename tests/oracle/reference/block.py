@@ -8,26 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from .dense import distances, visible
+from .dense import Reference, distances, visible
 
 # of the perturbations: its square is far below, float64's round-off over it far below what is
 # measured
 EPSILON = 1e-7
 
 Rounding = Callable[[Tensor], Tensor]
-
-
-class BlockReference(NamedTuple):
-    """Values and error scales by name: "out", "x", and the gradient of each weight."""
-
-    values: dict[str, Tensor]
-    scales: dict[str, Tensor]
+Outputs = tuple[Tensor | None, dict[str, Tensor]]
 
 
 def layer_norm(
@@ -190,38 +184,12 @@ def transformer_block(
     )
 
 
-def transformer_block_grads(
-    x: Tensor, weights: Mapping[str, Tensor], grad_out: Tensor, *, samples: int = 8, **options: Any
-) -> BlockReference:
-    """The block in float64 with all gradients, and an error scale for each from `sensitivity`.
-
-    Args:
-        x: (B, S, E), any floating dtype.
-        weights: as in `transformer_block`.
-        grad_out: (B, S, E), gradient of the output.
-        samples: of the sensitivity.
-        options: the keyword arguments of `transformer_block`.
-    """
-    names = ("out", "x", *weights)
-
-    def run(rounding: Rounding, x: Tensor, grad_out: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
-        leaves = [t.detach().requires_grad_() for t in (x, *values)]
-        named = dict(zip(weights, leaves[1:], strict=True))
-        out = transformer_block(leaves[0], named, rounding=rounding, **options)
-        return out.detach(), *torch.autograd.grad(out, leaves, grad_out)
-
-    values, scales = sensitivity(
-        run, [t.detach().double() for t in (x, grad_out, *weights.values())], samples
-    )
-    return BlockReference(
-        dict(zip(names, values, strict=True)), dict(zip(names, scales, strict=True))
-    )
-
-
 def sensitivity(
-    function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], samples: int = 8
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Measure how far outputs move when inputs and intermediate results are perturbed.
+    function: Callable[[Rounding, dict[str, Tensor]], Outputs],
+    inputs: Mapping[str, Tensor],
+    samples: int = 8,
+) -> Reference:
+    """Measure how far outputs and gradients move when inputs and intermediate results do.
 
     Every element of every input, and of what the function passes through `rounding` (and its
     gradient on the way back), is multiplied by 1 + EPSILON times a normal random number. The scale
@@ -229,29 +197,37 @@ def sensitivity(
     few samples may all miss an element.
 
     Args:
-        function: of (rounding, *inputs), returning a tuple of tensors.
-        inputs: float64 tensors.
+        function: of `rounding` and the inputs in float64. It returns a number and outputs by name.
+            The gradient of the number is added to the outputs for each input, under its name;
+            nothing is added if there is no number.
+        inputs: by name.
         samples: perturbed evaluations.
-
-    Returns:
-        Outputs without perturbation, and their scales.
 
     Source: Vignes, "A stochastic arithmetic for reliable scientific computation", 1993.
     """
+
+    def results(rounding: Rounding) -> dict[str, Tensor]:
+        leaves = {
+            name: rounding(x.detach().double()).detach().requires_grad_()
+            for name, x in inputs.items()
+        }
+        total, outputs = function(rounding, leaves)
+        found = {name: x.detach() for name, x in outputs.items()}
+        if total is not None:
+            grads = torch.autograd.grad(
+                total, list(leaves.values()), allow_unused=True, materialize_grads=True
+            )
+            found |= zip(leaves, grads, strict=True)
+        return found
+
     generator = torch.Generator().manual_seed(0)
-    values = function(lambda t: t, *inputs)
-    squares = [torch.zeros_like(value) for value in values]
+    values = results(lambda t: t)
+    squares = {name: torch.zeros_like(value) for name, value in values.items()}
     for _ in range(samples):
-        moved = function(
-            lambda t: _perturb(t, generator), *(_perturb(t, generator) for t in inputs)
-        )
-        for square, value, other in zip(squares, values, moved, strict=True):
-            square += ((other - value) / EPSILON) ** 2
-    sizes = [
-        (square / samples).sqrt() + value.abs()
-        for square, value in zip(squares, values, strict=True)
-    ]
-    return values, tuple(size + size.mean(-1, keepdim=True) for size in sizes)
+        for name, moved in results(lambda t: _perturb(t, generator)).items():
+            squares[name] += ((moved - values[name]) / EPSILON) ** 2
+    sizes = {name: (squares[name] / samples).sqrt() + values[name].abs() for name in values}
+    return Reference(values, {n: size + size.mean(-1, keepdim=True) for n, size in sizes.items()})
 
 
 class _Perturbation(torch.autograd.Function):
