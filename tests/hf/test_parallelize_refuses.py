@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,100 +18,29 @@ from hf.cases import EXPERTS, SIZES, inputs, model
 from sp_core.integrations.transformers import parallelize
 from sp_core.testing import run_threads
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "a mask of four dims": ({"attention_mask": torch.ones(2, 1, 21, 21)}, "mask has shape"),
-    "a mask by layers": ({"attention_mask": {}}, "must be a tensor"),
-    "padding before tokens": ({"attention_mask": torch.arange(21).expand(2, 21) > 3}, "Pad on the"),
-    "labels of padding": ({"attention_mask": torch.arange(21).expand(2, 21) < 9}, "has labels"),
-    "documents in the mask": ({"attention_mask": torch.full((2, 21), 2)}, "leave it out"),
-    "a cache": ({"past_key_values": DynamicCache()}, "past_key_values"),
-    "making a cache": ({"use_cache": True}, "use_cache"),
-    "attentions": ({"output_attentions": True}, "output_attentions"),
-    "embeddings": ({"inputs_embeds": torch.ones(2, 21, 18)}, "inputs_embeds"),
-    "a part of the logits": ({"logits_to_keep": 1}, "logits_to_keep"),
-    "boundaries": ({"cu_seq_lens_q": torch.tensor([0, 21])}, "cu_seq_lens_q"),
-    "no tokens": ({"input_ids": None}, "must be a tensor"),
-    "one row": ({"input_ids": torch.arange(19)}, "input_ids has shape"),
-    "a shard": ({"labels": torch.ones(2, 11).long()}, "labels has shape"),
-    "unlike rows": ({"position_ids": torch.arange(42).view(2, 21) % 25}, "all rows of a batch"),
-    "fewer tokens than ranks": (inputs(seq_len=1), "at least one token"),
-}  # fmt: skip
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"attention_mask": torch.ones(2, 1, 21, 21)}, "mask has shape"),
+    ({"attention_mask": {}}, "must be a tensor"),
+    ({"attention_mask": torch.arange(21).expand(2, 21) > 3}, "Pad on the"),
+    ({"attention_mask": torch.arange(21).expand(2, 21) < 9}, "has labels"),
+    ({"attention_mask": torch.full((2, 21), 2)}, "leave it out"),
+    ({"past_key_values": DynamicCache()}, "past_key_values"),
+    ({"use_cache": True}, "use_cache"),
+    ({"output_attentions": True}, "output_attentions"),
+    ({"inputs_embeds": torch.ones(2, 21, 18)}, "inputs_embeds"),
+    ({"logits_to_keep": 1}, "logits_to_keep"),
+    ({"cu_seq_lens_q": torch.tensor([0, 21])}, "cu_seq_lens_q"),
+    ({"input_ids": None}, "must be a tensor"),
+    ({"input_ids": torch.arange(19)}, "input_ids has shape"),
+    ({"labels": torch.ones(2, 11).long()}, "labels has shape"),
+    ({"position_ids": torch.arange(42).view(2, 21) % 25}, "all rows of a batch"),
+    (inputs(seq_len=1), "at least one token"),
+]  # fmt: skip
 """Arguments of a forward, and what the error says."""
 
 
-def errors(
-    made: Callable[[sp.Mesh], Any], call: Callable[[Any, int], Any], **axes: Any
-) -> set[str]:
-    """What two ranks raise in `call` of what was made and the rank."""
-
-    def body(comm: Any) -> str:
-        with sp.Mesh(comm, **(axes or {"ring": 2})) as mesh:
-            given = made(mesh)
-            try:
-                call(given, comm.rank)
-            except (ValueError, TypeError, RuntimeError) as error:
-                return f"{type(error).__name__}: {error}"
-            return ""
-
-    return {*run_threads(2, body)}
-
-
-def made_parallel(mesh: sp.Mesh) -> Any:
-    return parallelize(model("qwen3"), mesh)
-
-
-@pytest.mark.parametrize("on_one_rank", [False, True], ids=["on both", "on one rank"])
-@pytest.mark.parametrize("name", REFUSED)
-def test_wrong_inputs_are_refused_on_every_rank(name: str, on_one_rank: bool) -> None:
-    wrong, text = REFUSED[name]
-    model("qwen3")
-
-    def call(parallel: Any, rank: int) -> None:
-        parallel(**{**inputs(), **(wrong if rank or not on_one_rank else {})})
-
-    (error,) = errors(made_parallel, call)
-    assert text in error
-
-
-def change(name: str, value: Any) -> Callable[[Any, int], Any]:
-    """Change a setting of a parallelized model on rank 1, and call it."""
-
-    def call(parallel: Any, rank: int) -> None:
-        changed = (
-            parallel.model.layers[0].self_attn if name == "attention_dropout" else parallel.config
-        )
-        if rank == 1:
-            setattr(changed, name, value)
-        parallel(**inputs())
-
-    return call
-
-
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        (change("attention_dropout", 0.1), "attention_dropout=0.1"),
-        (change("output_router_logits", True), "output_router_logits=True"),
-        (change("_attn_implementation", "sdpa"), "was changed to 'sdpa'"),
-        (lambda parallel, rank: parallel(**inputs(seed=rank)), "ranks disagree"),
-        (lambda parallel, rank: parallel.train(rank == 0)(**inputs()), "ranks disagree"),
-        (lambda parallel, rank: parallel.model(**inputs(), use_cache=False), "the model itself"),
-        (
-            lambda parallel, rank: parallel.generate(inputs()["input_ids"], max_new_tokens=2),
-            "use_cache",
-        ),
-        (
-            lambda parallel, rank: torch.autograd.grad(
-                parallel(**inputs()).loss, [*parallel.parameters()]
-            ),
-            "Call loss.backward()",
-        ),
-    ],
-)
-def test_wrong_uses_are_refused_on_every_rank(call: Callable[[Any, int], Any], text: str) -> None:
-    model("qwen3")
-    (error,) = errors(made_parallel, call)
-    assert text in error
+def qwen3() -> Any:
+    return model("qwen3")
 
 
 def configured(kind: str = "llama", head: str = "ForCausalLM", **settings: Any) -> Any:
@@ -118,53 +48,100 @@ def configured(kind: str = "llama", head: str = "ForCausalLM", **settings: Any) 
     return getattr(transformers, f"{type(config).__name__.removesuffix('Config')}{head}")(config)
 
 
-@pytest.mark.parametrize(
-    ("made", "arguments", "text"),
-    [
-        (lambda: configured(attention_dropout=0.1), {}, "attention_dropout=0.1"),
-        (
-            lambda: configured(rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
-            {},
-            "rope_type='dynamic'",
+@dataclass(frozen=True)
+class Wrong:
+    """A use that is refused.
+
+    Args:
+        text: in the error.
+        use: what is done with the parallelized model and the mesh.
+        made: the model.
+        axes: of the mesh.
+        arguments: of `parallelize`.
+    """
+
+    text: str
+    use: Callable[[Any, sp.Mesh], object] = lambda parallel, mesh: None
+    made: Callable[[], Any] = qwen3
+    axes: Mapping[str, Any] = field(default_factory=lambda: {"ring": 2})
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def error(self, whole: Any, comm: Any) -> str:
+        """What one rank raises."""
+        with sp.Mesh(comm, **self.axes) as mesh:
+            try:
+                self.use(parallelize(copy.deepcopy(whole), mesh, **self.arguments), mesh)
+            except (ValueError, TypeError, RuntimeError) as error:
+                return f"{type(error).__name__}: {error}"
+            return ""
+
+
+def called(wrong: dict[str, Any], ranks: tuple[int, ...]) -> Callable[[Any, sp.Mesh], object]:
+    """Pass wrong inputs on some ranks."""
+    return lambda parallel, mesh: parallel(**{**inputs(), **(wrong if mesh.rank in ranks else {})})
+
+
+def changed(name: str, value: Any, of: str = "config") -> Callable[[Any, sp.Mesh], object]:
+    """Change a setting of a parallelized model on rank 1, and call it."""
+
+    def use(parallel: Any, mesh: sp.Mesh) -> None:
+        if mesh.rank == 1:
+            setattr(parallel.config if of == "config" else parallel.get_submodule(of), name, value)
+        parallel(**inputs())
+
+    return use
+
+
+def other_weights(parallel: Any, mesh: sp.Mesh) -> None:
+    whole = qwen3()
+    with torch.no_grad():
+        next(whole.parameters())[0, 0] += mesh.rank
+    parallelize(whole, mesh)
+
+
+CASES = [
+    *(Wrong(text, called(wrong, ranks)) for wrong, text in REFUSED for ranks in ((0, 1), (1,))),
+    Wrong("attention_dropout=0.1", changed("attention_dropout", 0.1, "model.layers.0.self_attn")),
+    Wrong("output_router_logits=True", changed("output_router_logits", True)),
+    Wrong("was changed to 'sdpa'", changed("_attn_implementation", "sdpa")),
+    Wrong("ranks disagree", lambda parallel, mesh: parallel(**inputs(seed=mesh.rank))),
+    Wrong("ranks disagree", lambda parallel, mesh: parallel.train(mesh.rank == 0)(**inputs())),
+    Wrong("ranks disagree", other_weights),
+    Wrong("was parallelized before", parallelize),
+    Wrong("the model itself", lambda parallel, _: parallel.model(**inputs(), use_cache=False)),
+    Wrong(
+        "use_cache", lambda parallel, _: parallel.generate(inputs()["input_ids"], max_new_tokens=2)
+    ),
+    Wrong(
+        "Call loss.backward()",
+        lambda parallel, _: torch.autograd.grad(
+            parallel(**inputs()).loss, [*parallel.parameters()]
         ),
-        (
-            lambda: configured("qwen3_moe", **EXPERTS, output_router_logits=True),
-            {},
-            "output_router_logits=True",
-        ),
-        (lambda: configured("gpt2", "LMHeadModel"), {}, "model_type 'gpt2'"),
-        (lambda: configured(head="ForSequenceClassification"), {}, "no language model head"),
-        (lambda: torch.nn.Linear(2, 2), {}, "PreTrainedModel is needed"),
-        (configured, {"scheme": "rings"}, "scheme 'rings'"),
-        (configured, {"scheme": "hybrid"}, "scheme 'hybrid'"),
-        (configured, {"layout": "random"}, "layout='random'"),
-        (configured, {"axes": {"tp": 2}}, "use ('dp', 'ring', 'ulysses') only"),
-    ],
-)
-def test_wrong_models_are_refused_on_every_rank(
-    made: Callable[[], Any], arguments: dict[str, Any], text: str
-) -> None:
-    wrong, axes = made(), arguments.get("axes", {})
-    others = {name: value for name, value in arguments.items() if name != "axes"}
-
-    def call(mesh: sp.Mesh, rank: int) -> None:
-        parallelize(copy.deepcopy(wrong), mesh, **others)
-
-    (error,) = errors(lambda mesh: mesh, call, **axes)
-    assert text in error
+    ),
+    Wrong("attention_dropout=0.1", made=lambda: configured(attention_dropout=0.1)),
+    Wrong(
+        "rope_type='dynamic'",
+        made=lambda: configured(rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
+    ),
+    Wrong(
+        "output_router_logits=True",
+        made=lambda: configured("qwen3_moe", **EXPERTS, output_router_logits=True),
+    ),
+    Wrong("model_type 'gpt2'", made=lambda: configured("gpt2", "LMHeadModel")),
+    Wrong("no language model head", made=lambda: configured(head="ForSequenceClassification")),
+    Wrong("PreTrainedModel is needed", made=lambda: torch.nn.Linear(2, 2)),
+    Wrong("scheme 'rings'", arguments={"scheme": "rings"}),
+    Wrong("scheme 'hybrid'", arguments={"scheme": "hybrid"}),
+    Wrong("layout='random'", arguments={"layout": "random"}),
+    Wrong("use ('dp', 'ring', 'ulysses') only", axes={"tp": 2}),
+]
 
 
-def test_other_weights_on_a_rank_are_refused() -> None:
-    model("qwen3")
-
-    def call(mesh: sp.Mesh, rank: int) -> None:
-        whole = model("qwen3")
-        with torch.no_grad():
-            next(whole.parameters())[0, 0] += rank
-        parallelize(whole, mesh)
-
-    (error,) = errors(lambda mesh: mesh, call)
-    assert "ranks disagree" in error
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.text)
+def test_what_is_wrong_is_refused_on_every_rank(case: Wrong) -> None:
+    whole = case.made()
+    (error,) = {*run_threads(2, lambda comm: case.error(whole, comm))}
+    assert case.text in error
 
 
 def test_averaging_by_torch_is_refused(tmp_path: Path) -> None:
@@ -183,13 +160,3 @@ def test_averaging_by_torch_is_refused(tmp_path: Path) -> None:
         run_threads(1, body)
     finally:
         torch.distributed.destroy_process_group()
-
-
-def test_a_model_is_parallelized_once() -> None:
-    model("qwen3")
-
-    def call(mesh: sp.Mesh, rank: int) -> None:
-        parallelize(made_parallel(mesh), mesh)
-
-    (error,) = errors(lambda mesh: mesh, call)
-    assert "was parallelized before" in error
