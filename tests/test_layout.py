@@ -44,18 +44,23 @@ ROOMS = (
 """Every module or folder of sp_core. Each may import from the lines above, and from itself."""
 
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
-USES_MPI = {
-    "transport",
-    "agreement",
-    "communicator",
-    "mesh",
-    "testing",
-    "doctor",
-    "measuring",
-    "inference",
+USES_MPI = (
+    *("agreement", "communicator", "doctor", "failing", "inference", "measuring", "mesh"),
+    *("testing", "transport", "__main__"),
+)
+STANDARD = {*sys.stdlib_module_names}
+MAY_IMPORT: dict[str, set[str]] = {
+    "sp_core/launch": STANDARD | {"sp_core"},
+    "tests/oracle/reference": STANDARD | {"torch"},
+    **{
+        f"sp_core/{room}": STANDARD
+        | {"jinja2", "lazy_loader", "numpy", "safetensors", "sp_core"}
+        | {"tokenizers", "torch", "transformers"}
+        for room in LEVEL
+        if room not in (*USES_MPI, "launch")
+    },
 }
-USES_MPI |= {"__main__", "failing"}
-REFERENCE_IMPORTS = {"torch", *sys.stdlib_module_names}
+"""What files in some folders may import; what needs no MPI must not import it."""
 MAX_FILE, MAX_FUNCTION, MAX_MEDIAN = 400, 40, 8
 MAX_LOADED = 45
 """Files of the package that importing one scheme loads."""
@@ -92,12 +97,8 @@ def turned_arrows(sources: dict[str, str]) -> list[str]:
             found.append(f"{path}: the room {room} has no place in ROOMS")
             continue
         for name in imported(path, text):
-            target = target_room(name)
-            if (
-                target is not None
-                and target != room
-                and LEVEL.get(target, len(ROOMS)) >= LEVEL[room]
-            ):
+            target = target_room(name) or room
+            if target != room and LEVEL[target] >= LEVEL[room]:
                 found.append(f"{path} imports {name}")
     return found
 
@@ -110,26 +111,15 @@ def target_room(name: str) -> str | None:
     return parts[1] if len(parts) > 1 and parts[1] in LEVEL else "__init__"
 
 
-def uses_of_mpi(sources: dict[str, str]) -> list[str]:
-    """Files that import mpi4py and must not."""
-    users = {
-        path
-        for path, text in sources.items()
-        for name in imported(path, text)
-        if name.split(".")[0] == "mpi4py"
-    }
-    return sorted(path for path in users if room_of(path) not in USES_MPI)
-
-
-def foreign_to_reference(sources: dict[str, str]) -> list[str]:
-    """What the reference imports beside torch, the standard library and its own parts."""
+def foreign(sources: dict[str, str]) -> list[str]:
+    """What files import and may not."""
     return [
         f"{path} imports {name}"
         for path, text in sources.items()
-        if path.startswith("tests/oracle/reference")
+        for folder, allowed in MAY_IMPORT.items()
+        if path.startswith((f"{folder}/", f"{folder}.py"))
         for name in imported(path, text)
-        if name.split(".")[0] not in REFERENCE_IMPORTS
-        and not name.startswith("tests.oracle.reference")
+        if name.split(".")[0] not in allowed and not name.startswith(folder.replace("/", "."))
     ]
 
 
@@ -175,82 +165,50 @@ def test_imports_within_a_room_and_downwards_are_fine() -> None:
     assert turned_arrows({"sp_core/schemes/ring.py": text}) == []
 
 
-def test_mpi_is_used_in_few_rooms() -> None:
-    assert uses_of_mpi(read("sp_core")) == []
-    assert uses_of_mpi({"sp_core/nn/layers.py": "def f():\n    from mpi4py import MPI"}) == [
-        "sp_core/nn/layers.py"
-    ]
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("sp_core/nn/layers.py", "def f():\n    from mpi4py import MPI"),
+        ("tests/oracle/reference/dense.py", "from sp_core.attention import local_attention"),
+        ("sp_core/launch/watch.py", "import numpy"),
+    ],
+)
+def test_files_import_what_they_may(path: str, text: str) -> None:
+    assert foreign(read("sp_core", "tests/oracle")) == []
+    assert len(foreign({path: text})) == 1
 
 
-def test_the_reference_knows_only_torch() -> None:
-    assert foreign_to_reference(read("tests/oracle")) == []
-    planted = {"tests/oracle/reference/dense.py": "from sp_core.attention import local_attention"}
-    assert foreign_to_reference(planted) == [
-        "tests/oracle/reference/dense.py imports sp_core.attention.local_attention"
-    ]
+ALONE = {
+    "a scheme, and everything": f"""
+import sys, sp_core.schemes.ring
+loaded = [name for name in sys.modules if name.startswith('sp_core')]
+assert len(loaded) <= {MAX_LOADED}, loaded
+assert not [name for name in loaded if name.startswith('sp_core.collectives')], loaded
+import sp_core as sp
+sp.llama.train.train_step, sp.llama.pipeline.forward
+import importlib, pkgutil
+names = [m.name for m in pkgutil.walk_packages(sp.__path__, 'sp_core.')]
+for name in names:
+    if not name.endswith('__main__'):
+        importlib.import_module(name)
+assert len(names) > 20, names
+assert 'mpi4py' not in sys.modules
+""",
+    "tests of programs without torch do not wait for it": """
+import sys
+from sp_core.testing import CheckedComm, given, plugin, run_threads, spmd
+assert run_threads(3, lambda comm: comm.allgather(comm.rank)) == [[0, 1, 2]] * 3
+assert 'torch' not in sys.modules
+""",
+}
+"""Programs that run where nothing has been imported yet."""
 
 
-def beyond_the_library(sources: dict[str, str]) -> list[str]:
-    """Return what files import beside the standard library and the launcher."""
-    names = [(path, name) for path, text in sources.items() for name in imported(path, text)]
-    own = (*sys.stdlib_module_names, "sp_core")
-    return [f"{path} imports {name}" for path, name in names if name.split(".")[0] not in own]
-
-
-def test_the_launcher_needs_the_standard_library_only() -> None:
-    assert beyond_the_library(read("sp_core/launch")) == []
-    assert beyond_the_library({"sp_core/launch/watch.py": "import numpy"}) == [
-        "sp_core/launch/watch.py imports numpy"
-    ]
-
-
-def succeeds_alone(program: str) -> None:
-    """Run a program in a process of its own, in which nothing has been imported yet."""
-    answer = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert answer.returncode == 0, answer.stderr
-
-
-def test_importing_starts_no_mpi() -> None:
-    """Every module is imported where nothing else could have loaded mpi4py."""
-    program = (
-        "import importlib, pkgutil, sys, sp_core\n"
-        "names = [m.name for m in pkgutil.walk_packages(sp_core.__path__, 'sp_core.')]\n"
-        "[importlib.import_module(name) for name in names if not name.endswith('__main__')]\n"
-        "assert len(names) > 20, names\n"
-        "raise SystemExit('mpi4py was imported' if 'mpi4py' in sys.modules else 0)\n"
-    )
-    succeeds_alone(program)
-
-
-def test_models_are_there_when_they_are_named() -> None:
-    succeeds_alone("import sp_core as sp; sp.llama.train.train_step, sp.llama.pipeline.forward")
-
-
-def test_a_scheme_loads_no_other_scheme_and_no_collective() -> None:
-    program = (
-        "import sys, sp_core.schemes.ring\n"
-        "loaded = [name for name in sys.modules if name.startswith('sp_core')]\n"
-        "others = [name for name in loaded if name.startswith('sp_core.collectives')]\n"
-        f"raise SystemExit(' '.join(loaded) if others or len(loaded) > {MAX_LOADED} else 0)\n"
-    )
-    succeeds_alone(program)
-
-
-def test_tests_of_programs_without_torch_do_not_wait_for_it() -> None:
-    program = (
-        "import sys\n"
-        "from sp_core.testing import CheckedComm, given, plugin, run_threads, spmd\n"
-        "assert run_threads(3, lambda comm: comm.allgather(comm.rank)) == [[0, 1, 2]] * 3\n"
-        "raise SystemExit('torch was imported' if 'torch' in sys.modules else 0)\n"
-    )
-    succeeds_alone(program)
+@pytest.mark.parametrize("what", ALONE)
+def test_what_is_loaded(what: str) -> None:
+    program = [sys.executable, "-c", ALONE[what]]
+    answer = subprocess.run(program, cwd=ROOT, stderr=subprocess.PIPE, timeout=120, check=False)
+    assert answer.returncode == 0, answer.stderr.decode()
 
 
 def test_files_and_functions_are_short() -> None:
