@@ -17,8 +17,8 @@ from sp_core.testing import run_threads, spmd
 
 SEED = int(os.environ.get("SP_DOMAIN_SEED", "1"))
 SAMPLE = 3
-"""How many differences of a call are tried with `check="off"` in a run; `nox -s domains` and
-`explore` try all."""
+"""How many differences of a call that may be valid, and how many with `check="off"`, are tried in a
+run; `nox -s domains` and `explore` try all."""
 
 COMPARED = compared(SUBJECTS)
 UNDER_MPI = [*attention.SUBJECTS, *collectives.SUBJECTS]
@@ -35,7 +35,7 @@ def sized(subjects: list[Subject], size: int) -> pytest.MarkDecorator:
 
 def check_arguments(comm: Any, subject: Subject) -> None:
     """Change each argument on one rank and on all."""
-    found = list(faults(subject, subject.draw(subject.base, 1), comm))
+    found = list(faults(subject, subject.draw(subject.base, 1), comm, SAMPLE))
     assert len(found) > 5
     assert not any(found), "\n".join(filter(None, found))
 
