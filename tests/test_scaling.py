@@ -151,7 +151,10 @@ def test_bad_options_are_refused_before_anything_starts(
 
 
 def test_presets_are_completed_by_what_follows() -> None:
-    paper = settings("--preset", "paper")[0]
+    paper, *_, other = settings("--preset", "paper", "--ranks", "1,2")
+    names = [scaling.file_name(one, "float32") for one in (paper, other)]
+    first = "strong_scaling_sp_cpu_p"
+    assert names == [f"{first}1.json", f"{first}2_bfloat16.json"]
     sizes = {
         "hidden": 5120,
         "heads": 40,
