@@ -86,7 +86,8 @@ def test_the_harness_is_asked_for_cases_and_launches(
     def run_launch(
         ranks: int, cases: list[Any], setting: Setting, launch: Launch, root: Path
     ) -> str:
-        told = (ranks, [case.id for case in cases], setting.pair, setting.launch)
+        sha = setting.commit["sha"]  # None: the side is no repository
+        told = (ranks, [case.id for case in cases], setting.pair, setting.launch, sha)
         asked.append((*told, launch.command(ranks)[-7:], root))
         with Path(setting.out).open("a") as file:
             file.write(f"line {setting.launch}\n")
@@ -111,8 +112,8 @@ def test_the_harness_is_asked_for_cases_and_launches(
     python = ["env", launching.KEEP_MEMORY, sys.executable]
     worker = [*python, "-m", "mpi4py", "-m", "benchmarks.worker"]
     assert asked == [
-        (2, ["b"], pair, 0, worker, tmp_path),
-        (1, ["a", "b"], pair, 1, worker, tmp_path),
+        (2, ["b"], pair, 0, None, worker, tmp_path),
+        (1, ["a", "b"], pair, 1, None, worker, tmp_path),
     ]
     assert out.read_text() == "line 0\nline 1\n"
     assert out.with_suffix(".log").read_text() == "head, P=2, screen pair 3\nit broke\n\n"
