@@ -119,7 +119,7 @@ def block(case: Case, mesh: Mesh, phases: Named) -> Made:
     sent = bench_schemes.sent(case, mesh)
     if sent is not None and case.direction == "both" and mesh.size > 1:
         sent += sum(x.nbytes for x in made.parameters())  # an all-reduce of all gradients
-    return made, partial(_call, made, sharding=sharding), sent
+    return made, lambda x: made(x, sharding=sharding), sent
 
 
 def _pair(case: Case, mesh: Mesh, phases: Named) -> Made:
@@ -134,7 +134,7 @@ def _pair(case: Case, mesh: Mesh, phases: Named) -> Made:
     _note(pair, "mlp", phases)
     both = cost.tp_sp(sharding, mesh.rank, batch, hidden, dtype_of(case).itemsize)
     sent = both[0].bytes_sent + (both[1].bytes_sent if case.direction == "both" else 0)
-    return pair, partial(_call, pair), sent
+    return pair, pair, sent
 
 
 def _attend(
@@ -142,11 +142,6 @@ def _attend(
 ) -> Any:
     with phases("attention"):
         return call(*tensors, **arguments)
-
-
-def _call(layer: nn.Module, x: Tensor, **arguments: Any) -> Tensor:
-    out: Tensor = layer(x, **arguments)
-    return out
 
 
 def _note(layer: nn.Module, name: str, phases: Named) -> None:

@@ -18,7 +18,14 @@ from benchmarks import corpus
 from benchmarks.cases import bench_layers, single
 from benchmarks.cases.bench_layers import Named
 from benchmarks.cases.bench_schemes import communicators, sharding_of
-from benchmarks.cases.case import Phases, Work, dtype_of, measure as measure_case, problem
+from benchmarks.cases.case import (
+    Phases,
+    dtype_of,
+    measure as measure_case,
+    meshes,
+    problem,
+    wait_for,
+)
 from benchmarks.cases.setting import BlockSetting, Verdict
 from benchmarks.machine import device as device_of, facts
 from benchmarks.records import AXIS, Case, fingerprint
@@ -30,10 +37,6 @@ from sp_core.mesh import Mesh
 LEAST_GATHERS, FIRST_GATHERS = 10, 3
 
 
-class WrongOutput(Exception):
-    """The output of the ranks is not that of a single device; raised on all ranks."""
-
-
 def measure(values: Any, rank: Rank) -> dict[str, Any]:
     """Carry out one launch.
 
@@ -42,31 +45,22 @@ def measure(values: Any, rank: Rank) -> dict[str, Any]:
         of K and V by itself.
     """
     setting, world = msgspec.convert(values, BlockSetting), rank.world
-    device, found = device_of(setting.device, world, share_gpu=setting.share_gpu), dict[str, Any]()
-    said: dict[str, Any] = {}
-
-    def build(case: Case, mesh: Mesh, sync: Callable[[], None]) -> Work:
-        said.update(facts(world, device, communicators(case, mesh)[0].transport.name))
+    case, device = setting.case, device_of(setting.device, world, share_gpu=setting.share_gpu)
+    # one more than asked for: the first touches all memory
+    counts = Counts(setting.warmup + 1, 1, setting.iterations)
+    with meshes(case, world, device) as mesh:
+        sync, comms = partial(wait_for, device), communicators(case, mesh)
+        said, phases = facts(world, device, comms[0].transport.name), Phases(comms, sync)
         rank.tell("checking the output against a single device")
-        phases = Phases(communicators(case, mesh), sync)
         made, x = block(setting, mesh, phases)
         verdict = check(setting, made, x, world)
-        found["check"] = asdict(verdict)
+        found: dict[str, Any] = {"check": asdict(verdict)}
         if not verdict.passed:
-            raise WrongOutput
+            return {"status": "wrong", **found}
         rank.tell("timing the AllGather")
         found["all_gather"] = time_gather(setting, mesh, sync, world)
-        return bench_layers.work_of(case, phases, made, x)
-
-    counts = Counts(
-        setting.warmup + 1, 1, setting.iterations
-    )  # one more than asked for: the first touches all memory
-    try:
-        parts, _ = measure_case(
-            setting.case, build, world, device, counts, partial(_told_loop, rank)
-        )
-    except WrongOutput:
-        return {"status": "wrong", **found}
+        work = bench_layers.work_of(case, phases, made, x)
+        parts, _ = measure_case(work, world, device, counts, partial(_told_loop, rank))
     if (wrong := problem(parts)) is not None:
         raise RuntimeError(wrong)
     said["env"]["fingerprint"] = fingerprint(said["env"], said["device"], said["transport"])

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -186,9 +187,14 @@ class Watched:
         return noted
 
 
+def wait_for(device: torch.device) -> None:
+    """Wait until a device is idle."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def measure(
-    case: Case,
-    build: Build,
+    work: Work,
     world: Intracomm,
     device: torch.device,
     budget: Budget | Counts,
@@ -196,12 +202,11 @@ def measure(
     *,
     memory: bool = True,
 ) -> tuple[Parts, Samples]:
-    """Time a case and count what it sends.
+    """Time one rank's work and count what it sends.
 
     Args:
-        case: what to measure.
-        build: makes this rank's work of it.
-        world: all ranks, on a communicator that the case does not use.
+        work: of this rank.
+        world: all ranks, on a communicator that the work does not use.
         device: where tensors live.
         budget: how long it may take, or how many samples there are.
         loop: calls the step.
@@ -210,22 +215,23 @@ def measure(
     Returns:
         The parts of the record that were measured, the same on all ranks; and the samples.
     """
-    with meshes(case, world, device) as mesh, undisturbed():
-
-        def sync() -> None:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-
-        work = build(case, mesh, sync)
+    with undisturbed():
+        sync = partial(wait_for, device)
         sampler = Sampler(work.step, world, sync=sync, note=work.phases.note)
         counts = sampler.agree(budget) if isinstance(budget, Budget) else budget
         samples, notes = sampler.run(counts, loop)
-        traffic, peak = one_step(work, world, device, memory=memory)
+        for comm in work.phases.comms:
+            comm.counters.reset()
+        # one more step, not timed
+        peak, method = peak_memory(work.step, work.held, device) if memory else (0, work.step())
+    mine = {"formula": work.sent, "counts": counts_of(work.phases.comms)}
+    traffic: list[Parts] = world.allgather(mine)
+    highest = max(world.allgather(peak))
     return {
         "timing": {"warmup": counts.warmup, **samples.as_dict()},
         "phases": _phases(samples, notes),
         "comm": _comm(traffic, notes, work),
-        "memory": peak,
+        "memory": {"peak_bytes": highest, "method": method} if memory else None,
         "work": {"flops": work.flops, "tokens": work.tokens, "bytes_formula": _formula(traffic)},
     }, samples
 
@@ -237,22 +243,6 @@ def problem(parts: Parts) -> str | None:
     if expected is None or counted == expected:
         return None
     return f"the ranks sent {counted} bytes in one step; by formula it is {expected}."
-
-
-def one_step(
-    work: Work, world: Intracomm, device: torch.device, *, memory: bool = True
-) -> tuple[list[Parts], Parts | None]:
-    """Take one more step, not timed, and count what it sends on every rank.
-
-    Where memory is asked for, count what it holds too.
-    """
-    for comm in work.phases.comms:
-        comm.counters.reset()
-    peak, method = peak_memory(work.step, work.held, device) if memory else (0, work.step())
-    mine = {"formula": work.sent, "counts": counts_of(work.phases.comms)}
-    traffic: list[Parts] = world.allgather(mine)
-    highest = max(world.allgather(peak))
-    return traffic, {"peak_bytes": highest, "method": method} if memory else None
 
 
 def _phases(samples: Samples, notes: Notes) -> Parts:

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 from benchmarks import records
 from benchmarks.cases import suite
-from benchmarks.cases.case import Build, measure as measure_case, problem
+from benchmarks.cases.case import Build, measure as measure_case, meshes, problem, wait_for
 from benchmarks.cases.setting import Setting
 from benchmarks.launching import NO_MEMORY, Record
 from benchmarks.machine import device, facts
@@ -87,9 +88,10 @@ class Harness:
             memory = (
                 self.setting.pair is None
             )  # a comparison has many launches, and asks for times only
-            found, samples = measure_case(
-                case, build, self.world, self.device, budget, benchmark.pedantic, memory=memory
-            )
+            with meshes(case, self.world, self.device) as mesh:
+                work = build(case, mesh, partial(wait_for, self.device))
+                timed = (self.world, self.device, budget, benchmark.pedantic)
+                found, samples = measure_case(work, *timed, memory=memory)
         except Exception as raised:  # noqa: BLE001  # whatever it is, the other ranks must learn of it
             error = raised
         failures = meet(self.world, error)
