@@ -149,8 +149,8 @@ def starting(*, ranks: str, timeout: float) -> Options:
     }
 
 
-def numbers_of_ranks(text: str, least: int = 1) -> list[int]:
-    """Read different numbers of ranks from a list such as "1,2,4".
+def numbers_of_ranks(text: str, least: int = 1, option: str = "--ranks") -> list[int]:
+    """Read different numbers, of ranks or for another option, from a list such as "1,2,4".
 
     Raises:
         UsageError: the text is no such list.
@@ -159,10 +159,10 @@ def numbers_of_ranks(text: str, least: int = 1) -> list[int]:
         found = [int(part) for part in text.split(",")]
     except ValueError:
         raise UsageError(
-            f"--ranks {text!r} is not a list of numbers; pass one such as 1,2,4."
+            f"{option} {text!r} is not a list of numbers; pass one such as 1,2,4."
         ) from None
     if min(found) < least or len(set(found)) != len(found):
-        raise UsageError(f"--ranks {text}: every number must be {least} or more, and appear once.")
+        raise UsageError(f"{option} {text}: every number must be {least} or more, and appear once.")
     return found
 
 

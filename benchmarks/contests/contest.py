@@ -192,11 +192,9 @@ def begun(path: Path, fresh: Record) -> Record:
     """
     try:
         found: Record = json.loads(path.read_text())
-        differing = [name for name, value in fresh.items() if found[name] != value]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"--resume: {path} cannot be read ({error!r}); pass another --out."
-        ) from None
+    except ValueError:
+        found = {}
+    differing = [name for name, value in fresh.items() if found.get(name) != value]
     if differing:
         raise UsageError(
             f"--resume: {path} differs in {', '.join(differing)} from what is asked for; "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -274,10 +274,7 @@ def measure(kind: str, rank: Rank) -> dict[str, Any]:
     ):
         record = facts(world, mesh.device, mesh["all"].transport.name)
         if kind == "regret":
-            measured = regret.measure(world, mesh["all"])
-            cases = regret.judged(measured["bare"], measured["samples"])
-            told = {"cases": [asdict(case) for case in cases], "summary": regret.summary(cases)}
-            return {**record, **told}
+            return {**record, **regret.measure(world, mesh["all"])}
         if kind == "default":
             Gloo(rank.folder, world, GLOO_SECONDS)
             stack.callback(dist.destroy_process_group)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from benchmarks.contests.collectives.__main__ import MEDIAN, MICROSECONDS, WORST
+from benchmarks.launching import Record
 from benchmarks.worker import Intracomm
 from sp_core import measuring
 from sp_core.communicator import Communicator
@@ -28,44 +27,22 @@ SHARE = 0.08
 LEAST_ROUNDS = 6
 
 
-@dataclass(frozen=True)
-class Regret:
-    """One collective at one size.
+def measure(world: Intracomm, group: Communicator) -> Record:
+    """Return the regret of every collective and size, and what it comes to.
 
-    Args:
-        op, nbytes: what.
-        chosen, best: by the constants, and in truth.
-        seconds, least: of these two, medians.
-        predicted, plain: seconds of the chosen by the constants, and by the model without
-            corrections.
+    Every algorithm is sampled, and constants that are not fitted on these samples.
     """
-
-    op: str
-    nbytes: int
-    chosen: str
-    best: str
-    seconds: float
-    least: float
-    predicted: float
-    plain: float
-
-    @property
-    def share(self) -> float:
-        """Return the part of the best time that is lost."""
-        return self.seconds / self.least - 1
+    bare = measuring.primitives(world, group, SHARE / 4, [x for x in JUDGED if x in FITTED])
+    cases = judged(bare, measuring.collectives(world, group, SHARE, JUDGED, LEAST_ROUNDS))
+    return {"cases": cases, "summary": summary(cases)}
 
 
-def measure(
-    world: Intracomm, group: Communicator, sizes: Sequence[int] = JUDGED, share: float = SHARE
-) -> dict[str, Any]:
-    """Sample every algorithm at every size, and the constants that are not fitted on these."""
-    bare = measuring.primitives(world, group, share / 4, [size for size in sizes if size in FITTED])
-    samples = measuring.collectives(world, group, share, sizes, LEAST_ROUNDS)
-    return {"bare": bare, "samples": samples}
+def judged(bare: Tuning, samples: Samples) -> list[Record]:
+    """Return for every collective and size what the constants choose, and what is best in truth.
 
-
-def judged(bare: Tuning, samples: Samples) -> list[Regret]:
-    """Return the regret of every collective and size."""
+    Times are medians. "predicted" is that of the choice by the constants, and "plain" that by the
+    model without corrections.
+    """
     fit = {
         op: {
             name: {size: x[::2] for size, x in by_size.items() if size in FITTED}
@@ -80,21 +57,30 @@ def judged(bare: Tuning, samples: Samples) -> list[Regret]:
             seconds = measuring.typical(unseen)
             name = decide(tuning, op, tuning.nodes, nbytes, among=tuple(by_name), planned=True)
             best = min(seconds, key=lambda other: seconds[other])
-            told = predict(tuning, op, name, tuning.nodes, nbytes)
-            plain = modelled(tuning, op, name, tuning.nodes, nbytes)
-            found.append(Regret(op, nbytes, name, best, seconds[name], seconds[best], told, plain))
+            case = {
+                "op": op,
+                "nbytes": nbytes,
+                "chosen": name,
+                "best": best,
+                "seconds": seconds[name],
+                "least": seconds[best],
+                "predicted": predict(tuning, op, name, tuning.nodes, nbytes),
+                "plain": modelled(tuning, op, name, tuning.nodes, nbytes),
+            }
+            found.append(case)
     return found
 
 
-def summary(found: Sequence[Regret]) -> dict[str, Any]:
+def summary(found: Sequence[Record]) -> Record:
     """Return the figures that are asked for, and how far the predictions are off."""
-    shares = [regret.share for regret in found]
+    shares = [case["seconds"] / case["least"] - 1 for case in found]
+    lost = [(case["seconds"] - case["least"]) * 1e6 for case in found]
     # who is within the microseconds has lost nothing that counts
-    counting = [x.share * ((x.seconds - x.least) * 1e6 > MICROSECONDS) for x in found]
+    counting = [s * (us > MICROSECONDS) for s, us in zip(shares, lost, strict=True)]
     percentile = partial(np.quantile, q=0.95, method="inverted_cdf")
     median, beyond = statistics.median(shares), float(percentile(counting))
     errors = {
-        kind: [abs(getattr(regret, kind) / regret.seconds - 1) for regret in found]
+        kind: [abs(case[kind] / case["seconds"] - 1) for case in found]
         for kind in ("predicted", "plain")
     }
     error, model = (

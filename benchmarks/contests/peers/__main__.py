@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from benchmarks.contests.contest import Contest, Entry, Part, Wrong, requirements
-from benchmarks.launching import Launch, Record, UsageError, about, main
+from benchmarks.launching import Launch, Record, UsageError, about, main, numbers_of_ranks
 from benchmarks.reporting.tables import make
 from benchmarks.statistics import Interval, Requirement, exact_interval
 
@@ -44,15 +44,10 @@ def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
     Raises:
         UsageError: lengths that the peers cannot split, or no launch.
     """
-    try:
-        seqs = [int(part) for part in options.seq.split(",")]
-    except ValueError:
-        text = f"--seq {options.seq!r} is not a list of numbers; pass one such as 1024,4096."
-        raise UsageError(text) from None
-    bad = [seq for seq in seqs if seq < 1 or seq % (2 * RANKS)]
-    if bad or len(set(seqs)) != len(seqs) or options.launches < 1:
+    seqs = numbers_of_ranks(options.seq, option="--seq")
+    if any(seq % (2 * RANKS) for seq in seqs) or options.launches < 1:
         text = f"--seq {options.seq} --launches {options.launches}: pass at least one launch, and "
-        raise UsageError(text + f"different lengths that are multiples of {2 * RANKS}.")
+        raise UsageError(text + f"lengths that are multiples of {2 * RANKS}.")
     launch, measure = Launch(timeout=options.timeout), f"{__package__}.contestants:measure"
     seeds = range(options.launches)
     return {"seqs": seqs}, [
