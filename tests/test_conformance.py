@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
-from conformance import attention, flash_standin, layers, pair
+from conformance import attention, flash_standin, layers
 from conformance.adapters import our_layers, ours
 from conformance.attention import Needs
 from conformance.trial import Trial, judged
@@ -310,16 +310,3 @@ def test_a_problem_is_what_its_capability_says(subject: Any, fits: Call) -> None
         fits(problem, size, capability)
 
     holds()
-
-
-def test_the_parts_of_all_ranks_are_the_whole() -> None:
-    problem = layers.told(
-        layers.Layers(2, 5, 3, 7, True, "", 1, "float64", True, 7, ((0, 1), (2, 3), (4,)))
-    )
-    whole = pair.alone(problem)
-    dims = {"out": 1, "d x": 1, "d up.weight": 0, "d up.bias": 0, "d down.weight": 1}
-    for name, dim in dims.items():
-        parts = [pair.part(problem, name, whole[name], rank) for rank in range(3)]
-        assert torch.equal(torch.cat(parts, dim), whole[name])
-    bias = whole["d down.bias"]
-    assert torch.equal(pair.part(problem, "d down.bias", bias, 1), bias)
