@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -63,24 +62,19 @@ def allowed(curve: Mapping[str, Any]) -> list[float]:
     That is ten times the largest divergence so far of a perturbed run, which is at least one unit
     in the last place of a loss.
     """
-    alone = curve["losses"]
-    least = [float(np.spacing(np.dtype(curve["dtype"]).type(loss))) for loss in alone]
-    seen = [
-        max(abs(run[step] - loss) for run in curve["perturbed"]) for step, loss in enumerate(alone)
-    ]
-    return [FACTOR * limit for limit in accumulate(map(max, seen, least), max)]
+    alone = np.array(curve["losses"])
+    least = np.spacing(alone.astype(curve["dtype"])).astype(float)
+    seen = np.abs(np.array(curve["perturbed"]) - alone).max(0)
+    limits: list[float] = (FACTOR * np.maximum.accumulate(np.maximum(seen, least))).tolist()
+    return limits
 
 
 def divergence(losses: Sequence[float], curve: Mapping[str, Any]) -> float:
     """Return the worst difference from one rank's loss over what is allowed, which must be <= 1."""
     if len(losses) != len(curve["losses"]):
         return math.inf
-    limits = allowed(curve)
-    ratios = [
-        abs(mine - alone) / limit
-        for mine, alone, limit in zip(losses, curve["losses"], limits, strict=True)
-    ]
-    return max((math.inf if math.isnan(ratio) else ratio for ratio in ratios), default=math.inf)
+    ratios = np.abs(np.array(losses) - np.array(curve["losses"])) / allowed(curve)
+    return float(np.nan_to_num(ratios, nan=math.inf, posinf=math.inf).max())
 
 
 def yardstick(curve: Mapping[str, Any]) -> list[str]:
