@@ -152,32 +152,30 @@ def test_events_targets_and_notes_may_come_from_any_rank() -> None:
         assert "@example(nprocs=2, n=100)" in text
 
 
-def test_features_are_counted_once_for_each_example_and_in_pairs() -> None:
+def test_features_are_counted_once_for_each_example() -> None:
     @given(nprocs=st.just(2), n=st.integers(0, 5), max_examples=QUICK)
     def body(comm: Any, n: int) -> None:
-        features({"parity": n % 2, "rank": comm.rank}, ["drawn"])
+        features({"parity": n % 2, "rank": comm.rank})
 
     before, session.current.tally = session.current.tally, Tally()
     body()
     counted, session.current.tally = session.current.tally, before
     if leads():
-        assert counted.features["drawn"] == counted.examples > 0
+        assert counted.features["rank=0"] == counted.features["rank=1"] == counted.examples > 0
         assert counted.features["parity=0"] + counted.features["parity=1"] == counted.examples
-        assert counted.pairs["parity=0", "rank=1"] == counted.features["parity=0"]
-        assert not any("drawn" in pair for pair in counted.pairs)
 
 
 def test_counts_of_two_processes_add_up() -> None:
     """Of workers of pytest-xdist, for example."""
     whole, parts = Tally(), (Tally(), Tally())
-    for place, features_ in enumerate(({"a": True, "b": True}, {"a": True, "b": False}, {})):
+    for place, names in enumerate(("ab", "a", "")):
         for tally in (whole, parts[place % 2]):
-            tally.count(Remarks(features=features_, ratios={"out": 0.1 * place}))
+            tally.count(Remarks(features=dict.fromkeys(names, 0.0), ratios={"out": 0.1 * place}))
             tally.examples += 1
             tally.sizes[place] += 1
     parts[0].merge(Tally.parse(parts[1].text()))
     assert parts[0] == whole
-    assert whole.pairs == {("a", "b"): 1}
+    assert whole.features == {"a": 2, "b": 1}
     assert whole.ratios == {"out": 0.2}
 
 

@@ -9,6 +9,7 @@ import itertools
 import mmap
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from types import CodeType, FrameType
@@ -21,7 +22,7 @@ from domains.declared import Subject
 from domains.subjects import SUBJECTS
 from promises.public import code_of, everything
 from resources.calls import Meshes, turns_of, use, use_others
-from resources.held import MEMORY, caches, communicators, counting, counts, left_behind, outside
+from resources.held import COMMUNICATORS, MEMORY, caches, counts, left_behind, outside
 
 import sp_core as sp
 from sp_core.collectives import maps
@@ -85,20 +86,20 @@ def check_nothing_is_left(comm: Any, subjects: list[Subject], meshes: Meshes) ->
 
     Each round has tensors of other sizes, so that what is kept by sizes grows, too.
     """
-    counted, rounds = counting(comm), itertools.count()
+    rounds = itertools.count()
 
     def once_more() -> None:
         number = next(rounds)
         for subject in subjects:
             turns = turns_of(subject)
             for turn in range(turns):
-                use(subject, counted, turns * number + turn)
-        with meshes.opened(counted, {"(transport)": "window"}, {"sp": comm.size}) as mesh:
+                use(subject, comm, turns * number + turn)
+        with meshes.opened(comm, {"(transport)": "window"}, {"sp": comm.size}) as mesh:
             use_others(mesh["sp"], number + 4)
 
     once_more()
-    grown = left_behind(counted, once_more, ROUNDS)
-    meshes.free(counted)
+    grown = left_behind(comm, once_more, ROUNDS)
+    meshes.free(comm)
     assert grown == [], [subject.name for subject in subjects]
 
 
@@ -157,7 +158,6 @@ def test_every_cache_has_a_bound() -> None:
 @spmd(1, 2)
 def test_a_freed_mesh_holds_nothing(comm: Any, transport: str) -> None:
     """Although the program still has it, and its plan and its communicators."""
-    comm = counting(comm)
     kept = [used_and_freed(comm, transport)]  # a library opens what it needs when it is first used
     before = lent(comm)
     kept += [used_and_freed(comm, transport) for _ in range(2)]
@@ -178,13 +178,15 @@ def used_and_freed(comm: Any, transport: str) -> sp.Mesh:
     return mesh
 
 
-def lent(comm: Any) -> dict[str, int]:
+def lent(comm: Any) -> Counter[str]:
     """Count what the system and MPI lend to this process, while no rank does anything."""
     gc.collect()
     comm.Barrier()
-    found = outside() if counts(comm, "threads") else {}
+    found = outside() if counts(comm, "threads") else Counter[str]()
     comm.Barrier()
-    return {**found, "communicators": communicators(comm)}
+    if counts(comm, COMMUNICATORS):
+        found[COMMUNICATORS] = len(comm.family.members)
+    return found
 
 
 class Endless:
@@ -240,7 +242,7 @@ def keep(make: Callable[[Place], Any], give_back: str) -> Callable[[Place], None
 LEAKS: dict[str, Callable[[Place], object]] = {
     "file descriptors": keep(lambda place: os.fdopen(os.open("/dev/null", os.O_RDONLY)), "close"),
     "shared mappings": keep(lambda place: mmap.mmap(-1, 1), "close"),
-    "communicators": keep(lambda place: place.comm.Dup(), "Free"),
+    COMMUNICATORS: keep(lambda place: place.comm.Dup(), "Free"),
     "threads": start_thread,
     "torch.Tensor objects": keep(lambda place: torch.ones(1), "size"),
     "sp_core.mask.definition.Mask objects": keep(lambda place: sp.Mask(), "difference_range"),
@@ -254,9 +256,9 @@ LEAKS: dict[str, Callable[[Place], object]] = {
 @spmd(2)
 def test_what_every_call_keeps_is_found(comm: Any, a_cache: None) -> None:
     """So that the law can fail."""
-    missed, counted = [], counting(comm)
-    with sp.Mesh(counted, transport="window", sp=2) as mesh:
-        place = Place(counted, mesh["sp"], [])
+    missed = []
+    with sp.Mesh(comm, transport="window", sp=2) as mesh:
+        place = Place(comm, mesh["sp"], [])
         for kind, leak in LEAKS.items():
             grown = left_behind(place.comm, partial(leak, place), 3)
             found = any(line.startswith(f"{kind}: ") for line in grown)

@@ -12,10 +12,9 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import combinations
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -32,14 +31,14 @@ _SCHEME = "scheme="
 class Remarks:
     """The remarks of one example, on one rank or on all.
 
-    Events and notes have no number. That of a feature says whether it is counted in pairs, too.
+    Events, notes and features have no number.
     """
 
     events: dict[tuple[str, str], float] = field(default_factory=dict)
     targets: dict[str, float] = field(default_factory=dict)
     notes: dict[str, float] = field(default_factory=dict)
     ratios: dict[str, float] = field(default_factory=dict)
-    features: dict[str, bool] = field(default_factory=dict)
+    features: dict[str, float] = field(default_factory=dict)
 
     def merge(self, other: Remarks) -> None:
         """Add another rank's: each remark once, with the largest number."""
@@ -81,7 +80,6 @@ class Tally:
         raw: run once more without the checks between ranks.
         sizes: examples by number of ranks.
         features: examples by feature.
-        pairs: examples by two features, in alphabetical order.
         ratios: the worst error over bound of each name.
         tests: that ran on ranks.
     """
@@ -90,15 +88,12 @@ class Tally:
     raw: int = 0
     sizes: Counter[int] = field(default_factory=Counter)
     features: Counter[str] = field(default_factory=Counter)
-    pairs: Counter[tuple[str, str]] = field(default_factory=Counter)
     ratios: dict[str, float] = field(default_factory=dict)
     tests: int = 0
 
     def count(self, remarks: Remarks) -> None:
-        """Count one example by its features. Those that are True are counted in pairs too."""
+        """Count one example by its features."""
         self.features.update(list(remarks.features))
-        crossed = sorted(name for name, paired in remarks.features.items() if paired)
-        self.pairs.update(combinations(crossed, 2))
         keep_largest(self.ratios, remarks.ratios)
 
     def merge(self, other: Tally) -> None:
@@ -117,8 +112,7 @@ class Tally:
 
     def text(self) -> str:
         """Return JSON that `parse` reads."""
-        pairs = [[*pair, count] for pair, count in sorted(self.pairs.items())]
-        return json.dumps(vars(self) | {"pairs": pairs}, indent=0)
+        return json.dumps(vars(self))
 
     @classmethod
     def parse(cls, text: str) -> Tally:
@@ -126,7 +120,6 @@ class Tally:
         told = json.loads(text)
         told["sizes"] = Counter({int(size): count for size, count in told["sizes"].items()})
         told["features"] = Counter(told["features"])
-        told["pairs"] = Counter({(a, b): count for a, b, count in told["pairs"]})
         return cls(**told)
 
 
@@ -164,7 +157,7 @@ class Session:
         line = f"{tier()}: {tally.tests} tests, {tally.examples} examples{raw}"
         line += f"; examples by ranks {_listed(tally.sizes)}"
         if schemes:
-            line += f"\nexamples by scheme {_listed(schemes)}; {len(tally.pairs)} pairs of features"
+            line += f"\nexamples by scheme {_listed(schemes)}"
         return line
 
 
@@ -203,17 +196,14 @@ def event(value: str, payload: str | float = "") -> None:
     _say(Remarks(events={(value, str(payload)): 0.0}))
 
 
-def features(crossed: Mapping[str, object], alone: Iterable[str] = ()) -> None:
+def features(values: Mapping[str, object]) -> None:
     """Count the features of the example over the session, and as events; may be called on any rank.
 
     Args:
-        crossed: the value of each dimension in which examples differ. Pairs of these are counted
-            too.
-        alone: features that are counted only by themselves.
+        values: by dimensions in which examples differ.
     """
-    named = {f"{dimension}={value}": True for dimension, value in crossed.items()}
-    named |= dict.fromkeys(alone, False)
-    _say(Remarks(features=named))
+    named = [f"{dimension}={value}" for dimension, value in values.items()]
+    _say(Remarks(features=dict.fromkeys(named, 0.0)))
 
 
 def target(observation: float, *, label: str = "") -> None:

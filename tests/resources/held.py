@@ -65,7 +65,8 @@ def held(comm: Any) -> Counter[str]:
     comm.Barrier()
     found = Counter[str]() if isinstance(comm, ThreadComm) and comm.rank else _process()
     comm.Barrier()
-    found[COMMUNICATORS] = communicators(comm)
+    if counts(comm, COMMUNICATORS):
+        found[COMMUNICATORS] = len(comm.family.members)
     if counts(comm, MEMORY):
         found[MEMORY] = _malloc_bytes() // mmap.PAGESIZE
         found.update(f"any {type(x).__qualname__} objects" for x in gc.get_objects())
@@ -73,10 +74,15 @@ def held(comm: Any) -> Counter[str]:
 
 
 def counts(comm: Any, kind: str) -> bool:
-    """Whether `held` counts a kind on this rank. The kit's own records use memory in every call."""
+    """Whether `held` counts a kind on this rank.
+
+    The kit's communicators know those made out of them; their records use memory in every call.
+    """
+    if kind == COMMUNICATORS:
+        return isinstance(comm, LockstepComm)
     if kind == MEMORY or kind.startswith("any "):
         return not isinstance(comm, LockstepComm)
-    return comm.rank == 0 or kind == COMMUNICATORS or not isinstance(comm, ThreadComm)
+    return comm.rank == 0 or not isinstance(comm, ThreadComm)
 
 
 def outside() -> Counter[str]:
@@ -87,35 +93,6 @@ def outside() -> Counter[str]:
         len(list(Path(f"/proc/self/{kind}").iterdir())) for kind in ("fd", "task")
     )
     return Counter({"file descriptors": descriptors, "threads": threads, "shared mappings": shared})
-
-
-def communicators(comm: Any) -> int:
-    """Return the number of communicators that live, of those made out of this one."""
-    return len(comm.family.members) if isinstance(comm, LockstepComm) else comm.live
-
-
-def counting(comm: Any) -> Any:
-    """Give a communicator of MPI that counts what is made out of it; one of the kit does so."""
-    if isinstance(comm, LockstepComm):
-        return comm
-    from mpi4py import MPI
-
-    class Counting(MPI.Intracomm):
-        live = 0
-
-        def Dup(self, *args: Any) -> Any:
-            Counting.live += 1
-            return super().Dup(*args)
-
-        def Split(self, *args: Any) -> Any:
-            Counting.live += 1
-            return Counting(super().Split(*args))  # which is of MPI's own class
-
-        def Free(self) -> None:
-            Counting.live -= 1
-            super().Free()
-
-    return Counting(comm)
 
 
 def caches() -> dict[str, Any]:
