@@ -18,7 +18,7 @@ from oracle.once import contents
 from oracle.ways import Way, ways
 from promises import alike
 from promises.ledger import Scene
-from promises.models import EVERY_ROW
+from promises.models import ROWS
 from promises.public import documented, told_alike
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -35,7 +35,7 @@ BY_FORMULA = {"allgather_kv_attention", "hybrid_attention", "ring_attention", "u
 """Their bytes and messages are judged in `domains/cost.py`."""
 
 
-@pytest.mark.parametrize("names", sorted(EVERY_ROW), ids=" ".join)
+@pytest.mark.parametrize("names", sorted(ROWS), ids=" ".join)
 @spmd(1, 3)
 def test_a_call_sends_what_its_docstring_says(
     comm: Any,
@@ -45,11 +45,11 @@ def test_a_call_sends_what_its_docstring_says(
     axis = names[-1]
     folder = comm.bcast(tempfile.mkdtemp(dir=tmp_path) if comm.rank == 0 else None)
     with sp.Mesh(comm, check="off", **{axis: comm.size}) as mesh:
-        EVERY_ROW[names](Scene(mesh, axis, Path(folder)))
+        ROWS[names](Scene(mesh, axis, Path(folder)))
 
 
 def test_every_function_that_communicates_has_a_row() -> None:
-    in_rows = {name for names in EVERY_ROW for name in names}
+    in_rows = {name for names in ROWS for name in names}
     stated = in_rows | {*OPS, "Mesh", "plan"} | BY_FORMULA
     assert documented("Communication:") - stated == set()
 

@@ -243,18 +243,12 @@ def _changed(change: Change, sample: Any, value: Any) -> Any:
     return change(sample if value is None else value)
 
 
-def answer(subject: Subject, drawn: Values, difference: Difference, comm: Any) -> str:
-    """Make the call with the difference on this rank, then leave the mesh with all ranks.
+def outcome(call: Call, difference: Difference, comm: Any) -> str:
+    """Make the call with the difference on this rank.
 
     Returns:
         Nothing where the result was judged, else how the library refused the call.
     """
-    with subject.prepare(comm, drawn) as call:
-        return outcome(call, difference, comm)
-
-
-def outcome(call: Call, difference: Difference, comm: Any) -> str:
-    """Return as `answer`, inside of the mesh."""
     if difference.everywhere or comm.rank == comm.size - 1:
         call.arguments[difference.parameter] = difference.change(
             call.arguments[difference.parameter]
@@ -331,7 +325,9 @@ def faults(subject: Subject, drawn: Values, comm: Any, sample: int = 99) -> Iter
         call.judge(finished(call()))
     valid = [difference for difference in told if difference.is_valid]
     for difference in random.Random(subject.name).sample(valid, min(sample, len(valid))):
-        yield fault(difference, comm.allgather(answer(subject, drawn, difference, comm)))
+        with subject.prepare(comm, drawn) as call:
+            answer = outcome(call, difference, comm)
+        yield fault(difference, comm.allgather(answer))
 
 
 def unchecked(subject: Subject, difference: Difference) -> str:
@@ -349,17 +345,12 @@ def unchecked(subject: Subject, difference: Difference) -> str:
         return f"{difference}, unchecked: {str(error).splitlines()[0]}"
     except RankFailure:  # an error, or the report of a deadlock
         return ""
-    if (
-        any(answer and not answer.startswith("wrong") for answer in answers)
-        or difference.name in subject.own_results
-    ):
+    told = set(answers) - {""}
+    is_wrong = bool(told) or not difference.is_valid
+    is_refused = any(not answer.startswith("wrong") for answer in told)
+    if not is_wrong or is_refused or difference.name in subject.own_results:
         return ""
-    wrong = (
-        difference.name
-        if not difference.is_valid and not any(answers)
-        else next(filter(None, answers), "")
-    )
-    return f"{difference}, unchecked: {wrong}" if wrong else ""
+    return f"{difference}, unchecked: {min(told, default='accepted')}"
 
 
 def every_difference(subject: Subject) -> dict[str, Any]:
@@ -389,7 +380,7 @@ class Left(Exception):
 
 
 def judged(subject: Subject, drawn: Values, difference: Difference, comm: Any) -> str:
-    """Return as `answer`, or what is wrong with the result."""
+    """Return as `outcome`, or what is wrong with the result."""
     told = ""
     with suppress(Left), subject.prepare(comm, drawn) as call:
         try:

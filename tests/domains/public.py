@@ -63,10 +63,11 @@ def without_domain(subjects: Iterable[Subject]) -> list[str]:
             declared[name] |= {factor.split(".")[0] for factor in subject.factors} | set(
                 subject.outside
             )
+    outside = tuple(f"{name}." for name in OUTSIDE)
     wanted = {
         name: parameters(function)
         for name, function in functions().items()
-        if not _is_outside(name)
+        if not f"{name}.".startswith(outside)
     }
     undeclared = [f"{name}(): no subject" for name in wanted if name not in declared]
     return undeclared + [
@@ -83,10 +84,6 @@ def parameters(function: Public) -> set[str]:
     found = inspect.signature(function).parameters
     names = {name for name in found if name not in ("self", "terms")}
     return names | (Terms.__annotations__.keys() if "terms" in found else set())
-
-
-def _is_outside(name: str) -> bool:
-    return any(f"{name}.".startswith(f"{outside}.") for outside in OUTSIDE)
 
 
 def _members(module: str) -> Iterator[tuple[str, Callable[..., Any]]]:

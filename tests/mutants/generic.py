@@ -25,7 +25,7 @@ from mutants.reach import NEAR, STAGES
 from mutants.tally import Result
 from mutants.trial import ON_RANKS, Outcome, compile_all, tried
 from studies.commands import ROOT
-from studies.records import add_line, read_lines
+from studies.records import add_line, read_lines, write
 
 NUMBER, NUMBER_OF_KIT = 500, 150
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -65,7 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if reached is None:
             return 3
         results, left = _results(pool, chosen, entries, reached, options, end)
-    tally.report(options.out, options.name, results, heading)
+    plain = [result.as_dict() for result in results]
+    write(options.out, options.name, tally.markdown(results, heading), plain)
     for result in (wrong := tally.wrong(results)):
         print(f"said to go unnoticed, but {result.outcome.law}: {result.edit}", flush=True)
     print(f"{tally.score(results)} killed, {left} are left", flush=True)

@@ -6,13 +6,12 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from mutants.edits import Edit
 from mutants.sample import Equivalent, room_of
 from mutants.trial import Outcome
-from studies.records import table, write
+from studies.records import table
 
 Z = 1.959964
 """Of a two-sided interval of 95 %."""
@@ -142,8 +141,3 @@ def _told(result: Result) -> str:
     before, after = (" ".join(text.split()) for text in (edit.before, edit.after))
     change = f"- `{edit.id}` {edit.file} {edit.place}: `{before}` to `{after}`."
     return f"{change} {result.outcome.words} {reason}".rstrip()
-
-
-def report(folder: Path, name: str, results: Sequence[Result], heading: str) -> None:
-    """Write both reports into a folder."""
-    write(folder, name, markdown(results, heading), [result.as_dict() for result in results])

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from llama_cases import Case
-from promises.ledger import ROWS, Book, Scene, row
+from promises.ledger import KV, ROWS as ROWS, TOKENS, Book, Scene, row
 from torch import Tensor
 
 import sp_core as sp
@@ -19,10 +19,7 @@ from sp_core.nn import gradients, loss
 
 SMALL = Case((4, 2), dtype="float32", hidden=8, ffn=8, vocab=12)
 CONFIG = replace(SMALL.config, num_hidden_layers=2)
-LAYERS, HIDDEN, VOCAB, KV = 2, 8, 12, 2 * 2 * 4
-"""KV: elements of the keys and values of a token."""
-TOKENS = 12
-"""Of a sequence: a multiple of every number of ranks."""
+LAYERS, HIDDEN, VOCAB = 2, 8, 12
 
 
 @row("tp", "Grid.of", "create", "save", "load")
@@ -188,7 +185,3 @@ def _(scene: Scene) -> None:
     logits, numbers = scene.to_others(2 * VOCAB), 2 * scene.to_others(2)
     with scene.sends(agreements=3, all_gather=(2, logits + numbers)):
         llama.prefill_unequal(model, [[1, 2]] * (2 * size), plan)
-
-
-EVERY_ROW = ROWS
-"""Those of the ledger, and those of this file."""
