@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from domains.public import documented, told_alike
 from hypothesis import strategies as st
 from oracle.collective_cases import OPS, Case, cases, part_of
 from oracle.live_bytes import LiveBytes
@@ -19,7 +20,6 @@ from oracle.ways import Way, ways
 from promises import alike
 from promises.ledger import Scene
 from promises.models import ROWS
-from promises.public import documented, told_alike
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import sp_core as sp

@@ -19,8 +19,8 @@ import pytest
 import torch
 from domains import attention, collectives, meshes as made, plans, situations
 from domains.declared import Subject
+from domains.public import code_of, everything
 from domains.subjects import SUBJECTS
-from promises.public import code_of, everything
 from resources.calls import Meshes, turns_of, use, use_others
 from resources.held import COMMUNICATORS, MEMORY, caches, counts, left_behind, outside
 

@@ -167,16 +167,12 @@ def judge_group(
 def judge_settings(mesh: sp.Mesh, drawn: Values) -> None:
     """Compare what a communicator was told with what the mesh was told."""
     group = mesh[tuple(drawn["axes"])]
-    wanted = {"default": "auto", "name": "ring"}
-    asked = drawn["algorithm"]
+    asked: Any = drawn["algorithm"] or "auto"
+    if "=" in asked:
+        asked = dict(pair.split("=") for pair in asked.split(", "))
     for op, names in ALGORITHMS.items():
-        if isinstance(asked, dict):
-            name = asked.get(op, "auto")
-        elif asked and "=" in asked:
-            name = {"all_reduce": "rabenseifner", "all_gather": "bruck"}.get(op, "auto")
-        else:
-            name = wanted["name"] if asked and asked in names else "auto"
-        assert group.algorithms[op] == name
+        name = asked if isinstance(asked, str) else asked.get(op, "auto")
+        assert group.algorithms[op] == (name if name in names else "auto")
     assert (group.window is not None) == (drawn["transport"] == "window")
     group.counters.reset()
     sp.all_gather(torch.ones(2), comm=group, algorithm="ring")
