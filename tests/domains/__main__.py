@@ -7,7 +7,6 @@ things.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import random
@@ -19,8 +18,16 @@ from pathlib import Path
 
 from studies.records import write
 
+from benchmarks.launching import Options, about, parse
 from domains.report import Record, explored, markdown
 from domains.subjects import BY_NAME
+
+OPTIONS: Options = {
+    "--seed": about(type=int, help="of the rows (default: any)"),
+    "--only": about(nargs="+", default=[*BY_NAME], metavar="CALL", help="names of public calls"),
+    "--jobs": about(type=int, default=os.cpu_count() or 1, help="how many (default: one a core)"),
+    "--out": about(type=Path, default=Path("reports"), help="folder of the report"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,23 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    parser = argparse.ArgumentParser(prog="python -m domains", description=__doc__)
-    parser.add_argument(
-        "--seed", type=int, default=random.SystemRandom().randrange(2**31), help="of the rows"
-    )
-    parser.add_argument(
-        "--only", nargs="+", default=list(BY_NAME), metavar="CALL", help="names of public calls"
-    )
-    parser.add_argument(
-        "--jobs",
-        type=int,
-        default=os.cpu_count() or 1,
-        help="how many at a time (default: one per core)",
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("reports"), help="folder of the report (default: reports)"
-    )
-    options = parser.parse_args(arguments)
+    seed = random.SystemRandom().randrange(2**31)
+    options = parse("python -m domains", __doc__, OPTIONS, arguments, seed=seed)
     context = multiprocessing.get_context("spawn")
     records: list[Record] = []
     with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:

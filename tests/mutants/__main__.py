@@ -5,7 +5,6 @@ Exits with 1 where a mutant survives, hangs, is stale, or does not even let the 
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -13,29 +12,27 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from mutants.catalogue import Exclusion, Mutant, exclusions, mutants
 from mutants.trial import Outcome, Stage, compile_all, tried
 from studies.commands import ROOT
 from studies.records import table, write
 
+from benchmarks.launching import Options, about, parse
+
 SECONDS = 240.0
 """Limit of the tests that a mutant names."""
-OPTIONS: dict[str, dict[str, Any]] = {
-    "--only": {"nargs": "+", "default": [], "help": "classes, bugs or ids: LSE, LSE-2, LSE-2/x"},
-    "--jobs": {"type": int, "default": 1, "help": "how many at a time (default: 1)"},
-    "--out": {"type": Path, "default": ROOT / "reports", "help": "folder of the reports"},
+OPTIONS: Options = {
+    "--only": about(nargs="+", default=[], help="classes, bugs or ids: LSE, LSE-2, LSE-2/x"),
+    "--jobs": about(type=int, default=1, help="how many at a time (default: 1)"),
+    "--out": about(type=Path, default=ROOT / "reports", help="folder of the reports"),
 }
 Result = tuple[Mutant, Outcome]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
-    parser = argparse.ArgumentParser(prog="nox -s mutants --", description=__doc__)
-    for name, option in OPTIONS.items():
-        parser.add_argument(name, **option)
-    options = parser.parse_args(arguments)
+    options = parse("nox -s mutants --", __doc__, OPTIONS, arguments)
     chosen = selected(mutants(), options.only)
     if not chosen:
         print("no mutant is chosen", flush=True)

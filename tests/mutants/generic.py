@@ -27,6 +27,8 @@ from mutants.trial import ON_RANKS, Outcome, compile_all, tried
 from studies.commands import ROOT
 from studies.records import add_line, read_lines, write
 
+from benchmarks.launching import parse
+
 NUMBER, NUMBER_OF_KIT = 500, 150
 OPTIONS: dict[str, dict[str, Any]] = {
     "--kit": {"action": "store_true", "help": "edit sp_core/testing and sp_core/launch instead"},
@@ -75,10 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the options, with the number of edits and the name of the report."""
-    parser = argparse.ArgumentParser(prog="nox -s generic_mutants --", description=__doc__)
-    for name, option in OPTIONS.items():
-        parser.add_argument(name, **option)
-    options = parser.parse_args(arguments)
+    options = parse("nox -s generic_mutants --", __doc__, OPTIONS, arguments)
     options.seed = int(f"{datetime.now(UTC):%Y%m%d}") if options.seed is None else options.seed
     options.number = options.number or (NUMBER_OF_KIT if options.kit else NUMBER)
     options.name = "generic_kit" if options.kit else "generic"
