@@ -78,7 +78,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "batches": (_is_sequence, "a list of micro-batches"),
     "tensors": (lambda value: isinstance(value, (list, tuple)), "a list or tuple of tensors"),
     **dict.fromkeys(
-        ("count", "max_file_bytes", "chunk"),
+        ("count", "max_file_bytes", "chunk", "window"),
         (lambda value: value is None or _is_whole(value), "a whole number, or None"),
     ),
     "folder": (lambda value: isinstance(value, (str, Path)), "a name or a Path"),

@@ -28,8 +28,8 @@ from sp_core.llama.generate import Sampling, generate
 from sp_core.llama.grid import AXES
 from sp_core.llama.model import Llama, check_ranks, stage_layers
 from sp_core.llama.text import (
-    ChatTemplate,
     Stream,
+    chat_prompt,
     read_stop_strings,
     read_text,
     read_tokenizer,
@@ -238,8 +238,7 @@ def _prepare(
         if not texts:
             raise ValueError("no text to continue was given; pass --prompt or --prompt-file.")
         if options.chat:
-            template = ChatTemplate(options.model)
-            texts = [template.apply(text) for text in texts]
+            texts = [chat_prompt(options.model, text) for text in texts]
         special = not options.chat  # else the template has them
         tokens = [tokenizer.encode(text, add_special_tokens=special).ids for text in texts]
         found.append((tokenizer, tokens, read_stop_strings(options.model)))

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from sp_core.segments import (
     split_sizes,
 )
 
-__all__ = ["Sharding", "split_ranges", "split_sizes"]
+__all__ = ["Sharding", "check_sharding", "split_ranges", "split_sizes"]
 
 LEAST_CHUNK = 32
 """Tokens of the shortest chunk that `Sharding.balanced` chooses. Shorter ones make kernels slow."""
@@ -273,9 +274,10 @@ class Sharding:
 
     def restore(self, gathered: Tensor, dim: int) -> Tensor:
         """Reorder tokens from the order of an all-gather to ascending order of position."""
-        if self._gathered_in_order:
+        positions = concatenated(self.gathered_segments)
+        if (positions.diff() > 0).all():
             return gathered
-        return gathered.index_select(dim, self._restore_index.to(gathered.device))
+        return gathered.index_select(dim, positions.argsort().to(gathered.device))
 
     def group(self, groups: Sequence[Sequence[int]]) -> Sharding:
         """Make the sharding over groups of ranks.
@@ -295,12 +297,6 @@ class Sharding:
         return Sharding(
             tuple(tuple(s for rank in group for s in self.segments[rank]) for group in groups)
         )
-
-    def causal_work(self, rank: int) -> int:
-        """Count the (query, key) pairs that `rank` computes under a causal mask over all tokens."""
-        order = self._ascending
-        places = torch.searchsorted(order, self.positions(rank))
-        return int((places + 1).sum())
 
     def _checked(self, rank: int) -> int:
         """Check that `rank` is a rank of this sharding, and return it."""
@@ -328,16 +324,6 @@ class Sharding:
         return concatenated(self.gathered_segments).sort().values
 
     @cached_property
-    @torch.inference_mode(False)
-    def _restore_index(self) -> Tensor:
-        return concatenated(self.gathered_segments).argsort()
-
-    @cached_property
-    def _gathered_in_order(self) -> bool:
-        stops = [(s.start, s[-1]) for s in self.gathered_segments if len(s)]
-        return all(a[1] < b[0] for a, b in pairwise(stops))
-
-    @cached_property
     def _first(self) -> int:
         return min((s.start for s in self.gathered_segments if len(s)), default=0)
 
@@ -352,6 +338,22 @@ class Sharding:
             positions - self._first
             if self._is_dense
             else torch.searchsorted(self._ascending, positions)
+        )
+
+
+def check_sharding(sharding: Sharding, comm: Any, what: str) -> None:
+    """Refuse a sharding that is not over the ranks of a communicator.
+
+    Raises:
+        TypeError, ShapeError: naming the call or the tensor.
+    """
+    check_type(
+        "sharding", sharding, Sharding, "Make one, such as Sharding.contiguous(seq_len, size)."
+    )
+    if sharding.size != comm.size:
+        raise ShapeError(
+            f"{what}: the sharding is for {sharding.size} ranks, {comm.name} has {comm.size}. Make "
+            f"it with size={comm.size}."
         )
 
 

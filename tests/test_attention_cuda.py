@@ -21,6 +21,7 @@ from sp_core.attention import (
     block_attention,
     block_attention_backward,
     cuda,
+    kernels,
 )
 from sp_core.mask import Mask
 
@@ -48,8 +49,19 @@ def test_a_tensor_on_a_gpu_gets_the_fastest_kernel_that_takes_it(
     assert (
         backend_for(*given, "causal", Logits(0.0))
         == backend_for(*given, "partial", Logits(0.3))
+        == backend_for("meta", *given[1:], "full", Logits(0.3))
         == "plain"
     )
+    assert backend_for("cpu", *given[1:], "partial", Logits(0.3)) == "flash_cpu"
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the meta device, which checks schemas and shapes, the kernels of a GPU."""
+    monkeypatch.setattr(kernels, "FUSED", {"meta"})
+
+
+KINDS = {torch.bfloat16: "flash", torch.float32: "efficient"}
 
 
 class Passed(TorchDispatchMode):
@@ -75,17 +87,18 @@ class Passed(TorchDispatchMode):
         return next((source for made, source in self._made if made is x), x)
 
 
+@pytest.mark.usefixtures("fused")
 @pytest.mark.parametrize("kind", ["causal", "full"])
-@pytest.mark.parametrize("backend", ["flash_cuda", "efficient_cuda", "cudnn_cuda"])
-def test_the_cuda_kernels_get_each_argument_under_its_own_name(backend: str, kind: str) -> None:
-    """On the meta device, which checks schemas and shapes where there is no GPU."""
-    (sq, sk), kv_heads = (
-        ((40, 40) if kind == "causal" else (40, 33)),
-        (2 if backend == "efficient_cuda" else 4),
-    )
-    q, do = (torch.empty(2, 4, sq, 16, dtype=torch.bfloat16, device="meta") for _ in range(2))
-    k, v = (torch.empty(2, kv_heads, sk, 16, dtype=torch.bfloat16, device="meta") for _ in range(2))
-    call: dict[str, Any] = {"kind": kind, "logits": Logits(0.3), "backend": backend}
+@pytest.mark.parametrize("dtype", KINDS)
+def test_the_cuda_kernels_get_each_argument_under_its_own_name(
+    dtype: torch.dtype, kind: str
+) -> None:
+    sq, sk = (40, 40) if kind == "causal" else (40, 33)
+    is_flash = KINDS[dtype] == "flash"
+    q, do = (torch.empty(2, 4, sq, 16, dtype=dtype, device="meta") for _ in range(2))
+    kv = (2, 4 if is_flash else 2, sk, 16)
+    k, v = (torch.empty(kv, dtype=dtype, device="meta") for _ in range(2))
+    call: dict[str, Any] = {"kind": kind, "logits": Logits(0.3)}
     with Passed() as passed:
         out, lse = block_attention(q, k, v, **call)
         grads = block_attention_backward(do, q, k, v, out, lse, **call)
@@ -95,7 +108,7 @@ def test_the_cuda_kernels_get_each_argument_under_its_own_name(backend: str, kin
         [q.shape, k.shape, v.shape],
     )
     (forward_name, forward, (_, made, *_)), (backward_name, backward, _) = passed.calls
-    assert backend.removesuffix("_cuda") in forward_name
+    assert KINDS[dtype] in forward_name
     assert backward_name.partition("_attention")[0] == forward_name.partition("_attention")[0]
     for given_ in (forward, backward):
         assert [
@@ -107,7 +120,7 @@ def test_the_cuda_kernels_get_each_argument_under_its_own_name(backend: str, kin
             0.3,
             0.0,
         )
-    assert backward["grad_out_" if backend == "efficient_cuda" else "grad_out"] is do
+    assert backward["grad_out" if is_flash else "grad_out_"] is do
     assert passed.source(backward["out"]) is passed.source(out)
     assert passed.source(backward["logsumexp"]) is passed.source(lse)
     assert backward["logsumexp"].shape == made.shape
@@ -145,33 +158,37 @@ def test_the_cuda_kernels_get_rows_that_begin_at_multiples_of_16_bytes(
     assert (made is x) == (step == 1 and rows_at(x) == {0})
 
 
-@pytest.mark.parametrize("backend", ["flash_cuda", "efficient_cuda", "cudnn_cuda"])
-def test_the_cuda_kernels_get_nothing_that_they_read_in_their_own_way(backend: str) -> None:
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("dtype", KINDS)
+def test_the_cuda_kernels_get_nothing_that_they_read_in_their_own_way(dtype: torch.dtype) -> None:
     """Neither rows between pieces of 16 bytes, nor another layout of out."""
-    wide = torch.empty(2, 5, 40, 17, dtype=torch.bfloat16, device="meta")
+    wide = torch.empty(2, 5, 40, 17, dtype=dtype, device="meta")
     q, k, v, do, out = (wide[:, :4, :, :16] for _ in range(5))
     lse = torch.empty(2, 4, 40, device="meta")
     with Passed() as passed:
-        block_attention(q, k, v, logits=Logits(0.3), backend=backend)
-        block_attention_backward(do, q, k, v, out, lse, logits=Logits(0.3), backend=backend)
+        block_attention(q, k, v, logits=Logits(0.3))
+        block_attention_backward(do, q, k, v, out, lse, logits=Logits(0.3))
     for _, given_, _ in passed.calls:
         tensors = {
             name: x
             for name, x in given_.items()
             if name in ("query", "key", "value", "grad_out", "grad_out_", "out")
         }
-        assert all(stride % 8 == 0 for x in tensors.values() for stride in x.stride()[:-1])
-    if backend == "efficient_cuda":
+        assert all(
+            stride * dtype.itemsize % 16 == 0
+            for x in tensors.values()
+            for stride in x.stride()[:-1]
+        )
+    if KINDS[dtype] == "efficient":
         assert passed.calls[1][1]["out"].transpose(1, 2).is_contiguous()
 
 
-def test_the_lse_of_the_cuda_kernels_is_cut_and_padded() -> None:
+def test_the_lse_of_the_cuda_kernels_is_padded() -> None:
     lse = torch.randn(2, 3, 40)
     padded = cuda.padded_lse(lse)
     assert padded.shape == (2, 3, 64)
     assert (padded[..., 40:] == torch.inf).all()
-    assert torch.equal(cuda.unpadded_lse(padded, 40), lse)
-    assert torch.equal(cuda.unpadded_lse(lse.unsqueeze(-1), 40), lse)
+    assert torch.equal(padded[..., :40], lse)
     assert torch.equal(cuda.padded_lse(padded), padded)
 
 

@@ -17,7 +17,7 @@ from oracle.strategies import AttentionProblem
 import sp_core as sp
 from sp_core.attention import tiles
 from sp_core.schedules import Operation
-from sp_core.schemes import SCHEMES, blocks, tp_sp
+from sp_core.schemes import SCHEMES, problem, tp_sp
 from sp_core.schemes.heads import GROUPS
 from sp_core.testing import run_threads
 from sp_core.transport import Handle, Messages, Transport
@@ -143,8 +143,8 @@ def multiply(mesh: sp.Mesh) -> Callable[[], object]:
 CASES: dict[
     str, tuple[Any, str, Callable[[sp.Mesh], Callable[[], object]], tuple[int, int, int]]
 ] = {
-    "ring": (blocks, "attend", functools.partial(attend, "ring"), (SIZE, GROUPS, 0)),
-    "allgather_kv": (blocks, "attend", functools.partial(attend, "allgather_kv"), (GROUPS, 1, 1)),
+    "ring": (problem, "attend", functools.partial(attend, "ring"), (SIZE, GROUPS, 0)),
+    "allgather_kv": (problem, "attend", functools.partial(attend, "allgather_kv"), (GROUPS, 1, 1)),
     "column parallel": (torch.nn.functional, "linear", multiply, (tp_sp.CHUNKS, 1, 1)),
 }
 """What computes, what is prepared, and how many pieces and computations there are."""

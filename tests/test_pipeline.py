@@ -1,20 +1,26 @@
-"""A LLaMA whose layers are split over stages.
+"""How layers are split over stages, the gradient of a tied weight, and passes over sequences.
 
-Loss, gradients and tokens are those of one device.
+What pipelines and plans compute is judged in `domains/`.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import given, strategies as st
 from llama_cases import Case
 
 import sp_core as sp
 from sp_core.llama import model as llama_model
 from sp_core.llama.pipeline import sum_tied_gradients
+from sp_core.scheduling import POLICIES, Work
+from sp_core.scheduling.plan import passes
 from sp_core.testing import spmd
+
+LENGTHS = st.lists(st.one_of(st.integers(0, 12), st.integers(0, 5000)), max_size=40)
 
 
 def test_stages_are_split_by_the_number_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,3 +54,13 @@ def test_a_tied_weight_without_a_gradient_on_one_stage_gets_the_other_stages(
                 cast("torch.Tensor", model.embed_tokens.weight.grad),
                 torch.full_like(model.embed_tokens.weight, wanted),
             )
+
+
+@given(lengths=LENGTHS, size=st.integers(1, 8), most=st.integers(1, 200))
+def test_passes_keep_the_order_and_their_limit(lengths: list[int], size: int, most: int) -> None:
+    plan = POLICIES["contiguous"](lengths, size, Work(1, 1))
+    for numbers in plan.packed:
+        cut = list(passes(plan, numbers, most))
+        assert [number for part in cut for number in part] == list(numbers)
+        assert all(len(part) == 1 or sum(lengths[n] for n in part) <= most for part in cut)
+        assert all(sum(lengths[n] for n in (*a, b[0])) > most for a, b in pairwise(cut))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 from oracle.strategies import SHARDINGS, masks
 
 from sp_core import Mask, Sharding
-from sp_core.schemes.reach import _Wavelet, hops, seen_blocks
+from sp_core.schemes.reach import hops, seen_blocks
 
 pytestmark = pytest.mark.mpi_skip
 
@@ -57,23 +54,6 @@ def test_a_block_travels_to_the_last_rank_that_sees_it(
         for block in range(size)
     ]
     assert list(hops(*case)) == expected
-
-
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1), st.data())
-def test_a_wavelet_matrix_answers_as_sorting_does(
-    ranges: Sequence[tuple[int, int]], data: st.DataObject
-) -> None:
-    values = np.array(data.draw(st.lists(st.integers(0, 12), min_size=30, max_size=30)))
-    begin, end = np.array([sorted(pair) for pair in ranges]).T
-    limit = np.array([data.draw(st.integers(0, 13)) for _ in ranges])
-    order = _Wavelet(values, 13)
-    parts = [np.sort(values[one:other]) for one, other in zip(begin, end, strict=True)]
-    below = [int((part < top).sum()) for part, top in zip(parts, limit, strict=True)]
-    assert order.count_below(begin, end, limit).tolist() == below
-    full = np.flatnonzero(end > begin)
-    k = np.array([data.draw(st.integers(0, len(parts[place]) - 1)) for place in full], np.int64)
-    smallest = [int(parts[place][number]) for place, number in zip(full, k, strict=True)]
-    assert order.smallest(begin[full], end[full], k).tolist() == smallest
 
 
 @pytest.mark.parametrize("documents", [None, 2000])

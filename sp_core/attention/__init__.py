@@ -7,9 +7,12 @@ of K; query head h reads key/value head h // (H / K)), D head dim. Inside, tenso
 `local_attention`, like the schemes, takes (B, S, H, D).
 """
 
-from sp_core.attention.blocks import block_attention, block_attention_backward
 from sp_core.attention.function import check_qkv, local_attention
-from sp_core.attention.kernels import backend_for
+from sp_core.attention.kernels import (
+    backend_for,
+    block_attention,
+    block_attention_backward,
+)
 from sp_core.attention.logits import Logits, Terms
 from sp_core.attention.merge import (
     accumulation_dtype,

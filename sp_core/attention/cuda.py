@@ -27,21 +27,12 @@ def forward(
         out, lse, *_ = aten._scaled_dot_product_flash_attention(
             q, k, v, 0.0, causal, False, scale=scale
         )
-    elif backend == "efficient_cuda":
+    else:
         k, v = (repeated(t, q.shape[1]) for t in (k, v))
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(
             q, k, v, None, True, 0.0, causal, scale=scale
         )
-    elif backend == "cudnn_cuda":
-        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
-            q, k, v, None, True, 0.0, causal, False, scale=scale
-        )
-    else:
-        raise ValueError(
-            f"backend is {backend!r}, needed flash_cuda, efficient_cuda or cudnn_cuda; ask "
-            f"backend_for"
-        )
-    return out, unpadded_lse(lse, q.shape[2])
+    return out, lse[..., : q.shape[2]]
 
 
 def backward(
@@ -67,18 +58,13 @@ def backward(
         dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
             *given, 0.0, causal, seed, offset, scale=scale
         )
-    elif backend == "efficient_cuda":
+    else:
         heads, (k, v) = k.shape[1], (repeated(t, q.shape[1]) for t in (k, v))
         given = (grad_out, q, k, v, None, tokens_first(out), padded_lse(lse), seed, offset)
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
             *given, 0.0, [True, True, True, False], causal, scale=scale
         )
         dk, dv = (gathered(t, heads) for t in (dk, dv))
-    else:
-        given = (grad_out, q, k, v, out, lse.unsqueeze(-1).contiguous(), seed, offset)
-        dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
-            *given, None, None, None, *lengths, 0.0, causal, scale=scale
-        )
     return dq, dk, dv
 
 
@@ -124,11 +110,6 @@ def gathered(dx: Tensor, num_kv_heads: int) -> Tensor:
     return dx.reshape(b, num_kv_heads, h // num_kv_heads, s, d).sum(
         2, dtype=accumulation_dtype(dx.dtype)
     )
-
-
-def unpadded_lse(lse: Tensor, queries: int) -> Tensor:
-    """Return (B, H, Sq) from a kernel's lse, which is (B, H, Sq or more) or (B, H, Sq, 1)."""
-    return lse.flatten(2)[..., :queries]
 
 
 def padded_lse(lse: Tensor) -> Tensor:

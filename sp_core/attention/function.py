@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Unpack
 
@@ -11,10 +12,13 @@ from torch import Tensor
 from sp_core.attention.kernels import FLOATS
 from sp_core.attention.logits import Logits, Terms
 from sp_core.attention.merge import accumulation_dtype, add_sinks, sinks_gradient
-from sp_core.attention.once import Saved, differentiable_once, exact
 from sp_core.attention.shards import attend, attend_backward
 from sp_core.errors import DeviceError, DtypeError, ShapeError
 from sp_core.mask import Mask, Positions
+
+Saved = tuple[Tensor, ...]
+Backward = Callable[..., tuple[Tensor | None, ...]]
+"""A backward of attention: (ctx, saved, *grads)."""
 
 
 def local_attention(
@@ -99,6 +103,53 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"devices {q.device}, {k.device}, {v.device} given, needed one device for all three; "
             f"move them first"
         )
+
+
+class _Refuse(torch.autograd.Function):
+    """The identity in x, with a backward that raises.
+
+    `causes` are the tensors from which x was computed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *causes: Tensor | None) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+        raise RuntimeError(
+            "attention is differentiable once; a second derivative was asked for. Use plain torch "
+            "attention for it."
+        )
+
+
+def exact(x: Tensor) -> torch.autocast:
+    """Turn autocast off.
+
+    It would run the float32 products of the plain kernel in half precision.
+    """
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def differentiable_once(backward: Backward) -> Backward:
+    """Decorate a backward `(ctx, saved, *grads)`: its gradients raise when they are differentiated.
+
+    torch's `once_differentiable` refuses only where an incoming gradient is itself differentiable.
+    The gradients of attention also depend on q, k and v; that part of a second derivative it would
+    drop without a word.
+    """
+
+    @functools.wraps(backward)
+    def refusing(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # once: a checkpoint unpacks them a single time
+        with torch.no_grad(), exact(saved[0]):
+            results = backward(ctx, saved, *grads)
+        if not torch.is_grad_enabled():
+            return results
+        apply: Any = _Refuse.apply
+        return tuple(apply(x, *grads, *saved) if isinstance(x, Tensor) else x for x in results)
+
+    return refusing
 
 
 class _Attention(torch.autograd.Function):

@@ -1,24 +1,23 @@
-"""The kernels: torch's fused ones, which return the lse, and a plain one for the rest.
+"""Compute attention of one block, forward and backward.
 
-Chosen by one plain function.
+Torch's fused kernels, which return the lse, and a plain one for the rest; `backend_for` chooses.
 
-Facts about the fused kernels of torch 2.13 that the rest of the package relies on (each is fixed by
-a test):
+Facts about the fused kernels of torch 2.13 that the rest of the package relies on:
 - CPU flash: float64 down to float16; K < H natively; causal is top-left aligned, and NaN for a
   scale that is not positive; the additive mask must have q's dtype (a float32 mask for float64 is
   read wrongly, without an error); a last dim that is not contiguous is read wrongly too; zero
   queries, keys or heads end the process with SIGFPE.
 - CUDA flash and efficient: rows at multiples of 16 bytes, which is not checked.
 - CUDA flash: half precision, head dim a multiple of 8 up to 256, causal only for Sq = Sk, K < H
-natively.
+  natively.
 - CUDA efficient: K = H only, so keys are repeated for it; its lse is padded to a multiple of 32
   queries, as its backward wants it; that reads `out` as if it lay in memory as (B, S, H, D).
-- CUDA cuDNN: half precision; its lse has a trailing dim of 1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +41,115 @@ SCORES, CPU_SCORES = 1 << 26, 1 << 20
 cache."""
 
 
+def block_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    kind: str = "full",
+    allowed: Tensor | None = None,
+    logits: Logits,
+) -> tuple[Tensor, Tensor]:
+    """Compute attention of queries to one block of keys.
+
+    Out = softmax(logits) v and its log-sum-exp.
+
+    Values that nobody in the block sees are not read. A NaN or infinity that some query of a causal
+    or partial block sees may spread to other queries of that block, because the kernels multiply
+    hidden values by weight 0; finite values never do.
+
+    Args:
+        q: (B, H, Sq, D), strided as it comes.
+        k: (B, K, Sk, D).
+        v: (B, K, Sk, D).
+        kind: "full", "causal" (Sq = Sk, key j visible to query i when j <= i) or "partial".
+        allowed: bool (Sq, Sk), for "partial" only.
+        logits: how they follow from q k^T, with positions if they depend on them.
+
+    Returns:
+        out (B, H, Sq, D) in q's dtype and lse (B, H, Sq) in float32 or wider; 0 and -inf for
+        queries that see nothing.
+
+    Source: Dao, "FlashAttention-2", 2023, algorithm 1, for out and lse from blocks.
+    """
+    if _empty(q, k):
+        return torch.zeros_like(q), q.new_full(
+            q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype)
+        )
+    if allowed is None or (seen := _seen(allowed)) is None:
+        return forward(q, k, v, kind, allowed, logits)
+    i, j = (x.to(q.device) for x in seen)
+    inside: Any = {"kind": kind, "allowed": allowed[seen[0]][:, seen[1]], "logits": logits.at(i, j)}
+    part, part_lse = block_attention(q[:, :, i], k[:, :, j], v[:, :, j], **inside)
+    out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=part_lse.dtype)
+    return out.index_copy_(2, i, part), lse.index_copy_(2, i, part_lse)
+
+
+def block_attention_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    kind: str = "full",
+    allowed: Tensor | None = None,
+    logits: Logits,
+) -> Triple:
+    """Compute the gradients of one block: P = exp(s - lse), dS = P * (dO v^T - rowsum(dO * out)).
+
+    Args:
+        grad_out: (B, H, Sq, D), of out.
+        q: (B, H, Sq, D).
+        k: (B, K, Sk, D).
+        v: (B, K, Sk, D).
+        out: (B, H, Sq, D), the attention over all keys of which k is a part (or over k alone).
+        lse: (B, H, Sq), likewise.
+        kind: as in `block_attention`.
+        allowed: as in `block_attention`.
+        logits: as in `block_attention`.
+
+    Returns:
+        dq (B, H, Sq, D), dk and dv (B, K, Sk, D), this block's summands, as the kernel rounds them:
+        in q's dtype or wider.
+
+    Source: Dao, "FlashAttention-2", 2023, algorithm 2.
+    """
+    if _empty(q, k):
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    grad_out, out = grad_out.to(q.dtype), out.to(q.dtype)
+    if allowed is None or (seen := _seen(allowed)) is None:
+        return backward(grad_out, q, k, v, out, lse, kind, allowed, logits)
+    i, j = (x.to(q.device) for x in seen)
+    inside: Any = {"kind": kind, "allowed": allowed[seen[0]][:, seen[1]], "logits": logits.at(i, j)}
+    tensors = (grad_out[:, :, i], q[:, :, i], k[:, :, j], v[:, :, j], out[:, :, i], lse[:, :, i])
+    parts = block_attention_backward(*tensors, **inside)
+    dq, dk, dv = (
+        torch.zeros_like(x, dtype=part.dtype).index_copy_(2, at, part)
+        for x, at, part in zip((q, k, v), (i, j, j), parts, strict=True)
+    )
+    return dq, dk, dv
+
+
+def _empty(q: Tensor, k: Tensor) -> bool:
+    """Return whether there is nothing to compute. The fused kernels crash on such input."""
+    return q.numel() == 0 or k.numel() == 0
+
+
+def _seen(allowed: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return the indices of queries that see a key, and of keys that a query sees.
+
+    Return None if these are all.
+    """
+    rows, columns = allowed.any(1), allowed.any(0)
+    return (
+        None
+        if bool(rows.all()) and bool(columns.all())
+        else (rows.nonzero()[:, 0], columns.nonzero()[:, 0])
+    )
+
+
 def backend_for(
     device_type: str,
     dtype: torch.dtype,
@@ -60,8 +168,7 @@ def backend_for(
             kernels take a row's maximum before they scale, so they need a positive scale.
 
     Returns:
-        "flash_cpu", "flash_cuda", "efficient_cuda" or "plain" ("cudnn_cuda" only when asked for by
-        name).
+        "flash_cpu", "flash_cuda", "efficient_cuda" or "plain".
     """
     if logits.is_plain:
         return "plain"
@@ -76,17 +183,20 @@ def backend_for(
 
 
 def forward(
-    backend: str, q: Tensor, k: Tensor, v: Tensor, kind: str, allowed: Tensor | None, logits: Logits
+    q: Tensor, k: Tensor, v: Tensor, kind: str, allowed: Tensor | None, logits: Logits
 ) -> tuple[Tensor, Tensor]:
     """Run a kernel on a non-empty block in which every query sees a key.
 
     Return out (B, H, Sq, D) and lse (B, H, Sq).
     """
+    backend = backend_for(q.device.type, q.dtype, q.shape[-1], kind, logits)
     if backend == "plain":
         return _plain(q, k, v, _strips(q, k, kind, allowed), logits)
     scale = logits.softmax_scale
     if backend == "flash_cpu":
         q, k, v = (_readable(t) for t in (q, k, v))
+        if kind == "causal" and scale <= 0:  # the kernel hides before it scales
+            kind, allowed = "partial", torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril_()
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, kind == "causal", attn_mask=_additive(allowed, q.dtype), scale=scale
         )
@@ -95,7 +205,6 @@ def forward(
 
 
 def backward(
-    backend: str,
     grad_out: Tensor,
     q: Tensor,
     k: Tensor,
@@ -107,6 +216,7 @@ def backward(
     logits: Logits,
 ) -> Triple:
     """Run a kernel's backward. `out` and `lse` may cover more keys than k and v."""
+    backend = backend_for(q.device.type, q.dtype, q.shape[-1], kind, logits)
     # a row that saw nothing: exp(s - lse) must be 0, not NaN
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     if backend == "plain":

@@ -83,7 +83,11 @@ class Logits:
                 "mask=Mask(causal=True); the terms of the logits are softcap, sinks and alibi."
             )
         if isinstance(alibi, Tensor):
-            alibi = _values(alibi)
+            if alibi.requires_grad:
+                raise ValueError(
+                    "alibi slopes with requires_grad given; they are constants: detach() them"
+                )
+            alibi = alibi.tolist()
         arguments.check(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks, alibi=alibi)
         if sinks is not None:
             _check_sinks(sinks, q)
@@ -134,14 +138,6 @@ class Logits:
     def given(self) -> dict[str, Any]:
         """Return the scale and the terms that there are, as arguments of `local_attention`."""
         return {name: value for name, value in vars(self).items() if value is not None}
-
-
-def _values(alibi: Tensor) -> list[float]:
-    """Read slopes, which are constants."""
-    if alibi.requires_grad:
-        raise ValueError("alibi slopes with requires_grad given; they are constants: detach() them")
-    values: list[float] = alibi.tolist()
-    return values
 
 
 def _check_sinks(sinks: Tensor, q: Tensor) -> None:

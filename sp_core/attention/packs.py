@@ -80,7 +80,7 @@ class Pack(NamedTuple):
             self.gather(self.keys, k),
             self.gather(self.keys, v),
         )
-        parts = kernels.forward("flash_cpu", q_, k_, v_, "partial", self.allowed(len(q)), logits)
+        parts = kernels.forward(q_, k_, v_, "partial", self.allowed(len(q)), logits)
         self.scatter(self.queries, parts[0], out)
         self.scatter(self.queries, parts[1].unsqueeze(-1), lse.unsqueeze(-1))
 
@@ -98,16 +98,16 @@ class Pack(NamedTuple):
         do, q, k, v, out = (self.gather(side, x) for side, x in zip(sides, tensors, strict=False))
         lse = self.gather(self.queries, tensors[-1].unsqueeze(-1)).squeeze(-1).contiguous()
         allowed = self.allowed(len(tensors[0]))
-        parts = kernels.backward("flash_cpu", do, q, k, v, out, lse, "partial", allowed, logits)
+        parts = kernels.backward(do, q, k, v, out, lse, "partial", allowed, logits)
         for side, part, into in zip(sides[1:], parts, grads, strict=False):
             self.scatter(side, part, into)
 
 
 def packed(
-    blocks: tuple[Block, ...], q: Tensor, backend: str | None, logits: Logits
+    blocks: tuple[Block, ...], q: Tensor, logits: Logits
 ) -> tuple[tuple[Block, ...], tuple[Pack, ...]]:
     """Return the blocks that are computed one by one, and packs of the others."""
-    if not q.numel() or not on_cpu(q) or backend is not None or logits.is_plain:
+    if not q.numel() or not on_cpu(q) or logits.is_plain:
         return blocks, ()
     return _packed(blocks, ELEMENTS * q.shape[2] // q.numel())
 

@@ -5,7 +5,7 @@ Plan blocks from positions and mask, run each, merge the results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sp_core.attention.blocks import block_attention, block_attention_backward
+from sp_core.attention.kernels import block_attention, block_attention_backward
 from sp_core.attention.logits import Logits
 from sp_core.attention.merge import accumulation_dtype, merge_into
 from sp_core.attention.packs import Pack, packed
@@ -42,7 +42,6 @@ def attend(
     logits: Logits,
     out_dtype: torch.dtype | None = None,
     between: Callable[[], object] | None = None,
-    backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of one shard's queries to another shard's keys, masked by global positions.
 
@@ -58,7 +57,6 @@ def attend(
             `accumulation_dtype(q.dtype)`.
         between: called after each part of the work, for communication to make progress; it makes
             the parts of full blocks smaller.
-        backend: a kernel by name, as from `backend_for`; None chooses for each block.
 
     Returns:
         out (B, H, Sq, D) and lse (B, H, Sq) in float32 or wider; 0 and -inf for queries that see
@@ -71,8 +69,8 @@ def attend(
     planned = _blocks(q, k, q_positions, kv_positions, mask)
     logits = logits.between(q_positions, kv_positions, q.device)
     allowed = _dense_masks(q_positions, kv_positions, mask)
-    for blocks, packs in (packed(planned, q, backend, logits), (planned, ())):
-        out, lse = _attend(blocks, packs, allowed, q, k, v, between, logits=logits, backend=backend)
+    for blocks, packs in (packed(planned, q, logits), (planned, ())):
+        out, lse = _attend(blocks, packs, allowed, q, k, v, logits, between)
         if not packs or out.sum().isfinite():  # else a NaN may have spread to another block
             break
     return out.to(out_dtype or q.dtype), lse
@@ -85,23 +83,29 @@ def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    logits: Logits,
     between: Callable[[], object] | None,
-    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Compute all blocks, and merge their results."""
     blocks = tiled(blocks, halves, q)
     if between is not None:
         blocks = tiled(blocks, rows, q)
-    parts = _forward_parts(blocks, allowed, q, k, v, **options)
+
+    def part(block: Block) -> tuple[Tensor, Tensor]:
+        i, j = block.queries, block.keys
+        how: Any = {"kind": block.kind, "allowed": allowed(block), "logits": logits.at(i, j)}
+        return block_attention(q[:, :, i], k[:, :, j], v[:, :, j], **how)
+
     if not packs and len(blocks) == 1 and blocks[0].queries == slice(0, q.shape[2]):
-        return next(parts)
+        return part(blocks[0])
     out = _zeros(q, accumulation_dtype(q.dtype))
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=out.dtype)
     fresh = torch.ones(q.shape[2], dtype=torch.bool)
     for pack in packs:
-        pack.forward(q, k, v, options["logits"], out, lse)
+        pack.forward(q, k, v, logits, out, lse)
         fresh[pack.queries.tokens] = False
-    for block, (part_out, part_lse) in zip(blocks, parts, strict=True):
+    for block in blocks:
+        part_out, part_lse = part(block)
         rows_out, rows_lse = out[:, :, block.queries], lse[:, :, block.queries]
         if fresh[block.queries].all():
             rows_out.copy_(part_out)
@@ -128,7 +132,6 @@ def attend_backward(
     logits: Logits,
     grad_lse: Tensor | None = None,
     between: Callable[[], object] | None = None,
-    backend: str | None = None,
 ) -> Triple:
     """Compute gradients between two shards. out and lse may cover more keys than those given.
 
@@ -145,7 +148,6 @@ def attend_backward(
         logits: how they follow from q k^T.
         grad_lse: (B, H, Sq), of lse, where lse was an output; None for zero.
         between: called after each part of the work, as in `attend`.
-        backend: as in `attend`.
 
     Returns:
         dq (B, H, Sq, D), dk and dv (B, K, Sk, D): these keys' summands, in float32 or wider.
@@ -161,8 +163,8 @@ def attend_backward(
     logits = logits.between(q_positions, kv_positions, q.device)
     allowed = _dense_masks(q_positions, kv_positions, mask)
     tensors = (grad_out, q, k, v, out, lse)
-    for blocks, packs in (packed(planned, q, backend, logits), (planned, ())):
-        grads = _gradients(blocks, packs, allowed, tensors, between, logits=logits, backend=backend)
+    for blocks, packs in (packed(planned, q, logits), (planned, ())):
+        grads = _gradients(blocks, packs, allowed, tensors, logits, between)
         if not packs or all(grad.sum().isfinite() for grad in grads):
             break
     dq, dk, dv = (grad[..., :head_dim].to(dtype) for grad in grads)
@@ -174,61 +176,31 @@ def _gradients(
     packs: tuple[Pack, ...],
     allowed: Allowed,
     tensors: Sextuple,
+    logits: Logits,
     between: Callable[[], object] | None,
-    **options: Any,
 ) -> Sequence[Tensor]:
     """Compute the gradients of all blocks, and sum them."""
-    q, k, v = tensors[1:4]
+    grad_out, q, k, v, out, lse = tensors
     blocks = tiled(blocks, strips, q)
-    parts = _backward_parts(blocks, allowed, *tensors, **options)
+
+    def part(block: Block) -> Triple:
+        i, j = block.queries, block.keys
+        given = (grad_out[:, :, i], q[:, :, i], k[:, :, j], v[:, :, j], out[:, :, i], lse[:, :, i])
+        how: Any = {"kind": block.kind, "allowed": allowed(block), "logits": logits.at(i, j)}
+        return block_attention_backward(*given, **how)
+
     if not packs and len(blocks) == 1 and blocks[0][:4] == (0, q.shape[2], 0, k.shape[2]):
-        return next(parts)
+        return part(blocks[0])
     grads = [_zeros(x, accumulation_dtype(x.dtype)) for x in (q, k, v)]
     for pack in packs:
-        pack.backward(tensors, options["logits"], grads)
-    for block, found in zip(blocks, parts, strict=True):
+        pack.backward(tensors, logits, grads)
+    for block in blocks:
         places = (block.queries, block.keys, block.keys)
-        for total, where, part in zip(grads, places, found, strict=True):
-            total[:, :, where] += part
+        for total, where, found in zip(grads, places, part(block), strict=True):
+            total[:, :, where] += found
         if between is not None:
             between()
     return grads
-
-
-def _forward_parts(
-    blocks: Iterable[Block],
-    allowed: Allowed,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    logits: Logits,
-    **options: Any,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Run each block when its result is asked for."""
-    for block in blocks:
-        i, j = block.queries, block.keys
-        options |= {"kind": block.kind, "allowed": allowed(block), "logits": logits.at(i, j)}
-        yield block_attention(q[:, :, i], k[:, :, j], v[:, :, j], **options)
-
-
-def _backward_parts(
-    blocks: Iterable[Block],
-    allowed: Allowed,
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    logits: Logits,
-    **options: Any,
-) -> Iterator[Triple]:
-    """Run the backward of each block when its result is asked for."""
-    for block in blocks:
-        i, j = block.queries, block.keys
-        tensors = (grad_out[:, :, i], q[:, :, i], k[:, :, j], v[:, :, j], out[:, :, i])
-        options |= {"kind": block.kind, "allowed": allowed(block), "logits": logits.at(i, j)}
-        yield block_attention_backward(*tensors, lse[:, :, i], **options)
 
 
 def _blocks(

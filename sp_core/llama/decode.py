@@ -231,24 +231,19 @@ class Decoder:
 
     @torch.no_grad()
     def _run(self, what: str, tokens: Tokens, step_of: Callable[[Cache, New], Step]) -> Tensor:
-        """Agree on a call, then compute it for one micro-batch after the other."""
-        grid, added = self.model.grid, self._add(what, tokens)
-        with grid.tensor.agreed(), grid.sequence.agreed(), grid.stages.agreed():
-            return self._step(added, sum(map(bool, tokens)), step_of)
-
-    def _step(
-        self, added: list[tuple[Cache, New]], number: int, step_of: Callable[[Cache, New], Step]
-    ) -> Tensor:
-        """Compute the logits (N', V) of a call that the ranks have agreed on."""
-        model, tensor = self.model, self.model.grid.tensor
-        vocab, stages = model.config.vocab_size, model.grid.stages
-        passes, lasts = zip(*(step_of(cache, new) for cache, new in added), strict=True)
-        hidden = pipeline.forward(model, passes)
-        logits = torch.empty(number, vocab, dtype=model.dtype, device=stages.device)
-        if model.is_last:
-            own = model.logits(torch.cat([last(x) for last, x in zip(lasts, hidden, strict=True)]))
-            logits = all_gather(own, comm=tensor, dim=1, sizes=split_sizes(vocab, tensor.size))
-        return broadcast(logits, comm=stages, root=stages.size - 1)
+        """Agree on a call, then compute its logits (N', V), one micro-batch after the other."""
+        model, grid, added = self.model, self.model.grid, self._add(what, tokens)
+        vocab, stages = model.config.vocab_size, grid.stages
+        with grid.tensor.agreed(), grid.sequence.agreed(), stages.agreed():
+            passes, lasts = zip(*(step_of(cache, new) for cache, new in added), strict=True)
+            hidden = pipeline.forward(model, passes)
+            number = sum(map(bool, tokens))
+            logits = torch.empty(number, vocab, dtype=model.dtype, device=stages.device)
+            if model.is_last:
+                rows = torch.cat([last(x) for last, x in zip(lasts, hidden, strict=True)])
+                sizes = split_sizes(vocab, grid.tensor.size)
+                logits = all_gather(model.logits(rows), comm=grid.tensor, dim=1, sizes=sizes)
+            return broadcast(logits, comm=stages, root=stages.size - 1)
 
     def _spread(self, cache: Cache, new: New) -> Step:
         """Prepare a step in which each rank computes some of the new tokens."""

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +21,12 @@ from sp_core.collectives.differentiable import copy_to_group
 from sp_core.errors import ShapeError
 from sp_core.llama.config import LlamaConfig
 from sp_core.llama.grid import Grid
-from sp_core.llama.layer import Layer
 from sp_core.mask import Mask, Positions
 from sp_core.mask.definition import document_of
 from sp_core.mesh import Mesh
 from sp_core.nn.gradients import Placement, placement_of
 from sp_core.nn.loss import check_shard, next_token_loss
-from sp_core.nn.parallel import Embedding, Lengths, Norm, Weight, project
+from sp_core.nn.parallel import Embedding, Lengths, Norm, ParallelBlock, Weight, project
 from sp_core.nn.rope import rotation
 from sp_core.scheduling import split_stages
 from sp_core.schemes.heads import split_heads
@@ -99,11 +99,14 @@ class Llama(nn.Module):
             self.embed_tokens = Embedding(
                 config.vocab_size, config.hidden_size, comm, dtype, copy=not self.is_first
             )
+        heads = config.num_attention_heads, config.num_key_value_heads
+        sizes = config.hidden_size, config.intermediate_size, heads, config.head_dim
+        held: Any = {"comm": comm, "dtype": dtype, "tp_sp": tp_sp}
         self.layers = nn.ModuleList(
-            [
-                Layer(config, comm, dtype, tp_sp) if number in self.own else nn.Module()
-                for number in range(config.num_hidden_layers)
-            ]
+            ParallelBlock(*sizes, config.rms_norm_eps, **held)
+            if number in self.own
+            else nn.Module()
+            for number in range(config.num_hidden_layers)
         )
         if self.is_last:
             self.norm = Norm(config.hidden_size, config.rms_norm_eps, comm, dtype, partial=tp_sp)
@@ -112,7 +115,6 @@ class Llama(nn.Module):
                 Placement.split((config.vocab_size, config.hidden_size), 0, comm.size), comm, dtype
             )
         self.rope = config.rope()
-        heads = config.num_attention_heads, config.num_key_value_heads
         slots = split_heads(*heads, comm.size)[1][comm.rank]
         self.kv_heads = sorted(set(slots))
         self.slots = (

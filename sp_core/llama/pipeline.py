@@ -25,7 +25,7 @@ from sp_core.errors import ShapeError
 from sp_core.llama.model import CAUSAL, Llama, Pass, check_model, check_tokens
 from sp_core.mask import Mask
 from sp_core.nn.loss import IGNORED
-from sp_core.scheduling.pipeline import Order, one_forward_one_backward, prefill_only
+from sp_core.scheduling.pipeline import Order, one_forward_one_backward
 from sp_core.sharding import Sharding
 from sp_core.transport import Handle
 
@@ -141,10 +141,8 @@ def forward(model: Llama, passes: Sequence[Pass]) -> list[Tensor]:
     Communication:
         For each micro-batch one message of (B, S, E) from each stage to the next.
     """
-    stages = model.grid.stages
-    order = prefill_only(stages.size, len(passes))[stages.rank] if passes else ()
-    mail = _Mail(model, [passes[slot.batch] for slot in order])
-    results = [_compute(model, mail, passes[slot.batch])[1] for slot in order]
+    mail = _Mail(model, passes)
+    results = [_compute(model, mail, one)[1] for one in passes]
     mail.finish()
     return results
 

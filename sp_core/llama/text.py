@@ -63,51 +63,38 @@ def read_stop_strings(folder: str | Path) -> list[str]:
     return texts
 
 
-class ChatTemplate:
-    """The chat template of a model folder: `chat_template.jinja`, or in `tokenizer_config.json`.
+def chat_prompt(folder: str | Path, text: str) -> str:
+    """Put a text into the chat template of a model folder, as the only message.
 
-    Args:
-        folder: of the model.
+    The template is in `chat_template.jinja`, or in `tokenizer_config.json`.
+
+    Returns:
+        The prompt up to where the answer begins.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no template, or it refuses the text.
     """
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    def __init__(self, folder: str | Path) -> None:
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        file, settings = (
-            Path(folder) / "chat_template.jinja",
-            Path(folder) / "tokenizer_config.json",
+    file, settings = Path(folder) / "chat_template.jinja", Path(folder) / "tokenizer_config.json"
+    values = read_json(settings) if settings.exists() else {}
+    template = read_text(file) if file.exists() else values.get("chat_template")
+    if isinstance(template, list):  # several with names
+        template = {each["name"]: each["template"] for each in template}.get("default")
+    if not isinstance(template, str):
+        raise CheckpointError(
+            f"{folder} has no chat template. Leave --chat out, or take a model that was tuned for "
+            f"chats."
         )
-        values = read_json(settings) if settings.exists() else {}
-        template = read_text(file) if file.exists() else values.get("chat_template")
-        if isinstance(template, list):  # several with names
-            template = {each["name"]: each["template"] for each in template}.get("default")
-        if not isinstance(template, str):
-            raise CheckpointError(
-                f"{folder} has no chat template. Leave --chat out, or take a model that was tuned "
-                f"for chats."
-            )
-        names = [name for name in values if name.endswith("_token")]
-        tokens = {name: values[name] for name in names if isinstance(values[name], str)}
-        tokens |= {name: values[name]["content"] for name in names if name not in tokens}
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        self._template = environment.from_string(template, globals=tokens)
-
-    def apply(self, text: str) -> str:
-        """Return a prompt with the text as the only message, up to where the answer begins.
-
-        Raises:
-            CheckpointError: the template refuses it.
-        """
-        from jinja2 import TemplateError
-
-        messages = [{"role": "user", "content": text}]
-        try:
-            return self._template.render(messages=messages, add_generation_prompt=True)
-        except TemplateError as error:
-            raise CheckpointError(f"the chat template of the model fails: {error}.") from error
+    named = {name: value for name, value in values.items() if name.endswith("_token")}
+    tokens = {name: x if isinstance(x, str) else x["content"] for name, x in named.items()}
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    said = {"messages": [{"role": "user", "content": text}], "add_generation_prompt": True}
+    try:
+        return environment.from_string(template, globals=tokens).render(said)
+    except TemplateError as error:
+        raise CheckpointError(f"the chat template of the model fails: {error}.") from error
 
 
 class Stream:

@@ -196,18 +196,15 @@ def document_number(position: int, boundaries: tuple[int, ...]) -> int:
 
 def _window(window: int | None) -> int | None:
     """Check a window length."""
+    check(window=window)
     if window is None:
         return None
-    if isinstance(window, bool) or not hasattr(window, "__index__"):
-        raise TypeError(
-            f"window is {window!r}, needed an integer number of tokens, or None for no window"
-        )
-    if window.__index__() < 1:
+    if window < 1:
         raise ValueError(
             f"window is {window}, needed at least 1, because a query counts itself; use None for "
             f"no window"
         )
-    return window.__index__()
+    return int(window)
 
 
 def _boundaries(name: str, values: Sequence[int] | Tensor | None) -> tuple[int, ...] | None:

@@ -29,7 +29,7 @@ from sp_core.communicator import Communicator
 from sp_core.errors import DtypeError, ShapeError
 from sp_core.mask import Mask
 from sp_core.schemes.reach import next_owner_distances
-from sp_core.sharding import Sharding
+from sp_core.sharding import Sharding, check_sharding
 
 IGNORED = -100
 """The label of a token that does not count."""
@@ -91,22 +91,15 @@ def _owned(positions: Tensor, sharding: Sharding, rank: int) -> Tensor:
 def check_shard(tokens: Tensor, comm: Communicator, sharding: Sharding) -> None:
     """Refuse tokens that are not this rank's shard (B, S/P) of int64."""
     check_tensor(tokens, comm)
-    arguments.check_type(
-        "sharding", sharding, Sharding, "Make one, such as Sharding.contiguous(seq_len, size)."
-    )
+    check_sharding(sharding, comm, "tokens")
     if tokens.dtype != torch.int64:
         raise DtypeError(
             f"tokens have dtype {tokens.dtype}, needed int64. Convert them with tokens.long()."
         )
-    if (
-        sharding.size != comm.size
-        or tokens.dim() != 2
-        or tokens.shape[1] != sharding.local_len(comm.rank)
-    ):
+    if tokens.dim() != 2 or tokens.shape[1] != sharding.local_len(comm.rank):
         raise ShapeError(
             f"tokens have shape {tuple(tokens.shape)} on rank {comm.rank} of {comm.name}, and the "
-            f"sharding is for {sharding.size} "
-            f"ranks with shards of {sharding.lengths}; needed (batch, own shard)."
+            f"sharding has shards of {sharding.lengths}; needed (batch, own shard)."
         )
 
 

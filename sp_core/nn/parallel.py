@@ -15,8 +15,9 @@ be uneven; (B, S*, E) is either (B, S, E) or (B, S/P, E).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, Self
 
@@ -31,11 +32,16 @@ from sp_core.collectives.maps import AllGather
 from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
 from sp_core.nn.gradients import Placement, place, placement_of
-from sp_core.nn.replicated import check_input, check_sharding
+from sp_core.nn.layers import Function, attended, pre_norm
+from sp_core.nn.replicated import check_input
+from sp_core.schemes.heads import split_heads
 from sp_core.schemes.tp_sp import gather_linears, linear_scatter
-from sp_core.sharding import Sharding, split_sizes
+from sp_core.sharding import Sharding, check_sharding, split_sizes
 
 Lengths = tuple[int, ...] | None
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Attention of this rank's heads: q (B, S, H/T, D), k and v (B, S, K/T, D), q and k rotated, to
+(B, S, H/T, D)."""
 
 
 class Weight(nn.Module):
@@ -135,6 +141,87 @@ class Embedding(Weight):
         if lengths is not None:
             return reduce_scatter(vectors, comm=self.comm, dim=1, sizes=lengths)
         return reduce_from_group(vectors, comm=self.comm)
+
+
+class ParallelBlock(nn.Module):
+    """A pre-norm block of grouped heads and SwiGLU. Each rank holds the key/value heads it reads.
+
+    Its parameters have the names of Hugging Face's LLaMA.
+
+    Args:
+        hidden, ffn_hidden: E and F.
+        heads: numbers of query heads and of key/value heads.
+        head_dim: D.
+        eps: of the norms.
+        comm: the ranks.
+        dtype: of the weights.
+        tp_sp: the norms see a part of the tokens, so that their gradients are `partial`.
+
+    Source: Shazeer 2020, GLU Variants Improve Transformer, arXiv:2002.05202, equation 6 (SwiGLU).
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        ffn_hidden: int,
+        heads: tuple[int, int],
+        head_dim: int,
+        eps: float,
+        *,
+        comm: Communicator,
+        dtype: torch.dtype,
+        tp_sp: bool,
+    ) -> None:
+        super().__init__()
+        num_heads, num_kv_heads = heads
+        self.head_dim = dim = head_dim
+        own_heads, kv_heads = split_heads(num_heads, num_kv_heads, comm.size)
+        cut = tuple((range(part.start * dim, part.stop * dim),) for part in own_heads)
+        kv_held = tuple(
+            tuple(range(head * dim, (head + 1) * dim) for head in sorted(set(slots)))
+            for slots in kv_heads
+        )
+        # the gradients of key/value heads that several ranks hold are parts of a sum
+        shared = sum(map(len, kv_held)) > num_kv_heads
+        kv = Placement((num_kv_heads * dim, hidden), 0, kv_held, partial=shared)
+        width = num_heads * dim
+        held = partial(Weight, comm=comm, dtype=dtype)
+        norm = partial(Norm, hidden, eps, comm, dtype, partial=tp_sp)
+        weights = {
+            "q_proj": held(Placement((width, hidden), 0, cut)),
+            "k_proj": held(kv),
+            "v_proj": held(kv),
+            "o_proj": held(Placement((hidden, width), 1, cut)),
+        }
+        self.input_layernorm, self.self_attn = norm(), nn.ModuleDict(weights)
+        weights = {
+            "gate_proj": held(Placement.split((ffn_hidden, hidden), 0, comm.size)),
+            "up_proj": held(Placement.split((ffn_hidden, hidden), 0, comm.size)),
+            "down_proj": held(Placement.split((hidden, ffn_hidden), 1, comm.size)),
+        }
+        self.post_attention_layernorm, self.mlp = norm(), nn.ModuleDict(weights)
+
+    def forward(self, x: Tensor, rotate: Function, attend: Attend, lengths: Lengths) -> Tensor:
+        """Map x (B, S*, E) to (B, S*, E).
+
+        Communication:
+            That of `project`, `attend` and `sum_over_ranks`.
+        """
+        weights: Any = (*self.self_attn.values(), *self.mlp.values())
+        q, k, v, o, gate, up, down = weights
+
+        def attention(y: Tensor) -> Tensor:
+            projected = project(y, q, k, v, lengths=lengths)
+            out = attended(projected, self.head_dim, rotate, attend)
+            return sum_over_ranks(out, o, lengths=lengths)
+
+        def feed_forward(y: Tensor) -> Tensor:
+            gates, ups = project(y, gate, up, lengths=lengths)
+            return sum_over_ranks(F.silu(gates) * ups, down, lengths=lengths)
+
+        return pre_norm(
+            x, self.input_layernorm, attention, self.post_attention_layernorm, feed_forward
+        )
 
 
 class _ParallelLinear(Weight):

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sp_core import arguments
 from sp_core.arguments import check_tensor
 from sp_core.collectives.differentiable import copy_all, describe_all
 from sp_core.communicator import Communicator
 from sp_core.errors import DtypeError, ShapeError
-from sp_core.sharding import Sharding
+from sp_core.sharding import Sharding, check_sharding
 
 
 class ReplicatedLayer(nn.Module):
@@ -80,22 +79,6 @@ class ReplicatedLayer(nn.Module):
 def linear(x: Tensor, weights: dict[str, Tensor], name: str) -> Tensor:
     """Apply the linear layer of that name."""
     return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
-
-
-def check_sharding(sharding: Sharding, comm: Communicator, layer: str) -> None:
-    """Refuse a sharding that is not over the ranks of a communicator.
-
-    Raises:
-        TypeError, ShapeError: naming the layer.
-    """
-    arguments.check_type(
-        "sharding", sharding, Sharding, "Make one, such as Sharding.contiguous(seq_len, size)."
-    )
-    if sharding.size != comm.size:
-        raise ShapeError(
-            f"{layer}: the sharding is for {sharding.size} ranks, {comm.name} has {comm.size}. "
-            f"Make it with size={comm.size}."
-        )
 
 
 def check_input(

@@ -11,13 +11,19 @@ from sp_core.scheduling.pipeline import (
     bubble_share,
     gpipe,
     one_forward_one_backward,
-    picture,
     prefill_only,
     split_stages,
     timeline,
 )
-from sp_core.scheduling.plan import Plan, Work
-from sp_core.scheduling.policies import POLICIES, balanced, contiguous, dynamic, padded, round_robin
+from sp_core.scheduling.plan import (
+    POLICIES,
+    Plan,
+    Work,
+    balanced,
+    contiguous,
+    dynamic,
+    round_robin,
+)
 
 __all__ = [
     "POLICIES",
@@ -31,8 +37,6 @@ __all__ = [
     "dynamic",
     "gpipe",
     "one_forward_one_backward",
-    "padded",
-    "picture",
     "prefill_only",
     "round_robin",
     "split_stages",

@@ -25,10 +25,7 @@ import torch
 from torch import Tensor
 
 from sp_core.communicator import Communicator
-from sp_core.schemes.blocks import Block
-from sp_core.schemes.problem import Problem
-from sp_core.schemes.reach import hops
-from sp_core.schemes.travel import sees
+from sp_core.schemes.problem import Block, Problem
 from sp_core.transport import Done, Handle, Window
 
 
@@ -49,11 +46,11 @@ def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int
     blocks, written = (
         _resident(k, v, problem) if problem.resident else _written(k.detach(), v.detach(), problem)
     )
-    for step in range(max(hops(problem.sharding, problem.kv_sharding, problem.mask)) + 1):
+    for step in range(max(problem.hops) + 1):
         block = (comm.rank - step) % comm.size
         if step == 1:
             comm.wait(written, "ring")
-        seen = sees(problem, block)
+        seen = problem.sees(block)
         if seen and step:
             _count(comm, "ring", blocks[block])
         yield step, block, blocks[block] if seen else None

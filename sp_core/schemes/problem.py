@@ -1,21 +1,40 @@
-"""Check the arguments that all schemes share, and compare them over the ranks."""
+"""What the schemes share: the checks of their arguments, and attention to blocks of keys.
+
+A scheme brings keys and values to this rank in blocks. The forward merges what the blocks give. The
+backward sees the blocks again, and hands the gradient of each block to the scheme, which sums it
+over the ranks.
+Shapes: B batch, S sequence, H heads, K key/value heads, D head dim, P ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
 from sp_core import arguments
-from sp_core.arguments import check_tensor
-from sp_core.attention import Logits, Terms, check_qkv
+from sp_core.attention import (
+    Logits,
+    Terms,
+    accumulation_dtype,
+    add_sinks,
+    attend,
+    attend_backward,
+    check_qkv,
+    merge_into,
+    sinks_gradient,
+)
+from sp_core.attention.function import Saved, differentiable_once, exact
 from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
 from sp_core.mask import Mask, plan_blocks
-from sp_core.sharding import Sharding
+from sp_core.schemes.heads import Group, head_groups
+from sp_core.schemes.reach import hops, seen_blocks
+from sp_core.sharding import Sharding, check_sharding
 
 Part = tuple[slice, slice]
 """A range of the queries of a shard, and one of the keys of another."""
@@ -48,6 +67,15 @@ class Problem:
             "mask": self.mask,
             "logits": self.logits.of_heads(heads),
         }
+
+    @property
+    def hops(self) -> tuple[int, ...]:
+        """How often each block is passed on around a ring."""
+        return hops(self.sharding, self.kv_sharding, self.mask)
+
+    def sees(self, block: int) -> bool:
+        """Return whether this rank's queries see any key of a block."""
+        return seen_blocks(self.sharding, self.kv_sharding, self.mask, self.comm.rank)[block]
 
     def part(self, kv_positions: Tensor) -> Part:
         """Return the range of this rank's queries that see keys at these positions.
@@ -106,14 +134,12 @@ def agree(
     def check() -> int:
         nonlocal problem
         arguments.check(return_lse=return_lse, inner=inner)
-        for what, given in (("sharding", sharding), ("kv_sharding", kv_sharding)):
-            arguments.check_type(
-                what, given, Sharding, "Make one, such as Sharding.contiguous(seq_len, size)."
-            )
         arguments.check_type(
             "mask", mask, Mask, "Pass Mask(causal=True), or None to see everything."
         )
-        _check_tensors(q, k, v, comm)
+        for what, x in (("q", q), ("k", k), ("v", v)):
+            arguments.check_tensor(x, comm, what)
+        check_qkv(q, k, v)
         _check_lengths(q, k, problem)
         problem = replace(problem, logits=Logits.of(q, softmax_scale=softmax_scale, **terms))
         return _home(k, v, comm)
@@ -155,20 +181,10 @@ def _home(k: Tensor, v: Tensor, comm: Communicator) -> int:
     return 0 if -1 in numbers else numbers[0] << 31 | numbers[1] + 1
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor, comm: Communicator) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_tensor(x, comm, name)
-    check_qkv(q, k, v)
-
-
 def _check_lengths(q: Tensor, k: Tensor, problem: Problem) -> None:
     comm = problem.comm
     for name, x, sharding in (("q", q, problem.sharding), ("k and v", k, problem.kv_sharding)):
-        if sharding.size != comm.size:
-            raise ShapeError(
-                f"the sharding of {name} is for {sharding.size} ranks, {comm.name} has "
-                f"{comm.size}. Make it with size={comm.size}."
-            )
+        check_sharding(sharding, comm, name)
         if x.shape[1] != sharding.local_len(comm.rank):
             raise ShapeError(
                 f"{name} on rank {comm.rank}: dim 1 has {x.shape[1]} tokens, the sharding gives "
@@ -176,3 +192,165 @@ def _check_lengths(q: Tensor, k: Tensor, problem: Problem) -> None:
                 "sharding.shard(x, rank, dim=1) of x (batch, tokens, heads, head_dim)."
             )
     problem.mask.check_lengths(problem.sharding.end, problem.kv_sharding.end)
+
+
+Block = tuple[Tensor, Tensor]
+"""Keys and values of one rank, or their gradients."""
+
+
+class Visit(NamedTuple):
+    """A block at this rank.
+
+    Args:
+        step: number of the visit.
+        positions: of its keys.
+        groups: query heads, and the key/value heads of `held` that they read.
+        held: k and v (B, S_block, K, D); None if no query of this rank sees any of them.
+    """
+
+    step: int
+    positions: Tensor
+    groups: Sequence[Group]
+    held: Block | None
+
+
+Upstream = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
+"""grad_out, q and out, (B, H, S/P, D) each, lse and its gradient."""
+
+
+Gradients = Iterator[tuple[int, Tensor | None]]
+"""For each visit its step, and this rank's part of dk and dv (2, B, S_block, K, D) in float32 or
+wider; None if its queries see none of the keys."""
+
+
+class Scheme(NamedTuple):
+    """How blocks come to a rank, and their gradients back.
+
+    Args:
+        name: of the public function.
+        visits: yields the visits of (k, v, problem, groups of heads), as many on every rank.
+        sums: returns dk and dv (B, S/P, K, D) of this rank's tokens, summed over the ranks, from
+            (gradients of the visits, k, problem).
+    """
+
+    name: str
+    visits: Callable[[Tensor, Tensor, Problem, Sequence[Group]], Iterator[Visit]]
+    sums: Callable[[Gradients, Tensor, Problem], Block]
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, scheme: Scheme) -> tuple[Tensor, Tensor]:
+    """Run a scheme on arguments that the ranks have compared."""
+    apply: Any = _Blockwise.apply
+    out, lse = apply(q, k, v, problem.logits.sinks, problem, scheme)
+    return out, lse
+
+
+class _Blockwise(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        problem: Problem,
+        scheme: Scheme,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.problem, ctx.scheme, ctx.agree = problem, scheme, problem.comm.numbered()
+        ctx.set_materialize_grads(False)
+        with exact(q):
+            out, lse = _attend(q.transpose(1, 2), k, v, problem, scheme)
+            add_sinks(out.transpose(1, 2), lse, sinks)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        return out, lse
+
+    @staticmethod
+    @differentiable_once
+    def backward(
+        ctx: Any, saved: Saved, grad_out: Tensor | None, grad_lse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        ctx.agree(f"the backward of {ctx.scheme.name}")
+        q, k, v, out, lse, sinks = saved
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        upstream = (grad_out.transpose(1, 2), q.transpose(1, 2), out.transpose(1, 2), lse, grad_lse)
+        with_kv = any(ctx.needs_input_grad[1:3])
+        dq, dk, dv = _gradients(upstream, k, v, ctx.problem, ctx.scheme, with_kv)
+        do, _, o, *_ = upstream
+        dsinks = None if sinks is None else sinks_gradient(do, o, lse, grad_lse, sinks)
+        return dq.transpose(1, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, scheme: Scheme
+) -> tuple[Tensor, Tensor]:
+    """Run the forward: q (B, H, S/P, D) to out (B, S/P, H, D) and lse (B, H, S/P), wide."""
+    dtype, poll = accumulation_dtype(q.dtype), problem.comm.poll
+    results: dict[int, tuple[Tensor, Tensor]] = {}
+    for visit in scheme.visits(k, v, problem, head_groups(q.shape[1], k.shape[2], problem.comm)):
+        i, j = (slice(0),) * 2 if visit.held is None else problem.part(visit.positions)
+        for heads, kv in visit.groups if visit.held is not None else ():
+            assert visit.held is not None
+            among = problem.against(visit.positions, heads, (i, j))
+            given = (q[:, heads, i], *heads_first(visit.held, kv, j))
+            part = attend(*given, **among, out_dtype=dtype, between=poll)
+            if heads.start not in results and part[1].shape[2] == q.shape[2]:
+                results[heads.start] = part
+            else:
+                out, lse = results.setdefault(heads.start, _nothing(q[:, heads], dtype))
+                merge_into(out[:, :, i], lse[:, :, i], *part)
+            del given, part
+            poll()
+        del visit
+    outs, lses = zip(*(results or {0: _nothing(q, dtype)}).values(), strict=True)
+    return joined([out.transpose(1, 2) for out in outs], 2), joined(lses, 1)
+
+
+def _gradients(
+    upstream: Upstream, k: Tensor, v: Tensor, problem: Problem, scheme: Scheme, with_kv: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the backward, in which the blocks come again: dq (B, H, S/P, D), dk and dv."""
+    do, q, out, lse, grad_lse = upstream
+    dq, poll = torch.zeros_like(q, dtype=accumulation_dtype(q.dtype)), problem.comm.poll
+    groups = head_groups(q.shape[1], k.shape[2], problem.comm)
+
+    def gradients() -> Gradients:
+        for step, positions, visited, held in scheme.visits(k, v, problem, groups):
+            own = None
+            if held is not None:
+                i, j = problem.part(positions)
+                own = k.new_zeros((2, *held[0].shape), dtype=dq.dtype)
+                for h, kv in visited:
+                    at = (slice(None), h, i)
+                    given = (do[at], q[at], *heads_first(held, kv, j), out[at], lse[at])
+                    gl = None if grad_lse is None else grad_lse[at]
+                    among = problem.against(positions, h, (i, j))
+                    part, dk, dv = attend_backward(*given, **among, grad_lse=gl, between=poll)
+                    dq[at] += part
+                    own[0, :, j, kv], own[1, :, j, kv] = dk.transpose(1, 2), dv.transpose(1, 2)
+                    del given
+                    poll()
+            yield step, own
+            del held, own
+
+    if with_kv:
+        return dq, *scheme.sums(gradients(), k, problem)
+    deque(gradients(), maxlen=0)  # only dq is wanted
+    return dq, k, v
+
+
+def _nothing(q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return out and lse of queries (B, H, S, D) that see no key."""
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
+    return torch.zeros_like(q, dtype=dtype), lse
+
+
+def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Join groups of heads. A single one is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+
+
+def heads_first(block: Block, heads: slice, tokens: slice = slice(None)) -> Block:
+    """Return some heads of k and v as (B, K, S_block, D), from a block (B, S_block, K, D)."""
+    k, v = (x[:, tokens, heads].transpose(1, 2) for x in block)
+    return k, v

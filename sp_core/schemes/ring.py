@@ -19,15 +19,16 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from sp_core.attention import Terms, accumulation_dtype, attend_backward
+from sp_core.attention import Terms, accumulation_dtype
 from sp_core.communicator import Communicator
 from sp_core.mask import Mask
 from sp_core.schemes import in_place
-from sp_core.schemes.blocks import Block, Scheme, Upstream, Visit, heads_first, run
 from sp_core.schemes.heads import Group
-from sp_core.schemes.problem import Problem, agree
-from sp_core.schemes.travel import Travel, TravellingSums, sees
+from sp_core.schemes.problem import Block, Gradients, Problem, Scheme, Visit, agree, run
 from sp_core.sharding import Sharding
+from sp_core.transport import Done, Handle
+
+_DONE: Handle = Done()
 
 
 def ring_attention(
@@ -118,44 +119,131 @@ def _visits(k: Tensor, v: Tensor, problem: Problem, groups: Sequence[Group]) -> 
 
     def visit(step: int, block: int, held: Block | None) -> Visit:
         positions = problem.kv_sharding.positions(block)
-        return Visit(step, positions, groups, held if sees(problem, block) else None)
+        return Visit(step, positions, groups, held if problem.sees(block) else None)
 
     return starmap(visit, circulate(k, v, problem))
 
 
-def _gradients(
-    upstream: Upstream,
-    k: Tensor,
-    v: Tensor,
-    problem: Problem,
-    groups: Sequence[Group],
-    with_kv: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Let the blocks travel again, each followed by the sum of its gradients."""
-    do, q, out, lse, grad_lse = upstream
-    dq, poll = torch.zeros_like(q, dtype=accumulation_dtype(q.dtype)), problem.comm.poll
-    like = k[:, :0].to(dq.dtype)
+def _sums(gradients: Gradients, k: Tensor, problem: Problem) -> Block:
+    """Let the sum of its gradients follow each block, or stay in the memory of its owner."""
+    like = k[:, :0].to(accumulation_dtype(k.dtype))
     in_memory = in_place.is_read(problem.comm, "shift")
     sums = in_place.SharedSums(problem, like) if in_memory else TravellingSums(problem, like)
-    for step, positions, visited, held in _visits(k, v, problem, groups):
-        own = None
-        if held is not None:
-            i, j = problem.part(positions)
-            own = k.new_zeros((2, *held[0].shape), dtype=dq.dtype)
-            for h, kv in visited:
-                at = (slice(None), h, i)
-                given = (do[at], q[at], *heads_first(held, kv, j), out[at], lse[at])
-                gl = None if grad_lse is None else grad_lse[at]
-                among = problem.against(positions, h, (i, j))
-                part, dk, dv = attend_backward(*given, **among, grad_lse=gl, between=poll)
-                dq[at] += part
-                own[0, :, j, kv], own[1, :, j, kv] = dk.transpose(1, 2), dv.transpose(1, 2)
-                del given
-                poll()
-        if with_kv:
-            sums.add(step, own)
-        del held, own
-    return dq, *(sums.arrived() if with_kv else (k, v))
+    for step, own in gradients:
+        sums.add(step, own)
+        del own
+    return sums.arrived()
 
 
-_SCHEME = Scheme("ring_attention", _visits, _gradients)
+class Travel:
+    """One rank's view of the ring: the messages that it sends and receives in each step.
+
+    Args:
+        problem: what is computed; its communicator carries the messages.
+        like: any tensor (B, *, K, D) of the dtype and on the device of the blocks.
+    """
+
+    def __init__(self, problem: Problem, like: Tensor) -> None:
+        self.comm = comm = problem.comm
+        self.right, self.left = ((comm.rank + way) % comm.size for way in (1, -1))
+        self._lengths = problem.kv_sharding.lengths
+        self._hops = problem.hops
+        self.last = max(self._hops)  # step, in which every block has reached its last rank
+        self._like = like[:, :0].clone()  # not the tensor itself, which would stay alive
+
+    def block(self, step: int) -> int:
+        """Return the number of the block that is at this rank in `step`, if it comes this far."""
+        return (self.comm.rank - step) % self.comm.size
+
+    def goes_on(self, block: int, step: int) -> bool:
+        """Return whether `block` is passed on after `step`."""
+        return self._hops[block] > step
+
+    def ends(self, block: int, step: int) -> bool:
+        """Return whether `step` is the last step of `block`, on another rank than its owner."""
+        return self._hops[block] == step > 0
+
+    def empty(self, block: int) -> Tensor:
+        """Make an empty tensor (2, B, S_block, K, D) for the keys and values of a block."""
+        batch, _, heads, head_dim = self._like.shape
+        return self._like.new_empty((2, batch, self._lengths[block], heads, head_dim))
+
+    def arriving(self, step: int) -> Tensor | None:
+        """Make an empty tensor for the block that this rank receives in `step`, if any."""
+        coming = self.block(step + 1)
+        return self.empty(coming) if self.goes_on(coming, step) else None
+
+    def exchange(self, *messages: list[tuple[int, Tensor]]) -> Handle:
+        """Start the messages that are sent, and those that are received, in a step."""
+        sends, recvs = ([(peer, x.view(-1)) for peer, x in some] for some in messages)
+        return self.comm.exchange(sends, recvs, "ring")
+
+    def circulate(self, held: list[Tensor | None]) -> Iterator[tuple[int, int, Block | None]]:
+        """Yield (step, block, keys and values) while the next block is received.
+
+        None marks a block that was not received.
+
+        Args:
+            held: this rank's own block alone; it is taken out of the list, so that nobody holds it
+                longer than needed.
+        """
+        present = held.pop()
+        for step in range(self.last + 1):
+            arriving, block = self.arriving(step), self.block(step)
+            going = present if self.goes_on(block, step) else None
+            sends = [] if going is None else [(self.right, going)]
+            recvs = [] if arriving is None else [(self.left, arriving)]
+            handle = self.exchange(sends, recvs) if step < self.last else _DONE
+            del going, sends
+            yield step, block, None if present is None else (present[0], present[1])
+            self.comm.wait(handle, "ring")
+            present = arriving
+
+
+class TravellingSums:
+    """Sums of the gradients of keys and values, which follow their blocks.
+
+    In step s rank r adds its gradient of block j = r - s to the sum that came from rank r - 1. It
+    sends the sum to rank r + 1, or to the owner, rank j, if no later rank adds to it.
+
+    Args:
+        problem, like: as of `Travel`, for tensors of the dtype of the sums.
+    """
+
+    def __init__(self, problem: Problem, like: Tensor) -> None:
+        self._travel = Travel(problem, like)
+        self._handle: Handle = _DONE
+        self._coming: Tensor | None = None
+        self._mine: Tensor | None = None
+
+    def add(self, step: int, own: Tensor | None) -> None:
+        """Add this rank's gradient of the block of `step`, and send the sum on, or to its owner."""
+        travel, rank = self._travel, self._travel.comm.rank
+        travel.comm.wait(self._handle, "ring")
+        block, total = travel.block(step), self._coming
+        goes_on, ends = travel.goes_on(block, step), travel.ends(block, step)
+        if step == 0:  # it stays here if the block goes nowhere
+            total = self._mine = travel.empty(block).zero_() if own is None else own
+        elif own is not None:
+            assert total is not None
+            total.add_(own)
+        if travel.last == 0:
+            return
+        going = total if goes_on or ends else None
+        sends = [] if going is None else [(travel.right if goes_on else block, going)]
+        self._coming = travel.arriving(step)
+        recvs = [] if self._coming is None else [(travel.left, self._coming)]
+        if travel.ends(rank, step):
+            self._mine = travel.empty(rank)
+            recvs.append(((rank + step) % travel.comm.size, self._mine))
+        self._handle = travel.exchange(sends, recvs)
+
+    def arrived(self) -> Block:
+        """Return dk and dv of this rank's block, (B, S_block, K, D) each."""
+        self._travel.comm.wait(self._handle, "ring")
+        assert self._mine is not None
+        dk, dv = self._mine.unbind()
+        return dk, dv
+
+
+_SCHEME = Scheme("ring_attention", _visits, _sums)

@@ -197,10 +197,6 @@ DEFINITIONS: dict[str, tuple[tuple[str, ...], Callable[[Owned, Values], Any]]] =
     "local_len": (("rank",), lambda o, a: len(o.by_rank[a["rank"]])),
     "positions": (("rank",), lambda o, a: torch.tensor(o.by_rank[a["rank"]], dtype=torch.int64)),
     "sorted_ranges": (("rank",), lambda o, a: o.sorted_ranges(a["rank"])),
-    "causal_work": (
-        ("rank",),
-        lambda o, a: sum(p <= q for q in o.by_rank[a["rank"]] for p in o.gathered),
-    ),
     "group": (
         ("groups",),
         lambda o, a: [[p for rank in group for p in o.by_rank[rank]] for group in a["groups"]],
