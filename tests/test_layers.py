@@ -1,4 +1,4 @@
-"""A copy of a layer is another layer over the same ranks."""
+"""Copies of layers, and what dropout drops; what layers compute is judged in `domains/`."""
 
 from __future__ import annotations
 
@@ -85,3 +85,17 @@ def test_layer_norm_adds_tokens_in_the_dtype_of_its_weights(dtype: torch.dtype) 
     error = (bias.grad.double() - exact).abs()
     assert (20 * u * exact < error).all()
     assert (error <= tokens * u * exact).all()
+
+
+@pytest.mark.parametrize(
+    "offset", [(1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (0, 0, 1, -1), (1, -1, 0, 0)]
+)
+def test_neighbours_have_nothing_in_common(offset: tuple[int, int, int, int]) -> None:
+    """Seeds, sequences, tokens and features that differ by one are dropped independently."""
+    by_seed = [
+        sp.dropout(torch.ones(8, 256, 64), 0.5, seed=seed, positions=range(256)) == 0
+        for seed in range(8)
+    ]
+    dropped = torch.stack(by_seed).double() - 0.5
+    shifted = dropped.roll(offset, dims=(0, 1, 2, 3))
+    assert abs((dropped * shifted).mean() * 4) < 5 / dropped.numel() ** 0.5

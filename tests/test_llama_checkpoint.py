@@ -1,14 +1,16 @@
-"""Model folders.
+"""Model folders: each rank reads its own slices, a folder is whole or not there.
 
-Each rank reads its own slices, and what is broken is the same error on every rank.
+What is broken is the same error on every rank.
 """
 
 from __future__ import annotations
 
 import json
 import pickle
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from oracle.live_bytes import LiveBytes
 from safetensors.torch import save_file
 
 import sp_core as sp
-from sp_core.llama import Decoder, LlamaConfig, load
+from sp_core.llama import Decoder, LlamaConfig, checkpoint, create, load, save
 from sp_core.testing import spmd
 
 CASE = Case((6, 3), layers=1)
@@ -27,7 +29,7 @@ SPRUNG = "unpickled"
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
-def save(
+def written(
     case: Case,
     folder: Path,
     *,
@@ -56,14 +58,14 @@ def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def shared(comm: Any, tmp_path: Path) -> Path:
-    """One folder for all ranks."""
-    folder: Path = comm.bcast(tmp_path / "model", root=0)
-    if comm.rank == 0:
-        folder.mkdir(exist_ok=True)
-        for path in folder.iterdir():
-            path.unlink()
-    comm.Barrier()
-    return folder
+    """A new folder for all ranks."""
+    folder = Path(tempfile.mkdtemp(dir=tmp_path)) if comm.rank == 0 else None
+    found: Path = comm.bcast(folder, root=0)
+    return found
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
 def saved(
@@ -76,7 +78,7 @@ def saved(
 ) -> Path:
     folder = shared(comm, tmp_path)
     if comm.rank == 0:
-        save(case, folder, **options)
+        written(case, folder, **options)
         then(folder)
     comm.Barrier()
     return folder
@@ -218,7 +220,7 @@ BROKEN: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 
 @pytest.mark.parametrize("what", sorted(BROKEN))
-@spmd(1, 3)
+@spmd(3)
 def test_a_broken_folder_is_the_same_error_on_every_rank(
     comm: Any, what: str, tmp_path: Path
 ) -> None:
@@ -229,7 +231,7 @@ def test_a_broken_folder_is_the_same_error_on_every_rank(
     assert not (folder / SPRUNG).exists()
 
 
-@spmd(2, 3)
+@spmd(3)
 def test_a_folder_that_is_broken_on_one_rank_is_an_error_on_all(comm: Any, tmp_path: Path) -> None:
     folder = saved(comm, tmp_path)
     with mesh_of(comm, 0) as mesh:
@@ -270,3 +272,93 @@ def test_what_is_not_supported_is_refused(what: str) -> None:
     text, changes = UNSUPPORTED[what]
     with pytest.raises(sp.CheckpointError, match=text):
         LlamaConfig.from_dict({**CASE.config.to_dict(), **changes})
+
+
+@spmd(2)
+def test_layers_that_are_split_over_stages_are_not_saved(comm: Any, tmp_path: Path) -> None:
+    folder = shared(comm, tmp_path)
+    with (
+        sp.Mesh(comm, pp=2) as mesh,
+        pytest.raises(sp.CheckpointError, match=r"rank 0: .*2 stages.*without pp"),
+    ):
+        save(create(Case((4, 2)).config, mesh), folder / "staged")
+    assert not contents(folder)
+
+
+@spmd(3)
+def test_what_is_there_is_never_written_over(comm: Any, tmp_path: Path) -> None:
+    folder = shared(comm, tmp_path)
+    if comm.rank == 0:
+        (folder / "empty").mkdir()
+        (folder / "file").write_text("notes")
+    comm.Barrier()
+    with mesh_of(comm, 0) as mesh:
+        model = create(CASE.config, mesh)
+        save(model, folder / "empty")
+        before = contents(folder / "empty")
+        with pytest.raises(
+            sp.CheckpointError, match=r"rank 0: .*empty is there already.*Delete it"
+        ):
+            save(create(CASE.config, mesh, seed=1), folder / "empty")
+        with pytest.raises(sp.CheckpointError, match="file is there already"):
+            save(model, folder / "file")
+        with pytest.raises(sp.CheckpointError, match="cannot be written"):
+            save(model, folder / "file" / "model")
+        with pytest.raises(sp.CheckpointError, match=r"max_file_bytes=-1 was given"):
+            save(model, folder / "other", max_file_bytes=-1)
+        assert contents(folder / "empty") == before
+        assert (folder / "file").read_text() == "notes"
+        with pytest.raises(sp.CollectiveMismatch, match="save"):
+            save(model, folder / f"model{comm.rank}")
+
+
+@pytest.fixture
+def ending_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk with room for two files of weights."""
+    written: list[Path] = []
+
+    def write(tensors: Any, path: Path, really: Any = checkpoint._write) -> None:
+        if len(written) == 2:
+            written.clear()
+            raise OSError(28, "No space left on device")
+        written.append(path)
+        really(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "_write", write)
+
+
+@pytest.mark.usefixtures("ending_disk")
+@spmd(3)
+def test_a_full_disk_is_an_error_on_every_rank_and_leaves_nothing(
+    comm: Any, tmp_path: Path
+) -> None:
+    folder = shared(comm, tmp_path)
+    with mesh_of(comm, 0) as mesh:
+        with pytest.raises(sp.CheckpointError, match=r"cannot be written: .*No space left"):
+            save(create(CASE.config, mesh), folder / "model", max_file_bytes=1)
+        comm.Barrier()
+        assert list(folder.iterdir()) == []
+
+
+@pytest.fixture
+def killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save that ends where the folder would get its name, and cleans nothing up."""
+
+    def end(*_: Any) -> None:
+        raise OSError("killed")
+
+    monkeypatch.setattr(checkpoint, "shutil", SimpleNamespace(rmtree=lambda *_, **__: None))
+    monkeypatch.setattr(checkpoint, "_json", end)
+
+
+@pytest.mark.usefixtures("killed")
+@spmd(2)
+def test_what_a_killed_save_leaves_does_not_load(comm: Any, tmp_path: Path) -> None:
+    folder = shared(comm, tmp_path)
+    with mesh_of(comm, 0) as mesh:
+        with pytest.raises(sp.CheckpointError, match="killed"):
+            save(create(CASE.config, mesh), folder / "model")
+        (left,) = folder.iterdir()
+        assert (left / "model.safetensors").exists()
+        with pytest.raises(sp.CheckpointError, match=r"config\.json is not there"):
+            load(left, mesh)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import chain, pairwise
+from itertools import chain
 from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import example, given, settings, strategies as st
+from oracle.strategies import DRAWN, boundaries
 from torch import Tensor
 
 from sp_core.mask import Block, Mask, blocks as plans, plan_blocks
@@ -20,13 +21,6 @@ from sp_core.mask.runs import runs
 
 SCRAMBLED = [17 * n % 41 for n in range(41)]
 """Positions without structure."""
-
-
-@st.composite
-def boundaries(draw: st.DrawFn, length: int, documents: int) -> tuple[int, ...]:
-    """Document boundaries 0 = b0 <= ... <= bn = length; empty documents occur."""
-    inner = draw(st.lists(st.integers(0, length), min_size=documents - 1, max_size=documents - 1))
-    return (0, *sorted(inner), length)
 
 
 @st.composite
@@ -47,24 +41,16 @@ def masks(draw: st.DrawFn, length: int, kv_length: int) -> Mask:
 
 @st.composite
 def shards(draw: st.DrawFn, length: int) -> list[int]:
-    """Positions that one rank holds.
-
-    Contiguous, zigzag, striped, gathered from such shards, in any order, or none.
-    """
-    size = draw(st.integers(1, 4))
-    every = range(length)
-    cuts = [length * i // (2 * size) for i in range(2 * size + 1)]
-    chunks = [list(every[a:b]) for a, b in pairwise(cuts)]
-    by_layout: dict[str, list[list[int]]] = {
-        "contiguous": [chunks[2 * r] + chunks[2 * r + 1] for r in range(size)],
-        "zigzag": [chunks[r] + chunks[-1 - r] for r in range(size)],
-        "striped": [list(every[r::size]) for r in range(size)],
-        "any": [draw(st.permutations(every))],
-        "nothing": [[]],
-    }
-    layout = by_layout[draw(st.sampled_from(sorted(by_layout)))]
-    gathered = draw(st.booleans())
-    return list(chain(*layout)) if gathered else draw(st.sampled_from(layout))
+    """Positions of one rank or of all, in any layout; all of them in any order; or none."""
+    layout = draw(st.sampled_from(["any", "nothing", *sorted(DRAWN)]))
+    if layout == "any":
+        return draw(st.permutations(range(length)))
+    if layout == "nothing":
+        return []
+    sharding = DRAWN[layout](length, draw(st.integers(1, 4)))
+    ranks = range(sharding.size)
+    chosen = draw(st.sampled_from([*[[rank] for rank in ranks], ranks]))
+    return [position for rank in chosen for position in sharding.positions(rank).tolist()]
 
 
 @st.composite

@@ -210,3 +210,16 @@ def test_a_group_is_shut_down_when_every_rank_has_done_with_it() -> None:
         assert seen == [comm.size]
 
     run_threads(3, body)
+
+
+@spmd(1, 2, 4)
+def test_a_counter_gives_each_number_to_one_rank(comm: Any) -> None:
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        for _ in range(2):
+            counter = mesh["sp"].counter()
+            mine = []
+            while (number := counter.take()) < 50:
+                mine.append(number)
+            counter.free()
+            found = sorted(number for numbers in comm.allgather(mine) for number in numbers)
+            assert found == list(range(50))

@@ -17,17 +17,14 @@ import torch
 from hypothesis import strategies as st
 from kit.case_resume import trained
 from llama_cases import Case, cases, mesh_of
-from safetensors.torch import load_file
 from studies.commands import ROOT, outside, printed
-from test_llama_save import shared
+from test_llama_checkpoint import shared
 
 import sp_core as sp
 from benchmarks.training.__main__ import divergence
 from sp_core.launch.command import AS_ROOT, ENVIRONMENT, find_mpiexec
 from sp_core.llama import Llama, create
 from sp_core.llama.train import RECORD, backward, load_training, save_training, train_step
-from sp_core.nn.gradients import placement_of
-from sp_core.segments import split_ranges
 from sp_core.testing import given, run_threads, spmd
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -62,21 +59,17 @@ class Training:
         return {name: vars(self)[name] for name in ("optimizer", "scheduler", "generator")}
 
     def go(self, steps: int) -> list[float]:
-        """Train on tokens that the generator draws."""
-        losses = []
+        """Train on tokens that the generator draws. Return the learning rate after each step."""
+        rates = []
         for _ in range(steps):
             drawn = torch.randint(0, 8, (11,), generator=self.generator).tolist()
-            found = train_step(self.model, self.optimizer, [drawn[:8], drawn[8:]], max_norm=1.0)
-            losses.append(found.loss)
+            train_step(self.model, self.optimizer, [drawn[:8], drawn[8:]], max_norm=1.0)
             if self.scheduler is not None:
                 late = isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
                 self.scheduler.step(*[1.0] * late)
+            rates.append(self.optimizer.param_groups[0]["lr"])
         self.step += steps
-        return losses
-
-    def rates(self, steps: int) -> list[float]:
-        """Train on, and return the learning rate after each step."""
-        return [self.optimizer.param_groups[0]["lr"] for _ in range(steps) if self.go(1)]
+        return rates
 
     def save(self, folder: Path, **options: Any) -> None:
         save_training(self.model, folder, step=self.step, **self.parts, **options)
@@ -89,25 +82,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     """All files of a folder."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
-
-
-def held(folder: Path) -> dict[str, torch.Tensor]:
-    """Whole weights, and whole tensors of the optimizer."""
-    files = folder.rglob("*.safetensors")
-    return {name: x for file in files for name, x in load_file(file).items()}
-
-
-def check_held(training: Training, folder: Path) -> None:
-    """Compare this rank's weights and moments with its parts of what was written, bit for bit."""
-    whole, rank, seen = held(folder), training.model.grid.tensor.rank, set[str]()
-    for name, weight in training.model.named_parameters():
-        full = name if name.startswith("lm_head") else f"model.{name}"
-        state = training.optimizer.state.get(weight, {})
-        kinds = {kind: x for kind, x in state.items() if x.shape == weight.shape}
-        for entry, x in {full: weight, **{f"{full}.{k}": x for k, x in kinds.items()}}.items():
-            assert torch.equal(x, placement_of(weight).take(whole[entry], rank)), entry
-            seen.add(entry)
-    assert seen == whole.keys()
 
 
 @given(
@@ -145,8 +119,7 @@ def test_a_training_goes_on_with_the_same_bits_on_any_mesh(
             before = Training(case.model(mesh, tp_sp=tp_sp[0]), optimizer, scheduler)
             before.go(steps)
             before.save(folder / "before", max_file_bytes=limit)
-            check_held(before, folder / "before")
-            rates = before.rates(2)
+            rates = before.go(2)
     rates = comm.bcast(rates)
     with mesh_of(comm, meshes[1]) as mesh:
         made = {"seed": 9, "dtype": getattr(torch, case.dtype), "tp_sp": tp_sp[1]}
@@ -154,10 +127,9 @@ def test_a_training_goes_on_with_the_same_bits_on_any_mesh(
         after.go(1)
         after.load(folder / "before")
         assert after.step == steps
-        check_held(after, folder / "before")
         after.save(folder / "after", max_file_bytes=limit)
         assert contents(folder / "before") == contents(folder / "after")
-        assert after.rates(2) == rates
+        assert after.go(2) == rates
     some.Free()
 
 
@@ -202,7 +174,7 @@ BROKEN: dict[str, tuple[type[Exception], str, Callable[[Path], object]]] = {
 
 
 @pytest.mark.parametrize("what", sorted(BROKEN))
-@spmd(1, 3)
+@spmd(3)
 def test_a_broken_checkpoint_is_refused_on_every_rank_and_changes_nothing(
     comm: Any, what: str, tmp_path: Path
 ) -> None:
@@ -250,7 +222,7 @@ OTHERS: dict[str, tuple[type[Exception], str, Callable[[Training], None]]] = {
 
 
 @pytest.mark.parametrize("what", sorted(OTHERS))
-@spmd(1, 3)
+@spmd(3)
 def test_a_training_that_cannot_be_saved_is_refused(comm: Any, what: str, tmp_path: Path) -> None:
     """If it is that of one rank only, by all."""
     kind, text, change = OTHERS[what]
@@ -273,36 +245,6 @@ def test_ranks_with_another_random_state_are_told(comm: Any, tmp_path: Path) -> 
         training.generator.manual_seed(comm.rank)
         with pytest.raises(sp.CollectiveMismatch, match="random #"):
             training.save(folder / "model")
-
-
-@spmd(1, 2)
-def test_another_optimizer_and_a_scheduler_that_is_not_given_are_refused(
-    comm: Any, tmp_path: Path
-) -> None:
-    folder = shared(comm, tmp_path)
-    with mesh_of(comm, 0) as mesh:
-        Training(CASE.model(mesh), "AdamW", "one cycle").save(folder / "model")
-        for optimizer, scheduler, text in (
-            ("SGD", "one cycle", "optimizer 'AdamW', now 'SGD'"),
-            ("AdamW", "none", "scheduler 'OneCycleLR', now None"),
-        ):
-            with pytest.raises(sp.CheckpointError, match=text):
-                Training(CASE.model(mesh), optimizer, scheduler).load(folder / "model")
-
-
-@spmd(1, 2, 4)
-def test_a_replica_needs_only_its_own_tokens(comm: Any) -> None:
-    """The gradients are those of all sequences on every rank."""
-    sequences = [[1, 2, 3, 4], [5, 6], [7, 8, 1, 1, 2], [2, 1, 3]]
-    with sp.Mesh(comm, dp=comm.size) as mesh:
-        known, own = CASE.model(mesh), CASE.model(mesh)
-        share = split_ranges(len(sequences), comm.size)[comm.rank]
-        mine = [sequences[number] for number in share]
-        assert backward(own, mine, own=True) == backward(known, sequences)
-        for one, other in zip(own.parameters(), known.parameters(), strict=True):
-            assert one.grad is not None
-            assert other.grad is not None
-            assert torch.equal(one.grad, other.grad)
 
 
 @spmd(2, 4)
