@@ -32,6 +32,8 @@ APART = (
 """Tests of benchmarks, CI, layout and the mutants: they say nothing of a wrong edit."""
 BRIEF = {"SP_PROFILE": "brief"}
 """Under mpiexec as many examples are drawn as in `nox -s tests`."""
+UNHURRIED = {"SP_WATCHDOG_S": "120", "SP_WATCHDOG_PHASE_S": "300"}
+"""Coverage makes an example several times as long, and without an edit none hangs."""
 NEAR, FAR = "near", "far"
 STAGES = (NEAR, FAR, ON_RANKS)
 """The first tests that reach an edit, all others, and those under mpiexec."""
@@ -146,7 +148,8 @@ def measure(file: str, stage: str) -> None:
     with tempfile.TemporaryDirectory(prefix="sp_core-reach-") as directory:
         copy = Path(directory)
         copy_package(copy)
-        variables = {REACH: str(copy / "reach")} | (BRIEF if stage == ON_RANKS else {})
+        variables = {REACH: str(copy / "reach"), **UNHURRIED}
+        variables |= BRIEF if stage == ON_RANKS else {}
         ending = run_stage(copy, Stage(stage, [file], SECONDS[stage], (), variables))
         if ending.code not in NOTHING_FAILED or ending.told:
             raise Red(f"{file}: exit code {ending.code} {ending.told} {ending.printed[-3000:]}")

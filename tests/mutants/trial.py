@@ -26,7 +26,7 @@ from typing import Any
 
 from kit.plugin import wanted
 from mutants.apart import alone
-from mutants.plugin import TESTS, WITNESS
+from mutants.plugin import REACH, TESTS, WITNESS
 from studies.commands import ROOT, on_ranks, run
 
 COPIED = ("sp_core", "tests", "benchmarks", "ci", "docs", "examples")
@@ -187,7 +187,8 @@ def run_stage(copy: Path, stage: Stage) -> Ending:
     if stage.tests:
         variables[TESTS] = str(copy / "tests.txt")
         (copy / "tests.txt").write_text("\n".join(stage.tests))
-    options = ["-q", "-x", "--tb=short", *wanted(), *PLUGINS, *LIMITED, *stage.files]
+    limited = () if REACH in variables else LIMITED
+    options = ["-q", "-x", "--tb=short", *wanted(), *PLUGINS, *limited, *stage.files]
     if stage.name == ON_RANKS:
         command = [sys.executable, "-m", "mutants.apart", *on_ranks(stage.seconds, *options)]
         with output.open("w") as file:
