@@ -112,7 +112,7 @@ PROGRAMS = {
         "Write one step of all ranks as a Chrome trace.", "benchmarks.reporting.trace"
     ),
     "balance": Program(
-        "Time sequences of unequal length by policy.", "benchmarks.contests.balance"
+        "Time unequal sequences by policy, and a pipeline's bubble.", "benchmarks.contests.balance"
     ),
     "growth": Program("Fit how costs grow with ranks.", "benchmarks.contests.growth", MPIS),
     "collectives": Program(

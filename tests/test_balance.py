@@ -61,7 +61,8 @@ def record() -> dict[str, Any]:
         }
         for name, plan in known["planned"].items()
     }
-    return {**known, "policies": policies}
+    bubbles = [{"micro_batches": 1, "measured": 0.6, "counted": 0.5, "formula": 0.5}]
+    return {**known, "policies": policies, "bubbles": bubbles}
 
 
 def test_throughput_is_a_ratio_of_the_same_round_and_tables_show_it() -> None:
@@ -72,6 +73,7 @@ def test_throughput_is_a_ratio_of_the_same_round_and_tables_show_it() -> None:
     assert wrong(made) == []
     shown = str(list(command.show({"launches": [made]})))
     assert "2.000 [2.000, 2.000]" in shown
+    assert "bubble: 20.0%" in shown
 
 
 def wrong(made: dict[str, Any]) -> list[str]:

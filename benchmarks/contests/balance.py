@@ -9,6 +9,7 @@ max/mean below 1.05; 1 if not, or if a launch failed; 2 for options that cannot 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -25,12 +26,20 @@ from benchmarks.machine import facts
 from benchmarks.reporting.tables import make
 from benchmarks.sample import Span, makespans, race
 from benchmarks.statistics import Interval, Requirement, exact_interval
-from benchmarks.worker import Rank
-from sp_core.llama import Llama, LlamaConfig, create
+from benchmarks.worker import Intracomm, Rank
+from sp_core.llama import Decoder, Llama, LlamaConfig, create
 from sp_core.llama.unequal import collect, compute, work_of
 from sp_core.machine import cores
 from sp_core.mesh import Mesh
-from sp_core.scheduling import POLICIES, Plan
+from sp_core.scheduling import (
+    POLICIES,
+    Plan,
+    bubble_share,
+    one_forward_one_backward,
+    picture,
+    prefill_only,
+    timeline,
+)
 from sp_core.scheduling.plan import imbalance
 
 WHOLE = "round_robin"
@@ -50,6 +59,8 @@ MODEL: dict[str, Any] = {
     "head_dim": 16,
     "max_position_embeddings": 1 << 20,
 }
+MICRO_BATCHES = (1, 2, 4, 8)
+TOKENS, SAMPLES = 512, 5
 
 
 CONFIG = LlamaConfig(**MODEL)
@@ -125,7 +136,46 @@ def measure(setting: Record, rank: Rank) -> Record:
             runners = {name: partial(sample, made[name]) for name in sorted(made)}
             for name, spans in race(world, runners, setting["rounds"], 0).items():
                 policies[name]["spans_s"] = spans
-    return {**said, "policies": policies}
+    stages = bubbles(world) if setting["rounds"] else []
+    return {**said, "policies": policies, "bubbles": stages}
+
+
+def bubbles(world: Intracomm) -> list[Record]:
+    """Return the share of waiting by the clock, by counting slots, and by formula.
+
+    The waiting of a stage is what its counters say: of hidden states, and in the end of the logits,
+    which the last stage hands out.
+    """
+    config = LlamaConfig(**MODEL | {"num_hidden_layers": 2 * world.size})
+    with Mesh(world, check="off", pp=world.size) as mesh:
+        model = create(config, mesh)
+        return [
+            {
+                "micro_batches": count,
+                "measured": statistics.median(
+                    [waiting(model, count, world) for _ in range(SAMPLES + 1)][1:]
+                ),
+                "counted": timeline(prefill_only(mesh.size, count)).bubble,
+                "formula": bubble_share(mesh.size, count),
+            }
+            for count in MICRO_BATCHES
+        ]
+
+
+def waiting(model: Llama, count: int, world: Intracomm) -> float:
+    """Return the share of all stages' time, first start to last end, that they wait."""
+    decoder = Decoder(model, [TOKENS] * count, micro_batches=count)
+    vocab = model.config.vocab_size
+    tokens = [[(7 * t + number) % vocab for t in range(TOKENS)] for number in range(count)]
+    counters = model.grid.stages.counters
+    counters.reset()
+    world.Barrier()
+    start = time.perf_counter()
+    decoder.prefill(tokens)
+    end = time.perf_counter()
+    waited = sum(counters[name].seconds for name in ("pipeline", "broadcast"))
+    starts, ends, waits = zip(*world.allgather((start, end, waited)), strict=True)
+    return float(sum(waits) / ((max(ends) - min(starts)) * world.size))
 
 
 BALANCED = "balanced"
@@ -197,6 +247,17 @@ def show(document: Record) -> Iterator[Part]:
         title = f"{record['sequences']} sequences, {record['tokens']} tokens, P = {ranks}"
         cells = [_cells(record, name) for name in record["planned"]]
         yield make(title, COLUMNS, cells, LEGEND)
+        if record["bubbles"]:
+            kinds = ("formula", "counted", "measured")
+            rows = [
+                (str(row["micro_batches"]), *(f"{row[kind]:.1%}" for kind in kinds))
+                for row in record["bubbles"]
+            ]
+            columns = ("micro-batches", "formula", "counted slots", "measured")
+            yield make(f"pipeline of {ranks} stages, forward", columns, rows)
+            shown = picture(timeline(one_forward_one_backward(ranks, 4)))
+            text = f"1F1B with 4 micro-batches, a prime for a backward:\n{shown}"
+            yield text
         for name, policy in record["policies"].items():
             error, limit = policy["error"], policy["limit"]
             if not error <= limit:

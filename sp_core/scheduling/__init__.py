@@ -7,10 +7,13 @@ Plans are made of integers, without communication. `sp_core.llama` carries them 
 
 from sp_core.scheduling.pipeline import (
     Slot,
+    Timeline,
+    bubble_share,
     gpipe,
     one_forward_one_backward,
     prefill_only,
     split_stages,
+    timeline,
 )
 from sp_core.scheduling.plan import (
     POLICIES,
@@ -26,8 +29,10 @@ __all__ = [
     "POLICIES",
     "Plan",
     "Slot",
+    "Timeline",
     "Work",
     "balanced",
+    "bubble_share",
     "contiguous",
     "dynamic",
     "gpipe",
@@ -35,4 +40,5 @@ __all__ = [
     "prefill_only",
     "round_robin",
     "split_stages",
+    "timeline",
 ]

@@ -1,4 +1,4 @@
-"""The stages of a pipeline: their layers, and the order of their micro-batches.
+"""The stages of a pipeline: their layers, the order of their micro-batches, and the time line.
 
 F of batch b on stage s needs F of b on s - 1;  B of b on s needs B of b on s + 1, and F of b on the
 last stage
@@ -6,7 +6,7 @@ last stage
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Literal
@@ -26,6 +26,29 @@ class Slot:
 
 Order = tuple[Slot, ...]
 """The slots of one stage in the order in which it runs them."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The start and end of each slot of each stage, if stages wait only for each other.
+
+    Args:
+        stages: for each stage its slots with their start and end.
+        end: when all is done.
+    """
+
+    stages: tuple[tuple[tuple[Slot, float, float], ...], ...]
+    end: float
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """The time that each stage works."""
+        return tuple(sum(stop - start for _, start, stop in slots) for slots in self.stages)
+
+    @property
+    def bubble(self) -> float:
+        """The share of all stages' time that is idle."""
+        return 1 - sum(self.busy) / (len(self.stages) * self.end) if self.end else 0.0
 
 
 def prefill_only(stages: int, batches: int) -> tuple[Order, ...]:
@@ -60,6 +83,60 @@ def one_forward_one_backward(stages: int, batches: int) -> tuple[Order, ...]:
             order += [Slot("F", ahead + batch), Slot("B", batch)]
         orders.append((*order, *(Slot("B", batch) for batch in range(batches - ahead, batches))))
     return tuple(orders)
+
+
+def needs(slot: Slot, stage: int, stages: int) -> tuple[tuple[int, Slot], ...]:
+    """Return the (stage, slot) pairs of other stages that must be done before a slot."""
+    if slot.direction == "F":
+        return ((stage - 1, slot),) if stage else ()
+    return ((stage + 1, slot),) if stage < stages - 1 else ((stage, Slot("F", slot.batch)),)
+
+
+def timeline(
+    orders: Sequence[Order], seconds: Callable[[int, Slot], float] = lambda stage, slot: 1.0
+) -> Timeline:
+    """Compute when each slot starts.
+
+    As soon as its stage is free and the slots that it needs are done.
+
+    Args:
+        orders: for each stage what it does.
+        seconds: how long a slot of a stage takes; 1 for all if not given.
+
+    Raises:
+        ShapeError: orders in which stages wait for each other for ever.
+    """
+    done: dict[tuple[int, Slot], float] = {}
+    placed: list[list[tuple[Slot, float, float]]] = [[] for _ in orders]
+    waiting = [list(order) for order in orders]
+
+    def needed(stage: int) -> tuple[tuple[int, Slot], ...]:
+        return needs(waiting[stage][0], stage, len(orders))
+
+    while any(waiting):
+        stages = [stage for stage, slots in enumerate(waiting) if slots]
+        ready = [stage for stage in stages if done.keys() >= set(needed(stage))]
+        if not ready:
+            raise ShapeError(
+                f"the stages wait for each other for ever after {len(done)} slots; reorder "
+                f"{orders}."
+            )
+        for stage in ready:
+            free = placed[stage][-1][2] if placed[stage] else 0.0
+            start = max([free, *(done[need] for need in needed(stage))])
+            slot = waiting[stage].pop(0)
+            done[stage, slot] = start + seconds(stage, slot)
+            placed[stage].append((slot, start, done[stage, slot]))
+    return Timeline(tuple(map(tuple, placed)), max(done.values(), default=0.0))
+
+
+def bubble_share(stages: int, batches: int) -> float:
+    """Return the idle share of time if all slots are equal: (p - 1) / (m + p - 1).
+
+    Source: Huang et al. 2019, GPipe, arXiv:1811.06965, section 2.3.
+    """
+    _check(stages, batches)
+    return (stages - 1) / (batches + stages - 1)
 
 
 def _check(stages: int, batches: int) -> None:

@@ -1,15 +1,21 @@
-"""Domain of pipelines as plain data: orders, splits of layers."""
+"""Domain of pipelines as plain data: orders, time lines, pictures, splits of layers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, partial
+from itertools import pairwise
 from random import Random
+from typing import Any
 
 from domains.declared import Parts, Values, spans, values
 from domains.scheduling import LEFT_OUT, subject
 from sp_core.scheduling import (
     Slot,
+    Timeline,
+    gpipe,
+    one_forward_one_backward,
+    prefill_only,
     split_stages,
 )
 from sp_core.scheduling.pipeline import Order
@@ -18,6 +24,33 @@ COUNTS: dict[str, Parts] = {
     "stages": spans((2, 4), (1, 1), (5, 8), (30, 40)),
     "batches": spans((2, 5), (1, 1), (6, 9), (30, 40)),
 }
+Starts = list[list[tuple[Slot, float, float]]]
+
+
+def starts_of(orders: Sequence[Order], seconds: Any) -> Starts:
+    """Return when each slot starts and ends, by moving starts back until none must move."""
+    ends: dict[tuple[int, Slot], float] = {}
+    begins = {(stage, slot): 0.0 for stage, order in enumerate(orders) for slot in order}
+    before = {
+        (stage, b): (stage, a) for stage, order in enumerate(orders) for a, b in pairwise(order)
+    }
+    moved = True
+    while moved:
+        ends = {
+            (stage, slot): begin + seconds(stage, slot) for (stage, slot), begin in begins.items()
+        }
+        moved = False
+        for (stage, slot), begin in begins.items():
+            forward = stage - 1 if slot.direction == "F" else stage + 1
+            last = slot.direction == "B" and forward == len(orders)
+            need = (stage, Slot("F", slot.batch)) if last else (forward, slot)
+            wanted = max(ends.get(need, 0.0), ends.get(before.get((stage, slot), (-1, slot)), 0.0))
+            if wanted > begin:
+                begins[stage, slot], moved = wanted, True
+    return [
+        [(slot, begins[stage, slot], ends[stage, slot]) for slot in order]
+        for stage, order in enumerate(orders)
+    ]
 
 
 def judge_forward(given: Values, orders: Sequence[Order]) -> None:
@@ -57,9 +90,113 @@ def judge_1f1b(given: Values, orders: Sequence[Order]) -> None:
         ]
 
 
+def judge_bubble(given: Values, share: float) -> None:
+    """Compare with the time line of a schedule of equal slots."""
+    made = starts_of(gpipe(given["stages"], given["batches"]), lambda stage, slot: 1.0)
+    end = max(stop for slots in made for _, _, stop in slots)
+    assert abs(share - (1 - 2 * given["batches"] / end)) < 1e-12
+
+
+SCHEDULES = {"gpipe": gpipe, "1f1b": one_forward_one_backward, "forward": prefill_only}
+
+
+def orders_of(chance: Random, drawn: Values, *, name: str) -> Sequence[Order]:
+    """The orders of a schedule."""
+    return SCHEDULES[name](drawn["orders.stages"], drawn["orders.batches"])
+
+
+def one_by_one(_: Random, drawn: Values) -> Sequence[Order]:
+    """Each micro-batch forward and back before the next one begins."""
+    slots = tuple(
+        Slot(direction, batch)
+        for batch in range(drawn["orders.batches"])
+        for direction in ("F", "B")
+    )
+    return (slots,) * drawn["orders.stages"]
+
+
+def seconds_of(chance: Random, _: Values, *, longest: int) -> Any:
+    """A whole number of seconds for each slot of each stage, 0 included."""
+    seed = chance.randrange(2**16)
+    return lambda stage, slot: float(Random(f"{seed} {stage} {slot}").randint(0, longest))
+
+
+ORDERS: dict[str, Parts] = {
+    "orders.stages": spans((2, 4), (1, 1), (5, 8)),
+    "orders.batches": spans((2, 5), (1, 1), (6, 12)),
+    "orders": {
+        **{name: partial(orders_of, name=name) for name in SCHEDULES},
+        "one by one": one_by_one,
+        "nothing to do": lambda c, v: ((),) * v["orders.stages"],
+        "no stage": lambda c, v: (),
+    },
+    "seconds": {
+        "default": lambda c, v: LEFT_OUT,
+        "unequal": partial(seconds_of, longest=5),
+        "long": partial(seconds_of, longest=10**6),
+        "none": partial(seconds_of, longest=0),
+    },
+}
+
+
+def seconds_given(given: Values) -> Any:
+    """How long slots take."""
+    return (lambda stage, slot: 1.0) if given["seconds"] is LEFT_OUT else given["seconds"]
+
+
+def judge_timeline(given: Values, made: Timeline) -> None:
+    """Compare all starts and ends; busy and idle time follow from them."""
+    wanted = starts_of(given["orders"], seconds_given(given))
+    assert [list(slots) for slots in made.stages] == wanted
+    judge_times(
+        {
+            "stages": made.stages,
+            "end": max((stop for slots in wanted for *_, stop in slots), default=0.0),
+        },
+        made,
+    )
+
+
+def judge_times(given: Values, made: Timeline) -> None:
+    """Compare what a time line tells with sums over its slots."""
+    busy = [sum(stop - start for _, start, stop in slots) for slots in given["stages"]]
+    assert (made.stages, made.end, list(made.busy)) == (given["stages"], given["end"], busy)
+    idle = len(busy) * given["end"] - sum(busy)
+    assert abs(made.bubble * len(busy) * given["end"] - idle) <= 1e-9 * given["end"]
+    assert 0 <= made.bubble <= 1
+
+
+def slots_of(
+    chance: Random, drawn: Values, *, stages: tuple[int, int], slots: tuple[int, int]
+) -> Any:
+    """Stages with slots one after the other, some with pauses between."""
+    found = []
+    for _ in range(chance.randint(*stages)):
+        times = sorted(chance.randint(0, 40) / 4 for _ in range(2 * chance.randint(*slots)))
+        named = (
+            Slot(drawn["direction"], drawn["batch"] + number) for number in range(len(times) // 2)
+        )
+        found.append(tuple(zip(named, times[::2], times[1::2], strict=True)))
+    return tuple(found)
+
+
 SLOTS: dict[str, Parts] = {
     "direction": values("F", "B"),
     "batch": spans((0, 9), (10, 9999)),
+}
+TIMES: dict[str, Parts] = {
+    "stages": {
+        "some": partial(slots_of, stages=(2, 4), slots=(1, 4)),
+        "one": partial(slots_of, stages=(1, 1), slots=(1, 4)),
+        "idle": partial(slots_of, stages=(1, 3), slots=(0, 0)),
+        "many": partial(slots_of, stages=(20, 30), slots=(5, 9)),
+    },
+    "end": {
+        "of the last slot": lambda c, v: max(
+            (stop for slots in v["stages"] for *_, stop in slots), default=0.0
+        ),
+        "later": lambda c, v: 12.5,
+    },
 }
 
 
@@ -143,6 +280,9 @@ SUBJECTS = [
     subject("prefill_only", COUNTS, judge_forward),
     subject("gpipe", COUNTS, judge_gpipe),
     subject("one_forward_one_backward", COUNTS, judge_1f1b),
+    subject("bubble_share", COUNTS, judge_bubble),
+    subject("timeline", ORDERS, judge_timeline, "orders", "seconds"),
     subject("Slot", SLOTS, judge_slot),
+    subject("Timeline", SLOTS | TIMES, judge_times, "stages", "end"),
     subject("split_stages", SPLIT, judge_split),
 ]

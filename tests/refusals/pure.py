@@ -11,7 +11,8 @@ import torch
 import sp_core as sp
 from sp_core.llama import Sampling
 from sp_core.mask import plan_blocks
-from sp_core.scheduling import POLICIES, Plan, Work, balanced, gpipe
+from sp_core.scheduling import POLICIES, Plan, Work, balanced, gpipe, timeline
+from sp_core.scheduling.pipeline import Slot
 
 Row = tuple[type[Exception], str, Callable[[], object]]
 """An error, a pattern of its text, and the call."""
@@ -169,5 +170,10 @@ ROWS: list[Row] = [
     (sp.ShapeError, "exactly once", partial(Plan, (3, 4), (0,), ((), (0, 1)))),
     (sp.ShapeError, "tolerance", partial(balanced, [1], 1, Work(1, 1), 0.0)),
     (sp.ShapeError, "one above 0", partial(Work, 0, 0)),
+    (
+        sp.ShapeError,
+        "for ever after 1 slots",
+        partial(timeline, [(Slot("F", 0), Slot("B", 0)), (Slot("B", 0), Slot("F", 0))]),
+    ),
     (sp.ShapeError, "micro-batches", partial(gpipe, 2, 0)),
 ]
