@@ -60,6 +60,7 @@ def record() -> dict[str, Any]:
             ],
         }
         for name, plan in known["planned"].items()
+        if name != "padded"
     }
     bubbles = [{"micro_batches": 1, "measured": 0.6, "counted": 0.5, "formula": 0.5}]
     return {**known, "policies": policies, "bubbles": bubbles}
@@ -70,6 +71,7 @@ def test_throughput_is_a_ratio_of_the_same_round_and_tables_show_it() -> None:
     found = command.throughput(made, "round_robin")
     assert found is not None
     assert (found.median, found.low, found.high) == (2.0, 2.0, 2.0)
+    assert command.throughput(made, "padded") is None
     assert wrong(made) == []
     shown = str(list(command.show({"launches": [made]})))
     assert "2.000 [2.000, 2.000]" in shown

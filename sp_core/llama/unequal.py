@@ -101,11 +101,11 @@ def compute(model: Llama, sequences: Tokens, plan: Plan, *, pass_tokens: int = P
     """
     rows: Rows = {}
     for number in plan.sharded:
-        rows |= _shared(model, number, sequences[number])
+        rows |= _shared(model, number, _filled(sequences, plan, number), len(sequences[number]))
     for numbers in passes(plan, plan.packed[model.grid.sequence.rank], pass_tokens):
-        rows |= _packed(model, numbers, sequences)
+        rows |= _packed(model, numbers, sequences, plan)
     for numbers in _taken(model, list(passes(plan, plan.waiting, pass_tokens))):
-        rows |= _packed(model, numbers, sequences)
+        rows |= _packed(model, numbers, sequences, plan)
     return rows
 
 
@@ -124,7 +124,7 @@ def collect(model: Llama, rows: Rows, count: int) -> Tensor:
     )
 
 
-def _shared(model: Llama, number: int, tokens: Sequence[int]) -> Rows:
+def _shared(model: Llama, number: int, tokens: Sequence[int], length: int) -> Rows:
     """Compute a sequence that the sequence ranks share.
 
     The rank with the last token returns its row.
@@ -133,13 +133,13 @@ def _shared(model: Llama, number: int, tokens: Sequence[int]) -> Rows:
     sharding = Sharding.zigzag(len(tokens), comm.size)
     mine = sharding.shard(torch.tensor([tokens], dtype=torch.int64), comm.rank, 1).to(comm.device)
     hidden = model.hidden(mine, replace(model.one_pass(mine, sharding, CAUSAL), lengths=None))
-    last = sharding.positions(comm.rank) == len(tokens) - 1
+    last = sharding.positions(comm.rank) == length - 1
     return {number: hidden[0, last][0]} if last.any() else {}
 
 
-def _packed(model: Llama, numbers: Sequence[int], sequences: Tokens) -> Rows:
+def _packed(model: Llama, numbers: Sequence[int], sequences: Tokens, plan: Plan) -> Rows:
     """Compute whole sequences on this rank, packed as documents into one row."""
-    row, mask = packed([sequences[number] for number in numbers])
+    row, mask = packed([_filled(sequences, plan, number) for number in numbers])
     tokens = row.to(model.grid.sequence.device)
 
     def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -150,8 +150,8 @@ def _packed(model: Llama, numbers: Sequence[int], sequences: Tokens) -> Rows:
     hidden = model.hidden(
         tokens, Pass(tokens, document_positions(torch.arange(tokens.shape[1]), mask), attend)
     )
-    ends = zip(numbers, (mask.documents or ())[1:], strict=False)
-    return {number: hidden[0, end - 1] for number, end in ends}
+    starts = zip(numbers, mask.documents or (), strict=False)
+    return {number: hidden[0, start + len(sequences[number]) - 1] for number, start in starts}
 
 
 def _taken(model: Llama, waiting: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
@@ -171,6 +171,11 @@ def _taken(model: Llama, waiting: Sequence[tuple[int, ...]]) -> Iterator[tuple[i
             break
         yield waiting[place]
     counter.free()
+
+
+def _filled(sequences: Tokens, plan: Plan, number: int) -> list[int]:
+    """Return a sequence with its padding, which no token before it sees."""
+    return [*sequences[number], *[0] * (plan.tokens(number) - len(sequences[number]))]
 
 
 def _check(model: Llama, sequences: Tokens, plan: Plan, pass_tokens: int) -> None:

@@ -11,6 +11,7 @@ from sp_core.scheduling.pipeline import (
     bubble_share,
     gpipe,
     one_forward_one_backward,
+    picture,
     prefill_only,
     split_stages,
     timeline,
@@ -22,6 +23,7 @@ from sp_core.scheduling.plan import (
     balanced,
     contiguous,
     dynamic,
+    padded,
     round_robin,
 )
 
@@ -37,6 +39,8 @@ __all__ = [
     "dynamic",
     "gpipe",
     "one_forward_one_backward",
+    "padded",
+    "picture",
     "prefill_only",
     "round_robin",
     "split_stages",

@@ -146,6 +146,33 @@ def _check(stages: int, batches: int) -> None:
         )
 
 
+def picture(shown: Timeline, unit: float = 1.0) -> str:
+    """Draw a time line.
+
+    Args:
+        shown: what to draw.
+        unit: time of one column; a forward shows its number, a backward the number and a prime,
+            waiting shows dots.
+
+    Returns:
+        Lines of text, the last of which tells the bubble.
+    """
+    names = [_name(slot) for slots in shown.stages for slot, _, _ in slots]
+    cell = max(map(len, names), default=1) + 1
+    lines = []
+    for stage, slots in enumerate(shown.stages):
+        columns = ["." * (cell - 1)] * round(shown.end / unit)
+        for slot, start, stop in slots:
+            first, last = round(start / unit), round(stop / unit)
+            columns[first:last] = [_name(slot)] * (last - first)
+        lines.append(f"stage {stage} |" + "".join(column.rjust(cell) for column in columns))
+    return "\n".join([*lines, f"bubble: {shown.bubble:.1%} of the stages' time"])
+
+
+def _name(slot: Slot) -> str:
+    return f"{slot.batch}'" if slot.direction == "B" else str(slot.batch)
+
+
 def split_stages(
     layers: Sequence[float], stages: int, *, first: float = 0, last: float = 0
 ) -> tuple[range, ...]:

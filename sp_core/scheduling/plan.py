@@ -62,15 +62,18 @@ class Plan:
         packed: for each rank the sequences that it computes alone, in this order.
         waiting: sequences that ranks take one after the other, whenever they have nothing else to
             do.
+        padded_to: tokens to which each sequence is filled up; None for none.
 
     Raises:
-        ShapeError: a negative length, no rank, or a sequence that is not there exactly once.
+        ShapeError: a negative length, no rank, a sequence that is not there exactly once, or one
+            longer than `padded_to`.
     """
 
     lengths: tuple[int, ...]
     sharded: tuple[int, ...]
     packed: tuple[tuple[int, ...], ...]
     waiting: tuple[int, ...] = ()
+    padded_to: int | None = None
 
     def __post_init__(self) -> None:
         placed = [
@@ -88,34 +91,41 @@ class Plan:
                 f"{len(placed)}; needed are at least "
                 "1 rank, lengths >= 0, and every sequence exactly once."
             )
+        if self.padded_to is not None and self.padded_to < max(self.lengths, default=0):
+            raise ShapeError(
+                f"padded_to={self.padded_to} is less than the longest sequence has, "
+                f"{max(self.lengths)}."
+            )
 
     @property
     def size(self) -> int:
         """The number of ranks."""
         return len(self.packed)
 
+    def tokens(self, number: int) -> int:
+        """Return the tokens of a sequence as it is computed, padding included."""
+        return self.lengths[number] if self.padded_to is None else self.padded_to
+
     def loads(self, work: Work) -> tuple[int, ...]:
         """Return the operations of each rank.
 
         A waiting sequence goes to the rank with the least load so far.
         """
-        loads = [
-            sum(work.of(self.lengths[number]) for number in numbers) for numbers in self.packed
-        ]
+        loads = [sum(work.of(self.tokens(number)) for number in numbers) for numbers in self.packed]
         for number in self.sharded:
             loads = [
                 load + share
                 for load, share in zip(
-                    loads, work.shares(self.lengths[number], self.size), strict=True
+                    loads, work.shares(self.tokens(number), self.size), strict=True
                 )
             ]
-        taken = deal([work.of(self.lengths[number]) for number in self.waiting], loads)
+        taken = deal([work.of(self.tokens(number)) for number in self.waiting], loads)
         for place, number in enumerate(self.waiting):
-            loads[taken[place]] += work.of(self.lengths[number])
+            loads[taken[place]] += work.of(self.tokens(number))
         return tuple(loads)
 
     def useful(self, work: Work) -> int:
-        """Return the number of operations of all sequences."""
+        """Return the number of operations without padding."""
         return sum(map(work.of, self.lengths))
 
 
@@ -151,11 +161,11 @@ def passes(plan: Plan, numbers: Sequence[int], max_tokens: int) -> Iterator[tupl
     together: list[int] = []
     total = 0
     for number in numbers:
-        if together and total + plan.lengths[number] > max_tokens:
+        if together and total + plan.tokens(number) > max_tokens:
             yield tuple(together)
             together, total = [], 0
         together.append(number)
-        total += plan.lengths[number]
+        total += plan.tokens(number)
     if together:
         yield tuple(together)
 
@@ -237,11 +247,17 @@ def round_robin(lengths: Sequence[int], size: int, work: Work) -> Plan:
     )
 
 
+def padded(lengths: Sequence[int], size: int, work: Work) -> Plan:
+    """Assign as `round_robin`, with every sequence padded to the longest. Naive."""
+    return replace(round_robin(lengths, size, work), padded_to=max(lengths, default=0))
+
+
 POLICIES: dict[str, Policy] = {
     "balanced": balanced,
     "dynamic": dynamic,
     "round_robin": round_robin,
     "contiguous": contiguous,
+    "padded": padded,
 }
 
 

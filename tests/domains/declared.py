@@ -141,6 +141,7 @@ class Subject:
 SLOW = {
     *(
         ("(call)", "10th"),
+        ("(call)", "100th"),
         ("(runs)", "100"),
         ("comm.ranks", "9 to 17"),
         ("q.seq_len", "thousands"),

@@ -206,6 +206,29 @@ def judge_slot(given: Values, slot: Slot) -> None:
     assert {slot: 1}[Slot(given["direction"], given["batch"])] == 1
 
 
+def judge_picture(given: Values, text: str) -> None:
+    """Compare each cell with the slot that holds its column, rounded to whole columns."""
+    shown, unit = given["shown"], given["unit"] if given["unit"] is not LEFT_OUT else 1.0
+    *lines, last = text.splitlines()
+    assert last == f"bubble: {shown.bubble:.1%} of the stages' time"
+    assert len(lines) == len(shown.stages)
+    mark = "" if given["direction"] == "F" else "'"
+    width = 1 + max(
+        (len(f"{slot.batch}{mark}") for slots in shown.stages for slot, *_ in slots), default=1
+    )
+    for stage, (line, slots) in enumerate(zip(lines, shown.stages, strict=True)):
+        cells = line.removeprefix(f"stage {stage} |")
+        wanted = []
+        for column in range(round(shown.end / unit)):
+            inside = [
+                f"{slot.batch}{mark}"
+                for slot, a, b in slots
+                if round(a / unit) <= column < round(b / unit)
+            ]
+            wanted.append((inside or ["." * (width - 1)])[0].rjust(width))
+        assert cells == "".join(wanted)
+
+
 def layers_of(
     chance: Random, drawn: Values, *, count: tuple[int, int], cost: tuple[float, ...]
 ) -> list[float]:
@@ -284,5 +307,16 @@ SUBJECTS = [
     subject("timeline", ORDERS, judge_timeline, "orders", "seconds"),
     subject("Slot", SLOTS, judge_slot),
     subject("Timeline", SLOTS | TIMES, judge_times, "stages", "end"),
+    subject(
+        "picture",
+        SLOTS
+        | TIMES
+        | {
+            "shown": {"any": lambda c, v: Timeline(v["stages"], v["end"])},
+            "unit": {"default": lambda c, v: LEFT_OUT, **values(0.25, 0.5, 3.0)},
+        },
+        judge_picture,
+        *("shown", "unit"),
+    ),
     subject("split_stages", SPLIT, judge_split),
 ]

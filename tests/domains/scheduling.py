@@ -91,6 +91,11 @@ PLAN: dict[str, Parts] = {
         "all waiting": partial(placed, kinds=(1,)),
         "all packed": partial(placed, kinds=(2,)),
     },
+    "padded_to": {
+        "none": lambda c, v: None,
+        "the longest": lambda c, v: max(v["lengths"], default=0),
+        "more": lambda c, v: max(v["lengths"], default=0) + c.randint(1, 50),
+    },
     "work": WORKS,
 }
 
@@ -104,19 +109,23 @@ def plan(drawn: Values) -> Call:
         "packed": tuple(packed),
         "waiting": waiting,
     }
+    given["padded_to"] = drawn["padded_to"]
     return Call(Plan, given, partial(judge_plan, given, drawn["work"]))
 
 
 def judge_plan(given: Values, work: Work, made: Plan) -> None:
     """Compare loads with sums over the sequences of each rank; waiting ones go where least is."""
-    lengths = given["lengths"]
+    filled = [
+        length if given["padded_to"] is None else given["padded_to"] for length in given["lengths"]
+    ]
+    assert [made.tokens(number) for number in range(len(filled))] == filled
     assert made.size == len(given["packed"])
     assert made.useful(work) == sum(map(work.of, given["lengths"]))
-    loads = shared_loads([lengths[number] for number in given["sharded"]], made.size, work)
+    loads = shared_loads([filled[number] for number in given["sharded"]], made.size, work)
     for rank, numbers in enumerate(given["packed"]):
-        loads[rank] += sum(work.of(lengths[number]) for number in numbers)
+        loads[rank] += sum(work.of(filled[number]) for number in numbers)
     for number in given["waiting"]:
-        loads[loads.index(min(loads))] += work.of(lengths[number])
+        loads[loads.index(min(loads))] += work.of(filled[number])
     assert list(made.loads(work)) == loads
 
 
@@ -169,7 +178,7 @@ def judge_balanced(given: Values, made: Plan) -> None:
         longest_first(given)[:count],
         packed,
     )
-    assert (made.lengths, made.waiting) == (tuple(given["lengths"]), ())
+    assert (made.lengths, made.waiting, made.padded_to) == (tuple(given["lengths"]), (), None)
     total, tolerance = sum(loads), 0.02 if given["tolerance"] is LEFT_OUT else given["tolerance"]
     allowed = (1 + tolerance) * total / size if total else 0
     assert max(loads) <= max(allowed, *dealt(given, len(made.lengths))[1]) * (1 + 1e-12)
@@ -193,8 +202,8 @@ def judge_contiguous(given: Values, made: Plan) -> None:
     assert made == Plan(tuple(given["lengths"]), (), packed)
 
 
-def judge_round_robin(given: Values, made: Plan) -> None:
-    """Sequence i on rank i mod size."""
+def judge_round_robin(given: Values, made: Plan, *, padded: bool = False) -> None:
+    """Sequence i on rank i mod size, as long as the longest one if padded."""
     packed = tuple(
         tuple(n for n in range(len(given["lengths"])) if n % given["size"] == rank)
         for rank in range(given["size"])
@@ -203,6 +212,7 @@ def judge_round_robin(given: Values, made: Plan) -> None:
         tuple(given["lengths"]),
         (),
         packed,
+        padded_to=max(given["lengths"], default=0) if padded else None,
     )
 
 
@@ -232,4 +242,5 @@ SUBJECTS = [
     subject("dynamic", POLICY | TOLERANCE, judge_dynamic),
     subject("contiguous", POLICY, judge_contiguous),
     subject("round_robin", POLICY, judge_round_robin),
+    subject("padded", POLICY, partial(judge_round_robin, padded=True)),
 ]

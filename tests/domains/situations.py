@@ -17,7 +17,7 @@ from sp_core.testing import device
 
 LATE_SECONDS = 0.002
 CARRIERS = carriers(part=3000)
-CALLS = {"first": 1, "second": 2, "10th": 10}
+CALLS = {"first": 1, "second": 2, "10th": 10, "100th": 100}
 
 AXES = {
     "one": ("own",),
@@ -38,7 +38,7 @@ def situations(*carried: str) -> dict[str, Parts]:
         ),
         "(algorithm)": values(*sorted(CHOICES, key=lambda name: name != "auto")),
         "(check)": values("agree", "off"),
-        "(call)": values("first", "second", "10th"),
+        "(call)": values("first", "second", "100th"),
         "(lateness)": values("no rank", "a rank"),
     }
 

@@ -168,6 +168,7 @@ ROWS: list[Row] = [
         for policy in POLICIES.values()
     ),
     (sp.ShapeError, "exactly once", partial(Plan, (3, 4), (0,), ((), (0, 1)))),
+    (sp.ShapeError, "less than the longest", partial(Plan, (3,), (), ((0,),), padded_to=2)),
     (sp.ShapeError, "tolerance", partial(balanced, [1], 1, Work(1, 1), 0.0)),
     (sp.ShapeError, "one above 0", partial(Work, 0, 0)),
     (
