@@ -70,6 +70,7 @@ class Launch:
         variables: NAME=VALUE to set and -uNAME to unset in the environment of the ranks.
         mpi_args: more arguments for mpiexec.
         around: command in front of sp_core's own launcher.
+        python: the interpreter of the ranks.
 
     Raises:
         UsageError: the prefix has no `{ranks}` or no program, or the timeout is not positive.
@@ -80,6 +81,7 @@ class Launch:
     variables: tuple[str, ...] = ()
     mpi_args: tuple[str, ...] = ()
     around: tuple[str, ...] = ()
+    python: str = sys.executable
 
     def __post_init__(self) -> None:
         program, *_ = shlex.split(self.prefix) or [sys.executable]
@@ -96,12 +98,12 @@ class Launch:
     def command(self, ranks: int, *arguments: str) -> list[str]:
         """Return the command line that runs the worker on several ranks."""
         changed = ["env", *self.variables] if self.variables else []
-        program = [*changed, sys.executable, "-m", "mpi4py", "-m", "benchmarks.worker", *arguments]
+        program = [*changed, self.python, "-m", "mpi4py", "-m", "benchmarks.worker", *arguments]
         if self.prefix:
             return [*shlex.split(self.prefix.format(ranks=ranks)), *program]
         more = [f"--mpi-args={shlex.join(self.mpi_args)}"] if self.mpi_args else []
         limits = ["-n", str(ranks), "--timeout", f"{self.timeout:g}"]
-        launcher = (*self.around, sys.executable, "-m", "sp_core.testing.launch")
+        launcher = (*self.around, self.python, "-m", "sp_core.testing.launch")
         return [*launcher, *limits, *more, "--", *program]
 
 

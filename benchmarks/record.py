@@ -97,15 +97,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _run_all(plan, setting, launch, options.root)
 
 
-def listing(setting: Setting, ranks: Sequence[int], root: Path) -> Plan:
-    """Return the chosen cases, as the library that will be measured lists them.
+def listing(
+    setting: Setting, ranks: Sequence[int], root: Path, python: str = sys.executable
+) -> Plan:
+    """Return the chosen cases, as the library and the interpreter that will be measured list them.
 
     Raises:
         UsageError: the library cannot be imported, or does not have what the cases need.
     """
     asked = (str(root), msgspec.json.encode(setting).decode(), *map(str, ranks))
     answer = subprocess.run(
-        [sys.executable, "-m", "benchmarks.cases.suite", *asked],
+        [python, "-m", "benchmarks.cases.suite", *asked],
         cwd=ROOT,
         capture_output=True,
         text=True,

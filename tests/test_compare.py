@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any, cast
@@ -43,9 +42,16 @@ def broken(stage: str, pair: int, side: str = "head", **more: Any) -> Machine:
     ("machine", "verdict", "told", "code"),
     [
         (Machine(), "no regression", "", 0),
-        (Machine(slower={(RING, 2): 0.7}), "improved", "faster in attention (-1.", 0),
-        (Machine(slower=SLOWER), "regressed", "slower in attention (+1.", 1),
-        (slower_head(phases=WAITS, comm={"shift": MORE}), "regressed", "slower in shift (+", 1),
+        (Machine(slower={(RING, 2): 0.7}), "improved", "faster at P=2, in attention", 0),
+        (Machine(slower=SLOWER), "regressed", "slower at P=2, in attention (+1.", 1),
+        (Machine(slower=SLOWER), "regressed", "ms), bytes unchanged", 1),
+        (
+            slower_head(comm={"shift": MORE}),
+            "regressed",
+            "calls of shift 1 -> 2; messages of shift 2 -> 4",
+            1,
+        ),
+        (slower_head(phases=WAITS, comm={"shift": MORE}), "regressed", ", in shift (+", 1),
         (broken("screen", 4), "missing", "1 of 20 launches; " + TIMEOUT.format(4, "screen"), 3),
         (broken("screen", 0, "base"), "missing", "1 of 20 launches; base in pair 0", 3),
         (
@@ -82,6 +88,15 @@ def test_every_verdict_has_its_reason(
     assert (len(reading.records) >= 40, reading.problems) == (True, [])  # made up, but valid
 
 
+def test_identical_sides_have_no_regression(tmp_path: Path) -> None:
+    result = compared(tmp_path, Machine())
+    assert result.counts == {"no regression": 6}
+    assert (result.exit_code, result.gateable_share) == (0, 1.0)
+    row: Any = rows_of(result)[RING, 1]
+    assert (row.stage, row.pairs, row.delta) == ("screen", 10, 0.10)
+    assert row.low <= row.ratio <= row.high
+
+
 def test_a_slower_case_is_found_where_it_is_and_nowhere_else(tmp_path: Path) -> None:
     machine = Machine(slower={(RING, 2): 1.2, (ULYSSES, 1): 0.7, (ULYSSES, 2): 0.7})
     result = compared(tmp_path, machine)
@@ -89,13 +104,27 @@ def test_a_slower_case_is_found_where_it_is_and_nowhere_else(tmp_path: Path) -> 
     found: Any = rows[RING, 2]
     assert (found.verdict, found.stage, found.slower) == ("regressed", "confirm", 20)
     assert 1.15 < found.low < found.ratio < found.high < 1.25
-    assert found.explanation.startswith("slower in attention (+1.")
+    assert found.explanation.startswith("slower only at P=2, in attention (+1.")
+    assert str(rows[ULYSSES, 1].explanation).startswith("faster at every P (1, 2), in attention")
     assert result.counts == {"regressed": 1, "improved": 2, "no regression": 3}
-    quiet: Any = rows[LAYER, 1]
-    assert (quiet.stage, quiet.pairs, quiet.delta) == ("screen", 10, 0.10)
-    assert quiet.low <= quiet.ratio <= quiet.high
     places = [launch[1:3] + launch[4:] for launch in machine.launches if launch[2] == "confirm"]
     assert Counter(places) == {(1, "confirm", (ULYSSES,)): 40, (2, "confirm", (RING, ULYSSES)): 40}
+
+
+def test_a_launch_that_is_recorded_twice_is_not_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = Machine.launch
+
+    def twice(machine: Machine, *arguments: Any) -> None:
+        launch(machine, *arguments)
+        if len(machine.launches) == 3:
+            launch(machine, *arguments)
+
+    monkeypatch.setattr(Machine, "launch", twice)
+    result = compared(tmp_path, Machine(), (2,))
+    assert (result.counts, result.exit_code) == ({"missing": 3}, 3)
+    assert "in pair 1 of the screen stage is recorded twice" in str(result.rows[0].reason)
 
 
 @pytest.mark.parametrize("dead", [{("head", 2)}, {("base", 2), ("head", 2)}])
@@ -113,7 +142,7 @@ def test_doubt_is_red_only_under_strict(tmp_path: Path) -> None:
     result = compared(tmp_path, machine, strict=True)
     row = rows_of(result)[LAYER, 1]
     assert (row.verdict, result.exit_code) == ("inconclusive", 4)
-    assert re.fullmatch(r"about \d+ pairs would decide", str(row.reason))
+    assert row.reason == f"about {row.pairs_needed} pairs would decide"
 
 
 def test_the_order_of_each_pair_is_its_coin(tmp_path: Path) -> None:
@@ -142,6 +171,7 @@ def test_the_table_shows_everything_that_was_chosen(
         "base base (bbbbbbbbbb) against head head (cccccccccc)",
         "regressed",
         "20 of 20",
+        "only at P=2",
         "no such case",
     ):
         assert text in shown

@@ -10,11 +10,13 @@ import runpy
 import time
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, strategies as st
+from kit.comparison import RING, Machine, compared
+from numpy.typing import NDArray
 
 from benchmarks.compare import selftest
 from benchmarks.compare.rule import (
@@ -23,13 +25,17 @@ from benchmarks.compare.rule import (
     MAX_DELTA,
     SCREEN_AGREE,
     SCREEN_PAIRS,
+    Key,
     Result,
     Row,
     Told,
     Verdict,
+    exit_code,
+    gateable_share,
     half_width,
     judge,
     raised_delta,
+    suspicion,
 )
 from benchmarks.compare.sides import Side
 from benchmarks.launching import UsageError
@@ -45,20 +51,44 @@ confirms = st.lists(logs_of, min_size=CONFIRM_PAIRS, max_size=CONFIRM_PAIRS)
 deltas = st.floats(0.01, MAX_DELTA)
 
 
+def throws(pairs: int) -> NDArray[np.int64]:
+    """How many heads each of the 2^pairs sequences of throws shows."""
+    patterns = np.arange(2**pairs)
+    return sum(((patterns >> bit) & 1 for bit in range(pairs)), np.zeros_like(patterns))
+
+
+def test_the_screen_over_all_throws_of_its_coins() -> None:
+    """Identical commits, the second launch always slower: 56 of 1024 throws look slower."""
+    steps = [0.3 + 0.02 * index for index in range(SCREEN_PAIRS)]
+    found = []
+    for pattern in range(2**SCREEN_PAIRS):
+        logs = [step if pattern >> index & 1 else -step for index, step in enumerate(steps)]
+        found.append(suspicion(logs, DELTA))
+    assert (found.count(1), found.count(-1)) == (56, 56)
+    assert Fraction(found.count(1), len(found)) == Fraction(chance(SCREEN_PAIRS, SCREEN_AGREE))
+
+
 def test_the_whole_rule_over_all_throws_of_its_coins() -> None:
     """2^30 throws: what is found is the product of both tails, for a drift of any size."""
+    screen_counts, confirm_counts = (np.bincount(throws(n)) for n in (SCREEN_PAIRS, CONFIRM_PAIRS))
     found = dict.fromkeys(Verdict, 0)
-    counts = itertools.product(range(SCREEN_PAIRS + 1), range(CONFIRM_PAIRS + 1))
-    for slower, again in counts:
-        screen = [BIG] * slower + [-BIG] * (SCREEN_PAIRS - slower)
-        confirm = [BIG] * again + [-BIG] * (CONFIRM_PAIRS - again)
-        ways = math.comb(SCREEN_PAIRS, slower) * math.comb(CONFIRM_PAIRS, again)
-        found[judge(screen, confirm, DELTA).verdict] += ways
+    for slower, ways in enumerate(screen_counts):
+        for again, more in enumerate(confirm_counts):
+            screen, confirm = (
+                [BIG] * k + [-BIG] * (n - k)
+                for k, n in ((slower, SCREEN_PAIRS), (again, CONFIRM_PAIRS))
+            )
+            found[judge(screen, confirm, DELTA).verdict] += int(ways) * int(more)
     assert sum(found.values()) == 2**30
     assert found[Verdict.REGRESSED] == found[Verdict.IMPROVED] == 56 * 6196
-    tails = ((SCREEN_PAIRS, SCREEN_AGREE), (CONFIRM_PAIRS, CONFIRM_AGREE))
-    screen_tail, confirm_tail = (Fraction(chance(*tail)) for tail in tails)
-    assert screen_tail * confirm_tail == Fraction(56 * 6196, 2**30)
+    assert Fraction(6196, 2**CONFIRM_PAIRS) == Fraction(chance(CONFIRM_PAIRS, CONFIRM_AGREE))
+
+
+def test_the_figures_of_the_design() -> None:
+    assert round(chance(10, 9), 4) == 0.0107
+    assert round(chance(20, 16), 4) == 0.0059
+    nine_of_ten = throws(10) >= 9
+    assert nine_of_ten.mean() == chance(10, 9)
 
 
 @given(screens, confirms, deltas)
@@ -92,9 +122,15 @@ def test_what_a_verdict_says_is_in_its_interval(
     found, limit = decision.interval, math.log1p(delta)
     assert found.low <= found.median <= found.high
     if decision.verdict is Verdict.REGRESSED:
-        assert found.low > 0
-        assert found.median >= limit
-        assert sum(d > 0 for d in confirm) >= CONFIRM_AGREE
+        assert (
+            found.low > 0,
+            found.median >= limit,
+            sum(d > 0 for d in confirm) >= CONFIRM_AGREE,
+        ) == (
+            True,
+            True,
+            True,
+        )
     assert (found.high < limit) or decision.verdict is not Verdict.UNCHANGED
     if decision.verdict is Verdict.INCONCLUSIVE:
         assert found.high >= limit
@@ -167,18 +203,64 @@ def test_another_number_of_pairs_is_refused(screen: int, confirm: int) -> None:
     ],
 )
 def test_exit_codes(verdicts: str, code: int, strict: int) -> None:
-    rows = [row("a", 1, name) for name in verdicts.split(", ") if name]
-    codes = [result(rows, strict=doubt_is_red).exit_code for doubt_is_red in (False, True)]
-    assert codes == [code, strict]
+    found = [Verdict(name) for name in verdicts.split(", ") if name]
+    assert (exit_code(found), exit_code(found, strict=True)) == (code, strict)
+
+
+def test_what_counts_as_gateable() -> None:
+    found = [Verdict.UNCHANGED, Verdict.UNGATEABLE, Verdict.OVERSUBSCRIBED, Verdict.NEW]
+    assert gateable_share(found) == 0.5
+    assert gateable_share([Verdict.NEW]) == 0
+
+
+@pytest.fixture
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[Key, selftest.Stored]:
+    """The launches of three comparisons of a commit with itself."""
+    monkeypatch.setattr(selftest, "PLANTED_CASE", RING)
+    results = []
+    for number in range(3):
+        folder = tmp_path / f"same-{number}"
+        folder.mkdir()
+        results.append(compared(folder, Machine(number, noise=0.02), seed=number))
+    return selftest.load(results, tmp_path)
+
+
+def test_resampling_finds_no_regression_and_a_delay(
+    stored: dict[Key, selftest.Stored], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert selftest.resampled(stored, 50) == []
+    shown = capsys.readouterr().out
+    assert "0 of 50 resampled comparisons of 6 cases say regressed" in shown
+    assert f"{RING}, P=2, 20% more: found 100 of 100" in shown
+
+
+def test_resampling_throws_every_coin_again() -> None:
+    """A second worktree that always looks slower is no change, and must not look like one."""
+    runs = [[(1.0, 1.3)] * 10 for _ in range(3)]
+    draw = random.Random(1)
+    alarms = [selftest.Stored(0.10, runs).again(draw) for _ in range(200)]
+    assert Verdict.REGRESSED not in alarms
+    assert len(set(map(tuple, selftest.thrown(runs[0], draw)))) == 2
+
+
+def test_resampling_can_fail(
+    stored: dict[Key, selftest.Stored], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selftest, "EXTRA", 0.05)
+    assert [text.split(",")[0] for text in selftest.resampled(stored, 5)] == [RING] * 2
+    alarm = argparse.Namespace(verdict=Verdict.REGRESSED)
+    monkeypatch.setattr(selftest, "judge", lambda *_: alarm)
+    (told,) = selftest.resampled(stored, 5)
+    assert told.startswith("5 of 5 resampled comparisons")
 
 
 def row(case: str, ranks: int, verdict: str) -> Row:
     return Row(case, ranks, Verdict(verdict), delta=0.12)
 
 
-def result(rows: list[Row], **more: Any) -> Result:
+def result(rows: list[Row], gateable_share: float = 1.0) -> Result:
     told = Told("HEAD", "a" * 40)
-    return Result(base=told, head=told, rows=rows, **more)
+    return Result(base=told, head=told, rows=rows, gateable_share=gateable_share, exit_code=0)
 
 
 PLANTED = selftest.PLANTED_CASE
@@ -215,12 +297,10 @@ def test_the_selftest_knows_what_must_be_found(rows: list[Row], wrong: int) -> N
 
 @pytest.mark.parametrize("verdict", ["regressed", "improved", "missing", "mismatch", "new"])
 def test_the_selftest_knows_what_must_not_be_found(verdict: str) -> None:
-    quiet, noisy = [row("a", 1, "no regression")] * 4, [row("c", 1, "ungateable")]
-    rows = [*quiet, *noisy, row("new", 1, "oversubscribed")]
-    assert list(selftest.nothing_found(result(rows))) == []
-    assert len(list(selftest.nothing_found(result([*rows, row("b", 1, verdict)])))) == 1
-    (told,) = selftest.nothing_found(result(rows + noisy))
-    assert "only 67% of the cases" in told
+    rows = [row("a", 1, "no regression"), row("b", 1, verdict)]
+    assert len(list(selftest.nothing_found(result(rows, 1.0)))) == 1
+    assert len(list(selftest.nothing_found(result(rows[:1], 0.5)))) == 1
+    assert list(selftest.nothing_found(result(rows[:1], 0.8))) == []
 
 
 def test_the_planted_work_takes_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +309,7 @@ def test_the_planted_work_takes_its_share(tmp_path: Path, monkeypatch: pytest.Mo
     path.parent.mkdir(parents=True)
     call = "def ring_attention(*, comm):\n    return [time.perf_counter() for _ in range(10)]\n"
     path.write_text(f"import time\nimport torch\n\n\n{call}")
-    side = selftest.plant(Side("head", tmp_path, Told("HEAD", "a" * 40)), 3.0)
+    side = selftest.plant(Side("head", tmp_path, "python", Told("HEAD", "a" * 40)), 3.0)
     assert (side.told.sha, "200% more work" in side.told.ref) == (None, True)
     clock = itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
@@ -250,5 +330,5 @@ def test_the_planted_work_takes_its_share(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_as_much_is_planted_as_the_case_needs() -> None:
-    assert selftest.planted_delta(result([row(PLANTED, 2, "no regression")])) == 0.12
-    assert selftest.planted_delta(result([])) == 0.10
+    assert selftest.planted_delta([result([row(PLANTED, 2, "no regression")])]) == 0.12
+    assert selftest.planted_delta([]) == 0.10

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,14 +13,19 @@ import pytest
 from kit.comparison import CASES, Machine, pair_of_sides
 from kit.git import commit, git
 
-from benchmarks import launching
 from benchmarks.cases.setting import Setting
 from benchmarks.compare import __main__ as command, sides as sides_module
 from benchmarks.compare.rule import Told
-from benchmarks.compare.sides import Side, commits, sides
+from benchmarks.compare.sides import Side, commits, needs, sides
 from benchmarks.launching import Launch, UsageError
 
 pytestmark = pytest.mark.mpi_skip  # no communication
+
+PROJECT = '[project]\nname = "p"\ndependencies = ["torch>=2", "mpi4py"]\n'
+FILES = {
+    "pyproject.toml": PROJECT,
+    "ci/constraints.txt": "torch==2.0\nrich==1\n# note\nmpich==5\n",
+}
 
 
 @pytest.fixture
@@ -29,12 +34,19 @@ def repository(tmp_path: Path) -> Path:
     folder = tmp_path / "repository"
     folder.mkdir()
     git(folder, "init", "--quiet")
-    commit(folder, "first", file0="x")
+    commit(folder, "first", file0="x", **FILES)
     git(folder, "branch", "side")
     commit(folder, "main", file1="x")
     git(folder, "checkout", "--quiet", "side")
     commit(folder, "side", file2="x")
     return folder
+
+
+@pytest.fixture
+def alike(monkeypatch: pytest.MonkeyPatch, repository: Path) -> Path:
+    """The made-up repository counts as the present tree."""
+    monkeypatch.setattr(sides_module, "ROOT", repository)
+    return repository
 
 
 def test_base_is_where_head_left_it(repository: Path) -> None:
@@ -61,20 +73,56 @@ def test_commits_that_cannot_be_compared(
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit, UsageError])
-def test_worktrees_go_however_the_block_ends(end: type[BaseException], repository: Path) -> None:
-    hashes = commits("main", "side", repository)
+def test_worktrees_go_however_the_block_ends(end: type[BaseException], alike: Path) -> None:
+    hashes = commits("main", "side", alike)
     stack = contextlib.ExitStack()
-    pair = stack.enter_context(sides(*hashes, ("main", "side"), repository))
+    pair = stack.enter_context(sides(*hashes, ("main", "side"), alike))
     roots = [side.root for side in pair]
-    told = [Told(ref, sha) for ref, sha in zip(("main", "side"), hashes, strict=True)]
-    assert [side.told for side in pair] == told
-    files = [sorted(path.name for path in root.glob("file*")) for root in roots]
-    assert files == [["file0"], ["file0", "file2"]]
+    for root, side, ref, sha in zip(roots, pair, ("main", "side"), hashes, strict=True):
+        assert side.told == Told(ref, sha, "shared")
+        assert (root / "file0").exists()
+        assert (root / "file2").exists() == (ref == "side")
+        assert not (root / "file1").exists()
     (roots[1] / "file2").write_text("changed")
     with pytest.raises(end, match="the end"), stack:
         raise end("the end")
     assert not any(root.exists() for root in roots)
-    assert len(git(repository, "worktree", "list").splitlines()) == 1
+    assert len(git(alike, "worktree", "list").splitlines()) == 1
+
+
+def test_a_library_with_other_needs_gets_an_environment_of_its_own(
+    alike: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the needs of the library count; the harness has those of the present tree."""
+    commands: list[tuple[str, ...]] = []
+    monkeypatch.setattr(sides_module, "_install", lambda *command: commands.append(command))
+    monkeypatch.setattr(sides_module, "_harness_needs", lambda: ["rich", "mpich"])
+    monkeypatch.setattr(
+        Path, "write_text", lambda path, text: commands.append((path.name, *text.split()))
+    )
+    other = alike.parent / "other"
+    shutil.copytree(alike, other)
+    with (other / "ci" / "constraints.txt").open("a") as file:
+        file.write("matplotlib==3\n")
+    assert sides_module._interpreter(other, Path("folder")) == (sys.executable, "shared")
+    with (other / "ci" / "constraints.txt").open("a") as file:
+        file.write("mpi4py==4\n")
+    python, told = sides_module._interpreter(other, Path("folder"))
+    assert (python, told.split(":")[0]) == ("folder/bin/python", "its own")
+    assert commands[0][1:3] == ("-m", "venv")
+    assert commands[1] == (
+        "constraints.txt",
+        "rich==1",
+        "mpi4py==4",
+        "mpich==5",
+        "torch==2.0",
+    )
+    assert commands[2][-4:] == ("mpi4py", "torch>=2", "rich", "mpich")
+
+
+def test_what_a_library_needs_has_to_be_said(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="does not say what it needs"):
+        needs(tmp_path)
 
 
 def test_the_harness_is_asked_for_cases_and_launches(
@@ -86,9 +134,10 @@ def test_the_harness_is_asked_for_cases_and_launches(
     def run_launch(
         ranks: int, cases: list[Any], setting: Setting, launch: Launch, root: Path
     ) -> str:
-        sha = setting.commit["sha"]  # None: the side is no repository
-        told = (ranks, [case.id for case in cases], setting.pair, setting.launch, sha)
-        asked.append((*told, launch.command(ranks)[-7:], root))
+        command = launch.command(ranks)[-7:]
+        asked.append(
+            (ranks, [case.id for case in cases], setting.pair, setting.launch, command, root)
+        )
         with Path(setting.out).open("a") as file:
             file.write(f"line {setting.launch}\n")
         if setting.launch == 1:
@@ -96,28 +145,35 @@ def test_the_harness_is_asked_for_cases_and_launches(
         return "it broke"
 
     plan = {size: [SimpleNamespace(id="a"), SimpleNamespace(id="b")] for size in (1, 2)}
-    monkeypatch.setattr(sides_module, "listing", lambda setting, ranks, root: plan)
+    monkeypatch.setattr(sides_module, "listing", lambda setting, ranks, root, python: plan)
     monkeypatch.setattr(sides_module, "run_launch", run_launch)
-    options = launching.parse("compare", "", command.MEASURING, [])
     bench, out, pair = (
-        command.bench(options, "run"),
+        sides_module.Bench(Setting(run_id="run"), Launch()),
         tmp_path / "records.jsonl",
         {"stage": "screen", "index": 3},
     )
-    side = Side("head", tmp_path, Told("head", None))
+    side = Side("head", tmp_path, "a-python", Told("head", None))
     assert bench.listed(side, [1, 2]) == {("a", 1), ("b", 1), ("a", 2), ("b", 2)}
     bench.launch(side, 2, ["b"], pair, out)
     with pytest.raises(KeyboardInterrupt):
         bench.launch(side, 1, ["a", "b"], pair, out)
-    python = ["env", launching.KEEP_MEMORY, sys.executable]
-    worker = [*python, "-m", "mpi4py", "-m", "benchmarks.worker"]
+    worker = ["env", *sides_module.VARIABLES, "a-python", "-m", "mpi4py", "-m", "benchmarks.worker"]
     assert asked == [
-        (2, ["b"], pair, 0, None, worker, tmp_path),
-        (1, ["a", "b"], pair, 1, None, worker, tmp_path),
+        (2, ["b"], pair, 0, worker, tmp_path),
+        (1, ["a", "b"], pair, 1, worker, tmp_path),
     ]
     assert out.read_text() == "line 0\nline 1\n"
     assert out.with_suffix(".log").read_text() == "head, P=2, screen pair 3\nit broke\n\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["records.jsonl", "records.log"]
+
+
+def test_a_library_that_cannot_be_listed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def listing(*_: object) -> None:
+        raise UsageError("no sp_core")
+
+    monkeypatch.setattr(sides_module, "listing", listing)
+    with pytest.raises(UsageError, match="base: no sp_core"):
+        sides_module.Bench(Setting(run_id="run"), Launch()).listed(pair_of_sides()[0], [1])
 
 
 @pytest.mark.parametrize(
@@ -125,29 +181,31 @@ def test_the_harness_is_asked_for_cases_and_launches(
     [
         ("nowhere", "'nowhere' is no commit"),
         ("HEAD --ranks 0", "every number must be 1 or more"),
+        ("HEAD --ranks 1,1", "appear once"),
         ("HEAD --cases nothing-like-it", "no case has nothing-like-it in its name"),
         ("HEAD --out full", "is not empty"),
+        ("HEAD --launcher srun", "write {ranks} in it"),
         ("HEAD --timeout 0", "pass more than 0"),
     ],
 )
 def test_bad_options_are_refused(
     arguments: str,
     complaint: str,
-    repository: Path,
+    alike: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(repository.parent)
-    (repository.parent / "full").mkdir()
-    (repository.parent / "full" / "records.jsonl").write_text("old")
+    monkeypatch.chdir(alike.parent)
+    (alike.parent / "full").mkdir()
+    (alike.parent / "full" / "records.jsonl").write_text("old")
     monkeypatch.setattr(command, "Bench", lambda *_: Machine())
-    monkeypatch.setattr(command, "REPORTS", repository.parent)
-    monkeypatch.setattr(command, "commits", partial(commits, repository=repository))
+    monkeypatch.setattr(command, "REPORTS", alike.parent)
+    monkeypatch.setattr(command, "commits", lambda base, head: commits(base, head, alike))
     monkeypatch.setattr(command, "uncommitted", lambda: True)
-    monkeypatch.setattr(command, "sides", partial(sides, repository=repository))
+    monkeypatch.setattr(command, "sides", lambda base, head, refs: sides(base, head, refs, alike))
     assert command.main(arguments.split()) == 2
     assert complaint in capsys.readouterr().err
-    assert (repository.parent / "full" / "records.jsonl").read_text() == "old"
+    assert (alike.parent / "full" / "records.jsonl").read_text() == "old"
 
 
 def test_an_interruption_keeps_the_records(

@@ -288,6 +288,7 @@ def test_verdicts_are_sorted_by_importance_and_shown_as_they_are(tmp_path: Path)
         {"rows": [made.verdict("splendid")]},
         {"rows": [made.verdict("regressed", ranks="2")]},
         {"rows": "none"},
+        {"exit_code": 7},
     ],
 )
 def test_a_result_of_another_form_is_refused(change: dict[str, Any], tmp_path: Path) -> None:

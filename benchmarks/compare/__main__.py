@@ -21,7 +21,6 @@ from benchmarks.compare.pairs import build
 from benchmarks.compare.rule import RECORDS, Key, Result, summary, table
 from benchmarks.compare.sides import Bench, Session, Side, commits, sides, uncommitted
 from benchmarks.launching import (
-    KEEP_MEMORY,
     REPORTS,
     Launch,
     Options,
@@ -76,7 +75,7 @@ def bench(options: argparse.Namespace, run_id: str) -> Bench:
     """
     device = {"device": options.device, "share_gpu": options.share_gpu}
     setting = Setting(run_id=run_id, quick=not options.full, **device)
-    return Bench(setting, Launch(options.launcher, options.timeout, (KEEP_MEMORY,)))
+    return Bench(setting, Launch(options.launcher, options.timeout))
 
 
 def compare(
@@ -105,8 +104,8 @@ def compare(
     with tables.following(screen, "compare") as heard:
         session = Session(measures, pair, seed, out / RECORDS, heard)
         session.run(listed["base"] & listed["head"])
-    facts = {"base": pair[0].told, "head": pair[1].told, "seed": seed}
-    result = build(out, listed=listed, strict=options.strict, **facts)
+    facts = {"base": pair[0].told, "head": pair[1].told, "seed": seed, "ranks": ranks}
+    result = build(out, strict=options.strict, listed=listed, **facts)
     tables.show(screen, table(result))
     for line in (*summary(result), *result.problems):
         tables.say(screen, line)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import msgspec
 from benchmarks.compare.rule import (
     CONFIRM_PAIRS,
     DELTAS,
+    JUDGED,
+    ORDER,
     RECORDS,
     RESULT,
     SCREEN_PAIRS,
@@ -22,32 +25,37 @@ from benchmarks.compare.rule import (
     Result,
     Row,
     Verdict,
+    exit_code,
+    gateable_share,
+    half_width,
+    interval,
     judge,
     raised_delta,
     suspicion,
 )
 from benchmarks.files import write_json
 from benchmarks.records import MEASURED, Record, read
-from benchmarks.reporting.derive import grouped
-from benchmarks.statistics import exact_interval
 
 Place = tuple[str, int, str]
 """Stage, index of the pair, side."""
 
 SIDES = ("base", "head")
 STAGES = {"screen": SCREEN_PAIRS, "confirm": CONFIRM_PAIRS}
-Listed = Mapping[str, set[Key]]
-"""The cases that each side has."""
+Obstacle = tuple[Verdict, str]
+"""A verdict that needs no times, and its reason."""
 
 
 class Group:
     """The records of one case on one number of ranks, by place."""
 
     def __init__(self, records: Iterable[Record]) -> None:
-        paired = ((record.pair, record) for record in records)
-        self.at: dict[Place, Record] = {
-            (pair.stage, pair.index, pair.side): one for pair, one in paired if pair
-        }
+        self.at: dict[Place, Record] = {}
+        self.twice: list[Place] = []
+        for record in records:
+            pair = record.pair
+            place = (pair.stage, pair.index, pair.side) if pair else ("none", 0, "none")
+            self.twice += [place] * (place in self.at)
+            self.at[place] = record
 
     def of(self, stage: str, *sides: str) -> list[Record]:
         """Return the records of some sides of a complete stage, in the order of its pairs."""
@@ -63,11 +71,15 @@ class Group:
         return [math.log(head / base) for base, head in zip(*sides, strict=True)]
 
     @property
+    def floor(self) -> float:
+        """The smallest change that ever counts on the device."""
+        device = self.of("screen")[0].device
+        return DELTAS[device.kind if device else "cpu"]
+
+    @property
     def delta(self) -> float:
         """The smallest change that counts, of the screen: the second stage cannot move it."""
-        device = self.of("screen")[0].device
-        floor = DELTAS[device.kind if device else "cpu"]
-        return raised_delta(floor, self.seconds("screen", "base"))
+        return raised_delta(self.floor, self.seconds("screen", "base"))
 
     @property
     def is_suspicious(self) -> bool:
@@ -85,34 +97,55 @@ def places(stage: str, sides: Sequence[str] = SIDES) -> Iterator[Place]:
     return ((stage, index, side) for index in range(STAGES[stage]) for side in sides)
 
 
-def groups_of(records: Iterable[Record]) -> dict[Key, Group]:
+def grouped(records: Iterable[Record]) -> dict[Key, Group]:
     """Return the records by what they measure."""
-    return {name: Group(some) for name, some in grouped(records, lambda record: record.key)}
+    found: dict[Key, list[Record]] = {}
+    for record in records:
+        found.setdefault(record.key, []).append(record)
+    return {name: Group(some) for name, some in found.items()}
 
 
-def build(folder: Path, *, listed: Listed, **facts: Any) -> Result:
+def build(folder: Path, *, strict: bool, listed: Mapping[str, set[Key]], **facts: Any) -> Result:
     """Judge the records in a folder, and write the result beside them.
 
     Args:
         folder: has the records.
+        strict: whether doubt is an error.
         listed: the cases that each side has.
         facts: the fields of a `Result` that only the caller knows.
     """
-    reading = read(folder / RECORDS)
-    groups = groups_of(reading.records)
+    path = folder / RECORDS
+    reading = read(path)
+    groups = grouped(reading.records)
     names = sorted(listed["base"] | listed["head"])
     rows = [assess(name, groups.get(name, Group([])), listed) for name in names]
     for row in rows:
-        if row.verdict in CHANGED:
-            sides = (groups[row.key].of(str(row.stage), side) for side in SIDES)
-            row.explanation = f"{CHANGED[row.verdict]} {_phase(*sides)}"
-    rows.sort(key=lambda row: row.importance)
-    result = Result(**facts, problems=reading.problems, rows=rows)
+        if row.stage is not None:
+            sides = (groups[row.key].of(row.stage, side) for side in SIDES)
+            row.explanation = explain(row, rows, *sides)
+    verdicts = [row.verdict for row in rows]
+    result = Result(
+        **facts,
+        cases=dict(listed),
+        records_sha256=hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None,
+        problems=reading.problems,
+        rows=sorted(rows, key=importance),
+        counts=dict(Counter(map(str, verdicts))),
+        gateable_share=gateable_share(verdicts),
+        strict=strict,
+        exit_code=exit_code(verdicts, strict=strict),
+    )
+    result.same_commit = result.base.sha == result.head.sha
     write_json(folder / RESULT, msgspec.to_builtins(result, order="deterministic"))
     return result
 
 
-def assess(name: Key, group: Group, listed: Listed) -> Row:
+def importance(row: Row) -> tuple[int, float, Key]:
+    """Return what sorts rows: the verdict, then how large the change is."""
+    return ORDER.index(row.verdict), -abs(math.log(row.ratio or 1.0)), row.key
+
+
+def assess(name: Key, group: Group, listed: Mapping[str, set[Key]]) -> Row:
     """Return the row of one case.
 
     Args:
@@ -130,10 +163,14 @@ def assess(name: Key, group: Group, listed: Listed) -> Row:
         return Row(*name, *found)
     logs, delta = group.logs(stage), group.delta
     if found is not None:
-        decision = Decision(found[0], stage, exact_interval(logs))
+        decision = Decision(found[0], stage, interval(logs))
     else:
-        decision = judge(group.logs("screen"), logs if stage == "confirm" else (), delta)
+        confirm = logs if stage == "confirm" else ()
+        decision = judge(group.logs("screen"), confirm, delta)
     base, head = (statistics.median(group.seconds(stage, side)) for side in SIDES)
+    low, middle, high = (
+        math.exp(getattr(decision.interval, end)) for end in ("low", "median", "high")
+    )
     return Row(
         *name,
         verdict=decision.verdict,
@@ -141,12 +178,14 @@ def assess(name: Key, group: Group, listed: Listed) -> Row:
         stage=stage,
         pairs=len(logs),
         slower=sum(d > 0 for d in logs),
-        ratio=math.exp(decision.interval.median),
-        low=math.exp(decision.interval.low),
-        high=math.exp(decision.interval.high),
+        ratio=middle,
+        low=low,
+        high=high,
         delta=delta,
+        half_width=math.expm1(half_width(group.seconds("screen", "base"))),
         base_s=base,
         head_s=head,
+        pairs_needed=decision.pairs_needed,
         flags=_flags(group.of(stage)),
     )
 
@@ -160,13 +199,14 @@ def _reason(decision: Decision, delta: float) -> str | None:
     return f"{f'about {needed} pairs' if needed else 'more pairs than are worth it'} would decide"
 
 
-def obstacle(group: Group, stage: str) -> tuple[Verdict, str] | None:
-    """Return why the times of a stage cannot be judged: a verdict that needs no times, a reason."""
+def obstacle(group: Group, stage: str) -> Obstacle | None:
+    """Return why the times of a stage cannot be judged."""
+    if group.twice:
+        return Verdict.MISSING, f"{_where(group.twice[0])} is recorded twice"
     told = ((place, _complaint(group.at.get(place))) for place in places(stage))
-    if bad := [
-        f"{side} in pair {n} of the {on} stage: {text}" for (on, n, side), text in told if text
-    ]:
-        return Verdict.MISSING, f"{len(bad)} of {2 * STAGES[stage]} launches; {bad[0]}"
+    if bad := [(place, text) for place, text in told if text]:
+        share = f"{len(bad)} of {2 * STAGES[stage]} launches"
+        return Verdict.MISSING, f"{share}; {_where(bad[0][0])}: {bad[0][1]}"
     stages = ("screen",) if stage == "screen" else STAGES
     if difference := _difference([record for one in stages for record in group.of(one)]):
         return Verdict.MISMATCH, difference
@@ -183,6 +223,10 @@ def _complaint(record: Record | None) -> str | None:
     if record.status not in MEASURED:  # an uneven start is noise, which the half-width includes
         return f"{record.status}: {record.reason}"
     return None if record.seconds else "a time of 0 s"
+
+
+def _where(place: Place) -> str:
+    return f"{place[2]} in pair {place[1]} of the {place[0]} stage"
 
 
 def _difference(records: Sequence[Record]) -> str | None:
@@ -209,16 +253,41 @@ def _flags(records: Sequence[Record]) -> list[str]:
 
 CHANGED = {Verdict.REGRESSED: "slower", Verdict.IMPROVED: "faster"}
 MAIN_SHARE = 0.5  # of the change, for a phase to be named as its place
+TRAFFIC = {"calls": "calls", "messages": "messages", "bytes": "bytes_sent"}
 Records = Sequence[Record]
+
+
+def explain(row: Row, rows: Sequence[Row], base: Records, head: Records) -> str | None:
+    """Return the sentence on one row; None if nothing changed.
+
+    Args:
+        row: a case on one number of ranks.
+        rows: all rows of the comparison.
+        base, head: the records of the pairs that decided.
+    """
+    if row.verdict not in CHANGED:
+        return None
+    sent = "; ".join(_traffic(base[0], head[0])) or "bytes unchanged"
+    return f"{CHANGED[row.verdict]} {_numbers(row, rows)}, {_phase(base, head)}, {sent}"
+
+
+def _numbers(row: Row, rows: Sequence[Row]) -> str:
+    judged = [other for other in rows if other.case == row.case and other.verdict in JUDGED]
+    alike = sorted(other.ranks for other in judged if other.verdict is row.verdict)
+    numbers = ", ".join(map(str, alike))
+    if len(alike) < len(judged):
+        return f"only at P={numbers}"
+    return f"at P={numbers}" if len(judged) == 1 else f"at every P ({numbers})"
 
 
 def _phase(base: Records, head: Records) -> str:
     """Name the phase that holds most of the change; of communication, the collective that does."""
     growth = _growth(base, head, "phases", "max_s")
     total = growth.pop("total")
-    if max(growth, key=lambda name: growth[name] * total, default="") == "communication":
-        growth = _growth(base, head, "comm", "seconds")
     name = max(growth, key=lambda name: growth[name] * total, default="")
+    if name == "communication":
+        growth = _growth(base, head, "comm", "seconds")
+        name = max(growth, key=lambda name: growth[name] * total, default="")
     most = growth.get(name, 0.0)
     if not total or most / total < MAIN_SHARE:
         return "in no single phase"
@@ -234,3 +303,13 @@ def _growth(base: Records, head: Records, part: str, field: str) -> dict[str, fl
 
     names = sorted({name for record in (*base, *head) for name in getattr(record, part) or {}})
     return {name: typical(head, name) - typical(base, name) for name in names}
+
+
+def _traffic(base: Record, head: Record) -> Iterator[str]:
+    """Say what differs in calls, messages and bytes, which do not vary between launches."""
+    sides = [record.comm or {} for record in (base, head)]
+    for name in dict.fromkeys(name for side in sides for name in side):
+        for what, field in TRAFFIC.items():
+            before, after = (getattr(side.get(name), field, 0) for side in sides)
+            if before != after:
+                yield f"{what} of {name} {before:,} -> {after:,}"

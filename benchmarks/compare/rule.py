@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from benchmarks.files import read_json
 from benchmarks.records.types import Count, Size
@@ -31,8 +31,13 @@ DELTAS: Mapping[str, float] = {
     "cpu": 0.10,
 }  # the smallest change that counts: a node of our own, a shared runner
 MAX_DELTA = 0.15
+# probability that one end of an interval lies on the wrong side; 1.07 % for 10 pairs, 0.59 % for 20
+MISS = 0.02
 GATEABLE_SHARE = 0.8
 MANY_PAIRS = 1000
+
+
+ExitCode = Literal[0, 1, 3, 4]
 
 
 class Verdict(StrEnum):
@@ -49,7 +54,6 @@ class Verdict(StrEnum):
     UNCHANGED = "no regression"
 
 
-ORDER = list(Verdict)
 JUDGED = {Verdict.REGRESSED, Verdict.IMPROVED, Verdict.UNCHANGED, Verdict.INCONCLUSIVE}
 
 
@@ -70,9 +74,14 @@ class Decision:
     pairs_needed: int | None = None
 
 
+def interval(logs: Sequence[float]) -> Interval:
+    """Return the exact interval of the median; the widest one if there are too few for `MISS`."""
+    return exact_interval(logs)
+
+
 def half_width(seconds: Sequence[float]) -> float:
     """Return half the width of the interval of log-ratios of each launch to the one before it."""
-    found = exact_interval([math.log(after / before) for before, after in pairwise(seconds)])
+    found = interval([math.log(after / before) for before, after in pairwise(seconds)])
     return (found.high - found.low) / 2
 
 
@@ -106,7 +115,7 @@ def judge(screen: Sequence[float], confirm: Sequence[float], delta: float) -> De
     if suspected:
         found = _direction(confirm, CONFIRM_PAIRS, CONFIRM_AGREE, math.log1p(delta))
     stage, logs = ("confirm", confirm) if suspected else ("screen", screen)
-    middle, limit = exact_interval(logs), math.log1p(delta)
+    middle, limit = interval(logs), math.log1p(delta)
     if delta > MAX_DELTA:
         return Decision(Verdict.UNGATEABLE, stage, middle)
     if suspected and found == suspected:
@@ -114,6 +123,27 @@ def judge(screen: Sequence[float], confirm: Sequence[float], delta: float) -> De
     if middle.high < limit:
         return Decision(Verdict.UNCHANGED, stage, middle)
     return Decision(Verdict.INCONCLUSIVE, stage, middle, _pairs_needed(middle, limit))
+
+
+def exit_code(verdicts: Iterable[Verdict], *, strict: bool = False) -> ExitCode:
+    """Return the exit code of a comparison.
+
+    1 regressed; 3 missing, mismatch, or nothing judged; 4 inconclusive or too few gateable cases,
+    if strict; else 0.
+    """
+    found = list(verdicts)
+    if Verdict.REGRESSED in found:
+        return 1
+    if {Verdict.MISSING, Verdict.MISMATCH} & set(found) or not JUDGED & set(found):
+        return 3
+    doubtful = Verdict.INCONCLUSIVE in found or gateable_share(found) < GATEABLE_SHARE
+    return 4 if strict and doubtful else 0
+
+
+def gateable_share(verdicts: Iterable[Verdict]) -> float:
+    """Return the share of the cases to be judged that is quiet enough; 0 if there is none."""
+    counted = [verdict for verdict in verdicts if verdict in JUDGED | {Verdict.UNGATEABLE}]
+    return sum(verdict in JUDGED for verdict in counted) / len(counted) if counted else 0.0
 
 
 def _direction(logs: Sequence[float], pairs: int, agree: int, threshold: float) -> int:
@@ -145,6 +175,17 @@ Key = tuple[str, int]
 Text = Annotated[str, Meta(max_length=10_000)]
 Ratio = Annotated[float, Meta(gt=1e-9, le=1e9)]
 Share = Annotated[float, Meta(ge=0, le=1e9)]
+RULE = {
+    "screen": {
+        "pairs": SCREEN_PAIRS,
+        "agree": SCREEN_AGREE,
+        "share_of_delta": SCREEN_SHARE,
+    },
+    "confirm": {"pairs": CONFIRM_PAIRS, "agree": CONFIRM_AGREE, "share_of_delta": 1.0},
+    "delta": dict(DELTAS),
+    "max_delta": MAX_DELTA,
+    "miss": MISS,
+}
 COLUMNS = (
     "case",
     "P",
@@ -168,6 +209,7 @@ NOTE = (
     "counts from: the smallest change judged. regressed: confirmed by fresh pairs. "
     "ungateable: base against itself varies too much. inconclusive is not red."
 )
+ORDER = list(Verdict)
 
 
 class Row(Struct):
@@ -179,8 +221,10 @@ class Row(Struct):
         stage, pairs, slower: the pairs that decided, how many they are, and in how many head took
             longer.
         ratio, low, high: median of head / base, and its exact interval.
-        delta: the smallest change that counts, as a share.
+        delta, half_width: the smallest change that counts, and the noise of base against itself, as
+            shares.
         base_s, head_s: median seconds of the pairs that decided.
+        pairs_needed: if inconclusive, how many would decide; None if more than are worth it.
         flags: reasons to read the row with care.
         explanation: where the time went, for a case that changed.
     """
@@ -196,8 +240,10 @@ class Row(Struct):
     low: Ratio | None = None
     high: Ratio | None = None
     delta: Share | None = None
+    half_width: Share | None = None
     base_s: Share | None = None
     head_s: Share | None = None
+    pairs_needed: Count | None = None
     flags: Annotated[list[Text], Meta(max_length=20)] = []
     explanation: Text | None = None
 
@@ -213,60 +259,46 @@ class Row(Struct):
             return None
         return self.low, self.ratio, self.high
 
-    @property
-    def importance(self) -> tuple[int, float, Key]:
-        """What sorts rows: the verdict, then how large the change is."""
-        return ORDER.index(self.verdict), -abs(math.log(self.ratio or 1.0)), self.key
-
 
 class Told(Struct):
-    """One side of a comparison: the name that was asked for, and its commit."""
+    """One side of a comparison: the name that was asked for, its commit, and its environment."""
 
     ref: Text
     sha: Text | None
+    environment: Text = ""
 
 
 class Result(Struct, kw_only=True):
-    """A whole comparison. What follows from the rows is derived on reading.
+    """A whole comparison.
 
     Args:
         base, head: the sides.
         seed: of the coins.
+        ranks: the numbers of ranks.
+        cases: the cases that each side has.
+        records, records_sha256: the file of the records, and its hash.
         problems: what is wrong with the records.
         rows: a row for each case and number of ranks that either side has.
-        strict: whether doubt is an error.
+        counts: how often each verdict was given.
+        gateable_share: the share of the cases that was quiet enough to be judged.
     """
 
     format: Literal[1] = 1
     base: Told
     head: Told
+    same_commit: bool = False
     seed: int = 0
+    ranks: list[int] = []
+    cases: dict[str, set[Key]] = {}
+    rule: dict[str, Any] = field(default_factory=lambda: dict(RULE))
+    records: Text = RECORDS
+    records_sha256: Text | None = None
     problems: Annotated[list[Text], Meta(max_length=10_000)] = []
     rows: Annotated[list[Row], Meta(max_length=10_000)]
+    counts: dict[str, int] = {}
+    gateable_share: Annotated[float, Meta(ge=0, le=1)]
     strict: bool = False
-
-    @property
-    def counts(self) -> dict[Verdict, int]:
-        """How often each verdict was given, the most important first."""
-        counted = Counter(row.verdict for row in self.rows)
-        return {verdict: counted[verdict] for verdict in ORDER if counted[verdict]}
-
-    @property
-    def gateable_share(self) -> float:
-        """The share of the cases to be judged that is quiet enough; 0 if there is none."""
-        judged = sum(row.verdict in JUDGED for row in self.rows)
-        return judged / (judged + self.counts.get(Verdict.UNGATEABLE, 0)) if judged else 0.0
-
-    @property
-    def exit_code(self) -> int:
-        """A key of CODES: 4 only if strict."""
-        found = set(self.counts)
-        if Verdict.REGRESSED in found:
-            return 1
-        if {Verdict.MISSING, Verdict.MISMATCH} & found or not JUDGED & found:
-            return 3
-        doubtful = Verdict.INCONCLUSIVE in found or self.gateable_share < GATEABLE_SHARE
-        return 4 if self.strict and doubtful else 0
+    exit_code: ExitCode
 
 
 def load(path: Path) -> Result:
@@ -284,7 +316,8 @@ def table(result: Result) -> Table:
         f"{name} {plain(side.ref, 60)} ({plain(side.sha or 'changed')[:10]})"
         for name, side in (("base", result.base), ("head", result.head))
     ]
-    return make(" against ".join(names), COLUMNS, map(cells, result.rows), NOTE)
+    title = " against ".join(names) + (": the same commit" if result.same_commit else "")
+    return make(title, COLUMNS, map(cells, result.rows), NOTE)
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -306,12 +339,13 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def summary(result: Result) -> Iterator[str]:
     """Sum up a result in a few lines."""
-    shown = ", ".join(f"{count} {verdict}" for verdict, count in result.counts.items())
+    counts = Counter(row.verdict for row in result.rows)
+    shown = ", ".join(f"{counts[verdict]} {verdict}" for verdict in ORDER if counts[verdict])
     yield f"{shown or 'no case'}. Exit code {result.exit_code}: {CODES[result.exit_code]}."
     if 0 < result.gateable_share < GATEABLE_SHARE:
         yield (
             f"Only {result.gateable_share:.0%} of the cases are quiet enough to be judged, "
             f"{GATEABLE_SHARE:.0%} should be: is something else running on this machine?"
         )
-    if result.base.sha == result.head.sha:
+    if result.same_commit:
         yield "Base and head are the same commit, so this measures the comparison itself."

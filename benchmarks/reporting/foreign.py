@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
+from benchmarks.compare.pairs import importance
 from benchmarks.compare.rule import Row, load, summary, table
 from benchmarks.files import ForeignError, read_json
 from benchmarks.reporting.derive import grouped
@@ -36,7 +37,7 @@ def read_comparison(path: Path) -> Section:
         ForeignError: the file is not one.
     """
     result = load(path)
-    result.rows.sort(key=lambda row: row.importance)
+    result.rows.sort(key=importance)
     return Section(
         "Comparison", " ".join(summary(result)), (table(result),), tuple(pictures(result.rows))
     )

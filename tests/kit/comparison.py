@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from kit.records import NOTHING, case as describe, dicts, record as some_record
+from kit.records import case as describe
 
 from benchmarks.compare.pairs import build
 from benchmarks.compare.rule import RECORDS, Key, Result, Row, Told
@@ -61,11 +62,24 @@ class Machine:
 
     def _record(self, side: Side, ranks: int, case: str, pair: Json) -> Json:
         if (side.name, case, ranks, pair["stage"], pair["index"]) in self.broken:
-            hung = {**NOTHING, "status": "timeout", "reason": "it hung"}
-            return {**record(case, ranks, 1.0, side, pair), **hung}
+            failure = dict.fromkeys(
+                ("device", "transport", "env", "timing", "phases", "comm", "memory", "work")
+            )
+            return {
+                **record(case, ranks, 1.0, side, pair),
+                **failure,
+                "status": "timeout",
+                "reason": "it hung",
+            }
         factor = self.slower.get((case, ranks), 1.0) if side.name == "head" else 1.0
-        seconds = 0.01 / ranks * self.random.lognormvariate(0, self.noise)
-        made = record(case, ranks, seconds, side, pair, factor)
+        made = record(
+            case,
+            ranks,
+            0.01 / ranks * self.random.lognormvariate(0, self.noise),
+            side,
+            pair,
+            factor,
+        )
         made["transport"]["oversubscribed"] = ranks > self.cores
         since, change = self.changes.get(side.name, (0, {}))
         if pair["index"] >= since:
@@ -79,23 +93,87 @@ def record(
 ) -> Json:
     """A record whose attention takes `factor` times as long as it should."""
     layer, scheme, variant = case.split("/")
-    what = describe(layer, scheme, variant, ranks, layout=None, mask=None)
+    what = describe(layer, scheme, variant, ranks, shape={"seq": 64}, layout=None, mask=None)
     attention, waiting = 0.8 * seconds + (factor - 1) * seconds, 0.2 * seconds
     shares = {"total": seconds * factor, "attention": attention, "communication": waiting}
-    sent = {"calls": 1, "messages": ranks, "bytes_sent": 64, "bytes_formula": 64}
-    commit = {"sha": side.told.sha, "dirty": False}
-    phases = {name: {"max_s": value, "mean_s": value} for name, value in shares.items()}
-    comm = {"shift": {**sent, "seconds": waiting}}
-    more: Json = {"pair": pair, "commit": commit, "phases": phases, "comm": comm}
-    return dicts(some_record(what, seconds * factor, **more))
+    return {
+        "schema": 1,
+        "run_id": "a-run",
+        "launch": 0,
+        "pair": pair,
+        "harness_sha": "a" * 64,
+        "status": "ok",
+        "reason": None,
+        "commit": {"sha": side.told.sha, "merge_base": None, "branch": None, "dirty": False},
+        "case": what,
+        **machine_facts(),
+        "timing": timing([seconds * factor * share for share in (0.999, 1.0, 1.003)], ranks),
+        "phases": {name: {"max_s": value, "mean_s": value} for name, value in shares.items()},
+        "comm": {
+            "shift": {
+                "calls": 1,
+                "messages": ranks,
+                "bytes_sent": 64,
+                "bytes_formula": 64,
+                "seconds": waiting,
+            }
+        },
+        "memory": None,
+        "work": {"flops": None, "tokens": 64},
+    }
+
+
+def timing(samples: list[float], ranks: int) -> Json:
+    return {
+        "warmup": 1,
+        "iterations": len(samples),
+        "inner": 1,
+        "samples_s": samples,
+        "max_local_s": samples,
+        "per_rank_median_s": [samples[0]] * ranks,
+        "median_s": statistics.median(samples),
+        "imbalance": 1.0,
+        "barrier_skew_s": dict.fromkeys(("median", "p95", "max"), 0.0),
+        "skew_limited": False,
+    }
+
+
+def machine_facts() -> Json:
+    """Device, transport and environment."""
+    unknown = dict.fromkeys(("clocks", "temperature", "power_cap", "driver"))
+    return {
+        "device": {"kind": "cpu", "name": "a processor", "count": 2, **unknown},
+        "transport": {
+            "mpi": {"vendor": "An MPI", "version": "1", "library": "An MPI 1"},
+            "mode": "host",
+            "threads": 1,
+            "oversubscribed": False,
+            "shared_gpu": False,
+        },
+        "env": {
+            "fingerprint": "0123456789abcdef",
+            "python": "3.13",
+            "torch": "2",
+            "platform": "Linux",
+            "cpu_model": "a processor",
+            "cores": 2,
+            "slurm_job": None,
+        },
+    }
 
 
 def pair_of_sides() -> tuple[Side, Side]:
     """Base and head, which exist nowhere."""
-    nowhere = Path("nowhere")
-    return Side("base", nowhere, Told("base", "b" * 40)), Side(
-        "head", nowhere, Told("head", "c" * 40)
+    base, head = (
+        Side(
+            name,
+            Path("nowhere"),
+            "python",
+            Told(name, letter * 40, "shared"),
+        )
+        for name, letter in (("base", "b"), ("head", "c"))
     )
+    return base, head
 
 
 def compared(
@@ -112,8 +190,8 @@ def compared(
     Session(cast("Any", machine), sides, seed, folder / RECORDS, lambda *_: None).run(
         listed["base"] & listed["head"]
     )
-    facts = {"base": sides[0].told, "head": sides[1].told, "seed": seed}
-    return build(folder, listed=listed, strict=strict, **facts)
+    facts = {"base": sides[0].told, "head": sides[1].told, "seed": seed, "ranks": list(ranks)}
+    return build(folder, strict=strict, listed=listed, **facts)
 
 
 def rows_of(result: Result) -> dict[Key, Row]:

@@ -210,4 +210,5 @@ def verdict(name: str, ratio: float | None = 1.1, **changes: Any) -> dict[str, A
 def result(*rows: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """What a comparison writes."""
     sides = {"base": {"ref": "main", "sha": "b" * 40}, "head": {"ref": "topic", "sha": "c" * 40}}
-    return {"format": 1, **sides, "rows": list(rows), **changes}
+    end = {"exit_code": 1, "gateable_share": 0.9}
+    return {"format": 1, **sides, "rows": list(rows), **end, **changes}
