@@ -1,4 +1,4 @@
-"""Facts about the machine from the operating system, and programs that are tried on it."""
+"""Read facts about the machine from the operating system, and try programs on it."""
 
 from __future__ import annotations
 

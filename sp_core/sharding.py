@@ -274,10 +274,8 @@ class Sharding:
 
     def restore(self, gathered: Tensor, dim: int) -> Tensor:
         """Reorder tokens from the order of an all-gather to ascending order of position."""
-        positions = concatenated(self.gathered_segments)
-        if (positions.diff() > 0).all():
-            return gathered
-        return gathered.index_select(dim, positions.argsort().to(gathered.device))
+        index = self._restore_index
+        return gathered if index is None else gathered.index_select(dim, index.to(gathered.device))
 
     def group(self, groups: Sequence[Sequence[int]]) -> Sharding:
         """Make the sharding over groups of ranks.
@@ -324,6 +322,13 @@ class Sharding:
         return concatenated(self.gathered_segments).sort().values
 
     @cached_property
+    @torch.inference_mode(False)
+    def _restore_index(self) -> Tensor | None:
+        """The places of the tokens in an all-gather by position. None if they are in order."""
+        positions = concatenated(self.gathered_segments)
+        return None if (positions.diff() > 0).all() else positions.argsort()
+
+    @cached_property
     def _first(self) -> int:
         return min((s.start for s in self.gathered_segments if len(s)), default=0)
 
@@ -341,14 +346,15 @@ class Sharding:
         )
 
 
-def check_sharding(sharding: Sharding, comm: Any, what: str) -> None:
+def check_sharding(sharding: Sharding, comm: Any, what: str, argument: str = "sharding") -> None:
     """Refuse a sharding that is not over the ranks of a communicator.
 
     Raises:
-        TypeError, ShapeError: naming the call or the tensor.
+        TypeError: naming the argument.
+        ShapeError: naming the call or the tensor.
     """
     check_type(
-        "sharding", sharding, Sharding, "Make one, such as Sharding.contiguous(seq_len, size)."
+        argument, sharding, Sharding, "Make one, such as Sharding.contiguous(seq_len, size)."
     )
     if sharding.size != comm.size:
         raise ShapeError(

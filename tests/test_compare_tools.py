@@ -17,7 +17,7 @@ from benchmarks.cases.setting import Setting
 from benchmarks.compare import __main__ as command, sides as sides_module
 from benchmarks.compare.rule import Told
 from benchmarks.compare.sides import Side, commits, needs, sides
-from benchmarks.launching import Launch, UsageError
+from benchmarks.launching import KEEP_MEMORY, Launch, UsageError
 
 pytestmark = pytest.mark.mpi_skip  # no communication
 
@@ -134,10 +134,9 @@ def test_the_harness_is_asked_for_cases_and_launches(
     def run_launch(
         ranks: int, cases: list[Any], setting: Setting, launch: Launch, root: Path
     ) -> str:
-        command = launch.command(ranks)[-7:]
-        asked.append(
-            (ranks, [case.id for case in cases], setting.pair, setting.launch, command, root)
-        )
+        sha = setting.commit["sha"]  # None: the side is no repository
+        told = (ranks, [case.id for case in cases], setting.pair, setting.launch, sha)
+        asked.append((*told, launch.command(ranks)[-7:], root))
         with Path(setting.out).open("a") as file:
             file.write(f"line {setting.launch}\n")
         if setting.launch == 1:
@@ -157,10 +156,10 @@ def test_the_harness_is_asked_for_cases_and_launches(
     bench.launch(side, 2, ["b"], pair, out)
     with pytest.raises(KeyboardInterrupt):
         bench.launch(side, 1, ["a", "b"], pair, out)
-    worker = ["env", *sides_module.VARIABLES, "a-python", "-m", "mpi4py", "-m", "benchmarks.worker"]
+    worker = ["env", KEEP_MEMORY, "a-python", "-m", "mpi4py", "-m", "benchmarks.worker"]
     assert asked == [
-        (2, ["b"], pair, 0, worker, tmp_path),
-        (1, ["a", "b"], pair, 1, worker, tmp_path),
+        (2, ["b"], pair, 0, None, worker, tmp_path),
+        (1, ["a", "b"], pair, 1, None, worker, tmp_path),
     ]
     assert out.read_text() == "line 0\nline 1\n"
     assert out.with_suffix(".log").read_text() == "head, P=2, screen pair 3\nit broke\n\n"

@@ -28,13 +28,13 @@ from benchmarks.compare.rule import (
     exit_code,
     gateable_share,
     half_width,
-    interval,
     judge,
     raised_delta,
     suspicion,
 )
 from benchmarks.files import write_json
 from benchmarks.records import MEASURED, Record, read
+from benchmarks.statistics import exact_interval
 
 Place = tuple[str, int, str]
 """Stage, index of the pair, side."""
@@ -163,7 +163,7 @@ def assess(name: Key, group: Group, listed: Mapping[str, set[Key]]) -> Row:
         return Row(*name, *found)
     logs, delta = group.logs(stage), group.delta
     if found is not None:
-        decision = Decision(found[0], stage, interval(logs))
+        decision = Decision(found[0], stage, exact_interval(logs))
     else:
         confirm = logs if stage == "confirm" else ()
         decision = judge(group.logs("screen"), confirm, delta)

@@ -22,7 +22,7 @@ from msgspec import Meta, Struct, field
 from benchmarks.files import read_json
 from benchmarks.records.types import Count, Size
 from benchmarks.reporting.tables import DASH, Table, make, milliseconds, plain, ratio
-from benchmarks.statistics import Interval, exact_interval
+from benchmarks.statistics import MISS, Interval, exact_interval
 
 SCREEN_PAIRS, SCREEN_AGREE, SCREEN_SHARE = 10, 8, 0.8
 CONFIRM_PAIRS, CONFIRM_AGREE = 20, 16
@@ -31,8 +31,6 @@ DELTAS: Mapping[str, float] = {
     "cpu": 0.10,
 }  # the smallest change that counts: a node of our own, a shared runner
 MAX_DELTA = 0.15
-# probability that one end of an interval lies on the wrong side; 1.07 % for 10 pairs, 0.59 % for 20
-MISS = 0.02
 GATEABLE_SHARE = 0.8
 MANY_PAIRS = 1000
 
@@ -74,14 +72,9 @@ class Decision:
     pairs_needed: int | None = None
 
 
-def interval(logs: Sequence[float]) -> Interval:
-    """Return the exact interval of the median; the widest one if there are too few for `MISS`."""
-    return exact_interval(logs)
-
-
 def half_width(seconds: Sequence[float]) -> float:
     """Return half the width of the interval of log-ratios of each launch to the one before it."""
-    found = interval([math.log(after / before) for before, after in pairwise(seconds)])
+    found = exact_interval([math.log(after / before) for before, after in pairwise(seconds)])
     return (found.high - found.low) / 2
 
 
@@ -115,7 +108,7 @@ def judge(screen: Sequence[float], confirm: Sequence[float], delta: float) -> De
     if suspected:
         found = _direction(confirm, CONFIRM_PAIRS, CONFIRM_AGREE, math.log1p(delta))
     stage, logs = ("confirm", confirm) if suspected else ("screen", screen)
-    middle, limit = interval(logs), math.log1p(delta)
+    middle, limit = exact_interval(logs), math.log1p(delta)
     if delta > MAX_DELTA:
         return Decision(Verdict.UNGATEABLE, stage, middle)
     if suspected and found == suspected:

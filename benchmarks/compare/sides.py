@@ -172,13 +172,6 @@ def _name(requirement: str) -> str:
     return canonicalize_name(Requirement(requirement).name)
 
 
-VARIABLES = (KEEP_MEMORY,)
-"""Without it, it is chance whether the kernel clears the same pages in every step of a launch.
-
-Ulysses, forward, P = 2, on two cores, takes 7.0 to 9.6 ms without, and 6.8 to 7.5 ms with this.
-"""
-
-
 @dataclass
 class Bench:
     """Starts launches as `nox -s bench` does, but asks only once which cases there are.
@@ -209,27 +202,19 @@ class Bench:
         self, side: Side, ranks: int, cases: Sequence[str], pair: dict[str, Any], out: Path
     ) -> None:
         """Measure some cases once. Each has a record in `out` then, however the launch ends."""
-        part = out.with_name("launch.jsonl")  # its reader need not read all launches before it
         setting = msgspec.structs.replace(
             self.setting,
-            out=str(part),
+            out=str(out),
             pair=pair,
             only=tuple(cases),
             launch=self.launches,
-            commit={**commit(side.root), "merge_base": None, "branch": None},
+            commit=commit(side.root),
         )
         plan = self.plans[side.name][ranks]
         planned = [case for case in plan if any(text in case.id for text in cases)]
         self.launches += 1
-        try:
-            how = Launch(self.how.prefix, self.how.timeout, VARIABLES, python=side.python)
-            printed = run_launch(ranks, planned, setting, how, side.root)
-        finally:
-            if part.exists():
-                with out.open("ab") as file:
-                    file.write(part.read_bytes())
-                part.unlink()
-        if printed:
+        how = Launch(self.how.prefix, self.how.timeout, (KEEP_MEMORY,), python=side.python)
+        if printed := run_launch(ranks, planned, setting, how, side.root):
             about = f"{side.name}, P={ranks}, {pair['stage']} pair {pair['index']}"
             with out.with_suffix(".log").open("a") as log:
                 log.write(f"{about}\n{printed}\n\n")

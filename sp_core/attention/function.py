@@ -193,7 +193,7 @@ class _Attention(torch.autograd.Function):
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         do, q_, k_, v_, o = (t.transpose(1, 2) for t in (grad_out, q, k, v, out))
         grads = attend_backward(do, q_, k_, v_, o, lse, grad_lse=grad_lse, **ctx.call)
-        dsinks = None if sinks is None else sinks_gradient(do, o, lse, grad_lse, sinks)
+        dsinks = sinks_gradient(do, o, lse, grad_lse, sinks)
         return *(grad.transpose(1, 2).to(q.dtype) for grad in grads), dsinks, *[None] * 4
 
 

@@ -76,10 +76,9 @@ def block_attention(
         return torch.zeros_like(q), q.new_full(
             q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype)
         )
-    if allowed is None or (seen := _seen(allowed)) is None:
+    if (seen := _seen(kind, allowed, logits, q.device)) is None:
         return forward(q, k, v, kind, allowed, logits)
-    i, j = (x.to(q.device) for x in seen)
-    inside: Any = {"kind": kind, "allowed": allowed[seen[0]][:, seen[1]], "logits": logits.at(i, j)}
+    i, j, inside = seen
     part, part_lse = block_attention(q[:, :, i], k[:, :, j], v[:, :, j], **inside)
     out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=part_lse.dtype)
     return out.index_copy_(2, i, part), lse.index_copy_(2, i, part_lse)
@@ -119,10 +118,9 @@ def block_attention_backward(
     if _empty(q, k):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     grad_out, out = grad_out.to(q.dtype), out.to(q.dtype)
-    if allowed is None or (seen := _seen(allowed)) is None:
+    if (seen := _seen(kind, allowed, logits, q.device)) is None:
         return backward(grad_out, q, k, v, out, lse, kind, allowed, logits)
-    i, j = (x.to(q.device) for x in seen)
-    inside: Any = {"kind": kind, "allowed": allowed[seen[0]][:, seen[1]], "logits": logits.at(i, j)}
+    i, j, inside = seen
     tensors = (grad_out[:, :, i], q[:, :, i], k[:, :, j], v[:, :, j], out[:, :, i], lse[:, :, i])
     parts = block_attention_backward(*tensors, **inside)
     dq, dk, dv = (
@@ -137,17 +135,25 @@ def _empty(q: Tensor, k: Tensor) -> bool:
     return q.numel() == 0 or k.numel() == 0
 
 
-def _seen(allowed: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return the indices of queries that see a key, and of keys that a query sees.
+def _seen(
+    kind: str, allowed: Tensor | None, logits: Logits, device: torch.device
+) -> tuple[Tensor, Tensor, dict[str, Any]] | None:
+    """Narrow a block to the queries that see a key, and the keys that a query sees.
 
     Return None if these are all.
+
+    Returns:
+        The indices of these queries and keys on the device, and what `block_attention` is told of
+        the narrower block.
     """
+    if allowed is None:
+        return None
     rows, columns = allowed.any(1), allowed.any(0)
-    return (
-        None
-        if bool(rows.all()) and bool(columns.all())
-        else (rows.nonzero()[:, 0], columns.nonzero()[:, 0])
-    )
+    if bool(rows.all()) and bool(columns.all()):
+        return None
+    queries, keys = rows.nonzero()[:, 0], columns.nonzero()[:, 0]
+    i, j = queries.to(device), keys.to(device)
+    return i, j, {"kind": kind, "allowed": allowed[queries][:, keys], "logits": logits.at(i, j)}
 
 
 def backend_for(
@@ -195,7 +201,7 @@ def forward(
     scale = logits.softmax_scale
     if backend == "flash_cpu":
         q, k, v = (_readable(t) for t in (q, k, v))
-        if kind == "causal" and scale <= 0:  # the kernel hides before it scales
+        if kind == "causal" and scale <= 0:  # it hides before it scales; its backward does not
             kind, allowed = "partial", torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril_()
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, kind == "causal", attn_mask=_additive(allowed, q.dtype), scale=scale

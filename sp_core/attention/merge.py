@@ -54,13 +54,17 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
 
 
 def sinks_gradient(
-    grad_out: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None, sinks: Tensor
-) -> Tensor:
+    grad_out: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None, sinks: Tensor | None
+) -> Tensor | None:
     """Compute the gradient of `add_sinks` by the sinks, (H,), from its results and their gradients.
+
+    Return None for no sinks.
 
     A sink has the logit of a key whose value is 0: P = exp(sink - lse), dsink = P * (grad_lse -
     rowsum(dO * out)), summed over batch and queries.
     """
+    if sinks is None:
+        return None
     weights = torch.exp(sinks.to(lse.dtype)[:, None] - lse.masked_fill(lse.isneginf(), torch.inf))
     delta = -(grad_out.to(lse.dtype) * out).sum(-1)
     delta = delta if grad_lse is None else delta + grad_lse

@@ -34,12 +34,12 @@ class Ledger:
     def __init__(self, directory: Path, xml: str | None, suite: str = "pytest") -> None:
         self._path = directory / FILE
         self._case: dict[str, Any] = {"xml": xml and str(Path(xml).absolute()), "suite": suite}
-        self.pytest_runtest_logfinish()
+        self._write()
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Keep that a test begins."""
         self._case = {"test": nodeid, "outcome": "", "seconds": 0.0, "text": ""}
-        self.pytest_runtest_logfinish()
+        self._write()
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Add a phase of the test: the worst outcome counts."""
@@ -49,7 +49,10 @@ class Ledger:
         self._case["text"] += report.longreprtext if report.failed else ""
 
     def pytest_runtest_logfinish(self) -> None:
-        """Write what is known of the test."""
+        """Keep that a test has ended."""
+        self._write()
+
+    def _write(self) -> None:
         with self._path.open("a") as file:
             file.write(json.dumps(self._case) + "\n")
 

@@ -70,7 +70,7 @@ class Problem:
 
     @property
     def hops(self) -> tuple[int, ...]:
-        """How often each block is passed on around a ring."""
+        """For each block, the number of times that a ring passes it on."""
         return hops(self.sharding, self.kv_sharding, self.mask)
 
     def sees(self, block: int) -> bool:
@@ -183,8 +183,11 @@ def _home(k: Tensor, v: Tensor, comm: Communicator) -> int:
 
 def _check_lengths(q: Tensor, k: Tensor, problem: Problem) -> None:
     comm = problem.comm
-    for name, x, sharding in (("q", q, problem.sharding), ("k and v", k, problem.kv_sharding)):
-        check_sharding(sharding, comm, name)
+    for name, argument, x, sharding in (
+        ("q", "sharding", q, problem.sharding),
+        ("k and v", "kv_sharding", k, problem.kv_sharding),
+    ):
+        check_sharding(sharding, comm, name, argument)
         if x.shape[1] != sharding.local_len(comm.rank):
             raise ShapeError(
                 f"{name} on rank {comm.rank}: dim 1 has {x.shape[1]} tokens, the sharding gives "
@@ -277,7 +280,7 @@ class _Blockwise(torch.autograd.Function):
         with_kv = any(ctx.needs_input_grad[1:3])
         dq, dk, dv = _gradients(upstream, k, v, ctx.problem, ctx.scheme, with_kv)
         do, _, o, *_ = upstream
-        dsinks = None if sinks is None else sinks_gradient(do, o, lse, grad_lse, sinks)
+        dsinks = sinks_gradient(do, o, lse, grad_lse, sinks)
         return dq.transpose(1, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None
 
 

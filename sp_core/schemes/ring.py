@@ -125,7 +125,7 @@ def _visits(k: Tensor, v: Tensor, problem: Problem, groups: Sequence[Group]) -> 
 
 
 def _sums(gradients: Gradients, k: Tensor, problem: Problem) -> Block:
-    """Let the sum of its gradients follow each block, or stay in the memory of its owner."""
+    """Sum the gradients of each block in shared memory, or in a message that follows the block."""
     like = k[:, :0].to(accumulation_dtype(k.dtype))
     in_memory = in_place.is_read(problem.comm, "shift")
     sums = in_place.SharedSums(problem, like) if in_memory else TravellingSums(problem, like)

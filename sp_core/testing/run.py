@@ -108,7 +108,9 @@ class _Rank(threading.Thread):
         with Catch() as caught:
             self.result, self.outcome = run_body(self._family, lambda: self._body(self.comm))
             self.outcome = self._family.finish(self.outcome)[self.number]
-        if isinstance(caught.error, Mismatched):  # the ranks cannot even end together
+        if isinstance(
+            caught.error, Mismatched
+        ):  # ranks that called different things wait for each other
             self.outcome = caught.outcome
         self.crash = None if isinstance(caught.error, (Stopped, Mismatched)) else caught.error
         self._world.leave(self.number)

@@ -114,7 +114,8 @@ class World:
         )
         self._deadlock = "every rank waits and none can go on:" + table
         stuck = {rank for rank, (_, ending) in self._waiting.items() if not ending}
-        self._doomed = stuck or {*self._waiting}  # else ranks that all end would wake for ever
+        # If all ranks wait for the others to end, nobody is stuck elsewhere: all of them are.
+        self._doomed = stuck or {*self._waiting}
         self.touch()
 
 

@@ -60,9 +60,9 @@ class Offer(NamedTuple):
 
 
 class HostMemory:
-    """What a window needs of memory. This one is the host's; that of devices overrides it.
+    """Provide a window with host memory; a subclass provides that of a device.
 
-    Host memory goes with the last tensor in it, in any process.
+    Host memory is freed with the last tensor in it, in any process.
     """
 
     def allocate(self, nbytes: int) -> tuple[Tensor, Offer]:

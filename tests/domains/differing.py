@@ -6,6 +6,7 @@ import functools
 import math
 import random
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -308,7 +309,7 @@ def known_of(subject: Subject) -> list[Difference]:
     return run_threads(subject.ranks(drawn), body)[0]
 
 
-def faults(subject: Subject, drawn: Values, comm: Any, sample: int = 99) -> Iterator[str]:
+def faults(subject: Subject, drawn: Values, comm: Any, sample: int = sys.maxsize) -> Iterator[str]:
     """Make the call once for each difference; every rank of a communicator calls this.
 
     Refused calls are made one after the other on the same ranks, and then one without a difference:

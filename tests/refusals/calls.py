@@ -78,6 +78,11 @@ EVERYWHERE: Table = {
             "13",
             scheme(mask=sp.Mask(documents=(0, 5, 13))),
         ),
+        "a K/V sharding of another type": (
+            TypeError,
+            "kv_sharding='even' was given",
+            scheme(kv_sharding="even"),
+        ),
         "a sharding for another length": (
             sp.ShapeError,
             "12",
