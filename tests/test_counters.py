@@ -12,7 +12,7 @@ from benchmarks import counters
 from benchmarks.cases import bench_schemes
 from sp_core.testing import run_threads, spmd
 
-SOME = 15  # of so many entries one is counted here; `nox -s counters` counts all
+SOME = 5  # of so many entries one is counted here; `nox -s counters` counts all
 
 
 def some(ranks: int) -> list[Any]:

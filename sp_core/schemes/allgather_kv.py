@@ -10,19 +10,30 @@ sequence, H heads, K key/value heads, D head dim, P ranks.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from sp_core.attention import Terms
+from sp_core.attention import Terms, attend_backward
 from sp_core.collectives.maps import AllGather, ReduceScatter, one_ahead
 from sp_core.communicator import Communicator
 from sp_core.mask import Mask
 from sp_core.schemes import in_place
 from sp_core.schemes.heads import Group
-from sp_core.schemes.problem import Block, Gradients, Problem, Scheme, Visit, agree, joined, run
+from sp_core.schemes.problem import (
+    Block,
+    Problem,
+    Scheme,
+    Upstream,
+    Visit,
+    agree,
+    heads_first,
+    joined,
+    run,
+)
 from sp_core.sharding import Sharding
 
 
@@ -106,24 +117,66 @@ def _gathered(k: Tensor, v: Tensor, problem: Problem, groups: Sequence[Group]) -
         keys, values = (x.transpose(1, 2) for x in in_place.whole(k, v, problem))
         yield from ((keys[:, :, kv], values[:, :, kv]) for _, kv in groups)
     else:
-        gather = AllGather(comm, 2, sharding.lengths)
-        calls = ((gather, torch.stack((k[:, :, kv], v[:, :, kv]))) for _, kv in groups)
-        for both in one_ahead(calls):
-            keys, values = sharding.sort_segments(both, 2).unbind()
+        gather = AllGather(comm, 0, sharding.lengths)
+        calls = (
+            (gather, torch.stack((k[:, :, kv], v[:, :, kv])).movedim(2, 0)) for _, kv in groups
+        )  # (S/P, 2, B, K, D)
+        for rows in one_ahead(calls):
+            keys, values = sharding.sort_segments(rows, 0).permute(1, 2, 0, 3, 4).unbind()
             yield keys, values
 
 
-def _sums(gradients: Gradients, _: Tensor, problem: Problem) -> Block:
-    """Sum dk and dv of all tokens over the ranks: a group of heads while the next is computed."""
+def _gradients(
+    upstream: Upstream,
+    k: Tensor,
+    v: Tensor,
+    problem: Problem,
+    groups: Sequence[Group],
+    with_kv: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gather again. The gradients of a group are summed while those of the next are computed."""
+    do, q, out, lse, grad_lse = upstream
+    dqs: list[Tensor] = []
+
+    def gradients() -> Iterator[tuple[Tensor, Tensor]]:
+        for _, positions, [(h, kv)], held in _visits(k, v, problem, groups):
+            assert held is not None
+            given = (do[:, h], q[:, h], *heads_first(held, kv), out[:, h], lse[:, h])
+            gl = None if grad_lse is None else grad_lse[:, h]
+            among = problem.against(positions, h)
+            dq, dk, dv = attend_backward(*given, **among, grad_lse=gl, between=problem.comm.poll)
+            dqs.append(dq.to(q.dtype))
+            yield dk, dv
+
+    if with_kv:
+        dk, dv = (joined(x, 2) for x in zip(*_reduced(gradients(), problem), strict=True))
+        return joined(dqs, 1), dk, dv
+    deque(gradients(), maxlen=0)  # only dqs is wanted
+    return joined(dqs, 1), k, v
+
+
+def _reduced(
+    gradients: Iterator[tuple[Tensor, Tensor]], problem: Problem
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield dk and dv (B, S/P, K, D) of this rank's tokens for each group of heads.
+
+    The gradients of all tokens (B, K, S, D) are summed over the ranks. One group is summed while
+    the next is computed.
+    """
     sharding = problem.kv_sharding
-    parts: Iterator[Tensor] = (
-        sharding.unsort_segments(own, 2) for _, own in gradients if own is not None
+    if problem.comm.size == 1:
+        for grads in gradients:
+            dk, dv = (sharding.unsort_segments(x.transpose(1, 2), 1) for x in grads)
+            yield dk, dv
+        return
+    scatter = ReduceScatter(problem.comm, 0, sharding.lengths)
+    calls = (
+        (scatter, sharding.unsort_segments(torch.stack(x).permute(3, 0, 1, 2, 4), 0))
+        for x in gradients
     )
-    if problem.comm.size > 1:
-        scatter = ReduceScatter(problem.comm, 2, sharding.lengths)
-        parts = one_ahead((scatter, part) for part in parts)
-    dk, dv = joined(list(parts), 3).unbind()
-    return dk, dv
+    for mine in one_ahead(calls):
+        dk, dv = mine.movedim(0, 2).unbind()
+        yield dk, dv
 
 
-_SCHEME = Scheme("allgather_kv_attention", _visits, _sums)
+_SCHEME = Scheme("allgather_kv_attention", _visits, _gradients)

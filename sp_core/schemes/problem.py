@@ -8,7 +8,6 @@ Shapes: B batch, S sequence, H heads, K key/value heads, D head dim, P ranks.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Unpack
@@ -23,7 +22,6 @@ from sp_core.attention import (
     accumulation_dtype,
     add_sinks,
     attend,
-    attend_backward,
     check_qkv,
     merge_into,
     sinks_gradient,
@@ -221,24 +219,21 @@ Upstream = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 """grad_out, q and out, (B, H, S/P, D) each, lse and its gradient."""
 
 
-Gradients = Iterator[tuple[int, Tensor | None]]
-"""For each visit its step, and this rank's part of dk and dv (2, B, S_block, K, D) in float32 or
-wider; None if its queries see none of the keys."""
-
-
 class Scheme(NamedTuple):
     """How blocks come to a rank, and their gradients back.
 
     Args:
         name: of the public function.
         visits: yields the visits of (k, v, problem, groups of heads), as many on every rank.
-        sums: returns dk and dv (B, S/P, K, D) of this rank's tokens, summed over the ranks, from
-            (gradients of the visits, k, problem).
+        gradients: returns dq (B, H, S/P, D), dk and dv (B, S/P, K, D) of (upstream, k, v, problem,
+            groups of heads, whether dk and dv are wanted).
     """
 
     name: str
     visits: Callable[[Tensor, Tensor, Problem, Sequence[Group]], Iterator[Visit]]
-    sums: Callable[[Gradients, Tensor, Problem], Block]
+    gradients: Callable[
+        [Upstream, Tensor, Tensor, Problem, Sequence[Group], bool], tuple[Tensor, Tensor, Tensor]
+    ]
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, scheme: Scheme) -> tuple[Tensor, Tensor]:
@@ -277,8 +272,9 @@ class _Blockwise(torch.autograd.Function):
         q, k, v, out, lse, sinks = saved
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         upstream = (grad_out.transpose(1, 2), q.transpose(1, 2), out.transpose(1, 2), lse, grad_lse)
+        groups = head_groups(q.shape[2], k.shape[2], ctx.problem.comm)
         with_kv = any(ctx.needs_input_grad[1:3])
-        dq, dk, dv = _gradients(upstream, k, v, ctx.problem, ctx.scheme, with_kv)
+        dq, dk, dv = ctx.scheme.gradients(upstream, k, v, ctx.problem, groups, with_kv)
         do, _, o, *_ = upstream
         dsinks = sinks_gradient(do, o, lse, grad_lse, sinks)
         return dq.transpose(1, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None
@@ -307,39 +303,6 @@ def _attend(
         del visit
     outs, lses = zip(*(results or {0: _nothing(q, dtype)}).values(), strict=True)
     return joined([out.transpose(1, 2) for out in outs], 2), joined(lses, 1)
-
-
-def _gradients(
-    upstream: Upstream, k: Tensor, v: Tensor, problem: Problem, scheme: Scheme, with_kv: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the backward, in which the blocks come again: dq (B, H, S/P, D), dk and dv."""
-    do, q, out, lse, grad_lse = upstream
-    dq, poll = torch.zeros_like(q, dtype=accumulation_dtype(q.dtype)), problem.comm.poll
-    groups = head_groups(q.shape[1], k.shape[2], problem.comm)
-
-    def gradients() -> Gradients:
-        for step, positions, visited, held in scheme.visits(k, v, problem, groups):
-            own = None
-            if held is not None:
-                i, j = problem.part(positions)
-                own = k.new_zeros((2, *held[0].shape), dtype=dq.dtype)
-                for h, kv in visited:
-                    at = (slice(None), h, i)
-                    given = (do[at], q[at], *heads_first(held, kv, j), out[at], lse[at])
-                    gl = None if grad_lse is None else grad_lse[at]
-                    among = problem.against(positions, h, (i, j))
-                    part, dk, dv = attend_backward(*given, **among, grad_lse=gl, between=poll)
-                    dq[at] += part
-                    own[0, :, j, kv], own[1, :, j, kv] = dk.transpose(1, 2), dv.transpose(1, 2)
-                    del given
-                    poll()
-            yield step, own
-            del held, own
-
-    if with_kv:
-        return dq, *scheme.sums(gradients(), k, problem)
-    deque(gradients(), maxlen=0)  # only dq is wanted
-    return dq, k, v
 
 
 def _nothing(q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -19,12 +19,21 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from sp_core.attention import Terms, accumulation_dtype
+from sp_core.attention import Terms, accumulation_dtype, attend_backward
 from sp_core.communicator import Communicator
 from sp_core.mask import Mask
 from sp_core.schemes import in_place
 from sp_core.schemes.heads import Group
-from sp_core.schemes.problem import Block, Gradients, Problem, Scheme, Visit, agree, run
+from sp_core.schemes.problem import (
+    Block,
+    Problem,
+    Scheme,
+    Upstream,
+    Visit,
+    agree,
+    heads_first,
+    run,
+)
 from sp_core.sharding import Sharding
 from sp_core.transport import Done, Handle
 
@@ -124,15 +133,39 @@ def _visits(k: Tensor, v: Tensor, problem: Problem, groups: Sequence[Group]) -> 
     return starmap(visit, circulate(k, v, problem))
 
 
-def _sums(gradients: Gradients, k: Tensor, problem: Problem) -> Block:
-    """Sum the gradients of each block in shared memory, or in a message that follows the block."""
-    like = k[:, :0].to(accumulation_dtype(k.dtype))
+def _gradients(
+    upstream: Upstream,
+    k: Tensor,
+    v: Tensor,
+    problem: Problem,
+    groups: Sequence[Group],
+    with_kv: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Let the blocks travel again, each followed by the sum of its gradients."""
+    do, q, out, lse, grad_lse = upstream
+    dq, poll = torch.zeros_like(q, dtype=accumulation_dtype(q.dtype)), problem.comm.poll
+    like = k[:, :0].to(dq.dtype)
     in_memory = in_place.is_read(problem.comm, "shift")
     sums = in_place.SharedSums(problem, like) if in_memory else TravellingSums(problem, like)
-    for step, own in gradients:
-        sums.add(step, own)
-        del own
-    return sums.arrived()
+    for step, positions, visited, held in _visits(k, v, problem, groups):
+        own = None
+        if held is not None:
+            i, j = problem.part(positions)
+            own = k.new_zeros((2, *held[0].shape), dtype=dq.dtype)
+            for h, kv in visited:
+                at = (slice(None), h, i)
+                given = (do[at], q[at], *heads_first(held, kv, j), out[at], lse[at])
+                gl = None if grad_lse is None else grad_lse[at]
+                among = problem.against(positions, h, (i, j))
+                part, dk, dv = attend_backward(*given, **among, grad_lse=gl, between=poll)
+                dq[at] += part
+                own[0, :, j, kv], own[1, :, j, kv] = dk.transpose(1, 2), dv.transpose(1, 2)
+                del given
+                poll()
+        if with_kv:
+            sums.add(step, own)
+        del held, own
+    return dq, *(sums.arrived() if with_kv else (k, v))
 
 
 class Travel:
@@ -246,4 +279,4 @@ class TravellingSums:
         return dk, dv
 
 
-_SCHEME = Scheme("ring_attention", _visits, _sums)
+_SCHEME = Scheme("ring_attention", _visits, _gradients)
