@@ -22,6 +22,8 @@ from benchmarks.launching import Options, about, parse
 
 SECONDS = 240.0
 """Limit of the tests that a mutant names."""
+SANE_SECONDS = 1200.0
+"""Limit of the tests of one file where nothing is planted: all of them run."""
 OPTIONS: Options = {
     "--only": about(nargs="+", default=[], help="classes, bugs or ids: LSE, LSE-2, LSE-2/x"),
     "--jobs": about(type=int, default=1, help="how many at a time (default: 1)"),
@@ -38,12 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("no mutant is chosen", flush=True)
         return 2
     compile_all()
-    for file in {file for mutant in chosen for file in mutant.tests}:
-        sane = tried("README.md", str, [stage_of(file)])
-        if sane.verdict != "survived":
-            print(f"{file} is not green without a mutant: {sane.law} {sane.words}", flush=True)
-            return 2
     with ThreadPoolExecutor(options.jobs) as pool:
+        if red := [words for words in pool.map(_unchanged, named(chosen)) if words]:
+            print(*red, sep="\n", flush=True)
+            return 2
         results = list(pool.map(_told, chosen))
     plain = [
         {"id": m.id, "family": m.family, "file": m.file, **asdict(outcome)}
@@ -59,9 +59,24 @@ def selected(catalogue: Sequence[Mutant], only: Sequence[str]) -> list[Mutant]:
     return [m for m in catalogue if not only or {m.id, m.bug, m.bug.partition("-")[0]} & {*only}]
 
 
-def stage_of(*tests: str) -> Stage:
+def named(chosen: Sequence[Mutant]) -> list[str]:
+    """Return the files of tests that mutants name, and the tests of other files."""
+    tests = {test for mutant in chosen for test in mutant.tests}
+    covered = {test for test in tests if "::" in test and test.partition("::")[0] in tests}
+    return sorted(tests - covered)
+
+
+def stage_of(*tests: str, seconds: float = SECONDS) -> Stage:
     """Return the only stage: these tests, with ranks as threads."""
-    return Stage("chosen", [f"tests/{name}" for name in tests], SECONDS)
+    return Stage("chosen", [f"tests/{name}" for name in tests], seconds)
+
+
+def _unchanged(tests: str) -> str:
+    """Return what is wrong with tests where nothing is planted."""
+    sane = tried("README.md", str, [stage_of(tests, seconds=SANE_SECONDS)])
+    if sane.verdict == "survived":
+        return ""
+    return f"{tests} is not green without a mutant: {sane.law} {sane.words}"
 
 
 def _told(mutant: Mutant) -> Result:
