@@ -40,12 +40,12 @@ def here() -> str:
     inner = ""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        who, place = (
-            owner(frame.f_code.co_filename),
-            f"{short(frame.f_code.co_filename)}:{frame.f_lineno}",
-        )
-        if who == "test":
-            return f"{inner} (called from {place})" if inner else place
-        inner = inner or (place if who == "library" else "")
+        filename = frame.f_code.co_filename
+        who = owner(filename)
+        if who == "test" or (who == "library" and not inner):
+            place = f"{short(filename)}:{frame.f_lineno}"
+            if who == "test":
+                return f"{inner} (called from {place})" if inner else place
+            inner = place
         frame = frame.f_back
     return inner or "an unknown place"
