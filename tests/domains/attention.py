@@ -235,9 +235,21 @@ GRID: dict[str, Parts] = {
 }
 RAISED = ("inner=gpipe", "inner=contiguous")
 """What a function of the user raises while it computes is an error of its rank."""
+TOGETHER = ({"q.head_dim": "129 to 256"},)
+"""Wide heads with the default scale, and tokens that see several others."""
 
 SUBJECTS = [
-    on_group(f"{name}_attention", COMMON | more, partial(on_a_communicator, name), allowed=RAISED)
+    on_group(
+        f"{name}_attention",
+        COMMON | more,
+        partial(on_a_communicator, name),
+        allowed=RAISED,
+        together=TOGETHER,
+    )
     for name, more in (("allgather_kv", {}), ("ring", {}), ("ulysses", {"inner": INNER}))
 ]
-SUBJECTS.append(Subject("hybrid_attention", GRID | COMMON | SITUATIONS, on_a_grid, grid_ranks))
+SUBJECTS.append(
+    Subject(
+        "hybrid_attention", GRID | COMMON | SITUATIONS, on_a_grid, grid_ranks, together=TOGETHER
+    )
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random
 from typing import Any
@@ -232,15 +232,28 @@ def planned(drawn: Values, lengths: Sequence[int], size: int, case: Case) -> Pla
 
 
 def unequal(case: Case, model: Llama, drawn: Values) -> Call:
-    """Call `prefill_unequal`; one rank may be late whenever it computes something."""
-    everyone, sequences = model.grid.everyone, texts(case, drawn, "sequences")
-    is_late = everyone.rank == drawn["seed"] % everyone.size
-    if is_late and drawn["(lateness)"] == "a rank in each pass":
+    """Call `prefill_unequal`; one rank may be late whenever it takes or computes something."""
+    ring, sequences = model.grid.sequence, texts(case, drawn, "sequences")
+    if ring.rank == drawn["seed"] % ring.size and drawn["(lateness)"] == "a rank in each pass":
         model.layers[0].register_forward_pre_hook(lambda *_: time.sleep(LATE_SECONDS))
+        vars(ring)["counter"] = partial(slow_counter, ring.counter)
     plan = planned(drawn, list(map(len, sequences)), model.grid.sequence.size, case)
     given = {"model": model, "sequences": sequences, "plan": plan}
     given["pass_tokens"] = drawn["pass_tokens"]
     return Call(prefill_unequal, given, partial(judge_unequal, case, given))
+
+
+def slow_counter(make: Callable[[], Any]) -> Any:
+    """Make a counter from which this rank takes when the others have computed what they took."""
+    counter = make()
+    take = counter.take
+
+    def late() -> Any:
+        time.sleep(25 * LATE_SECONDS)
+        return take()
+
+    counter.take = late
+    return counter
 
 
 def judge_unequal(case: Case, given: Values, logits: Tensor) -> None:

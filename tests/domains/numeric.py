@@ -261,7 +261,6 @@ LOCAL: dict[str, Parts] = (
     | masks.MASK
     | {"(length)": spans((10, 40), (0, 0), (1, 9), (101, 140))}
 )
-
 # merge
 
 
@@ -342,6 +341,6 @@ MERGE: dict[str, Parts] = {
 SUBJECTS = [
     pure("Rope", SHAPE | ROPE, rope, "Rope.apply"),
     pure("dropout", DROPOUT, dropped),
-    pure("local_attention", LOCAL, attended),
+    pure("local_attention", LOCAL, attended, together=attention.TOGETHER),
     pure("merge", MERGE, merged, together=({"lse_b.memory": "every second"},)),
 ]
