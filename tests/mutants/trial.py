@@ -236,7 +236,15 @@ def forked(
 
 
 def _tests(arguments: list[str], folder: str, output: str, variables: dict[str, str]) -> None:
-    """Run pytest in this process, which ends with it."""
+    """Run pytest in this process, which ends with it.
+
+    What was imported on the way here is forgotten: it would start programs of the repository, in
+    which nothing is planted.
+    """
+    ours = tuple(f"{ROOT / name}{os.sep}" for name in COPIED)
+    for name, module in [*sys.modules.items()]:
+        if (getattr(module, "__file__", None) or "").startswith(ours):
+            del sys.modules[name]
     os.setsid()
     os.chdir(folder)
     with Path(output).open("w") as file:
