@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from mutants import __main__ as command, catalogue, trial
@@ -109,3 +110,16 @@ def test_a_report_counts_by_class_and_names_survivors() -> None:
     assert "| LSE-9 a title | a source | survived |" in text
     assert "test_mask.py::test_x | 3 | 7 |" in text
     assert all(x.reason in text for x in EXCLUDED)
+
+
+def test_programs_of_a_copy_run_what_is_planted_there(tmp_path: Path) -> None:
+    trial.copy_package(tmp_path)
+    place = tmp_path / "tests/test_place.py"
+    place.write_text(
+        "from pathlib import Path\n\nfrom studies.commands import ROOT, outside\n\n\n"
+        "def test_place():\n"
+        "    assert Path.cwd() == ROOT\n"
+        "    assert outside()['PYTHONPATH'].startswith(str(ROOT / 'tests'))\n"
+    )
+    ending = trial.run_stage(tmp_path, trial.Stage("near", ["tests/test_place.py"], 60.0))
+    assert ending.code == 0, ending.printed

@@ -381,19 +381,6 @@ def test_what_people_read_and_checkers_check_stays() -> None:
     ]
 
 
-def test_programs_of_a_copy_run_what_is_planted_there(tmp_path: Path) -> None:
-    trial.copy_package(tmp_path)
-    place = tmp_path / "tests/test_place.py"
-    place.write_text(
-        "from pathlib import Path\n\nfrom studies.commands import ROOT, outside\n\n\n"
-        "def test_place():\n"
-        "    assert Path.cwd() == ROOT\n"
-        "    assert outside()['PYTHONPATH'].startswith(str(ROOT / 'tests'))\n"
-    )
-    ending = trial.run_stage(tmp_path, trial.Stage("near", ["tests/test_place.py"], 60.0))
-    assert ending.code == 0, ending.printed
-
-
 def test_an_edit_is_where_its_characters_are() -> None:
     text = 'def f(a):\n    é = "äöü" if (a +\n        1) else a - 2  # ß\n    return é'
     (edit,) = [edit for edit in edits("a.py", text) if edit.after.endswith("else a + 2  # ß")]
