@@ -18,7 +18,7 @@ from oracle.attention_check import Results, Shards
 from oracle.strategies import AttentionProblem
 
 import sp_core as sp
-from sp_core.schemes import SCHEMES, allgather_kv, problem, ring
+from sp_core.schemes import SCHEMES, problem
 from sp_core.schemes.in_place import is_read
 from sp_core.testing import given, run_threads, spmd
 from sp_core.transport.shared import HostMemory, Offer, Rooms
@@ -47,9 +47,8 @@ def dawdling(monkeypatch: pytest.MonkeyPatch) -> None:
         return dawdle
 
     monkeypatch.setattr(Rooms, "enter", late(Rooms.enter))
-    monkeypatch.setattr(problem, "attend", late(vars(problem)["attend"]))
-    for module in (allgather_kv, ring):
-        monkeypatch.setattr(module, "attend_backward", late(module.attend_backward))
+    for name in ("attend", "attend_backward"):
+        monkeypatch.setattr(problem, name, late(vars(problem)[name]))
 
 
 class NoMessages:

@@ -17,7 +17,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from sp_core.attention import Terms, attend_backward
+from sp_core.attention import Terms
 from sp_core.collectives.maps import AllGather, ReduceScatter, one_ahead
 from sp_core.communicator import Communicator
 from sp_core.mask import Mask
@@ -30,7 +30,7 @@ from sp_core.schemes.problem import (
     Upstream,
     Visit,
     agree,
-    heads_first,
+    block_gradients,
     joined,
     run,
 )
@@ -135,16 +135,13 @@ def _gradients(
     with_kv: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gather again. The gradients of a group are summed while those of the next are computed."""
-    do, q, out, lse, grad_lse = upstream
+    _, q, *_ = upstream
     dqs: list[Tensor] = []
 
     def gradients() -> Iterator[tuple[Tensor, Tensor]]:
-        for _, positions, [(h, kv)], held in _visits(k, v, problem, groups):
+        for _, positions, [group], held in _visits(k, v, problem, groups):
             assert held is not None
-            given = (do[:, h], q[:, h], *heads_first(held, kv), out[:, h], lse[:, h])
-            gl = None if grad_lse is None else grad_lse[:, h]
-            among = problem.against(positions, h)
-            dq, dk, dv = attend_backward(*given, **among, grad_lse=gl, between=problem.comm.poll)
+            dq, dk, dv = block_gradients(upstream, held, positions, group, problem)
             dqs.append(dq.to(q.dtype))
             yield dk, dv
 

@@ -22,6 +22,7 @@ from sp_core.attention import (
     accumulation_dtype,
     add_sinks,
     attend,
+    attend_backward,
     check_qkv,
     merge_into,
     sinks_gradient,
@@ -303,6 +304,27 @@ def _attend(
         del visit
     outs, lses = zip(*(results or {0: _nothing(q, dtype)}).values(), strict=True)
     return joined([out.transpose(1, 2) for out in outs], 2), joined(lses, 1)
+
+
+def block_gradients(
+    upstream: Upstream,
+    held: Block,
+    positions: Tensor,
+    group: Group,
+    problem: Problem,
+    part: Part = (slice(None), slice(None)),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute dq (B, H, S_q, D), dk and dv (B, K, S_kv, D) of a group of heads in one block.
+
+    `part` selects queries and keys.
+    """
+    do, q, out, lse, grad_lse = upstream
+    heads, kv = group
+    at = (slice(None), heads, part[0])
+    given = (do[at], q[at], *heads_first(held, kv, part[1]), out[at], lse[at])
+    gl = None if grad_lse is None else grad_lse[at]
+    among = problem.against(positions, heads, part)
+    return attend_backward(*given, **among, grad_lse=gl, between=problem.comm.poll)
 
 
 def _nothing(q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from sp_core.attention import Terms, accumulation_dtype, attend_backward
+from sp_core.attention import Terms, accumulation_dtype
 from sp_core.communicator import Communicator
 from sp_core.mask import Mask
 from sp_core.schemes import in_place
@@ -31,7 +31,7 @@ from sp_core.schemes.problem import (
     Upstream,
     Visit,
     agree,
-    heads_first,
+    block_gradients,
     run,
 )
 from sp_core.sharding import Sharding
@@ -142,26 +142,21 @@ def _gradients(
     with_kv: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Let the blocks travel again, each followed by the sum of its gradients."""
-    do, q, out, lse, grad_lse = upstream
-    dq, poll = torch.zeros_like(q, dtype=accumulation_dtype(q.dtype)), problem.comm.poll
+    _, q, *_ = upstream
+    dq = torch.zeros_like(q, dtype=accumulation_dtype(q.dtype))
     like = k[:, :0].to(dq.dtype)
     in_memory = in_place.is_read(problem.comm, "shift")
     sums = in_place.SharedSums(problem, like) if in_memory else TravellingSums(problem, like)
     for step, positions, visited, held in _visits(k, v, problem, groups):
         own = None
         if held is not None:
-            i, j = problem.part(positions)
+            i, j = part = problem.part(positions)
             own = k.new_zeros((2, *held[0].shape), dtype=dq.dtype)
             for h, kv in visited:
-                at = (slice(None), h, i)
-                given = (do[at], q[at], *heads_first(held, kv, j), out[at], lse[at])
-                gl = None if grad_lse is None else grad_lse[at]
-                among = problem.against(positions, h, (i, j))
-                part, dk, dv = attend_backward(*given, **among, grad_lse=gl, between=poll)
-                dq[at] += part
+                mine, dk, dv = block_gradients(upstream, held, positions, (h, kv), problem, part)
+                dq[:, h, i] += mine
                 own[0, :, j, kv], own[1, :, j, kv] = dk.transpose(1, 2), dv.transpose(1, 2)
-                del given
-                poll()
+                problem.comm.poll()
         if with_kv:
             sums.add(step, own)
         del held, own
