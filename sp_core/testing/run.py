@@ -108,9 +108,8 @@ class _Rank(threading.Thread):
         with Catch() as caught:
             self.result, self.outcome = run_body(self._family, lambda: self._body(self.comm))
             self.outcome = self._family.finish(self.outcome)[self.number]
-        if isinstance(
-            caught.error, Mismatched
-        ):  # ranks that called different things wait for each other
+        # Ranks that called different things wait for each other.
+        if isinstance(caught.error, Mismatched):
             self.outcome = caught.outcome
         self.crash = None if isinstance(caught.error, (Stopped, Mismatched)) else caught.error
         self._world.leave(self.number)

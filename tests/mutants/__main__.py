@@ -60,7 +60,7 @@ def selected(catalogue: Sequence[Mutant], only: Sequence[str]) -> list[Mutant]:
 
 
 def named(chosen: Sequence[Mutant]) -> list[str]:
-    """Return the files of tests that mutants name, and the tests of other files."""
+    """Return what mutants name, each once: a file, or tests of a file that none names."""
     tests = {test for mutant in chosen for test in mutant.tests}
     covered = {test for test in tests if "::" in test and test.partition("::")[0] in tests}
     return sorted(tests - covered)

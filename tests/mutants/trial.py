@@ -238,8 +238,7 @@ def forked(
 def _tests(arguments: list[str], folder: str, output: str, variables: dict[str, str]) -> None:
     """Run pytest in this process, which ends with it.
 
-    What was imported on the way here is forgotten: it would start programs of the repository, in
-    which nothing is planted.
+    Forget the repository's modules first: they start programs of the repository, not of the copy.
     """
     ours = tuple(f"{ROOT / name}{os.sep}" for name in COPIED)
     for name, module in [*sys.modules.items()]:
