@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from mutants import __main__ as command, catalogue, trial
+from mutants import __main__ as command, catalogue, generic, trial
 from mutants.catalogue import Exclusion, Mutant
 from mutants.trial import Ending, Outcome, Stale, judged
 from studies.commands import ROOT
@@ -112,12 +113,15 @@ def test_a_report_counts_by_class_and_names_survivors() -> None:
     assert all(x.reason in text for x in EXCLUDED)
 
 
-def test_programs_of_a_copy_run_what_is_planted_there(tmp_path: Path) -> None:
+def test_programs_of_a_copy_run_what_is_planted_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "__main__", generic)
     trial.copy_package(tmp_path)
     place = tmp_path / "tests/test_place.py"
     place.write_text(
-        "from pathlib import Path\n\nfrom studies.commands import ROOT, outside\n\n\n"
-        "def test_place():\n"
+        "import __main__\nfrom pathlib import Path\n\nfrom studies.commands import ROOT, outside\n\n\n"
+        "def test_place():\n    assert __main__\n"
         "    assert Path.cwd() == ROOT\n"
         "    assert outside()['PYTHONPATH'].startswith(str(ROOT / 'tests'))\n"
     )

@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -42,6 +43,8 @@ def alone(work: Callable[[], int]) -> NoReturn:
         code = 1
         try:
             code = work()
+        except BaseException:
+            traceback.print_exc()
         finally:
             sys.stdout.flush()
             sys.stderr.flush()

@@ -239,10 +239,12 @@ def _tests(arguments: list[str], folder: str, output: str, variables: dict[str, 
     """Run pytest in this process, which ends with it.
 
     Forget the repository's modules first: they start programs of the repository, not of the copy.
+    `__main__` stays, which `inspect` looks for.
     """
     ours = tuple(f"{ROOT / name}{os.sep}" for name in COPIED)
     for name, module in [*sys.modules.items()]:
-        if (getattr(module, "__file__", None) or "").startswith(ours):
+        file = getattr(module, "__file__", None) or ""
+        if file.startswith(ours) and name != "__main__":
             del sys.modules[name]
     os.setsid()
     os.chdir(folder)
