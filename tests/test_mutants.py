@@ -120,7 +120,8 @@ def test_programs_of_a_copy_run_what_is_planted_there(
     trial.copy_package(tmp_path)
     place = tmp_path / "tests/test_place.py"
     place.write_text(
-        "import __main__\nfrom pathlib import Path\n\nfrom studies.commands import ROOT, outside\n\n\n"
+        "import __main__\nfrom pathlib import Path\n\n"
+        "from studies.commands import ROOT, outside\n\n\n"
         "def test_place():\n    assert __main__\n"
         "    assert Path.cwd() == ROOT\n"
         "    assert outside()['PYTHONPATH'].startswith(str(ROOT / 'tests'))\n"

@@ -43,7 +43,7 @@ def alone(work: Callable[[], int]) -> NoReturn:
         code = 1
         try:
             code = work()
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - this process ends here, whatever it was
             traceback.print_exc()
         finally:
             sys.stdout.flush()
