@@ -29,8 +29,8 @@ from mutants.apart import alone
 from mutants.plugin import REACH, TESTS, WITNESS
 from studies.commands import ROOT, on_ranks, run
 
-COPIED = ("sp_core", "tests", "benchmarks", "ci", "docs", "examples")
-COPIED_FILES = ("pyproject.toml", "README.md", "noxfile.py", "mkdocs.yml")
+OURS = tuple(f"{ROOT / name}{os.sep}" for name in ("sp_core", "tests", "benchmarks"))
+UNCOPIED = (".git", ".[!g]*", "reports", "site", "*.tmp")
 READY = ["torch", "numpy", "pytest", "hypothesis", "hypothesis.strategies", "mpi4py"]
 PLUGINS = ("-p", "mutants.plugin", "-p", "no:cacheprovider")
 EARLY = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
@@ -164,11 +164,8 @@ def judged(stage: str, ending: Ending, file: str) -> Outcome:
 
 
 def copy_package(copy: Path) -> None:
-    """Copy the package and its tests, with what Python has compiled of them."""
-    for name in COPIED:
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("results", "*.tmp"))
-    for name in COPIED_FILES:
-        shutil.copy2(ROOT / name, copy / name)
+    """Copy the repository, with what Python has compiled of it."""
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*UNCOPIED), dirs_exist_ok=True)
 
 
 def compile_all() -> None:
@@ -241,10 +238,9 @@ def _tests(arguments: list[str], folder: str, output: str, variables: dict[str, 
     Forget the repository's modules first: they start programs of the repository, not of the copy.
     `__main__` stays, which `inspect` looks for.
     """
-    ours = tuple(f"{ROOT / name}{os.sep}" for name in COPIED)
     for name, module in [*sys.modules.items()]:
         file = getattr(module, "__file__", None) or ""
-        if file.startswith(ours) and name != "__main__":
+        if file.startswith(OURS) and name != "__main__":
             del sys.modules[name]
     os.setsid()
     os.chdir(folder)
