@@ -14,7 +14,7 @@ from domains.declared import Parts, Subject, Values, normal
 from domains.public import without_domain
 from domains.report import changed, committed, impossible_pairs, parts_of
 from domains.subjects import BY_NAME, SUBJECTS
-from domains.trial import draw_singles, finished
+from domains.trial import Tried, draw_singles, finished
 from oracle.collective_cases import MEMORIES, in_memory
 from torch import Tensor
 
@@ -54,6 +54,15 @@ def test_a_part_without_its_generator_is_seen() -> None:
     refused = {**subject.factors, "p": subject.factors["p"] | two}
     with pytest.raises(AssertionError, match=r"dropout refuses "):
         draw_singles(replace(subject, factors=refused), SEED)
+
+
+def test_a_result_without_numbers_draws_no_part() -> None:
+    subject, tried = BY_NAME["dropout"], Tried()
+    row = subject.base | {"x.seq_len": "1", "x.heads": "4 to 9"}
+    tried.row(subject, row | {"x.batch": "0"}, SEED)
+    assert not tried.singles
+    tried.row(subject, row | {"x.batch": "1"}, SEED)
+    assert tried.singles == {*row.items(), ("x.batch", "1")} - {("x.batch", "2 to 3")}
 
 
 def test_a_parameter_without_a_domain_is_seen() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import combinations, product
@@ -116,6 +116,12 @@ class Subject:
         for place in range(max(map(len, orders.values()))):
             yield {factor: order[place % len(order)] for factor, order in orders.items()}
         yield from (self.base | {factor: part} for factor, part in sorted(self._slow))
+
+    def with_parts(self, parts: Collection[tuple[str, str]]) -> Iterator[Row]:
+        """As few rows as have these parts; for the other factors they are the base row."""
+        left = {factor: [its for of, its in parts if of == factor] for factor, _ in parts}
+        while left := {factor: its for factor, its in left.items() if its}:
+            yield self.base | {factor: its.pop() for factor, its in left.items()}
 
     def each_pair(self, seed: int) -> Iterator[Row]:
         """A covering array: rows that have every pair of parts at least once."""

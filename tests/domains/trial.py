@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
+from torch import Tensor
+
 import sp_core as sp
 from domains.declared import Pair, Row, Subject, Values
 from domains.situations import CALLS
@@ -20,11 +22,11 @@ from sp_core.testing.run import ThreadsHung
 REFUSALS = (ValueError, TypeError, RankError)
 
 
-def attempt(subject: Subject, drawn: Values, comm: Any) -> str:
+def attempt(subject: Subject, drawn: Values, comm: Any) -> tuple[str, bool]:
     """Carry out one row on one rank.
 
     Returns:
-        Nothing, or how the library refused it.
+        Nothing, or how the library refused it; and whether the result has a number but 0.
     """
     with ExitStack() as opened:
         try:
@@ -33,9 +35,15 @@ def attempt(subject: Subject, drawn: Values, comm: Any) -> str:
                 finished(call())
             result = call()
         except REFUSALS as error:
-            return f"{type(error).__name__}: {error}"
+            return f"{type(error).__name__}: {error}", True
         call.judge(result)
-    return ""
+        return "", shows(result)
+
+
+def shows(result: Any) -> bool:
+    """Return whether a wrong factor or sign could be seen in a result."""
+    tensors = result if isinstance(result, tuple) else (result,)
+    return not all(isinstance(x, Tensor) and not x.any() for x in tensors)
 
 
 def finished(result: Any) -> Any:
@@ -48,7 +56,8 @@ class Tried:
     """What rows of a subject have drawn.
 
     Attributes:
-        singles, pairs: parts, and pairs of parts, of rows whose results were judged.
+        singles, pairs: parts, and pairs of parts, of rows whose results were judged and had a
+            number but 0 on some rank; or of the base row with no other part.
         impossible: the reason by pair of parts, in the library's words.
         refused: rows that the library refused, each with its reason.
         rows: how many were carried out.
@@ -76,16 +85,17 @@ class Tried:
             raise AssertionError(
                 f"{subject.name}, seed {seed}, {told(subject, row)}:\n{error}"
             ) from None
-        if len({bool(answer) for answer in answers}) > 1:
+        reasons = [reason for reason, _ in answers]
+        if len({bool(reason) for reason in reasons}) > 1:
             raise AssertionError(
-                f"{subject.name}, seed {seed}, {told(subject, row)}: some ranks refuse: {answers}"
+                f"{subject.name}, seed {seed}, {told(subject, row)}: some ranks refuse: {reasons}"
             )
-        if answers[0]:
-            self.refused.append((row, answers[0]))
-        else:
+        if reasons[0]:
+            self.refused.append((row, reasons[0]))
+        elif any(shown for _, shown in answers) or len(row.items() - subject.base.items()) <= 2:
             self.singles |= set(row.items())
             self.pairs |= pairs_of(row)
-        return answers[0]
+        return reasons[0]
 
     def check_refusals(self, subject: Subject, impossible: Collection[Pair]) -> None:
         """Raise `AssertionError` for a refused row none of whose pairs is impossible."""
@@ -112,7 +122,7 @@ def told(subject: Subject, row: Row) -> str:
 def draw_singles(subject: Subject, seed: int, impossible: Collection[Pair] = ()) -> Tried:
     """Draw every part at least once in a row that is judged.
 
-    A part that only refused rows had is tried in other rows, then in the base row.
+    A part that no such row had is tried with other parts of this kind, then in the base row.
 
     Args:
         subject: whose parts.
@@ -124,12 +134,12 @@ def draw_singles(subject: Subject, seed: int, impossible: Collection[Pair] = ())
             refused rows had.
     """
     tried = Tried()
-    for row in (*subject.each_part(seed), *subject.each_part(seed + 1)):
-        if not row.items() <= tried.singles:
-            tried.row(subject, row, seed)
-    missing = ({factor: part} for factor, part in sorted(subject.singles() - tried.singles))
-    for row in (*subject.together, *missing):
-        tried.row(subject, subject.base | row, seed)
+    for row in (*subject.each_part(seed), *(subject.base | row for row in subject.together)):
+        tried.row(subject, row, seed)
+    for row in subject.with_parts(sorted(subject.singles() - tried.singles)):
+        tried.row(subject, row, seed)
+    for factor, part in sorted(subject.singles() - tried.singles):
+        tried.row(subject, subject.base | {factor: part}, seed)
     tried.check_refusals(subject, impossible)
     return tried
 
