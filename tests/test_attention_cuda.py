@@ -107,7 +107,7 @@ def test_the_cuda_kernels_get_each_argument_under_its_own_name(
         (2, 4, sq),
         [q.shape, k.shape, v.shape],
     )
-    (forward_name, forward, (_, made, *_)), (backward_name, backward, _) = passed.calls
+    (forward_name, forward, (_, made, *others)), (backward_name, backward, _) = passed.calls
     assert KINDS[dtype] in forward_name
     assert backward_name.partition("_attention")[0] == forward_name.partition("_attention")[0]
     for given_ in (forward, backward):
@@ -125,6 +125,10 @@ def test_the_cuda_kernels_get_each_argument_under_its_own_name(
     assert passed.source(backward["logsumexp"]) is passed.source(lse)
     assert backward["logsumexp"].shape == made.shape
     assert (backward.get("max_q", sq), backward.get("max_k", sk)) == (sq, sk)
+    states = others[4:6] if is_flash else others[:2]
+    assert [(x.shape, x.dtype) for x in states] == [
+        (backward[name].shape, backward[name].dtype) for name in ("philox_seed", "philox_offset")
+    ]
 
 
 def rows_at(x: torch.Tensor) -> set[int]:
