@@ -34,7 +34,8 @@ def shared_empty(
 
     Returns:
         Zeros of that shape. The memory is given back when no rank has a tensor in it any more; that
-        of a device stays until the process ends.
+        of a device in the next call of this function, or when the communicator is freed. What is
+        still used then stays until the process ends.
 
     Communication:
         One agreement, and three exchanges of a few bytes.

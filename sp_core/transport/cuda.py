@@ -102,6 +102,10 @@ class CudaStream(HostMemory):
                 item()
         return _reached(self._stream)
 
+    def lend(self, part: Tensor) -> Tensor:
+        """Return another tensor over a part."""
+        return tensor_at(part.data_ptr(), part.nbytes, self._device)
+
     def copying(self, into: Tensor, part: Tensor) -> Work:
         """Return a copy on the stream, wherever its two sides are."""
         sides = _pointer(into), _pointer(part)

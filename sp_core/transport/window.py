@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_core.observer import observer_of
 from sp_core.schedules import SLOTS
@@ -101,6 +102,7 @@ class Window:
         self._queue: deque[tuple[int, Sequence[Work]]] = deque()  # steps, by place in the operation
         self._under_way: deque[Handle] = deque()  # steps that were launched
         self._numbers = itertools.count()  # of allocations; the same on all ranks
+        self._lent: dict[int, tuple[list[Tensor], list[StorageWeakRef]]] = {}  # what is to be freed
         self._token = object()  # by which its allocations are known
         self._announce, self.watch = observer_of(comm).announce_call, observer_of(comm).watch
 
@@ -146,14 +148,31 @@ class Window:
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Make a tensor of zeros in shared memory; every rank calls this, shapes may differ."""
-        shapes = self._comm.allgather(tuple(shape))
+        self._give_back_unused()
+        shapes, number = self._comm.allgather(tuple(shape)), next(self._numbers)
         parts = demand(self._comm, self._memory, math.prod(shape) * dtype.itemsize)
-        tensors = [shaped(*each, dtype) for each in zip(parts, shapes, strict=True)]
+        lent = list(map(self._memory.lend, parts))
+        if lent[0] is not parts[0]:
+            self._lent[number] = parts, [StorageWeakRef(x.untyped_storage()) for x in lent]
+        tensors = [shaped(*each, dtype) for each in zip(lent, shapes, strict=True)]
         own, others = tensors[self._comm.rank], dict(enumerate(tensors))
         del others[self._comm.rank]  # or its memory would keep itself
         storage: Any = own.untyped_storage()
-        storage.allocation = Allocation(self._token, next(self._numbers), own.shape, dtype, others)
+        storage.allocation = Allocation(self._token, number, own.shape, dtype, others)
         return own
+
+    def _give_back_unused(self) -> None:
+        """Give back memory of a device in which no rank has a tensor; every rank calls this."""
+        if not self._lent:  # on every rank
+            return
+        unused = {
+            number for number, (_, uses) in self._lent.items() if all(use.expired() for use in uses)
+        }
+        self._memory.begin()
+        wait(self._memory.launch(()))  # what was asked of those tensors is done
+        for number in sorted(set.intersection(*self._comm.allgather(unused))):
+            parts, _ = self._lent.pop(number)
+            give_back(self._comm, self._memory, parts[self._comm.rank], parts)
 
     def peers(self, x: Tensor) -> list[Tensor]:
         """Return each rank's memory of an allocation, from the offset of the flat tensor x on."""
@@ -205,9 +224,11 @@ class Window:
     def close(self, *, together: bool) -> None:
         """Let go of slots, rooms and flags. What `allocate` gave lives as long as a tensor in it.
 
-        On a device it stays until the process ends, as do slots if other ranks may still look
-        there.
+        On a device what is still used stays until the process ends, as do slots if other ranks may
+        still look there.
         """
+        if together:
+            self._give_back_unused()
         if together and self.slots:
             give_back(self._comm, self._memory, self.slots[self._comm.rank], self.slots)
         self.blocks.clear()

@@ -123,6 +123,19 @@ def test_ranks_read_each_other_between_fences(comm: Any, transport: str) -> None
             assert total.cpu().unique().tolist() == [comm.size]
 
 
+@pytest.mark.parametrize("transport", ["ipc", "pinned"])
+@spmd(2, 4)
+def test_shared_memory_is_given_back(comm: Any, transport: str) -> None:
+    """After a loop that needs more than the device has, each turn with work that is not done yet."""
+    with sp.Mesh(comm, device=device(), transport=transport, sp=comm.size) as mesh:
+        for turn in range(20):
+            x = sp.shared_empty((TWENTIETH,), comm=mesh["sp"])
+            x[:9].copy_(torch.arange(9.0) + turn)
+            sp.fence(comm=mesh["sp"])
+            beside = sp.peer(x, (comm.rank + 1) % comm.size, comm=mesh["sp"])[:9] * 1
+            assert beside.cpu().tolist() == [turn + number for number in range(9)]
+
+
 @given(case=cases(), way=ways(), turns=st.integers(1, 2))
 def test_a_collective_equals_its_definition(comm: Any, case: Case, way: Way, turns: int) -> None:
     """Its input has only just been asked for, and its result is used at once."""
