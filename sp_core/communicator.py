@@ -146,10 +146,17 @@ class Communicator(NotCopied):
         self.counters[operation.op].add(bytes_sent=operation.bytes_sent)
         return self.track(self.transport.start(operation, send, recv))
 
-    def exchange(self, sends: Messages, recvs: Messages, name: str = "exchange") -> Handle:
-        """Start point-to-point messages. Every rank calls this, with empty lists if it has none."""
+    def exchange(
+        self, sends: Messages, recvs: Messages, name: str = "exchange", *, longest: int = 0
+    ) -> Handle:
+        """Start point-to-point messages. Every rank calls this, with empty lists if it has none.
+
+        They may go through a window if no rank sends two, nor one of more than `longest` bytes.
+        """
         self.ensure_open()
         self.counters[name].add(messages=len(sends), bytes_sent=sum(x.nbytes for _, x in sends))
+        if longest and self.window is not None:
+            return self.track(self.window.exchange(sends, recvs, longest))
         return self.track(self.transport.exchange(sends, recvs))
 
     def counter(self) -> MpiCounter:

@@ -36,6 +36,7 @@ from sp_core.transport.staged import PipelinedTransport, StagedTransport
 from sp_core.transport.window import Window
 
 CPU = torch.device("cpu")
+MEBIBYTE = 1 << 20
 
 
 def by_distributed(comm: sp.Communicator, seconds: float = 60) -> None:
@@ -311,6 +312,32 @@ def test_results_are_right_however_late_the_device_is(
             if stays or (case.op == "broadcast" and comm.rank == case.root(comm.size)):
                 result = x  # what stays at a rank is copied by the device, not by the transport
             assert torch.equal(result, case.expected(inputs, comm.rank, comm.size))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_long_vector_is_copied_in_pieces_of_a_mebibyte(size: int) -> None:
+    """Each copy is started from Python, which costs as much as a copy of some 100 KiB."""
+    copies: list[int] = []
+
+    class Counted(DelayedStreams):
+        def upload(self, device: torch.Tensor, host: torch.Tensor) -> None:
+            copies.append(host.nbytes)
+            super().upload(device, host)
+
+        def download(self, host: torch.Tensor, device: torch.Tensor) -> None:
+            copies.append(host.nbytes)
+            super().download(host, device)
+
+    def body(comm: Any) -> None:
+        with sp.Mesh(comm, sp=comm.size) as mesh:
+            group = mesh["sp"]
+            group.transport = PipelinedTransport(HostTransport(group._comm), Counted(), comm.size)
+            x = torch.full((4 * MEBIBYTE // comm.size,), comm.rank, dtype=torch.uint8)
+            found = sp.all_gather(x, comm=group, algorithm="mpi")
+            assert found.view(comm.size, -1)[:, -1].tolist() == list(range(comm.size))
+
+    run_threads(size, body)
+    assert set(copies) == {MEBIBYTE}
 
 
 @pytest.mark.parametrize("name", sorted(SCHEMES))

@@ -178,6 +178,9 @@ class Travel:
         self._hops = problem.hops
         self.last = max(self._hops)  # step, in which every block has reached its last rank
         self._like = like[:, :0].clone()  # not the tensor itself, which would stay alive
+        token = like.shape[0] * like.shape[2:].numel() * like.itemsize
+        may = comm.algorithms["shift"] in ("auto", "window")
+        self._longest = 2 * max(self._lengths) * token if may else 0
 
     def block(self, step: int) -> int:
         """Return the number of the block that is at this rank in `step`, if it comes this far."""
@@ -204,7 +207,7 @@ class Travel:
     def exchange(self, *messages: list[tuple[int, Tensor]]) -> Handle:
         """Start the messages that are sent, and those that are received, in a step."""
         sends, recvs = ([(peer, x.view(-1)) for peer, x in some] for some in messages)
-        return self.comm.exchange(sends, recvs, "ring")
+        return self.comm.exchange(sends, recvs, "ring", longest=self._longest)
 
     def circulate(self, held: list[Tensor | None]) -> Iterator[tuple[int, int, Block | None]]:
         """Yield (step, block, keys and values) while the next block is received.

@@ -29,9 +29,10 @@ from sp_core.transport.base import Bound, Done, Handle, Messages, Transfer, wait
 from sp_core.transport.cuda import CudaStreams
 from sp_core.transport.host import HostTransport, OverHost, in_turn, pieces
 
-CHUNK_BYTES = 1 << 20
-"""Bytes per host buffer. c* = sqrt(n * overhead * bandwidth / 2) is 0.5 to 2 MiB for 16 MiB over 25
-to 400 Gbit/s."""
+PIECE_BYTES, MOST_BYTES = 1 << 20, 1 << 23
+"""Bytes of each rank's piece of a chunk, which is a copy of its own, and of a host buffer at most.
+
+c* = sqrt(n * overhead * bandwidth / 2) is 0.5 to 2 MiB for 16 MiB over 25 to 400 Gbit/s."""
 
 
 class StagedTransport(OverHost):
@@ -107,7 +108,7 @@ class PipelinedTransport(OverHost):
         streams: copies between device and host.
         size: ranks of the communicator.
         name: "pipelined"; "ipc" or "pinned" where the communicator has a window beside it.
-        chunk_bytes: bytes per host buffer; there are four.
+        chunk_bytes: bytes per host buffer, of which there are four; 0: chosen by `size`.
         poll: called while waiting.
     """
 
@@ -118,13 +119,14 @@ class PipelinedTransport(OverHost):
         size: int,
         *,
         name: str = "pipelined",
-        chunk_bytes: int = CHUNK_BYTES,
+        chunk_bytes: int = 0,
         poll: Callable[[], None] = lambda: None,
     ) -> None:
         self.name, self._host, self._streams, self._size = name, host, streams, size
         self._poll = poll
         # at least one element of the widest type per piece
-        self._chunk_bytes = nbytes = max(chunk_bytes, size * 8)
+        chosen = chunk_bytes or min(PIECE_BYTES * size, MOST_BYTES)
+        self._chunk_bytes = nbytes = max(chosen, size * 8)
         self._slots = [_Slot(streams.buffer(nbytes), streams.buffer(nbytes)) for _ in range(2)]
         self._queue: deque[_Steps] = deque()
 

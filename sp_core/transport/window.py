@@ -33,7 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_core.observer import observer_of
 from sp_core.schedules import SLOTS
-from sp_core.transport.base import Handle, wait
+from sp_core.transport.base import Handle, Messages, Transfer, wait
 from sp_core.transport.shared import HOST, HostMemory, Rooms, Work, demand, give_back, shaped, share
 
 if TYPE_CHECKING:
@@ -121,6 +121,27 @@ class Window:
         self._queue.extend(enumerate(steps))
         self.advance()
         return WindowRun(self, self.begun, what)
+
+    def exchange(self, sends: Messages, recvs: Messages, longest: int) -> Handle:
+        """Begin messages, of which each rank sends one at most; every rank calls this.
+
+        Args:
+            sends, recvs: as of a transport.
+            longest: at least the bytes of the longest one; the same on every rank.
+        """
+        starts = range(0, longest, self.slot_bytes)
+        steps: list[list[Work]] = [[] for _ in range(len(starts) + 1)]
+        writes = [(0, self._comm.rank, x.view(torch.uint8)) for _, x in sends]
+        reads = [(1, source, x.view(torch.uint8)) for source, x in recvs]
+        for number, start in enumerate(starts):
+            place = (self.begun + number) % SLOTS * self.slot_bytes
+            for later, rank, x in writes + reads:
+                piece = x[start : start + self.slot_bytes]
+                slot = self.slots[rank][place : place + len(piece)]
+                sides = (piece, slot) if later else (slot, piece)
+                steps[number + later] += [self.copying(*sides)] * bool(len(piece))
+        run = self.start(steps, f"messages of at most {longest} bytes in a window")
+        return Transfer([run.test], keep=(sends, recvs))
 
     def make(self, steps: Steps, what: str, poll: Callable[[], None]) -> None:
         """Carry an operation out."""
