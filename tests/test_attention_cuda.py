@@ -37,7 +37,7 @@ def test_a_tensor_on_a_gpu_gets_the_fastest_kernel_that_takes_it(
 ) -> None:
     """Rows of 16 bytes are what the fused kernels read.
 
-    Flash up to 256 elements, and none of them float64.
+    Flash up to 256 elements, and none of them float64. Only the efficient one takes a mask.
     """
     half = dtype.itemsize == 2
     fused = "flash_cuda" if half and head_dim <= 256 else "efficient_cuda"
@@ -46,9 +46,10 @@ def test_a_tensor_on_a_gpu_gets_the_fastest_kernel_that_takes_it(
     assert {backend_for(*given, kind, Logits(0.3)) for kind in ("causal", "full")} == {
         fused if fits else "plain"
     }
+    masked = "efficient_cuda" if fits else "plain"
+    assert backend_for(*given, "partial", Logits(0.3)) == masked
     assert (
         backend_for(*given, "causal", Logits(0.0))
-        == backend_for(*given, "partial", Logits(0.3))
         == backend_for("meta", *given[1:], "full", Logits(0.3))
         == "plain"
     )
@@ -129,6 +130,37 @@ def test_the_cuda_kernels_get_each_argument_under_its_own_name(
     assert [(x.shape, x.dtype) for x in states] == [
         (backward[name].shape, backward[name].dtype) for name in ("philox_seed", "philox_offset")
     ]
+
+
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("dtype", KINDS)
+def test_the_cuda_kernel_of_a_partial_block_gets_its_mask(dtype: torch.dtype) -> None:
+    """As numbers of q's dtype that are added, for all heads, in rows of whole pieces."""
+    q, k = (torch.empty(2, 4, length, 16, dtype=dtype, device="meta") for length in (40, 33))
+    allowed = torch.ones(40, 33, dtype=torch.bool).tril_()
+    call: dict[str, Any] = {"kind": "partial", "allowed": allowed, "logits": Logits(0.3)}
+    with Passed() as passed:
+        out, lse = block_attention(q, k, k, **call)
+        block_attention_backward(q, q, k, k, out, lse, **call)
+    (forward_name, forward, _), (backward_name, backward, _) = passed.calls
+    assert "efficient_attention" in forward_name
+    assert "efficient_attention_backward" in backward_name
+    for given_ in (forward, backward):
+        bias = given_["attn_bias"]
+        assert (bias.shape, bias.dtype, given_["is_causal"]) == ((2, 4, 40, 33), dtype, False)
+        assert (bias.stride(-1), bias.stride(2) * dtype.itemsize % 16) == (1, 0)
+
+
+@given(rows=st.integers(1, 9), columns=st.integers(1, 40), dtype=st.sampled_from(DTYPES[1:]))
+def test_the_mask_that_a_cuda_kernel_adds(rows: int, columns: int, dtype: torch.dtype) -> None:
+    allowed = torch.rand(rows, columns) < 0.5
+    bias = cuda.added(allowed, torch.empty(2, 3, rows, 8, dtype=dtype))
+    assert bias is not None
+    assert (bias.shape, bias.dtype) == ((2, 3, rows, columns), dtype)
+    assert torch.equal(bias == 0, allowed.expand_as(bias))
+    assert torch.equal(bias == -torch.inf, ~allowed.expand_as(bias))
+    assert rows_at(bias) == {0}
+    assert cuda.added(None, bias) is None
 
 
 def rows_at(x: torch.Tensor) -> set[int]:

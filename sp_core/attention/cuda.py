@@ -18,7 +18,13 @@ Triple = tuple[Tensor, Tensor, Tensor]
 
 
 def forward(
-    backend: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+    backend: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    allowed: Tensor | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Run a kernel by name. Return out (B, H, Sq, D) and lse (B, H, Sq)."""
     aten = torch.ops.aten
@@ -30,7 +36,7 @@ def forward(
     else:
         k, v = (repeated(t, q.shape[1]) for t in (k, v))
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(
-            q, k, v, None, True, 0.0, causal, scale=scale
+            q, k, v, added(allowed, q), True, 0.0, causal, scale=scale
         )
     return out, lse[..., : q.shape[2]]
 
@@ -44,6 +50,7 @@ def backward(
     out: Tensor,
     lse: Tensor,
     causal: bool,
+    allowed: Tensor | None,
     scale: float,
 ) -> Triple:
     """Run a kernel's backward by name. Return dq, dk and dv in the dtype of q."""
@@ -60,9 +67,9 @@ def backward(
         )
     else:
         heads, (k, v) = k.shape[1], (repeated(t, q.shape[1]) for t in (k, v))
-        given = (grad_out, q, k, v, None, tokens_first(out), padded_lse(lse), seed, offset)
+        given = (grad_out, q, k, v, added(allowed, q), tokens_first(out), padded_lse(lse))
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-            *given, 0.0, [True, True, True, False], causal, scale=scale
+            *given, seed, offset, 0.0, [True, True, True, False], causal, scale=scale
         )
         dk, dv = (gathered(t, heads) for t in (dk, dv))
     return dq, dk, dv
@@ -83,6 +90,19 @@ def aligned(x: Tensor) -> Tensor:
     if x.stride(-1) == 1 and not any(place % LOAD_BYTES for place in rows):
         return x
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def added(allowed: Tensor | None, q: Tensor) -> Tensor | None:
+    """Return what the efficient kernel adds to the scores (B, H, Sq, Sk) of a bool mask (Sq, Sk).
+
+    One row for all heads, each at a multiple of LOAD_BYTES. Keys of a row that are all hidden at
+    first are no NaN in this kernel, as long as it sees one.
+    """
+    if allowed is None:
+        return None
+    room = q.new_full((len(allowed), -(-allowed.shape[1] // LOAD_BYTES) * LOAD_BYTES), -torch.inf)
+    bias = room[:, : allowed.shape[1]].masked_fill_(allowed.to(q.device), 0.0)
+    return bias.expand(*q.shape[:2], *bias.shape)
 
 
 def tokens_first(x: Tensor) -> Tensor:

@@ -10,8 +10,9 @@ Facts about the fused kernels of torch 2.13 that the rest of the package relies 
 - CUDA flash and efficient: rows at multiples of 16 bytes, which is not checked.
 - CUDA flash: half precision, head dim a multiple of 8 up to 256, causal only for Sq = Sk, K < H
   natively.
-- CUDA efficient: K = H only, so keys are repeated for it; its lse is padded to a multiple of 32
-  queries, as its backward wants it; that reads `out` as if it lay in memory as (B, S, H, D).
+- CUDA efficient: K = H only, so keys are repeated for it; takes an additive mask of q's dtype; its
+  lse is padded to a multiple of 32 queries, as its backward wants it; that reads `out` as if it lay
+  in memory as (B, S, H, D).
 """
 
 from __future__ import annotations
@@ -180,9 +181,9 @@ def backend_for(
         return "plain"
     if device_type == "cpu":
         return "flash_cpu" if dtype in FLOATS else "plain"
-    if device_type not in FUSED or kind == "partial" or logits.softmax_scale <= 0:
+    if device_type not in FUSED or logits.softmax_scale <= 0:
         return "plain"
-    if dtype in HALF and head_dim % 8 == 0 and head_dim <= 256:
+    if dtype in HALF and head_dim % 8 == 0 and head_dim <= 256 and kind != "partial":
         return "flash_cuda"
     aligned = head_dim % (8 if dtype in HALF else 4) == 0
     return "efficient_cuda" if dtype in (torch.float32, *HALF) and aligned else "plain"
@@ -207,7 +208,7 @@ def forward(
             q, k, v, 0.0, kind == "causal", attn_mask=_additive(allowed, q.dtype), scale=scale
         )
         return out, lse
-    return cuda.forward(backend, q, k, v, kind == "causal", scale)
+    return cuda.forward(backend, q, k, v, kind == "causal", allowed, scale)
 
 
 def backward(
@@ -235,7 +236,7 @@ def backward(
             grad_out, q, k, v, out, lse, 0.0, kind == "causal", attn_mask=added, scale=scale
         )
         return dq, dk, dv
-    return cuda.backward(backend, grad_out, q, k, v, out, lse, kind == "causal", scale)
+    return cuda.backward(backend, grad_out, q, k, v, out, lse, kind == "causal", allowed, scale)
 
 
 def _readable(x: Tensor) -> Tensor:

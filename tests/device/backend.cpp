@@ -320,20 +320,34 @@ Tensor up(const Tensor& x, const Device& device) {
 
 Tensor nothing(const Tensor& like) { return at::empty({0}, like.options().dtype(at::kLong)); }
 
+using Maybe = std::optional<Tensor>;
+
+// The bias of a kernel on the CPU, if there is one; of the scores' shape, and in aligned rows.
+Maybe bias_of(const Maybe& bias, const Tensor& q, const Tensor& k) {
+  if (!bias || !bias->defined()) return {};
+  demand_alignment({*bias});
+  TORCH_CHECK(bias->scalar_type() == q.scalar_type(), "late: a bias has the dtype of q");
+  std::vector<std::int64_t> shape{q.size(0), q.size(1), q.size(2), k.size(2)};
+  TORCH_CHECK(bias->sizes() == Sizes(shape), "late: a bias has the shape of the scores");
+  return bias->cpu();
+}
+
 std::tuple<Tensor, Tensor> attend(
-    const Tensor& q, const Tensor& k, const Tensor& v, bool causal, Scale scale) {
+    const Tensor& q, const Tensor& k, const Tensor& v, bool causal, Scale scale,
+    const Maybe& bias = {}) {
   demand_alignment({q, k, v});
   TORCH_CHECK(!causal || q.size(2) == k.size(2), "late: causal blocks are square");
   return at::_scaled_dot_product_flash_attention_for_cpu(
-      q.cpu(), k.cpu(), v.cpu(), 0.0, causal, {}, scale);
+      q.cpu(), k.cpu(), v.cpu(), 0.0, causal, bias_of(bias, q, k), scale);
 }
 
 std::tuple<Tensor, Tensor, Tensor> attend_backward(
     const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-    const Tensor& lse, bool causal, Scale scale) {
+    const Tensor& lse, bool causal, Scale scale, const Maybe& bias = {}) {
   demand_alignment({grad, q, k, v, out});
   auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-      grad.cpu(), q.cpu(), k.cpu(), v.cpu(), out.cpu(), lse.cpu(), 0.0, causal, {}, scale);
+      grad.cpu(), q.cpu(), k.cpu(), v.cpu(), out.cpu(), lse.cpu(), 0.0, causal,
+      bias_of(bias, q, k), scale);
   return {up(dq, q.device()), up(dk, q.device()), up(dv, q.device())};
 }
 
@@ -356,11 +370,11 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(
 constexpr std::int64_t LSE_ROWS = 32;
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> efficient(
-    const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>&, bool, double,
+    const Tensor& q, const Tensor& k, const Tensor& v, const Maybe& bias, bool, double,
     bool causal, Scale scale) {
   TORCH_CHECK(q.size(1) == k.size(1), "late: efficient takes as many key heads as query heads");
   TORCH_CHECK(q.scalar_type() != at::kDouble, "late: efficient takes no float64");
-  auto [out, lse] = attend(q, k, v, causal, scale);
+  auto [out, lse] = attend(q, k, v, causal, scale, bias);
   auto missing = (LSE_ROWS - lse.size(2) % LSE_ROWS) % LSE_ROWS;
   lse = at::constant_pad_nd(lse, {0, missing}, std::numeric_limits<double>::infinity());
   return {up(out, q.device()), up(lse, q.device()), nothing(q), nothing(q)};
@@ -368,14 +382,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> efficient(
 
 // It reads `out` as if it lay in memory as (B, S, H, D), whatever its strides are.
 std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_backward(
-    const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&,
+    const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& bias,
     const Tensor& out, const Tensor& lse, const Tensor&, const Tensor&, double,
     std::array<bool, 4>, bool causal, Scale scale) {
   TORCH_CHECK(lse.size(2) % LSE_ROWS == 0, "late: the lse of efficient has whole rows of 32");
   auto h = out.size(1), s = out.size(2), d = out.size(3);
   auto read = out.as_strided(out.sizes(), {s * h * d, d, h * d, 1});
   auto [dq, dk, dv] =
-      attend_backward(grad, q, k, v, read, lse.slice(2, 0, q.size(2)), causal, scale);
+      attend_backward(grad, q, k, v, read, lse.slice(2, 0, q.size(2)), causal, scale, bias);
   return {dq, dk, dv, Tensor()};
 }
 

@@ -26,7 +26,7 @@ from sp_core.schemes import SCHEMES
 from sp_core.testing import run_threads
 from sp_core.testing.run import ThreadsHung
 from sp_core.transport import cuda, cuda_aware, staged, window
-from sp_core.transport.base import Done
+from sp_core.transport.base import Done, Transfer
 from sp_core.transport.host import HostTransport
 
 LENGTH = 1500
@@ -70,10 +70,12 @@ def collectives(comm: Any, *, transport: str, algorithm: str = "auto") -> None:
                 assert torch.equal(found.cpu(), expected), f"{op} over {transport} came out wrong"
 
 
-def attention(comm: Any, *, name: str = "ring", **changed: Any) -> None:
+def attention(
+    comm: Any, *, name: str = "ring", transport: str = "pipelined", **changed: Any
+) -> None:
     """Compare a scheme with the reference, for tensors in the middle of others."""
     problem = replace(PADDED, **changed)
-    with sp.Mesh(comm, device=NAME, transport="pipelined", sp=comm.size) as mesh:
+    with sp.Mesh(comm, device=NAME, transport=transport, sp=comm.size) as mesh:
         scheme = partial(SCHEMES[name], comm=mesh["sp"])
         check_attention(name, scheme, problem, mesh["sp"])
 
@@ -98,9 +100,10 @@ class Fault(NamedTuple):
     Args:
         kind: which mistake it is.
         plant: makes it.
-        law: what it breaks, on two ranks.
+        law: what it breaks.
         says: a part of what is then seen.
         ends: the exit code of the process.
+        ranks: of the law.
     """
 
     kind: str
@@ -108,6 +111,7 @@ class Fault(NamedTuple):
     law: Callable[[Any], None]
     says: str
     ends: int = 1
+    ranks: int = 2
 
 
 def put(owner: Any, name: str, value: Any) -> Plant:
@@ -142,6 +146,7 @@ def in_window(name: str, fake: Callable[..., Any]) -> Plant:
 
 _copying = cuda.CudaStream.copying
 _launch = cuda.CudaStream.launch
+_added = kernels.added
 
 
 def _unkept(self: Any, into: torch.Tensor, part: torch.Tensor) -> Callable[[], object]:
@@ -151,6 +156,11 @@ def _unkept(self: Any, into: torch.Tensor, part: torch.Tensor) -> Callable[[], o
 def _not_waited_for(self: Any, work: Any) -> Done:
     _launch(self, work)
     return Done()
+
+
+def _tight(allowed: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
+    made = _added(allowed, q)
+    return None if made is None else made.clone(memory_format=torch.contiguous_format)
 
 
 def _one_slot(patch: pytest.MonkeyPatch) -> None:
@@ -202,6 +212,13 @@ FAULTS = {
         REUSED, put(window.Window, "_have_made", lambda *_: True), WINDOW, WRONG
     ),
     "a copy of memory that was freed": Fault(REUSED, in_window("copying", _unkept), WINDOW, WRONG),
+    "a message that nobody keeps": Fault(
+        REUSED,
+        put(window, "Transfer", lambda tests, keep: Transfer(tests)),
+        partial(attention, transport="ipc"),
+        "ring d",
+        ranks=3,
+    ),
     "no look at alignment": Fault(
         UNALIGNED, put(kernels, "aligned", as_it_is), attention, MISALIGNED
     ),
@@ -210,6 +227,12 @@ FAULTS = {
         UNALIGNED,
         put(kernels, "aligned", lambda x: x if x.stride(-1) == 1 else x.contiguous()),
         partial(attention, head_dim=8, dtype="bfloat16"),
+        MISALIGNED,
+    ),
+    "a mask without room between its rows": Fault(
+        UNALIGNED,
+        put(kernels, "added", _tight),
+        partial(attention, mask=sp.Mask(window=5)),
         MISALIGNED,
     ),
     "out in another layout": Fault(
@@ -230,7 +253,7 @@ def main(name: str) -> None:
         fault.plant(patch)
         seconds = HANG_SECONDS if fault.kind == ONE_THREAD else None
         try:
-            run_threads(2, fault.law, timeout=seconds)
+            run_threads(fault.ranks, fault.law, timeout=seconds)
         except ThreadsHung:
             print("hung", flush=True)
             os._exit(1)

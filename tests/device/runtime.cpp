@@ -256,6 +256,15 @@ void late_report_faults() {
 
 int late_devices() { return late::DEVICES; }
 
+// Count pieces of memory of so many bytes: allocated here, opened from other processes, registered.
+int late_blocks(std::size_t least) {
+  std::lock_guard lock(late::memory_lock);
+  int count = 0;
+  for (auto& [place, nbytes] : late::used) count += nbytes >= least;
+  for (auto& [place, range] : late::ranges) count += range.nbytes >= least;
+  return count;
+}
+
 enum { SUCCESS = 0, INVALID = 1, NO_MEMORY = 2, MISALIGNED = 716 };
 
 struct Handle { // of 64 bytes

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import sp_core as sp
 from device.faults import FAULTS, PIPELINED, WINDOW, attention, backward
 from sp_core.machine import bounded
 from sp_core.testing import spmd
@@ -16,6 +17,8 @@ LAWS: dict[str, Any] = {
     "pipelined": PIPELINED,
     "window": WINDOW,
     "attention": attention,
+    "ring in a window": partial(attention, transport="ipc"),
+    "masked": partial(attention, mask=sp.Mask(window=5)),
     "half": partial(attention, head_dim=8, dtype="bfloat16"),
     "all_gather": partial(backward, op="all_gather"),
     "all_reduce": partial(backward, op="all_reduce"),

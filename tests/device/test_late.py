@@ -11,11 +11,14 @@ from oracle.collective_cases import Case, cases
 from oracle.ways import Way, ways
 
 import sp_core as sp
+from device.build import load
 from sp_core.testing import device, given, spmd
 from sp_core.transport import cuda, on_stream
 
 LATE = torch.device("late", 0)
 POISON = 255
+LARGE = 1 << 20
+"""Bytes of memory that no other test of this file asks for."""
 
 
 def ones(count: int = 8) -> torch.Tensor:
@@ -126,14 +129,19 @@ def test_ranks_read_each_other_between_fences(comm: Any, transport: str) -> None
 @pytest.mark.parametrize("transport", ["ipc", "pinned"])
 @spmd(2, 4)
 def test_shared_memory_is_given_back(comm: Any, transport: str) -> None:
-    """After a loop that needs more than the device has, each turn with work that is not done yet."""
+    """In every turn of a loop, although its last work is not done yet."""
+    counts = []
     with sp.Mesh(comm, device=device(), transport=transport, sp=comm.size) as mesh:
-        for turn in range(20):
-            x = sp.shared_empty((TWENTIETH,), comm=mesh["sp"])
+        for turn in range(4):
+            x = sp.shared_empty((LARGE // 4,), comm=mesh["sp"])
             x[:9].copy_(torch.arange(9.0) + turn)
             sp.fence(comm=mesh["sp"])
+            counts.append(load().late_blocks(LARGE))
             beside = sp.peer(x, (comm.rank + 1) % comm.size, comm=mesh["sp"])[:9] * 1
+            sp.fence(comm=mesh["sp"])
             assert beside.cpu().tolist() == [turn + number for number in range(9)]
+    assert counts == [*counts[:2], counts[1], counts[1]]
+    assert counts[1] > counts[0]
 
 
 @given(case=cases(), way=ways(), turns=st.integers(1, 2))
