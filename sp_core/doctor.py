@@ -17,7 +17,8 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from textwrap import TextWrapper, shorten
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 LIMIT_SECONDS = 120  # a transport that hangs must not hang its doctor
+PIPE_COLUMNS = 10_000  # a line of a file stays one line
 LITTLE_SHM = 256 * 2**20
 # in one piece
 PROBE = (
@@ -108,13 +110,20 @@ def examine(device: str | None = None, *, measure: bool = False) -> Iterator[Fin
         if not any(
             finding.status == "broken" for finding in variables
         ):  # each mesh would be refused
+            yield _nodes()
             yield from _transports(device)
 
 
 def report(findings: list[Finding]) -> str:
-    """Format the findings as a plain table, followed by the remedies."""
+    """Format the findings as a table that a terminal can show, followed by the remedies."""
     width = max(len(finding.subject) for finding in findings)
-    lines = [f"{f.subject:<{width}}  {f.status:<6}  {f.text}" for f in findings]
+    fold = TextWrapper(
+        width=shutil.get_terminal_size((PIPE_COLUMNS, 0)).columns,
+        subsequent_indent=" " * (width + 10),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    lines = [fold.fill(f"{f.subject:<{width}}  {f.status:<6}  {f.text}") for f in findings]
     broken = [f for f in findings if f.status == "broken"]
     lines += ["", f"{len(broken)} broken:" if broken else "nothing is broken"]
     return "\n".join([*lines, *(f"  {f.subject}: {f.remedy}" for f in broken)])
@@ -196,7 +205,7 @@ VARIABLES: dict[str, Callable[[str], object]] = {
     "SP_TRANSPORT": lambda given: named_transport("auto", torch.device("cpu")),
     "SP_ALGORITHM": defaults,
     "SP_TUNING": lambda given: find(dict, given),
-    "SP_NODES": lambda given: read_nodes(given.split(",")),
+    "SP_NODES": lambda given: read_nodes(given.split(","), _world().size if in_job() else None),
 }
 """How the value of each variable is read."""
 
@@ -323,6 +332,19 @@ def _slots(program: str) -> Finding:
     return Finding("mpiexec", "ok", f"{program} starts 2 ranks")
 
 
+def _nodes() -> Finding:
+    """Find which ranks share a node."""
+    with _mesh(_world()) as mesh:
+        nodes = mesh["all"].nodes
+    each = shorten(" ".join(map(str, nodes)), 200, placeholder=" ...")
+    return Finding("nodes", "ok", f"{len(set(nodes))}; node of each rank: {each}")
+
+
+def _mesh(world: Intracomm, **options: Any) -> Mesh:
+    """Make a mesh of all ranks. Outside of a job SP_NODES is for other numbers of ranks."""
+    return Mesh(world, nodes=None if in_job() else [0] * world.size, all=world.size, **options)
+
+
 def _transports(device: str | None) -> Iterator[Finding]:
     """Try every transport of every kind of device that is present or asked for."""
     for kind, names in NAMES.items():
@@ -371,7 +393,7 @@ def _gather(world: Intracomm, kind: str, name: str) -> str:
         if kind == "cpu"
         else torch.device(kind, world.rank % count_devices(kind))
     )
-    with Mesh(world, device=device, transport=name, all=world.size) as mesh:
+    with _mesh(world, device=device, transport=name) as mesh:
         mine = torch.full((1000, 3), float(world.rank), device=device)
         everything = all_gather(mine, comm=mesh["all"]).cpu()
         fallback = mesh["all"].no_window if name in ("window", "ipc", "pinned") else ""

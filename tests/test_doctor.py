@@ -74,7 +74,7 @@ HERE = dict.fromkeys(
 
 @pytest.mark.every_mpi
 def test_a_machine_that_works() -> None:
-    code, text = examined(*DOCTOR)
+    code, text = examined(*DOCTOR, SP_NODES="0,0,1")  # for the three ranks of another launch
     assert code == 0, text
     assert statuses(text).items() >= HERE.items()
     assert (statuses(text)["CUDA-aware"], statuses(text)["transport ipc"]) == ("note", "note")
@@ -125,8 +125,10 @@ def test_constants_are_found_again_whichever_cores_mpiexec_binds_to(
 
 @pytest.mark.every_mpi
 def test_on_two_ranks_there_is_one_report(tmp_path: Path) -> None:
-    code, text = examined(MPIEXEC, "-n", "2", *DOCTOR, SP_TUNING_DIR=str(tmp_path))
+    places = {"SP_NODES": "4,9", "SP_TUNING_DIR": str(tmp_path)}
+    code, text = examined(MPIEXEC, "-n", "2", *DOCTOR, **places)
     assert code == 0, text
+    assert "2; node of each rank: 0 1" in text
     assert statuses(text).items() >= {**HERE, "mpiexec": "note", "constants": "note"}.items()
     assert [*tmp_path.iterdir()] == []  # nothing is measured that was not asked for
     assert (
@@ -270,6 +272,22 @@ def test_the_command_passes_its_options_on(
     monkeypatch.setattr(doctor, "main", made)
     assert main(["doctor", *arguments]) == 7
     made.assert_called_once_with(device, measure=measure)
+
+
+def test_nodes_for_another_number_of_ranks_are_named_in_a_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SP_NODES", "0,1")
+    monkeypatch.setattr(doctor, "in_job", lambda: True)
+    (finding,) = (each for each in doctor._variables() if each.status == "broken")
+    assert "given for 1 ranks" in finding.text
+
+
+def test_a_report_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    report = doctor.report([doctor.Finding("constants", "note", "a word or two " * 20)])
+    assert max(map(len, report.splitlines())) <= 80
+    assert report.count("word") == 20
 
 
 def test_a_broken_finding_is_repeated_with_its_remedy() -> None:

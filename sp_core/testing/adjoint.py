@@ -141,6 +141,6 @@ def check_adjoint(
     comm.Allreduce(mine, both)
     if both[0] != both[1]:
         raise AssertionError(
-            f"not adjoint: <A x, y> = {both[0]!r}, <x, A^T y> = {both[1]!r}, summed over "
+            f"not adjoint: <A x, y> = {both[0]}, <x, A^T y> = {both[1]}, summed over "
             f"{comm.size} ranks"
         )

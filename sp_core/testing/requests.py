@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from sp_core.errors import CollectiveMismatch
 from sp_core.launch.places import here
 from sp_core.testing import session
 from sp_core.testing.carriers import patiently
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from sp_core.testing.messages import Messages
 
 OBJECT = "a pickled object"
+TOO_LONG = (
+    "a message is longer than its buffer: the ranks' sizes differ, or messages of one tag came in "
+    "another order"
+)
 TESTS = ("Test", "Testany", "Testall", "Testsome", "test", "testany", "testall", "testsome")
 
 
@@ -211,8 +216,11 @@ def _ask(
         done, answer, complete = _meaning(
             test[4:], got if isinstance(got, tuple) else (got,), len(requests)
         )
-    except RuntimeError:  # of MPI: those that it concerns are over
+    except RuntimeError as error:  # of MPI: those that it concerns are over
         complete = [index for index, request in enumerate(requests) if not request]
+        taken = [each for each in map(_under, requests) if each is not None and each.takes]
+        if taken and getattr(error, "Get_error_class", int)() == taken[0].comm._mpi.ERR_TRUNCATE:
+            raise CollectiveMismatch(f"{TOO_LONG}; this rank {taken[0].what}") from error
         raise
     finally:
         for place, index in enumerate(complete):
