@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 LIMIT_SECONDS = 120  # a transport that hangs must not hang its doctor
 PIPE_COLUMNS = 10_000  # a line of a file stays one line
 LITTLE_SHM = 256 * 2**20
-# in one piece
 PROBE = (
     "import os; from mpi4py import MPI; os.write(1, f'ranks: {MPI.COMM_WORLD.size}\\n'.encode())"
 )
@@ -107,9 +106,7 @@ def examine(device: str | None = None, *, measure: bool = False) -> Iterator[Fin
     yield from _mpi()
     if _mpi_problem() is None:
         yield _constants(measure=measure)
-        if not any(
-            finding.status == "broken" for finding in variables
-        ):  # each mesh would be refused
+        if all(found.status != "broken" for found in variables):  # else each mesh would be refused
             yield _nodes()
             yield from _transports(device)
 

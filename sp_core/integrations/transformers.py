@@ -327,7 +327,10 @@ def _check_inputs(model: Any, given: Mapping[str, Any], comm: Communicator) -> N
         if name not in TAKEN and not any(x is value for value in unset)
     ]
     if other:
-        raise ValueError(f"{other} were given; a parallelized model takes {TAKEN}. Leave them out.")
+        raise ValueError(
+            f"{other} were given; a parallelized model takes {TAKEN}. Leave them out; to generate, "
+            "save the model and load it without `parallelize`."
+        )
     tokens: Any = given.get("input_ids")
     for name in WHOLE:
         x: Any = given.get(name)
