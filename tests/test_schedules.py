@@ -143,7 +143,7 @@ def test_costs_are_those_of_the_papers(size: int) -> None:
         ("broadcast", "binomial"): (logs, logs * n, logs),
         ("reduce", "binomial"): (1, n, logs),
     }
-    assert set(expected) == set(NAMES)
+    assert set(expected) == set(NAMES), "state what the busiest rank sends, and in how many steps"
     for (op, algorithm), (messages, sent, steps) in expected.items():
         programs = schedule(op, algorithm, (m,) * size, segment=4).programs
         costs = [cost(program, torch.float32) for program in programs]

@@ -47,6 +47,7 @@ AXES = ("dp", "ring", "ulysses")
 WHOLE = ("input_ids", "attention_mask", "position_ids", "labels")
 """The tensors (B, S) that a forward takes."""
 
+REMEDY = "Leave them out; to generate, save the model and load it without `parallelize`."
 TAKEN = (*WHOLE, "num_items_in_batch", "return_dict", "output_hidden_states")
 LAUNCHERS = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -327,10 +328,7 @@ def _check_inputs(model: Any, given: Mapping[str, Any], comm: Communicator) -> N
         if name not in TAKEN and not any(x is value for value in unset)
     ]
     if other:
-        raise ValueError(
-            f"{other} were given; a parallelized model takes {TAKEN}. Leave them out; to generate, "
-            "save the model and load it without `parallelize`."
-        )
+        raise ValueError(f"{other} were given; a parallelized model takes {TAKEN}. {REMEDY}")
     tokens: Any = given.get("input_ids")
     for name in WHOLE:
         x: Any = given.get(name)
