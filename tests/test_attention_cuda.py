@@ -163,6 +163,65 @@ def test_the_mask_that_a_cuda_kernel_adds(rows: int, columns: int, dtype: torch.
     assert cuda.added(None, bias) is None
 
 
+class Sequences(TorchDispatchMode):
+    """Torch's flash kernel for sequences of different lengths, by the one for CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[list[list[int]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "_flash_attention" not in func.name() or func.name().endswith("cpu_backward"):
+            return func(*args, **(kwargs or {}))
+        is_forward = func.name().endswith("forward")
+        tensors = args[:3] if is_forward else (*args[:5], args[5].T)
+        ends, (longest, _, _, causal) = args[len(tensors) :][:2], args[len(tensors) + 2 :][:4]
+        lengths = [end.diff().tolist() for end in ends]
+        assert (ends[0].dtype, longest) == (torch.int32, max(lengths[0]))
+        self.calls.append(lengths)
+        sides = [0, 1, 1] if is_forward else [0, 0, 1, 1, 0, 0]
+        cut = [x.split(lengths[side]) for x, side in zip(tensors, sides, strict=True)]
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        found = []
+        for parts in zip(*cut, strict=True):
+            part = [x.unsqueeze(0).transpose(1, 2).contiguous() for x in parts]
+            if is_forward:
+                out, lse = kernel(*part, 0.0, causal, scale=kwargs["scale"])
+                found.append((out.transpose(1, 2)[0], lse[0].T))
+            else:
+                back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+                grads = back(*part, 0.0, causal, scale=kwargs["scale"])
+                found.append(tuple(x.transpose(1, 2)[0] for x in grads))
+        whole = tuple(map(torch.cat, zip(*found, strict=True)))
+        return (whole[0], whole[1].T.contiguous(), None, None, None) if is_forward else whole
+
+
+@pytest.mark.parametrize(
+    ("causal", "keys", "lengths"),
+    [
+        (True, range(40), ([5, 2, 13, 2, 7, 11],) * 2),
+        (False, range(7, 43), ([13, 2, 7, 11], [13, 2, 7, 14])),
+    ],
+)
+def test_packed_documents_are_one_call_of_the_flash_kernel(
+    causal: bool, keys: range, lengths: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bitwise what a call for each document gives, also beside queries that see nothing."""
+    random = torch.Generator().manual_seed(3)
+    q, do = (torch.randn(2, 4, 40, 16, generator=random).bfloat16() for _ in range(2))
+    k, v = (torch.randn(2, 2, len(keys), 16, generator=random).bfloat16() for _ in range(2))
+    mask = Mask(causal=causal, documents=(0, 5, 7, 20, 22, 29, 44))
+    here: dict[str, Any] = {"q_positions": range(40), "kv_positions": keys, "mask": mask}
+    wanted = attend(q, k, v, **here, logits=Logits(0.3))
+    grads = attend_backward(do, q, k, v, *wanted, **here, logits=Logits(0.3))
+    monkeypatch.setattr(kernels, "backend_for", lambda *_: "flash_cuda")
+    with Sequences() as sequences:
+        found = attend(q, k, v, **here, logits=Logits(0.3))
+        found_grads = attend_backward(do, q, k, v, *wanted, **here, logits=Logits(0.3))
+    assert sequences.calls == [[each * 2 for each in lengths]] * 2
+    assert all(map(torch.equal, (*found, *found_grads), (*wanted, *grads)))
+
+
 def rows_at(x: torch.Tensor) -> set[int]:
     """How far the rows of a tensor begin behind multiples of 16 bytes."""
     return {x[index].data_ptr() % 16 for index in product(*map(range, x.shape[:-1]))}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -15,6 +18,7 @@ LSE_ALIGNMENT = 32
 LOAD_BYTES = 16
 
 Triple = tuple[Tensor, Tensor, Tensor]
+Lengths = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def forward(
@@ -56,16 +60,14 @@ def backward(
     """Run a kernel's backward by name. Return dq, dk and dv in the dtype of q."""
     aten = torch.ops.aten
     grad_out, q, k, v, out = (aligned(x) for x in (grad_out, q, k, v, out))
-    # The dropout state. Without dropout no kernel reads it.
-    seed, offset = (q.new_zeros((), dtype=torch.int64) for _ in range(2))
     lengths = (q.shape[2], k.shape[2])
     if backend == "flash_cuda":
-        seed, offset = seed.repeat(2).to(torch.uint64), offset.to(torch.uint64)
         given: tuple[object, ...] = (grad_out, q, k, v, out, lse.contiguous(), None, None, *lengths)
         dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
-            *given, 0.0, causal, seed, offset, scale=scale
+            *given, 0.0, causal, *_flash_state(q), scale=scale
         )
     else:
+        seed, offset = (q.new_zeros((), dtype=torch.int64) for _ in range(2))
         heads, (k, v) = k.shape[1], (repeated(t, q.shape[1]) for t in (k, v))
         given = (grad_out, q, k, v, added(allowed, q), tokens_first(out), padded_lse(lse))
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
@@ -73,6 +75,52 @@ def backward(
         )
         dk, dv = (gathered(t, heads) for t in (dk, dv))
     return dq, dk, dv
+
+
+def _flash_state(like: Tensor) -> Iterator[Tensor]:
+    """Yield the state of dropout. Without dropout no kernel reads it."""
+    return (like.new_zeros(shape, dtype=torch.int64).to(torch.uint64) for shape in ((2,), ()))
+
+
+def sequences(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Run the flash kernel on sequences that lie one after the other, (tokens, H, D).
+
+    Args:
+        q, k, v: contiguous.
+        lengths: of the sequences of q, and of those of k and v, in one example of a batch.
+        causal: whether a query sees no later key; then these lengths are equal.
+        scale: of the scores.
+
+    Returns:
+        out (tokens, H, D) and lse (tokens, H).
+    """
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, *_ends(lengths, q), 0.0, causal, False, scale=scale
+    )
+    return out, lse.T
+
+
+def sequences_backward(
+    tensors: Sequence[Tensor], lse: Tensor, lengths: Lengths, causal: bool, scale: float
+) -> Triple:
+    """Run the backward of `sequences` on grad_out, q, k, v and out. Return dq, dk and dv."""
+    ends = _ends(lengths, lse)
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        *tensors, lse.T.contiguous(), *ends, 0.0, causal, *_flash_state(lse), scale=scale
+    )
+    return dq, dk, dv
+
+
+def _ends(lengths: Lengths, like: Tensor) -> tuple[object, ...]:
+    """Return where sequences end, from 0 on, and the greatest length: of queries and of keys.
+
+    `like` has a row for each query of all examples of a batch.
+    """
+    batch = len(like) // sum(lengths[0])
+    ends = (torch.tensor([0, *accumulate(each * batch)], dtype=torch.int32) for each in lengths)
+    return *(end.to(like.device) for end in ends), *map(max, lengths)
 
 
 def aligned(x: Tensor) -> Tensor:

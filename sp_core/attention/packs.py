@@ -1,20 +1,23 @@
-"""Pack small blocks side by side into square tiles, and run all tiles of one size in one call.
+"""Run many blocks in one call of a kernel.
 
 Packed documents make thousands of small blocks, for which a kernel call each costs more than their
-work. A tile shows each query the keys of its own block only. For torch's CPU kernel.
+work. The flash kernel for CUDA takes them as sequences of different lengths. For torch's CPU kernel
+they are packed side by side into square tiles. A tile shows each query the keys of its own block
+only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from itertools import starmap
+from itertools import chain, starmap
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sp_core.attention import kernels
+from sp_core.attention import cuda, kernels
 from sp_core.attention.logits import Logits
 from sp_core.attention.tiles import on_cpu
 from sp_core.mask import Block
@@ -103,31 +106,116 @@ class Pack(NamedTuple):
             self.scatter(side, part, into)
 
 
-def packed(
-    blocks: tuple[Block, ...], q: Tensor, logits: Logits
-) -> tuple[tuple[Block, ...], tuple[Pack, ...]]:
+class Sequences(NamedTuple):
+    """Blocks that are the sequences of one call of the flash kernel.
+
+    Args:
+        causal: whether all are causal, or all full.
+        queries, keys: the tokens in them.
+        lengths: of the queries of each block, and of its keys.
+    """
+
+    causal: bool
+    queries: Side
+    keys: Side
+    lengths: cuda.Lengths
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, logits: Logits, out: Tensor, lse: Tensor
+    ) -> None:
+        """Write out (B, H, Sq, D) and lse (B, H, Sq) of the queries in the blocks."""
+        q, k, v = _tokens(q, self.queries), _tokens(k, self.keys), _tokens(v, self.keys)
+        parts = cuda.sequences(q, k, v, self.lengths, self.causal, logits.softmax_scale)
+        _put(parts[0], self.queries, out)
+        _put(parts[1].unsqueeze(-1), self.queries, lse.unsqueeze(-1))
+
+    def backward(
+        self, tensors: tuple[Tensor, ...], logits: Logits, grads: Iterable[Tensor]
+    ) -> None:
+        """Write dq, dk and dv of the tokens in the blocks; the arguments are those of `Pack`."""
+        sides = (self.queries, self.queries, self.keys, self.keys, self.queries)
+        given = [_tokens(x, side) for x, side in zip(tensors, sides, strict=False)]
+        lse = _tokens(tensors[-1].unsqueeze(-1), self.queries).squeeze(-1)
+        how = self.lengths, self.causal, logits.softmax_scale
+        parts = cuda.sequences_backward(given, lse, *how)
+        for part, side, into in zip(parts, sides[1:], grads, strict=False):
+            _put(part, side, into)
+
+
+def _tokens(x: Tensor, side: Side) -> Tensor:
+    """Return some tokens (B * tokens, H, D) of x (B, H, S, D)."""
+    return x.transpose(1, 2).index_select(1, side.tokens.to(x.device)).flatten(0, 1)
+
+
+def _put(part: Tensor, side: Side, into: Tensor) -> None:
+    """Write tokens to their places: the reverse of `_tokens`."""
+    part = part.unflatten(0, (len(into), -1)).to(into.dtype)
+    into.transpose(1, 2).index_copy_(1, side.tokens.to(into.device), part)
+
+
+Packs = tuple[Pack | Sequences, ...]
+
+
+def packed(blocks: tuple[Block, ...], q: Tensor, logits: Logits) -> tuple[tuple[Block, ...], Packs]:
     """Return the blocks that are computed one by one, and packs of the others."""
-    if not q.numel() or not on_cpu(q) or logits.is_plain:
+    if not q.numel() or logits.is_plain:
         return blocks, ()
-    return _packed(blocks, ELEMENTS * q.shape[2] // q.numel())
+    if on_cpu(q):
+        return _packed(blocks, ELEMENTS * q.shape[2] // q.numel())
+    kernel = kernels.backend_for(q.device.type, q.dtype, q.shape[-1], "full", logits)
+    return _sequences(blocks) if kernel == "flash_cuda" else (blocks, ())
 
 
 @lru_cache(maxsize=64)
-def _packed(blocks: tuple[Block, ...], tokens: int) -> tuple[tuple[Block, ...], tuple[Pack, ...]]:
-    """Pack the small blocks whose queries and keys come after those of the packed ones before."""
+def _packed(blocks: tuple[Block, ...], tokens: int) -> tuple[tuple[Block, ...], Packs]:
+    """Pack small blocks."""
     groups: dict[int, list[list[Block]]] = {side: [[]] for side in SIDES}
+    for block in _apart(blocks, SIDES[-1]):
+        side = next(side for side in SIDES if max(block.shape) <= side)
+        if sum(max(other.shape) for other in groups[side][-1]) >= tokens:
+            groups[side].append([])
+        groups[side][-1].append(block)
+    many = [(found, side) for side in SIDES for found in groups[side] if len(found) >= LEAST_BLOCKS]
+    return _without(blocks, [found for found, _ in many]), tuple(starmap(_pack, many))
+
+
+@lru_cache(maxsize=64)
+def _sequences(blocks: tuple[Block, ...]) -> tuple[tuple[Block, ...], Packs]:
+    """Make sequences of blocks."""
+    kinds: dict[str, list[Block]] = {"causal": [], "full": []}
+    for block in _apart(blocks):
+        kinds[block.kind].append(block)
+    many = {kind: found for kind, found in kinds.items() if len(found) >= LEAST_BLOCKS}
+    made = (
+        Sequences(
+            kind == "causal",
+            _side_of([block.queries for block in found]),
+            _side_of([block.keys for block in found]),
+            (tuple(block.shape[0] for block in found), tuple(block.shape[1] for block in found)),
+        )
+        for kind, found in many.items()
+    )
+    return _without(blocks, many.values()), tuple(made)
+
+
+def _side_of(parts: Iterable[slice]) -> Side:
+    tokens = torch.cat([torch.arange(part.start, part.stop) for part in parts])
+    return Side(tokens, torch.arange(len(tokens)), tokens)
+
+
+def _apart(blocks: Iterable[Block], most: int = sys.maxsize) -> Iterator[Block]:
+    """Yield the short blocks whose queries and keys come after those of the yielded ones before."""
     q_stop = kv_stop = 0
     for block in blocks:
-        side = next((side for side in SIDES if max(block.shape) <= side), 0)
         after = block.q_start >= q_stop and block.kv_start >= kv_stop
-        if side and after and block.kind != "partial":
-            if sum(max(other.shape) for other in groups[side][-1]) >= tokens:
-                groups[side].append([])
-            groups[side][-1].append(block)
+        if after and block.kind != "partial" and max(block.shape) <= most:
+            yield block
             q_stop, kv_stop = block.q_stop, block.kv_stop
-    many = [(found, side) for side in SIDES for found in groups[side] if len(found) >= LEAST_BLOCKS]
-    taken = {block for found, _ in many for block in found}
-    return tuple(block for block in blocks if block not in taken), tuple(starmap(_pack, many))
+
+
+def _without(blocks: Iterable[Block], groups: Iterable[Iterable[Block]]) -> tuple[Block, ...]:
+    taken = set(chain.from_iterable(groups))
+    return tuple(block for block in blocks if block not in taken)
 
 
 def _pack(blocks: list[Block], side: int) -> Pack:

@@ -16,8 +16,8 @@ from torch.nn.functional import pad
 from sp_core.attention.kernels import block_attention, block_attention_backward
 from sp_core.attention.logits import Logits
 from sp_core.attention.merge import accumulation_dtype, merge_into
-from sp_core.attention.packs import Pack, packed
-from sp_core.attention.tiles import halves, rows, strips, tiled
+from sp_core.attention.packs import Packs, packed
+from sp_core.attention.tiles import halves, on_cpu, rows, strips, tiled
 from sp_core.errors import ShapeError
 from sp_core.mask import Block, Mask, Positions, plan_blocks, position_tensor
 from sp_core.mask.blocks import band_mask
@@ -71,14 +71,15 @@ def attend(
     allowed = _dense_masks(q_positions, kv_positions, mask)
     for blocks, packs in (packed(planned, q, logits), (planned, ())):
         out, lse = _attend(blocks, packs, allowed, q, k, v, logits, between)
-        if not packs or out.sum().isfinite():  # else a NaN may have spread to another block
+        # else a NaN may have spread to another block, which the kernels for CUDA do not let happen
+        if not packs or not on_cpu(q) or out.sum().isfinite():
             break
     return out.to(out_dtype or q.dtype), lse
 
 
 def _attend(
     blocks: tuple[Block, ...],
-    packs: tuple[Pack, ...],
+    packs: Packs,
     allowed: Allowed,
     q: Tensor,
     k: Tensor,
@@ -165,7 +166,7 @@ def attend_backward(
     tensors = (grad_out, q, k, v, out, lse)
     for blocks, packs in (packed(planned, q, logits), (planned, ())):
         grads = _gradients(blocks, packs, allowed, tensors, logits, between)
-        if not packs or all(grad.sum().isfinite() for grad in grads):
+        if not packs or not on_cpu(q) or all(grad.sum().isfinite() for grad in grads):
             break
     dq, dk, dv = (grad[..., :head_dim].to(dtype) for grad in grads)
     return dq, dk, dv
@@ -173,7 +174,7 @@ def attend_backward(
 
 def _gradients(
     blocks: tuple[Block, ...],
-    packs: tuple[Pack, ...],
+    packs: Packs,
     allowed: Allowed,
     tensors: Sextuple,
     logits: Logits,

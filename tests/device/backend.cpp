@@ -367,6 +367,76 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(
   return attend_backward(grad, q, k, v, out, lse, causal, scale);
 }
 
+// What the kernels of sequences get: (tokens, H, D), and where the sequences end. Their other
+// arguments differ by the version of torch, so these kernels take a stack.
+struct Sequences {
+  const at::ArrayRef<c10::IValue> given;
+  const std::size_t tensors; // before the ends
+  Scale scale;
+  Sequences(const c10::OperatorHandle& op, torch::jit::Stack* stack, std::size_t tensors)
+      : given(torch::jit::last(*stack, op.schema().arguments().size())), tensors(tensors) {
+    scale = given[*op.schema().argumentIndexWithName("scale")].toOptional<double>();
+    auto q = at(0), ends = given[tensors].toTensor().cpu();
+    TORCH_CHECK(at::isReducedFloatingType(q.scalar_type()), "late: flash takes half precision");
+    TORCH_CHECK(ends.scalar_type() == at::kInt, "late: the ends of sequences are int32");
+    auto longest = ends.diff().max().item<std::int64_t>();
+    TORCH_CHECK(given[tensors + 2].toInt() == longest, "late: another length is the greatest");
+    TORCH_CHECK(ends[-1].item<std::int64_t>() == q.size(0), "late: sequences end elsewhere");
+  }
+  Tensor at(std::size_t number) const { return given[number].toTensor(); }
+  bool causal() const { return given[tensors + 5].toBool(); }
+  // The parts of a tensor, (1, H, tokens, D), by the ends of queries (0) or keys (1).
+  std::vector<Tensor> parts(const Tensor& x, std::size_t side) const {
+    auto ends = at(tensors + side).cpu();
+    std::vector<Tensor> found;
+    for (std::int64_t n = 1; n < ends.size(0); n++) {
+      auto start = ends[n - 1].item<std::int64_t>(), stop = ends[n].item<std::int64_t>();
+      found.push_back(x.slice(0, start, stop).unsqueeze(0).transpose(1, 2));
+    }
+    return found;
+  }
+};
+
+Tensor joined(const std::vector<Tensor>& parts) { // the reverse of `parts`
+  std::vector<Tensor> rows;
+  for (const Tensor& x : parts) rows.push_back(x.transpose(1, 2).squeeze(0));
+  return at::cat(rows);
+}
+
+void flash_sequences(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  Sequences all(op, stack, 3);
+  auto q = all.parts(all.at(0), 0), k = all.parts(all.at(1), 1), v = all.parts(all.at(2), 1);
+  std::vector<Tensor> outs, lses;
+  for (std::size_t n = 0; n < q.size(); n++) {
+    auto [out, lse] = attend(q[n], k[n], v[n], all.causal(), all.scale);
+    outs.push_back(out);
+    lses.push_back(lse.squeeze(0));
+  }
+  auto like = all.at(0);
+  auto out = up(joined(outs), like.device()), lse = up(at::cat(lses, 1), like.device());
+  torch::jit::drop(*stack, op.schema().arguments().size());
+  torch::jit::push(*stack, out, lse, nothing(like), nothing(like), nothing(like));
+}
+
+void flash_sequences_backward(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  Sequences all(op, stack, 6);
+  std::vector<std::vector<Tensor>> x;
+  for (std::size_t n : {0, 1, 2, 3, 4}) x.push_back(all.parts(all.at(n), n == 2 || n == 3));
+  auto lse = all.parts(all.at(5).t().unsqueeze(-1), 0); // (1, H, tokens, 1)
+  std::vector<Tensor> dqs, dks, dvs;
+  for (std::size_t n = 0; n < x[0].size(); n++) {
+    auto row = lse[n].squeeze(-1);
+    auto [dq, dk, dv] = attend_backward(
+        x[0][n], x[1][n], x[2][n], x[3][n], x[4][n], row, all.causal(), all.scale);
+    dqs.push_back(dq);
+    dks.push_back(dk);
+    dvs.push_back(dv);
+  }
+  auto dq = joined(dqs), dk = joined(dks), dv = joined(dvs);
+  torch::jit::drop(*stack, op.schema().arguments().size());
+  torch::jit::push(*stack, dq, dk, dv);
+}
+
 constexpr std::int64_t LSE_ROWS = 32;
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> efficient(
@@ -409,6 +479,11 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("record_stream", &record_stream);
   m.impl("_scaled_dot_product_flash_attention", &flash);
   m.impl("_scaled_dot_product_flash_attention_backward", &flash_backward);
+  m.impl(
+      "_flash_attention_forward", torch::CppFunction::makeFromBoxedFunction<&flash_sequences>());
+  m.impl(
+      "_flash_attention_backward",
+      torch::CppFunction::makeFromBoxedFunction<&flash_sequences_backward>());
   m.impl("_scaled_dot_product_efficient_attention", &efficient);
   m.impl("_scaled_dot_product_efficient_attention_backward", &efficient_backward);
 }

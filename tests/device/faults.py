@@ -90,6 +90,14 @@ def backward(comm: Any, *, op: str) -> None:
 
 
 Plant = Callable[[pytest.MonkeyPatch], None]
+DOCUMENTS = partial(
+    attention,
+    mask=sp.Mask(causal=True, documents=tuple(range(0, 53, 4))),
+    seq_len=52,
+    kv_len=52,
+    head_dim=8,
+    dtype="bfloat16",
+)
 PIPELINED = partial(collectives, transport="pipelined")
 WINDOW = partial(collectives, transport="ipc", algorithm="window")
 
