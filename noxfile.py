@@ -157,7 +157,7 @@ PROGRAMS = {
     "generic_mutants": Program(
         "Make small wrong edits of the library, or of the kit (`-- --kit`); tests must see them.",
         "mutants.generic",
-        packages=("coverage",),
+        packages=(*PEERS_NEED, "coverage"),
     ),
     "soak": Program("Run a short profile of the suite 50 times, and under load.", "soak"),
     "deaths": Program("Lose a rank in every way and place; plant faults.", "deaths", MPIS),
@@ -355,7 +355,7 @@ def _prepare(session: nox.Session, mpi: str, *packages: str, others: tuple[str, 
     Returns:
         Its interpreter.
     """
-    kind = "peers" if packages == PEERS_NEED else "tests"
+    kind = "peers" if {*PEERS_NEED} <= {*packages} else "tests"
     homes = {name: session.cache_dir.resolve().parent / f"{kind}-mpi-{name}" for name in MPIS}
     existing = [name for name in (mpi, *MPIS) if HELPED and (homes[name] / "bin").exists()]
     home = homes[existing[0] if existing else mpi]

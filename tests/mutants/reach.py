@@ -14,6 +14,7 @@ from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,9 @@ def files() -> list[str]:
     """Return the test files that may say something of an edit."""
     tests = ROOT / "tests"
     apart = {path for pattern in APART for path in tests.glob(f"test_{pattern}.py")}
-    return [f"tests/{path.name}" for path in sorted({*tests.glob("test_*.py")} - apart)]
+    found = sorted({*tests.glob("test_*.py")} - apart)
+    found += sorted(tests.glob("hf/test_*.py")) if find_spec("transformers") else []
+    return [path.relative_to(ROOT).as_posix() for path in found]
 
 
 def kept(file: str, stage: str) -> Path:
