@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from sp_core.transport.base import wait
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
+T = TypeVar("T")
 _RECORD = struct.Struct("q8sq40s")
 RECORD_BYTES = _RECORD.size
 DIGEST = np.dtype("<u4")
@@ -258,6 +259,24 @@ def _differences(calls: Sequence[str]) -> str:
     return "\n".join(
         ["the ranks disagree about what to do; nothing was sent. Make these calls equal:", *lines]
     )
+
+
+def make_alike(comm: Any, make: Callable[[], tuple[T, str]]) -> T:
+    """Make something on every rank of a communicator, or raise the error of one rank on all.
+
+    Args:
+        comm: of these ranks.
+        make: returns what is made, and a text about it that must be the same on every rank.
+    """
+    made: list[T] = []
+
+    def call() -> str:
+        one, text = make()
+        made.append(one)
+        return text
+
+    comm.agree_on(call)
+    return made.pop()
 
 
 AgreeOn = Callable[..., tuple[int, ...]]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sp_core.agreement import ERRORS
+from sp_core.agreement import ERRORS, make_alike
 from sp_core.errors import ShapeError
 from sp_core.launch import command
 from sp_core.llama.checkpoint import load
@@ -225,9 +225,8 @@ def _prepare(
     options: argparse.Namespace, mesh: Mesh
 ) -> tuple[Tokenizer, list[list[int]], list[str], Llama]:
     """Read tokenizer, tokens of the prompts, stop strings and model, on every rank or on none."""
-    found: list[tuple[Tokenizer, list[list[int]], list[str]]] = []
 
-    def call() -> str:
+    def read() -> tuple[tuple[Tokenizer, list[list[int]], list[str]], str]:
         tokenizer, texts = read_tokenizer(options.model), list(options.prompt)
         for file in options.prompt_file:
             if file == "-" and mesh.size > 1:
@@ -241,12 +240,11 @@ def _prepare(
             texts = [chat_prompt(options.model, text) for text in texts]
         special = not options.chat  # else the template has them
         tokens = [tokenizer.encode(text, add_special_tokens=special).ids for text in texts]
-        found.append((tokenizer, tokens, read_stop_strings(options.model)))
-        return f"prompts {tokens}"
+        return (tokenizer, tokens, read_stop_strings(options.model)), f"prompts {tokens}"
 
-    mesh[tuple(mesh.axes)].agree_on(call)
+    found = make_alike(mesh[tuple(mesh.axes)], read)
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    return *found[0], load(
+    return *found, load(
         options.model, mesh, dtype=dtype, scheme=options.scheme, tp_sp=options.tp_sp
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -27,6 +28,18 @@ def test_what_is_counted_is_what_the_table_says(comm: Any) -> None:
     found = counters.count(some(comm.size), comm)
     table = counters.load()
     assert counters.differences(found, {name: table[name] for name in found}) == []
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "window", "mpi"])
+@spmd(2)
+def test_no_call_counts_more_seconds_than_the_clock(comm: Any, algorithm: Any) -> None:
+    with sp.Mesh(comm, transport="window", sp=2) as mesh:
+        count, x = mesh["sp"].counters["all_reduce"], torch.ones(9)
+        plan = sp.plan("all_reduce", x, comm=mesh["sp"], algorithm=algorithm)
+        for call in (plan.run, lambda: sp.all_reduce(x, comm=mesh["sp"], algorithm=algorithm)):
+            counted, begun = count.seconds, time.perf_counter()
+            call()
+            assert 0 < count.seconds - counted <= time.perf_counter() - begun
 
 
 def test_the_table_has_every_case_and_no_other() -> None:

@@ -26,6 +26,8 @@ def test_each_rank_keeps_its_share_of_the_tokens(comm: Any) -> None:
     """After any steps; what these compute is judged in domains/decoding.py."""
     with sp.Mesh(comm, ring=comm.size) as mesh:
         decoder = Decoder(GREEDY.model(mesh), [9, 4])
+        shares = decoder.caches[0].shares(4 * comm.size)
+        assert len({sum(share) for share in shares}) == 1  # a token sees those before it
         for step, new in ((decoder.prefill, [[1] * 5, [2]]), (decoder.decode, [[3], [4, 5]])):
             step(new)
             (cache,) = decoder.caches

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from sp_core import arguments
+from sp_core.agreement import make_alike
 from sp_core.collectives.api import all_gather
 from sp_core.errors import CheckpointError
 from sp_core.llama.config import LlamaConfig, read_json
@@ -185,9 +186,8 @@ def load(
     All of these on every rank.
     """
     grid = Grid.of(mesh, scheme)
-    found: list[Llama] = []
 
-    def call() -> str:
+    def make() -> tuple[Llama, str]:
         arguments.check(folder=folder, tp_sp=tp_sp)
         config, checkpoint = LlamaConfig.from_folder(folder), Checkpoint(folder)
         layers = len(
@@ -202,11 +202,9 @@ def load(
         model = Llama(config, grid, dtype=_dtype(checkpoint, dtype), tp_sp=tp_sp)
         check_names(checkpoint, model)
         model.fill(lambda name, placement: checkpoint.read(name, placement, grid.tensor.rank))
-        found.append(model)
-        return f"load({config}, {checkpoint.fingerprint()}, {model.dtype}, tp_sp={tp_sp})"
+        return model, f"load({config}, {checkpoint.fingerprint()}, {model.dtype}, tp_sp={tp_sp})"
 
-    grid.everyone.agree_on(call)
-    return found[0]
+    return make_alike(grid.everyone, make)
 
 
 def _dtype(checkpoint: Checkpoint, asked: torch.dtype | None) -> torch.dtype:

@@ -145,7 +145,7 @@ class LlamaConfig:
             raise CheckpointError(f"the configuration lacks {', '.join(missing)}.")
         hidden, heads = given["hidden_size"], given["num_attention_heads"]
         divides = _is_size(heads) and _is_size(hidden)
-        inferred = {"num_key_value_heads": heads, "head_dim": hidden // heads if divides else 0}
+        inferred = {"num_key_value_heads": heads, "head_dim": hidden // heads if divides else 1}
         others = {**_rope(values), "eos_token_id": _tokens(values.get("eos_token_id"))}
         return cls(**{**inferred, **given, **others})
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from sp_core import arguments
+from sp_core.agreement import make_alike
 from sp_core.attention import Logits, block_attention, merge_into
 from sp_core.collectives.api import all_gather, broadcast
 from sp_core.communicator import Communicator
@@ -294,25 +295,25 @@ class Decoder:
         Micro-batches without a new token are left out.
         """
         shown = [length for cache in self.caches for length in cache.lengths]
-        found: list[tuple[Cache, Tokens, list[int]]] = []
 
-        def call() -> str:
+        def place() -> tuple[list[tuple[Cache, Tokens, list[int]]], str]:
             arguments.check(tokens=tokens)
             if len(tokens) != len(shown):
                 raise ShapeError(
                     f"tokens for {len(tokens)} sequences were given; there are {len(shown)}. Give "
                     f"an empty list for none."
                 )
+            placed: list[tuple[Cache, Tokens, list[int]]] = []
             for cache, part in zip(self.caches, self.parts, strict=True):
                 own = [tokens[number] for number in part]
-                found.append((cache, own, cache.place(own, part.start)))
+                placed.append((cache, own, cache.place(own, part.start)))
             check_tokens(flat(tokens), self.model.config)
             if not any(tokens):
                 raise ValueError(f"{what} was given no token for any sequence; give at least one.")
-            return f"{what}({list(map(list, tokens))}) after {shown}"
+            return placed, f"{what}({list(map(list, tokens))}) after {shown}"
 
-        self.model.grid.model.agree_on(call)
-        added = [(cache, cache.add(own, positions)) for cache, own, positions in found]
+        placed = make_alike(self.model.grid.model, place)
+        added = [(cache, cache.add(own, positions)) for cache, own, positions in placed]
         return [(cache, new) for cache, new in added if new.positions]
 
     def _pass(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_core import arguments
+from sp_core.agreement import make_alike
 from sp_core.collectives.api import all_gather
 from sp_core.collectives.differentiable import copy_to_group
 from sp_core.errors import ShapeError
@@ -365,23 +366,22 @@ def create(
             every rank.
     """
     grid = Grid.of(mesh, scheme)
-    made: list[Llama] = []
 
-    def call() -> str:
+    def make() -> tuple[Llama, str]:
         arguments.check(seed=seed, tp_sp=tp_sp)
         arguments.check_type(
             "config", config, LlamaConfig, "Make one, or read it with LlamaConfig.from_folder."
         )
-        made.append(Llama(config, grid, dtype=dtype, tp_sp=tp_sp))
-        return f"create({config}, {seed}, {dtype}, {tp_sp})"
+        model = Llama(config, grid, dtype=dtype, tp_sp=tp_sp)
+        return model, f"create({config}, {seed}, {dtype}, {tp_sp})"
 
-    grid.everyone.agree_on(call)
-    made[0].fill(
+    model = make_alike(grid.everyone, make)
+    model.fill(
         lambda name, placement: placement.take(
             random_weight(name, placement, seed), grid.tensor.rank
         )
     )
-    return made[0]
+    return model
 
 
 def random_weight(name: str, placement: Placement, seed: int) -> Tensor:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from sp_core import arguments
+from sp_core.agreement import make_alike
 from sp_core.errors import CheckpointError, CollectiveMismatch
 from sp_core.llama.checkpoint import DTYPES, STATE, Beside, Checkpoint, check_names, parts_of, write
 from sp_core.llama.config import read_json
@@ -258,9 +259,8 @@ def load_training(
         CollectiveMismatch: ranks that see different folders. Both on every rank.
     """
     check_model(model)
-    found: list[Any] = []
 
-    def call() -> str:
+    def read() -> tuple[tuple[Any, ...], str]:
         arguments.check(folder=folder)
         now, place = _record(model, optimizer, scheduler, generator)["of"], Path(folder)
         record = read_json(place / RECORD, object_pairs_hook=_keyed)
@@ -276,11 +276,10 @@ def load_training(
                 "scheduler and generator as they were then."
             )
         check_names(weights, model)
-        found.extend((record, *_read(model, weights, record)))
-        return f"load_training({_digests(record)}, {weights.fingerprint()})"
+        text = f"load_training({_digests(record)}, {weights.fingerprint()})"
+        return (record, *_read(model, weights, record)), text
 
-    model.grid.everyone.agree_on(call)
-    record, values, state = found
+    record, values, state = make_alike(model.grid.everyone, read)
     if generator is not None:  # first, for it may be refused
         generator.set_state(torch.tensor([*bytes.fromhex(record["random"])], dtype=torch.uint8))
     model.fill(lambda name, _: values[name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -159,7 +160,7 @@ ROWS: list[Row] = [
         "causal was given, which no attention takes.*mask=Mask",
         partial(attention, (1, 3, 1, 2), causal=True),
     ),
-    (ValueError, "temperature", partial(Sampling, -1.0)),
+    *((ValueError, "temperature", partial(Sampling, x)) for x in (-1.0, math.inf, math.nan)),
     (ValueError, "top_k", partial(Sampling, 1.0, 0)),
     (ValueError, "top_p", partial(Sampling, 1.0, None, 0.0)),
     *(
