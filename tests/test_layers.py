@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from domains.numeric import uniform
 from torch.nn import functional as F
 
 import sp_core as sp
@@ -99,3 +100,9 @@ def test_neighbours_have_nothing_in_common(offset: tuple[int, int, int, int]) ->
     dropped = torch.stack(by_seed).double() - 0.5
     shifted = dropped.roll(offset, dims=(0, 1, 2, 3))
     assert abs((dropped * shifted).mean() * 4) < 5 / dropped.numel() ** 0.5
+
+
+def test_an_element_stays_whose_number_is_the_chance() -> None:
+    """Numbers are in [0, 1): as many are below p as p says."""
+    number = float(uniform(5, [[0], [3], [0]]))
+    assert sp.dropout(torch.ones(1, 1, 1), number, seed=5, positions=[3]).all()

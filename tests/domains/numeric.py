@@ -117,13 +117,12 @@ def mixed(z: np.ndarray) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
-def kept(p: float, seed: int, places: Sequence[Sequence[int]]) -> Tensor:
-    """Return which elements stay: their places, one after the other, are mixed into the seed."""
+def uniform(seed: int, places: Sequence[Sequence[int]]) -> Tensor:
+    """Return a number for each element: its places, one after the other, mixed into the seed."""
     state = mixed(np.array(seed, dtype=np.uint64)[None])[0]
     for place in places:
         state = mixed(state[..., None] + np.array([int(n) for n in place], dtype=np.uint64))
-    low = torch.from_numpy((state & np.uint64(2**53 - 1)).astype(np.float64) / 2**53)
-    return low >= p
+    return torch.from_numpy((state & np.uint64(2**53 - 1)).astype(np.float64) / 2**53)
 
 
 def dropped(drawn: Values) -> Call:
@@ -133,11 +132,8 @@ def dropped(drawn: Values) -> Call:
     upstream = in_memory(normal(drawn["seed"] + 1, shape, drawn["x.dtype"]), drawn["x.upstream"])
     given = {name: drawn[name] for name in ("p", "positions", "features", "training")}
     features = range(shape[-1]) if given["features"] is None else given["features"]
-    stay = kept(
-        given["p"],
-        drawn["seed.value"],
-        [range(shape[0]), given["positions"], *[range(2)] * drawn["x.middle"], features],
-    )
+    places = [range(shape[0]), given["positions"], *[range(2)] * drawn["x.middle"], features]
+    stay = uniform(drawn["seed.value"], places) >= given["p"]
     factor = 1 / (1 - given["p"]) if given["training"] else 1.0
     stay = stay if given["training"] else torch.ones_like(stay)
 
