@@ -2,12 +2,14 @@
 
 With own = B * (S/P) * D * e for one head of one rank's tokens, the even, full-mask case is
 
-    allgather_kv   (P-1) * 2K own                                 backward  the same, and (P-1) * 2K
-    own in float32 or wider ring           (P-1) * 2K own in P-1 messages                 backward
-    the same, and P * 2K own in float32 or wider, P messages ulysses        (P-1)/P * (2H + 2K) own
-    backward  the same hybrid         (U-1)/U * (2H + 2K) own + (R-1) * 2K own       backward  as in
-    the parts tp_sp          2 (P-1) * B * (S/P) * E * e per pair           backward  3 (P-1) * B *
-    (S/P) * E * e
+    scheme         forward                                   backward
+    allgather_kv   (P-1) * 2K own                            the same, and (P-1) * 2K own, wide
+    ring           (P-1) * 2K own in P-1 messages            the same, and P * 2K own, wide, in P
+    ulysses        (P-1)/P * (2H + 2K) own                   the same
+    hybrid         (U-1)/U * (2H + 2K) own + (R-1) * 2K own  as in the parts
+    tp_sp          2 (P-1) * B * (S/P) * E * e per pair      3 (P-1) * B * (S/P) * E * e
+
+Wide numbers are sums of gradients, in float32 or wider.
 
 This is what the payload is; a mesh that was made with an algorithm sends what
 `sp_core.schedules.cost` says of its schedule. Ranks that share memory send nothing: with `shared`

@@ -320,8 +320,8 @@ def told() -> tuple[bool, str]:
     )
     return (
         True,
-        f"{text}; without its corrections the model is off by {median:.0%} (median), {worst:.0%} "
-        "(95th percentile)",
+        f"{text}; times that were not measured are predicted to {median:.0%} (median) or "
+        f"{worst:.0%} (95th percentile)",
     )
 
 

@@ -12,6 +12,9 @@ one rank's tokens:
     hybrid        both: U heads' parts inside, a ring of R around
     allgather_kv  P - 1 messages of 2K own, one after the other, and the attention
 
+Letters: B batch, S sequence, H heads, K key/value heads, D head dim, P ranks, R of the ring times U
+of Ulysses, e bytes per element.
+
 What leaves a node goes over its one link, so ranks that send at once share it. Backward sends
 gradients of K and V in float32 or wider. A message of n bytes takes alpha + beta n. The bytes and
 messages are those of `sp_core.cost`.

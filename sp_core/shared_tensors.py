@@ -1,11 +1,13 @@
 """Tensors in shared memory: ranks of one machine read each other's tensors without a message.
 
-x = sp.shared_empty((2, 100, 8), comm=comm)     every rank
-x.copy_(...)
-sp.fence(comm=comm)                             from here on everybody sees what everybody has
-written left = sp.peer(x, (comm.rank - 1) % comm.size, comm=comm)
-...                                             use it; nobody writes into x
-sp.fence(comm=comm)                             from here on x may be written again
+Every rank makes these calls:
+
+    x = sp.shared_empty((2, 100, 8), comm=comm)
+    x.copy_(...)
+    sp.fence(comm=comm)                             from here on all see what all have written
+    left = sp.peer(x, (comm.rank - 1) % comm.size, comm=comm)
+    ...                                             use it; nobody writes into x
+    sp.fence(comm=comm)                             from here on x may be written again
 """
 
 from __future__ import annotations

@@ -6,10 +6,12 @@ diagonal keep that small; what is left are full blocks.
     forward: halves       backward: strips
 
     c                     c
-    f c                   f c         Each row of out is merged a few times only (halves). Gradients
-    are summed into place, so f f c                 f f c       there can be more tiles: tall ones,
-    whose keys stay in the cache (strips; a full block is cut f f f c               f f f c     into
-    strips too).
+    f c                   f c
+    f f c                 f f c
+    f f f c               f f f c
+
+Each row of out is merged a few times only (halves). Gradients are summed into place, so there can
+be more tiles: tall ones, whose keys stay in the cache (strips; a full block is cut into strips).
 """
 
 from __future__ import annotations

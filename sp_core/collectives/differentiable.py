@@ -4,18 +4,18 @@ The loss convention, for everything in this package: every rank has a loss of it
 differentiated is their SUM over the ranks. A collective is then a linear map from all shards to all
 results, and its backward is the transpose of that map:
 
-    all_gather     <-> reduce_scatter       all_to_all <-> all_to_all, split and concat swapped
-    all_reduce     <-> all_reduce           broadcast  <-> reduce           shift <-> shift the
-    other way
+    all_gather  <-> reduce_scatter       all_to_all <-> all_to_all, split and concat swapped
+    all_reduce  <-> all_reduce           shift      <-> shift the other way
+    broadcast   <-> reduce
 
 Tensor parallelism also has values that all ranks hold alike and that count once. Three functions
 say where such a value begins or ends; a self-adjoint all_reduce there would multiply gradients by
 the number of ranks:
 
-    copy_to_group      identity    forward, all_reduce backward      one value becomes a copy for
-    every rank reduce_from_group  all_reduce  forward, identity   backward      partial sums become
-    one value gather_replicated  all_gather  forward, own slice  backward      shards become one
-    value
+                       forward     backward
+    copy_to_group      identity    all_reduce   one value becomes a copy for every rank
+    reduce_from_group  all_reduce  identity     partial sums become one value
+    gather_replicated  all_gather  own slice    shards become one value
 
 torch runs the backward of the functions of a graph in the reverse order of their creation. A
 started collective gets its function when it is started, which every rank does in the same order. So

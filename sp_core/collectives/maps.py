@@ -1,7 +1,8 @@
 """Every collective as a linear map from all shards to all results, with its transpose.
 
-    AllGather  <-> ReduceScatter        AllToAll <-> AllToAll with split and concat swapped
-    Broadcast <-> Reduce AllReduce  <-> AllReduce            Shift    <-> Shift the other way
+    AllGather  <-> ReduceScatter     AllToAll <-> AllToAll with split and concat swapped
+    Broadcast  <-> Reduce            Shift    <-> Shift the other way
+    AllReduce  <-> AllReduce
 
 A map knows all sizes, so running it needs no agreement. It brings a tensor into the flat form that
 a transport moves, and back.

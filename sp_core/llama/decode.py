@@ -2,10 +2,10 @@
 
 The cache is split over the ranks.
 
-    prefill: each rank has some of the new tokens, and a scheme lets them see all that is kept
-    q_r  (k v)_0..P-1
-    decode:  every rank has the new tokens and attends to what it keeps; the parts are merged
-    merge_r attend(q, (k v)_r)
+    prefill: each rank has some of the new tokens, and a scheme lets them see all that is kept:
+             q_r  (k v)_0..P-1
+    decode:  every rank has the new tokens and attends to what it keeps; the parts are merged:
+             merge_r attend(q, (k v)_r)
 
 Shapes: N sequences, S new tokens, E model dim, H heads, D head dim, V vocabulary, P sequence ranks,
 T tensor ranks.

@@ -2,8 +2,8 @@
 
 Each stage computes its own layers, several micro-batches at the same time.
 
-    stage s:  x <- s - 1    y = layers_s(x)    y -> s + 1          backward:  dy <- s + 1    dx =
-    layers_s'(x)^T dy    dx -> s - 1
+    stage s    x <- s - 1    y = layers_s(x)            y -> s + 1
+    backward   dy <- s + 1   dx = layers_s'(x)^T dy     dx -> s - 1
 
 Shapes: B sequences of a micro-batch, S tokens, E model dim, V vocabulary, P sequence ranks, T
 tensor ranks.

@@ -1,7 +1,8 @@
 """One step of training a LLaMA over a mesh, on sequences of any lengths; and checkpoints of it.
 
-each replica packs its sequences into one row, without padding    loss -> backward -> reduce -> clip
--> optimizer
+Each replica packs its sequences into one row, without padding. Then:
+
+    loss -> backward -> reduce -> clip -> optimizer
 
 The folder of a checkpoint is that of the model, as `save` writes it, with two more entries:
 

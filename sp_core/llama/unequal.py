@@ -2,8 +2,8 @@
 
 Some shared by all sequence ranks, the others each whole on one of them.
 
-    shared:  q_r, (k v)_r of a zigzag shard -> the grid's scheme            packed: whole sequences
-    as documents -> local attention
+    shared:  q_r, (k v)_r of a zigzag shard   ->  the grid's scheme
+    packed:  whole sequences as documents     ->  local attention
 
 Shapes: N sequences, S tokens, E model dim, V vocabulary, P sequence ranks, T tensor ranks.
 """

@@ -1,11 +1,11 @@
 """Layers whose weights are split over the ranks of a group.
 
-Between two splits all ranks hold the activations of a token, or, with Megatron's TP-SP, one of them
-does:
+Between two splits all ranks hold a token's activations, or, with Megatron's TP-SP, one rank does:
 
-    copy_to_group(x) W_r^T  ->  this rank's features  ->  reduce_from_group(y_r W_r^T)       x (B,
-    S, E) on every rank all_gather(x_r) W_r^T   ->  this rank's features  ->  reduce_scatter(y_r
-    W_r^T)          x_r (B, S/P, E)
+    x (B, S, E) on every rank   copy_to_group(x) W_r^T  ->  this rank's features
+                                ->  reduce_from_group(y_r W_r^T)
+    x_r (B, S/P, E)             all_gather(x_r) W_r^T   ->  this rank's features
+                                ->  reduce_scatter(y_r W_r^T)
 
 The second one needs `lengths`, how many of the S tokens each rank has between the splits; None
 means the first one.

@@ -24,8 +24,9 @@ With segments, two of them go round together in the reduce-scatter, so that one 
 other is added, and scratch is two segments:
 
     step       0   1   2   3   4   5   ...
-    segment    0   1   0   1   0   1        each step posts its messages while those of the step
-    before are under way
+    segment    0   1   0   1   0   1
+
+Each step posts its messages while those of the step before are under way.
 
 Nothing is added in the all-gather, so each piece goes round in two halves. It begins when the last
 segment is summed: a sum that is sent at once would have to come out of the other core's cache,

@@ -12,14 +12,14 @@ own slot, + adds up the own half, r reads the other's sum:
     chunk 0   w      +      r
     chunk 1          w      +      r
 
-    all-gather, broadcast, shift      write the own piece; read the others'
-    all-to-all                        write all pieces but the own; read those meant for the own
-    rank reduce-scatter, reduce            the same, and add them up in the order of the ranks
-    all-reduce, short                 write everything; every rank adds up everything (one-shot); so
-                                      too where two ranks read each other's tensors in place,
-                                      because two shots would read as much and write more
-    all-reduce                        every rank adds up its part of a chunk and writes the sum;
-    read the others' sums (two-shot)
+    all-gather, broadcast, shift  write the own piece; read the others'
+    all-to-all                    write all pieces but the own; read those meant for the own rank
+    reduce-scatter, reduce        the same, and add them up in the order of the ranks
+    all-reduce, short             write everything; every rank adds up everything (one-shot); so too
+                                  where two ranks read each other's tensors in place, because two
+                                  shots would read as much and write more
+    all-reduce                    every rank adds up its part of a chunk and writes the sum; read
+                                  the others' sums (two-shot)
 
 A tensor that itself lives in shared memory is not written into slots: one step in which all arrive,
 then the others read it where it is, then one step in which all have done so. Every sum is bitwise

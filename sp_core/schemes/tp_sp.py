@@ -1,8 +1,9 @@
 """Megatron's tensor and sequence parallelism: split weights, and between layers the tokens.
 
-    x (B, S/P, E)  --all-gather-->  (B, S, E) W_r^T  ->  (B, S, F/P)                column-parallel:
-    a rank has some output features y (B, S, F/P) W_r^T  ->  partial (B, S, E)  --reduce-scatter-->
-    (B, S/P, E)    row-parallel: a rank has some input features
+    x (B, S/P, E)  --all-gather-->  (B, S, E) W_r^T  ->  (B, S, F/P)
+        column-parallel: a rank has some output features
+    y (B, S, F/P) W_r^T  ->  partial (B, S, E)  --reduce-scatter-->  (B, S/P, E)
+        row-parallel: a rank has some input features
 
 The sequence travels in chunks: while one chunk is multiplied, the next is being gathered, or the
 one before is being summed. Between the two layers a rank holds all tokens in the order of an

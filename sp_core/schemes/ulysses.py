@@ -1,7 +1,8 @@
 """Ulysses: an all-to-all gives every rank all tokens of some heads, and back.
 
-    q k v  (B, S/P, H, D)  --all-to-all-->  (B, S, H/P, D)   inner attention   (B, S, H/P, D)
-    --all-to-all-->  out  (B, S/P, H, D)
+    q k v  (B, S/P, H, D)  --all-to-all-->  (B, S, H/P, D)
+    inner attention
+    (B, S, H/P, D)  --all-to-all-->  out  (B, S/P, H, D)
 
 Key/value heads stay with the query heads that read them. Where there are fewer of them than ranks,
 or they do not divide, a head goes to every rank that reads it, and its gradients are summed on the

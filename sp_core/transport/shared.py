@@ -257,8 +257,9 @@ class Rooms:
         use     room
         1       0       write, fence, read
         2       1                           write, fence, read
-        3       0                                               write: all have begun use 2, so
-        nobody reads what use 1 left here
+        3       0                                               write
+
+    A rank writes in use 3 when all have begun use 2, so nobody reads what use 1 left there.
 
     Args:
         comm: an mpi4py communicator whose ranks have memory in common.

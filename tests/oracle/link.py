@@ -1,8 +1,7 @@
 """Model slow links: messages arrive as late as if each rank had a wire of its own.
 
-    sender    posted at t, its wire idle at o:      leaves    L = max(t, o) + n / rate
-    receiver  its wire idle at i:                   arrives   max(L - n / rate + latency, i) + n /
-    rate
+    sender    posted at t, its wire idle at o:  leaves   L = max(t, o) + n / rate
+    receiver  its wire idle at i:               arrives  max(L - n / rate + latency, i) + n / rate
 
 A wire carries one message after the other, in each direction. Every message is preceded by a small
 one with L; the receiver holds back what has come too early. All ranks must read one clock, so this
