@@ -189,7 +189,8 @@ def main(
         words = [kept.name if pair == ("--prompt-file", "-") else pair[1] for pair in pairs]
         words = [sys.executable, "-m", "sp_core", *words]
         try:
-            return command.run(ranks, words, timeout=options.timeout)
+            mpi_args = command.streaming()  # a token is shown when it is there
+            return command.run(ranks, words, timeout=options.timeout, mpi_args=mpi_args)
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
 

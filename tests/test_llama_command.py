@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from test_llama_checkpoint import SECOND, written
 
 from sp_core.__main__ import main
 from sp_core.errors import CheckpointError
+from sp_core.launch import command as launcher
 from sp_core.llama import LlamaConfig, byte_tokenizer
 from sp_core.llama.text import Stream, chat_prompt, read_stop_strings, read_tokenizer
 
@@ -88,6 +91,35 @@ def test_two_ranks_write_what_one_writes(folder: Path, capfd: pytest.CaptureFixt
     assert code == 0, errors
     assert len(one) > 5
     assert two == re.sub("\r\n?", "\n", one)  # as the pipe of the two ranks is read
+
+
+@pytest.mark.every_mpi
+@pytest.mark.starts_mpi
+def test_a_token_is_shown_before_its_line_ends(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank of this launch ends after this process has seen what it has printed."""
+    waits = "import sys; print('a', end='', flush=True); print('b' * len(open(sys.argv[1]).read()))"
+    seen = tmp_path / "seen"
+    os.mkfifo(seen)
+
+    def run(ranks: int, words: list[str], *, mpi_args: list[str], **_: Any) -> int:
+        rank = ("-n", "1", sys.executable, "-c", waits, str(seen))
+        launch = subprocess.Popen(
+            [launcher.find_mpiexec(), *mpi_args, *rank],
+            env=launcher.environment(tmp_path),
+            stdout=subprocess.PIPE,
+        )
+        assert launch.stdout is not None
+        with launch, launch.stdout as pipe:
+            shown = select.select([pipe], [], [], 20)[0]
+            early = os.read(pipe.fileno(), 9) if shown else b""
+            seen.write_text("two")
+            assert (early, pipe.read()) == (b"a", b"bbb\n")
+        return launch.returncode
+
+    monkeypatch.setattr(launcher, "run", run)
+    assert main(command("generate", folder, "--tp", "2")[3:]) == 0
 
 
 def test_logits_of_several_prompts_inside_a_job(folder: Path) -> None:

@@ -63,6 +63,12 @@ def find_mpiexec() -> str:
     return found
 
 
+def streaming() -> list[str]:
+    """Return arguments of mpiexec by which it passes on parts of lines. MPICH always does so."""
+    said = subprocess.run([find_mpiexec(), "--version"], capture_output=True, check=False).stdout
+    return ["--stream-buffering", "0"] if b"Open MPI" in said else []
+
+
 def session_dir(folder: Path) -> dict[str, str]:
     """Return variables that make Open MPI keep its files in a folder, unless one is set.
 

@@ -116,8 +116,10 @@ def _frequencies(head_dim: int, base: float, scaling: Mapping[str, Any] | None) 
         return plain
     missing = [field for field in _FIELDS.get(str(kind), ("rope_type",)) if field not in scaling]
     if kind not in _FIELDS or missing:
+        lacks = f" and lacks {', '.join(missing)}" if missing else ""
         raise ValueError(
-            f"scaling has rope_type {kind!r} and lacks {missing}, needed one of {_FIELDS}, or None"
+            f"scaling has rope_type {kind!r}{lacks}; needed one of {_FIELDS}, or None. For yarn "
+            "use `parallelize`, with a model of transformers."
         )
     return plain / float(scaling["factor"]) if kind == "linear" else _llama3(plain, scaling)
 
