@@ -104,10 +104,17 @@ def terms_of(drawn: Values) -> Values:
     return {name: drawn[name] for name in ("softcap", "alibi")}
 
 
+def check_weights(weights: Weights, drawn: Values) -> None:
+    """Compare the names of a layer's weights with what was asked for."""
+    assert any(name.endswith("sinks") for name in weights) == drawn["sinks"]
+    assert any(name.endswith("proj.bias") for name in weights) == drawn["bias"]
+
+
 def attended(
     x: Tensor, weights: Weights, drawn: Values, positions: Tensor, rounding: Any
 ) -> Tensor:
     """Self-attention of the whole sequence."""
+    check_weights(weights, drawn)
     seen = reference.visible(positions, positions, **mask_of(drawn))
     base = None if drawn["rope"] is None else ROPE_BASE
     heads = drawn["num_heads"]
@@ -122,11 +129,12 @@ def attended(
 
 def block(x: Tensor, weights: Weights, drawn: Values, positions: Tensor, rounding: Any) -> Tensor:
     """A transformer block on the whole sequence."""
+    check_weights(weights, drawn)
     kept: tuple[Tensor | float, ...] = (1.0, 1.0)
     if p := drawn["dropout"] * drawn["(training)"]:
         places = [range(x.shape[0]), positions.tolist(), range(x.shape[2])]
         kept = tuple(
-            numeric.kept(p, 2 * drawn["seed.value"] + place, places).double() / (1 - p)
+            (numeric.uniform(2 * drawn["seed.value"] + place, places) >= p).double() / (1 - p)
             for place in (0, 1)
         )
     return reference.transformer_block(
