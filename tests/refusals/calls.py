@@ -289,6 +289,11 @@ ON_ONE_RANK: Table = {
             "is needed on rank",
             linear(sp.ColumnParallelLinear, torch.ones(1, 4, 4)),
         ),
+        "the length of a layer's input": (
+            sp.CollectiveMismatch,
+            "ColumnParallelLinear",
+            linear(sp.ColumnParallelLinear, torch.ones(1, 4, 4), sharding=None),
+        ),
         "a missing seed": (
             ValueError,
             "without seed=",
