@@ -125,6 +125,14 @@ def test_what_is_read_and_used_is_what_the_program_says(
             )
 
 
+@pytest.mark.parametrize("op", sorted({*OPS} - {"all_to_all"}))
+def test_tensors_in_shared_memory_are_read_in_one_step(op: str) -> None:
+    """However small a slot is."""
+    tasks = [Problem(op, 5, 1, True, False, 10).task(0, 3, slot) for slot in (9, 9000)]
+    small, large = (len(program_of(task, "window").steps) for task in tasks)
+    assert small == large
+
+
 @spmd()
 def test_tensors_of_the_others_outlive_the_communicator_and_others_are_refused(comm: Any) -> None:
     with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
