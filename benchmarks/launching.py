@@ -135,7 +135,7 @@ def starting(*, ranks: str, timeout: float) -> Options:
         "--ranks": about(
             default=ranks, metavar="P,P,...", help="numbers of ranks (default: %(default)s)"
         ),
-        "--device": about(choices=("cpu", "cuda"), default="cpu", help="default: cpu"),
+        "--device": about(default="cpu", metavar="KIND", help="cpu, or cuda (default: cpu)"),
         "--share-gpu": about(action="store_true", help="let several ranks use one GPU"),
         "--timeout": about(
             type=float,

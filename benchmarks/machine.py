@@ -47,8 +47,9 @@ def device(kind: str, world: Intracomm, *, share_gpu: bool) -> torch.device:
 
     if kind == "cpu":
         return torch.device("cpu")
-    local, count = world.Split_type(MPI.COMM_TYPE_SHARED), torch.cuda.device_count()
-    chosen = torch.device("cuda", local.rank % max(count, 1))
+    of_kind = torch.get_device_module(kind)
+    local, count = world.Split_type(MPI.COMM_TYPE_SHARED), of_kind.device_count()
+    chosen = torch.device(kind, local.rank % max(count, 1))
     gpus = {gpu for gpu in local.allgather(_uuid(chosen) if count else None) if gpu}
     if local.size > len(gpus) and not (share_gpu and gpus):
         raise SystemExit(
@@ -56,7 +57,7 @@ def device(kind: str, world: Intracomm, *, share_gpu: bool) -> torch.device:
             "Pass --share-gpu to let several ranks use one."
         )
     local.Free()
-    torch.cuda.set_device(chosen)
+    of_kind.set_device(chosen)
     return chosen
 
 
@@ -67,7 +68,7 @@ def _uuid(device: torch.device) -> str:
     """
     import torch
 
-    return str(torch.cuda.get_device_properties(device).uuid)
+    return str(torch.get_device_module(device).get_device_properties(device).uuid)
 
 
 def facts(world: Intracomm, device: torch.device, mode: str) -> dict[str, Any]:
@@ -81,17 +82,18 @@ def facts(world: Intracomm, device: torch.device, mode: str) -> dict[str, Any]:
     import torch
     from mpi4py import MPI
 
-    cuda = device.type == "cuda"
-    devices = set(world.allgather(_uuid(device) if cuda else str(device)))
+    is_gpu = device.type != "cpu"
+    devices = set(world.allgather(_uuid(device) if is_gpu else str(device)))
+    of_kind: Any = torch.get_device_module(device)
     vendor, numbers = MPI.get_vendor()
     threads = torch.get_num_threads()
     return {
         "device": {
             "kind": device.type,
-            "name": torch.cuda.get_device_name(device) if cuda else cpu_model(),
-            "count": len(devices) if cuda else cores(),
+            "name": of_kind.get_device_name(device) if is_gpu else cpu_model(),
+            "count": len(devices) if is_gpu else cores(),
             **dict.fromkeys(READINGS),
-            **(_gpu_readings(device) if cuda and world.rank == 0 else {}),
+            **(_gpu_readings(device) if is_gpu and world.rank == 0 else {}),
         },
         "transport": {
             "mpi": {
@@ -102,7 +104,7 @@ def facts(world: Intracomm, device: torch.device, mode: str) -> dict[str, Any]:
             "mode": mode,
             "threads": threads,
             "oversubscribed": world.size * threads > cores(),
-            "shared_gpu": cuda and world.size > len(devices),
+            "shared_gpu": is_gpu and world.size > len(devices),
         },
         "env": environment(),
     }

@@ -270,11 +270,13 @@ def peak_memory(
     step: Callable[[], object], held: Iterable[Tensor], device: torch.device
 ) -> tuple[int, str]:
     """Take one step. Return the most bytes of tensors alive, and how that was measured."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    if device.type != "cpu":
+        of_kind: Any = torch.get_device_module(device)
+        of_kind.reset_peak_memory_stats(device)
         step()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device), "torch.cuda.max_memory_allocated"
+        torch.accelerator.synchronize(device)
+        most = of_kind.max_memory_allocated(device)
+        return most, f"torch.{device.type}.max_memory_allocated"
     # brings hypothesis and torch._dynamo: seconds in every rank of a launch
     from tests.oracle.live_bytes import LiveBytes
 

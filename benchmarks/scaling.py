@@ -43,7 +43,6 @@ from benchmarks.reporting.tables import DASH, Console, count, milliseconds, perc
 SCHEMES = ("allgather_kv", "ring", "ulysses", HYBRID)
 DTYPES = ("float32", "bfloat16", "float16")  # float64 is what these are judged against
 SHARDINGS = ("contiguous", "zigzag", "striped")
-KIND = {"cpu": "cpu", "cuda": "gpu"}
 SIZES = {
     "hidden": "model dim",
     "heads": "attention heads",
@@ -220,21 +219,26 @@ def check_machine(options: argparse.Namespace, ranks: int) -> None:
     if options.transport != "auto":
         from sp_core.transport import NAMES
 
-        choices = NAMES[options.device]
+        choices = NAMES.get(options.device, ())
         if options.transport not in choices:
             raise UsageError(
                 f"transport {options.transport!r} on {options.device}; "
                 f"pass auto or one of {', '.join(choices)}."
             )
-    if options.device == "cuda":
-        import torch  # it is slow to import
+    if options.device != "cpu":
+        from sp_core.transport import count_devices  # it is slow to import
 
-        gpus = torch.cuda.device_count()
+        gpus = count_devices(options.device)
         if ranks > gpus and not (options.share_gpu and gpus):
             raise UsageError(
                 f"{ranks} ranks, but torch sees {gpus} GPUs here. Pass fewer --ranks, "
                 "--share-gpu to let several ranks use one, or --device cpu."
             )
+
+
+def kind(device: str) -> str:
+    """Return what the names of files call a kind of device."""
+    return "cpu" if device == "cpu" else "gpu"
 
 
 @launching.program("scaling")
@@ -344,7 +348,7 @@ def show(screen: Console, done: Sequence[Outcome], options: argparse.Namespace) 
     timed = [outcome.record for outcome in done if outcome.record.seconds]
     if timed:
         tables.say(screen, LEGEND, "dim")
-        draw(timed, options.out / f"strong_scaling_sp_{KIND[options.device]}.png", options.device)
+        draw(timed, options.out / f"strong_scaling_sp_{kind(options.device)}.png", options.device)
     tables.say(screen, f"files: {options.out}")
 
 
@@ -370,7 +374,7 @@ def file_name(setting: Setting, first: str) -> str:
     """Return the name of a file; the first dtype has the plain name, others add theirs."""
     case = setting.case
     suffix = "" if case.dtype == first else f"_{case.dtype}"
-    return f"strong_scaling_sp_{KIND[setting.device]}_p{case.ranks}{suffix}.json"
+    return f"strong_scaling_sp_{kind(setting.device)}_p{case.ranks}{suffix}.json"
 
 
 if __name__ == "__main__":

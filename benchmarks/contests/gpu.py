@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 import sp_core as sp
+from benchmarks.cases.case import wait_for
 from benchmarks.contests.contest import Contest, Entry, Part
 from benchmarks.launching import Launch, Record, about, main, numbers_of_ranks
 from benchmarks.machine import device as device_of, facts
@@ -27,7 +28,7 @@ from benchmarks.statistics import Requirement, exact_interval
 from benchmarks.worker import Intracomm, Rank
 from sp_core.measuring import interleaved
 
-TRANSPORTS = {"cuda": ("staged", "pipelined", "ipc", "device"), "cpu": ("host", "window")}
+ON_GPU, ON_CPU = ("staged", "pipelined", "ipc", "device"), ("host", "window")
 SECONDS, LEAST_ROUNDS = 3.0, 15
 SIDE = 2048  # of the matrices of a computation
 Call = Callable[[], object]
@@ -38,7 +39,7 @@ def gathers(
 ) -> dict[str, Callable[[], Tensor]]:
     """Return ways to gather x of all ranks, and in `missing` why others are not here."""
     found: dict[str, Callable[[], Tensor]] = {"naive": lambda: naive(world, x)}
-    for name in TRANSPORTS[x.device.type]:
+    for name in ON_CPU if x.device.type == "cpu" else ON_GPU:
         quick: Any = {"check": "off", "tuning": "off", "all": world.size}
         try:
             mesh = stack.enter_context(sp.Mesh(world, device=x.device, transport=name, **quick))
@@ -65,7 +66,7 @@ def beside(world: Intracomm, nbytes: int, side: int, device: torch.device) -> di
     The copies down and up go through page-locked memory.
     """
     there = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    here = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    here = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
     a = torch.ones(side, side, device=device)
     calls: dict[str, Call] = {
         "down": lambda: here.copy_(there, non_blocking=True),
@@ -101,8 +102,7 @@ def measured(
     def settled(call: Call) -> Call:
         def run() -> None:
             call()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            wait_for(device)
 
         return run
 
@@ -181,7 +181,7 @@ def show(document: Record) -> Iterator[Part]:
     """Yield the rows of every launch, and the figures beside them."""
     cells: list[tuple[str, ...]] = []
     for launch in document["launches"]:
-        cells += rows(launch, on_gpu=document["kind"] == "cuda")
+        cells += rows(launch, on_gpu=document["kind"] != "cpu")
         text = (
             f"P = {launch['ranks']}: {launch['device']['name']}, {launch['nbytes'] / 2**20:g} MiB"
         )
@@ -201,9 +201,7 @@ def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
 
 
 OPTIONS = {
-    "--device": about(
-        choices=("cuda", "cpu"), default="cuda", help="cpu tries the program (default: %(default)s)"
-    ),
+    "--device": about(default="cuda", help="cpu tries the program (default: %(default)s)"),
     "--ranks": about(default="2,4", metavar="P,...", help="default: %(default)s"),
     "--mib": about(
         type=float, default=16.0, help="size of the gathered vector (default: %(default)g)"

@@ -124,7 +124,7 @@ def make_case(
 class Device(Part):
     """Where tensors lived; `count` is that of cores, or of the GPUs that the ranks used."""
 
-    kind: Literal["cpu", "cuda"]
+    kind: Text
     name: Text
     count: Count
     clocks: Reading

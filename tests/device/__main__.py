@@ -28,17 +28,25 @@ def main(words: list[str]) -> int:
     """Run the tests on threads and on processes. Return the larger exit code."""
     parser = argparse.ArgumentParser("python -m device", description=__doc__)
     parser.add_argument("--on", default=NAME, help="the kind of device (default: %(default)s)")
+    parser.add_argument("--only", default="test_*", metavar="PATTERN", help="names of test files")
+    parser.add_argument("--ranks", choices=("threads", "processes"), help="default: one by one")
     options, rest = parser.parse_known_args(words)
-    tests = [str(path) for path in sorted(TESTS.glob("test_*.py")) if ASKS.search(path.read_text())]
+    files = sorted(TESTS.glob(f"{options.only}.py"))
+    tests = [str(path) for path in files if ASKS.search(path.read_text())]
     if options.on == NAME:
         compile_library()
-        tests += [str(TESTS / "device"), "-p", "device.plugin"]
+        own = [str(TESTS / "device")] if options.only == "test_*" else []
+        tests += [*own, "-p", "device.plugin"]
     pytest = (sys.executable, "-m", "pytest", *tests, "--sp-device", options.on, "--sp-share-gpu")
     ranks = ("--only-mpi", "--sp-expect-ranks", str(RANKS))
     environment = {"SP_PROFILE": "brief", **os.environ}
-    commands = (*pytest, *rest), (sys.executable, *LAUNCH, *pytest, *ranks, *rest)
+    commands = {
+        "threads": (*pytest, *rest),
+        "processes": (sys.executable, *LAUNCH, *pytest, *ranks, *rest),
+    }
+    chosen = [commands[options.ranks]] if options.ranks else commands.values()
     return max(
-        subprocess.run(command, env=environment, check=False).returncode for command in commands
+        subprocess.run(command, env=environment, check=False).returncode for command in chosen
     )
 
 

@@ -3,6 +3,7 @@
 #include "runtime.h"
 
 #include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
@@ -174,7 +175,33 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
+// Random numbers are the CPU's: `fallback` takes the generator inside.
+struct Generator final : c10::GeneratorImpl {
+  at::Generator inside = at::make_generator<at::CPUGeneratorImpl>();
+  explicit Generator(c10::DeviceIndex index)
+      : c10::GeneratorImpl(Device(LATE, index), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)) {}
+  void set_current_seed(std::uint64_t seed) override { inside.set_current_seed(seed); }
+  void set_offset(std::uint64_t offset) override { inside.set_offset(offset); }
+  std::uint64_t get_offset() const override { return inside.get_offset(); }
+  std::uint64_t current_seed() const override { return inside.current_seed(); }
+  std::uint64_t seed() override { return inside.seed(); }
+  void set_state(const c10::TensorImpl& state) override {
+    inside.unsafeGetGeneratorImpl()->set_state(state);
+  }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    return inside.unsafeGetGeneratorImpl()->get_state();
+  }
+  Generator* clone_impl() const override {
+    auto* made = new Generator(device().index());
+    made->inside = inside.clone();
+    return made;
+  }
+};
+
 struct Hooks final : at::PrivateUse1HooksInterface {
+  at::Generator getNewGenerator(c10::DeviceIndex index) const override {
+    return at::make_generator<Generator>(index);
+  }
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
@@ -296,6 +323,9 @@ Tensor& set_whole_storage(Tensor& x, at::Storage source) {
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   InFallback now;
+  for (auto place = stack->size() - op.schema().arguments().size(); place < stack->size(); place++)
+    if ((*stack)[place].isGenerator() && (*stack)[place].toGenerator().device().type() == LATE)
+      (*stack)[place] = (*stack)[place].toGenerator().get<Generator>()->inside;
   at::native::cpu_fallback(op, stack, /*error_on_views=*/true);
 }
 

