@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 from hypothesis import given, strategies as st
 from oracle.strategies import SHARDINGS, masks
@@ -43,17 +45,34 @@ def test_a_rank_sees_the_blocks_of_the_definition(case: tuple[Sharding, Sharding
     assert [list(seen_blocks(*case, rank)) for rank in range(len(expected))] == expected
 
 
-@given(cases())
-def test_a_block_travels_to_the_last_rank_that_sees_it(
-    case: tuple[Sharding, Sharding, Mask],
-) -> None:
-    seen = defined(*case)
+def check_hops(queries: Sharding, keys: Sharding, mask: Mask) -> None:
+    """Compare with the last rank around the ring that sees a block."""
+    seen = defined(queries, keys, mask)
     size = len(seen)
     expected = [
         max((s for s in range(size) if seen[(block + s) % size][block]), default=0)
         for block in range(size)
     ]
-    assert list(hops(*case)) == expected
+    assert list(hops(queries, keys, mask)) == expected, (queries, keys, mask)
+
+
+@given(cases())
+def test_a_block_travels_to_the_last_rank_that_sees_it(
+    case: tuple[Sharding, Sharding, Mask],
+) -> None:
+    check_hops(*case)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_documents_over_stripes_are_seen_as_others(size: int) -> None:
+    """They are counted in another way: short ones, some of more than three turns, and both."""
+    stripes = [Sharding.striped(17, size), Sharding.striped(17, size, 5)]
+    stripes.append(stripes[1].group([[rank] for rank in reversed(range(size))]))
+    cuts: list[tuple[int, ...]] = [(), (1,), (5,), (2, 3), (1, 2, 4, 9), (8, 16)]
+    for sharding, inner in product(stripes, cuts):
+        documents = (0, *inner, sharding.end)
+        for causal, window in product((False, True), (None, 1, 2, 5)):
+            check_hops(sharding, sharding, Mask(causal, window, documents))
 
 
 @pytest.mark.parametrize("documents", [None, 2000])

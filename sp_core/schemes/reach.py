@@ -162,18 +162,17 @@ class _Owners:
         """Return as `_visible`, for keys that the same ranks own, from few of the documents.
 
         Seen modulo the period P, documents are arcs of a circle. What ranks see in an arc, they see
-        in any arc that covers it. Three periods of a long document show all that it does.
+        in any arc that covers it. Two periods of a long document show all that it does: a key of
+        the first sees a period after it, or all that it may, and that of the second before it.
         """
         period, begin = self._period, self._begin
         bounds = np.clip(np.array(mask.documents), begin, self._end + 1) - begin
         length = np.diff(bounds)
         longest = np.zeros(period, np.int64)
-        np.maximum.at(
-            longest, bounds[:-1] % period, np.minimum(length, 3 * period + length % period)
-        )
-        reach = np.tile(longest, 5) + np.arange(-4 * period, period)
-        covered = np.maximum.accumulate(reach)[4 * period - 1 : -1]
-        start = np.flatnonzero((longest > 0) & (reach[4 * period :] > covered))
+        np.maximum.at(longest, bounds[:-1] % period, np.minimum(length, 2 * period))
+        reach = np.tile(longest, 3) + np.arange(-2 * period, period)
+        covered = np.maximum.accumulate(reach)[2 * period - 1 : -1]
+        start = np.flatnonzero(reach[2 * period :] > covered)
         size = longest[start]
         first, last = np.repeat(start, size), np.repeat(start + size - 1, size)
         key = first + np.arange(len(first)) - np.repeat(size.cumsum() - size, size)
