@@ -30,6 +30,15 @@ def test_measuring_gives_constants_for_every_collective(comm: Any) -> None:
     assert comm.allgather(tuning.alpha) == [tuning.alpha] * comm.size
 
 
+@pytest.mark.parametrize("op", measuring.OPS)
+@spmd(2)
+def test_what_is_timed_is_a_vector_of_so_many_bytes(comm: Any, op: str) -> None:
+    """All ranks together hold that of an all-gather."""
+    with sp.Mesh(comm, sp=2) as mesh:
+        x = measuring.vector(op, 48, mesh["sp"])
+    assert x.nbytes * (2 if op == "all_gather" else 1) == 48
+
+
 @spmd(2)
 def test_nothing_is_measured_that_cannot_be_kept(
     comm: Any, monkeypatch: pytest.MonkeyPatch

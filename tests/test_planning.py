@@ -118,7 +118,7 @@ ARGUMENTS = [
 @pytest.mark.parametrize(
     ("more", "text"),
     [
-        (["--ranks-per-node", "8"], "pass --node-link"),
+        (["--ranks-per-node", "2"], "pass --node-link"),
         (["--seq", "65537"], "even splits"),
         (["--seq", str(64 * 1025)], "even splits"),  # a block for each rank, where each needs two
         (["--kv-heads", "5"], "even splits"),
