@@ -16,7 +16,7 @@ from sp_core.collectives import execution
 from sp_core.collectives.execution import BoundProgram, Ready
 from sp_core.schedules import SCHEDULED
 from sp_core.testing import run_threads, spmd
-from sp_core.tuning import FileError
+from sp_core.tuning import Curve, FileError, Tuning, modelled
 
 
 @spmd(2)
@@ -97,3 +97,15 @@ def test_a_slow_round_is_no_contestants_fault() -> None:
     rounds = {"quick": [1.0, 10.0, 1.0, 10.0, 10.0], "slow": [1.1, 11.0, 1.1, 11.0, 11.0]}
     found = measuring.typical(rounds)
     assert found["slow"] / found["quick"] == pytest.approx(1.1)
+
+
+def test_the_error_of_the_model_is_its_median_and_its_95th_percentile() -> None:
+    """Here each of 21 times is one percent more above the model than the one before."""
+    link = Curve(((64, 1e-6), (6400, 2e-6)))
+    bare = Tuning({}, (0, 0), {"node": link}, link, link)
+    times = {
+        size: [modelled(bare, "all_reduce", "ring", (0, 0), size) * (1 + percent / 100)]
+        for percent, size in enumerate(range(64, 22 * 64, 64))
+    }
+    found = measuring.fitted(bare, {"all_reduce": {"ring": times}}).error
+    assert found == pytest.approx((0.10 / 1.10, 0.19 / 1.19))
