@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _RECORD = struct.Struct("q8sq40s")
 RECORD_BYTES = _RECORD.size
+MOST_CHARACTERS, MOST_LINES = 1800, 5
+"""A message beyond the first number names as many ranks, or groups of equal ones, as the second."""
 DIGEST = np.dtype("<u4")
 DIGEST_BYTES = 32
 """Four words of a digest, each as an int64, so that no sum is too large."""
@@ -205,12 +207,12 @@ def _raise(comm: Intracomm, call: str, error: Exception | None, failed: Sequence
     if not any(failed):
         raise _of_all(CollectiveMismatch(_differences(texts)), comm)
     first = failed.index(True)
-    lines = [
-        f"rank {rank}: {text}"
+    told = [
+        (f"rank {rank}: ", text)
         for rank, text in enumerate(texts)
         if rank == first or (failed[rank] and text != texts[first])
     ]
-    raise _of_all(ERRORS[kinds[first]]("\n".join(lines)), comm) from error
+    raise _of_all(ERRORS[kinds[first]](_lines(told)), comm) from error
 
 
 def _of_all(error: Exception, comm: Intracomm) -> Exception:
@@ -226,7 +228,7 @@ def _parted(records: np.ndarray[Any, np.dtype[np.int64]]) -> RankError:
     """
     beginnings = [record[3:].tobytes().decode(errors="ignore") for record in records]
     texts = [text.rstrip("\0") + "..." * (text[-1:] != "\0") for text in beginnings]
-    lines = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
+    lines = _lines([(f"  rank {rank}: ", text) for rank, text in enumerate(texts)])
     if (failed := np.flatnonzero(records[:, 0] == State.FAILS)).size:
         return PeerFailed(
             f"rank {failed[0]} has left because of an error; see what it says. Nothing was "
@@ -255,10 +257,30 @@ def _differences(calls: Sequence[str]) -> str:
     by_call: dict[str, list[int]] = {}
     for rank, call in enumerate(calls):
         by_call.setdefault(call, []).append(rank)
-    lines = [f"  rank {', '.join(map(str, ranks))}: {call}" for call, ranks in by_call.items()]
-    return "\n".join(
-        ["the ranks disagree about what to do; nothing was sent. Make these calls equal:", *lines]
+    lines = _lines(
+        [(f"  rank {', '.join(map(str, ranks))}: ", call) for call, ranks in by_call.items()]
     )
+    head = "the ranks disagree about what to do; nothing was sent. Make these calls equal:"
+    return f"{head}\n{lines}"
+
+
+def _lines(told: Sequence[tuple[str, str]]) -> str:
+    """Write a line for each head and text.
+
+    Long ones are cut: a text to its beginning and to the place where it differs from the others.
+    """
+    whole = "\n".join(map("".join, told))
+    if len(whole) <= MOST_CHARACTERS:
+        return whole
+    letters = enumerate(zip(*(text for _, text in told), strict=False))
+    start = max(next((place for place, each in letters if len({*each}) > 1), 0) - 40, 80)
+    lines = [
+        (head if len(head) < 40 else f"{head[:34]} ...: ")
+        + (text if len(text) < 300 else f"{text[:80]} ... {text[start : start + 180]} ...")
+        for head, text in told[:MOST_LINES]
+    ]
+    more = [f"  and {len(told) - MOST_LINES} more"] * (len(told) > MOST_LINES)
+    return "\n".join([*lines, *more])
 
 
 def make_alike(comm: Any, make: Callable[[], tuple[T, str]]) -> T:

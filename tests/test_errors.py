@@ -21,6 +21,7 @@ from refusals.calls import Row, Table, comm_of
 from torch import Tensor
 
 import sp_core as sp
+from sp_core.agreement import _differences
 from sp_core.arguments import check, check_tensor
 from sp_core.testing import spmd
 
@@ -93,6 +94,31 @@ def test_sizes_are_those_of_the_tensors_of_all_ranks(
     for wrong in ([1] * comm.size, [9] * (comm.size + 1), [-9] + [9] * (comm.size - 1), []):
         named = calls.call(collective, torch.ones(9, 9), **dims, **{sizes: wrong})
         check_refused(comm, "sp", (sp.ShapeError, f"{sizes}=", named))
+
+
+@spmd(2)
+def test_a_message_is_short_and_shows_where_the_calls_of_the_ranks_differ(comm: Any) -> None:
+    alike = "f([" + ", ".join(map(str, range(90_000)))
+
+    def wrong() -> str:
+        raise sp.ShapeError(f"{alike} are refused")
+
+    with sp.Mesh(comm, a=2) as mesh:
+        for call, said in (
+            (lambda: f"{alike}, here {comm.rank}])", "99, here 1])"),
+            (wrong, "f([0, 1, 2"),
+        ):
+            with pytest.raises(sp.ShapeError if call is wrong else sp.CollectiveMismatch) as caught:
+                mesh["a"].agree_on(call)
+            assert len(str(caught.value)) <= 2000
+            assert said in str(caught.value)
+
+
+def test_a_message_of_many_ranks_names_some_of_them() -> None:
+    text = _differences([f"f({rank // 100})" * 40 for rank in range(1024)])
+    assert len(text) <= 2000
+    assert "\n  rank 0, 1, 2" in text
+    assert text.endswith("\n  and 6 more")
 
 
 def differing(mine: Any, others: Any) -> Callable[[bool], Any]:
