@@ -43,7 +43,7 @@ def draw_layouts() -> None:
         for rank in range(P):
             for position in sharding.positions(rank).tolist():
                 axes.barh(0, 0.95, left=position, color=COLORS[rank])
-                axes.text(position + 0.47, 0, str(rank), ha="center", va="center", color="white")
+                axes.text(position + 0.47, 0, str(rank), ha="center", va="center")
         _bare(axes, f"{name}, by position; numbers are ranks")
     _save(figure, "layouts")
 
@@ -69,7 +69,7 @@ def draw_ring() -> None:
             owner = (rank - step) % P
             axes.barh(-rank, 0.9, left=step, color=COLORS[owner])
             axes.text(
-                step + 0.45, -rank, f"K, V of rank {owner}", ha="center", va="center", color="white"
+                step + 0.45, -rank, f"K, V of rank {owner}", ha="center", va="center"
             )
     axes.set_yticks([-rank for rank in range(P)], [f"rank {rank}" for rank in range(P)])
     axes.set_xticks([step + 0.45 for step in range(P)], [f"step {step}" for step in range(P)])

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
+from oracle.proof import verify
+from oracle.schedule_cases import schedule
 
 import sp_core
 from sp_core import llama, scheduling, testing
+from sp_core.schedules import doubling, table
 
 pytestmark = pytest.mark.mpi_skip
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,6 +55,19 @@ def test_every_program_is_run_by_a_test() -> None:
     assert all(included), "write the program to examples/, and include it"
     paths = [match[1] for match in included if match]
     assert all(path.startswith(RUN_BY_TESTS) and (ROOT / path).exists() for path in paths)
+
+
+@pytest.mark.parametrize(("size", "root"), [(1, 0), (2, 1), (5, 2)])
+def test_the_algorithm_that_a_page_adds_is_right(
+    size: int, root: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (ROOT / "docs" / "how_to" / "extend.md").read_text()
+    program, name = re.findall(r"\n\n((?:    (?:def|\").*\n)(?:    .*\n)*)", text)
+    known = {**vars(doubling)}
+    exec(textwrap.dedent(program), known)
+    monkeypatch.setattr(doubling, "flat", known["flat"], raising=False)
+    monkeypatch.setattr(table, "_BUILDERS", {**table._BUILDERS, **ast.literal_eval(f"{{{name}}}")})
+    verify(schedule("broadcast", "flat", tuple(range(size)), root))
 
 
 def test_the_table_of_tests_names_every_file() -> None:
