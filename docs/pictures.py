@@ -68,9 +68,7 @@ def draw_ring() -> None:
         for rank in range(P):
             owner = (rank - step) % P
             axes.barh(-rank, 0.9, left=step, color=COLORS[owner])
-            axes.text(
-                step + 0.45, -rank, f"K, V of rank {owner}", ha="center", va="center"
-            )
+            axes.text(step + 0.45, -rank, f"K, V of rank {owner}", ha="center", va="center")
     axes.set_yticks([-rank for rank in range(P)], [f"rank {rank}" for rank in range(P)])
     axes.set_xticks([step + 0.45 for step in range(P)], [f"step {step}" for step in range(P)])
     axes.tick_params(length=0)

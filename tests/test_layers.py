@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 
 import sp_core as sp
 from sp_core.llama import LlamaConfig, create
+from sp_core.nn.gradients import reduce_gradients
 from sp_core.testing import device, spmd
 from sp_core.testing.tolerance import unit_roundoff
 
@@ -24,6 +26,24 @@ def grid(comm: Any) -> sp.Mesh:
     """A mesh for any scheme, with an axis of two ranks where that divides."""
     fast = 2 - comm.size % 2
     return sp.Mesh(comm, device=device(), ring=comm.size // fast, ulysses=fast)
+
+
+@spmd(1, 2, 4)
+def test_weights_that_no_rank_splits_need_no_placement_to_sum_their_gradients(comm: Any) -> None:
+    with grid(comm) as mesh:
+        tokens = mesh["ring", "ulysses"]
+        scale = torch.nn.Parameter(torch.ones((), device=device()))
+        weights = [scale, *sp.TransformerBlock(8, 2, comm=tokens).parameters()]
+        for number, weight in enumerate(weights):
+            weight.grad = torch.full_like(weight, number + comm.rank)
+        reduce_gradients(weights, data=tokens)
+        for number, weight in enumerate(weights):
+            total = comm.size * number + sum(range(comm.size))
+            assert weight.grad is not None
+            assert weight.grad.eq(total).all()
+        split = sp.ColumnParallelLinear.from_linear(torch.nn.Linear(8, 8), comm=tokens)
+        with nullcontext() if comm.size == 1 else pytest.raises(sp.ShapeError, match="as `tensor`"):
+            reduce_gradients(split.parameters(), data=tokens)
 
 
 @pytest.mark.parametrize("kind", ["block", "hybrid", "column", "llama"])

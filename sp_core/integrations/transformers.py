@@ -32,7 +32,7 @@ from sp_core.errors import ShapeError
 from sp_core.llama.grid import Grid, GridAttention
 from sp_core.mask import Mask
 from sp_core.mesh import Mesh
-from sp_core.nn.gradients import Placement, place, reduce_gradients
+from sp_core.nn.gradients import reduce_gradients
 from sp_core.nn.loss import IGNORED, next_token_loss
 from sp_core.sharding import Sharding
 
@@ -109,8 +109,6 @@ def parallelize(model: Model, mesh: Mesh, scheme: str = "ring", layout: str = "z
 
     found: list[nn.Parameter] = []
     mesh[tuple(mesh.axes)].agree_on(call, lambda: found.extend(_checked(model, mesh, layout)))
-    for parameter in found:
-        place(parameter, Placement.replicated(parameter.shape, 1))
     _Parallel(model, Grid.of(mesh, scheme), layout).attach()
     return model
 
@@ -225,7 +223,7 @@ class _Parallel:
                 "parameters. Call loss.backward() instead of torch.autograd.grad."
             )
         wanted = [p for (p, _), is_used in zip(held, used, strict=True) if is_used]
-        reduce_gradients(wanted, data=grid.data, tensor=grid.tensor)
+        reduce_gradients(wanted, data=grid.data)
         for parameter, earlier in held:
             if earlier is not None:
                 new = parameter.grad

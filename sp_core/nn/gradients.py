@@ -131,22 +131,23 @@ def placement_of(parameter: nn.Parameter) -> Placement:
 
 @torch.no_grad()
 def reduce_gradients(
-    parameters: Iterable[nn.Parameter], *, data: Communicator, tensor: Communicator
+    parameters: Iterable[nn.Parameter], *, data: Communicator, tensor: Communicator | None = None
 ) -> None:
     """Turn the gradients of each rank into those of the sum of all ranks' losses, in place.
 
     Args:
-        parameters: the same ones in the same order on every rank, each with a placement; one
-            without a gradient counts as zero.
+        parameters: the same ones in the same order on every rank; one without a gradient counts as
+            zero. With `tensor` each has a placement.
         data: the ranks that hold the same slices and have other tokens.
-        tensor: the ranks along the tensor axis, which share their tokens.
+        tensor: the ranks along the tensor axis, which share their tokens; None if no weight is
+            split.
 
     Communication:
         One agreement over `tensor`, one over `data`. One all-reduce over `data` per dtype, of all
         gradients; one over `tensor` per dtype, of the partial ones, whole.
 
     Raises:
-        ShapeError: a parameter without a placement, or with one that does not fit.
+        ShapeError: with `tensor` a parameter without a placement; one that does not fit.
         CollectiveMismatch: ranks with different parameters.
 
     All of these on every rank of both groups.
@@ -155,10 +156,12 @@ def reduce_gradients(
     _agree_in_turn(
         lambda: f"reduce_gradients({_listed(wanted)})",
         lambda: wanted.extend(_placed(parameters, tensor, lambda p: p.requires_grad)),
-        *(tensor, data),
+        *((data,) if tensor is None else (tensor, data)),
     )
     gradients = [_own_gradient(parameter) for parameter, _ in wanted]
     _sum_in_place(gradients, data)
+    if tensor is None:
+        return
     pairs = zip(gradients, wanted, strict=True)
     shared = [(x, placement) for x, (_, placement) in pairs if placement.partial]
     wholes = [placement.spread(x, tensor.rank) for x, placement in shared]
@@ -237,7 +240,7 @@ def clip_gradient_norm(
 
 def _placed(
     parameters: Iterable[nn.Parameter],
-    tensor: Communicator,
+    tensor: Communicator | None,
     is_wanted: Callable[[nn.Parameter], bool],
 ) -> Placed:
     """Return some of the parameters with their placements, which must fit the part of this rank."""
@@ -252,16 +255,16 @@ def _placed(
         )
         if not is_wanted(parameter):
             continue
+        if tensor is None and "placement" not in vars(parameter):
+            found.append((parameter, Placement(tuple(parameter.shape), 0, ())))
+            continue
         placement = placement_of(parameter)
-        if (
-            len(placement.held) != tensor.size
-            or placement.local_shape(tensor.rank) != parameter.shape
-        ):
+        rank, size = (0, 1) if tensor is None else (tensor.rank, tensor.size)
+        if len(placement.held) != size or placement.local_shape(rank) != parameter.shape:
             raise ShapeError(
                 f"a parameter of shape {tuple(parameter.shape)} carries a placement for "
-                f"{len(placement.held)} ranks, of which rank "
-                f"{tensor.rank} of {tensor.size} does not hold that shape. Place it as it is cut "
-                f"over {tensor.name}."
+                f"{len(placement.held)} ranks, of which rank {rank} of {size} does not hold that "
+                f"shape. Pass the ranks over which it is cut as `tensor`."
             )
         found.append((parameter, placement))
     return found
