@@ -1,23 +1,27 @@
 """Project which scheme and mesh suit a problem.
 
-An example: `python -m sp_core plan --seq 131072 --ranks 256 --heads 32 --link 25gbit,10us`.
+An example:
 
-One layer of causal attention, forward and backward, evenly split, zigzag. Ranks fill nodes one
-after the other; the axis of Ulysses is the fast one. With own = B (S/P) D e bytes for one head of
-one rank's tokens:
+    sp-core plan --seq 131072 --ranks 256 --heads 32 --link 25gbit,10us
 
-    ring          R - 1 steps, each the longer of a block's attention and its message of 2K own;
-                  first block without a message
-    ulysses       two all-to-alls of (2H + 2K) own (U-1)/U in all, and the attention
+One layer of causal attention, forward and backward, evenly split, zigzag. Ranks
+fill nodes one after the other; the axis of Ulysses is the fast one. With
+own = B (S/P) D e bytes for one head of one rank's tokens:
+
+    ring          R - 1 steps, each the longer of a block's attention and its
+                  message of 2K own; first block without a message
+    ulysses       two all-to-alls of (2H + 2K) own (U-1)/U in all, and the
+                  attention
     hybrid        both: U heads' parts inside, a ring of R around
-    allgather_kv  P - 1 messages of 2K own, one after the other, and the attention
+    allgather_kv  P - 1 messages of 2K own, one after the other, and the
+                  attention
 
-Letters: B batch, S sequence, H heads, K key/value heads, D head dim, P ranks, R of the ring times U
-of Ulysses, e bytes per element.
+Letters: B batch, S sequence, H heads, K key/value heads, D head dim, P ranks,
+R of the ring times U of Ulysses, e bytes per element.
 
-What leaves a node goes over its one link, so ranks that send at once share it. Backward sends
-gradients of K and V in float32 or wider. A message of n bytes takes alpha + beta n. The bytes and
-messages are those of `sp_core.cost`.
+What leaves a node goes over its one link, so ranks that send at once share it.
+Backward sends gradients of K and V in float32 or wider. A message of n bytes
+takes alpha + beta n. The bytes and messages are those of `sp_core.cost`.
 """
 
 from __future__ import annotations

@@ -144,6 +144,16 @@ def test_what_cannot_be_planned(
 
 
 @pytest.mark.mpi_skip
+@pytest.mark.parametrize("command", ["run", "doctor", "plan", "generate", "logits"])
+def test_help_fits_80_columns(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
