@@ -289,7 +289,7 @@ def _binding(world: Intracomm, group: Communicator) -> tuple[float, float]:
 
         found.append((len(bound.steps), _median(world, again, 0.0)))
     (few, short), (many, long) = found
-    step = max(long - short, 0.0) / max(many - few, 1)
+    step = max(long - short, 0.0) / (many - few)
     return max(short - few * step, 0.0), step
 
 
