@@ -5,6 +5,7 @@ On the meta device, where there is no GPU.
 
 from __future__ import annotations
 
+import warnings
 from itertools import product
 from typing import Any
 
@@ -311,3 +312,11 @@ def test_a_gpu_is_not_asked_what_a_mask_leaves(mask: Mask) -> None:
         q.shape[:3],
         {q.shape},
     )
+
+
+def test_what_torch_says_of_a_context_that_it_makes_is_no_failure() -> None:
+    """CuBLAS of a thread that has none yet, such as that of a rank, says so once."""
+    text = "Attempting to run cuBLAS, but there was no current CUDA context! Attempting to set it"
+    warnings.warn(text, UserWarning, stacklevel=1)
+    with pytest.raises(UserWarning, match="another"):
+        warnings.warn("another", UserWarning, stacklevel=1)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -135,6 +138,54 @@ def test_a_window_over_it(runtime: Runtime, kind: Callable[[torch.device], Any])
     runtime.failing = "cudaMalloc" if kind is CudaMemory else "cudaHostRegister"
     with pytest.raises(Exception, match=f"cannot allocate .* {runtime.failing}"):
         run_threads(2, lambda comm: Window(comm, 64, kind(CPU)))
+
+
+@pytest.mark.parametrize("kind", [CudaMemory, PinnedMemory])
+def test_memory_that_no_rank_uses_any_more_is_given_back(
+    runtime: Runtime, kind: Callable[[torch.device], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the next call that makes memory, or when the communicator is freed.
+
+    A part of another rank's tensor holds the memory, too, if only one rank has it. Each rank has
+    handles of its own, as a process.
+    """
+    monkeypatch.setattr(cuda, "os", SimpleNamespace(getpid=threading.get_ident, close=os.close))
+
+    def pieces() -> int:
+        return len(runtime.blocks) + len(runtime.opened) + len(runtime.registered)
+
+    def body(comm: Any) -> tuple[list[int], torch.Tensor]:
+        with sp.Mesh(comm, sp=comm.size) as mesh:
+            group, held = mesh["sp"], []
+            group.window = Window(group._comm, 64, kind(CPU))
+
+            def count() -> None:
+                comm.Barrier()
+                held.append(pieces())
+                comm.Barrier()
+
+            for _ in range(3):
+                count()
+                x = sp.shared_empty((30,), comm=group)
+                sp.fence(comm=group)
+                last: Any = sp.peer(x, (comm.rank + 1) % comm.size, comm=group)[3:]
+            count()
+            x = last if comm.rank == 1 else last.clone()
+            del last
+            sp.shared_empty((1,), comm=group)
+            count()
+            del x
+            x = sp.shared_empty((2,), comm=group).fill_(comm.rank)
+            count()
+            kept = sp.shared_empty((3,), comm=group)
+            del kept
+        return held, x
+
+    (held, *_), kept = zip(*run_threads(3, body), strict=True)
+    one = 3 * 3
+    assert [count - held[0] for count in held] == [0, one, 2 * one, 2 * one, 2 * one, one]
+    assert pieces() == one
+    assert [x.tolist() for x in kept] == [[0, 0], [1, 1], [2, 2]]
 
 
 def test_without_a_runtime_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

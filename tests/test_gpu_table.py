@@ -5,14 +5,17 @@ from __future__ import annotations
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
+import sp_core as sp
 from benchmarks.contests import gpu
 from benchmarks.contests.gpu import link_seconds, rows, slicing
 from benchmarks.machine import device
-from sp_core.testing import run_threads
+from sp_core import transport
+from sp_core.testing import run_threads, session
 
 CPU = torch.device("cpu")
 
@@ -92,7 +95,7 @@ def test_what_is_shown() -> None:
         assert text in shown
 
 
-@pytest.mark.parametrize(
+SEEN = pytest.mark.parametrize(
     ("seen", "share", "numbers"),
     [
         (["a b", "a b"], False, [0, 1]),
@@ -102,6 +105,35 @@ def test_what_is_shown() -> None:
         (["", ""], True, None),
     ],
 )
+"""The GPUs that each of two ranks sees, whether it may share one, and the number it takes."""
+
+
+@SEEN
+def test_the_kit_knows_a_gpu_by_its_uuid_too(
+    seen: list[str], share: bool, numbers: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = 0
+
+    def uuid(rank: int) -> str:
+        names = seen[rank].split()
+        return names[rank % len(names)] if names else f"none of rank {rank}"
+
+    def properties(device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(uuid=seen[rank].split()[device.index])
+
+    monkeypatch.setattr(transport, "count_devices", lambda kind: len(seen[rank].split()))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    for rank in range(2):
+        monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", str(rank))
+        monkeypatch.setattr(session, "current", session.Session(device="cuda", share_gpu=share))
+        told = MagicMock(return_value=[uuid(0), uuid(1)])
+        session.find_shared_gpu(session.current, MagicMock(rank=rank, allgather=told))
+        told.assert_called_once_with(uuid(rank))
+        with nullcontext() if numbers else pytest.raises(sp.DeviceError, match="--sp-share-gpu"):
+            assert session.device().index == (numbers or [-1, -1])[rank]
+
+
+@SEEN
 def test_a_gpu_is_known_by_its_uuid(
     seen: list[str], share: bool, numbers: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

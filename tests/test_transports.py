@@ -17,6 +17,7 @@ from oracle.attention_check import check_attention
 from oracle.collective_cases import Case, cases
 from oracle.fake_device import DelayedMemory, DelayedStreams
 from oracle.strategies import AttentionProblem, attention_problems
+from oracle.ways import offered
 from torch._C import _distributed_c10d
 
 import sp_core as sp
@@ -154,6 +155,16 @@ def test_a_gpu_gets_the_transport_that_is_named(name: str, monkeypatch: pytest.M
     kind = StagedTransport if name == "staged" else PipelinedTransport
     for made in run_threads(2, lambda comm: transport.make_transport(name, comm, device)):
         assert (type(made), made.name) == (kind, "ipc" if name == "auto" else name)
+
+
+def test_tests_draw_the_transports_that_every_machine_with_a_gpu_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks that share one have no NCCL, and few MPI libraries read its memory."""
+    monkeypatch.delenv("SP_TRANSPORT", raising=False)
+    assert set(offered("cuda")) == {*transport.NAMES["cuda"]} - {"device", "distributed"}
+    monkeypatch.setenv("SP_TRANSPORT", "device")
+    assert offered("cuda") == ("device",)
 
 
 @given(max_examples=16, case=cases())

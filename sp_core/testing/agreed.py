@@ -18,7 +18,7 @@ from sp_core.launch import watch
 from sp_core.launch.results import Ledger
 from sp_core.testing import requests
 from sp_core.testing.carriers import MpiCarrier
-from sp_core.testing.session import Session, keep_largest
+from sp_core.testing.session import Session, find_shared_gpu, keep_largest
 
 _RESULT_FILES = ("xmlpath", "benchmark_json", "benchmark_save", "benchmark_autosave")
 _MAX_LISTED = 5
@@ -59,6 +59,7 @@ class Ranks:
             xml = config.getoption("xmlpath", None)
             suite = config.getini("junit_suite_name") if xml else ""
             config.pluginmanager.register(Ledger(self._watch.directory, xml, suite))
+        find_shared_gpu(session, world)
         self.control = session.control = MpiCarrier(world.Dup())
 
     def leave_result(self, exitstatus: int) -> None:

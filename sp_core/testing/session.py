@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
+    from mpi4py.MPI import Intracomm
 
     from sp_core.testing.carriers import MpiCarrier
     from sp_core.testing.plan import Example, Result, Spec
@@ -132,6 +133,7 @@ class Session:
         ranks: of the launches that `attempt` starts, if an engine outside of them does.
         attempt: tries an example, if ranks are neither threads nor this launch's.
         notes: lines for the end of the report.
+        gpu_is_shared: whether another rank of this launch uses this rank's GPU.
     """
 
     control: MpiCarrier | None = None
@@ -139,6 +141,7 @@ class Session:
     attempt: Callable[[Spec, Example], Result] | None = None
     device: str = "cpu"
     share_gpu: bool = False
+    gpu_is_shared: bool = False
     raw_replay: bool = True
     seed: int | None = None
     node_id: str = ""
@@ -261,7 +264,7 @@ def device() -> torch.device:
     there may be fewer of them than ranks, which are then given out round-robin.
 
     Raises:
-        DeviceError: there are fewer GPUs than ranks on this machine, and sharing was not asked for.
+        DeviceError: there is none, or another rank uses it, and sharing was not asked for.
     """
     import torch
 
@@ -272,9 +275,26 @@ def device() -> torch.device:
 
     local = next((int(os.environ[name]) for name in _LOCAL_RANKS if name in os.environ), 0)
     count = count_devices(current.device)
-    if local >= count and not (current.share_gpu and count):
+    if count == 0 or (current.gpu_is_shared and not current.share_gpu):
         raise DeviceError(
             f"local rank {local} has no {current.device} device of its own: torch sees {count}. "
             "Pass --sp-share-gpu or start fewer ranks."
         )
     return torch.device(current.device, local % count)
+
+
+def find_shared_gpu(session: Session, world: Intracomm) -> None:
+    """Let all ranks of a launch find out which of them use one GPU.
+
+    Each may see its own as number 0, so they compare what tells it from all others.
+    """
+    if session.device == "cpu":
+        return
+    import torch
+
+    from sp_core.transport import count_devices
+
+    mine, of_kind = f"none of rank {world.rank}", torch.get_device_module(session.device)
+    if count_devices(session.device):
+        mine = str(of_kind.get_device_properties(device()).uuid)
+    session.gpu_is_shared = world.allgather(mine).count(mine) > 1
