@@ -35,8 +35,8 @@ MPIEXEC = str(Path(sys.executable).parent / "mpiexec")
 
 
 def without_gpu() -> dict[str, str]:
-    """That of a launch, and no GPU."""
-    return {**mpi_environment(), "CUDA_VISIBLE_DEVICES": ""}
+    """That of a launch, no GPU, and a terminal in which no line is folded."""
+    return {**mpi_environment(), "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "10000"}
 
 
 def examined(*command: str, **environment: str) -> tuple[int, str]:
