@@ -143,7 +143,7 @@ def reduce_gradients(
             split.
 
     Communication:
-        One agreement over `tensor`, one over `data`. One all-reduce over `data` per dtype, of all
+        One agreement over `data`, one over `tensor`. One all-reduce over `data` per dtype, of all
         gradients; one over `tensor` per dtype, of the partial ones, whole.
 
     Raises:
@@ -154,9 +154,9 @@ def reduce_gradients(
     """
     wanted: Placed = []
     _agree_in_turn(
-        lambda: f"reduce_gradients({_listed(wanted)})",
+        lambda: f"reduce_gradients({_listed(wanted)}, tensor={tensor and 'given'})",
         lambda: wanted.extend(_placed(parameters, tensor, lambda p: p.requires_grad)),
-        *((data,) if tensor is None else (tensor, data)),
+        *((data,) if tensor is None else (data, tensor)),  # a rank without `tensor` is told first
     )
     gradients = [_own_gradient(parameter) for parameter, _ in wanted]
     _sum_in_place(gradients, data)
@@ -262,9 +262,9 @@ def _placed(
         rank, size = (0, 1) if tensor is None else (tensor.rank, tensor.size)
         if len(placement.held) != size or placement.local_shape(rank) != parameter.shape:
             raise ShapeError(
-                f"a parameter of shape {tuple(parameter.shape)} carries a placement for "
-                f"{len(placement.held)} ranks, of which rank {rank} of {size} does not hold that "
-                f"shape. Pass the ranks over which it is cut as `tensor`."
+                f"a parameter of shape {placement.shape} carries a placement for "
+                f"{len(placement.held)} ranks, which is not how rank {rank} of {size} holds it. "
+                f"Pass the ranks over which it is cut as `tensor`."
             )
         found.append((parameter, placement))
     return found

@@ -165,8 +165,12 @@ def reductions(comm: Any, drawn: Values) -> Iterator[Call]:
                         case.reduced(number, data.size) if parameter.requires_grad else before,
                     )
 
-        function = partial(case.again, reduce_gradients, gradients)
-        yield Call(function, {"parameters": case.given(), "data": data, "tensor": tensor}, judge)
+        given = {"parameters": case.given(), "data": data, "tensor": tensor}
+        if drawn["tensor"] == "none":
+            given["tensor"] = None
+            for parameter in case.list[::2]:
+                del parameter.placement  # type: ignore[attr-defined]
+        yield Call(partial(case.again, reduce_gradients, gradients), given, judge)
 
 
 @contextmanager
@@ -229,7 +233,14 @@ OVER_RANKS: dict[str, Parts] = {
     "parameters.frozen": values("none", "some"),
     "parameters.missing": values("none", "some", "some on a rank"),
 }
-REDUCED = {"data.size": spans((2, 2), (1, 1), (3, 3))}
+REDUCED: dict[str, Parts] = {
+    "data.size": spans((2, 2), (1, 1), (3, 3)),
+    "tensor": values("given", "none"),
+    "tensor.size": {
+        name: lambda c, v, size=size: size(c, v) if v["tensor"] == "given" else 1  # type: ignore[misc]
+        for name, size in OVER_RANKS["tensor.size"].items()
+    },
+}
 CLIPPED: dict[str, Parts] = {
     "stages.size": {
         "1": lambda c, v: 1,
@@ -241,7 +252,7 @@ CLIPPED: dict[str, Parts] = {
 SUBJECTS = [
     Subject(
         "gradients.reduce_gradients",
-        REDUCED | OVER_RANKS | SITUATIONS,
+        REDUCED | OVER_RANKS | REDUCED | SITUATIONS,  # in this order
         reductions,
         lambda drawn: int(drawn["data.size"] * drawn["tensor.size"]),
     ),

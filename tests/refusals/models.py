@@ -306,7 +306,7 @@ ON_ONE_RANK: Table = {
         ),
         "a placement of another shape": (
             sp.ShapeError,
-            "does not hold that shape",
+            "not how rank",
             lambda mesh, here: reduced(mesh, shape=(5, 2) if here else (4, 2)),
         ),
         "a placement missing for the norm": (

@@ -160,7 +160,11 @@ ROWS: list[Row] = [
         "causal was given, which no attention takes.*mask=Mask",
         partial(attention, (1, 3, 1, 2), causal=True),
     ),
-    (TypeError, r"Pass Mask\(causal=True\)", partial(sp.Sharding.balanced, 8, 2, mask="causal")),
+    (
+        TypeError,
+        r"Pass Mask\(causal=True\)",
+        partial(sp.Sharding.balanced, 8, 2, mask="causal"),  # type: ignore[arg-type]
+    ),
     *((ValueError, "temperature", partial(Sampling, x)) for x in (-1.0, math.inf, math.nan)),
     (ValueError, "top_k", partial(Sampling, 1.0, 0)),
     (ValueError, "top_p", partial(Sampling, 1.0, None, 0.0)),
