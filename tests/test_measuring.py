@@ -109,3 +109,10 @@ def test_the_error_of_the_model_is_its_median_and_its_95th_percentile() -> None:
     }
     found = measuring.fitted(bare, {"all_reduce": {"ring": times}}).error
     assert found == pytest.approx((0.10 / 1.10, 0.19 / 1.19))
+
+
+def test_a_sample_is_the_time_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "time", Mock(perf_counter=Mock(side_effect=[10.0, 16.0])))
+    calls: list[None] = []
+    assert measuring.sample(Mock(), lambda: calls.append(None), repeats=3) == 2.0
+    assert len(calls) == 3

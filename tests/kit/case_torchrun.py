@@ -67,6 +67,14 @@ def test_the_axes_are_those_of_a_device_mesh_and_go_back_to_one() -> None:
         sp.Mesh(grid, sp=size + 1)
 
 
+def test_objects_of_any_length_come_from_the_root() -> None:
+    size = distributed.get_world_size()
+    with sp.Mesh(None, sp=size) as mesh:
+        for root in range(size):
+            comm = mesh["sp"]._control
+            assert comm.bcast("x" * comm.rank, root) == "x" * root
+
+
 @pytest.mark.parametrize("transport", ["host", "window", "distributed"])
 def test_memory_and_numbers_are_shared_without_mpi(transport: str) -> None:
     with sp.Mesh(None, transport=transport, sp=distributed.get_world_size()) as mesh:
