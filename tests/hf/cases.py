@@ -7,6 +7,7 @@ float64 model. `InFloat64` replaces these casts, on both sides of a comparison.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -147,11 +148,12 @@ def on_one_process(kind: str, packed: bool, seeds: tuple[int, ...] = (0,)) -> re
 
 def document_masks(whole: Any, given: Mapping[str, Any]) -> dict[str, Tensor]:
     """Make the masks of packed documents, which gpt-oss of transformers does not make itself."""
+    embedded = whole.get_input_embeddings()(given["input_ids"])
     how = {name: given.get(name) for name in ("position_ids", "attention_mask", "past_key_values")}
-    how |= {
-        "config": whole.config,
-        "inputs_embeds": whole.get_input_embeddings()(given["input_ids"]),
-    }
+    how |= {"config": whole.config, "inputs_embeds": embedded}
+    if "input_embeds" in inspect.signature(masking_utils.create_causal_mask).parameters:  # 4.57
+        how["input_embeds"] = how.pop("inputs_embeds")
+        how["cache_position"] = torch.arange(embedded.shape[1])
     return {
         "full_attention": masking_utils.create_causal_mask(**how),
         "sliding_attention": masking_utils.create_sliding_window_causal_mask(**how),

@@ -1,8 +1,9 @@
-"""Train a tiny model in float64 with Trainer on the ranks of `mpiexec`; print the losses of each.
+"""Train tiny models in float64 with Trainer on the ranks of `mpiexec`; print the losses of each.
 
     python tests/hf/losses.py FOLDER
 
-One rank trains as transformers does without `parallelize`.
+One rank trains as transformers does without `parallelize`. It prints the losses of all
+architectures, more ranks those of each on one rank after the other.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from mpi4py import MPI
 from transformers import Trainer, TrainingArguments
 
 import sp_core as sp
-from hf.cases import InFloat64, inputs, model
+from hf.cases import OWN, InFloat64, inputs, model
 from sp_core.integrations.transformers import one_process, parallelize
 
 STEPS = 20
+SCHEMES = ("allgather_kv", "ring", "ulysses", "hybrid")
 
 
 class Recording(Trainer):
@@ -34,9 +36,9 @@ class Recording(Trainer):
         return loss
 
 
-def rows() -> list[dict[str, torch.Tensor]]:
-    """Packed sequences."""
-    batches = [inputs(True, seed) for seed in range(8)]
+def rows(packed: bool) -> list[dict[str, torch.Tensor]]:
+    """Whole sequences."""
+    batches = [inputs(packed, seed) for seed in range(8)]
     return [
         {name: x[0] if len(x) == 1 else x[row] for name, x in batch.items()}
         for batch in batches
@@ -44,7 +46,7 @@ def rows() -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def train(trained: Any, folder: str) -> list[float]:
+def train(trained: Any, folder: str, packed: bool) -> list[float]:
     with one_process():
         arguments = TrainingArguments(
             folder,
@@ -59,17 +61,20 @@ def train(trained: Any, folder: str) -> list[float]:
             disable_tqdm=True,
             save_strategy="no",
         )
-    trainer = Recording(trained, arguments, train_dataset=rows())
+    trainer = Recording(trained, arguments, train_dataset=rows(packed))
     with InFloat64():
         trainer.train()
     return trainer.losses
 
 
 if __name__ == "__main__":
-    if MPI.COMM_WORLD.size == 1:
-        print("losses:", *train(model("mistral"), sys.argv[1]))
-    else:
+    for number, kind in enumerate(OWN):
+        packed = kind != "gpt_oss"  # transformers ignores documents of gpt-oss
+        if MPI.COMM_WORLD.size == 1:
+            print("losses:", *train(model(kind), sys.argv[1], packed))
+            continue
+        scheme = SCHEMES[number % len(SCHEMES)]
         with sp.Mesh(MPI.COMM_WORLD, ring=2, ulysses=2) as mesh:
-            found = train(parallelize(model("mistral"), mesh, "hybrid"), sys.argv[1])
+            found = train(parallelize(model(kind), mesh, scheme), sys.argv[1], packed)
             for losses in MPI.COMM_WORLD.gather(found) or []:
                 print("losses:", *losses)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -41,7 +42,6 @@ def made(case: Case) -> Any:
     """A model of transformers with our weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    scaling = SCALINGS[case.scaling] or {"rope_type": "default"}
     config = LlamaConfig(
         vocab_size=case.vocab,
         hidden_size=case.hidden,
@@ -52,7 +52,8 @@ def made(case: Case) -> Any:
         head_dim=case.head_dim,
         max_position_embeddings=128,
         tie_word_embeddings=case.tied,
-        rope_parameters={"rope_theta": 100.0, **scaling},
+        rope_theta=case.theta,
+        rope_scaling=copy(SCALINGS[case.scaling]),  # transformers 5 makes `rope_parameters` of it
         attn_implementation="sdpa",  # the eager one takes its softmax in float32, too
         bos_token_id=None,
         eos_token_id=None,
@@ -259,7 +260,7 @@ def test_transformers_reads_what_four_ranks_have_saved(name: str, tmp_path: Path
 
     run_threads(4, write)
     model = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "model", attn_implementation="sdpa"
+        tmp_path / "model", attn_implementation="sdpa", dtype="auto"
     ).eval()
     assert model.dtype == torch.float64
     with torch.no_grad():
