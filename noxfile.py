@@ -129,6 +129,13 @@ PROGRAMS = {
         "benchmarks.contests.peers",
         packages=PEERS_NEED,
         others=("deepspeed",),
+        then="peers_model",
+    ),
+    "peers_model": Program(
+        "Time a model of transformers against accelerate's context parallel and ALST.",
+        "benchmarks.contests.peers.models",
+        packages=PEERS_NEED,
+        others=("deepspeed",),
     ),
     "conformance": Program(
         "Test other libraries with the laws of our own, on CPU over gloo.",
@@ -144,6 +151,7 @@ PROGRAMS = {
         "Compare LLaMA and `parallelize` with transformers. Arguments go to pytest.",
         "pytest tests/hf",
         packages=PEERS_NEED,
+        others=("deepspeed",),
     ),
     "domains": Program(
         "Draw every pair of parts of every declared domain; `nox -s explore` runs it too.",

@@ -61,19 +61,23 @@ def show(document: Record) -> Iterator[Part]:
     launches = document["launches"]
     seqs = [int(seq) for seq in launches[0]["seqs"]]
     for seq in seqs:
-        winner, heats = best(launches, seq), [launch["seqs"][str(seq)] for launch in launches]
-        times = {name: typical(launches, seq, name) for name in heats[0]}
-        rows = []
-        for name in sorted(times, key=lambda name: times[name] or float("inf")):
-            state, worst = judged([heat[name] for heat in heats])
-            ms = "-" if times[name] is None else f"{(times[name] or 0) * 1e3:.2f}"
-            against = str(ratio(launches, seq, name, winner) or "-")
-            rows.append((name, ms, against, worst, state))
-            if not state.startswith(("ok", "not installed")):
-                yield Wrong(f"{name}, {seq} tokens: {state}")
-        columns = ("contestant", "ms", f"time / {winner or 'ours'}", "max error", "status")
-        yield make(f"sequence {seq}, {len(launches)} launches", columns, rows)
+        yield from standings(launches, seq, best(launches, seq))
     yield requirements("required", lines(launches, seqs), LEGEND)
+
+
+def standings(launches: Sequence[Record], seq: int, winner: str | None) -> Iterator[Part]:
+    """Yield the table of one length, its quickest contestant first, and who was wrong."""
+    heats = [launch["seqs"][str(seq)] for launch in launches]
+    times = {name: typical(launches, seq, name) for name in heats[0]}
+    rows = []
+    for name in sorted(times, key=lambda name: times[name] or float("inf")):
+        state, worst = judged([heat[name] for heat in heats])
+        ms = "-" if times[name] is None else f"{(times[name] or 0) * 1e3:.2f}"
+        rows.append((name, ms, str(ratio(launches, seq, name, winner) or "-"), worst, state))
+        if not state.startswith(("ok", "not installed")):
+            yield Wrong(f"{name}, {seq} tokens: {state}")
+    columns = ("contestant", "ms", f"time / {winner or 'ours'}", "max error", "status")
+    yield make(f"sequence {seq}, {len(launches)} launches", columns, rows)
 
 
 def judged(found: Sequence[Record]) -> tuple[str, str]:

@@ -121,7 +121,7 @@ def errors(results: Sequence[Tensor], mine: Part, expected: Sequence[Tensor]) ->
     return found
 
 
-def verdict(answers: list[tuple[str, list[float]]]) -> Record:
+def verdict(answers: list[tuple[str, list[float]]], names: Sequence[str] = NAMES) -> Record:
     """Return the check of one contestant from the error text and the errors of each rank."""
     broken = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text]
     if broken:
@@ -129,7 +129,7 @@ def verdict(answers: list[tuple[str, list[float]]]) -> Record:
     worst = [max(ranks) for ranks in zip(*(found for _, found in answers), strict=True)]
     told = [error if math.isfinite(error) else None for error in worst]  # JSON knows no infinity
     status = "ok" if max(worst) <= LIMIT else "wrong"
-    return {"status": status, "errors": dict(zip(NAMES, told, strict=True)), "limit": LIMIT}
+    return {"status": status, "errors": dict(zip(names, told, strict=True)), "limit": LIMIT}
 
 
 class Heat:

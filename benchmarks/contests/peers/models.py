@@ -1,0 +1,277 @@
+"""Time a LLaMA of transformers: ours, accelerate's context parallel and ALST, over gloo.
+
+One pair of processes takes turns. A step is forward and backward of one sequence, with the
+gradients of the whole sequence at its end. The loss and all gradients of each contestant are
+compared with those of one process before it is timed. accelerate shards the weights too, as its
+context parallel needs it. torch's context parallel, which it enters, has no kernel for a CPU: its
+ring gets the one of torch. ALST gets one all-reduce of its gradients, in place of DeepSpeed's
+engine. Exit code as of `nox -s peers`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import importlib
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.contests.contest import Contest, Entry, Part, requirements
+from benchmarks.contests.peers.__main__ import (
+    BALANCED,
+    LAUNCHES,
+    LEGEND,
+    PLACE,
+    RANKS,
+    ratio,
+    standings,
+    typical,
+)
+from benchmarks.contests.peers.contestants import BROKEN, GLOO_SECONDS, LEAST, MISSING, verdict
+from benchmarks.launching import Launch, Record, UsageError, about, main
+from benchmarks.machine import facts
+from benchmarks.sample import Span, makespans, race
+from benchmarks.statistics import Requirement
+from benchmarks.worker import Intracomm, Rank
+from sp_core.mesh import Mesh
+from sp_core.sharding import Sharding
+from tests.conformance.adapters import accelerate_context_parallel, alst_ulysses, torch_ring
+from tests.conformance.gloo import Gloo
+
+VOCAB = 512
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+OURS = [f"parallelize, {scheme}" for scheme in ("ring", "ulysses")]
+PEERS = ("accelerate context parallel", "deepspeed ALST")
+NAMES = ("loss", "gradients")
+Given = Mapping[str, Tensor]
+"""`input_ids`, `position_ids` and `shift_labels`, (1, S) each."""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A model and its step, which returns a loss whose mean over the ranks is that of all tokens.
+
+    After a step the gradients are those of that mean.
+    """
+
+    model: Any
+    step: Callable[[], Tensor]
+
+    def sample(self, world: Intracomm) -> Span:
+        """Time one step on this rank."""
+        self.model.zero_grad()
+        world.Barrier()
+        start = time.perf_counter()
+        self.step()
+        return start, time.perf_counter()
+
+    def results(self, world: Intracomm) -> list[Tensor]:
+        """Return the loss of a step and all gradients, whole ones."""
+        losses = world.allgather(float(self.step().detach()))
+        grads = [parameter.grad for parameter in self.model.parameters()]
+        whole = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in grads]
+        return [torch.tensor(statistics.fmean(losses)), *whole]
+
+
+def drawn(seed: int, seq: int) -> tuple[Any, dict[str, Tensor]]:
+    """Return a LLaMA with random weights and a whole sequence."""
+    library: Any = importlib.import_module("transformers")
+    torch.manual_seed(seed)
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config = library.LlamaConfig(
+        vocab_size=VOCAB, max_position_embeddings=seq, attn_implementation="sdpa",
+        **SIZES, **HEADS, **ends,
+    )  # fmt: skip
+    tokens = torch.randint(0, VOCAB, (1, seq))
+    labels = F.pad(tokens, (0, 1), value=-100)[:, 1:]
+    given = {"input_ids": tokens, "position_ids": torch.arange(seq)[None], "shift_labels": labels}
+    return library.LlamaForCausalLM(config).train(), given
+
+
+def loss_of(model: Any, given: Given, count: float) -> Tensor:
+    """Return the sum over these tokens, divided by `count`."""
+    labels = {"labels": given["shift_labels"], "num_items_in_batch": count}
+    loss: Tensor = model(**given, **labels, use_cache=False).loss
+    return loss
+
+
+def ours(scheme: str, model: Any, given: Given, mesh: Mesh) -> Contestant:
+    """Split it with `parallelize`."""
+    integration = importlib.import_module("sp_core.integrations.transformers")
+    parallel = integration.parallelize(model, mesh, scheme, BALANCED[scheme])
+    tokens = given["input_ids"]
+
+    def step() -> Tensor:
+        loss: Tensor = parallel(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        return loss.detach()
+
+    return Contestant(parallel, step)
+
+
+@contextmanager
+def attending(attention: Callable[..., object]) -> Iterator[None]:
+    """Put an attention in the place of the one that models of transformers use."""
+    functions: Any = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    functions["sdpa"] = attention
+    try:
+        yield
+    finally:
+        del functions["sdpa"]
+
+
+def ring(module: object, *qkv: Tensor, scaling: float, **others: object) -> tuple[Tensor, None]:
+    """Compute attention by torch's ring, as transformers asks for it."""
+    heads_last = (x.transpose(1, 2) for x in qkv[:3])
+    how: Any = {"layout": "zigzag", "causal": True, "softmax_scale": scaling}
+    return torch_ring.attend(*heads_last, **how), None
+
+
+def accelerated(model: Any, given: Given, size: int, count: float) -> Contestant:
+    """Prepare it with an `Accelerator`, which averages gradients over the ranks."""
+    accelerate_context_parallel.prepare(None, "")
+    library, utils = (importlib.import_module(f"accelerate{name}") for name in ("", ".utils"))
+    library.PartialState(cpu=True).distributed_type = utils.DistributedType.MULTI_GPU
+    accelerator = library.Accelerator(
+        cpu=True,
+        parallelism_config=utils.ParallelismConfig(cp_size=size),
+        fsdp_plugin=utils.FullyShardedDataParallelPlugin(fsdp_version=2),
+    )
+    prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+
+    def step() -> Tensor:
+        mine = {name: x.clone() for name, x in given.items()}  # the context cuts them in place
+        buffers = list(mine.values())
+        how = {"buffer_seq_dims": [1] * len(buffers), "no_restore_buffers": {*buffers}}
+        with accelerator.maybe_context_parallel(buffers=buffers, **how), attending(ring):
+            loss = loss_of(prepared, mine, count)
+            loss.backward()
+        return loss
+
+    return Contestant(prepared, step)
+
+
+def alst(model: Any, given: Given, size: int, count: float) -> Contestant:
+    """Put UlyssesSPAttentionHF in the place of transformers' attention during a forward."""
+    alst_ulysses.prepare(None, "")
+    attention = alst_ulysses._registered(model.config, "sdpa", 1)
+    shards = Sharding.contiguous(given["input_ids"].shape[1], size)
+    mine = {name: shards.shard(x, dist.get_rank(), 1).contiguous() for name, x in given.items()}
+
+    def step() -> Tensor:
+        with attending(attention):
+            loss = loss_of(model, mine, count)
+        loss.backward()
+        grads = [parameter.grad for parameter in model.parameters()]
+        flat = torch.cat([x.flatten() for x in grads])
+        dist.all_reduce(flat)
+        for x, total in zip(grads, flat.split([x.numel() for x in grads]), strict=True):
+            x.copy_(total.view_as(x)).div_(size)
+        return loss
+
+    return Contestant(model, step)
+
+
+def check(make: Callable[[], Contestant], want: list[Tensor], world: Intracomm) -> tuple[Any, Any]:
+    """Return a contestant, if it can be made, and its check."""
+    try:
+        made = make()
+    except MISSING as error:
+        return None, {"status": "not installed", "reason": f"{type(error).__name__}: {error}"}
+    broken, found = "", [0.0] * len(want)
+    try:
+        pairs = zip(made.results(world), want, strict=True)
+        found = [float((x - y).abs().max() / y.abs().max()) for x, y in pairs]
+    except BROKEN as error:
+        broken = f"{type(error).__name__}: {error}"
+    worst = [x if math.isfinite(x) else math.inf for x in (found[0], max(found[1:]))]
+    return made, verdict(world.allgather((broken, worst)), NAMES)
+
+
+def measure(setting: Record, rank: Rank) -> Record:
+    """Carry out one launch."""
+    world, seq, seed = rank.world, setting["seq"], setting["seed"]
+    with ExitStack() as stack:
+        Gloo(rank.folder, world, GLOO_SECONDS)
+        stack.callback(dist.destroy_process_group)
+        mesh = stack.enter_context(Mesh(dist.group.WORLD, check="off", ring=world.size))
+        whole, given = drawn(seed, seq)
+        loss = loss_of(whole, given, seq - 1)
+        loss.backward()
+        want = [loss.detach(), *(x.grad.clone() for x in whole.parameters())]
+        whole.zero_grad()
+        others = {"size": world.size, "count": (seq - 1) / world.size}
+        makers = {
+            **{name: functools.partial(ours, name.split()[-1], mesh=mesh) for name in OURS},
+            PEERS[0]: functools.partial(accelerated, **others),
+            PEERS[1]: functools.partial(alst, **others),
+        }
+        found = {
+            name: check(functools.partial(make, copy.deepcopy(whole), given), want, world)
+            for name, make in makers.items()
+        }
+        record = {name: checked for name, (_, checked) in found.items()}
+        right = {
+            name: functools.partial(made.sample, world)
+            for name, (made, checked) in found.items()
+            if checked["status"] == "ok"
+        }
+        for name, spans in race(world, right, LEAST, seed).items():
+            times = makespans(spans)
+            record[name] |= {"samples_s": times, "median_s": statistics.median(times)}
+    return {**facts(world, torch.device("cpu"), "all"), "seqs": {str(seq): record}}
+
+
+def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
+    """Return the launches, one for each seed.
+
+    Raises:
+        UsageError: a length that the peers cannot split, or no launch.
+    """
+    if options.seq < 1 or options.seq % (2 * RANKS) or options.launches < 1:
+        text = f"--seq {options.seq} --launches {options.launches}: pass at least one launch, and "
+        raise UsageError(text + f"a multiple of {2 * RANKS} tokens.")
+    launch, here = Launch(timeout=options.timeout), "benchmarks.contests.peers.models:measure"
+    settings = [{"seq": options.seq, "seed": seed} for seed in range(options.launches)]
+    return {"seq": options.seq}, [
+        Entry(f"seed {setting['seed']}", RANKS, here, setting, launch) for setting in settings
+    ]
+
+
+def show(document: Record) -> Iterator[Part]:
+    """Yield a table of the contestants and the requirements."""
+    launches, seq = document["launches"], document["seq"]
+    timed = [name for name in OURS if typical(launches, seq, name) is not None]
+    best = min(timed, key=lambda name: typical(launches, seq, name) or 0, default=None)
+    yield from standings(launches, seq, best)
+    yield requirements("required", lines(launches, seq, best), LEGEND)
+
+
+def lines(launches: Sequence[Record], seq: int, best: str | None) -> list[Requirement]:
+    """Return the requirements: ours is not slower than any peer."""
+    pairs = [(f"{peer} / {best}", ratio(launches, seq, peer, best)) for peer in PEERS]
+    return [Requirement(text, ">=", 1.0, found, LAUNCHES) for text, found in pairs]
+
+
+OPTIONS = {
+    "--launches": about(
+        type=int, default=LAUNCHES, metavar="N", help="how often processes start (%(default)s)"
+    ),
+    "--seq": about(type=int, default=PLACE, metavar="S", help="tokens (default: %(default)s)"),
+}
+models = Contest("peers_model", __doc__, OPTIONS, plan, show, "peers_model.json", timeout=1800.0)
+
+if __name__ == "__main__":
+    main(models)

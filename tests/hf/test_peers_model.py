@@ -1,0 +1,23 @@
+"""The contest of one model of transformers: all contestants compute what one process does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.contests.peers.models import NAMES, OURS, PEERS
+
+
+def test_every_contestant_computes_the_same_and_is_timed(tmp_path: Path) -> None:
+    """Each on two ranks; DeepSpeed is installed here."""
+    out = tmp_path / "peers.json"
+    command = (sys.executable, "-m", "benchmarks.contests.peers.models", "--seq", "64")
+    subprocess.run([*command, "--launches", "1", "--out", str(out)], check=True, timeout=600)
+    (launch,) = json.loads(out.read_text())["launches"]
+    heat = launch["seqs"]["64"]
+    assert [*heat] == [*OURS, *PEERS]
+    for name, entry in heat.items():
+        assert (entry["status"], [*entry["errors"]]) == ("ok", [*NAMES]), name
+        assert entry["median_s"] > 0
