@@ -132,10 +132,8 @@ PROGRAMS = {
         then="peers_model",
     ),
     "peers_model": Program(
-        "Time a model of transformers against accelerate's context parallel and ALST.",
-        "benchmarks.contests.peers.models",
-        packages=PEERS_NEED,
-        others=("deepspeed",),
+        "Time a LLaMA of transformers against accelerate's context parallel and ALST.",
+        *("benchmarks.contests.peers.models", MPIS[:1], PEERS_NEED, ("deepspeed",)),
     ),
     "conformance": Program(
         "Test other libraries with the laws of our own, on CPU over gloo.",
