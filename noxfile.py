@@ -51,9 +51,7 @@ SPREAD = ("-n", str(min((os.cpu_count() or 1) + 1, 4)), "--dist", "worksteal")
 
 NOTHING_CHOSEN = 5  # pytest's exit code
 HELPED = bool({"-h", "--help"} & {*sys.argv})
-PEERS_NEED = (
-    *("transformers", "accelerate", "einops", "hjson", "msgpack", "psutil", "pydantic", "tqdm"),
-)
+PEERS_NEED = ("transformers", "accelerate", "einops", "hjson", "msgpack", "psutil", "pydantic")
 
 
 class Program(NamedTuple):
@@ -106,9 +104,7 @@ PROGRAMS = {
         "pytest tests/pages",
         packages=("playwright", "axe-playwright-python"),
     ),
-    "trace": Program(
-        "Write one step of all ranks as a Chrome trace.", "benchmarks.reporting.trace"
-    ),
+    "trace": Program("Write a step of all ranks as a Chrome trace.", "benchmarks.reporting.trace"),
     "balance": Program(
         "Time unequal sequences by policy, and a pipeline's bubble.", "benchmarks.contests.balance"
     ),
@@ -155,9 +151,7 @@ PROGRAMS = {
         "Draw every pair of parts of every declared domain; `nox -s explore` runs it too.",
         "domains",
     ),
-    "mutants": Program(
-        "Plant every bug of the catalogue; each must turn the suite red.", "mutants"
-    ),
+    "mutants": Program("Plant each bug of the catalogue; each must turn the suite red.", "mutants"),
     "generic_mutants": Program(
         "Make small wrong edits of the library, or of the kit (`-- --kit`); tests must see them.",
         "mutants.generic",
@@ -165,9 +159,7 @@ PROGRAMS = {
     ),
     "soak": Program("Run a short profile of the suite 50 times, and under load.", "soak"),
     "deaths": Program("Lose a rank in every way and place; plant faults.", "deaths", MPIS),
-    "mpi4py": Program(
-        "Run mpi4py's own tests through the checked communicator.", "mpi4py_suite", MPIS
-    ),
+    "mpi4py": Program("Run mpi4py's tests through the checked communicator.", "mpi4py_suite", MPIS),
     "device": Program(
         "Run the code for CUDA on a device without hardware; needs a C++ compiler.", "device"
     ),
