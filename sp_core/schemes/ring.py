@@ -77,7 +77,7 @@ def ring_attention(
         sends nothing. In shared memory (`Mesh(transport="window")`) no message: a rank writes its K
         and V once, or not at all where both are tensors of `shared_empty` on `comm`, and reads P-1
         others'; backward the same, and it adds to as many sums in float32 or wider. One fence, in
-        the backward one for each step.
+        the backward one for each step. A window on a device (`ipc`, `pinned`) carries the messages.
 
     Raises:
         ShapeError, DtypeError, DeviceError, RankError: on every rank, before the first message.
