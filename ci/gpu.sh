@@ -24,7 +24,7 @@
 # SP_VENV names the environment to make (default: /tmp/sp_core-gpu-UID); one that is complete is used as it is.
 # A step may take SP_STEP_S seconds (470), all steps together SP_ALL_S (1500), also over several calls.
 # SP_ON names another kind of device. Options of programs: SP_SIZES of the experiment (--preset paper), SP_CASES of the benchmark (--quick),
-# SP_TESTS of pytest.
+# SP_TESTS of pytest, SP_TABLE of the table.
 set -euo pipefail
 
 fail() {
@@ -45,6 +45,7 @@ on=${SP_ON:-cuda}
 read -ra sizes <<<"${SP_SIZES:---preset paper}"
 read -ra cases <<<"${SP_CASES:---quick}"
 read -ra tests <<<"${SP_TESTS:-}"
+read -ra gathered <<<"${SP_TABLE:-}"
 must=()
 [[ $on != cuda ]] || must=(--device cuda)
 
@@ -143,7 +144,7 @@ for name in $steps; do
         doctor) step doctor python -m sp_core.testing.launch -n 2 -- python -m sp_core doctor "${must[@]}" ;;
         smoke) suite smoke --only test_schemes ;;
         kernels) step kernels python -m device.kernels --on "$on" ;;
-        table) step table python -m benchmarks.contests.gpu --device "$on" --out "$results/gpu_table.json" ;;
+        table) step table python -m benchmarks.contests.gpu "${gathered[@]}" --device "$on" --out "$results/gpu_table.json" ;;
         threads | processes) suite "$name" --ranks "$name" ;;
         tests-*) SP_TRANSPORT=${name#tests-} suite "$name" ;;
         records) step records python -m benchmarks.record "${cases[@]}" --device "$on" --share-gpu --ranks 1,2,4 --out "$results/records.jsonl" ;;
