@@ -14,10 +14,12 @@ import pytest
 import torch
 
 import sp_core as sp
-from sp_core.testing import run_threads
-from sp_core.transport import cuda
+from sp_core import transport
+from sp_core.testing import run_threads, spmd
+from sp_core.transport import cuda, cuda_aware
 from sp_core.transport.cuda import CudaMemory, PinnedMemory
-from sp_core.transport.window import Window
+from sp_core.transport.shared import Rooms
+from sp_core.transport.window import DEVICE_SLOT_BYTES, PINNED_SLOT_BYTES, Window
 
 CPU = torch.device("cpu")
 
@@ -193,3 +195,35 @@ def test_without_a_runtime_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) ->
     cuda._runtime.cache_clear()
     with pytest.raises(OSError, match="no libcudart"):
         cuda._runtime()
+
+
+def test_each_transport_shares_memory_of_its_own_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "Window", lambda comm, *given: given)
+    monkeypatch.setattr(cuda, "PinnedMemory", lambda device: "of the host")
+    monkeypatch.setattr(cuda, "CudaMemory", lambda device: "of the device")
+    made = {
+        name: transport.make_window(name, MagicMock(), torch.device("cpu"))[0]
+        for name in ("host", "window", "pinned", "ipc")
+    }
+    assert made == {
+        "host": None,
+        "window": (),
+        "pinned": (PINNED_SLOT_BYTES, "of the host"),
+        "ipc": (DEVICE_SLOT_BYTES, "of the device"),
+    }
+
+
+def test_one_rank_of_a_machine_tries_memory_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = MagicMock(return_value="")
+    monkeypatch.setattr(cuda_aware, "no_device_memory", tried)
+    monkeypatch.setattr(cuda_aware, "refuse_host_only", lambda comm, why: why())
+    monkeypatch.setattr(cuda_aware, "DeviceTransport", MagicMock())
+    run_threads(3, lambda comm: transport.make_transport("device", comm, torch.device("cuda")))
+    tried.assert_called_once_with("cuda")
+
+
+@spmd(2)
+def test_a_room_that_is_large_enough_stays(comm: Any) -> None:
+    rooms, specs = Rooms(comm, 1), [((64,), torch.uint8)]
+    places = [rooms.enter(specs)[0].data_ptr() for _ in range(2)]
+    assert places[0] == places[1]

@@ -127,25 +127,19 @@ def test_nccl_is_not_asked_to_share_a_gpu() -> None:
         distributed.refuse_shared_gpus(["a", "b", "a", "a"])
 
 
-def test_nccl_gets_the_store_the_rank_the_size_and_the_limit(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("device", "name"), [("cuda", "NCCL"), ("cpu", "Gloo")])
+def test_a_group_gets_the_store_the_rank_the_size_and_the_limit(
+    device: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def made(store: str, rank: int, size: int, options: SimpleNamespace) -> tuple[object, ...]:
         return store, rank, size, options._timeout
 
-    nccl = type(
-        "NCCL",
-        (),
-        {"Options": SimpleNamespace, "__new__": lambda cls, *arguments: made(*arguments)},
-    )
-    monkeypatch.setattr(_distributed_c10d, "ProcessGroupNCCL", nccl, raising=False)
+    members = dict.fromkeys(("Options", "_Options", "create_default_device"), SimpleNamespace)
+    group = type(name, (), {**members, "__new__": lambda cls, *arguments: made(*arguments)})
+    monkeypatch.setattr(_distributed_c10d, f"ProcessGroup{name}", group, raising=False)
     comm, limit = cast("Any", SimpleNamespace(rank=1, size=4)), timedelta(seconds=7)
-    assert distributed._connected("store", comm, torch.device("cuda"), False, limit) == (
-        "store",
-        1,
-        4,
-        limit,
-    )
+    found = distributed._connected("store", comm, torch.device(device), False, limit)
+    assert found == ("store", 1, 4, limit)
 
 
 @pytest.mark.parametrize("name", ["auto", "ipc", "pinned", "pipelined", "staged"])
