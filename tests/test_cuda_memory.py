@@ -201,7 +201,7 @@ def test_each_transport_shares_memory_of_its_own_kind(monkeypatch: pytest.Monkey
     monkeypatch.setattr(transport, "Window", lambda comm, *given: given)
     monkeypatch.setattr(cuda, "PinnedMemory", lambda device: "of the host")
     monkeypatch.setattr(cuda, "CudaMemory", lambda device: "of the device")
-    made = {
+    made: dict[str, Any] = {
         name: transport.make_window(name, MagicMock(), torch.device("cpu"))[0]
         for name in ("host", "window", "pinned", "ipc")
     }
