@@ -135,7 +135,7 @@ def _programs(op: str, algorithm: str, nodes: Nodes, nbytes: int) -> dict[int, P
     pieces, segment = split_sizes(count, size), segment_length(count, size, DTYPE.itemsize)
     return {
         rank: program_of(operation(op, rank, size, pieces, segment=segment, nodes=nodes), algorithm)
-        for rank in sorted({0, min(1, size - 1), size - 1})
+        for rank in sorted({0, 1 % size, size - 1})
     }
 
 
@@ -250,8 +250,6 @@ def decide(
 def _decided(
     tuning: Tuning, op: str, nodes: Nodes, place: int, among: tuple[str, ...], planned: bool
 ) -> str:
-    if len(set(nodes)) > 1 and "network" not in tuning.links:
-        return "mpi"
     nbytes = round(2 ** (place / STEPS_PER_OCTAVE))
     # the model alone is not good enough to prefer an algorithm that was never timed
     timed = [name for name in among if name in tuning.times[op]]
