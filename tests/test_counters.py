@@ -42,6 +42,14 @@ def test_no_call_counts_more_seconds_than_the_clock(comm: Any, algorithm: Any) -
             assert 0 < count.seconds - counted <= time.perf_counter() - begun
 
 
+@spmd(1, 2, 3)
+def test_ranks_that_agree_send_a_digest_to_each_other(comm: Any) -> None:
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        mesh["sp"].counters.reset()
+        sp.all_reduce(torch.ones(9), comm=mesh["sp"])
+        assert mesh["sp"].counters["control"].bytes_sent == (32 if comm.size > 1 else 0)
+
+
 def test_the_table_has_every_case_and_no_other() -> None:
     names = [f"{case.id} P={ranks}" for ranks in counters.SIZES for case in counters.chosen(ranks)]
     assert sorted(counters.load()) == sorted(set(names))
