@@ -132,7 +132,7 @@ class Log:
         return sent
 
 
-def _operation(method: str, *arguments: Any, name: str = "exchange") -> str:
+def _operation(method: str, *arguments: Any, name: str = "exchange", **_: Any) -> str:
     """Return the operation of a call, as the communicator's counters name it."""
     if method == "_agree":
         return "control"
