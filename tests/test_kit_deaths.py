@@ -15,7 +15,7 @@ import pytest
 from sp_core.launch import command as command_module, watch as watch_module
 from sp_core.launch.command import SESSION_DIR, SESSION_DIR_HERE, environment
 from sp_core.launch.deaths import Deaths, mpi_file
-from sp_core.launch.watch import hold_life
+from sp_core.launch.watch import file_of, hold_life
 
 RANKS = 4
 SEEDS = range(2)
@@ -83,6 +83,9 @@ def test_of_those_that_were_gone_before_they_were_seen_it_says_that_it_knows_not
     introduce(tmp_path, ranks)
     assert watch.alive() == {}
     assert "how is not known here" in watch.suspects()[0]
+    assert not watch.failed()
+    file_of(tmp_path, 1, "place").write_bytes(b"raised KeyError('x')\0")
+    assert watch.failed()
 
 
 def test_without_a_launcher_nothing_is_held(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from sp_core.launch.places import owner
-from sp_core.launch.watch import STARTED, file_of
+from sp_core.launch.watch import FAILED, STARTED, file_of
 
 _FRAME = re.compile(r'\s*File "([^"]+)", line \d+')
 KILLED_BY_MPIEXEC = ("SIGKILL", "SIGTERM", "not known")
@@ -126,8 +126,15 @@ class Deaths:
         return first is not None and self._dead[first].startswith("killed")
 
     def failed(self) -> bool:
-        """Return whether a rank is known to have ended with an error."""
-        return any(re.match(r"killed|exit code [1-9]", cause) for cause in self._dead.values())
+        """Return whether a rank is known to have ended with an error.
+
+        One that was gone before it was seen has left the error itself.
+        """
+        return any(
+            re.match(r"killed|exit code [1-9]", cause)
+            or self._text(rank, "place").startswith(FAILED)
+            for rank, cause in self._dead.items()
+        )
 
     def story(self, rank: int) -> str:
         """Return what is known of one rank."""

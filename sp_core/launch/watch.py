@@ -26,6 +26,8 @@ RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 EXAMPLE_SECONDS, PHASE_SECONDS, GRACE_SECONDS = 30.0, 300.0, 5.0
 PLACE_BYTES = 512
 ENDED = "the program has ended, and MPI_Finalize waits for the other ranks"
+FAILED = "raised "
+"""What comes before the error that has ended the program of a rank."""
 IN_FLIGHT, RESULT, STARTED = "in-flight.txt", "result.txt", "started.txt"
 
 
@@ -229,11 +231,12 @@ def run_program(arguments: list[str]) -> None:
         else:
             runpy.run_path(kind, run_name="__main__")
     except SystemExit as error:
-        note(ENDED)
-        abort_at_exit(error.code if isinstance(error.code, int) else error.code is not None)
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        note(f"{FAILED}{error!r}" if code else ENDED)
+        abort_at_exit(code)
         raise
     except BaseException as error:
-        note(f"raised {error!r}")
+        note(f"{FAILED}{error!r}")
         abort_at_exit(1)
         raise
     note(ENDED)
