@@ -151,7 +151,7 @@ class Communicator(NotCopied):
     ) -> Handle:
         """Start point-to-point messages. Every rank calls this, with empty lists if it has none.
 
-        They may go through a window if no rank sends two, nor one of more than `longest` bytes.
+        A window carries them with `longest`: no rank sends two, nor more bytes. Ranks agree on it.
         """
         self.ensure_open()
         self.counters[name].add(messages=len(sends), bytes_sent=sum(x.nbytes for _, x in sends))

@@ -29,10 +29,15 @@ from sp_core.schemes.problem import Block, Problem
 from sp_core.transport import Done, Handle, Window
 
 
+def may_share(comm: Communicator, op: str) -> bool:
+    """Return whether the collective `op` may go through memory that the ranks share."""
+    return comm.window is not None and comm.algorithms[op] in ("auto", "window")
+
+
 def is_read(comm: Communicator, op: str) -> bool:
     """Return whether ranks read each other's tensors in place, instead of the collective `op`."""
-    shared = comm.window is not None and comm.window.has_rooms
-    return comm.size > 1 and shared and comm.algorithms[op] in ("auto", "window")
+    has_rooms = comm.window is not None and comm.window.has_rooms
+    return comm.size > 1 and has_rooms and may_share(comm, op)
 
 
 def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int, Block | None]]:

@@ -162,8 +162,8 @@ class _Owners:
         """Return as `_visible`, for keys that the same ranks own, from few of the documents.
 
         Seen modulo the period P, documents are arcs of a circle. What ranks see in an arc, they see
-        in any arc that covers it. Two periods of a long document show all that it does: a key of
-        the first sees a period after it, or all that it may, and that of the second before it.
+        in any arc that covers it. An arc of two periods shows all that a longer document does: a
+        key in its first half has P positions after it, and the same rank's in the second P before.
         """
         period, begin = self._period, self._begin
         bounds = np.clip(np.array(mask.documents), begin, self._end + 1) - begin

@@ -179,8 +179,7 @@ class Travel:
         self.last = max(self._hops)  # step, in which every block has reached its last rank
         self._like = like[:, :0].clone()  # not the tensor itself, which would stay alive
         token = like.shape[0] * like.shape[2:].numel() * like.itemsize
-        may = comm.algorithms["shift"] in ("auto", "window")
-        self._longest = 2 * max(self._lengths) * token if may else 0
+        self._longest = 2 * max(self._lengths) * token if in_place.may_share(comm, "shift") else 0
 
     def block(self, step: int) -> int:
         """Return the number of the block that is at this rank in `step`, if it comes this far."""
