@@ -45,12 +45,14 @@ def device(kind: str, world: Intracomm, *, share_gpu: bool) -> torch.device:
     import torch
     from mpi4py import MPI
 
+    from sp_core.transport.cuda import uuid_of
+
     if kind == "cpu":
         return torch.device("cpu")
     of_kind = torch.get_device_module(kind)
     local, count = world.Split_type(MPI.COMM_TYPE_SHARED), of_kind.device_count()
     chosen = torch.device(kind, local.rank % max(count, 1))
-    gpus = {gpu for gpu in local.allgather(_uuid(chosen) if count else None) if gpu}
+    gpus = {gpu for gpu in local.allgather(uuid_of(chosen) if count else None) if gpu}
     if local.size > len(gpus) and not (share_gpu and gpus):
         raise SystemExit(
             f"{local.size} ranks on a node with {len(gpus)} GPUs. "
@@ -59,16 +61,6 @@ def device(kind: str, world: Intracomm, *, share_gpu: bool) -> torch.device:
     local.Free()
     of_kind.set_device(chosen)
     return chosen
-
-
-def _uuid(device: torch.device) -> str:
-    """Return what tells a GPU from all others, also of other nodes.
-
-    Under Slurm each rank may see one GPU, and call it cuda:0.
-    """
-    import torch
-
-    return str(torch.get_device_module(device).get_device_properties(device).uuid)
 
 
 def facts(world: Intracomm, device: torch.device, mode: str) -> dict[str, Any]:
@@ -82,8 +74,10 @@ def facts(world: Intracomm, device: torch.device, mode: str) -> dict[str, Any]:
     import torch
     from mpi4py import MPI
 
+    from sp_core.transport.cuda import uuid_of
+
     is_gpu = device.type != "cpu"
-    devices = set(world.allgather(_uuid(device) if is_gpu else str(device)))
+    devices = set(world.allgather(uuid_of(device) if is_gpu else str(device)))
     of_kind: Any = torch.get_device_module(device)
     vendor, numbers = MPI.get_vendor()
     threads = torch.get_num_threads()

@@ -290,11 +290,9 @@ def find_shared_gpu(session: Session, world: Intracomm) -> None:
     """
     if session.device == "cpu":
         return
-    import torch
-
     from sp_core.transport import count_devices
+    from sp_core.transport.cuda import uuid_of
 
-    mine, of_kind = f"none of rank {world.rank}", torch.get_device_module(session.device)
-    if count_devices(session.device):
-        mine = str(of_kind.get_device_properties(device()).uuid)
+    has_any = count_devices(session.device) > 0
+    mine = uuid_of(device()) if has_any else f"none of rank {world.rank}"
     session.gpu_is_shared = world.allgather(mine).count(mine) > 1

@@ -34,6 +34,11 @@ class Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
 
 
+def uuid_of(device: torch.device) -> str:
+    """Return what tells a device from all others, also where each rank sees its own as number 0."""
+    return str(torch.get_device_module(device).get_device_properties(device).uuid)
+
+
 def _reached(stream: torch.Stream) -> Transfer:
     """Return a handle of what has been asked of a stream so far."""
     return Transfer([stream.record_event().query])

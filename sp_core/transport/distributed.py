@@ -27,6 +27,7 @@ from sp_core.errors import DeviceError, PeerFailed
 from sp_core.observer import observer_of
 from sp_core.schedules import Operation
 from sp_core.transport.base import Bound, Done, Handle, Messages, Transfer, Transport, wait
+from sp_core.transport.cuda import uuid_of
 from sp_core.transport.host import WIDER, Calls, OverHost, in_turn, widened
 from sp_core.transport.shared import this_machine
 
@@ -236,8 +237,7 @@ def make_group(comm: Intracomm, device: torch.device, seconds: float = LIMIT_SEC
             ranks cannot connect.
     """
     if device.type == "cuda":
-        gpu = torch.cuda.get_device_properties(device).uuid
-        refuse_shared_gpus(comm.allgather(f"GPU {gpu} of {platform.node()}"))
+        refuse_shared_gpus(comm.allgather(f"GPU {uuid_of(device)} of {platform.node()}"))
     near = len(set(comm.allgather(this_machine()))) == 1
     store = group = None
     address, problem = ("", 0), ""
