@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from benchmarks.launching import (
 from benchmarks.reporting import tables
 from benchmarks.reporting.tables import Console, Table, make
 from benchmarks.statistics import Requirement
-from sp_core.launch.command import find_mpiexec
+from sp_core.launch.command import find_mpiexec, mpiexec_version
 from sp_core.machine import busy_share
 
 SCHEMA_VERSION = 3
@@ -210,14 +209,13 @@ def installed() -> str:
         UsageError: it is another one, or there is none.
     """
     try:
-        command = [find_mpiexec(), "--version"]
-        said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        said = mpiexec_version()
     except FileNotFoundError as error:
         raise UsageError(str(error)) from error
     for word, name in MPIS.items():
-        if word in said.stdout + said.stderr:
+        if word in said:
             return name
-    raise UsageError(f"{command[0]} is neither of Open MPI nor of MPICH. Install one with pip.")
+    raise UsageError(f"{find_mpiexec()} is neither of Open MPI nor of MPICH. Install one with pip.")
 
 
 def requirements(title: str, lines: Iterable[Requirement], note: str = "") -> Table:

@@ -63,10 +63,20 @@ def find_mpiexec() -> str:
     return found
 
 
+def mpiexec_version() -> str:
+    """Return what mpiexec prints of its version.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    command = [find_mpiexec(), "--version"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return said.stdout + said.stderr
+
+
 def streaming() -> list[str]:
     """Return arguments of mpiexec by which it passes on parts of lines. MPICH always does so."""
-    said = subprocess.run([find_mpiexec(), "--version"], capture_output=True, check=False).stdout
-    return ["--stream-buffering", "0"] if b"Open MPI" in said else []
+    return ["--stream-buffering", "0"] if "Open MPI" in mpiexec_version() else []
 
 
 def session_dir(folder: Path) -> dict[str, str]:

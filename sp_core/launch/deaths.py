@@ -128,7 +128,8 @@ class Deaths:
     def failed(self) -> bool:
         """Return whether a rank is known to have ended with an error.
 
-        One that was gone before it was seen has left the error itself.
+        The exit code of a process that was gone before it was seen is not known. Its last place
+        then names the error.
         """
         return any(
             re.match(r"killed|exit code [1-9]", cause)

@@ -27,7 +27,7 @@ EXAMPLE_SECONDS, PHASE_SECONDS, GRACE_SECONDS = 30.0, 300.0, 5.0
 PLACE_BYTES = 512
 ENDED = "the program has ended, and MPI_Finalize waits for the other ranks"
 FAILED = "raised "
-"""What comes before the error that has ended the program of a rank."""
+"""The last place of a rank begins with this, if an error has ended its program."""
 IN_FLIGHT, RESULT, STARTED = "in-flight.txt", "result.txt", "started.txt"
 
 
