@@ -134,7 +134,7 @@ def _shared(model: Llama, number: int, tokens: Sequence[int], length: int) -> Ro
     mine = sharding.shard(torch.tensor([tokens], dtype=torch.int64), comm.rank, 1).to(comm.device)
     hidden = model.hidden(mine, replace(model.one_pass(mine, sharding, CAUSAL), lengths=None))
     last = sharding.positions(comm.rank) == length - 1
-    return {number: row for row in hidden[0, last]}  # noqa: B035 - there is one at most
+    return {number: hidden[0, last].squeeze(0)} if last.any() else {}
 
 
 def _packed(model: Llama, numbers: Sequence[int], sequences: Tokens, plan: Plan) -> Rows:

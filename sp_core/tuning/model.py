@@ -254,4 +254,5 @@ def _decided(
     # the model alone is not good enough to prefer an algorithm that was never timed
     timed = [name for name in among if name in tuning.times[op]]
     seconds = {name: predict(tuning, op, name, nodes, nbytes, planned=planned) for name in timed}
-    return min(seconds, key=lambda name: (seconds[name], name != "mpi"), default="mpi")
+    known = [name for name in timed if seconds[name] < math.inf]  # else a link was never measured
+    return min(known, key=lambda name: (seconds[name], name != "mpi"), default="mpi")
