@@ -129,7 +129,9 @@ PROGRAMS = {
     ),
     "peers_model": Program(
         "Time a LLaMA of transformers against accelerate's context parallel and ALST.",
-        *("benchmarks.contests.peers.models", MPIS[:1], PEERS_NEED, ("deepspeed",)),
+        "benchmarks.contests.peers.models",
+        packages=PEERS_NEED,
+        others=("deepspeed",),
     ),
     "conformance": Program(
         "Test other libraries with the laws of our own, on CPU over gloo.",

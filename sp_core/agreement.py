@@ -32,7 +32,7 @@ T = TypeVar("T")
 _RECORD = struct.Struct("q8sq40s")
 RECORD_BYTES = _RECORD.size
 MOST_CHARACTERS, MOST_LINES = 1800, 5
-"""A message beyond the first number names as many ranks, or groups of equal ones, as the second."""
+"""A message of more characters is cut: to so many lines, each for ranks that gave the same text."""
 DIGEST = np.dtype("<u4")
 DIGEST_BYTES = 32
 """Four words of a digest, each as an int64, so that no sum is too large."""

@@ -222,8 +222,8 @@ def judge_clipped(
             near("clipped", cast("Tensor", parameter.grad), wanted, allowed)
 
 
+TENSOR: dict[str, Parts] = {"tensor.size": spans((2, 2), (1, 1), (3, 4))}
 OVER_RANKS: dict[str, Parts] = {
-    "tensor.size": spans((2, 2), (1, 1), (3, 4)),
     "parameters": values("list", "tuple", "generator"),
     "parameters.number": spans((2, 6), (0, 0), (1, 1), (20, 30)),
     "parameters.dtypes": values(*KINDS),
@@ -238,7 +238,7 @@ REDUCED: dict[str, Parts] = {
     "tensor": values("given", "none"),
     "tensor.size": {
         name: lambda c, v, size=size: size(c, v) if v["tensor"] == "given" else 1  # type: ignore[misc]
-        for name, size in OVER_RANKS["tensor.size"].items()
+        for name, size in TENSOR["tensor.size"].items()
     },
 }
 CLIPPED: dict[str, Parts] = {
@@ -252,13 +252,13 @@ CLIPPED: dict[str, Parts] = {
 SUBJECTS = [
     Subject(
         "gradients.reduce_gradients",
-        REDUCED | OVER_RANKS | REDUCED | SITUATIONS,  # in this order
+        REDUCED | OVER_RANKS | SITUATIONS,
         reductions,
         lambda drawn: int(drawn["data.size"] * drawn["tensor.size"]),
     ),
     Subject(
         "gradients.clip_gradient_norm",
-        {"stages": values("given", "none")} | CLIPPED | OVER_RANKS | SITUATIONS,
+        {"stages": values("given", "none")} | CLIPPED | TENSOR | OVER_RANKS | SITUATIONS,
         clipped,
         lambda drawn: int(drawn["stages.size"] * drawn["tensor.size"]),
         allowed=("max_norm=infinity", "stages=None"),

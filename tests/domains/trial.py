@@ -57,7 +57,7 @@ class Tried:
 
     Attributes:
         singles, pairs: parts, and pairs of parts, of rows whose results were judged and had a
-            number but 0 on some rank; or of the base row with no other part.
+            number but 0 on some rank. A row with only two parts of its own counts without one.
         impossible: the reason by pair of parts, in the library's words.
         refused: rows that the library refused, each with its reason.
         rows: how many were carried out.
