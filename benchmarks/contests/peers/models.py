@@ -1,7 +1,8 @@
 """Time a LLaMA of transformers: ours, accelerate's context parallel and ALST, over gloo.
 
 One pair of processes takes turns. A step is forward and backward of one sequence, with the
-gradients of the whole sequence at its end. The loss and all gradients of each contestant are
+gradients of the whole sequence at its end. Ours sends its messages over gloo as the others do, or
+through memory that the ranks share (transport "window"). The loss and all gradients of each contestant are
 compared with those of one process before it is timed. accelerate shards the weights too, as its
 context parallel needs it. torch's context parallel, which it enters, has no kernel for a CPU: its
 ring gets the one of torch. ALST gets one all-reduce of its gradients, in place of DeepSpeed's
@@ -38,7 +39,7 @@ from benchmarks.contests.peers.__main__ import (
     standings,
     typical,
 )
-from benchmarks.contests.peers.contestants import BROKEN, GLOO_SECONDS, LEAST, MISSING, verdict
+from benchmarks.contests.peers.contestants import BROKEN, GLOO_SECONDS, MISSING, verdict
 from benchmarks.launching import Launch, Record, UsageError, about, main
 from benchmarks.machine import facts
 from benchmarks.sample import Span, makespans, race
@@ -52,9 +53,14 @@ from tests.conformance.gloo import Gloo
 VOCAB = 512
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
-OURS = [f"parallelize, {scheme}" for scheme in ("ring", "ulysses")]
+OURS = {
+    f"parallelize, {scheme}, {transport}": (scheme, transport)
+    for scheme in ("ring", "ulysses")
+    for transport in ("host", "window")
+}
 PEERS = ("accelerate context parallel", "deepspeed ALST")
 NAMES = ("loss", "gradients")
+ROUNDS = 6
 Given = Mapping[str, Tensor]
 """`input_ids`, `position_ids` and `shift_labels`, (1, S) each."""
 
@@ -206,7 +212,12 @@ def measure(setting: Record, rank: Rank) -> Record:
     with ExitStack() as stack:
         Gloo(rank.folder, world, GLOO_SECONDS)
         stack.callback(dist.destroy_process_group)
-        mesh = stack.enter_context(Mesh(dist.group.WORLD, check="off", ring=world.size))
+        meshes = {
+            name: stack.enter_context(
+                Mesh(dist.group.WORLD, check="off", transport=name, ring=world.size)
+            )
+            for name in ("host", "window")
+        }
         whole, given = drawn(seed, seq)
         loss = loss_of(whole, given, seq - 1)
         loss.backward()
@@ -214,7 +225,10 @@ def measure(setting: Record, rank: Rank) -> Record:
         whole.zero_grad()
         others = {"size": world.size, "count": (seq - 1) / world.size}
         makers = {
-            **{name: functools.partial(ours, name.split()[-1], mesh=mesh) for name in OURS},
+            **{
+                name: functools.partial(ours, scheme, mesh=meshes[transport])
+                for name, (scheme, transport) in OURS.items()
+            },
             PEERS[0]: functools.partial(accelerated, **others),
             PEERS[1]: functools.partial(alst, **others),
         }
@@ -228,7 +242,7 @@ def measure(setting: Record, rank: Rank) -> Record:
             for name, (made, checked) in found.items()
             if checked["status"] == "ok"
         }
-        for name, spans in race(world, right, LEAST, seed).items():
+        for name, spans in race(world, right, ROUNDS, seed).items():
             times = makespans(spans)
             record[name] |= {"samples_s": times, "median_s": statistics.median(times)}
     return {**facts(world, torch.device("cpu"), "all"), "seqs": {str(seq): record}}
