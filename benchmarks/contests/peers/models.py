@@ -2,11 +2,11 @@
 
 One pair of processes takes turns. A step is forward and backward of one sequence, with the
 gradients of the whole sequence at its end. Ours sends its messages over gloo as the others do, or
-through memory that the ranks share (transport "window"). The loss and all gradients of each contestant are
-compared with those of one process before it is timed. accelerate shards the weights too, as its
-context parallel needs it. torch's context parallel, which it enters, has no kernel for a CPU: its
-ring gets the one of torch. ALST gets one all-reduce of its gradients, in place of DeepSpeed's
-engine. Exit code as of `nox -s peers`.
+through memory that the ranks share (transport "window"). The loss and all gradients of each
+contestant are compared with those of one process before it is timed. accelerate shards the weights
+too, as its context parallel needs it. torch's context parallel, which it enters, has no kernel for
+a CPU: its ring gets the one of torch. ALST gets one all-reduce of its gradients, in place of
+DeepSpeed's engine. Exit code as of `nox -s peers`.
 """
 
 from __future__ import annotations
