@@ -25,6 +25,7 @@ SCALINGS: dict[str, dict[str, Any] | None] = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 16,
     },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
 }
 HEADS = [(8, 2), (6, 3), (5, 1), (4, 4), (6, 2)]
 MESHES = {

@@ -258,7 +258,10 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
     "dropout": ("attention_dropout=0.1", {"attention_dropout": 0.1}),
     "another activation": ("hidden_act='gelu'", {"hidden_act": "gelu"}),
     "quantization": ("quantization_config=", {"quantization_config": {"bits": 4}}),
-    "another rotary embedding": ("'yarn'", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}),
+    "another rotary embedding": (
+        "'dynamic'",
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+    ),
     "a scaling without its factor": ("lacks", {"rope_scaling": {"rope_type": "linear"}}),
     "a size in words": (r"says \{'hidden_size': '8'\};", {"hidden_size": "8", "head_dim": None}),
     "no number of layers": ("lacks num_hidden_layers", {"num_hidden_layers": None}),

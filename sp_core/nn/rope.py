@@ -16,7 +16,10 @@ from sp_core.mask import Positions, position_tensor
 _FIELDS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
 }
+_YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+"""What other fields of yarn are if not given."""
 
 
 class Rope:
@@ -30,16 +33,21 @@ class Rope:
         base: of the frequencies base^(-2 i / head_dim), radians per token.
         scaling: None, or a dict as in a Hugging Face configuration, {"rope_type": "linear",
             "factor": f} or {"rope_type": "llama3", "factor", "low_freq_factor", "high_freq_factor",
-            "original_max_position_embeddings"}.
+            "original_max_position_embeddings"} or {"rope_type": "yarn", "factor",
+            "original_max_position_embeddings"}, the last also with "beta_fast", "beta_slow",
+            "truncate", "attention_factor", "mscale" and "mscale_all_dim". With yarn, rotated
+            tensors are longer too, by `amplitude`.
 
     Raises:
         ShapeError: head_dim is odd or below 2.
-        ValueError: base is not positive, or scaling is of an unknown type or incomplete.
+        ValueError: base is not positive; scaling is of an unknown type, incomplete, or
+            has a factor that is not positive, or limits that are out of order; yarn with a base of
+            1 or less, or a context of less than one slow turn.
 
     Source: Su et al., "RoFormer", 2021, equation 34; linear: Chen et al., "Position interpolation",
-        2023, equation 4; llama3:
-        https://github.com/huggingface/transformers/blob/main/src/transformers/modeling_rope_utils.py,
-        _compute_llama3_parameters.
+        2023, equation 4; yarn: Peng et al., "YaRN", 2023, blended as the authors' code does, by
+        the number of the pair; llama3, and the fields of yarn:
+        https://github.com/huggingface/transformers/blob/main/src/transformers/modeling_rope_utils.py.
     """
 
     def __init__(
@@ -53,7 +61,9 @@ class Rope:
         if not base > 0:
             raise ValueError(f"base is {base}, needed a positive number; 10000 is the usual one")
         self.head_dim = head_dim
-        self.frequencies = _frequencies(head_dim, float(base), scaling)
+        known = {name: value for name, value in (scaling or {}).items() if value is not None}
+        self.frequencies = _frequencies(head_dim, float(base), known)
+        self.amplitude = _amplitude(known)
 
     def apply(self, x: Tensor, positions: Positions) -> Tensor:
         """Rotate queries or keys by the angles of their global positions.
@@ -87,7 +97,8 @@ def rotation(rope: Rope, positions: Positions, like: Tensor) -> Callable[[Tensor
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     radians = position_tensor(positions, like.device).double()
     angles = radians.outer(rope.frequencies.to(like.device))
-    return partial(_rotate, cos=angles.cos().to(dtype), sin=angles.sin().to(dtype))
+    cos, sin = (rope.amplitude * x for x in (angles.cos(), angles.sin()))
+    return partial(_rotate, cos=cos.to(dtype), sin=sin.to(dtype))
 
 
 def _rotate(x: Tensor, *, cos: Tensor, sin: Tensor) -> Tensor:
@@ -105,31 +116,74 @@ def _rotate(x: Tensor, *, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
-def _frequencies(head_dim: int, base: float, scaling: Mapping[str, Any] | None) -> Tensor:
-    """Return the radians per token of each pair of dims, float64 (head_dim / 2,).
+def _kind(scaling: Mapping[str, Any]) -> str:
+    """Return the type of a scaling, which older files call otherwise."""
+    kind = scaling.get("rope_type", scaling.get("type"))
+    return "default" if not scaling else str(kind)
 
-    The scaling "default" is none.
-    """
+
+def _frequencies(head_dim: int, base: float, scaling: Mapping[str, Any]) -> Tensor:
+    """Return the radians per token of each pair of dims, float64 (head_dim / 2,)."""
     plain = base ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    kind = None if scaling is None else scaling.get("rope_type", scaling.get("type"))
-    if not scaling or kind == "default":
+    kind = _kind(scaling)
+    if kind == "default":
         return plain
-    missing = [field for field in _FIELDS.get(str(kind), ("rope_type",)) if field not in scaling]
+    missing = [field for field in _FIELDS.get(kind, ("rope_type",)) if field not in scaling]
     if kind not in _FIELDS or missing:
         lacks = f" and lacks {', '.join(missing)}" if missing else ""
         raise ValueError(
-            f"scaling has rope_type {kind!r}{lacks}; needed one of {_FIELDS}, or None. For yarn "
-            "use `parallelize`, with a model of transformers."
+            f"scaling has rope_type {kind!r}{lacks}; needed one of {_FIELDS}, or None. For another "
+            "one use `parallelize`, with a model of transformers."
         )
-    return plain / float(scaling["factor"]) if kind == "linear" else _llama3(plain, scaling)
+    if not (factor := float(scaling["factor"])) > 0:
+        raise ValueError(f"scaling has factor={factor}, needed a positive number.")
+    scaled = plain / factor
+    if kind == "linear":
+        return scaled
+    divided = _low(plain, scaling) if kind == "llama3" else _yarn(len(plain), base, scaling)
+    return plain.lerp(scaled, divided)
 
 
-def _llama3(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    """Divide low frequencies by the factor, keep high ones, and blend linearly between.
+def _low(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
+    """Return by how much each frequency is divided by the factor: 1 for low ones, 0 for high ones.
 
     What is low and high is counted in turns per original context.
     """
     turns = float(scaling["original_max_position_embeddings"]) * plain / (2 * math.pi)
     low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
-    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)  # 0: divided, 1: kept
-    return plain * (keep + (1 - keep) / float(scaling["factor"]))
+    if not high > low:
+        raise ValueError(
+            f"llama3 was given low_freq_factor={low} and high_freq_factor={high}; needed a second "
+            "one above the first."
+        )
+    return 1 - ((turns - low) / (high - low)).clamp(0.0, 1.0)
+
+
+def _yarn(half: int, base: float, scaling: Mapping[str, Any]) -> Tensor:
+    """Return the same of yarn: it grows with the number of a pair, not with its turns."""
+    fields = {**_YARN, **scaling}
+    fast, slow = float(fields["beta_fast"]), float(fields["beta_slow"])
+    most = float(fields["original_max_position_embeddings"]) / (2 * math.pi)
+    if not (base > 1 and fast > slow > 0 and most >= slow):
+        raise ValueError(
+            f"yarn was given base={base}, beta_fast={fast}, beta_slow={slow} and an original "
+            f"context of {2 * math.pi * most:.0f} tokens; needed base > 1, beta_fast > beta_slow "
+            "> 0, and at least 2 pi beta_slow tokens."
+        )
+    # the numbers, not whole ones, of the pairs that turn so often
+    first, last = (half * math.log(most / turns, base) for turns in (fast, slow))
+    if fields["truncate"]:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * half - 1)
+    return ((torch.arange(half).double() - first) / (last - first or 1)).clamp(0.0, 1.0)
+
+
+def _amplitude(scaling: Mapping[str, Any]) -> float:
+    """Return by how much yarn makes queries and keys longer, for logits of more tokens."""
+    if _kind(scaling) != "yarn":
+        return 1.0
+    growth = 0.1 * math.log(max(float(scaling["factor"]), 1.0))
+    scales = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    above, below = scales if all(scales) else (1.0, 0.0)
+    usual = (1 + float(above or 0) * growth) / (1 + float(below or 0) * growth)
+    return float(scaling.get("attention_factor", usual))

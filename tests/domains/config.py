@@ -42,7 +42,7 @@ CONFIG: dict[str, Parts] = {
     "rope_theta": values(10_000.0, 500_000.0, 1.0, 3.5),
     "rope_scaling": {
         name: (lambda c, v, name=name: SCALINGS[name])  # type: ignore[misc]
-        for name in ("none", "linear", "llama3")
+        for name in SCALINGS
     },
     "tie_word_embeddings": values(False, True),
     "max_position_embeddings": spans((2048, 2048), (1, 1), (131_072, 10_000_000)),
@@ -63,13 +63,13 @@ def judge_fields(given: Values, config: LlamaConfig) -> None:
     x = torch.randn(
         1, 3, 2, config.head_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
     )
-    frequencies = reference.llama_frequencies(
-        config.head_dim, config.rope_theta, config.rope_scaling
-    )
+    rope = (config.head_dim, config.rope_theta, config.rope_scaling)
+    frequencies = reference.llama_frequencies(*rope)
     positions = [0, 7, 1000]
     torch.testing.assert_close(
         config.rope().apply(x, positions),
-        reference.rotate(x, positions, frequencies),
+        reference.rotate(x, positions, frequencies)
+        * reference.llama_amplitude(config.rope_scaling),
         rtol=0,
         atol=1e-10,
     )

@@ -49,12 +49,24 @@ POSITIONS: Parts = {
 # Rope
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096}
 SCALINGS: dict[str, dict[str, Any] | None] = {
     "none": None,
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 4.0},
     "linear, by its old name": {"type": "linear", "factor": 2},
     "llama3": {"rope_type": "llama3", "factor": 8.0, **LLAMA3},
+    "yarn": YARN,
+    "yarn, with other turns, not rounded": {
+        **YARN,
+        "beta_fast": 20,
+        "beta_slow": 2.5,
+        "truncate": False,
+        "attention_factor": None,
+    },
+    "yarn, with a length": {**YARN, "attention_factor": 0.7},
+    "yarn, with two weights": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.4},
+    "yarn, of few tokens": {**YARN, "original_max_position_embeddings": 7, "factor": 0.5},
 }
 
 
@@ -64,18 +76,19 @@ def rope(drawn: Values) -> Call:
     given = {"head_dim": dim, "base": base, "scaling": scaling}
     kind = (scaling or {}).get("rope_type", (scaling or {}).get("type"))
     known = None if kind in (None, "default") else {**(scaling or {}), "rope_type": kind}
-    frequencies = reference.llama_frequencies(dim, base, known)
+    length = reference.llama_amplitude(known)
     shape = [drawn[f"x.{name}"] for name in ("batch", "seq_len", "heads")]
     x = leaf(normal(drawn["seed"], (*shape, dim), drawn["x.dtype"]), drawn["x.memory"])
     upstream = in_memory(normal(drawn["seed"] + 1, x.shape, drawn["x.dtype"]), drawn["x.upstream"])
     places = [int(p) for p in drawn["positions"]]
 
     def judge(made: sp.Rope) -> None:
+        frequencies = reference.llama_frequencies(dim, base, known)
         made.apply(x, [p + 1 for p in places])
         out = made.apply(x, drawn["positions"])
         (grad,) = torch.autograd.grad(out, x, upstream)
         for name, found, of, sign in (("rope", out, x, 1), ("rope gradient", grad, upstream, -1)):
-            wide = of.detach().double()
+            wide = of.detach().double() * length
             sizes = (
                 torch.stack([half.abs() for half in wide.chunk(2, -1)]).sum(0).repeat(1, 1, 1, 2)
             )

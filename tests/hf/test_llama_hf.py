@@ -31,6 +31,9 @@ CASES = {
         (6, 3), hidden=24, ffn=17, vocab=41, scaling="linear", tied=True, dtype="float32", seed=2
     ),
     "5/1": Case((5, 1), hidden=20, ffn=30, vocab=23, dtype="float32", seed=3),
+    "4/4, yarn": Case(
+        (4, 4), hidden=16, ffn=18, vocab=29, head_dim=8, scaling="yarn", dtype="float32", seed=4
+    ),
 }
 TABLE = [mesh for size in sorted(MESHES) for mesh in MESHES[size]]
 BATCH, SEQ_LEN, NEW = 8, 33, 64

@@ -34,17 +34,42 @@ def attention(*shapes: tuple[int, ...], **changes: Any) -> object:
     return sp.local_attention(q, k, k, **changes)
 
 
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
 ROWS: list[Row] = [
     *((sp.ShapeError, "even", partial(sp.Rope, dim)) for dim in (3, 0)),
     *(
         (ValueError, "rope_type", partial(sp.Rope, 4, scaling=scaling))
         for scaling in (
+            {"rope_type": "dynamic", "factor": 2.0},
             {"rope_type": "yarn", "factor": 2.0},
-            {"rope_type": "linear"},
+            {"rope_type": "linear", "factor": None},
             {"factor": 2.0},
         )
     ),
     (ValueError, "base", partial(sp.Rope, 4, base=0.0)),
+    (
+        ValueError,
+        "factor=0",
+        partial(sp.Rope, 4, scaling={"rope_type": "linear", "factor": 0}),
+    ),
+    (
+        ValueError,
+        "high_freq_factor=1",
+        partial(
+            sp.Rope,
+            4,
+            scaling=YARN | {"rope_type": "llama3", "low_freq_factor": 1, "high_freq_factor": 1},
+        ),
+    ),
+    (ValueError, r"base=1\.0", partial(sp.Rope, 4, 1.0, YARN)),
+    *(
+        (ValueError, "beta_fast", partial(sp.Rope, 4, scaling=YARN | wrong))
+        for wrong in (
+            {"beta_fast": 1},
+            {"beta_slow": 0},
+            {"original_max_position_embeddings": 6},
+        )
+    ),
     *(
         (sp.ShapeError, "needed", partial(ROPE.apply, torch.ones(shape), range(3)))
         for shape in ((1, 3, 2, 6), (1, 4, 2, 4), (3, 2, 4))

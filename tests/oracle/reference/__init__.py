@@ -18,7 +18,7 @@ from .dense import (
     attention,
     visible,
 )
-from .llama import llama, llama_frequencies, next_token_loss
+from .llama import llama, llama_amplitude, llama_frequencies, next_token_loss
 
 __all__ = [
     "Reference",
@@ -26,6 +26,7 @@ __all__ = [
     "feed_forward",
     "layer_norm",
     "llama",
+    "llama_amplitude",
     "llama_frequencies",
     "next_token_loss",
     "rms_norm",

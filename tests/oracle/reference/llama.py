@@ -62,6 +62,7 @@ def llama(
         "norm": "rms",
         "eps": eps,
         "rope_base": frequencies,
+        "softmax_scale": llama_amplitude(rope_scaling) ** 2 * head_dim**-0.5,
         "causal": True,
         **seen,
     }
@@ -83,20 +84,55 @@ def llama_frequencies(
     Args:
         head_dim: D, even.
         theta: base of the frequencies.
-        scaling: None, or a mapping with "rope_type" "linear" or "llama3" and its fields.
+        scaling: None, or a mapping with "rope_type" "linear", "llama3" or "yarn" and its fields.
 
     Source: Grattafiori et al. 2024, The Llama 3 Herd of Models, and Meta's `apply_scaling` in
-    llama-models, llama3/model.py.
+    llama-models, llama3/model.py. YaRN: Peng et al. 2023, and the authors' code.
     """
     plain = [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
     if scaling is None:
         return plain
     factor = float(scaling["factor"])
-    return (
-        [f / factor for f in plain]
-        if scaling["rope_type"] == "linear"
-        else [_llama3(f, factor, scaling) for f in plain]
-    )
+    if scaling["rope_type"] == "linear":
+        return [f / factor for f in plain]
+    if scaling["rope_type"] == "llama3":
+        return [_llama3(f, factor, scaling) for f in plain]
+    first, last = _blended(head_dim, theta, scaling)
+    shares = [min(max((i - first) / (last - first), 0), 1) for i in range(head_dim // 2)]
+    return [f * (1 - share) + f / factor * share for f, share in zip(plain, shares, strict=True)]
+
+
+def llama_amplitude(scaling: Mapping[str, Any] | None) -> float:
+    """Return the factor of rotated queries and keys: that of the logits is its square.
+
+    Source: Peng et al. 2023, YaRN, equation 22; `mscale` as DeepSeek-V2 has it.
+    """
+    if scaling is None or scaling["rope_type"] != "yarn":
+        return 1.0
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+    stretched = max(math.log(scaling["factor"]), 0.0) / 10
+    above, below = (float(scaling.get(name) or 0) for name in ("mscale", "mscale_all_dim"))
+    if not (above and below):
+        above, below = 1.0, 0.0
+    return (above * stretched + 1) / (below * stretched + 1)
+
+
+def _blended(head_dim: int, theta: float, scaling: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the last pair that is kept and the first that is divided, by their turns."""
+    length = float(scaling["original_max_position_embeddings"])
+    fast, slow = float(scaling.get("beta_fast") or 32), float(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        turns = [length * theta ** (-2 * i / head_dim) / (2 * math.pi) for i in range(head_dim)]
+        first = max((float(i) for i, turn in enumerate(turns) if turn >= fast), default=0.0)
+        last = min(
+            (float(i) for i, turn in enumerate(turns) if turn <= slow), default=head_dim - 1.0
+        )
+    else:
+        per = head_dim / 2 / math.log(theta)
+        first = max(per * (math.log(length / (2 * math.pi)) - math.log(fast)), 0.0)
+        last = min(per * (math.log(length / (2 * math.pi)) - math.log(slow)), head_dim - 1.0)
+    return first, last if last != first else first + 0.001
 
 
 def _llama3(frequency: float, factor: float, scaling: Mapping[str, Any]) -> float:
