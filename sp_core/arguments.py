@@ -70,7 +70,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("seed", "max_tokens", "pass_tokens", "step"), _WHOLE),
     **dict.fromkeys(("tokens", "prompts", "sequences"), _TEXTS),
     **dict.fromkeys(("sizes", "split_sizes", "concat_sizes"), _SIZES),
-    **dict.fromkeys(("deterministic", "return_lse", "causal", "tp_sp", "own"), _FLAG),
+    **dict.fromkeys(("deterministic", "return_lse", "causal", "tp_sp", "own", "recompute"), _FLAG),
     **dict.fromkeys(("algorithm", "op"), _NAME),
     "stop": (_are_tokens, "a list, tuple or set of tokens, whole numbers"),
     "stop_strings": (_are_strings, "a list or tuple of texts, none of them empty"),

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from llama_cases import Case
 from oracle.attention_check import Shards
 from oracle.live_bytes import LiveBytes
 from oracle.strategies import AttentionProblem
 from torch import Tensor
 
 import sp_core as sp
+from sp_core.llama.train import backward
 from sp_core.nn.loss import next_token_loss
 from sp_core.schemes import SCHEMES
 from sp_core.testing import spmd
@@ -104,6 +107,23 @@ def test_what_a_ring_holds_is_proportional_to_the_tokens_of_a_rank(comm: Any) ->
             torch.autograd.grad(out, (q, k, v), grad)
         per_token.append(max(comm.allgather(live.peak / shape[1])))
     assert max(per_token) <= 1.15 * min(per_token)
+
+
+@spmd(1, 2)
+def test_a_layer_that_is_computed_again_keeps_its_input_only(comm: Any) -> None:
+    """Two layers more take two inputs more; kept activations would take twenty times that."""
+    tokens = 512
+    case, peaks = Case((2, 1), head_dim=8, hidden=16, ffn=32, vocab=7, dtype="float32"), {}
+    with sp.Mesh(comm, ring=comm.size) as mesh:
+        for layers, recompute in ((1, True), (3, True), (3, False)):
+            model = replace(case, layers=layers).model(mesh)
+            weights = [*model.parameters()]
+            with LiveBytes(weights) as live:
+                backward(model, [[1] * tokens], recompute=recompute)
+            peaks[layers, recompute] = live.peak - 2 * sum(w.nbytes for w in weights)
+    own = tokens // comm.size * 16 * 4
+    assert peaks[3, True] - peaks[1, True] <= 2.1 * own
+    assert peaks[3, False] - peaks[1, True] > 20 * own
 
 
 @spmd(1, 2)

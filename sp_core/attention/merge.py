@@ -19,7 +19,8 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 
     out = w out_a + (1 - w) out_b with w = sigmoid(lse_a - lse_b), lse = log(exp(lse_a) +
     exp(lse_b)). Commutative bitwise, associative to rounding. A row that saw nothing in a (lse_a =
-    -inf, out_a = 0) takes b as it is, and the other way round.
+    -inf, out_a = 0) takes b as it is, and the other way round. Weights below the smallest normal
+    number of the dtype may become 0.
 
     Args:
         out_a: (..., Sq, D), of any floating dtype.

@@ -26,6 +26,7 @@ from sp_core.mask import Mask, Positions
 from sp_core.mask.definition import document_of
 from sp_core.mesh import Mesh
 from sp_core.nn.gradients import Placement, placement_of
+from sp_core.nn.layers import recomputed
 from sp_core.nn.loss import check_shard, next_token_loss
 from sp_core.nn.parallel import Embedding, Lengths, Norm, ParallelBlock, Weight, project
 from sp_core.nn.rope import rotation
@@ -52,12 +53,14 @@ class Pass:
         attend: how the tokens attend.
         lengths: with TP-SP, how many of the tokens each tensor rank has between the splits of the
             weights.
+        recompute: whether a layer keeps its input only, and is computed again in backward.
     """
 
     tokens: Tensor
     positions: Positions
     attend: LayerAttend
     lengths: Lengths = None
+    recompute: bool = False
 
 
 class Llama(nn.Module):
@@ -198,7 +201,8 @@ class Llama(nn.Module):
         x = self.embed_tokens(x, one.lengths) if self.is_first else x
         rotate = rotation(self.rope, one.positions, x)
         for place, number in enumerate(self.own):
-            x = self.layers[number](x, rotate, partial(one.attend, place), one.lengths)
+            layer, given = self.layers[number], (rotate, partial(one.attend, place), one.lengths)
+            x = recomputed(layer, x, *given) if one.recompute else layer(x, *given)
         return self.norm(x) if self.is_last else x
 
     def logits(self, hidden: Tensor, lengths: Lengths = None) -> Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import accumulate, chain
 from pathlib import Path
@@ -62,6 +62,7 @@ def train_step(
     max_norm: float,
     layout: Layout = Sharding.zigzag,
     own: bool = False,
+    recompute: bool = False,
 ) -> Step:
     """Train the weights for one step on the next tokens of these sequences.
 
@@ -71,8 +72,7 @@ def train_step(
             do, for weights are split.
         sequences: as in `backward`.
         max_norm: to which the norm of all gradients together is clipped; infinity for no clipping.
-        layout: as in `backward`.
-        own: as in `backward`.
+        layout, own, recompute: as in `backward`.
 
     Communication:
         That of `backward` and of `clip_gradient_norm`.
@@ -82,14 +82,19 @@ def train_step(
             every rank.
     """
     call = f"train_step({max_norm=})"
-    loss = _backward(call, model, sequences, layout, own, optimizer=optimizer)
+    loss = _backward(call, model, sequences, layout, own, recompute, optimizer=optimizer)
     norm = clip_gradient_norm(model.parameters(), max_norm, tensor=model.grid.tensor)
     optimizer.step()
     return Step(loss, norm)
 
 
 def backward(
-    model: Llama, sequences: Tokens, *, layout: Layout = Sharding.zigzag, own: bool = False
+    model: Llama,
+    sequences: Tokens,
+    *,
+    layout: Layout = Sharding.zigzag,
+    own: bool = False,
+    recompute: bool = False,
 ) -> float:
     """Set the gradient of each weight, on every rank, to that of the mean loss over all sequences.
 
@@ -100,24 +105,33 @@ def backward(
         layout: how a replica's tokens are dealt to its sequence ranks.
         own: whether the sequences are those of this replica only, which other replicas need not
             know. They are the same ones on all ranks of the replica.
+        recompute: whether each layer keeps its input only, (B, S/P, E), and is computed once more
+            in the backward pass, for long sequences. Loss and gradients are the same numbers.
 
     Returns:
         The loss: mean over all tokens that have a next one in their sequence.
 
     Communication:
         One agreement; that of the model and of `next_token_loss` forward and
-        backward, of `next_token_labels`, and of `reduce_gradients`.
+        backward, of `next_token_labels`, and of `reduce_gradients`. With `recompute` that of the
+        layers forward twice.
 
     Raises:
         ShapeError, ValueError: an empty sequence, a token that is not in the vocabulary, or no
             token with a next one.
         CollectiveMismatch: ranks with different sequences. All on every rank.
     """
-    return _backward("backward()", model, sequences, layout, own)
+    return _backward("backward()", model, sequences, layout, own, recompute)
 
 
 def _backward(
-    call: str, model: Llama, sequences: Tokens, layout: Layout, own: bool, **others: object
+    call: str,
+    model: Llama,
+    sequences: Tokens,
+    layout: Layout,
+    own: bool,
+    recompute: bool,
+    **others: object,
 ) -> float:
     """Carry out `backward`, as part of a call that has other arguments to check."""
     check_model(model)
@@ -125,14 +139,17 @@ def _backward(
     count, place = (1, 0) if own is True else (model.grid.replicas.size, model.grid.replicas.rank)
 
     def check() -> int:
-        arguments.check(sequences=sequences, layout=layout, own=own, **others)
+        arguments.check(sequences=sequences, layout=layout, own=own, recompute=recompute, **others)
         dealt.extend(_dealt(sequences, layout, count, grid.sequence.size))
         deal = [sharding.fingerprint for sharding in dealt]
         given.append(f"{list(map(list, sequences))} dealt as {deal}")
         digest = blake2b(given[0].encode(), digest_size=4).digest()
         return grid.replicas.rank << 32 | int.from_bytes(digest, "little")
 
-    seen = grid.everyone.agree_on(lambda: f"{call} of {'own' if own else given[0]}", check)
+    def what() -> str:
+        return f"{call} of {'own' if own else given[0]}, {recompute=}"
+
+    seen = grid.everyone.agree_on(what, check)
     if len(set(seen)) > grid.replicas.size:
         raise CollectiveMismatch(
             f"{call} was given other sequences or layouts on ranks of one replica. Give own "
@@ -143,7 +160,7 @@ def _backward(
     sharding = dealt[place]
     tokens = sharding.shard(row, grid.sequence.rank, 1).to(grid.everyone.device)
     model.zero_grad()
-    one = model.begin(tokens, sharding, mask)
+    one = replace(model.begin(tokens, sharding, mask), recompute=recompute)
     labels = next_token_labels(tokens, comm=grid.sequence, sharding=sharding, mask=mask)
     loss = model.loss(model.hidden(tokens, one), labels, one.lengths)
     loss.backward()

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
@@ -47,6 +48,17 @@ def attended(
     if rotate is not None:
         q, k = rotate(q), rotate(k)
     return attend(q, k, v).flatten(2)
+
+
+def recomputed(function: Callable[..., Tensor], *given: Any) -> Tensor:
+    """Apply a function, and keep its arguments only: the backward pass applies it once more.
+
+    To its end, so that no rank leaves a message of it under way. It has no random state.
+    """
+    with set_checkpoint_early_stop(False):
+        return cast(
+            "Tensor", checkpoint(function, *given, use_reentrant=False, preserve_rng_state=False)
+        )
 
 
 def pre_norm(

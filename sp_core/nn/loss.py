@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from sp_core import arguments
 from sp_core.agreement import agreeing_in_turn
@@ -28,6 +26,7 @@ from sp_core.collectives.differentiable import reduce_from_group
 from sp_core.communicator import Communicator
 from sp_core.errors import DtypeError, ShapeError
 from sp_core.mask import Mask
+from sp_core.nn.layers import recomputed
 from sp_core.schemes.reach import next_owner_distances
 from sp_core.sharding import Sharding, check_sharding
 
@@ -193,8 +192,7 @@ def _losses(
     if head is None or labels.numel() <= chunk:
         return losses(x, labels)
     chunks = zip(x.flatten(0, -2).split(chunk), labels.flatten().split(chunk), strict=True)
-    recomputed = partial(checkpoint, losses, use_reentrant=False, preserve_rng_state=False)
-    return torch.cat([recomputed(*one) for one in chunks]).view_as(labels)
+    return torch.cat([recomputed(losses, *one) for one in chunks]).view_as(labels)
 
 
 def _cross_entropy(

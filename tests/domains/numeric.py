@@ -307,6 +307,7 @@ def judge_merge(given: Values, result: tuple[Tensor, Tensor]) -> None:
     assert (out.dtype, lse.dtype) == (dtype, torch.promote_types(dtype, given["lse_a"].dtype))
     narrow = torch.float32 if torch.float32 in (dtype, given["lse_a"].dtype) else torch.float64
     sizes = weights[0] * out_a.abs() + weights[1] * out_b.abs()
+    lost = torch.finfo(narrow).tiny * (out_a.abs() + out_b.abs())  # of weights below it
     greatest = (
         max(
             (float(x[x.isfinite()].abs().max()) if x.isfinite().any() else 0.0)
@@ -319,7 +320,7 @@ def judge_merge(given: Values, result: tuple[Tensor, Tensor]) -> None:
         "merged out",
         out,
         weights[0] * out_a + weights[1] * out_b,
-        bound(sizes, narrow, 1 + greatest),
+        bound(sizes, narrow, 1 + greatest) + lost,
     )
     wanted = torch.logaddexp(lse_a, lse_b)
     near("merged lse", lse, wanted, bound(wanted.abs().nan_to_num(posinf=0.0) + 1, narrow))

@@ -200,6 +200,7 @@ OPTIMIZERS: Parts = {
 TRAINING: dict[str, Parts] = {
     "tp_sp": values(False, True),
     "own": values(False, True),
+    "recompute": values(False, True),
     "sequences.count": spans((3, 5), (1, 1), (7, 12)),
     "sequences.lengths": LENGTHS,
     "layout": {
@@ -225,7 +226,7 @@ def stepped(case: Case, model: Llama, drawn: Values) -> Call:
     """Call `backward` or `train_step`; replicas take shares of the sequences."""
     sequences = models.text(case, drawn["sequences.lengths"])
     given: Values = {"model": model, "sequences": sequences}
-    given["layout"], given["own"] = drawn["layout"], drawn["own"]
+    given |= {name: drawn[name] for name in ("layout", "own", "recompute")}
     judge = partial(judge_stepped, case, model, sequences, drawn)
     if drawn["own"]:  # this replica knows its share only
         replicas = model.grid.replicas

@@ -162,6 +162,21 @@ def _(scene: Scene) -> None:
                 train.backward(model, [[1] * TOKENS])
 
 
+@row("tp", "backward")
+def _(scene: Scene) -> None:
+    """Each layer's two all-reduces once more, on every rank, and nothing else."""
+    model, sent = llama.create(CONFIG, scene.mesh), list[Book]()
+    for recompute in (False, True):
+        scene.comm.counters.reset()
+        train.backward(model, [[1] * TOKENS], recompute=recompute)
+        sent.append(scene.now)
+    once, twice = sent
+    calls, nbytes = (int(number or 0) for number in once["all_reduce"])
+    times = 2 * LAYERS * (scene.size > 1)
+    more = (calls + times, nbytes + times * TOKENS * HIDDEN * 4)
+    assert twice == once | {"all_reduce": more}
+
+
 @row("tp", "prefill_unequal")
 def _(scene: Scene) -> None:
     """Over the tensor ranks: two sequences together, and three that wait."""
