@@ -13,7 +13,7 @@ import pytest
 from sp_core.testing import spmd
 
 FOLDER = Path(__file__).parents[1] / "examples"
-ONE_RESULT = ("documents", "layout", "own_model", "resume", "train", "unequal")
+ONE_RESULT = ("documents", "layout", "long_sequence", "own_model", "resume", "train", "unequal")
 """Programs whose result does not depend on the number of ranks."""
 BY_TORCHRUN = ("fsdp",)
 """Programs that processes of torchrun run: `test_torchrun.py`."""
