@@ -146,10 +146,9 @@ def _backward(
         digest = blake2b(given[0].encode(), digest_size=4).digest()
         return grid.replicas.rank << 32 | int.from_bytes(digest, "little")
 
-    def what() -> str:
-        return f"{call} of {'own' if own else given[0]}, {recompute=}"
-
-    seen = grid.everyone.agree_on(what, check)
+    seen = grid.everyone.agree_on(
+        lambda: f"{call} of {'own' if own else given[0]}, {recompute=}", check
+    )
     if len(set(seen)) > grid.replicas.size:
         raise CollectiveMismatch(
             f"{call} was given other sequences or layouts on ranks of one replica. Give own "
