@@ -1,1 +1,1 @@
-"""Adapters for models of other libraries. Importing one of them needs no other library."""
+"""Adapt models of other libraries, which are needed only when an adapter is used."""

@@ -1,11 +1,11 @@
-"""Split the sequences of a Hugging Face model over the ranks of a mesh.
+"""Split the sequences of a Hugging Face model over the ranks of a mesh: `parallelize`.
 
     every rank: the same whole input_ids, labels  ->  its shard of them  ->  the model, whose
     attention is a scheme of this library  ->  mean loss over the tokens of all ranks
     backward: gradients of the weights, which all ranks hold, are summed over the ranks at its end
 
-Only attention, loss and gradients communicate. Everything else of the model works on the rank's own
-tokens. Shapes: B batch, S sequence, P ranks that share a sequence, H heads, D head dim, V
+Only attention, loss and gradients communicate. All other layers of the model compute on the rank's
+own tokens. Shapes: B batch, S sequence, P ranks that share a sequence, H heads, D head dim, V
 vocabulary.
 """
 
@@ -64,11 +64,11 @@ def parallelize(model: Model, mesh: Mesh, scheme: str = "ring", layout: str = "z
     The model is changed in place. Afterwards every rank calls it as on one process, with the same
     whole sequences: `input_ids` (B, S) and, if needed, `labels`, `position_ids` and an
     `attention_mask`. It returns the logits of the rank's own tokens, (B, S/P, V), and the loss of
-    all of them. `loss.backward()` leaves the gradients of this loss in `.grad` on every rank; those
-    of several backwards add up.
+    all tokens. `loss.backward()` leaves the gradients of this loss in `.grad` on every rank; the
+    gradients of several backwards add up.
 
     Positions, rotary angles, masks and labels are those of transformers on one process. Position
-    ids that do not go up by one start a new document, which sees no other one; this holds for
+    ids that do not go up by one start a new document, which sees no other document; this holds for
     gpt-oss, too, where transformers ignores them. All rows of a batch have the same documents. A
     label at the first token of a document counts unless it is -100. The attention mask may hide
     padding at the end of a row, where every label is -100; the logits there are not defined.
@@ -80,22 +80,24 @@ def parallelize(model: Model, mesh: Mesh, scheme: str = "ring", layout: str = "z
             sequences.
         scheme: "allgather_kv", "ring" or "ulysses", over both axes together; or "hybrid", which
             needs both.
-        layout: who owns which tokens: "contiguous", "striped" or "zigzag", as of `Sharding`.
+        layout: which rank holds which tokens: "contiguous", "striped" or "zigzag", as in
+            `Sharding`.
 
     Returns:
         The model.
 
     Communication:
         Here two agreements. Forward two agreements, in each layer that of the scheme, and that of
-        `next_token_loss` if labels are given. Backward in each layer that of the scheme, and at the
-        end one all-reduce of a number per parameter and one of all gradients per dtype.
+        `next_token_loss` if labels are given. Backward in each layer that of the scheme. At its end
+        one agreement, one all-reduce of a number per parameter, and one of all gradients per dtype.
 
     Raises:
         ValueError, ShapeError, TypeError: a model, mesh, scheme or layout that is not supported.
         CollectiveMismatch: ranks with different weights or arguments.
 
-    All of these on every rank. The forward raises the same for inputs that are not supported or
-    that differ; a cache, `output_attentions` and attention dropout are among them.
+    All of these on every rank. The forward raises the same for inputs that differ or are not
+    supported, such as a cache, `output_attentions` and attention dropout. A backward that leaves no
+    gradient in `.grad`, as of `torch.autograd.grad`, raises a RuntimeError.
     """
     arguments.check_type("mesh", mesh, Mesh, "Make one, such as Mesh(MPI.COMM_WORLD, ring=4).")
 
@@ -117,9 +119,9 @@ def parallelize(model: Model, mesh: Mesh, scheme: str = "ring", layout: str = "z
 def one_process() -> Iterator[None]:
     """Hide the other processes from accelerate while `TrainingArguments` are made.
 
-    Each rank's Trainer then takes all batches, as `parallelize` needs it, instead of a share of
-    them, and leaves the model as it is. The environment variables of launchers are put back in the
-    end.
+    The Trainer of each rank then takes all batches, as `parallelize` needs it, instead of a share
+    of them, and leaves the model as it is. At the end of the `with` block the environment variables
+    of launchers are put back.
     """
     hidden = {name: os.environ.pop(name) for name in LAUNCHERS if name in os.environ}
     try:
@@ -130,7 +132,10 @@ def one_process() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Call:
-    """What the attention of one forward pass needs. It reaches each layer as a keyword argument."""
+    """The arguments of `_attend` for one forward pass. Each layer gets them as a keyword argument.
+
+    `documents` are the boundaries of packed documents (0, ..., S), or None for one document.
+    """
 
     attention: GridAttention
     sharding: Sharding
@@ -138,7 +143,7 @@ class _Call:
 
 
 class _Parallel:
-    """The hooks of one model."""
+    """The hooks of one model: before its forward, in place of its loss, and around its backward."""
 
     def __init__(self, model: Any, grid: Grid, layout: str) -> None:
         self._model, self._grid, self._layout = model, grid, layout
@@ -157,7 +162,7 @@ class _Parallel:
     def _shard(
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
-        """Replace whole sequences by this rank's shards of them, before the forward."""
+        """Replace whole sequences by this rank's shards. Return the forward's (args, kwargs)."""
         given = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
         comm = self._grid.sequence
 
@@ -188,16 +193,16 @@ class _Parallel:
         num_items_in_batch: Tensor | int | None = None,
         **others: Any,
     ) -> Tensor:
-        """Return the mean over all tokens with a label. `_shard` has moved each label to its token.
+        """Return the mean loss of all ranks' tokens with a label, as `_shard` has placed labels.
 
-        Trainer gives the number of labels of all micro-batches of a step.
+        `num_items_in_batch`, from Trainer, is the number of labels in all micro-batches of a step.
         """
         count = None if num_items_in_batch is None else int(num_items_in_batch)
         grid = self._grid
         return next_token_loss(logits, labels, tensor=grid.tensor, data=grid.data, count=count)
 
     def _begin(self, head: nn.Module, grads: object) -> None:
-        """Set earlier gradients aside when a backward begins, and reduce its own when it ends."""
+        """Set earlier gradients aside when a backward begins. Reduce the new ones when it ends."""
         backward = torch._C._current_graph_task_id()
         if backward == self._backward:
             return
@@ -210,9 +215,10 @@ class _Parallel:
 
     @torch.no_grad()
     def _reduce(self, held: Sequence[tuple[nn.Parameter, Tensor | None]]) -> None:
-        """Sum the gradients of one backward over the ranks, and add them to earlier ones.
+        """Sum the gradients of one backward over the ranks, and add them to the earlier ones.
 
-        A parameter that no rank has used, such as that of an idle expert, gets none.
+        `held` has each parameter with the gradient it had before, or None. A parameter that no rank
+        has used, such as that of an idle expert, gets no gradient.
         """
         grid = self._grid
         own = torch.tensor([p.grad is not None for p, _ in held], device=grid.data.device)
@@ -245,7 +251,10 @@ def _attend(
     sp_core: _Call | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention of this rank's queries (B, H, S/P, D) as transformers asks for it."""
+    """Compute attention of this rank's queries (B, H, S/P, D) as transformers asks for it.
+
+    `s_aux` are the sinks of the heads, (H,). Return (B, S/P, H, D), and None for attention weights.
+    """
     if sp_core is None or dropout:
         raise RuntimeError(
             f"attention {NAME!r} was called with {dropout=} and "
@@ -265,7 +274,7 @@ def _attend(
 
 
 def _checked(model: Any, mesh: Mesh, layout: str) -> list[nn.Parameter]:
-    """Return the parameters of a model, or refuse the arguments of `parallelize`."""
+    """Check the arguments of `parallelize`. Return the parameters of the model."""
     from transformers import PreTrainedModel
 
     arguments.check_type("model", model, PreTrainedModel, "Load it with AutoModelForCausalLM.")
@@ -289,7 +298,7 @@ def _checked(model: Any, mesh: Mesh, layout: str) -> list[nn.Parameter]:
 
 
 def _check_config(model: Any) -> None:
-    """Refuse settings of a model with which ranks would compute something else than one process."""
+    """Raise a ValueError for settings of a model that need all tokens on one rank."""
     outputs = ("output_attentions", "output_router_logits")
     wrong = [f"{name}=True" for name in outputs if getattr(model.config, name, False)]
     wrong += [
@@ -307,7 +316,7 @@ def _check_config(model: Any) -> None:
 
 
 def _check_inputs(model: Any, given: Mapping[str, Any], comm: Communicator) -> None:
-    """Refuse arguments of a forward that are not supported."""
+    """Check the arguments of a forward, given by name. Raise errors for what is not supported."""
     _check_config(model)
     if model.config._attn_implementation != NAME:
         raise ValueError(
@@ -350,7 +359,7 @@ def _check_inputs(model: Any, given: Mapping[str, Any], comm: Communicator) -> N
 
 
 def _check_padding(mask: Tensor, labels: Tensor | None, documents: tuple[int, ...] | None) -> None:
-    """Refuse an attention mask that hides more than padding at the ends of rows."""
+    """Raise a ValueError if an attention mask hides more than padding at the ends of rows."""
     seen = mask.bool()
     if documents is not None or (mask != seen).any() or (seen[:, 1:] & ~seen[:, :-1]).any():
         raise ValueError(
@@ -363,7 +372,7 @@ def _check_padding(mask: Tensor, labels: Tensor | None, documents: tuple[int, ..
 
 
 def _positions(given: Mapping[str, Any]) -> tuple[Tensor, tuple[int, ...] | None]:
-    """Return the position ids (B, S), and the boundaries of documents if there are several."""
+    """Return the position ids (B, S), and the boundaries of documents (0, ..., S), None for one."""
     tokens, positions = given["input_ids"], given.get("position_ids")
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
@@ -379,7 +388,7 @@ def _positions(given: Mapping[str, Any]) -> tuple[Tensor, tuple[int, ...] | None
 
 
 def _digest(*tensors: Tensor | None) -> str:
-    """Return a short text that is the same on ranks with the same tensors."""
+    """Return a short text: equal on ranks with equal tensors, else almost surely different."""
     digest = blake2b(digest_size=8)
     for x in tensors:
         digest.update(repr(x if x is None else x.shape).encode())
