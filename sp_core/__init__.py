@@ -1,8 +1,14 @@
-"""Run Transformers in sequence and tensor parallel over MPI. Importing this does not start MPI.
+"""Run Transformers in sequence and tensor parallel over MPI.
 
-Tokens are owned (`Sharding`), bytes move (`Mesh`, `all_gather`, ...), attention is computed
-(`allgather_kv_attention`, `local_attention`), layers are built of these (`TransformerBlock`);
-`sp_core.testing` proves them.
+Importing `sp_core` does not start MPI. It offers, among others:
+
+    Sharding                                 which rank holds which tokens of a sequence
+    Mesh                                     named axes over the ranks, and their communicators
+    all_gather, all_reduce, ...              differentiable collectives on tensors
+    ring_attention, ulysses_attention, ...   attention over tokens that the ranks share
+    local_attention                          attention on one rank
+    TransformerBlock, ...                    layers made of these
+    sp_core.testing                          tools to test programs of several ranks
 """
 
 import lazy_loader

@@ -1,6 +1,6 @@
-"""The command line: `sp-core run`, `doctor`, `plan`, `generate` and `logits`.
+"""Parse and run the command line: `sp-core run`, `doctor`, `plan`, `generate` and `logits`.
 
-It is also `python -m sp_core ...`.
+`python -m sp_core ...` does the same.
 """
 
 from __future__ import annotations
@@ -19,15 +19,19 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None, comm: Intracomm | None = None) -> int:
-    """Run a command.
+    """Run a command of `sp-core` and return its exit code.
 
     Args:
-        arguments: of the command line; those of this process if not given.
-        comm: the ranks that carry out `generate` or `logits`. If not given, those of MPI, which are
-            started where there are none.
+        arguments: the words after the program's name. None: those of this process.
+        comm: the mpi4py communicator whose ranks carry out `generate` or `logits`. None:
+            MPI.COMM_WORLD; but outside of a job, if several ranks are asked for, mpiexec starts
+            them.
 
     Returns:
-        The exit code.
+        The exit code, 0 if the command succeeded.
+
+    Raises:
+        SystemExit: the arguments are wrong, or ask for help.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given[:1] == ["run"]:  # before torch is imported
@@ -42,13 +46,13 @@ def main(arguments: Sequence[str] | None = None, comm: Intracomm | None = None) 
         if options.command == "plan":
             return _plan(parser, options)
         return inference.main(options, given, comm)
-    except BrokenPipeError:  # the reader has seen enough, as in `sp-core plan ... | head`
+    except BrokenPipeError:  # the reader has closed the pipe, as in `sp-core plan ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands."""
+    """Return the argument parser of all commands. `run` has options of its own, which it parses."""
     from sp_core import doctor, inference, planning
 
     parser = argparse.ArgumentParser(

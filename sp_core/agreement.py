@@ -1,11 +1,17 @@
 """Compare the calls of all ranks: a mistake on one rank is an error on all ranks.
 
-A rank's record has 64 bytes: its state, a hash of what it is about to call, one number of its own
-(such as the length of its shard), and the beginning of the call. The ranks add up a digest of their
-records, four numbers below 2**32. A rank whose digest is the mean of all has the digest of all: the
-mean of different ones is among them as rarely as two calls have one hash. Only if the digests
-differ are the records gathered, and only after an error the texts. A rank that refuses or leaves
-sends its record at once, since the others will gather; a rank that leaves sends no text.
+`agree` compares and waits, `Question` is its non-blocking form. Collectives reach them through
+`Communicator.agree_on`. `make_alike` and `agreeing_in_turn` build on that method.
+
+A rank's record has 64 bytes: the `State`, a hash of the call, the rank's value (such as the length
+of a shard), and the first 40 bytes of the call or error. Its digest is a hash of state, value and
+call: four numbers below 2**32.
+
+First the ranks all-reduce the sum of their digests. If a rank's digest is the mean, all digests are
+taken to be equal: other cases are as rare as collisions of the hash. If the digests differ, the
+ranks gather the records, and then, if calls differ or arguments are refused, the full texts. A rank
+with a state other than CALLS starts to gather at once, since its digest differs from those of
+CALLS.
 """
 
 from __future__ import annotations
@@ -32,35 +38,44 @@ T = TypeVar("T")
 _RECORD = struct.Struct("q8sq40s")
 RECORD_BYTES = _RECORD.size
 MOST_CHARACTERS, MOST_LINES = 1800, 5
-"""A message of more characters is cut: to so many lines, each for ranks that gave the same text."""
+"""The most characters of an error text. A longer text is cut to MOST_LINES lines, each
+shortened."""
 DIGEST = np.dtype("<u4")
 DIGEST_BYTES = 32
-"""Four words of a digest, each as an int64, so that no sum is too large."""
+"""Bytes of a digest in the all-reduce: four numbers, each in an int64, so that sums do not
+overflow."""
 ERRORS: tuple[type[Exception], ...] = (
     errors.ShapeError,
     errors.DtypeError,
     errors.DeviceError,
     errors.CheckpointError,
-    ValueError,  # after those above that are kinds of it
+    ValueError,  # after its subclasses above
     TypeError,
     errors.CollectiveMismatch,
     errors.RankError,
 )
-"""The errors of checks. They travel to other ranks by their index in this tuple."""
+"""Errors that checks of arguments raise. Ranks send each other the index of an error's class
+here."""
 
 
 def bytes_sent(size: int, equal: bool) -> int:
-    """Return the bytes that a rank sends to agree: the digest, and its record unless all are equal.
+    """Return the bytes that a rank sends in one `agree`, without the texts of errors.
 
-    The texts of errors are not counted.
+    Args:
+        size: number of ranks.
+        equal: whether all digests are equal. If not, each rank also sends its record to all others.
     """
     return DIGEST_BYTES * (size > 1) + (0 if equal else RECORD_BYTES * (size - 1))
 
 
 class State(IntEnum):
-    """Say what a rank is about to do.
+    """What a rank is about to do.
 
-    It calls, refuses the call, frees the communicator, or leaves it because of an error.
+    Attributes:
+        CALLS: it makes the call.
+        REFUSES: a check of the rank's arguments has failed.
+        FREES: it frees the communicator.
+        FAILS: it leaves the communicator because of an error.
     """
 
     CALLS = 0
@@ -76,31 +91,32 @@ def agree(
     error: Exception | None = None,
     under_way: Progress | None = None,
 ) -> tuple[int, ...]:
-    """Compare `call` over the ranks of a communicator.
+    """Compare `call` over the ranks of a communicator, and wait for the result. Collective.
 
     Args:
         comm: an mpi4py communicator.
         call: operation and arguments that must be the same on every rank.
-        value: a number that may differ.
-        error: what this rank found wrong with its own arguments.
-        under_way: makes progress while this rank waits; what the rank of this thread has under way
-            if not given.
+        value: an integer that may differ by rank.
+        error: what a check of this rank's arguments has raised, if anything.
+        under_way: operations of this rank to poll while it waits; None: `progress.of_this_rank()`.
 
     Returns:
-        The `value` of every rank.
+        The `value` of every rank, in rank order.
 
     Communication:
-        One all-reduce of 32 bytes. If the values differ, or after an error, one all-gather of 64
-        bytes per rank; after an error two more, of the texts.
+        One all-reduce of 32 bytes. If values or calls differ or a rank has an error, one all-gather
+        of 64 bytes per rank. Then, if calls differ or a rank has an error but no rank has left, two
+        more collectives for the texts.
 
     Raises:
-        The error of the lowest rank that has one, on every rank, with the rank in its text;
-        `CollectiveMismatch` where the calls differ; `PeerFailed` where a rank has left the
-        communicator because of an error.
+        Exception: the error of the lowest rank that has one, on every rank, with that rank in its
+            text; a RankError if it is of no class in ERRORS.
+        CollectiveMismatch: the calls differ, or only some ranks free the communicator.
+        PeerFailed: a rank has left the communicator because of an error.
     """
     question = Question(comm, call, value, error)
     under_way = under_way or progress.of_this_rank()
-    if under_way.idle:  # else nothing of ours could make progress inside a wait of MPI
+    if under_way.idle:  # then nothing needs `poll` during a wait of MPI
         question.wait()
     else:
         wait(question, under_way.poll)
@@ -108,9 +124,18 @@ def agree(
 
 
 class Question:
-    """A comparison over the ranks that has been started; arguments as in `agree`.
+    """A non-blocking comparison of calls over the ranks of a communicator.
 
-    A rank that leaves says so in its state.
+    Making the object sends the rank's digest. Afterwards call `test` until it is True, or `wait`
+    once; then call `answer`.
+
+    Args:
+        comm, call, value, error: as in `agree`.
+        state: FREES or FAILS if this rank frees or leaves the communicator, and then `call` says
+            why. An `error` makes it REFUSES.
+
+    Attributes:
+        requests: the MPI requests of the comparison, one or two.
     """
 
     def __init__(
@@ -127,7 +152,7 @@ class Question:
         head = struct.pack("qq", state, value)
         words = np.frombuffer(blake2b(head + named, digest_size=16).digest(), DIGEST)
         digest = blake2b(named, digest_size=8).digest()
-        # MPI holds only the addresses of these
+        # MPI knows only the addresses of these arrays: keep them alive
         self._mine, self._sum = words.astype(np.int64), np.empty(words.size, np.int64)
         packed = _RECORD.pack(state, digest, value, beginning)
         self._record = np.frombuffer(packed, np.int64)
@@ -142,11 +167,11 @@ class Question:
         self.requests.append(self._comm.Iallgather(self._record, self._records.reshape(-1)))
 
     def _compared(self) -> bool:
-        """Gather the records if the digests differ and nobody has begun to.
+        """Start to gather the records if the digests differ, unless that was done before.
 
-        Return whether nothing was begun now.
+        Return False if this call has started it, so that the comparison is not complete.
         """
-        if self._records is not None:  # the communicator may have been freed since
+        if self._records is not None:  # a freed communicator must not be used any more
             return True
         is_equal = bool((self._sum == self._comm.size * self._mine).all())
         if not is_equal:
@@ -154,17 +179,21 @@ class Question:
         return is_equal
 
     def test(self) -> bool:
-        """Return whether this rank knows what all ranks do."""
+        """Make progress without blocking. Return whether the comparison is complete."""
         return all(request.Test() for request in self.requests) and self._compared()
 
     def wait(self) -> None:
-        """Wait until this rank knows what all ranks do."""
+        """Block until the comparison is complete, without polling other operations of this rank."""
         self.requests[0].Wait()
         self._compared()
         self.requests[-1].Wait()
 
     def answer(self) -> tuple[int, ...]:
-        """Return and raise as `agree`, once `test` has returned True."""
+        """Return every rank's value, or raise as `agree`. Call it when the comparison is complete.
+
+        If calls differ or a rank has refused, and none leaves, this gathers the texts of all ranks,
+        and so waits for them.
+        """
         records = self._records
         if records is None:
             return (self._value,) * self._comm.size
@@ -177,19 +206,23 @@ class Question:
 
 
 class Questions:
-    """Comparisons on several communicators at once.
+    """Comparisons on several communicators that are waited for together; a handle for `wait`.
 
-    Waiting on one of them does not hide the others.
+    An error on one communicator is raised even if the comparisons on the others never complete.
 
-    Raises:
-        As `agree`, in `test`.
+    Args:
+        questions: the comparisons, already started.
     """
 
     def __init__(self, questions: Sequence[Question]) -> None:
         self._open = list(questions)
 
     def test(self) -> bool:
-        """Return whether all are answered, or raise for one that differs."""
+        """Return whether all comparisons are complete and without error.
+
+        Raises:
+            As `agree`: the error of the first comparison that is complete and has one.
+        """
         for question in [question for question in self._open if question.test()]:
             self._open.remove(question)
             try:
@@ -216,15 +249,20 @@ def _raise(comm: Intracomm, call: str, error: Exception | None, failed: Sequence
 
 
 def _of_all(error: Exception, comm: Intracomm) -> Exception:
-    """Mark an error that every rank raises, so that one prints it for all, or the lost rank."""
+    """Mark an error that every rank raises, and return it. One rank prints it in full.
+
+    The attribute AGREED is true on the ranks that print one line only: all but rank 0, and for a
+    `PeerFailed` all ranks, because the rank that has left prints its own error.
+    """
     vars(error)[AGREED] = comm.rank or isinstance(error, PeerFailed)
     return error
 
 
 def _parted(records: np.ndarray[Any, np.dtype[np.int64]]) -> RankError:
-    """Make the error if some ranks leave while others call.
+    """Return the error for ranks of which some free or leave the communicator and others do not.
 
-    It is made from records alone, so it is the same on every rank.
+    Args:
+        records: int64 (ranks, 8). All ranks have the same, so the error is the same on all ranks.
     """
     beginnings = [record[3:].tobytes().decode(errors="ignore") for record in records]
     texts = [text.rstrip("\0") + "..." * (text[-1:] != "\0") for text in beginnings]
@@ -240,9 +278,9 @@ def _parted(records: np.ndarray[Any, np.dtype[np.int64]]) -> RankError:
 
 
 def _kind(error: Exception | None) -> int:
-    """Return the index of an error in ERRORS.
+    """Return the index in ERRORS of an error's class.
 
-    An unforeseen one becomes the last kind, a RankError, on other ranks.
+    For any other error, and None, it is the last index: other ranks then raise a RankError.
     """
     return next(
         (place for place, kind in enumerate(ERRORS) if isinstance(error, kind)), len(ERRORS) - 1
@@ -265,9 +303,10 @@ def _differences(calls: Sequence[str]) -> str:
 
 
 def _lines(told: Sequence[tuple[str, str]]) -> str:
-    """Write a line for each head and text.
+    """Join (head, text) pairs to one line each, such as ("rank 3: ", "shape ...").
 
-    Long ones are cut: a text to its beginning and to the place where it differs from the others.
+    If there are more than MOST_CHARACTERS, keep MOST_LINES lines. Of a long text, keep the
+    beginning and the place where the texts differ.
     """
     whole = "\n".join(map("".join, told))
     if len(whole) <= MOST_CHARACTERS:
@@ -284,11 +323,21 @@ def _lines(told: Sequence[tuple[str, str]]) -> str:
 
 
 def make_alike(comm: Any, make: Callable[[], tuple[T, str]]) -> T:
-    """Make something on every rank of a communicator, or raise the error of one rank on all.
+    """Call `make` on every rank, and raise an error of one rank on all ranks.
 
     Args:
-        comm: of these ranks.
-        make: returns what is made, and a text about it that must be the same on every rank.
+        comm: a `Communicator`; every rank calls this.
+        make: returns (result, text). The text must be the same on every rank, the result need not.
+
+    Returns:
+        The result of this rank.
+
+    Communication:
+        One agreement, after `make`.
+
+    Raises:
+        Exception: what `make` has raised on the lowest rank where it did, on every rank.
+        CollectiveMismatch: the texts differ.
     """
     made: list[T] = []
 
@@ -306,17 +355,17 @@ AgreeOn = Callable[..., tuple[int, ...]]
 
 @contextmanager
 def agreeing_in_turn() -> Iterator[AgreeOn]:
-    """Agree on communicators that are axes of one grid, one after the other.
+    """Give a `with` block a function that compares calls along several axes of a grid in turn.
 
-    What one rank finds wrong reaches its ranks along the first axis, and with each of them all
-    ranks along the next.
+    The error of one rank is raised on all ranks of the grid. It reaches the ranks along the first
+    axis, and through each of them the ranks along the next axis.
 
     Yields:
-        A function to call in place of `Communicator.agree_on`: with a communicator, the call and a
-        check or none. It returns nothing after an error.
+        A function (comm, call, check=None) to use in place of `comm.agree_on(call, check)`. It
+        returns every rank's number, or () after an error on `comm` or on an earlier communicator.
 
     Raises:
-        In the end, what was found last.
+        At the end of the block, the error that was found last.
     """
     found: Exception | None = None
 

@@ -1,7 +1,8 @@
-"""Check the kinds of arguments by their names, and refuse a wrong one before it is used.
+"""Check the types of arguments, with errors that say what to pass instead.
 
-Collectives and schemes call `check` inside `Communicator.agree_on`: what one rank was given wrongly
-is an error on every rank.
+`check` knows the type that belongs to each argument name; `check_type`, `check_communicator` and
+`check_tensor` check one value. They do not communicate. Collectives and schemes call them inside
+`Communicator.agree_on`, so that an error on one rank is raised on all ranks.
 """
 
 from __future__ import annotations
@@ -125,10 +126,14 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "inner": (lambda value: value is None or callable(value), "a function that computes attention"),
 }
+"""By name of an argument, the test that a value must pass, and what the error asks for."""
 
 
 def check(**given: Any) -> None:
-    """Refuse an argument of another kind than its name asks for.
+    """Check that each argument is of the type that belongs to its name.
+
+    Args:
+        given: the arguments by name. Each name must be in `_KINDS`, the table above.
 
     Raises:
         TypeError: naming the argument, what was given and what is needed.
@@ -140,7 +145,13 @@ def check(**given: Any) -> None:
 
 
 def check_type(name: str, value: Any, kind: type, remedy: str) -> None:
-    """Refuse a value that is not a `kind`.
+    """Check that a value is an instance of `kind`.
+
+    Args:
+        name: what the error calls the value.
+        value: the value.
+        kind: the class.
+        remedy: a sentence for the error, which says how to get a `kind`.
 
     Raises:
         TypeError: naming the argument, what was given, what is needed and how to get it.
@@ -150,12 +161,10 @@ def check_type(name: str, value: Any, kind: type, remedy: str) -> None:
 
 
 def check_communicator(comm: Any, name: str = "comm") -> None:
-    """Refuse a value that is not a communicator of this package.
-
-    No rank can be told, so only this rank raises.
+    """Check that a value is a `Communicator`. Without one this rank cannot tell other ranks.
 
     Raises:
-        TypeError: naming what was given, and how to get a communicator.
+        TypeError: on this rank only, naming what was given and how to get a communicator.
     """
     if not hasattr(comm, "agree_on"):
         raise TypeError(
@@ -165,7 +174,7 @@ def check_communicator(comm: Any, name: str = "comm") -> None:
 
 
 def _shown(value: Any) -> str:
-    """Show a value in an error message. Cut long ones."""
+    """Return the text of a value for an error: a tensor's shape, else `repr`, shortened if long."""
     if isinstance(value, Tensor):
         return f"tensor of shape {tuple(value.shape)}"
     text = repr(value)
@@ -178,7 +187,19 @@ def check_tensor(
     name: str = "the tensor",
     dtypes: tuple[torch.dtype, ...] | None = None,
 ) -> None:
-    """Refuse what is not a dense tensor on the device of a communicator, of one of `dtypes`."""
+    """Check that x is a dense tensor on the device of a communicator, and of one of some dtypes.
+
+    Args:
+        x: this rank's tensor.
+        comm: the `Communicator` that will send it.
+        name: what errors call the tensor.
+        dtypes: those that are allowed; None allows all.
+
+    Raises:
+        DtypeError: not a tensor, a DTensor, or of another dtype.
+        DeviceError: on another device than `comm`.
+        ShapeError: not strided, such as a sparse tensor.
+    """
     if not isinstance(x, Tensor):
         raise DtypeError(
             f"{name} must be a tensor, {type(x).__name__} was given. "

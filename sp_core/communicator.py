@@ -1,4 +1,4 @@
-"""Let a group of ranks communicate: device, transport, comparisons, counters."""
+"""Define `Communicator`: ranks with a device, a transport, counters and checks of their calls."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ Check = Literal["agree", "off"]
 MAX_TAG = 32767
 """The largest tag that the MPI standard guarantees."""
 MADE_LATER = ("_comm", "_owned", "scratch", "transport", "window", "no_window")
-"""Attributes that a `Reordered` gets in its first use."""
+"""Attributes that a `Reordered` gets at its first use."""
 
 
 class NotCopied:
-    """An object of the ranks of one run. Copies of a layer share it, and it cannot be pickled."""
+    """An object that copies of a layer share: `deepcopy` returns it, `pickle` refuses it."""
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
@@ -48,17 +48,20 @@ class Communicator(NotCopied):
     """Ranks that communicate. A `Mesh` makes communicators and frees them.
 
     Args:
-        comm: an mpi4py communicator that only this object sends on. It is freed by `free`.
+        comm: an mpi4py communicator that only this object sends on. `free` frees `comm`.
         device: where the tensors live.
         transport: "auto", a name of `sp_core.transport.NAMES`, or a `HostWrapper`.
-        check: "agree" lets every collective compare its arguments over the ranks first; "off"
-            leaves that to schemes and layers.
-        name: what error messages call it.
-        algorithm: what each collective uses where a call says "auto"; as in
+        check: "agree": the ranks compare the arguments of every collective first; "off": only those
+            of schemes and layers.
+        name: what error messages call the communicator.
+        algorithm: for each collective the algorithm of calls with "auto"; as in
             `sp_core.schedules.defaults`.
-        nodes: the node of each rank; all on one by default.
-        tuning: constants by which "auto" decides where `algorithm` says so too, the same on every
-            rank; None: the library decides.
+        nodes: the node (machine) of each rank; all on one by default.
+        tuning: measured constants by which "auto" chooses if `algorithm` is "auto" too, the same on
+            every rank; None: the MPI library chooses.
+
+    Attributes:
+        counters, window, no_window: calls and bytes sent; shared memory, or None; why it is None.
     """
 
     rank: int
@@ -79,12 +82,12 @@ class Communicator(NotCopied):
         self._describe(comm.rank, comm.size, name, nodes or (0,) * comm.size)
         self.device, self.check, self.tuning = torch.device(device), check, tuning
         self._asked, self.algorithms = transport, defaults(algorithm)
-        # apart from transfers under way, whose calls have an order of their own
+        # comparisons need a communicator apart from the transfers under way
         self._control = comm.Dup()
         self._open(comm, (self._control, comm))
 
     def _describe(self, rank: int, size: int, name: str, nodes: Sequence[int]) -> None:
-        """Set what is this rank's own and needs no other rank."""
+        """Set the attributes of this rank that need no communication."""
         self.rank, self.size, self.name, self.nodes = rank, size, name, tuple(nodes)
         self.counters = Counters()
         self._pending: list[Handle] = []
@@ -94,9 +97,9 @@ class Communicator(NotCopied):
         self._freed = False
 
     def _open(self, comm: Intracomm, owned: Sequence[Intracomm]) -> None:
-        """Make the transport and the window over `comm`, which nobody else sends on.
+        """Make the transport over `comm`, and the window: memory that the ranks share, or None.
 
-        `free` frees the communicators in `owned`.
+        Nobody else sends on `comm`. `free` frees the communicators in `owned`.
         """
         self._comm, self._owned, self.scratch = comm, owned, Scratch(self.device)
         try:
@@ -111,10 +114,7 @@ class Communicator(NotCopied):
 
     @property
     def is_made(self) -> bool:
-        """Whether the ranks have made it together.
-
-        A product of axes in another order is made in its first use.
-        """
+        """Whether there is a transport. A `Reordered` has none before its first use."""
         return "transport" in vars(self)
 
     def __repr__(self) -> str:
@@ -124,9 +124,9 @@ class Communicator(NotCopied):
     def prepare(
         self, operation: Operation, send: Tensor | None, recv: Tensor | None
     ) -> Callable[[], None]:
-        """Prepare a collective over fixed buffers.
+        """Return a function that runs a collective on fixed tensors, to its end.
 
-        Return a function that runs it, any number of times.
+        All ranks call that function equally often.
         """
         call, bytes_sent = self.transport.prepare(operation, send, recv), operation.bytes_sent
 
@@ -141,7 +141,7 @@ class Communicator(NotCopied):
         return run
 
     def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
-        """Start a collective. Finish it with `wait`."""
+        """Start a collective. Return a handle to pass to `wait`."""
         self.ensure_open()
         self.counters[operation.op].add(bytes_sent=operation.bytes_sent)
         return self.track(self.transport.start(operation, send, recv))
@@ -151,7 +151,9 @@ class Communicator(NotCopied):
     ) -> Handle:
         """Start point-to-point messages. Every rank calls this, with empty lists if it has none.
 
-        A window carries them with `longest`: no rank sends two, nor more bytes. Ranks agree on it.
+        `longest` > 0 lets shared memory carry the messages, if there is any. It is the most bytes
+        of a message, the same on all ranks, and then each rank sends at most one. Return a handle
+        for `wait`.
         """
         self.ensure_open()
         self.counters[name].add(messages=len(sends), bytes_sent=sum(x.nbytes for _, x in sends))
@@ -160,21 +162,21 @@ class Communicator(NotCopied):
         return self.track(self.transport.exchange(sends, recvs))
 
     def counter(self) -> MpiCounter:
-        """Make a counter that gives each number to one rank.
+        """Return a counter whose `take` gives 0, 1, 2, ..., each number to one rank only.
 
-        Every rank calls this, and frees it in the end.
+        Every rank calls this, and `free` of the counter at the end. One agreement.
         """
         self.agree_on(lambda: f"counter() on {self.name}")
         return observer_of(self._comm).make_counter() or MpiCounter(self._comm)
 
     def track(self, handle: Handle) -> Handle:
-        """Let every `poll` and `wait` of this rank test a handle until it is complete."""
+        """Test a handle in every `poll` and `wait` of this rank until it is complete. Return it."""
         self._pending.append(handle)
         self._progress.add(self)
         return handle
 
     def next_tag(self) -> int:
-        """Return the tag of the next collective.
+        """Return the MPI tag of the next collective.
 
         All ranks start collectives in one order, so their tags are equal.
         """
@@ -182,34 +184,31 @@ class Communicator(NotCopied):
         return self._tags
 
     def wait(self, handle: Handle, name: str) -> None:
-        """Wait for a handle of the operation `name`.
+        """Block until a handle of the operation `name` is complete, and count the time.
 
-        Everything else that this rank has started makes progress meanwhile.
+        Meanwhile all else that this rank has started makes progress.
         """
         start = time.perf_counter()
         if not handle.test():
-            self.ensure_open()  # once it is closed nothing makes progress
+            self.ensure_open()  # after `free` nothing makes progress
             wait(handle, self.poll)
         self._pending = [other for other in self._pending if other is not handle]
         self.counters[name].seconds += time.perf_counter() - start
 
     def poll(self) -> None:
-        """Let everything that this rank has started make progress, on any communicator.
+        """Make progress in all that this rank has started, on any communicator, without blocking.
 
-        Cheap; call it between pieces of a long computation.
+        Call it between parts of a long computation; it is cheap.
         """
         self._progress.poll()
 
     def advance(self) -> bool:
-        """Let everything started on this communicator make progress.
-
-        Return False once nothing is left.
-        """
+        """Test all handles of this communicator. Return False if none is left."""
         self._pending = [handle for handle in self._pending if not handle.test()]
         return bool(self._pending)
 
     def fence(self) -> None:
-        """Wait for all ranks.
+        """Wait for all ranks. Then each sees what any wrote into shared memory before.
 
         The ranks compare their calls, unless there is a window and `check="off"`.
         """
@@ -236,20 +235,22 @@ class Communicator(NotCopied):
         *,
         always: bool = True,
     ) -> tuple[int, ...]:
-        """Run a local check on every rank and compare the calls.
-
-        An error that one rank finds is raised on all ranks.
+        """Run a check on every rank and compare the calls. An error of one rank is raised on all.
 
         Args:
-            call: gives the operation and the arguments that must be the same on every rank. It may
-                raise what is wrong, too.
-            check: raises what is wrong, or returns this rank's number; None is 0.
-            always: exchange records even if the communicator was made with `check="off"`.
+            call: returns the text of operation and arguments that must be the same on every rank,
+                or raises what is wrong with them.
+            check: raises what is wrong, or returns a number of this rank; None is 0.
+            always: communicate even if the communicator was made with `check="off"`. Without
+                communication an error is raised on this rank only.
 
         Returns:
-            Every rank's number, or nothing where no records were exchanged.
+            Every rank's number in rank order, or () without communication.
+
+        Communication:
+            None, or one agreement.
         """
-        self.ensure_open()  # nobody can be asked any more: every rank finds this out by itself
+        self.ensure_open()  # a freed communicator cannot compare: each rank raises by itself
         error, value, text = None, 0, ""
         try:
             value = (check() if check else None) or 0
@@ -264,9 +265,9 @@ class Communicator(NotCopied):
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """Leave out, in a `with` block, the comparisons that `check="off"` leaves out.
+        """Skip, in a `with` block, the comparisons that communicators with check="off" skip.
 
-        The ranks have agreed on a call from which all calls of the block follow.
+        For ranks that have compared one call from which all calls of the block follow.
         """
         check, self.check = self.check, "off"
         try:
@@ -275,12 +276,11 @@ class Communicator(NotCopied):
             self.check = check
 
     def numbered(self) -> Callable[[str], object]:
-        """Give a number to an object that the ranks make in one order and use later.
+        """Give a number to an object that ranks make in one order and use later, such as a plan.
 
         Returns:
-            A function to call with what is about to be done, such as "the backward of all_reduce".
-            Unless the communicator was made with `check="off"`, the ranks compare this and the
-            number.
+            A function to call before each use with the name of the use, such as "the backward of
+            all_reduce". Unless check="off", it is an agreement: the ranks compare name and number.
         """
         self._numbers += 1
         number = self._numbers
@@ -299,7 +299,7 @@ class Communicator(NotCopied):
             )
 
     def ask_to_free(self) -> list[agreement.Question]:
-        """Start to compare whether every rank is about to free this communicator."""
+        """Start to compare whether all ranks free this communicator. Return [comparison], or []."""
         if self._freed or not self.is_made:
             return []
         self.counters["control"].add(bytes_sent=agreement.bytes_sent(self.size, equal=False))
@@ -308,10 +308,10 @@ class Communicator(NotCopied):
         ]
 
     def free(self, *, is_agreed: bool = False) -> None:
-        """Free the MPI communicator, on every rank. A second call does nothing.
+        """Free the MPI communicator when all transfers are complete. Every rank calls this.
 
-        Args:
-            is_agreed: whether the ranks have compared that all of them are about to do so.
+        A second call does nothing. Unless `is_agreed`, the ranks first compare whether all of them
+        free it. If not, this abandons the communicator and raises a RankError.
         """
         if self._freed or not self.is_made:
             self._freed = True
@@ -329,9 +329,9 @@ class Communicator(NotCopied):
             comm.Free()
 
     def abandon(self) -> None:
-        """Stop using this communicator because of an error.
+        """Stop using this communicator because of an error, without waiting for other ranks.
 
-        Tell ranks that compare calls on it, and wait for none.
+        Their next comparison of calls raises `PeerFailed`.
         """
         if self.is_made:
             self.decline(f"an error made it leave {self.name}")
@@ -339,9 +339,9 @@ class Communicator(NotCopied):
         self._leave(together=False)
 
     def decline(self, why: str) -> None:
-        """Make the next comparison of the other ranks an error, without waiting for them."""
+        """Let the next comparison of the other ranks raise `PeerFailed` with the text `why`."""
         if not self._freed:
-            with suppress(Exception):  # the error that is the reason says more
+            with suppress(Exception):  # do not hide the error that is the reason
                 question = agreement.Question(self._control, why, state=agreement.State.FAILS)
                 self._declined.append(question)
                 self._progress.keep(self._declined[-1:])
@@ -358,11 +358,11 @@ class Communicator(NotCopied):
 
 
 class Reordered(Communicator):
-    """The ranks of another communicator, numbered in another order.
+    """The ranks of another communicator, numbered in another order, as by mesh["b", "a"].
 
-    It is made when it is first used, which all its ranks do in the same call. Its agreements go
-    through the other communicator, so that ranks which use different orders are told so. Their
-    errors number the ranks as that one does.
+    The first use makes the MPI communicator, so all ranks make that use in the same call. The ranks
+    compare calls on `other`: if they use different orders, that is an error. Error messages number
+    the ranks as `other` does.
 
     Args:
         other: the communicator, which must be freed after this one.
@@ -387,9 +387,9 @@ class Reordered(Communicator):
         return vars(self)[name]
 
     def ensure_open(self) -> None:
-        """Make the communicator in the first call.
+        """Raise `RankError` if freed. In the first use, make the MPI communicator.
 
-        Do so before a check of the call can fail on some ranks.
+        This precedes the checks of a call, which may fail on some ranks only.
         """
         super().ensure_open()
         if not self.is_made:

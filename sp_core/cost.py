@@ -1,23 +1,26 @@
-"""Formulas for the messages and bytes of each scheme, forward and backward. No MPI, no tensors.
+"""Compute the messages and bytes that each scheme sends, forward and backward. No MPI, no tensors.
 
-With own = B * (S/P) * D * e for one head of one rank's tokens, the even, full-mask case is
+`allgather_kv`, `ring`, `ulysses`, `hybrid` and `tp_sp` return the traffic of one rank. They sum
+over the actual shards, the head split, the mask and the ring's schedule. For even shards and a full
+mask these are the bytes, with own = B * (S/P) * D * e for one head of one rank's tokens:
 
     scheme         forward                                   backward
     allgather_kv   (P-1) * 2K own                            the same, and (P-1) * 2K own, wide
     ring           (P-1) * 2K own in P-1 messages            the same, and P * 2K own, wide, in P
     ulysses        (P-1)/P * (2H + 2K) own                   the same
-    hybrid         (U-1)/U * (2H + 2K) own + (R-1) * 2K own  as in the parts
-    tp_sp          2 (P-1) * B * (S/P) * E * e per pair      3 (P-1) * B * (S/P) * E * e
+    hybrid         (U-1)/U * (2H + 2K) own + (R-1) * 2K own  as in ulysses and ring
+    tp_sp          2 (P-1) * B * (S/P) * E * e               3 (P-1) * B * (S/P) * E * e
 
-Wide numbers are sums of gradients, in float32 or wider.
+"Wide" bytes are those of summed gradients, whose elements have max(e, 4) bytes. A block is the keys
+and values of one rank. tp_sp is a column-parallel layer followed by a row-parallel one.
 
-This is what the payload is; a mesh that was made with an algorithm sends what
-`sp_core.schedules.cost` says of its schedule. Ranks that share memory send nothing: with `shared`
-what counts is what they read of others, and messages are blocks read in place.
+These are bytes of payload. If a mesh uses an algorithm of this library for a collective,
+`sp_core.schedules.cost` gives the bytes sent. With `shared`, ranks read each other's memory and
+send nothing. Then the bytes are those that a rank reads of other ranks, and the messages are the
+blocks that it reads in place.
 
-The functions sum over the actual shards, the head split, the mask and the ring's schedule instead.
 Letters: B batch, S sequence, H heads, K key/value heads, D head dim, E model dim, P ranks, U and R
-ranks of the two axes of a hybrid, e bytes per element.
+ranks of the axes ulysses and ring of a hybrid, e bytes per element.
 """
 
 from __future__ import annotations
@@ -33,7 +36,10 @@ from sp_core.sharding import Sharding
 
 @dataclass(frozen=True)
 class Traffic:
-    """Messages and bytes that one rank sends. With shared memory, those that it reads."""
+    """Messages and bytes that one rank sends. With shared memory, those that the rank reads.
+
+    Messages inside a collective of the MPI library are not counted.
+    """
 
     messages: int = 0
     bytes_sent: int = 0
@@ -47,8 +53,8 @@ class Attention:
     """The sizes of an attention problem, and which results and gradients are wanted.
 
     Args:
-        sharding, kv_sharding: who owns which queries and keys.
-        mask: who sees whom.
+        sharding, kv_sharding: which rank holds which queries, and which keys and values.
+        mask: which keys each query sees.
         batch, num_heads, num_kv_heads, head_dim: B, H, K, D.
         itemsize: bytes per element of q, k and v.
         return_lse: whether the log-sum-exp is returned too.
@@ -72,11 +78,11 @@ class Attention:
 
     @property
     def wide(self) -> int:
-        """Bytes of an element of a sum or of the log-sum-exp."""
+        """Bytes per element of a summed gradient or of the log-sum-exp, 4 (float32) or more."""
         return max(self.itemsize, 4)
 
     def kv_block(self, rank: int, itemsize: int) -> int:
-        """Return the bytes of one rank's keys and values."""
+        """Return the bytes of the keys and values of `rank` at `itemsize` bytes per element."""
         return (
             2
             * self.batch
@@ -88,11 +94,11 @@ class Attention:
 
 
 Both = tuple[Traffic, Traffic]
-"""Forward and backward."""
+"""The traffic of one rank: (in the forward, in the backward)."""
 
 
 def allgather_kv(problem: Attention, rank: int) -> Both:
-    """Return what `rank` sends in `allgather_kv_attention`."""
+    """Return the traffic of `rank` in `allgather_kv_attention`: (forward, backward)."""
     others = [other for other in range(problem.kv_sharding.size) if other != rank]
     gathered, summed = (_blocks(problem, others, size) for size in (problem.itemsize, problem.wide))
     if problem.shared:
@@ -103,23 +109,28 @@ def allgather_kv(problem: Attention, rank: int) -> Both:
 
 
 def _both(problem: Attention, keys: Traffic, sums: Traffic) -> Both:
-    """Return the traffic of forward and of backward.
+    """Return (traffic of the forward, traffic of the backward).
 
-    Forward sends `keys`. Backward sends `keys` again if any gradient is needed, and `sums` if that
-    of a key or value is.
+    The forward moves `keys`. The backward moves `keys` again if any gradient is needed, and `sums`,
+    the gradients of keys and values, if k or v needs one.
     """
     backward = keys if any(problem.needs_grad) else Traffic()
     return keys, backward + sums if any(problem.needs_grad[1:]) else backward
 
 
 def _blocks(problem: Attention, ranks: Sequence[int], itemsize: int) -> Traffic:
-    """Return the cost of some ranks' blocks, one message each. Empty blocks are not sent."""
+    """Return the traffic of some ranks' keys and values: a message for each rank with tokens."""
     filled = [rank for rank in ranks if problem.kv_sharding.local_len(rank)]
     return Traffic(len(filled), sum(problem.kv_block(rank, itemsize) for rank in filled))
 
 
 def ring(problem: Attention, rank: int) -> Both:
-    """Return what `rank` sends in `ring_attention`, or reads of the blocks that it sees."""
+    """Return the traffic of `rank` in `ring_attention`: (forward, backward).
+
+    The block of a rank, its keys and values, is passed on until it has reached the last rank that
+    sees any of the keys. The gradient of the block takes one message more, back to that rank. With
+    `problem.shared` only blocks that `rank` sees are read.
+    """
     seen_by = problem.sharding, problem.kv_sharding, problem.mask
     way, size = hops(*seen_by), problem.sharding.size
     if problem.shared:
@@ -134,14 +145,17 @@ def ring(problem: Attention, rank: int) -> Both:
 
 
 def ulysses(problem: Attention, rank: int) -> Both:
-    """Return what `rank` sends in `ulysses_attention`."""
+    """Return the traffic of `rank` in `ulysses_attention`: (forward, backward)."""
     return _exchange(problem, rank, problem)
 
 
 def hybrid(problem: Attention, ring_rank: int, ulysses_rank: int, groups: list[list[int]]) -> Both:
-    """Return what a rank sends in `hybrid_attention`.
+    """Return the traffic of one rank in `hybrid_attention`: (forward, backward).
 
-    `groups` lists the ranks that exchange heads, for each rank of the ring.
+    Args:
+        problem: over all ranks.
+        ring_rank, ulysses_rank: the rank's index along each axis.
+        groups: for each index along the ring, the ranks of the problem that exchange heads there.
     """
     mine = groups[ring_rank]
     inside = replace(
@@ -163,9 +177,14 @@ def hybrid(problem: Attention, ring_rank: int, ulysses_rank: int, groups: list[l
 
 
 def tp_sp(sharding: Sharding, rank: int, batch: int, hidden: int, itemsize: int) -> Both:
-    """Return the messages and bytes that `rank` sends in a column- and a row-parallel layer.
+    """Return the traffic of `rank` in a column- and a row-parallel layer: (forward, backward).
 
     The layers have no bias, and every input and weight gets a gradient.
+
+    Args:
+        sharding: which rank holds which tokens before and after the two layers.
+        rank, batch, itemsize: the rank, B, e.
+        hidden: E, the elements of a token.
     """
     mine = sharding.local_len(rank)
     token = batch * hidden * itemsize
@@ -174,7 +193,13 @@ def tp_sp(sharding: Sharding, rank: int, batch: int, hidden: int, itemsize: int)
 
 
 def _exchange(problem: Attention, rank: int, whole: Attention) -> Both:
-    """Return the cost of the all-to-alls of Ulysses, between some of the ranks of `whole`."""
+    """Return the traffic of the all-to-alls of Ulysses: (forward, backward).
+
+    Args:
+        problem: the attention of the ranks that exchange heads.
+        rank: the index of a rank among those.
+        whole: the attention of all ranks of the scheme.
+    """
     shares = split_heads(problem.num_heads, problem.num_kv_heads, problem.sharding.size)
     heads, slots = ([len(share) for share in part] for part in shares)
     slots = [2 * number for number in slots]  # of k and v
@@ -195,10 +220,14 @@ def _exchange(problem: Attention, rank: int, whole: Attention) -> Both:
 
 
 def _through_exchange(problem: Attention, inside: Attention) -> tuple[bool, bool, bool]:
-    """Return which of q, k and v have gradients after the exchange between the ranks `inside`.
+    """Return which of q, k and v have gradients after the exchange of heads among some ranks.
 
-    All three travel together where the shards of all ranks of the problem are alike, not only those
-    of the ranks inside.
+    If every rank has as many queries as keys, q, k and v are exchanged in one collective. Then all
+    three have a gradient if any of them has.
+
+    Args:
+        problem: the attention of all ranks of the scheme. Its shard lengths decide.
+        inside: that of the ranks that exchange heads.
     """
     q, *kv = problem.needs_grad
     if inside.sharding.size == 1:

@@ -1,4 +1,4 @@
-"""Count what each operation of a communicator has sent."""
+"""Count what this rank sends in each operation of a communicator."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from dataclasses import asdict, dataclass
 
 @dataclass
 class Count:
-    """What one operation of this rank has sent.
+    """The calls of one operation on this rank, and what they have sent.
 
-    `bytes_sent` counts the bytes of this rank's buffers that other ranks need. Inside a collective
-    of the MPI library that is the
-    payload: which messages carry it is the library's business, and `messages` stays 0.
-    Point-to-point messages are counted one by one. In the memory that the ranks of a node share
-    nothing is sent: there `messages` are the regions that this rank has read from others' memory,
-    and `bytes_sent` their bytes. `scratch` is the most bytes of scratch memory that one call has
-    used, outside the MPI library.
+    Inside a collective of the MPI library `messages` stays 0, since the library decides about them.
+    Where ranks of a node read each other's memory, nothing is sent: `messages` are then the regions
+    that this rank has read of other ranks, and `bytes_sent` their bytes.
+
+    Attributes:
+        calls: number of calls.
+        messages: number of point-to-point messages sent.
+        bytes_sent: bytes of this rank's buffers that other ranks need (payload).
+        seconds: time that this rank has spent inside the calls and in waiting for them.
+        scratch: the most bytes of scratch memory that one call has used, outside the MPI library.
     """
 
     calls: int = 0
@@ -25,7 +28,7 @@ class Count:
     scratch: int = 0
 
     def add(self, *, messages: int = 0, bytes_sent: int = 0, scratch: int = 0) -> None:
-        """Count one more call."""
+        """Count one more call, with these messages, bytes and bytes of scratch memory."""
         self.calls += 1
         self.messages += messages
         self.bytes_sent += bytes_sent
@@ -42,9 +45,9 @@ class Count:
 
 
 class Counters(dict[str, Count]):
-    """What a communicator has sent, by operation.
+    """The counts of a communicator: operation name, such as "all_reduce", to `Count`.
 
-    `control` counts the comparisons between ranks.
+    "control" counts the comparisons of arguments between ranks.
     """
 
     def __missing__(self, operation: str) -> Count:
@@ -53,11 +56,11 @@ class Counters(dict[str, Count]):
         return count
 
     def snapshot(self) -> dict[str, dict[str, float]]:
-        """Return all counts as plain numbers."""
+        """Return all counts as plain numbers: operation name to field of `Count` to number."""
         return {name: asdict(count) for name, count in self.items()}
 
     def reset(self) -> None:
-        """Set all counts to zero."""
+        """Forget all operations, so that their counts are zero."""
         self.clear()
 
     def total(self, *, control: bool = False) -> Count:

@@ -1,6 +1,6 @@
 """Examine what this machine offers to sp_core: MPI, devices, transports.
 
-What is broken gets a remedy.
+Whatever is broken is listed with a remedy.
 
 Run it by itself, or on several ranks: `mpiexec -n 4 python -m sp_core doctor`.
 """
@@ -44,8 +44,8 @@ from sp_core.tuning.files import FOLDER
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-LIMIT_SECONDS = 120  # a transport that hangs must not hang its doctor
-PIPE_COLUMNS = 10_000  # a line of a file stays one line
+LIMIT_SECONDS = 120  # then the process prints its stacks and exits
+PIPE_COLUMNS = 10_000  # do not wrap lines that are written to a file
 LITTLE_SHM = 256 * 2**20
 PROBE = (
     "import os; from mpi4py import MPI; os.write(1, f'ranks: {MPI.COMM_WORLD.size}\\n'.encode())"
@@ -61,10 +61,10 @@ class Finding:
     """One line of the report.
 
     Args:
-        subject: what was looked at.
+        subject: what was examined, such as "MPI" or "transport host".
         status: "ok", "note" (works, but should be known) or "broken".
         text: what was found.
-        remedy: what to do about it, where it is broken.
+        remedy: what to do about it, if it is broken.
     """
 
     subject: str
@@ -74,15 +74,15 @@ class Finding:
 
 
 def main(device: str | None = None, *, measure: bool = False) -> int:
-    """Examine this machine and print what was found, on rank 0.
+    """Examine this machine and print the report on rank 0. In a job every rank calls this.
 
     Args:
-        device: kind of device that must work; None to try what is there.
-        measure: whether to measure the constants by which "auto" decides, and keep them; a single
-            rank starts two for that.
+        device: "cpu" or "cuda", the kind of device that must work; None to try what is there.
+        measure: whether to measure the constants by which algorithm="auto" chooses, and write them
+            to a file. Outside of a job, mpiexec starts two ranks for that.
 
     Returns:
-        0 where nothing is broken, 1 otherwise; the same on all ranks.
+        0 if nothing is broken, else 1; the same on all ranks.
     """
     faulthandler.dump_traceback_later(LIMIT_SECONDS, exit=True)
     findings = list(examine(device, measure=measure))
@@ -93,16 +93,14 @@ def main(device: str | None = None, *, measure: bool = False) -> int:
 
 
 def examine(device: str | None = None, *, measure: bool = False) -> Iterator[Finding]:
-    """Yield all findings. If MPI works, every rank must take them all."""
+    """Yield the findings; arguments as in `main`. If MPI works, all ranks must take all of them."""
     yield Finding("python", "ok", f"{platform.python_version()}, torch {torch.__version__}")
     yield Finding("processor", "ok", f"{cpu_model()}, {cores()} cores")
     yield _shared_memory()
     yield _gpus(device)
     variables = list(_variables())
     yield from variables
-    yield _mpiexec(
-        measure=measure
-    )  # before MPI starts in this process, because a child inherits its variables
+    yield _mpiexec(measure=measure)  # before MPI sets variables here, which a child inherits
     yield from _mpi()
     if _mpi_problem() is None:
         yield _constants(measure=measure)
@@ -112,7 +110,7 @@ def examine(device: str | None = None, *, measure: bool = False) -> Iterator[Fin
 
 
 def report(findings: list[Finding]) -> str:
-    """Format the findings as a table that a terminal can show, followed by the remedies."""
+    """Return the findings as a table folded to the terminal's width, followed by the remedies."""
     width = max(len(finding.subject) for finding in findings)
     fold = TextWrapper(
         width=shutil.get_terminal_size((PIPE_COLUMNS, 0)).columns,
@@ -134,9 +132,9 @@ def _world() -> Intracomm:
 
 @functools.cache
 def _mpi_problem() -> Finding | None:
-    """Return why MPI cannot be used, or None.
+    """Return a finding that says why MPI cannot be used, or None.
 
-    A child process tries it, because a library that cannot start may end its process.
+    A child process tries it, because a library that cannot start may end the process.
     """
     if in_job():
         return None
@@ -162,7 +160,7 @@ def _mpi_problem() -> Finding | None:
 
 
 def _mpi() -> Iterator[Finding]:
-    """Yield the MPI library, its thread level, and whether it takes GPU memory."""
+    """Yield findings: the MPI library, the thread level, and whether MPI takes GPU memory."""
     problem = _mpi_problem()
     if problem is not None:
         yield problem
@@ -182,7 +180,7 @@ def _mpi() -> Iterator[Finding]:
 
 
 def _variables() -> Iterator[Finding]:
-    """Check the environment variables of sp_core, from which a mesh takes its defaults."""
+    """Yield a finding for each of VARIABLES that is set. It is broken if a mesh would refuse it."""
     for name, read in VARIABLES.items():
         if given := os.environ.get(name):
             try:
@@ -204,11 +202,11 @@ VARIABLES: dict[str, Callable[[str], object]] = {
     "SP_TUNING": lambda given: find(dict, given),
     "SP_NODES": lambda given: read_nodes(given.split(","), _world().size if in_job() else None),
 }
-"""How the value of each variable is read."""
+"""By environment variable, the function that reads a value or raises ValueError."""
 
 
 def _constants(*, measure: bool) -> Finding:
-    """Find the constants of "auto". Several ranks measure them if asked for."""
+    """Report which measured constants algorithm="auto" uses. If asked, let the ranks measure."""
     if measure and _world().size > 1:
         try:
             measuring.keep(_world())
@@ -237,7 +235,7 @@ def _threads(level: int) -> Finding:
 
 
 def _cuda_aware(library: str | None) -> Finding:
-    """Find whether the library takes GPU memory: what it says, and what it does."""
+    """Report whether the MPI library takes GPU memory: its own answer, and that of a trial."""
     try:
         says = (
             {0: "no", 1: "yes"}[ctypes.CDLL(library).MPIX_Query_cuda_support()] if library else None
@@ -260,7 +258,7 @@ def _cuda_aware(library: str | None) -> Finding:
 
 
 def _shared_memory() -> Finding:
-    """Find how large /dev/shm is.
+    """Report how large /dev/shm is.
 
     Ranks of one machine exchange messages through it, and containers keep it small.
     """
@@ -290,9 +288,9 @@ def _gpus(device: str | None) -> Finding:
 
 
 def _mpiexec(*, measure: bool) -> Finding:
-    """Find whether an mpiexec starts two ranks of mpi4py's MPI.
+    """Report whether an mpiexec starts two ranks of mpi4py's MPI.
 
-    With `measure` these two measure the constants.
+    With `measure` the two ranks measure the constants of algorithm="auto".
     """
     if in_job():
         return Finding(
@@ -312,7 +310,7 @@ def _mpiexec(*, measure: bool) -> Finding:
             )
         if code != 0:
             lines = (line.partition("FileError: ")[2] for line in output.splitlines())
-            said = [line for line in lines if FOLDER in line]  # by both ranks
+            said = [line for line in lines if FOLDER in line]  # both ranks print it
             text = f"{program} starts 2 ranks, but they could not measure"
             return Finding("mpiexec", "broken", text, (said or [last_line(output)])[0])
         return _slots(program)
@@ -321,7 +319,7 @@ def _mpiexec(*, measure: bool) -> Finding:
 
 
 def _slots(program: str) -> Finding:
-    """Find whether a working mpiexec also starts more ranks than there are cores."""
+    """Report whether a working mpiexec also starts more ranks than there are cores."""
     _, output = bounded([program, "-n", str(cores() + 1), "true"])
     if "not enough slots" in output:
         text, remedy = launch_problem(1, output)
@@ -330,7 +328,7 @@ def _slots(program: str) -> Finding:
 
 
 def _nodes() -> Finding:
-    """Find which ranks share a node."""
+    """Report which ranks share a node."""
     with _mesh(_world()) as mesh:
         nodes = mesh["all"].nodes
     each = shorten(" ".join(map(str, nodes)), 200, placeholder=" ...")
@@ -338,12 +336,12 @@ def _nodes() -> Finding:
 
 
 def _mesh(world: Intracomm, **options: Any) -> Mesh:
-    """Make a mesh of all ranks. Outside of a job SP_NODES is for other numbers of ranks."""
+    """Make a mesh with the axis "all" of all ranks. Outside of a job ignore SP_NODES."""
     return Mesh(world, nodes=None if in_job() else [0] * world.size, all=world.size, **options)
 
 
 def _transports(device: str | None) -> Iterator[Finding]:
-    """Try every transport of every kind of device that is present or asked for."""
+    """Yield a finding for each transport: a trial, or a note that there is no device for it."""
     for kind, names in NAMES.items():
         present = kind == "cpu" or count_devices(kind) > 0
         for name in names:
@@ -354,16 +352,15 @@ def _transports(device: str | None) -> Iterator[Finding]:
 
 
 def _try(world: Intracomm, kind: str, name: str) -> Finding:
-    """Gather a few numbers over all ranks. Every rank learns whether that failed on any rank."""
+    """Try a transport by an all-gather over all ranks, which all return the same finding."""
     problem, fallback = None, ""
     try:
         fallback = _gather(world, kind, name)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is what the doctor was asked for
+    except Exception as error:  # noqa: BLE001 - any error is a finding
         problem = f"{type(error).__name__}: {error}"
     problems, subject = [text for text in world.allgather(problem) if text], f"transport {name}"
-    if problems and all(
-        text.startswith(DeviceError.__name__) for text in problems
-    ):  # not for this machine, and it says why
+    if problems and all(text.startswith(DeviceError.__name__) for text in problems):
+        # the transport is not for this machine, which is no fault
         return Finding(subject, "note", f"{kind}: not here: {problems[0].partition(': ')[2]}")
     if problems:
         remedy = (
@@ -381,9 +378,9 @@ def _try(world: Intracomm, kind: str, name: str) -> Finding:
 
 
 def _gather(world: Intracomm, kind: str, name: str) -> str:
-    """Gather a few numbers.
+    """Gather 1000 x 3 numbers of every rank through a transport, and check the result.
 
-    Return why shared memory is not used although it was asked for, or nothing.
+    Return why messages replace the shared memory of the transport, or "" if they do not.
     """
     device = (
         torch.device(kind)

@@ -1,15 +1,16 @@
 """Define the exceptions: each is a subclass of the builtin that a caller would catch."""
 
 AGREED = "rank_of_agreement"
-"""Attribute of an error that all ranks raise: true on those for which another one prints it."""
+"""Name of an attribute of errors that all ranks raise. It is true on a rank if another rank prints
+the error in full."""
 
 
 class ShapeError(ValueError):
-    """Sizes that do not fit together: a tensor, a sharding, a mask or a mesh."""
+    """Report sizes that do not fit together: of a tensor, a sharding, a mask or a mesh."""
 
 
 class DtypeError(TypeError):
-    """A dtype that the operation cannot take, or two that must agree and do not."""
+    """Report a dtype that the operation cannot take, or two dtypes that must agree and do not."""
 
 
 class DeviceError(ValueError):
@@ -25,8 +26,8 @@ class RankError(RuntimeError):
 
 
 class CollectiveMismatch(RankError):
-    """Report ranks that called different operations, or one with different arguments."""
+    """Report ranks that called different operations, or one operation with different arguments."""
 
 
 class PeerFailed(RankError):
-    """Another rank left the operation with an error, so this rank cannot finish it."""
+    """Report that another rank left the operation with an error, so this rank cannot finish it."""

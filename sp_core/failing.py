@@ -1,7 +1,8 @@
-"""End all ranks when an error ends the program of one, as `python -m mpi4py` does.
+"""End all ranks when an error ends the program of one rank, as `python -m mpi4py` does.
 
-Without this a rank of MPI waits in MPI_Finalize for ranks that wait for it, torchrun does not learn
-that a thread has failed, and it takes the first of the other ranks that gives up for the cause.
+`Mesh` calls `watch_over`. Without it, a rank of MPI with an error waits in MPI_Finalize for the
+other ranks, which wait for that rank in a collective. torchrun does not notice that a thread has
+failed, and it reports the first rank that exits as the cause, which may be another rank.
 """
 
 from __future__ import annotations
@@ -20,22 +21,25 @@ from sp_core import progress
 from sp_core.errors import AGREED
 
 GRACE_SECONDS = 2.0
-"""In which the other ranks can say what they found, before all are ended."""
+"""Time in which the other ranks can print their errors, before all ranks are ended."""
 hooked = False
-"""Whether errors are left to somebody, as a test session says beforehand, or to this module."""
+"""Whether `watch_over` has nothing to do: it has been called, or a test session has set this in
+order to handle errors itself."""
 _head = ""
 _stop: Callable[[int], Any] = sys.exit
 
 
 def watch_over(rank: int, size: int, stop: Callable[[int], Any]) -> None:
-    """Let an error that ends the program of this rank end all ranks, with its exit code.
+    """Let an error that ends the program of this rank end all ranks, with the error's exit code.
 
-    An error that the program catches ends nothing. Programs of one rank are left alone.
+    This sets `sys.excepthook`, `threading.excepthook` and `sys.unraisablehook`. An error that the
+    program catches ends nothing. In programs of one rank, and in a second call, nothing is set.
 
     Args:
-        rank: of this process in its program.
+        rank: number of this process in its program.
         size: number of ranks of the program.
-        stop: ends all ranks with an exit code, or this one if its launcher then ends the others.
+        stop: takes an exit code and ends all ranks (MPI's Abort), or only this process if its
+            launcher then ends the other ranks (torchrun).
     """
     global hooked, _head, _stop
     if hooked or size == 1:
@@ -59,9 +63,13 @@ def watch_over(rank: int, size: int, stop: Callable[[int], Any]) -> None:
 
 
 def end(error: BaseException, tell: Callable[[], Any]) -> None:
-    """Print an error with its rank, and end all ranks after the grace.
+    """Print an error with this rank's number, wait GRACE_SECONDS, and end all ranks.
 
-    If another rank prints the same error in full, this one prints a line and gives it time.
+    If another rank prints the same error in full, print one line and wait twice as long.
+
+    Args:
+        error: what ends the program, and gives the exit code.
+        tell: prints the error in full.
     """
     agreed = getattr(error, AGREED, 0)
     try:
@@ -75,21 +83,25 @@ def end(error: BaseException, tell: Callable[[], Any]) -> None:
         sys.stdout.flush()
         until = time.monotonic() + GRACE_SECONDS * (2 if agreed else 1)
         while time.monotonic() < until:
-            with suppress(Exception):  # the error that is printed says more
-                progress.of_this_rank().keep(())  # MPI passes on messages of other ranks meanwhile
+            with suppress(Exception):  # do not hide the error that is printed
+                progress.of_this_rank().keep(())  # calls MPI, which then moves messages
             time.sleep(0.01)
     finally:  # also if the report fails or is interrupted
         _stop(exit_code(error))
 
 
 def exit_code(error: BaseException) -> int:
-    """Return the exit code of a program that this error ends."""
+    """Return the exit code with which Python ends a program because of this error."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
 def left_by(error: BaseException) -> None:
-    """Prepare for the end of the program, of which `sys.exit` tells no hook."""
+    """Register `end` for the exit of the program if `error` is a `SystemExit` with a failure code.
+
+    `Mesh` calls this when an error leaves its block, since Python calls no excepthook for
+    SystemExit.
+    """
     if _head and isinstance(error, SystemExit) and exit_code(error):
         atexit.register(end, error, partial(traceback.print_exception, error))

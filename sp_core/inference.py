@@ -1,6 +1,7 @@
-"""The commands `sp-core generate` and `sp-core logits`.
+"""Run the commands `sp-core generate` and `sp-core logits`, for `sp_core.__main__`.
 
-They start mpiexec themselves, or run inside a job that is under way.
+A command that is not started as a rank of a job starts mpiexec itself, with the same command line
+for each rank.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 REFUSED = 2
-"""The exit code where something is wrong with what was asked for."""
+"""The exit code if options or files of a command are wrong."""
 
 
 _MODEL: dict[str, dict[str, Any]] = {
@@ -131,7 +132,7 @@ _LOGITS: dict[str, dict[str, Any]] = {
 
 
 def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the parsers of both commands. Only `generate` takes replicas."""
+    """Add the options of both commands to the parser of `sp-core`. Only `generate` has --dp."""
     axes: dict[str, dict[str, Any]] = {
         f"--{axis}": {"type": int, "default": 1, "metavar": "N", "help": f"{text} (default: 1)"}
         for axis, text in _AXES.items()
@@ -153,16 +154,17 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 def main(
     options: argparse.Namespace, arguments: Sequence[str], comm: Intracomm | None = None
 ) -> int:
-    """Run a command.
+    """Carry out a command, in this job or with ranks that mpiexec starts.
 
     Args:
-        options: as parsed.
-        arguments: from which they were parsed, for the ranks that are started.
-        comm: the ranks that carry it out. If not given, those of MPI, which are started where there
-            are none.
+        options: the parsed command line; `options.command` is "generate" or "logits".
+        arguments: the words of the command line, to start ranks with.
+        comm: the mpi4py communicator whose ranks carry out the command. None: MPI.COMM_WORLD if
+            this is a rank of a job, or if one rank is enough; else mpiexec starts the ranks.
 
     Returns:
-        The exit code.
+        The exit code: 0, REFUSED if something given is wrong, 128 + the number of a signal, or that
+        of the launch.
     """
     sizes = {axis: getattr(options, axis, 1) for axis in AXES}
     if comm is not None or any(name in os.environ for name in JOB_VARIABLES):
@@ -179,7 +181,7 @@ def main(
     ranks = math.prod(sizes.values())
     if ranks == 1:
         return _run(options, sizes, comm)
-    # so that the ranks that were started are ended
+    # `command.run` then ends the ranks that it has started
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.NamedTemporaryFile("w", encoding="utf-8") as kept:
         if "-" in options.prompt_file:  # MPI may not pass standard input on to a rank
@@ -189,14 +191,17 @@ def main(
         words = [kept.name if pair == ("--prompt-file", "-") else pair[1] for pair in pairs]
         words = [sys.executable, "-m", "sp_core", *words]
         try:
-            mpi_args = command.streaming()  # a token is shown when it is there
+            mpi_args = command.streaming()  # show each token when it is ready, not each line
             return command.run(ranks, words, timeout=options.timeout, mpi_args=mpi_args)
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
 
 
 def _run(options: argparse.Namespace, sizes: dict[str, int], comm: Intracomm | None) -> int:
-    """Run a command as one rank of a job. Return its exit code."""
+    """Carry out a command as one rank of a job. Return the exit code: 0, or REFUSED.
+
+    An error that is none of ERRORS ends all ranks if there are several.
+    """
     if comm is None:
         from mpi4py import MPI
 
@@ -210,7 +215,7 @@ def _run(options: argparse.Namespace, sizes: dict[str, int], comm: Intracomm | N
     except ERRORS as error:
         return _refuse(error) if comm.rank == 0 else REFUSED
     except Exception:
-        if comm.size > 1:  # nobody foresaw it, so the other ranks may be waiting for this one
+        if comm.size > 1:  # not an error of all ranks: the others may be waiting for this one
             traceback.print_exc()
             comm.Abort(1)
         raise
@@ -225,7 +230,12 @@ def _refuse(error: Exception) -> int:
 def _prepare(
     options: argparse.Namespace, mesh: Mesh
 ) -> tuple[Tokenizer, list[list[int]], list[str], Llama]:
-    """Read tokenizer, tokens of the prompts, stop strings and model, on every rank or on none."""
+    """Read tokenizer, prompts and model on every rank. An error of one rank is raised on all.
+
+    Returns:
+        The tokenizer, the tokens of each prompt, the stop strings of the model's folder, and the
+        model.
+    """
 
     def read() -> tuple[tuple[Tokenizer, list[list[int]], list[str]], str]:
         tokenizer, texts = read_tokenizer(options.model), list(options.prompt)
@@ -239,7 +249,7 @@ def _prepare(
             raise ValueError("no text to continue was given; pass --prompt or --prompt-file.")
         if options.chat:
             texts = [chat_prompt(options.model, text) for text in texts]
-        special = not options.chat  # else the template has them
+        special = not options.chat  # a chat template contains the special tokens
         tokens = [tokenizer.encode(text, add_special_tokens=special).ids for text in texts]
         return (tokenizer, tokens, read_stop_strings(options.model)), f"prompts {tokens}"
 

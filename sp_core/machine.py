@@ -1,4 +1,4 @@
-"""Read facts about the machine from the operating system, and try programs on it."""
+"""Read facts about this machine from the operating system, and run programs with a time limit."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def cores() -> int:
-    """Return how many cores this process may use, by its affinity and its container's quota."""
+    """Return how many cores this process may use, by CPU affinity and by the container's quota."""
     if not hasattr(os, "sched_getaffinity"):
         return node_cores()
     return _within_quota(len(os.sched_getaffinity(0)))
 
 
 def node_cores() -> int:
-    """Return the number of cores of the machine within its container's quota.
+    """Return the number of cores of the machine, at most the container's quota.
 
-    Binding of this process does not change it.
+    The CPU affinity of this process does not change the number.
     """
     return _within_quota(os.cpu_count() or 1)
 
 
 def cpu_model() -> str:
-    """Return the name of the processor."""
+    """Return the name of the processor's model."""
     found = re.search(r"^model name\s*:\s*(.*)$", _text(_CPUINFO), re.MULTILINE)
     return found[1] if found else platform.processor() or platform.machine()
 
@@ -46,21 +46,29 @@ def node_name() -> str:
 
 
 def loaded_library(name: str) -> str | None:
-    """Return the path of a shared library that this process has loaded, such as "libmpi"."""
+    """Return the path of a shared library that this process has loaded, or None.
+
+    Args:
+        name: of the file up to ".so" or "-", such as "libmpi".
+    """
     found = re.search(rf"(/\S*/{name}(-\w+)?\.so\S*)", _text(Path("/proc/self/maps")))
     return found[1] if found else None
 
 
 def node_number() -> int:
-    """Identify the node by a number below 2^48, made of its host name and its boot id."""
+    """Return a number below 2^48 that identifies this node: a hash of host name and boot id."""
     name = f"{node_name()} {_text(_BOOT)}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=6).digest(), "little")
 
 
 def busy_share(seconds: float = 0.3) -> float:
-    """Return the share of all processor time that is in use, measured for a moment.
+    """Measure the share of the machine's processor time that is in use, from 0 to 1.
 
-    Return 0 if the system does not tell.
+    Args:
+        seconds: how long to measure. The function sleeps meanwhile.
+
+    Returns:
+        The share; 0 if the system does not tell.
     """
     before = _processor_times()
     time.sleep(seconds)
@@ -71,13 +79,13 @@ def busy_share(seconds: float = 0.3) -> float:
 
 
 def _processor_times() -> tuple[int, int]:
-    """Return all ticks since boot, and those in which nothing ran."""
+    """Return the clock ticks of all cores since boot, and those of them in which nothing ran."""
     ticks = [int(word) for word in _text(_STAT).partition("\n")[0].split()[1:9]]
-    return (sum(ticks), ticks[3] + ticks[4]) if ticks else (0, 0)  # idle, and waiting for a disk
+    return (sum(ticks), ticks[3] + ticks[4]) if ticks else (0, 0)  # idle, waiting for disk
 
 
 def _within_quota(cores: int) -> int:
-    """Return at most the container's quota of processor time in whole cores, 1 or more."""
+    """Return `cores`, limited to the container's quota: whole cores, rounded down, at least 1."""
     quota, _, period = _text(_QUOTA).strip().partition(" ")
     if not (quota.isdecimal() and period.isdecimal()):  # "max", or no container
         return cores
@@ -85,7 +93,7 @@ def _within_quota(cores: int) -> int:
 
 
 def _text(path: Path) -> str:
-    """Read a file of the system; it is empty where there is none."""
+    """Return the text of a file of the system, or "" if it cannot be read."""
     try:
         return path.read_text()
     except OSError:
@@ -97,17 +105,27 @@ JOB_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID
 
 
 def in_job() -> bool:
-    """Return whether mpiexec or srun has started this process."""
+    """Return whether mpiexec or srun has started this process, from its environment variables."""
     return any(name in os.environ for name in JOB_VARIABLES)
 
 
 def bounded(
     command: list[str], *, seconds: float = LAUNCH_SECONDS, env: Mapping[str, str] | None = None
 ) -> tuple[int | None, str]:
-    """Run a command.
+    """Run a command with a time limit, in a session of its own.
 
-    Return its exit code, or None after a time limit, and its output. Everything that it started is
-    ended.
+    After the limit the command and the processes that it started are killed.
+
+    Args:
+        command: program and arguments. Standard input is empty.
+        seconds: the limit.
+        env: the environment; None for that of this process.
+
+    Returns:
+        The exit code, or None after the limit; and the output, standard error included.
+
+    Raises:
+        OSError: the program cannot be started.
     """
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
@@ -143,11 +161,16 @@ LAUNCH_PROBLEMS = {
         "this mpiexec belongs to another MPI than mpi4py's: use the one of the same environment",
     ),
 }
-"""By a part of the output of a failed launch, what went wrong and what to do."""
+"""By a part of the output of a failed launch: what went wrong, and what to do."""
 
 
 def launch_problem(code: int | None, output: str) -> tuple[str, str]:
-    """Return what went wrong with a launch, and what to do."""
+    """Return two texts: what went wrong with a launch, and what to do.
+
+    Args:
+        code: mpiexec's exit code; None if it reached the time limit.
+        output: what mpiexec printed.
+    """
     if known := [problem for part, problem in LAUNCH_PROBLEMS.items() if part in output]:
         return known[0]
     if code is None:
@@ -156,5 +179,5 @@ def launch_problem(code: int | None, output: str) -> tuple[str, str]:
 
 
 def last_line(output: str) -> str:
-    """Return the last line of a program's output."""
+    """Return the last line of a program's output, or a text that says there is none."""
     return (output.strip().splitlines() or ["it printed nothing"])[-1]

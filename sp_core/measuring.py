@@ -1,11 +1,14 @@
-"""Measure the constants of `sp_core.tuning` on several ranks.
+"""Measure the constants of `sp_core.tuning` on several ranks: times of messages, sums and copies.
 
-The command is `mpiexec -n 2 python -m sp_core doctor --measure`.
+The command is `mpiexec -n 2 python -m sp_core doctor --measure`. It calls `keep`, which calls
+`measure` and writes a file. Benchmarks, too, call `interleaved`. Every rank makes these calls.
+`told` reports on the file, without communication.
 
-All ways to do one thing take turns, so that what disturbs the machine disturbs them alike; a sample
-is the time of the slowest rank from a barrier on, and a constant the median of its samples.
-Messages and sums are measured by themselves, for any number of ranks and nodes; whole collectives
-with the ranks at hand, to correct the model.
+A sample is the time of one call from a barrier on, that of the slowest rank. Calls that are
+compared take turns: in a round each has one sample, so that a disturbance of the machine slows all
+of them. A constant is the median of its samples. Messages and sums are measured by themselves, for
+predictions for any number of ranks and nodes. Whole collectives are measured with the ranks at
+hand, to correct these predictions.
 """
 
 from __future__ import annotations
@@ -45,30 +48,30 @@ if TYPE_CHECKING:
 
 Call = Callable[[], object]
 Samples = dict[str, dict[str, dict[int, list[float]]]]
-"""Seconds by collective, algorithm and bytes of the whole vector."""
+"""Seconds of each sample, by collective, algorithm and bytes of the whole vector."""
 
 SIZES = tuple(4**place for place in range(3, 14))  # 64 bytes to 64 MiB
 SECONDS = 2.0
-SAMPLE_SECONDS = 2e-4  # what takes less is repeated in a sample
+SAMPLE_SECONDS = 2e-4  # a quicker call is repeated in a sample
 MOST_REPEATS = 50
 LEAST_ROUNDS, MOST_ROUNDS = 3, 15
 OPS = tuple(op for op, names in SCHEDULED.items() if names)
-BOUND_BYTES = (1 << 12, 1 << 23)  # of a few steps, and of many
+BOUND_BYTES = (1 << 12, 1 << 23)  # vectors of which a collective has few steps, and many
 
 
 def measure(world: Intracomm, *, seconds: float = SECONDS, sizes: Sequence[int] = SIZES) -> Tuning:
     """Measure this machine with the ranks of a communicator. At least two are needed.
 
     Args:
-        world: the ranks.
+        world: an mpi4py communicator; every rank calls this.
         seconds: about how long to measure; large vectors need a part of a second more.
-        sizes: bytes, in ascending order.
+        sizes: bytes of messages and vectors, in ascending order.
 
     Returns:
         The constants, the same on every rank.
 
     Raises:
-        ValueError: a single rank, on which there is nothing to measure.
+        ValueError: there is one rank, which has no messages to measure.
     """
     if world.size < 2:
         raise ValueError(
@@ -86,7 +89,17 @@ def measure(world: Intracomm, *, seconds: float = SECONDS, sizes: Sequence[int] 
 def primitives(
     world: Intracomm, group: Communicator, share: float, sizes: Sequence[int] = SIZES
 ) -> Tuning:
-    """Measure messages, sums, copies and preparation, for `share` seconds at each size."""
+    """Measure messages, sums, copies, and the preparation of a collective.
+
+    Args:
+        world, group: the same ranks, as an mpi4py communicator and as a `Communicator`. Every rank
+            calls this.
+        share: seconds for each size of each kind of message, sum and copy.
+        sizes: bytes, in ascending order.
+
+    Returns:
+        The constants without times of whole collectives, the same on every rank.
+    """
     links = {
         kind: _exchanges(world, group, pair, share, sizes)
         for kind in LINKS
@@ -111,9 +124,15 @@ def collectives(
     sizes: Sequence[int] = SIZES,
     least: int = LEAST_ROUNDS,
 ) -> Samples:
-    """Measure every algorithm of every collective.
+    """Measure every algorithm of every collective, over float32 vectors of some sizes.
 
-    Each size takes `share` seconds, but at least `least` rounds.
+    Args:
+        world, group, sizes: as in `primitives`.
+        share: seconds for each size of each collective.
+        least: rounds for each, even if they take longer than `share`.
+
+    Returns:
+        The samples, the same on every rank.
     """
     found: Samples = {
         op: {name: {} for name in usable(group.nodes, op, window=group.window is not None)}
@@ -133,7 +152,11 @@ def collectives(
 
 
 def fitted(bare: Tuning, samples: Samples) -> Tuning:
-    """Correct the constants of messages and sums (`bare`) by the times of whole collectives."""
+    """Return the constants of `primitives`, corrected by the samples of `collectives`.
+
+    This sets `times`, the typical time of each algorithm; `start`, which makes predictions fit at
+    the smallest size; and `error` of the predictions: relative, (median, 95th percentile).
+    """
     times = {op: _curves(by_name) for op, by_name in samples.items()}
     ours = [
         (op, name, *point)
@@ -166,10 +189,13 @@ def _curves(by_name: dict[str, dict[int, list[float]]]) -> dict[str, Curve]:
 
 
 def typical(rounds: dict[str, list[float]]) -> dict[str, float]:
-    """Return one time for each contestant.
+    """Return a typical time in seconds for each name.
 
-    What makes a whole round slow is no contestant's: each sample is taken as a multiple of the
-    median of its round, and the median of these counts.
+    A disturbance can slow a whole round. Therefore each sample is divided by the median of its
+    round. The result is the median of these ratios, times the median of all rounds' medians.
+
+    Args:
+        rounds: by name, the seconds in each round; as many for each name.
     """
     levels = [statistics.median(together) for together in zip(*rounds.values(), strict=True)]
     level = statistics.median(levels)
@@ -183,13 +209,22 @@ def typical(rounds: dict[str, list[float]]) -> dict[str, float]:
 def interleaved(
     world: Intracomm, calls: dict[str, Call], seconds: float, least: int = LEAST_ROUNDS
 ) -> dict[str, list[float]]:
-    """Time all calls in rounds.
+    """Time several calls in turns; every rank calls this.
 
-    In each round every call has its turn, and another one is first. All ranks get the same samples.
+    In each round every call has one sample, and another call is the first. Quick calls are repeated
+    in a sample, which is then the mean.
+
+    Args:
+        world: an mpi4py communicator.
+        calls: by name, what to time.
+        seconds: about how long to measure, in at least `least` and at most MOST_ROUNDS rounds.
+
+    Returns:
+        By name, the seconds of a call in each round on the slowest rank; the same on every rank.
     """
     repeats, spent = {}, 0.0
     for name, call in calls.items():
-        sample(world, call)  # the first run touches its memory
+        sample(world, call)  # the first call touches its memory
         took = max(world.allgather(sample(world, call)))
         repeats[name] = max(1, min(MOST_REPEATS, int(SAMPLE_SECONDS / max(took, 1e-9))))
         spent += took * repeats[name]
@@ -208,7 +243,7 @@ def interleaved(
 
 
 def sample(world: Intracomm, call: Call, repeats: int = 1) -> float:
-    """Time a call on this rank, from a barrier on. Return seconds."""
+    """Return the mean seconds of `repeats` calls on this rank, which begin after a barrier."""
     world.Barrier()
     start = time.perf_counter()
     for _ in range(repeats):
@@ -217,7 +252,7 @@ def sample(world: Intracomm, call: Call, repeats: int = 1) -> float:
 
 
 def vector(op: str, nbytes: int, group: Communicator) -> torch.Tensor:
-    """Make a rank's input of a collective over a float32 vector of `nbytes` bytes."""
+    """Return a rank's float32 input of collective `op` whose whole vector has `nbytes` bytes."""
     count = max(nbytes // 4, 1)
     if op == "all_gather":
         return torch.ones(count // group.size)
@@ -232,7 +267,7 @@ def arguments(op: str) -> dict[str, Any]:
 
 
 def _pair(nodes: tuple[int, ...], kind: str) -> tuple[int, int] | None:
-    """Return two ranks that are connected by this kind of link, or None."""
+    """Return the first two ranks in one node ("node") or in two ("network"), or None."""
     ranks = range(len(nodes))
     pairs = (
         (a, b) for a in ranks for b in ranks if a < b and (nodes[a] == nodes[b]) == (kind == "node")
@@ -243,7 +278,10 @@ def _pair(nodes: tuple[int, ...], kind: str) -> tuple[int, int] | None:
 def _exchanges(
     world: Intracomm, group: Communicator, pair: tuple[int, int], share: float, sizes: Iterable[int]
 ) -> Curve:
-    """Time two ranks that send to each other at once. The other ranks wait."""
+    """Return the seconds by size of two ranks that send that many bytes to each other at once.
+
+    The other ranks take part in the barriers only.
+    """
     points = []
     for size in sizes:
         sent, received = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
@@ -265,7 +303,7 @@ def _exchange(group: Communicator, sends: list[Any], recvs: list[Any]) -> Call:
 
 
 def _local(world: Intracomm, kind: str, size: int, share: float) -> float:
-    """Time a sum or a copy while all ranks make one."""
+    """Return the seconds of a sum ("add") or copy of `size` bytes, made on all ranks at once."""
     into, one, other = (torch.ones(max(size // 4, 1)) for _ in range(3))
     return _median(
         world,
@@ -275,7 +313,7 @@ def _local(world: Intracomm, kind: str, size: int, share: float) -> float:
 
 
 def _binding(world: Intracomm, group: Communicator) -> tuple[float, float]:
-    """Return the seconds to prepare a call, and the seconds for each of its steps."""
+    """Return the seconds to prepare a collective: (for each call, and for each of its steps)."""
     found = []
     for nbytes in BOUND_BYTES:
         x, scratch = torch.ones(nbytes // 4), Scratch(group.device)
@@ -328,10 +366,11 @@ def told() -> tuple[bool, str]:
 def keep(world: Intracomm) -> None:
     """Measure the constants of this machine, and let rank 0 write them to a file.
 
-    Rank 0 tries the file's folder first, so that nothing is measured in vain.
+    Every rank calls this. Before it measures, rank 0 checks that it can write to the file's folder.
 
     Raises:
         FileError: the constants cannot be written; on every rank.
+        ValueError: there is one rank only.
     """
     path = default_path(fingerprint())
     _on_the_first(world, path, partial(_try_to_write, path.parent))
@@ -345,7 +384,7 @@ def _try_to_write(folder: Path) -> None:
 
 
 def _on_the_first(world: Intracomm, path: Path, write: Callable[[], None]) -> None:
-    """Call a function on rank 0. Raise its OSError on every rank as a FileError."""
+    """Call `write` on rank 0. If it raises an OSError there, raise a FileError on every rank."""
     problem = ""
     if world.rank == 0:
         try:

@@ -1,4 +1,4 @@
-"""Named axes over the ranks of an MPI communicator, or of a process group of torch.distributed."""
+"""Define `Mesh`: named axes over ranks of an MPI communicator or a torch.distributed group."""
 
 from __future__ import annotations
 
@@ -33,47 +33,47 @@ if TYPE_CHECKING:
 class Mesh(NotCopied):
     """Arranges the ranks of a communicator as a grid with named axes; the last axis varies fastest.
 
-    Use it as a context manager: the communicators that it makes are freed at the end. The one
-    passed in stays the caller's. An exception that leaves the block on one rank raises `PeerFailed`
-    on the others, in their next call that compares arguments.
+    Use it as a context manager: the communicators that it makes are freed at the end, `comm` is
+    not. If an exception leaves the block on one rank, the other ranks raise `PeerFailed` in their
+    next call that compares arguments.
 
     Args:
         comm: an mpi4py communicator, a ProcessGroup of torch.distributed, None for all ranks of its
             default group, or a DeviceMesh, whose dimensions are the axes if none are given. Without
-            mpi4py the ranks talk over gloo, and with "distributed" on a GPU over NCCL.
+            mpi4py the ranks communicate over gloo, and with "distributed" on a GPU over NCCL.
         device: where tensors live; default "cpu".
-        transport: "auto", a name of `sp_core.transport.NAMES`, or a `HostWrapper`. "window" (host
-            memory), "ipc" (memory of a GPU) and "pinned" (host memory that a GPU reads) share
-            memory among ranks of one machine, and do without where they cannot
-            (`Communicator.no_window` says why). "auto" is what the environment's SP_TRANSPORT
-            names, on a kind of device that has it, else the first of `NAMES`.
+        transport: "auto", a name of `sp_core.transport.NAMES`, or a `HostWrapper`. With "window"
+            (host memory), "ipc" (memory of a GPU) and "pinned" (host memory that a GPU reads) the
+            ranks of one machine share memory, or send messages if they cannot
+            (`Communicator.no_window` says why). "auto" is the environment's SP_TRANSPORT, if this
+            kind of device has it, else the first of `NAMES`.
         check: "agree" (every collective compares its arguments over the ranks first) or "off" (only
             schemes and layers do).
-        algorithm: what each collective uses where a call says "auto": a name, for all collectives
-            that have it, or names by collective, as a mapping or as text,
-            "all_reduce=ring,all_gather=bruck"; `sp_core.schedules.ALGORITHMS` lists them.
-            Default: the environment's SP_ALGORITHM, else "auto".
+        algorithm: the algorithm of each collective whose call says "auto": a name, for all
+            collectives that have it, or names by collective, as a mapping or as text,
+            "all_reduce=ring,all_gather=bruck"; `sp_core.schedules.ALGORITHMS` lists them. Default:
+            the environment's SP_ALGORITHM, else "auto".
         nodes: the node of each rank of `comm`, any numbers. Default: the environment's SP_NODES,
-            such as "0,0,1,1", else what the ranks find: those of one name and one start of the
-            kernel share a node.
-        tuning: constants by which "auto" takes the quickest algorithm: a file, "auto" for what
-            `python -m sp_core doctor --measure` has kept for this machine, "off" to leave it to the
-            MPI library. Rank 0's hold for all. Default: the environment's SP_TUNING, else "auto".
-            Nothing is ever measured here.
+            such as "0,0,1,1"; else ranks with the same host name and boot id share a node.
+        tuning: measured constants by which "auto" takes the quickest algorithm: a file, "auto" for
+            what `python -m sp_core doctor --measure` has written for this machine, "off" to leave
+            it to the MPI library. Those of rank 0 hold for all ranks. Default: the environment's
+            SP_TUNING, else "auto". A mesh measures nothing.
         axes: size of each axis; their product is the size of `comm`.
 
     Communication:
-        One agreement, one broadcast of rank 0's constants if it has any, and one `MPI_Comm_split`
-        for each set of axes.
+        One agreement, one broadcast of rank 0's constants if it has any, and for each set of axes
+        one `MPI_Comm_split` and the making of the transport.
 
     Raises:
         ShapeError: sizes whose product is not the size of `comm`.
         DeviceError: a device or transport that is not there.
         ValueError: an unknown collective or algorithm; nodes that are not one number per rank;
             constants that cannot be read.
+        TypeError: an argument of another type.
         CollectiveMismatch: ranks that ask for different meshes.
 
-    All of these on every rank.
+    All of these on every rank, but for the TypeError of a wrong `comm`.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Mesh(NotCopied):
         self._made: dict[tuple[str, ...], Communicator] = {}
         self._check, self._freed = check, False
         constants = error = None
-        call = ""  # the other ranks do not compare the call of a rank that refuses it
+        call = ""  # the text stays empty if a check fails: then it is not compared
         try:
             self._check_arguments()
             self.device = _device(device)
@@ -113,18 +113,16 @@ class Mesh(NotCopied):
             numbers = range(1, len(self.axes) + 1)
             for names in chain.from_iterable(combinations(self.axes, number) for number in numbers):
                 self._add(names)
-        except DeviceError:  # on every rank: a transport that is not here
+        except DeviceError:  # on every rank: the transport cannot be used here
             self.free()
             raise
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> Communicator:
-        """Return the communicator along one axis, or along several.
+        """Return the communicator along one axis, or along several; the last one varies fastest.
 
-        Of several the last one varies fastest.
-
-        No axis means this rank alone. Nothing is sent. Products in the order of the mesh are there
-        from the beginning. One in another order is made in its first use, which is a call of all
-        its ranks like any other.
+        No axis means this rank alone. Nothing is sent. Communicators along axes in the mesh's order
+        are there from the beginning. With axes in another order it is made in its first use, which
+        all its ranks make in the same call.
 
         Raises:
             ShapeError: an unknown axis, or one named twice.
@@ -165,10 +163,13 @@ class Mesh(NotCopied):
         return DeviceMesh(self.device.type, grid, mesh_dim_names=tuple(self.axes))
 
     def free(self) -> None:
-        """Free every communicator of the mesh, on every rank; a second call does nothing."""
+        """Free every communicator of the mesh, on every rank; a second call does nothing.
+
+        If a rank leaves with an error or makes another call instead, this raises a RankError.
+        """
         if self._freed:
             return
-        # communicators of ranks in another order before those whose ranks they number
+        # a `Reordered` before the communicator whose ranks it numbers
         order = sorted(self._made, key=lambda names: (names == self._in_order(names), names))
         try:
             questions = [each for names in order for each in self._made[names].ask_to_free()]
@@ -182,10 +183,7 @@ class Mesh(NotCopied):
         self._comm.Free()
 
     def _abandon(self) -> None:
-        """Stop using every communicator.
-
-        The other ranks may be anywhere: waiting for them would hide the error.
-        """
+        """Stop using every communicator because of an error, without waiting for other ranks."""
         for communicator in self._made.values():
             communicator.abandon()
         self._freed = True
@@ -206,7 +204,7 @@ class Mesh(NotCopied):
             self._abandon()
 
     def _add(self, names: tuple[str, ...]) -> None:
-        """Make a communicator.
+        """Make the communicator along some axes.
 
         If its transport is refused on some ranks of the mesh, refuse it on all ranks.
         """
@@ -233,9 +231,9 @@ class Mesh(NotCopied):
         )
 
     def _later(self, names: tuple[str, ...]) -> Communicator:
-        """Make a communicator of this rank alone, or of the ranks of another one."""
+        """Make a communicator of this rank alone (no names), or a `Reordered` (another order)."""
         if not names:
-            own = observer_of(self._comm).alone()  # a checked communicator makes its own
+            own = observer_of(self._comm).alone()  # that of a checked communicator is checked
             if own is None:
                 from mpi4py import MPI
 
@@ -251,7 +249,7 @@ class Mesh(NotCopied):
         return tuple(axis for axis in self.axes if axis in names)
 
     def _groups(self, names: tuple[str, ...]) -> np.ndarray[Any, Any]:
-        """Return the ranks of all groups along some axes, one row for each group."""
+        """Return the ranks of all groups along some axes: integers (groups, ranks of a group)."""
         others = [axis for axis in self.axes if axis not in names]
         places = [list(self.axes).index(axis) for axis in (*others, *names)]
         count = math.prod(self.axes[axis] for axis in names)
@@ -263,7 +261,7 @@ class Mesh(NotCopied):
         return next(row for row in self._groups(names).tolist() if self.rank in row)
 
     def _nodes_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Return the number of each rank's node, from 0 in the order of their lowest ranks."""
+        """Return the node of each of some ranks, numbered from 0 in order of first appearance."""
         order = list(dict.fromkeys(self._nodes[rank] for rank in ranks))
         return tuple(order.index(self._nodes[rank]) for rank in ranks)
 
@@ -286,8 +284,10 @@ class Mesh(NotCopied):
 def _ranks_of(given: Any, axes: dict[str, int]) -> tuple[Intracomm, dict[str, int]]:
     """Return a communicator with mpi4py's methods, and the axes, which a DeviceMesh may have.
 
+    From now on an uncaught error of this rank's program ends all ranks (`failing.watch_over`).
+
     Raises:
-        TypeError: on this rank alone, since no other one can be asked.
+        TypeError: on this rank alone, since it cannot tell other ranks.
     """
     if hasattr(given, "Split"):
         if type(given).__module__ == "mpi4py.MPI":
@@ -320,10 +320,10 @@ def read_nodes(nodes: Iterable[object] | None, size: int | None = None) -> list[
         size: how many there must be, if that is known.
 
     Returns:
-        The numbers; none if neither names any.
+        A number for each rank; [] if neither the argument nor SP_NODES is given.
 
     Raises:
-        ValueError: what is there is not one whole number per rank.
+        ValueError: what is given is not one whole number per rank.
     """
     given = os.environ.get("SP_NODES")
     if nodes is None and not given:
@@ -339,7 +339,11 @@ def read_nodes(nodes: Iterable[object] | None, size: int | None = None) -> list[
 
 
 def named_transport(transport: str | HostWrapper, device: torch.device) -> str | HostWrapper:
-    """Replace "auto" by what SP_TRANSPORT names, unless that is for another kind of device."""
+    """Return the transport, "auto" replaced by SP_TRANSPORT unless that is for another device.
+
+    Raises:
+        DeviceError: there is no such transport for this kind of device.
+    """
     named = os.environ.get("SP_TRANSPORT", "auto")
     kinds = [kind for kind, names in NAMES.items() if named in names]
     if transport == "auto" and (device.type in kinds or not kinds):
@@ -349,7 +353,7 @@ def named_transport(transport: str | HostWrapper, device: torch.device) -> str |
 
 
 def _device(device: torch.device | str | None) -> torch.device:
-    """Return the device with its index."""
+    """Return the device with its index, or raise a DeviceError if it is not there."""
     try:
         found = torch.device(device or "cpu")
     except (RuntimeError, TypeError) as error:
@@ -373,9 +377,9 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 
 def fingerprint() -> dict[str, str]:
-    """Describe this machine and its MPI library.
+    """Return texts that describe this machine and its MPI library: host, processor, cores and mpi.
 
-    Constants that were measured with another one are not used.
+    Constants that were measured with another fingerprint are not used.
     """
     mpi = sys.modules.get("mpi4py.MPI")  # a mesh over anything else starts no MPI
     vendor, version = mpi.get_vendor() if mpi else ("none", ())
@@ -388,7 +392,7 @@ def fingerprint() -> dict[str, str]:
 
 
 def _constants(tuning: Tuning | str | Path | None, rank: int) -> Tuning | None:
-    """Return the constants that were asked for, on rank 0."""
+    """Return the constants that were asked for, or None. On ranks other than 0, return None."""
     if not (tuning is None or isinstance(tuning, Tuning | str | Path)):
         raise TypeError(f"tuning={tuning!r} was given; pass constants, a file, 'auto' or 'off'.")
     if rank:

@@ -1,6 +1,8 @@
-"""Tell the observer of a communicator what no call of MPI shows.
+"""Tell an observer of a communicator what its ranks do, where no call of MPI shows it.
 
-Without an observer nothing happens.
+An observer follows what the ranks of a communicator do, such as the communicators of
+`sp_core.testing`, which find deadlocks. `observer_of(comm)` returns the observer of a communicator,
+or one that ignores everything. The transports and agreements of this library call its methods.
 """
 
 from __future__ import annotations
@@ -11,10 +13,10 @@ from typing import Any
 
 
 class Observer:
-    """Hears what the ranks of a communicator do beside calls of MPI. This one ignores it.
+    """Base of observers: ignores every call, and replaces nothing.
 
-    The testing kit's communicators are observers. Another observer is made known by
-    `observer_of.register`.
+    Communicators of `sp_core.testing`, and those over torch.distributed, are their own observers.
+    `observer_of.register` makes the observer of another class known.
     """
 
     def announce_exchange(
@@ -24,37 +26,42 @@ class Observer:
         *,
         later: bool = False,
     ) -> None:
-        """Hear which messages this rank will post; every rank announces its own.
+        """Hear which messages this rank will post. Every rank calls this for its own messages.
 
         Args:
             sends: (destination, bytes) of each message that this rank will `Isend`.
             recvs: (source, bytes) of each message that this rank will `Irecv`.
-            later: other calls may come before these messages are posted.
+            later: whether other calls may come before these messages are posted.
         """
 
     def announce_call(self, what: str) -> None:
-        """Hear that this rank begins something that is no call of MPI, the same on every rank."""
+        """Hear that this rank begins `what`, which is no call of MPI and the same on every rank."""
 
     def announce_early(self) -> None:
-        """Hear that this rank may start its next collective long before the others."""
+        """Hear that this rank may start its next collective long before other ranks do."""
 
     def watch(self, what: str) -> None:
-        """Hear that this rank still waits for something that is no call of MPI."""
+        """Hear that this rank still waits for `what`, which is no call of MPI."""
 
     def abandoned(self) -> None:
         """Hear that this rank stops using the communicator because of an error."""
 
     def alone(self) -> Any:
-        """Return a communicator of this rank alone, or None for a duplicate of MPI.COMM_SELF."""
+        """Return a communicator of this rank alone; None for a duplicate of MPI.COMM_SELF."""
 
     def make_counter(self) -> Any:
-        """Return a counter of these ranks, or None for one in a window of MPI.
+        """Return a counter with `take` and `free`; None for an `MpiCounter`.
 
-        Every rank calls this.
+        Every rank calls this. `take` gives 0, 1, 2, ..., each to one rank only.
         """
 
     def make_transport(self, name: str, poll: Callable[[], None]) -> Any:
-        """Return a transport of host tensors, or None for that of the MPI library."""
+        """Return a transport for tensors in host memory; None for that of mpi4py.
+
+        Args:
+            name: "host", or another name of `sp_core.transport.NAMES["cpu"]`.
+            poll: called while the transport waits.
+        """
 
 
 _NOBODY = Observer()
@@ -62,5 +69,5 @@ _NOBODY = Observer()
 
 @functools.singledispatch
 def observer_of(comm: object) -> Observer:
-    """Return the observer of a communicator, by its class."""
+    """Return the observer registered for a communicator's class, else one that ignores all."""
     return _NOBODY

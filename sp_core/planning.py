@@ -4,24 +4,25 @@ An example:
 
     sp-core plan --seq 131072 --ranks 256 --heads 32 --link 25gbit,10us
 
-One layer of causal attention, forward and backward, evenly split, zigzag. Ranks
-fill nodes one after the other; the axis of Ulysses is the fast one. With
-own = B (S/P) D e bytes for one head of one rank's tokens:
+The problem is one layer of causal attention, forward and backward, split evenly
+(zigzag). Ranks fill nodes one after the other; neighbours along the axis of
+Ulysses are neighbours in a node. With own = B (S/P) D e bytes for one head of
+one rank's tokens, the time of a pass is:
 
-    ring          R - 1 steps, each the longer of a block's attention and its
-                  message of 2K own; first block without a message
-    ulysses       two all-to-alls of (2H + 2K) own (U-1)/U in all, and the
-                  attention
-    hybrid        both: U heads' parts inside, a ring of R around
+    ring          R attentions to blocks of keys. All but the first overlap with
+                  a message of 2K own each: the longer one counts
+    ulysses       all-to-alls of (2H + 2K) own (U-1)/U in all, and the attention
+    hybrid        both: all-to-alls in groups of U ranks, then a ring of R ranks
+                  for the heads that a rank has received
     allgather_kv  P - 1 messages of 2K own, one after the other, and the
                   attention
 
 Letters: B batch, S sequence, H heads, K key/value heads, D head dim, P ranks,
 R of the ring times U of Ulysses, e bytes per element.
 
-What leaves a node goes over its one link, so ranks that send at once share it.
-Backward sends gradients of K and V in float32 or wider. A message of n bytes
-takes alpha + beta n. The bytes and messages are those of `sp_core.cost`.
+A node has one link to other nodes, which all its ranks share. Backward sends
+gradients of K and V in float32 or wider. A message of n bytes takes
+alpha + beta n. The bytes and messages are those of `sp_core.cost`.
 """
 
 from __future__ import annotations
@@ -43,14 +44,19 @@ from sp_core.schemes.heads import split_heads
 from sp_core.sharding import Sharding
 from sp_core.tuning import Tuning
 
-BACKWARD = 2.5  # products of matrices in the backward of attention, over the two of its forward
+BACKWARD = 2.5  # backward has 5 products of matrices, forward 2
 PER_SECOND = {"gbit": 1e9 / 8, "mbit": 1e6 / 8, "gb": 1e9, "mb": 1e6}
 SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 @dataclass(frozen=True)
 class Link:
-    """A message of n bytes takes `alpha + beta * n` seconds."""
+    """The time of messages: one of n bytes takes `alpha + beta * n` seconds.
+
+    Args:
+        alpha: seconds of a message without bytes.
+        beta: seconds per byte.
+    """
 
     alpha: float
     beta: float
@@ -61,7 +67,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Problem:
-    """One layer of attention.
+    """One layer of causal attention, and the machine.
 
     Args:
         seq_len, batch, num_heads, num_kv_heads, head_dim: S, B, H, K, D.
@@ -85,14 +91,14 @@ class Problem:
     flops: float
 
     def attention(self, seq_len: int, ranks: int) -> cost.Attention:
-        """Describe the attention of some ranks, each of which sees every block, for `cost`."""
+        """Return the attention of `seq_len` tokens over `ranks` ranks, without a mask."""
         sharding = Sharding.contiguous(seq_len, ranks)
         sizes = self.batch, self.num_heads, self.num_kv_heads, self.head_dim, self.itemsize
         return cost.Attention(sharding, sharding, Mask(), *sizes)
 
     @property
     def compute(self) -> float:
-        """Seconds of one rank's share of the causal forward."""
+        """Seconds of one rank's share of the forward, without communication."""
         return (
             2
             * self.batch
@@ -106,9 +112,14 @@ class Problem:
 
 @dataclass(frozen=True)
 class Projection:
-    """A scheme on a mesh.
+    """What the model predicts for a scheme on a mesh.
 
-    It has the seconds of forward and backward, those spent waiting, and what a rank sends.
+    Args:
+        scheme: its name.
+        ring, ulysses: ranks along each axis.
+        seconds: of forward and backward.
+        exposed: those of `seconds` in which a rank waits for messages.
+        forward, backward: traffic of the rank that sends most.
     """
 
     scheme: str
@@ -121,7 +132,7 @@ class Projection:
 
 
 def project(problem: Problem) -> list[Projection]:
-    """Project all schemes and meshes. The quickest comes first.
+    """Project every scheme on every mesh that fits. The quickest comes first.
 
     Raises:
         ValueError: sizes that cannot be split evenly, or that are not positive.
@@ -161,9 +172,9 @@ def _check(problem: Problem) -> None:
 
 
 def _mesh(problem: Problem, ring: int, ulysses: int) -> Projection:
-    """Project a ring of `ring` ranks around groups of `ulysses` ranks that exchange heads.
+    """Project a ring of `ring` groups, in each of which `ulysses` ranks exchange heads.
 
-    Either may be 1.
+    Either number may be 1.
     """
     inside = problem.attention(problem.seq_len // ring, ulysses)
     around = problem.attention(problem.seq_len, ring)
@@ -206,9 +217,9 @@ def _allgather_kv(problem: Problem) -> Projection:
 
 
 def _exchange(problem: Problem, ulysses: int, nbytes: float) -> float:
-    """Return the seconds of a forward's all-to-alls.
+    """Return the seconds of the all-to-alls of one pass, in which each rank sends `nbytes` bytes.
 
-    Those to other nodes go over the link that the ranks of a node share.
+    The ranks of a node share one link to other nodes.
     """
     if ulysses == 1:
         return 0.0
@@ -219,7 +230,7 @@ def _exchange(problem: Problem, ulysses: int, nbytes: float) -> float:
 
 
 def _step(problem: Problem, ring: int, ulysses: int, nbytes: float) -> float:
-    """Return the seconds until every rank has received the block of its neighbour."""
+    """Return the seconds until every rank has received `nbytes` from its neighbour in the ring."""
     if ring == 1:
         return 0.0
     near = problem.node(nbytes) if problem.per_node > ulysses else 0.0
@@ -228,12 +239,19 @@ def _step(problem: Problem, ring: int, ulysses: int, nbytes: float) -> float:
 
 
 def _around(compute: float, ring: int, step: float) -> float:
-    """Return the seconds of a ring. A block's attention overlaps with the next block's message."""
+    """Return the seconds of a pass around a ring of `ring` ranks, forward or backward.
+
+    The attention to a block overlaps with the message of the next block.
+
+    Args:
+        compute: seconds of a rank's attention to all blocks.
+        step: seconds of a message.
+    """
     return compute / ring + (ring - 1) * max(compute / ring, step)
 
 
 def add_arguments(commands: Any) -> None:
-    """Add the command `plan` to the parser."""
+    """Add the command `plan` to `commands`, which is what `add_subparsers` returns."""
     made = commands.add_parser(
         "plan", help="the best scheme and mesh for a problem, by the model", description=__doc__
     )
@@ -273,7 +291,11 @@ def add_arguments(commands: Any) -> None:
 
 
 def main(options: argparse.Namespace, tuning: Tuning | None) -> str:
-    """Return the projection as text.
+    """Return the projection as text, with one line for each scheme and mesh.
+
+    Args:
+        options: the parsed command line of `plan`.
+        tuning: constants measured on this machine, if there are any.
 
     Raises:
         ValueError: options that cannot be planned with.
@@ -309,7 +331,11 @@ def main(options: argparse.Namespace, tuning: Tuning | None) -> str:
 
 
 def link_of(text: str) -> Link:
-    """Read a link such as `25gbit,10us`: its bandwidth, and the time of the shortest message."""
+    """Read a link from RATE,LATENCY such as "25gbit,10us". LATENCY is the time of an empty message.
+
+    Raises:
+        ValueError: the text has another form.
+    """
     found = re.fullmatch(
         r"([\d.]+)(gbit|mbit|gb|mb)(?:/s)?,([\d.]+)(ns|us|ms|s)", text.strip().lower()
     )
@@ -323,7 +349,10 @@ def link_of(text: str) -> Link:
 
 
 def timed_flops(head_dim: int, seq_len: int = 1024, heads: int = 4) -> float:
-    """Measure the operations per second of causal attention, with the threads that torch uses."""
+    """Measure the operations per second of causal attention, with the threads that torch uses.
+
+    The quickest of four calls counts, without the products that the mask hides.
+    """
     q, k, v = (torch.randn(1, seq_len, heads, head_dim) for _ in range(3))
     seconds = []
     for _ in range(4):

@@ -1,8 +1,8 @@
 """Let everything that a rank has started make progress, whichever of it the rank waits for.
 
 An algorithm that sends in several steps makes progress only while its rank polls it. A rank that
-waits on one communicator must therefore poll all of them. Otherwise ranks that wait in different
-orders would wait for each other.
+waits on one communicator must therefore poll all communicators. Otherwise ranks that wait in
+different orders would wait for each other.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ from sp_core.errors import RankError
 
 
 class Progress:
-    """The communicators of one rank on which something has been started.
-
-    They are weakly referenced.
+    """The communicators of one rank with operations under way, held by weak references.
 
     Attributes:
-        kept: comparisons whose answers nobody waits for any more, until MPI has done with their
-            memory. `requests` are MPI's requests of each.
+        kept: comparisons (`agreement.Question`) whose result nobody waits for. They are held until
+            MPI no longer needs their memory.
     """
 
     def __init__(self) -> None:
@@ -30,23 +28,23 @@ class Progress:
         self.kept: list[Any] = []
 
     def add(self, source: Any) -> None:
-        """Call a communicator's `advance` in every poll from now on, until it is False."""
+        """Let every `poll` call `source.advance()` from now on, until that returns False."""
         self._busy[source] = None
 
     def keep(self, questions: Sequence[Any]) -> None:
-        """Keep comparisons whose answers nobody waits for any more."""
+        """Hold comparisons whose result nobody waits for, and let go of those that are complete."""
         self.kept = [question for question in self.kept if not _has_ended(question)]
         self.kept += questions
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is started."""
+        """Whether this rank has no operations under way."""
         return not self._busy
 
     def poll(self) -> None:
-        """Let everything started make progress.
+        """Let everything that this rank has started make progress, without blocking.
 
-        Call it between pieces of a long computation; it is cheap.
+        Call it between parts of a long computation; it is cheap.
         """
         for source in list(self._busy):
             if not source.advance():
@@ -56,7 +54,7 @@ class Progress:
 def _has_ended(question: Any) -> bool:
     try:
         return bool(question.test())
-    except RankError:  # over gloo, where its ranks have closed the connections since
+    except RankError:  # over gloo, if other ranks have closed their connections
         return True
 
 
@@ -64,10 +62,11 @@ _RANK = threading.local()
 
 
 def of_this_rank() -> Progress:
-    """Return the progress of the rank whose thread calls this.
+    """Return the `Progress` of the rank that runs in this thread.
 
-    A communicator asks once, when it is made. Threads in which torch runs a backward then poll the
-    same communicators. Tests run several ranks in one process.
+    A communicator calls this once, when it is made. A thread in which torch runs a backward then
+    polls the same communicators. There is one `Progress` per thread, because tests run several
+    ranks in one process.
     """
     found: Progress = vars(_RANK).setdefault("progress", Progress())
     return found

@@ -1,4 +1,4 @@
-"""Scratch memory that calls reuse.
+"""Keep scratch memory, so that collectives need not allocate it in every call.
 
 Allocating memory in every call costs more than the copies into it.
 
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 KEPT = 4
-"""The number of blocks kept for later calls. So many collectives can run at once without new
-memory."""
+"""The most blocks of memory that are kept for later calls. That many collectives at once need no
+new memory."""
 
 
 class Scratch:
-    """Blocks of memory on one device.
+    """Blocks of memory on one device, which `take` lends and `give` takes back.
 
     Args:
         device: where the memory is.
@@ -28,15 +28,15 @@ class Scratch:
         self._free: list[Tensor] = []
 
     def take(self, nbytes: int) -> Tensor:
-        """Return a block of at least `nbytes` bytes, uint8, with any content.
+        """Return a flat uint8 tensor of at least `nbytes` bytes, with any content.
 
-        Give it back after use.
+        Pass it to `give` after use.
         """
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device=self._device)
         fitting = [block for block in self._free if block.numel() >= nbytes]
         if not fitting:
-            if len(self._free) == KEPT:  # a small one makes room for a larger one
+            if len(self._free) == KEPT:  # the smallest
                 del self._free[0]
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         best = min(fitting, key=Tensor.numel)
@@ -44,10 +44,10 @@ class Scratch:
         return best
 
     def give(self, block: Tensor) -> None:
-        """Take a block back."""
+        """Keep a block of `take` for later calls. If more than KEPT are kept, drop the smallest."""
         if block.numel():
             self._free = sorted([*self._free, block], key=Tensor.numel)[-KEPT:]
 
     def clear(self) -> None:
-        """Free all blocks."""
+        """Let go of all blocks that are kept."""
         self._free.clear()

@@ -1,4 +1,4 @@
-"""Ranges of global positions, and the cut of a length into parts equal in length or in work."""
+"""Cut lengths and positions into ranges, of equal length or of equal work."""
 
 from __future__ import annotations
 
@@ -10,33 +10,35 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 Segment = range
-"""The global positions of consecutive local tokens. The step is P for a striped shard."""
+"""The global positions of consecutive tokens of a shard. The step is P for a striped shard."""
 
 
 def split_sizes(length: int, parts: int) -> tuple[int, ...]:
-    """Cut `length` into `parts` nearly equal sizes.
-
-    The first `length % parts` sizes are one longer.
-    """
+    """Return `parts` sizes that add up to `length`; the first `length % parts` are one larger."""
     quotient, remainder = divmod(length, parts)
     return tuple(quotient + (part < remainder) for part in range(parts))
 
 
 def split_ranges(length: int, parts: int) -> tuple[range, ...]:
-    """Return the consecutive ranges whose lengths are `split_sizes`."""
+    """Return consecutive ranges from 0 to `length`, of the lengths `split_sizes(length, parts)`."""
     return tuple(starmap(range, pairwise(accumulate(split_sizes(length, parts), initial=0))))
 
 
 def deal_chunks(work: Tensor, size: int, chunk: int) -> tuple[list[list[int]], bool]:
-    """Deal chunks of tokens to ranks in rounds. The heaviest goes to the rank with least work.
+    """Deal chunks of consecutive tokens to ranks, so that ranks have nearly equal work.
 
-    Heavy chunks are dealt first. The spread of work over the ranks never exceeds that of a round.
+    Heavy chunks come first. Of every `size` chunks each rank gets one, and the rank with least work
+    so far gets the heaviest. The work of two ranks never differs by more than that of two chunks
+    dealt together.
 
     Args:
-        work: of all tokens up to each one, int64 (seq_len,).
+        work: int64 (seq_len,), the work of all tokens up to and including each one.
+        size: number of ranks.
+        chunk: tokens of a chunk; the last chunk may be shorter.
 
     Returns:
-        The numbers of the chunks of each rank, and whether their work is even.
+        For each rank the numbers of its chunks; and whether no rank has more than 1.02 times the
+        mean work.
     """
     stops = range(chunk, len(work) + chunk, chunk)
     costs = pad(work[[min(stop, len(work)) - 1 for stop in stops]], (1, 0)).diff()
@@ -54,16 +56,21 @@ def deal_chunks(work: Tensor, size: int, chunk: int) -> tuple[list[list[int]], b
 
 
 def chunk_slices(hand: list[int], chunk: int) -> Iterator[slice]:
-    """Yield the tokens of some chunks in ascending order. Neighbours are one slice."""
+    """Yield slices of the tokens of some chunks, in ascending order. Join neighbouring chunks.
+
+    Args:
+        hand: numbers of the chunks.
+        chunk: tokens of a chunk.
+    """
     for _, group in groupby(enumerate(sorted(hand)), lambda pair: pair[1] - pair[0]):
         numbers = [number for _, number in group]
         yield slice(numbers[0] * chunk, (numbers[-1] + 1) * chunk)
 
 
-# Positions are kept. Made under inference mode they could never take part in training.
+# Callers keep the result. A tensor of inference mode could not take part in training.
 @torch.inference_mode(False)
 def concatenated(segments: Sequence[Segment]) -> Tensor:
-    """Return all positions of some segments, int64."""
+    """Return all positions of some segments, one segment after the other, int64 (positions,)."""
     pieces = [torch.arange(s.start, max(s.start, s.stop), s.step) for s in segments]
     return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
 

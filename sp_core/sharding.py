@@ -1,8 +1,7 @@
-"""Which rank owns which tokens: integer arithmetic without communication and devices.
+"""Define `Sharding`: which rank holds which tokens of a sequence. Nothing here communicates.
 
 A sharding maps every rank to the global positions of its tokens, in the order in which the rank
-holds them. Everything else (masks, rotary angles, labels, document boundaries) derives from these
-positions.
+holds them. Masks, rotary angles, labels and document boundaries derive from these positions.
 """
 
 from __future__ import annotations
@@ -34,7 +33,8 @@ from sp_core.segments import (
 __all__ = ["Sharding", "check_sharding", "split_ranges", "split_sizes"]
 
 LEAST_CHUNK = 32
-"""Tokens of the shortest chunk that `Sharding.balanced` chooses. Shorter ones make kernels slow."""
+"""`Sharding.balanced` halves no chunk of this many tokens or fewer. Short chunks make kernels
+slow."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ class Sharding:
     """The global positions of the tokens that each rank holds, in the rank's own order.
 
     Make one with `contiguous`, `zigzag`, `striped`, `balanced` or `from_positions`. Shards may be
-    uneven and empty.
+    uneven and empty. Some methods take tensors in the order of an all-gather: the shards of all
+    ranks in rank order.
 
     Args:
         segments: for each rank the position ranges that it holds, one after the other.
@@ -65,6 +66,7 @@ class Sharding:
 
         Raises:
             ShapeError: negative `seq_len` or `start`, or `size` < 1.
+            TypeError: an argument is not a whole number.
         """
         tokens = _tokens(seq_len, size, start)
         return cls(tuple((tokens[p.start : p.stop],) for p in split_ranges(seq_len, size)))
@@ -73,12 +75,12 @@ class Sharding:
     def zigzag(cls, seq_len: int, size: int, start: int = 0) -> Sharding:
         """Give rank r chunks r and 2*size-1-r of 2*size chunks.
 
-        Every rank then has as much causal work.
+        Every rank then has nearly as much work in causal attention.
 
         Args and errors as in `contiguous`.
 
         Source: head-tail balanced ring attention, zhuzilin/ring-flash-attention,
-            `zigzag_ring_flash_attn`.
+        `zigzag_ring_flash_attn`.
         """
         tokens = _tokens(seq_len, size, start)
         chunks = [tokens[p.start : p.stop] for p in split_ranges(seq_len, 2 * size)]
@@ -88,7 +90,7 @@ class Sharding:
     def striped(cls, seq_len: int, size: int, start: int = 0) -> Sharding:
         """Give rank r the tokens r, r+size, r+2*size, ....
 
-        Every step of a ring then has nearly equal causal work.
+        In every step of ring attention the ranks then have nearly equal causal work.
 
         Args and errors as in `contiguous`.
 
@@ -101,24 +103,24 @@ class Sharding:
     def balanced(
         cls, seq_len: int, size: int, mask: Mask, *, chunk: int | None = None, start: int = 0
     ) -> Sharding:
-        """Give each rank as many chunks, chosen so that the work of a mask is even over the ranks.
+        """Deal chunks of tokens to ranks, equally many to each, so that work is nearly equal.
 
-        The work is the number of visible (query, key) pairs. It differs between two ranks by at
+        The work is the number of visible (query, key) pairs. The work of two ranks differs by at
         most that of one chunk, and their tokens differ by at most one chunk.
 
         Args:
             seq_len, size, start: as in `contiguous`.
-            mask: who sees whom in attention over these tokens.
-            chunk: tokens, >= 1; the last chunk may be shorter. None takes half a shard, and halves
-                it until the greatest work of a rank is at most 1.02 times the mean, or a chunk has
-                `LEAST_CHUNK` tokens.
+            mask: which keys each query sees, in attention over these tokens.
+            chunk: tokens of a chunk, >= 1; the last chunk may be shorter. None takes half a shard.
+                Then it is halved while a rank has more than 1.02 times the mean work and a chunk
+                has more than `LEAST_CHUNK` tokens.
 
         Raises:
             TypeError: `mask` is not a `Mask`, or `chunk` not a whole number.
             ShapeError: as in `contiguous`; `chunk` < 1, or tokens outside the mask's documents.
 
-        Source: the dispatch solver of MagiAttention, SandAI-org/MagiAttention; dealt in rounds,
-            which bound the spread.
+        Source: the dispatch solver of MagiAttention, SandAI-org/MagiAttention; here each rank gets
+        one of every `size` chunks, which bounds the difference of work.
         """
         tokens = _tokens(seq_len, size, start)
         check(chunk=chunk)
@@ -138,6 +140,9 @@ class Sharding:
     def from_positions(cls, positions: Sequence[Sequence[int]]) -> Sharding:
         """Give each rank the global positions of its list. Each token is on exactly one rank.
 
+        Args:
+            positions: for each rank the positions of its tokens, in its own order.
+
         Raises:
             ShapeError: a position that is owned twice, or is negative.
         """
@@ -153,10 +158,7 @@ class Sharding:
         return cls(segments)
 
     def __hash__(self) -> int:
-        """Return a hash that is computed once.
-
-        Caches are keyed by shardings in every step of a ring.
-        """
+        """Return a hash that is computed once: caches look up shardings in every step of a ring."""
         return self._hash
 
     @cached_property
@@ -191,12 +193,12 @@ class Sharding:
         return self.lengths[self._checked(rank)]
 
     def positions(self, rank: int) -> Tensor:
-        """Return the positions of the tokens of `rank` in its own order, int64 `(local_len,)`."""
+        """Return the positions of the tokens of `rank` in the rank's order, int64 (local_len,)."""
         return concatenated(self.segments[self._checked(rank)])
 
     @cached_property
     def gathered_segments(self) -> tuple[Segment, ...]:
-        """The segments of all ranks one after the other, in the order of an all-gather."""
+        """The segments of all ranks in the order of an all-gather."""
         return tuple(segment for owned in self.segments for segment in owned)
 
     @cached_property
@@ -207,8 +209,12 @@ class Sharding:
     def sort_segments(self, gathered: Tensor, dim: int) -> Tensor:
         """Reorder whole segments from the order of an all-gather to that of their first positions.
 
-        Unlike `restore` this keeps strided segments together, so that the positions stay a few
-        arithmetic runs.
+        Unlike `restore` this keeps the tokens of a strided segment together, so that the positions
+        stay a few arithmetic progressions.
+
+        Args:
+            gathered: any shape, `gathered.shape[dim] == seq_len`.
+            dim: the sequence dimension.
         """
         return _permuted(gathered, dim, map(len, self.gathered_segments), self._segment_order)
 
@@ -219,7 +225,7 @@ class Sharding:
         return _permuted(x, dim, lengths, sorted(range(len(order)), key=order.__getitem__))
 
     def sorted_ranges(self, rank: int) -> list[range]:
-        """Return the range to which `sort_segments` moves each segment of `rank`."""
+        """Return for each segment of `rank` the range to which `sort_segments` moves it."""
         order, lengths = self._segment_order, [len(segment) for segment in self.gathered_segments]
         stops = dict(zip(order, accumulate(lengths[place] for place in order), strict=True))
         first_place = sum(map(len, self.segments[: self._checked(rank)]))
@@ -235,11 +241,11 @@ class Sharding:
             dim: the sequence dimension.
 
         Returns:
-            A new tensor with `local_len(rank)` tokens along `dim`; a view where the shard is one
+            A new tensor with `local_len(rank)` tokens along `dim`; a view of x if the shard is one
             consecutive range.
 
         Raises:
-            ShapeError: `x` has another length along `dim`.
+            ShapeError: `x` has another length along `dim`, or there is no such rank.
         """
         self._checked(rank)
         if x.shape[dim] != self.seq_len:
@@ -261,6 +267,9 @@ class Sharding:
             shards: one tensor per rank, with `local_len(rank)` tokens along `dim`.
             dim: the sequence dimension.
 
+        Returns:
+            A new tensor with `seq_len` tokens along `dim`.
+
         Raises:
             ShapeError: wrong number of shards, or a shard of another length.
         """
@@ -273,14 +282,15 @@ class Sharding:
         return self.restore(torch.cat(list(shards), dim), dim)
 
     def restore(self, gathered: Tensor, dim: int) -> Tensor:
-        """Reorder tokens from the order of an all-gather to ascending order of position."""
+        """Reorder tokens from the order of an all-gather to ascending order of position.
+
+        `gathered` has `seq_len` tokens along `dim`. It is returned itself if it is in order.
+        """
         index = self._restore_index
         return gathered if index is None else gathered.index_select(dim, index.to(gathered.device))
 
     def group(self, groups: Sequence[Sequence[int]]) -> Sharding:
-        """Make the sharding over groups of ranks.
-
-        A group holds the tokens of its ranks, one rank after the other.
+        """Return the sharding over groups of ranks: a group holds the tokens of its ranks in turn.
 
         Args:
             groups: ranks of each group; every rank in exactly one group.
@@ -297,7 +307,7 @@ class Sharding:
         )
 
     def _checked(self, rank: int) -> int:
-        """Check that `rank` is a rank of this sharding, and return it."""
+        """Return `rank` if it is a rank of this sharding, else raise a ShapeError."""
         check(rank=rank)
         if not 0 <= rank < self.size:
             raise ShapeError(
@@ -324,7 +334,7 @@ class Sharding:
     @cached_property
     @torch.inference_mode(False)
     def _restore_index(self) -> Tensor | None:
-        """The places of the tokens in an all-gather by position. None if they are in order."""
+        """The index in an all-gather of each token in order of position; None if it is 0, 1, ..."""
         positions = concatenated(self.gathered_segments)
         return None if (positions.diff() > 0).all() else positions.argsort()
 
@@ -334,7 +344,7 @@ class Sharding:
 
     @cached_property
     def _is_dense(self) -> bool:
-        """Whether the positions have no gaps, so that a position less the first is an index."""
+        """Whether the positions have no gaps, so that position - first position is an index."""
         return self.end - self._first == self.seq_len
 
     def _places(self, rank: int) -> Tensor:
@@ -347,11 +357,17 @@ class Sharding:
 
 
 def check_sharding(sharding: Sharding, comm: Any, what: str, argument: str = "sharding") -> None:
-    """Refuse a sharding that is not over the ranks of a communicator.
+    """Raise an error if a value is not a `Sharding` over the ranks of a communicator.
+
+    Args:
+        sharding: the value.
+        comm: the `Communicator`.
+        what: the call or tensor that a ShapeError names.
+        argument: the argument that a TypeError names.
 
     Raises:
-        TypeError: naming the argument.
-        ShapeError: naming the call or the tensor.
+        TypeError: it is not a `Sharding`.
+        ShapeError: it has another number of ranks.
     """
     check_type(
         argument, sharding, Sharding, "Make one, such as Sharding.contiguous(seq_len, size)."
@@ -364,7 +380,7 @@ def check_sharding(sharding: Sharding, comm: Any, what: str, argument: str = "sh
 
 
 def _tokens(seq_len: int, size: int, start: int) -> range:
-    """Check the arguments of a layout, and return the positions of all tokens."""
+    """Check the arguments of `contiguous` and return the positions of all tokens."""
     check(seq_len=seq_len, size=size, start=start)
     if seq_len < 0 or size < 1 or start < 0:
         raise ShapeError(
@@ -375,7 +391,7 @@ def _tokens(seq_len: int, size: int, start: int) -> range:
 
 
 def _permuted(x: Tensor, dim: int, lengths: Iterable[int], order: Sequence[int]) -> Tensor:
-    """Cut a tensor into parts of these lengths, and put them together in another order."""
+    """Cut a tensor along `dim` into parts of these lengths, and join them in another order."""
     if order == sorted(order):
         return x
     parts = x.split(list(lengths), dim)

@@ -1,4 +1,4 @@
-"""Tensors in shared memory: ranks of one machine read each other's tensors without a message.
+"""Make tensors in shared memory, which all ranks of one machine read without a message.
 
 Every rank makes these calls:
 
@@ -25,9 +25,9 @@ from sp_core.errors import DtypeError, RankError, ShapeError
 def shared_empty(
     shape: Sequence[int], *, comm: Communicator, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Make a tensor in memory that all ranks of a communicator see.
+    """Make a tensor in memory that all ranks of a communicator can read.
 
-    Without a window (`comm.window` is None) it is an ordinary tensor.
+    If the communicator has no shared memory (`comm.window` is None) it is an ordinary tensor.
 
     Args:
         shape: may differ by rank.
@@ -35,15 +35,17 @@ def shared_empty(
         dtype: the same on every rank.
 
     Returns:
-        Zeros of that shape. The memory is given back when no rank has a tensor in it any more; that
-        of a device in the next call of this function, or when the communicator is freed. What is
-        still used then stays until the process ends.
+        Zeros of that shape. Host memory is freed when no rank has a tensor in it any more. Unused
+        memory of a GPU is freed in the next call of this function, or when the communicator is
+        freed. GPU memory that is still in use then stays until the process ends.
 
     Communication:
-        One agreement, and three exchanges of a few bytes.
+        One agreement; with shared memory also three all-gathers of a few bytes, and on a GPU more
+        if memory is freed.
 
     Raises:
         ShapeError, DtypeError, CollectiveMismatch, RankError (no memory): on every rank.
+        TypeError: another type of `shape` or `dtype`, on every rank; of `comm`, on this rank.
     """
     arguments.check_communicator(comm)
     comm.agree_on(lambda: f"shared_empty({dtype}) on {comm.name}", lambda: _check(shape, dtype))
@@ -58,8 +60,8 @@ def peer(x: Tensor, rank: int, *, comm: Communicator) -> Tensor:
     It is not copied, and nothing is sent.
 
     Args:
-        x: what `shared_empty` gave to this rank; not a part of it.
-        rank: whose tensor; the own one included.
+        x: what `shared_empty` returned on this rank; not a slice of it.
+        rank: whose tensor; this rank's own is x.
         comm: the communicator of that call.
 
     Returns:
@@ -84,15 +86,13 @@ def peer(x: Tensor, rank: int, *, comm: Communicator) -> Tensor:
 
 
 def fence(*, comm: Communicator) -> None:
-    """Wait for all ranks.
-
-    After it every rank sees what any rank wrote into shared memory before it.
+    """Wait for all ranks. Afterwards each sees what any rank wrote into shared memory before.
 
     Args:
         comm: the ranks. Every rank calls this.
 
     Communication:
-        One agreement; with a window two flags in shared memory, and the agreement only unless
+        One agreement; with shared memory also two flags in it, and the agreement only unless
         `check="off"`.
     """
     comm.fence()
