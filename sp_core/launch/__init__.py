@@ -1,4 +1,5 @@
-"""Start ranks, watch them, and say where each one was: `sp-core run`.
+"""Start the ranks of a program, watch them, and report how each ended: `sp-core run`.
 
-Nothing but the standard library is imported.
+`command` starts and ends a launch. `watch` runs inside each rank and leaves files; `deaths`,
+`results` and `places` read them. Only the standard library is imported.
 """

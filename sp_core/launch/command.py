@@ -1,8 +1,8 @@
-"""Start a program on several ranks and see to its end: `sp-core run -n 4 -- python program.py`.
+"""Start a program on several ranks and watch it: `sp-core run -n 4 -- python program.py`.
 
-A launch that hangs, or of which a rank dies, is ended in bounded time. What is known of every rank
-is printed: how it died, its stacks, its last place and, in a test session, the example in flight.
-Nothing but the standard library is imported.
+A launch is one mpiexec with all processes that it starts. If a rank dies or the launch hangs, all
+its processes are ended in bounded time. Then the report says for each rank how it died, its stacks
+and the last place it noted. In a test session the report also names the example under way.
 """
 
 from __future__ import annotations
@@ -26,32 +26,38 @@ from sp_core.launch.watch import IN_FLIGHT, RESULT, RUN_DIR, STARTED, file_of
 
 POLL_SECONDS = 0.05
 DUMP_SECONDS = 2.0
+"""Seconds to wait for stacks: half before the signal that asks ranks for them, half after."""
 ORPHAN_SECONDS = 4.0
-"""In which mpiexec can end ranks of which one has failed. MPICH's does not before MPI_Init."""
+"""Seconds that mpiexec has to end the other ranks of one that failed. Then the launcher does so.
+
+MPICH's mpiexec does not end ranks that have not called MPI_Init.
+"""
 _FLAGS = re.compile(r"-[bBdEIOPqRsSuvx]+")
 ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "MPI4PY_RC_FAST_REDUCE": "false",
     "OMP_NUM_THREADS": "1",
-    # more ranks than cores, not bound to one core each, and a core given up by a rank that waits
+    # allow more ranks than cores, bind no rank to a core, let a rank that waits yield its core
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
     "OMPI_MCA_mpi_yield_when_idle": "true",
-    "OMPI_MCA_btl": "^ofi",  # if its network is missing, it sleeps a second in MPI_Init
+    "OMPI_MCA_btl": "^ofi",  # without its network it sleeps for a second in MPI_Init
     "MPIR_CVAR_POLLS_BEFORE_YIELD": "1",
 }
 SESSION_DIR, SESSION_DIR_HERE = (
     "PRTE_MCA_prte_tmpdir_base",
     "PRTE_MCA_prte_local_tmpdir_base",
-)  # Open MPI refuses both at once
+)  # folder of Open MPI's files; it refuses to start if both are set
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 def find_mpiexec() -> str:
-    """Return the mpiexec beside this Python, which belongs to its mpi4py, else the one on the PATH.
+    """Return the path of the mpiexec beside this Python, else of the first one on the PATH.
+
+    The mpiexec beside Python belongs to the MPI library of its mpi4py.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: neither place has an mpiexec.
     """
     beside = Path(sys.executable).parent / "mpiexec"
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
@@ -64,10 +70,11 @@ def find_mpiexec() -> str:
 
 
 def mpiexec_version() -> str:
-    """Return what mpiexec prints of its version.
+    """Return the text that `mpiexec --version` prints.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no mpiexec.
+        subprocess.TimeoutExpired: mpiexec has not ended after 60 s.
     """
     command = [find_mpiexec(), "--version"]
     said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -75,15 +82,19 @@ def mpiexec_version() -> str:
 
 
 def streaming() -> list[str]:
-    """Return arguments of mpiexec by which it passes on parts of lines. MPICH always does so."""
+    """Return arguments that make mpiexec pass on incomplete lines at once.
+
+    Return [] for MPICH, which always does so.
+    """
     return ["--stream-buffering", "0"] if "Open MPI" in mpiexec_version() else []
 
 
 def session_dir(folder: Path) -> dict[str, str]:
-    """Return variables that make Open MPI keep its files in a folder, unless one is set.
+    """Return the environment variable that makes Open MPI keep its files in `folder`.
 
-    If launches share one, about 2 of 1000 starts beside five others end with "The PMIx server's
-    listener thread failed to start" (Open MPI 5.0.11), before any rank is there.
+    Return {} if the environment already names a folder for them. If launches share a folder, about
+    2 of 1000 starts beside five others end with "The PMIx server's listener thread failed to start"
+    (Open MPI 5.0.11), before any rank starts.
     """
     return (
         {}
@@ -93,15 +104,19 @@ def session_dir(folder: Path) -> dict[str, str]:
 
 
 def environment(run_dir: Path) -> dict[str, str]:
-    """Return the environment of the launch: variables that are set already win."""
+    """Return the environment variables of mpiexec and its ranks.
+
+    They are defaults, then the variables of this process, which win, and `run_dir` in SP_RUN_DIR.
+    """
     defaults = ENVIRONMENT | (AS_ROOT if os.geteuid() == 0 else {}) | session_dir(run_dir)
     return {**defaults, **os.environ, RUN_DIR: str(run_dir)}
 
 
 def watched(command: Sequence[str]) -> list[str]:
-    """Return a command that starts a Python program under `watch.py`.
+    """Return the command of a rank, with `watch.py` put in front of a Python program.
 
-    The watch reports the rank's stack and how it ended. Other programs are started as they are.
+    `watch.py` reports the rank's stacks and how the program ended. A command that does not start
+    Python is returned as it is.
     """
     program, *rest = command
     if not re.fullmatch(r"python[\d.]*", Path(program).name):
@@ -115,14 +130,15 @@ def watched(command: Sequence[str]) -> list[str]:
 
 
 class Launch:
-    """One mpiexec and all that it started.
+    """One mpiexec and all processes that it starts. Constructing this object starts them.
 
     Args:
-        ranks: how many.
-        command: what each rank runs.
+        ranks: number of ranks.
+        command: program and arguments of each rank.
         mpi_args: more arguments for mpiexec.
-        run_dir: where the ranks leave what they know.
-        output: file descriptor for what they print; default: that of this process.
+        run_dir: directory in which each rank leaves files about its state (see `watch`).
+        output: file descriptor for what the ranks print to standard output and standard error.
+            Default: those of this process.
     """
 
     def __init__(
@@ -146,11 +162,12 @@ class Launch:
         self._failed: float | None = None
 
     def trouble(self, seconds: float) -> str:
-        """Look for some time.
+        """Watch the launch for at most `seconds`, and return the reason to end it.
 
-        Return the reason to end the launch, or "" if it runs well or has ended well.
-
-        The ranks of a launch that has to be ended have written their stacks when this returns.
+        Return "" while the ranks run, and if the launch has ended by itself, with any exit code. A
+        reason is: a time limit was reached, a rank of a test session died, a signal killed a rank,
+        or the other ranks of a plain program outlive one that failed. Ranks that live have written
+        their stacks before a reason is returned.
         """
         self.deaths.look(seconds)
         self.files.look()
@@ -167,7 +184,10 @@ class Launch:
         return f"a rank died (mpiexec: exit code {self.process.returncode})" if died else ""
 
     def _orphaned(self) -> str:
-        """Return a reason if a rank of a plain program has failed and the others go on."""
+        """Return a reason to end a plain program of which one rank has failed while others run.
+
+        Return "" in a test session, and for ORPHAN_SECONDS after the failure.
+        """
         if (self.run_dir / STARTED).exists() or not self.deaths.failed():
             return ""
         self._failed = self._failed or time.monotonic()
@@ -177,7 +197,10 @@ class Launch:
         return "a rank has failed, and the others go on"
 
     def wait(self, timeout: float) -> str:
-        """Wait for the end. Return the reason to end the launch, or "" if it has ended well."""
+        """Wait until the launch ends, and return the reason to end it, or "" as `trouble` does.
+
+        It is a reason, too, that the launch has not ended after `timeout` seconds.
+        """
         deadline = time.monotonic() + timeout
         while not (reason := self.trouble(POLL_SECONDS)) and self.process.poll() is None:
             if time.monotonic() > deadline:
@@ -186,8 +209,8 @@ class Launch:
         return reason or self.trouble(0.0)
 
     def _dump(self) -> None:
-        """Let every rank write its stacks."""
-        time.sleep(DUMP_SECONDS / 2)  # ranks reach the same limit at nearly the same time
+        """Let living ranks write their stacks, and terminate ranks that are stopped (SIGSTOP)."""
+        time.sleep(DUMP_SECONDS / 2)  # several ranks reach one time limit nearly together
         stopped = self.deaths.stopped()
         for number, pid in self.deaths.alive().items():
             if number not in stopped and not file_of(self.run_dir, number, "hang").stat().st_size:
@@ -196,7 +219,7 @@ class Launch:
         self.deaths.end_stopped()
 
     def end(self) -> None:
-        """Kill the rest of the launch, and nothing else."""
+        """Kill the remaining processes of this launch, and remove its files in shared memory."""
         kill_session(self.process.pid)
         self.process.wait()
         for path in self.files.found:
@@ -204,12 +227,12 @@ class Launch:
         self.deaths.close()
 
     def exit_code(self) -> int:
-        """Return the test session's exit code, or mpiexec's if that is 0 or there is none."""
+        """Return the test session's exit code; if it is 0 or there is no session, mpiexec's."""
         result = self.run_dir / RESULT
         return (int(result.read_text()) if result.exists() else 0) or abs(self.process.returncode)
 
     def report(self, reason: str) -> str:
-        """Return what is known of every rank."""
+        """Return the report: the reason, suspects, the state of every rank, and the tests."""
         file = self.run_dir / IN_FLIGHT
         in_flight = file.read_text() if file.exists() else ""
         lines = [f"{'=' * 16} the launch was ended: {reason} {'=' * 16}", *self.deaths.suspects()]
@@ -219,16 +242,20 @@ class Launch:
 
 
 def run(ranks: int, command: Sequence[str], *, timeout: float, mpi_args: Sequence[str] = ()) -> int:
-    """Run a command on several ranks, to its end or to the end of its time.
+    """Run a command on several ranks until it ends or its time limit is reached.
+
+    If the launch has to be ended, print a report on standard error and write the JUnit file that
+    pytest could not write.
 
     Args:
-        ranks: how many.
+        ranks: number of ranks.
         command: program and arguments.
-        timeout: seconds for the whole launch.
+        timeout: time limit of the launch in seconds.
         mpi_args: more arguments for mpiexec.
 
     Returns:
-        The exit code: that of a test session if there is one; never 0 if something went wrong.
+        The exit code of the test session; if that is 0 or there is none, mpiexec's. Never 0 if the
+        launch had to be ended.
     """
     with tempfile.TemporaryDirectory(prefix="sp_core-") as directory:
         launch = Launch(ranks, command, mpi_args, Path(directory))
@@ -246,7 +273,12 @@ def run(ranks: int, command: Sequence[str], *, timeout: float, mpi_args: Sequenc
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "sp-core run") -> int:
-    """Run the command line and return the exit code."""
+    """Parse the command line, run its program on several ranks, and return the exit code.
+
+    Args:
+        arguments: of the command line; default: those of this process.
+        prog: name of the command in its help.
+    """
     parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     parser.add_argument("-n", "--ranks", type=int, required=True, help="number of ranks")
     parser.add_argument(
@@ -257,7 +289,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "sp-core run") -
     options = parser.parse_args(arguments)
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-    )  # so that the ranks are ended too
+    )  # let `run` end the ranks, too
     try:
         return run(
             options.ranks,

@@ -1,4 +1,9 @@
-"""Find out which rank of a launch died first, and of what, in a process that is not its parent."""
+"""Find the rank of a launch that died first, and its cause, from a process that is not its parent.
+
+`Deaths` watches the ranks, `SharedFiles` finds the MPI library's files in shared memory, and
+`kill_session` kills what is left of a launch. The files of the ranks are those of `watch`. A stack
+dump is the text that `faulthandler` writes; owners of files are explained in `places`.
+"""
 
 from __future__ import annotations
 
@@ -26,32 +31,32 @@ _GET_INFO = (
 
 
 class Deaths:
-    """Watch the ranks of a launch by the process numbers that they leave.
+    """Watch the processes of a launch's ranks, and tell which of them died first.
 
-    mpiexec kills the other ranks as soon as one has died. Only the order of deaths tells which one
-    it was.
+    mpiexec kills the other ranks as soon as one has died. Only the order of deaths tells which rank
+    was the first.
 
     Args:
-        run_dir: where the ranks leave their numbers.
-        ranks: how many there are.
+        run_dir: directory in which each rank leaves its process id, stacks and last place.
+        ranks: number of ranks.
     """
 
     def __init__(self, run_dir: Path, ranks: int) -> None:
         self.ranks = ranks
         self._dir = run_dir
-        self._watched: dict[int, tuple[int, int]] = {}  # rank: process number, file descriptor
-        self._ends = select.epoll()  # tells events in the order in which they happened
+        self._watched: dict[int, tuple[int, int]] = {}  # rank: process id, its pidfd (-1: was gone)
+        self._ends = select.epoll()  # reports events in the order in which they happened
         self._ended: dict[
             int, None
-        ] = {}  # ranks in the order in which their files were closed, else in which they died
+        ] = {}  # ranks in the order in which their pipes were closed, else in which they died
         self._dead: dict[int, str] = {}  # rank: cause
         self._stopped: set[int] = set()
-        self._rank_of: dict[int, int] = {}  # by file descriptor, of the process or of its pipe
+        self._rank_of: dict[int, int] = {}  # by file descriptor, a pidfd or a pipe
         for rank in range(ranks):
-            self._listen(_pipe(run_dir, rank), rank, 0)  # 0 leaves the hang-up
+            self._listen(_pipe(run_dir, rank), rank, 0)  # 0: only the hang-up
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the file descriptors."""
         self._ends.close()
         for fd in self._rank_of:
             os.close(fd)
@@ -61,7 +66,7 @@ class Deaths:
         self._ends.register(fd, events)
 
     def look(self, seconds: float) -> None:
-        """Watch for some time."""
+        """Wait up to `seconds` for a rank to die, and note the ranks that have started or died."""
         for rank in range(self.ranks):
             path = file_of(self._dir, rank, "pid")
             if rank not in self._watched and path.exists() and (text := path.read_text()):
@@ -75,32 +80,32 @@ class Deaths:
                 self._dead[rank] = _cause(pid, fd)
         self._ended |= {
             rank: None for rank in self._dead if rank not in self._ended
-        }  # ranks without a pipe
+        }  # ranks that opened no pipe
 
     def _watch(self, rank: int, pid: int) -> None:
         try:
             self._watched[rank] = (pid, os.pidfd_open(pid))
-        except OSError:  # the process ended before it was seen
+        except OSError:  # the process ended before the launcher saw it
             self._watched[rank] = (pid, -1)
             self._dead.setdefault(rank, "how is not known here")
         else:
             self._listen(self._watched[rank][1], rank, select.EPOLLIN)
 
     def alive(self) -> dict[int, int]:
-        """Return the process number of each rank that lives."""
+        """Return {rank: process id} of the ranks that have started and not died."""
         self.look(0.0)
         return {rank: pid for rank, (pid, _) in self._watched.items() if rank not in self._dead}
 
     def stopped(self) -> dict[int, int]:
-        """Return the process number of each rank that is stopped (SIGSTOP)."""
+        """Return {rank: process id} of the ranks that are stopped (SIGSTOP), and remember them."""
         found = {rank: pid for rank, pid in self.alive().items() if stat(pid)[:1] == ["T"]}
         self._stopped.update(found)
         return found
 
     def end_stopped(self) -> None:
-        """Terminate ranks that are stopped.
+        """Terminate the ranks that are stopped (SIGSTOP), and give them time to write their stacks.
 
-        They are continued first, because a stopped process cannot write its stacks.
+        SIGCONT follows SIGTERM, because a stopped process cannot write its stacks.
         """
         stopped = self.stopped()
         for pid in stopped.values():
@@ -109,9 +114,9 @@ class Deaths:
         time.sleep(WRITE_SECONDS if stopped else 0.0)
 
     def first(self) -> int | None:
-        """Return the rank that died first.
+        """Return the rank that died first, or None if no rank is known to have died.
 
-        One that ended by itself goes before those that mpiexec kills.
+        A rank that ended by itself is preferred to ranks that mpiexec may have killed.
         """
         self.look(0.0)
         dead = [rank for rank in self._ended if rank in self._dead]
@@ -121,15 +126,15 @@ class Deaths:
         return next(iter(by_themselves or dead), None)
 
     def was_killed(self) -> bool:
-        """Return whether a signal has ended the rank that died first."""
+        """Return whether a signal killed the rank that died first."""
         first = self.first()
         return first is not None and self._dead[first].startswith("killed")
 
     def failed(self) -> bool:
         """Return whether a rank is known to have ended with an error.
 
-        The exit code of a process that was gone before it was seen is not known. Its last place
-        then names the error.
+        The exit code of a process that ended before the launcher saw it is not known. Then the
+        rank's last place names the error.
         """
         return any(
             re.match(r"killed|exit code [1-9]", cause)
@@ -138,14 +143,15 @@ class Deaths:
         )
 
     def story(self, rank: int) -> str:
-        """Return what is known of one rank."""
+        """Return text about one rank: its state, its last place and its stacks."""
         stacks = shortened(self._stacks(rank)) or "no stack was written"
         return f"---- rank {rank}: {self._state(rank)}{self._place(rank, chr(10))}\n{stacks}"
 
     def suspects(self) -> list[str]:
-        """Return a line for each rank that explains the end.
+        """Return a line for each rank that may explain the end of the launch; [] if there is none.
 
-        The first to die, or those that did not wait for the others.
+        These are the stopped ranks, else the rank that died first. If no rank died in a test
+        session, they are the ranks whose stacks show that they did not wait for other ranks.
         """
         first = self.first()
         if self._stopped:
@@ -155,7 +161,7 @@ class Deaths:
             ]
         if first is not None:
             return [f"rank {first} died first: {self._dead[first]}{self._place(first, '; ')}"]
-        if not (self._dir / STARTED).exists():  # only the kit's waits can be told from work
+        if not (self._dir / STARTED).exists():  # a plain program's waits look like work
             return []
         busy = {rank: innermost(self._stacks(rank)) for rank in range(self.ranks)}
         return [
@@ -192,14 +198,20 @@ class Deaths:
 
 
 def _pipe(run_dir: Path, rank: int) -> int:
-    """Open the other end of the pipe that `watch.hold_life` opens."""
+    """Make the pipe that a rank opens with `watch.hold_life`, and return its read end.
+
+    The read end reports a hang-up when the rank's process closes its end.
+    """
     path = file_of(run_dir, rank, "life")
     os.mkfifo(path)
     return os.open(path, os.O_RDONLY | os.O_NONBLOCK)
 
 
 def _owners(stacks: str) -> list[tuple[str, str]]:
-    """Return each line of a stack dump with the owner of the file that it names, or ""."""
+    """Return (line, owner) for each line of a stack dump.
+
+    The owner is that of the source file that the line names, or "" if it names no file.
+    """
     return [
         (line, owner(match[1]) if (match := _FRAME.match(line)) else "")
         for line in stacks.splitlines()
@@ -207,9 +219,9 @@ def _owners(stacks: str) -> list[tuple[str, str]]:
 
 
 def innermost(stacks: str) -> str:
-    """Return where the first thread of a dump is.
+    """Return the line of a stack dump that shows where its first thread is, in library or test.
 
-    Return "" if it is inside the kit, where it waits for other ranks.
+    Return "" if that thread is inside the kit, where it waits for other ranks, or in neither.
     """
     frames = [(line, who) for line, who in _owners(stacks) if who]
     if not frames or frames[0][1] == "kit":
@@ -218,7 +230,10 @@ def innermost(stacks: str) -> str:
 
 
 def shortened(stacks: str) -> str:
-    """Remove the frames of the kit and of the test's callers from a dump, if others are left."""
+    """Return a stack dump without the frames of the kit and without the callers of the test.
+
+    A dump without a frame in the library or the test is returned unchanged.
+    """
     lines = _owners(stacks)
     last = max(
         (index for index, (_, who) in enumerate(lines) if who in ("test", "library")), default=None
@@ -233,9 +248,10 @@ def shortened(stacks: str) -> str:
 
 
 def _cause(pid: int, fd: int) -> str:
-    """Return the cause of death.
+    """Return the cause of death as text: "killed by ...", "exit code ...", or that it is unknown.
 
-    New kernels tell it at any time, old ones only until the parent has asked for it.
+    Linux since 6.15 tells the status at any time, older kernels only until the parent has reaped
+    the process.
     """
     for _ in range(ATTEMPTS):
         status, fields = _status_of(fd), stat(pid)
@@ -250,9 +266,9 @@ def _cause(pid: int, fd: int) -> str:
 
 
 def _status_of(fd: int) -> int | None:
-    """Ask the process's file descriptor.
+    """Return the wait status of a process that has ended, given its pidfd; None if it is not known.
 
-    `PIDFD_GET_INFO` with `PIDFD_INFO_EXIT` of linux/pidfd.h, since Linux 6.15.
+    This is `PIDFD_GET_INFO` with `PIDFD_INFO_EXIT` of linux/pidfd.h, since Linux 6.15.
     """
     info = bytearray(_INFO.pack(_INFO_EXIT, 0))
     try:
@@ -265,14 +281,16 @@ def _status_of(fd: int) -> int | None:
 
 FOLDER = Path("/dev/shm")
 NAMES = ("mpich_shm_", "ucx_shm_posix_", "sm_segment.")
-SLACK_SECONDS = 5.0  # between the clock of a file system and that of this process
+"""Beginnings of the names that MPICH, UCX and Open MPI give to files in shared memory."""
+SLACK_SECONDS = 5.0  # that a file system's clock may lag behind this process's
 FIRST_SECONDS, FIRST_PAUSE, PAUSE = 5.0, 0.25, 2.0
+"""Look for files every FIRST_PAUSE seconds during the first FIRST_SECONDS, then every PAUSE."""
 
 
 def stat(pid: int | str) -> list[str]:
-    """Return the fields of /proc/PID/stat after the name of the program, from the state on.
+    """Return the fields of /proc/PID/stat from the third one (the state) on.
 
-    Return None if the process has ended.
+    Return [] if the process does not exist any more.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
@@ -281,7 +299,7 @@ def stat(pid: int | str) -> list[str]:
 
 
 def processes_of(leader: int) -> set[int]:
-    """Return the processes of the session that `leader` leads, and all that descend from them."""
+    """Return the ids of the processes in the session of `leader`, and of their descendants."""
     stats = {int(path.name): stat(path.name) for path in Path("/proc").glob("[0-9]*")}
     found = {
         pid
@@ -296,9 +314,9 @@ def processes_of(leader: int) -> set[int]:
 
 
 def kill_session(leader: int) -> None:
-    """Kill every process of a launch.
+    """Kill the processes in the session of `leader`, and their descendants (SIGKILL).
 
-    Launchers put ranks into process groups, and MPICH into sessions, of their own.
+    mpiexec puts ranks into process groups, and MPICH's into sessions, other than the leader's.
     """
     for pid in processes_of(leader):
         with contextlib.suppress(OSError):
@@ -308,10 +326,15 @@ def kill_session(leader: int) -> None:
 
 
 class SharedFiles:
-    """The files in shared memory that processes of one launch have mapped and made.
+    """The MPI library's files in /dev/shm that belong to one launch.
+
+    These are files that its processes have mapped and that are not older than the launch.
 
     Args:
-        leader: the process that leads the launch's session.
+        leader: id of the process that leads the launch's session.
+
+    Attributes:
+        found: paths of the files so far.
     """
 
     def __init__(self, leader: int) -> None:
@@ -321,9 +344,9 @@ class SharedFiles:
         self.found: set[Path] = set()
 
     def look(self) -> None:
-        """Note the files that are mapped now.
+        """Add the files that are mapped now to `found`.
 
-        Most calls return at once, because looking takes milliseconds.
+        Most calls return at once, because reading /proc takes milliseconds.
         """
         now = time.time()
         if now < self._next:
@@ -339,7 +362,10 @@ class SharedFiles:
 
 
 def mpi_file(line: str) -> Path | None:
-    """Return the file that a line of /proc/PID/maps names, if its name is an MPI library's."""
+    """Return the path that a line of /proc/PID/maps names, if it is an MPI library's shared memory.
+
+    Return None for every other line.
+    """
     _, found, name = line.partition(f"{FOLDER}/")
     return (
         FOLDER / name

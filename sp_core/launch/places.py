@@ -1,4 +1,8 @@
-"""Find the line of a program that a call came from: in the library, and in the test."""
+"""Find the source line that a call came from, in the library and in the test.
+
+Every source file has an owner: "kit" (`sp_core.launch` and `sp_core.testing`), "library" (the rest
+of sp_core), "foreign" (Python, installed packages and Cython) or "test" (every other file).
+"""
 
 from __future__ import annotations
 
@@ -16,10 +20,7 @@ _FOREIGN = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "
 
 @functools.lru_cache(1024)
 def owner(filename: str) -> str:
-    """Return whose code a file is.
-
-    "kit", "library", "foreign" (Python and installed packages) or "test".
-    """
+    """Return the owner of a source file: "kit", "library", "foreign" or "test"."""
     path = os.path.abspath(filename)
     if path.startswith(KIT):
         return "kit"
@@ -31,12 +32,16 @@ def owner(filename: str) -> str:
 
 @functools.lru_cache(1024)
 def short(filename: str) -> str:
-    """Return the last two parts of a path."""
+    """Return the last two parts of a path, such as "sp_core/mesh.py"."""
     return os.sep.join(Path(filename).parts[-2:])
 
 
 def here() -> str:
-    """Return file and line of the innermost call outside `sp_core.testing`, and of the test."""
+    """Return the place of the innermost caller in the library or the test, as "file:line".
+
+    After a place in the library the test's is added: "file:line (called from file:line)". Frames of
+    the kit and foreign frames are skipped. Without any place return "an unknown place".
+    """
     inner = ""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

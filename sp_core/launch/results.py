@@ -1,8 +1,8 @@
-"""Keep the results of tests when a launch is lost.
+"""Keep the results of tests when a launch ends before pytest can write them.
 
-Rank 0 writes each report down at once, the launcher makes a JUnit file.
-
-Nothing but the standard library is imported.
+`Ledger` runs in rank 0 and appends each result to the file FILE in the launch's directory. In the
+launcher, `told` lists these results and `write_junit` makes a JUnit file of them. Only the standard
+library is imported.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _COUNTS = {"failed": "failures", "error": "errors", "skipped": "skipped"}
 
 
 class Ledger:
-    """Keep what a session reports, line by line; a plugin of pytest.
+    """A pytest plugin that appends the results of a session to a file, one JSON object per line.
 
-    The first line says where the JUnit file was to be written. A test has one line when it begins,
-    without an outcome, and another one when it ends.
+    The first line has the path of the JUnit file (or null) and the name of its test suite. Each
+    test has a line when it begins, with an empty outcome, and another line when it ends.
 
     Args:
-        directory: of the launch.
-        xml: where the session was to write its JUnit file, if anywhere.
-        suite: its name in that file.
+        directory: the launch's directory, in which the file is made.
+        xml: path at which pytest was told to write a JUnit file; None or "" if it was not.
+        suite: name of the test suite in the JUnit file.
     """
 
     def __init__(self, directory: Path, xml: str | None, suite: str = "pytest") -> None:
@@ -37,19 +37,22 @@ class Ledger:
         self._write()
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Keep that a test begins."""
+        """Write a line that a test has begun."""
         self._case = {"test": nodeid, "outcome": "", "seconds": 0.0, "text": ""}
         self._write()
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Add a phase of the test: the worst outcome counts."""
+        """Add the report of a test's setup, call or teardown to the result of the test.
+
+        The worst outcome counts; seconds and texts of errors add up.
+        """
         outcome = "error" if report.failed and report.when != "call" else report.outcome
         self._case["outcome"] = max(self._case["outcome"], outcome, key=_ORDER.index)
         self._case["seconds"] += report.duration
         self._case["text"] += report.longreprtext if report.failed else ""
 
     def pytest_runtest_logfinish(self) -> None:
-        """Keep that a test has ended."""
+        """Write a line with the result of the test that has ended."""
         self._write()
 
     def _write(self) -> None:
@@ -58,7 +61,13 @@ class Ledger:
 
 
 def read(directory: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Return what is known of the JUnit file, and the tests by name."""
+    """Read the ledger's file. A last line that is incomplete is left out.
+
+    Returns:
+        The object of the first line, with "xml" (None without a JUnit file) and "suite"; and by
+        name of a test its latest object, with "test", "outcome", "seconds" and "text". The outcome
+        is "" if the test has not ended.
+    """
     path = directory / FILE
     text = path.read_text() if path.exists() else ""
     wanted, *cases = map(json.loads, text[: text.rfind("\n") + 1].splitlines() or ['{"xml": null}'])
@@ -66,7 +75,10 @@ def read(directory: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
 
 
 def told(directory: Path) -> list[str]:
-    """Return the outcomes of the tests before the end, in lines; none if no test had begun."""
+    """Return lines for people: counts of outcomes, and the tests that failed or had not ended.
+
+    Return [] if no test had begun.
+    """
     _, cases = read(directory)
     counts = Counter(case["outcome"] for case in cases.values())
     known = [f"{counts[name]} {name}" for name in _ORDER[1:] if counts[name]]
@@ -81,11 +93,12 @@ def told(directory: Path) -> list[str]:
 
 
 def write_junit(directory: Path, report: str) -> None:
-    """Write the JUnit file that the session could not write, if one was asked for.
+    """Write the JUnit file in place of pytest. Do nothing if none was asked for.
 
     Args:
-        directory: of the launch.
-        report: becomes the error of the test that was under way.
+        directory: the launch's directory, with the ledger's file.
+        report: text of the error of the test that had not ended. If all had ended, it is the error
+            of an additional test case named "the launch".
     """
     wanted, cases = read(directory)
     if not wanted["xml"]:
@@ -120,5 +133,5 @@ def _add_case(suite: ET.Element, name: str, case: dict[str, Any]) -> None:
     if tag := _TAGS.get(case["outcome"]):
         text = "".join(
             letter for letter in case["text"] if letter.isprintable() or letter in "\n\t"
-        )  # XML knows no others
+        )  # XML allows no other characters
         ET.SubElement(made, tag, message=text.partition("\n")[0]).text = text

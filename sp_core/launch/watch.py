@@ -1,11 +1,11 @@
-"""Keep what a rank knows where it outlives the process.
+"""Write what a rank knows about itself to files that outlive its process.
 
-Its process number, its stacks and its last place.
+The files hold its process id, its stacks and its last place: the latest text given to `note`.
 
 The launcher runs this file in front of a Python program: `python watch.py program.py arguments`. A
-test session also sets a time limit. At the limit the stacks of all threads go to a file, and five
-seconds later the kernel's alarm ends the process. Neither needs the interpreter's lock, which a
-rank blocked inside MPI may hold. Nothing but the standard library is imported.
+test session also sets time limits. At a limit the stacks of all threads go to a file, and five
+seconds later the kernel's alarm ends the process. Neither needs Python's global lock, which a rank
+blocked inside MPI may hold. Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -27,21 +27,26 @@ EXAMPLE_SECONDS, PHASE_SECONDS, GRACE_SECONDS = 30.0, 300.0, 5.0
 PLACE_BYTES = 512
 ENDED = "the program has ended, and MPI_Finalize waits for the other ranks"
 FAILED = "raised "
-"""The last place of a rank begins with this, if an error has ended its program."""
+"""The last place of a rank begins with this if an error has ended its program."""
 IN_FLIGHT, RESULT, STARTED = "in-flight.txt", "result.txt", "started.txt"
 
 
 class Watch:
-    """The files of one rank.
+    """The open files of one rank.
 
-    They are open from start to end, so that a dying process need not open any.
+    They are opened at the start, because a dying process may be unable to open files.
 
     Args:
-        rank: of this process in the world.
+        rank: of this process in MPI.COMM_WORLD.
 
     Attributes:
-        directory: the launcher's, or a temporary one without a launcher. Then stacks go to standard
-            error.
+        directory: the launcher's (SP_RUN_DIR), or a temporary one without a launcher. Without a
+            launcher stacks go to standard error.
+        limits: the time limits of nested blocks in seconds, the innermost last.
+        hang: file descriptor for stacks at a time limit.
+        stack: file descriptor for stacks at a signal.
+        flying: file descriptor for the example under way; -1 until it is opened.
+        place: the last place, memory-mapped.
     """
 
     def __init__(self, rank: int) -> None:
@@ -62,7 +67,7 @@ class Watch:
         faulthandler.register(signal.SIGTERM, self.stack, all_threads=True, chain=True)
         signal.signal(
             signal.SIGUSR1, signal.SIG_IGN
-        )  # as it is again in MPI_Finalize, after the interpreter's end
+        )  # for MPI_Finalize, which runs when faulthandler has ended
         faulthandler.register(signal.SIGUSR1, self.stack, all_threads=True, chain=False)
         hold_life(self.directory, rank)
         file_of(self.directory, rank, "pid").write_text(
@@ -75,16 +80,19 @@ class Watch:
         return os.open(file_of(self.directory, self.rank, kind), os.O_CREAT | os.O_WRONLY)
 
     def enable(self) -> None:
-        """Write the stacks to this rank's file when a signal such as SIGSEGV ends the process."""
+        """Let faulthandler write to the stack file if a signal such as SIGSEGV ends the process."""
         faulthandler.enable(self.stack)
 
     def arm(self, seconds: float) -> None:
-        """Start the time limit anew."""
+        """Start or restart the time limit.
+
+        After `seconds` the stacks are written, and GRACE_SECONDS later the process is ended.
+        """
         faulthandler.dump_traceback_later(seconds, exit=False, file=self.hang)
         signal.setitimer(signal.ITIMER_REAL, seconds + GRACE_SECONDS)
 
     def close(self) -> None:
-        """End the time limit and close the files. The launcher's directory stays."""
+        """Cancel the time limit and close the files. The launcher's directory is kept."""
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         faulthandler.cancel_dump_traceback_later()
         faulthandler.unregister(signal.SIGTERM)
@@ -102,17 +110,24 @@ _watch: Watch | None = None
 
 
 def file_of(directory: Path, rank: int, kind: str) -> Path:
-    """Return the file that a rank leaves for the launcher, or shares with it."""
+    """Return the path of one of a rank's files.
+
+    `kind` is "pid", "hang" (stacks at a time limit), "stack" (stacks at a signal), "place" (the
+    last place) or "life" (the pipe of `hold_life`).
+    """
     return directory / f"rank{rank}.{kind}"
 
 
 def hold_life(directory: Path, rank: int) -> int:
-    """Open a pipe that only the end of the process closes.
+    """Open the rank's end of a pipe, which only the end of this process closes.
 
-    The launcher hears of it as early as mpiexec hears of its own.
+    The system first closes a process's files and then reports its death. In between mpiexec, which
+    also watches a connection, can have killed other ranks. The pipe tells the launcher the true
+    order.
 
-    The system first closes a process's files and then says that it is dead. In between mpiexec can
-    have killed the others.
+    Args:
+        directory: the launch's.
+        rank: of this process in MPI.COMM_WORLD.
 
     Returns:
         The file descriptor; -1 if no launcher listens.
@@ -124,14 +139,17 @@ def hold_life(directory: Path, rank: int) -> int:
 
 
 def start(rank: int) -> Watch:
-    """Open this rank's files."""
+    """Open the files of this process, which is rank `rank` of MPI.COMM_WORLD, and return them."""
     global _watch  # noqa: PLW0603  # a process is one rank
     _watch = Watch(rank)
     return _watch
 
 
 def limit_phases() -> None:
-    """Limit the time of all that a test session does, each phase of a test by itself."""
+    """Start the time limit of a test session. `progress` restarts it after each phase of a test.
+
+    A phase is the setup, call or teardown of a test.
+    """
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     if _watch is not None:
         _watch.limits.append(phase_seconds())
@@ -139,7 +157,7 @@ def limit_phases() -> None:
 
 
 def stop() -> None:
-    """Close this rank's files."""
+    """Cancel this rank's time limit and close its files."""
     global _watch  # noqa: PLW0603  # a process is one rank
     if _watch is not None:
         _watch.close()
@@ -147,23 +165,23 @@ def stop() -> None:
 
 
 def example_seconds() -> float:
-    """Return the time limit of one example: SP_WATCHDOG_S, or 30 s."""
+    """Return the time limit of one example in seconds: SP_WATCHDOG_S, or 30."""
     return float(os.environ.get("SP_WATCHDOG_S", EXAMPLE_SECONDS))
 
 
 def phase_seconds() -> float:
-    """Return the time limit of what a test does between examples.
+    """Return the time limit in seconds of what a test does between examples.
 
-    It is at least that of an example.
+    It is SP_WATCHDOG_PHASE_S, or 300, and at least `example_seconds()`.
     """
     return max(float(os.environ.get("SP_WATCHDOG_PHASE_S", PHASE_SECONDS)), example_seconds())
 
 
 @contextmanager
 def limit(seconds: float) -> Iterator[None]:
-    """Limit the time of a block.
+    """Limit the time of a `with` block to `seconds`.
 
-    The limit around it starts anew when the block ends, because the block was progress.
+    When the block ends, the limit around it is restarted, because the block was progress.
     """
     limits = [] if _watch is None else _watch.limits
     limits.append(seconds)
@@ -176,30 +194,31 @@ def limit(seconds: float) -> Iterator[None]:
 
 
 def progress() -> None:
-    """Start the current limit anew."""
+    """Restart the time limit of the innermost block, as the rank has made progress."""
     if _watch is not None and _watch.limits:
         _watch.arm(_watch.limits[-1])
 
 
 def note(text: str) -> None:
-    """Keep the last place of this rank where it outlives the process."""
+    """Write `text`, cut to 511 bytes, as the last place of this rank. It outlives the process."""
     if _watch is not None:
         raw = text.encode()[: PLACE_BYTES - 1]
         _watch.place[: len(raw) + 1] = raw + b"\0"
 
 
 def tell(text: str) -> None:
-    """Print where pytest does not capture.
+    """Print text where pytest does not capture it.
 
-    To the file that the launcher prints, or to standard error.
+    It goes to the stack file, which the launcher prints, or without a launcher to standard error.
     """
     os.write(2 if _watch is None else _watch.stack, text.encode())
 
 
 def in_flight(text: str) -> None:
-    """Keep the example that is about to be run, or nothing. Only rank 0 calls this.
+    """Write the text of the example that is about to be run, or "" for none, on rank 0 only.
 
-    The file stays open and is never empty in between, which file systems make a slow write.
+    The file stays open and is never emptied before a write, because some file systems make that
+    slow.
     """
     if _watch is not None:
         if _watch.flying < 0:
@@ -209,9 +228,15 @@ def in_flight(text: str) -> None:
 
 
 def run_program(arguments: list[str]) -> None:
-    """Run a Python program as the interpreter would.
+    """Run a Python program in this process as the interpreter would, and note how it ended.
 
-    A file, `-m module` or `-c code`, with its arguments.
+    After an error, the exit of this process ends all ranks (`abort_at_exit`).
+
+    Args:
+        arguments: a file, `-m` and a module, or `-c` and code; then the program's arguments.
+
+    Raises:
+        BaseException: the program raised it.
     """
     kind, *rest = arguments
     if sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
@@ -243,9 +268,9 @@ def run_program(arguments: list[str]) -> None:
 
 
 def abort_at_exit(code: int) -> None:
-    """Let the end of this process end all ranks, which would wait for it in MPI for ever.
+    """Let the exit of this process abort all ranks, which would wait for it in MPI for ever.
 
-    A test session ends by itself.
+    Nothing is changed for exit code 0, without mpi4py, and in a test session, which ends by itself.
     """
     mpi = sys.modules.get("mpi4py.MPI")
     is_session = (Path(os.environ.get(RUN_DIR, ".")) / STARTED).exists()
