@@ -1,9 +1,11 @@
-"""Tests of programs whose ranks communicate.
+"""Test programs whose ranks communicate.
 
-Property tests over ranks, checked communicators, one report for all ranks.
+`given` and `spmd` make tests whose body runs on several ranks. `CheckedComm` and `CheckedGroup`
+compare the calls of all ranks, so a mistake is an error instead of a hang. A pytest plugin makes
+one report for all ranks.
 
-Nothing here is imported before it is used, so that the pytest plugin and the launcher cost nothing
-where they are merely installed.
+Submodules are imported when they are used, so that the plugin and the launcher cost nothing where
+they are merely installed.
 """
 
 import lazy_loader

@@ -1,6 +1,7 @@
-"""Check that the backward pass of a collective is its adjoint.
+"""Check that the backward pass of a collective is the adjoint of its forward pass.
 
-Exactly by inner products, to any order by differences.
+`check_adjoint` compares inner products exactly. With `global_map` torch's `gradcheck` compares
+derivatives of any order with differences.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ def global_map(f: RankFunction, size: int) -> Callable[..., tuple[Tensor, ...]]:
         size: number of ranks, which are threads.
 
     Returns:
-        A function of rank 0's shards, then rank 1's, and so on, that returns outputs in the same
-        order; differentiable to any order, as far as `f` is.
+        A function of rank 0's shards, then rank 1's, and so on. It returns a tuple of rank 0's
+        outputs, then rank 1's, and so on, and is differentiable as often as `f` is. It raises
+        ValueError for a number of shards that is no multiple of `size`.
     """
 
     def mapped(*shards: Tensor) -> tuple[Tensor, ...]:
@@ -44,6 +46,8 @@ def global_map(f: RankFunction, size: int) -> Callable[..., tuple[Tensor, ...]]:
 
 
 class _GlobalMap(torch.autograd.Function):
+    """The differentiable function of `global_map`, called with f, size and all shards."""
+
     @staticmethod
     def forward(ctx: Any, f: RankFunction, size: int, *shards: Tensor) -> tuple[Tensor, ...]:
         ctx.f, ctx.size = f, size
@@ -74,7 +78,11 @@ class _GlobalMap(torch.autograd.Function):
 
 
 def _pullback(f: RankFunction, local: int, given: int) -> RankFunction:
-    """Return the backward pass of one rank as a function that can be differentiated."""
+    """Return one rank's backward pass as a function that can be differentiated.
+
+    That function takes the communicator, `local` inputs and `given` output gradients, and returns
+    the input gradients.
+    """
 
     def pullback(comm: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
         inputs, grads = tensors[:local], tensors[local : local + given]
@@ -114,20 +122,21 @@ def check_adjoint(
     x: Tensor,
     y: Tensor,
 ) -> None:
-    """Check <A x, y> == <x, A^T y>, summed over the ranks, exactly.
+    """Check <A x, y> == <x, A^T y>, summed over the ranks, exactly. Every rank calls this.
 
     Args:
-        comm: a raw communicator of the ranks.
+        comm: an mpi4py communicator or one that a test body gets; not an `sp_core.Communicator`.
         forward: A, linear; called on every rank.
-        adjoint: A^T; None takes the one that autograd finds.
+        adjoint: A^T; None takes the backward pass of `forward`.
         x: float64 with small integers, so that every product and sum is exact.
         y: the same, of the shape of A x.
 
     Communication:
-        What A and A^T need, and one all-reduce of two numbers.
+        That of A and A^T, and one all-reduce of two numbers.
 
     Raises:
-        AssertionError: on every rank.
+        AssertionError: on every rank, the two sums differ; on this rank, A x or A^T y has a wrong
+            shape.
     """
     x = x.detach().requires_grad_(adjoint is None)
     ax = forward(x)

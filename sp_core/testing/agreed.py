@@ -1,6 +1,7 @@
 """Make one pytest session of the ranks of a launch.
 
-They agree on tests and outcomes, and only rank 0 writes.
+Every rank runs pytest. The ranks compare the tests that they have collected, combine the outcomes
+of each test, and only rank 0 writes reports.
 """
 
 from __future__ import annotations
@@ -25,26 +26,29 @@ _MAX_LISTED = 5
 
 
 class Ranks:
-    """The ranks of a launch as one pytest session. Every rank makes this at the same point.
+    """A pytest plugin that combines the sessions of all ranks into one.
+
+    Every rank constructs it at the same point, because that duplicates MPI.COMM_WORLD.
 
     Args:
         config: pytest's.
-        session: gets its control communicator.
+        session: this rank's session; its attribute `control` is set to a communicator of all ranks.
 
     Raises:
-        pytest.UsageError: the launch is not the one asked for; on every rank.
+        pytest.UsageError: on every rank: the launch has another number of ranks than
+            `--sp-expect-ranks` says, or pytest-xdist is in use.
     """
 
     def __init__(self, config: pytest.Config, session: Session) -> None:
         import mpi4py
 
         mpi4py.rc.fast_reduce = (
-            False  # the shortcut duplicates a communicator while it holds the interpreter's lock
+            False  # the shortcut duplicates a communicator while it holds Python's global lock
         )
         from mpi4py import MPI
 
-        requests.install()  # before any test takes a class out of mpi4py
-        failing.hooked = True  # the session outlives the errors of its tests
+        requests.install()  # before any test imports a class from mpi4py
+        failing.hooked = True  # errors of tests do not end the ranks
         world = MPI.COMM_WORLD
         self.config, self.rank, self.size = config, world.rank, world.size
         self._session, self._lost = session, False
@@ -63,7 +67,10 @@ class Ranks:
         self.control = session.control = MpiCarrier(world.Dup())
 
     def leave_result(self, exitstatus: int) -> None:
-        """Tell the launcher that the session has come to its end."""
+        """Write the exit status to the launcher's file, on rank 0.
+
+        The file tells the launcher that the session has come to its end.
+        """
         if self.rank == 0:
             (self._watch.directory / watch.RESULT).write_text(str(exitstatus))
 
@@ -84,53 +91,65 @@ class Ranks:
     def _usage(self, text: str) -> NoReturn:
         raise pytest.UsageError(
             *([] if self.rank else [text])
-        )  # every rank raises; pytest prints each text it is given
+        )  # every rank raises, and only rank 0 prints the text
 
     def _be_quiet(self) -> None:
-        """Write nothing to the terminal, to result files and to the cache."""
+        """Stop pytest on this rank from writing to the terminal and to result files."""
         option = self.config.option
         for name in _RESULT_FILES:
             if hasattr(option, name):
                 setattr(option, name, None)
         option.basetemp = str(
             self._watch.directory / f"tmp-rank{self.rank}"
-        )  # processes that share one clear it for each other
+        )  # pytest clears it at the start, also while other ranks use it
         sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115  until the terminal reporter has taken it
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self) -> None:
-        """Restore standard output for tests: pytest's terminal reporter has its own stream now."""
+        """Mark the session as started, and restore the standard output of ranks other than 0.
+
+        pytest's terminal reporter has taken its own stream by now. Ranks other than 0 also stop
+        writing to pytest's cache.
+        """
         (self._watch.directory / watch.STARTED).touch()
-        self._watch.enable()  # pytest's own plugin has taken it
+        self._watch.enable()  # pytest's faulthandler plugin has redirected it
         if self.rank:
             sys.stdout = self._stdout
             if (cache := getattr(self.config, "cache", None)) is not None:
-                # ranks may read what failed last time, and must agree on it
+                # ranks may read which tests failed last time, and must read the same
                 vars(cache).update(set=lambda key, value: None)
 
     def pytest_report_header(self) -> str:
-        """Write which launch this is."""
+        """Return the line of pytest's header with the number of ranks and the MPI library."""
         from mpi4py import MPI
 
         library = MPI.Get_library_version().split(",")[0].splitlines()[0].strip("\0 ")
         return f"sp_core.testing: {self.size} ranks, {library}"
 
     def pytest_collectstart(self, collector: pytest.Collector) -> None:
-        """Note that a file or folder is collected."""
+        """Note the file or folder that is collected as this rank's last place."""
         watch.note(f"collects {collector.nodeid or 'tests'}")
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Keep a failure to collect: only rank 0 shows its own."""
+        """Keep the text of a collection error, because pytest shows only those of rank 0."""
         if report.failed:
             self._complaints.append(f"could not collect {report.nodeid}:\n{report.longreprtext}")
 
     def pytest_internalerror(self, excrepr: object) -> None:
-        """Keep the error that ends this rank's session."""
+        """Keep the text of the internal error that ends this rank's session."""
         self._complaints.append(str(excrepr))
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Refuse to run different tests, in which ranks would wait for each other for ever."""
-        if sys.exc_info()[1] is not None:  # pytest calls this also on its way out
+        """Compare the collected tests of all ranks, and raise on every rank if they differ.
+
+        Ranks that ran different tests would wait for each other for ever.
+
+        Raises:
+            pytest.UsageError: on every rank: the ranks collected different tests, or in another
+                order.
+            pytest.exit.Exception: a rank is at another point of the session.
+        """
+        if sys.exc_info()[1] is not None:  # pytest calls this hook also after an error
             self._complaints.append(f"left collection:\n{traceback.format_exc()}")
         mine = [item.nodeid for item in session.items], self._complaints
         everyone = self._everyone("the end of collection", mine)
@@ -147,14 +166,17 @@ class Ranks:
             self._usage("\n".join([text, *lines]))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Note which test runs."""
+        """Note the test that runs as this rank's last place."""
         watch.note(f"in {nodeid}")
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, Any, pytest.TestReport]:
-        """Make one outcome of those of all ranks."""
+        """Compare the reports of all ranks on a test's setup, call or teardown (every rank waits).
+
+        If a rank has failed, or the outcomes differ, the report fails on every rank.
+        """
         report: pytest.TestReport = yield
         watch.progress()
         if not self._lost:
@@ -169,11 +191,15 @@ class Ranks:
         return report
 
     def _everyone(self, point: str, mine: Any) -> list[Any]:
-        """Return every rank's value.
+        """Return the values `mine` of all ranks, in rank order. Every rank calls this and waits.
+
+        Args:
+            point: names the point of the session that this rank has come to.
+            mine: picklable.
 
         Raises:
-            pytest.exit.Exception: the ranks are at different points, so their messages make no
-            sense any more.
+            pytest.exit.Exception: on every rank: the ranks are at different points, so that their
+                sessions cannot continue together.
         """
         everyone = self.control.gather((point, self._complaints, mine))
         if len({point for point, *_ in everyone}) > 1:
@@ -185,7 +211,11 @@ class Ranks:
         return [value for *_, value in everyone]
 
     def _judged(self, reports: Sequence[tuple[str, str]]) -> str:
-        """Return the text of a failure on some rank, or "" if every rank has the same report."""
+        """Return the text of a failure on some rank, or "" if this rank's own report says it all.
+
+        Args:
+            reports: by rank, outcome and text.
+        """
         failed = [rank for rank, (word, _) in enumerate(reports) if word == "failed"]
         if not failed and len({word for word, _ in reports}) > 1:
             said = ", ".join(f"rank {rank}: {word}" for rank, (word, _) in enumerate(reports))
@@ -204,7 +234,10 @@ class Ranks:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Make one exit status for all ranks: the worst."""
+        """Set this rank's exit status to the worst of all ranks. Every rank waits for all.
+
+        The error ratios and notes of all ranks are merged, too.
+        """
         watch.progress()
         everyone = []
         try:
@@ -213,7 +246,7 @@ class Ranks:
                 everyone = self._everyone("the end of the session", mine)
         except (
             pytest.exit.Exception
-        ) as lost:  # raised here, it would keep other plugins from writing their results
+        ) as lost:  # raised here, it would keep other plugins from writing their files
             if self.rank == 0:
                 print(lost, file=sys.__stderr__)
         session.exitstatus = max(

@@ -1,4 +1,10 @@
-"""Carry records and values between ranks, also by polled exchanges of MPI."""
+"""Exchange values between ranks without blocking inside MPI, and wait by polling.
+
+An exchange is an all-gather of one value per rank: every rank of a communicator begins it, and it
+is complete when all ranks have. A round is an exchange of `Record`s. Steps are a generator that
+yields while it waits for other ranks. `MpiCarrier` makes exchanges between processes,
+`world.ThreadCarrier` between threads.
+"""
 
 from __future__ import annotations
 
@@ -19,33 +25,42 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
-"""Work that yields while it has to wait for other ranks."""
-Ticket = Callable[[], list[Any] | None]
-"""An exchange under way.
+"""A generator that does a job in steps and returns the result.
 
-Returns what every rank gave, in rank order, or None as long as some rank has given nothing.
+It yields whenever it has to wait for other ranks. Each `next` polls again.
+"""
+Ticket = Callable[[], list[Any] | None]
+"""A function that polls an exchange under way.
+
+It returns the values of all ranks in rank order, or None while a rank has not begun the exchange.
 """
 
 _RECORD = struct.Struct("<q16s16s")
 AFTER_SECONDS = 0.5
+"""A wait is a long one, and looks for a deadlock, after so many seconds."""
 YIELD_SECONDS = 2e-4
-"""About as long as ranks that have a core each take to meet."""
-PAUSE_SHARE, LONGEST_PAUSE = 0.125, 5e-3
-"""A rank that no example needs looks rarely and leaves the cores to the others.
+"""A wait yields the core for so many seconds, and then sleeps between polls.
 
-No wait gets longer by more than this share.
+Ranks that have a core each take about as long to meet.
+"""
+PAUSE_SHARE, LONGEST_PAUSE = 0.125, 5e-3
+"""Between polls a wait sleeps for PAUSE_SHARE of its time so far, at most LONGEST_PAUSE seconds.
+
+A rank that waits long so leaves its core to other ranks. No wait gets longer by more than the
+share.
 """
 
 
 class Record(NamedTuple):
-    """What one rank puts into a round.
+    """What one rank contributes to a round.
 
-    Its size is fixed, so that the exchange costs one small message.
+    The size is fixed, so that a round is one small message per rank.
 
     Attributes:
-        kind: what the rank is about to do.
-        digest: of its call.
-        balance: hash of the messages that it sends, less that of those that it receives.
+        kind: whether the rank is about to make a call, waits for a message, or is done, and how.
+        digest: hash of the call and of the arguments that must be equal on all ranks.
+        balance: sum of the hashes of the messages sent, less those received, modulo 2**128. Over
+            all ranks it adds up to 0 if every message is received as it is sent.
     """
 
     kind: Kind
@@ -54,42 +69,57 @@ class Record(NamedTuple):
 
 
 class Carrier(ABC):
-    """Carry records and values between the ranks of one communicator."""
+    """Exchange values between the ranks of one communicator.
+
+    Attributes:
+        rank: of the caller in this communicator.
+        size: number of ranks.
+    """
 
     rank: int
     size: int
 
     def post(self, record: Record) -> Ticket:
-        """Begin an exchange of records."""
+        """Begin a round with this rank's record. The ticket returns the records of all ranks.
+
+        Every rank calls this; none waits here.
+        """
         return self.share(record)
 
     @abstractmethod
     def share(self, value: object) -> Ticket:
-        """Begin an exchange of values of any size."""
+        """Begin an exchange of values. The ticket returns the values of all ranks, in rank order.
+
+        Every rank calls this; none waits here. The values may differ in size.
+        """
 
     @abstractmethod
     def drive(self, steps: Steps[T], what: str, *, ending: bool = False) -> T:
-        """Run steps to their end and sleep in between.
+        """Run steps to their end and return their result. Sleep while they wait for other ranks.
 
-        `ending`: this rank waits only for others to end.
+        Args:
+            steps: a job of this rank.
+            what: describes the wait, for the report of a deadlock.
+            ending: this rank waits only for other ranks to end, so a deadlock is not its fault.
         """
 
     def gather(self, value: object) -> list[Any]:
-        """Return the value of every rank."""
+        """Return the values of all ranks, in rank order. Every rank calls this and waits."""
         return self.drive(until(self.share(value)), "an exchange of values")
 
 
 def until(ticket: Ticket) -> Steps[list[Any]]:
-    """Wait for an exchange."""
+    """Return steps that wait for an exchange and return the values of all ranks, in rank order."""
     while (got := ticket()) is None:
         yield
     return got
 
 
 def begun(steps: Steps[T]) -> Callable[[], T | None]:
-    """Take the first step.
+    """Start some steps, and return a function that continues them.
 
-    Return a function that takes the next one, and returns the result at the end, None before.
+    Each call of that function runs the steps to their next wait. It returns their result once they
+    have ended, and None before.
     """
     result: list[T] = []
 
@@ -106,15 +136,18 @@ def begun(steps: Steps[T]) -> Callable[[], T | None]:
 
 
 def boxed(steps: Steps[T]) -> Steps[tuple[T]]:
-    """Run steps. Return the result in a tuple, which is not None."""
+    """Return steps whose result is that of `steps` in a 1-tuple, which is never None."""
     return ((yield from steps),)
 
 
 def patiently(ready: Callable[[], T | None], stuck: Callable[[], object] = lambda: None) -> T:
-    """Call until the answer is not None.
+    """Call `ready` until it returns something other than None, and return that.
 
-    In between let other processes run, then sleep, longer with time. `stuck` is called again and
-    again when the wait is a long one; it may raise.
+    In between let other processes run, then sleep, longer with time.
+
+    Args:
+        ready: polls for the result.
+        stuck: called at each poll once the wait is a long one; it may raise.
     """
     begin = time.perf_counter()
     while (got := ready()) is None:
@@ -134,11 +167,11 @@ def wait(request: Any) -> None:
 
 
 class MpiCarrier(Carrier):
-    """Exchange between the ranks of one MPI communicator.
+    """Exchange values between processes, by non-blocking all-gathers of MPI.
 
     Args:
-        comm: a communicator that nobody else sends on.
-        stuck: called again and again when a wait is a long one; may raise.
+        comm: an mpi4py communicator on which nobody else communicates.
+        stuck: called with `what` and `ending` of `drive` at each poll of a long wait; it may raise.
     """
 
     def __init__(
@@ -149,7 +182,10 @@ class MpiCarrier(Carrier):
         self._stuck = stuck
 
     def post(self, record: Record) -> Ticket:
-        """Begin an exchange of records."""
+        """Begin a round with this rank's record: an all-gather of 40 bytes per rank.
+
+        The ticket returns the records of all ranks. Every rank calls this; none waits here.
+        """
         return begun(self._post(record))
 
     def _post(self, record: Record) -> Steps[list[Any]]:
@@ -162,7 +198,11 @@ class MpiCarrier(Carrier):
         ]
 
     def share(self, value: object) -> Ticket:
-        """Begin an exchange of picklable values."""
+        """Begin an exchange of picklable values of any size: two all-gathers, the first of sizes.
+
+        The ticket returns the values of all ranks, in rank order. Every rank calls this; none waits
+        here.
+        """
         return begun(self._share(pickle.dumps(value)))
 
     def _share(self, mine: bytes) -> Steps[list[Any]]:
@@ -172,17 +212,24 @@ class MpiCarrier(Carrier):
         return [pickle.loads(part) for part in parts]
 
     def _begin(self, mine: bytes) -> Ticket:
-        """Begin an exchange of bytes, as many on every rank."""
+        """Begin an all-gather of bytes, equally many on every rank.
+
+        The ticket returns the bytes of every rank, in rank order.
+        """
         received = np.empty((self.size, len(mine)), np.uint8)
         request = self.comm.Iallgather(np.frombuffer(mine, np.uint8), received.reshape(-1))
         return lambda: [part.tobytes() for part in received] if request.Test() else None
 
     def drive(self, steps: Steps[T], what: str, *, ending: bool = False) -> T:
-        """Run steps to their end and sleep in between."""
+        """Run steps to their end and return their result. Sleep while they wait for other ranks."""
         return patiently(begun(boxed(steps)), lambda: self._stuck(what, ending))[0]
 
     def broadcast(self, value: object = None) -> Any:
-        """Return the value of rank 0. The other ranks sleep until it comes."""
+        """Return rank 0's value on every rank. Every rank calls this and waits for the transfer.
+
+        Args:
+            value: picklable; that of other ranks than 0 is ignored.
+        """
         mine = np.frombuffer(pickle.dumps(value), np.uint8).copy()
         size = np.array([mine.size])
         wait(self.comm.Ibcast(size, 0))

@@ -1,6 +1,7 @@
-"""The communicator that test bodies get.
+"""The communicator that test bodies get, for processes and threads alike.
 
-Mpi4py's methods, each preceded by one exchange of the lockstep protocol.
+It has mpi4py's methods. Before each collective the ranks exchange one record of their call (see
+`lockstep`).
 """
 
 from __future__ import annotations
@@ -30,11 +31,14 @@ _ON_OBJECTS: dict[str, Callable[[Any, Any], Any]] = {
     "MIN": min,
 }
 Announced = Counter[tuple[str, int, int, bool]]
-"""Messages by method, other rank, bytes, and whether other calls may come before."""
+"""Number of announced messages that are not yet posted.
+
+A key is "Isend" or "Irecv", the other rank, bytes, and whether other calls may come before.
+"""
 
 
 def _reduced(op: Any, objects: Sequence[Any]) -> Any:
-    """Reduce objects in rank order. An operation of MPI is a function itself."""
+    """Return the reduction of objects in rank order. An operation of MPI is a function itself."""
     return functools.reduce(op if callable(op) else _ON_OBJECTS[op_name(op)], objects)
 
 
@@ -43,12 +47,15 @@ def _listed(messages: Iterable[tuple[str, int, int, bool]]) -> str:
 
 
 class LockstepComm(Observer, ABC):
-    """A communicator whose ranks agree on each call before they make it.
+    """A communicator whose ranks compare each call before they make it.
+
+    If the calls differ, every rank raises `CollectiveMismatch` instead of blocking. If a rank has
+    left the example, the other ranks raise `PeerFailed`.
 
     Args:
-        lockstep: this rank's side of the protocol.
-        family: of communicators, which this one joins, so that the end of an example reaches all of
-            them.
+        lockstep: this rank's side of the comparison.
+        family: communicators of this rank in the example. This communicator joins them, so that the
+            end of the example reaches all.
     """
 
     _pickle: Any
@@ -57,7 +64,7 @@ class LockstepComm(Observer, ABC):
         self.lockstep = lockstep
         self.family = family
         self._announced = Announced()
-        self._exchanges = 0  # since the last clean-up; the same on all ranks
+        self._exchanges = 0  # calls of `announce_exchange` in this example
         self._requests: list[Any] = []  # begun, and not yet known to be complete
         self.children = itertools.count()
         self._freed = self._early = False
@@ -152,9 +159,10 @@ class LockstepComm(Observer, ABC):
         *,
         later: bool = False,
     ) -> None:
-        """Declare the point-to-point messages that follow.
+        """Declare the point-to-point messages that follow, and compare them over the ranks.
 
-        Every rank of the communicator calls this.
+        Every rank of the communicator calls this and waits for all. After the first call in an
+        example every message has to be declared.
 
         Args:
             sends: (destination, bytes) of each message that this rank will `Isend`.
@@ -174,22 +182,32 @@ class LockstepComm(Observer, ABC):
         self._announced.update(("Irecv", *message, later) for message in recvs)
 
     def announce_call(self, what: str) -> None:
-        """Declare that this rank is about to do what every rank does and what is no call of MPI."""
+        """Compare `what`, which names an operation that is no call of MPI, over the ranks.
+
+        Every rank calls this and waits for all.
+        """
         self._enter(Call("announce_call", (what,), text=what))
 
     def announce_early(self) -> None:
-        """Declare that the next collective does not wait until all ranks have announced it."""
+        """Let the next collective begin before all ranks have announced it.
+
+        It returns a request at once, and MPI begins it when all ranks have announced it.
+        """
         self._early = True
 
     def watch(self, what: str) -> None:
-        """Find out whether a peer has left the example, during a wait that is no call of MPI."""
+        """Raise if a peer has left the example. Called during a wait that is no call of MPI.
+
+        `what` describes the wait.
+        """
         self.progress()
         self.lockstep.waiting(what)
 
     def Free(self) -> None:
-        """Free the communicator, as mpi4py's `Free`.
+        """Free the communicator, as mpi4py's `Free`. Every rank calls this.
 
-        During an error only at the end of the example, not to hide the error.
+        While an exception is handled, it is only marked as freed, in order not to hide the
+        exception. The end of the example then frees it.
         """
         if sys.exc_info()[0] is not None:
             self._freed = True
@@ -203,7 +221,13 @@ class LockstepComm(Observer, ABC):
     Disconnect = Free
 
     def ensure_posted(self, before: str, *, later: bool = False) -> None:
-        """Raise if an announced message is not posted or, with `later`, a request not complete."""
+        """Raise `CollectiveMismatch` if an announced message is not posted.
+
+        Args:
+            before: the call that this rank is about to make, for the error message.
+            later: also for messages that may come after other calls, and for requests that are not
+                known to be complete.
+        """
         if missing := [message for message in +self._announced if later or not message[3]]:
             raise CollectiveMismatch(
                 f"{before} before all announced messages were posted; missing: {_listed(missing)}"
@@ -216,7 +240,7 @@ class LockstepComm(Observer, ABC):
 
     @contextmanager
     def _named(self, op: str) -> Iterator[None]:
-        """Put the call and the rank in front of an error in its arguments."""
+        """Put the call and the rank in front of the text of an error in the call's arguments."""
         try:
             yield
         except (ValueError, TypeError, KeyError) as problem:
@@ -225,7 +249,17 @@ class LockstepComm(Observer, ABC):
     def _on_objects(
         self, op: str, value: Any, root: int | None = None, reduction: Any = None
     ) -> list[Any]:
-        """Return every rank's object. Each is pickled before the ranks agree on the call."""
+        """Compare a collective on objects, and return the objects of all ranks, in rank order.
+
+        Each object is pickled before, because an object that cannot be pickled must not leave other
+        ranks waiting.
+
+        Args:
+            op: mpi4py's method.
+            value: this rank's object.
+            root: rank, if the method has one.
+            reduction: operation, if the method has one.
+        """
         self._check_root(op, root)
         with self._named(op):
             pickled = self._pickle.dumps(value)
@@ -241,7 +275,10 @@ class LockstepComm(Observer, ABC):
         return [self._pickle.loads(raw) for raw in everyone]
 
     def _one_each(self, op: str, sendobj: Sequence[Any] | None, number: int) -> list[Any]:
-        """Return one object for each rank, which are None if none are given."""
+        """Return `sendobj` as a list of `number` objects, of None if it is None.
+
+        Raise ValueError for another number of objects.
+        """
         objects = [None] * number if sendobj is None else list(sendobj)
         with self._named(op):
             require(len(objects) == number, f"{len(objects)} objects for {number} ranks")
@@ -250,7 +287,17 @@ class LockstepComm(Observer, ABC):
     def _agree_on(
         self, form: str, args: Sequence[Any], given: Mapping[str, Any], then: Callable[[Flow], Any]
     ) -> Any:
-        """Agree on a collective on buffers in one of its forms, then make it."""
+        """Compare a collective on buffers over the ranks, and return the result of `then`.
+
+        Args:
+            form: mpi4py's method, such as "Bcast", "Ibcast" or "Bcast_init".
+            args, given: positional and named arguments of the method.
+            then: makes the call, given its messages.
+
+        Returns:
+            The result of `then`. After `announce_early`, and for `Iallgather`, a request instead:
+            `then` is called when all ranks have announced the collective.
+        """
         op = op_of(form)
         with self._named(form):
             values = bind(op, args, given)
@@ -261,13 +308,12 @@ class LockstepComm(Observer, ABC):
         early, self._early = self._early or form == "Iallgather", False
         if not early:
             return self._enter(what, lambda: then(found))
-        self._allow(
-            what
-        )  # and does not wait for the other ranks: they may wait for something else from this one
+        # do not wait for other ranks here: they may wait for something else from this rank
+        self._allow(what)
         return self._later(Beginning(self, what, lambda: then(found)))
 
     def _later(self, beginning: Beginning) -> Any:
-        """Return the request of a collective that only this rank has announced yet."""
+        """Return the request of a collective that not all ranks have announced yet."""
         return beginning
 
     def _check_root(self, op: str, root: int | None) -> None:
@@ -281,16 +327,19 @@ class LockstepComm(Observer, ABC):
         return ValueError(text)
 
     def _edges(self, op: str) -> Edges:
-        """Return the neighbours of this rank, for a collective between neighbours."""
+        """Return (sources, destinations) of a neighbourhood collective; none for others."""
         return (), ()
 
     def _enter(self, what: Call, then: Callable[[], Any] = lambda: None) -> Any:
+        """Compare the call `what` over the ranks, waiting for all; return the result of `then`."""
         self._allow(what)
         if self.lockstep.beginning is not None:
             self.lockstep.beginning.settle()
         return self.lockstep.call(what, then)
 
     def _allow(self, what: Call) -> None:
+        """Raise on a freed communicator, or if an announced message is not posted; else note the call.
+        """
         if self._freed:
             raise RankError(
                 f"{what.op} on a communicator ({self.lockstep.name}) that has been freed"
@@ -300,10 +349,11 @@ class LockstepComm(Observer, ABC):
         self.progress()
 
     def progress(self) -> None:
-        """Let the other ranks complete what this one has started."""
+        """Hand over the data of started sends and collectives, so that peers can complete."""
         self.family.release()
 
     def _take(self, op: str, peer: int, nbytes: int) -> None:
+        """Count a message as posted. Raise `CollectiveMismatch` if it was not announced."""
         message = (op, peer, nbytes, not self._announced[op, peer, nbytes, False])
         if not self._announced[message]:
             left = _listed(+self._announced) or "nothing"
@@ -315,28 +365,31 @@ class LockstepComm(Observer, ABC):
 
     @abstractmethod
     def _collective(self, form: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
-        """Make a collective on buffers in one of its forms."""
+        """Compare a collective on buffers over the ranks, make it, and return any request.
+
+        `form` is mpi4py's method, such as "Bcast", "Ibcast" or "Bcast_init".
+        """
 
     @abstractmethod
     def _release(self) -> None:
         """Hand over the data of started sends and collectives, so that peers can complete."""
 
     def _complete(self, clean: bool) -> None:
-        """Forget the example.
+        """Forget the messages and requests of an example.
 
-        `clean`: it failed on some rank, so first complete the messages under way; all ranks
-        say the same.
+        `clean`: the example failed on some rank, so first complete the messages under way; the same
+        on all ranks.
         """
         self._announced, self._requests, self._exchanges = Announced(), [], 0
         self.lockstep.forget()
 
     @abstractmethod
     def _free(self) -> None:
-        """Free the communicator, without agreement."""
+        """Free the communicator, without a comparison over the ranks."""
 
 
 def forwarded(method: str, name: str) -> Callable[..., Any]:
-    """Return a method that hands its name and arguments to another one."""
+    """Return a method that calls `self.<method>(name, args, given)` with its own arguments."""
     return lambda self, *args, **given: getattr(self, method)(name, args, given)
 
 

@@ -1,4 +1,4 @@
-"""Run a test session on several ranks.
+"""Run a test session on several ranks; the same command as `sp-core run`.
 
 `python -m sp_core.testing.launch -n 4 -- python -m pytest --with-mpi tests`.
 """

@@ -1,6 +1,7 @@
-"""Send and receive on a checked communicator.
+"""Send and receive on a checked communicator, with every call of mpi4py.
 
-Every call of mpi4py, waited for outside MPI, and counted.
+Waits poll outside MPI. Each message is counted, and the counts are compared at the end of an
+example.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from sp_core.testing.requests import OBJECT, UNCHECKED, Transfer, begun, patient
 from sp_core.testing.specs import Part, read
 
 _SYNCHRONOUS = {"Isend": "Issend", "Send_init": "Ssend_init"}
-"""Not complete before the receive is there: long messages are sent so."""
+"""Methods of mpi4py, and the synchronous ones that are called in their place.
+
+A synchronous send completes only when its receive has begun, as MPI does with long messages.
+"""
 _MODES = ("send", "bsend", "ssend", "rsend")
 _ONE_WAY = {*_MODES, "recv", *(f"i{name}" for name in (*_MODES, "recv"))} - {"rsend", "irsend"}
 MESSAGES = {
@@ -31,16 +35,18 @@ MESSAGES = {
     ),
     *("Sendrecv", "Isendrecv", "Sendrecv_replace", "Isendrecv_replace"),
 }
-"""The calls that send or receive."""
+"""Names of mpi4py's methods that send or receive."""
 PROBES = {
     start + rest for start in ("P", "Ip", "Mp", "Imp", "p", "ip", "mp", "imp") for rest in ("robe",)
 }
+"""Names of mpi4py's methods that probe for a message."""
 
 
 class Messages(LockstepComm):
-    """The part of `CheckedComm` that sends and receives.
+    """The part of `CheckedComm` that sends and receives. Other ranks need not call its methods.
 
-    Its methods are not collective: other ranks need not call them.
+    Their waits raise `PeerFailed` if a rank has left the example, and `CollectiveMismatch` if no
+    rank can go on.
     """
 
     _raw: Any
@@ -51,10 +57,17 @@ class Messages(LockstepComm):
     def _look(
         self, what: str, ending: bool = False, pending: Sequence[Transfer] = (), every: bool = False
     ) -> None:
-        """Find out whether all ranks of the example wait and none can go on. This one waits."""
+        """Take part in the search for a deadlock. Raise `Mismatched` if every rank waits for ever.
+
+        Args:
+            what: describes this rank's wait.
+            ending: this rank only waits for others to end, so it does not raise.
+            pending: messages that this rank waits for; none if it waits for a collective.
+            every: it waits for all of these, not for one.
+        """
 
     def _message(self, name: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
-        """Send, receive or both, in any of mpi4py's forms."""
+        """Make the call `name` of mpi4py, which sends, receives or both, and return its result."""
         call = self._bound(name, args, given)
         _, *values = call.values()
         status = values.pop() if "status" in call else None
@@ -71,9 +84,9 @@ class Messages(LockstepComm):
     def _probe(
         self, name: str, args: Sequence[Any], given: Mapping[str, Any], kind: str = ""
     ) -> Any:
-        """Probe for a message, in any of mpi4py's forms.
+        """Make the call `name` of mpi4py, which probes for a message, and return its result.
 
-        `kind`: type of its elements, if the message is taken.
+        `kind`: type of the elements, if the message is taken.
         """
         _, source, tag, status = self._bound(name, args, given).values()
         test = name if name[0] in "Ii" else f"{'i' if name.islower() else 'I'}{name.lower()}"
@@ -95,13 +108,21 @@ class Messages(LockstepComm):
         return found
 
     def _bound(self, name: str, args: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments by name, with `self` and mpi4py's defaults."""
+        """Return the arguments of mpi4py's method by name, with `self` and its defaults."""
         call = _signature(getattr(type(self._raw), name)).bind(self._raw, *args, **given)
         call.apply_defaults()
         return call.arguments
 
     def _begin(self, name: str, buf: Any, peer: int, tag: int, part: Part | None = None) -> Any:
-        """Begin to send or receive, or make a persistent request."""
+        """Begin to send or receive, or make a persistent request. Return the request.
+
+        Args:
+            name: mpi4py's method, such as "Isend", "irecv" or "Ssend_init".
+            buf: buffer specification, or the object to send.
+            peer: the other rank.
+            tag: of the message.
+            part: size and type of the message, if already known.
+        """
         sends = "send" in name.lower()
         if name.islower() and sends:  # as mpi4py does it: the bytes of a pickle
             buf, name = self._pickle.dumps(buf), name.capitalize()
@@ -116,14 +137,21 @@ class Messages(LockstepComm):
         return begun(raw, self._transfer(side, None) if sends else self._transfer(None, side))
 
     def _receive_object(self, values: Sequence[Any]) -> Any:
-        """Receive a pickled object. mpi4py itself warns of `buf`, which is not needed."""
+        """Receive a pickled object and return it. `values` are buf, source, tag and status.
+
+        mpi4py warns that `buf` is not needed.
+        """
         buf, *source_and_tag, status = values
         if buf is not None:
             self._raw.recv(buf, self._mpi.PROC_NULL)
         return self._probe("mprobe", (*source_and_tag, status), {}, OBJECT).recv(status)
 
     def _both(self, name: str, values: list[Any], status: Any) -> Any:
-        """Send and receive."""
+        """Send and receive, and wait for both messages. Return a received object, or None.
+
+        `name` is "sendrecv", "Sendrecv" or "Sendrecv_replace"; `values` its arguments without the
+        status.
+        """
         part = None
         if name == "sendrecv":
             sent = self._begin("isend", *values[:3])
@@ -137,7 +165,7 @@ class Messages(LockstepComm):
         sent, dest, tag = values[:3]
         self._raw.Send_init(
             sent, dest, tag
-        ).Free()  # neither is begun where mpi4py does not take the other
+        ).Free()  # if mpi4py refuses either side, neither is begun
         self._raw.Recv_init(*values[3:]).Free()
         received = self._begin("Irecv", *values[3:])
         self._begin("Isend", sent, dest, tag, part).Wait()
@@ -145,7 +173,7 @@ class Messages(LockstepComm):
         return None
 
     def _begin_both(self, name: str, values: list[Any]) -> Any:
-        """Begin to send and to receive."""
+        """Make the call "Isendrecv" or "Isendrecv_replace" of mpi4py, and return the request."""
         raw = getattr(self._raw, name)(*values)
         if name in UNCHECKED:
             say(name)
@@ -155,9 +183,11 @@ class Messages(LockstepComm):
     def _transfer(
         self, gives: tuple[Part, int, int] | None, takes: tuple[Part, int, int] | None
     ) -> Transfer:
-        """Describe a request by what it gives and takes.
+        """Describe a request by the message that it sends and the message that it receives.
 
-        Each a part, the other rank and the tag.
+        Args:
+            gives: size and type, destination and tag of the message sent; None if there is none.
+            takes: type, source and tag of the message received; None if there is none.
         """
         message = ends = None
         whats = []
@@ -174,7 +204,10 @@ class Messages(LockstepComm):
         return Transfer(self, what, message, ends, "" if takes is None else takes[0].kind)
 
     def count_received(self, status: Any, kind: str) -> None:
-        """Count a received message. None comes from `MPI.PROC_NULL`."""
+        """Count a received message with its status. `MPI.PROC_NULL` sends none.
+
+        `kind`: type of its elements; UNCOUNTED if its size is not known.
+        """
         if kind == UNCOUNTED:
             self.lockstep.received.append(Message(-1, self.rank, -1, 0, kind))
         elif status.source >= 0:
@@ -184,9 +217,9 @@ class Messages(LockstepComm):
             )
 
     def _part(self, buf: Any, peer: int) -> Part:
-        """Read a message's buffer.
+        """Return the size and element type of a message, given its buffer.
 
-        It is not counted if only mpi4py knows this memory; mpi4py itself refuses the rest.
+        The type is UNCOUNTED if only mpi4py can read the buffer, or if mpi4py will refuse it.
         """
         if peer == self._mpi.PROC_NULL:
             return Part(0, "")
@@ -196,9 +229,10 @@ class Messages(LockstepComm):
             return Part(0, UNCOUNTED)
 
     def _clear(self) -> None:
-        """Leave no message of a failed example for the next one.
+        """Complete all messages of a failed example, so that none reaches the next example.
 
-        Send one to every receive, then receive all that are left.
+        Every rank calls this. Each rank sends a message to every open receive, then receives all
+        that are left.
         """
         last = self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB)
         awaited = MpiCarrier(self._carrier.comm).gather(
@@ -209,12 +243,12 @@ class Messages(LockstepComm):
             mine = [tag for source, _, tag in ends if self.rank == (dest if source < 0 else source)]
             sent += [
                 self._raw.Isend(b"", dest, max(tag, 0)) for tag in mine for _ in ends
-            ]  # one of any source may take another's
+            ]  # a receive from any source may take another's message
         requests = [(transfer.request, transfer.takes) for transfer in self._requests]
         for transfer in [*self._requests]:
-            transfer.end(None)  # from now on mpi4py's alone
+            transfer.end(None)  # from now on mpi4py alone completes it
         for request, _ in filter(operator.itemgetter(1), requests):
-            with Catch():  # a message that was too long
+            with Catch():  # that a message was too long
                 wait(request)
         sent += [self._raw.Isend(b"", dest, last) for dest in range(self.size)]
         for source in range(self.size):

@@ -1,8 +1,8 @@
-"""Choose how many examples a test draws.
+"""Choose how many examples Hypothesis draws for a test, by profile.
 
-The profiles `pr` (default), `quick`, `brief`, `soak` and `explore`.
-
-SP_PROFILE names the profile; SP_EXAMPLES says how many examples a test gets in `explore`.
+The examples are the same in every run for the profiles `pr` (the default, 60 examples), `quick`
+(25) and `brief` (6). Every run draws others for `soak` (3) and `explore` (SP_EXAMPLES, by default
+5000). SP_PROFILE names the profile.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "derandomize": True,
         "max_examples": 6,
         "database": None,
-    },  # these two also of a test that says how many it wants
+    },  # brief and soak reduce also a number that a test names
     "soak": {"derandomize": False, "max_examples": 3, "database": None},
     "explore": {"derandomize": False, "max_examples": int(os.environ.get("SP_EXAMPLES", "5000"))},
 }
@@ -46,25 +46,29 @@ _TAKEN_FROM_TEST = (
 for (
     _name,
     _values,
-) in _OWN.items():  # without deadlines, because times include waiting for other ranks
+) in _OWN.items():  # no deadlines, because times include waiting for other ranks
     settings.register_profile(
         _name,
         deadline=None,
         suppress_health_check=SUPPRESSED,
         print_blob=True,
-        phases=set(Phase) - {Phase.explain},  # it sees only the thread that draws
+        phases=set(Phase) - {Phase.explain},  # `explain` traces only the thread that draws
         **_values,
     )
 
 
 def load(named: str | None) -> bool:
-    """Load the profile that the environment names, for all Hypothesis tests of the session.
+    """Load the profile of SP_PROFILE (default: `pr`) for all Hypothesis tests of the session.
 
     Args:
-        named: the profile of the command line, which Hypothesis loads itself.
+        named: profile named on the command line, which Hypothesis itself loads later; None if there
+            is none.
 
     Returns:
         Whether the profile in use draws other examples on every run.
+
+    Raises:
+        ValueError: SP_PROFILE names no profile of this module.
     """
     wanted = os.environ.get("SP_PROFILE") or DEFAULT
     if wanted not in _OWN:
@@ -74,13 +78,19 @@ def load(named: str | None) -> bool:
 
 
 def name() -> str:
-    """Return the loaded profile if it is one of these, else `pr`."""
+    """Return the name of the loaded profile if it is one of this module's, else "pr"."""
     loaded = settings.get_current_profile_name()
     return loaded if loaded in _OWN else DEFAULT
 
 
 def allow_fixtures(test: Any) -> None:
-    """Let a test use function-scoped fixtures, set up once for all examples of the test."""
+    """Suppress Hypothesis' health check of function-scoped fixtures on a test of `given`.
+
+    pytest sets such a fixture up once for all examples of the test.
+
+    Args:
+        test: function or method; its settings are changed.
+    """
     function = getattr(test, "__func__", test)
     own = function._hypothesis_internal_use_settings
     suppressed = {*own.suppress_health_check, HealthCheck.function_scoped_fixture}
@@ -88,7 +98,11 @@ def allow_fixtures(test: Any) -> None:
 
 
 def _grown(max_examples: int, profile_examples: int) -> int:
-    """Return a test's own number of examples, in proportion to the profile's."""
+    """Return how many examples to draw for a test that names a number itself.
+
+    The number grows as the profile's does over that of `pr`. Only `brief` and `soak` reduce it, to
+    no fewer than 3.
+    """
     usual: int = _OWN[DEFAULT]["max_examples"]
     scaled = max_examples * profile_examples // usual
     return max(scaled, FEWEST) if name() in SMALLER else max(max_examples, scaled)
@@ -97,15 +111,15 @@ def _grown(max_examples: int, profile_examples: int) -> int:
 def chosen(
     own: settings | None, max_examples: int | None = None, *, seeded: bool = False
 ) -> settings:
-    """Return the settings for one test.
+    """Return Hypothesis' settings for one test.
 
     Args:
         own: of `@settings` on the test. Values that it leaves at Hypothesis' default are taken from
             the profile.
-        max_examples: given to `given`; wins over both, and grows in a profile with more examples
-            than `pr`.
-        seeded: a seed was asked for, so the examples are drawn from it and not from the test's
-            name.
+        max_examples: given to `given`. It overrides `own` and the profile, and grows in a profile
+            with more examples than `pr`.
+        seeded: a seed was asked for, so the examples are drawn from the seed and not from the
+            test's name.
     """
     profile = settings.get_profile(name())
     values: dict[str, Any] = (

@@ -1,8 +1,8 @@
-"""Replace requests of mpi4py by ones whose waits end when a peer has left. Name unchecked calls.
+"""Replace mpi4py's requests, so that their waits end if a peer has left. Name unchecked calls.
 
-mpi4py waits inside MPI, where nothing can wake a rank. So the classes `MPI.Request` and
-`MPI.Prequest` are replaced, once in a process, by subclasses that test again and again; requests of
-other communicators are handed on to mpi4py as they are.
+mpi4py waits inside MPI, where nothing can wake a rank. `install` replaces `MPI.Request` and
+`MPI.Prequest`, once in a process, by subclasses that poll. Requests of communicators without checks
+are handed on to mpi4py. `say` prints the calls that are not compared between ranks.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ TESTS = ("Test", "Testany", "Testall", "Testsome", "test", "testany", "testall",
 
 
 class Transfer:
-    """The message or collective of a request.
+    """The message or collective behind a request of a checked communicator.
 
     Args:
-        comm: the communicator that has begun it.
-        what: describes it.
-        sends: the message that it sends.
-        takes: source, destination and tag of the message that it waits for; negative numbers stand
-            for any.
-        kind: of the elements that are received.
+        comm: communicator on which it began.
+        what: describes it, for error messages.
+        sends: the message that it sends, or None.
+        takes: source, destination and tag of the message that it receives, or None; negative
+            numbers stand for any.
+        kind: type of the received elements.
 
     Attributes:
-        request: while it is under way, when nobody else may keep it and with it the memory of the
-            message.
+        done: whether it has not begun, or is complete.
+        request: mpi4py's request while it is under way, which keeps the memory of the message
+            alive.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Transfer:
         return self.what
 
     def waits(self) -> tuple[bool, Ends]:
-        """Return whether it waits for a receive rather than for a message, and for which one."""
+        """Return whether it sends, and (communicator, source, destination, tag) of its message."""
         sends = self.takes is None
         return sends, (
             self.comm.lockstep.name,
@@ -72,17 +73,17 @@ class Transfer:
 
     @property
     def is_message(self) -> bool:
-        """Whether its end depends on what another rank will call."""
+        """Whether it is a message and no collective, so its end depends on another rank's call."""
         return self.sends is not None or self.takes is not None
 
     def start(self, request: Any) -> None:
-        """Note that it has begun."""
+        """Note that the transfer has begun."""
         self.done, self.request = False, request
         self.comm._requests.append(self)
         self.comm.lockstep.sent += [] if self.sends is None else [self.sends]
 
     def end(self, status: Any) -> None:
-        """Note that it is over, with its status if that is known."""
+        """Note that the transfer is complete, with MPI's status or None if that is not known."""
         self.done, self.request = True, None
         self.comm._requests = [other for other in self.comm._requests if other is not self]
         if status is not None and status.Is_cancelled():
@@ -94,7 +95,7 @@ class Transfer:
 
 
 def begun(raw: Any, transfer: Transfer) -> Any:
-    """Return a request of mpi4py as one of ours. A persistent one has not started yet."""
+    """Return mpi4py's request `raw` as one that polls. Unless persistent, it has begun."""
     from mpi4py import MPI
 
     persistent = isinstance(raw, MPI.Prequest)
@@ -106,10 +107,7 @@ def begun(raw: Any, transfer: Transfer) -> Any:
 
 
 def announced(beginning: Beginning) -> Any:
-    """Return a request for a collective that is made when all ranks have announced it.
-
-    Until then mpi4py has none.
-    """
+    """Return the request of a collective that MPI begins only when all ranks have announced it."""
     from mpi4py import MPI
 
     request: Any = MPI.Request()
@@ -118,13 +116,13 @@ def announced(beginning: Beginning) -> Any:
 
 
 def _made(request: Any) -> Any:
-    """Return mpi4py's request, after all ranks have announced it."""
+    """Return the request of MPI, for which all ranks must have announced the collective."""
     beginning: Beginning | None = getattr(request, "beginning", None)
     return request if beginning is None else beginning.settle()
 
 
 def request_classes(request: Any, persistent: Any) -> tuple[type, type]:
-    """Return the replacements of the classes `MPI.Request` and `MPI.Prequest`."""
+    """Return the classes that replace `MPI.Request` and `MPI.Prequest`, given these two."""
 
     def start(self: Any) -> None:
         transfer = _under(self)
@@ -161,7 +159,7 @@ def _under(request: Any) -> Transfer | None:
 
 
 def _method(base: Any, name: str) -> Any:
-    """Return a method to test or wait for requests, ours and others."""
+    """Return the method `name` of requests, such as "Waitall", which polls with mpi4py's tests."""
     test = name.replace("Wait", "Test").replace("wait", "test")
 
     def run(requests: Sequence[Any], target: Any, status: Any) -> Any:
@@ -194,9 +192,9 @@ def _method(base: Any, name: str) -> Any:
 
 
 def _room(mpi: Any, several: str, given: Any) -> Any:
-    """Return a status, or a list for statuses, for the complete requests.
+    """Return the status, or the list for statuses, that MPI fills: the caller's if there is one.
 
-    The caller's if there is one.
+    `several` is "" for one request, or "any", "all" or "some".
     """
     if several in ("", "any"):
         return given or mpi.Status()
@@ -206,9 +204,9 @@ def _room(mpi: Any, several: str, given: Any) -> Any:
 def _ask(
     base: Any, test: str, requests: Sequence[Any], target: Any, status: Any
 ) -> tuple[bool, Any, Any]:
-    """Test requests.
+    """Test requests once, and note those that are complete.
 
-    Return whether they are complete, the result of `Test`, and the result of `Wait`.
+    Return whether the wait is over, the result of the test, and the result of the wait.
     """
     complete: Sequence[int] = ()
     try:
@@ -216,7 +214,7 @@ def _ask(
         done, answer, complete = _meaning(
             test[4:], got if isinstance(got, tuple) else (got,), len(requests)
         )
-    except RuntimeError as error:  # of MPI: those that it concerns are over
+    except RuntimeError as error:  # an MPI error; the requests concerned are complete
         complete = [index for index, request in enumerate(requests) if not request]
         taken = [each for each in map(_under, requests) if each is not None and each.takes]
         if taken and getattr(error, "Get_error_class", int)() == taken[0].comm._mpi.ERR_TRUNCATE:
@@ -237,9 +235,9 @@ def _ask(
 
 
 def _meaning(several: str, got: tuple[Any, ...], number: int) -> tuple[bool, Any, Sequence[int]]:
-    """Read the result of a test.
+    """Return whether a test was successful, the wait's result, and which requests are complete.
 
-    Whether it was successful, the result of a wait, and which requests are complete.
+    `got` is the result of the test in mpi4py; `several` as in `_room`.
     """
     if several == "some":
         return got[0] != [], got if len(got) > 1 else got[0], got[0] or []
@@ -253,12 +251,12 @@ def _meaning(several: str, got: tuple[Any, ...], number: int) -> tuple[bool, Any
 def patient(
     ask: Callable[[], tuple[Any, ...]], transfers: Sequence[Transfer], every: bool = False
 ) -> Any:
-    """Wait for an answer. Meanwhile raise if a peer has left, or if no rank can go on.
+    """Poll until there is an answer, and return it. Raise if a peer has left or none can go on.
 
     Args:
         ask: returns whether the answer is there, and last the answer.
-        transfers: of the requests.
-        every: all of them are needed, not one.
+        transfers: those that this rank waits for.
+        every: all of the transfers are needed, not one.
     """
 
     def ready() -> tuple[Any] | None:
@@ -315,13 +313,13 @@ UNCHECKED = {
     "became of the others then",
     "File.Open": "calls on a file do not go through its communicator",
 }
-"""Calls of communicators, and functions that take a communicator, with the reason."""
+"""Calls of communicators, or taking one, that the ranks do not compare: the reasons by name."""
 
 _said: set[str] = set()
 
 
 def say(name: str) -> None:
-    """Print once that a call is not checked between ranks, and again at the end of a session."""
+    """Print once that the ranks do not compare a call; the session's report repeats it."""
     if name in _said:
         return
     _said.add(name)
@@ -334,9 +332,9 @@ def say(name: str) -> None:
 
 
 class _Replaced(type):
-    """The metaclass of a replaced class of mpi4py.
+    """The metaclass of a class that replaces one of mpi4py's.
 
-    Objects of the original count as objects of the replacement.
+    `isinstance` accepts objects of the original class as objects of the replacement.
     """
 
     def __instancecheck__(cls, instance: object) -> bool:
@@ -345,7 +343,7 @@ class _Replaced(type):
 
 
 def replacement(base: Any, methods: dict[str, Any], *others: type) -> type:
-    """Make a class that replaces one of mpi4py's, with other methods."""
+    """Return a subclass of mpi4py's class `base` with other methods, to replace `base`."""
     for name in ("fromhandle", "fromint", "f2py"):
         methods[name] = classmethod(lambda cls, number, name=name: cls(getattr(base, name)(number)))
     return _Replaced(
@@ -374,7 +372,7 @@ def install() -> None:
 
 
 def _named(base: Any, name: str) -> Any:
-    """Make a class method that says it is not checked if it is given a checked communicator."""
+    """Return a class method that calls mpi4py's, and says so if it gets a checked communicator."""
 
     def call(cls: type, *args: Any, **given: Any) -> Any:
         if any(isinstance(each, LockstepComm) for each in (*args, *given.values())):
@@ -385,7 +383,7 @@ def _named(base: Any, name: str) -> Any:
 
 
 def _probe(base: Any, name: str, of_comm: str) -> Any:
-    """Make a class method of messages that calls the communicator itself if that is checked."""
+    """Return a class method of messages that calls `of_comm` of a communicator that is checked."""
 
     def probe(cls: type, comm: Any, *args: Any, **given: Any) -> Any:
         checked = isinstance(comm, LockstepComm)

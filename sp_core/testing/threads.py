@@ -1,10 +1,10 @@
-"""Ranks as threads of one process.
+"""Make communicators whose ranks are threads of one process, so tests need no mpiexec.
 
-The same methods and the same protocol as under MPI, without mpiexec.
+`ThreadComm` has the methods and the comparison of calls that `CheckedComm` has under MPI.
 
-Transfers take the least favourable order that MPI allows: a send buffer is read as late as
-possible, and a receive buffer is spoiled when the transfer starts and filled when it completes. So
-code that touches a buffer too early is wrong every time.
+Transfers take the least favourable order that MPI allows. A send buffer is read as late as
+possible. A receive buffer is spoiled (filled with 0xFF bytes) when the transfer starts, and filled
+when it completes. So code that touches a buffer too early is wrong every time.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from sp_core.testing.world import Stopped, ThreadCarrier
 
 
 class _Request:
-    """A transfer that completes in `Test`.
+    """The request of a transfer between threads, which completes only in `Test` or `Wait`.
 
     Args:
-        comm: its communicator.
-        what: describes it.
-        advance: completes it if possible, and returns whether it is complete.
+        comm: communicator on which the transfer began.
+        what: describes the wait, for error messages.
+        advance: completes the transfer if possible, and returns whether it is complete.
     """
 
     def __init__(self, comm: ThreadComm, what: str, advance: Callable[[], bool]) -> None:
@@ -55,20 +55,28 @@ class _Request:
         return self._what
 
     def Test(self) -> bool:
-        """Make progress and return whether the transfer is complete."""
+        """Complete the transfer if possible, and return whether it is complete. Do not wait.
+
+        Raises:
+            PeerFailed: the transfer is incomplete, and a rank has left the example.
+        """
         if not self._over():
             self._comm.lockstep.waiting(self._what)
         return self.done
 
     def Wait(self) -> bool:
-        """Wait until the transfer is complete. If no rank can go on, all of them raise."""
+        """Wait until the transfer is complete, and return True.
+
+        Raises:
+            PeerFailed: a rank has left the example.
+            CollectiveMismatch: every rank waits and none can go on; on all of them.
+        """
         self._comm.lockstep.carrier.drive(self._waiting(), self._what)
         return True
 
     def _waiting(self) -> Steps[None]:
-        heard = (
-            self._comm.lockstep.waiting
-        )  # once: otherwise ranks that all wait would wake each other for ever
+        # begin a round once: otherwise ranks that all wait would wake each other for ever
+        heard = self._comm.lockstep.waiting
         heard(self._what)
         while not self._over():
             yield
@@ -84,12 +92,16 @@ class _Request:
 
 
 class _Draws:
-    """A counter of ranks that are threads.
+    """A counter that ranks which are threads share; `take` returns 0, 1, 2, ... over all ranks.
 
-    One step of an iterator in C is never interrupted by another thread.
+    A call of a C iterator's `__next__` is never interrupted by another thread.
+
+    Args:
+        comm: communicator of this rank; its example does not end before `free`.
+        numbers: `itertools.count()`, the same object on all ranks.
     """
 
-    done = False  # as a request: an example must not end before it is freed
+    done = False  # listed with the requests: an example must not end before `free`
 
     def __init__(self, comm: ThreadComm, numbers: Iterator[int]) -> None:
         self._comm, self.take = comm, numbers.__next__
@@ -110,13 +122,24 @@ def spoil(buffer: Array | None) -> None:
 
 
 def _is_nobody(peer: int | None) -> bool:
-    """Return whether this is `MPI.PROC_NULL`. A caller that has it has imported mpi4py."""
+    """Return whether `peer` is `MPI.PROC_NULL`, without importing mpi4py.
+
+    A caller that has `MPI.PROC_NULL` has imported mpi4py.
+    """
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi is not None and peer == mpi.PROC_NULL
 
 
 class ThreadComm(LockstepComm):
-    """A communicator whose ranks are threads of this process. `run_threads` makes it."""
+    """A communicator whose ranks are threads of this process. `run_threads` makes it.
+
+    It has mpi4py's collectives on buffers and on objects, and messages with a named source. The
+    ranks compare each collective first; different calls are a `CollectiveMismatch` on every rank.
+
+    Args:
+        carrier: exchanges values between the ranks.
+        family: communicators of this rank in the example, which this one joins.
+    """
 
     _pickle = pickle
 
@@ -129,9 +152,8 @@ class ThreadComm(LockstepComm):
 
     def __init__(self, carrier: ThreadCarrier, family: Family) -> None:
         self._carrier, self._world = carrier, carrier.world
-        self._pending: list[
-            Callable[[], bool]
-        ] = []  # read the buffer of a transfer, and return whether its receivers can complete
+        # functions that copy the send buffer of a transfer, and return whether they have done so
+        self._pending: list[Callable[[], bool]] = []
         self._counts: dict[tuple[Any, ...], int] = defaultdict(int)
         super().__init__(Lockstep(carrier, carrier.name), family)
 
@@ -144,9 +166,10 @@ class ThreadComm(LockstepComm):
         )
 
     def progress(self) -> None:
-        """Let the other ranks complete what this one has started.
+        """Copy the send buffers that other ranks wait for, so that these ranks can complete.
 
-        End this rank if the run was given up.
+        Raises:
+            Stopped: the run has been given up.
         """
         if self._world.stopped:
             raise Stopped
@@ -172,7 +195,7 @@ class ThreadComm(LockstepComm):
             if part.view is not None and not any(
                 map(partial(np.may_share_memory, part.view), given)
             ):
-                spoil(part.view)  # with MPI.IN_PLACE the input is there, and is read later
+                spoil(part.view)  # with MPI.IN_PLACE this part is the input, and is read later
 
         def release() -> bool:
             slots[self.rank] = contribution(flow)
@@ -188,9 +211,14 @@ class ThreadComm(LockstepComm):
         return _Request(self, f"a started {op}", advance)
 
     def _slot(self, side: str, *key: Any) -> dict[Any, Any]:
-        """Return what sender and receiver of one transfer share.
+        """Return a dict that the sender and the receiver of one transfer share.
 
-        Transfers of one key are counted on each side.
+        The n-th call of one side gets the dict of the n-th call of the other side with the same
+        key.
+
+        Args:
+            side: "sender", "receiver", or "member" of a collective.
+            key: tells transfers apart: source, destination and tag, or "collective".
         """
         self._counts[side, *key] += 1
         slot: dict[Any, Any] = self._world.shared(
@@ -199,10 +227,10 @@ class ThreadComm(LockstepComm):
         return slot
 
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> _Request:
-        """Begin to send.
+        """Begin to send `buf` to rank `dest`, and return the request.
 
-        The buffer is read as late as MPI may, which keeps a long message until a receive is
-        there.
+        The buffer is read only when the receiver has posted its receive, as MPI may do with a long
+        message.
         """
         if _is_nobody(dest):
             return _Request(self, "a message to nobody", lambda: True)
@@ -220,7 +248,11 @@ class ThreadComm(LockstepComm):
         return _Request(self, what, lambda: "data" in slot)
 
     def Irecv(self, buf: Any, source: int, tag: int = 0) -> _Request:
-        """Begin to receive a message of exactly this length, of one source and one tag."""
+        """Begin to receive a message from rank `source` with tag `tag`, and return the request.
+
+        The buffer is spoiled until the message is there. `Test` and `Wait` raise
+        `CollectiveMismatch` for a message of another length.
+        """
         if _is_nobody(source):
             return _Request(self, "a message from nobody", lambda: True)
         message, numbers = self._message("Irecv", buf, source, self.rank, tag)
@@ -246,11 +278,11 @@ class ThreadComm(LockstepComm):
         return _Request(self, what, advance)
 
     def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
-        """Send."""
+        """Send `buf` to rank `dest`, and wait until the receiver has posted its receive."""
         self.Isend(buf, dest, tag).Wait()
 
     def Recv(self, buf: Any, source: int, tag: int = 0) -> None:
-        """Receive, as `Irecv`."""
+        """Receive a message as `Irecv`, and wait for it."""
         self.Irecv(buf, source, tag).Wait()
 
     def Sendrecv(
@@ -262,7 +294,10 @@ class ThreadComm(LockstepComm):
         source: Any = None,
         recvtag: int = 0,
     ) -> None:
-        """Send and receive, from a named source."""
+        """Send to rank `dest`, receive from rank `source`, and wait for both messages.
+
+        `source` has to be a rank: receiving from any source needs mpiexec.
+        """
         requests = self.Irecv(recvbuf, source, recvtag), self.Isend(sendbuf, dest, sendtag)
         for request in requests:
             request.Wait()
@@ -270,9 +305,18 @@ class ThreadComm(LockstepComm):
     def _message(
         self, op: str, buf: Any, source: int, dest: int, tag: int
     ) -> tuple[Message, Array]:
-        """Return a message and its numbers.
+        """Return the description of a message, and its buffer as an array.
 
-        If any message has been announced, this one must have been.
+        Args:
+            op: "Isend" or "Irecv".
+            buf: mpi4py's buffer specification.
+            source: rank that sends.
+            dest: rank that receives.
+            tag: of the message.
+
+        Raises:
+            ValueError: the other rank is not in this communicator, or the buffer is not one.
+            CollectiveMismatch: messages are announced on this communicator, and not this one.
         """
         peer, part = (
             (dest if op == "Isend" else source),
@@ -291,14 +335,17 @@ class ThreadComm(LockstepComm):
         self._requests = [other for other in self._requests if other is not request]
 
     def Dup(self) -> ThreadComm:
-        """Make a communicator of the same ranks with messages of their own."""
+        """Return a communicator of the same ranks, whose messages are separate from this one's.
+
+        Every rank calls this.
+        """
         self._enter(Call("Dup"))
         return self._made(f"{next(self.children)}", self.rank, self.size)
 
     def Split(self, color: int = 0, key: int = 0) -> ThreadComm | None:
-        """Make a communicator of the ranks of one color.
+        """Return a communicator of the ranks with this rank's color, in the order of their keys.
 
-        A negative color (`MPI.UNDEFINED`) gives None.
+        Every rank calls this. A negative color (`MPI.UNDEFINED`) gives None.
         """
         choices = self._enter(Call("Split"), lambda: self._carrier.gather((color, key)))
         name = f"{next(self.children)}[{color}]"
@@ -310,7 +357,10 @@ class ThreadComm(LockstepComm):
         return self._made(f"alone[{self._carrier.world_rank}]", 0, 1)
 
     def make_counter(self) -> _Draws:
-        """Return a counter that these ranks share."""
+        """Return an object whose `take` gives 0, 1, 2, ... to whichever rank asks next.
+
+        Every rank calls this. `free` has to be called before the end of the body.
+        """
         self._enter(Call("make_counter"))
         return _Draws(
             self,

@@ -2,11 +2,13 @@
 
     |error| <= C ((u + u_acc growth) scale + s),    growth = longest sum + greatest logit size
 
-u is the unit round-off of the dtype, u_acc that of the dtype it is accumulated in (float32 for 16
-bits), s the smallest number above 0 that the dtype has, to which a result may underflow (0 where
-scale is 0), and scale the reference's own: the sum of the absolute terms behind an element. A logit
-of size L (the sum of its absolute products, not its value, because products cancel and their
-roundings do not) carries an error of u_acc L into the exponent; a sum of n terms of one sign
+C is the constant below. u is the unit round-off of the dtype, u_acc that of the dtype in which sums
+are accumulated (float32 for 16 bits). s is the smallest number above 0 of the dtype, because a
+result may underflow to it; s is 0 where scale is 0. scale is the sum of the absolute terms behind
+an element, from the reference.
+
+A logit of size L (the sum of its absolute products, not its value, because products cancel and
+their roundings do not) carries an error of u_acc L into the exponent; a sum of n terms of one sign
 carries up to u_acc n. The two add up; they do not multiply.
 """
 
@@ -35,16 +37,22 @@ def bound(
     extra_roundings: int = 0,
     single_device_error: Tensor | None = None,
 ) -> Tensor:
-    """Return the elementwise error bound for a result computed in `dtype`.
+    """Return the greatest error that rounding may cause in each element of a result.
+
+    It is C ((u + u_acc growth) scale + s) + extra_roundings u scale + 2 single_device_error. C is
+    20, u the unit round-off of `dtype`, u_acc = min(u, that of float32), and s the smallest number
+    above 0 in `dtype` (0 where scale is 0).
 
     Args:
-        scale: the reference's scale of the result, of its shape.
+        scale: of the shape of the result: sum of the absolute values of the terms behind each
+            element, from the reference.
         dtype: in which the result was computed.
-        growth: the reference's growth: longest sum plus greatest logit size.
-        extra_roundings: partial results that were rounded to `dtype` before they were merged or
-            summed.
+        growth: number of terms of the longest sum, plus the greatest sum of absolute products
+            behind a logit.
+        extra_roundings: number of partial results that were rounded to `dtype` before they were
+            merged or summed.
         single_device_error: |single device result - reference| at the same dtype, of the same
-            shape; counted twice.
+            shape.
 
     Returns:
         float64 tensor of the shape of scale.
@@ -62,11 +70,16 @@ def bound(
 
 
 def error_ratio(actual: Tensor, expected: Tensor, bound: Tensor) -> float:
-    """Return the greatest error over bound; above 1 means wrong.
+    """Return the greatest elementwise |actual - expected| / bound; above 1 means wrong.
+
+    Args:
+        actual: result, of any dtype.
+        expected: reference, of the same shape.
+        bound: as from `bound`, of the same shape.
 
     Returns:
-        inf for other shapes, for NaN anywhere, for an infinity that is not expected, and for any
-        error where the bound is 0.
+        inf for different shapes, for NaN anywhere, for an infinity that is not expected, and for
+        any error where the bound is 0; 0 for tensors without elements.
     """
     if not actual.shape == expected.shape == bound.shape:
         return math.inf
@@ -83,8 +96,12 @@ def check_close(name: str, actual: Tensor, expected: Tensor, bound: Tensor) -> f
         expected: reference, of the same shape.
         bound: as from `bound`, of the same shape.
 
+    Returns:
+        The greatest elementwise |actual - expected| / bound, from 0 to 1.
+
     Raises:
-        AssertionError: naming the worst element, with what was got, expected and allowed.
+        AssertionError: the shapes differ, or an element is out of bounds. The text names the worst
+            element, with what was got, expected and allowed.
     """
     if not actual.shape == expected.shape == bound.shape:
         shapes = [tuple(t.shape) for t in (actual, expected, bound)]
@@ -107,7 +124,7 @@ def _ratios(actual: Tensor, expected: Tensor, bound: Tensor) -> Tensor:
 
 
 def _worst(name: str, ratio: float, actual: Tensor, expected: Tensor, bound: Tensor) -> str:
-    """Return text that names the worst element."""
+    """Return the text of an error that names the element with the greatest error over bound."""
     ratios = _ratios(actual, expected, bound)
     flat = int(ratios.argmax())
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), ratios.shape))

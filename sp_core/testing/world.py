@@ -1,4 +1,8 @@
-"""Let ranks that are threads of one process wait for each other, and find when none can go on."""
+"""Let ranks that are threads of one process wait for each other, and find deadlocks.
+
+A deadlock is found at once, when every rank waits or has ended. For exchanges, steps and tickets
+see `carriers`.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,20 @@ T = TypeVar("T")
 
 
 class Stopped(BaseException):
-    """Raised in a rank when the run as a whole was given up. It is no error of the rank."""
+    """Raised in a rank when the whole run has been given up. The rank itself has made no error."""
 
 
 class World:
-    """Everything that the ranks of one run share."""
+    """The state that all ranks (threads) of one run share.
+
+    Args:
+        size: number of ranks.
+
+    Attributes:
+        changed: condition variable that guards the state and wakes ranks.
+        version: number of changes so far, which tells a waiting rank that something has happened.
+        stopped: whether the run has been given up.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -31,14 +44,14 @@ class World:
         self._shared: dict[Any, Any] = {}
 
     def touch(self) -> None:
-        """Wake all ranks that wait."""
+        """Count a change of the state, and wake all ranks that wait."""
         with self.changed:
             self.version += 1
             self._waiting.clear()
             self.changed.notify_all()
 
     def shared(self, key: Any, make: Callable[[], T]) -> T:
-        """Return the object of that name. The first rank that asks makes it."""
+        """Return the object stored under `key`. The first rank that asks makes it with `make`."""
         with self.changed:
             if key not in self._shared:
                 self._shared[key] = make()
@@ -46,7 +59,14 @@ class World:
             return value
 
     def put(self, key: Any, rank: int, value: Any, size: int) -> Ticket:
-        """Give a rank's value to a round of so many ranks."""
+        """Give a rank's value to an exchange. The ticket returns all values, in rank order.
+
+        Args:
+            key: names the exchange, the same on all its ranks.
+            rank: of the caller among the ranks of the exchange.
+            value: of this rank, which is not copied.
+            size: number of ranks that take part.
+        """
         values: dict[int, Any] = self.shared(key, dict)
         with self.changed:
             values[rank] = value
@@ -56,13 +76,13 @@ class World:
         return lambda: [values[rank] for rank in range(size)] if len(values) == size else None
 
     def leave(self, rank: int) -> None:
-        """Say that a rank has ended, so that no rank can wait for it."""
+        """Note that a rank has ended. Ranks that wait for it may then be in a deadlock."""
         with self.changed:
             self._away.add(rank)
             self.touch()
 
     def stop(self) -> None:
-        """Wake every waiting rank for good."""
+        """Give up the run: every rank that waits, now or later, raises `Stopped`."""
         self.stopped = True
         self.touch()
 
@@ -76,13 +96,20 @@ class World:
             ]
 
     def drive(self, rank: int, steps: Steps[T], what: str, *, ending: bool = False) -> T:
-        """Run steps to their end. Between two of them sleep until another rank has done something.
+        """Run steps to their end and return their result.
+
+        Whenever the steps wait, sleep until another rank has changed something.
 
         Args:
-            rank: of the caller.
-            steps: work of this rank.
-            what: describes the wait if no rank can go on.
-            ending: this rank only waits for the others to end, so a deadlock is not its own.
+            rank: of the caller in the world.
+            steps: a job of this rank.
+            what: describes the wait, for the report of a deadlock.
+            ending: this rank waits only for other ranks to end. A deadlock is reported to such
+                ranks only if all ranks are waiting so.
+
+        Raises:
+            Mismatched: every rank waits or has ended, and none can go on.
+            Stopped: the run has been given up.
         """
         while True:
             seen = self.version
@@ -114,19 +141,20 @@ class World:
         )
         self._deadlock = "every rank waits and none can go on:" + table
         stuck = {rank for rank, (_, ending) in self._waiting.items() if not ending}
-        # If all ranks wait for the others to end, nobody is stuck elsewhere: all of them are.
+        # If every rank only waits for other ranks to end, all of them raise.
         self._doomed = stuck or {*self._waiting}
         self.touch()
 
 
 class ThreadCarrier(Carrier):
-    """Exchange between the ranks of one communicator, which are threads.
+    """Exchange values between the ranks of one communicator, which are threads.
 
     Args:
-        world: of all ranks.
-        name: of the communicator, the same on all its ranks.
-        rank, size: of the communicator.
-        world_rank: of this rank in the world.
+        world: state shared by the threads.
+        name: of the communicator; the same on all its ranks, and no other communicator's.
+        rank: of this thread in the communicator.
+        size: number of ranks of the communicator.
+        world_rank: of this thread in the world.
     """
 
     def __init__(self, world: World, name: str, rank: int, size: int, world_rank: int) -> None:
@@ -140,10 +168,14 @@ class ThreadCarrier(Carrier):
         self._rounds = 0
 
     def share(self, value: object) -> Ticket:
-        """Begin an exchange of values."""
+        """Begin an exchange of values of any type, which are not copied.
+
+        The ticket returns the values of all ranks, in rank order. Every rank calls this; none waits
+        here.
+        """
         self._rounds += 1
         return self.world.put((self.name, "round", self._rounds), self.rank, value, self.size)
 
     def drive(self, steps: Steps[T], what: str, *, ending: bool = False) -> T:
-        """Run steps to their end, and sleep in between."""
+        """Run steps to their end and return their result. Sleep while they wait for other ranks."""
         return self.world.drive(self.world_rank, steps, what, ending=ending)
