@@ -1,6 +1,6 @@
-"""The checked communicator.
+"""The checked communicator: an mpi4py communicator whose ranks compare each call beforehand.
 
-An mpi4py communicator whose ranks agree on each call before they make it.
+Messages are in `messages`, requests in `requests`, and the comparison is in `lockstep`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ AGREED = {
     "Cart_map": "dims periods",
     "Graph_map": "index edges",
 }
-"""More collectives, and which of their arguments have to be the same on all ranks."""
+"""Collectives that are not on buffers, and which of their arguments must be equal on all ranks."""
 
 LOCAL = (
     *(
@@ -67,21 +67,26 @@ LOCAL = (
     ),
     *("Shift", "Attach_buffer", "Detach_buffer", "Flush_buffer", "Iflush_buffer", "py2f", "toint"),
 )
-"""Prefixes of the calls that no other rank need make."""
+"""Beginnings of the names of calls that no other rank need make."""
 
 
 class CheckedComm(Messages):
-    """Wraps an mpi4py communicator, and is one.
+    """An mpi4py communicator whose ranks compare each call before they make it.
 
-    As a context manager it tells the other ranks when its block ends, also by an error, so that
-    they need not wait for ever. It prints the name of a call that it does not check between ranks;
+    If the calls differ, every rank raises `CollectiveMismatch` instead of blocking. If a rank has
+    failed, the other ranks raise `PeerFailed`. As a context manager it tells the other ranks when
+    its block ends, also by an error. It prints the name of a call that it does not compare;
     `sp_core.testing.requests.UNCHECKED` lists these.
 
     Args:
-        raw: the communicator to make the calls on; freed by `Free`.
-        family: of communicators, which this one joins. Default: a new one, whose ranks find out
-            when they all wait for ever.
-        name: what error messages call it.
+        raw: the mpi4py communicator that carries the calls; freed by `Free`.
+        family: of communicators, which this one joins. Default: a new one, with a search for
+            deadlocks.
+        name: of the communicator in error messages.
+
+    Communication:
+        Every rank of `raw` constructs it, which splits `raw` once or twice. Before each collective
+        one all-gather of 40 bytes per rank.
     """
 
     _raw: Any
@@ -104,7 +109,7 @@ class CheckedComm(Messages):
         if family is None:
             self.family.detector = Detector(MpiCarrier(self._shadows[1]).share, self.rank)
 
-    def __enter__(self) -> Any:  # its methods are those of mpi4py
+    def __enter__(self) -> Any:  # Any: its methods are those of mpi4py
         return self
 
     def __exit__(
@@ -126,13 +131,20 @@ class CheckedComm(Messages):
         raise_for_peers(error, outcomes)
 
     def settle(self, rounds: int) -> None:
-        """Complete the detector's rounds after an example: as many as any rank has begun."""
+        """Complete the exchanges of the deadlock search after an example.
+
+        Every rank calls this and waits. `rounds` is the greatest number of exchanges that any rank
+        has begun.
+        """
         patiently(lambda: self.family.detector.settle(rounds) or None)
 
     def _look(
         self, what: str, ending: bool = False, pending: Sequence[Transfer] = (), every: bool = False
     ) -> None:
-        """Find out whether all ranks of the example wait and none can go on. This one waits."""
+        """Take part in the search for a deadlock. Raise `Mismatched` if every rank waits for ever.
+
+        The arguments are those of `Messages._look`.
+        """
         waits_on = "" if ending or pending else self.lockstep.name
         report = self.family.report(
             waits_on, self.size, what, tuple(transfer.waits() for transfer in pending), every
@@ -151,6 +163,11 @@ class CheckedComm(Messages):
         return self._raw.inoutedges if op.startswith("Neighbor") else ((), ())
 
     def _collective(self, form: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
+        """Compare a collective on buffers over the ranks, make it, and return any request.
+
+        `form` is mpi4py's method, such as "Bcast", "Ibcast" or "Bcast_init".
+        """
+
         def make(found: Flow) -> Any:
             plain = [
                 getattr(self._mpi, arg.upper()) if isinstance(arg, str) else arg for arg in args
@@ -164,7 +181,7 @@ class CheckedComm(Messages):
             if made is None:
                 return None
             request = begun(made, Transfer(self, what))
-            request.memory = plain, given  # mpi4py does not keep that of reductions
+            request.memory = plain, given  # mpi4py does not keep the buffers of reductions alive
             return request
 
         return self._agree_on(form, args, given, make)
@@ -173,12 +190,12 @@ class CheckedComm(Messages):
         return announced(beginning)
 
     def _agreed(self, name: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
-        """Make a collective that is not on buffers.
+        """Compare a collective that is not on buffers over the ranks, and return its result.
 
-        All ranks call it with equal arguments, if `AGREED` names them.
+        The arguments that `AGREED` names must be equal on all ranks.
         """
         call = self._bound(name, args, given)
-        if "sendobj" in call:  # an object that cannot be sent would stop this rank alone
+        if "sendobj" in call:  # raise now for an object that cannot be pickled
             objects = call["sendobj"]
             if name == "neighbor_alltoall":
                 objects = self._one_each(name, objects, self._raw.outdegree)
@@ -192,13 +209,16 @@ class CheckedComm(Messages):
         made = self._enter(what, lambda: getattr(self._raw, name)(*args, **given))
         if name.startswith(
             "Idup"
-        ):  # who has the communicator may use it only when the request is complete
+        ):  # the communicator may be used only when the request is complete
             made[1].Wait()
             return self._adopted(made[0], self.children), made[1]
         return self._adopted(made, self.children)
 
     def _adopted(self, made: Any, counter: Iterator[int]) -> Any:
-        """Return the result of a call. A communicator becomes a checked one."""
+        """Return the result of a call. A communicator becomes a checked one of the same family.
+
+        `counter` numbers the new communicators, for their names.
+        """
         if not isinstance(made, self._mpi.Comm):
             return made
         name = f"{self.lockstep.name}.{'' if counter is self.children else 'g'}{next(counter)}"
@@ -210,6 +230,7 @@ class CheckedComm(Messages):
         )
 
     def _unchecked(self, name: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
+        """Make a call that is not compared over the ranks, and print its name once."""
         say(name)
         return self._adopted(getattr(self._raw, name)(*args, **given), self._groups)
 
@@ -222,16 +243,19 @@ class CheckedComm(Messages):
         )
 
     def make_counter(self) -> MpiCounter:
-        """Return a counter that these ranks share."""
+        """Return an object whose `take` gives 0, 1, 2, ... to whichever rank asks next.
+
+        Every rank calls this.
+        """
         from sp_core.transport.host import (
             MpiCounter,
-        )  # with it comes torch, which other projects may do without
+        )  # this imports torch, which other projects may lack
 
         self._enter(Call("make_counter"))
         return MpiCounter(self._raw)
 
     def free(self) -> None:
-        """Free the communicator unless it has been freed."""
+        """Free the communicator unless it has been freed. Every rank calls this."""
         if self:
             self.Free()
 
@@ -249,7 +273,7 @@ class CheckedComm(Messages):
         self._give_back()
 
     def _give_back(self) -> None:
-        """Free the protocol's communicators."""
+        """Mark this communicator as freed, and free the communicators of the comparison."""
         self._freed = True
         for shadow in self._shadows:
             shadow.Free()
@@ -257,7 +281,7 @@ class CheckedComm(Messages):
 
 @functools.cache
 def _kind(base: Any) -> Any:
-    """Return the class of checked communicators that wraps a class of mpi4py."""
+    """Return the class of checked communicators for a class of mpi4py, such as `Cartcomm`."""
     own = {name for name in dir(CheckedComm) if not name.startswith("_")} - AGREED.keys()
     names = {
         name for name, _ in inspect.getmembers(base, callable) if not name.startswith("_")
@@ -268,9 +292,9 @@ def _kind(base: Any) -> Any:
 
 
 def method_for(name: str) -> str:
-    """Return the method that makes the checked form of a call of mpi4py.
+    """Return the name of the method of `CheckedComm` that makes a call of mpi4py.
 
-    Return "" if no other rank need make the call.
+    Return "" if no other rank need make the call, so that mpi4py's own method is used.
     """
     ways = {
         "_collective": op_of(name),

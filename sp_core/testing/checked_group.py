@@ -1,6 +1,6 @@
-"""The checked group.
+"""The checked group: a group of torch.distributed whose ranks compare each call beforehand.
 
-A group of torch.distributed whose ranks agree on each call before they make it.
+The comparison is in `lockstep`.
 """
 
 from __future__ import annotations
@@ -28,17 +28,24 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 
 class CheckedGroup:
-    """A process group whose ranks get an error if they call different things, or if one has failed.
+    """A process group whose ranks compare each call before they make it.
 
-    A context manager; a rank that leaves it, also by an error, tells the others. It offers some
-    calls of torch.distributed by their names and arguments, without `group` and `async_op`.
+    It offers some calls of torch.distributed by their names and arguments, without `group` and
+    `async_op`. It is a context manager: a rank that leaves the block, also by an error, tells the
+    other ranks.
 
     Args:
         group: default: the whole world.
-        name: what error messages call it.
+        name: of the group in error messages.
 
     Communication:
-        Before each call one all-gather of 40 bytes, over gloo connections of its own.
+        Every rank of the group constructs it. Before each call one all-gather of 40 bytes per rank,
+        over gloo connections made for this.
+
+    Raises:
+        ValueError: torch.distributed is not initialized; from calls: tensors do not fit each other.
+        CollectiveMismatch: from calls, on every rank: the ranks' calls differ.
+        PeerFailed: from calls and the end of the block: another rank has failed.
     """
 
     def __init__(self, group: ProcessGroup | None = None, name: str = "group") -> None:
@@ -111,7 +118,7 @@ class CheckedGroup:
     ) -> None:
         """Call torch's `all_to_all_single`.
 
-        The sizes that ranks send must be those that the others expect.
+        The sizes that a rank sends must be those that the receiving ranks expect.
         """
         sends = self._parts(
             input, input_split_sizes, lambda peer, nbytes: Message(self.rank, peer, 0, nbytes)
@@ -142,9 +149,9 @@ class CheckedGroup:
         )
 
     def send(self, tensor: Tensor, dst: int) -> None:
-        """Call torch's `send`.
+        """Call torch's `send`; `dst` is a rank of the whole world.
 
-        At the same time one rank calls `recv`, and all others `stand_by`.
+        At the same time rank `dst` calls `recv`, and all other ranks call `stand_by`.
         """
         message = Message(self.rank, dist.get_group_rank(self._group, dst), 0, tensor.nbytes)
         self._point_to_point(
@@ -154,7 +161,10 @@ class CheckedGroup:
         )
 
     def recv(self, tensor: Tensor, src: int) -> None:
-        """Call torch's `recv` from a named rank, at the same time as its `send`."""
+        """Call torch's `recv` from `src`, a rank of the whole world.
+
+        At the same time rank `src` calls `send`, and all other ranks call `stand_by`.
+        """
         message = Message(dist.get_group_rank(self._group, src), self.rank, 0, tensor.nbytes)
         self._point_to_point(
             f"from {src}, {_size(tensor)}",
@@ -163,7 +173,10 @@ class CheckedGroup:
         )
 
     def stand_by(self) -> None:
-        """Take part in the agreement of ranks that send and receive."""
+        """Take part in the comparison while other ranks call `send` and `recv`.
+
+        Every rank that neither sends nor receives calls this.
+        """
         self._point_to_point("neither", lambda: None)
 
     def barrier(self) -> None:
@@ -171,16 +184,19 @@ class CheckedGroup:
         self._agree(lambda: dist.barrier(self._group), "barrier")
 
     def _agree(self, then: Callable[[], Any], op: str, *equal: str) -> None:
+        """Compare `op` and the texts `equal` over the ranks, waiting for all, then call `then`."""
         self._lockstep.call(Call(op, equal, text=", ".join(equal)), then)
 
     def _point_to_point(
         self, text: str, then: Callable[[], Any], **messages: tuple[Message, ...]
     ) -> None:
+        """Compare the messages sent and received over the ranks, then call `then`."""
         self._lockstep.call(Call("send or recv", text=text, **messages), then)
 
     def _parts(
         self, tensor: Tensor, sizes: Sequence[int] | None, message: Callable[[int, int], Message]
     ) -> tuple[Message, ...]:
+        """Return a message for each rank, of its rows of the tensor; `sizes` None: split evenly."""
         rows = len(tensor)
         if sizes is None and rows % self.size:
             raise ValueError(
@@ -198,6 +214,7 @@ class CheckedGroup:
 
 
 def _size(tensor: Tensor) -> str:
+    """Return elements, dtype and device of a tensor as text. Raise ValueError if it has gaps."""
     if not tensor.is_contiguous():
         raise ValueError(
             f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not "
@@ -207,6 +224,7 @@ def _size(tensor: Tensor) -> str:
 
 
 def _require(condition: bool, op: str, output: Tensor, given: Tensor) -> None:
+    """Raise ValueError if the sizes or dtypes of output and input do not fit the group."""
     if not condition or output.dtype != given.dtype:
         raise ValueError(
             f"{op}: the output has {_size(output)}, the input {_size(given)}; these sizes do not "

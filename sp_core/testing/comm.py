@@ -338,8 +338,7 @@ class LockstepComm(Observer, ABC):
         return self.lockstep.call(what, then)
 
     def _allow(self, what: Call) -> None:
-        """Raise on a freed communicator, or if an announced message is not posted; else note the call.
-        """
+        """Raise if this rank must not make the call now; otherwise note it as the last place."""
         if self._freed:
             raise RankError(
                 f"{what.op} on a communicator ({self.lockstep.name}) that has been freed"

@@ -1,8 +1,9 @@
 """`given` and `spmd`: tests whose body runs on several ranks at once.
 
-One engine draws the example, every rank runs the body, and all ranks' outcomes decide. Without MPI
-the ranks are threads. Under mpiexec rank 0 of the world owns the engine and the others follow it,
-because engines of their own would draw different examples.
+An example is one choice of ranks and arguments. One engine (Hypothesis) draws it, every rank runs
+the body, and all ranks' outcomes decide. Without MPI the ranks are threads. Under mpiexec rank 0 of
+the world draws the examples and the other ranks receive them, because engines of their own would
+draw different examples.
 """
 
 from __future__ import annotations
@@ -36,22 +37,30 @@ def given(
 ) -> Callable[[Body], Body]:
     """Make a test that runs the body on every rank of a communicator, for each drawn example.
 
-    The body's first argument is the communicator, the drawn ones come by name, and all others are
-    pytest's. `@settings`, `@example`, `@seed` and `@reproduce_failure` go on top; an `@example`
-    names `nprocs` too.
+    The body's first argument is the communicator. Drawn arguments come by name, and all other
+    parameters are pytest's fixtures. `@settings`, `@example`, `@seed` and `@reproduce_failure` go
+    on top; an `@example` names `nprocs` too.
 
     Args:
         nprocs: draws the number of ranks p (ranks 0 to p-1), or a tuple of world ranks in any
             order. Default: 1 to `max_ranks`, and no more than the launch has. Ranks that the launch
             lacks are not drawn; if it lacks all, the test is skipped.
-        max_examples: how many examples; default: the profile's. A profile with more examples than
-            `pr` takes more here too.
+        max_examples: number of examples; default: the profile's. A profile with more examples than
+            `pr` increases this number, too.
         max_ranks: bound of the default `nprocs`.
         strategies: by parameter. Draw specifications (sizes, a seed), not data: the values are
             pickled and printed.
 
+    Returns:
+        A decorator, which returns the function that pytest calls.
+
+    Communication:
+        Under mpiexec every rank of the launch calls the test, and waits for the outcome of every
+        example.
+
     Raises:
-        RankFailure: when called, for the smallest example that fails; a subclass for each bug.
+        RankFailure: when the test is called, for the smallest example that fails; a subclass for
+            each bug.
     """
 
     def plan() -> Plan:
@@ -64,12 +73,22 @@ def given(
 def spmd(*sizes: int | tuple[int, ...]) -> Callable[[Body], Body]:
     """Make a test that runs the body once for each number (or tuple) of ranks.
 
+    The body's first argument is the communicator; all other parameters are pytest's fixtures.
+
     Args:
-        sizes: default: 1 to the size of the launch, or 1 to 4 if ranks are threads. Sizes above the
-            launch's are left out.
+        sizes: numbers of ranks, or tuples of world ranks. Default: 1 to the size of the launch, or
+            1 to 4 if ranks are threads. Sizes above the launch's are left out; if all are, the test
+            is skipped.
+
+    Returns:
+        A decorator, which returns the function that pytest calls.
+
+    Communication:
+        Under mpiexec every rank of the launch calls the test, and waits for the outcome of every
+        size.
 
     Raises:
-        RankFailure: when called, for the first size that fails.
+        RankFailure: when the test is called, for the first size that fails.
     """
 
     def plan() -> Plan:
@@ -79,7 +98,13 @@ def spmd(*sizes: int | tuple[int, ...]) -> Callable[[Body], Body]:
 
 
 def _as_test(body: Body, drawn: tuple[str, ...], plan: Callable[[], Plan]) -> Body:
-    """Return the function that pytest calls, with its fixtures."""
+    """Return the function that pytest calls, with the body's fixtures as parameters.
+
+    Args:
+        body: takes the communicator, drawn arguments and fixtures.
+        drawn: names of the drawn arguments.
+        plan: called at each run of the test; chooses its examples.
+    """
 
     @functools.wraps(body)
     def test(*instance: Any, **fixtures: Any) -> None:
@@ -91,14 +116,13 @@ def _as_test(body: Body, drawn: tuple[str, ...], plan: Callable[[], Plan]) -> Bo
         "_hypothesis_internal_use_settings", settings(suppress_health_check=profiles.SUPPRESSED)
     )
     vars(test).update(__signature__=_signature(body, drawn), sp_core_ranks=True)
-    # what Hypothesis' own pytest plugin looks for before it accepts @settings and @example on a
-    # test
+    # Hypothesis' pytest plugin requires these attributes for @settings and @example
     vars(test).update(is_hypothesis_test=True, hypothesis=SimpleNamespace(inner_test=test))
     return test
 
 
 def _signature(body: Body, drawn: tuple[str, ...]) -> inspect.Signature:
-    """Return the signature of the body without the communicator and the drawn values."""
+    """Return the signature of the body without the communicator and the drawn arguments."""
     parameters = list(inspect.signature(body).parameters.values())
     instance = [p for p in parameters[:1] if p.name == "self"]
     rest = parameters[len(instance) :]
@@ -112,7 +136,12 @@ def _signature(body: Body, drawn: tuple[str, ...]) -> inspect.Signature:
 
 
 def run(spec: Spec, plan: Plan) -> None:
-    """Run a test. Under MPI every rank calls this, and all end alike."""
+    """Run all examples of a test. Under MPI every rank calls this, and all raise or none.
+
+    Args:
+        spec: the test with its fixtures.
+        plan: chooses the examples; under MPI it is used on rank 0 only.
+    """
     __tracebackhide__ = True
     current = session.current
     current.tally.tests += 1
@@ -133,7 +162,11 @@ def run(spec: Spec, plan: Plan) -> None:
 
 
 def _lead(spec: Spec, plan: Plan, attempt: Callable[[Example], Result]) -> None:
-    """Run the plan. A failure gets its example and the command that runs it again."""
+    """Run the plan, and count its examples.
+
+    The error of a failure gets its example and the command to repeat it. `attempt` runs one example
+    on its ranks.
+    """
     __tracebackhide__ = True
 
     def counted(example: Example) -> Result:
@@ -154,6 +187,7 @@ def _lead(spec: Spec, plan: Plan, attempt: Callable[[Example], Result]) -> None:
 
 
 def _on_threads(spec: Spec, example: Example) -> Result:
+    """Run one example on ranks that are threads, and return its result."""
     with session.collected() as sink:
         try:
             _, outcomes = run_ranks(
@@ -173,8 +207,9 @@ def explained(error: BaseException, spec: Spec, plan: Plan) -> BaseException:
         plan: knows which example failed.
 
     Returns:
-        A `RankFailure` of the same class with the whole story as its text, or the error itself if
-        it is none of the kit's.
+        A `RankFailure` whose text has each bug, its example, and the command to repeat the test.
+        Its class is that of `error` if that is a `RankFailure`. An error that is neither that nor
+        `ThreadsHung`, nor a group of such, is returned unchanged.
     """
     if isinstance(error, ThreadsHung):
         return failure_class("Hung", "", 0)(f"{error}\n{rerun(spec)}")
@@ -189,16 +224,19 @@ def explained(error: BaseException, spec: Spec, plan: Plan) -> BaseException:
 
 
 def _leaves(error: BaseException) -> list[BaseException]:
+    """Return the errors of a group and of the groups in it; an error that is no group, alone."""
     if isinstance(error, BaseExceptionGroup):
         return [leaf for part in error.exceptions for leaf in _leaves(part)]
     return [error]
 
 
 def _notes(error: BaseException) -> list[str]:
+    """Return the notes (PEP 678) of an error that are not empty."""
     return [*filter(None, map(str.rstrip, getattr(error, "__notes__", [])))]
 
 
 def _story(bug: RankFailure, plan: Plan) -> str:
+    """Return the text of a failure, its notes, and the example that failed so."""
     lines = [str(bug), *_notes(bug)]
     if type(bug) in plan.failed:
         lines.append(plan.keeps.format(plan.failed[type(bug)]))
@@ -206,7 +244,7 @@ def _story(bug: RankFailure, plan: Plan) -> str:
 
 
 def rerun(spec: Spec) -> str:
-    """Return the command that runs this test again."""
+    """Return text with the command that runs this test again."""
     prefix = "".join(
         f"{name}={os.environ[name]} "
         for name in ("SP_PROFILE", "SP_EXAMPLES")
@@ -226,5 +264,5 @@ def rerun(spec: Spec) -> str:
 
 
 def announce(example: Example, spec: Spec) -> str:
-    """Return text that names the example about to run, for a report if the launch dies in it."""
+    """Return text that names the example about to run, for the report if the launch dies in it."""
     return f"{spec.test_id}\n  {spec.function.__name__}({example})\n  {rerun(spec)}"

@@ -1,10 +1,10 @@
-"""The protocol that keeps ranks together, whatever carries its messages.
+"""The lockstep protocol: the ranks of a communicator compare each call before they make it.
 
-Before each blocking call all ranks of a communicator exchange one small record: the call that this
-rank is about to make, or that it is done, and how. If all call the same, they go on. If all are
-done, the example is over, and every rank knows every outcome. Otherwise the ranks inside a call
-raise instead of blocking for ever, leave the body, and are done. The protocol has no timer, so the
-outcome depends on the example alone, and Hypothesis can shrink it.
+Before each blocking call all ranks exchange one `Record` (a round): the call that the rank is about
+to make, or that it is done, and how. If all call the same, they go on. If all are done, the example
+is over, and every rank knows every outcome. Otherwise the ranks inside a call raise instead of
+blocking for ever, leave the body, and are done. The protocol has no timer, so the outcome depends
+on the example alone, and Hypothesis can shrink it. For steps and tickets see `carriers`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,7 @@ if TYPE_CHECKING:
     from sp_core.testing.comm import LockstepComm
 
 UNCOUNTED = "not counted"
-"""A message's kind if the received data is unknown.
-
-Then nothing can be said about the messages of that communicator.
-"""
+"""Kind of a message of unknown size. Messages of its communicator are then not compared."""
 _MODULUS = 2**128
 
 
@@ -38,7 +35,7 @@ class Message(NamedTuple):
     Attributes:
         source: rank that sends it.
         dest: rank that receives it.
-        turn: its place among those of one call between the same two ranks, or its tag.
+        turn: its number among the messages of one call between these two ranks, or its tag.
         nbytes: its length.
         kind: type of its elements, "" if unknown. Bytes are received as elements of any kind.
     """
@@ -57,8 +54,12 @@ class Message(NamedTuple):
 class Call:
     """A call that a rank is about to make.
 
-    `equal` must be equal on all ranks. The messages that the ranks together send must be those that
-    they together receive.
+    Args:
+        op: name of the call.
+        equal: values that must be equal on all ranks.
+        sends: messages of this rank. All ranks together must send what they receive.
+        receives: messages to this rank.
+        text: arguments as text, for error messages.
     """
 
     op: str
@@ -68,7 +69,7 @@ class Call:
     text: str = ""
 
     def record(self) -> Record:
-        """Return the call in fixed size."""
+        """Return the record of fixed size that the ranks compare."""
         balance = (_sum(self.sends) - _sum(self.receives)) % _MODULUS
         return Record(Kind.CALL, _hash((self.op, *self.equal)), balance)
 
@@ -78,15 +79,12 @@ def _hash(value: object) -> int:
 
 
 def _sum(messages: Iterable[Message]) -> int:
-    """Hash a multiset of messages so that hashes add up over ranks.
-
-    All is received as sent if and only if the sums agree.
-    """
+    """Return the sum of the hashes of messages, which tells whether two multisets are equal."""
     return sum(map(_hash, map(tuple, messages)))
 
 
 class Decision(enum.Enum):
-    """The meaning of a round of records."""
+    """What a round of records means."""
 
     GO = "all ranks call the same"
     AGAIN = "a rank waits for a message, nothing can be said yet"
@@ -96,7 +94,7 @@ class Decision(enum.Enum):
 
 
 def decide(records: Sequence[Record]) -> Decision:
-    """Return the meaning of a round.
+    """Return what a round means, given the records of all ranks.
 
     Every rank gets the same records, so every rank decides the same.
     """
@@ -116,6 +114,7 @@ def decide(records: Sequence[Record]) -> Decision:
 
 
 def _balanced(records: Sequence[Record]) -> bool:
+    """Return whether the messages sent are those received, over all ranks."""
     return sum(record.balance for record in records) % _MODULUS == 0
 
 
@@ -124,31 +123,43 @@ def _nothing() -> None:
 
 
 class Lockstep:
-    """One rank's side of the protocol on one communicator."""
+    """One rank's side of the protocol on one communicator.
+
+    Args:
+        carrier: exchanges values between its ranks.
+        name: of the communicator in error messages.
+
+    Attributes:
+        open: ticket of a round that is not read, and (call, what to say about it); or None.
+        calls: number of calls begun in this example.
+        sent, received: messages in this example.
+        beginning: latest call that not all ranks have announced yet, or None.
+    """
 
     def __init__(self, carrier: Carrier, name: str) -> None:
         self.carrier = carrier
         self.name = name
-        # a round that was begun and not yet read, with what to say about it; it outlives an
-        # interruption, as MPI writes to it
+        # outlives an interruption of the wait, as MPI writes to its memory
         self.open: tuple[Ticket, tuple[Call | None, object]] | None = None
         self._sharing: Ticket | None = None
         self._then: Callable[[], Any] = _nothing
-        self._promised: Callable[[], Any] = _nothing  # to all peers, and not yet done
+        self._promised: Callable[[], Any] = (
+            _nothing  # the call that all ranks have agreed on, until it is made
+        )
         self.forget()
 
     def forget(self) -> None:
-        """Forget the example, in which ranks may have made different numbers of calls."""
+        """Reset the counts of an example; the ranks' numbers of calls may have differed."""
         self.calls = 0
         self.sent: list[Message] = []
         self.received: list[Message] = []
-        self.beginning: Beginning | None = None  # which not all ranks have announced yet
+        self.beginning: Beginning | None = None
 
     def call(self, call: Call, then: Callable[[], Any] = _nothing) -> Any:
-        """Do `then` as soon as every rank is about to make this call.
+        """Wait until every rank is about to make this call, then return the result of `then`.
 
-        A rank that is interrupted in between (a signal, no memory) does it when it finishes,
-        because its peers may have begun.
+        If a signal or a lack of memory interrupts the wait, `finish` calls `then`, because peers
+        may have begun the call.
 
         Raises:
             PeerFailed: a rank has left the example.
@@ -158,10 +169,10 @@ class Lockstep:
         return self.carrier.drive(meanwhile(steps), what)
 
     def begin(self, call: Call, then: Callable[[], Any]) -> tuple[str, Steps[Any]]:
-        """Return a description of a call, and an iterator that makes the call step by step.
+        """Return a description of a call, and steps that wait for all ranks and then make the call.
 
-        Between steps this rank can do other work. The ranks compare `call`; `then` makes it once
-        they agree.
+        Between steps this rank can do other work. The ranks compare `call`; the result of the steps
+        is that of `then`.
         """
         what = f"{call.op}({call.text}) on {self.name} at {here()}"
         return what, self._agree(call, what, then)
@@ -176,7 +187,7 @@ class Lockstep:
         return self._keep_promise()
 
     def waiting(self, what: str) -> None:
-        """Find out, without waiting, whether a peer has left while its message is awaited."""
+        """Raise if a peer has left while a message is awaited. Do not wait; `what` tells for what."""
         if self.beginning is not None:
             self.beginning.step()
             return
@@ -185,12 +196,15 @@ class Lockstep:
         next(self._settle(), None)
 
     def finish(self, outcome: Outcome) -> Steps[list[Outcome]]:
-        """Say that this rank is done until all are. Return the outcome of every rank."""
+        """Return steps that tell the other ranks that this rank is done, until all ranks are.
+
+        Their result is the outcome of every rank, in rank order; `outcome` is this rank's.
+        """
         while self.beginning is not None:
             try:
                 if not self.beginning.step():
                     yield
-            except (Mismatched, Woken):  # other ranks have ended without this call
+            except (Mismatched, Woken):  # other ranks have ended without announcing this call
                 self.beginning = None
         while self.open is not None:
             yield from self._read()
@@ -236,19 +250,17 @@ class Lockstep:
         if decision is Decision.MISMATCH and _fit(details):
             decision = Decision.GO
         if decision is Decision.GO:
-            self._promised, self._then = (
-                self._then,
-                _nothing,
-            )  # not kept longer: it holds the memory that it sends
+            # `_then` holds the memory that it sends, so it is not kept longer
+            self._promised, self._then = self._then, _nothing
         self.open = self._sharing = None
         return decision, records, details
 
 
 def meanwhile(steps: Steps[Any]) -> Steps[Any]:
-    """Run steps.
+    """Return steps that do `steps`, and between them poll comparisons that nobody waits for.
 
-    Between them, test the comparisons that nobody waits for any more, as MPI makes progress
-    inside every call.
+    These are of `sp_core.agreement`, abandoned after an error. MPI makes progress on all requests
+    inside every call, and so must this.
     """
     ask = begun(boxed(steps))
     while (done := ask()) is None:
@@ -259,13 +271,14 @@ def meanwhile(steps: Steps[Any]) -> Steps[Any]:
 
 
 def _described(details: Sequence[tuple[Any, object]]) -> str:
+    """Return what each rank said, as text."""
     return "; ".join(f"rank {rank}: {said}" for rank, (_, said) in enumerate(details))
 
 
 def _fit(details: Sequence[tuple[Any, object]]) -> bool:
-    """Return whether calls whose records differ fit after all.
+    """Return whether calls whose records differ fit after all, given (call, text) of each rank.
 
-    The same call, and bytes are received as any kind.
+    They fit if they are the same, and bytes are received as elements of any kind.
     """
     calls = [call for call, _ in details if call is not None]
     return (
@@ -276,7 +289,7 @@ def _fit(details: Sequence[tuple[Any, object]]) -> bool:
 
 
 def _unmatched(calls: Sequence[Call]) -> str:
-    """Name the messages that nobody sends or nobody receives. Return "" if there are none."""
+    """Return lines that name the messages that nobody sends or nobody receives, or ""."""
     sent = Counter(message for call in calls for message in call.sends)
     received = Counter(message for call in calls for message in call.receives)
     if any(message.kind == UNCOUNTED for message in (*sent, *received)):
@@ -300,9 +313,9 @@ def _unmatched(calls: Sequence[Call]) -> str:
 
 
 def _outcomes(records: Sequence[Record], details: Sequence[tuple[Call, Outcome]]) -> list[Outcome]:
-    """Return how every rank ended.
+    """Return how every rank ended, in rank order.
 
-    If each is content and a message was lost, all have ended in a mismatch.
+    If every body returned and a message was lost, every rank has ended in a mismatch.
     """
     outcomes = [outcome for _, outcome in details] or [Outcome(record.kind) for record in records]
     lost = (
@@ -322,9 +335,9 @@ class Beginning:
     Until then this rank can do other work.
 
     Args:
-        comm: the communicator of the call.
-        call: the call.
-        make: makes it, and returns its request.
+        comm: communicator of the call.
+        call: compared over the ranks.
+        make: makes the call, and returns its request.
     """
 
     def __init__(self, comm: LockstepComm, call: Call, make: Callable[[], Any]) -> None:
@@ -336,10 +349,7 @@ class Beginning:
         comm.lockstep.beginning = self
 
     def step(self) -> bool:
-        """Find out whether all ranks have announced the call, and then make it.
-
-        Return whether it is made.
-        """
+        """Make the call if all ranks have announced it. Return whether it is made."""
         if self._made is None and not self._is_driven:
             self._comm.progress()
             try:
@@ -369,19 +379,16 @@ class Beginning:
             self._comm.lockstep.beginning = None
 
     def Test(self) -> bool:
-        """Make progress and return whether the call is complete."""
+        """Return whether the call is complete, without waiting."""
         return self.step() and bool(self.settle().Test())
 
     def Wait(self) -> bool:
-        """Wait until the call is complete."""
+        """Wait until all ranks have announced the call and it is complete. Return True."""
         return bool(self.settle().Wait())
 
 
 def abandon(requests: Iterable[Any]) -> None:
-    """Let the example end before these requests are complete.
-
-    The program keeps their memory, and no rank waits for them.
-    """
+    """Let the example end before these requests are complete. The program keeps their memory."""
     for request in requests:
         beginning = getattr(request, "beginning", request)
         made, comm = getattr(beginning, "_made", beginning), getattr(beginning, "_comm", None)

@@ -1,6 +1,8 @@
 """Run examples on the ranks of one launch.
 
-Rank 0 of the world chooses them, the others follow, and all know how each ended.
+Rank 0 of the world chooses them (`lead_ranks`), the other ranks follow (`follow`), and all ranks
+know how each example ended. `control` is a carrier that exchanges values between all ranks of the
+launch.
 """
 
 from __future__ import annotations
@@ -35,19 +37,22 @@ from sp_core.testing.session import Remarks, collected, keep_largest
 
 MAX_COMMUNICATORS = 64
 MAX_RAW_EXAMPLES = 50
-ABORTED = 70  # exit code of a launch that the kit itself gives up
+ABORTED = 70  # exit code of a launch after a failure of sp_core.testing itself
 Lead = Callable[[Spec, Plan, Callable[[Example], Result]], None]
 
 
 _pool: OrderedDict[tuple[tuple[int, ...], bool], Any] = OrderedDict()
-"""Communicators by their world ranks, so that one is not made anew for each example.
+"""Communicators by world ranks and `raw`, kept for later examples; None where not a member.
 
 All ranks change this together.
 """
 
 
 def _communicator(control: MpiCarrier, example: Example) -> Any:
-    """Return the communicator of an example, or None on a rank that is not one of its ranks."""
+    """Return the communicator of an example, or None on a rank that is not one of its ranks.
+
+    Every rank of the launch calls this. It is checked unless the example is raw.
+    """
     ranks, key = example.ranks, (example.ranks, example.raw)
     if key not in _pool:
         from mpi4py import MPI
@@ -66,9 +71,14 @@ def _communicator(control: MpiCarrier, example: Example) -> Any:
 
 
 def lead_ranks(spec: Spec, plan: Plan, lead: Lead) -> None:
-    """Run a test on rank 0: the plan, then its examples without checks.
+    """Run a test on rank 0: the plan, then its examples without comparison of calls.
 
-    Tell the others how it ended.
+    At the end tell the other ranks how the test ended.
+
+    Args:
+        spec: the test.
+        plan: chooses the examples.
+        lead: runs the plan, given a function that runs one example on all ranks.
     """
     __tracebackhide__ = True
     control = _control()
@@ -89,7 +99,10 @@ def lead_ranks(spec: Spec, plan: Plan, lead: Lead) -> None:
 
 
 def follow(spec: Spec) -> None:
-    """Run a test on the other ranks: follow rank 0 until it says stop, then end as it did."""
+    """Run a test on a rank other than 0: its part of each example that rank 0 sends.
+
+    When rank 0 sends an outcome instead, end the test with that outcome.
+    """
     __tracebackhide__ = True
     control = _control()
     with _or_abort(control):
@@ -109,9 +122,9 @@ def _control() -> MpiCarrier:
 
 @contextmanager
 def _or_abort(control: MpiCarrier) -> Iterator[None]:
-    """End the launch if the kit itself fails.
+    """Abort all ranks if the `with` block raises, because sp_core.testing itself has failed.
 
-    A rank that left now would let the others wait for it.
+    A rank that left the test now would let the other ranks wait for ever.
     """
     try:
         yield
@@ -124,6 +137,7 @@ def _or_abort(control: MpiCarrier) -> Iterator[None]:
 
 
 def _order(control: MpiCarrier, spec: Spec, example: Example) -> Result:
+    """Send an example to all ranks, and run rank 0's part of it. Return the result."""
     with _or_abort(control):
         watch.in_flight(("raw replay of " if example.raw else "") + announce(example, spec))
         control.broadcast(example)
@@ -131,7 +145,10 @@ def _order(control: MpiCarrier, spec: Spec, example: Example) -> Result:
 
 
 def _take_part(control: MpiCarrier, spec: Spec, example: Example) -> Result:
-    """Run this rank's part of an example, then gather the outcomes and remarks of all."""
+    """Run this rank's part of an example. Return the outcomes and remarks of all ranks.
+
+    Every rank of the launch calls this and waits for all; ranks outside the example run no body.
+    """
     comm = _communicator(control, example)
     with collected() as sink, watch.limit(watch.example_seconds()):
         outcome = FINISHED if comm is None else _ended(spec, comm, example)
@@ -150,7 +167,11 @@ def _take_part(control: MpiCarrier, spec: Spec, example: Example) -> Result:
 
 
 def _ended(spec: Spec, comm: Any, example: Example) -> Outcome:
-    """Run the body on this rank, and end the example if the communicator is checked."""
+    """Run the body on this rank of the example, and return the outcome; errors are caught.
+
+    On a communicator that compares calls, wait until every rank of the example is done. A message
+    that was lost makes this a mismatch. In a raw example wait for nobody.
+    """
     watch.note(f"in the body of {spec.function.__name__}")
     values = {**spec.fixtures, **example.values}
     if example.raw:
@@ -164,7 +185,13 @@ def _ended(spec: Spec, comm: Any, example: Example) -> Outcome:
 
 
 def _replay_raw(control: MpiCarrier, spec: Spec, plan: Plan) -> None:
-    """Run passed examples again without the protocol, because its exchanges can hide a race."""
+    """Run at most 50 of the passed examples again on communicators that do not compare calls.
+
+    The exchanges of the comparison can hide a race.
+
+    Raises:
+        RankFailure: an example fails without the comparison.
+    """
     __tracebackhide__ = True
     distinct = list({str(example): example for example in plan.passed}.values())
     step = max(len(distinct) / MAX_RAW_EXAMPLES, 1.0)

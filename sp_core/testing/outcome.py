@@ -1,4 +1,8 @@
-"""Record how each rank left an example, and judge the whole example by that."""
+"""Record how each rank left an example, and judge the whole example by that.
+
+`capture` makes an `Outcome` of a rank's error, and `failure` makes one error of the outcomes of all
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,11 @@ from sp_core.launch.places import owner, short
 
 
 class Kind(enum.IntEnum):
-    """A rank is about to call, waits for a message, or is done, and how."""
+    """What a rank says in a round: about to make a call, waiting for a message, or done, and how.
+
+    REJECT: Hypothesis' `assume` failed. WOKEN: the rank stopped because a peer had left. MISMATCH:
+    the ranks called different things.
+    """
 
     CALL = 0
     WAIT = 1
@@ -27,7 +35,9 @@ class Kind(enum.IntEnum):
 
 
 DONE = frozenset(Kind) - {Kind.CALL, Kind.WAIT}
+"""The kinds of ranks that have left the example."""
 QUIET = frozenset({Kind.OK, Kind.REJECT})
+"""The kinds of ranks that have left the example without a problem for the other ranks."""
 _WORDS = {
     Kind.OK: "finished",
     Kind.REJECT: "rejected the example",
@@ -36,21 +46,21 @@ _WORDS = {
     Kind.FAIL: "failed",
 }
 _KINDS = {"UnsatisfiedAssumption": Kind.REJECT, "Skipped": Kind.SKIP}
-"""By the class of an error; all others are failures."""
+"""Kinds by the class of an error; all other errors are failures."""
 
 
 class Woken(PeerFailed):
-    """Raised by the kit in a rank whose peer left the example."""
+    """Raised by sp_core.testing in a rank whose peer left the example."""
 
 
 class Mismatched(CollectiveMismatch):
-    """Raised by the kit in every rank of a communicator whose ranks called different things."""
+    """Raised by sp_core.testing in every rank of a communicator whose calls differ."""
 
 
 class RankFailure(AssertionError):
     """An example failed on some rank; the text says what every rank did.
 
-    Subclasses tell one bug from another.
+    Each bug has a subclass of its own.
     """
 
     rank_failure = True
@@ -58,7 +68,16 @@ class RankFailure(AssertionError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one rank left one example."""
+    """How one rank left one example.
+
+    Args:
+        kind: whether and how it ended.
+        type: class name of its error, "" without one.
+        message: text of the error.
+        file: path of the source that raised it.
+        line: number in that file.
+        traceback: of the error, as text.
+    """
 
     kind: Kind
     type: str = ""
@@ -77,9 +96,12 @@ FINISHED = Outcome(Kind.OK)
 
 
 class Catch:
-    """A context that keeps the error of its block.
+    """A context manager that keeps the error of its block, and does not let it out.
 
-    All ranks judge it, so this one does not handle it.
+    The ranks judge the error together.
+
+    Attributes:
+        error: the exception, or None.
     """
 
     error: BaseException | None = None
@@ -108,7 +130,7 @@ def first_line(text: str) -> str:
 
 
 def capture(error: BaseException | None) -> Outcome:
-    """Return the outcome of a body that returned (None) or raised."""
+    """Return the outcome of a body that raised `error`, or that returned (None)."""
     if error is None:
         return FINISHED
     root, kind = _root(error)
@@ -122,7 +144,7 @@ def capture(error: BaseException | None) -> Outcome:
 
 
 def _traceback(error: BaseException) -> str:
-    """Return the traceback without the kit's own frames."""
+    """Return the traceback as text, without frames of sp_core.testing and sp_core.launch."""
     shown = traceback.TracebackException.from_exception(error)
     link: traceback.TracebackException | None = shown
     while link is not None:
@@ -134,9 +156,9 @@ def _traceback(error: BaseException) -> str:
 
 
 def _root(error: BaseException) -> tuple[BaseException, Kind]:
-    """Return the error to report.
+    """Return the error to report, and its kind.
 
-    Cleaning up after an error often raises a second one, which must not hide the first.
+    Cleaning up after an error often raises a second error, which must not hide the first.
     """
     chain = [error]
     while (
@@ -153,9 +175,9 @@ def _root(error: BaseException) -> tuple[BaseException, Kind]:
 
 @functools.cache
 def failure_class(type_name: str, file: str, line: int) -> type[RankFailure]:
-    """Return one exception class for each origin.
+    """Return the subclass of `RankFailure` for one origin: type of the error, file and line.
 
-    Hypothesis tells bugs apart by class, as all are raised from one line here.
+    Hypothesis tells bugs apart by class, because all are raised from the same line of this package.
     """
     place = f" at {short(file)}:{line}" if file else ""
     return type(
@@ -164,16 +186,16 @@ def failure_class(type_name: str, file: str, line: int) -> type[RankFailure]:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Write one line for each rank."""
+    """Return text with one line for each rank's outcome."""
     return "\n".join(f"  rank {rank}: {outcome}" for rank, outcome in enumerate(outcomes))
 
 
 def failure(outcomes: Sequence[Outcome], ranks: Sequence[int] | None = None) -> RankFailure | None:
-    """Return the failure of an example; None if all ranks finished, all skipped or one rejected.
+    """Return the error of an example; None if all ranks finished, all skipped or any rejected it.
 
     Args:
         outcomes: one for each rank of the communicator.
-        ranks: the ranks' numbers in the world, if they differ.
+        ranks: world ranks of the communicator, for the text; default: 0, 1, 2, ...
     """
     kinds = [outcome.kind for outcome in outcomes]
     found = set(kinds)
@@ -197,7 +219,7 @@ def failure(outcomes: Sequence[Outcome], ranks: Sequence[int] | None = None) -> 
         return failure_class("SkipMismatch", "", 0)(
             f"the ranks disagree about skipping{where}:\n{table(outcomes)}"
         )
-    # one class for all mismatches: nobody can say which of the ranks is at fault
+    # one class for all mismatches, as no rank can be said to be at fault
     kind = failure_class(
         worst.type, *(("", 0) if worst.kind is Kind.MISMATCH else (worst.file, worst.line))
     )
@@ -209,6 +231,11 @@ def failure(outcomes: Sequence[Outcome], ranks: Sequence[int] | None = None) -> 
 
 
 def raise_for_peers(error: BaseException | None, outcomes: Sequence[Outcome]) -> None:
-    """Raise `PeerFailed` on a rank without an error of its own, if another one has failed."""
+    """Raise `PeerFailed` if this rank has no error and another rank has failed.
+
+    Args:
+        error: of this rank, or None.
+        outcomes: of all ranks.
+    """
     if error is None and any(outcome.kind in DONE - QUIET for outcome in outcomes):
         raise PeerFailed(f"another rank has failed:\n{table(outcomes)}")

@@ -1,6 +1,7 @@
 """Choose the examples of a test.
 
-Hypothesis draws them, there is one for each number of ranks, or another process sends them.
+An example is one choice of ranks and arguments for the body. `Search` has Hypothesis draw them,
+`Sweep` makes one for each number of ranks, and `Fed` receives them from another process.
 """
 
 from __future__ import annotations
@@ -33,14 +34,17 @@ _COPIED = (
     "hypothesis_explicit_examples",
 )
 Nprocs = int | tuple[int, ...]
-"""The number of the first ranks, or world ranks in any order."""
+"""A number p of ranks (the world ranks 0 to p-1), or world ranks in any order."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """The ranks and values that a body is run with.
+    """The ranks and arguments with which a body is run.
 
-    `raw`: under MPI, on a communicator without checks.
+    Args:
+        ranks: world ranks, in the order of the communicator.
+        values: arguments by name.
+        raw: under MPI, run on a communicator that does not compare calls.
     """
 
     ranks: tuple[int, ...]
@@ -49,7 +53,7 @@ class Example:
 
     @property
     def nprocs(self) -> Nprocs:
-        """The ranks as a person writes them: their number if they are the first ones in order."""
+        """The ranks as `@example` takes them: their number if they are 0, 1, ..., else a tuple."""
         return len(self.ranks) if self.ranks == tuple(range(len(self.ranks))) else self.ranks
 
     def __str__(self) -> str:
@@ -60,23 +64,29 @@ class Example:
 
 @dataclass(frozen=True)
 class Result:
-    """How an example ended on each of its ranks, and what they said."""
+    """How an example ended.
+
+    Args:
+        outcomes: of each rank, in the order of the communicator.
+        remarks: of all ranks together.
+    """
 
     outcomes: list[Outcome]
     remarks: Remarks
 
 
 Try = Callable[[Example], Result]
+"""Runs an example on its ranks, and returns the result."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """One call of a test.
+    """One run of a test.
 
     Attributes:
-        body: takes the communicator, then fixtures and drawn values by name.
-        fixtures: from pytest.
-        function: as the author wrote it.
+        body: takes the communicator, then fixtures and drawn arguments by name.
+        fixtures: from pytest, by name.
+        function: the body as its author wrote it, without `self` bound.
         marks: attributes that decorators have left on the test.
     """
 
@@ -99,7 +109,11 @@ def ranks_of(nprocs: Nprocs) -> tuple[int, ...]:
 
 
 def fits(nprocs: Nprocs) -> bool:
-    """Return whether the launch has these ranks. Threads can always be made."""
+    """Return whether the launch has the ranks of `nprocs`. Threads can always be made.
+
+    Raises:
+        ValueError: `nprocs` is neither a number of ranks nor a tuple of different ranks.
+    """
     ranks, size = ranks_of(nprocs), session.current.world_size
     if not ranks or len(set(ranks)) != len(ranks) or min(ranks) < 0:
         raise ValueError(
@@ -109,10 +123,15 @@ def fits(nprocs: Nprocs) -> bool:
 
 
 class Plan(ABC):
-    """A way to choose examples, and what came of them."""
+    """A way to choose examples, and what came of them.
+
+    Attributes:
+        passed: examples that passed on all ranks.
+        failed: the latest example of each class of failure.
+    """
 
     keeps = "failed with {}"
-    """Tells how to run an example that failed."""
+    """Format of a line that says how to run an example that failed."""
 
     def __init__(self) -> None:
         self.passed: list[Example] = []
@@ -120,12 +139,17 @@ class Plan(ABC):
 
     @abstractmethod
     def run(self, spec: Spec, attempt: Try) -> None:
-        """Try examples until enough have passed; raise for one that fails."""
+        """Try examples until enough have passed. Raise for an example that fails.
+
+        Args:
+            spec: the test.
+            attempt: runs an example on its ranks.
+        """
 
     def judge(self, example: Example, result: Result) -> None:
         """Raise if an example failed or was skipped.
 
-        Keep it otherwise, unless a rank has rejected it.
+        Otherwise add it to `passed`, unless a rank has rejected it with `assume`.
         """
         __tracebackhide__ = True
         problem = failure(result.outcomes, example.ranks)
@@ -144,8 +168,8 @@ class Search(Plan):
 
     Args:
         nprocs: draws the ranks.
-        strategies: draw the rest.
-        max_examples: overrides the profile's.
+        strategies: draw the arguments, by name.
+        max_examples: overrides the number of the profile, if not None.
     """
 
     keeps = "to keep this example: @example({})"
@@ -161,13 +185,16 @@ class Search(Plan):
         self._some_fit = False
 
     def run(self, spec: Spec, attempt: Try) -> None:
-        """Let Hypothesis draw, shrink and report."""
+        """Let Hypothesis draw examples, try them, and shrink an example that fails.
+
+        Skip the test if no drawn ranks exist in the launch.
+        """
         __tracebackhide__ = True
 
         def driver(**values: Any) -> None:
             __tracebackhide__ = True
             example = Example(ranks_of(values.pop("nprocs")), values)
-            if not self._fits(example.nprocs):  # an explicit example for a larger launch
+            if not self._fits(example.nprocs):  # of `@example`, for a larger launch
                 hypothesis.reject()
             result = attempt(example)
             result.remarks.replay()
@@ -188,6 +215,7 @@ class Search(Plan):
         return found
 
     def _decorated(self, spec: Spec, driver: Callable[..., None]) -> Callable[[], None]:
+        """Return the driver as a Hypothesis test, with the settings and marks of the test."""
         names = ("__name__", "__qualname__", "__module__")
         for name in names:
             setattr(driver, name, getattr(spec.function, name))
@@ -196,7 +224,7 @@ class Search(Plan):
             for name in ("nprocs", *self._strategies)
         ]
         copied = {name: spec.marks[name] for name in _COPIED if name in spec.marks}
-        # by the body's source Hypothesis tells tests apart, both for its seed and in its database
+        # Hypothesis tells tests apart by the body's source, for its seed and in its database
         vars(driver).update(
             copied, __wrapped__=spec.function, __signature__=inspect.Signature(parameters)
         )
@@ -216,14 +244,18 @@ class Search(Plan):
 
 
 class Sweep(Plan):
-    """One example for each number of ranks."""
+    """One example for each number of ranks.
+
+    Args:
+        sizes: numbers of ranks, or tuples of world ranks.
+    """
 
     def __init__(self, sizes: Sequence[Nprocs]) -> None:
         super().__init__()
         self._sizes = sizes
 
     def run(self, spec: Spec, attempt: Try) -> None:
-        """Try each size that the launch has."""
+        """Try each size that the launch has. Skip the test if it has none of them."""
         __tracebackhide__ = True
         fitting = [Example(ranks_of(size), {}) for size in self._sizes if fits(size)]
         if not fitting:
@@ -234,20 +266,21 @@ class Sweep(Plan):
 
 
 class Fed(Plan):
-    """Examples that come from an engine outside the launch, which gets the results.
+    """Examples from another process, in which Hypothesis runs (see `shrink_crash`).
 
-    Both are files in the launch's directory. One more file is there until the launch asks.
+    Examples and results are files in the launch's directory: EXAMPLE and RESULT. The file UNASKED
+    is there until the test asks for its first example.
     """
 
     UNASKED, EXAMPLE, RESULT = "feed", "example.pickle", "example-result.pickle"
 
     @classmethod
     def is_wanted(cls) -> bool:
-        """Return whether the launch of this process is fed."""
+        """Return whether the examples of this launch come from another process."""
         return RUN_DIR in os.environ and Path(os.environ[RUN_DIR], cls.UNASKED).exists()
 
     def run(self, spec: Spec, attempt: Try) -> None:
-        """Try the examples that come one by one, until None comes."""
+        """Try the examples that come one by one, and write their results, until None comes."""
         directory = Path(os.environ[RUN_DIR])
         (directory / self.UNASKED).unlink()
         while (example := patiently(lambda: taken(directory / self.EXAMPLE))[0]) is not None:
@@ -255,13 +288,13 @@ class Fed(Plan):
 
 
 def hand_over(path: Path, value: object) -> None:
-    """Write a value to a file, which nobody sees before it is complete."""
+    """Write the pickle of a value to a file, which appears only when it is complete."""
     path.with_suffix(".new").write_bytes(pickle.dumps(value))
     path.with_suffix(".new").replace(path)
 
 
 def taken(path: Path) -> tuple[Any] | None:
-    """Read the value in a file, in a tuple, and remove the file. Return None if there is none."""
+    """Remove a file and return its value in a 1-tuple, or None if there is no file."""
     if not path.exists():
         return None
     value = pickle.loads(path.read_bytes())

@@ -1,8 +1,7 @@
 """The pytest plugin: one report, one exit code and one result file for all ranks of a launch.
 
-It works beside pytest-mpi.
-
-If no test uses `given` or `spmd`, and without `--with-mpi`, it does nothing and imports nothing.
+It works beside pytest-mpi. Without `--with-mpi`, if no test uses `given` or `spmd`, it does nothing
+and imports nothing.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def _with_mpi(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Set the session up, before other plugins look at their options."""
+    """Set up the session of `sp_core.testing`, before other plugins look at their options."""
     config.addinivalue_line(
         "markers",
         "ranks: an ordinary test that runs alone, and under mpiexec on every rank (also with "
@@ -85,7 +84,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _choose_profile(config: pytest.Config, session: Session) -> None:
-    """Make our profiles known before Hypothesis looks for the one that the command line names."""
+    """Load the profile of SP_PROFILE, and choose a seed if the profile draws at random.
+
+    Hypothesis itself loads the profile that the command line names, which must be known by then.
+    """
     named, seed = (
         config.getoption("--hypothesis-profile", None),
         config.getoption("--hypothesis-seed", None),
@@ -104,7 +106,7 @@ def _choose_profile(config: pytest.Config, session: Session) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Stop the watchdog of this rank."""
+    """Cancel the time limit of this rank, and close its files."""
     if _RANKS in config.stash:
         watch.stop()
 
@@ -118,7 +120,7 @@ def _runs_on_ranks(item: pytest.Item) -> bool:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Give our tests the marker of pytest-mpi, and let them use fixtures of function scope."""
+    """Add pytest-mpi's marker to tests on ranks, and let them use function-scoped fixtures."""
     if _with_mpi(item.config) and _runs_on_ranks(item):
         item.add_marker("mpi")
     if _is_ours(item):
@@ -128,7 +130,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Refuse a launch of several processes that were not told of each other."""
+    """Refuse a launch of several processes without `--with-mpi`, if tests run on ranks."""
     size = max(int(os.environ.get(name, "1")) for name in _SIZES)
     if size > 1 and not _with_mpi(config) and any(map(_runs_on_ranks, items)):
         raise pytest.UsageError(
@@ -140,7 +142,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Remember which test runs, for the command that runs it again."""
+    """Keep the id of the running test, for the command that runs it again."""
     kit.current.node_id = "::".join([os.path.relpath(item.path), *item.nodeid.split("::")[1:]])
     return (yield)
 
@@ -149,7 +151,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show the text of our failures as it is: it has the traceback that matters."""
+    """Report a `RankFailure` by its text alone, which has the traceback that matters."""
     report = yield
     error = None if call.excinfo is None else call.excinfo.value
     if report.failed and hasattr(type(error), "rank_failure"):
@@ -159,7 +161,10 @@ def pytest_runtest_makereport(
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail the session if a recorded error is too near its bound, and hand over the counts."""
+    """Fail the session if a recorded error is too near its bound.
+
+    Hand the counts to pytest-xdist, and the exit status to the launcher.
+    """
     config = session.config
     if session.exitstatus == pytest.ExitCode.OK and any(late for *_, late in _worst(config)):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -171,16 +176,16 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Add the counts of a worker of pytest-xdist."""
+    """Add the counts of a worker of pytest-xdist that has ended."""
     told = getattr(node, "workeroutput", {}).get("sp_core")
     if told is not None:
         kit.current.tally.merge(Tally.parse(told))
 
 
 def _worst(config: pytest.Config) -> Iterator[tuple[str, float, float, bool]]:
-    """Return the recorded ratios with the limit, and whether they are above it.
+    """Yield (name, ratio, limit, whether the ratio is above the limit), the greatest ratio first.
 
-    NaN is above any.
+    NaN is above any limit.
     """
     option = config.getoption("--sp-max-error-ratio")
     limit = float(config.getini("sp_max_error_ratio") if option is None else option)
@@ -191,7 +196,7 @@ def _worst(config: pytest.Config) -> Iterator[tuple[str, float, float, bool]]:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Write one line of counts, and the worst error over bound."""
+    """Write the counts, the seed, the notes, and the greatest error over bound of each name."""
     current = kit.current
     if not current.tally.tests and not current.tally.ratios and not current.notes:
         return

@@ -1,4 +1,4 @@
-"""Run a body on ranks that are threads."""
+"""Run a body on ranks that are threads: `run_threads`, and `run_ranks` for `given`."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ GRACE_SECONDS = 2.0
 
 
 class ThreadsHung(BaseException):
-    """A rank did not arrive in time.
+    """A rank that is a thread has not ended its body before the time limit.
 
-    No `Exception`: Hypothesis must not shrink it at half a minute for each attempt.
+    It is no subclass of `Exception`, because Hypothesis would run it again, at the full time limit
+    each time, to shrink it.
     """
 
 
@@ -36,9 +37,9 @@ def run_threads(size: int, body: Callable[[Any], T], *, timeout: float | None = 
 
     Args:
         size: number of ranks.
-        body: called with the communicator on each rank.
-        timeout: seconds after which a rank that has not arrived counts as hung; default: the limit
-            of one example.
+        body: called with the communicator (a `ThreadComm`) on each rank.
+        timeout: seconds after which a rank that has not ended counts as hung; default: the limit of
+            one example (SP_WATCHDOG_S, or 30).
 
     Returns:
         The results of the body, in rank order.
@@ -57,9 +58,13 @@ def run_threads(size: int, body: Callable[[Any], T], *, timeout: float | None = 
 def run_ranks(
     size: int, body: Callable[[Any], T], *, timeout: float | None = None
 ) -> tuple[list[T], list[Outcome]]:
-    """Run a body on `size` threads.
+    """Run a body on `size` threads, with `timeout` as in `run_threads`.
 
-    Return each rank's result, None if it did not return, and how each rank ended.
+    Returns:
+        Results of the body (None if it did not return) and outcomes, each in rank order.
+
+    Raises:
+        ThreadsHung: a rank hung; the stacks of all ranks are on standard error.
     """
     world = World(size)
     ranks = [_Rank(world, rank, body) for rank in range(size)]
@@ -72,7 +77,7 @@ def run_ranks(
 
 @contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """Share the cores between ranks. torch is not imported for that."""
+    """Let torch use one thread in each rank, if torch is imported, as the ranks share the cores."""
     torch: Any = sys.modules.get("torch")
     intra_op = torch.get_num_threads() if torch else 1
     if torch:
@@ -85,7 +90,13 @@ def _one_thread_each() -> Iterator[None]:
 
 
 class _Rank(threading.Thread):
-    """One rank. It runs the body, then waits for the others to end."""
+    """The thread of one rank. It runs the body, then waits for the other ranks to end.
+
+    Args:
+        world: state shared by the ranks.
+        rank: of this thread.
+        body: called with the communicator.
+    """
 
     def __init__(self, world: World, rank: int, body: Callable[[Any], Any]) -> None:
         super().__init__(name=f"rank {rank}", daemon=True)
@@ -95,20 +106,20 @@ class _Rank(threading.Thread):
         self.result: Any = None
         self.outcome = FINISHED
         self.crash: BaseException | None = (
-            None  # a fault of the kit itself: the main thread raises it
+            None  # a fault of sp_core.testing: the main thread raises it
         )
         self._sink = thread.sink
 
     def run(self) -> None:
-        """Run the body, then end the example."""
+        """Run the body, wait until all ranks are done, and keep the result and the outcome."""
         thread.sink = self._sink
         if "torch" in sys.modules:
-            # all backward passes on a GPU share one thread, in which a rank would wait for another
+            # all backward passes on a GPU share one thread, in which ranks would block each other
             sys.modules["torch"].autograd.set_multithreading_enabled(False)  # in this thread alone
         with Catch() as caught:
             self.result, self.outcome = run_body(self._family, lambda: self._body(self.comm))
             self.outcome = self._family.finish(self.outcome)[self.number]
-        # Ranks that called different things wait for each other.
+        # ranks that wait for each other for ever
         if isinstance(caught.error, Mismatched):
             self.outcome = caught.outcome
         self.crash = None if isinstance(caught.error, (Stopped, Mismatched)) else caught.error
@@ -116,7 +127,14 @@ class _Rank(threading.Thread):
 
 
 def run_body(family: Family, body: Callable[[], T]) -> tuple[T | None, Outcome]:
-    """Run one rank's part of an example. Return its result, and how it ended."""
+    """Run one rank's body, and check that its announced messages and requests are complete.
+
+    Return the body's result (None if it did not return) and its outcome. Other ranks are not waited
+    for.
+
+    Raises:
+        Stopped: the run of threads has been given up.
+    """
     result = None
     with Catch() as caught:
         result = body()
@@ -130,6 +148,7 @@ def run_body(family: Family, body: Callable[[], T]) -> tuple[T | None, Outcome]:
 
 
 def _join(world: World, ranks: Sequence[_Rank], timeout: float) -> None:
+    """Wait for all ranks until the time limit, give up if one is late, and raise a rank's crash."""
     deadline = time.monotonic() + timeout
     for rank in ranks:
         rank.join(max(deadline - time.monotonic(), 0.0))
@@ -142,6 +161,7 @@ def _join(world: World, ranks: Sequence[_Rank], timeout: float) -> None:
 
 
 def _give_up(world: World, late: Sequence[_Rank], timeout: float) -> None:
+    """Print all stacks, end the late ranks as far as possible, and raise `ThreadsHung`."""
     numbers = [rank.number for rank in late]
     print(
         f"\nranks {numbers} of {world.size} have not arrived after {timeout:g} s; all stacks:",

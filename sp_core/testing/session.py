@@ -1,8 +1,7 @@
-"""Keep what all tests of a session share: tier, device and counts.
+"""Keep what the tests of a session share, and pass remarks from a body to Hypothesis.
 
-Pass remarks from a body on any rank to the engine.
-
-Remarks are events, features, targets, notes and error ratios.
+A remark is an event, a feature, a target, a note or an error ratio, made on any rank by the
+function of that name. Ratios are errors divided by their bounds.
 """
 
 from __future__ import annotations
@@ -30,9 +29,16 @@ _SCHEME = "scheme="
 
 @dataclass
 class Remarks:
-    """The remarks of one example, on one rank or on all.
+    """The remarks of one example, on one rank or merged over all.
 
-    Events, notes and features have no number.
+    Values are numbers: 0.0 for events, notes and features, which have none.
+
+    Attributes:
+        events: by (name, detail).
+        targets: numbers to maximize, by label.
+        notes: by text.
+        ratios: errors divided by their bounds, by name.
+        features: by "dimension=value".
     """
 
     events: dict[tuple[str, str], float] = field(default_factory=dict)
@@ -42,12 +48,15 @@ class Remarks:
     features: dict[str, float] = field(default_factory=dict)
 
     def merge(self, other: Remarks) -> None:
-        """Add another rank's: each remark once, with the largest number."""
+        """Add another rank's remarks: each once, with the largest number."""
         for kind, remarks in vars(self).items():
             keep_largest(remarks, vars(other)[kind])
 
     def replay(self) -> None:
-        """Hand events, targets and notes to Hypothesis; called by the engine inside an example."""
+        """Hand events, features, targets and notes to Hypothesis.
+
+        The thread in which Hypothesis draws calls this inside an example.
+        """
         import hypothesis
 
         for value, payload in [*self.events, *((name, "") for name in self.features)]:
@@ -67,7 +76,7 @@ def larger(a: float, b: float) -> float:
 
 
 def keep_largest(mine: dict[Any, float], theirs: Mapping[Any, float]) -> None:
-    """Add numbers by name, of which the largest stays."""
+    """Add the numbers of `theirs` to `mine`, by name; of two numbers the larger stays."""
     for name, value in theirs.items():
         mine[name] = larger(mine.get(name, value), value)
 
@@ -77,12 +86,12 @@ class Tally:
     """Counts of one session, or of several.
 
     Attributes:
-        examples: drawn and run.
-        raw: run once more without the checks between ranks.
+        examples: number of examples run.
+        raw: number of examples run once more without the comparison of calls.
         sizes: examples by number of ranks.
         features: examples by feature.
-        ratios: the worst error over bound of each name.
-        tests: that ran on ranks.
+        ratios: the greatest error over bound, by name.
+        tests: number of tests that ran on ranks.
     """
 
     examples: int = 0
@@ -93,12 +102,12 @@ class Tally:
     tests: int = 0
 
     def count(self, remarks: Remarks) -> None:
-        """Count one example by its features."""
+        """Count one example by its features, and keep its greatest ratios."""
         self.features.update(list(remarks.features))
         keep_largest(self.ratios, remarks.ratios)
 
     def merge(self, other: Tally) -> None:
-        """Add another session's counts."""
+        """Add another session's counts, and keep the greatest ratios."""
         for name, value in vars(other).items():
             if isinstance(value, Counter):
                 vars(self)[name].update(value)
@@ -107,17 +116,17 @@ class Tally:
         keep_largest(self.ratios, other.ratios)
 
     def schemes(self) -> dict[str, int]:
-        """Return the examples by scheme."""
+        """Return the number of examples by scheme: by value of the feature "scheme"."""
         found = {name: n for name, n in sorted(self.features.items()) if name.startswith(_SCHEME)}
         return {name.removeprefix(_SCHEME): n for name, n in found.items()}
 
     def text(self) -> str:
-        """Return JSON that `parse` reads."""
+        """Return these counts as JSON, which `parse` reads."""
         return json.dumps(vars(self))
 
     @classmethod
     def parse(cls, text: str) -> Tally:
-        """Read the JSON of `text`."""
+        """Return the counts in the JSON that `text` returned."""
         told = json.loads(text)
         told["sizes"] = Counter({int(size): count for size, count in told["sizes"].items()})
         told["features"] = Counter(told["features"])
@@ -126,14 +135,22 @@ class Tally:
 
 @dataclass
 class Session:
-    """Set up by the pytest plugin. The defaults are those of a run without it.
+    """Options and counts of this process's pytest session.
+
+    The pytest plugin sets it up. The defaults are those of a run without the plugin.
 
     Attributes:
-        control: between the ranks of this process's launch.
-        ranks: of the launches that `attempt` starts, if an engine outside of them does.
-        attempt: tries an example, if ranks are neither threads nor this launch's.
-        notes: lines for the end of the report.
+        control: exchanges values between all ranks of the launch; None if ranks are threads.
+        ranks: number of ranks of the launches that `attempt` starts; 0 without them.
+        attempt: runs an example in another launch (see `shrink_crash`); default: on threads.
+        device: "cpu" or the type of an accelerator.
+        share_gpu: whether several ranks may use one GPU.
         gpu_is_shared: whether another rank of this launch uses this rank's GPU.
+        raw_replay: whether passed examples run again without the comparison of calls.
+        seed: of Hypothesis, if one is in use.
+        node_id: id of the running test.
+        tally: counts of this session.
+        notes: lines for the end of the report.
     """
 
     control: MpiCarrier | None = None
@@ -150,7 +167,7 @@ class Session:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the launch, or of those that another process starts; 0 if ranks are threads."""
+        """Number of ranks of the launch, or of those of `attempt`; 0 if ranks are threads."""
         return self.ranks if self.control is None else self.control.size
 
     def summary(self) -> str:
@@ -169,7 +186,11 @@ def _listed(counts: Mapping[Any, int]) -> str:
 
 
 class _Thread(threading.local):
-    """What belongs to one thread. `sink`: takes its remarks while it runs an example."""
+    """Data of one thread.
+
+    Attributes:
+        sink: takes the thread's remarks while it runs an example.
+    """
 
     sink: Remarks | None = None
 
@@ -181,7 +202,7 @@ _lock = threading.Lock()  # ranks that are threads write to one sink
 
 @contextmanager
 def collected() -> Iterator[Remarks]:
-    """Collect the remarks of a block."""
+    """Collect the remarks that this thread makes in a `with` block."""
     before, thread.sink = thread.sink, Remarks()
     try:
         yield thread.sink
@@ -203,7 +224,7 @@ def features(values: Mapping[str, object]) -> None:
     """Count the features of the example over the session, and as events; may be called on any rank.
 
     Args:
-        values: by dimensions in which examples differ.
+        values: by dimensions in which examples differ, such as {"scheme": "ring"}.
     """
     named = [f"{dimension}={value}" for dimension, value in values.items()]
     _say(Remarks(features=dict.fromkeys(named, 0.0)))
@@ -211,6 +232,8 @@ def features(values: Mapping[str, object]) -> None:
 
 def target(observation: float, *, label: str = "") -> None:
     """Let Hypothesis look for examples that make a number large; the largest over the ranks counts.
+
+    It may be called on any rank.
 
     Args:
         observation: finite number.
@@ -220,25 +243,30 @@ def target(observation: float, *, label: str = "") -> None:
 
 
 def note(value: object) -> None:
-    """Show a value with the minimal example. A note that several ranks make is shown once."""
+    """Show a value with the minimal example; may be called on any rank.
+
+    A note that several ranks make is shown once.
+    """
     _say(Remarks(notes={str(value): 0.0}))
 
 
 def record_ratio(name: str, value: float) -> None:
-    """Record an error divided by its bound. The worst of each name is printed at the end.
+    """Record an error divided by its bound; may be called on any rank.
+
+    The greatest value of each name is printed at the end of the session.
 
     Args:
         name: of the comparison.
-        value: error over bound; a session whose worst value is above the option
+        value: error over bound; a session whose greatest value is above the option
             `sp_max_error_ratio` (0.5) fails.
     """
     _say(Remarks(ratios={name: value}))
 
 
 def _say(remark: Remarks) -> None:
-    """Keep a remark.
+    """Keep a remark for the example that this thread runs.
 
-    Outside an example of ours its ratios are kept, and Hypothesis gets the rest.
+    Outside an example, keep its ratios for the session, and hand the rest to Hypothesis.
     """
     with _lock:
         if thread.sink is not None:
@@ -253,15 +281,15 @@ def _say(remark: Remarks) -> None:
 
 
 def tier() -> Literal["threads", "mpi"]:
-    """Return what ranks are in this session."""
+    """Return what ranks are in this session: "threads" or "mpi" (processes)."""
     return "threads" if current.control is None else "mpi"
 
 
 def device() -> torch.device:
     """Return the device that the tests of this rank use, as `--sp-device` says.
 
-    For an accelerator it is the one of this rank's number on its machine. With `--sp-share-gpu`
-    there may be fewer of them than ranks, which are then given out round-robin.
+    For an accelerator it is the device with the number that this rank has on its machine. With
+    `--sp-share-gpu` there may be fewer devices than ranks; then ranks get them round-robin.
 
     Raises:
         DeviceError: there is none, or another rank uses it, and sharing was not asked for.
@@ -284,9 +312,9 @@ def device() -> torch.device:
 
 
 def find_shared_gpu(session: Session, world: Intracomm) -> None:
-    """Let all ranks of a launch find out which of them use one GPU.
+    """Find out whether another rank uses this rank's GPU, and set `session.gpu_is_shared`.
 
-    Each may see its own as number 0, so they compare what tells it from all others.
+    Every rank calls this. Each may see its own GPU as number 0, so the ranks compare UUIDs.
     """
     if session.device == "cpu":
         return

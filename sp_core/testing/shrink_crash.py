@@ -1,9 +1,10 @@
-"""Shrink an example that ends its launch.
+"""Find the smallest example that crashes or hangs the ranks of a test.
 
 `python -m sp_core.testing.shrink_crash -n 4 tests/test_x.py::test_y`.
 
-Hypothesis runs in this process, without MPI. A launch of the same test takes its examples one by
-one. When the launch dies or hangs, the example has failed, and the next one gets a new launch.
+Hypothesis runs in this process, without MPI. It sends examples, one by one, to a launch: the same
+test under mpiexec. When the launch dies or hangs, the example has failed, and the next example gets
+a new launch.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from sp_core.testing.plan import Example, Fed, Result, Spec, hand_over, taken
 from sp_core.testing.session import Remarks
 
 LOSSES = 25
+"""Launches that may be lost before the search ends."""
 END_SECONDS = 20.0
-# this module, and with it the package, is there before pytest
+"""Time that a launch has to end by itself, in seconds."""
+# this module and its package are imported before pytest can rewrite assertions
 IMPORTED_BEFORE = "ignore::pytest.PytestAssertRewriteWarning"
 
 
@@ -36,7 +39,7 @@ class Lost(Exception):
 
     Args:
         report: what is known of every rank.
-        rank: the first to die, where one died.
+        rank: the rank that died first, None if no rank died.
     """
 
     def __init__(self, report: str, rank: int | None) -> None:
@@ -45,15 +48,18 @@ class Lost(Exception):
 
 
 class NotStarted(BaseException):
-    """No example is to blame. No `Exception`: Hypothesis must not look for a smaller one."""
+    """A launch has ended before it asked for an example, so no example is to blame.
+
+    It is no subclass of `Exception`, because Hypothesis would look for a smaller example.
+    """
 
 
 class Job:
-    """One launch of one test, which takes examples until it is lost.
+    """One launch of one test, which takes examples until it ends.
 
     Args:
-        ranks: how many.
-        test: its id.
+        ranks: number of ranks.
+        test: pytest's id of the test.
         options: for pytest.
     """
 
@@ -67,18 +73,22 @@ class Job:
             self._launch = Launch(ranks, command, (), self._directory, output=output.fileno())
 
     def ask(self, example: Example) -> Result:
-        """Have an example tried.
+        """Have the launch run an example, wait for the result, and return it.
 
         Raises:
-            Lost: the launch has not outlived it.
-            NotStarted: it has not come so far.
+            Lost: the launch has died or hung in the example.
+            NotStarted: the launch has ended before it asked for an example.
         """
         hand_over(self._directory / Fed.EXAMPLE, example)
         result: Result = patiently(self._answer)[0]
         return result
 
     def _answer(self) -> tuple[Result] | None:
-        """Return the result, if it is there. Raise if the launch has ended or hangs."""
+        """Return the result in a tuple, or None if it is not there yet.
+
+        Raises:
+            Lost, NotStarted: as in `ask`.
+        """
         if (result := taken(self._directory / Fed.RESULT)) is not None:
             return result
         reason = self._launch.trouble(0.0)
@@ -95,7 +105,7 @@ class Job:
         return None
 
     def close(self, patience: float = END_SECONDS) -> None:
-        """End the launch, which may first end by itself for some seconds."""
+        """End the launch, which may first end by itself for `patience` seconds."""
         hand_over(self._directory / Fed.EXAMPLE, None)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._launch.process.wait(patience)
@@ -104,14 +114,15 @@ class Job:
 
 
 class Jobs:
-    """Launches, one after the other, and what they have found.
+    """Launches, one after the other, and the results of their examples.
 
-    As a plugin of pytest it has every test run by launches.
+    As a plugin of pytest it makes every test of this process run its examples in launches.
 
     Args:
-        ranks: of each.
-        options: for pytest.
-        losses: launches that may be lost. Then the smallest example so far is reported.
+        ranks: number of ranks of each launch.
+        options: for pytest in the launches.
+        losses: number of launches that may be lost. After that every new example passes unrun, so
+            Hypothesis reports the smallest failure so far.
     """
 
     def __init__(self, ranks: int, options: Sequence[str], losses: int = LOSSES) -> None:
@@ -122,13 +133,17 @@ class Jobs:
         self._job: Job | None = None
 
     def attempt(self, spec: Spec, example: Example) -> Result:
-        """Return what comes of an example. The same one is not run twice."""
+        """Return the result of an example. An example is run once; later its result is repeated."""
         key = (spec.test_id, str(example))
         if key not in self._known:
             self._known[key] = self._ask(spec.test_id, example)
         return self._known[key]
 
     def _ask(self, test: str, example: Example) -> Result:
+        """Run an example in the launch of its test, and return the result.
+
+        A lost launch is a failure of the example; the next example then starts a new launch.
+        """
         if self.lost >= self._most:
             return Result([FINISHED] * len(example.ranks), Remarks())
         if self._job is None or self._test != test:
@@ -145,27 +160,28 @@ class Jobs:
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self) -> None:
-        """Let tests be run by launches, now that the session is there."""
+        """Make the session of `sp_core.testing` run examples with `attempt`."""
         session.current.ranks, session.current.attempt = self.ranks, self.attempt
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self) -> None:
-        """End the processes of the latest launch."""
+        """End the latest launch."""
         if self._job is not None:
             self._job.close()
             self._job = None
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Write how many times mpiexec was started."""
+        """Write how many launches were started, and how many of them were lost."""
         terminalreporter.write_line(
             f"{self.launches} launches of {self.ranks} ranks, {self.lost} of them lost"
         )
 
 
 def outcomes(example: Example, lost: Lost) -> list[Outcome]:
-    """How the ranks of an example left it when their launch was lost; one class for all ways.
+    """Return the outcomes of an example's ranks whose launch was lost, in rank order.
 
-    Not every system tells them.
+    The rank that died first has failed, else the first; the others were stopped. The failure has
+    one class however a launch is lost, because not every system tells how.
     """
     fallen = lost.rank if lost.rank in example.ranks else example.ranks[0]
     crash = Outcome(Kind.FAIL, "RankCrashed", str(lost))
@@ -173,7 +189,11 @@ def outcomes(example: Example, lost: Lost) -> list[Outcome]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return pytest's exit code."""
+    """Search for the smallest example that crashes or hangs, and return pytest's exit code.
+
+    Args:
+        arguments: of the command line; default: those of this process.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m sp_core.testing.shrink_crash", description=__doc__
     )

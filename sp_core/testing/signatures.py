@@ -1,4 +1,8 @@
-"""Describe what each collective of mpi4py sends where, and make it for ranks that are threads."""
+"""Describe what each collective of mpi4py sends to which rank, and carry it out between threads.
+
+`flow` describes a rank's part, from arguments that `bind` has named. `contribution` and `deliver`
+carry it out for ranks that are threads.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,11 @@ from sp_core.testing.lockstep import Call, Message
 from sp_core.testing.specs import Array, Part, Spec, read
 
 Values = Mapping[str, Any]
+"""Arguments of a call, by parameter."""
 Sized = tuple[int, int]
-"""Another rank, and bytes."""
+"""Another rank, and the bytes of a message to or from it."""
 Edges = tuple[Sequence[int], Sequence[int]]
-"""The ranks that a rank hears from in a neighbourhood, and those that it sends to."""
+"""The ranks that a rank receives from, and the ranks that it sends to."""
 
 _DEFAULTS = {"root": 0, "op": None, "recvcounts": None}
 _PARAMETERS = """
@@ -48,9 +53,10 @@ COLLECTIVES = {
     op: {name: form for name, _, form in (parameter.partition(":") for parameter in parameters)}
     for op, *parameters in map(str.split, _PARAMETERS.strip().splitlines())
 }
-"""The parameters of each collective on buffers.
+"""The parameters of each collective on buffers, and the form of each buffer specification.
 
-B: a block for each rank, V: counts, W: counts and types; else one block.
+B: a block for each rank, V: counts for each rank, W: counts and datatypes for each rank; "": one
+block, or no buffer.
 """
 
 
@@ -59,12 +65,13 @@ class Flow:
     """One rank's part in a collective.
 
     Attributes:
-        gives: (rank, part) for each that it sends to; in a reduction what it contributes, to
-            itself.
-        takes: (rank, part) for each that it hears from; in a reduction the place of the result.
-        equal: what has to be the same on all ranks.
-        text: the arguments, for people.
-        reduction: its name, where it is one.
+        gives: (destination, part of the send buffer) for each message; in a reduction (this rank,
+            contribution).
+        takes: (source, part of the receive buffer) for each message; in a reduction (this rank,
+            place of the result).
+        equal: values that have to be equal on all ranks.
+        text: the arguments as text, for error messages.
+        reduction: name of the operation, such as "SUM"; "" if there is none.
     """
 
     gives: tuple[tuple[int, Part], ...] = ()
@@ -74,9 +81,13 @@ class Flow:
     reduction: str = ""
 
     def call(self, op: str, rank: int) -> Call:
-        """Return the call with the messages that it implies.
+        """Return the call that the ranks compare, with the messages that it implies.
 
         A part that a rank gives to itself is not a message; neither are the parts of a reduction.
+
+        Args:
+            op: mpi4py's method.
+            rank: of the caller.
         """
         count = not op.lower().startswith(("n", "in"))
         going = [
@@ -95,19 +106,19 @@ class Flow:
 
 
 def op_of(form: str) -> str:
-    """Return the collective on buffers that a call is a form of: blocking, "I" or "_init".
+    """Return the collective on buffers that a method of mpi4py is a form of; "" if it is none.
 
-    Return "" if it is none.
+    For example, it is "Bcast" for "Bcast", "Ibcast" and "Bcast_init".
     """
     stem = form.removesuffix("_init")
     return next((op for op in (stem, stem[1:].capitalize()) if op in COLLECTIVES), "")
 
 
 def bind(op: str, args: Sequence[Any], given: Values) -> dict[str, Any]:
-    """Return the arguments of a collective on buffers by name.
+    """Return the arguments of a collective on buffers by name, with defaults.
 
     Raises:
-        TypeError: one is missing, or not one of this operation.
+        TypeError: an argument is missing, or unknown to this collective.
     """
     names = COLLECTIVES[op]
     values = (
@@ -125,15 +136,21 @@ def bind(op: str, args: Sequence[Any], given: Values) -> dict[str, Any]:
 
 
 def in_place(argument: object) -> bool:
-    """Return whether it is `MPI.IN_PLACE`, for which None may stand. Do not import mpi4py."""
+    """Return whether an argument is `MPI.IN_PLACE`, or None, which mpi4py takes for it."""
     return argument is None or type(argument).__name__ == "InPlaceType"
 
 
 def flow(op: str, rank: int, size: int, values: Values, edges: Edges = ((), ())) -> Flow:
-    """Return what a rank sends and receives in a collective, given its arguments by name.
+    """Return what a rank sends and receives in a collective.
+
+    Args:
+        op: collective, such as "Allgatherv".
+        rank, size: of the communicator.
+        values: arguments by name, as from `bind`.
+        edges: sources and destinations of this rank, for a collective between neighbours.
 
     Raises:
-        ValueError, TypeError: this rank's own arguments contradict each other, or are none.
+        ValueError, TypeError: this rank's own arguments contradict each other, or are no buffers.
     """
     if not values:
         return Flow()
@@ -173,7 +190,7 @@ def flow(op: str, rank: int, size: int, values: Values, edges: Edges = ((), ()))
 
 
 def _ends(op: str, rank: int, size: int, root: int | None) -> Edges:
-    """Return the ranks that a rank hears from in this operation, and those that it sends to."""
+    """Return the ranks that a rank receives from in this operation, and those it sends to."""
     everyone, at_root = tuple(range(size)), (int(root or 0),)
     if op.startswith("Gather"):
         return everyone if rank == root else (), at_root
@@ -185,6 +202,7 @@ def _ends(op: str, rank: int, size: int, root: int | None) -> Edges:
 
 
 def _paired(ranks: Sequence[int], spec: Spec | None) -> tuple[tuple[int, Part], ...]:
+    """Return (rank, part) for each rank. A specification of one part is for all ranks."""
     if spec is None:
         return ()
     return tuple(
@@ -197,7 +215,7 @@ def _paired(ranks: Sequence[int], spec: Spec | None) -> tuple[tuple[int, Part], 
 
 
 def _reduction(op: str, rank: int, size: int, values: Values) -> Flow:
-    """Return a rank's part in a reduction, to which all contribute as much."""
+    """Return a rank's part in a reduction. Every rank contributes equally many elements."""
     root, counts = values.get("root"), values.get("recvcounts")
     inside = in_place(values["sendbuf"]) and root in (None, rank)
     result = root in (None, rank) and not inside
@@ -213,7 +231,7 @@ def _reduction(op: str, rank: int, size: int, values: Values) -> Flow:
         )
     if received is not None:
         _check_apart(sent, received)
-        free = op == "Reduce_scatter" and counts is None  # then mpi4py asks the ranks
+        free = op == "Reduce_scatter" and counts is None  # then mpi4py gathers the counts
         due = received.counts[0] if free else sent.counts[0] if counts is None else counts[rank]
         require(
             received.parts[0].kind == sent.parts[0].kind,
@@ -236,7 +254,7 @@ def _reduction(op: str, rank: int, size: int, values: Values) -> Flow:
 
 
 def _named(values: Values) -> str:
-    """Return the arguments that are no buffers as text."""
+    """Return the arguments that are no buffers as text, such as ", root=0"."""
     rest = {
         name: op_name(value) if name == "op" else value
         for name, value in values.items()
@@ -246,6 +264,7 @@ def _named(values: Values) -> str:
 
 
 def _check_self(gives: Part | None, takes: Part | None) -> None:
+    """Refuse a block to this rank itself if the sizes or types differ."""
     if gives is not None and takes is not None:
         same = gives.nbytes == takes.nbytes and (
             not gives.nbytes or gives.kind == takes.kind or "" in (gives.kind, takes.kind)
@@ -258,15 +277,15 @@ def _check_self(gives: Part | None, takes: Part | None) -> None:
 
 
 def _check_apart(sent: Spec, received: Spec) -> None:
-    """Refuse buffers of one call that overlap, as MPI does."""
+    """Refuse buffers of one call that overlap in memory, as MPI does."""
     shared = any(a < d and c < b for a, b in sent.spans for c, d in received.spans)
     require(not shared, "two buffers of this call share memory")
 
 
 def op_name(op: Any) -> str:
-    """Return the name of a reduction: "SUM" for None.
+    """Return the name of a reduction's operation: "SUM" for None.
 
-    Operations of the program itself cannot be compared, so all have one name.
+    Operations that the program defines cannot be compared, so all of them have one name.
     """
     if isinstance(op, str):
         return op.upper()
@@ -280,7 +299,7 @@ def op_name(op: Any) -> str:
 
 
 def require(condition: bool, problem: str) -> None:
-    """Raise a ValueError if a rank contradicts itself."""
+    """Raise a ValueError with the text `problem` unless the condition holds."""
     if not condition:
         raise ValueError(problem)
 
@@ -288,7 +307,11 @@ def require(condition: bool, problem: str) -> None:
 def exchange(
     op: str, rank: int, size: int, sends: Sequence[Sized], recvs: Sequence[Sized], later: bool
 ) -> Call:
-    """Return the announcement of messages, as (rank, bytes)."""
+    """Return the call by which a rank announces messages, for the comparison over the ranks.
+
+    Messages sent are (destination, bytes), messages received (source, bytes). `later` says whether
+    other calls may come before them. Raise ValueError for a rank that does not exist.
+    """
     for peer, _ in (*sends, *recvs):
         require(
             0 <= peer < size, f"rank {peer} is not one of the {size} ranks of this communicator"
@@ -299,9 +322,9 @@ def exchange(
 
 
 def _messages(parts: Iterable[tuple[int, int, int, str]], *, count: bool = True) -> list[Message]:
-    """Return messages of (source, destination, bytes, kind).
+    """Return messages, given (source, destination, bytes, kind) of each.
 
-    Those between the same two ranks are counted.
+    Messages between the same two ranks get the turns 0, 1, 2, ...; with `count` False all get 0.
     """
     turns, made = Counter[tuple[int, int]](), []
     for source, dest, nbytes, kind in parts:
@@ -313,7 +336,7 @@ def _messages(parts: Iterable[tuple[int, int, int, str]], *, count: bool = True)
 _UFUNCS: dict[str, np.ufunc] = {
     "SUM": np.add,
     "PROD": np.multiply,
-    "MAX": np.fmax,  # an MPI library may lose a NaN, so this one does
+    "MAX": np.fmax,  # fmax and fmin drop a NaN, as an MPI library may
     "MIN": np.fmin,
     "LAND": np.logical_and,
     "LOR": np.logical_or,
@@ -325,7 +348,7 @@ _UFUNCS: dict[str, np.ufunc] = {
 
 
 def contribution(flow: Flow) -> dict[int, Array]:
-    """Copy what a rank gives to each rank; in a reduction, all of it to itself."""
+    """Copy what a rank gives to each rank, by receiving rank; in a reduction, all to itself."""
     given: dict[int, list[Array]] = {}
     for peer, part in flow.gives:
         given.setdefault(peer, []).append(view(part))
@@ -333,7 +356,10 @@ def contribution(flow: Flow) -> dict[int, Array]:
 
 
 def deliver(op: str, rank: int, parts: Sequence[dict[int, Array]], flow: Flow) -> None:
-    """Write the results of a collective into a rank's buffers, given all ranks' contributions."""
+    """Write the results of a collective into the buffers of this rank's `flow`.
+
+    `parts` are the contributions of all ranks, in rank order.
+    """
     for source, part in flow.takes:
         place = view(part)
         if not flow.reduction:
@@ -351,7 +377,7 @@ def deliver(op: str, rank: int, parts: Sequence[dict[int, Array]], flow: Flow) -
 
 
 def _reduced(op: str, rank: int, parts: Sequence[dict[int, Array]], reduction: str) -> Array:
-    """Reduce in rank order, so that the result is the same on every run."""
+    """Return the reduction of the contributions in rank order, which is the same in every run."""
     require(
         reduction in _UFUNCS,
         f"ranks that are threads reduce with {', '.join(_UFUNCS)}, not {reduction}",
@@ -364,6 +390,6 @@ def _reduced(op: str, rank: int, parts: Sequence[dict[int, Array]], reduction: s
 
 
 def view(part: Part) -> Array:
-    """Return the numbers of a part."""
+    """Return the elements of a part as an array. Raise ValueError if they have gaps."""
     require(part.view is not None, "ranks that are threads take numbers that lie side by side")
     return np.asarray(part.view)

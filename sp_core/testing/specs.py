@@ -1,6 +1,7 @@
 """Read buffer specifications as mpi4py does.
 
-How many elements of which type go to each rank, and from where.
+A specification is a buffer, or a list such as [buffer, counts, displacements, datatype]. `read`
+returns how many elements of which type go to each rank, and from where.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ Array = np.ndarray[Any, Any]
 
 
 class Part(NamedTuple):
-    """The bytes for one rank, or from one.
+    """The bytes for one rank, or from one rank.
 
-    `view`: as an array, if they are numbers without gaps.
+    Args:
+        nbytes: their number.
+        kind: name of the element type, "" for bytes.
+        view: the elements as an array, if they are numbers without gaps.
     """
 
     nbytes: int
@@ -31,7 +35,11 @@ class Part(NamedTuple):
 class Spec(NamedTuple):
     """A specification that was read.
 
-    Counts, the part of each rank, address ranges, and text for messages.
+    Args:
+        counts: number of elements for each rank.
+        parts: the bytes for each rank.
+        spans: (begin, end) addresses of the memory in use.
+        text: for error messages, such as "4 x float64".
     """
 
     counts: tuple[int, ...]
@@ -41,7 +49,15 @@ class Spec(NamedTuple):
 
 
 class _Element(NamedTuple):
-    """A buffer and the type of its elements. `dtype`: if they are numbers without gaps."""
+    """A buffer and the type of its elements.
+
+    Args:
+        data: the buffer as bytes.
+        size: bytes of data in an element.
+        extent: bytes from one element to the next.
+        kind: name of the element type, "" for bytes.
+        dtype: of the elements, if they are numbers without gaps.
+    """
 
     data: Array
     size: int
@@ -55,12 +71,14 @@ def read(spec: Any, form: str, n: int, *, writable: bool = False) -> Spec:
 
     Args:
         spec: a buffer, or a list of it with counts, displacements and a datatype.
-        form: B for a block for each rank, V for counts, W for counts and datatypes; else one block.
+        form: B for a block for each rank, V for counts, W for counts and datatypes; "" for one
+            block.
         n: number of ranks.
-        writable: something is received into it.
+        writable: whether something is received into the buffer.
 
     Raises:
-        ValueError, TypeError: mpi4py would not take it either, or it does not fit its buffer.
+        ValueError, TypeError, KeyError: mpi4py would not take it either, or it does not fit its
+            buffer.
     """
     buffer, counts, displs, types = _items(spec, form)
     elements = [_element(buffer, each, writable) for each in (types if form == "W" else [types])]
@@ -105,7 +123,7 @@ def array(buffer: Any) -> Array:
 
     Raises:
         ValueError: it is not contiguous, so MPI would take its elements in another order.
-        TypeError: it is no memory.
+        TypeError: it offers no memory.
     """
     flat = buffer if isinstance(buffer, np.ndarray) else _foreign(buffer)
     if not flat.flags.c_contiguous and not flat.flags.f_contiguous:
@@ -117,9 +135,9 @@ def array(buffer: Any) -> Array:
 
 
 def _foreign(buffer: Any) -> Array:
-    """Return memory that is no array of NumPy.
+    """Return the memory of an object that is no array of NumPy, as an array.
 
-    Of Python's buffer protocol, a tensor, or a device.
+    The object is a tensor, has Python's buffer protocol, or lives on a device.
     """
     if hasattr(buffer, "__array__") and not hasattr(buffer, "__cuda_array_interface__"):
         return np.asarray(buffer)
@@ -136,7 +154,10 @@ def _foreign(buffer: Any) -> Array:
 
 
 def _type_of_tensor(capsule: Any) -> str:
-    """Return the type of numbers of a DLPack tensor: behind its data, device and dimensions."""
+    """Return the element type of a DLPack tensor as NumPy names it, such as "f4".
+
+    It lies behind the data, the device and the number of dimensions.
+    """
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
     code, bits, lanes = struct.unpack_from(
@@ -148,7 +169,7 @@ def _type_of_tensor(capsule: Any) -> str:
 def _items(spec: Any, form: str) -> tuple[Any, Any, Any, Any]:
     """Return buffer, counts, displacements and datatype of a specification.
 
-    None for those that are not given.
+    Each is None if it is not given.
     """
     if not isinstance(spec, list | tuple):
         return spec, None, None, None
@@ -169,6 +190,7 @@ def _items(spec: Any, form: str) -> tuple[Any, Any, Any, Any]:
 
 
 def _element(buffer: Any, datatype: Any, writable: bool) -> _Element:
+    """Return a buffer with its element type: that of `datatype`, else that of the buffer."""
     data = np.empty(0, np.uint8)
     if buffer is not None and type(buffer).__name__ != "BottomType":
         data = array(buffer)
@@ -197,7 +219,10 @@ def _element(buffer: Any, datatype: Any, writable: bool) -> _Element:
 
 
 def _typed(data: Array, datatype: Any, known: bool) -> _Element:
-    """Return the elements of a buffer with a datatype of MPI."""
+    """Return the elements of a buffer with a datatype of MPI.
+
+    `known`: whether there is a buffer; without it the datatype has absolute addresses.
+    """
     if not datatype:
         raise ValueError("the datatype is null")
     size, (lower, extent) = datatype.Get_size(), datatype.Get_extent()
@@ -209,7 +234,7 @@ def _typed(data: Array, datatype: Any, known: bool) -> _Element:
 
 
 def _leaves(datatype: Any) -> Iterator[np.dtype[Any]]:
-    """Yield the types of the numbers in a datatype."""
+    """Yield the NumPy types of the numbers in a datatype of MPI."""
     if datatype.is_predefined:
         yield np.dtype(datatype.typestr)
         return
@@ -221,14 +246,17 @@ def _leaves(datatype: Any) -> Iterator[np.dtype[Any]]:
 
 
 def _kind(dtype: np.dtype[Any]) -> str:
-    """Return the name of a type of numbers, "" for bytes, which may be anything."""
+    """Return the name of a type of numbers; "" for bytes, which match every type."""
     return "" if dtype.itemsize == 1 else dtype.name
 
 
 def _places(
     counts: Any, displs: Any, element: _Element, form: str, n: int
 ) -> tuple[list[int], list[int]]:
-    """Return how many elements each rank has, and where they begin in extents of the datatype."""
+    """Return the number of elements for each rank, and where they begin.
+
+    The begins are in extents of the datatype; for form W in bytes.
+    """
     length = element.data.size // element.extent if element.extent > 0 else 0
     if form == "W":
         if (counts is None) is not (displs is None) or (counts is None and not element.data.size):
@@ -258,5 +286,5 @@ def _places(
 
 
 def _repeated(given: Any, steps: Sequence[int]) -> list[int]:
-    """Return `given` if it is a list of numbers, else the number multiplied by each step."""
+    """Return `given` if it is a list of numbers, else the number multiplied by each of `steps`."""
     return [*map(index, given)] if np.ndim(given) else [index(given) * step for step in steps]

@@ -1,9 +1,10 @@
-"""Find ranks that wait for each other on different communicators, without a clock.
+"""Find deadlocks between ranks that wait on different communicators, without a clock.
 
-A rank that has waited for some time tells the others where, and takes part in such rounds as long
-as it waits. When every rank has said the same twice, all of them were waiting at the moment the
-first round was complete. If then no exchange has all its ranks, none can ever go on. The time after
-which a rank speaks up decides only when this is found.
+A rank that has waited for some time begins an exchange: an all-gather of one `Report` per rank of
+the example. It takes part in further exchanges as long as it waits. If two exchanges in a row give
+the same reports, all ranks were waiting when the first was complete. If then no awaited call or
+message can come, no rank can ever go on. The time after which a rank begins an exchange decides
+only when a deadlock is found.
 """
 
 from __future__ import annotations
@@ -27,20 +28,21 @@ Ends = tuple[str, int, int, int]
 
 
 class Report(NamedTuple):
-    """What one rank says.
+    """What one rank tells the other ranks while it waits.
 
     Attributes:
-        calls: by communicator that it is a member of, how many calls this rank has come to.
-        waits_on: the communicator on whose call it waits; nothing if it has ended, or waits for a
-            message.
-        size: of that communicator.
+        calls: by name of each of the rank's communicators, the number of calls that it has begun
+            there.
+        waits_on: name of the communicator on whose call it waits; "" if it waits for messages or
+            has ended.
+        size: number of ranks of that communicator.
         what: describes the wait.
-        awaits: the messages that it waits for, and (True) those of its own whose receive it waits
-            for.
+        awaits: (False, ends) for each message that it waits to receive, and (True, ends) for each
+            message sent whose receive it waits for.
         accepts: the messages that it has begun to receive.
-        sent: its messages so far.
-        received: those that have come to it.
-        every: it waits for all of those, not for one.
+        sent: the messages that it has sent in this example.
+        received: the messages that it has received in this example.
+        every: whether it waits for all of `awaits`, not for one.
     """
 
     calls: dict[str, int]
@@ -57,13 +59,16 @@ class Report(NamedTuple):
     def ended(self) -> bool:
         """Return whether the rank has left the example and will make no more calls.
 
-        A rank that waits for it learns this in that wait.
+        A rank that waits for its calls or messages learns this from `lockstep`.
         """
         return not self.waits_on and not self.awaits
 
 
 def deadlocked(reports: Sequence[Report]) -> bool:
-    """Return whether none of these ranks, all of them waiting, can go on."""
+    """Return whether no rank can go on, given the reports of all ranks, which all wait.
+
+    Return False if the source of a received message is not known.
+    """
     under_way = Counter(ends for report in reports for ends in report.sent)
     under_way.subtract(ends for report in reports for ends in report.received)
     messages = list(+under_way)
@@ -90,18 +95,22 @@ def deadlocked(reports: Sequence[Report]) -> bool:
 
 
 def _takes(pattern: Ends, message: Ends) -> bool:
-    """Return whether a receive takes a message."""
+    """Return whether a receive with the ends `pattern`, of which -1 is any, takes a message."""
     return pattern[::2] == message[::2] and all(
         pattern[place] in (message[place], -1) for place in (1, 3)
     )
 
 
 class Detector:
-    """One rank's part in finding that all wait.
+    """One rank's part in the search for a deadlock.
 
     Args:
-        share: begins an exchange between all ranks of the example, on a communicator of its own.
-        rank: of this process among them.
+        share: begins an all-gather over all ranks of the example, on a communicator used for
+            nothing else.
+        rank: of this process in the example.
+
+    Attributes:
+        rounds: number of exchanges that this rank has begun.
     """
 
     def __init__(self, share: Callable[[Report | None], Ticket], rank: int) -> None:
@@ -112,15 +121,15 @@ class Detector:
         self.rounds = 0
 
     def look(self, report: Report) -> str:
-        """Take part while this rank waits.
+        """Take part in the search while this rank waits, without blocking.
 
-        Return where every rank waits if none can go on, else "".
+        Return text that says where every rank waits if none can go on, else "".
         """
         reports = self._take_part(report, True)
         if reports is None:
             return ""
         again, self._previous = reports == self._previous, reports
-        # another rank may have found it first and left: then this one has been woken, and can go on
+        # another rank may have found the deadlock and left; that ends this rank's wait
         if not again or reports[self._rank] != report or not deadlocked(reports):
             return ""
         return "every rank waits and none can go on:" + "".join(
@@ -128,15 +137,19 @@ class Detector:
         )
 
     def settle(self, rounds: int) -> bool:
-        """Begin exchanges of reports until this rank has begun `rounds` of them.
+        """Begin exchanges of None until this rank has begun `rounds` of them. Do not block.
 
-        Return whether it has, and the last exchange is complete.
+        Return whether it has, and the last exchange is complete. Call it until then.
         """
         self._previous = None
         self._take_part(None, self.rounds < rounds)
         return self._ticket is None and self.rounds >= rounds
 
     def _take_part(self, report: Report | None, begins: bool) -> list[Report] | None:
+        """Poll the exchange under way. Without one begin it, if `begins`, with `report`.
+
+        Return the reports of all ranks when the exchange is complete, else None.
+        """
         if self._ticket is None and begins:
             self._ticket = self._share(report)
             self.rounds += 1
@@ -146,9 +159,13 @@ class Detector:
 
 
 class Family:
-    """The live communicators of one rank: the first one of an example, and those made of it.
+    """The communicators of one rank in an example that are not freed.
 
-    `detector`: for ranks that are processes.
+    The first is the one that the body gets; the others are made from it.
+
+    Attributes:
+        members: these communicators, in the order in which they were made.
+        detector: searches for deadlocks; only set if ranks are processes.
     """
 
     detector: Detector
@@ -164,7 +181,10 @@ class Family:
         awaits: tuple[tuple[bool, Ends], ...],
         every: bool,
     ) -> Report:
-        """Return this rank's report while it waits."""
+        """Return this rank's report while it waits.
+
+        The arguments are attributes of `Report`; all others come from the communicators.
+        """
         named = [(member.lockstep.name, member) for member in self.members]
         accepts = tuple(
             (name, *transfer.takes)
@@ -180,16 +200,21 @@ class Family:
         return Report(calls, waits_on, size, what, awaits, accepts, sent, received, every)
 
     def release(self) -> None:
-        """Let the other ranks complete what this one has started."""
+        """Hand over the data of started sends and collectives, so that peers can complete."""
         for member in self.members:
             member._release()
 
     def finish(self, outcome: Outcome) -> list[Outcome]:
-        """End the example on every live communicator at once, then free all but the first.
+        """End the example on every communicator at once, then free all but the first.
+
+        Every rank calls this, and waits until all ranks have ended the example.
+
+        Args:
+            outcome: how this rank's body ended.
 
         Returns:
-            The outcome of every rank of the first communicator; a mismatch if a message was lost on
-            any of this rank's.
+            The outcome of every rank of the first communicator, in rank order. This rank's becomes
+            a mismatch if a message was lost on any of its communicators.
         """
         first, *others = self.members
         everyone = first.lockstep.carrier.drive(self._finish(outcome), "has ended", ending=True)
@@ -199,14 +224,16 @@ class Family:
                 everyone[0][first.rank] = outcomes[member.rank]
         for member in others:
             member._free()
-        first.children = (
-            itertools.count()
-        )  # so that an example names its communicators alike every time
+        # an example names its communicators alike every time
+        first.children = itertools.count()
         self.members = [first]
         return everyone[0]
 
     def _finish(self, outcome: Outcome) -> Steps[list[list[Outcome]]]:
-        """Say on each communicator that this rank is done, until all are. Any may block a peer."""
+        """Return steps that end the example on all communicators, and return the outcomes by these.
+
+        All are polled, because any may be the one that a peer waits on.
+        """
         asked = [begun(member.lockstep.finish(outcome)) for member in self.members]
         found = [ask() for ask in asked]
         while None in found:
