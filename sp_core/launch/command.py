@@ -92,9 +92,9 @@ def streaming() -> list[str]:
 def session_dir(folder: Path) -> dict[str, str]:
     """Return the environment variable that makes Open MPI keep its files in `folder`.
 
-    Return {} if the environment already names a folder for them. If launches share a folder, about
-    2 of 1000 starts beside five others end with "The PMIx server's listener thread failed to start"
-    (Open MPI 5.0.11), before any rank starts.
+    Return {} if the environment already names a folder for them. Launches that share a folder can
+    fail to start: "The PMIx server's listener thread failed to start". With Open MPI 5.0.11 about 2
+    of 1000 starts beside five others do so.
     """
     return (
         {}
@@ -164,10 +164,10 @@ class Launch:
     def trouble(self, seconds: float) -> str:
         """Watch the launch for at most `seconds`, and return the reason to end it.
 
-        Return "" while the ranks run, and if the launch has ended by itself, with any exit code. A
-        reason is: a time limit was reached, a rank of a test session died, a signal killed a rank,
-        or the other ranks of a plain program outlive one that failed. Ranks that live have written
-        their stacks before a reason is returned.
+        There are four reasons: a rank has reached its time limit; a rank of a test session has
+        died; a signal has killed a rank; a rank of a plain program has failed and the other ranks
+        run on. Ranks that live have written their stacks before a reason is returned. Return ""
+        while all is well, and if the launch has ended by itself, with any exit code.
         """
         self.deaths.look(seconds)
         self.files.look()

@@ -97,7 +97,7 @@ class Deaths:
         return {rank: pid for rank, (pid, _) in self._watched.items() if rank not in self._dead}
 
     def stopped(self) -> dict[int, int]:
-        """Return {rank: process id} of the ranks that are stopped (SIGSTOP), and remember them."""
+        """Return {rank: process id} of the stopped ranks (SIGSTOP), noted for `suspects`."""
         found = {rank: pid for rank, pid in self.alive().items() if stat(pid)[:1] == ["T"]}
         self._stopped.update(found)
         return found

@@ -135,8 +135,8 @@ def check_adjoint(
         That of A and A^T, and one all-reduce of two numbers.
 
     Raises:
-        AssertionError: on every rank, the two sums differ; on this rank, A x or A^T y has a wrong
-            shape.
+        AssertionError: on every rank if the sums differ; only on this rank if A x has not the shape
+            of y, or A^T y not that of x.
     """
     x = x.detach().requires_grad_(adjoint is None)
     ax = forward(x)

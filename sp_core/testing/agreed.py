@@ -28,11 +28,13 @@ _MAX_LISTED = 5
 class Ranks:
     """A pytest plugin that combines the sessions of all ranks into one.
 
-    Every rank constructs it at the same point, because that duplicates MPI.COMM_WORLD.
+    Every rank constructs it at the same point, because that duplicates MPI.COMM_WORLD. A rank's
+    last place, which some hooks note, is text for the report of a launch that has to be ended.
 
     Args:
         config: pytest's.
-        session: this rank's session; its attribute `control` is set to a communicator of all ranks.
+        session: this rank's session; its attribute `control` is set to a carrier that exchanges
+            values between all ranks.
 
     Raises:
         pytest.UsageError: on every rank: the launch has another number of ranks than
@@ -211,10 +213,10 @@ class Ranks:
         return [value for *_, value in everyone]
 
     def _judged(self, reports: Sequence[tuple[str, str]]) -> str:
-        """Return the text of a failure on some rank, or "" if this rank's own report says it all.
+        """Return the text of a failure on some rank, or "" if this rank's own report is enough.
 
         Args:
-            reports: by rank, outcome and text.
+            reports: (outcome, text) of each rank, in rank order.
         """
         failed = [rank for rank, (word, _) in enumerate(reports) if word == "failed"]
         if not failed and len({word for word, _ in reports}) > 1:

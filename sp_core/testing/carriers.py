@@ -80,25 +80,28 @@ class Carrier(ABC):
     size: int
 
     def post(self, record: Record) -> Ticket:
-        """Begin a round with this rank's record. The ticket returns the records of all ranks.
+        """Begin an all-gather of one record per rank, and return a function that polls for it.
 
-        Every rank calls this; none waits here.
+        That function (a ticket) returns None until all ranks have begun, and then all records in
+        rank order. Every rank calls `post`; none waits in it.
         """
         return self.share(record)
 
     @abstractmethod
     def share(self, value: object) -> Ticket:
-        """Begin an exchange of values. The ticket returns the values of all ranks, in rank order.
+        """Begin an all-gather of one value per rank, and return a function that polls for it.
 
-        Every rank calls this; none waits here. The values may differ in size.
+        That function (a ticket) returns None until all ranks have begun the exchange, and then all
+        values in rank order. Every rank calls `share`; none waits in it. The values may differ in
+        size.
         """
 
     @abstractmethod
     def drive(self, steps: Steps[T], what: str, *, ending: bool = False) -> T:
-        """Run steps to their end and return their result. Sleep while they wait for other ranks.
+        """Run a generator to its end and return its result. Sleep while it waits for other ranks.
 
         Args:
-            steps: a job of this rank.
+            steps: yields whenever it has to wait for other ranks.
             what: describes the wait, for the report of a deadlock.
             ending: this rank waits only for other ranks to end, so a deadlock is not its fault.
         """
@@ -109,17 +112,20 @@ class Carrier(ABC):
 
 
 def until(ticket: Ticket) -> Steps[list[Any]]:
-    """Return steps that wait for an exchange and return the values of all ranks, in rank order."""
+    """Return a generator that yields until an exchange is complete.
+
+    Its result is the list of all ranks' values, in rank order. `ticket` polls the exchange.
+    """
     while (got := ticket()) is None:
         yield
     return got
 
 
 def begun(steps: Steps[T]) -> Callable[[], T | None]:
-    """Start some steps, and return a function that continues them.
+    """Start a generator, and return a function that continues it.
 
-    Each call of that function runs the steps to their next wait. It returns their result once they
-    have ended, and None before.
+    Each call of that function runs the generator to its next `yield`. It returns the result of the
+    generator once that has ended, and None before.
     """
     result: list[T] = []
 
@@ -136,7 +142,7 @@ def begun(steps: Steps[T]) -> Callable[[], T | None]:
 
 
 def boxed(steps: Steps[T]) -> Steps[tuple[T]]:
-    """Return steps whose result is that of `steps` in a 1-tuple, which is never None."""
+    """Return a generator whose result is that of `steps` in a 1-tuple, which is never None."""
     return ((yield from steps),)
 
 
@@ -182,9 +188,10 @@ class MpiCarrier(Carrier):
         self._stuck = stuck
 
     def post(self, record: Record) -> Ticket:
-        """Begin a round with this rank's record: an all-gather of 40 bytes per rank.
+        """Begin an all-gather of 40 bytes per rank, and return a function that polls for it.
 
-        The ticket returns the records of all ranks. Every rank calls this; none waits here.
+        That function (a ticket) returns None until all ranks have begun, and then all records in
+        rank order. Every rank calls `post`; none waits in it.
         """
         return begun(self._post(record))
 
@@ -198,10 +205,11 @@ class MpiCarrier(Carrier):
         ]
 
     def share(self, value: object) -> Ticket:
-        """Begin an exchange of picklable values of any size: two all-gathers, the first of sizes.
+        """Begin an all-gather of picklable values, and return a function that polls for the result.
 
-        The ticket returns the values of all ranks, in rank order. Every rank calls this; none waits
-        here.
+        That function (a ticket) returns None until all ranks have begun the exchange, and then all
+        values in rank order. Every rank calls `share`; none waits in it. Two all-gathers of MPI
+        carry it: of the sizes of the pickles, and of the pickles.
         """
         return begun(self._share(pickle.dumps(value)))
 
@@ -212,16 +220,17 @@ class MpiCarrier(Carrier):
         return [pickle.loads(part) for part in parts]
 
     def _begin(self, mine: bytes) -> Ticket:
-        """Begin an all-gather of bytes, equally many on every rank.
+        """Begin an all-gather of bytes, and return a function that polls for the result.
 
-        The ticket returns the bytes of every rank, in rank order.
+        Every rank gives equally many bytes. The function returns None until the all-gather is
+        complete, and then the bytes of each rank, in rank order.
         """
         received = np.empty((self.size, len(mine)), np.uint8)
         request = self.comm.Iallgather(np.frombuffer(mine, np.uint8), received.reshape(-1))
         return lambda: [part.tobytes() for part in received] if request.Test() else None
 
     def drive(self, steps: Steps[T], what: str, *, ending: bool = False) -> T:
-        """Run steps to their end and return their result. Sleep while they wait for other ranks."""
+        """Run a generator to its end and return its result. Sleep whenever it waits (yields)."""
         return patiently(begun(boxed(steps)), lambda: self._stuck(what, ending))[0]
 
     def broadcast(self, value: object = None) -> Any:

@@ -80,13 +80,14 @@ class CheckedComm(Messages):
 
     Args:
         raw: the mpi4py communicator that carries the calls; freed by `Free`.
-        family: of communicators, which this one joins. Default: a new one, with a search for
-            deadlocks.
+        family: communicators of this rank that are ended together; this one joins them. Default: a
+            new family, with a search for deadlocks.
         name: of the communicator in error messages.
 
     Communication:
         Every rank of `raw` constructs it, which splits `raw` once or twice. Before each collective
-        one all-gather of 40 bytes per rank.
+        one all-gather of 40 bytes per rank. Messages are not compared when they begin, but at the
+        end of the block, and their waits poll.
     """
 
     _raw: Any
@@ -163,9 +164,10 @@ class CheckedComm(Messages):
         return self._raw.inoutedges if op.startswith("Neighbor") else ((), ())
 
     def _collective(self, form: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
-        """Compare a collective on buffers over the ranks, make it, and return any request.
+        """Compare a collective on buffers over the ranks, then make it.
 
-        `form` is mpi4py's method, such as "Bcast", "Ibcast" or "Bcast_init".
+        `form` is mpi4py's method, such as "Bcast", "Ibcast" or "Bcast_init". Return the request, or
+        None for a blocking method.
         """
 
         def make(found: Flow) -> Any:
@@ -281,7 +283,11 @@ class CheckedComm(Messages):
 
 @functools.cache
 def _kind(base: Any) -> Any:
-    """Return the class of checked communicators for a class of mpi4py, such as `Cartcomm`."""
+    """Return the class of checked communicators for a class of mpi4py, such as `Cartcomm`.
+
+    It is a subclass of that class and of `CheckedComm`, in which each call that needs it is
+    compared.
+    """
     own = {name for name in dir(CheckedComm) if not name.startswith("_")} - AGREED.keys()
     names = {
         name for name, _ in inspect.getmembers(base, callable) if not name.startswith("_")

@@ -73,7 +73,7 @@ class CheckedGroup:
         raise_for_peers(error, outcomes)
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
-        """Call torch's `all_reduce`."""
+        """Call torch's `all_reduce`, which changes `tensor`. Every rank calls this."""
         self._agree(
             lambda: dist.all_reduce(tensor, op, self._group),
             "all_reduce",
@@ -82,7 +82,7 @@ class CheckedGroup:
         )
 
     def all_gather_into_tensor(self, output_tensor: Tensor, input_tensor: Tensor) -> None:
-        """Call torch's `all_gather_into_tensor`."""
+        """Call torch's `all_gather_into_tensor`. Every rank calls this."""
         _require(
             output_tensor.numel() == input_tensor.numel() * self.size,
             "all_gather_into_tensor",
@@ -98,7 +98,7 @@ class CheckedGroup:
     def reduce_scatter_tensor(
         self, output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM
     ) -> None:
-        """Call torch's `reduce_scatter_tensor`."""
+        """Call torch's `reduce_scatter_tensor`. Every rank calls this."""
         _require(
             output.numel() * self.size == input.numel(), "reduce_scatter_tensor", output, input
         )
@@ -116,7 +116,7 @@ class CheckedGroup:
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
     ) -> None:
-        """Call torch's `all_to_all_single`.
+        """Call torch's `all_to_all_single`. Every rank calls this.
 
         The sizes that a rank sends must be those that the receiving ranks expect.
         """
@@ -140,7 +140,7 @@ class CheckedGroup:
         )
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
-        """Call torch's `broadcast`; `src` is a rank of the whole world."""
+        """Call torch's `broadcast` from `src`, a rank of the whole world. Every rank calls this."""
         self._agree(
             lambda: dist.broadcast(tensor, src, self._group),
             "broadcast",
@@ -180,7 +180,7 @@ class CheckedGroup:
         self._point_to_point("neither", lambda: None)
 
     def barrier(self) -> None:
-        """Call torch's `barrier`."""
+        """Call torch's `barrier`. Every rank calls this."""
         self._agree(lambda: dist.barrier(self._group), "barrier")
 
     def _agree(self, then: Callable[[], Any], op: str, *equal: str) -> None:

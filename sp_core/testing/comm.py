@@ -1,7 +1,8 @@
 """The communicator that test bodies get, for processes and threads alike.
 
-It has mpi4py's methods. Before each collective the ranks exchange one record of their call (see
-`lockstep`).
+It has mpi4py's methods. An example is one run of a test's body on all its ranks; a rank leaves it
+when the body returns or raises. Before each collective a rank announces its call: it sends a record
+of the call to the other ranks, which compare the records (see `lockstep`).
 """
 
 from __future__ import annotations
@@ -189,9 +190,9 @@ class LockstepComm(Observer, ABC):
         self._enter(Call("announce_call", (what,), text=what))
 
     def announce_early(self) -> None:
-        """Let the next collective begin before all ranks have announced it.
+        """Let the next collective return a request at once, before all ranks have announced it.
 
-        It returns a request at once, and MPI begins it when all ranks have announced it.
+        MPI begins the collective when all ranks have.
         """
         self._early = True
 
@@ -338,7 +339,7 @@ class LockstepComm(Observer, ABC):
         return self.lockstep.call(what, then)
 
     def _allow(self, what: Call) -> None:
-        """Raise if this rank must not make the call now; otherwise note it as the last place."""
+        """Raise on a freed communicator, or if announced messages are missing; note the call."""
         if self._freed:
             raise RankError(
                 f"{what.op} on a communicator ({self.lockstep.name}) that has been freed"
@@ -364,7 +365,7 @@ class LockstepComm(Observer, ABC):
 
     @abstractmethod
     def _collective(self, form: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
-        """Compare a collective on buffers over the ranks, make it, and return any request.
+        """Compare a collective on buffers over the ranks, make it, and return a request or None.
 
         `form` is mpi4py's method, such as "Bcast", "Ibcast" or "Bcast_init".
         """

@@ -162,10 +162,10 @@ def run(spec: Spec, plan: Plan) -> None:
 
 
 def _lead(spec: Spec, plan: Plan, attempt: Callable[[Example], Result]) -> None:
-    """Run the plan, and count its examples.
+    """Run the examples that the plan chooses, and count them.
 
-    The error of a failure gets its example and the command to repeat it. `attempt` runs one example
-    on its ranks.
+    If an example fails, raise an error that also has the example and the command to repeat it.
+    `attempt` runs one example on its ranks.
     """
     __tracebackhide__ = True
 

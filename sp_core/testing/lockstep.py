@@ -4,7 +4,8 @@ Before each blocking call all ranks exchange one `Record` (a round): the call th
 to make, or that it is done, and how. If all call the same, they go on. If all are done, the example
 is over, and every rank knows every outcome. Otherwise the ranks inside a call raise instead of
 blocking for ever, leave the body, and are done. The protocol has no timer, so the outcome depends
-on the example alone, and Hypothesis can shrink it. For steps and tickets see `carriers`.
+on the example alone, and Hypothesis can shrink it. A rank announces a call by its record. For steps
+and tickets see `carriers`.
 """
 
 from __future__ import annotations
@@ -187,7 +188,7 @@ class Lockstep:
         return self._keep_promise()
 
     def waiting(self, what: str) -> None:
-        """Raise if a peer has left while a message is awaited. Do not wait; `what` tells for what."""
+        """Raise if a peer has left while this rank awaits what `what` describes. Do not block."""
         if self.beginning is not None:
             self.beginning.step()
             return
@@ -259,8 +260,8 @@ class Lockstep:
 def meanwhile(steps: Steps[Any]) -> Steps[Any]:
     """Return steps that do `steps`, and between them poll comparisons that nobody waits for.
 
-    These are of `sp_core.agreement`, abandoned after an error. MPI makes progress on all requests
-    inside every call, and so must this.
+    These comparisons are of `sp_core.agreement`. MPI makes progress on all requests inside every
+    call, and so must this.
     """
     ask = begun(boxed(steps))
     while (done := ask()) is None:
@@ -271,7 +272,7 @@ def meanwhile(steps: Steps[Any]) -> Steps[Any]:
 
 
 def _described(details: Sequence[tuple[Any, object]]) -> str:
-    """Return what each rank said, as text."""
+    """Return text with what each rank calls or how it ended, given (call, text) of each rank."""
     return "; ".join(f"rank {rank}: {said}" for rank, (_, said) in enumerate(details))
 
 

@@ -137,7 +137,7 @@ def _or_abort(control: MpiCarrier) -> Iterator[None]:
 
 
 def _order(control: MpiCarrier, spec: Spec, example: Example) -> Result:
-    """Send an example to all ranks, and run rank 0's part of it. Return the result."""
+    """Have every rank run its part of an example, and return the result. Rank 0 calls this."""
     with _or_abort(control):
         watch.in_flight(("raw replay of " if example.raw else "") + announce(example, spec))
         control.broadcast(example)

@@ -18,10 +18,11 @@ from sp_core.launch.places import owner, short
 
 
 class Kind(enum.IntEnum):
-    """What a rank says in a round: about to make a call, waiting for a message, or done, and how.
+    """What a rank tells the other ranks: it is about to make a call, awaits a message, or is done.
 
-    REJECT: Hypothesis' `assume` failed. WOKEN: the rank stopped because a peer had left. MISMATCH:
-    the ranks called different things.
+    A rank is done in one of six ways. OK: its body returned. REJECT: Hypothesis' `assume` failed.
+    SKIP: pytest's skip. FAIL: an error of its own. WOKEN: it stopped because a peer had left.
+    MISMATCH: the ranks called different things.
     """
 
     CALL = 0

@@ -215,7 +215,7 @@ class Search(Plan):
         return found
 
     def _decorated(self, spec: Spec, driver: Callable[..., None]) -> Callable[[], None]:
-        """Return the driver as a Hypothesis test, with the settings and marks of the test."""
+        """Return `driver`, which runs one example, as a Hypothesis test with the test's marks."""
         names = ("__name__", "__qualname__", "__module__")
         for name in names:
             setattr(driver, name, getattr(spec.function, name))
@@ -294,7 +294,10 @@ def hand_over(path: Path, value: object) -> None:
 
 
 def taken(path: Path) -> tuple[Any] | None:
-    """Remove a file and return its value in a 1-tuple, or None if there is no file."""
+    """Read the pickled value in a file, remove the file, and return the value in a 1-tuple.
+
+    Return None if there is no file.
+    """
     if not path.exists():
         return None
     value = pickle.loads(path.read_bytes())

@@ -116,7 +116,7 @@ def announced(beginning: Beginning) -> Any:
 
 
 def _made(request: Any) -> Any:
-    """Return the request of MPI, for which all ranks must have announced the collective."""
+    """Wait until all ranks have announced the request's collective. Return the request of MPI."""
     beginning: Beginning | None = getattr(request, "beginning", None)
     return request if beginning is None else beginning.settle()
 
@@ -206,7 +206,8 @@ def _ask(
 ) -> tuple[bool, Any, Any]:
     """Test requests once, and note those that are complete.
 
-    Return whether the wait is over, the result of the test, and the result of the wait.
+    Return whether the wait is over, the result of the test, and the result of the wait. `base` is
+    mpi4py's class and `test` its method, called with `target` and `status`.
     """
     complete: Sequence[int] = ()
     try:

@@ -264,7 +264,7 @@ def _named(values: Values) -> str:
 
 
 def _check_self(gives: Part | None, takes: Part | None) -> None:
-    """Refuse a block to this rank itself if the sizes or types differ."""
+    """Raise if what a rank sends to itself and expects from itself differ in size or type."""
     if gives is not None and takes is not None:
         same = gives.nbytes == takes.nbytes and (
             not gives.nbytes or gives.kind == takes.kind or "" in (gives.kind, takes.kind)
@@ -348,7 +348,7 @@ _UFUNCS: dict[str, np.ufunc] = {
 
 
 def contribution(flow: Flow) -> dict[int, Array]:
-    """Copy what a rank gives to each rank, by receiving rank; in a reduction, all to itself."""
+    """Return copies of what a rank sends, by destination; in a reduction, all under this rank."""
     given: dict[int, list[Array]] = {}
     for peer, part in flow.gives:
         given.setdefault(peer, []).append(view(part))

@@ -156,7 +156,8 @@ def _foreign(buffer: Any) -> Array:
 def _type_of_tensor(capsule: Any) -> str:
     """Return the element type of a DLPack tensor as NumPy names it, such as "f4".
 
-    It lies behind the data, the device and the number of dimensions.
+    In the DLPack structure it lies behind the data pointer, the device and the number of
+    dimensions.
     """
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
@@ -253,9 +254,9 @@ def _kind(dtype: np.dtype[Any]) -> str:
 def _places(
     counts: Any, displs: Any, element: _Element, form: str, n: int
 ) -> tuple[list[int], list[int]]:
-    """Return the number of elements for each rank, and where they begin.
+    """Return the number of elements for each rank, and where they begin in the buffer.
 
-    The begins are in extents of the datatype; for form W in bytes.
+    The beginnings are in extents of the datatype; for form W in bytes.
     """
     length = element.data.size // element.extent if element.extent > 0 else 0
     if form == "W":

@@ -59,7 +59,8 @@ class Report(NamedTuple):
     def ended(self) -> bool:
         """Return whether the rank has left the example and will make no more calls.
 
-        A rank that waits for its calls or messages learns this from `lockstep`.
+        A rank that waits for its calls or messages learns this in that wait (see
+        `Lockstep.waiting`).
         """
         return not self.waits_on and not self.awaits
 
@@ -137,9 +138,9 @@ class Detector:
         )
 
     def settle(self, rounds: int) -> bool:
-        """Begin exchanges of None until this rank has begun `rounds` of them. Do not block.
+        """Begin exchanges without a report until this rank has begun `rounds`. Do not block.
 
-        Return whether it has, and the last exchange is complete. Call it until then.
+        Return whether it has begun them all, and the last is complete. Call it until then.
         """
         self._previous = None
         self._take_part(None, self.rounds < rounds)
@@ -230,9 +231,10 @@ class Family:
         return everyone[0]
 
     def _finish(self, outcome: Outcome) -> Steps[list[list[Outcome]]]:
-        """Return steps that end the example on all communicators, and return the outcomes by these.
+        """Return steps that end the example on all communicators.
 
-        All are polled, because any may be the one that a peer waits on.
+        Their result is the outcomes by communicator and rank. All communicators are polled, because
+        a peer may wait on any of them.
         """
         asked = [begun(member.lockstep.finish(outcome)) for member in self.members]
         found = [ask() for ask in asked]

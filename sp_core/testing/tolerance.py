@@ -7,9 +7,9 @@ are accumulated (float32 for 16 bits). s is the smallest number above 0 of the d
 result may underflow to it; s is 0 where scale is 0. scale is the sum of the absolute terms behind
 an element, from the reference.
 
-A logit of size L (the sum of its absolute products, not its value, because products cancel and
-their roundings do not) carries an error of u_acc L into the exponent; a sum of n terms of one sign
-carries up to u_acc n. The two add up; they do not multiply.
+The size L of a logit is the sum of its absolute products, not its value, because products cancel
+and their roundings do not. Such a logit carries an error of u_acc L into the exponent. A sum of n
+terms of one sign carries up to u_acc n. The two errors add up; they do not multiply.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def bound(
 ) -> Tensor:
     """Return the greatest error that rounding may cause in each element of a result.
 
-    It is C ((u + u_acc growth) scale + s) + extra_roundings u scale + 2 single_device_error. C is
-    20, u the unit round-off of `dtype`, u_acc = min(u, that of float32), and s the smallest number
-    above 0 in `dtype` (0 where scale is 0).
+    It is C ((u + u_acc growth) scale + s) + extra_roundings u scale + 2 single_device_error. Here C
+    is 20 and u the unit round-off of `dtype`. u_acc is the smaller of u and the unit round-off of
+    float32. s is the smallest number above 0 in `dtype`, but 0 where scale is 0.
 
     Args:
         scale: of the shape of the result: sum of the absolute values of the terms behind each

@@ -59,11 +59,14 @@ class World:
             return value
 
     def put(self, key: Any, rank: int, value: Any, size: int) -> Ticket:
-        """Give a rank's value to an exchange. The ticket returns all values, in rank order.
+        """Give a rank's value to an all-gather, and return a function that polls for the result.
+
+        That function (a ticket) returns None until all ranks have given a value, and then all
+        values in rank order.
 
         Args:
-            key: names the exchange, the same on all its ranks.
-            rank: of the caller among the ranks of the exchange.
+            key: names the all-gather, the same on all its ranks.
+            rank: of the caller among its ranks.
             value: of this rank, which is not copied.
             size: number of ranks that take part.
         """
@@ -96,16 +99,16 @@ class World:
             ]
 
     def drive(self, rank: int, steps: Steps[T], what: str, *, ending: bool = False) -> T:
-        """Run steps to their end and return their result.
+        """Run a generator to its end and return its result.
 
-        Whenever the steps wait, sleep until another rank has changed something.
+        At each `yield` sleep until another rank has changed the state.
 
         Args:
             rank: of the caller in the world.
-            steps: a job of this rank.
+            steps: yields whenever it has to wait for other ranks.
             what: describes the wait, for the report of a deadlock.
             ending: this rank waits only for other ranks to end. A deadlock is reported to such
-                ranks only if all ranks are waiting so.
+                ranks only if every waiting rank is one.
 
         Raises:
             Mismatched: every rank waits or has ended, and none can go on.
@@ -168,14 +171,14 @@ class ThreadCarrier(Carrier):
         self._rounds = 0
 
     def share(self, value: object) -> Ticket:
-        """Begin an exchange of values of any type, which are not copied.
+        """Begin an all-gather of one value per rank, and return a function that polls for it.
 
-        The ticket returns the values of all ranks, in rank order. Every rank calls this; none waits
-        here.
+        That function (a ticket) returns None until all ranks have begun the exchange, and then all
+        values in rank order. Every rank calls `share`; none waits in it. The values are not copied.
         """
         self._rounds += 1
         return self.world.put((self.name, "round", self._rounds), self.rank, value, self.size)
 
     def drive(self, steps: Steps[T], what: str, *, ending: bool = False) -> T:
-        """Run steps to their end and return their result. Sleep while they wait for other ranks."""
+        """Run a generator to its end and return its result. Sleep whenever it waits (yields)."""
         return self.world.drive(self.world_rank, steps, what, ending=ending)
