@@ -192,7 +192,10 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def failure(outcomes: Sequence[Outcome], ranks: Sequence[int] | None = None) -> RankFailure | None:
-    """Return the error of an example; None if all ranks finished, all skipped or any rejected it.
+    """Return the error of an example, or None.
+
+    None means that all ranks finished, or all skipped, or that a rank rejected the example and none
+    failed.
 
     Args:
         outcomes: one for each rank of the communicator.
