@@ -70,12 +70,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     examine = commands.add_parser("doctor", help=text, description=doctor.__doc__)
     examine.add_argument(
-        "--device", choices=("cpu", "cuda"), help="must work; without it whatever is there is tried"
+        "--device", choices=("cpu", "cuda"), help="fail if this device does not work"
     )
     examine.add_argument(
         "--measure",
         action="store_true",
-        help="measure what algorithm='auto' decides by (seconds), and keep it",
+        help="measure the times by which algorithm='auto' chooses, and save them",
     )
     planning.add_arguments(commands)
     inference.add_arguments(commands)

@@ -269,8 +269,8 @@ def _parted(records: np.ndarray[Any, np.dtype[np.int64]]) -> RankError:
     lines = _lines([(f"  rank {rank}: ", text) for rank, text in enumerate(texts)])
     if (failed := np.flatnonzero(records[:, 0] == State.FAILS)).size:
         return PeerFailed(
-            f"rank {failed[0]} has left because of an error; see what it says. Nothing was "
-            f"sent.\n{lines}"
+            f"rank {failed[0]} has left because of an error; read the error that it printed. "
+            f"Nothing was sent.\n{lines}"
         )
     return CollectiveMismatch(
         f"some ranks leave and others do not; nothing was sent. Make these calls equal:\n{lines}"

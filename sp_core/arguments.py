@@ -207,7 +207,7 @@ def check_tensor(
         )
     if type(x).__name__ == "DTensor":
         raise DtypeError(
-            f"{name} is a DTensor, which may hold other tokens than the sharding says. "
+            f"{name} is a DTensor, whose own layout may differ from the sharding. "
             "Pass this rank's own tokens as a plain tensor, such as x.to_local()."
         )
     want = comm.device
@@ -221,5 +221,5 @@ def check_tensor(
     if dtypes is not None and x.dtype not in dtypes:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise DtypeError(
-            f"a tensor of {x.dtype} was given; this collective takes {names}. Convert it first."
+            f"a tensor of {x.dtype} was given; this collective takes {names}. Convert the tensor."
         )

@@ -39,8 +39,8 @@ class NotCopied:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"{self!r} cannot be pickled, since it ends with this run. Save state_dict() of a "
-            f"layer, and make it again."
+            f"{self!r} belongs to this run and cannot be pickled. Save state_dict() of a "
+            f"layer, and make the layer again."
         )
 
 

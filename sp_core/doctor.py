@@ -155,7 +155,7 @@ def _mpi_problem() -> Finding | None:
         "MPI",
         "broken",
         f"MPI does not start, exit code {code}: {last}",
-        "see what it says: python -c 'from mpi4py import MPI'",
+        "run this and read its error: python -c 'from mpi4py import MPI'",
     )
 
 
@@ -361,7 +361,9 @@ def _try(world: Intracomm, kind: str, name: str) -> Finding:
     problems, subject = [text for text in world.allgather(problem) if text], f"transport {name}"
     if problems and all(text.startswith(DeviceError.__name__) for text in problems):
         # the transport is not for this machine, which is no fault
-        return Finding(subject, "note", f"{kind}: not here: {problems[0].partition(': ')[2]}")
+        return Finding(
+            subject, "note", f"{kind}: not available here: {problems[0].partition(': ')[2]}"
+        )
     if problems:
         remedy = (
             f"it is not usable here: pass another transport of {NAMES[kind]}, "

@@ -69,11 +69,11 @@ _MODEL: dict[str, dict[str, Any]] = {
         "help": "put each text into the model's chat template, as a message of the user",
     },
     "--scheme": {
-        "help": "attention over the ranks that share a prompt; default: what they are named after"
+        "help": "attention scheme of the ranks that share a prompt; default: the name of their axis"
     },
     "--tp-sp": {
         "action": "store_true",
-        "help": "tensor ranks share the tokens of a prompt, too, between their layers",
+        "help": "split the tokens of a prompt over the tensor ranks between the split weights",
     },
     "--algorithm": {
         "help": "of collectives: ring, or all_reduce=ring,all_gather=bruck; "
@@ -112,12 +112,12 @@ _GENERATE: dict[str, dict[str, Any]] = {
         "default": 0.0,
         "help": "0 takes the most likely token (default)",
     },
-    "--top-k": {"type": int, "help": "only from so many of the most likely tokens"},
+    "--top-k": {"type": int, "help": "draw from this many of the most likely tokens"},
     "--top-p": {
         "type": float,
-        "help": "only from the most likely tokens that together have this probability",
+        "help": "draw from the most likely tokens that together have this probability",
     },
-    "--seed": {"type": int, "default": 0, "help": "of the random numbers (default: 0)"},
+    "--seed": {"type": int, "default": 0, "help": "seed of the random numbers (default: 0)"},
     "--stop": {
         "action": "append",
         "default": [],
@@ -242,7 +242,7 @@ def _prepare(
         for file in options.prompt_file:
             if file == "-" and mesh.size > 1:
                 raise ValueError(
-                    "standard input reaches no rank of a job; pass --prompt-file FILE."
+                    "several ranks cannot read standard input; pass --prompt-file FILE."
                 )
             texts.append(sys.stdin.read() if file == "-" else read_text(Path(file)))
         if not texts:

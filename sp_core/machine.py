@@ -146,7 +146,7 @@ def bounded(
         return code, output.read()
 
 
-HOSTNAME = "see what is in the way: mpiexec -n 2 hostname"
+HOSTNAME = "run this and read its error: mpiexec -n 2 hostname"
 LAUNCH_PROBLEMS = {
     "run as root": (
         "Open MPI refuses to run as root",

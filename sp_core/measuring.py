@@ -344,7 +344,7 @@ def told() -> tuple[bool, str]:
         reason = "none" if not path.exists() else str(error)
         return (
             False,
-            f"{reason}; auto takes the MPI library's algorithms. "
+            f"{reason}; algorithm='auto' uses the MPI library's algorithms. "
             "To measure: python -m sp_core doctor --measure",
         )
     speeds = (

@@ -134,8 +134,8 @@ class Mesh(NotCopied):
         unknown = [name for name in names if name not in self.axes]
         if unknown or len(set(names)) != len(names):
             raise ShapeError(
-                f"axes {names} were asked for; this mesh has {tuple(self.axes)}. Name some of "
-                "these, each once."
+                f"axes {names} were asked for; this mesh has {tuple(self.axes)}. Pass names "
+                "of this mesh, each once."
             )
         if names not in self._made:
             self._made[names] = self._later(names)

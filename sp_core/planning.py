@@ -165,7 +165,7 @@ def _check(problem: Problem) -> None:
         raise ValueError(
             f"--seq {problem.seq_len} on --ranks {problem.ranks}, and --heads "
             f"{problem.num_heads} with --kv-heads "
-            f"{problem.num_kv_heads} were given; the projection is for even splits. "
+            f"{problem.num_kv_heads} were given; the times are computed for equal shards. "
             "Pass a length that twice the number of ranks "
             "divides, and heads that the key/value heads divide."
         )
@@ -378,8 +378,8 @@ def _lines(problem: Problem, found: Sequence[Projection], tuning: Tuning | None)
     yield f"One layer, forward and backward; {speed}, {machine}."
     if tuning is None:
         yield (
-            "How far the model is off is not known here: "
-            "measure this machine with sp-core doctor --measure."
+            "The error of these times is not known: measure this machine with "
+            "sp-core doctor --measure."
         )
     else:
         median, worst = tuning.error

@@ -76,11 +76,10 @@ def peer(x: Tensor, rank: int, *, comm: Communicator) -> Tensor:
     tensors = [] if comm.window is None else comm.window.tensors(x)
     if not 0 <= rank < len(tensors):
         raise RankError(
-            f"the tensor of rank {rank} that belongs to one of shape {tuple(x.shape)} was asked "
-            f"for; {comm.name} has "
-            f"{len(tensors)} that do ({comm.no_window or 'and shared memory'}). Pass what "
-            f"shared_empty gave, and the communicator "
-            "of that call."
+            f"the tensor of rank {rank} to x of shape {tuple(x.shape)} was asked for; "
+            f"{comm.name} knows {len(tensors)} ranks' tensors to it "
+            f"({comm.no_window or 'it has shared memory'}). Pass x from shared_empty, and the "
+            "communicator of that call."
         )
     return x if rank == comm.rank else tensors[rank]
 

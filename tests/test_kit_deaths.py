@@ -82,7 +82,7 @@ def test_of_those_that_were_gone_before_they_were_seen_it_says_that_it_knows_not
     end(ranks, list(range(RANKS)))
     introduce(tmp_path, ranks)
     assert watch.alive() == {}
-    assert "how is not known here" in watch.suspects()[0]
+    assert "its exit code is not known" in watch.suspects()[0]
     assert not watch.failed()
     file_of(tmp_path, 1, "place").write_bytes(b"raised KeyError('x')\0")
     assert watch.failed()

@@ -106,7 +106,7 @@ def test_one_report_one_result_file_one_exit_code(tmp_path: Path) -> None:
     [
         (
             "exit",
-            r"rank 1 died first: (exit code 1|how is not known here)",
+            r"rank 1 died first: (exit code 1|its exit code is not known)",
             "in the body of test_average",
         ),
         ("loop", r"rank 1 waits for nobody: it is at .*sut\.py", "in Allgatherv"),
@@ -291,7 +291,7 @@ def test_a_rank_killed_in_shared_memory_is_reported_soon_and_leaves_no_file() ->
     assert time.monotonic() - begin < 30
     assert code != 0, text
     assert re.search(
-        "rank 1 died first: (killed by SIGKILL|how is not known here)|signal 9|Killed", text
+        "rank 1 died first: (killed by SIGKILL|its exit code is not known)|signal 9|Killed", text
     )
     mapped = re.findall(r"/dev/shm/\S+", text)
     assert mapped, text

@@ -119,9 +119,9 @@ ARGUMENTS = [
     ("more", "text"),
     [
         (["--ranks-per-node", "2"], "pass --node-link"),
-        (["--seq", "65537"], "even splits"),
-        (["--seq", str(64 * 1025)], "even splits"),  # a block for each rank, where each needs two
-        (["--kv-heads", "5"], "even splits"),
+        (["--seq", "65537"], "equal shards"),
+        (["--seq", str(64 * 1025)], "equal shards"),  # a block for each rank, where each needs two
+        (["--kv-heads", "5"], "equal shards"),
         (["--ranks", "0"], "at least 1"),
         (["--link", "quick"], "RATE,LATENCY"),
         (["--show", "-1"], "pass at least 1"),

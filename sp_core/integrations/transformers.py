@@ -258,8 +258,8 @@ def _attend(
     if sp_core is None or dropout:
         raise RuntimeError(
             f"attention {NAME!r} was called with {dropout=} and "
-            f"{'no' if sp_core is None else 'a'} parallelized forward; it needs one, and no "
-            "dropout. Call parallelize(model, mesh), and the model itself, not a part of it."
+            f"{'no' if sp_core is None else 'a'} parallelized forward; it needs dropout=0.0 "
+            "and a forward of a model from parallelize(model, mesh), not of a part of the model."
         )
     out = sp_core.attention(
         *(x.transpose(1, 2) for x in (query, key, value)),

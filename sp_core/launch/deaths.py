@@ -87,7 +87,7 @@ class Deaths:
             self._watched[rank] = (pid, os.pidfd_open(pid))
         except OSError:  # the process ended before the launcher saw it
             self._watched[rank] = (pid, -1)
-            self._dead.setdefault(rank, "how is not known here")
+            self._dead.setdefault(rank, "its exit code is not known")
         else:
             self._listen(self._watched[rank][1], rank, select.EPOLLIN)
 
@@ -262,7 +262,7 @@ def _cause(pid: int, fd: int) -> str:
         time.sleep(
             PAUSE_SECONDS
         )  # between reaping and the write to pidfs the kernel knows neither status
-    return "how is not known here, mpiexec may say above"
+    return "its exit code is not known here, mpiexec may say it above"
 
 
 def _status_of(fd: int) -> int | None:

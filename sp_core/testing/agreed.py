@@ -206,7 +206,7 @@ class Ranks:
         everyone = self.control.gather((point, self._complaints, mine))
         if len({point for point, *_ in everyone}) > 1:
             self._lost = True
-            lines = ["the ranks have lost each other:"]
+            lines = ["the ranks are at different points of the session:"]
             for rank, (place, complaints, _) in enumerate(everyone):
                 lines.append("\n".join([f"  rank {rank} is at {place}", *complaints]))
             pytest.exit("\n".join(lines), returncode=pytest.ExitCode.INTERNAL_ERROR)

@@ -207,7 +207,9 @@ class Search(Plan):
         except (Unsatisfiable, FailedHealthCheck):
             if self._some_fit:
                 raise
-            pytest.skip(f"draws no ranks that a launch of {session.current.world_size} has")
+            pytest.skip(
+                f"no number of ranks that it draws fits a launch of {session.current.world_size}"
+            )
 
     def _fits(self, nprocs: Nprocs) -> bool:
         found = fits(nprocs)

@@ -282,12 +282,12 @@ def _hear(transfers: Sequence[Transfer]) -> None:
             transfer.comm.lockstep.waiting(transfer.what)
 
 
-_ENDS = "what it gives connects two groups, and its calls are mpi4py's own"
-_FAULTS = "it is there for ranks that die, with which no other rank can agree"
-_PARTS = "its partitions are handed over one by one, by no call of a communicator"
-_ONE_SIDED = "the target of a one-sided call makes none itself"
+_ENDS = "it returns an intercommunicator, whose calls go to mpi4py unchecked"
+_FAULTS = "it serves programs whose ranks may die, and the check needs all ranks"
+_PARTS = "its partitions are marked ready by calls of the request, not of a communicator"
+_ONE_SIDED = "in one-sided communication the target rank makes no call that could be compared"
 UNCHECKED = {
-    "Create_group": "only the members of the group call it; what it gives is checked",
+    "Create_group": "only members of the group call it; the new communicator is checked",
     **dict.fromkeys(("Create_intercomm", "Accept", "Connect", "Spawn", "Spawn_multiple"), _ENDS),
     **dict.fromkeys(
         (
@@ -308,10 +308,10 @@ UNCHECKED = {
     ),
     **dict.fromkeys(
         ("Isendrecv", "Isendrecv_replace"),
-        "MPICH does not say what they have received; the messages of others neither, then",
+        "MPICH does not report their received messages, so later messages are unchecked too",
     ),
-    "a message in memory of a kind that only mpi4py knows": "its length is not known, nor what "
-    "became of the others then",
+    "a message in memory of a kind that only mpi4py knows": "its length is not known, so "
+    "messages after it are unchecked too",
     "File.Open": "calls on a file do not go through its communicator",
 }
 """Calls of communicators, or taking one, that the ranks do not compare: the reasons by name."""

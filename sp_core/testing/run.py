@@ -164,7 +164,7 @@ def _give_up(world: World, late: Sequence[_Rank], timeout: float) -> None:
     """Print all stacks, end the late ranks as far as possible, and raise `ThreadsHung`."""
     numbers = [rank.number for rank in late]
     print(
-        f"\nranks {numbers} of {world.size} have not arrived after {timeout:g} s; all stacks:",
+        f"\nranks {numbers} of {world.size} have not ended after {timeout:g} s; all stacks:",
         file=sys.__stderr__,
     )
     faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
@@ -177,7 +177,7 @@ def _give_up(world: World, late: Sequence[_Rank], timeout: float) -> None:
     for rank in late:
         rank.join(GRACE_SECONDS)
     raise ThreadsHung(
-        f"the example has not ended within {timeout:g} s; ranks {blame} of {world.size} did not "
-        "wait for another rank then (stacks of all ranks are on standard error). The cause may be "
+        f"the example has not ended within {timeout:g} s; ranks {blame} of {world.size} were "
+        "not waiting for another rank (stacks of all ranks are on standard error). The cause may be "
         "an endless loop, a wait without MPI, or slow code: SP_WATCHDOG_S allows more."
     )

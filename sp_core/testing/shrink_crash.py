@@ -204,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--losses",
         type=int,
         default=LOSSES,
-        help="launches that may be lost (default: %(default)s)",
+        help="how many launches may die or hang (default: %(default)s)",
     )
     parser.add_argument("tests", help="id of a test, or a file")
     parser.add_argument("options", nargs="*", help="after --: options for pytest")

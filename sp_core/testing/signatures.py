@@ -239,7 +239,7 @@ def _reduction(op: str, rank: int, size: int, values: Values) -> Flow:
         )
         require(
             received.counts[0] == due,
-            f"receives {received.counts[0]} elements where {due} come out of {sent.text}",
+            f"receives {received.counts[0]} elements, but {due} elements of the result of {sent.text} are this rank's",
         )
     takes = (sent if received is None else received).parts[:1] if result or inside else ()
     name = op_name(values["op"])
@@ -294,7 +294,7 @@ def op_name(op: Any) -> str:
         if op is None
         else str(op.__reduce__())
         if getattr(op, "is_predefined", False)
-        else "one's own"
+        else "an operation of the program"
     )
 
 
@@ -391,5 +391,8 @@ def _reduced(op: str, rank: int, parts: Sequence[dict[int, Array]], reduction: s
 
 def view(part: Part) -> Array:
     """Return the elements of a part as an array. Raise ValueError if they have gaps."""
-    require(part.view is not None, "ranks that are threads take numbers that lie side by side")
+    require(
+        part.view is not None,
+        "ranks that are threads need a contiguous array of numbers; this one has gaps",
+    )
     return np.asarray(part.view)

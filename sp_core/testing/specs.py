@@ -262,7 +262,7 @@ def _places(
     if form == "W":
         if (counts is None) is not (displs is None) or (counts is None and not element.data.size):
             raise ValueError(
-                "counts and displacements go together, and memory without an end needs them"
+                "pass counts and displacements, or neither; a buffer of unknown length needs both"
             )
         return (
             ([1] * n, [0] * n) if counts is None else ([*map(index, counts)], [*map(index, displs)])

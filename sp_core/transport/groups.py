@@ -148,11 +148,11 @@ class GroupComm(Observer):
         if self._store.check([f"{self._name}/left"]):
             rank = self._store.get(f"{self._name}/left").decode()
             raise PeerFailed(
-                f"{what} cannot end: rank {rank} has left because of an error; see what it says."
+                f"{what} cannot end: rank {rank} has left because of an error; read the error that it printed."
             )
         dead = [rank for rank, pid in self._near.items() if stat(pid)[:1] in ([], ["Z"], ["X"])]
         if dead:
-            raise PeerFailed(f"{what} cannot end: rank {dead[0]} has died; see what it says.")
+            raise PeerFailed(f"{what} cannot end: rank {dead[0]} has died; read what it printed.")
 
     @cached_property
     def _near(self) -> dict[int, int]:
