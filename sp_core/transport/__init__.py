@@ -1,6 +1,9 @@
 """Move the bytes of tensors between ranks.
 
-Only this package touches an MPI buffer or copies between device and host.
+Only this package touches MPI buffers or copies between device and host. A `Mesh` calls
+`make_transport` and `make_window` once for each communicator. `base` says what a transport offers
+(`Transport`, `Handle`), and each other module holds one kind. A transport moves flat, contiguous
+tensors. A window (`Window`) is memory that all ranks of one machine map.
 """
 
 from __future__ import annotations
@@ -55,16 +58,18 @@ NAMES = {
     "cpu": ("host", "window", "distributed"),
     "cuda": ("ipc", "pinned", "pipelined", "staged", "device", "distributed"),
 }
-"""Transports by kind of device, the one that "auto" takes first."""
+"""Names of the transports for each `torch.device.type`. "auto" takes the first name."""
 
 MESSAGES = {"cpu": ("host",), "cuda": ("pipelined", "staged")}
-"""Those that carry messages and are always there; the others leave messages to these, but for
-"device"."""
+"""For each `torch.device.type`, the transports that send point-to-point messages and always work.
+
+Except for "device", every other transport passes its messages on to one of these."""
 
 
 MAY_BE_REFUSED = ("device", "distributed")
-"""Those that may not be there although their kind of device is; all others are, or do without what
-they lack."""
+"""Transports that `make_transport` may refuse with a `DeviceError` although the device is there.
+
+All others always work. Without shared memory, those that use a window work by messages alone."""
 
 
 def make_transport(
@@ -73,22 +78,27 @@ def make_transport(
     device: torch.device,
     poll: Callable[[], None] = lambda: None,
 ) -> Transport:
-    """Make the transport of that name for tensors on a device; every rank calls this.
+    """Return the transport called `name` for tensors on `device`. Every rank of `comm` calls this.
 
     Args:
-        name: "auto", one of `NAMES[device.type]`, or on a CPU a wrapper of the transport of host
-            tensors.
-        comm: a communicator that nobody else sends on: mpi4py's, or a `GroupComm`, whose "host"
-            and "distributed" are gloo.
+        name: "auto", a name in `NAMES[device.type]`, or on a CPU a `HostWrapper`, which wraps the
+            transport of host tensors.
+        comm: an mpi4py communicator that nobody else sends on; or a `GroupComm`, whose transports
+            "host", "window" and "distributed" send by gloo instead of MPI.
         device: where the tensors live.
-        poll: called while waiting.
+        poll: called again and again while this rank waits, so that its other transfers make
+            progress.
+
+    Returns:
+        A `Transport`, the same kind on every rank.
 
     Communication:
-        None but for "device" and "distributed", where the ranks find out together whether they can
-        have it.
+        None, except for "device" and "distributed". For these the ranks exchange a few bytes to
+        learn whether all of them can use the transport.
 
     Raises:
-        DeviceError: no such transport for that kind of device, or not here; on every rank.
+        DeviceError: on every rank. This kind of device has no such transport, or it does not work
+            here.
     """
     chosen, kind = choose(name, device), device.type
     called = str(chosen) if chosen in NAMES["cpu"] else "host"
@@ -103,17 +113,25 @@ def make_transport(
     if chosen == "distributed":
         from sp_core.transport import distributed
 
-        group = distributed.make_group(comm, device)  # before buffers are made for nothing
+        group = distributed.make_group(comm, device)  # first: it may be refused
         messages = host if kind == "cpu" else _staged("pipelined", host, device, comm.size, poll)
         return distributed.DistributedTransport(comm, group, messages, device, poll)
     return _staged(chosen, host, device, comm.size, poll)
 
 
 def choose(name: str | HostWrapper, device: torch.device) -> str | HostWrapper:
-    """Return the transport of that name for a kind of device; "auto" is the first.
+    """Return the name of the transport that a caller's `name` means on `device`. No communication.
+
+    Args:
+        name: "auto" for the first name in `NAMES[device.type]`, one of these names, or a
+            `HostWrapper`.
+        device: only its type counts.
+
+    Returns:
+        A name, never "auto"; a `HostWrapper` is returned as it is.
 
     Raises:
-        DeviceError: there is none.
+        DeviceError: this kind of device has no transport of that name.
     """
     offered = NAMES.get(device.type, ())
     if name == "auto" and offered:
@@ -128,7 +146,10 @@ def choose(name: str | HostWrapper, device: torch.device) -> str | HostWrapper:
 
 
 def count_devices(kind: str) -> int:
-    """Return how many devices of a kind torch sees; 0 if its accelerator is of another kind."""
+    """Return how many devices of type `kind`, such as "cuda", torch sees in this process.
+
+    The count is 0 if torch has no accelerator or one of another type.
+    """
     found = torch.accelerator.current_accelerator(check_available=True)
     return torch.accelerator.device_count() if found and found.type == kind else 0
 
@@ -136,6 +157,16 @@ def count_devices(kind: str) -> int:
 def _staged(
     name: str, host: HostTransport, device: torch.device, size: int, poll: Callable[[], None]
 ) -> Transport:
+    """Return a transport that copies device tensors through host memory and sends them with `host`.
+
+    Args:
+        name: "staged" for `StagedTransport`; any other name for a `PipelinedTransport` of that
+            name.
+        host: sends the copies in host memory.
+        device: a CUDA device.
+        size: the number of ranks.
+        poll: called while a rank waits.
+    """
     from sp_core.transport import cuda, staged
 
     if name == "staged":
@@ -144,9 +175,18 @@ def _staged(
 
 
 def _device_transport(comm: Intracomm, device: torch.device, why_not: str) -> Transport:
+    """Return a `DeviceTransport`, once all ranks know that their MPI library reads device memory.
+
+    On each machine the lowest rank tries the library in a child process. The others wait for it.
+
+    Args:
+        comm: all its ranks call this.
+        device: where the tensors live.
+        why_not: a reason to refuse without a trial; empty if there is none.
+    """
     from sp_core.transport import cuda_aware
 
-    first = comm.allgather(here := this_machine()).index(here) == comm.rank  # a child per machine
+    first = comm.allgather(here := this_machine()).index(here) == comm.rank  # one trial per machine
     cuda_aware.refuse_host_only(
         comm, lambda: why_not or (cuda_aware.no_device_memory(device.type) if first else "")
     )
@@ -156,9 +196,16 @@ def _device_transport(comm: Intracomm, device: torch.device, why_not: str) -> Tr
 
 
 def make_window(transport: str, comm: Intracomm, device: torch.device) -> tuple[Window | None, str]:
-    """Make the memory that the ranks share, if the transport has one.
+    """Make the memory that the ranks share, if this transport has any. Every rank calls this.
 
-    Return it, or None and the reason, on every rank alike.
+    Args:
+        transport: a name. Only "window", "ipc" and "pinned" have shared memory.
+        comm: the communicator of the ranks.
+        device: the device whose memory ("ipc") or pinned host memory ("pinned") is shared.
+
+    Returns:
+        (the window, ""); or (None, why the ranks cannot share memory); or (None, "") for a
+        transport without a window. Alike on every rank.
     """
     try:
         if transport == "window":

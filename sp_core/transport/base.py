@@ -1,6 +1,7 @@
-"""What a transport is: it moves flat, contiguous vectors between ranks.
+"""Define what a transport offers: it moves flat, contiguous tensors between ranks.
 
-Only transports touch an MPI buffer or copy to a host.
+A transfer is a collective or a set of point-to-point messages that a rank has begun. A `Handle`
+says when it is complete. `wait` waits for a handle.
 """
 
 from __future__ import annotations
@@ -16,33 +17,39 @@ from torch import Tensor
 from sp_core.schedules import Operation
 
 Messages = Sequence[tuple[int, Tensor]]
-"""Point-to-point messages: (rank of the other side, flat contiguous tensor)."""
+"""Point-to-point messages: for each (rank of the peer, flat contiguous tensor to send or fill)."""
 
 Bound = Sequence[tuple[int, Any]]
-"""Messages in a transport's own form, made once for memory that is sent or received into many
-times."""
+"""Messages as (rank of the peer, buffer in the form that one transport sends). `bind` makes them.
+
+They can be posted many times."""
 
 
 class Handle(Protocol):
-    """A transfer under way.
+    """Test whether a transfer that this rank has begun is complete.
 
-    Whoever holds it keeps the buffers alive until `test` has answered True.
+    The holder of a handle keeps the buffers of the transfer alive, and leaves them alone, until
+    `test` has returned True.
     """
 
     def test(self) -> bool:
-        """Make progress. Return whether the transfer is complete.
+        """Make progress without waiting, and return whether the transfer is complete on this rank.
 
-        Then the result may be read on the current stream.
+        After True the result may be read on the current stream.
         """
         ...
 
 
 class Transport(Protocol):
-    """How the bytes of one tensor reach another rank.
+    """Move the bytes of tensors between the ranks of one communicator.
 
-    Buffers are flat contiguous tensors on the transport's device. `send` and `recv` may be None
-    where the transfer says that this rank sends or receives nothing. Results are safe to read on
-    the current stream when a prepared collective returns or `test` is True.
+    Buffers are flat contiguous tensors on the transport's device. `send` is None if this rank sends
+    nothing in the operation, and `recv` is None if it receives nothing. The result of a collective
+    may be read on the current stream when the prepared function returns, or when `test` of the
+    handle has returned True.
+
+    Attributes:
+        name: of this kind of transport, such as "host".
     """
 
     name: str
@@ -50,62 +57,89 @@ class Transport(Protocol):
     def prepare(
         self, operation: Operation, send: Tensor | None, recv: Tensor | None
     ) -> Callable[[], object]:
-        """Prepare a collective on fixed memory.
+        """Return a function that carries out a collective on these buffers each time it is called.
 
-        Each call of the returned function runs it; all ranks call it.
+        `prepare` itself does not communicate. All ranks call the returned function in the same
+        order as their other collectives. It returns when this rank's part is complete.
+
+        Args:
+            operation: this rank's view of the collective.
+            send: the input of this rank, read in each call.
+            recv: receives the result in each call.
         """
         ...
 
     def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
-        """Begin a collective and return without waiting for the other ranks."""
+        """Begin a collective on these buffers and return its handle.
+
+        All ranks start it in the same order as their other collectives. Most transports return
+        without waiting for other ranks. One whose MPI calls cannot do so completes the collective
+        first (see `HostTransport.start` and `DeviceTransport`).
+        """
         ...
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
-        """Begin point-to-point messages.
+        """Begin point-to-point messages and return one handle for all of them.
 
-        All ranks call this, with empty lists where they have none.
+        It does not wait for other ranks. All ranks call it at the same point of their programs,
+        with empty lists if they have no messages. Messages between two ranks are matched in the
+        order of the lists.
         """
         ...
 
     def announce(self, sends: Messages, recvs: Messages) -> None:
-        """Say which messages this rank will post, in this order for each peer.
+        """Tell the communicator's observer which messages this rank will `post`. Nothing is sent.
 
-        All ranks call this, before any of them posts.
+        An observer checks calls in tests; usually there is none. All ranks call this at the same
+        point of their programs, each before it posts any of the messages.
+
+        Args:
+            sends, recvs: the messages, for each peer in the order in which they will be posted.
+                Only the sizes of the tensors count.
         """
         ...
 
     def bind(self, messages: Messages) -> Bound:
-        """Bring messages into the form that `post` takes."""
+        """Convert messages to the form that `post` takes, once for many posts."""
         return messages
 
     def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
-        """Begin messages that `announce` has named. Ranks may call this at different times.
+        """Begin messages that `announce` has named, and return one handle for all of them.
 
-        A message sent with a tag is received by the peer's `post` with the same tag.
+        It does not wait. Ranks may call it at different times and in different orders. A message is
+        received by the peer's `post` with the same tag.
+
+        Args:
+            sends, recvs: what `bind` returned.
+            tag: of all these messages.
         """
         ...
 
     def close(self, *, together: bool) -> None:
-        """Give back what it holds; `together` where all ranks do so, with nothing under way."""
+        """Release the resources of the transport. It cannot be used afterwards.
+
+        Args:
+            together: True if all ranks call this at the same point and no transfer is unfinished;
+                False if this rank leaves alone, after an error.
+        """
         return
 
 
 @runtime_checkable
 class HostWrapper(Protocol):
-    """Make a transport out of the one of host tensors, such as a model of slow links.
+    """Build a transport on top of that of host tensors, such as a model of slow links.
 
-    A mesh takes it as `transport`.
-
-    Its `repr` is the same on all ranks, which agree on it.
+    Pass an instance as `transport` to `Mesh`. The ranks compare its `repr`, so it must be the same
+    on all ranks.
     """
 
     def over(self, host: Any) -> Transport:
-        """Return a transport whose messages are carried by `host`, a `HostTransport`."""
+        """Return a transport that sends its messages through `host`, a `HostTransport`."""
         ...
 
 
 class Done:
-    """The handle of a transfer that was complete when it was started."""
+    """Represent a transfer that was already complete when it began; a `Handle`."""
 
     def test(self) -> bool:
         """Return True."""
@@ -113,12 +147,12 @@ class Done:
 
 
 class Transfer:
-    """The handle of something that is complete once each of some tests has answered True.
+    """Represent a transfer that is complete once each of some tests has returned True; a `Handle`.
 
     Args:
-        tests: are asked until they answer True.
-        keep: objects that must live until then, such as buffers of which MPI has the address.
-        after: called once, when all is complete.
+        tests: functions without arguments, each called until it has returned True once.
+        keep: objects kept alive until then, such as buffers whose address MPI has.
+        after: called once, when all tests have returned True.
     """
 
     def __init__(
@@ -130,7 +164,7 @@ class Transfer:
         self._tests, self._keep, self._after = tests, keep, after
 
     def test(self) -> bool:
-        """Return whether all tests have answered True."""
+        """Call the tests that are still False. Return whether all have been True."""
         self._tests = [test for test in self._tests if not test()]
         if self._tests:
             return False
@@ -141,9 +175,10 @@ class Transfer:
 
 
 def on_stream(stream: torch.Stream) -> torch.Stream:
-    """Return a context in which work is launched on a stream.
+    """Return a context manager in which device work is launched on `stream`.
 
-    Until torch 2.11 a stream cannot be entered twice, nor by two threads, so this is another one.
+    The result is a new `torch.Stream` object for the same stream. Until torch 2.11 one object
+    cannot be entered twice, nor by two threads.
 
     Source: pytorch issue 176560.
     """
@@ -155,16 +190,26 @@ def on_stream(stream: torch.Stream) -> torch.Stream:
 
 
 SPIN_SECONDS = 2e-5
-"""About the time of one small message inside a node.
+"""How long `wait` spins: about the time of one small message inside a node.
 
-A longer wait must not keep a core from the rank waited for: four ranks on two
-cores take a third longer over a link of a millisecond where they spin ten times as long."""
+The rank that is waited for may need this core. Four ranks on two cores, over a link with a latency
+of a millisecond, take a third longer if they spin ten times as long."""
 YIELD_SECONDS = 2e-4
+"""How long `wait` yields the core between tests, counted from its beginning."""
 PAUSE_SECONDS = 5e-5
+"""How long `wait` sleeps between two tests after that."""
 
 
 def wait(handle: Handle, poll: Callable[[], None] = lambda: None) -> None:
-    """Wait for a handle: spin, then yield, then sleep, with a call of `poll` in between."""
+    """Wait until `handle.test()` returns True, and call `poll` before each further test.
+
+    Up to 20 us the rank spins. Up to 200 us it yields the core between tests, and after that it
+    sleeps 50 us between tests.
+
+    Args:
+        handle: of the transfer.
+        poll: lets other transfers of this rank make progress.
+    """
     if handle.test():
         return
     start = time.perf_counter()

@@ -1,7 +1,10 @@
-"""Share memory of a CUDA device by the few calls of the CUDA runtime that torch does not offer.
+"""Copy between a CUDA device and host memory, and share device memory between processes.
 
-torch's own allocator hands out parts of large blocks, which may grow in place; a handle leads to a
-block as it was. So the memory of a window comes from the runtime itself, once.
+`CudaStreams` serves the transports that stage tensors through host memory. `CudaMemory` and
+`PinnedMemory` provide the memory of a `Window`: device memory opened by CUDA IPC handles, and host
+memory that the device reads. They call the CUDA runtime library directly, because torch does not
+offer these calls. torch's allocator hands out parts of large blocks that may grow in place, while
+an IPC handle leads to a block as it was. So the memory of a window comes from the runtime, once.
 
 Source: CUDA runtime API, "Memory Management" and "Device Management" (cudaIpcGetMemHandle,
 cudaIpcOpenMemHandle).
@@ -29,23 +32,33 @@ ANY_DIRECTION = 4  # cudaMemcpyDefault
 
 
 class Handle(ctypes.Structure):
-    """What the runtime calls cudaIpcMemHandle_t."""
+    """Hold the bytes of a cudaIpcMemHandle_t, which lets another process map device memory."""
 
     _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
 
 
 def uuid_of(device: torch.device) -> str:
-    """Return what tells a device from all others, also where each rank sees its own as number 0."""
+    """Return the UUID of a CUDA device as text.
+
+    It tells all GPUs apart, even if every rank sees its own GPU as number 0.
+    """
     return str(torch.get_device_module(device).get_device_properties(device).uuid)
 
 
 def _reached(stream: torch.Stream) -> Transfer:
-    """Return a handle of what has been asked of a stream so far."""
+    """Return a handle that is complete once the device has done all work queued on `stream`."""
     return Transfer([stream.record_event().query])
 
 
 class CudaStreams:
-    """The CUDA streams of one device on which copies run."""
+    """Run copies on two CUDA streams of one device: one for device to host, one for host to device.
+
+    A copy in one direction overlaps with copies in the other and with computing. `begin` and
+    `finish` order the copies with the work of the current stream.
+
+    Args:
+        device: a CUDA device.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -53,40 +66,43 @@ class CudaStreams:
         self._up = torch.Stream(device)
 
     def buffer(self, nbytes: int) -> Tensor:
-        """Page-locked host memory."""
+        """Return new page-locked host memory, uint8 of shape (nbytes,)."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def begin(self) -> None:
-        """Let both copy streams wait for the current stream."""
+        """Make later copies wait for the work queued on the current stream so far."""
         current = torch.accelerator.current_stream(self._device)
         self._down.wait_stream(current)
         self._up.wait_stream(current)
 
     def download(self, host: Tensor, device: Tensor) -> None:
-        """Begin a copy on the stream that goes down."""
+        """Queue a copy of `device` into `host`, a page-locked tensor, and return at once."""
         with on_stream(self._down):
             host.copy_(device, non_blocking=True)
 
     def upload(self, device: Tensor, host: Tensor) -> None:
-        """Begin a copy on the stream that goes up."""
+        """Queue a copy of `host`, a page-locked tensor, into `device`, and return at once."""
         with on_stream(self._up):
             device.copy_(host, non_blocking=True)
 
     def downloaded(self) -> Transfer:
-        """Return an event on the stream that goes down."""
+        """Return a handle that is complete once all downloads so far are done."""
         return _reached(self._down)
 
     def uploaded(self) -> Transfer:
-        """Return an event on the stream that goes up."""
+        """Return a handle that is complete once all uploads so far are done."""
         return _reached(self._up)
 
     def finish(self) -> None:
-        """Let the current stream wait for the stream that goes up."""
+        """Make later work on the current stream wait for the uploads so far."""
         torch.accelerator.current_stream(self._device).wait_stream(self._up)
 
 
 class CudaStream(HostMemory):
-    """A stream of one device beside the one that computes; what windows need of it.
+    """Run the copies of a `Window` on a CUDA stream other than the current one.
+
+    It is the base of the two kinds of memory below, which say what `allocate`, `open`, `close` and
+    `free` do.
 
     Args:
         device: a CUDA device.
@@ -97,22 +113,28 @@ class CudaStream(HostMemory):
         self._stream = torch.Stream(device)
 
     def begin(self) -> None:
-        """Let the stream wait for the current one."""
+        """Make later `launch` calls wait for the work queued on the current stream so far."""
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
 
     def launch(self, work: Sequence[Work]) -> Transfer:
-        """Launch on the stream."""
+        """Queue work on the stream, and return a handle that is complete once it is done."""
         with on_stream(self._stream):
             for item in work:
                 item()
         return _reached(self._stream)
 
     def lend(self, part: Tensor) -> Tensor:
-        """Return another tensor over a part."""
+        """Return a tensor over the same memory with a storage object of its own.
+
+        The window frees the memory once no rank uses such a storage any more.
+        """
         return tensor_at(part.data_ptr(), part.nbytes, self._device)
 
     def copying(self, into: Tensor, part: Tensor) -> Work:
-        """Return a copy on the stream, wherever its two sides are."""
+        """Return a function that queues a copy of `part` into `into` on the stream.
+
+        Either tensor may lie on the device or in registered host memory.
+        """
         sides = _pointer(into), _pointer(part)
         stream = ctypes.c_void_p(self._stream.native_handle)  # type: ignore[attr-defined]
         return partial(
@@ -126,14 +148,25 @@ class CudaStream(HostMemory):
 
 
 class CudaMemory(CudaStream):
-    """Device memory whose handle other processes open."""
+    """Provide device memory that other processes map through CUDA IPC handles.
+
+    Args:
+        device: a CUDA device.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._opened: set[int] = set()
 
     def allocate(self, nbytes: int) -> tuple[Tensor, Offer]:
-        """Memory from cudaMalloc, outside of torch's allocator."""
+        """Allocate zeroed device memory by cudaMalloc.
+
+        Returns:
+            (the memory, uint8 of shape (nbytes,); the offer from which other ranks open it).
+
+        Raises:
+            OSError: the runtime cannot allocate it or make a handle for it.
+        """
         pointer, handle = ctypes.c_void_p(), Handle()
         with torch.accelerator.device_index(self._device.index):
             _call("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(nbytes))
@@ -147,9 +180,13 @@ class CudaMemory(CudaStream):
         return tensor_at(address, nbytes, self._device).zero_(), offer
 
     def open(self, offer: Offer) -> Tensor:
-        """Map the memory of a handle.
+        """Map the memory of another rank, and return it as uint8 of shape (nbytes,).
 
-        Memory of this process is used as it is: a process cannot open its own handles.
+        A process cannot open its own handles. So the memory of a rank in this process is used by
+        address.
+
+        Raises:
+            OSError: the runtime cannot map it.
         """
         if offer.process == os.getpid():
             return tensor_at(offer.address, offer.nbytes, self._device)
@@ -160,30 +197,42 @@ class CudaMemory(CudaStream):
         return tensor_at(int(pointer.value or 0), offer.nbytes, self._device)
 
     def close(self, x: Tensor) -> None:
-        """Unmap what a handle led to."""
+        """Unmap memory that `open` has mapped. Memory of this process stays."""
         if x.data_ptr() in self._opened:
             self._opened.remove(x.data_ptr())
             with torch.accelerator.device_index(self._device.index):
                 _call("cudaIpcCloseMemHandle", _pointer(x))
 
     def free(self, x: Tensor) -> None:
-        """Give memory back to the runtime."""
+        """Free memory of `allocate` by cudaFree."""
         with torch.accelerator.device_index(self._device.index):
             _call("cudaFree", _pointer(x))
 
 
 _REGISTERED: dict[int, Tensor] = {}
-"""Host memory by its address. It must stay mapped for as long as a device may use it."""
+"""Registered host memory by address. This keeps it mapped for as long as a device may use it."""
 
 
 class PinnedMemory(CudaStream):
-    """Share host memory that the device reads and writes in place.
+    """Provide host memory that the ranks share and that the device reads and writes in place.
 
-    It is registered once; inside a node nothing else is copied.
+    Each rank registers the memory with the CUDA runtime once (cudaHostRegister). So the device
+    copies straight from and to it, and no other copy is needed inside a node.
+
+    Args:
+        device: a CUDA device.
     """
 
     def allocate(self, nbytes: int) -> tuple[Tensor, Offer]:
-        """Make new host memory."""
+        """Allocate zeroed host memory and register it.
+
+        Returns:
+            (the memory as a tensor of the device, uint8 of shape (nbytes,); the offer for other
+            ranks).
+
+        Raises:
+            OSError: it cannot be allocated or registered.
+        """
         host, offer = super().allocate(nbytes)
         try:
             return self._registered(host), offer
@@ -192,11 +241,15 @@ class PinnedMemory(CudaStream):
             raise
 
     def open(self, offer: Offer) -> Tensor:
-        """Map the memory of another process."""
+        """Map and register the host memory of another rank; return it as a tensor of the device.
+
+        Raises:
+            OSError: it cannot be mapped or registered.
+        """
         return self._registered(super().open(offer))
 
     def close(self, x: Tensor) -> None:
-        """Let the device forget it, and unmap it."""
+        """Unregister memory and unmap it."""
         with torch.accelerator.device_index(self._device.index):
             _call("cudaHostUnregister", _pointer(x))
         del _REGISTERED[x.data_ptr()]
@@ -204,6 +257,7 @@ class PinnedMemory(CudaStream):
     free = close
 
     def _registered(self, host: Tensor) -> Tensor:
+        """Register host memory, and return it as a tensor of the device."""
         flags = ctypes.c_uint(0)
         with torch.accelerator.device_index(self._device.index):
             _call("cudaHostRegister", _pointer(host), ctypes.c_size_t(host.nbytes), flags)
@@ -216,9 +270,9 @@ def _pointer(x: Tensor) -> ctypes.c_void_p:
 
 
 def tensor_at(address: int, nbytes: int, device: torch.device) -> Tensor:
-    """View the bytes at an address as a tensor on a device that can reach them.
+    """Return the `nbytes` bytes at an address as a uint8 tensor on a device that can reach them.
 
-    The caller frees the memory.
+    The caller frees the memory when the tensor is no longer used.
     """
     storage: Any = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))
@@ -226,7 +280,11 @@ def tensor_at(address: int, nbytes: int, device: torch.device) -> Tensor:
 
 @functools.cache
 def _runtime() -> ctypes.CDLL:
-    """Return the CUDA runtime that torch has loaded."""
+    """Return the CUDA runtime library that torch has loaded.
+
+    Raises:
+        OSError: there is none.
+    """
     path = loaded_library("libcudart")
     if path is None:
         raise OSError("torch has loaded no libcudart")
@@ -236,9 +294,12 @@ def _runtime() -> ctypes.CDLL:
 
 
 def _call(name: str, *arguments: object) -> None:
-    """Call the runtime.
+    """Call a function of the CUDA runtime.
 
-    An error is cleared in the runtime, or torch's next call would report it.
+    After a failure the runtime's error state is cleared, or torch's next call would report it.
+
+    Raises:
+        OSError: with the runtime's text.
     """
     library = _runtime()
     code = int(getattr(library, name)(*arguments))

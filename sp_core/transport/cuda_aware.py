@@ -1,8 +1,8 @@
-"""Device tensors over an MPI library that reads and writes device memory by itself.
+"""Move device tensors by a CUDA-aware MPI library: one that reads and writes device memory itself.
 
-What a library says about itself is no proof, and a library that cannot do it ends the process when
-it touches the first byte. So a child process tries it first, once per process that asks, and the
-ranks compare what their children found.
+What a library says about itself is no proof. A library that cannot read device memory ends the
+process at the first access. So `no_device_memory` tries it in a child process first, and
+`refuse_host_only` lets the ranks compare their results. `DeviceTransport` is the transport.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 PROBE_SECONDS = 60.0
+"""Time limit of the child process that tries the MPI library."""
 OF_A_JOB = (
     "PMI",
     "PMIX",
@@ -41,8 +42,9 @@ OF_A_JOB = (
     "HYDI",
     "MPI_LOCAL",
 )
-"""Variables of a rank that mpiexec has started begin so; with them the child would look for its
-place in that job."""
+"""Beginnings of the environment variables that mpiexec sets for a rank.
+
+A child that had them would try to join the same MPI job."""
 
 PROBE = """
 import sys, torch
@@ -61,15 +63,15 @@ if not (torch.equal(x, y) and torch.equal(x, z)):
 
 
 class DeviceTransport(HostTransport):
-    """Hand addresses of device memory to the MPI library, after a wait for the current stream.
+    """Pass addresses of device memory to MPI, after waiting for the current stream.
 
-    Collectives that are started are carried out at once: libraries that read device memory do so in
-    blocking collectives only.
+    `start` completes a collective before it returns, waiting for the other ranks. Libraries that
+    read device memory do so in blocking collectives only.
 
     Args:
         comm: an mpi4py communicator that nobody else sends on.
-        settle: waits until the device has done what it was asked to do on the current stream.
-        max_count: elements per MPI call.
+        settle: waits until the device has done the work queued on the current stream.
+        max_count: most elements per MPI call.
 
     Source: Open MPI 5 documentation, "CUDA": non-blocking collectives do not take device buffers.
     """
@@ -81,7 +83,7 @@ class DeviceTransport(HostTransport):
         self._first = [settle]
 
     def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
-        """Carry a collective out."""
+        """Carry out a collective by the blocking call, and return a handle that is complete."""
         self.prepare(operation, send, recv)()
         return Done()
 
@@ -90,9 +92,10 @@ class DeviceTransport(HostTransport):
 
 
 def memory(x: Tensor | None) -> np.ndarray[Any, Any]:
-    """Return an array that points to the memory of a flat tensor on any device, and keeps it.
+    """Return a NumPy array whose address is the memory of a flat tensor, on any device.
 
-    Only MPI may look into it.
+    Only MPI may read it: for a device tensor the address is not host memory. The array keeps the
+    tensor alive. None becomes an empty array.
     """
     if x is None:
         return as_numpy(None)
@@ -100,20 +103,21 @@ def memory(x: Tensor | None) -> np.ndarray[Any, Any]:
     if not x.numel():
         return np.empty(0, kind)
     place: Any = (ctypes.c_ubyte * x.nbytes).from_address(x.data_ptr())
-    place.tensor = x  # an address alone would let the memory go while MPI reads it
+    place.tensor = x  # keeps the memory alive while MPI reads it
     return np.frombuffer(place, kind)
 
 
 @functools.lru_cache(maxsize=4)
 def no_device_memory(device: str, program: str = PROBE, seconds: float = PROBE_SECONDS) -> str:
-    """Why the MPI library does not take memory of a device; empty where it does.
+    """Return why the MPI library cannot send memory of a device, or "" if it can.
 
-    A child process tries it.
+    A child process, alone in its own MPI, sends a device tensor to itself and reduces it. The
+    caller waits for the child. The answer is kept for later calls in this process.
 
     Args:
-        device: "cuda"; "cpu" must always do.
-        program: what the child runs.
-        seconds: limit of the child.
+        device: a type of device, such as "cuda". For "cpu" the answer is "" on every working MPI.
+        program: the Python text that the child runs.
+        seconds: after so long the child is ended, and has failed.
     """
     code, output = bounded(
         [sys.executable, "-c", program, device], seconds=seconds, env=outside_of_job(os.environ)
@@ -131,7 +135,13 @@ def no_device_memory(device: str, program: str = PROBE, seconds: float = PROBE_S
 
 
 def outside_of_job(environment: Mapping[str, str]) -> dict[str, str]:
-    """Remove the variables of an MPI job, and let a child find this package."""
+    """Return an environment for a child process outside of this MPI job.
+
+    The child can import this package.
+
+    Args:
+        environment: of this process; it is not changed.
+    """
     kept = {name: value for name, value in environment.items() if not name.startswith(OF_A_JOB)}
     here = str(Path(__file__).resolve().parents[2])
     return {
@@ -141,11 +151,14 @@ def outside_of_job(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def refuse_host_only(comm: Intracomm, reason: Callable[[], str]) -> None:
-    """Raise `DeviceError` on every rank where the MPI library of any cannot take device memory.
+    """Raise `DeviceError` on every rank if the MPI library of any rank cannot read device memory.
 
     Args:
         comm: all its ranks call this.
-        reason: why not, on this rank; empty where it can.
+        reason: returns why this rank's library cannot, or "" if it can.
+
+    Communication:
+        One all-gather of the reasons.
     """
     reasons = comm.allgather(reason())
     rank = next((rank for rank, text in enumerate(reasons) if text), None)

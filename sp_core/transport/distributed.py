@@ -1,11 +1,15 @@
-"""Collectives by torch.distributed, over a process group of its own: gloo on a CPU, NCCL on CUDA.
+"""Move tensors by the collectives of torch.distributed: gloo on a CPU, NCCL on CUDA.
 
-The group takes even pieces, and the types that it can add. So what only moves goes as bytes; an
-all-gather of uneven pieces is an all-to-all in which everybody gets the same; a reduce-scatter is
-an all-to-all whose pieces are added in the order of the ranks. Messages that all ranks post
-together are one all-to-all, too. The messages of a schedule, which each rank posts when it is
-ready, go over the communicator: NCCL would match them by their order alone, and gloo's cannot be
-asked whether they are complete.
+`make_group` connects the ranks of an MPI communicator, and `DistributedTransport` uses the
+connection. torch's collectives need pieces of equal size and dtypes that they can add. So:
+
+- data that is only moved goes as bytes;
+- an all-gather of uneven pieces is an all-to-all in which each rank sends everybody the same;
+- a reduce-scatter is an all-to-all whose pieces are added in rank order;
+- messages that all ranks begin together (`exchange`) are one all-to-all.
+
+Messages that each rank posts when it is ready (`post`) go through another transport. NCCL would
+match them by their order alone, and gloo cannot say whether a message is complete.
 """
 
 from __future__ import annotations
@@ -35,23 +39,27 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 _WIDER = {**WIDER, torch.int16: torch.int32}
-"""What gloo or NCCL cannot add, or would round after each addition, and what it is added in."""
+"""For each dtype that gloo or NCCL cannot add, or would round after each addition, the dtype of the
+sum."""
 
 
 Begun = tuple[Any, tuple[object, ...], Calls]
-"""What the group returned, the buffers to keep, and what is done afterwards."""
+"""(torch's handle, buffers to keep alive, calls to make when the transfer is complete)."""
 
 
 class DistributedTransport(OverHost):
-    """Moves tensors by torch.distributed.
+    """Move tensors by a process group of torch.distributed.
+
+    Messages of `post` go through another transport.
 
     Args:
         comm: an mpi4py communicator that nobody else sends on.
-        group: a backend of torch.distributed over the same ranks; `close` gives it up.
-        messages: carries the messages of schedules.
+        group: a torch.distributed backend object over the same ranks; `close` shuts it down.
+        messages: the transport for messages of `post`.
         device: where the tensors live.
-        poll: called while waiting.
-        name: another one if a communicator over gloo carries host tensors so.
+        poll: called while a prepared collective waits, so that other transfers make progress.
+        name: of the transport; a `GroupComm` uses another one, because it sends host tensors by
+            gloo.
     """
 
     def __init__(
@@ -71,11 +79,11 @@ class DistributedTransport(OverHost):
     def prepare(
         self, operation: Operation, send: Tensor | None, recv: Tensor | None
     ) -> Callable[[], object]:
-        """Prepare a collective."""
+        """Return a function that begins the collective and waits for its end."""
         return lambda: wait(self.start(operation, send, recv), self._poll)
 
     def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
-        """Begin a collective."""
+        """Begin a collective on these buffers and return its handle, without waiting."""
         what = f"{operation.op} by torch.distributed"
         self._say(what)
         if operation.longest == 0:
@@ -83,7 +91,11 @@ class DistributedTransport(OverHost):
         return self._transfer(what, *self._begin(operation, send, recv))
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
-        """Begin point-to-point messages, as one all-to-all; a single message is not copied."""
+        """Begin messages of all ranks as one all-to-all of bytes, and return their handle.
+
+        Every rank calls this. Several messages are packed into one buffer. A single message is not
+        copied.
+        """
         what = "messages by torch.distributed"
         self._say(what)
         outgoing, incoming = (
@@ -107,29 +119,44 @@ class DistributedTransport(OverHost):
         return self._transfer(what, work, (room, packed), after)
 
     def bind(self, messages: Messages) -> Bound:
-        """Bring messages into the form of what carries them."""
+        """Convert messages to the form that the transport for messages takes."""
         return self._host.bind(messages)
 
     def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
-        """Begin announced messages."""
+        """Begin messages that `announce` has named, on the transport for messages."""
         return self._host.post(sends, recvs, tag)
 
     def close(self, *, together: bool) -> None:
-        """Give the group up."""
+        """Release the process group and the transport for messages.
+
+        Args:
+            together: all ranks call this, with no transfer unfinished; the ranks wait for each
+                other before the shutdown. If False, a thread releases the group when its transfers
+                have ended.
+        """
         super().close(together=together)
         held, self._group = [self._group], None
-        if together:  # NCCL's end without a shutdown aborts what another rank may still do
+        if together:  # without a shutdown NCCL aborts transfers of other ranks
             self._comm.Barrier()
             held[0].shutdown()
-        else:  # its end waits for what is under way, until the others have gone or its time is up
+        else:  # the end of a group waits for its transfers, or for their time limit
             threading.Thread(target=held.clear, daemon=True).start()
 
     def _transfer(self, what: str, work: Any, keep: object, after: Calls) -> Handle:
+        """Return the handle of a transfer that the group has begun.
+
+        Args:
+            what: describes the transfer in errors.
+            work: torch's handle.
+            keep: buffers to keep alive until the end.
+            after: calls to make when the transfer is complete.
+        """
         return Transfer(
             [partial(is_complete, work, what, self._watch)], keep, partial(in_turn, *after)
         )
 
     def _begin(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Begun:
+        """Begin a collective by the call of the group that fits its kind."""
         from torch.distributed import AllreduceOptions, BroadcastOptions, ReduceOp, ReduceOptions
 
         given = send if recv is None else recv
@@ -142,7 +169,7 @@ class DistributedTransport(OverHost):
         if operation.op not in ("all_reduce", "reduce"):
             return self._pieces(operation, send, given)
         _, total, _, after = widened(send, recv, _WIDER)
-        if total is None:  # the group overwrites what it is given, on every rank
+        if total is None:  # the group overwrites its input on every rank
             total = torch.empty_like(send, dtype=_WIDER.get(send.dtype, send.dtype))
         total.copy_(send)
         to_all = operation.op == "all_reduce"
@@ -154,7 +181,7 @@ class DistributedTransport(OverHost):
         return self._group.reduce([total], options), (total, recv), after
 
     def _pieces(self, operation: Operation, send: Tensor, recv: Tensor) -> Begun:
-        """Begin what goes from every rank to every rank."""
+        """Begin an all-gather, a reduce-scatter or an all-to-all."""
         size, packed, room = self._comm.size, _bytes(send), _bytes(recv)
         sent = [count * send.itemsize for count in operation.send]
         received = [count * recv.itemsize for count in operation.recv]
@@ -172,17 +199,17 @@ class DistributedTransport(OverHost):
 
 
 def is_complete(work: Any, what: str, watch: Callable[[str], object]) -> bool:
-    """Return whether a transfer of the group is complete.
+    """Return whether a transfer of the group is complete; do not wait.
 
-    If it is, the current CUDA stream waits for it. If not, `watch(what)` looks for lost peers.
+    If it is, the current CUDA stream waits for it. If not, `watch(what)` looks for lost ranks.
 
     Args:
         work: torch's handle of the transfer.
         what: describes the transfer in errors.
-        watch: raises if a peer is lost.
+        watch: raises `PeerFailed` if it knows that a rank is lost; usually it does nothing.
 
     Raises:
-        PeerFailed: the transfer has failed.
+        PeerFailed: the transfer has failed, or `watch` knows of a lost rank.
     """
     if not work.is_completed():
         watch(what)
@@ -197,12 +224,16 @@ def is_complete(work: Any, what: str, watch: Callable[[str], object]) -> bool:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    flat = x.detach().as_strided((x.numel(),), (1,))  # a vector of one element may have any stride
+    """Return the memory of a contiguous tensor as a flat uint8 vector."""
+    flat = x.detach().as_strided((x.numel(),), (1,))  # one element may have any stride
     return flat.view(torch.uint8)
 
 
 def _add(into: Tensor, parts: Tensor) -> None:
-    """Add all rows in their order; half types in float32, rounded once."""
+    """Write the sum of all rows of `parts`, added in order, into `into`.
+
+    Half types are added in float32 and rounded once.
+    """
     total = parts[0].to(WIDER.get(into.dtype, into.dtype))
     for part in parts[1:]:
         total = total + part
@@ -210,27 +241,32 @@ def _add(into: Tensor, parts: Tensor) -> None:
 
 
 CONNECT_SECONDS = 60
+"""Time limit for connecting to the store."""
 LIMIT_SECONDS = 300
-"""Of every wait inside the group; then the transfer fails, on this rank."""
+"""Time limit of a transfer. After it the transfer fails on this rank."""
 
 LOOPBACK = "127.0.0.1"
 T = TypeVar("T")
 
 
 def make_group(comm: Intracomm, device: torch.device, seconds: float = LIMIT_SECONDS) -> Any:
-    """Make a process group: gloo for a CPU, NCCL for CUDA. Every rank calls this.
+    """Connect the ranks by a torch.distributed backend: gloo for a CPU, NCCL for CUDA.
+
+    Every rank calls this and waits for the others. The default process group of torch.distributed
+    is neither needed nor changed.
 
     Args:
         comm: an mpi4py communicator.
         device: where the tensors of this rank live.
-        seconds: limit of every transfer.
+        seconds: time limit of every later transfer. Connecting has its own limit, 60 s.
 
     Returns:
-        The backend itself, as torch.distributed keeps it inside its groups.
+        A `ProcessGroupGloo` or `ProcessGroupNCCL`. It is the backend that a torch process group
+        holds inside; it cannot be passed to torch.distributed as `group`.
 
     Communication:
-        Three exchanges of a few bytes; then the ranks connect through a store on rank 0, whose
-        address travels over MPI.
+        Three all-gathers (two on a CPU) and a broadcast of a few bytes. Then the ranks connect
+        through a TCP store on rank 0.
 
     Raises:
         DeviceError: on every rank: two ranks have one GPU, this torch has no such backend, or the
@@ -265,7 +301,11 @@ def make_group(comm: Intracomm, device: torch.device, seconds: float = LIMIT_SEC
 
 
 def refuse_shared_gpus(gpus: Sequence[str]) -> None:
-    """Raise `DeviceError` where two ranks have one GPU; `gpus` names that of each rank."""
+    """Raise `DeviceError` if two ranks use the same GPU.
+
+    Args:
+        gpus: for each rank, a text that names its GPU.
+    """
     gpu, count = Counter(gpus).most_common(1)[0]
     if count > 1:
         ranks = ", ".join(str(rank) for rank, other in enumerate(gpus) if other == gpu)
@@ -278,7 +318,7 @@ def refuse_shared_gpus(gpus: Sequence[str]) -> None:
 
 
 def _tried(make: Callable[[], T]) -> tuple[T | None, str]:
-    """Return (result of `make`, ""), or (None, error text) if it raises."""
+    """Return (result of `make`, ""), or (None, first line of the error) if it raises."""
     try:
         return make(), ""
     except (RuntimeError, ImportError, OSError) as error:
@@ -286,7 +326,12 @@ def _tried(make: Callable[[], T]) -> tuple[T | None, str]:
 
 
 def _store(host: str, port: int, listening: int | None = None) -> Any:
-    """Connect to the store at an address, or make one that listens on a socket."""
+    """Return a TCP store (torch's key-value server) at an address.
+
+    Args:
+        host, port: the address.
+        listening: file descriptor of a listening socket, to run the server; None to connect to it.
+    """
     from torch._C._distributed_c10d import TCPStore
 
     return TCPStore(
@@ -303,9 +348,18 @@ def _store(host: str, port: int, listening: int | None = None) -> Any:
 def _connected(
     store: Any, comm: Intracomm, device: torch.device, near: bool, limit: timedelta
 ) -> Any:
+    """Return this rank's gloo or NCCL backend, once the ranks have found each other.
+
+    Args:
+        store: through which the ranks tell each other their addresses.
+        comm: for rank and size.
+        device: its type decides between gloo and NCCL.
+        near: whether all ranks are on one machine; then gloo uses the loopback interface.
+        limit: of every transfer.
+    """
     from torch._C import _distributed_c10d
 
-    backends: Any = _distributed_c10d  # its stubs do not know that options can be passed
+    backends: Any = _distributed_c10d  # torch's stubs lack the options
     if device.type == "cuda":
         options = backends.ProcessGroupNCCL.Options()
         options._timeout = limit

@@ -1,8 +1,9 @@
-"""A communicator over a process group of torch.distributed: no MPI is needed.
+"""Run on ranks that torch.distributed has started, without MPI.
 
-It has the few methods of mpi4py's communicators that this package calls, over gloo groups of its
-own. They connect through the store of the default process group, so the caller's groups carry
-nothing, and only the ranks of the mesh take part in making it.
+`communicator_of` and `over_ranks` return a `GroupComm`, which has the few methods of mpi4py's
+communicators that this package calls. Its messages go over gloo groups of its own. These connect
+through the key-value store of the default process group. So the caller's process groups carry
+nothing, and only the ranks of the mesh take part.
 """
 
 from __future__ import annotations
@@ -36,21 +37,22 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 WATCH_SECONDS = 0.1
-"""Time between two looks for ranks that have left or died."""
+"""Shortest time between two looks for ranks that have left or died."""
 
 
 class GroupComm(Observer):
-    """Ranks that torch.distributed has started, with the methods of an mpi4py communicator.
+    """Offer the methods of an mpi4py communicator to ranks that torch.distributed has started.
 
-    Messages and exchanges are gloo's. No transfer takes longer than `limit`. A rank that dies
-    closes its connections, so every transfer with it fails. Whoever waits also looks into the store
-    for ranks that have left because of an error, and for dead processes of its own machine.
+    All messages and exchanges go over gloo. A rank that dies closes its connections, so every
+    transfer with it fails. A rank that waits also looks in the store for ranks that have left after
+    an error, and for dead processes on its own machine.
 
     Args:
-        store: of torch.distributed, through which the ranks connect.
-        name: the same on every rank, and no other communicator's in this store.
-        rank, size: of the caller, and how many.
-        limit: of every transfer.
+        store: a torch.distributed key-value store, through which the ranks connect.
+        name: the same on every rank, and unlike all other communicators of this store.
+        rank: of the caller.
+        size: the number of ranks.
+        limit: longest time for one transfer.
 
     Raises:
         PeerFailed: the ranks cannot connect within the limit.
@@ -70,22 +72,22 @@ class GroupComm(Observer):
             ) from error
 
     def Iallgather(self, send: Array, recv: Array) -> Request:
-        """Begin to gather flat arrays of one length, as mpi4py's `Iallgather`.
+        """Begin to gather flat arrays of one length from all ranks, as mpi4py's `Iallgather`.
 
-        Each rank hears from every other one directly, so that it hears of each one's death.
+        Each rank receives from every other rank directly, so each of them notices the death of any.
         """
         return self._exchange(send, recv)
 
     def Iallreduce(self, send: Array, recv: Array) -> Request:
-        """Begin to add up flat arrays, as mpi4py's `Iallreduce`.
+        """Begin to sum flat arrays over the ranks, as mpi4py's `Iallreduce`.
 
-        Each rank hears from every other one directly, as in `Iallgather`.
+        Each rank receives all arrays directly and adds them, as in `Iallgather`.
         """
         rows = np.empty((self.size, send.size), send.dtype)
         return self._exchange(send, rows.reshape(-1), partial(np.sum, rows, 0, out=recv))
 
     def allgather(self, sendobj: Any) -> list[Any]:
-        """Return the picklable objects of all ranks, as mpi4py's `allgather`."""
+        """Return the list of all ranks' picklable objects, as mpi4py's `allgather`."""
         pickled = np.frombuffer(pickle.dumps(sendobj), np.uint8)
         lengths = np.empty(self.size, np.int64)
         self.Iallgather(np.array([pickled.size]), lengths).Wait()
@@ -93,7 +95,7 @@ class GroupComm(Observer):
         padded[: pickled.size] = pickled
         everyone = np.empty((self.size, padded.size), np.uint8)
         self.Iallgather(padded, everyone.reshape(-1)).Wait()
-        return [pickle.loads(row.tobytes()) for row in everyone]  # longer than the pickle: ignored
+        return [pickle.loads(row.tobytes()) for row in everyone]  # loads ignores the padding
 
     def bcast(self, obj: Any, root: int = 0) -> Any:
         """Return the root's picklable object on every rank, as mpi4py's `bcast`."""
@@ -108,15 +110,24 @@ class GroupComm(Observer):
         return self._message(self.group.send, buf, dest, tag, f"a message to rank {dest}")
 
     def Irecv(self, buf: Array, source: int, tag: int = 0) -> Request:
-        """Begin to receive a flat array of just this length, as mpi4py's `Irecv`."""
+        """Begin to receive a flat array, as mpi4py's `Irecv`.
+
+        The message must have exactly its length.
+        """
         return self._message(self.group.recv, buf, source, tag, f"a message from rank {source}")
 
     def Dup(self) -> GroupComm:
-        """Make a communicator of the same ranks with messages of their own."""
+        """Return a new communicator of the same ranks, whose messages are separate.
+
+        Every rank calls this.
+        """
         return self._made(f"{next(self._children)}", self.rank, self.size)
 
     def Split(self, color: int = 0, key: int = 0) -> GroupComm:
-        """Make a communicator of the ranks of one color, in the order of their keys."""
+        """Return a communicator of the ranks with the same color, ordered by key.
+
+        Every rank calls this.
+        """
         told = sorted(
             (k, rank) for rank, (c, k) in enumerate(self.allgather((color, key))) if c == color
         )
@@ -125,7 +136,7 @@ class GroupComm(Observer):
         )
 
     def Free(self) -> None:
-        """Close the connections, once nothing is under way."""
+        """Close the connections of this rank. No transfer may be unfinished."""
         self.group = None
 
     def alone(self) -> GroupComm:
@@ -133,14 +144,24 @@ class GroupComm(Observer):
         return GroupComm(HashStore(), "alone", 0, 1, self._limit)
 
     def abandoned(self) -> None:
-        """Tell the ranks that wait for this one."""
-        self._store.compare_set(f"{self._name}/left", "", str(self.rank))  # the first one stays
+        """Write in the store that this rank has left after an error.
+
+        Ranks that wait then raise `PeerFailed`. If several ranks leave, the first one stays
+        written.
+        """
+        self._store.compare_set(f"{self._name}/left", "", str(self.rank))  # keeps the first rank
 
     def watch(self, what: str) -> None:
-        """Notice, ten times a second, that a rank has left because of an error or has died.
+        """Look for a rank that has left after an error or has died.
+
+        The look asks the store and the processes of this machine. It happens at most once in 0.1 s;
+        other calls return at once.
+
+        Args:
+            what: describes the transfer that this rank waits for, in the error.
 
         Raises:
-            PeerFailed: it has.
+            PeerFailed: there is such a rank.
         """
         if time.monotonic() < self._next_look:
             return
@@ -156,26 +177,42 @@ class GroupComm(Observer):
 
     @cached_property
     def _near(self) -> dict[int, int]:
-        """The processes of the other ranks on this machine."""
+        """Map each other rank on this machine to its process id, as read from the store."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         told = {rank: pickle.loads(self._store.get(f"{self._name}/{rank}")) for rank in others}
         return {rank: pid for rank, (place, pid) in told.items() if place == this_machine()}
 
     def make_counter(self) -> StoreCounter:
-        """Return a counter in the store."""
+        """Return a counter in the store: each number goes to one rank only.
+
+        Every rank calls this.
+        """
         return StoreCounter(self._store, f"{self._name}.{next(self._children)}")
 
     def make_transport(self, name: str, poll: Callable[[], None]) -> DistributedTransport:
-        """Return a transport of host tensors: collectives and messages are gloo's."""
+        """Return a transport of host tensors that sends collectives and messages by gloo.
+
+        Args:
+            name: of the transport.
+            poll: called while a rank waits.
+        """
         comm = cast("Intracomm", self)
         return DistributedTransport(comm, self.group, HostTransport(comm), CPU, poll, name)
 
     def _made(self, name: str, rank: int, size: int) -> GroupComm:
+        """Return a new communicator, whose name in the store is below this one's."""
         return GroupComm(self._store, f"{self._name}.{name}", rank, size, self._limit)
 
     def _exchange(
         self, send: Array, recv: Array, after: Callable[[], object] | None = None
     ) -> Request:
+        """Begin to send the array `send` to every rank and gather those of all ranks in `recv`.
+
+        Args:
+            send: flat array, of one length on all ranks.
+            recv: flat array of `size` times that length.
+            after: called once the exchange is complete.
+        """
         packed = torch.from_numpy(np.tile(send.view(np.uint8), self.size))
         into = torch.from_numpy(recv.view(np.uint8))
         work = self.group.alltoall_base(into, packed, [], [])
@@ -184,19 +221,28 @@ class GroupComm(Observer):
     def _request(
         self, work: Any, what: str, keep: object, after: Callable[[], object] | None = None
     ) -> Request:
+        """Return the request of a transfer that gloo has begun.
+
+        Args:
+            work: torch's handle of the transfer.
+            what: describes the transfer in errors.
+            keep: buffers to keep alive until the end.
+            after: called once the transfer is complete.
+        """
         return Request([partial(is_complete, work, what, self.watch)], keep, after)
 
     def _message(
         self, post: Callable[..., Any], buf: Array, peer: int, tag: int, what: str
     ) -> Request:
-        if not buf.size:  # both sides know
+        """Begin one message by `post`, gloo's send or receive. An empty message is not sent."""
+        if not buf.size:  # both sides know the length
             return Request([])
         flat = torch.from_numpy(buf.view(np.uint8))
         return self._request(Waited(partial(post, [flat], peer, tag)), what, flat)
 
 
 class Request(Transfer):
-    """A transfer under way, with the methods of an mpi4py request."""
+    """Offer the methods `Test` and `Wait` of an mpi4py request on a transfer."""
 
     Test = Transfer.test
 
@@ -206,10 +252,14 @@ class Request(Transfer):
 
 
 class Waited:
-    """Let a thread wait for a message of gloo, which cannot be asked whether it is complete.
+    """Make `is_completed` available for a gloo message, by a thread that waits for the message.
+
+    gloo itself cannot say whether a message is complete. `wait` waits for the thread, and raises
+    the RuntimeError of a message that failed.
 
     Args:
-        post: begins the message; a closed connection is an error of the message, too.
+        post: begins the message and returns torch's handle. If it raises RuntimeError, as on a
+            closed connection, the message has failed.
     """
 
     def __init__(self, post: Callable[[], Any]) -> None:
@@ -221,6 +271,7 @@ class Waited:
             self._ended.set_exception(error)
 
     def _run(self, work: Any) -> None:
+        """Wait for the message in the thread, and keep its result or error."""
         try:
             self._ended.set_result(work.wait())
         except RuntimeError as error:
@@ -228,35 +279,45 @@ class Waited:
 
 
 class StoreCounter:
-    """Give 0, 1, 2, ... to whichever rank asks next: the store adds.
+    """Hand out the numbers 0, 1, 2, ..., each to only one rank: the one that asks next.
+
+    The store of torch.distributed keeps the number and adds 1 to it.
 
     Args:
-        store: of torch.distributed.
-        name: of the number in the store.
+        store: a torch.distributed key-value store.
+        name: the key of the number in the store.
     """
 
     def __init__(self, store: Any, name: str) -> None:
         self._store, self._name = store, name
 
     def take(self) -> int:
-        """Return the next number, which no other rank gets."""
+        """Return the next number, which no other rank gets. Other ranks need not call anything."""
         return int(self._store.add(self._name, 1)) - 1
 
     def free(self) -> None:
-        """Do nothing: other ranks may still ask."""
+        """Do nothing, because other ranks may still call `take`."""
 
 
 observer_of.register(GroupComm, lambda comm: comm)
 
 
 def over_ranks(ranks: Sequence[int], limit: timedelta) -> GroupComm:
-    """Make a communicator of some ranks of the default process group; just these call this.
+    """Return a communicator of some ranks of the default process group.
+
+    Exactly these ranks call this.
+
+    Args:
+        ranks: global ranks of torch.distributed, in the order of the new communicator.
+        limit: longest time for one transfer.
 
     Communication:
-        The ranks connect through the default group's store, which knows how often each has done so.
+        The ranks connect through the default group's store. It counts the calls of each rank, so
+        that a later communicator of the same ranks has another name.
 
     Raises:
-        RankError: this rank is not among them.
+        RankError: this rank is not in `ranks`.
+        PeerFailed: the ranks cannot connect within the limit.
     """
     rank, name = distributed.get_rank(), f"sp_core/{','.join(map(str, ranks))}"
     if rank not in ranks:
@@ -270,14 +331,20 @@ def over_ranks(ranks: Sequence[int], limit: timedelta) -> GroupComm:
 
 
 def communicator_of(given: object) -> GroupComm | None:
-    """Return a communicator of the ranks of a process group or DeviceMesh, or None otherwise.
+    """Return a communicator of the ranks of a torch process group or DeviceMesh.
+
+    Exactly these ranks call this. Return None if torch.distributed is not initialised, or if
+    `given` is something else.
 
     Args:
-        given: a ProcessGroup, None for that of all ranks, or a DeviceMesh, whose last dimension
+        given: a ProcessGroup; None for the default group; or a DeviceMesh, whose last dimension
             varies fastest.
 
+    Communication:
+        As `over_ranks`.
+
     Raises:
-        RankError: as `over_ranks`.
+        RankError, PeerFailed: as `over_ranks`.
     """
     from torch.distributed.device_mesh import DeviceMesh
 

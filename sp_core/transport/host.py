@@ -1,10 +1,9 @@
-"""Tensors in host memory, moved by the MPI library.
+"""Move tensors in host memory by the MPI library, and share the parts that other transports need.
 
-Nothing is copied on the way to MPI: it reads and writes tensor memory.
-
-MPI never sees a torch tensor. mpi4py would take one, and send a transposed tensor in storage order
-or sum bfloat16 as bytes; so MPI gets NumPy views of flat memory, and types that MPI cannot sum are
-summed in float32.
+`HostTransport` passes the memory of a tensor to MPI without a copy. MPI gets a flat NumPy view,
+never a torch tensor: mpi4py would send a transposed tensor in storage order, and sum bfloat16 as
+bytes. Types that MPI cannot sum are summed in float32 and rounded once. `OverHost` is the base of
+transports that send through another transport. `MpiCounter` hands out numbers to the ranks.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 MAX_COUNT = 2**30
-"""Elements per MPI call. Open MPI 5.0 has no large-count calls, and a displacement must fit an int
-as well."""
+"""Most elements per MPI call. Open MPI 5.0 has no large-count calls, so counts and displacements
+must fit a C int."""
 
-# of messages that all ranks post in the same order: the communicator is the transport's own, and
-# MPI keeps their order
 TAG = 0
+"""Tag of the messages of `exchange`. All ranks post these in one order, on a communicator that only
+this transport uses, and MPI keeps the order."""
 Array = np.ndarray[Any, Any]
 Calls = Sequence[Callable[[], object]]
 _EMPTY = np.empty(0, np.uint8)
@@ -48,9 +47,9 @@ _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def as_numpy(x: Tensor | None) -> Array:
-    """View a flat tensor as an array.
+    """Return a flat CPU tensor as a NumPy array over the same memory; None becomes an empty array.
 
-    Types that MPI or NumPy lacks become integers of the same width.
+    Types that MPI or NumPy lacks, such as bfloat16, become integers of the same width.
     """
     if x is None:
         return _EMPTY
@@ -61,12 +60,12 @@ def as_numpy(x: Tensor | None) -> Array:
 
 
 class HostTransport(Transport):
-    """Moves CPU tensors by the MPI library's own collectives and point-to-point messages.
+    """Move CPU tensors by the MPI library's own collectives and point-to-point messages.
 
     Args:
         comm: an mpi4py communicator that nobody else sends on.
-        name: "host", or "window" where the communicator has a window beside it.
-        max_count: elements per MPI call; larger vectors are moved in chunks.
+        name: "host", or "window" if the communicator also has a shared-memory `Window`.
+        max_count: most elements per MPI call; longer vectors are moved in several calls (chunks).
     """
 
     def __init__(self, comm: Intracomm, name: str = "host", *, max_count: int = MAX_COUNT) -> None:
@@ -74,21 +73,25 @@ class HostTransport(Transport):
         self._comm = comm
         self._observer = observer_of(comm)
         self._max_count = max_count
-        self._first: Calls = ()  # what MPI's reading of memory waits for
+        self._first: Calls = ()  # calls to make before MPI may read memory
 
     def prepare(
         self, operation: Operation, send: Tensor | None, recv: Tensor | None
     ) -> Callable[[], object]:
-        """Prepare the library's call with its arguments.
+        """Return a function that makes the blocking MPI call of this collective on these buffers.
 
-        Vectors too long for one call are moved in chunks.
+        A vector too long for one call is moved in chunks, through temporary memory.
         """
         if not self._fits(operation):
             return partial(self._run_in_chunks, operation, send, recv)
         return self._whole(operation, send, recv)
 
     def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
-        """Begin a collective. One too long for a single call is carried out at once."""
+        """Begin the non-blocking MPI call of this collective and return its handle.
+
+        A vector too long for one call is moved at once, by blocking calls that wait for the other
+        ranks.
+        """
         if not self._fits(operation):
             self._run_in_chunks(operation, send, recv)
             return Done()
@@ -97,49 +100,62 @@ class HostTransport(Transport):
         return Transfer([call().Test], call, partial(in_turn, *after))
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
-        """Begin point-to-point messages, of any length."""
+        """Begin point-to-point messages of any length and return their handle."""
         self._say(sends, recvs, later=False)
         return self.post(self.bind(sends), self.bind(recvs), TAG)
 
     def announce(self, sends: Messages, recvs: Messages) -> None:
-        """Say which messages will be posted."""
+        """Tell the observer of the communicator which messages this rank will post later.
+
+        Nothing is sent. An observer checks the calls of the ranks in tests.
+        """
         self._say(sends, recvs, later=True)
 
     def bind(self, messages: Messages) -> Bound:
-        """View the tensors as memory, in parts that one call can move."""
+        """Return (rank of the peer, NumPy view) for each message.
+
+        Long tensors are cut so that one MPI call can move each view.
+        """
         return [(peer, self._memory(part)) for peer, part in self._parts(messages)]
 
     def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
-        """Begin messages."""
+        """Begin the receives, then the sends, and return one handle for all of them."""
         in_turn(*self._first)
         requests = [self._comm.Irecv(x, peer, tag) for peer, x in recvs]
         requests += [self._comm.Isend(x, peer, tag) for peer, x in sends]
         return Transfer([request.Test for request in requests], (sends, recvs))
 
     def _memory(self, x: Tensor | None) -> Array:
-        """Return what MPI gets in place of a flat tensor."""
+        """Return the array that MPI gets in place of a flat tensor."""
         return as_numpy(x)
 
     def _parts(self, messages: Messages) -> Iterator[tuple[int, Tensor]]:
+        """Yield (peer, part) of all messages, with at most `max_count` elements per part."""
         yield from ((peer, part) for peer, x in messages for part in x.split(self._max_count))
 
     def _say(self, sends: Messages, recvs: Messages, *, later: bool) -> None:
-        """Announce messages. Their sizes are computed only if somebody listens."""
+        """Tell the observer of the communicator which messages this rank posts.
+
+        Nothing is sent. An observer checks the calls of the ranks in tests. Sizes are given as
+        generators, so without an observer they are never computed.
+
+        Args:
+            sends, recvs: the messages.
+            later: whether other calls may come before these messages are posted.
+        """
         sent, received = (
             ((peer, x.nbytes) for peer, x in self._parts(messages)) for messages in (sends, recvs)
         )
         self._observer.announce_exchange(sent, received, later=later)
 
     def _fits(self, operation: Operation) -> bool:
-        """Return whether one call will do.
-
-        The answer is the same on all ranks, because `longest` is.
-        """
+        """Return whether a single MPI call can move this collective; the same on all ranks."""
         return self._comm.size * operation.longest <= self._max_count
 
     def _run_in_chunks(
         self, operation: Operation, send: Tensor | None, recv: Tensor | None
     ) -> None:
+        """Carry out a collective by several blocking MPI calls, through temporary memory."""
         for offset, chunk in operation.chunks(max(self._max_count // self._comm.size, 1)):
             sent = received = None
             if send is not None:
@@ -155,15 +171,17 @@ class HostTransport(Transport):
     def _whole(
         self, operation: Operation, send: Tensor | None, recv: Tensor | None
     ) -> Callable[[], object]:
+        """Return a function that carries out a collective by a single blocking MPI call."""
         before, call, after = self._steps(operation, send, recv, blocking=True)
         return partial(in_turn, *before, call, *after) if before or after else call
 
     def _steps(
         self, operation: Operation, send: Tensor | None, recv: Tensor | None, *, blocking: bool
     ) -> tuple[Calls, Callable[[], Any], Calls]:
-        """Return what comes before MPI's call, the call, and what comes after it.
+        """Return (calls to make before MPI's call, MPI's call, calls to make after it).
 
-        `Iallgatherv` is the non-blocking `Allgatherv`.
+        The calls before and after copy half types to and from float32. With `blocking`, MPI's call
+        returns when it is complete, else it returns a request (`Iallgatherv` for `Allgatherv`).
         """
         before: Calls = ()
         after: Calls = ()
@@ -173,7 +191,7 @@ class HostTransport(Transport):
         keywords: dict[str, Any] = {}
         if operation.op in ("broadcast", "reduce"):
             keywords["root"] = operation.root
-        if operation.reduction != "sum":  # a sum is what every library does by default
+        if operation.reduction != "sum":  # MPI's own default is a sum
             from mpi4py import MPI
 
             keywords["op"] = {"max": MPI.MAX, "min": MPI.MIN}[operation.reduction]
@@ -183,29 +201,49 @@ class HostTransport(Transport):
 
 
 class OverHost(Transport):
-    """Let the transport of host tensors move what this one has brought to the host."""
+    """Pass announcements and messages on to another transport, `_host`.
+
+    It is the base of the transports that copy device tensors to host memory, and of
+    `DistributedTransport`.
+    """
 
     _host: Transport
 
     def announce(self, sends: Messages, recvs: Messages) -> None:
-        """Say which messages will be posted."""
+        """Tell the observer of the communicator which messages this rank will post later.
+
+        Nothing is sent. An observer checks the calls of the ranks in tests.
+        """
         self._host.announce(sends, recvs)
 
     def close(self, *, together: bool) -> None:
-        """Give back what the host holds."""
+        """Release the resources of the transport `_host`."""
         self._host.close(together=together)
 
     def on_host(self, tag: int, sends: Messages, recvs: Messages) -> Handle:
-        """Post messages of host memory."""
+        """Begin messages between buffers in host memory and return their handle.
+
+        Args:
+            tag: of all these messages, as in `Transport.post`.
+            sends, recvs: messages of CPU tensors.
+        """
         return self._host.post(self._host.bind(sends), self._host.bind(recvs), tag)
 
 
 def widened(
     send: Tensor | None, recv: Tensor | None, wider: Mapping[torch.dtype, torch.dtype] = WIDER
 ) -> tuple[Tensor | None, Tensor | None, Calls, Calls]:
-    """Return buffers of a type that can be summed, and the copies before and after.
+    """Return float32 buffers in place of half-type ones, and the copies between these and those.
 
-    A half type is rounded once, at the end.
+    MPI can sum float32, and a half type is rounded only once, at the end.
+
+    Args:
+        send, recv: flat buffers, or None.
+        wider: for each dtype that cannot be summed, the dtype to sum in.
+
+    Returns:
+        (send, recv, before, after): buffers that can be summed, the given ones if they can; then
+        the calls to make before the sum (copy send) and after it (round into recv).
     """
     given = send if send is not None else recv
     if given is None or given.dtype not in wider:
@@ -219,13 +257,20 @@ def widened(
 
 
 def in_turn(*calls: Callable[[], object]) -> None:
-    """Make calls one after the other."""
+    """Call functions one after the other."""
     for call in calls:
         call()
 
 
 def pieces(flat: Tensor, sizes: Sequence[int], offset: int, lengths: Sequence[int]) -> list[Tensor]:
-    """Return `lengths[i]` elements of piece i of a flat vector, from `offset` in the piece on."""
+    """Return one range of elements from every piece of a flat vector, as views.
+
+    Args:
+        flat: the vector; its pieces lie one after the other.
+        sizes: elements of each piece.
+        offset: where the range begins, counted from the start of each piece.
+        lengths: elements of each range.
+    """
     whole = flat.split(list(sizes))
     return [piece[offset : offset + n] for piece, n in zip(whole, lengths, strict=True)]
 
@@ -241,21 +286,23 @@ _METHODS: dict[str, tuple[str, Callable[[Operation, Array, Array], tuple[Any, ..
     "broadcast": ("Bcast", lambda o, send, recv: (send if o.rank == o.root else recv,)),
     "reduce": ("Reduce", lambda o, send, recv: (send, recv if o.rank == o.root else None)),
 }
-"""By collective, the communicator's method and its arguments. A shift is messages, no collective of
-the library."""
+"""For each collective, mpi4py's method and a function that returns its arguments.
+
+A shift is missing, because MPI has no such collective: it is sent as messages."""
 
 
 HOME = 0
-"""The rank whose memory holds the number."""
+"""The rank whose memory holds the number of an `MpiCounter`."""
 
 
 class MpiCounter:
-    """Give 0, 1, 2, ... to whichever rank asks next.
+    """Hand out the numbers 0, 1, 2, ..., each to only one rank: the one that asks next.
 
-    The MPI library adds atomically in a window of eight bytes.
+    The number lives in the memory of rank `HOME`, in an MPI window of eight bytes. `take` adds 1 to
+    it by one-sided communication.
 
     Args:
-        comm: an mpi4py communicator; all its ranks make this together.
+        comm: an mpi4py communicator; all its ranks make the counter together.
 
     Source: MPI 4.1, section 12.3.4, MPI_Fetch_and_op.
     """
@@ -273,13 +320,13 @@ class MpiCounter:
         self._window.Lock_all(MPI.MODE_NOCHECK)
 
     def take(self) -> int:
-        """Return the next number, which no other rank gets."""
+        """Return the next number, which no other rank gets. Other ranks need not call anything."""
         one, got = np.ones(1, np.int64), np.empty(1, np.int64)
         self._window.Fetch_and_op(one, got, HOME, 0, self._sum)
         self._window.Flush(HOME)
         return int(got[0])
 
     def free(self) -> None:
-        """Give the memory back; every rank calls this."""
+        """Free the MPI window. Every rank calls this and waits for the others."""
         self._window.Unlock_all()
         self._window.Free()

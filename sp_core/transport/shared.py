@@ -1,11 +1,14 @@
-"""Memory that all ranks of one machine see, of the host or of a device.
+"""Provide memory that all ranks of one machine map, of the host or of a device.
 
-Each rank makes its part, and the others map it. Host memory has no name in any file system: its
-owner makes it (`memfd_create`), the others open it through the owner's `/proc` entry. So however a
-run ends, nothing is left behind, a small /dev/shm does not matter, and a tensor in it may outlive
-its communicator: the memory goes when the last process has let go of it. That is why this is not
-`MPI_Win_allocate_shared`, whose memory goes with a collective call and whose segments are files in
-/dev/shm.
+`share` makes such memory: each rank allocates one part and maps the parts of all others. `demand`
+does so where it must succeed. `HostMemory` allocates and maps host memory; the module `cuda` has
+the classes for a device. `Rooms` reuses shared memory for many tensors.
+
+Host memory has no name in any file system. Its owner makes it (`memfd_create`), and the other ranks
+open it through the owner's `/proc` entry. However a program ends, nothing is left behind, and a
+small /dev/shm does not matter. The kernel frees the memory when no process maps it any more, so a
+tensor may outlive its communicator. `MPI_Win_allocate_shared` is not used: its memory is freed by a
+collective call, and its segments are files in /dev/shm.
 """
 
 from __future__ import annotations
@@ -33,24 +36,36 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 ORDERED = ("x86_64", "amd64", "i686", "i386")
-"""Processors on which others see the writes of one core in their order. Elsewhere a flag might be
-seen before the data."""
+"""Values of `platform.machine()` whose processors show the writes of a core in order.
+
+On others a rank might see a flag before the data that were written ahead of it."""
 ALIGNMENT = 128
-"""Tensors of a room begin so many bytes apart, because cores fetch cache lines in pairs."""
+"""Tensors of `Rooms` begin at multiples of so many bytes: cores fetch cache lines in pairs."""
 NONCE_BYTES = 8
-"""The last bytes of each part hold a number, by which the others see that they have found it."""
+"""Bytes at the end of each rank's part. They hold a random number (nonce).
+
+By it the other ranks check that they have mapped the right memory."""
 
 Spec = tuple[Sequence[int], torch.dtype]
 """Shape and dtype of a tensor."""
 Work = Callable[[], object]
+"""A function that makes one copy or sum."""
 
 
 class NotShared(Exception):
-    """There is no memory that all ranks see; the text says why. The same on every rank."""
+    """Report that the ranks cannot share memory; the text says why. The same on every rank."""
 
 
 class Offer(NamedTuple):
-    """Where the memory of one rank is: an open file of its process, or a handle of a device."""
+    """Describe the memory of one rank so that other ranks can map it.
+
+    Args:
+        process: process id of the owner.
+        address: of the memory in the owner's process.
+        nbytes: its length.
+        file: the owner's file descriptor of host memory; -1 for device memory.
+        handle: CUDA IPC handle of device memory; empty for host memory.
+    """
 
     process: int
     address: int
@@ -60,18 +75,21 @@ class Offer(NamedTuple):
 
 
 class HostMemory:
-    """Provide a window with host memory; a subclass provides that of a device.
+    """Allocate, map and copy the memory of a window: host memory here, device memory in a subclass.
 
-    Host memory is freed with the last tensor in it, in any process.
+    Host memory is freed when the last tensor in it is gone, in any process.
     """
 
     def allocate(self, nbytes: int) -> tuple[Tensor, Offer]:
-        """Make memory of this rank, uint8 `(nbytes,)`, zero. Return it, and how others find it.
+        """Allocate zeroed memory of this rank.
 
-        Its owner takes the pages now: later it would be a signal that ends the process.
+        The pages are taken now. If they were missing later, a signal would end the process.
+
+        Returns:
+            (the memory, uint8 of shape (nbytes,); the offer from which other ranks map it).
 
         Raises:
-            OSError: it cannot be made.
+            OSError: there is not enough memory.
         """
         file = os.memfd_create("sp_core")
         try:
@@ -83,7 +101,7 @@ class HostMemory:
         return x, Offer(os.getpid(), x.data_ptr(), nbytes, file)
 
     def open(self, offer: Offer) -> Tensor:
-        """Map the memory that another process, or another thread, offers.
+        """Map the memory that another rank offers, and return it as uint8 of shape (nbytes,).
 
         Raises:
             OSError: it cannot be mapped.
@@ -95,29 +113,43 @@ class HostMemory:
             os.close(file)
 
     def lend(self, part: Tensor) -> Tensor:
-        """Return a tensor for the caller, whose storage is another one if `free` does something."""
+        """Return the tensor to give to a caller in place of `part`, over the same memory.
+
+        If memory must be freed explicitly, as on a device, the result has a storage object of its
+        own. Its end shows that the caller no longer uses the memory. Here the result is `part`
+        itself.
+        """
         return part
 
     def close(self, x: Tensor) -> None:
-        """Give back what `open` gave: nothing to do here."""
+        """Unmap memory that `open` returned. Here there is nothing to do."""
 
     def free(self, x: Tensor) -> None:
-        """Give back what `allocate` gave, after all others have closed it: nothing to do here."""
+        """Free memory that `allocate` returned, after all other ranks have closed it.
+
+        Here there is nothing to do.
+        """
 
     def begin(self) -> None:
-        """Make every later `launch` wait for the work that the current stream has so far.
+        """Make every later `launch` wait for the work queued on the current stream so far.
 
-        Operations on host memory are complete when they return.
+        Operations on host memory are complete when they return, so here there is nothing to do.
         """
 
     def launch(self, work: Sequence[Work]) -> Handle:
-        """Carry out some work after all that was launched before. Return a handle of it."""
+        """Carry out some work after all work launched before, and return its handle.
+
+        Here the work is complete on return.
+        """
         for item in work:
             item()
         return _DONE
 
     def copying(self, into: Tensor, part: Tensor) -> Work:
-        """Return a copy, to be launched. NumPy begins it sooner than torch."""
+        """Return a function that copies `part` into `into`, for use with `launch`.
+
+        NumPy copies, because its calls take less time to begin than torch's.
+        """
         return partial(np.copyto, as_numpy(into), as_numpy(part))
 
 
@@ -126,25 +158,28 @@ HOST = HostMemory()
 
 
 def _mapped(file: int, nbytes: int) -> Tensor:
+    """Return the first `nbytes` bytes of an open file as a uint8 tensor that maps it."""
     return torch.frombuffer(mmap.mmap(file, nbytes), dtype=torch.uint8)
 
 
 def share(comm: Intracomm, memory: HostMemory, nbytes: int) -> list[Tensor]:
-    """Make memory that all ranks see.
+    """Allocate memory on each rank, map that of all ranks, and return it. Every rank calls this.
 
     Args:
-        comm: an mpi4py communicator; all its ranks call this.
-        memory: of the host, or of this rank's device.
-        nbytes: of this rank's part.
+        comm: an mpi4py communicator.
+        memory: allocates and maps the memory, of the host or of this rank's device.
+        nbytes: of this rank's part; may differ between ranks.
 
     Returns:
-        The part of every rank, uint8 and zero, of so many bytes or a few more.
+        For each rank its part: uint8, zeroed, of `nbytes` of that rank rounded up to a multiple of
+        8.
 
     Communication:
-        Two all-gathers of a few bytes.
+        Two all-gathers of a few bytes per rank; after a failure also a barrier.
 
     Raises:
-        NotShared: on every rank.
+        NotShared: on every rank: the ranks are on several machines, the processor may reorder
+            writes, or memory cannot be allocated or mapped.
     """
     nonce, problem = secrets.randbits(62), ""
     mine = offer = None
@@ -172,7 +207,16 @@ def share(comm: Intracomm, memory: HostMemory, nbytes: int) -> list[Tensor]:
 def give_back(
     comm: Intracomm, memory: HostMemory, mine: Tensor | None, parts: Sequence[Tensor]
 ) -> None:
-    """Close what belongs to others, wait for them, and free the own part; every rank calls this."""
+    """Unmap the parts of other ranks, wait for all ranks, and free the own part.
+
+    Every rank calls this.
+
+    Args:
+        comm: the communicator of `share`.
+        memory: the same as in `share`.
+        mine: the part of this rank, or None.
+        parts: the parts that this rank has mapped; `mine` may be among them.
+    """
     for part in parts:
         if part is not mine:
             memory.close(part)
@@ -182,10 +226,10 @@ def give_back(
 
 
 def demand(comm: Intracomm, memory: HostMemory, nbytes: int) -> list[Tensor]:
-    """Call `share` where the memory is needed.
+    """Return what `share` returns, where a program cannot go on without it. Every rank calls this.
 
     Raises:
-        RankError: there is none left; on every rank.
+        RankError: the memory cannot be shared; on every rank.
     """
     try:
         return share(comm, memory, nbytes)
@@ -197,7 +241,10 @@ def demand(comm: Intracomm, memory: HostMemory, nbytes: int) -> list[Tensor]:
 
 
 def this_machine() -> tuple[int, str]:
-    """Identify the machine and the process namespace of this rank."""
+    """Return (node number, name of the process namespace) of this rank.
+
+    Ranks with equal pairs run on one machine and see each other's processes.
+    """
     try:
         return node_number(), os.readlink("/proc/self/ns/pid")  # noqa: PTH115
     except OSError:
@@ -205,7 +252,11 @@ def this_machine() -> tuple[int, str]:
 
 
 def _excluded(told: Sequence[tuple[Any, str, Any, Any]]) -> str:
-    """Return why these ranks cannot share memory, if they cannot."""
+    """Return why these ranks cannot share memory, or "" if they can.
+
+    Args:
+        told: for each rank (`this_machine()`, the problem of its allocation or "", offer, nonce).
+    """
     if (places := len({place for place, *_ in told})) > 1:
         return (
             f"its {len(told)} ranks are on {places} machines, "
@@ -220,9 +271,16 @@ def _excluded(told: Sequence[tuple[Any, str, Any, Any]]) -> str:
 def _opened(
     memory: HostMemory, told: Sequence[tuple[Any, Any, Offer, int]], mine: Tensor | None, own: int
 ) -> tuple[list[Tensor], str]:
-    """Map the parts of all ranks.
+    """Map the parts of all ranks, and check the random number at the end of each.
 
-    Return those up to the first that cannot be used, and the reason.
+    Args:
+        memory: maps the parts.
+        told: for each rank (machine, problem, offer, random number).
+        mine: the part of this rank.
+        own: this rank.
+
+    Returns:
+        (the parts in rank order, ""); or (the parts mapped so far, why the next cannot be used).
     """
     parts: list[Tensor] = []
     for rank, (_, _, offer, nonce) in enumerate(told):
@@ -243,27 +301,29 @@ def _opened(
 
 
 def _copy(memory: HostMemory, into: Tensor, part: Tensor) -> None:
-    """Copy, and wait for it."""
+    """Copy `part` into `into`, and wait for the copy."""
     memory.begin()
     wait(memory.launch([memory.copying(into, part)]))
 
 
 class Rooms:
-    """Keep memory that all ranks of a node see, as rooms that take turns.
+    """Hold a few regions (rooms) of shared memory, which successive uses take in turn.
 
-    In a use of a room every rank writes its part in a step of the window; when all have made it,
-    each reads what it needs where it is. With two rooms nobody waits until the others have read:
+    In one use every rank calls `enter`, writes its part of the region, waits for all ranks (a
+    fence, which the caller makes), and reads the other parts. With two regions no rank waits until
+    the others have read:
 
         use     room
         1       0       write, fence, read
         2       1                           write, fence, read
         3       0                                               write
 
-    A rank writes in use 3 when all have begun use 2, so nobody reads what use 1 left there.
+    A rank writes in use 3 only after the fence of use 2. By then every rank has finished use 1, so
+    no rank still reads what use 1 left in the region.
 
     Args:
-        comm: an mpi4py communicator whose ranks have memory in common.
-        count: how many rooms.
+        comm: an mpi4py communicator whose ranks share memory.
+        count: the number of regions.
     """
 
     def __init__(self, comm: Intracomm, count: int) -> None:
@@ -272,20 +332,21 @@ class Rooms:
         self._uses = 0
 
     def enter(self, specs: Sequence[Spec]) -> list[Tensor]:
-        """Return tensors in the next room, with anything in them; every rank calls this.
+        """Return tensors in the next region, with any content. Every rank calls this.
 
-        They are the same memory on every rank.
+        The tensors are the same memory on every rank. If the region is too small, the ranks make a
+        new one together.
 
         Args:
-            specs: the same on every rank.
+            specs: (shape, dtype) of each tensor; the same on every rank.
 
         Raises:
-            RankError: there is not so much memory; on every rank.
+            RankError: there is not enough memory; on every rank.
         """
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in specs]
         starts = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
         number, self._uses = self._uses % len(self._rooms), self._uses + 1
-        if self._rooms[number].numel() < starts[-1]:  # the old one lives as long as a tensor in it
+        if self._rooms[number].numel() < starts[-1]:  # tensors in the old one keep it
             nbytes = starts[-1] if self._comm.rank == 0 else 0
             self._rooms[number] = demand(self._comm, HOST, nbytes)[0]
         return [
@@ -294,10 +355,10 @@ class Rooms:
         ]
 
     def clear(self) -> None:
-        """Drop all memory. The memory of a tensor that is still used is freed with that tensor."""
+        """Drop all regions. Memory in which a tensor still lies is freed with that tensor."""
         self._rooms = [torch.empty(0, dtype=torch.uint8)] * len(self._rooms)
 
 
 def shaped(part: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """View the beginning of some memory as a tensor."""
+    """Return the first bytes of a uint8 vector as a tensor of this shape and dtype."""
     return part[: math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))

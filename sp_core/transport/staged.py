@@ -1,12 +1,12 @@
-"""Move device tensors over an MPI that cannot read device memory: through the host.
+"""Move device tensors over an MPI that cannot read device memory, by copies through host memory.
 
-`StagedTransport` is the plain form: copy everything down, communicate, copy everything up, one
-after the other, through fresh pageable memory. It is what most programs do, and it is here to be
-measured against.
+`StagedTransport` is the plain form: copy everything to the host, communicate, copy everything back.
+Each call uses new pageable memory. Most programs do this, and it is here for comparison.
 
-`PipelinedTransport` cuts the vector into chunks and keeps three things going at once: while MPI
-moves chunk k, the copy engines bring chunk k+1 down and chunk k-1 up, through two sets of
-page-locked buffers that are made once.
+`PipelinedTransport` cuts the vector of a collective into chunks and overlaps three kinds of work.
+While MPI moves chunk k, one copy engine copies chunk k+1 to the host ("down") and another copies
+chunk k-1 to the device ("up"). The chunks use two pairs of page-locked buffers in turn, which are
+made once.
 
     down   | 0 | 1 | 2 | 3 |
     MPI        | 0 | 1 | 2 | 3 |
@@ -30,13 +30,21 @@ from sp_core.transport.cuda import CudaStreams
 from sp_core.transport.host import HostTransport, OverHost, in_turn, pieces
 
 PIECE_BYTES, MOST_BYTES = 1 << 20, 1 << 23
-"""Bytes of each rank's piece of a chunk, which is a copy of its own, and of a host buffer at most.
+"""Bytes of each rank's piece of a chunk, and the most bytes of a host buffer.
 
-c* = sqrt(n * overhead * bandwidth / 2) is 0.5 to 2 MiB for 16 MiB over 25 to 400 Gbit/s."""
+Each piece is one copy. The best chunk of a vector of n bytes has sqrt(n * overhead * bandwidth / 2)
+bytes, with the overhead of a chunk in seconds and the bandwidth in bytes/s. For n = 16 MiB and 25
+to 400 Gbit/s this is 0.5 to 2 MiB."""
 
 
 class StagedTransport(OverHost):
-    """Copy whole vectors synchronously, through new pageable host memory in every call."""
+    """Copy whole vectors to the host and back synchronously.
+
+    Each call uses new pageable memory.
+
+    Args:
+        host: sends between buffers in host memory.
+    """
 
     name = "staged"
 
@@ -46,7 +54,7 @@ class StagedTransport(OverHost):
     def prepare(
         self, operation: Operation, send: Tensor | None, recv: Tensor | None
     ) -> Callable[[], object]:
-        """Prepare a collective."""
+        """Return a function that copies to the host, makes the blocking call, and copies back."""
 
         def run(host_send: Tensor | None, host_recv: Tensor | None) -> Handle:
             self._host.prepare(operation, host_send, host_recv)()
@@ -55,15 +63,18 @@ class StagedTransport(OverHost):
         return lambda: self._collective(run, send, recv).test()
 
     def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
-        """Begin a collective; the copy back is made by whoever tests the handle."""
+        """Copy the input to the host, begin the collective there, and return its handle.
+
+        The `test` that finds the transfer complete copies the result back to the device.
+        """
         return self._collective(partial(self._host.start, operation), send, recv)
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
-        """Begin point-to-point messages."""
+        """Copy what is sent to the host, begin the messages there, and return their handle."""
         return self._messages(self._host.exchange, sends, recvs)
 
     def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
-        """Begin announced messages."""
+        """Begin messages that `announce` has named, as `exchange` does, and return their handle."""
         return self._messages(partial(self.on_host, tag), sends, recvs)
 
     def _collective(
@@ -72,7 +83,12 @@ class StagedTransport(OverHost):
         send: Tensor | None,
         recv: Tensor | None,
     ) -> Handle:
-        """Carry out what the ranks do together as if its buffers were messages of nobody."""
+        """Copy the input of a collective to the host, begin it there, and return a handle.
+
+        Args:
+            on_host: begins the collective on (send, recv) in host memory.
+            send, recv: device tensors, or None.
+        """
 
         def alone(sends: Messages, recvs: Messages) -> Handle:
             return on_host(*(next((x for _, x in found), None) for found in (sends, recvs)))
@@ -82,6 +98,14 @@ class StagedTransport(OverHost):
     def _messages(
         self, on_host: Callable[[Messages, Messages], Handle], sends: Messages, recvs: Messages
     ) -> Handle:
+        """Copy what is sent to the host, begin the messages there, and return a handle.
+
+        When the handle is complete, the received data have been copied to the device.
+
+        Args:
+            on_host: begins (sends, recvs) between buffers in host memory.
+            sends, recvs: messages of device tensors.
+        """
         host_recvs = [(peer, torch.empty(x.shape, dtype=x.dtype)) for peer, x in recvs]
         handle = on_host([(peer, x.detach().cpu()) for peer, x in sends], host_recvs)
         back = [partial(x.copy_, host) for (_, x), (_, host) in zip(recvs, host_recvs, strict=True)]
@@ -90,7 +114,13 @@ class StagedTransport(OverHost):
 
 @dataclass
 class _Slot:
-    """Host memory for one chunk on its way, and the events that say when it may be used again."""
+    """Hold the page-locked buffers of one chunk, and handles that say when they are free again.
+
+    Args:
+        send, recv: uint8 buffers in host memory.
+        downloaded: complete once the copy from the device into `send` is done.
+        uploaded: complete once the copy from `recv` to the device is done.
+    """
 
     send: Tensor
     recv: Tensor
@@ -99,17 +129,20 @@ class _Slot:
 
 
 class PipelinedTransport(OverHost):
-    """Move chunks through two sets of page-locked buffers, copying and communicating at once.
+    """Move the chunks of a collective through page-locked buffers, copying while MPI sends.
 
-    Point-to-point messages go through page-locked memory whole, without chunks.
+    There are two pairs of buffers, each with one buffer to send and one to receive. Chunks use the
+    pairs in turn. Point-to-point messages are not cut: each goes through page-locked memory of its
+    own length.
 
     Args:
-        host: moves the chunks.
-        streams: copies between device and host.
-        size: ranks of the communicator.
-        name: "pipelined"; "ipc" or "pinned" where the communicator has a window beside it.
-        chunk_bytes: bytes per host buffer, of which there are four; 0: chosen by `size`.
-        poll: called while waiting.
+        host: sends between buffers in host memory.
+        streams: copy between device and host.
+        size: the number of ranks.
+        name: "pipelined"; or "ipc" or "pinned" if a shared-memory `Window` of that kind carries the
+            collectives, and this transport does the rest.
+        chunk_bytes: bytes of each of the four buffers; 0 for 1 MiB per rank, at most 8 MiB.
+        poll: called while a prepared collective waits, so that other transfers make progress.
     """
 
     def __init__(
@@ -133,7 +166,10 @@ class PipelinedTransport(OverHost):
     def prepare(
         self, operation: Operation, send: Tensor | None, recv: Tensor | None
     ) -> Callable[[], object]:
-        """Prepare a collective, which runs after those that were started before it."""
+        """Return a function that carries out the collective and waits for its end.
+
+        Transfers that this rank began before are completed first.
+        """
 
         def on_host(*chunk: Any) -> Handle:
             self._host.prepare(*chunk)()
@@ -144,25 +180,29 @@ class PipelinedTransport(OverHost):
         )
 
     def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
-        """Begin a collective.
+        """Begin a collective and return its handle, without waiting for other ranks.
 
-        Collectives that are under way advance one after the other, because all ranks must call
-        MPI in the same order.
+        Transfers of this transport advance one after the other, in the order in which they began,
+        because all ranks must call MPI in the same order. They advance only in `test` of a handle.
         """
         handle = self._enqueue(self._collective(operation, send, recv, self._host.start))
         handle.test()
         return handle
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
-        """Begin point-to-point messages, after the collectives that were started before them."""
+        """Begin messages and return their handle.
+
+        They advance after all transfers of this transport that began before.
+        """
         handle = self._enqueue(self._messages(sends, recvs, self._host.exchange))
         handle.test()
         return handle
 
     def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
-        """Begin announced messages, beside all others.
+        """Begin messages that `announce` has named, and return their handle.
 
-        Their tag keeps them apart, and ranks may be ready for them at any time.
+        They do not wait for transfers that began before, so ranks may call this at different times.
+        The tag tells the messages from all others.
         """
         alone: deque[_Steps] = deque()
         handle = _Steps(
@@ -173,12 +213,16 @@ class PipelinedTransport(OverHost):
         return handle
 
     def close(self, *, together: bool) -> None:
-        """Give back the host buffers, too."""
+        """Release the resources of the transport that sends and, with `together`, the host buffers.
+
+        Without `together`, MPI may still use the buffers.
+        """
         super().close(together=together)
         if together:
             self._slots.clear()
 
     def _enqueue(self, steps: Iterator[None]) -> _Steps:
+        """Put a transfer behind those that began before, and return its handle."""
         handle = _Steps(steps, self._queue, self._streams)
         self._queue.append(handle)
         return handle
@@ -190,14 +234,20 @@ class PipelinedTransport(OverHost):
         recv: Tensor | None,
         on_host: Callable[[Operation, Tensor | None, Tensor | None], Handle],
     ) -> Iterator[None]:
-        """Move all chunks of a collective; yield while waiting."""
+        """Move all chunks of a collective. Yield whenever the next chunk would have to wait.
+
+        Args:
+            operation: this rank's view of the collective.
+            send, recv: flat device tensors, or None.
+            on_host: begins the collective of one chunk between buffers in host memory.
+        """
         given = send if send is not None else recv
         itemsize = 1 if given is None else given.itemsize
-        # the same on all ranks, so that all make as many chunks
+        # the same on all ranks: the number of chunks must be equal
         chunks = list(operation.chunks(self._chunk_bytes // itemsize // self._size))
         self._download(0, chunks, operation, send)
         for index, (offset, chunk) in enumerate(chunks):
-            # MPI has left the other slot's send buffer: chunk index - 1 is complete
+            # chunk index - 1 is complete, so MPI no longer reads the other send buffer
             self._download(index + 1, chunks, operation, send)
             slot = self._slots[index % 2]
             yield from _until(slot.downloaded)
@@ -218,7 +268,16 @@ class PipelinedTransport(OverHost):
         operation: Operation,
         send: Tensor | None,
     ) -> None:
-        """Begin to bring down what this rank sends in a chunk, if there is such a chunk."""
+        """Begin the copies to the host of what this rank sends in chunk `index`.
+
+        Do nothing if there is no such chunk.
+
+        Args:
+            index: of the chunk.
+            chunks: (offset in each piece, operation) of every chunk.
+            operation: the whole collective.
+            send: flat device tensor, or None.
+        """
         if send is None or index == len(chunks):
             return
         offset, chunk = chunks[index]
@@ -232,6 +291,14 @@ class PipelinedTransport(OverHost):
     def _messages(
         self, sends: Messages, recvs: Messages, on_host: Callable[[Messages, Messages], Handle]
     ) -> Iterator[None]:
+        """Copy messages to the host, send them, and copy what arrives back.
+
+        Yield instead of waiting.
+
+        Args:
+            sends, recvs: messages of device tensors.
+            on_host: begins messages between buffers in host memory.
+        """
         host_sends = [(peer, self._pinned_like(x)) for peer, x in sends]
         host_recvs = [(peer, self._pinned_like(x)) for peer, x in recvs]
         for (_, host), (_, x) in zip(host_sends, sends, strict=True):
@@ -247,11 +314,16 @@ class PipelinedTransport(OverHost):
 
 
 class _Steps:
-    """A transfer that advances when it is tested, after those that were started before it.
+    """Represent a transfer in a queue, whose transfers advance in order; a `Handle`.
 
-    It may be started on one stream, advanced by whoever polls, and read on another stream: its
-    copies wait for the stream that it was started on, and whoever is told that it is complete waits
-    for its copies.
+    A transfer advances only when it, or one behind it in the queue, is tested. It may begin on one
+    CUDA stream, advance in a poll, and be read on another stream. Its copies wait for the stream on
+    which it began. The stream on which `test` returns True waits for its copies.
+
+    Args:
+        steps: a generator that yields while it waits, and ends when the transfer is complete.
+        queue: the transfers in order; the caller appends this one.
+        streams: run the copies.
     """
 
     def __init__(self, steps: Iterator[None], queue: deque[_Steps], streams: CudaStreams) -> None:
@@ -262,14 +334,19 @@ class _Steps:
         streams.begin()
 
     def test(self) -> bool:
+        """Advance the queue as far as possible, and return whether this transfer is complete.
+
+        Raises:
+            BaseException: the error of a transfer that failed, for it and all that were behind it.
+        """
         while self in self._queue:
             head = self._queue[0]
             try:
                 next(head._steps)
             except StopIteration:
                 self._queue.popleft()
-            except BaseException as error:  # noqa: BLE001  # raised by each transfer that it broke
-                for broken in self._queue:  # those behind a failed transfer cannot keep their order
+            except BaseException as error:  # noqa: BLE001  # raised again in `test` of each of them
+                for broken in self._queue:  # after a failure the others cannot be in order
                     broken._error = error
                 self._queue.clear()
             else:
@@ -281,12 +358,16 @@ class _Steps:
 
 
 def _until(event: Handle) -> Iterator[None]:
+    """Yield until `event` is complete."""
     while not event.test():
         yield
 
 
 def _prefix(buffer: Tensor, like: Tensor | None, sizes: tuple[int, ...]) -> Tensor | None:
-    """View the part of a byte buffer that a chunk needs, in the dtype of the vector."""
+    """Return the first bytes of a buffer as a vector in the dtype of `like`.
+
+    It has `sum(sizes)` elements. Return None if `like` is None.
+    """
     if like is None:
         return None
     return buffer[: sum(sizes) * like.itemsize].view(like.dtype)

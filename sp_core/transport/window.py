@@ -1,22 +1,24 @@
 """Carry out collectives in memory that the ranks of one node share.
 
-It holds slots for what travels, a flag of how far each rank is, and tensors of the caller.
+A `Window` holds three kinds of memory: slots (buffers of fixed size, `SLOTS` per rank, for data on
+their way to other ranks), one flag per rank, and tensors that callers have allocated.
 
-A rank's flag is the number of steps that it has made. Operations are lists of steps, carried out in
-the order in which they were started, which is the same on all ranks; a step begins when every rank
-has made those before it. The first step of an operation only writes into a slot that nobody reads
-any more (see `sp_core.schedules.window`), so it need not wait for the last step of the operation
-before it.
+An operation (a collective, or a set of messages) is a list of steps. A step is a list of copies and
+sums that one rank makes. All ranks start operations in the same order, with equally many steps. A
+rank's flag is the number of steps that it has made since the window was made. A step begins when
+every rank has made all steps before it. The first step of an operation is an exception: it only
+writes into slots that nobody reads any more (see `sp_core.schedules.window`). So it need not wait
+for the last step of the operation before it.
 
-The slots may lie in memory of a device. Then the copies of a step are launched on a stream of their
-own, after those of the steps before, and the flag, which stays in host memory, goes up when the
-device has carried them out:
+The slots may lie in memory of a device. Then the copies of a step are queued on a CUDA stream of
+their own, after those of the steps before. The flags stay in host memory. A rank raises its flag
+when the device has carried out the copies:
 
     host      launch 0 .......... | flag 1, launch 1 .......... | flag 2
     device             copies of 0                   copies of 1
 
-A rank launches step t + 1 when the OTHERS have made step t; that its own copies are in order is the
-stream's business.
+A rank launches step t + 1 when the OTHER ranks have made step t. The stream keeps the rank's own
+copies in order.
 """
 
 from __future__ import annotations
@@ -40,22 +42,32 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 SLOT_BYTES = 1 << 19
-"""A chunk: half of a core's second-level cache, so that it is still there when it is read."""
+"""Bytes of a slot in host memory: half of a core's L2 cache, where readers then find the data."""
 FLAG_BYTES = 128
-"""Flags are so far apart, because cores fetch cache lines in pairs."""
+"""Bytes of the memory of each flag, since cores fetch cache lines in pairs."""
 DEVICE_SLOT_BYTES = 1 << 23
-"""A chunk: large, because each costs a look at the flags of the others, and little beside the
-memory of a GPU."""
+"""Bytes of a slot in device memory.
+
+Large, because the ranks compare flags for each slot; small compared with the memory of a GPU."""
 PINNED_SLOT_BYTES = 1 << 21
-"""Smaller, so that one rank reads a chunk while another writes the next."""
+"""Bytes of a slot in pinned memory: smaller, so that reads overlap with the next writes."""
 
 Steps = Sequence[Sequence[Work]]
+"""For each step of an operation, the functions that this rank calls."""
 
 
 class Allocation(NamedTuple):
-    """Tensors that one call of `allocate` has made.
+    """Record the tensors of all ranks that one call of `Window.allocate` has made.
 
-    The storage of this rank's own tensor holds it, and so keeps the others.
+    The storage of this rank's own tensor has this record as an attribute, which keeps the tensors
+    of the other ranks alive.
+
+    Args:
+        window: identifies the window.
+        number: how many calls came before, the same on every rank.
+        shape: of this rank's tensor.
+        dtype: of all tensors.
+        others: other rank -> that rank's tensor.
     """
 
     window: object
@@ -66,23 +78,29 @@ class Allocation(NamedTuple):
 
 
 class Window:
-    """Shared memory of the ranks of a communicator. All of them make it.
+    """Hold the memory that the ranks of a communicator share, and carry out operations in it.
+
+    All ranks make it together, and start operations in the same order. `advance` drives the
+    operations; nothing runs in the background.
 
     Args:
         comm: an mpi4py communicator.
-        slot_bytes: bytes of a slot, of which each rank has `SLOTS`; at least 8 per rank,
-            `SLOT_BYTES` if not given.
-        memory: in which the slots lie, of the host or of this rank's device.
+        slot_bytes: bytes of a slot, a buffer for data on their way; each rank has `SLOTS`. At least
+            8 bytes per rank are taken. The default is `SLOT_BYTES`.
+        memory: allocates and maps the slots, in host memory or on this rank's device.
 
     Attributes:
-        has_rooms: whether schemes may compute on what others have put there. On a device only the
-            window's copies are in order.
-        blocks: rooms for what all ranks read in place; two, so that nobody waits until the others
-            have read.
-        sums: a room for sums that ranks add to in turn.
+        has_rooms: whether `blocks` and `sums` can be used. On a device they cannot, because only
+            the window's own copies are in order there.
+        blocks: two regions in turn (`Rooms`) for tensors that all ranks read in place.
+        sums: one region (`Rooms`) for sums to which the ranks add in turn.
+        slots: for each rank its slots, as one uint8 vector; empty after `close`.
+        slot_bytes: bytes of one slot.
+        begun: steps of all operations started so far, the same on every rank.
+        made: steps that this rank has made.
 
     Raises:
-        NotShared: the ranks have no memory in common, or cannot map each other's; on every rank.
+        NotShared: on every rank: the ranks have no memory in common, or cannot map each other's.
     """
 
     def __init__(
@@ -99,21 +117,22 @@ class Window:
         self.made = 0  # steps that this rank has made
         self._launched = 0
         self._reached = 0  # steps that all ranks are known to have made
-        self._queue: deque[tuple[int, Sequence[Work]]] = deque()  # steps, by place in the operation
-        self._under_way: deque[Handle] = deque()  # steps that were launched
+        self._queue: deque[tuple[int, Sequence[Work]]] = deque()  # to launch: (step, work)
+        self._under_way: deque[Handle] = deque()  # launched steps that are not complete
         self._numbers = itertools.count()  # of allocations; the same on all ranks
-        self._lent: dict[int, tuple[list[Tensor], list[StorageWeakRef]]] = {}  # what is to be freed
-        self._token = object()  # by which its allocations are known
+        self._lent: dict[int, tuple[list[Tensor], list[StorageWeakRef]]] = {}  # on a device
+        self._token = object()  # identifies its allocations
         self._announce, self.watch = observer_of(comm).announce_call, observer_of(comm).watch
 
     def start(self, steps: Steps, what: str) -> WindowRun:
-        """Begin an operation; every rank calls this, for as many steps.
+        """Begin an operation and return its handle, without waiting. Every rank calls this.
 
-        On a device it begins after what has been computed so far.
+        On a device its copies begin after the work queued on the current stream so far.
 
         Args:
-            steps: what is done in each.
-            what: what it is, the same on every rank.
+            steps: for each step, the functions that this rank calls. All ranks give equally many
+                steps.
+            what: names the operation; the same on every rank.
         """
         self._memory.begin()
         self._announce(what)
@@ -123,11 +142,14 @@ class Window:
         return WindowRun(self, self.begun, what)
 
     def exchange(self, sends: Messages, recvs: Messages, longest: int) -> Handle:
-        """Begin messages, of which each rank sends one at most; every rank calls this.
+        """Begin messages through the slots and return their handle. Every rank calls this.
+
+        Each rank sends at most one message and reads each message that it receives from the
+        sender's slots.
 
         Args:
-            sends, recvs: as of a transport.
-            longest: at least the bytes of the longest one; the same on every rank.
+            sends, recvs: (rank of the peer, flat tensor); at most one in `sends`.
+            longest: bytes of the longest message of all ranks, or more; the same on every rank.
         """
         starts = range(0, longest, self.slot_bytes)
         steps: list[list[Work]] = [[] for _ in range(len(starts) + 1)]
@@ -144,13 +166,18 @@ class Window:
         return Transfer([run.test], keep=(sends, recvs))
 
     def make(self, steps: Steps, what: str, poll: Callable[[], None]) -> None:
-        """Carry an operation out."""
+        """Carry out an operation and wait for its end on this rank. Every rank calls this.
+
+        Args:
+            steps, what: as in `start`.
+            poll: called while waiting.
+        """
         wait(self.start(steps, what), poll)
 
     def advance(self) -> None:
-        """Launch the steps whose inputs are ready, and publish how many steps are complete.
+        """Launch the steps whose inputs are ready, and publish how many steps this rank has made.
 
-        Other ranks read that number from this rank's flag.
+        It does not wait. Other ranks read the number from this rank's flag.
         """
         while True:
             while self._under_way and self._under_way[0].test():
@@ -168,7 +195,21 @@ class Window:
             self._under_way.append(self._memory.launch(step))
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Make a tensor of zeros in shared memory; every rank calls this, shapes may differ."""
+        """Return a zeroed tensor in shared memory. Every rank calls this.
+
+        Other ranks can read it (`peers`, `tensors`). Memory of a device is freed in a later call of
+        `allocate` or in `close`, once no rank uses its tensor of this call.
+
+        Args:
+            shape: of this rank's tensor; may differ between ranks.
+            dtype: the same on every rank.
+
+        Communication:
+            Three all-gathers of a few bytes; one more on a device after the first call.
+
+        Raises:
+            RankError: there is not enough memory; on every rank.
+        """
         self._give_back_unused()
         shapes, number = self._comm.allgather(tuple(shape)), next(self._numbers)
         parts = demand(self._comm, self._memory, math.prod(shape) * dtype.itemsize)
@@ -177,48 +218,57 @@ class Window:
             self._lent[number] = parts, [StorageWeakRef(x.untyped_storage()) for x in lent]
         tensors = [shaped(*each, dtype) for each in zip(lent, shapes, strict=True)]
         own, others = tensors[self._comm.rank], dict(enumerate(tensors))
-        del others[self._comm.rank]  # or its memory would keep itself
+        del others[self._comm.rank]  # a reference to itself would keep it
         storage: Any = own.untyped_storage()
         storage.allocation = Allocation(self._token, number, own.shape, dtype, others)
         return own
 
     def _give_back_unused(self) -> None:
-        """Give back memory of a device in which no rank has a tensor; every rank calls this."""
+        """Free the device memory of allocations whose tensors no rank uses any more.
+
+        Every rank calls this.
+        """
         if not self._lent:  # on every rank
             return
         unused = {
             number for number, (_, uses) in self._lent.items() if all(use.expired() for use in uses)
         }
         self._memory.begin()
-        wait(self._memory.launch(()))  # what was asked of those tensors is done
+        wait(self._memory.launch(()))  # wait for the copies on those tensors
         for number in sorted(set.intersection(*self._comm.allgather(unused))):
             parts, _ = self._lent.pop(number)
             give_back(self._comm, self._memory, parts[self._comm.rank], parts)
 
     def peers(self, x: Tensor) -> list[Tensor]:
-        """Return each rank's memory of an allocation, from the offset of the flat tensor x on."""
+        """Return each rank's memory of the allocation in which x lies, as flat tensors.
+
+        Args:
+            x: a flat tensor of this rank. Every result begins at the offset of x.
+        """
         return [tensor.view(-1)[x.storage_offset() :] for tensor in self._all_of(x)]
 
     def tensors(self, x: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks that were allocated together with x.
+        """Return the tensors of all ranks, in rank order, that one `allocate` call made with x.
 
-        There are none if x was not allocated here.
+        Return an empty list if x was not allocated here, or is only a part of such a tensor.
         """
         found = self._allocation(x)
         is_whole = found and x.shape == found.shape and x.is_contiguous() and self.place(x) >= 0
         return self._all_of(x) if is_whole and x.storage_offset() == 0 else []
 
     def number(self, x: Tensor) -> int:
-        """Return the index of the allocation that starts at a flat tensor, or -1.
+        """Return the index of the allocation at whose start the flat tensor x begins, or -1.
 
-        Ranks number their allocations alike.
+        Corresponding allocations have the same index on every rank.
         """
         return -1 if x.storage_offset() else self.place(x) >> 40
 
     def place(self, x: Tensor | None) -> int:
-        """Return a number for the place of a flat tensor in shared memory, or -1.
+        """Return a number that identifies where the flat tensor x begins in shared memory, or -1.
 
-        It is the same for corresponding places.
+        The number combines the index of the allocation and the offset. Tensors at corresponding
+        places have the same number on every rank. -1: x is None, not allocated here, or of another
+        dtype.
         """
         found = self._allocation(x)
         if x is None or found is None or found.dtype != x.dtype:
@@ -226,13 +276,14 @@ class Window:
         return found.number << 40 | int(x.storage_offset())
 
     def _allocation(self, x: Tensor | None) -> Allocation | None:
+        """Return the record of the allocation in which x lies, or None."""
         if x is None or x.layout is not torch.strided:
             return None
         found: Allocation | None = getattr(x.untyped_storage(), "allocation", None)
         return found if found and found.window is self._token else None
 
     def _all_of(self, x: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks, from any tensor of this rank that lies there."""
+        """Return the tensors of all ranks of the allocation in which x lies, in rank order."""
         found = self._allocation(x)
         assert found is not None
         own = shaped(
@@ -243,10 +294,14 @@ class Window:
         return [found.others.get(rank, own) for rank in range(self._comm.size)]
 
     def close(self, *, together: bool) -> None:
-        """Let go of slots, rooms and flags. What `allocate` gave lives as long as a tensor in it.
+        """Release slots, regions and flags. The window cannot be used afterwards.
 
-        On a device what is still used stays until the process ends, as do slots if other ranks may
-        still look there.
+        A tensor of `allocate` stays valid. On a device, memory still in use then stays until the
+        process ends.
+
+        Args:
+            together: True if all ranks call this, with no operation unfinished. If False, slots on
+                a device are not freed either, because other ranks may still read them.
         """
         if together:
             self._give_back_unused()
@@ -258,11 +313,11 @@ class Window:
         self.slots, self._others, self._mine = [], [], memoryview(bytes(8)).cast("q")
 
     def copying(self, into: Tensor, part: Tensor) -> Work:
-        """Return a copy between tensors, to be made in a step."""
+        """Return a function that copies `part` into `into`, to be called in a step."""
         return self._memory.copying(into, part)
 
     def _have_made(self, steps: int) -> bool:
-        """Return whether every other rank has made so many steps."""
+        """Return whether every other rank has made at least `steps` steps, by the flags."""
         for flag in self._others:
             if flag[0] < steps:
                 return False
@@ -271,11 +326,13 @@ class Window:
 
 
 class WindowRun(NamedTuple):
-    """Steps under way in a window; a handle.
+    """Represent an operation that a window has begun; a `Handle`.
 
-    Attributes:
-        end: number of the step after its last one.
-        what: what it is.
+    Args:
+        window: in which it runs.
+        end: how many steps this rank has made when the operation is complete, earlier ones
+            included.
+        what: names the operation.
     """
 
     window: Window
@@ -283,13 +340,14 @@ class WindowRun(NamedTuple):
     what: str
 
     def test(self) -> bool:
-        """Make the steps that can be made now, also of operations before it.
+        """Make the steps that can be made now, also of earlier operations; do not wait.
 
-        Return True once all of its own are made.
+        Return True once this rank has made all steps of this operation. While it waits, the
+        communicator's observer may raise `PeerFailed` for a lost rank.
         """
         if self.window.made < self.end:
             self.window.advance()
             if self.window.made < self.end:
-                self.window.watch(self.what)  # notices that a rank has left, where it can
+                self.window.watch(self.what)  # may raise if a rank has left
                 return False
         return True
