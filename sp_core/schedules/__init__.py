@@ -1,4 +1,8 @@
-"""Describe collectives as plain data, which is computed, costed and proven without MPI."""
+"""Describe the messages, sums and copies of collectives as plain data. Nothing here communicates.
+
+`program_of` and `in_window` return the `Program` of one rank for an `Operation`. `cost` predicts
+what a program sends. `sp_core.collectives.execution` carries programs out.
+"""
 
 from sp_core.schedules.program import (
     HALF,

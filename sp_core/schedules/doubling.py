@@ -1,7 +1,10 @@
-"""Algorithms of ceil(log2 P) steps: recursive doubling and halving, Bruck, binomial trees.
+"""Make programs of ceil(log2 P) steps for P ranks: recursive doubling and halving, Bruck, trees.
 
-Recursive doubling. In step m every rank exchanges all it has with the rank at distance 2^m. Groups
-of ranks whose parts each of four ranks has after each step:
+Each public function returns the `Program` of one rank for an `Operation`. `table` finds them by
+name. Pieces are the parts of a vector, one per rank. n is the size of the vector.
+
+Recursive doubling. In step m every rank exchanges all it has with the rank at distance 2^m. The
+table shows for four ranks whose data each rank has after each step:
 
     rank       0       1       2       3
     0 <-> 1, 2 <-> 3
@@ -9,27 +12,29 @@ of ranks whose parts each of four ranks has after each step:
     0 <-> 2, 1 <-> 3
              0123    0123    0123    0123
 
-An all-reduce sends the whole vector in each of its log2 P steps; an all-gather sends what it has,
-P-1 pieces together.
+An all-reduce sends the whole vector in each of its log2 P steps. An all-gather sends the pieces it
+has, P-1 pieces in all.
 
 Rabenseifner's all-reduce: halve the vector while summing, then double it while gathering. The
-vector in four pieces; what each rank has summed, and over how many ranks:
+vector in four pieces; which pieces each rank has summed, and over how many ranks:
 
     rank             0          1          2          3
     0 <-> 2, 1 <-> 3 exchange halves and add
                 01 over 2  01 over 2  23 over 2  23 over 2
     0 <-> 1, 2 <-> 3 exchange quarters and add
                  0 over 4   1 over 4   2 over 4   3 over 4
-    the same way back: 0 <-> 1, 2 <-> 3, then 0 <-> 2, 1 <-> 3
+    the same exchanges in reverse order gather: 0 <-> 1, 2 <-> 3, then 0 <-> 2, 1 <-> 3
                  0123       0123       0123       0123
 
-Bytes per rank 2 (P-1)/P n in 2 log2 P steps. For numbers of ranks that are no power of two a few
-are folded into their neighbours before and served after (see `Fold`), which costs those the whole
-vector twice. The lower ranks' partial sum is always the left operand, so that all ranks get the
-same bits. A half type is rounded at every addition, log2 P times (one more where ranks are folded).
+Bytes per rank 2 (P-1)/P n in 2 log2 P steps. If P is no power of two, some ranks first send their
+data to a neighbour, which acts for them, and receive the result at the end (see `Fold`). This costs
+them the whole vector twice. The lower ranks' partial sum is always the left operand, so all ranks
+get the same bits. A half type is rounded at every addition, log2 P times (once more if P is no
+power of two).
 
-Bruck's all-gather sends ever more pieces ever farther, for any number of ranks. Five ranks; pieces
-that each rank has, its own first, after the messages to the rank 1, 2 and 4 before:
+Bruck's all-gather sends ever more pieces over ever longer distances, for any number of ranks. Five
+ranks; the pieces that each rank has, its own first, after the messages to the rank 1, 2 and 4
+before:
 
     rank           0        1        2        3        4
                0        1        2        3        4
@@ -38,17 +43,17 @@ that each rank has, its own first, after the messages to the rank 1, 2 and 4 bef
     r <- r+4   01234    12340    23401    34012    40123
 
 The last step sends only what is missing. The pieces are collected in scratch, in this order, and
-put into rank order at the end. Bytes per rank: P-1 pieces.
+copied into rank order at the end. Bytes per rank: P-1 pieces.
 
-Binomial trees: a broadcast, and a reduction the other way round. Six ranks, numbered from the root;
-who sends to whom in the steps of a broadcast:
+Binomial trees serve for a broadcast, and for a reduction with all messages reversed. Six ranks,
+numbered from the root; who sends to whom in the steps of a broadcast:
 
     step 0      0 ------------> 4
     step 1      0 ----> 2       4 (----> 6)
     step 2      0 -> 1  2 -> 3  4 -> 5
 
 A reduction runs the arrows backwards, last step first, and adds what arrives to what is there.
-Messages: P-1 in all, each of the whole vector. The addends are in the order of their numbers; a
+Messages: P-1 in all, each of the whole vector. The addends are in the order of their numbers. A
 half type is rounded at every addition.
 
 Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
@@ -84,30 +89,33 @@ from sp_core.segments import split_sizes
 
 @dataclass(frozen=True)
 class Fold:
-    """Any number of ranks as a power of two.
+    """Reduce any number of ranks to a power of two that take part in exchanges.
 
-    Of the first 2 * extra ranks, each odd one takes the even one before it along. Places 0 to
-    core - 1 are the ranks that take part in the exchange, in the order of their ranks. For 7 ranks
-    the core is 4 and three ranks are taken along:
+    Of the first 2 * extra ranks, each odd one also acts for the even one before it. The ranks that
+    take part get places 0, 1, ... in rank order. For 7 ranks there are 4 places, and ranks 0, 2 and
+    4 have another rank act for them:
 
         rank    0 -> 1    2 -> 3    4 -> 5    6
         place        0         1         2    3
+
+    Args:
+        size: the number of ranks.
     """
 
     size: int
 
     @property
     def levels(self) -> int:
-        """The number of exchanges: log2 of the core."""
+        """Return the number of exchanges: log2 of the number of places."""
         return self.size.bit_length() - 1
 
     @property
     def extra(self) -> int:
-        """How many ranks are taken along."""
+        """Return how many ranks take no part in the exchanges."""
         return self.size - (1 << self.levels)
 
     def place(self, rank: int) -> int | None:
-        """Return the place of a rank; None for one that is taken along."""
+        """Return the place of a rank, or None if another rank acts for it."""
         if rank >= 2 * self.extra:
             return rank - self.extra
         return rank // 2 if rank % 2 else None
@@ -117,11 +125,16 @@ class Fold:
         return 2 * place + 1 if place < self.extra else place + self.extra
 
     def carries(self, rank: int) -> bool:
-        """Return whether this rank takes the one before it along."""
+        """Return whether `rank` also acts for rank - 1, which takes no part in the exchanges."""
         return rank < 2 * self.extra and rank % 2 == 1
 
     def pieces(self, pieces: Sequence[range], first: int, count: int) -> range:
-        """Join the pieces of all ranks that `count` places from `first` on stand for."""
+        """Return the range that joins the pieces of all ranks for which some places act.
+
+        Args:
+            pieces: for each rank, the range of its piece.
+            first, count: the places, `count` of them from `first` on.
+        """
         begin, end = (
             2 * place if place < self.extra else place + self.extra
             for place in (first, first + count)
@@ -129,27 +142,54 @@ class Fold:
         return joined(pieces[begin], pieces[end - 1])
 
     def served(self, rank: int, result: Region) -> list[Step]:
-        """Return the step that sends the result to the extra rank that `rank` stands in for."""
+        """Return the step in which `rank` sends the result to rank - 1, if it acts for that rank.
+
+        Args:
+            rank: of this program.
+            result: the region that holds the result.
+
+        Returns:
+            A list of that step, or an empty list.
+        """
         return [Step((Message(rank - 1, result),))] if self.carries(rank) else []
 
 
 def _folded(rank: int, own: Region, result: Region) -> Program:
-    """Return the program of an extra rank beyond a power of two: send, then receive the result."""
+    """Return the program of a rank for which rank + 1 acts.
+
+    The rank sends its input to rank + 1, and receives the result from it at the end.
+
+    Args:
+        rank: of this program.
+        own: region of its input.
+        result: region of the result.
+    """
     return program([Step((Message(rank + 1, own),)), Step((), (Message(rank + 1, result),))])
 
 
 def all_reduce(t: Operation) -> Program:
-    """Exchange the whole vector in every step."""
+    """Return the program of an all-reduce by recursive doubling.
+
+    Each step exchanges the whole vector.
+    """
     return _all_reduce(t, [range(t.elements)] * t.size, halving=False)
 
 
 def rabenseifner(t: Operation) -> Program:
-    """Halve the vector recursively, then double it, over the ranks of the fold."""
+    """Return the program of Rabenseifner's all-reduce: halve recursively, then double."""
     return _all_reduce(t, spans(split_sizes(t.elements, 1 << Fold(t.size).levels)), halving=True)
 
 
 def _all_reduce(t: Operation, pieces: Sequence[range], *, halving: bool) -> Program:
-    """Exchange and add the pieces that two ranks share. With `halving`, gather the pieces after."""
+    """Return the program of an all-reduce in which pairs of ranks exchange and add pieces.
+
+    Args:
+        t: the operation.
+        pieces: ranges of the vector, one per place of the `Fold`; without `halving` each is the
+            whole vector.
+        halving: whether each step adds half as many pieces as the one before; then the sums are
+            gathered by the same exchanges in reverse order.
+    """
     fold, whole = Fold(t.size), range(t.elements)
     place = fold.place(t.rank)
     if place is None:
@@ -177,7 +217,12 @@ def _all_reduce(t: Operation, pieces: Sequence[range], *, halving: bool) -> Prog
 
 
 def all_gather(t: Operation) -> Program:
-    """Exchange the pieces of a group of consecutive ranks in every step."""
+    """Return the program of an all-gather by recursive doubling.
+
+    In step m each rank exchanges the pieces that it has, those of 2^m consecutive ranks, with the
+    rank at distance 2^m. If the number of ranks is no power of two, `Fold` says which ranks act for
+    others.
+    """
     fold, pieces = Fold(t.size), spans(t.recv)
     everything, own = out(joined(pieces[0], pieces[-1])), inp(range(t.recv[t.rank]))
     place = fold.place(t.rank)
@@ -197,7 +242,11 @@ def all_gather(t: Operation) -> Program:
 
 
 def bruck(t: Operation) -> Program:
-    """Collect pieces in scratch, where place i holds the piece of rank + i."""
+    """Return the program of Bruck's all-gather.
+
+    Pieces are collected in scratch, where place i holds the piece of rank + i (modulo the size),
+    and copied to OUT in the last step.
+    """
     rank, size, counts = t.rank, t.size, t.recv
     places = spans([*counts[rank:], *counts[:rank]])
     steps = [Step(then=(copy(inp(range(counts[rank])), tmp(0, counts[rank])),))]
@@ -217,7 +266,10 @@ def bruck(t: Operation) -> Program:
 
 
 def broadcast(t: Operation) -> Program:
-    """Receive from the parent, then serve the children, those with the largest families first."""
+    """Return the program of a broadcast along a binomial tree.
+
+    A rank receives the vector from its parent and sends it to its children, largest subtree first.
+    """
     whole = range(t.elements)
     parents, children = _family(t)
     have = out(whole) if parents else inp(whole)
@@ -226,7 +278,11 @@ def broadcast(t: Operation) -> Program:
 
 
 def reduce(t: Operation) -> Program:
-    """Add what the children have, those with the smallest families first, then serve the parent."""
+    """Return the program of a reduction along a binomial tree.
+
+    A rank adds the vectors of its children to its own, smallest subtree first, and sends the sum to
+    its parent. The root keeps the sum.
+    """
     whole, count = range(t.elements), t.elements
     parents, children = _family(t)
     have, landed, steps = inp(whole), tmp(0, count), []
@@ -241,10 +297,10 @@ def reduce(t: Operation) -> Program:
 
 
 def _family(t: Operation) -> tuple[list[int], list[int]]:
-    """Return the parent of a rank, if it has one, and its children, the smallest subtree first.
+    """Return ([parent], children) of this rank in the binomial tree; the root has no parent.
 
-    Ranks are numbered from the root. The number of a child is that of its parent with one more bit
-    set, below the parent's lowest one.
+    Children are ranks, the smallest subtree first. Ranks are numbered from the root. The number of
+    a child is that of its parent with one more bit set, below the parent's lowest one.
     """
     number = (t.rank - t.root) % t.size
     lowest = number & -number if number else 1 << t.size.bit_length()

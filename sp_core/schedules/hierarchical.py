@@ -1,7 +1,10 @@
-"""Hierarchical all-reduce: sum inside each node, send sums between nodes, copy inside each node.
+"""Make the program of an all-reduce over several nodes.
 
-Two nodes of two ranks, the vector in two lanes `a` and `b`; what each rank has summed of which
-lane, and over how many ranks:
+The ranks sum inside each node, then between nodes, and copy the result inside each node.
+
+The vector, of size n, is cut into lanes: as many parts as the largest node has ranks, L. Two nodes
+of two ranks, the vector in two lanes `a` and `b`; which lane each rank has summed, and over how
+many ranks:
 
     node                  0                    1
     rank              0        1           2        3
@@ -12,12 +15,11 @@ lane, and over how many ranks:
     0 <-> 1, 2 <-> 3 exchange lanes
                       ab       ab          ab       ab
 
-There are as many lanes as ranks in the largest node of L. In a smaller one a rank carries several
-of them, so nodes may have any number of ranks, in any order. With N nodes each sends 2 (N-1)/N n
-bytes to the next one, the least possible, where a ring over all ranks in an unlucky order sends up
-to L times as much; inside its node a rank sends 2 (L-1)/L n. The sum of a piece is made on one rank
-at a time and then copied, so that all ranks get the same bits. A half type is rounded at every
-addition.
+In a node with fewer than L ranks a rank carries (sums and sends) several lanes. So nodes may have
+any number of ranks, in any order. With N nodes each node sends 2 (N-1)/N n bytes to the next one,
+the least possible. A ring over all ranks in an unlucky order sends up to L times as much. Inside
+its node a rank sends 2 (L-1)/L n bytes. The sum of a piece is made on one rank at a time and then
+copied, so all ranks get the same bits. A half type is rounded at every addition.
 
 Source: Träff and Hunold, "Decomposing MPI collectives for exploiting multi-lane communication",
 IEEE Cluster 2020: the full-lane all-reduce.
@@ -47,7 +49,14 @@ Group = tuple[int, ...]
 
 @dataclass(frozen=True)
 class _Place:
-    """The ranks of each node, the number of this rank's node, and the lanes of the vector."""
+    """Hold which ranks are on which node, and which lanes (parts of the vector) they carry.
+
+    Args:
+        rank: of this program.
+        groups: for each node, its ranks.
+        home: index of this rank's node in `groups`.
+        lanes: for each lane, its range of the vector.
+    """
 
     rank: int
     groups: tuple[Group, ...]
@@ -56,20 +65,25 @@ class _Place:
 
     @property
     def mates(self) -> Group:
+        """Return the ranks of this rank's node."""
         return self.groups[self.home]
 
     def carrier(self, lane: int, node: int) -> int:
-        """Return the rank that carries a lane in a node; nodes are counted from this one."""
+        """Return the rank that carries `lane` in the node `node` places after this rank's node."""
         group = self.groups[(self.home + node) % len(self.groups)]
         return group[lane % len(group)]
 
     def carried_by(self, rank: int) -> range:
-        """Return the lanes of a rank of this node."""
+        """Return the indices of the lanes that a rank of this node carries."""
         return range(self.mates.index(rank), len(self.lanes), len(self.mates))
 
 
 def all_reduce(t: Operation) -> Program:
-    """Sum inside the node, pass each lane round a ring of nodes, copy inside the node."""
+    """Return the program of an all-reduce in three parts.
+
+    The ranks of each node sum the lanes, rings of nodes all-reduce each lane, and the ranks of each
+    node send each other the results.
+    """
     nodes = t.nodes or (0,) * t.size
     groups = tuple(
         tuple(r for r in range(t.size) if nodes[r] == node) for node in dict.fromkeys(nodes)
@@ -85,7 +99,12 @@ def all_reduce(t: Operation) -> Program:
 
 
 def _sums(place: _Place, slots: dict[int, int]) -> list[Step]:
-    """Sum each lane that this rank carries over its node, into OUT."""
+    """Return steps that write the node's sum of each lane that this rank carries to OUT.
+
+    Args:
+        place: the nodes and lanes.
+        slots: for each lane that this rank carries, where it begins in scratch.
+    """
     steps, have = [], inp
     for k in range(1, len(place.mates)):
         dest, source = (
@@ -106,7 +125,14 @@ def _sums(place: _Place, slots: dict[int, int]) -> list[Step]:
 
 
 def _rings(place: _Place, slots: dict[int, int]) -> list[Step]:
-    """All-reduce each lane over the nodes, all lanes of this rank side by side."""
+    """Return steps that all-reduce each lane of this rank over the nodes.
+
+    All lanes are sent at the same time.
+
+    Args:
+        place: the nodes and lanes.
+        slots: for each lane that this rank carries, where it begins in scratch.
+    """
     number, home = len(place.groups), place.home
     have = out if len(place.mates) > 1 else inp
     parts = {
@@ -139,7 +165,15 @@ def _passed_on(
     coming: dict[int, Region],
     then: tuple[Combine, ...] = (),
 ) -> Step:
-    """Send a region of each lane to the next node, and receive one from the node before."""
+    """Return a step that sends a region of each lane to the next node.
+
+    It receives a region of each lane from the node before.
+
+    Args:
+        place: the nodes and lanes.
+        going, coming: lane -> region to send, or to receive into.
+        then: combinations after the messages.
+    """
     sends = tuple(Message(place.carrier(lane, 1), region) for lane, region in going.items())
     return Step(
         sends,
@@ -149,7 +183,12 @@ def _passed_on(
 
 
 def _copies(place: _Place, slots: dict[int, int]) -> Step:
-    """Return the step in which each rank of a node sends the slices that it has reduced."""
+    """Return the step in which the ranks of a node send each other their lanes of the result.
+
+    Args:
+        place: the nodes and lanes.
+        slots: its keys are the lanes that this rank carries.
+    """
     others = [mate for mate in place.mates if mate != place.rank]
     sends = tuple(Message(mate, out(place.lanes[lane])) for mate in others for lane in slots)
     receives = tuple(

@@ -1,27 +1,27 @@
-"""A collective as plain integers (`Operation`), and what each rank does in it (`Program`).
+"""Define collectives as plain integers (`Operation`) and what each rank does in them (`Program`).
 
 An operation says how many elements of which piece go where. A buffer is a flat vector cut into
-pieces, one per rank (or a single one). A transport that moves a vector in chunks takes elements
-[k*c, (k+1)*c) of EVERY piece in step k, so that each step is again an operation of the same kind,
-and ranks whose pieces are short take part with empty pieces.
+pieces, one per rank (or a single one). A transport may move a vector in chunks. Chunk k consists of
+elements [k*c, (k+1)*c) of EVERY piece, so each chunk is again an operation of the same kind. Ranks
+whose pieces are short take part with empty pieces.
 
-A program says which regions of which buffers are sent, received and combined, in which order. A
-rank has three flat buffers: IN holds what it contributes and is only read, OUT what it gets, TMP
-is scratch. OUT may be the same memory as IN (an operation in place). A program is a list of steps;
-a step sends and receives messages, all at once, and once they are complete it combines what is
-there:
+A program says which regions of which buffers are sent, received and combined (added or copied), in
+which order. A rank has three flat buffers: IN holds its input and is only read, OUT receives the
+result, TMP is scratch. OUT may be the same memory as IN (an operation in place). A program is a
+list of steps. A step sends and receives messages, all at once, and combines regions once these
+messages are complete:
 
     post step t   when step t - depth is complete and its combinations are made
     complete      all messages of the step have been sent and received; then its combinations
                   are made, in order
 
-So with depth 1 one step follows another, and with depth 2 the messages of the next step travel
-while this one's are added. Whoever carries it out may combine before a step's own messages have
-been sent, as long as no memory is written that is still being sent.
+With depth 1 one step follows another. With depth 2 the messages of the next step are under way
+while regions of this step are added. A rank may combine before its own sends have completed, as
+long as it writes no memory that is still being sent.
 
-In shared memory there are no messages: a combination reads regions of other ranks where they lie.
-All programs of a collective have equally many steps there, and step t may read what the others have
-written in their steps before t.
+In shared memory there are no messages: a combination reads regions of other ranks in place. All
+ranks' programs of a collective then have equally many steps. Step t may read what the other ranks
+have written in their steps before t.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 HALF = (torch.bfloat16, torch.float16)
-"""Types whose sums are made in float32 and rounded once."""
+"""Half types: sums of three or more parts are made in float32 and rounded once."""
 
 REDUCTIONS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -46,36 +46,39 @@ REDUCTIONS: dict[str, Callable[..., Tensor]] = {
 }
 
 WIDE_BLOCK = 1 << 15
-"""Elements that are summed in float32 at a time where a half type has more than two addends."""
+"""Most elements of a half type that are summed in float32 at a time."""
 
 OWN = -1
-"""In a region: the rank whose program it is."""
+"""Value of `Region.rank` that means the rank whose program it is."""
 
 AHEAD = 8
-"""Steps after which sends are waited for in any case, so that few of them are under way."""
+"""A send must have completed this many steps later in any case, so that few sends are under way."""
 
 
 class Operation(NamedTuple):
-    """One collective as seen by one rank, with sizes in elements.
+    """Describe one collective as seen by one rank, with sizes in elements.
 
     Args:
-        op: the name of the collective.
-        rank, size: the rank, and the number of ranks.
-        send: sizes of the pieces that this rank sends (empty where it sends nothing, as off the
-            root of a broadcast).
-        recv: sizes of the pieces that it receives.
+        op: name of the collective, such as "all_gather".
+        rank: this rank.
+        size: the number of ranks.
+        send: sizes of the pieces that this rank sends; empty if it sends nothing, as a rank other
+            than the root of a broadcast.
+        recv: sizes of the pieces that this rank receives.
         longest: size of the largest piece on ANY rank, so that all ranks make the same number of
             chunks.
-        root: rank of the root, for broadcast and reduce; by how many ranks a shift goes.
+        root: rank of the root of a broadcast or reduce; for a shift, the distance from sender to
+            receiver.
         reduction: "sum", "max" or "min".
         itemsize: bytes per element.
-        segment: elements per segment, for algorithms that cut pieces.
-        nodes: by rank, the node that it is on; all on one where it is empty.
-        slot: elements of a slot of shared memory.
-        first: number of the step that a program in shared memory begins with, modulo the number of
-            slots.
-        resident: the input lives in shared memory on every rank, at the same place.
-        in_place: the result takes the place of the input.
+        segment: most elements per segment, for algorithms that cut pieces into segments; None: no
+            cut.
+        nodes: for each rank the number of its node; empty if all ranks are on one node.
+        slot: elements of one slot (buffer of fixed size) of the shared memory.
+        first: for a program in shared memory, how many steps the ranks have made before it, modulo
+            the number of slots.
+        resident: whether IN lives in shared memory on every rank, at corresponding places.
+        in_place: whether OUT is the same memory as IN.
     """
 
     op: str
@@ -96,9 +99,9 @@ class Operation(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Elements of the whole vector, alike on all ranks.
+        """Return the number of elements of the whole vector, the same on all ranks.
 
-        An all-to-all counts the longest piece for each.
+        An all-to-all counts the longest piece once for each rank.
         """
         match self.op:
             case "all_gather":
@@ -109,17 +112,20 @@ class Operation(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole vector, the same on every rank."""
+        """Return the bytes of the whole vector, the same on every rank."""
         return self.elements * self.itemsize
 
     @property
     def reduces(self) -> bool:
-        """Whether elements are combined, not only moved."""
+        """Return whether the collective combines elements, instead of only moving them."""
         return self.op in ("reduce_scatter", "all_reduce", "reduce")
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes of this rank's input that other ranks need."""
+        """Return the bytes of this rank's input that other ranks need.
+
+        An all-gather and a broadcast count them once for each other rank.
+        """
         needed = sum(self.send)
         if self.op in ("all_gather", "broadcast"):
             needed *= self.size - 1
@@ -130,9 +136,9 @@ class Operation(NamedTuple):
         return needed * self.itemsize
 
     def chunks(self, length: int) -> Iterator[tuple[int, Operation]]:
-        """Yield operations on chunks of each piece, of at most `length` elements.
+        """Yield (offset, operation) for each chunk: at most `length` elements of every piece.
 
-        Each comes with the offset of its chunk.
+        The offset counts elements from the start of each piece.
         """
         for offset in range(0, max(self.longest, 1), length):
             send, recv = (
@@ -148,14 +154,14 @@ class Operation(NamedTuple):
 def operation(
     op: str, rank: int, size: int, counts: tuple[int, ...], root: int = 0, **more: Any
 ) -> Operation:
-    """Return one rank's view of a collective.
+    """Return the `Operation` of one rank.
 
     Args:
-        op, rank, size, root: as in `Operation`.
-        counts: of an all-gather and a shift the elements that each rank contributes, of a
-            reduce-scatter and an all-to-all those that each gets from each rank; of the others
-            pieces of the vector that is summed or sent.
-        more: other fields of the operation.
+        op, rank, size, root: as in `Operation`; root may be negative or above `size`.
+        counts: sizes in elements, the same on every rank. all_gather, shift: of what each rank
+            contributes. reduce_scatter: of what each rank receives. all_to_all: of what each rank
+            receives from each rank. Else: of pieces whose total is the vector.
+        more: other fields of `Operation`.
     """
     send, recv, longest = _PIECES[op](counts, rank, root)
     return Operation(op, rank, size, send, recv, longest, root % size, **more)
@@ -184,11 +190,11 @@ _PIECES: dict[
         sum(counts),
     ),
 }
-"""By collective, what a rank sends, what it receives and the longest piece, for `operation`."""
+"""For each collective, a function of (counts, rank, root) that returns (send, recv, longest)."""
 
 
 class Buffer(StrEnum):
-    """A rank's buffers."""
+    """Name a flat buffer of a rank: IN (input), OUT (result) or TMP (scratch)."""
 
     IN = "in"
     OUT = "out"
@@ -197,9 +203,10 @@ class Buffer(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Elements `start` to `stop - 1` of a buffer.
+    """Name elements `start` to `stop - 1` of a buffer.
 
-    It is this rank's, or another's with which it shares memory.
+    The buffer is that of the rank whose program it is; with another `rank`, that rank's buffer,
+    which this rank reads in shared memory.
     """
 
     buffer: Buffer
@@ -213,7 +220,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A region sent to `peer`, or received from it."""
+    """Describe a message: the rank `peer` it goes to or comes from, and the region it carries."""
 
     peer: int
     region: Region
@@ -221,12 +228,11 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Combine:
-    """`into` becomes ((p0 + p1) + p2) + ... of `parts`.
+    """Write ((p0 + p1) + p2) + ... of the regions `parts` into the region `into`.
 
-    All are read before it is written; one part is copied.
-
-    Parts of a half type are added in float32 and rounded once. Instead of the sum it may be the
-    maximum or minimum.
+    The operation's `reduction` says whether "+" is a sum, a maximum or a minimum. All parts are
+    read before `into` is written. A single part is copied. Three or more parts of a half type are
+    added in float32 and rounded once.
     """
 
     into: Region
@@ -235,7 +241,10 @@ class Combine:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Messages that travel together, and what is combined after them."""
+    """Describe one step of a program: messages that are under way together, then combinations.
+
+    The combinations in `then` are made in order, when the messages are complete.
+    """
 
     sends: tuple[Message, ...] = ()
     receives: tuple[Message, ...] = ()
@@ -244,13 +253,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """The steps of one rank.
+    """List the steps of one rank in a collective.
 
     Args:
-        steps: in order. Empty messages are not in it.
-        scratch: elements of TMP that it uses.
+        steps: in order. Empty messages are left out.
+        scratch: how many elements of TMP the steps use.
         depth: how many steps may be under way at the same time.
-        shared: whether the ranks share memory and send no messages.
+        shared: whether the ranks read each other's memory instead of sending messages.
     """
 
     steps: tuple[Step, ...]
@@ -260,9 +269,11 @@ class Program:
 
     @cached_property
     def figures(self) -> tuple[int, int, int, int, int]:
-        """Messages or reads, their elements, the longest one, steps with messages, longest sum.
+        """Return five integers from which `cost` computes the cost of the program.
 
-        Only sums of three or more parts count in the last figure.
+        They are: how many messages this rank sends (in shared memory, regions it reads from other
+        ranks); elements in these; elements of the longest message sent or received; steps with
+        messages; elements of the longest combination of three or more parts.
         """
         sends = [message.region for step in self.steps for message in step.sends]
         received = [message.region for step in self.steps for message in step.receives]
@@ -278,31 +289,31 @@ class Program:
 
     @cached_property
     def rewritten(self) -> tuple[int, ...]:
-        """For each step, the first one before which its sends must have completed.
+        """Return for each step the index of the first step that may overwrite what the step sends.
 
-        OUT is other memory than IN.
+        The sends must have completed before that step. OUT is other memory than IN.
         """
         return _rewritten(self.steps, in_place=False)
 
     @cached_property
     def rewritten_in_place(self) -> tuple[int, ...]:
-        """The same, if OUT is the same memory as IN."""
+        """Return the same as `rewritten`, for OUT in the same memory as IN."""
         return _rewritten(self.steps, in_place=True)
 
 
 def wide_length(program: Program, dtype: torch.dtype) -> int:
-    """Return the length of each float32 buffer.
+    """Return the elements of each of the two float32 buffers in which half types are added.
 
-    Three or more parts of a half type are added in two of them.
+    The result is 0 if `dtype` is no half type, or no combination has three or more parts.
     """
     return min(program.figures[-1], WIDE_BLOCK) if dtype in HALF else 0
 
 
 def _rewritten(steps: Sequence[Step], *, in_place: bool) -> tuple[int, ...]:
-    """For each step, find the first one from it on before which its sends must have completed.
+    """Return for each step the first step, at most `AHEAD` later, that may overwrite what it sends.
 
-    On a slow link a library calls a send complete only when the receiver has answered, so waiting
-    for sends costs a round trip:
+    On a slow link an MPI library reports a send as complete only when the receiver has answered. So
+    waiting for the sends of each step costs a round trip:
 
         waiting for sends     |--- message --->|<--- answer ---|--- message --->|<--- answer ---|
         not waiting           |--- message --->|--- message --->|<--- answer ---|
@@ -329,13 +340,16 @@ def _rewritten(steps: Sequence[Step], *, in_place: bool) -> tuple[int, ...]:
 
 
 def overlap(one: Region, other: Region, in_place: bool) -> bool:
-    """Return whether two regions of a rank share memory, with OUT the same memory as IN or not."""
+    """Return whether two regions share memory. With `in_place`, OUT is the memory of IN."""
     same = one.buffer is other.buffer or (in_place and Buffer.TMP not in (one.buffer, other.buffer))
     return same and one.rank == other.rank and one.start < other.stop and other.start < one.stop
 
 
 def program(steps: Iterable[Step], scratch: int = 0, depth: int = 1) -> Program:
-    """Make a program without empty messages, empty combinations and empty steps."""
+    """Return a `Program` without empty messages, empty combinations and, with depth 1, empty steps.
+
+    With a larger depth, the distance of two steps says whether they may overlap in time.
+    """
     kept = [
         Step(
             tuple(message for message in step.sends if len(message.region)),
@@ -344,42 +358,42 @@ def program(steps: Iterable[Step], scratch: int = 0, depth: int = 1) -> Program:
         )
         for step in steps
     ]
-    if depth == 1:  # with more, how far two steps are apart says which of them may overlap
+    if depth == 1:  # deeper: see above
         kept = [step for step in kept if step != Step()]
     return Program(tuple(kept), scratch, depth)
 
 
 def exchange(dest: int, sent: Region, source: int, received: Region, *then: Combine) -> Step:
-    """Return a step with one message each way."""
+    """Return a step that sends to rank `dest`, receives from rank `source`, and then combines."""
     return Step((Message(dest, sent),), (Message(source, received),), then)
 
 
 def inp(span: range) -> Region:
-    """Return a region of IN."""
+    """Return the region of IN with these elements."""
     return Region(Buffer.IN, span.start, span.stop)
 
 
 def out(span: range) -> Region:
-    """Return a region of OUT."""
+    """Return the region of OUT with these elements."""
     return Region(Buffer.OUT, span.start, span.stop)
 
 
 def tmp(start: int, length: int) -> Region:
-    """Return a region of TMP."""
+    """Return the region of TMP with `length` elements from `start` on."""
     return Region(Buffer.TMP, start, start + length)
 
 
 def copy(source: Region, into: Region) -> Combine:
-    """Return a combination of one part."""
+    """Return a `Combine` that copies `source` into `into`."""
     return Combine(into, (source,))
 
 
 def spans(counts: Iterable[int], start: int = 0) -> tuple[range, ...]:
-    """Return consecutive ranges of these lengths."""
+    """Return consecutive ranges of lengths `counts`; the first one begins at `start`."""
     edges = accumulate(counts, initial=start)
     return tuple(range(first, stop) for first, stop in pairwise(edges))
 
 
 def joined(first: range, last: range) -> range:
-    """Return the range from the beginning of one to the end of another."""
+    """Return the range from the start of `first` to the stop of `last`."""
     return range(first.start, last.stop)

@@ -1,36 +1,40 @@
-"""Algorithms of P - 1 steps, for any number of ranks: rings, and pairwise exchange.
+"""Make programs of P - 1 steps for P ranks, any number: rings, and pairwise exchange.
+
+Each public function returns the `Program` of one rank for an `Operation`. `table` finds them by
+name. Pieces are the parts of a vector, one per rank. n is the size of the vector.
 
 In a ring every rank sends to the next one and receives from the one before.
 
 Reduce-scatter. Piece p starts at rank p + 1 and collects one addend at each rank, so that its sum
-is complete at rank p. P = 3, `p` is a piece of one rank and `p+` a partial sum, shown where it is
-sent from:
+is complete at rank p. P = 3, `p` is a piece of one rank and `p+` a partial sum, shown at the rank
+that sends it:
 
     step        rank 0 --> rank 1 --> rank 2 --> rank 0
       0             2          0          1
       1             1+         2+         0+             afterwards rank r adds its own piece r
 
-All-gather. Piece p starts at rank p and is passed on:
+All-gather. Piece p starts at rank p, and each rank sends it on:
 
       0             0          1          2
       1             2          0          1
 
-All-reduce is one after the other. Bytes per rank: (P-1)/P n for each half, which is the least
-possible; steps: P-1 for each. The addends of piece p are in the order p+1, p+2, ..., p of their
-ranks: rounding depends on the place in the vector, but all ranks get the same bits. A half type is
-rounded at every addition.
+An all-reduce is a reduce-scatter, then an all-gather. Bytes per rank: (P-1)/P n for each half, the
+least possible. Steps: P-1 for each half. The addends of piece p are in the order p+1, p+2, ..., p
+of their ranks. So rounding depends on the place in the vector, but all ranks get the same bits. A
+half type is rounded at every addition.
 
-With segments, two of them go round together in the reduce-scatter, so that one travels while the
-other is added, and scratch is two segments:
+With segments (parts of a piece), two of them go round together in the reduce-scatter. One is sent
+while the other is added. Scratch is two segments in an all-reduce, and four in a reduce-scatter of
+more than two ranks:
 
     step       0   1   2   3   4   5   ...
     segment    0   1   0   1   0   1
 
 Each step posts its messages while those of the step before are under way.
 
-Nothing is added in the all-gather, so each piece goes round in two halves. It begins when the last
-segment is summed: a sum that is sent at once would have to come out of the other core's cache,
-which is slower than memory where the cores share none.
+The all-gather adds nothing, so each piece goes round in two halves. It begins when the last segment
+is summed. A sum sent at once would have to come out of another core's cache. That is slower than
+memory if the cores share no cache.
 
 Pairwise exchange: in step k every rank sends to the rank k further on and receives from the rank k
 before. Four ranks; `a>b` is the piece of rank a that is meant for rank b:
@@ -40,11 +44,11 @@ before. Four ranks; `a>b` is the piece of rank a that is meant for rank b:
       2          0>2        1>3        2>0        3>1
       3          0>3        1>0        2>1        3>2
 
-Reduce-scatter. Rank b keeps all addends of its piece in scratch, and adds them in the order of
-their ranks once it has them all: the result is bitwise that of a loop over the ranks, for any size
-and number of ranks; a half type is summed in float32 and rounded once. With segments the scratch is
-2 (P-1) of them. All-reduce: a ring passes the sums round. Bytes per rank: those of the other ranks'
-pieces, the least possible.
+Pairwise reduce-scatter. Rank b keeps all addends of its piece in scratch, and adds them in rank
+order once it has them all. The result is bitwise that of a loop over the ranks, for any size and
+number of ranks. A half type is summed in float32 and rounded once. With segments the scratch is 2
+(P-1) of them. In the all-reduce a ring then gathers the sums. Bytes per rank: those of the other
+ranks' pieces, the least possible.
 
 Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
 JPDC 69 (2009), section 4; segments: as `segmented ring` in Open MPI's coll/tuned; pairwise: Thakur,
@@ -75,17 +79,18 @@ from sp_core.schedules.program import (
 from sp_core.segments import moved, split_ranges, split_sizes
 
 WINDOW = 4
-"""Messages under way at once where none depends on another."""
+"""How many steps of an all-to-all are under way at once: no message depends on another."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Pieces cut into equally many segments, so that one travels while another is added.
+    """Hold the pieces of a vector, each cut into the same number of segments.
+
+    One segment is under way while another is added.
 
     Args:
-        parts: by piece, the ranges of its segments.
-        depth: how many steps may be under way: 2 where there are segments to alternate between,
-            else 1.
+        parts: for each piece, the ranges of its segments in the vector.
+        depth: how many steps may be under way at the same time: 2, or 1 for pieces of one segment.
     """
 
     parts: tuple[tuple[range, ...], ...]
@@ -93,15 +98,14 @@ class Cut:
 
     @cached_property
     def longest(self) -> int:
-        """Elements of the longest segment."""
+        """Return the number of elements of the longest segment."""
         return max(len(part) for piece in self.parts for part in piece)
 
     def sums(self, rank: int) -> Iterator[tuple[int, range, range]]:
-        """Yield the messages of a reduce-scatter.
+        """Yield (k, range sent, range received) for each step of a rank in a ring reduce-scatter.
 
-        For each, how often the piece was sent before, and the ranges that a rank sends and
-        receives. As many segments go round together as may be under way, one such group after the
-        other.
+        k counts how often the segment that is sent has been sent before. `depth` segments go round
+        together, and then the next ones.
         """
         size = len(self.parts)
         for first in range(0, len(self.parts[0]), self.depth):
@@ -112,10 +116,13 @@ class Cut:
 
 
 def cut(counts: Sequence[int], segment: int | None = None) -> Cut:
-    """Cut pieces of `counts` elements into segments of at most `segment` elements; None: one.
+    """Cut the pieces of a vector into segments.
 
-    The number of segments is the same for every piece, and even where it is not one, so that they
-    go in pairs.
+    Every piece has the same number of segments: 1, or an even number, so that segments go in pairs.
+
+    Args:
+        counts: elements of each piece.
+        segment: most elements of a segment; None: each piece is one segment.
     """
     longest = max(counts)
     number = 1 if segment is None or longest <= segment else 2 * -(-longest // (2 * segment))
@@ -127,12 +134,12 @@ def cut(counts: Sequence[int], segment: int | None = None) -> Cut:
 
 
 def _onward(t: Operation, sent: Region, received: Region, *then: Combine) -> Step:
-    """Send to the next rank, and receive from the one before."""
+    """Return a step that sends to the next rank and receives from the rank before."""
     return exchange((t.rank + 1) % t.size, sent, (t.rank - 1) % t.size, received, *then)
 
 
 def all_reduce(t: Operation) -> Program:
-    """Reduce-scatter into OUT, for one group of segments after the other, then all-gather."""
+    """Return the program of a ring all-reduce: a reduce-scatter into OUT, then an all-gather."""
     parts = cut(split_sizes(t.elements, t.size), t.segment)
     steps: list[Step] = []
     for k, going, coming in parts.sums(t.rank):
@@ -143,9 +150,9 @@ def all_reduce(t: Operation) -> Program:
 
 
 def _gathered(t: Operation, parts: Cut) -> Iterator[Step]:
-    """All-gather the pieces in OUT, of which each rank has its own.
+    """Yield the steps of a ring all-gather of the pieces in OUT, of which this rank has its own.
 
-    A piece is sent in as many messages as may be under way.
+    Each piece is sent in as many messages as steps may be under way.
     """
     count = len(parts.parts[0]) // parts.depth
     for k in range(t.size - 1):
@@ -158,7 +165,11 @@ def _gathered(t: Operation, parts: Cut) -> Iterator[Step]:
 
 
 def reduce_scatter(t: Operation) -> Program:
-    """Keep partial sums in scratch, where one segment is received while another is sent."""
+    """Return the program of a ring reduce-scatter.
+
+    Partial sums are in scratch: one segment is received while another is sent. The last sum goes to
+    OUT.
+    """
     parts = cut(t.send, t.segment)
     slots, first = parts.depth * (1 if t.size == 2 else 2), parts.parts[t.rank][0].start
     steps: list[Step] = []
@@ -174,27 +185,34 @@ def reduce_scatter(t: Operation) -> Program:
 
 
 def all_gather(t: Operation) -> Program:
-    """Receive every message in its place of OUT."""
+    """Return the program of a ring all-gather.
+
+    Every message is received at its final place in OUT.
+    """
     own = copy(inp(range(t.recv[t.rank])), out(spans(t.recv)[t.rank]))
     return program([Step(then=(own,)), *_gathered(t, cut(t.recv))])
 
 
 def pairwise_reduce_scatter(t: Operation) -> Program:
-    """Exchange and add all addends of a segment, then those of the next one."""
+    """Return the program of a pairwise reduce-scatter.
+
+    Ranks exchange all addends of a segment and add these in rank order, then those of the next
+    segment.
+    """
     parts = cut(t.send, t.segment)
     steps = _pairwise_sums(t, parts, -parts.parts[t.rank][0].start)
     return program(steps, parts.depth * (t.size - 1) * parts.longest, parts.depth)
 
 
 def pairwise_all_reduce(t: Operation) -> Program:
-    """Add all segments, then pass the sums round a ring."""
+    """Return the program of an all-reduce: a pairwise reduce-scatter, then a ring all-gather."""
     parts = cut(split_sizes(t.elements, t.size), t.segment)
     steps = [*_pairwise_sums(t, parts, 0), *_gathered(t, parts)]
     return program(steps, parts.depth * (t.size - 1) * parts.longest, parts.depth)
 
 
 def pairwise_all_to_all(t: Operation) -> Program:
-    """Send every piece to its rank in one message."""
+    """Return the program of an all-to-all, in which each piece goes to its rank in one message."""
     going, coming = (
         [make(piece) for piece in spans(counts)] for make, counts in ((inp, t.send), (out, t.recv))
     )
@@ -206,7 +224,13 @@ def pairwise_all_to_all(t: Operation) -> Program:
 
 
 def _pairwise_sums(t: Operation, parts: Cut, shift: int) -> list[Step]:
-    """Add each segment of this rank's piece, into OUT at its place in IN moved by `shift`."""
+    """Return steps that receive all addends of this rank's piece and write their sum to OUT.
+
+    Args:
+        t: the operation.
+        parts: the pieces in IN and their segments.
+        shift: added to a position in IN to get the position of the sum in OUT.
+    """
     rank, size, steps = t.rank, t.size, list[Step]()
     for g, mine in enumerate(parts.parts[rank]):
         first, landed = g % parts.depth * (size - 1), {}

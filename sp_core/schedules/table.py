@@ -1,4 +1,8 @@
-"""The algorithms of each collective, and the program of a rank by their names."""
+"""List the algorithms of each collective, and look up programs, costs and defaults by name.
+
+`program_of` returns the program of a rank. `check_algorithm`, `usable` and `defaults` handle the
+names that callers pass as `algorithm=`.
+"""
 
 from __future__ import annotations
 
@@ -45,41 +49,51 @@ _BUILDERS: dict[str, dict[str, str]] = {
     "reduce": {"binomial": "doubling:reduce"},
     "shift": {},
 }
-"""By collective and algorithm, the module and the function that makes a rank's program."""
+"""For each collective and algorithm, "module:function" that makes a rank's program."""
 
 LIBRARY = ("auto", "mpi", "window")
-"""What every collective offers beside its schedules.
+"""Names that every collective accepts, whether or not it has programs here.
 
-"mpi" is the MPI library's own choice, "window" the memory that the ranks share, where they do;
-"auto" takes what constants say is best, without them the window of a communicator that has one,
-else the library."""
+"mpi" is the MPI library's own collective. "window" is shared memory, if the ranks have any. "auto"
+takes the best algorithm by the constants of a tuning. Without these it takes "window" if the
+communicator has one, else "mpi"."""
 
 SCHEDULED = {op: tuple(builders) for op, builders in _BUILDERS.items()}
-"""The algorithms that have a schedule, by collective."""
+"""For each collective, the algorithms whose messages are described here."""
 
 ALGORITHMS = {op: (*LIBRARY, *names) for op, names in SCHEDULED.items()}
-"""The values that `algorithm=` takes, by collective."""
+"""For each collective, the values that `algorithm=` takes."""
 
 SEGMENTS = 16
-"""The number of segments of a piece.
+"""How many segments a piece is cut into.
 
-Only the first one, a sixteenth of the time, overlaps with nothing.
+The messages of a segment overlap with the sums of the one before. Only the first segment, a
+sixteenth of the time, overlaps with nothing.
 """
 
 SEGMENT_BYTES = (1 << 18, 1 << 21)
-"""Bytes of the shortest segment and of the longest. Each costs a message; two are scratch."""
+"""(fewest, most) bytes of a segment. Each segment costs a message; a few of them are scratch."""
 
 IN_RANK_ORDER = ("pairwise", "window")
-"""Algorithms whose sums are bitwise those of a loop over the ranks."""
+"""Algorithms that add in rank order: their sums are bitwise those of a loop over the ranks."""
 
 
 def program_of(operation: Operation, algorithm: str) -> Program:
-    """Return what a rank does. A program depends on its operation alone, so it is computed once."""
+    """Return this rank's program of a collective. No communication; the result is cached.
+
+    Args:
+        operation: this rank's view of the collective.
+        algorithm: "window" for shared memory, or a name in `SCHEDULED[operation.op]`.
+    """
     return in_window(operation) if algorithm == "window" else _of_messages(operation, algorithm)
 
 
 @lru_cache(maxsize=64)
 def _of_messages(operation: Operation, algorithm: str) -> Program:
+    """Return the program of an algorithm that sends messages.
+
+    On a single rank a collective that reduces is a copy.
+    """
     if operation.size == 1 and operation.reduces:
         return program(
             [Step(then=(copy(inp(range(sum(operation.send))), out(range(sum(operation.recv)))),))]
@@ -92,12 +106,12 @@ def _of_messages(operation: Operation, algorithm: str) -> Program:
 
 @lru_cache(maxsize=256)
 def usable(nodes: tuple[int, ...], op: str, *, window: bool) -> tuple[str, ...]:
-    """Return what "auto" may take.
+    """Return the algorithms among which "auto" may choose, from `ALGORITHMS[op]`.
 
-    A hierarchy is there only if there are several nodes, one of them with several ranks.
+    "hierarchical" is among them only if there are several nodes, and one of them has several ranks.
 
     Args:
-        nodes: by rank, the node that it is on.
+        nodes: for each rank the number of its node.
         op: the collective.
         window: whether the ranks share memory.
     """
@@ -108,13 +122,26 @@ def usable(nodes: tuple[int, ...], op: str, *, window: bool) -> tuple[str, ...]:
 def segment_length(
     count: int, size: int, itemsize: int, limits: tuple[int, int] = SEGMENT_BYTES
 ) -> int:
-    """Return the elements per segment of a vector of `count` elements on `size` ranks."""
+    """Return how many elements a segment has: the part of a piece that one message carries.
+
+    A vector of `count` elements has one piece per rank. Each piece is cut into `SEGMENTS` segments,
+    but a segment has at least `limits[0]` and at most `limits[1]` bytes.
+
+    Args:
+        count: elements of the whole vector.
+        size: the number of ranks.
+        itemsize: bytes per element.
+        limits: (fewest, most) bytes per segment.
+
+    Returns:
+        Elements, at least 1.
+    """
     shortest, longest = limits
     return max(min(max(count * itemsize // size // SEGMENTS, shortest), longest) // itemsize, 1)
 
 
 def check_algorithm(op: str, algorithm: str) -> None:
-    """Raise `ValueError` if a collective does not have that algorithm."""
+    """Raise `ValueError` if the collective `op` has no algorithm of that name."""
     if algorithm not in ALGORITHMS[op]:
         raise ValueError(
             f"algorithm={algorithm!r} was given for {op}; there are {ALGORITHMS[op]}. "
@@ -123,14 +150,19 @@ def check_algorithm(op: str, algorithm: str) -> None:
 
 
 def defaults(choice: str | Mapping[str, str]) -> dict[str, str]:
-    """Return the algorithm of each collective for calls that name none.
+    """Return the algorithm of each collective for calls that pass "auto".
 
     Args:
-        choice: a name, for every collective that has it (the others stay with "auto"); or names by
-            collective, as a mapping or as text, `"all_reduce=ring,all_gather=bruck"`.
+        choice: the name of an algorithm, for every collective that has it; the other collectives
+            stay with "auto". Or names by collective, as a mapping or as text:
+            `"all_reduce=ring,all_gather=bruck"`.
+
+    Returns:
+        Name of every collective -> name of an algorithm or "auto".
 
     Raises:
-        ValueError: an unknown collective or algorithm; TypeError: neither a name nor names.
+        ValueError: an unknown collective or algorithm.
+        TypeError: `choice` is neither a text nor a mapping.
     """
     if isinstance(choice, str) and "=" in choice:
         pairs = (part.partition("=") for part in choice.split(","))
@@ -157,14 +189,15 @@ def defaults(choice: str | Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a program for one rank.
+    """Hold the cost of a program for one rank.
 
     Attributes:
-        messages: that it sends; in shared memory, regions that it reads from other ranks.
-        bytes_sent: in these.
-        largest: bytes of the longest message that it sends or receives.
-        steps: in which it sends or receives.
-        scratch: bytes of scratch memory, room for sums in float32 included.
+        messages: how many messages the rank sends; in shared memory, how many regions it reads from
+            other ranks.
+        bytes_sent: bytes in these messages or regions.
+        largest: bytes of the longest message that the rank sends or receives.
+        steps: how many steps have messages.
+        scratch: bytes of scratch memory, the float32 buffers for sums of half types included.
     """
 
     messages: int
@@ -175,7 +208,7 @@ class Cost:
 
 
 def cost(program: Program, dtype: torch.dtype) -> Cost:
-    """Return what a program costs with elements of `dtype`."""
+    """Return the cost of a program whose elements are of type `dtype`."""
     messages, sent, largest, steps, _ = program.figures
     scratch = program.scratch * dtype.itemsize + 2 * torch.float32.itemsize * wide_length(
         program, dtype

@@ -1,12 +1,11 @@
-"""Collectives in memory that the ranks of a node share.
+"""Make programs of collectives in memory that the ranks of a node share. No messages are sent.
 
-Nothing is sent: a rank reads what the others have put there.
-
-Every rank has a scratch area that all can read, cut into `SLOTS` slots. A vector goes through it in
-chunks, each in a slot of its own, and the stages of consecutive chunks overlap. All ranks make the
-same number of steps; in step t they may read what the others wrote before it, and what they write
-is read later. Two ranks, an all-reduce of two chunks; w writes the other's half of a chunk into the
-own slot, + adds up the own half, r reads the other's sum:
+`in_window` returns the `Program` of one rank. Every rank has a scratch area that all ranks can
+read, cut into `SLOTS` slots (buffers of equal size). A vector goes through it in chunks. Each chunk
+has a slot of its own, and the stages of consecutive chunks overlap. All ranks make the same number
+of steps. In step t a rank may read what the others wrote in their steps before t. Two ranks, an
+all-reduce of two chunks: w writes the other rank's half of a chunk into the own slot, + adds up the
+own half, r reads the other rank's sum:
 
     step      0      1      2      3
     chunk 0   w      +      r
@@ -16,17 +15,18 @@ own slot, + adds up the own half, r reads the other's sum:
     all-to-all                    write all pieces but the own; read those meant for the own rank
     reduce-scatter, reduce        the same, and add them up in the order of the ranks
     all-reduce, short             write everything; every rank adds up everything (one-shot); so too
-                                  where two ranks read each other's tensors in place, because two
+                                  if two ranks read each other's tensors in place, because two
                                   shots would read as much and write more
     all-reduce                    every rank adds up its part of a chunk and writes the sum; read
                                   the others' sums (two-shot)
 
-A tensor that itself lives in shared memory is not written into slots: one step in which all arrive,
-then the others read it where it is, then one step in which all have done so. Every sum is bitwise
-that of a loop over the ranks; half types are summed in float32 and rounded once.
+A resident tensor is one that itself lives in shared memory. It is not written into slots. The
+program then begins with an empty step, which waits until all ranks have arrived. The other ranks
+read the tensor in place. A last empty step waits until all have done so. Every sum is bitwise that
+of a loop over the ranks. Half types are summed in float32 and rounded once.
 
-A slot may be used again after `SLOTS` steps: what is written in step t is read in steps t + 1 and t
-+ 2 at most, and a rank in step t + 4 has waited for all to have finished step t + 2.
+A slot may be used again after `SLOTS` steps. What is written in step t is read in steps t + 1 and t
++ 2 at most. A rank in step t + 4 has waited until all ranks have made step t + 2.
 
 Source: one-shot and two-shot all-reduce as in NVIDIA's TensorRT-LLM custom all-reduce and vLLM;
 slots as in Graham and Shipman, "MPI support for multi-core architectures: optimized shared memory
@@ -56,28 +56,37 @@ from sp_core.schedules.program import (
 from sp_core.segments import moved, split_ranges
 
 SLOTS = 4
+"""How many slots (buffers in shared memory) each rank has."""
 
 ONE_SHOT_BYTES = 1 << 15
-"""Bytes that a rank reads from others in an all-reduce in one shot at most.
+"""Most bytes that a rank reads from other ranks in a one-shot all-reduce.
 
-Above that, adding up everything costs more than a second step. Measured on two cores."""
+With more bytes, adding up everything costs more than a second step. Measured on two cores."""
 
 IN_PLACE_BYTES = 1 << 20
-"""Bytes of a chunk of an in-place sum.
+"""Bytes of a chunk of an in-place sum of two ranks, which uses no slots.
 
-Here fewer steps, in which ranks wait for each other, gain more than a cache.
-"""
+Larger chunks mean fewer steps in which the ranks wait for each other. This gains more than chunks
+that fit in a cache."""
 
 Stage = tuple[Combine, ...]
-"""What one chunk needs in one step."""
+"""The combinations of one chunk in one step."""
 
 Stages = Iterator[tuple[Stage, ...]]
-"""For each chunk, its stages in order."""
+"""For each chunk of a vector, its stages in order."""
 
 
 @lru_cache(maxsize=256)
 def in_window(t: Operation) -> Program:
-    """Return what a rank does."""
+    """Return the program of one rank for a collective in shared memory. The result is cached.
+
+    In each step the rank copies its own data into slots (buffers that all ranks can read), or reads
+    or adds up what the other ranks wrote in earlier steps. All ranks' programs have equally many
+    steps. Before each step but the first, a rank waits until all ranks have made the step before.
+
+    Args:
+        t: this rank's view of the collective; its `slot`, `first` and `resident` are used.
+    """
     chunks = list(_BUILDERS[t.op](t))
     depth = len(chunks[0])
     steps = []
@@ -95,41 +104,63 @@ def in_window(t: Operation) -> Program:
 
 
 def _others(t: Operation) -> list[int]:
-    """List the other ranks, the next one first, so that not all begin with the same."""
+    """List the other ranks, beginning with the next one.
+
+    So the ranks do not all read from the same rank first.
+    """
     return [(t.rank + k) % t.size for k in range(1, t.size)]
 
 
 def _chunks(t: Operation, length: int) -> Iterator[tuple[int, range]]:
-    """Yield for each chunk the place of its slot, and its elements in every piece.
+    """Yield (where the chunk's slot begins in TMP, the elements of the chunk in every piece).
 
-    Resident tensors have one step before.
+    Args:
+        t: the operation.
+        length: most elements of a chunk in one piece.
     """
     for number, start in enumerate(range(0, max(t.longest, 1), length)):
         yield (t.first + number + t.resident) % SLOTS * t.slot, range(start, start + length)
 
 
 def _cut(piece: range, chunk: range) -> range:
-    """Return the elements of a piece that are in a chunk."""
+    """Return the elements of a piece that are in a chunk; the chunk counts from its start."""
     return range(
         min(piece.start + chunk.start, piece.stop), min(piece.start + chunk.stop, piece.stop)
     )
 
 
 def _stages(t: Operation, write: Stage, read: Stage) -> tuple[Stage, ...]:
+    """Return the stages of a chunk, its combinations by step: `write`, then `read`.
+
+    For a resident tensor there is only `read`.
+    """
     return (read,) if t.resident else (write, read)
 
 
 def _offered(t: Operation, rank: int, mine: range, there: range, slot: int) -> Region:
-    """Return the elements that a rank offers: this one in IN, another one where it has put them."""
+    """Return the region from which this rank reads what `rank` contributes.
+
+    Args:
+        t: the operation.
+        rank: whose contribution.
+        mine: its elements in IN, if it is this rank's own.
+        there: its elements in IN of the other rank, if the tensor is resident; else only the length
+            counts.
+        slot: where the slot begins in TMP of the other rank.
+    """
     if rank == t.rank:
         return inp(mine)
     return replace(inp(there) if t.resident else tmp(slot, len(there)), rank=rank)
 
 
 def _one_piece(t: Operation, sources: Mapping[int, tuple[range, range]], *, writes: bool) -> Stages:
-    """Read one piece of each rank.
+    """Yield the stages of a collective in which every rank writes at most one piece for all.
 
-    `sources` says where it lies on that rank, and where it goes here.
+    Args:
+        t: the operation.
+        sources: for each rank to read from, (elements in its IN, where they go in OUT of this
+            rank).
+        writes: whether other ranks read from this rank.
     """
     for slot, chunk in _chunks(t, max(t.longest, 1) if t.resident else t.slot):
         mine = _cut(range(sum(t.send)), chunk)
@@ -162,12 +193,13 @@ def _shift(t: Operation) -> Stages:
 def _many_pieces(
     t: Operation, read: Callable[[range, list[Region]], Stage], there: Sequence[range]
 ) -> Stages:
-    """Offer a piece to each other rank, and read the pieces for this one.
+    """Yield the stages of a collective in which each rank has one piece for each other rank.
 
     Args:
         t: the operation.
-        read: returns what becomes of the pieces for this rank, in the order of the ranks.
-        there: for each rank, where the piece for this rank lies in its IN.
+        read: returns the combinations of a chunk. Its arguments are the range of the chunk and, for
+            each rank in order, the region of the piece for this rank.
+        there: for each rank, where the piece for this rank lies in IN of that rank.
     """
     room = t.slot // t.size
     pieces = spans(t.send)
@@ -212,7 +244,7 @@ def _reduce(t: Operation) -> Stages:
 
 
 def one_shot(t: Operation) -> bool:
-    """Return whether every rank adds up everything."""
+    """Return whether every rank of an all-reduce adds up the whole vector (else only its part)."""
     short = t.elements * t.itemsize * (t.size - 1) <= ONE_SHOT_BYTES
     if t.resident:
         return not t.in_place and (short or t.size == 2)
@@ -236,6 +268,13 @@ def _all_reduce(t: Operation) -> Stages:
 
 
 def _two_shot(t: Operation, slot: int, chunk: range) -> tuple[Stage, ...]:
+    """Return the stages of one chunk of an all-reduce in which each rank adds up its part.
+
+    Args:
+        t: the operation.
+        slot: where the chunk's slot begins in TMP.
+        chunk: the elements of the chunk.
+    """
     parts = split_ranges(len(chunk), t.size)
     here = [moved(part, chunk.start) for part in parts]
     mine, room = here[t.rank], [tmp(slot + part.start, len(part)) for part in parts]
@@ -245,7 +284,7 @@ def _two_shot(t: Operation, slot: int, chunk: range) -> tuple[Stage, ...]:
     )
     total: Stage = (Combine(room[t.rank], addends), copy(room[t.rank], out(mine)))
     where = room
-    if t.resident and t.in_place:  # the others read the sum where it belongs
+    if t.resident and t.in_place:  # the others read the sum at its final place
         where = [out(part) for part in here]
         total = (
             (Combine(out(mine), addends),) if t.rank < 2 else total
