@@ -1,6 +1,7 @@
-"""Collectives over a transport.
+"""Carry out collectives over a transport, with gradients.
 
-`api` holds what programs call, `differentiable` its backward, `build` checks arguments and makes a
-map, `maps` brings tensors into flat buffers, `execution` carries it out, `plans` prepares a
-collective for many runs.
+Programs call the functions of `api`, `differentiable` and `plans`. A call goes through these
+modules: `build` checks its arguments and makes a map, a collective with all sizes known (`maps`).
+The map brings tensors into flat buffers. `execution` carries it out, and `combining` makes its
+sums. `differentiable` adds the backward. `plans` prepares a collective for many runs.
 """

@@ -1,10 +1,17 @@
 """Offer the collectives that programs call. The backward of each is its transpose.
 
-Each function compares its arguments over the ranks before it sends anything, unless the mesh was
-made with `check="off"`. The backward of a collective is a collective: it runs on a rank only if
-that rank's result is used, so use it on all ranks or on none. Before a backward the ranks compare
-which backward each is about to run, unless the mesh was made with `check="off"`. The collectives of
-one backward run in the reverse order of their calls; a started one counts where it was started.
+Every rank of `comm` calls the same functions in the same order. Before a function sends anything,
+the ranks compare its arguments and the shape, dtype and `requires_grad` of the tensor. An error on
+one rank is raised on all. A mesh made with `check="off"` leaves this comparison out, unless sizes
+must be found out. Then an error is raised only on the rank that finds it.
+
+The backward of a collective is a collective. It runs on a rank only if that rank's result is used,
+so use the result on all ranks or on none. Before a backward the ranks compare which backward each
+is about to run, unless the mesh was made with `check="off"`. The collectives of one backward run in
+the reverse order of their calls. For a `_start` function this is the call that starts the
+collective.
+
+The functions whose names end in `_start` return at once with a `Pending`.
 """
 
 from __future__ import annotations
@@ -17,23 +24,25 @@ from sp_core.collectives.differentiable import Pending, begin, call
 from sp_core.communicator import Communicator
 
 Sizes = Sequence[int] | None
+"""One length per rank, or None."""
 
 
 def all_gather(
     x: Tensor, *, comm: Communicator, dim: int = 0, sizes: Sizes = None, algorithm: str = "auto"
 ) -> Tensor:
-    """Give every rank the shards of all ranks, put together along `dim` in rank order.
+    """Give every rank the shards of all ranks, concatenated along `dim` in rank order.
 
     Args:
-        x: this rank's shard, any shape; shards differ at most along `dim`.
+        x: this rank's shard, any shape; shards may differ in length along `dim` only.
         comm: the ranks.
-        dim: along which the shards are put together.
-        sizes: length of each rank's shard along `dim`; found out by agreement where not given.
-        algorithm: one of `sp_core.schedules.ALGORITHMS[name of the function]`; "auto" is what the
-            mesh was made with.
+        dim: the dimension of concatenation.
+        sizes: length of each rank's shard along `dim`, in rank order; None: the ranks tell each
+            other before the all-gather.
+        algorithm: one of `sp_core.schedules.ALGORITHMS[name of the function]`; "auto" takes the one
+            that the mesh was made with.
 
     Returns:
-        `(sum(sizes), *)` with `dim` in its place.
+        A tensor of shape `(sum(sizes), *)`, with the first of these at `dim`. Differentiable.
 
     Communication:
         One all-gather: (P-1) times the bytes of x per rank forward, the other shards' bytes
@@ -43,6 +52,8 @@ def all_gather(
         ShapeError, DtypeError, DeviceError, RankError: on every rank, also if only one rank's
             arguments are wrong.
         CollectiveMismatch: the ranks' arguments differ.
+        TypeError, ValueError: an argument of the wrong type, or an algorithm that `comm` does not
+            have; on every rank.
     """
     return call("all_gather", x, comm, dim=dim, sizes=sizes, algorithm=algorithm)
 
@@ -56,29 +67,32 @@ def reduce_scatter(
     algorithm: str = "auto",
     deterministic: bool = False,
 ) -> Tensor:
-    """Sum the tensors of all ranks, and deal the sum out along `dim`.
+    """Sum the tensors of all ranks, and give each rank its part of the sum along `dim`.
 
-    "mpi" and "pairwise" sum half types in float32 and round once; the other algorithms round at
-    every addition, as their modules in `sp_core.schedules` say.
+    The algorithms "mpi", "pairwise" and "window" sum half types in float32 and round once. The
+    others round at every addition, as their modules in `sp_core.schedules` say.
 
     Args:
         x: the same shape on every rank.
         comm, algorithm: as in `all_gather`.
-        dim: along which the sum is dealt out.
-        sizes: what each rank receives along `dim`; even where not given, the first ranks one more.
-        deterministic: add in the order of the ranks, so that the bits depend neither on the place
-            in the tensor nor on the library.
+        dim: the dimension along which the sum is cut.
+        sizes: length of each rank's part along `dim`, in rank order; None: even parts, the first
+            ones longer by 1 if necessary.
+        deterministic: add in rank order, so that the bits depend neither on the place in the tensor
+            nor on the MPI library.
 
     Returns:
-        `(sizes[rank], *)` with `dim` in its place.
+        A tensor of shape `(sizes[rank], *)`, with the first of these at `dim`. Differentiable.
 
     Communication:
         One reduce-scatter: the bytes of the other ranks' parts of x forward, (P-1) times the own
         part backward (an all-gather).
 
     Raises:
-        ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in
-            `all_gather`, on every rank.
+        ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in `all_gather`, on
+            every rank.
+        TypeError, ValueError: as in `all_gather`; also `deterministic` with an algorithm that does
+            not add in rank order.
     """
     return call(
         "reduce_scatter",
@@ -99,7 +113,9 @@ def all_reduce(
     algorithm: str = "auto",
     deterministic: bool = False,
 ) -> Tensor:
-    """Sum the tensors of all ranks, on every rank. Half types are summed as in `reduce_scatter`.
+    """Sum the tensors of all ranks, on every rank.
+
+    Half types are summed as in `reduce_scatter`.
 
     Args:
         x: the same shape on every rank.
@@ -107,17 +123,17 @@ def all_reduce(
         op: "sum", or "max" and "min", which have no gradient.
 
     Returns:
-        A tensor like x.
+        A tensor like x. Differentiable for op "sum".
 
     Communication:
-        One all-reduce of x forward, one of its gradient backward. The MPI library finds the
-        greatest or least of floating numbers with marks beside them, so that it sends twice the
-        bytes.
+        One all-reduce of x forward, one of its gradient backward. With "max" or "min" of a floating
+        dtype, algorithm "mpi" sends twice the bytes: a mark for NaN beside each number.
 
     Raises:
-        ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in
-            `all_gather`, on every rank.
-        ValueError: another `op`, or `deterministic` with an algorithm that is not.
+        ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in `all_gather`, on
+            every rank.
+        TypeError, ValueError: as in `reduce_scatter`; also another `op`, or a tensor that requires
+            a gradient with "max" or "min".
     """
     return call("all_reduce", x, comm, op=op, algorithm=algorithm, deterministic=deterministic)
 
@@ -132,24 +148,29 @@ def all_to_all(
     concat_sizes: Sizes = None,
     algorithm: str = "auto",
 ) -> Tensor:
-    """Deal x out along `split_dim`, and put what arrives together along `concat_dim`.
+    """Send each rank its part of x along `split_dim`; concatenate what arrives along `concat_dim`.
 
     Args:
-        x: all of `split_dim`, this rank's part of `concat_dim`.
+        x: has the full length along `split_dim`, and this rank's part of the length along
+            `concat_dim`.
         comm, algorithm: as in `all_gather`.
-        split_dim, concat_dim: two different dims.
-        split_sizes: what each rank keeps of `split_dim`; even where not given.
-        concat_sizes: what each rank has of `concat_dim`; found out by agreement where not given.
+        split_dim, concat_dim: two different dimensions.
+        split_sizes: length that each rank keeps along `split_dim`, in rank order; None: even parts,
+            the first ones longer by 1 if necessary.
+        concat_sizes: length that each rank has along `concat_dim`, in rank order; None: the ranks
+            tell each other before the all-to-all.
 
     Returns:
-        This rank's part of `split_dim`, all of `concat_dim`.
+        A tensor with this rank's part along `split_dim` and the full length along `concat_dim`.
+        Differentiable.
 
     Communication:
         One all-to-all of x forward, without the part that stays; its reverse backward.
 
     Raises:
-        ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in
-            `all_gather`, on every rank.
+        ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in `all_gather`, on
+            every rank.
+        TypeError, ValueError: as in `all_gather`.
     """
     return call(
         "all_to_all",
@@ -172,23 +193,24 @@ def shift(
     sizes: Sizes = None,
     algorithm: str = "auto",
 ) -> Tensor:
-    """Pass x to the rank `offset` further on in the ring, and receive from the rank as far behind.
+    """Send x to the rank `offset` further on in the ring of ranks, and return what arrives.
 
     Args:
-        x: this rank's tensor; those of the ranks differ at most along `dim`.
+        x: this rank's tensor; tensors of the ranks may differ in length along `dim` only.
         comm, algorithm: as in `all_gather`.
-        offset: how far, also negative or beyond the number of ranks.
+        offset: distance between sender and receiver, also negative or beyond the number of ranks.
         dim, sizes: as in `all_gather`.
 
     Returns:
-        The tensor of rank `(rank - offset) % size`.
+        The tensor of rank `(rank - offset) % size`. Differentiable.
 
     Communication:
-        One message of the bytes of x each way.
+        One message of the bytes of x forward, one of its gradient backward.
 
     Raises:
-        ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in
-            `all_gather`, on every rank.
+        ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in `all_gather`, on
+            every rank.
+        TypeError, ValueError: as in `all_gather`.
     """
     return call("shift", x, comm, offset=offset, dim=dim, sizes=sizes, algorithm=algorithm)
 
@@ -196,38 +218,59 @@ def shift(
 def broadcast(x: Tensor, *, comm: Communicator, root: int = 0, algorithm: str = "auto") -> Tensor:
     """Give every rank the root's tensor.
 
-    The others pass a tensor of the same shape and dtype, whose values are not read.
+    Args:
+        x: the root's tensor; on the other ranks a tensor of the same shape, dtype and
+            `requires_grad`, whose values are not read.
+        comm, algorithm: as in `all_gather`.
+        root: rank whose tensor is sent.
+
+    Returns:
+        A new tensor with the root's values. Differentiable.
 
     Communication:
         One broadcast forward; one reduction to the root backward.
 
     Raises:
-        ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in
-            `all_gather`, on every rank.
+        ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in `all_gather`, on
+            every rank.
+        TypeError, ValueError: as in `all_gather`.
     """
     return call("broadcast", x, comm, root=root, algorithm=algorithm)
 
 
 def reduce(x: Tensor, *, comm: Communicator, root: int = 0, algorithm: str = "auto") -> Tensor:
-    """Sum the tensors of all ranks on the root. The others get zeros.
+    """Sum the tensors of all ranks on the root.
+
+    Args:
+        x: the same shape on every rank.
+        comm, algorithm: as in `all_gather`.
+        root: rank that gets the sum.
+
+    Returns:
+        A tensor like x: the sum on the root, zeros on the other ranks. Differentiable.
 
     Communication:
         One reduction forward; one broadcast backward.
 
     Raises:
-        ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in
-            `all_gather`, on every rank.
+        ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in `all_gather`, on
+            every rank.
+        TypeError, ValueError: as in `all_gather`.
     """
     return call("reduce", x, comm, root=root, algorithm=algorithm)
 
 
-# The non-blocking forms: the same arguments, communication and errors.
+# The non-blocking forms have the same arguments, communication and errors.
 
 
 def all_gather_start(
     x: Tensor, *, comm: Communicator, dim: int = 0, sizes: Sizes = None, algorithm: str = "auto"
 ) -> Pending:
-    """Begin an `all_gather`. `wait()` of the returned `Pending` gives the result."""
+    """Begin `all_gather` and return its `Pending` at once; `wait()` of it gives the result.
+
+    Arguments, communication and errors are those of `all_gather`. Every rank starts its collectives
+    in the same order and waits for each in the end, in any order. Until then x must not be changed.
+    """
     return begin("all_gather", x, comm, dim=dim, sizes=sizes, algorithm=algorithm)
 
 
@@ -240,7 +283,12 @@ def reduce_scatter_start(
     algorithm: str = "auto",
     deterministic: bool = False,
 ) -> Pending:
-    """Begin a `reduce_scatter`. `wait()` of the returned `Pending` gives the result."""
+    """Begin `reduce_scatter` and return its `Pending` at once; `wait()` of it gives the result.
+
+    Arguments, communication and errors are those of `reduce_scatter`. Every rank starts its
+    collectives in the same order and waits for each in the end, in any order. Until then x must not
+    be changed.
+    """
     return begin(
         "reduce_scatter",
         x,
@@ -260,7 +308,11 @@ def all_reduce_start(
     algorithm: str = "auto",
     deterministic: bool = False,
 ) -> Pending:
-    """Begin an `all_reduce`. `wait()` of the returned `Pending` gives the result."""
+    """Begin `all_reduce` and return its `Pending` at once; `wait()` of it gives the result.
+
+    Arguments, communication and errors are those of `all_reduce`. Every rank starts its collectives
+    in the same order and waits for each in the end, in any order. Until then x must not be changed.
+    """
     return begin("all_reduce", x, comm, op=op, algorithm=algorithm, deterministic=deterministic)
 
 
@@ -274,7 +326,11 @@ def all_to_all_start(
     concat_sizes: Sizes = None,
     algorithm: str = "auto",
 ) -> Pending:
-    """Begin an `all_to_all`. `wait()` of the returned `Pending` gives the result."""
+    """Begin `all_to_all` and return its `Pending` at once; `wait()` of it gives the result.
+
+    Arguments, communication and errors are those of `all_to_all`. Every rank starts its collectives
+    in the same order and waits for each in the end, in any order. Until then x must not be changed.
+    """
     return begin(
         "all_to_all",
         x,
@@ -296,12 +352,20 @@ def shift_start(
     sizes: Sizes = None,
     algorithm: str = "auto",
 ) -> Pending:
-    """Begin a `shift`. `wait()` of the returned `Pending` gives the result."""
+    """Begin `shift` and return its `Pending` at once; `wait()` of it gives the result.
+
+    Arguments, communication and errors are those of `shift`. Every rank starts its collectives in
+    the same order and waits for each in the end, in any order. Until then x must not be changed.
+    """
     return begin("shift", x, comm, offset=offset, dim=dim, sizes=sizes, algorithm=algorithm)
 
 
 def broadcast_start(
     x: Tensor, *, comm: Communicator, root: int = 0, algorithm: str = "auto"
 ) -> Pending:
-    """Begin a `broadcast`. `wait()` of the returned `Pending` gives the result."""
+    """Begin `broadcast` and return its `Pending` at once; `wait()` of it gives the result.
+
+    Arguments, communication and errors are those of `broadcast`. Every rank starts its collectives
+    in the same order and waits for each in the end, in any order. Until then x must not be changed.
+    """
     return begin("broadcast", x, comm, root=root, algorithm=algorithm)

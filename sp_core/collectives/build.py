@@ -1,7 +1,8 @@
-"""Make the map of a collective from its arguments: check, agree with the ranks, fill in sizes.
+"""Make the map of a collective (see `maps`) from its arguments: check, compare with ranks, fill in.
 
-`name` is the public function that was called. Ranks agree on it, because two functions with one map
-may differ in their backward, and MPI does not match a blocking collective with a non-blocking one.
+`build` does all of this. The ranks compare the name of the public function that was called, too.
+Two functions with the same map may differ in their backward, and MPI does not match a blocking
+collective with a non-blocking one.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ SUMMABLE = (
 )
 MOVABLE = (*SUMMABLE, torch.bool)
 NEEDED = object()
-"""In place of the default of an argument that has none."""
+"""Stands for the default of an argument that must be given."""
 
 
 Sizes = Sequence[int] | None
@@ -45,13 +46,15 @@ class Kind:
     """Describe the arguments of a collective.
 
     Args:
-        map: what carries it out; its fields have the names of the arguments.
-        dtypes: that it takes.
-        arguments: names and defaults, beside the tensor, the communicator and the algorithm.
-        joined: the names of the dim along which the ranks' tensors may differ, and of their
-            lengths, which they tell each other.
-        cut: the names of the dim along which a tensor is dealt out, and of the lengths of the
-            parts, even where not given.
+        map: the class of its maps; their fields have the names of the arguments.
+        dtypes: the dtypes that it takes.
+        arguments: name -> default, for all arguments except the tensor, the communicator and the
+            algorithm. `NEEDED` means that there is no default.
+        joined: (name of the argument for the dimension along which the ranks' tensors may differ in
+            length, name of the argument for these lengths). The ranks tell each other lengths that
+            are not given.
+        cut: (name of the argument for the dimension along which a tensor is cut into parts, name of
+            the argument for their lengths). Parts are even if no lengths are given.
     """
 
     map: type[Any]
@@ -62,7 +65,7 @@ class Kind:
 
     @cached_property
     def dims(self) -> tuple[str, ...]:
-        """The names of its dims."""
+        """Return the names of the arguments that are dimensions."""
         return tuple(pair[0] for pair in (self.cut, self.joined) if pair)
 
 
@@ -91,19 +94,28 @@ KINDS = {
     "broadcast": Kind(maps.Broadcast, MOVABLE, {"root": 0}),
     "reduce": Kind(maps.Reduce, SUMMABLE, {"root": 0}),
 }
-"""Every collective that can be called, planned and started."""
+"""For each collective that can be called, planned or started, its arguments."""
 
 
 def build(name: str, which: str, x: Tensor, comm: Communicator, /, **given: Any) -> maps.Map:
-    """Return the map of a collective, once all ranks agree on it.
+    """Return the map of a collective, after all ranks have compared its arguments.
 
     Args:
-        name: what was called.
+        name: of the public function that was called.
         which: the collective, one of `KINDS`.
         x: this rank's tensor.
         comm: the ranks.
-        given: its arguments; where sizes are left out, ranks say how much they have, and what is
-            dealt out is dealt out evenly.
+        given: the other arguments, by name. If lengths that may differ are left out, each rank
+            tells the others how long its tensor is.
+
+    Returns:
+        A map with all sizes filled in and the algorithm of a deterministic call chosen.
+
+    Communication:
+        One agreement. With `check="off"` only if lengths are left out.
+
+    Raises:
+        The errors of `api.all_gather`, on the ranks that are named there.
     """
     arguments.check_communicator(comm)
     kind = KINDS[which]
@@ -133,7 +145,10 @@ def build(name: str, which: str, x: Tensor, comm: Communicator, /, **given: Any)
 
 
 def _normal(x: Tensor, dim: int) -> int:
-    """Count `dim` from the front if that makes sense. `_checked` refuses the rest on every rank."""
+    """Return a negative `dim` counted from the front, and anything else as it is.
+
+    `_checked` refuses what is then no dimension of x.
+    """
     return (
         dim + x.dim()
         if isinstance(x, Tensor) and isinstance(dim, int) and -x.dim() <= dim < 0
@@ -144,7 +159,15 @@ def _normal(x: Tensor, dim: int) -> int:
 def _call(
     name: str, x: Tensor, comm: Communicator, free_dims: tuple[int | None], given: dict[str, Any]
 ) -> str:
-    """Describe the call that all ranks must make. Along `free_dims` their tensors may differ."""
+    """Return a text that describes the call; it must be the same on all ranks.
+
+    Args:
+        name: of the public function.
+        x: this rank's tensor.
+        comm: the ranks.
+        free_dims: dimensions whose length may differ between ranks; they are left out.
+        given: the other arguments by name.
+    """
     shown = ", ".join(
         f"{n}={tuple(v) if isinstance(v, Sequence) and not isinstance(v, str) else v}"
         for n, v in given.items()
@@ -158,9 +181,9 @@ def _call(
 
 
 def _checked(kind: Kind, x: Tensor, comm: Communicator, given: dict[str, Any]) -> int:
-    """Raise if the arguments are wrong.
+    """Raise an error if this rank's arguments are wrong.
 
-    Return this rank's length along the dim whose length may differ between ranks, or 0.
+    Return this rank's length along the dimension whose length may differ between ranks, or 0.
     """
     arguments.check(**given)
     arguments.check_tensor(x, comm, dtypes=kind.dtypes)
@@ -197,13 +220,21 @@ def _checked(kind: Kind, x: Tensor, comm: Communicator, given: dict[str, Any]) -
 
 
 def check_summable(tensors: Sequence[Tensor], comm: Communicator) -> None:
-    """Raise if an all-reduce cannot take one of the tensors."""
+    """Raise an error if an all-reduce cannot take one of the tensors."""
     arguments.check(tensors=tensors)
     for x in tensors:
         arguments.check_tensor(x, comm, dtypes=SUMMABLE)
 
 
 def _check_algorithm(op: str, algorithm: str, comm: Communicator, *, deterministic: bool) -> None:
+    """Raise `ValueError` if `comm` lacks the algorithm, or if a deterministic call cannot use it.
+
+    Args:
+        op: the collective.
+        algorithm: as the caller has given it.
+        comm: the ranks.
+        deterministic: whether the sum must be made in rank order.
+    """
     check_algorithm(op, algorithm)
     if algorithm == "window" and comm.window is None:
         raise ValueError(
@@ -222,7 +253,15 @@ def _check_algorithm(op: str, algorithm: str, comm: Communicator, *, determinist
 def _check_sizes(
     name: str, sizes: Sizes, comm: Communicator, *, own: int | None = None, total: int | None = None
 ) -> None:
-    """Raise if sizes do not describe a tensor of length `own` on this rank or `total` over all."""
+    """Raise `ShapeError` if sizes do not describe the tensors.
+
+    Args:
+        name: of the argument.
+        sizes: one per rank, or None, which is always right.
+        comm: the ranks.
+        own: length of this rank's tensor, to compare with its size; None: do not compare.
+        total: length to compare with the sum of all sizes; None: do not compare.
+    """
     if sizes is None:
         return
     if len(sizes) != comm.size or min(sizes) < 0:
@@ -241,6 +280,7 @@ def _check_sizes(
 
 
 def _check_sum(x: Tensor, op: str, *, in_place: bool) -> None:
+    """Raise an error if x cannot be reduced by `op`, or not in place, or not with a gradient."""
     wants_grad = x.requires_grad and torch.is_grad_enabled()
     if op not in REDUCTIONS:
         raise ValueError(f"op={op!r} was given; there are {tuple(REDUCTIONS)}. Pass one of them.")

@@ -1,4 +1,7 @@
-"""Bind the sums and copies of a program to memory, and say when sends must have completed."""
+"""Turn the sums and copies of a program into calls on memory.
+
+`rewritten` says when sends must have completed.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,14 @@ Work = Callable[[], object]
 
 
 def rewritten(program: Program, send: Tensor | None, recv: Tensor | None) -> Sequence[int]:
-    """Return for each step the number of the first step that may overwrite what it sends.
+    """Return for each step the index of the first step that may overwrite what the step sends.
 
-    The sends of a step must have completed before that step. If `send` and `recv` share only a
-    part of their memory, it is the step itself.
+    The sends must have completed before that step. If `send` and `recv` share only a part of their
+    memory, this is the step itself.
+
+    Args:
+        program: of this rank.
+        send, recv: the memory of IN and OUT, flat; None if this rank has none.
     """
     if send is None or recv is None or not _overlap(send, recv):
         return program.rewritten
@@ -28,6 +35,7 @@ def rewritten(program: Program, send: Tensor | None, recv: Tensor | None) -> Seq
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Return whether two contiguous tensors share any byte."""
     return (
         one.data_ptr() < other.data_ptr() + other.nbytes
         and other.data_ptr() < one.data_ptr() + one.nbytes
@@ -41,14 +49,14 @@ def combination(
     reduction: str,
     copying: Callable[[Tensor, Tensor], Work],
 ) -> Iterator[Work]:
-    """Yield the calls that write the sum (or max, min) of some vectors into another one.
+    """Yield the calls that write the sum (or maximum, minimum) of some vectors into another one.
 
     Args:
         into: receives the result.
-        parts: the vectors, in the order of the sum.
+        parts: the vectors, in the order of the sum; one of them may be `into` itself.
         wide: two float32 buffers, in which half types are added before one rounding.
         reduction: "sum", "max" or "min".
-        copying: makes the call that copies its second argument to its first.
+        copying: returns the call that copies its second argument into its first.
     """
     together = REDUCTIONS[reduction]
     if len(parts) == 1:
@@ -64,13 +72,19 @@ def combination(
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two vectors begin at the same address and are not empty."""
     return one.data_ptr() == other.data_ptr() and one.numel() > 0
 
 
 def _add_wide(
     into: Tensor, parts: list[Tensor], wide: tuple[Tensor, Tensor], together: Callable[..., Tensor]
 ) -> None:
-    """Add half types in float32 and round once, block by block, in existing memory."""
+    """Add half types in float32, `WIDE_BLOCK` elements at a time, and round once.
+
+    Args:
+        into, parts, wide: as in `combination`.
+        together: the torch function that combines two tensors.
+    """
     for start in range(0, into.numel(), WIDE_BLOCK):
         first, *rest = (part[start : start + WIDE_BLOCK] for part in parts)
         total, addend = (room[: first.numel()] for room in wide)

@@ -1,26 +1,26 @@
-"""Maps and their transposes as autograd functions: all that a differentiable collective is.
+"""Make collectives differentiable: autograd functions run the transposed collective in backward.
 
-The loss convention, for everything in this package: every rank has a loss of its own, and what is
-differentiated is their SUM over the ranks. A collective is then a linear map from all shards to all
-results, and its backward is the transpose of that map:
+The loss convention of this package: every rank has a loss of its own, and gradients are those of
+the SUM of the losses over the ranks. A collective is then a linear map from the tensors of all
+ranks to the results of all ranks. Its backward is the transpose of that map:
 
     all_gather  <-> reduce_scatter       all_to_all <-> all_to_all, split and concat swapped
     all_reduce  <-> all_reduce           shift      <-> shift the other way
     broadcast   <-> reduce
 
-Tensor parallelism also has values that all ranks hold alike and that count once. Three functions
-say where such a value begins or ends; a self-adjoint all_reduce there would multiply gradients by
-the number of ranks:
+Tensor parallelism also has values that all ranks hold alike and that count once in the loss. Three
+functions mark where such a value begins or ends. A plain all_reduce, which is its own transpose,
+would multiply gradients by the number of ranks there:
 
                        forward     backward
     copy_to_group      identity    all_reduce   one value becomes a copy for every rank
     reduce_from_group  all_reduce  identity     partial sums become one value
     gather_replicated  all_gather  own slice    shards become one value
 
-torch runs the backward of the functions of a graph in the reverse order of their creation. A
-started collective gets its function when it is started, which every rank does in the same order. So
-the collectives of a backward run in one order on all ranks, whatever the order in which each rank
-waits.
+torch runs the backward of the functions of a graph in the reverse order of their creation. The
+autograd function of a started collective is created when the collective starts, in the same order
+on every rank. So the collectives of a backward run in one order on all ranks, in whatever order
+each rank waits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,13 @@ from sp_core.communicator import Communicator
 
 @dataclass(frozen=True)
 class _Local:
-    """A map without communication, of the public function `name`."""
+    """Hold a function without communication that stands in for a map.
+
+    Args:
+        comm: the ranks.
+        name: of the public function, for errors.
+        run: the function.
+    """
 
     comm: Communicator
     name: str
@@ -48,7 +54,11 @@ class _Local:
 
 
 class _Apply(torch.autograd.Function):
-    """Run a map, or start it; the backward runs its transpose."""
+    """Carry out a map or begin it in forward, and carry out its transpose in backward.
+
+    `forward` takes x, the map, its transpose, and the function that carries out or begins the map.
+    In `backward` the ranks first compare which backward each is about to run.
+    """
 
     @staticmethod
     def forward(
@@ -76,33 +86,38 @@ _apply: Callable[[Tensor, Map | _Local, Map | _Local, Callable[[Tensor], Tensor]
 
 
 def apply(x: Tensor, mapping: Map) -> Tensor:
-    """Run a map and make its result a differentiable function of x."""
+    """Carry out a map on x, and return the result as a differentiable function of x."""
     return _apply(x, mapping, mapping.transpose, mapping.run)
 
 
 class Pending:
-    """A collective under way.
+    """Hold a collective that has begun. The `_start` functions return it.
 
-    Do other work, call `comm.poll()` now and then, and `wait()` for the result.
-
-    It keeps alive what it reads of the input, which must not be changed before `wait` has returned.
+    Do other work, call `comm.poll()` now and then so that the collective makes progress, and call
+    `wait()` for the result. The input must not be changed until `wait` has returned.
     """
 
     def __init__(self, x: Tensor, mapping: Map) -> None:
         self._mapping = mapping
         self._started: Started | None = None
-        # nobody can read it before `wait` has returned
+        # `wait` returns this tensor; it has no values before
         self._result = _apply(x, mapping, mapping.transpose, self._start)
 
     def _start(self, x: Tensor) -> Tensor:
+        """Begin the map on x, and return its result tensor, which has no values yet."""
         self._started = self._mapping.start(x.detach())
-        # the same memory, but not the tensor: writing into a view of it would change the graph
+        # the same memory in another tensor: writing into a view would change the graph of this one
         return self._started.out.detach()
 
     def wait(self) -> Tensor:
-        """Return the result, a differentiable function of the input.
+        """Wait until the collective is complete on this rank, and return the result.
 
-        A second call returns the same tensor.
+        The result is a differentiable function of the input. A second call returns the same tensor
+        at once.
+
+        Raises:
+            RankError: the communicator has been freed, or is known to have lost a rank
+                (`PeerFailed`).
         """
         if self._started is not None:
             self._started.wait()
@@ -111,16 +126,24 @@ class Pending:
 
 
 def call(which: str, x: Tensor, comm: Communicator, /, **given: Any) -> Tensor:
-    """Carry out a collective; `given` are its arguments."""
+    """Carry out a collective and return its result.
+
+    Args:
+        which: name of the collective.
+        x: this rank's tensor.
+        comm: the ranks.
+        given: the other arguments of the public function.
+    """
     return apply(x, build(which, which, x, comm, **given))
 
 
 def begin(which: str, x: Tensor, comm: Communicator, /, **given: Any) -> Pending:
-    """Begin the collective named `which` with the arguments `given`; return its `Pending`."""
+    """Begin the collective named `which` with the arguments `given`, and return its `Pending`."""
     return Pending(x, build(f"{which}_start", which, x, comm, **given))
 
 
 def _identity(comm: Communicator) -> _Local:
+    """Return the identity in place of a map."""
     return _Local(comm, "copy_to_group", lambda x: x.view_as(x))
 
 
@@ -138,8 +161,8 @@ def copy_to_group(x: Tensor, *, comm: Communicator) -> Tensor:
         None forward; one all-reduce of the gradient backward.
 
     Raises:
-        ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in
-            `all_gather`, on every rank.
+        ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in `all_gather`, on
+            every rank.
 
     Source: Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3, the operator f.
     """
@@ -178,20 +201,23 @@ def gather_replicated(
     sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
 ) -> Tensor:
-    """Put shards together into one value that all ranks hold alike, and that counts once.
+    """Put shards together into one value that all ranks hold alike.
+
+    The value counts once in the loss.
 
     Args:
         x, comm, dim, sizes, algorithm: as in `all_gather`.
 
     Returns:
-        As `all_gather`; its gradient, alike on all ranks, is cut and not summed.
+        As `all_gather`. Its gradient must be the same on all ranks. In backward each rank takes its
+        own slice of that, and nothing is summed.
 
     Communication:
         One all-gather forward; none backward.
 
     Raises:
-        ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in
-            `all_gather`, on every rank.
+        ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in `all_gather`, on
+            every rank.
     """
     gather = build(
         "gather_replicated", "all_gather", x, comm, dim=dim, sizes=sizes, algorithm=algorithm
@@ -203,7 +229,10 @@ def gather_replicated(
 
 
 class _CopyAllToGroup(torch.autograd.Function):
-    """`copy_to_group` for many tensors, whose gradients are summed in one all-reduce per dtype."""
+    """Apply `copy_to_group` to many tensors; backward makes one all-reduce per dtype.
+
+    `forward` takes the communicator and the tensors.
+    """
 
     @staticmethod
     def forward(ctx: Any, comm: Communicator, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -235,15 +264,16 @@ def copy_all_to_group(tensors: Sequence[Tensor], *, comm: Communicator) -> tuple
         comm: the ranks.
 
     Returns:
-        The tensors; the gradient of each is the sum of the gradients of all ranks.
+        The tensors, in the given order; the gradient of each is the sum of the gradients of all
+        ranks.
 
     Communication:
-        One agreement forward. Backward one all-reduce per dtype, once the gradients of all of them
-        have been computed.
+        One comparison (agreement) of the arguments forward. Backward one all-reduce per dtype, once
+        the gradients of all tensors have been computed.
 
     Raises:
-        ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in
-            `all_gather`, on every rank.
+        ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in `all_gather`, on
+            every rank.
     """
     check_communicator(comm)
     comm.agree_on(lambda: describe_all(tensors, comm), lambda: check_summable(tensors, comm))
@@ -251,13 +281,17 @@ def copy_all_to_group(tensors: Sequence[Tensor], *, comm: Communicator) -> tuple
 
 
 def describe_all(tensors: Sequence[Tensor], comm: Communicator) -> str:
-    """Describe what ranks that copy these tensors must have in common."""
+    """Return a text that must be the same on all ranks that call `copy_all_to_group`."""
     shown = ", ".join(f"{tuple(x.shape)} {x.dtype} {x.requires_grad}" for x in tensors)
     return f"copy_all_to_group({shown}, grad={torch.is_grad_enabled()}) on {comm.name}"
 
 
 def copy_all(tensors: Sequence[Tensor], comm: Communicator) -> tuple[Tensor, ...]:
-    """Do as `copy_all_to_group` once its arguments have been agreed on."""
+    """Do the same as `copy_all_to_group`, after the ranks have compared its arguments.
+
+    Return a tuple of tensors in the given order. Tensors that require no gradient are returned as
+    they are.
+    """
     apply_all: Any = _CopyAllToGroup.apply
     copies = iter(apply_all(comm, *(x for x in tensors if x.requires_grad)))
     return tuple(next(copies) if x.requires_grad else x for x in tensors)

@@ -1,9 +1,10 @@
-"""Carry a collective out: in messages, or in memory that the ranks share.
+"""Carry a collective out: in messages, by the MPI library, or in memory that the ranks share.
 
-A program is bound to memory once: its regions become views, its messages what the transport takes,
-its combinations calls that write into existing memory. After that a run makes no tensor. All
-messages of a run are announced when it starts, under a tag of their own; so each rank posts them
-when it is ready, and several collectives may be under way on a communicator.
+`bind` prepares a collective on fixed memory and returns a `Ready`. The regions of its program
+become views, its messages what the transport takes, its combinations calls that write into existing
+memory. A run, one execution, makes no new tensors. When it begins, it announces its messages to the
+communicator's observer (which checks them in tests). They have a tag of their own, and each rank
+posts them when it is ready. So several collectives may be under way.
 """
 
 from __future__ import annotations
@@ -50,15 +51,22 @@ def bind(
     *,
     resident: bool = False,
 ) -> Ready:
-    """Prepare a collective for its memory.
+    """Prepare a collective on fixed memory, to be carried out any number of times.
 
     Args:
         comm: the ranks.
-        operation: what moves.
-        send, recv: flat contiguous IN and OUT; None where this rank has none.
-        algorithm: a name of `sp_core.schedules.ALGORITHMS`, but "auto".
-        scratch: where scratch memory comes from.
-        resident: whether all ranks agree that IN lives in shared memory.
+        operation: this rank's view of the collective.
+        send, recv: flat contiguous input and output (IN and OUT); None if this rank has none.
+        algorithm: a name of `sp_core.schedules.ALGORITHMS`, but not "auto".
+        scratch: provides scratch memory.
+        resident: whether all ranks have agreed that IN lives in shared memory, at corresponding
+            places.
+
+    Returns:
+        A `Library` for "mpi", a `BoundWindow` for "window", else a `BoundProgram`.
+
+    Raises:
+        RankError: the communicator has been freed.
     """
     comm.ensure_open()
     if algorithm == "mpi":
@@ -71,9 +79,9 @@ def bind(
 
 
 class Ready(ABC):
-    """A collective on memory, ready to run any number of times, one after the other.
+    """Hold a collective on fixed memory, ready to run any number of times, one run after the other.
 
-    The arguments are those of `bind`.
+    A run is one execution of the collective. The constructor takes the arguments of `bind`.
     """
 
     def __init__(
@@ -97,15 +105,24 @@ class Ready(ABC):
 
     @abstractmethod
     def begin(self) -> Handle:
-        """Begin a run. The memory must not be touched until it is complete."""
+        """Begin a run and return its handle. All ranks do so in the same order.
+
+        The memory must be left alone until the run is complete.
+        """
 
     def start(self, *, once: bool = False) -> Handle:
-        """Begin a run that every `poll` advances. The scratch is given back if it runs `once`."""
+        """Begin a run that every `poll` of the communicator advances, and return its handle.
+
+        With `once`, scratch is released at the end: there must be no other run.
+        """
         running = self.begin()
         return self.comm.track(Transfer([running.test], after=self.release) if once else running)
 
     def run(self, *, once: bool = False) -> None:
-        """Carry out a run to its end, and count its time."""
+        """Carry the collective out to its end, and add the wall time to the counters of `comm`.
+
+        With `once`, scratch is released at the end: there must be no other run.
+        """
         if once:
             self.comm.wait(self.start(once=True), self.name)
             return
@@ -114,7 +131,7 @@ class Ready(ABC):
         self.comm.counters[self.name].seconds += time.perf_counter() - begun
 
     def release(self) -> None:
-        """Give the scratch back, after the last run."""
+        """Return the scratch memory to its provider. There must be no later run."""
         self._scratch.give(self._block)
 
     def _count(self, cost: Cost) -> None:
@@ -128,9 +145,13 @@ class Ready(ABC):
     def _work(
         self, program: Program, copying: Callable[[Tensor, Tensor], Work]
     ) -> list[tuple[Work, ...]]:
-        """Take scratch memory for sums in float32, and for TMP unless it is shared.
+        """Return, for each step of a program, the calls that make its combinations.
 
-        Return the calls of each step.
+        Take scratch memory for half-type sums in float32, and for TMP unless the ranks share it.
+
+        Args:
+            program: of this rank.
+            copying: returns the call that copies its second argument into its first.
         """
         length = wide_length(program, self.dtype)
         nbytes = 8 * length + (0 if program.shared else program.scratch * self.dtype.itemsize)
@@ -157,10 +178,13 @@ class Ready(ABC):
 
 
 class Library(Ready):
-    """A collective of the MPI library, which has no shift: that is a message each way."""
+    """Carry a collective out by the transport, which for host tensors calls the MPI library.
+
+    MPI has no shift: it is one message to a rank and one from another.
+    """
 
     def begin(self) -> Handle:
-        """Begin a run."""
+        """Begin a run and return its handle, which the communicator tests in every `poll`."""
         comm, operation, (send, recv) = self.comm, self.operation, self._buffers
         if operation.op != "shift":
             return comm.start(operation, send, recv)
@@ -173,11 +197,11 @@ class Library(Ready):
         return comm.exchange([(dest, send)], [(source, recv)], "shift")
 
     def start(self, *, once: bool = False) -> Handle:
-        """Begin a run. The communicator tracks it, and it has no scratch."""
+        """Begin a run and return its handle. `once` changes nothing, as there is no scratch."""
         return self.begin()
 
     def run(self, *, once: bool = False) -> None:
-        """Run the collective once and wait for its end. `once` changes nothing: no scratch."""
+        """Carry the collective out and wait for its end. `once` changes nothing: no scratch."""
         if self.operation.op == "shift":
             self.comm.wait(self.begin(), self.name)
         else:
@@ -185,22 +209,25 @@ class Library(Ready):
 
     @cached_property
     def _call(self) -> Work:
+        """Return the function that carries out the collective, prepared once."""
         return self.comm.prepare(self.operation, *self._buffers)
 
 
 @dataclass(frozen=True)
 class BoundStep:
-    """A step whose messages and combinations know their memory."""
+    """Hold one step of a program: bound messages, calls that combine, and the index `rewritten`.
+
+    Its sends must have completed before the step of that index begins, which may overwrite them.
+    """
 
     sends: Bound
     recvs: Bound
     work: tuple[Work, ...]
     rewritten: int
-    """The first step before which the sends must have left."""
 
 
 class BoundProgram(Ready):
-    """A program of messages on memory."""
+    """Carry a collective out by a program of messages, the last argument."""
 
     def __init__(
         self,
@@ -224,17 +251,20 @@ class BoundProgram(Ready):
         return [(message.peer, self._view(message.region)) for message in messages]
 
     def begin(self) -> Running:
-        """Begin a run."""
+        """Begin a run and return its handle.
+
+        Announce its messages to the communicator's observer.
+        """
         self._count(self._cost)
         self.comm.transport.announce(self._sends, self._recvs)
         return Running(self)
 
 
 class Running:
-    """A run under way; a handle.
+    """Represent one run of a `BoundProgram`; a `Handle`. It advances only in `test`.
 
-    What it launches on a device follows what was launched before it began, whoever asks how far it
-    is, and the results are complete on the stream of whoever is told that it is done.
+    On a device, `test` may be called on any stream. The work of the run follows what was queued
+    before it began. The stream on which `test` returns True waits for the results.
     """
 
     def __init__(self, bound: BoundProgram) -> None:
@@ -242,16 +272,17 @@ class Running:
         self._tag = bound.comm.next_tag()
         self._posted = 0
         self._under_way: deque[tuple[Handle, tuple[Work, ...]]] = deque()
-        self._leaving: list[
-            tuple[int, Handle]
-        ] = []  # sends, and the step that has to wait for them
+        self._leaving: list[tuple[int, Handle]] = []  # (step that must wait, its sends)
         self._stream = (
             None if bound.device.type == "cpu" else torch.accelerator.current_stream(bound.device)
         )
         self._post()
 
     def test(self) -> bool:
-        """Combine what has arrived and post the next steps. Return True once all is done."""
+        """Combine what has arrived and post the next steps, without waiting.
+
+        Return True once all steps are made and all sends have completed.
+        """
         if self._stream is None:
             return self._advance()
         with on_stream(self._stream):
@@ -265,7 +296,7 @@ class Running:
         while self._under_way:
             handle, work = self._under_way[0]
             if not handle.test():
-                self._have_left(self._posted)  # a transport may need to be asked before it sends
+                self._have_left(self._posted)  # some transports send only when tested
                 return False
             for item in work:
                 item()
@@ -274,7 +305,7 @@ class Running:
         return self._posted == len(self._bound.steps) and self._have_left(self._posted)
 
     def _post(self) -> None:
-        """Post steps until `depth` are under way, or the next writes to memory still being sent."""
+        """Post steps until `depth` are under way, or the next would overwrite unfinished sends."""
         bound = self._bound
         while (
             len(self._under_way) < bound.depth
@@ -287,9 +318,9 @@ class Running:
             self._under_way.append((handle, step.work))
 
     def _begin(self, step: BoundStep) -> Handle:
-        """Post the messages of a step.
+        """Post the messages of a step, and return the handle that its combinations wait for.
 
-        Its sends get a handle of their own if later steps need not wait for them.
+        The sends get another handle if later steps need not wait for them.
         """
         transport = self._bound.comm.transport
         if not step.sends or step.rewritten == self._posted:
@@ -299,7 +330,7 @@ class Running:
         return handle
 
     def _have_left(self, step: int) -> bool:
-        """Return whether all sends have completed that must do so before a step."""
+        """Return whether all sends have completed that must do so before step `step` is posted."""
         if self._leaving:
             self._leaving = [
                 (first, handle) for first, handle in self._leaving if not handle.test()
@@ -308,11 +339,11 @@ class Running:
 
 
 class BoundWindow(Ready):
-    """A collective in shared memory.
+    """Carry a collective out in memory that the ranks share.
 
-    Its steps depend on the slots that it begins with; they are bound to memory when they are first
-    needed, and kept for the next run. The operation says whether IN lives in shared memory on every
-    rank, at the same place.
+    The steps of a run depend on the slot (buffer in shared memory) that it begins with. For each
+    slot they are bound to memory when first needed, and kept. `operation.resident` says whether IN
+    lives in shared memory on every rank, at corresponding places.
     """
 
     def __init__(
@@ -348,11 +379,11 @@ class BoundWindow(Ready):
         self._bound: dict[int, tuple[list[tuple[Work, ...]], Cost]] = {}
 
     def begin(self) -> Handle:
-        """Begin a run."""
+        """Begin a run and return its handle. All ranks do so in the same order."""
         return self._window.start(self._next(), self._what)
 
     def _next(self) -> list[tuple[Work, ...]]:
-        """Count a run that begins now, and return its steps."""
+        """Add the cost of a run that begins now to the counters, and return its steps."""
         first = self._window.begun % SLOTS
         if first not in self._bound:
             program = program_of(self._operation._replace(first=first), "window")

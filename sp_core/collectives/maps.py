@@ -1,12 +1,12 @@
-"""Every collective as a linear map from all shards to all results, with its transpose.
+"""Define each collective as a linear map from the tensors of all ranks to the results of all ranks.
 
     AllGather  <-> ReduceScatter     AllToAll <-> AllToAll with split and concat swapped
     Broadcast  <-> Reduce            Shift    <-> Shift the other way
     AllReduce  <-> AllReduce
 
-A map knows all sizes, so running it needs no agreement. It brings a tensor into the flat form that
-a transport moves, and back.
-Shapes: `*` stands for the other dimensions.
+The arrows show transposes, which are the maps of the gradients. A `Map` knows all sizes, so the
+ranks need not compare anything to run it. It copies a tensor into the flat form that a transport
+moves, and back. `*` in a shape stands for the other dimensions.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from sp_core.transport import Handle
 
 
 def nothing() -> None:
-    """Do nothing: what stands in place of a copy that is not needed."""
+    """Do nothing: stands for a copy that is not needed."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A collective ready to run.
+    """Hold the buffers of a collective.
 
     Args:
-        operation: what moves.
-        send, recv: the flat buffers.
-        out: the result. Its memory is there from the beginning, its values are not.
-        refresh: brings the input into `send` again; `nothing` if that is the memory of the input.
-        finish: brings what was received into `out`, where that is not the memory that receives.
+        operation: this rank's view of the collective.
+        send, recv: flat buffers of the input and of what is received; None: this rank has none.
+        out: the result, without values until `result` is called.
+        refresh: copies the input into `send` again; `nothing` if `send` is the input's memory.
+        finish: fills `out`; `nothing` if `out` is the memory of `recv`.
     """
 
     operation: Operation
@@ -53,14 +53,14 @@ class Prepared:
     finish: Work = nothing
 
     def result(self) -> Tensor:
-        """Return the tensor with its values, once the transfer is complete."""
+        """Return the result with its values, once the transfer is complete."""
         self.finish()
         return self.out
 
 
 @dataclass(frozen=True)
 class Started:
-    """A collective under way. Only its handle keeps the input, until the transfer is complete."""
+    """Hold a collective that has begun. Its handle keeps the buffers alive until the end."""
 
     mapping: Map
     handle: Handle
@@ -68,7 +68,7 @@ class Started:
     finish: Work
 
     def wait(self) -> Tensor:
-        """Return the result when the transfer is complete."""
+        """Wait until the transfer is complete on this rank, and return the result."""
         self.mapping.comm.wait(self.handle, self.mapping.name)
         self.finish()
         return self.out
@@ -76,10 +76,10 @@ class Started:
 
 @dataclass(frozen=True)
 class Map(ABC):
-    """A collective over `comm` with all its sizes known.
+    """Hold a collective over `comm` with all its sizes. Subclasses add these as fields.
 
-    `name` is what it is counted under. `algorithm` goes over to the map of the gradients, which
-    uses it if it has one of that name. `planned`: it is prepared once for many runs.
+    `name` is its name in counters. `algorithm` is what the caller asked for; the transpose gets it
+    too. `planned` says that it is prepared once for many runs.
     """
 
     name: ClassVar[str]
@@ -90,20 +90,20 @@ class Map(ABC):
     @property
     @abstractmethod
     def transpose(self) -> Map:
-        """The map of the gradients."""
+        """Return the map of the gradients."""
 
     @abstractmethod
     def prepare(self, x: Tensor) -> Prepared:
-        """Copy `x` into flat form, unless it is flat already."""
+        """Return buffers for x. Copy x into flat form, unless it is flat already."""
 
     def run(self, x: Tensor) -> Tensor:
-        """Carry it out."""
+        """Carry the collective out, and return the result."""
         prepared = self.prepare(x)
         self._bind(prepared).run(once=True)
         return prepared.result()
 
     def start(self, x: Tensor) -> Started:
-        """Begin it. The buffers live as long as the handle."""
+        """Begin the collective, and return without waiting."""
         prepared = self.prepare(x)
         handle = self._bind(prepared).start(once=True)
         return Started(self, handle, prepared.out, prepared.finish)
@@ -115,10 +115,10 @@ class Map(ABC):
 
     @property
     def named(self) -> str:
-        """The algorithm that the call, or else the mesh, asks for; "auto" if they leave it open.
+        """Return the algorithm that the call, or else the mesh, asks for; "auto" if neither does.
 
-        A name that the collective does not have counts as "auto": it was given to the collective
-        whose gradients these are. So does "window" if a communicator has none.
+        A name that this collective does not have counts as "auto": it was meant for the collective
+        of which this is the transpose. So does "window" on a communicator without a window.
         """
         for name in (self.algorithm, self.comm.algorithms[self.name]):
             there = name != "window" or self.comm.window is not None
@@ -127,10 +127,10 @@ class Map(ABC):
         return "auto"
 
     def chosen(self, nbytes: int) -> str:
-        """Return the algorithm that carries it out: the one that is `named`.
+        """Return the algorithm to use: `named`, or for "auto" the best one for this size.
 
-        If nothing but "auto" is said, constants decide for tensors in host memory, if there are
-        any. Else it is the window, or the library if there is none.
+        The tuning of the mesh decides for tensors in host memory. Without one, "window" is taken if
+        the communicator has a window, else "mpi".
 
         Args:
             nbytes: of the whole vector, the same on every rank.
@@ -148,7 +148,7 @@ class Map(ABC):
     def operation(
         self, x: Tensor, counts: tuple[int, ...], root: int = 0, reduction: str = "sum"
     ) -> Operation:
-        """Return this rank's view of it, as in `sp_core.schedules.operation`."""
+        """Return this rank's `Operation`; the arguments are as in `schedules.operation`."""
         return operation(
             self.name,
             self.comm.rank,
@@ -162,7 +162,7 @@ class Map(ABC):
 
 @dataclass(frozen=True)
 class _AlongDim(Map):
-    """A collective of pieces along `dim`, of which rank r contributes or gets `sizes[r]`."""
+    """Hold a collective of pieces along `dim`; rank r contributes or gets `sizes[r]`."""
 
     dim: int
     sizes: tuple[int, ...]
@@ -175,15 +175,13 @@ class _AlongDim(Map):
         recv = x.new_empty((received, *rows.shape[1:]))
         send, refresh = flattened(rows)
         moves = self.operation(x, tuple(size * width for size in self.sizes), self.offset)
-        out = (
-            recv.movedim(0, self.dim) if self.dim else recv
-        )  # the tensor itself, not a view of it, where the rows lie in order
+        out = recv.movedim(0, self.dim) if self.dim else recv  # for dim 0: recv, no view of it
         return Prepared(moves, send, recv.view(-1), out, refresh)
 
 
 @dataclass(frozen=True)
 class AllGather(_AlongDim):
-    """`(sizes[r], *)` on rank r to `(sum(sizes), *)` on every rank, along `dim`."""
+    """Map `(sizes[r], *)` on rank r to `(sum(sizes), *)` on every rank, along `dim`."""
 
     name = "all_gather"
 
@@ -194,7 +192,7 @@ class AllGather(_AlongDim):
 
 @dataclass(frozen=True)
 class ReduceScatter(_AlongDim):
-    """`(sum(sizes), *)` on every rank to the sum of rank r's rows, `(sizes[r], *)`, along `dim`."""
+    """Map `(sum(sizes), *)` on every rank to the sum of rank r's rows, `(sizes[r], *)`."""
 
     name = "reduce_scatter"
 
@@ -205,9 +203,9 @@ class ReduceScatter(_AlongDim):
 
 @dataclass(frozen=True)
 class Shift(_AlongDim):
-    """Rank r's tensor goes to rank `(r + offset) % size`.
+    """Send rank r's tensor to rank `(r + offset) % size`.
 
-    Rank r holds `sizes[r]` along `dim` before.
+    Rank r's tensor has length `sizes[r]` along `dim` before the shift.
     """
 
     name = "shift"
@@ -222,7 +220,7 @@ class Shift(_AlongDim):
 
 @dataclass(frozen=True)
 class AllReduce(Map):
-    """The sum (or max, min) of everybody's tensor, on every rank."""
+    """Map the tensors of all ranks to their sum (or max, min) on every rank."""
 
     name = "all_reduce"
     op: str = "sum"
@@ -242,7 +240,7 @@ class AllReduce(Map):
         )
 
     def _prepare_extremum(self, x: Tensor) -> Prepared:
-        """Send marks for NaN beside the numbers. MPI libraries differ in how they compare it."""
+        """Add marks for NaN to the numbers. MPI libraries differ in how they compare NaN."""
         send = self._marked(x)
         recv, out = torch.empty_like(send), torch.empty(x.shape, dtype=x.dtype, device=x.device)
         moves = self.operation(x, (send.numel(),), reduction=self.op)
@@ -252,14 +250,14 @@ class AllReduce(Map):
         )
 
     def _marked(self, x: Tensor) -> Tensor:
-        """Stack the numbers, with 0 for NaN, and marks where NaN was."""
+        """Stack x, with 0 in place of NaN, and a tensor that is not 0 where x is NaN."""
         marks = x.isnan().to(x.dtype) * (1 if self.op == "max" else -1)
         return torch.stack((x.detach().masked_fill(x.isnan(), 0), marks))
 
 
 @dataclass(frozen=True)
 class InPlace(AllReduce):
-    """An all-reduce in place of its input. Other memory is used where that is impossible."""
+    """Write the sum of all ranks' tensors into x: in place if possible, else by a copy."""
 
     def prepare(self, x: Tensor) -> Prepared:
         if x.is_contiguous() and self.chosen(x.nbytes) != "mpi":
@@ -271,11 +269,11 @@ class InPlace(AllReduce):
 
 @dataclass(frozen=True)
 class AllToAll(Map):
-    """Rank r keeps part r of `split_dim` of everybody's tensor, put together along `concat_dim`.
+    """Send part r of `split_dim` to rank r, and concatenate received parts along `concat_dim`.
 
-    Rank r holds `concat_sizes[r]` of `concat_dim` and all of `split_dim` before, and
-    `split_sizes[r]` of `split_dim` and all of `concat_dim` after. Each piece travels with
-    `concat_dim` first, so that what arrives is the result without another copy.
+    Before, rank r has `concat_sizes[r]` of `concat_dim` and all of `split_dim`; after,
+    `split_sizes[r]` of `split_dim` and all of `concat_dim`. Pieces are sent with `concat_dim`
+    first, so that the received data are the result without another copy.
     """
 
     name = "all_to_all"
@@ -307,9 +305,8 @@ class AllToAll(Map):
             "all_to_all", rank, self.comm.size, going, coming, longest, itemsize=x.itemsize
         )
         pieces = rows.detach().split(list(self.split_sizes), 1)
-        send, refresh = (
-            flattened(rows) if mine == 1 else packed(pieces)
-        )  # of a single row the pieces lie one after the other
+        # the pieces of a single row lie one after the other
+        send, refresh = flattened(rows) if mine == 1 else packed(pieces)
         recv = x.new_empty((sum(self.concat_sizes), kept, *rows.shape[2:]))
         return Prepared(
             moves,
@@ -322,7 +319,7 @@ class AllToAll(Map):
 
 @dataclass(frozen=True)
 class Broadcast(Map):
-    """The root's tensor on every rank. Those of the other ranks are not read."""
+    """Map the root's tensor to every rank. Tensors of the other ranks are not read."""
 
     name = "broadcast"
     root: int
@@ -342,7 +339,7 @@ class Broadcast(Map):
 
 @dataclass(frozen=True)
 class Reduce(Map):
-    """The sum of everybody's tensor on the root; zeros on the others."""
+    """Map the tensors of all ranks to their sum on the root, and to zeros elsewhere."""
 
     name = "reduce"
     root: int
@@ -359,7 +356,7 @@ class Reduce(Map):
 
 
 def one_ahead(calls: Iterable[tuple[Map, Tensor]]) -> Iterator[Tensor]:
-    """Yield the results of collectives, each after the next one was started."""
+    """Yield the result of each collective, in order, after starting the one that follows it."""
     under_way: deque[Started] = deque()
     for mapping, x in calls:
         under_way.append(mapping.start(x))
@@ -370,14 +367,14 @@ def one_ahead(calls: Iterable[tuple[Map, Tensor]]) -> Iterator[Tensor]:
 
 
 def flattened(x: Tensor) -> tuple[Tensor, Work]:
-    """Return the elements in logical order as a contiguous vector, and how to refresh a copy."""
+    """Return the elements of x as a flat vector, and a call that copies x into it again."""
     vector = x.detach().contiguous().view(-1)
     shared = vector.data_ptr() == x.data_ptr()
     return vector, nothing if shared else partial(vector.view(x.shape).copy_, x.detach())
 
 
 def packed(parts: Sequence[Tensor]) -> tuple[Tensor, Work]:
-    """Return the elements of some tensors one after the other, and how to refresh them."""
+    """Return the elements of all parts in one vector, and a call that copies them again."""
     lengths = [part.numel() for part in parts]
     vector = parts[0].new_empty(sum(lengths))
     places = vector.split(lengths)
@@ -391,7 +388,7 @@ def packed(parts: Sequence[Tensor]) -> tuple[Tensor, Work]:
 
 
 def overlaps(x: Tensor) -> bool:
-    """Return whether elements of a tensor may share memory."""
+    """Return whether elements of a tensor may share memory, by its strides."""
     reach = 0
     for stride, length in sorted(zip(x.stride(), x.shape, strict=True)) if x.numel() else ():
         if length > 1 and stride <= reach:

@@ -1,4 +1,4 @@
-"""Prepare a collective once for one tensor, and run it many times; sum in place."""
+"""Prepare a collective once for one tensor and run it many times (`plan`); sum in place."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from sp_core.scratch import Scratch
 from sp_core.transport import Handle
 
 RESIDENT_BYTES = 1 << 14
-"""From this many bytes on, other ranks read a vector in shared memory in place.
+"""Fewest bytes of a vector that a plan lets other ranks read in place, with algorithm "auto".
 
-A smaller one travels faster as a message.
-"""
+A smaller vector is faster with the algorithm that "auto" takes for other tensors."""
 
 
 class Plan:
-    """A collective on one tensor, whose buffers and messages are made once. `plan` makes it.
+    """Hold a collective on one tensor, whose buffers and messages are made once. `plan` returns it.
+
+    Every rank runs its plans in the same order.
 
     Attributes:
         input: the tensor that every run reads.
-        algorithm: what carries it out; "mpi" is the MPI library.
+        algorithm: name of the algorithm; "mpi" is the MPI library's own.
     """
 
     def __init__(self, mapping: Map, x: Tensor) -> None:
@@ -43,10 +44,14 @@ class Plan:
         )
 
     def run(self) -> Tensor:
-        """Carry it out on what the input holds now.
+        """Carry the collective out on the values that `input` has now, and wait for the end.
 
         Returns:
-            As the function that the plan is for, without a gradient. The next run overwrites it.
+            The same as the function that the plan is for, without a gradient. The next run
+            overwrites it.
+
+        Raises:
+            CollectiveMismatch: the ranks run different plans; not compared with `check="off"`.
         """
         self._agree(f"a run of the plan of {self._name}")
         self._prepared.refresh()
@@ -54,24 +59,30 @@ class Plan:
         return self._prepared.result()
 
     def start(self) -> Handle:
-        """Begin a run; `finish` waits for it.
+        """Begin a run and return its handle at once; pass this to `finish`.
 
-        Until then the input must not be changed, nor another run begun.
+        Until `finish` has returned, `input` must not be changed, and no other run of this plan may
+        begin.
+
+        Raises:
+            CollectiveMismatch: as `run`.
         """
         self._agree(f"a started run of the plan of {self._name}")
         self._prepared.refresh()
         return self._bound.start()
 
     def finish(self, handle: Handle) -> Tensor:
-        """Wait for a run and return its result, as `run` does."""
+        """Wait for the run of a handle that `start` returned. Return the result, as `run` does."""
         self._comm.wait(handle, self._name)
         return self._prepared.result()
 
 
 def _resident(mapping: Map, prepared: Prepared) -> bool:
-    """Return whether every rank has its tensor in the same place of shared memory.
+    """Return whether the input lies in shared memory on every rank, at corresponding places.
 
-    Others read it there then. The pieces of an all-to-all are packed first.
+    The other ranks then read it there. False for small tensors, if the caller asks for an algorithm
+    without shared memory, and for an all-to-all, whose pieces are packed first. Unless the answer
+    is clear without, the ranks compare their places: an agreement.
     """
     comm, moves, asked = mapping.comm, prepared.operation, mapping.named
     if comm.window is None or asked not in ("auto", "window") or moves.op == "all_to_all":
@@ -89,23 +100,25 @@ def plan(op: str, x: Tensor, /, *, comm: Communicator, **arguments: Any) -> Plan
     Args:
         op: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift", "broadcast" or
             "reduce"; or "all_reduce_", in place.
-        x: what every run reads. Contiguous memory is read where it is, anything else is copied
-            first in every run. In a window a tensor of `shared_empty` is read in place by the other
-            ranks too.
+        x: the tensor that every run reads. If it is contiguous, it is read where it is; else every
+            run copies it first. If the mesh has a window, other ranks read a tensor of
+            `shared_empty` in place, too.
         comm: the ranks.
-        arguments: those of the function of that name. "auto" takes the window for a tensor that
-            lives there and is not small.
+        arguments: those of the function called `op`. The algorithm "auto" takes the window for a
+            tensor of `shared_empty` with 16 KiB or more in all.
 
     Returns:
-        A plan. With `check="off"` its `run` agrees on nothing, because that is done here. In host
-        memory it makes no tensor, unless `transport="distributed"` carries it.
+        A `Plan`. With `check="off"` its runs compare nothing between the ranks, because that is
+        done here. In host memory a run makes no tensor, unless `transport="distributed"` carries it
+        out.
 
     Communication:
-        One agreement, in a window two. Each run: as the function of that name; its agreement
-        compares which plan is run.
+        One agreement; with a window up to two. Each run: as the function called `op`, but its
+        agreement compares which plan is run.
 
     Raises:
-        ValueError: another `op`; all others as the function of that name.
+        ValueError: another `op`, or arguments that the function does not have, on every rank.
+        All others: as the function called `op`.
     """
     check_communicator(comm)
     if problem := _problem(op, arguments):
@@ -121,29 +134,32 @@ def all_reduce_(
     algorithm: str = "auto",
     deterministic: bool = False,
 ) -> Tensor:
-    """Replace x by the sum of the tensors of all ranks.
+    """Replace x by the sum of the tensors of all ranks (or their maximum or minimum).
 
     Args:
-        x: the same shape on every rank; without a gradient.
+        x: the same shape on every rank; a tensor that requires a gradient only under
+            `torch.no_grad()`.
         comm, op, algorithm, deterministic: as in `all_reduce`.
 
     Returns:
         x.
 
     Communication:
-        One all-reduce. The algorithms of `sp_core.schedules` need their scratch, the MPI library a
-        copy of x.
+        The same as the forward of `all_reduce`. The call needs memory beside x: for "mpi" and for
+        an x that is not contiguous a copy of x; for other algorithms the scratch of
+        `sp_core.schedules.cost`.
 
     Raises:
-        ValueError: a tensor that requires a gradient.
-        ShapeError: elements of the tensor share memory; all others as `all_reduce`.
+        ValueError: x requires a gradient and gradients are enabled.
+        ShapeError: elements of x share memory, as in an expanded tensor.
+        All others: as `all_reduce`.
     """
     given = {"op": op, "algorithm": algorithm, "deterministic": deterministic}
     return build("all_reduce_", "all_reduce_", x, comm, **given).run(x)
 
 
 def _problem(op: str, given: Mapping[str, Any]) -> str:
-    """Say what is wrong with the names of a plan's arguments. Return nothing if all is well."""
+    """Return what is wrong with the name `op` or the names of a plan's arguments, or ""."""
     if op not in KINDS:
         return f"a plan of {op!r} was asked for; there are {tuple(KINDS)}. Pass one of them."
     known = KINDS[op].arguments
@@ -157,4 +173,5 @@ def _problem(op: str, given: Mapping[str, Any]) -> str:
 
 
 def _refuse(problem: str) -> str:
+    """Raise `ValueError` with this text."""
     raise ValueError(problem)
