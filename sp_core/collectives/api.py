@@ -3,7 +3,7 @@
 Every rank of `comm` calls the same functions in the same order. Before a function sends anything,
 the ranks compare its arguments and the shape, dtype and `requires_grad` of the tensor. An error on
 one rank is raised on all. A mesh made with `check="off"` leaves this comparison out, unless sizes
-must be found out. Then an error is raised only on the rank that finds it.
+must be found out. Without a comparison, an error is raised only on the rank that finds it.
 
 The backward of a collective is a collective. It runs on a rank only if that rank's result is used,
 so use the result on all ranks or on none. Before a backward the ranks compare which backward each
@@ -266,10 +266,11 @@ def reduce(x: Tensor, *, comm: Communicator, root: int = 0, algorithm: str = "au
 def all_gather_start(
     x: Tensor, *, comm: Communicator, dim: int = 0, sizes: Sizes = None, algorithm: str = "auto"
 ) -> Pending:
-    """Begin `all_gather` and return its `Pending` at once; `wait()` of it gives the result.
+    """Begin `all_gather` and return a `Pending`, whose `wait()` gives the result.
 
-    Arguments, communication and errors are those of `all_gather`. Every rank starts its collectives
-    in the same order and waits for each in the end, in any order. Until then x must not be changed.
+    Arguments, communication and errors are those of `all_gather`; wrong arguments are reported
+    here. All ranks start their collectives in one order. Each rank waits for all of them in the
+    end, in any order. x must not be changed until `wait()` has returned.
     """
     return begin("all_gather", x, comm, dim=dim, sizes=sizes, algorithm=algorithm)
 
@@ -283,11 +284,11 @@ def reduce_scatter_start(
     algorithm: str = "auto",
     deterministic: bool = False,
 ) -> Pending:
-    """Begin `reduce_scatter` and return its `Pending` at once; `wait()` of it gives the result.
+    """Begin `reduce_scatter` and return a `Pending`, whose `wait()` gives the result.
 
-    Arguments, communication and errors are those of `reduce_scatter`. Every rank starts its
-    collectives in the same order and waits for each in the end, in any order. Until then x must not
-    be changed.
+    Arguments, communication and errors are those of `reduce_scatter`; wrong arguments are reported
+    here. All ranks start their collectives in one order. Each rank waits for all of them in the
+    end, in any order. x must not be changed until `wait()` has returned.
     """
     return begin(
         "reduce_scatter",
@@ -308,10 +309,11 @@ def all_reduce_start(
     algorithm: str = "auto",
     deterministic: bool = False,
 ) -> Pending:
-    """Begin `all_reduce` and return its `Pending` at once; `wait()` of it gives the result.
+    """Begin `all_reduce` and return a `Pending`, whose `wait()` gives the result.
 
-    Arguments, communication and errors are those of `all_reduce`. Every rank starts its collectives
-    in the same order and waits for each in the end, in any order. Until then x must not be changed.
+    Arguments, communication and errors are those of `all_reduce`; wrong arguments are reported
+    here. All ranks start their collectives in one order. Each rank waits for all of them in the
+    end, in any order. x must not be changed until `wait()` has returned.
     """
     return begin("all_reduce", x, comm, op=op, algorithm=algorithm, deterministic=deterministic)
 
@@ -326,10 +328,11 @@ def all_to_all_start(
     concat_sizes: Sizes = None,
     algorithm: str = "auto",
 ) -> Pending:
-    """Begin `all_to_all` and return its `Pending` at once; `wait()` of it gives the result.
+    """Begin `all_to_all` and return a `Pending`, whose `wait()` gives the result.
 
-    Arguments, communication and errors are those of `all_to_all`. Every rank starts its collectives
-    in the same order and waits for each in the end, in any order. Until then x must not be changed.
+    Arguments, communication and errors are those of `all_to_all`; wrong arguments are reported
+    here. All ranks start their collectives in one order. Each rank waits for all of them in the
+    end, in any order. x must not be changed until `wait()` has returned.
     """
     return begin(
         "all_to_all",
@@ -352,10 +355,11 @@ def shift_start(
     sizes: Sizes = None,
     algorithm: str = "auto",
 ) -> Pending:
-    """Begin `shift` and return its `Pending` at once; `wait()` of it gives the result.
+    """Begin `shift` and return a `Pending`, whose `wait()` gives the result.
 
-    Arguments, communication and errors are those of `shift`. Every rank starts its collectives in
-    the same order and waits for each in the end, in any order. Until then x must not be changed.
+    Arguments, communication and errors are those of `shift`; wrong arguments are reported here. All
+    ranks start their collectives in one order. Each rank waits for all of them in the end, in any
+    order. x must not be changed until `wait()` has returned.
     """
     return begin("shift", x, comm, offset=offset, dim=dim, sizes=sizes, algorithm=algorithm)
 
@@ -363,9 +367,10 @@ def shift_start(
 def broadcast_start(
     x: Tensor, *, comm: Communicator, root: int = 0, algorithm: str = "auto"
 ) -> Pending:
-    """Begin `broadcast` and return its `Pending` at once; `wait()` of it gives the result.
+    """Begin `broadcast` and return a `Pending`, whose `wait()` gives the result.
 
-    Arguments, communication and errors are those of `broadcast`. Every rank starts its collectives
-    in the same order and waits for each in the end, in any order. Until then x must not be changed.
+    Arguments, communication and errors are those of `broadcast`; wrong arguments are reported here.
+    All ranks start their collectives in one order. Each rank waits for all of them in the end, in
+    any order. x must not be changed until `wait()` has returned.
     """
     return begin("broadcast", x, comm, root=root, algorithm=algorithm)

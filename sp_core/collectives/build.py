@@ -33,7 +33,9 @@ SUMMABLE = (
     torch.int8,
     torch.uint8,
 )
+"""Dtypes that collectives which add can take."""
 MOVABLE = (*SUMMABLE, torch.bool)
+"""Dtypes that collectives which only move data can take."""
 NEEDED = object()
 """Stands for the default of an argument that must be given."""
 

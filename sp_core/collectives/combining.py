@@ -13,6 +13,7 @@ from torch import Tensor
 from sp_core.schedules import HALF, REDUCTIONS, WIDE_BLOCK, Program
 
 Work = Callable[[], object]
+"""A function that makes one copy or sum."""
 
 
 def rewritten(program: Program, send: Tensor | None, recv: Tensor | None) -> Sequence[int]:

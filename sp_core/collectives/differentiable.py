@@ -186,6 +186,7 @@ def reduce_from_group(x: Tensor, *, comm: Communicator, algorithm: str = "auto")
     Raises:
         ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in
             `all_gather`, on every rank.
+        TypeError, ValueError: as in `all_gather`.
 
     Source: Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3, the operator g.
     """
@@ -218,6 +219,7 @@ def gather_replicated(
     Raises:
         ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in `all_gather`, on
             every rank.
+        TypeError, ValueError: as in `all_gather`.
     """
     gather = build(
         "gather_replicated", "all_gather", x, comm, dim=dim, sizes=sizes, algorithm=algorithm
@@ -229,7 +231,7 @@ def gather_replicated(
 
 
 class _CopyAllToGroup(torch.autograd.Function):
-    """Apply `copy_to_group` to many tensors; backward makes one all-reduce per dtype.
+    """Apply `copy_to_group` to many tensors. Backward makes one all-reduce per dtype.
 
     `forward` takes the communicator and the tensors.
     """

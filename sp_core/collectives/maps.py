@@ -53,7 +53,7 @@ class Prepared:
     finish: Work = nothing
 
     def result(self) -> Tensor:
-        """Return the result with its values, once the transfer is complete."""
+        """Fill `out`, once the transfer is complete, and return it."""
         self.finish()
         return self.out
 
@@ -192,7 +192,7 @@ class AllGather(_AlongDim):
 
 @dataclass(frozen=True)
 class ReduceScatter(_AlongDim):
-    """Map `(sum(sizes), *)` on every rank to the sum of rank r's rows, `(sizes[r], *)`."""
+    """Map `(sum(sizes), *)` on every rank to rank r's rows of the sum, `(sizes[r], *)`."""
 
     name = "reduce_scatter"
 

@@ -358,7 +358,7 @@ def program(steps: Iterable[Step], scratch: int = 0, depth: int = 1) -> Program:
         )
         for step in steps
     ]
-    if depth == 1:  # deeper: see above
+    if depth == 1:  # with a larger depth the number of steps between two counts
         kept = [step for step in kept if step != Step()]
     return Program(tuple(kept), scratch, depth)
 

@@ -173,12 +173,14 @@ def _one_piece(t: Operation, sources: Mapping[int, tuple[range, range]], *, writ
 
 
 def _all_gather(t: Operation) -> Stages:
+    """Yield the stages of an all-gather, the own piece included."""
     places = spans(t.recv)
     sources = {rank: (range(len(places[rank])), places[rank]) for rank in (t.rank, *_others(t))}
     return _one_piece(t, sources, writes=True)
 
 
 def _broadcast(t: Operation) -> Stages:
+    """Yield the stages of a broadcast: the root writes, the other ranks read."""
     whole = range(t.elements)
     return _one_piece(
         t, {} if t.rank == t.root else {t.root: (whole, whole)}, writes=t.rank == t.root
@@ -186,6 +188,7 @@ def _broadcast(t: Operation) -> Stages:
 
 
 def _shift(t: Operation) -> Stages:
+    """Yield the stages of a shift: write the own tensor, read the one that arrives."""
     whole = range(sum(t.recv))
     return _one_piece(t, {(t.rank - t.root) % t.size: (whole, whole)}, writes=bool(t.root))
 
@@ -215,6 +218,7 @@ def _many_pieces(
 
 
 def _reduce_scatter(t: Operation) -> Stages:
+    """Yield the stages of a reduce-scatter."""
     mine = range(t.send[t.rank])
     there = [spans(t.send)[t.rank]] * t.size
     return _many_pieces(
@@ -223,6 +227,7 @@ def _reduce_scatter(t: Operation) -> Stages:
 
 
 def _all_to_all(t: Operation) -> Stages:
+    """Yield the stages of an all-to-all."""
     places = spans(t.recv)
 
     def each(chunk: range, offered: list[Region]) -> Stage:
@@ -234,6 +239,7 @@ def _all_to_all(t: Operation) -> Stages:
 
 
 def _reduce(t: Operation) -> Stages:
+    """Yield the stages of a reduction: the root adds up, the other ranks write."""
     for slot, chunk in _chunks(t, max(t.longest, 1) if t.resident else t.slot):
         part = _cut(range(t.elements), chunk)
         write = copy(inp(part), tmp(slot, len(part)))
@@ -252,6 +258,7 @@ def one_shot(t: Operation) -> bool:
 
 
 def _all_reduce(t: Operation) -> Stages:
+    """Yield the stages of an all-reduce, one-shot or two-shot."""
     if one_shot(t):
         whole = range(t.elements)
         room = inp(whole) if t.resident else tmp(t.first % SLOTS * t.slot, t.elements)

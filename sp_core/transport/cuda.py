@@ -27,6 +27,7 @@ from sp_core.transport.base import Transfer, on_stream
 from sp_core.transport.shared import HostMemory, Offer, Work
 
 HANDLE_BYTES = 64
+"""Size of a cudaIpcMemHandle_t."""
 PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 ANY_DIRECTION = 4  # cudaMemcpyDefault
 

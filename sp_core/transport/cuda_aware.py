@@ -60,6 +60,7 @@ settle()
 if not (torch.equal(x, y) and torch.equal(x, z)):
     raise SystemExit("what came is not what was sent")
 """
+"""Program of the child: sends a device tensor to itself, reduces it, and compares the results."""
 
 
 class DeviceTransport(HostTransport):

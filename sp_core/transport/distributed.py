@@ -246,6 +246,7 @@ LIMIT_SECONDS = 300
 """Time limit of a transfer. After it the transfer fails on this rank."""
 
 LOOPBACK = "127.0.0.1"
+"""Address of the store if all ranks are on one machine."""
 T = TypeVar("T")
 
 

@@ -32,6 +32,7 @@ TAG = 0
 this transport uses, and MPI keeps the order."""
 Array = np.ndarray[Any, Any]
 Calls = Sequence[Callable[[], object]]
+"""Functions to call one after the other."""
 _EMPTY = np.empty(0, np.uint8)
 _SUMMABLE = {
     torch.float32,
@@ -42,8 +43,11 @@ _SUMMABLE = {
     torch.int8,
     torch.uint8,
 }
+"""Dtypes that MPI can sum."""
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+"""For each half type, the dtype in which MPI sums it."""
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""For each size of an element in bytes, the integer dtype of that size."""
 
 
 def as_numpy(x: Tensor | None) -> Array:
