@@ -42,7 +42,7 @@ def all_gather(
             that the mesh was made with.
 
     Returns:
-        A tensor of shape `(sum(sizes), *)`, with the first of these at `dim`. Differentiable.
+        A tensor like x, but of length `sum(sizes)` along `dim`. Differentiable.
 
     Communication:
         One all-gather: (P-1) times the bytes of x per rank forward, the other shards' bytes
@@ -82,7 +82,7 @@ def reduce_scatter(
             nor on the MPI library.
 
     Returns:
-        A tensor of shape `(sizes[rank], *)`, with the first of these at `dim`. Differentiable.
+        A tensor like x, but of length `sizes[rank]` along `dim`. Differentiable.
 
     Communication:
         One reduce-scatter: the bytes of the other ranks' parts of x forward, (P-1) times the own

@@ -26,11 +26,11 @@ vector in four pieces; which pieces each rank has summed, and over how many rank
     the same exchanges in reverse order gather: 0 <-> 1, 2 <-> 3, then 0 <-> 2, 1 <-> 3
                  0123       0123       0123       0123
 
-Bytes per rank 2 (P-1)/P n in 2 log2 P steps. If P is no power of two, some ranks first send their
-data to a neighbour, which acts for them, and receive the result at the end (see `Fold`). This costs
-them the whole vector twice. The lower ranks' partial sum is always the left operand, so all ranks
-get the same bits. A half type is rounded at every addition, log2 P times (once more if P is no
-power of two).
+Bytes per rank 2 (P-1)/P n in 2 log2 P steps. If P is no power of two, some ranks take no part. Each
+first sends its data to a neighbour, which acts for it, and receives the result at the end (see
+`Fold`). This costs these ranks the whole vector twice. The lower ranks' partial sum is always the
+left operand, so all ranks get the same bits. A half type is rounded at every addition, log2 P times
+(once more if P is no power of two).
 
 Bruck's all-gather sends ever more pieces over ever longer distances, for any number of ranks. Five
 ranks; the pieces that each rank has, its own first, after the messages to the rank 1, 2 and 4
@@ -244,8 +244,8 @@ def all_gather(t: Operation) -> Program:
 def bruck(t: Operation) -> Program:
     """Return the program of Bruck's all-gather.
 
-    Pieces are collected in scratch, where place i holds the piece of rank + i (modulo the size),
-    and copied to OUT in the last step.
+    Pieces are collected in scratch, where place i holds the piece of rank + i (modulo the size).
+    The last step copies them to OUT.
     """
     rank, size, counts = t.rank, t.size, t.recv
     places = spans([*counts[rank:], *counts[:rank]])

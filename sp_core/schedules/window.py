@@ -80,9 +80,10 @@ Stages = Iterator[tuple[Stage, ...]]
 def in_window(t: Operation) -> Program:
     """Return the program of one rank for a collective in shared memory. The result is cached.
 
-    In each step the rank copies its own data into slots (buffers that all ranks can read), or reads
-    or adds up what the other ranks wrote in earlier steps. All ranks' programs have equally many
-    steps. Before each step but the first, a rank waits until all ranks have made the step before.
+    In each step the rank copies its own data into slots (buffers that all ranks can read). Or it
+    reads or adds up what the other ranks wrote in earlier steps. All ranks' programs have equally
+    many steps. Before each step but the first, a rank waits until all ranks have made the step
+    before.
 
     Args:
         t: this rank's view of the collective; its `slot`, `first` and `resident` are used.

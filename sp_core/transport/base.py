@@ -44,9 +44,9 @@ class Transport(Protocol):
     """Move the bytes of tensors between the ranks of one communicator.
 
     Buffers are flat contiguous tensors on the transport's device. `send` is None if this rank sends
-    nothing in the operation, and `recv` is None if it receives nothing. The result of a collective
-    may be read on the current stream when the prepared function returns, or when `test` of the
-    handle has returned True.
+    nothing in the operation, and `recv` is None if it receives nothing. A result may be read on the
+    current stream when the prepared function has returned, or `test` of the handle has returned
+    True.
 
     Attributes:
         name: of this kind of transport, such as "host".

@@ -309,9 +309,9 @@ def _copy(memory: HostMemory, into: Tensor, part: Tensor) -> None:
 class Rooms:
     """Hold a few regions (rooms) of shared memory, which successive uses take in turn.
 
-    In one use every rank calls `enter`, writes its part of the region, waits for all ranks (a
-    fence, which the caller makes), and reads the other parts. With two regions no rank waits until
-    the others have read:
+    In one use every rank calls `enter` and writes its part of the region. Then it waits for all
+    ranks (a fence, which the caller makes), and reads the other parts. With two regions no rank
+    waits until the others have read:
 
         use     room
         1       0       write, fence, read

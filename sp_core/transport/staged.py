@@ -182,8 +182,9 @@ class PipelinedTransport(OverHost):
     def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
         """Begin a collective and return its handle, without waiting for other ranks.
 
-        Transfers of this transport advance one after the other, in the order in which they began,
-        because all ranks must call MPI in the same order. They advance only in `test` of a handle.
+        Transfers of this transport advance in the order in which they began, one after the other.
+        The reason is that all ranks must call MPI in the same order. They advance only in `test` of
+        a handle.
         """
         handle = self._enqueue(self._collective(operation, send, recv, self._host.start))
         handle.test()

@@ -1,7 +1,7 @@
 """Carry out collectives in memory that the ranks of one node share.
 
-A `Window` holds three kinds of memory: slots (buffers of fixed size, `SLOTS` per rank, for data on
-their way to other ranks), one flag per rank, and tensors that callers have allocated.
+A `Window` holds slots, one flag per rank, and tensors that callers have allocated. A slot is a
+buffer of fixed size for data on their way to other ranks; each rank has `SLOTS` of them.
 
 An operation (a collective, or a set of messages) is a list of steps. A step is a list of copies and
 sums that one rank makes. All ranks start operations in the same order, with equally many steps. A
