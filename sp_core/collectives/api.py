@@ -5,11 +5,11 @@ the ranks compare its arguments and the shape, dtype and `requires_grad` of the 
 one rank is raised on all. A mesh made with `check="off"` leaves this comparison out, unless sizes
 must be found out. Without a comparison, an error is raised only on the rank that finds it.
 
-The backward of a collective is a collective. It runs on a rank only if that rank's result is used,
-so use the result on all ranks or on none. Before a backward the ranks compare which backward each
-is about to run, unless the mesh was made with `check="off"`. The collectives of one backward run in
-the reverse order of their calls. For a `_start` function this is the call that starts the
-collective.
+The backward of a collective is a collective. The backward runs on a rank only if that rank's result
+is used, so use the result on all ranks or on none. Before a backward the ranks compare which
+backward each is about to run, unless the mesh was made with `check="off"`. The collectives of one
+backward run in the reverse order of their calls. For a `_start` function this is the call that
+starts the collective.
 
 The functions whose names end in `_start` return at once with a `Pending`.
 """

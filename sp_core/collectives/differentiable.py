@@ -2,7 +2,7 @@
 
 The loss convention of this package: every rank has a loss of its own, and gradients are those of
 the SUM of the losses over the ranks. A collective is then a linear map from the tensors of all
-ranks to the results of all ranks. Its backward is the transpose of that map:
+ranks to the results of all ranks. The backward is the transpose of that map:
 
     all_gather  <-> reduce_scatter       all_to_all <-> all_to_all, split and concat swapped
     all_reduce  <-> all_reduce           shift      <-> shift the other way
@@ -210,8 +210,8 @@ def gather_replicated(
         x, comm, dim, sizes, algorithm: as in `all_gather`.
 
     Returns:
-        As `all_gather`. Its gradient must be the same on all ranks. In backward each rank takes its
-        own slice of that, and nothing is summed.
+        As `all_gather`. The gradient of the result must be the same on all ranks. In backward each
+        rank takes its own slice of this gradient, and nothing is summed.
 
     Communication:
         One all-gather forward; none backward.

@@ -3,8 +3,8 @@
 `bind` prepares a collective on fixed memory and returns a `Ready`. The regions of its program
 become views, its messages what the transport takes, its combinations calls that write into existing
 memory. A run, one execution, makes no new tensors. When it begins, it announces its messages to the
-communicator's observer (which checks them in tests). They have a tag of their own, and each rank
-posts them when it is ready. So several collectives may be under way.
+communicator's observer (which checks them in tests). The messages of a run have a tag of their own,
+and each rank posts them when it is ready. So several collectives may be under way.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ class Library(Ready):
 class BoundStep:
     """Hold one step of a program: bound messages, calls that combine, and the index `rewritten`.
 
-    Its sends must have completed before the step of that index begins, which may overwrite them.
+    The sends must have completed before the step of that index begins, which may overwrite them.
     """
 
     sends: Bound
@@ -261,7 +261,7 @@ class BoundProgram(Ready):
 
 
 class Running:
-    """Represent one run of a `BoundProgram`; a `Handle`. It advances only in `test`.
+    """Represent one run of a `BoundProgram`; a `Handle`. The run advances only in `test`.
 
     On a device, `test` may be called on any stream. The work of the run follows what was queued
     before it began. The stream on which `test` returns True waits for the results.

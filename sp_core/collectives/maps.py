@@ -5,8 +5,8 @@
     AllReduce  <-> AllReduce
 
 The arrows show transposes, which are the maps of the gradients. A `Map` knows all sizes, so the
-ranks need not compare anything to run it. It copies a tensor into the flat form that a transport
-moves, and back. `*` in a shape stands for the other dimensions.
+ranks need not compare anything to run it. The map copies a tensor into the flat form that a
+transport moves, and back. `*` in a shape stands for the other dimensions.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Started:
-    """Hold a collective that has begun. Its handle keeps the buffers alive until the end."""
+    """Hold a collective that has begun. The handle keeps the buffers alive until the end."""
 
     mapping: Map
     handle: Handle

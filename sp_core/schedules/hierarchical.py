@@ -167,7 +167,7 @@ def _passed_on(
 ) -> Step:
     """Return a step that sends a region of each lane to the next node.
 
-    It receives a region of each lane from the node before.
+    In the same step the rank receives a region of each lane from the node before.
 
     Args:
         place: the nodes and lanes.

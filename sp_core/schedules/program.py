@@ -271,9 +271,9 @@ class Program:
     def figures(self) -> tuple[int, int, int, int, int]:
         """Return five integers from which `cost` computes the cost of the program.
 
-        They are: how many messages this rank sends (in shared memory, regions it reads from other
-        ranks); elements in these; elements of the longest message sent or received; steps with
-        messages; elements of the longest combination of three or more parts.
+        The integers are: how many messages this rank sends (in shared memory, regions it reads from
+        other ranks); elements in these; elements of the longest message sent or received; steps
+        with messages; elements of the longest combination of three or more parts.
         """
         sends = [message.region for step in self.steps for message in step.sends]
         received = [message.region for step in self.steps for message in step.receives]

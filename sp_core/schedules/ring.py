@@ -23,18 +23,18 @@ least possible. Steps: P-1 for each half. The addends of piece p are in the orde
 of their ranks. So rounding depends on the place in the vector, but all ranks get the same bits. A
 half type is rounded at every addition.
 
-With segments (parts of a piece), two of them go round together in the reduce-scatter. One is sent
-while the other is added. Scratch is two segments in an all-reduce, and four in a reduce-scatter of
-more than two ranks:
+With segments (parts of a piece), two of them go round together in the reduce-scatter. One segment
+is sent while the other is added. Scratch is two segments in an all-reduce, and four in a
+reduce-scatter of more than two ranks:
 
     step       0   1   2   3   4   5   ...
     segment    0   1   0   1   0   1
 
 Each step posts its messages while those of the step before are under way.
 
-The all-gather adds nothing, so each piece goes round in two halves. It begins when the last segment
-is summed. A sum sent at once would have to come out of another core's cache. That is slower than
-memory if the cores share no cache.
+The all-gather adds nothing, so each piece goes round in two halves. The all-gather begins when the
+last segment is summed. A sum sent at once would have to come out of another core's cache. Such a
+cache is slower than memory if the cores share none.
 
 Pairwise exchange: in step k every rank sends to the rank k further on and receives from the rank k
 before. Four ranks; `a>b` is the piece of rank a that is meant for rank b:

@@ -20,13 +20,13 @@ own half, r reads the other rank's sum:
     all-reduce                    every rank adds up its part of a chunk and writes the sum; read
                                   the others' sums (two-shot)
 
-A resident tensor is one that itself lives in shared memory. It is not written into slots. The
-program then begins with an empty step, which waits until all ranks have arrived. The other ranks
-read the tensor in place. A last empty step waits until all have done so. Every sum is bitwise that
-of a loop over the ranks. Half types are summed in float32 and rounded once.
+A resident tensor is one that itself lives in shared memory. Such a tensor is not written into
+slots. The program then begins with an empty step, which waits until all ranks have arrived. The
+other ranks read the tensor in place. A last empty step waits until all have done so. Every sum is
+bitwise that of a loop over the ranks. Half types are summed in float32 and rounded once.
 
-A slot may be used again after `SLOTS` steps. What is written in step t is read in steps t + 1 and t
-+ 2 at most. A rank in step t + 4 has waited until all ranks have made step t + 2.
+A slot may be used again after `SLOTS` steps. Data written in step t are read in steps t + 1 and t +
+2 at most. A rank in step t + 4 has waited until all ranks have made step t + 2.
 
 Source: one-shot and two-shot all-reduce as in NVIDIA's TensorRT-LLM custom all-reduce and vLLM;
 slots as in Graham and Shipman, "MPI support for multi-core architectures: optimized shared memory
@@ -201,8 +201,8 @@ def _many_pieces(
 
     Args:
         t: the operation.
-        read: returns the combinations of a chunk. Its arguments are the range of the chunk and, for
-            each rank in order, the region of the piece for this rank.
+        read: a function of the range of a chunk and, for each rank in order, the region of the
+            piece for this rank. The result of `read` is the combinations of the chunk.
         there: for each rank, where the piece for this rank lies in IN of that rank.
     """
     room = t.slot // t.size

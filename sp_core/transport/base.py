@@ -60,7 +60,7 @@ class Transport(Protocol):
         """Return a function that carries out a collective on these buffers each time it is called.
 
         `prepare` itself does not communicate. All ranks call the returned function in the same
-        order as their other collectives. It returns when this rank's part is complete.
+        order as their other collectives. The function returns when this rank's part is complete.
 
         Args:
             operation: this rank's view of the collective.
@@ -73,17 +73,17 @@ class Transport(Protocol):
         """Begin a collective on these buffers and return its handle.
 
         All ranks start it in the same order as their other collectives. Most transports return
-        without waiting for other ranks. One whose MPI calls cannot do so completes the collective
-        first (see `HostTransport.start` and `DeviceTransport`).
+        without waiting for other ranks. A transport whose MPI calls cannot do so completes the
+        collective first (see `HostTransport.start` and `DeviceTransport`).
         """
         ...
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         """Begin point-to-point messages and return one handle for all of them.
 
-        It does not wait for other ranks. All ranks call it at the same point of their programs,
-        with empty lists if they have no messages. Messages between two ranks are matched in the
-        order of the lists.
+        The call does not wait for other ranks. All ranks call it at the same point of their
+        programs, with empty lists if they have no messages. Messages between two ranks are matched
+        in the order of the lists.
         """
         ...
 
@@ -106,8 +106,8 @@ class Transport(Protocol):
     def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
         """Begin messages that `announce` has named, and return one handle for all of them.
 
-        It does not wait. Ranks may call it at different times and in different orders. A message is
-        received by the peer's `post` with the same tag.
+        The call does not wait. Ranks may call it at different times and in different orders. A
+        message is received by the peer's `post` with the same tag.
 
         Args:
             sends, recvs: what `bind` returned.
@@ -116,7 +116,7 @@ class Transport(Protocol):
         ...
 
     def close(self, *, together: bool) -> None:
-        """Release the resources of the transport. It cannot be used afterwards.
+        """Release the resources of the transport. The transport cannot be used afterwards.
 
         Args:
             together: True if all ranks call this at the same point and no transfer is unfinished;

@@ -2,9 +2,10 @@
 
 `CudaStreams` serves the transports that stage tensors through host memory. `CudaMemory` and
 `PinnedMemory` provide the memory of a `Window`: device memory opened by CUDA IPC handles, and host
-memory that the device reads. They call the CUDA runtime library directly, because torch does not
-offer these calls. torch's allocator hands out parts of large blocks that may grow in place, while
-an IPC handle leads to a block as it was. So the memory of a window comes from the runtime, once.
+memory that the device reads. Both classes call the CUDA runtime library directly, because torch
+does not offer these calls. torch's allocator hands out parts of large blocks that may grow in
+place, while an IPC handle leads to a block as it was. So the memory of a window comes from the
+runtime, once.
 
 Source: CUDA runtime API, "Memory Management" and "Device Management" (cudaIpcGetMemHandle,
 cudaIpcOpenMemHandle).
@@ -41,7 +42,7 @@ class Handle(ctypes.Structure):
 def uuid_of(device: torch.device) -> str:
     """Return the UUID of a CUDA device as text.
 
-    It tells all GPUs apart, even if every rank sees its own GPU as number 0.
+    The UUID tells all GPUs apart, even if every rank sees its own GPU as number 0.
     """
     return str(torch.get_device_module(device).get_device_properties(device).uuid)
 
@@ -102,8 +103,8 @@ class CudaStreams:
 class CudaStream(HostMemory):
     """Run the copies of a `Window` on a CUDA stream other than the current one.
 
-    It is the base of the two kinds of memory below, which say what `allocate`, `open`, `close` and
-    `free` do.
+    This class is the base of `CudaMemory` and `PinnedMemory`, which say what `allocate`, `open`,
+    `close` and `free` do.
 
     Args:
         device: a CUDA device.

@@ -1,6 +1,6 @@
 """Move device tensors by a CUDA-aware MPI library: one that reads and writes device memory itself.
 
-What a library says about itself is no proof. A library that cannot read device memory ends the
+A library's own statement about this is no proof. A library that cannot read device memory ends the
 process at the first access. So `no_device_memory` tries it in a child process first, and
 `refuse_host_only` lets the ranks compare their results. `DeviceTransport` is the transport.
 """

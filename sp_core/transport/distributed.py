@@ -262,7 +262,7 @@ def make_group(comm: Intracomm, device: torch.device, seconds: float = LIMIT_SEC
         seconds: time limit of every later transfer. Connecting has its own limit, 60 s.
 
     Returns:
-        A `ProcessGroupGloo` or `ProcessGroupNCCL`. It is the backend that a torch process group
+        A `ProcessGroupGloo` or `ProcessGroupNCCL`. Such a backend is what a torch process group
         holds inside; it cannot be passed to torch.distributed as `group`.
 
     Communication:

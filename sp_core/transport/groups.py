@@ -1,9 +1,9 @@
 """Run on ranks that torch.distributed has started, without MPI.
 
 `communicator_of` and `over_ranks` return a `GroupComm`, which has the few methods of mpi4py's
-communicators that this package calls. Its messages go over gloo groups of its own. These connect
-through the key-value store of the default process group. So the caller's process groups carry
-nothing, and only the ranks of the mesh take part.
+communicators that this package calls. All messages go over gloo groups of this communicator. The
+groups connect through the key-value store of the default process group. So the caller's process
+groups carry nothing, and only the ranks of the mesh take part.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ class GroupComm(Observer):
     def watch(self, what: str) -> None:
         """Look for a rank that has left after an error or has died.
 
-        The look asks the store and the processes of this machine. It happens at most once in 0.1 s;
-        other calls return at once.
+        This rank asks the store and looks at the processes of its machine, at most once in 0.1 s.
+        Other calls return at once.
 
         Args:
             what: describes the transfer that this rank waits for, in the error.
@@ -312,8 +312,8 @@ def over_ranks(ranks: Sequence[int], limit: timedelta) -> GroupComm:
         limit: longest time for one transfer.
 
     Communication:
-        The ranks connect through the default group's store. It counts the calls of each rank, so
-        that a later communicator of the same ranks has another name.
+        The ranks connect through the default group's store. The store counts the calls of each
+        rank, so that a later communicator of the same ranks has another name.
 
     Raises:
         RankError: this rank is not in `ranks`.

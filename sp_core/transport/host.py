@@ -207,7 +207,7 @@ class HostTransport(Transport):
 class OverHost(Transport):
     """Pass announcements and messages on to another transport, `_host`.
 
-    It is the base of the transports that copy device tensors to host memory, and of
+    This class is the base of the transports that copy device tensors to host memory, and of
     `DistributedTransport`.
     """
 

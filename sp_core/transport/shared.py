@@ -4,11 +4,11 @@
 does so where it must succeed. `HostMemory` allocates and maps host memory; the module `cuda` has
 the classes for a device. `Rooms` reuses shared memory for many tensors.
 
-Host memory has no name in any file system. Its owner makes it (`memfd_create`), and the other ranks
-open it through the owner's `/proc` entry. However a program ends, nothing is left behind, and a
-small /dev/shm does not matter. The kernel frees the memory when no process maps it any more, so a
-tensor may outlive its communicator. `MPI_Win_allocate_shared` is not used: its memory is freed by a
-collective call, and its segments are files in /dev/shm.
+Host memory has no name in any file system. The owner makes the memory (`memfd_create`), and the
+other ranks open it through the owner's `/proc` entry. However a program ends, nothing is left
+behind, and a small /dev/shm does not matter. The kernel frees the memory when no process maps it
+any more, so a tensor may outlive its communicator. `MPI_Win_allocate_shared` is not used: its
+memory is freed by a collective call, and its segments are files in /dev/shm.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ class HostMemory:
         """Return the tensor to give to a caller in place of `part`, over the same memory.
 
         If memory must be freed explicitly, as on a device, the result has a storage object of its
-        own. Its end shows that the caller no longer uses the memory. Here the result is `part`
-        itself.
+        own. When this object is gone, the caller no longer uses the memory. Here the result is
+        `part` itself.
         """
         return part
 
@@ -309,8 +309,8 @@ def _copy(memory: HostMemory, into: Tensor, part: Tensor) -> None:
 class Rooms:
     """Hold a few regions (rooms) of shared memory, which successive uses take in turn.
 
-    In one use every rank calls `enter` and writes its part of the region. Then it waits for all
-    ranks (a fence, which the caller makes), and reads the other parts. With two regions no rank
+    In one use every rank calls `enter` and writes its part of the region. Then the rank waits for
+    all ranks (a fence, which the caller makes), and reads the other parts. With two regions no rank
     waits until the others have read:
 
         use     room

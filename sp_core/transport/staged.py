@@ -183,8 +183,8 @@ class PipelinedTransport(OverHost):
         """Begin a collective and return its handle, without waiting for other ranks.
 
         Transfers of this transport advance in the order in which they began, one after the other.
-        The reason is that all ranks must call MPI in the same order. They advance only in `test` of
-        a handle.
+        The reason is that all ranks must call MPI in the same order. Transfers advance only in
+        `test` of a handle.
         """
         handle = self._enqueue(self._collective(operation, send, recv, self._host.start))
         handle.test()
@@ -193,7 +193,7 @@ class PipelinedTransport(OverHost):
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         """Begin messages and return their handle.
 
-        They advance after all transfers of this transport that began before.
+        The messages advance after all transfers of this transport that began before.
         """
         handle = self._enqueue(self._messages(sends, recvs, self._host.exchange))
         handle.test()
@@ -202,8 +202,8 @@ class PipelinedTransport(OverHost):
     def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
         """Begin messages that `announce` has named, and return their handle.
 
-        They do not wait for transfers that began before, so ranks may call this at different times.
-        The tag tells the messages from all others.
+        The messages do not wait for transfers that began before, so ranks may call this at
+        different times. The tag tells the messages from all others.
         """
         alone: deque[_Steps] = deque()
         handle = _Steps(
@@ -317,9 +317,10 @@ class PipelinedTransport(OverHost):
 class _Steps:
     """Represent a transfer in a queue, whose transfers advance in order; a `Handle`.
 
-    A transfer advances only when it, or one behind it in the queue, is tested. It may begin on one
-    CUDA stream, advance in a poll, and be read on another stream. Its copies wait for the stream on
-    which it began. The stream on which `test` returns True waits for its copies.
+    A transfer advances only when it, or one behind it in the queue, is tested. A transfer may begin
+    on one CUDA stream, advance in a poll, and be read on another stream. The copies wait for the
+    stream on which the transfer began. The stream on which `test` returns True waits for the
+    copies.
 
     Args:
         steps: a generator that yields while it waits, and ends when the transfer is complete.
@@ -367,7 +368,7 @@ def _until(event: Handle) -> Iterator[None]:
 def _prefix(buffer: Tensor, like: Tensor | None, sizes: tuple[int, ...]) -> Tensor | None:
     """Return the first bytes of a buffer as a vector in the dtype of `like`.
 
-    It has `sum(sizes)` elements. Return None if `like` is None.
+    The vector has `sum(sizes)` elements. Return None if `like` is None.
     """
     if like is None:
         return None

@@ -177,7 +177,7 @@ class Window:
     def advance(self) -> None:
         """Launch the steps whose inputs are ready, and publish how many steps this rank has made.
 
-        It does not wait. Other ranks read the number from this rank's flag.
+        The call does not wait. Other ranks read the number from this rank's flag.
         """
         while True:
             while self._under_way and self._under_way[0].test():
