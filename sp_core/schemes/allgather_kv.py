@@ -1,11 +1,11 @@
-"""AllGather-KV: every rank keeps its queries and receives the keys and values of all.
+"""AllGather-KV: every rank keeps its queries, and gathers the keys and values of all ranks.
 
     rank r:   q_r  k_r v_r  --all-gather-->  k_0..k_P-1  v_0..v_P-1,    out_r = softmax(q_r k^T) v
     backward: gather k, v again;  dq_r stays,  dk dv of all tokens  --reduce-scatter-->  dk_r dv_r
 
-K and V travel together, a group of heads at a time: while one group is attended to, the next is
-under way. The backward gathers them again: what a layer saves grows with S/P. Shapes: B batch, S
-sequence, H heads, K key/value heads, D head dim, P ranks.
+Keys and values are gathered together, a group of heads at a time. While a rank attends to one
+group, it gathers the next. The backward gathers again, so a layer saves only its S/P own tokens.
+Shapes: B batch, S sequence, H heads, K key/value heads, D head dim, P ranks.
 """
 
 from __future__ import annotations
@@ -56,28 +56,34 @@ def allgather_kv_attention(
         q: (B, S/P, H, D), this rank's queries; float64, float32, bfloat16 or float16.
         k: (B, S/P, K, D), this rank's keys; H is a multiple of K.
         v: (B, S/P, K, D), this rank's values.
-        comm: the ranks.
-        sharding: who owns which queries.
-        kv_sharding: who owns which keys; like `sharding` if not given.
-        mask: who sees whom; everybody if not given.
-        softmax_scale: factor of the scores; 1/sqrt(D) if not given.
+        comm: the ranks that hold the sequence. All of them call this function together.
+        sharding: which rank holds which queries; shards may be uneven or empty.
+        kv_sharding: which rank holds which keys and values; `sharding` if not given.
+        mask: which keys a query sees; all keys if not given.
+        softmax_scale: factor of the scores q k^T; 1/sqrt(D) if not given.
         return_lse: also return the log-sum-exp of each query's scores.
-        terms: more terms of the scores, by the names of `Terms`: `softcap`, `sinks`, `alibi`.
+        terms: arguments that change the scores further, explained in `Terms`: `softcap`, `sinks`,
+            `alibi`.
 
     Returns:
         out (B, S/P, H, D) in the dtype of q; with `return_lse` also lse (B, H, S/P) in float32 or
-        wider. A query that sees no key gets out = 0 and lse = -inf, or its sink.
+        wider. A query that sees no key gets out = 0 and lse = -inf, or with sinks the sink of the
+        head as lse.
 
     Communication:
-        Forward an all-gather of K and V: (P-1) * 2*B*(S/P)*K*D elements sent per rank. Backward the
-        same again, and a reduce-scatter of their gradients in float32 or wider: 2*B*(S - S/P)*K*D
-        elements. A single rank sends nothing. In shared memory (`Mesh(transport="window")`) the
-        ranks write their K and V into one tensor, which all read; nothing is gathered.
+        First one agreement, also in the backward unless the communicator has `check="off"`. Forward
+        all-gathers of k and v, up to 4 for groups of heads: a rank sends (P-1) * 2*B*(S/P)*K*D
+        elements. Backward the same again. If k or v needs a gradient, also reduce-scatters of dk
+        and dv in float32 or wider: 2*B*(S - S/P)*K*D elements sent. A single rank sends nothing.
+
+        In shared memory (`Mesh(transport="window")`) no keys or values are sent: the ranks write k
+        and v into one tensor, wait for each other, and all read it.
 
     Raises:
-        ShapeError, DtypeError, DeviceError, RankError: on every rank, before the first message.
+        TypeError, ValueError, ShapeError, DtypeError, DeviceError, RankError: wrong arguments; on
+            every rank, before the first message. Only a wrong `comm` is an error of one rank.
         CollectiveMismatch: the ranks' arguments differ.
-        RuntimeError: a second derivative.
+        RuntimeError: a second derivative is computed.
 
     Source: Grattafiori et al. 2024, The Llama 3 Herd of Models, arXiv:2407.21783, section 3.3.2,
     context parallelism.
@@ -98,7 +104,7 @@ def allgather_kv_attention(
 
 
 def _visits(k: Tensor, v: Tensor, problem: Problem, groups: Sequence[Group]) -> Iterator[Visit]:
-    """Yield all keys and values for each group of heads."""
+    """Yield a visit for each group of heads, with the keys and values of all ranks."""
     positions = problem.kv_sharding.sorted_positions
     blocks = _gathered(k, v, problem, groups)
     for number, (heads, _) in enumerate(groups):  # `zip` would keep the block before
@@ -106,9 +112,10 @@ def _visits(k: Tensor, v: Tensor, problem: Problem, groups: Sequence[Group]) -> 
 
 
 def _gathered(k: Tensor, v: Tensor, problem: Problem, groups: Sequence[Group]) -> Iterator[Block]:
-    """Yield k and v of all ranks for each group, (B, S, K, D).
+    """Yield k and v of all ranks for each group of heads, (B, S, heads, D) each.
 
-    The next group is gathered meanwhile.
+    Tokens are in the order of `kv_sharding.sorted_positions`. The all-gather of the next group is
+    started before a group is yielded.
     """
     comm, sharding = problem.comm, problem.kv_sharding
     if comm.size == 1:
@@ -134,7 +141,11 @@ def _gradients(
     groups: Sequence[Group],
     with_kv: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gather again. The gradients of a group are summed while those of the next are computed."""
+    """Gather keys and values again, compute all gradients, and reduce-scatter dk and dv.
+
+    Arguments and results are those of `Scheme.gradients`. The gradients of one group of heads are
+    summed over the ranks while those of the next group are computed.
+    """
     _, q, *_ = upstream
     dqs: list[Tensor] = []
 
@@ -155,10 +166,17 @@ def _gradients(
 def _reduced(
     gradients: Iterator[tuple[Tensor, Tensor]], problem: Problem
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield dk and dv (B, S/P, K, D) of this rank's tokens for each group of heads.
+    """Sum gradients over the ranks, and yield those of this rank's tokens.
 
-    The gradients of all tokens (B, K, S, D) are summed over the ranks. One group is summed while
-    the next is computed.
+    The reduce-scatter of a group of heads runs while the gradients of the next group are computed.
+
+    Args:
+        gradients: for each group dk and dv of all tokens, (B, heads, S, D) each; an iterator that
+            computes them when asked.
+        problem: the attention call.
+
+    Yields:
+        For each group dk and dv of this rank's tokens, (B, S/P, heads, D) each.
     """
     sharding = problem.kv_sharding
     if problem.comm.size == 1:

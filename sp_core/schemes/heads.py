@@ -1,6 +1,7 @@
-"""Choose the heads that each rank computes, and join heads of several tensors in one message.
+"""Choose which heads a rank computes, and concatenate heads of q, k and v for one message.
 
-Shapes: B batch, S sequence, H heads, D head dim.
+`head_groups` is for AllGather-KV and the ring, the rest for Ulysses. A key/value head is read by
+H / K query heads. Shapes: B batch, S sequence, H heads, K key/value heads, D head dim.
 """
 
 from __future__ import annotations
@@ -17,18 +18,21 @@ from sp_core.communicator import Communicator
 from sp_core.sharding import split_ranges
 
 Part = tuple[int, range]
-"""Consecutive heads of one of several tensors: (index of the tensor, heads)."""
+"""(index of a tensor in a list of tensors, range of its heads)."""
 
 
 Group = tuple[slice, slice]
-"""Query heads, and the key/value heads that they read."""
+"""(query heads, key/value heads that they read)."""
 
 GROUPS = 4
-"""The number of pieces of a computation. Communication makes progress between them."""
+"""The greatest number of groups of heads. Communication makes progress between two groups."""
 
 
 def head_groups(num_heads: int, num_kv_heads: int, comm: Communicator) -> list[Group]:
-    """Return the query heads and key/value heads of each group. One rank has one group."""
+    """Divide the heads into groups that are computed one after the other.
+
+    There are min(GROUPS, num_kv_heads) groups, or a single group for a single rank.
+    """
     readers = num_heads // max(num_kv_heads, 1)  # a rank of a hybrid may have no heads at all
     parts = split_ranges(num_kv_heads, max(min(GROUPS, num_kv_heads), 1) if comm.size > 1 else 1)
     return [
@@ -40,15 +44,20 @@ def head_groups(num_heads: int, num_kv_heads: int, comm: Communicator) -> list[G
 def split_heads(
     num_heads: int, num_kv_heads: int, size: int
 ) -> tuple[tuple[range, ...], tuple[tuple[int, ...], ...]]:
-    """Divide heads among ranks.
+    """Divide heads among ranks for Ulysses.
 
-    With at least one key/value head per rank, whole groups are dealt out and no key or value
-    travels twice. With fewer, query heads are dealt out evenly. A rank receives one key/value head
-    for each of its query heads, or a single one if these all read the same.
+    If each rank can have a key/value head, a rank gets whole key/value heads with all query heads
+    that read them, and no key or value is sent twice. Otherwise query heads are divided evenly. A
+    rank then receives the key/value heads that its query heads read, if needed repeatedly.
+
+    Args:
+        num_heads: H.
+        num_kv_heads: K, which divides H.
+        size: the number of ranks.
 
     Returns:
-        The query heads of each rank, and for each rank the key/value head of each of its key/value
-        slots.
+        For each rank the range of its query heads; for each rank the key/value heads that it
+        receives, in order. A head may be in the lists of several ranks, or several times in one.
     """
     group = num_heads // max(num_kv_heads, 1)
     if num_kv_heads >= size:
@@ -61,22 +70,26 @@ def split_heads(
 
 
 def _slots(kv_of_head: list[int]) -> tuple[int, ...]:
-    """Return one slot if all heads read the same key/value head, else one for each of them."""
+    """Return the key/value heads that a rank receives, from those that each query head reads.
+
+    Heads that are read equally often are listed once each. Otherwise the list has one entry for
+    each query head, because attention needs K to divide H.
+    """
     distinct = sorted(set(kv_of_head))
     equal = {kv_of_head.count(head) for head in distinct}
     return tuple(distinct) if len(equal) == 1 else tuple(kv_of_head)
 
 
 def parts_of(tensor: int, heads: Sequence[int]) -> list[Part]:
-    """Group head numbers into ranges of consecutive ones."""
+    """Return ranges of consecutive numbers in `heads`, each as a `Part` of tensor `tensor`."""
     cuts = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(heads)) if b != a + 1), len(heads)]
     return [(tensor, range(heads[a], heads[b - 1] + 1)) for a, b in pairwise(cuts) if a < b]
 
 
 def side_by_side(tensors: Sequence[Tensor], parts: Sequence[Part]) -> Tensor:
-    """Concatenate heads of tensors (B, S, *, D) to (B, S, heads, D).
+    """Concatenate the heads named by `parts`, from tensors (B, S, *, D), to (B, S, heads, D).
 
-    A head may be taken more than once.
+    A head may be taken more than once; its gradients are summed. Differentiable.
     """
     apply: Any = _SideBySide.apply
     joined: Tensor = apply(parts, *tensors)
@@ -84,9 +97,10 @@ def side_by_side(tensors: Sequence[Tensor], parts: Sequence[Part]) -> Tensor:
 
 
 class _SideBySide(torch.autograd.Function):
-    """Concatenate heads.
+    """Concatenate heads as `side_by_side`.
 
-    The backward sums the gradients of a head taken more than once, in float32 or wider, in order.
+    The backward sums the gradients of a head that was taken more than once, in the order of
+    `parts`, in float32 or wider.
     """
 
     @staticmethod
@@ -114,7 +128,13 @@ class _SideBySide(torch.autograd.Function):
 
 
 def _summed(pieces: list[tuple[range, Tensor]], number: int, empty: Tensor) -> Tensor:
-    """Return the gradient of `number` heads from (heads, gradient) pieces."""
+    """Sum gradients of ranges of heads to the gradient (B, S, number, D) of a whole tensor.
+
+    Args:
+        pieces: (range of heads, gradient (B, S, heads, D)); ranges may overlap or leave gaps.
+        number: the number of heads of the tensor.
+        empty: a tensor (B, S, 0, D) that gives the dtype and the other sizes.
+    """
     ordered = sorted(pieces, key=lambda piece: piece[0].start)
     if [head for heads, _ in ordered for head in heads] == list(range(number)):
         return torch.cat([empty, *(grad for _, grad in ordered)], 2)

@@ -3,9 +3,10 @@
     (B, S/(R*U), H, D)  --all-to-all over U-->  (B, S/R, H/U, D)  ring over R  --all-to-all over
     U-->  (B, S/(R*U), H, D)
 
-Nothing here knows more than its parts: after the exchange a rank holds the tokens of its group, and
-the ring runs over these groups. Shapes: B batch, S sequence, H heads, K key/value heads, D head
-dim, U and R ranks along the two axes.
+The ranks that differ only in the Ulysses axis exchange heads. Each of them then holds all tokens of
+these U ranks for H/U heads, and a ring over the other axis computes the attention. Shapes: B batch,
+S sequence, H heads, K key/value heads, D head dim, R ranks along the ring axis and U along the
+Ulysses axis.
 """
 
 from __future__ import annotations
@@ -52,32 +53,35 @@ def hybrid_attention(
         q: (B, S/(R*U), H, D), this rank's queries; float64, float32, bfloat16 or float16.
         k: (B, S/(R*U), K, D), this rank's keys; H is a multiple of K.
         v: (B, S/(R*U), K, D), this rank's values.
-        mesh: has both axes.
-        sharding: who owns which queries, over the ranks of `mesh[axes]`.
-        comm: `mesh[axes]` if given. Layers give it, so that `functools.partial(hybrid_attention,
-            mesh=mesh)` is a scheme for them.
-        axes: the two axes in the order in which they number the ranks, the last one fastest.
-        ulysses: which of the two exchanges heads; the other one is the ring.
-        kv_sharding: who owns which keys; like `sharding` if not given.
-        mask: who sees whom; everybody if not given.
-        softmax_scale: factor of the scores; 1/sqrt(D) if not given.
+        mesh: a mesh with both axes. All ranks of `mesh[axes]` call this function together.
+        sharding: which rank of `mesh[axes]` holds which queries; shards may be uneven or empty.
+        comm: `mesh[axes]`, or None for the same. It is here for layers that pass every scheme a
+            communicator: give them `functools.partial(hybrid_attention, mesh=mesh)`.
+        axes: the names of the two axes. `sharding` numbers the ranks along the last one fastest.
+        ulysses: the name of the axis whose ranks exchange heads. The other axis is the ring.
+        kv_sharding: which rank holds which keys and values; `sharding` if not given.
+        mask: which keys a query sees; all keys if not given.
+        softmax_scale: factor of the scores q k^T; 1/sqrt(D) if not given.
         return_lse: also return the log-sum-exp of each query's scores.
-        terms: more terms of the scores, by the names of `Terms`: `softcap`, `sinks`, `alibi`.
+        terms: arguments that change the scores further, explained in `Terms`: `softcap`, `sinks`,
+            `alibi`.
 
     Returns:
         out (B, S/(R*U), H, D) in the dtype of q; with `return_lse` also lse (B, H, S/(R*U)) in
-        float32 or wider. A query that sees no key gets out = 0 and lse = -inf, or its sink.
+        float32 or wider. A query that sees no key gets out = 0 and lse = -inf, or with sinks the
+        sink of the head as lse.
 
     Communication:
-        R and U are the numbers of ranks along the ring and the Ulysses axis. A rank's own q has
-        N = B*(S/(R*U))*H*D elements, its k and v together M = 2*B*(S/(R*U))*K*D. Forward, a rank
-        sends (U-1)/U * (2N + M) elements in two all-to-alls, and (R-1) messages of M elements.
-        Backward as in the parts.
+        First one agreement. A rank's own q has N = B*(S/(R*U))*H*D elements, its k and v together
+        have M = 2*B*(S/(R*U))*K*D. Forward, a rank sends (U-1)/U * (2N + M) elements in two
+        all-to-alls over the Ulysses axis, and R-1 messages of M elements around the ring. The
+        details, and the backward, are those of `ulysses_attention` and `ring_attention`.
 
     Raises:
-        ShapeError, DtypeError, DeviceError, RankError: on every rank, before the first message.
+        TypeError, ValueError, ShapeError, DtypeError, DeviceError, RankError: wrong arguments; on
+            every rank, before the first message. Only a wrong `mesh` is an error of one rank.
         CollectiveMismatch: the ranks' arguments differ.
-        RuntimeError: a second derivative.
+        RuntimeError: a second derivative is computed.
 
     Source: Fang and Zhao 2024, USP: A Unified Sequence Parallelism Approach, arXiv:2405.07719,
     section 4.
@@ -102,7 +106,7 @@ def hybrid_attention(
         logits=problem.logits.of_heads(exchange.heads[mesh[ulysses].rank]),
         sharding=problem.sharding.group(groups),
         kv_sharding=problem.kv_sharding.group(groups),
-        resident=False,  # after the exchange
+        resident=False,  # the all-to-all has put k and v elsewhere
     )
     out, lse = exchange.run(q, k, v, partial(run_ring, problem=inner), return_lse=return_lse)
     return (out, lse) if return_lse else out
@@ -111,10 +115,14 @@ def hybrid_attention(
 def _product(
     mesh: Mesh, axes: tuple[str, str], ulysses: str, comm: Communicator | None
 ) -> Communicator:
-    """Return the communicator of both axes. Refuse wrong axes.
+    """Return the communicator over both axes. Refuse a wrong mesh, axes, `ulysses` or `comm`.
 
-    On a mesh of more than two axes a rank with wrong axes cannot know on which two the others wait,
-    so it tells all of them.
+    All ranks get an error. On a mesh of more than two axes, a rank with wrong axes cannot know for
+    which axes the other ranks call. It makes their next comparison fail for every pair of axes.
+
+    Raises:
+        TypeError: `mesh` is no mesh; on this rank only.
+        ShapeError: wrong axes or `ulysses`, or a `comm` that is not `mesh[axes]`.
     """
     check_type("mesh", mesh, Mesh, "Pass the mesh itself, which has both axes.")
     names = list(axes) if isinstance(axes, Sequence) else []
@@ -135,6 +143,7 @@ def _product(
 
 
 def _refuse(mesh: Mesh, axes: tuple[str, str], ulysses: str, comm: Communicator | None) -> str:
+    """Raise ShapeError about the arguments. Never return."""
     raise ShapeError(
         f"axes={axes!r}, ulysses={ulysses!r} and {comm=} were given for a mesh with {mesh.axes}. "
         "Name two axes of the mesh, and one of them as ulysses; comm is mesh[axes], or is left out."
@@ -142,7 +151,13 @@ def _refuse(mesh: Mesh, axes: tuple[str, str], ulysses: str, comm: Communicator 
 
 
 def groups_of(slow: int, fast: int, *, ulysses_fastest: bool) -> list[list[int]]:
-    """Return, for each rank of the ring, the ranks that exchange heads with each other."""
+    """Return for each rank of the ring the ranks of `mesh[axes]` that exchange heads.
+
+    Args:
+        slow, fast: the number of ranks along the first axis, and along the last one. Rank
+            a * fast + b is at a on the first axis and at b on the last.
+        ulysses_fastest: whether the last axis exchanges heads; otherwise the first one does.
+    """
     if ulysses_fastest:
         return [[ring * fast + rank for rank in range(fast)] for ring in range(slow)]
     return [[rank * fast + ring for rank in range(slow)] for ring in range(fast)]

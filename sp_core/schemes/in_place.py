@@ -1,18 +1,17 @@
-"""Read keys and values of other ranks in shared memory, and sum their gradients there.
+"""Exchange keys, values and their gradients through shared memory, without messages.
 
-No message is sent.
+The ring and AllGather-KV use this module if `is_read` says so. The ring then works like this:
 
-    step 0     rank r writes k_r v_r once, and attends to them
-    fence      all have written
-    step s     rank r reads the block of rank j = r - s where it lies; in the backward it adds its
-               part to the sum of dk_j dv_j, which lies there too, as soon as rank r - 1 has added
-               its own in the step before
+    step 0     rank r copies k_r and v_r to shared memory, and attends to them
+    fence      all ranks have written
+    step s     rank r reads the block (keys and values) of rank j = r - s in place; in the backward
+               it adds its gradient to the sum of dk_j and dv_j, also in shared memory, after rank
+               r - 1 has added its gradient in step s - 1
 
-No message, and no copy but the first one; none at all where k and v live in shared memory
-themselves (`Problem.resident`). Every sum has the addends of one that travels in messages, in the
-same order, so the bits are the same. (Not those of AllGather-KV: its keys and values lie head by
-head here, token by token in messages, and a matrix product over other strides may round
-differently.)
+If k and v are in shared memory already (`Problem.resident`), step 0 copies nothing. Every sum has
+the same addends in the same order as a ring with messages, so the results are equal bit for bit.
+Results of AllGather-KV may differ in rounding. Here its keys and values are contiguous by head, in
+messages by token, and matrix products of other strides may round differently.
 Shapes: B batch, S sequence, K key/value heads, D head dim, P ranks.
 """
 
@@ -30,22 +29,33 @@ from sp_core.transport import Done, Handle, Window
 
 
 def may_share(comm: Communicator, op: str) -> bool:
-    """Return whether the collective `op` may go through memory that the ranks share."""
+    """Return whether the ranks share memory, and the setting for `op` allows to use it.
+
+    Args:
+        comm: the ranks.
+        op: name of a collective, such as "shift". Its algorithm must be "auto" or "window".
+    """
     return comm.window is not None and comm.algorithms[op] in ("auto", "window")
 
 
 def is_read(comm: Communicator, op: str) -> bool:
-    """Return whether ranks read each other's tensors in place, instead of the collective `op`."""
+    """Return whether ranks read each other's tensors in shared memory instead of calling `op`.
+
+    False for a single rank, and for memory shared between devices, where only copies are ordered.
+    """
     has_rooms = comm.window is not None and comm.window.has_rooms
     return comm.size > 1 and has_rooms and may_share(comm, op)
 
 
 def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int, Block | None]]:
-    """Yield the blocks in the order of the ring, this rank's own first.
+    """Yield the blocks in the order of the ring, this rank's own first, without any message.
 
-    None marks a block that it does not see.
+    A block is valid until the next one is asked for. All ranks iterate to the end: they wait for
+    each other before the second block, and once more after the last if k and v are resident.
 
-    A block may be read until the next one is asked for.
+    Yields:
+        (step, rank that owns the block, (k, v) of (B, S_block, K, D) each). None stands for (k, v)
+        if no query of this rank sees the block.
     """
     comm = problem.comm
     blocks, written = (
@@ -61,13 +71,15 @@ def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int
         yield step, block, blocks[block] if seen else None
     comm.wait(written, "ring")
     if problem.resident:
-        comm.fence()  # the caller may write into k and v again when all have read them
+        comm.fence()  # then all ranks have read k and v, and the caller may change them
 
 
 def _written(k: Tensor, v: Tensor, problem: Problem) -> tuple[list[Block], Handle]:
-    """Copy this rank's block into shared memory.
+    """Copy this rank's k and v into shared memory.
 
-    Return the blocks of all ranks and a handle for when all are written.
+    Returns:
+        The blocks of all ranks by rank, views of shared memory; a handle that completes when every
+        rank has written its block.
     """
     comm, window = problem.comm, _window(problem)
     batch, _, heads, head_dim = k.shape
@@ -79,9 +91,10 @@ def _written(k: Tensor, v: Tensor, problem: Problem) -> tuple[list[Block], Handl
 
 
 def _resident(k: Tensor, v: Tensor, problem: Problem) -> tuple[list[Block], Handle]:
-    """Return the blocks of all ranks where their owners hold them.
+    """Return the blocks of all ranks as views of the tensors that their owners passed.
 
-    The handle is complete when all ranks have arrived.
+    Returns:
+        The blocks by rank; a handle that completes when every rank has reached this point.
     """
     batch, _, heads, head_dim = k.shape
     window, lengths = _window(problem), problem.kv_sharding.lengths
@@ -97,11 +110,13 @@ def _resident(k: Tensor, v: Tensor, problem: Problem) -> tuple[list[Block], Hand
 
 
 def whole(k: Tensor, v: Tensor, problem: Problem) -> Block:
-    """Return k and v of all ranks, (B, K, S, D) each, in the order of `sorted_positions`.
+    """Gather k and v of all ranks in one shared tensor, and wait until all have written it.
 
-    All ranks write and read one tensor.
+    Every rank calls this, and writes only its own tokens.
 
-    They may be read until the next call.
+    Returns:
+        k and v, (B, K, S, D) each, in the order of `sorted_positions`: views of shared memory that
+        are valid until the next call.
     """
     comm, window, sharding = problem.comm, _window(problem), problem.kv_sharding
     batch, _, heads, head_dim = k.shape
@@ -126,12 +141,13 @@ def whole(k: Tensor, v: Tensor, problem: Problem) -> Block:
 
 
 class SharedSums:
-    """Sums of gradients in shared memory.
+    """Sum the gradients of each block's keys and values in shared memory.
 
-    Call `add` in every step of the ring, then `arrived`, as for `TravellingSums`.
+    Call `add` once in every step of the ring, then `arrived`, on every rank. `ring.TravellingSums`
+    does the same with messages.
 
     Args:
-        problem: what is computed.
+        problem: the attention call.
         like: any tensor (B, *, K, D) of the dtype of the sums.
     """
 
@@ -141,9 +157,14 @@ class SharedSums:
         self._adding: Handle = Done()
 
     def add(self, step: int, own: Tensor | None) -> None:
-        """Add this rank's gradient of the block of `step` to its sum.
+        """Start to add this rank's gradient of the block of `step` to the block's sum.
 
-        The previous rank has added its own before.
+        First wait until all ranks have added those of the previous step.
+
+        Args:
+            step: the step of the ring. Step 0 starts the sum of this rank's own block.
+            own: gradients of k and v, (2, B, S_block, K, D); None if no query of this rank sees
+                the block.
         """
         comm = self._problem.comm
         if step == 0:
@@ -158,10 +179,10 @@ class SharedSums:
         self._adding = comm.track(_window(self._problem).start([[], work], "gradients in place"))
 
     def _begin(self, own: Tensor | None) -> None:
-        """Write the first term of this rank's sum.
+        """Write the first addend, `own` or zeros, of the sum of this rank's own block.
 
-        No lock is needed: since the fence that ended the last use of this memory, no other rank
-        has touched it.
+        No lock is needed: no other rank has used this memory since the fence of `arrived` in the
+        previous backward.
         """
         batch, _, heads, head_dim = self._like.shape
         shapes = [
@@ -174,7 +195,10 @@ class SharedSums:
         mine.zero_() if own is None else mine.copy_(own)
 
     def arrived(self) -> Block:
-        """Return dk and dv of this rank's block, (B, S_block, K, D) each."""
+        """Wait until all ranks have added everything. Return dk and dv of this rank's block.
+
+        Each is a copy, (B, S_block, K, D).
+        """
         comm = self._problem.comm
         comm.wait(_fence(self._problem), "ring")
         dk, dv = self._sums[comm.rank].clone().unbind()
@@ -182,6 +206,7 @@ class SharedSums:
 
 
 def _window(problem: Problem) -> Window:
+    """Return the shared memory of the ranks; `is_read` has checked that there is one."""
     assert problem.comm.window is not None
     return problem.comm.window
 
@@ -192,5 +217,5 @@ def _fence(problem: Problem) -> Handle:
 
 
 def _count(comm: Communicator, name: str, block: Block) -> None:
-    """Count a block that is read in another rank's memory."""
+    """Count a block read from another rank's memory as one message in the counter `name`."""
     comm.counters[name].add(messages=1, bytes_sent=sum(x.nbytes for x in block))

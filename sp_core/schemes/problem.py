@@ -1,8 +1,13 @@
-"""What the schemes share: the checks of their arguments, and attention to blocks of keys.
+"""Check the arguments of a scheme (`agree`), and compute attention block by block (`run`).
 
-A scheme brings keys and values to this rank in blocks. The forward merges what the blocks give. The
-backward sees the blocks again, and hands the gradient of each block to the scheme, which sums it
-over the ranks.
+AllGather-KV and the ring define only how keys and values reach a rank, as a `Scheme`. Their words:
+
+- block: the keys and values of one rank, or of all ranks for some heads.
+- group: a range of query heads, and the key/value heads that they read.
+- visit: one block while it is available on this rank, and the groups to compute with it.
+
+The forward attends to the block of each visit and merges the results by their log-sum-exp. In the
+backward the scheme makes the same visits, and sums the gradients of each block over the ranks.
 Shapes: B batch, S sequence, H heads, K key/value heads, D head dim, P ranks.
 """
 
@@ -36,14 +41,18 @@ from sp_core.schemes.reach import hops, seen_blocks
 from sp_core.sharding import Sharding, check_sharding
 
 Part = tuple[slice, slice]
-"""A range of the queries of a shard, and one of the keys of another."""
+"""(queries, keys): a range of this rank's queries and a range of a block's keys, as indices."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """The arguments of an attention over all ranks, without q, k and v.
+    """Hold the arguments of one attention call over all ranks, except q, k and v.
 
-    `resident`: every rank made its k in one call of `shared_empty`, and its v in another.
+    Args:
+        comm, sharding, kv_sharding, mask: as in the schemes.
+        logits: scale of q k^T, and the terms that change the logits.
+        resident: whether the k of all ranks come from one collective call of `shared_empty`, and
+            the v from another. Other ranks then read k and v in place.
     """
 
     comm: Communicator
@@ -56,9 +65,15 @@ class Problem:
     def against(
         self, kv_positions: Tensor, heads: slice, part: Part = (slice(None), slice(None))
     ) -> dict[str, Any]:
-        """Return the arguments of `attend` for these heads of this rank's queries.
+        """Return the keyword arguments of `attend` for some of this rank's queries.
 
-        Its keys are at `kv_positions`; `part` selects queries and keys.
+        Args:
+            kv_positions: global positions of the block's keys, int64 (S_block,).
+            heads: the query heads.
+            part: the range of queries, and that of the block's keys.
+
+        Returns:
+            Name -> value of q_positions, kv_positions, mask and logits.
         """
         return {
             "q_positions": self.sharding.positions(self.comm.rank)[part[0]],
@@ -69,17 +84,18 @@ class Problem:
 
     @property
     def hops(self) -> tuple[int, ...]:
-        """For each block, the number of times that a ring passes it on."""
+        """The number of times that each rank's block is passed on, in order of rank; see `hops`."""
         return hops(self.sharding, self.kv_sharding, self.mask)
 
     def sees(self, block: int) -> bool:
-        """Return whether this rank's queries see any key of a block."""
+        """Return whether any query of this rank sees any key of rank `block`."""
         return seen_blocks(self.sharding, self.kv_sharding, self.mask, self.comm.rank)[block]
 
     def part(self, kv_positions: Tensor) -> Part:
-        """Return the range of this rank's queries that see keys at these positions.
+        """Return the least ranges of this rank's queries and of keys that hold all visible pairs.
 
-        And the range of keys that they see. A window reaches few tokens of another rank.
+        `kv_positions` are the keys' global positions, int64 (S_block,). Without any visible pair
+        both ranges are empty.
         """
         planned = plan_blocks(self.sharding.positions(self.comm.rank), kv_positions, self.mask)
         if not planned:
@@ -103,25 +119,27 @@ def agree(
     softmax_scale: float | None,
     **terms: Unpack[Terms],
 ) -> Problem:
-    """Check the arguments of a scheme and compare them over the ranks.
+    """Check the arguments of a scheme, and compare them over the ranks. Return them as a `Problem`.
 
     Args:
-        name: of the scheme.
-        q: (B, S_local, H, D).
-        k, v: (B, S_local, K, D).
-        comm, sharding, kv_sharding, mask, return_lse, inner, softmax_scale, terms: as the scheme
-            was given them.
+        name: name of the scheme's function, for error texts.
+        q: (B, S/P, H, D), this rank's queries.
+        k, v: (B, S/P, K, D), this rank's keys and values.
+        comm, sharding, kv_sharding, mask, return_lse, inner, softmax_scale, terms: the arguments
+            of the same names that the scheme was given; `inner` only by Ulysses.
 
     Returns:
-        The arguments with their defaults filled in.
+        The arguments with defaults in place of None.
 
     Communication:
-        One agreement.
+        One agreement: the ranks exchange a few bytes, and each waits for all.
 
     Raises:
-        ShapeError, DtypeError, DeviceError, RankError: on every rank, also if only one rank's
-            arguments are wrong.
-        CollectiveMismatch: the ranks' arguments differ.
+        TypeError: `comm` is no communicator; on this rank only.
+        TypeError, ValueError, ShapeError, DtypeError, DeviceError: on every rank, also if only one
+            rank's arguments are wrong.
+        CollectiveMismatch: the ranks' arguments differ; on every rank.
+        RankError: the communicator was freed, or another rank has left it.
     """
     arguments.check_communicator(comm)
     kv_sharding, mask = (
@@ -153,7 +171,7 @@ def _signature(
     problem: Problem,
     return_lse: bool,
 ) -> str:
-    """Describe the call. The text must be the same on every rank; shard lengths may differ."""
+    """Return a text of the arguments that must be equal on all ranks. Lengths of shards are "S"."""
 
     def shown(x: Tensor | None) -> str:
         if x is None:
@@ -170,9 +188,10 @@ def _signature(
 
 
 def _home(k: Tensor, v: Tensor, comm: Communicator) -> int:
-    """Identify the shared-memory allocations that hold k and v.
+    """Return a number > 0 for the two shared-memory allocations that begin with k and with v.
 
-    Return 0 if either tensor lies elsewhere.
+    Return 0 if either tensor lies elsewhere. Ranks number their allocations alike, so equal numbers
+    mean tensors of the same calls of `shared_empty`.
     """
     if comm.window is None or not (k.is_contiguous() and v.is_contiguous()):
         return 0
@@ -181,6 +200,7 @@ def _home(k: Tensor, v: Tensor, comm: Communicator) -> int:
 
 
 def _check_lengths(q: Tensor, k: Tensor, problem: Problem) -> None:
+    """Raise ShapeError if q or k has another number of tokens than the sharding or the mask."""
     comm = problem.comm
     for name, argument, x, sharding in (
         ("q", "sharding", q, problem.sharding),
@@ -197,17 +217,19 @@ def _check_lengths(q: Tensor, k: Tensor, problem: Problem) -> None:
 
 
 Block = tuple[Tensor, Tensor]
-"""Keys and values of one rank, or their gradients."""
+"""Keys and values, or the gradients of keys and values: a pair of (B, S_block, K, D) tensors."""
 
 
 class Visit(NamedTuple):
-    """A block at this rank.
+    """Describe a block that is available on this rank.
 
     Args:
-        step: number of the visit.
-        positions: of its keys.
-        groups: query heads, and the key/value heads of `held` that they read.
-        held: k and v (B, S_block, K, D); None if no query of this rank sees any of them.
+        step: number of the visit, from 0 on.
+        positions: global positions of the block's keys, int64 (S_block,).
+        groups: what to compute: pairs of query heads and the key/value heads of `held` that these
+            read.
+        held: the block, k and v (B, S_block, K, D); None if no query of this rank sees any of its
+            keys.
     """
 
     step: int
@@ -217,17 +239,22 @@ class Visit(NamedTuple):
 
 
 Upstream = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
-"""grad_out, q and out, (B, H, S/P, D) each, lse and its gradient."""
+"""What a backward starts from: grad_out, q and out, (B, H, S/P, D) each; lse and the gradient of
+lse, (B, H, S/P) each. The last is None if lse was not used."""
 
 
 class Scheme(NamedTuple):
-    """How blocks come to a rank, and their gradients back.
+    """Define how blocks reach a rank, and how their gradients return to the owners.
+
+    Both functions communicate, so all ranks call them together.
 
     Args:
-        name: of the public function.
-        visits: yields the visits of (k, v, problem, groups of heads), as many on every rank.
-        gradients: returns dq (B, H, S/P, D), dk and dv (B, S/P, K, D) of (upstream, k, v, problem,
-            groups of heads, whether dk and dv are wanted).
+        name: of the public function, for error texts.
+        visits: called as visits(k, v, problem, groups) in the forward; yields equally many visits
+            on every rank.
+        gradients: called as gradients(upstream, k, v, problem, groups, with_kv) in the backward;
+            returns dq (B, H, S/P, D), dk and dv (B, S/P, K, D). Without `with_kv` the values of dk
+            and dv are not used.
     """
 
     name: str
@@ -238,13 +265,24 @@ class Scheme(NamedTuple):
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, scheme: Scheme) -> tuple[Tensor, Tensor]:
-    """Run a scheme on arguments that the ranks have compared."""
+    """Compute attention by a scheme, differentiably. `agree` has checked the arguments.
+
+    All ranks call this together, because the functions of `scheme` communicate.
+
+    Returns:
+        out (B, S/P, H, D) in the dtype of q, and lse (B, H, S/P) in float32 or wider.
+    """
     apply: Any = _Blockwise.apply
     out, lse = apply(q, k, v, problem.logits.sinks, problem, scheme)
     return out, lse
 
 
 class _Blockwise(torch.autograd.Function):
+    """Attention by a scheme: merge the blocks' results, and let the scheme sum the gradients.
+
+    The backward first compares the ranks' calls, unless the communicator has `check="off"`.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -284,7 +322,11 @@ class _Blockwise(torch.autograd.Function):
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, scheme: Scheme
 ) -> tuple[Tensor, Tensor]:
-    """Run the forward: q (B, H, S/P, D) to out (B, S/P, H, D) and lse (B, H, S/P), wide."""
+    """Attend to the block of every visit, and merge the results, without sinks.
+
+    q is (B, H, S/P, D), k and v are (B, S/P, K, D). Return out (B, S/P, H, D) and lse (B, H, S/P),
+    both in float32 or wider.
+    """
     dtype, poll = accumulation_dtype(q.dtype), problem.comm.poll
     results: dict[int, tuple[Tensor, Tensor]] = {}
     for visit in scheme.visits(k, v, problem, head_groups(q.shape[1], k.shape[2], problem.comm)):
@@ -314,9 +356,19 @@ def block_gradients(
     problem: Problem,
     part: Part = (slice(None), slice(None)),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute dq (B, H, S_q, D), dk and dv (B, K, S_kv, D) of a group of heads in one block.
+    """Compute the gradients that one block gives to a group of heads. No communication.
 
-    `part` selects queries and keys.
+    Args:
+        upstream: gradients of the outputs, and what the forward saved.
+        held: the block, k and v (B, S_block, K, D).
+        positions: global positions of the block's keys, int64 (S_block,).
+        group: the query heads, and the key/value heads of `held` that these read.
+        problem: what `agree` returned.
+        part: the range of queries, and that of the block's keys; all if not given.
+
+    Returns:
+        dq (B, H, S_q, D), dk and dv (B, K, S_kv, D), in float32 or wider. H and K count the heads
+        of the group, S_q and S_kv the tokens of `part`.
     """
     do, q, out, lse, grad_lse = upstream
     heads, kv = group
@@ -328,17 +380,17 @@ def block_gradients(
 
 
 def _nothing(q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return out and lse of queries (B, H, S, D) that see no key."""
+    """Return out = 0 (B, H, S, D) and lse = -inf (B, H, S), as for queries q that see no key."""
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
     return torch.zeros_like(q, dtype=dtype), lse
 
 
 def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """Join groups of heads. A single one is not copied."""
+    """Concatenate tensors of groups of heads along `dim`. A single tensor is returned uncopied."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
 def heads_first(block: Block, heads: slice, tokens: slice = slice(None)) -> Block:
-    """Return some heads of k and v as (B, K, S_block, D), from a block (B, S_block, K, D)."""
+    """Return views (B, K, S, D) of some heads and tokens of a block's k and v, (B, S, K, D)."""
     k, v = (x[:, tokens, heads].transpose(1, 2) for x in block)
     return k, v

@@ -1,8 +1,12 @@
-"""Find which ranks see which blocks of keys, from runs of positions: O(n log n) time for n runs.
+"""Find which ranks see which blocks of keys, from shardings and mask. No communication.
+
+`hops` and `seen_blocks` are for the ring, `next_owner_distances` for labels of next tokens. Block j
+is the keys of rank j. A rank sees a key if any of its queries sees that key under the mask. A run
+is a range of positions with a constant step that one rank owns. The time is O(n log n) for n runs.
 
 The keys that a query sees are one interval of positions, and so are the queries that see a key. So
 a run of keys is seen by the owners of one range in the sorted list of query runs. Which of these
-owners is the last around the ring is a range predecessor query, answered by a wavelet matrix.
+owners comes last around the ring is a range predecessor query, answered by a wavelet matrix.
 
 Source: Claude, Navarro and Ordonez 2015, The wavelet matrix, Information Systems 47.
 """
@@ -25,7 +29,19 @@ Ints = npt.NDArray[np.int64]
 
 @lru_cache(maxsize=64)
 def hops(sharding: Sharding, kv_sharding: Sharding, mask: Mask) -> tuple[int, ...]:
-    """Return how often each block is passed on, until the last rank that sees any of its keys."""
+    """Return for each block how many times a ring must pass it on, in order of the owning rank.
+
+    The ring passes a block from rank r to rank r + 1 modulo P, starting at its owner. It may stop
+    at the last rank, in this order, that sees any key of the block.
+
+    Args:
+        sharding: the positions of each rank's queries.
+        kv_sharding: the positions of each rank's keys.
+        mask: which keys a query sees.
+
+    Returns:
+        P numbers from 0 to P - 1.
+    """
     least, greatest = limits(mask, FAR64)
     queries = _Owners(sharding)
     if sharding == kv_sharding and mask.documents == mask.key_documents and queries.repeats(mask):
@@ -47,7 +63,17 @@ def hops(sharding: Sharding, kv_sharding: Sharding, mask: Mask) -> tuple[int, ..
 def seen_blocks(
     sharding: Sharding, kv_sharding: Sharding, mask: Mask, rank: int
 ) -> tuple[bool, ...]:
-    """Return for each block whether the queries of `rank` see any of its keys."""
+    """Return for each rank's block of keys whether any query of `rank` sees any key of the block.
+
+    Args:
+        sharding: the positions of each rank's queries.
+        kv_sharding: the positions of each rank's keys.
+        mask: which keys a query sees.
+        rank: the rank that holds the queries.
+
+    Returns:
+        P values in the order of the ranks that own the blocks.
+    """
     least, greatest = limits(mask, FAR64)
     queries = _runs([sharding.segments[rank]], _longest_step(mask))
     low, high, _ = _visible(queries, -greatest, -least, mask.documents, mask.key_documents)
@@ -63,7 +89,11 @@ def seen_blocks(
 
 @lru_cache(maxsize=64)
 def next_owner_distances(sharding: Sharding) -> tuple[int, ...]:
-    """Return by how many ranks the owners of a position and of the next one can differ, but 0."""
+    """Return all distances (owner of position p + 1) - (owner of p) that occur, modulo P.
+
+    Distances are in ascending order, without 0. A rank receives the tokens after its own from the
+    ranks at these distances.
+    """
     runs = _Owners(sharding)
     adjacent = runs.last[:-1] + 1 == runs.first[1:]
     distances = (runs.owner[1:] - runs.owner[:-1])[adjacent] % sharding.size
@@ -71,14 +101,23 @@ def next_owner_distances(sharding: Sharding) -> tuple[int, ...]:
 
 
 def _longest_step(mask: Mask) -> int:
-    """Return the longest step of runs that see an interval in each document and skip few."""
+    """Return the greatest step up to which a run of positions is kept as a run by `_runs`.
+
+    Up to the window's width, a run sees a single interval in each document. Up to the mean length
+    of documents, cutting the run at documents gives few pieces.
+    """
     least, greatest = limits(mask, FAR64)
     bounds = mask.documents or (0, FAR64)
     return min(greatest - least + 1, max(bounds[-1] // max(len(bounds) - 1, 1), 1))
 
 
 def _runs(shards: Sequence[Sequence[Segment]], longest_step: int) -> Ints:
-    """Return rows (first, last, step, rank). Runs of longer steps become single positions."""
+    """Return the runs of all shards as an int64 array of rows (first, last, step, rank).
+
+    Args:
+        shards: for each rank its segments, ranges of positions.
+        longest_step: segments of a greater step are cut into single positions.
+    """
     owned = [(s, rank) for rank, shard in enumerate(shards) for s in shard if len(s)]
     whole = [(s[0], s[-1], s.step, rank) for s, rank in owned if s.step <= longest_step]
     rows = [np.array(whole, np.int64).reshape(-1, 4)]
@@ -97,9 +136,18 @@ def _visible(
     documents: tuple[int, ...] | None,
     others: tuple[int, ...] | None,
 ) -> tuple[Ints, Ints, Ints]:
-    """Cut runs at their documents.
+    """Cut runs at documents, and find the positions on the other side that each piece sees.
 
-    Return for each piece the interval that it sees on the other side, and its rank.
+    The runs are of queries and the other side holds keys, or the other way round.
+
+    Args:
+        runs: rows (first, last, step, rank).
+        least, greatest: limits of (position on the other side) - (own position), in one document.
+        documents: boundaries of the documents of the runs; None without documents.
+        others: boundaries of the documents of the other side.
+
+    Returns:
+        For each piece: the first and the last position that it sees, and its rank.
     """
     first, last, step, rank = runs.T
     if documents is None or others is None:
@@ -122,7 +170,16 @@ def _visible(
 
 
 def _widest(begin: Ints, end: Ints, block: Ints, places: int) -> tuple[Ints, Ints, Ints]:
-    """Of the ranges of one block that begin alike, keep the longest. Leave out empty ones."""
+    """Drop empty ranges. Of the ranges with the same block and beginning, keep the longest.
+
+    Args:
+        begin, end: ranges begin..end - 1.
+        block: the block of each range.
+        places: more than any `begin`.
+
+    Returns:
+        begin, end and block of the ranges that are kept.
+    """
     met = begin < end
     key, end = (block * places + begin)[met], end[met]
     order = key.argsort(kind="stable")
@@ -132,9 +189,10 @@ def _widest(begin: Ints, end: Ints, block: Ints, places: int) -> tuple[Ints, Int
 
 
 class _Owners:
-    """The ranks that own positions, as sorted runs.
+    """Store which rank owns which positions, as runs of step 1 in ascending order.
 
-    Of a pattern that repeats, two periods are kept.
+    Run i covers positions first[i] to last[i], and rank owner[i] owns them. In a striped sharding
+    the owners repeat with a period. Then only two periods are stored, as runs of one position.
     """
 
     def __init__(self, sharding: Sharding) -> None:
@@ -155,15 +213,23 @@ class _Owners:
             self.first, self.last, _, self.owner = runs[runs[:, 0].argsort()].T
 
     def repeats(self, mask: Mask) -> bool:
-        """Return whether the owners are a pattern that repeats, with documents in it."""
+        """Return whether the owners repeat with a period and the mask has documents.
+
+        If so, `arcs` applies.
+        """
         return bool(self._period) and mask.documents is not None
 
     def arcs(self, mask: Mask, least: int, greatest: int) -> tuple[Ints, Ints, Ints]:
-        """Return as `_visible`, for keys that the same ranks own, from few of the documents.
+        """Return what `_visible` returns for the keys, when the same ranks own keys and queries.
 
-        Seen modulo the period P, documents are arcs of a circle. What ranks see in an arc, they see
-        in any arc that covers it. An arc of two periods shows all that a longer document does: a
-        key in its first half has P positions after it, and the same rank's in the second P before.
+        Only a few documents are looked at. Modulo the period P, a document is an arc of a circle.
+        A rank sees in an arc at least what it sees in any shorter arc inside. Arcs are cut at two
+        periods, which show as much as a longer document. A key in the first period has P positions
+        after it. The same rank's key in the second period has P positions before it.
+
+        Args:
+            mask: the mask, with documents.
+            least, greatest: limits of (query position) - (key position).
         """
         period, begin = self._period, self._begin
         bounds = np.clip(np.array(mask.documents), begin, self._end + 1) - begin
@@ -181,7 +247,10 @@ class _Owners:
         return low + begin, high + begin, self.owner[key % period]
 
     def between(self, low: Ints, high: Ints) -> tuple[Ints, Ints]:
-        """Return the ranges of `owner` of the positions low..high; begin >= end for none."""
+        """Return (begin, end) with owner[begin:end] the owners of the positions low to high.
+
+        begin >= end if there are none. All four are arrays with an element for each range.
+        """
         low, high = np.maximum(low, self._begin), np.minimum(high, self._end)
         if self._period:
             place = (low - self._begin) % self._period
@@ -192,11 +261,14 @@ class _Owners:
 
 
 class _Wavelet:
-    """Answer about ranges of numbers how many are below a limit, and which is the k-th.
+    """Answer, for ranges of a list of numbers, how many are below a limit, and which is k-th.
+
+    The wavelet matrix has a level for each bit of the numbers, the highest bit first. From level to
+    level the numbers are stably partitioned by the bit of the level, 0 before 1.
 
     Args:
-        values: from 0 to limit - 1.
-        limit: the greatest limit that is asked for.
+        values: the numbers, from 0 to limit - 1.
+        limit: the greatest limit that will be asked for.
     """
 
     def __init__(self, values: Ints, limit: int) -> None:
@@ -207,7 +279,7 @@ class _Wavelet:
             values = np.concatenate([values[low], values[~low]])
 
     def count_below(self, begin: Ints, end: Ints, limit: Ints) -> Ints:
-        """Count the numbers below `limit` in each range."""
+        """Return how many numbers at indices begin[i] to end[i] - 1 are below limit[i]."""
         count = np.zeros_like(begin)
         for shift, zeros in self._levels:
             high = (limit >> shift) & 1 == 1
@@ -216,7 +288,7 @@ class _Wavelet:
         return count
 
     def smallest(self, begin: Ints, end: Ints, k: Ints) -> Ints:
-        """Return the k-th smallest number of each range; 0 asks for the smallest."""
+        """Return the k[i]-th smallest number at indices begin[i] to end[i] - 1, counted from 0."""
         value = np.zeros_like(begin)
         for shift, zeros in self._levels:
             low = zeros[end] - zeros[begin]
@@ -228,5 +300,11 @@ class _Wavelet:
 
 
 def _descend(zeros: Ints, place: Ints, high: npt.NDArray[np.bool_]) -> Ints:
-    """Move places to the next level: numbers with a zero bit lie first there."""
+    """Convert indices of a level of the wavelet matrix to indices of the next level.
+
+    Args:
+        zeros: how many of the first i numbers of the level have bit 0, for each i.
+        place: indices in the level.
+        high: for each index, whether to follow the numbers with bit 1, which come after the others.
+    """
     return np.where(high, zeros[-1] + place - zeros[place], zeros[place])

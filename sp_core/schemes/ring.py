@@ -1,12 +1,14 @@
-"""Ring attention: keys and values travel, and each rank attends to the block that it holds.
+"""Ring attention: pass keys and values from rank to rank, and attend to those that have arrived.
 
     step s: rank r holds the keys of rank j = r - s      send k_j v_j --> r+1
             out, lse = merge(out, lse, attend(q_r, k_j, v_j))
 
-While a rank computes on a block, some heads at a time, it receives the next one. A block is passed
-on to the last rank that sees any of it. In the backward the blocks travel again, each followed by
-the sum of its gradients. The last rank that adds to a sum sends it to the owner of the block. Ranks
-that share memory send nothing: in step s they read block j in its owner's memory.
+Block j is the keys and values of rank j. Ranks are counted modulo P, so rank P-1 sends to rank 0.
+While a rank computes on one block, some heads at a time, it receives the block of the next step. A
+block is passed on until it has reached every rank whose queries see any of its keys. In the
+backward all blocks are passed on again, each followed by the sum of its gradients. The last rank
+that adds to a sum sends the sum to the owner of the block. Ranks that share memory send no
+messages: in step s they read block j in its owner's memory (`in_place`).
 Shapes: B batch, S sequence, H heads, K key/value heads, D head dim, P ranks.
 """
 
@@ -59,30 +61,37 @@ def ring_attention(
         q: (B, S/P, H, D), this rank's queries; float64, float32, bfloat16 or float16.
         k: (B, S/P, K, D), this rank's keys; H is a multiple of K.
         v: (B, S/P, K, D), this rank's values.
-        comm: the ranks.
-        sharding: who owns which queries.
-        kv_sharding: who owns which keys; like `sharding` if not given.
-        mask: who sees whom; everybody if not given.
-        softmax_scale: factor of the scores; 1/sqrt(D) if not given.
+        comm: the ranks that hold the sequence. All of them call this function together.
+        sharding: which rank holds which queries; shards may be uneven or empty.
+        kv_sharding: which rank holds which keys and values; `sharding` if not given.
+        mask: which keys a query sees; all keys if not given.
+        softmax_scale: factor of the scores q k^T; 1/sqrt(D) if not given.
         return_lse: also return the log-sum-exp of each query's scores.
-        terms: more terms of the scores, by the names of `Terms`: `softcap`, `sinks`, `alibi`.
+        terms: arguments that change the scores further, explained in `Terms`: `softcap`, `sinks`,
+            `alibi`.
 
     Returns:
         out (B, S/P, H, D) in the dtype of q; with `return_lse` also lse (B, H, S/P) in float32 or
-        wider. A query that sees no key gets out = 0 and lse = -inf, or its sink.
+        wider. A query that sees no key gets out = 0 and lse = -inf, or with sinks the sink of the
+        head as lse.
 
     Communication:
-        Forward P-1 messages of 2*B*(S/P)*K*D elements, fewer where the mask hides whole blocks.
-        Backward the same, and P messages of as many elements in float32 or wider. A single rank
-        sends nothing. In shared memory (`Mesh(transport="window")`) no message: a rank writes its K
-        and V once, or not at all where both are tensors of `shared_empty` on `comm`, and reads P-1
-        others'; backward the same, and it adds to as many sums in float32 or wider. One fence, in
-        the backward one for each step. A window on a device (`ipc`, `pinned`) carries the messages.
+        First one agreement, also in the backward unless the communicator has `check="off"`. Forward
+        a rank sends P-1 messages of 2*B*(S/P)*K*D elements, fewer if the mask hides whole blocks.
+        Backward the same messages, and up to P messages of as many elements in float32 or wider. A
+        single rank sends nothing.
+
+        In shared memory (`Mesh(transport="window")`) a rank sends no message. It writes its k and
+        v once, or never if both are tensors of `shared_empty` on `comm`, and reads those of P-1
+        ranks. All ranks wait for each other once, and once more for tensors of `shared_empty`.
+        Backward the same; a rank also adds to P-1 sums in float32 or wider, with one wait for all
+        ranks in each step. Windows on a device (`ipc`, `pinned`) carry the messages instead.
 
     Raises:
-        ShapeError, DtypeError, DeviceError, RankError: on every rank, before the first message.
+        TypeError, ValueError, ShapeError, DtypeError, DeviceError, RankError: wrong arguments; on
+            every rank, before the first message. Only a wrong `comm` is an error of one rank.
         CollectiveMismatch: the ranks' arguments differ.
-        RuntimeError: a second derivative.
+        RuntimeError: a second derivative is computed.
 
     Source: Liu et al. 2023, Ring Attention with Blockwise Transformers, arXiv:2310.01889, section
     3.
@@ -103,14 +112,19 @@ def ring_attention(
 
 
 def run_ring(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-    """Run the scheme on arguments that the ranks have compared."""
+    """Compute ring attention of arguments that `agree` has checked.
+
+    Return out (B, S/P, H, D) and lse (B, H, S/P). All ranks of `problem.comm` call this together.
+    """
     return run(q, k, v, problem, _SCHEME)
 
 
 def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int, Block | None]]:
-    """Yield (step, block, its k and v (B, S_block, K, D)), this rank's own block first.
+    """Yield the blocks in the order in which the ring brings them to this rank, its own first.
 
-    None marks a block that was not received.
+    Yields:
+        (step, rank that owns the block, (k, v) of (B, S_block, K, D) each). None stands for (k, v)
+        if this rank does not receive the block.
     """
     if in_place.is_read(problem.comm, "shift"):
         return in_place.circulate(k, v, problem)
@@ -118,10 +132,10 @@ def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int
 
 
 def _visits(k: Tensor, v: Tensor, problem: Problem, groups: Sequence[Group]) -> Iterator[Visit]:
-    """Yield the blocks in the order of the ring. No block outlives its visit.
+    """Yield a visit for each step of the ring. The block is freed when the next visit begins.
 
-    A window or documents cut the work into small blocks, between which communication makes
-    progress. All heads are one group then.
+    With a window or documents all heads form a single group: the mask then cuts the work into
+    small pieces, and communication makes progress between them.
     """
     if problem.mask.window is not None or problem.mask.documents is not None:
         groups = [(slice(None), slice(None))]
@@ -141,7 +155,10 @@ def _gradients(
     groups: Sequence[Group],
     with_kv: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Let the blocks travel again, each followed by the sum of its gradients."""
+    """Pass the blocks around again, and sum the gradients of each on the way to its owner.
+
+    Arguments and results are those of `Scheme.gradients`. Without `with_kv` no sums are sent.
+    """
     _, q, *_ = upstream
     dq = torch.zeros_like(q, dtype=accumulation_dtype(q.dtype))
     like = k[:, :0].to(dq.dtype)
@@ -164,10 +181,13 @@ def _gradients(
 
 
 class Travel:
-    """One rank's view of the ring: the messages that it sends and receives in each step.
+    """Send and receive the blocks of a ring on this rank.
+
+    Block j is a tensor (2, B, S_j, K, D): of keys and values, or of their gradients. In step s it
+    is on rank j + s, unless it has stopped earlier (`hops`).
 
     Args:
-        problem: what is computed; its communicator carries the messages.
+        problem: the attention call; its communicator carries the messages.
         like: any tensor (B, *, K, D) of the dtype and on the device of the blocks.
     """
 
@@ -176,46 +196,57 @@ class Travel:
         self.right, self.left = ((comm.rank + way) % comm.size for way in (1, -1))
         self._lengths = problem.kv_sharding.lengths
         self._hops = problem.hops
-        self.last = max(self._hops)  # step, in which every block has reached its last rank
+        self.last = max(self._hops)  # the step in which every block has reached its last rank
         self._like = like[:, :0].clone()  # not the tensor itself, which would stay alive
         token = like.shape[0] * like.shape[2:].numel() * like.itemsize
         self._longest = 2 * max(self._lengths) * token if in_place.may_share(comm, "shift") else 0
 
     def block(self, step: int) -> int:
-        """Return the number of the block that is at this rank in `step`, if it comes this far."""
+        """Return the owner of the block that the ring brings to this rank in `step`."""
         return (self.comm.rank - step) % self.comm.size
 
     def goes_on(self, block: int, step: int) -> bool:
-        """Return whether `block` is passed on after `step`."""
+        """Return whether the block of rank `block` is passed on after `step`."""
         return self._hops[block] > step
 
     def ends(self, block: int, step: int) -> bool:
-        """Return whether `step` is the last step of `block`, on another rank than its owner."""
+        """Return whether the block of rank `block` stops in `step`, on another rank than its owner.
+
+        That rank sends the sum of the block's gradients to the owner.
+        """
         return self._hops[block] == step > 0
 
     def empty(self, block: int) -> Tensor:
-        """Make an empty tensor (2, B, S_block, K, D) for the keys and values of a block."""
+        """Return an uninitialized tensor (2, B, S_block, K, D) for the block of rank `block`."""
         batch, _, heads, head_dim = self._like.shape
         return self._like.new_empty((2, batch, self._lengths[block], heads, head_dim))
 
     def arriving(self, step: int) -> Tensor | None:
-        """Make an empty tensor for the block that this rank receives in `step`, if any."""
+        """Return an uninitialized tensor for the block that arrives during `step`, or None."""
         coming = self.block(step + 1)
         return self.empty(coming) if self.goes_on(coming, step) else None
 
     def exchange(self, *messages: list[tuple[int, Tensor]]) -> Handle:
-        """Start the messages that are sent, and those that are received, in a step."""
+        """Start the messages of a step. Return a handle that completes with all of them.
+
+        Every rank calls this in every step, also without messages.
+
+        Args:
+            messages: two lists, the sends and the receives; each holds (other rank, contiguous
+                tensor).
+        """
         sends, recvs = ([(peer, x.view(-1)) for peer, x in some] for some in messages)
         return self.comm.exchange(sends, recvs, "ring", longest=self._longest)
 
     def circulate(self, held: list[Tensor | None]) -> Iterator[tuple[int, int, Block | None]]:
-        """Yield (step, block, keys and values) while the next block is received.
-
-        None marks a block that was not received.
+        """Yield the blocks that reach this rank, while the next block is being received.
 
         Args:
-            held: this rank's own block alone; it is taken out of the list, so that nobody holds it
-                longer than needed.
+            held: a list of this rank's own block only. The block is removed from the list, so its
+                memory is freed after its step.
+
+        Yields:
+            (step, rank that owns the block, (k, v)), with None if the block is not received.
         """
         present = held.pop()
         for step in range(self.last + 1):
@@ -231,13 +262,14 @@ class Travel:
 
 
 class TravellingSums:
-    """Sums of the gradients of keys and values, which follow their blocks.
+    """Sum the gradients of each block's keys and values in messages around the ring.
 
-    In step s rank r adds its gradient of block j = r - s to the sum that came from rank r - 1. It
-    sends the sum to rank r + 1, or to the owner, rank j, if no later rank adds to it.
+    In step s rank r adds its gradient of block j = r - s to the sum that it received from rank
+    r - 1. It sends the sum to rank r + 1, or to the owner, rank j, if no later rank adds to it.
+    Call `add` once in every step, then `arrived`, on every rank.
 
     Args:
-        problem, like: as of `Travel`, for tensors of the dtype of the sums.
+        problem, like: as in `Travel`; `like` has the dtype of the sums.
     """
 
     def __init__(self, problem: Problem, like: Tensor) -> None:
@@ -247,12 +279,20 @@ class TravellingSums:
         self._mine: Tensor | None = None
 
     def add(self, step: int, own: Tensor | None) -> None:
-        """Add this rank's gradient of the block of `step`, and send the sum on, or to its owner."""
+        """Add this rank's gradient of the block of `step`, and start to send the sum.
+
+        First wait for the messages of the previous step.
+
+        Args:
+            step: the step of the ring.
+            own: gradients of k and v, (2, B, S_block, K, D); it may be changed. None if no query
+                of this rank sees the block.
+        """
         travel, rank = self._travel, self._travel.comm.rank
         travel.comm.wait(self._handle, "ring")
         block, total = travel.block(step), self._coming
         goes_on, ends = travel.goes_on(block, step), travel.ends(block, step)
-        if step == 0:  # it stays here if the block goes nowhere
+        if step == 0:  # the result, if no other rank sees this rank's block
             total = self._mine = travel.empty(block).zero_() if own is None else own
         elif own is not None:
             assert total is not None
@@ -269,7 +309,10 @@ class TravellingSums:
         self._handle = travel.exchange(sends, recvs)
 
     def arrived(self) -> Block:
-        """Return dk and dv of this rank's block, (B, S_block, K, D) each."""
+        """Wait for the last messages. Return the summed dk and dv of this rank's block.
+
+        Each is (B, S_block, K, D).
+        """
         self._travel.comm.wait(self._handle, "ring")
         assert self._mine is not None
         dk, dv = self._mine.unbind()

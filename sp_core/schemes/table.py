@@ -1,4 +1,4 @@
-"""The schemes by name."""
+"""Map the names of the schemes to their functions."""
 
 from sp_core.schemes.allgather_kv import allgather_kv_attention
 from sp_core.schemes.ring import ring_attention
@@ -9,4 +9,4 @@ SCHEMES = {
     "ring": ring_attention,
     "ulysses": ulysses_attention,
 }
-"""The schemes over one communicator."""
+"""Name -> attention function, for the schemes that need a single communicator."""

@@ -1,14 +1,14 @@
-"""Megatron's tensor and sequence parallelism: split weights, and between layers the tokens.
+"""Megatron's tensor parallelism with sequence parallelism: linear layers with split weights.
 
-    x (B, S/P, E)  --all-gather-->  (B, S, E) W_r^T  ->  (B, S, F/P)
-        column-parallel: a rank has some output features
-    y (B, S, F/P) W_r^T  ->  partial (B, S, E)  --reduce-scatter-->  (B, S/P, E)
-        row-parallel: a rank has some input features
+    gather_linears: x (B, S/P, E)  --all-gather-->  (B, S, E) W_r^T  ->  (B, S, F/P)
+        column-parallel: rank r has some output features
+    linear_scatter: y (B, S, F/P) W_r^T  ->  partial (B, S, E)  --reduce-scatter-->  (B, S/P, E)
+        row-parallel: rank r has some input features
 
-The sequence travels in chunks: while one chunk is multiplied, the next is being gathered, or the
-one before is being summed. Between the two layers a rank holds all tokens in the order of an
-all-gather, `sharding.group([range(P)])`. What a layer keeps for its backward grows with S/P on the
-side of E. Shapes: B batch, S sequence, E and F features, P ranks.
+The sequence is sent in chunks, parts of every rank's tokens. While a rank multiplies one chunk, the
+next is gathered, or the previous one is summed. Between the two layers a rank holds all tokens in
+the order of an all-gather, `sharding.group([range(P)])`. For the backward, `gather_linears` saves
+only x, not the gathered tokens. Shapes: B batch, S sequence, E and F features, P ranks.
 """
 
 from __future__ import annotations
@@ -29,17 +29,26 @@ from sp_core.communicator import Communicator
 from sp_core.sharding import split_ranges
 
 Linear = tuple[Tensor, Tensor | None]
-"""Weight and bias."""
+"""(weight, bias or None) of a layer."""
 
 CHUNKS = 4
+"""The number of chunks of a sequence."""
 
 Chunk = tuple[tuple[range, ...], tuple[int, ...]]
-"""For each rank, the range of its tokens in a chunk, and the lengths of these ranges."""
+"""(ranges, lengths): for each rank which of its tokens are in the chunk, and how many."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The number of tokens of each rank, and the number of chunks in which they are sent."""
+    """Divide the tokens of all ranks into chunks. Iterating yields each `Chunk` that has tokens.
+
+    There is at least one chunk, which is empty if no rank has tokens.
+
+    Args:
+        comm: the ranks.
+        lengths: for each rank its number of tokens.
+        chunks: into how many parts the tokens of each rank are cut.
+    """
 
     comm: Communicator
     lengths: tuple[int, ...]
@@ -53,20 +62,21 @@ class Tokens:
                 yield ranges, tuple(map(len, ranges))
 
     def own(self, x: Tensor, chunk: Chunk) -> Tensor:
-        """Return this rank's tokens of a chunk, from (B, S/P, *)."""
+        """Return the view of this rank's tokens x (B, S/P, *) that are in a chunk."""
         mine = chunk[0][self.comm.rank]
         return x[:, mine.start : mine.stop]
 
     def take(self, x: Tensor, chunk: Chunk) -> Tensor:
-        """Return all ranks' tokens of a chunk, from (B, S, *)."""
+        """Return a copy of the tokens in a chunk, rank after rank, from all tokens x (B, S, *)."""
         return torch.cat([x[:, rows] for rows in self._rows(chunk)], 1)
 
     def put(self, x: Tensor, chunk: Chunk, part: Tensor) -> None:
-        """Write all ranks' tokens of a chunk into (B, S, *)."""
+        """Write `part`, the tokens in a chunk rank after rank, into all tokens x (B, S, *)."""
         for rows, piece in zip(self._rows(chunk), part.split(list(chunk[1]), 1), strict=True):
             x[:, rows] = piece
 
     def _rows(self, chunk: Chunk) -> list[slice]:
+        """Return for each rank where its tokens of a chunk are in the order of an all-gather."""
         starts = accumulate(self.lengths[:-1], initial=0)
         return [
             slice(start + r.start, start + r.stop)
@@ -77,16 +87,27 @@ class Tokens:
 def gather_linears(
     x: Tensor, layers: Sequence[Linear], *, comm: Communicator, lengths: tuple[int, ...]
 ) -> tuple[Tensor, ...]:
-    """Gather the tokens x (B, S/P, E) once, and multiply by the weight (F/P, E) of each layer.
+    """Gather the tokens of all ranks once, and apply several linear layers to them.
 
-    Each result is (B, S, F/P).
+    Every rank calls this with as many layers. Arguments are not checked.
+
+    Args:
+        x: (B, S/P, E), this rank's tokens.
+        layers: (weight, bias) of each layer: this rank's output features, weight (F/P, E) and bias
+            (F/P,) or None.
+        comm: the ranks.
+        lengths: for each rank its number of tokens, the same on every rank.
+
+    Returns:
+        For each layer (B, S, F/P): all tokens, rank after rank.
 
     Communication:
         Forward an all-gather of x in chunks: (P-1) * B*(S/P)*E elements sent per rank. Backward the
-        same again (the gathered tokens are not kept), and a reduce-scatter of as many elements.
+        same again for the gradients of weights, and a reduce-scatter of as many elements for that
+        of x.
 
     Raises:
-        RuntimeError: a second derivative.
+        RuntimeError: a second derivative is computed.
 
     Source: Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer Models,
     arXiv:2205.05198, section 4.2.
@@ -101,16 +122,25 @@ def gather_linears(
 def linear_scatter(
     y: Tensor, weight: Tensor, *, comm: Communicator, lengths: tuple[int, ...]
 ) -> Tensor:
-    """Multiply, sum over the ranks, and keep this rank's tokens.
+    """Apply a linear layer without bias, sum over the ranks, and return this rank's tokens.
 
-    Shapes: y (B, S, F/P), weight (E, F/P), result (B, S/P, E).
+    Every rank calls this. Arguments are not checked.
+
+    Args:
+        y: (B, S, F/P), all tokens, rank after rank, with this rank's input features.
+        weight: (E, F/P), for this rank's input features.
+        comm: the ranks.
+        lengths: for each rank its number of tokens, the same on every rank.
+
+    Returns:
+        (B, S/P, E), in the dtype of y.
 
     Communication:
         Forward a reduce-scatter of (B, S, E) in chunks: B*(S - S/P)*E elements sent per rank.
         Backward an all-gather of as many.
 
     Raises:
-        RuntimeError: a second derivative.
+        RuntimeError: a second derivative is computed.
 
     Source: as `gather_linears`.
     """
@@ -120,7 +150,7 @@ def linear_scatter(
 
 
 class _GatherLinears(torch.autograd.Function):
-    """Multiplies gathered tokens with several layers. `layers` holds weights and biases in turn."""
+    """Autograd function of `gather_linears`. `layers` holds weight, bias, weight, bias, ..."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tokens, x: Tensor, *layers: Tensor | None) -> tuple[Tensor, ...]:
@@ -160,6 +190,8 @@ class _GatherLinears(torch.autograd.Function):
 
 
 class _LinearScatter(torch.autograd.Function):
+    """Autograd function of `linear_scatter`."""
+
     @staticmethod
     def forward(ctx: Any, y: Tensor, weight: Tensor, tokens: Tokens) -> Tensor:
         ctx.tokens, ctx.agree = tokens, tokens.comm.numbered()
@@ -180,16 +212,30 @@ class _LinearScatter(torch.autograd.Function):
 
 
 def _gathered(x: Tensor, tokens: Tokens) -> Iterator[tuple[Chunk, Tensor]]:
-    """Yield each chunk with the tokens of all ranks. The next chunk is gathered meanwhile."""
+    """Gather this rank's tokens x (B, S/P, *) from all ranks, chunk by chunk.
+
+    The all-gather of the next chunk is started before a chunk is yielded.
+
+    Yields:
+        (chunk, tokens of all ranks in it (B, tokens, *), rank after rank).
+    """
     chunks = list(tokens)
     calls = ((AllGather(tokens.comm, 1, chunk[1]), tokens.own(x, chunk)) for chunk in chunks)
     yield from zip(chunks, one_ahead(calls), strict=True)
 
 
 def _scattered(products: Sequence[tuple[Tensor, Tensor]], tokens: Tokens, features: int) -> Tensor:
-    """Return this rank's tokens of the sum over ranks of products, (B, S/P, features).
+    """Sum products over themselves and over all ranks, and return this rank's tokens.
 
-    Chunks overlap.
+    The reduce-scatter of one chunk runs while the next chunk is multiplied.
+
+    Args:
+        products: pairs of all tokens (B, S, n) and a matrix (n, features).
+        tokens: the chunks.
+        features: columns of the matrices.
+
+    Returns:
+        (B, S/P, features) of the sum of all products of all ranks.
     """
     first = products[0][0]
     out = first.new_empty(first.shape[0], tokens.lengths[tokens.comm.rank], features)
@@ -204,6 +250,7 @@ def _scattered(products: Sequence[tuple[Tensor, Tensor]], tokens: Tokens, featur
 
 
 def _product(products: Sequence[tuple[Tensor, Tensor]], tokens: Tokens, chunk: Chunk) -> Tensor:
+    """Return this rank's sum of products for the tokens in a chunk, (B, tokens, features)."""
     (y, matrix), *others = products
     total = tokens.take(y, chunk) @ matrix
     for y, matrix in others:
@@ -212,14 +259,18 @@ def _product(products: Sequence[tuple[Tensor, Tensor]], tokens: Tokens, chunk: C
 
 
 def _zeros(weight: Tensor) -> Tensor:
-    """Make zeros, in float32 or wider, in which the gradient of a weight is summed."""
+    """Return zeros of the shape of a weight, in float32 or wider, to sum its gradient in."""
     return torch.zeros_like(weight, dtype=accumulation_dtype(weight.dtype))
 
 
 def _add(total: Tensor, grad: Tensor, x: Tensor) -> None:
-    """Add grad^T x, (out, in), to the gradient of a weight."""
+    """Add grad^T x to the gradient of a weight, `total` (out, in).
+
+    grad is (B, tokens, out) and x is (B, tokens, in).
+    """
     total += grad.flatten(0, 1).T @ x.flatten(0, 1)
 
 
 def _bias_gradient(grad: Tensor) -> Tensor:
+    """Sum grad (B, S, F) to (F,) in float32 or wider. Return the sum in the dtype of grad."""
     return grad.sum((0, 1), dtype=accumulation_dtype(grad.dtype)).to(grad.dtype)

@@ -1,12 +1,12 @@
-"""Ulysses: an all-to-all gives every rank all tokens of some heads, and back.
+"""Ulysses: give every rank all tokens of some heads by an all-to-all, and return the result so.
 
     q k v  (B, S/P, H, D)  --all-to-all-->  (B, S, H/P, D)
     inner attention
     (B, S, H/P, D)  --all-to-all-->  out  (B, S/P, H, D)
 
-Key/value heads stay with the query heads that read them. Where there are fewer of them than ranks,
-or they do not divide, a head goes to every rank that reads it, and its gradients are summed on the
-way back. Shapes: B batch, S sequence, H heads, K key/value heads, D head dim, P ranks.
+A rank receives the key/value heads that its query heads read. With fewer key/value heads than
+ranks, a head is sent to every rank that reads it. The rank that holds its tokens then sums the
+gradients. Shapes: B batch, S sequence, H heads, K key/value heads, D head dim, P ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sp_core.schemes.problem import Problem, agree
 from sp_core.sharding import Sharding
 
 Inner = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Attention of queries (B, S, h, D) over the tokens of all ranks. Returns (out, lse)."""
+"""Function of (q, k, v) with all tokens and h heads, (B, S, h, D), that returns (out, lse)."""
 
 
 def ulysses_attention(
@@ -51,31 +51,36 @@ def ulysses_attention(
         q: (B, S/P, H, D), this rank's queries; float64, float32, bfloat16 or float16.
         k: (B, S/P, K, D), this rank's keys; H is a multiple of K.
         v: (B, S/P, K, D), this rank's values.
-        comm: the ranks.
-        sharding: who owns which queries.
-        kv_sharding: who owns which keys; like `sharding` if not given.
-        mask: who sees whom; everybody if not given.
-        softmax_scale: factor of the scores; 1/sqrt(D) if not given.
+        comm: the ranks that hold the sequence. All of them call this function together.
+        sharding: which rank holds which queries; shards may be uneven or empty.
+        kv_sharding: which rank holds which keys and values; `sharding` if not given.
+        mask: which keys a query sees; all keys if not given.
+        softmax_scale: factor of the scores q k^T; 1/sqrt(D) if not given.
         return_lse: also return the log-sum-exp of each query's scores.
-        inner: attention over the whole sequence on one device, `local_attention` if not given;
-            called as that with `q_positions`, `kv_positions`, `mask`, `softmax_scale`,
-            `return_lse=True`, and the other terms of the logits that were given.
-        terms: more terms of the scores, by the names of `Terms`: `softcap`, `sinks`, `alibi`.
+        inner: attention of some heads over the whole sequence on one device, `local_attention` if
+            not given. It is called like that, with (q, k, v), `q_positions`, `kv_positions`,
+            `mask`, `softmax_scale`, `return_lse=True`, and the `terms` that were given.
+        terms: arguments that change the scores further, explained in `Terms`: `softcap`, `sinks`,
+            `alibi`.
 
     Returns:
         out (B, S/P, H, D) in the dtype of q; with `return_lse` also lse (B, H, S/P) in float32 or
-        wider. A query that sees no key gets out = 0 and lse = -inf, or its sink.
-        Any number of heads fits any number of ranks; ranks may get no head.
+        wider. A query that sees no key gets out = 0 and lse = -inf, or with sinks the sink of the
+        head as lse. H and K need not be multiples of P; with few heads some ranks compute none.
 
     Communication:
-        Forward an all-to-all of q, k and v (one message to each rank; two where queries and keys
-        are sharded differently) and one of out: (P-1)/P of 2Q + K elements sent per rank, where Q =
-        B*(S/P)*H*D and K = 2*B*(S/P)*K*D. Backward the same.
+        First one agreement. A rank's own q has N = B*(S/P)*H*D elements, its k and v together have
+        M = 2*B*(S/P)*K*D. Forward, a rank sends (P-1)/P * (2N + M) elements: an all-to-all of q, k
+        and v, and one of out. If the ranks' numbers of queries and of keys differ, q goes in an
+        all-to-all of its own. With `return_lse` lse goes in another. With K < P, M counts every
+        copy of a key/value head. Backward the same, with an agreement before each all-to-all unless
+        the communicator has `check="off"`. A single rank sends nothing.
 
     Raises:
-        ShapeError, DtypeError, DeviceError, RankError: on every rank, before the first message.
+        TypeError, ValueError, ShapeError, DtypeError, DeviceError, RankError: wrong arguments; on
+            every rank, before the first message. Only a wrong `comm` is an error of one rank.
         CollectiveMismatch: the ranks' arguments differ.
-        RuntimeError: a second derivative.
+        RuntimeError: a second derivative of `local_attention` is computed.
 
     Source: Jacobs et al. 2023, DeepSpeed Ulysses, arXiv:2309.14509, section 3.
     """
@@ -106,22 +111,23 @@ def ulysses_attention(
 
 
 def _gathered_positions(sharding: Sharding) -> Tensor:
+    """Return the global positions of all tokens, rank after rank, int64 (S,)."""
     return sharding.group([range(sharding.size)]).positions(0)
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """The two all-to-alls of Ulysses: the heads and the number of tokens of each rank.
+    """Define the all-to-alls of Ulysses: which heads and tokens go to which rank.
 
     Args:
-        comm: the ranks.
-        lengths, kv_lengths: tokens of each rank.
-        heads: query heads that each rank computes.
-        kv_heads: for each rank, the key/value head of each of its key/value slots; one that several
-            ranks read is in several.
-        alike: q, k and v go in one exchange, because every rank has as many queries as keys. In a
-            hybrid that is every rank of the whole grid: what goes together needs a gradient
-            together, and the ranks of a ring must agree on which gradients travel.
+        comm: the ranks that exchange heads.
+        lengths, kv_lengths: for each rank its number of queries, and of keys.
+        heads: for each rank the query heads that it computes.
+        kv_heads: for each rank the key/value heads that it receives. A head that several ranks
+            read is in the lists of all of them.
+        alike: whether q, k and v go in the same all-to-all, which needs as many queries as keys on
+            every rank. In a hybrid this counts all ranks of both axes. If q, k and v go together,
+            all of them get a gradient, and the ranks of a ring must send the same gradients.
     """
 
     comm: Communicator
@@ -135,7 +141,14 @@ class Exchange:
     def of(
         cls, comm: Communicator, problem: Problem, ranks: Sequence[int], q: Tensor, k: Tensor
     ) -> Exchange:
-        """Make the exchange between some ranks of a problem, those of `comm`."""
+        """Define the exchange among the ranks of `comm`, which are some or all of `problem`'s.
+
+        Args:
+            comm: the ranks that exchange heads.
+            problem: the attention call.
+            ranks: for each rank of `comm` its number in the shardings of `problem`.
+            q, k: this rank's tensors (B, S/P, H or K, D); only the numbers of heads are used.
+        """
         lengths, kv_lengths = (
             tuple(sharding.local_len(rank) for rank in ranks)
             for sharding in (problem.sharding, problem.kv_sharding)
@@ -147,9 +160,16 @@ class Exchange:
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, inner: Inner, *, return_lse: bool
     ) -> tuple[Tensor, Tensor]:
-        """Exchange, attend, exchange back.
+        """Exchange heads, call `inner`, and exchange the result back; every rank calls this.
 
-        Without `return_lse`, lse is not exchanged back and must not be used.
+        Args:
+            q, k, v: (B, S/P, H or K, D), this rank's tokens of all heads.
+            inner: attention of this rank's heads over all tokens.
+            return_lse: whether lse is needed; otherwise it is not exchanged back.
+
+        Returns:
+            out (B, S/P, H, D) and lse (B, H, S/P). Without `return_lse` lse holds other tokens and
+            heads, and must not be used.
         """
         if self.comm.size == 1:
             return inner(q, k, v)
@@ -161,7 +181,7 @@ class Exchange:
         return out, lse
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return this rank's heads of q, k and v for all tokens."""
+        """Exchange q, k and v to (B, S, heads of this rank, D) each."""
         rank = self.comm.rank
         own = [len(self.heads[rank]), *[len(self.kv_heads[rank])] * 2]
         if self.alike:
@@ -179,9 +199,15 @@ class Exchange:
     def _dealt(
         self, tensors: tuple[Tensor, ...], parts: Sequence[list[Part]], lengths: tuple[int, ...]
     ) -> Tensor:
-        """Exchange heads: (B, S/P, *, D) tensors to (B, S, heads of this rank, D).
+        """Exchange heads of some tensors in one all-to-all.
 
-        `parts` lists the heads that each rank gets.
+        Args:
+            tensors: (B, S/P, *, D) each.
+            parts: for each rank the heads that it receives, as (index in `tensors`, heads).
+            lengths: for each rank its number of tokens.
+
+        Returns:
+            (B, S, heads that this rank receives, D), in the order of this rank's `parts`.
         """
         widths = tuple(sum(len(heads) for _, heads in dealt) for dealt in parts)
         x = side_by_side(tensors, [part for dealt in parts for part in dealt])
