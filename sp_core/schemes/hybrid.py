@@ -72,10 +72,11 @@ def hybrid_attention(
         sink of the head as lse.
 
     Communication:
-        First one agreement. A rank's own q has N = B*(S/(R*U))*H*D elements, its k and v together
-        have M = 2*B*(S/(R*U))*K*D. Forward, a rank sends (U-1)/U * (2N + M) elements in two
-        all-to-alls over the Ulysses axis, and R-1 messages of M elements around the ring. The
-        details, and the backward, are those of `ulysses_attention` and `ring_attention`.
+        First one agreement: the ranks compare their arguments, and each waits for all. A rank's own
+        q has N = B*(S/(R*U))*H*D elements, its k and v together M = 2*B*(S/(R*U))*K*D. Forward, a
+        rank sends (U-1)/U * (2N + M) elements in two all-to-alls over the Ulysses axis, and R-1
+        messages of M elements around the ring. The details, and the backward, are those of
+        `ulysses_attention` and `ring_attention`.
 
     Raises:
         TypeError, ValueError, ShapeError, DtypeError, DeviceError, RankError: wrong arguments; on

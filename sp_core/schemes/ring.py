@@ -76,10 +76,10 @@ def ring_attention(
         head as lse.
 
     Communication:
-        First one agreement, also in the backward unless the communicator has `check="off"`. Forward
-        a rank sends P-1 messages of 2*B*(S/P)*K*D elements, fewer if the mask hides whole blocks.
-        Backward the same messages, and up to P messages of as many elements in float32 or wider. A
-        single rank sends nothing.
+        First one agreement: the ranks compare their arguments, and each waits for all. So they do
+        in the backward unless the communicator has `check="off"`. Forward a rank sends P-1 messages
+        of 2*B*(S/P)*K*D elements, fewer if the mask hides whole blocks. Backward the same messages,
+        and up to P messages of as many elements in float32 or wider. A single rank sends nothing.
 
         In shared memory (`Mesh(transport="window")`) a rank sends no message. It writes its k and
         v once, or never if both are tensors of `shared_empty` on `comm`, and reads those of P-1
@@ -124,7 +124,7 @@ def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int
 
     Yields:
         (step, rank that owns the block, (k, v) of (B, S_block, K, D) each). None stands for (k, v)
-        if this rank does not receive the block.
+        if this rank does not receive the block, or in shared memory sees none of its keys.
     """
     if in_place.is_read(problem.comm, "shift"):
         return in_place.circulate(k, v, problem)
