@@ -1,4 +1,8 @@
-"""Call torch's CUDA attention kernels: pack their arguments and convert the shapes of their lse."""
+"""Call torch's CUDA attention kernels: convert their arguments, and the shape of their lse.
+
+The rest of the package calls `forward` and `backward` for one block of attention, and `sequences`
+and `sequences_backward` for many blocks at once. Shapes as in `sp_core.attention`.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +15,15 @@ from torch.nn.functional import pad
 
 from sp_core.attention.merge import accumulation_dtype
 
-# queries; the memory-efficient kernel keeps its lse in rows of a multiple of this
+# the memory-efficient kernel pads its lse to a multiple of this many queries
 LSE_ALIGNMENT = 32
-# the kernels read and write tensors in pieces of this many bytes, at addresses that are multiples
-# of it
+# the kernels read and write this many bytes at a time, at addresses that are multiples of it
 LOAD_BYTES = 16
 
 Triple = tuple[Tensor, Tensor, Tensor]
+"""(dq, dk, dv)."""
 Lengths = tuple[tuple[int, ...], tuple[int, ...]]
+"""For each sequence the number of queries; for each sequence the number of keys."""
 
 
 def forward(
@@ -30,7 +35,15 @@ def forward(
     allowed: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Run a kernel by name. Return out (B, H, Sq, D) and lse (B, H, Sq)."""
+    """Run a CUDA kernel on one block. Return out (B, H, Sq, D) and lse (B, H, Sq).
+
+    Args:
+        backend: "flash_cuda" or "efficient_cuda".
+        q, k, v: (B, H, Sq, D) and twice (B, K, Sk, D).
+        causal: whether key j is visible to query i only if j <= i.
+        allowed: bool (Sq, Sk) of visible pairs, for "efficient_cuda" only; None for all.
+        scale: factor of q k^T.
+    """
     aten = torch.ops.aten
     q, k, v = (aligned(x) for x in (q, k, v))
     if backend == "flash_cuda":
@@ -57,7 +70,14 @@ def backward(
     allowed: Tensor | None,
     scale: float,
 ) -> Triple:
-    """Run a kernel's backward by name. Return dq, dk and dv in the dtype of q."""
+    """Run the backward of a CUDA kernel. Return dq, dk and dv in the dtype of q.
+
+    Args:
+        backend: "flash_cuda" or "efficient_cuda".
+        grad_out, out: (B, H, Sq, D).
+        lse: (B, H, Sq).
+        q, k, v, causal, allowed, scale: as in `forward`.
+    """
     aten = torch.ops.aten
     grad_out, q, k, v, out = (aligned(x) for x in (grad_out, q, k, v, out))
     lengths = (q.shape[2], k.shape[2])
@@ -78,20 +98,24 @@ def backward(
 
 
 def _flash_state(like: Tensor) -> Iterator[Tensor]:
-    """Yield the state of dropout. Without dropout no kernel reads it."""
+    """Yield zeros for the random state that the flash backward takes, on the device of `like`.
+
+    Only dropout would read them.
+    """
     return (like.new_zeros(shape, dtype=torch.int64).to(torch.uint64) for shape in ((2,), ()))
 
 
 def sequences(
     q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Run the flash kernel on sequences that lie one after the other, (tokens, H, D).
+    """Run the flash kernel on many sequences at once. A query sees the keys of its own sequence.
 
     Args:
-        q, k, v: contiguous.
-        lengths: of the sequences of q, and of those of k and v, in one example of a batch.
-        causal: whether a query sees no later key; then these lengths are equal.
-        scale: of the scores.
+        q, k, v: (tokens, H, D) and twice (tokens, K, D), contiguous: all sequences of the first
+            example of a batch one after the other, then those of the next.
+        lengths: for each sequence of one example its number of queries, and of keys.
+        causal: whether a query sees no later key; then both numbers are equal.
+        scale: factor of q k^T.
 
     Returns:
         out (tokens, H, D) and lse (tokens, H).
@@ -105,7 +129,13 @@ def sequences(
 def sequences_backward(
     tensors: Sequence[Tensor], lse: Tensor, lengths: Lengths, causal: bool, scale: float
 ) -> Triple:
-    """Run the backward of `sequences` on grad_out, q, k, v and out. Return dq, dk and dv."""
+    """Run the backward of `sequences`. Return dq, dk and dv in the shapes of q, k and v.
+
+    Args:
+        tensors: grad_out, q, k, v and out.
+        lse: (tokens, H), as `sequences` returned it.
+        lengths, causal, scale: as in `sequences`.
+    """
     ends = _ends(lengths, lse)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
         *tensors, lse.T.contiguous(), *ends, 0.0, causal, *_flash_state(lse), scale=scale
@@ -114,9 +144,15 @@ def sequences_backward(
 
 
 def _ends(lengths: Lengths, like: Tensor) -> tuple[object, ...]:
-    """Return where sequences end, from 0 on, and the greatest length: of queries and of keys.
+    """Return what the flash kernel needs about the sequences of all examples of a batch.
 
-    `like` has a row for each query of all examples of a batch.
+    Args:
+        lengths: as in `sequences`, for one example.
+        like: a tensor on the device, with a row for each query of all examples.
+
+    Returns:
+        Cumulative lengths from 0 on, int32, of queries and of keys; then the greatest length of
+        queries and of keys.
     """
     batch = len(like) // sum(lengths[0])
     ends = (torch.tensor([0, *accumulate(each * batch)], dtype=torch.int32) for each in lengths)
@@ -124,12 +160,11 @@ def _ends(lengths: Lengths, like: Tensor) -> tuple[object, ...]:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Copy a tensor (B, H, S, D) unless the kernels can read it.
+    """Return x (B, H, S, D), or a contiguous copy if the kernels cannot read x.
 
-    With a dense last dim, and every row at a multiple of LOAD_BYTES.
-
-    torch passes others on as they are (pytorch issue 183484). The kernel then fails, or ends all
-    CUDA work of the process.
+    They need a dense last dim, and every row at an address that is a multiple of LOAD_BYTES. torch
+    does not check this (pytorch issue 183484). The kernel then fails, or ends all CUDA work of the
+    process.
     """
     strides = [
         stride for length, stride in zip(x.shape[:-1], x.stride(), strict=False) if length > 1
@@ -141,10 +176,11 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def added(allowed: Tensor | None, q: Tensor) -> Tensor | None:
-    """Return what the efficient kernel adds to the scores (B, H, Sq, Sk) of a bool mask (Sq, Sk).
+    """Return the bias (B, H, Sq, Sk) that the efficient kernel adds to the scores for a bool mask.
 
-    One row for all heads, each at a multiple of LOAD_BYTES. Keys of a row that are all hidden at
-    first are no NaN in this kernel, as long as it sees one.
+    It is 0 for visible and -inf for hidden pairs. Rows begin at multiples of LOAD_BYTES, and all
+    heads share the memory. A row may begin with hidden keys, but must have a visible key, else its
+    result is NaN. Return None if `allowed` is None.
     """
     if allowed is None:
         return None
@@ -154,7 +190,9 @@ def added(allowed: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def tokens_first(x: Tensor) -> Tensor:
-    """Lay (B, H, S, D) out as (B, S, H, D), the layout in which the efficient backward reads `out`.
+    """Return x (B, H, S, D), laid out in memory as (B, S, H, D).
+
+    The efficient backward assumes this layout of `out`.
 
     Source: `o_strideM` in torch's kernel_backward.h: the row stride is num_heads * head_dim,
     whatever the strides of `out` are.
@@ -163,14 +201,14 @@ def tokens_first(x: Tensor) -> Tensor:
 
 
 def repeated(x: Tensor, num_heads: int) -> Tensor:
-    """Repeat the key heads, (B, K, S, D) to (B, H, S, D), for a kernel without grouped heads."""
+    """Repeat key/value heads, (B, K, S, D) to (B, H, S, D), for a kernel that needs K = H."""
     return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], dim=1)
 
 
 def gathered(dx: Tensor, num_kv_heads: int) -> Tensor:
-    """Sum gradients over the query heads of each key head, in float32 or wider.
+    """Sum gradients over the query heads of each key/value head, (B, H, S, D) to (B, K, S, D).
 
-    (B, H, S, D) becomes (B, K, S, D).
+    The sum is in float32 or wider. If K = H, dx is returned as it is.
     """
     if dx.shape[1] == num_kv_heads:
         return dx
@@ -181,9 +219,9 @@ def gathered(dx: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def padded_lse(lse: Tensor) -> Tensor:
-    """Pad (B, H, Sq) to a multiple of LSE_ALIGNMENT queries with +inf.
+    """Pad lse (B, H, Sq) with +inf to a multiple of LSE_ALIGNMENT queries.
 
-    A row with lse = +inf has all weights 0.
+    A query with lse = +inf has weight 0 for every key.
     """
     missing = -lse.shape[-1] % LSE_ALIGNMENT
     return pad(lse, (0, missing), value=torch.inf).contiguous()

@@ -1,4 +1,8 @@
-"""Attention on one device as a differentiable function, with the tensor layout of the schemes."""
+"""Compute attention on one device, differentiable once, with tensors (B, S, H, D).
+
+`local_attention` is the public function. The schemes use the other names: `check_qkv` for their
+arguments, `exact` and `differentiable_once` for their own autograd functions.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +21,9 @@ from sp_core.errors import DeviceError, DtypeError, ShapeError
 from sp_core.mask import Mask, Positions
 
 Saved = tuple[Tensor, ...]
+"""What a forward gave to `ctx.save_for_backward`."""
 Backward = Callable[..., tuple[Tensor | None, ...]]
-"""A backward of attention: (ctx, saved, *grads)."""
+"""A function (ctx, saved tensors, *gradients of the outputs) that returns the inputs' gradients."""
 
 
 def local_attention(
@@ -36,27 +41,30 @@ def local_attention(
     """Compute attention on one device, softmax(softmax_scale q k^T) v, masked by global positions.
 
     Args:
-        q: (B, Sq, H, D), float64, float32, bfloat16 or float16.
-        k: (B, Sk, K, D), K dividing H.
-        v: (B, Sk, K, D).
-        mask: who sees whom; None sees everything.
-        q_positions: Sq global positions; 0 .. Sq - 1 when None.
-        kv_positions: Sk global positions; 0 .. Sk - 1 when None.
-        softmax_scale: factor of the scores; 1 / sqrt(D) when None.
+        q: (B, Sq, H, D), queries; float64, float32, bfloat16 or float16.
+        k: (B, Sk, K, D), keys; H is a multiple of K.
+        v: (B, Sk, K, D), values.
+        mask: which keys a query sees; all keys if None.
+        q_positions: the global position of each query, Sq integers; 0 .. Sq - 1 if None.
+        kv_positions: the global position of each key, Sk integers; 0 .. Sk - 1 if None.
+        softmax_scale: factor of the scores q k^T; 1 / sqrt(D) if None.
         return_lse: also return the log-sum-exp of the scores, differentiably.
-        terms: more terms of the scores, by the names of `Terms`: `softcap`, `sinks`, `alibi`.
+        terms: arguments that change the scores further, explained in `Terms`: `softcap`, `sinks`,
+            `alibi`.
 
     Returns:
         out (B, Sq, H, D) in q's dtype; with return_lse also lse (B, H, Sq) in float32 or wider. A
-        query that sees nothing has out 0, lse -inf (its sink, if there are sinks) and no gradient.
-        Differentiable once.
+        query that sees no key gets out = 0, lse = -inf (with sinks the sink of the head) and no
+        gradient. Differentiable once.
 
     Raises:
-        ShapeError: shapes that do not fit together, positions that do not number the tokens, a mask
-            for another length.
-        DtypeError: dtypes that differ or are not floating.
+        ShapeError: shapes that do not fit together, another number of positions than tokens, a
+            mask for another length, or positions outside the mask's documents.
+        DtypeError: dtypes of q, k and v that differ or are not among the four.
         DeviceError: tensors on different devices.
-        TypeError: softmax_scale or a term of another kind.
+        TypeError: softmax_scale, a term or positions of another type, or an unknown argument.
+        ValueError: alibi slopes that require a gradient.
+        RuntimeError: a second derivative is computed.
     """
     check_qkv(q, k, v)
     logits = Logits.of(q, softmax_scale=softmax_scale, **terms)
@@ -74,8 +82,8 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Refuse q (B, Sq, H, D), k and v (B, Sk, K, D) that do not fit together.
 
     Raises:
-        ShapeError: not four-dimensional, unequal batch, head dim or key length, or K that does not
-            divide H.
+        ShapeError: a tensor without four dimensions, shapes of k and v that differ, another batch
+            or head dim of q, head dim 0, or H that is no multiple of K.
         DtypeError: dtypes that differ or are not among float64, float32, bfloat16, float16.
         DeviceError: tensors on different devices.
     """
@@ -106,9 +114,9 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 class _Refuse(torch.autograd.Function):
-    """The identity in x, with a backward that raises.
+    """Return x unchanged, with a backward that raises RuntimeError.
 
-    `causes` are the tensors from which x was computed.
+    `causes` are the tensors from which x was computed. Differentiating x by any of them raises.
     """
 
     @staticmethod
@@ -124,24 +132,27 @@ class _Refuse(torch.autograd.Function):
 
 
 def exact(x: Tensor) -> torch.autocast:
-    """Turn autocast off.
+    """Return a context manager that turns autocast off on the device of x.
 
-    It would run the float32 products of the plain kernel in half precision.
+    Autocast would compute the float32 products of the plain kernel in half precision.
     """
     return torch.autocast(x.device.type, enabled=False)
 
 
 def differentiable_once(backward: Backward) -> Backward:
-    """Decorate a backward `(ctx, saved, *grads)`: its gradients raise when they are differentiated.
+    """Turn `backward(ctx, saved, *grads)` into a method whose results cannot be differentiated.
 
-    torch's `once_differentiable` refuses only where an incoming gradient is itself differentiable.
-    The gradients of attention also depend on q, k and v; that part of a second derivative it would
-    drop without a word.
+    The method passes the saved tensors, and turns autocast and the recording of gradients off. A
+    second derivative raises RuntimeError.
+
+    torch's `once_differentiable` refuses only if an incoming gradient is itself differentiable. The
+    gradients of attention also depend on q, k and v. It would silently drop that part of a second
+    derivative.
     """
 
     @functools.wraps(backward)
     def refusing(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # once: a checkpoint unpacks them a single time
+        saved = ctx.saved_tensors  # read once, because a checkpoint unpacks them only once
         with torch.no_grad(), exact(saved[0]):
             results = backward(ctx, saved, *grads)
         if not torch.is_grad_enabled():
@@ -153,7 +164,7 @@ def differentiable_once(backward: Backward) -> Backward:
 
 
 class _Attention(torch.autograd.Function):
-    """Attention whose derivative is `attend_backward`."""
+    """Autograd function of `local_attention`: `attend`, and `attend_backward` as its derivative."""
 
     @staticmethod
     def forward(
@@ -167,7 +178,7 @@ class _Attention(torch.autograd.Function):
         mask: Mask | None,
         logits: Logits,
     ) -> tuple[Tensor, Tensor]:
-        """Compute out and lse. lse is an output of its own, so its gradient may be None."""
+        """Compute out (B, Sq, H, D) and lse (B, H, Sq). An unused output has gradient None."""
         ctx.set_materialize_grads(False)
         ctx.call = {
             "q_positions": q_positions,
@@ -188,7 +199,7 @@ class _Attention(torch.autograd.Function):
     def backward(
         ctx: Any, saved: Saved, grad_out: Tensor | None, grad_lse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Compute the gradients. Round them once, from the accumulation dtype."""
+        """Compute the gradients in float32 or wider, and round each once to its input's dtype."""
         q, k, v, out, lse, sinks = saved
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         do, q_, k_, v_, o = (t.transpose(1, 2) for t in (grad_out, q, k, v, out))

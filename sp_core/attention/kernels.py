@@ -1,18 +1,20 @@
-"""Compute attention of one block, forward and backward.
+"""Compute attention of one block (some queries against some keys), forward and backward.
 
-Torch's fused kernels, which return the lse, and a plain one for the rest; `backend_for` chooses.
+`block_attention` and its backward call torch's fused kernels, which also return the log-sum-exp, or
+the plain kernel below, written in torch operations. `backend_for` chooses. Shapes as in
+`sp_core.attention`.
 
 Facts about the fused kernels of torch 2.13 that the rest of the package relies on:
-- CPU flash: float64 down to float16; K < H natively; causal is top-left aligned, and NaN for a
-  scale that is not positive; the additive mask must have q's dtype (a float32 mask for float64 is
-  read wrongly, without an error); a last dim that is not contiguous is read wrongly too; zero
-  queries, keys or heads end the process with SIGFPE.
+- CPU flash: float64 down to float16; takes K < H; causal is top-left aligned, and NaN for a scale
+  that is not positive. The additive mask must have q's dtype: a float32 mask for float64 is read
+  wrongly, without an error. So is a last dim that is not contiguous. Zero queries, keys or heads
+  end the process with SIGFPE.
 - CUDA flash and efficient: rows at multiples of 16 bytes, which is not checked.
-- CUDA flash: half precision, head dim a multiple of 8 up to 256, causal only for Sq = Sk, K < H
-  natively.
-- CUDA efficient: K = H only, so keys are repeated for it; takes an additive mask of q's dtype; its
-  lse is padded to a multiple of 32 queries, as its backward wants it; that reads `out` as if it lay
-  in memory as (B, S, H, D).
+- CUDA flash: half precision, head dim a multiple of 8 up to 256, causal only for Sq = Sk, takes
+  K < H.
+- CUDA efficient: K = H only, so keys are repeated for it; takes an additive mask of q's dtype. Its
+  lse is padded to a multiple of 32 queries, as its backward needs it. The backward reads `out` as
+  if it lay in memory as (B, S, H, D).
 """
 
 from __future__ import annotations
@@ -33,12 +35,13 @@ FUSED = {"cuda"}
 """Kinds of device that have torch's CUDA kernels."""
 
 Triple = tuple[Tensor, Tensor, Tensor]
+"""(dq, dk, dv)."""
+
 Strip = tuple[slice, slice, Tensor | None]
-"""Queries, the keys up to the last that they may see, and the bool mask between them. None sees
-every pair."""
+"""(queries, keys, bool mask (queries, keys) of visible pairs). None: every pair is visible."""
 
 SCORES, CPU_SCORES = 1 << 26, 1 << 20
-"""The most scores that the plain kernel holds at a time, on a CPU so few that they stay in its
+"""The most elements of q k^T that the plain kernel holds at a time. On a CPU these fit into its
 cache."""
 
 
@@ -51,25 +54,25 @@ def block_attention(
     allowed: Tensor | None = None,
     logits: Logits,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention of queries to one block of keys.
+    """Compute attention of queries to one block of keys: softmax(logits) v, and its log-sum-exp.
 
-    Out = softmax(logits) v and its log-sum-exp.
-
-    Values that nobody in the block sees are not read. A NaN or infinity that some query of a causal
-    or partial block sees may spread to other queries of that block, because the kernels multiply
-    hidden values by weight 0; finite values never do.
+    Values that no query of the block sees are not read. A NaN or infinity that some query of a
+    causal or partial block sees may spread to other queries of that block, because the kernels
+    multiply hidden values by weight 0. Finite values never spread.
 
     Args:
-        q: (B, H, Sq, D), strided as it comes.
+        q: (B, H, Sq, D), of any strides.
         k: (B, K, Sk, D).
         v: (B, K, Sk, D).
-        kind: "full", "causal" (Sq = Sk, key j visible to query i when j <= i) or "partial".
-        allowed: bool (Sq, Sk), for "partial" only.
-        logits: how they follow from q k^T, with positions if they depend on them.
+        kind: "full" (every pair is visible), "causal" (Sq = Sk, key j is visible to query i when
+            j <= i) or "partial" (`allowed` says which pairs are visible).
+        allowed: bool (Sq, Sk), True for visible pairs; for "partial" only.
+        logits: how the logits follow from q k^T; with positions if it has ALiBi slopes. Sinks are
+            not merged here.
 
     Returns:
         out (B, H, Sq, D) in q's dtype and lse (B, H, Sq) in float32 or wider; 0 and -inf for
-        queries that see nothing.
+        queries that see no key.
 
     Source: Dao, "FlashAttention-2", 2023, algorithm 1, for out and lse from blocks.
     """
@@ -99,20 +102,20 @@ def block_attention_backward(
 ) -> Triple:
     """Compute the gradients of one block: P = exp(s - lse), dS = P * (dO v^T - rowsum(dO * out)).
 
+    s are the block's logits, dO is `grad_out`.
+
     Args:
-        grad_out: (B, H, Sq, D), of out.
+        grad_out: (B, H, Sq, D), gradient of out.
         q: (B, H, Sq, D).
         k: (B, K, Sk, D).
         v: (B, K, Sk, D).
-        out: (B, H, Sq, D), the attention over all keys of which k is a part (or over k alone).
-        lse: (B, H, Sq), likewise.
-        kind: as in `block_attention`.
-        allowed: as in `block_attention`.
-        logits: as in `block_attention`.
+        out: (B, H, Sq, D), the attention of q over all its keys, of which k may be a part.
+        lse: (B, H, Sq), the log-sum-exp over the same keys as out.
+        kind, allowed, logits: as in `block_attention`.
 
     Returns:
-        dq (B, H, Sq, D), dk and dv (B, K, Sk, D), this block's summands, as the kernel rounds them:
-        in q's dtype or wider.
+        dq (B, H, Sq, D), what this block adds to the gradient of q; dk and dv (B, K, Sk, D). The
+        dtype is that of the kernel: q's or wider.
 
     Source: Dao, "FlashAttention-2", 2023, algorithm 2.
     """
@@ -132,20 +135,18 @@ def block_attention_backward(
 
 
 def _empty(q: Tensor, k: Tensor) -> bool:
-    """Return whether there is nothing to compute. The fused kernels crash on such input."""
+    """Return whether q or k has no element. The fused kernels crash on such input."""
     return q.numel() == 0 or k.numel() == 0
 
 
 def _seen(
     kind: str, allowed: Tensor | None, logits: Logits, device: torch.device
 ) -> tuple[Tensor, Tensor, dict[str, Any]] | None:
-    """Narrow a block to the queries that see a key, and the keys that a query sees.
-
-    Return None if these are all.
+    """Find the queries that see a key, and the keys that a query sees.
 
     Returns:
-        The indices of these queries and keys on the device, and what `block_attention` is told of
-        the narrower block.
+        Indices of these queries and of these keys, on the device, and the keyword arguments of
+        `block_attention` for the block of only these. None if all queries and keys are needed.
     """
     if allowed is None:
         return None
@@ -164,15 +165,15 @@ def backend_for(
     kind: str,
     logits: Logits,
 ) -> str:
-    """Name the kernel that a block of attention runs on.
+    """Return the name of the kernel that computes a block of attention.
 
     Args:
         device_type: "cpu", "cuda", ...
         dtype: of q, k and v.
         head_dim: of q, k and v.
         kind: "full", "causal" (square) or "partial".
-        logits: how they follow from q k^T. Only the plain kernel bounds and biases them. The CUDA
-            kernels take a row's maximum before they scale, so they need a positive scale.
+        logits: how the logits follow from q k^T. Only the plain kernel knows softcap and ALiBi. The
+            CUDA kernels take a row's maximum before they scale, so they need a positive scale.
 
     Returns:
         "flash_cpu", "flash_cuda", "efficient_cuda" or "plain".
@@ -192,9 +193,9 @@ def backend_for(
 def forward(
     q: Tensor, k: Tensor, v: Tensor, kind: str, allowed: Tensor | None, logits: Logits
 ) -> tuple[Tensor, Tensor]:
-    """Run a kernel on a non-empty block in which every query sees a key.
+    """Run the kernel that `backend_for` names on a block. Arguments as in `block_attention`.
 
-    Return out (B, H, Sq, D) and lse (B, H, Sq).
+    The block is not empty, and every query sees a key. Return out (B, H, Sq, D) and lse (B, H, Sq).
     """
     backend = backend_for(q.device.type, q.dtype, q.shape[-1], kind, logits)
     if backend == "plain":
@@ -202,7 +203,8 @@ def forward(
     scale = logits.softmax_scale
     if backend == "flash_cpu":
         q, k, v = (_readable(t) for t in (q, k, v))
-        if kind == "causal" and scale <= 0:  # it hides before it scales; its backward does not
+        # the kernel hides keys before it scales, but its backward hides them after that
+        if kind == "causal" and scale <= 0:
             kind, allowed = "partial", torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril_()
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, kind == "causal", attn_mask=_additive(allowed, q.dtype), scale=scale
@@ -222,9 +224,12 @@ def backward(
     allowed: Tensor | None,
     logits: Logits,
 ) -> Triple:
-    """Run a kernel's backward. `out` and `lse` may cover more keys than k and v."""
+    """Run a kernel's backward on a non-empty block. Return dq, dk and dv.
+
+    Arguments as in `block_attention_backward`: out and lse may cover more keys than k and v.
+    """
     backend = backend_for(q.device.type, q.dtype, q.shape[-1], kind, logits)
-    # a row that saw nothing: exp(s - lse) must be 0, not NaN
+    # for a query that saw no key exp(s - lse) must be 0, not NaN
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     if backend == "plain":
         return _plain_backward(grad_out, q, k, v, out, lse, _strips(q, k, kind, allowed), logits)
@@ -240,22 +245,26 @@ def backward(
 
 
 def _readable(x: Tensor) -> Tensor:
-    """Return a tensor whose last dim is contiguous.
+    """Return x, or a copy if its last dim is not contiguous.
 
-    The CPU kernel reads anything else wrongly, without an error.
+    The CPU kernel reads such a tensor wrongly, without an error.
     """
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _additive(allowed: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return the float mask that the CPU kernel adds to the scores."""
+    """Return 0 for visible and -inf for hidden pairs, (Sq, Sk), which the CPU kernel adds."""
     if allowed is None:
         return None
     return torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, -torch.inf)
 
 
 def _strips(q: Tensor, k: Tensor, kind: str, allowed: Tensor | None) -> Iterator[Strip]:
-    """Cut a block into strips of queries, each with few enough scores for the plain kernel."""
+    """Cut a block into strips of consecutive queries for the plain kernel.
+
+    Each strip has at most SCORES or CPU_SCORES elements of q k^T, but at least one query. In a
+    causal block a strip's keys end with the last that its queries see.
+    """
     most = CPU_SCORES if q.device.type == "cpu" else SCORES
     step = max(1, most // (q.shape[0] * q.shape[1] * k.shape[2]))
     for start in range(0, q.shape[2], step):
@@ -270,14 +279,14 @@ def _strips(q: Tensor, k: Tensor, kind: str, allowed: Tensor | None) -> Iterator
 def _plain(
     q: Tensor, k: Tensor, v: Tensor, strips: Iterator[Strip], logits: Logits
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention and its lse, in float32 or wider.
+    """Compute attention and its log-sum-exp in float32 or wider, one strip after the other.
 
     Args:
         q: (B, H, Sq, D).
         k: (B, K, Sk, D).
         v: (B, K, Sk, D).
-        strips: as from `_strips`.
-        logits: how they follow from q k^T.
+        strips: the block cut by `_strips`.
+        logits: how the logits follow from q k^T.
 
     Returns:
         out (B, H, Sq, D) in q's dtype and lse (B, H, Sq) in the accumulation dtype.
@@ -288,10 +297,10 @@ def _plain(
         part, k_, v_ = (x.to(dtype) for x in (q[:, :, rows], k[:, :, keys], v[:, :, keys]))
         scores = _scores(_grouped(part, k.shape[1]), k_, logits)
         scores = _masked(scores, visible, logits.at(rows, keys))
-        # Not exp(scores - logsumexp): its weights add up to 1 within the round-off of the greatest
-        # score, and the backward's dO v^T - rowsum(dO * out) would cancel to that.
+        # Not exp(scores - logsumexp): such weights add up to 1 only within the round-off of the
+        # greatest score, which the difference dO v^T - rowsum(dO * out) in the backward exposes.
         peak = scores.amax(-1, keepdim=True)
-        peak.masked_fill_(peak == -torch.inf, 0.0)  # a row that saw nothing
+        peak.masked_fill_(peak == -torch.inf, 0.0)  # a query that saw no key
         e = scores.sub_(peak).exp_()
         total = e.sum(-1, keepdim=True)
         lse[:, :, rows] = total.log().add_(peak).view(part.shape[:3])
@@ -309,7 +318,10 @@ def _plain_backward(
     strips: Iterator[Strip],
     logits: Logits,
 ) -> Triple:
-    """Compute dq, dk and dv in the accumulation dtype. A row that sees nothing has lse = +inf."""
+    """Compute dq, dk and dv in float32 or wider, one strip after the other.
+
+    Arguments as in `backward`. A query that sees no key has lse = +inf here.
+    """
     dtype = accumulation_dtype(q.dtype)
     dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
     for rows, keys, visible in strips:
@@ -331,27 +343,30 @@ def _plain_backward(
 
 
 def _grouped(x: Tensor, num_kv_heads: int) -> Tensor:
-    """View (B, H, Sq, D) as (B, K, H/K * Sq, D).
+    """View (B, H, Sq, D) as (B, K, H/K * Sq, D), K being `num_kv_heads`.
 
-    The queries of a key head become rows, so no key is repeated.
+    All queries that read one key/value head become its rows, so keys need not be repeated.
     """
     return x.reshape(x.shape[0], num_kv_heads, -1, x.shape[-1])
 
 
 def _ungrouped(x: Tensor, like: Tensor) -> Tensor:
-    """View (B, K, H/K * Sq, D) as (B, H, Sq, D)."""
+    """View (B, K, H/K * Sq, D) as (B, H, Sq, D), the shape of `like`."""
     return x.reshape(*like.shape[:3], x.shape[-1])
 
 
 def _scores(q: Tensor, k: Tensor, logits: Logits) -> Tensor:
-    """Return scaled and bounded scores (B, K, H/K * Sq, Sk)."""
+    """Return q k^T (B, K, H/K * Sq, Sk), scaled, and bounded by the softcap if there is one."""
     scores = torch.matmul(q, k.mT).mul_(logits.softmax_scale)
     cap = logits.softcap
     return scores if cap is None else scores.div_(cap).tanh_().mul_(cap)
 
 
 def _masked(scores: Tensor, visible: Tensor | None, logits: Logits) -> Tensor:
-    """Add the bias of the positions, and write -inf over the scores of hidden keys."""
+    """Add the ALiBi bias to scores (B, K, H/K * Sq, Sk), and set those of hidden pairs to -inf.
+
+    `visible` is bool (Sq, Sk), or None if all pairs are visible. Return `scores`, changed in place.
+    """
     logits.add_bias(scores)
     if visible is not None:
         by_query = scores.view(*scores.shape[:2], -1, *visible.shape)

@@ -1,4 +1,8 @@
-"""Describe how the logits of attention follow from q k^T."""
+"""Define how the logits of attention, the arguments of the softmax, follow from the scores q k^T.
+
+`Terms` lists the keyword arguments for users; `Logits` holds their checked values. Shapes as in
+`sp_core.attention`.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +19,23 @@ from sp_core.errors import DeviceError, DtypeError, ShapeError
 from sp_core.mask import Positions, position_tensor
 
 BY_HEAD = ("sinks", "alibi")
-"""The terms that have one number for each query head."""
+"""Fields of `Logits` with one number for each query head."""
 
 
 class Terms(TypedDict, total=False):
-    """Keyword arguments of every attention function that change its logits.
+    """Keyword arguments that change the logits, accepted by every attention function.
 
     Args:
         softcap: bound of the scaled scores s: they become softcap * tanh(s / softcap) before the
             mask is applied. A positive number; None for no bound.
         sinks: (H,), floating: one learned logit per query head. It joins the softmax of each query
-            as a key without a value, and the log-sum-exp that is returned. All ranks pass the same
-            values, which are not compared. The gradient is this rank's summand: pass
-            `copy_to_group(sinks, comm=comm)` to sum it over the ranks, as for any weight that they
-            hold alike.
+            as a key without a value, and so the log-sum-exp that is returned. All ranks must pass
+            the same values; they are not compared. Each rank gets the gradient of its own queries
+            only. Pass `copy_to_group(sinks, comm=comm)` to sum the gradient over the ranks.
         alibi: H slopes, one for each query head: finite numbers, or a tensor (H,) whose values are
-            read. A score falls by its head's slope for each position between query and key, in
-            both directions. Positions are global. Slopes are constants: they get no gradient. The
-            plain kernel computes them on every device, without torch's fused kernels.
+            read. A logit falls by its head's slope for each position between query and key, in
+            both directions. Positions are global. Slopes are constants: they get no gradient. With
+            slopes attention runs on the plain kernel, never on torch's fused kernels.
 
     Source: Gemma Team 2024, Gemma 2: Improving Open Language Models at a Practical Size,
     arXiv:2408.00118, section 2, for softcap; OpenAI 2025, gpt-oss-120b & gpt-oss-20b Model Card,
@@ -47,9 +50,13 @@ class Terms(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Logits:
-    """The logits of attention, from scores q k^T: the scale, and the terms as in `Terms`.
+    """Hold the scale and the terms by which logits follow from scores q k^T.
 
-    `positions`: of the queries and of the keys, (Sq,) and (Sk,), where there are slopes.
+    Args:
+        softmax_scale: factor of the scores.
+        softcap, sinks, alibi: as in `Terms`; None if not used.
+        positions: global positions of the queries (Sq,) and of the keys (Sk,), which ALiBi needs;
+            None until `between` is called.
     """
 
     softmax_scale: float
@@ -69,11 +76,17 @@ class Logits:
         alibi: Sequence[float] | Tensor | None = None,
         **unknown: object,
     ) -> Logits:
-        """Check what an attention of q (B, S, H, D) was given, and fill in the default scale.
+        """Check the keyword arguments of an attention function, and return them as `Logits`.
+
+        Args:
+            q: (B, S, H, D); its heads, head dim and device are used.
+            softmax_scale: factor of the scores; 1 / sqrt(D) if None.
+            softcap, sinks, alibi: as in `Terms`.
+            unknown: any other keyword argument, which is refused.
 
         Raises:
-            TypeError: softmax_scale is not a finite number, softcap not a positive one, sinks no
-                tensor, alibi not finite numbers, or an unknown argument.
+            TypeError: softmax_scale is not a finite number, softcap not a positive number, sinks
+                no tensor, alibi not finite numbers, or an unknown argument.
             ShapeError, DtypeError, DeviceError: sinks or slopes that do not fit q.
             ValueError: slopes that require a gradient.
         """
@@ -100,29 +113,34 @@ class Logits:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether only the plain kernel, which holds the scores, can compute them."""
+        """Whether these logits need the plain kernel: they have a softcap or ALiBi slopes."""
         return self.softcap is not None or self.alibi is not None
 
     def of_heads(self, heads: range | slice) -> Logits:
-        """Return the logits of some of the query heads."""
+        """Return a copy with the sinks and slopes of only these query heads."""
         at = slice(heads.start, heads.stop)
         return replace(self, **{x: y[at] for x, y in self.given().items() if x in BY_HEAD})
 
     def between(self, queries: Positions, keys: Positions, device: torch.device) -> Logits:
-        """Return the logits between tokens at these global positions."""
+        """Return a copy with these global positions, if there are slopes; else `self`.
+
+        Args:
+            queries, keys: Sq and Sk positions.
+            device: where the tensors of positions are made.
+        """
         if self.alibi is None:
             return self
         places = position_tensor(queries, device), position_tensor(keys, device)
         return replace(self, positions=places)
 
     def at(self, queries: slice | Tensor, keys: slice | Tensor) -> Logits:
-        """Return the logits between some of the queries and some of the keys."""
+        """Return a copy with the positions at these indices of queries and keys only."""
         if self.positions is None:
             return self
         return replace(self, positions=(self.positions[0][queries], self.positions[1][keys]))
 
     def add_bias(self, scores: Tensor) -> None:
-        """Subtract slope * |query position - key position| in place.
+        """Subtract slope * |query position - key position| in place, if there are slopes.
 
         Args:
             scores: (B, K, H/K * Sq, Sk), float32 or wider; changed.
@@ -136,11 +154,15 @@ class Logits:
             by_query.addcmul_(scores.new_tensor(self.alibi).view(heads), apart, value=-1)
 
     def given(self) -> dict[str, Any]:
-        """Return the scale and the terms that there are, as arguments of `local_attention`."""
+        """Return name -> value of all fields that are not None.
+
+        Without positions these are keyword arguments of `local_attention`.
+        """
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
 def _check_sinks(sinks: Tensor, q: Tensor) -> None:
+    """Refuse sinks that are not a dense floating tensor (H,) on the device of q (B, S, H, D)."""
     if sinks.shape != q.shape[2:3] or sinks.layout is not torch.strided:
         raise ShapeError(
             f"sinks {tuple(sinks.shape)} ({sinks.layout}) given, needed a dense tensor "

@@ -1,4 +1,8 @@
-"""Merge partial attention results over disjoint sets of keys."""
+"""Merge partial results of attention: those of the same queries over disjoint sets of keys.
+
+A partial result is out (..., Sq, D) and lse (..., Sq), the log-sum-exp of each query's logits. A
+query that saw no key has out = 0 and lse = -inf.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,7 @@ from torch import Tensor
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which partial results are summed.
-
-    Float64 for float64, float32 for anything narrower.
-    """
+    """Return the dtype in which values of `dtype` are summed: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -18,9 +19,8 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     """Merge the attention of the same queries over two disjoint sets of keys.
 
     out = w out_a + (1 - w) out_b with w = sigmoid(lse_a - lse_b), lse = log(exp(lse_a) +
-    exp(lse_b)). Commutative bitwise, associative to rounding. A row that saw nothing in a (lse_a =
-    -inf, out_a = 0) takes b as it is, and the other way round. Weights below the smallest normal
-    number of the dtype may become 0.
+    exp(lse_b)). Exchanging a and b gives the same bits; regrouping changes only the rounding. A
+    query that saw no key on one side (lse = -inf, out = 0) takes the other side's result unchanged.
 
     Args:
         out_a: (..., Sq, D), of any floating dtype.
@@ -42,11 +42,11 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
-    """Merge in place one key per head, without a value, whose logit is the head's sink.
+    """Merge in place, for each head, a key without a value whose logit is the head's sink.
 
     Args:
-        out: (B, H, Sq, D), float32 or wider, over all keys; changed.
-        lse: (B, H, Sq), likewise; changed.
+        out: (B, H, Sq, D), attention over all keys, float32 or wider; changed.
+        lse: (B, H, Sq), float32 or wider; changed.
         sinks: (H,), or None to change nothing.
     """
     if sinks is not None:
@@ -57,12 +57,17 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
 def sinks_gradient(
     grad_out: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None, sinks: Tensor | None
 ) -> Tensor | None:
-    """Compute the gradient of `add_sinks` by the sinks, (H,), from its results and their gradients.
+    """Compute the gradient of the sinks, (H,), in their dtype. Return None for no sinks.
 
-    Return None for no sinks.
+    A sink is the logit of a key whose value is 0: P = exp(sink - lse), dsink = P * (grad_lse -
+    rowsum(dO * out)), summed over batch and queries. dO is `grad_out`.
 
-    A sink has the logit of a key whose value is 0: P = exp(sink - lse), dsink = P * (grad_lse -
-    rowsum(dO * out)), summed over batch and queries.
+    Args:
+        grad_out: (B, H, Sq, D), gradient of out.
+        out: (B, H, Sq, D), after `add_sinks`.
+        lse: (B, H, Sq), after `add_sinks`.
+        grad_lse: (B, H, Sq), gradient of lse; None for zero.
+        sinks: (H,), or None.
     """
     if sinks is None:
         return None
@@ -73,27 +78,26 @@ def sinks_gradient(
 
 
 def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
-    """Merge one partial result into an accumulator in place.
+    """Merge a partial result into another one in place, by the formula of `merge`.
 
     Args:
-        out: (..., Sq, D) accumulator, float32 or wider; changed.
-        lse: (..., Sq) accumulator; changed.
-        part_out: (..., Sq, D).
+        out: (..., Sq, D), float32 or wider; changed to the merged result.
+        lse: (..., Sq), float32 or wider; changed.
+        part_out: (..., Sq, D), attention of the same queries over other keys.
         part_lse: (..., Sq).
     """
-    # Rows that saw nothing on either side have -inf - -inf here: any weight will do for their two
-    # zeros, NaN will not.
+    # For queries that saw no key on either side -inf - -inf would be NaN. Any other weight will do,
+    # because both outs are 0.
     ahead = (
         (lse - part_lse)
         .masked_fill_((lse == -torch.inf) & (part_lse == -torch.inf), 0.0)
         .to(out.dtype)
     )
-    # sigmoid may round an element otherwise in a whole vector than in what is left over: strides
-    # must not decide which it is in.
+    # sigmoid may round an element of a SIMD vector and one of the remainder differently. Strides
+    # must not decide where an element falls.
     ahead = ahead.contiguous()
     out.mul_(torch.sigmoid(ahead).unsqueeze(-1))
-    # Not addcmul_: it rounds one product and not the other, and merging would depend on the order
-    # of its arguments.
+    # Not addcmul_: it rounds only one of the products, so exchanging a and b would change bits.
     out.add_(part_out * torch.sigmoid(ahead.neg_()).unsqueeze(-1))
-    # So may logaddexp, and then merging b into a would differ from merging a into b.
+    # logaddexp may round by place too, so it also gets contiguous operands.
     torch.logaddexp(lse, part_lse.to(lse.dtype).contiguous(), out=lse)

@@ -1,9 +1,14 @@
-"""Run many blocks in one call of a kernel.
+"""Compute many small blocks of attention in one call of a kernel.
 
-Packed documents make thousands of small blocks, for which a kernel call each costs more than their
-work. The flash kernel for CUDA takes them as sequences of different lengths. For torch's CPU kernel
-they are packed side by side into square tiles. A tile shows each query the keys of its own block
-only.
+A block is some queries against some keys of two shards. Packed documents make thousands of small
+blocks, and a kernel call for each block would cost more than its work. `packed` collects them:
+
+- `Sequences`, for the flash kernel for CUDA: blocks as sequences of different lengths.
+- `Pack`, for torch's CPU kernel: square tiles of equal size. Several blocks lie along the diagonal
+  of a tile, and a mask hides from each query the keys of other blocks.
+
+A row of a tile (for a query) or a column (for a key) is called a slot. Slots of all tiles of a pack
+are numbered one after the other. Some slots at the end of a tile stay empty.
 """
 
 from __future__ import annotations
@@ -23,20 +28,23 @@ from sp_core.attention.tiles import on_cpu
 from sp_core.mask import Block
 
 SIDES = (16, 32)
-"""Tokens of the sides of tiles. A block goes into the smallest that holds it."""
+"""Sizes of tiles, in tokens. A block goes into the smallest tile that holds it."""
 ELEMENTS = 2**17
-"""Elements of the queries of a pack, about: its tensors stay in the cache."""
+"""The approximate number of elements of q in a pack. Its tensors then fit into the cache."""
 LEAST_BLOCKS = 4
-"""Fewer blocks are not packed: they would be gathered for nothing."""
+"""The least number of blocks that are packed. Copying fewer blocks into a pack saves no time."""
 
 
 class Side(NamedTuple):
-    """Where the queries, or the keys, of a pack come from.
+    """Say which tokens of a shard are the queries of a pack, or which are its keys.
+
+    `Sequences` have no empty slots, so there `source` equals `tokens`.
 
     Args:
-        source: token in the shard of every slot of all tiles, in turn; any token in an empty slot.
-        slots: the slots that are not empty.
-        tokens: their tokens; none occurs twice.
+        source: for every slot the index of its token in the shard, int64 (all slots,). An empty
+            slot has the index of some other token of the pack.
+        slots: the numbers of the n slots that are not empty, int64 (n,).
+        tokens: source[slots], int64 (n,). No token occurs twice.
     """
 
     source: Tensor
@@ -45,12 +53,13 @@ class Side(NamedTuple):
 
 
 class Pack(NamedTuple):
-    """Tiles of one size.
+    """Hold small blocks, placed in tiles of side x side, for a single call of torch's CPU kernel.
 
     Args:
-        side: slots of a tile.
-        queries, keys: the tokens in them.
-        first, last: slots of the first and the last key that a query sees, (tiles, 1, side, 1).
+        side: the number of queries, and of keys, of a tile.
+        queries, keys: which tokens are in the tiles.
+        first, last: for each query the first and the last slot, within the tile, of the keys that
+            it sees; (tiles, 1, side, 1) each. For an empty slot first > last.
     """
 
     side: int
@@ -60,24 +69,38 @@ class Pack(NamedTuple):
     last: Tensor
 
     def allowed(self, batch: int) -> Tensor:
-        """Make the dense mask, bool (B * tiles, 1, side, side)."""
+        """Return the mask of the tiles for B = `batch`, bool (B * tiles, 1, side, side)."""
         slot = torch.arange(self.side)
         return ((slot >= self.first) & (slot <= self.last)).repeat(batch, 1, 1, 1)
 
     def gather(self, side: Side, x: Tensor) -> Tensor:
-        """Return the tokens of the tiles, (B * tiles, H, side, D), from x (B, H, S, D)."""
+        """Copy tokens of x (B, H, S, D) into tiles, (B * tiles, H, side, D).
+
+        `side` is `queries` or `keys`, whichever tokens x holds.
+        """
         found = x.transpose(1, 2).index_select(1, side.source)
         return found.reshape(-1, self.side, *x.shape[1::2]).transpose(1, 2)
 
     def scatter(self, side: Side, part: Tensor, into: Tensor) -> None:
-        """Write the tokens of the tiles to their places: the reverse of `gather`."""
+        """Copy tiles `part` (B * tiles, H, side, D) back to the tokens `into` (B, H, S, D).
+
+        Empty slots are left out, and other tokens are not changed.
+        """
         flat = part.transpose(1, 2).reshape(len(into), -1, *into.shape[1::2])
         into.transpose(1, 2).index_copy_(1, side.tokens, flat.index_select(1, side.slots))
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, logits: Logits, out: Tensor, lse: Tensor
     ) -> None:
-        """Write out (B, H, Sq, D) and lse (B, H, Sq) of the queries in the tiles."""
+        """Compute attention in the tiles, and write the results of their queries in place.
+
+        Args:
+            q: (B, H, Sq, D), all queries of the shard.
+            k, v: (B, K, Sk, D), all keys and values of the other shard.
+            logits: how the logits follow from q k^T.
+            out: (B, H, Sq, D); rows of the pack's queries are overwritten.
+            lse: (B, H, Sq); as out.
+        """
         q_, k_, v_ = (
             self.gather(self.queries, q),
             self.gather(self.keys, k),
@@ -90,12 +113,12 @@ class Pack(NamedTuple):
     def backward(
         self, tensors: tuple[Tensor, ...], logits: Logits, grads: Iterable[Tensor]
     ) -> None:
-        """Write dq, dk and dv of the tokens in the tiles.
+        """Compute the gradients in the tiles, and write those of their tokens in place.
 
         Args:
-            tensors: grad_out, q, k, v, out and lse of the whole shards.
-            logits: how they follow from q k^T.
-            grads: dq, dk and dv of the whole shards; changed.
+            tensors: (grad_out, q, k, v, out, lse) of the whole shards.
+            logits: how the logits follow from q k^T.
+            grads: (dq, dk, dv) of the whole shards; rows of the pack's tokens are overwritten.
         """
         sides = (self.queries, self.queries, self.keys, self.keys, self.queries)
         do, q, k, v, out = (self.gather(side, x) for side, x in zip(sides, tensors, strict=False))
@@ -107,12 +130,12 @@ class Pack(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """Blocks that are the sequences of one call of the flash kernel.
+    """Hold blocks of one kind as sequences for a single call of the flash kernel for CUDA.
 
     Args:
-        causal: whether all are causal, or all full.
-        queries, keys: the tokens in them.
-        lengths: of the queries of each block, and of its keys.
+        causal: True if all blocks are causal, False if all are full.
+        queries, keys: which tokens are in the blocks.
+        lengths: for each block its number of queries; for each block its number of keys.
     """
 
     causal: bool
@@ -123,7 +146,7 @@ class Sequences(NamedTuple):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, logits: Logits, out: Tensor, lse: Tensor
     ) -> None:
-        """Write out (B, H, Sq, D) and lse (B, H, Sq) of the queries in the blocks."""
+        """Compute attention in the blocks, and write the results; arguments as in `Pack`."""
         q, k, v = _tokens(q, self.queries), _tokens(k, self.keys), _tokens(v, self.keys)
         parts = cuda.sequences(q, k, v, self.lengths, self.causal, logits.softmax_scale)
         _put(parts[0], self.queries, out)
@@ -132,7 +155,7 @@ class Sequences(NamedTuple):
     def backward(
         self, tensors: tuple[Tensor, ...], logits: Logits, grads: Iterable[Tensor]
     ) -> None:
-        """Write dq, dk and dv of the tokens in the blocks; the arguments are those of `Pack`."""
+        """Compute the gradients in the blocks, and write them; arguments as in `Pack`."""
         sides = (self.queries, self.queries, self.keys, self.keys, self.queries)
         given = [_tokens(x, side) for x, side in zip(tensors, sides, strict=False)]
         lse = _tokens(tensors[-1].unsqueeze(-1), self.queries).squeeze(-1)
@@ -143,12 +166,12 @@ class Sequences(NamedTuple):
 
 
 def _tokens(x: Tensor, side: Side) -> Tensor:
-    """Return some tokens (B * tokens, H, D) of x (B, H, S, D)."""
+    """Copy the tokens of `side` from x (B, H, S, D), as (B * tokens, H, D)."""
     return x.transpose(1, 2).index_select(1, side.tokens.to(x.device)).flatten(0, 1)
 
 
 def _put(part: Tensor, side: Side, into: Tensor) -> None:
-    """Write tokens to their places: the reverse of `_tokens`."""
+    """Write `part` (B * tokens, H, D) over the tokens of `side` in `into` (B, H, S, D)."""
     part = part.unflatten(0, (len(into), -1)).to(into.dtype)
     into.transpose(1, 2).index_copy_(1, side.tokens.to(into.device), part)
 
@@ -157,7 +180,16 @@ Packs = tuple[Pack | Sequences, ...]
 
 
 def packed(blocks: tuple[Block, ...], q: Tensor, logits: Logits) -> tuple[tuple[Block, ...], Packs]:
-    """Return the blocks that are computed one by one, and packs of the others."""
+    """Divide the blocks between two shards: which are computed one by one, and which in packs.
+
+    Args:
+        blocks: the planned blocks, in order of their queries.
+        q: (B, H, Sq, D); its shape, dtype and device decide whether and how blocks are packed.
+        logits: with softcap or ALiBi nothing is packed.
+
+    Returns:
+        The blocks to compute one by one; the packs of all others, whose tokens are disjoint.
+    """
     if not q.numel() or logits.is_plain:
         return blocks, ()
     if on_cpu(q):
@@ -168,7 +200,10 @@ def packed(blocks: tuple[Block, ...], q: Tensor, logits: Logits) -> tuple[tuple[
 
 @lru_cache(maxsize=64)
 def _packed(blocks: tuple[Block, ...], tokens: int) -> tuple[tuple[Block, ...], Packs]:
-    """Pack small blocks."""
+    """Put blocks of at most 32 tokens into tiles; return as `packed`.
+
+    `tokens` is the approximate number of tokens after which a new pack is begun.
+    """
     groups: dict[int, list[list[Block]]] = {side: [[]] for side in SIDES}
     for block in _apart(blocks, SIDES[-1]):
         side = next(side for side in SIDES if max(block.shape) <= side)
@@ -181,7 +216,7 @@ def _packed(blocks: tuple[Block, ...], tokens: int) -> tuple[tuple[Block, ...], 
 
 @lru_cache(maxsize=64)
 def _sequences(blocks: tuple[Block, ...]) -> tuple[tuple[Block, ...], Packs]:
-    """Make sequences of blocks."""
+    """Make `Sequences` of the causal blocks, and of the full blocks; return as `packed`."""
     kinds: dict[str, list[Block]] = {"causal": [], "full": []}
     for block in _apart(blocks):
         kinds[block.kind].append(block)
@@ -199,12 +234,17 @@ def _sequences(blocks: tuple[Block, ...]) -> tuple[tuple[Block, ...], Packs]:
 
 
 def _side_of(parts: Iterable[slice]) -> Side:
+    """Return a side without empty slots that holds the tokens of some ranges in turn."""
     tokens = torch.cat([torch.arange(part.start, part.stop) for part in parts])
     return Side(tokens, torch.arange(len(tokens)), tokens)
 
 
 def _apart(blocks: Iterable[Block], most: int = sys.maxsize) -> Iterator[Block]:
-    """Yield the short blocks whose queries and keys come after those of the yielded ones before."""
+    """Yield full and causal blocks that share no query and no key with each other.
+
+    Each block comes after all queries and keys of the block yielded before it. Blocks with more
+    than `most` queries or keys are skipped.
+    """
     q_stop = kv_stop = 0
     for block in blocks:
         after = block.q_start >= q_stop and block.kv_start >= kv_stop
@@ -214,12 +254,16 @@ def _apart(blocks: Iterable[Block], most: int = sys.maxsize) -> Iterator[Block]:
 
 
 def _without(blocks: Iterable[Block], groups: Iterable[Iterable[Block]]) -> tuple[Block, ...]:
+    """Return the blocks that are in none of the groups."""
     taken = set(chain.from_iterable(groups))
     return tuple(block for block in blocks if block not in taken)
 
 
 def _pack(blocks: list[Block], side: int) -> Pack:
-    """Place blocks in turn; one that does not fit begins a new tile."""
+    """Place blocks in tiles of side x side, each after the previous one along the diagonal.
+
+    A block that does not fit into the current tile begins a new tile.
+    """
     tile, rows, columns = -1, side, side
     slots: tuple[list[int], list[int]] = ([], [])
     tokens: tuple[list[int], list[int]] = ([], [])
@@ -244,6 +288,7 @@ def _pack(blocks: list[Block], side: int) -> Pack:
 
 
 def _side(length: int, slots: list[int], tokens: list[int]) -> Side:
+    """Return a side of `length` slots with tokens[i] in slot slots[i], and others empty."""
     index = torch.full((length,), tokens[0])
     index[slots] = torch.tensor(tokens)
     return Side(index, torch.tensor(slots), torch.tensor(tokens))

@@ -1,6 +1,8 @@
-"""Attention between two shards.
+"""Compute attention of one shard's queries to another shard's keys, forward and backward.
 
-Plan blocks from positions and mask, run each, merge the results.
+A shard is the tokens of one rank. `attend` and `attend_backward` plan blocks from the positions and
+the mask, compute each block (many small ones in a pack, see `packs`), and merge the results. No
+communication. Shapes as in `sp_core.attention`.
 """
 
 from __future__ import annotations
@@ -22,11 +24,12 @@ from sp_core.errors import ShapeError
 from sp_core.mask import Block, Mask, Positions, plan_blocks, position_tensor
 from sp_core.mask.blocks import band_mask
 
-# what a head is widened by to carry the gradient of lse; the CUDA kernels want multiples of 8
+# columns added to each head for the gradient of lse; the CUDA kernels need multiples of 8
 LSE_COLUMNS = 8
 
 Triple = tuple[Tensor, Tensor, Tensor]
 Allowed = Callable[[Block], Tensor | None]
+"""Function of a block that returns its bool mask (queries, keys), or None if it needs none."""
 Quintuple = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 Sextuple = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -46,24 +49,24 @@ def attend(
     """Compute attention of one shard's queries to another shard's keys, masked by global positions.
 
     Args:
-        q: (B, H, Sq, D), strided as it comes.
+        q: (B, H, Sq, D), of any strides.
         k: (B, K, Sk, D).
         v: (B, K, Sk, D).
-        q_positions: Sq global positions.
-        kv_positions: Sk global positions.
-        mask: who sees whom; None sees everything.
-        logits: how they follow from q k^T.
-        out_dtype: dtype of out; q's dtype when None. A caller that goes on merging asks for
+        q_positions: the global position of each query, Sq integers.
+        kv_positions: the global position of each key, Sk integers.
+        mask: which keys a query sees; all keys if None.
+        logits: how the logits follow from q k^T. Sinks are not merged here.
+        out_dtype: dtype of out; q's if None. A caller that merges the result passes
             `accumulation_dtype(q.dtype)`.
-        between: called after each part of the work, for communication to make progress; it makes
-            the parts of full blocks smaller.
+        between: a function called after each of several blocks, such as one that advances
+            communication. If given, large full blocks are cut.
 
     Returns:
-        out (B, H, Sq, D) and lse (B, H, Sq) in float32 or wider; 0 and -inf for queries that see
-        nothing.
+        out (B, H, Sq, D) in `out_dtype`, and lse (B, H, Sq) in float32 or wider; 0 and -inf for
+        queries that see no key.
 
     Raises:
-        ShapeError: positions that do not number the tokens, or that lie outside the mask's
+        ShapeError: another number of positions than tokens, or positions outside the mask's
             documents.
     """
     planned = _blocks(q, k, q_positions, kv_positions, mask)
@@ -71,7 +74,8 @@ def attend(
     allowed = _dense_masks(q_positions, kv_positions, mask)
     for blocks, packs in (packed(planned, q, logits), (planned, ())):
         out, lse = _attend(blocks, packs, allowed, q, k, v, logits, between)
-        # else a NaN may have spread to another block, which the kernels for CUDA do not let happen
+        # Otherwise a NaN may have spread to another block of a tile: compute without packs. On CUDA
+        # the blocks of a pack are separate sequences.
         if not packs or not on_cpu(q) or out.sum().isfinite():
             break
     return out.to(out_dtype or q.dtype), lse
@@ -87,7 +91,10 @@ def _attend(
     logits: Logits,
     between: Callable[[], object] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute all blocks, and merge their results."""
+    """Compute the packs and all blocks, and merge their results.
+
+    Return out (B, H, Sq, D), in float32 or wider unless there is a single block, and lse.
+    """
     blocks = tiled(blocks, halves, q)
     if between is not None:
         blocks = tiled(blocks, rows, q)
@@ -134,27 +141,25 @@ def attend_backward(
     grad_lse: Tensor | None = None,
     between: Callable[[], object] | None = None,
 ) -> Triple:
-    """Compute gradients between two shards. out and lse may cover more keys than those given.
+    """Compute the gradients of attention between two shards.
 
     Args:
-        grad_out: (B, H, Sq, D), of out.
+        grad_out: (B, H, Sq, D), gradient of out.
         q: (B, H, Sq, D).
         k: (B, K, Sk, D).
         v: (B, K, Sk, D).
-        out: (B, H, Sq, D), merged over all keys that the queries see.
-        lse: (B, H, Sq), likewise.
-        q_positions: Sq global positions.
-        kv_positions: Sk global positions.
-        mask: as in `attend`.
-        logits: how they follow from q k^T.
-        grad_lse: (B, H, Sq), of lse, where lse was an output; None for zero.
-        between: called after each part of the work, as in `attend`.
+        out: (B, H, Sq, D), the result merged over all keys that the queries see, not only k.
+        lse: (B, H, Sq), the log-sum-exp over the same keys as out.
+        q_positions, kv_positions, mask, logits: as in `attend`.
+        grad_lse: (B, H, Sq), gradient of lse; None for zero.
+        between: a function called after each of several blocks.
 
     Returns:
-        dq (B, H, Sq, D), dk and dv (B, K, Sk, D): these keys' summands, in float32 or wider.
+        dq (B, H, Sq, D), what these keys add to the gradient of q; dk and dv (B, K, Sk, D). All in
+        float32 or wider.
 
     Raises:
-        ShapeError: positions that do not number the tokens, or that lie outside the mask's
+        ShapeError: another number of positions than tokens, or positions outside the mask's
             documents.
     """
     head_dim, dtype = q.shape[-1], accumulation_dtype(q.dtype)
@@ -180,7 +185,10 @@ def _gradients(
     logits: Logits,
     between: Callable[[], object] | None,
 ) -> Sequence[Tensor]:
-    """Compute the gradients of all blocks, and sum them."""
+    """Compute the gradients of the packs and of all blocks, and sum them to (dq, dk, dv).
+
+    `tensors` are (grad_out, q, k, v, out, lse) of the whole shards.
+    """
     grad_out, q, k, v, out, lse = tensors
     blocks = tiled(blocks, strips, q)
 
@@ -207,7 +215,7 @@ def _gradients(
 def _blocks(
     q: Tensor, k: Tensor, q_positions: Positions, kv_positions: Positions, mask: Mask | None
 ) -> tuple[Block, ...]:
-    """Check that the positions number the tokens, and plan the blocks."""
+    """Plan the blocks. Raise ShapeError if a token has no position, or a position no token."""
     for name, length, positions in (
         ("q", q.shape[2], q_positions),
         ("kv", k.shape[2], kv_positions),
@@ -221,9 +229,9 @@ def _blocks(
 
 
 def _dense_masks(q_positions: Positions, kv_positions: Positions, mask: Mask | None) -> Allowed:
-    """Return a function that makes a block's dense mask on the CPU.
+    """Return a function that makes the bool mask of a partial block, on the CPU.
 
-    Equal window tiles share one.
+    It returns None for full and causal blocks, and the same tensor for equal tiles of a window.
     """
     band = cache(band_mask)
     q, kv = position_tensor(q_positions, "cpu"), position_tensor(kv_positions, "cpu")
@@ -239,7 +247,10 @@ def _dense_masks(q_positions: Positions, kv_positions: Positions, mask: Mask | N
 
 
 def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Make zeros (B, H, S, D) that lie in memory as (B, S, H, D), the layout that schemes send."""
+    """Return zeros of the shape (B, H, S, D) of `like`, laid out in memory as (B, S, H, D).
+
+    The schemes send tensors of that layout without a copy.
+    """
     b, h, s, d = like.shape
     return like.new_zeros((b, s, h, d), dtype=dtype).transpose(1, 2)
 
@@ -249,8 +260,11 @@ def _with_lse_columns(
 ) -> Quintuple:
     """Widen the heads so that every kernel's rowsum(dO * out) becomes rowsum(dO * out) - grad_lse.
 
-    The new columns of q, k and v are 0, which leaves scores and dO v^T alone; those of out are 1,
-    those of dO sum to -grad_lse (in up to three parts, because one bfloat16 would round it).
+    The new columns of q, k and v are 0, so scores and dO v^T do not change. Those of out are 1, and
+    those of dO sum to -grad_lse. The sum has three terms, because a single bfloat16 would round it.
+
+    Returns:
+        The wider grad_out, q, k, v and out, with D + LSE_COLUMNS elements per head.
     """
     columns = q.new_zeros((*q.shape[:3], LSE_COLUMNS))
     rest = -grad_lse

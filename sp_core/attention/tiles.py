@@ -1,17 +1,18 @@
-"""Cut large blocks into tiles on which torch's CPU kernels are faster.
+"""Cut large blocks of attention into tiles on which torch's CPU kernels are faster.
 
-They take up to 512 keys at a time, also beyond the diagonal of a causal block. Tiles on the
-diagonal keep that small; what is left are full blocks.
+A block is some queries against some keys; a tile is a smaller block of the same kind of work. The
+kernels compute up to 512 keys at a time, in a causal block also hidden keys beyond the diagonal. So
+a causal block is cut into small causal tiles (c) on the diagonal and full tiles (f) below:
 
-    forward: halves       backward: strips
+    c
+    f c
+    f f c
+    f f f c
 
-    c                     c
-    f c                   f c
-    f f c                 f f c
-    f f f c               f f f c
-
-Each row of out is merged a few times only (halves). Gradients are summed into place, so there can
-be more tiles: tall ones, whose keys stay in the cache (strips; a full block is cut into strips).
+`halves` is for the forward. It joins full tiles to squares, so each row of out is merged only a few
+times. `strips` is for the backward, where gradients are summed in place. It makes more and tall
+tiles, whose keys stay in the cache, and also cuts full blocks. `rows` cuts full blocks of the
+forward, for communication between tiles.
 """
 
 from __future__ import annotations
@@ -23,24 +24,26 @@ from torch import Tensor
 from sp_core.mask import Block
 
 Cut = Callable[[Block], Iterator[Block]]
+"""A function that cuts a block into tiles: `halves`, `rows` or `strips`."""
 
 HALVES_TILE = 256
+"""The greatest number of queries of a causal tile made by `halves`."""
 STRIP_WIDTHS = (384, 192)
-"""Keys of a strip, and of the parts of its causal tile.
+"""The number of keys of a strip, and of the smaller strips of its causal tile.
 
 These values and HALVES_TILE were the fastest of 64 to 512, for 4 and 8 heads of 64 elements and 512
 to 8192 tokens, on one core with AVX-512.
 """
 
 POLLED_ROWS = 768
-"""Queries of a full block between two polls: the fewest for which torch's kernel still takes 256
-at a time."""
+"""The number of queries of a tile made by `rows`: the least for which torch's kernel still takes
+256 queries at a time."""
 
 
 def tiled(blocks: Iterable[Block], cut: Cut, like: Tensor) -> tuple[Block, ...]:
-    """Cut blocks into tiles on a CPU.
+    """Cut blocks into tiles by `cut`, if `like` (q, k or v) is on a CPU in float32 or float64.
 
-    Half types are not cut, because the kernel would round once more for each tile.
+    Otherwise return the blocks. For half types the kernel would round once more for each tile.
     """
     if not on_cpu(like):
         return tuple(blocks)
@@ -48,14 +51,14 @@ def tiled(blocks: Iterable[Block], cut: Cut, like: Tensor) -> tuple[Block, ...]:
 
 
 def on_cpu(like: Tensor) -> bool:
-    """Return whether tiles of torch's CPU kernel lose nothing."""
+    """Return whether `like` is on a CPU in float32 or float64, so that tiles add no rounding."""
     return like.device.type == "cpu" and like.itemsize >= 4
 
 
 def halves(block: Block) -> Iterator[Block]:
-    """Yield two causal halves, each cut again, and the full square between them.
+    """Cut a causal block into two causal halves, cut again in turn, and the full square below.
 
-    They come in the order of their queries.
+    Tiles come in the order of their queries. A full, partial or small block is yielded uncut.
     """
     size = block.q_stop - block.q_start
     if block.kind != "causal" or size <= HALVES_TILE:
@@ -67,7 +70,10 @@ def halves(block: Block) -> Iterator[Block]:
 
 
 def rows(block: Block) -> Iterator[Block]:
-    """Cut a full block into ranges of queries, between which communication can make progress."""
+    """Cut a full block into tiles of POLLED_ROWS queries. Yield another block uncut.
+
+    Communication can make progress between two tiles.
+    """
     if block.kind != "full":
         yield block
         return
@@ -78,9 +84,10 @@ def rows(block: Block) -> Iterator[Block]:
 
 
 def strips(block: Block) -> Iterator[Block]:
-    """Cut a block into strips of keys.
+    """Cut a full or causal block into strips: ranges of keys with all queries that see them.
 
-    The causal queries of a strip, then all queries that see all of its keys.
+    In a causal block each strip is a causal tile, cut once more into strips, and then the full tile
+    of the later queries. A partial block is yielded uncut.
     """
     if block.kind == "full":
         yield from (
@@ -93,6 +100,7 @@ def strips(block: Block) -> Iterator[Block]:
 
 
 def _causal_strips(block: Block, width: int, *finer: int) -> Iterator[Block]:
+    """Cut a causal block into strips of `width` keys, and their causal tiles by `finer` in turn."""
     size = block.q_stop - block.q_start
     for keys in _cuts(block, width):
         tile = _diagonal(block, keys.start, keys.stop)
@@ -102,19 +110,25 @@ def _causal_strips(block: Block, width: int, *finer: int) -> Iterator[Block]:
 
 
 def _cuts(block: Block, width: int) -> Iterator[range]:
-    """Yield the keys of a block, counted from its first one, in ranges of at most `width`."""
+    """Yield the keys of a block in ranges of at most `width`, numbered from the block's first."""
     size = block.kv_stop - block.kv_start
     yield from (range(start, min(start + width, size)) for start in range(0, size, width))
 
 
 def _diagonal(block: Block, start: int, stop: int) -> Block:
-    """Return the causal tile of tokens start to stop - 1."""
+    """Return the square causal tile of queries and keys start to stop - 1 of a causal block.
+
+    Queries and keys are numbered from the block's first.
+    """
     q, kv, size = block.q_start, block.kv_start, stop - start
     return Block(q + start, q + stop, kv + start, kv + stop, "causal", size * (size + 1) // 2)
 
 
 def _below(block: Block, q_start: int, kv_start: int, kv_stop: int) -> Block:
-    """Return the full tile of all queries from q_start on with keys that all of them see."""
+    """Return the full tile of the queries from q_start on with the keys kv_start to kv_stop - 1.
+
+    Queries and keys are numbered from the block's first. All these keys are visible.
+    """
     q, kv = block.q_start, block.kv_start
     pairs = (block.q_stop - q - q_start) * (kv_stop - kv_start)
     return Block(q + q_start, block.q_stop, kv + kv_start, kv + kv_stop, "full", pairs)
