@@ -1,8 +1,11 @@
 """Decide from global positions which query sees which key, and plan the blocks of attention work.
 
-A shard's positions are a few arithmetic runs. Between two runs of one step every mask of this
-library is a band in index space, lo <= i - j <= hi, so a pair of runs falls into rectangles,
-triangles and thin diagonal tiles without looking at single tokens.
+`Mask` is for users. `plan_blocks` divides the visible pairs of two shards into blocks, each some
+queries against some keys.
+
+A shard's positions are a few runs: ranges of a constant step. Between two runs of equal step every
+mask of this library is a band of indices, lo <= i - j <= hi for query i and key j. So blocks are
+found for pairs of runs (rectangles, triangles, thin tiles along the diagonal), not for each token.
 """
 
 from sp_core.mask.blocks import Block, plan_blocks

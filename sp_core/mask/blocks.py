@@ -1,6 +1,8 @@
 """Plan blocks of attention work from positions and a mask.
 
-Full and causal ones for fused kernels, thin partial ones for others.
+`plan_blocks` is the entry point. Most blocks are full or causal, for fused kernels. Partial blocks,
+which need a mask, are kept thin. An index is the place of a token in its shard: i of a query, j of
+a key. A band lo <= i - j <= hi is the visible pairs between two runs (`runs`) of equal step.
 """
 
 from __future__ import annotations
@@ -19,24 +21,27 @@ from sp_core.segments import concatenated
 
 Kind = Literal["full", "causal", "partial"]
 
-FAR = 1 << 100  # a difference that no positions reach, whatever their step: no limit
-FAR64 = 1 << 62  # the same for int64: the sum with a position fits
-CHUNK = 128  # greatest side of a block whose pairs are counted one by one
+FAR = 1 << 100  # stands for no limit: greater than any difference of positions times any step
+FAR64 = 1 << 62  # stands for no limit in int64: the sum with a position does not overflow
+CHUNK = 128  # the most queries or keys of a block whose visible pairs are counted one by one
 TILE = (
     64,
     256,
-)  # least and greatest rows of a window tile: a call each, against work outside the band
+)  # least and greatest queries of a window tile: few make many calls, many compute hidden pairs
 
 
 class Block(NamedTuple):
-    """One unit of attention work.
+    """Describe one unit of attention work: some queries of a shard against some keys of another.
 
-    Queries q_start..q_stop against keys kv_start..kv_stop of a shard, all in one document.
-
-    kind "full": every pair is visible. "causal": square, key j of the block is visible to query i
-    of the block when j <= i. "partial": some pairs are visible; `band` = (lo, hi) says which, lo <=
-    i - j <= hi counted inside the block, and None means that only the positions say it. `pairs`
-    counts the visible pairs.
+    Args:
+        q_start, q_stop: indices of the queries, q_start to q_stop - 1.
+        kv_start, kv_stop: indices of the keys, kv_start to kv_stop - 1.
+        kind: "full": every pair is visible. "causal": as many keys as queries, and key j is
+            visible to query i if j <= i. "partial": some pairs are visible.
+        pairs: the number of visible pairs.
+        band: (lo, hi) if the pairs with lo <= i - j <= hi are the visible ones. None for a partial
+            block: compute them from the positions. Here and in `kind`, i and j are counted from
+            the block's first query and key.
     """
 
     q_start: int
@@ -49,17 +54,17 @@ class Block(NamedTuple):
 
     @property
     def queries(self) -> slice:
-        """The range of query indices in the shard."""
+        """The indices of the queries in their shard."""
         return slice(self.q_start, self.q_stop)
 
     @property
     def keys(self) -> slice:
-        """The range of key indices in the shard."""
+        """The indices of the keys in their shard."""
         return slice(self.kv_start, self.kv_stop)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The number of queries and of keys."""
+        """(number of queries, number of keys)."""
         return self.q_stop - self.q_start, self.kv_stop - self.kv_start
 
 
@@ -71,10 +76,10 @@ def plan_blocks(
     Args:
         q_positions: Sq global positions of the queries (range, ints, or 1-D integer tensor).
         kv_positions: Sk global positions of the keys.
-        mask: who sees whom; None sees everything.
+        mask: which keys a query sees; all keys if None.
 
     Returns:
-        Blocks in order of their queries; no block for queries that see nothing.
+        Blocks in ascending order of their first query. Queries that see no key may be in no block.
 
     Raises:
         ShapeError: a position outside the mask's documents.
@@ -90,7 +95,7 @@ def band_mask(rows: int, columns: int, lo: int, hi: int) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _plan(q_shard: tuple[range, ...], kv_shard: tuple[range, ...], mask: Mask) -> tuple[Block, ...]:
-    """Plan blocks. The arguments are hashable, so that plans can be cached."""
+    """Plan blocks as `plan_blocks`, from the runs of both shards. Plans are cached."""
     if _irregular(q_shard) or _irregular(kv_shard):
         q, kv = concatenated(q_shard), concatenated(kv_shard)
         blocks = _halved(range(len(q)), range(len(kv)), q, kv, mask)
@@ -100,14 +105,14 @@ def _plan(q_shard: tuple[range, ...], kv_shard: tuple[range, ...], mask: Mask) -
 
 
 def _irregular(shard: tuple[range, ...]) -> bool:
-    """Return whether runs are so many and short that dense blocks are faster than pairs of runs."""
+    """Return whether a shard has so many short runs that planning by pairs of runs is slow."""
     return len(shard) > max(16, sum(map(len, shard)) // 16)
 
 
 def _run_blocks(
     q_pieces: Iterable[Piece], kv_pieces: Iterable[Piece], mask: Mask
 ) -> Iterator[Block]:
-    """Yield the blocks of all pairs of pieces in the same document."""
+    """Yield the blocks of all pairs of a query piece and a key piece in the same document."""
     by_document: dict[int, list[Piece]] = defaultdict(list)
     for piece in kv_pieces:
         by_document[piece.document].append(piece)
@@ -117,7 +122,7 @@ def _run_blocks(
 
 
 def _pair_blocks(q: Piece, kv: Piece, mask: Mask) -> Iterator[Block]:
-    """Yield the blocks of two pieces: those of a band if their steps are equal."""
+    """Yield the blocks between two pieces: those of a band if their steps are equal."""
     step = (q if len(q.run) > 1 else kv).run.step
     if len(kv.run) == 1 or kv.run.step == step:
         yield from _band_blocks(q.indices, kv.indices, *_index_band(q, kv, step, mask))
@@ -128,11 +133,14 @@ def _pair_blocks(q: Piece, kv: Piece, mask: Mask) -> Iterator[Block]:
 
 
 def _halved(rows: range, columns: range, q: Tensor, kv: Tensor, mask: Mask) -> Iterator[Block]:
-    """Yield the blocks of positions without a common step, by halving until bounds decide.
+    """Yield the blocks of arbitrary positions, by halving queries and keys.
+
+    Halving ends if all pairs are visible, if none can be by their distances, or at CHUNK tokens.
 
     Args:
-        rows, columns: indices in the shards.
-        q, kv: the positions at these indices.
+        rows, columns: indices of the queries and of the keys.
+        q, kv: the positions at these indices, int64.
+        mask: the mask.
     """
     if not rows or not columns:
         return
@@ -149,19 +157,28 @@ def _halved(rows: range, columns: range, q: Tensor, kv: Tensor, mask: Mask) -> I
 
 
 def _halves(length: int) -> tuple[slice, slice]:
-    """Return both halves of a length, or all and nothing if it is short enough for one block."""
+    """Return slices of both halves of `length`, or of all and nothing if it is at most CHUNK."""
     middle = length // 2 if length > CHUNK else length
     return slice(0, middle), slice(middle, length)
 
 
 def limits(mask: Mask, far: int = FAR) -> tuple[int, int]:
-    """Return the least and greatest visible q - k in one document; `far` stands for no limit."""
+    """Return the least and greatest q - k that causal and window allow.
+
+    -far and far stand for no limit.
+    """
     least, greatest = mask.difference_range()
     return -far if least is None else least, far if greatest is None else greatest
 
 
 def count_visible(mask: Mask, queries: range, keys: range) -> Tensor:
-    """Count the keys that each query sees, int64 (Sq,). Keys are consecutive positions."""
+    """Count the keys that each query sees, int64 (Sq,).
+
+    Args:
+        mask: the mask.
+        queries: positions of the queries.
+        keys: positions of the keys, of step 1.
+    """
     q = position_tensor(queries)
     least, greatest = limits(mask, FAR64)
     low, high = (q - greatest).clamp(min=keys.start), (q - least).clamp(max=keys.stop - 1)
@@ -173,7 +190,10 @@ def count_visible(mask: Mask, queries: range, keys: range) -> Tensor:
 
 
 def _index_band(q: Piece, kv: Piece, step: int, mask: Mask) -> tuple[int, int]:
-    """Convert the mask's limits on positions to limits lo <= i - j <= hi on local indices."""
+    """Return the (lo, hi) for which the mask allows the pairs with lo <= i - j <= hi.
+
+    i and j are indices in the shards. Both pieces have steps of `step` and are in one document.
+    """
     least, greatest = limits(mask)
     offset = q.run.start - kv.run.start
     shift = q.offset - kv.offset
@@ -181,7 +201,7 @@ def _index_band(q: Piece, kv: Piece, step: int, mask: Mask) -> tuple[int, int]:
 
 
 def _band_blocks(rows: range, columns: range, lo: int, hi: int) -> Iterator[Block]:
-    """Yield the blocks of the band lo <= i - j <= hi in rows x columns of shard indices."""
+    """Yield the blocks of a band lo <= i - j <= hi, with i in `rows` and j in `columns`."""
     rows = range(max(rows.start, columns.start + lo), min(rows.stop, columns.stop + hi))
     columns = range(max(columns.start, rows.start - hi), min(columns.stop, rows.stop - lo))
     if not rows or not columns or lo > hi:  # lo > hi: a window narrower than the step
@@ -195,9 +215,9 @@ def _band_blocks(rows: range, columns: range, lo: int, hi: int) -> Iterator[Bloc
 
 
 def _causal_blocks(rows: range, columns: range, lo: int) -> Iterator[Block]:
-    """Yield the blocks of j <= i - lo: one causal square, the rest full.
+    """Yield the blocks of the pairs with i - j >= lo: one causal square, the rest full.
 
-    The last query must see the last key.
+    The last query must see the last key, and the first query at least one key.
     """
     corner = rows.start - lo
     size = columns.stop - corner
@@ -211,9 +231,10 @@ def _causal_blocks(rows: range, columns: range, lo: int) -> Iterator[Block]:
 
 
 def _window_blocks(rows: range, columns: range, lo: int, hi: int) -> Iterator[Block]:
-    """Yield the blocks of a sliding window, lo <= i - j <= hi for query i and key j.
+    """Yield the blocks of a sliding window, the pairs with lo <= i - j <= hi.
 
-    First come the rows that see all keys, then tiles along the diagonal.
+    First come the blocks of the queries from which the window hides no early key. Tiles along the
+    diagonal follow.
     """
     uncut = min(max(hi + columns.start + 1, rows.start), rows.stop) - rows.start
     if uncut:
@@ -224,7 +245,7 @@ def _window_blocks(rows: range, columns: range, lo: int, hi: int) -> Iterator[Bl
 
 
 def _tile(rows: range, columns: range, lo: int, hi: int) -> Iterator[Block]:
-    """Yield a tile: a few rows and the columns that they see."""
+    """Yield the block of the queries `rows` and all keys in `columns` that any of them sees."""
     columns = range(max(columns.start, rows.start - hi), min(columns.stop, rows.stop - lo))
     shift = rows.start - columns.start
     band = (max(lo - shift, -len(columns)), min(hi - shift, len(rows)))
@@ -241,9 +262,12 @@ def _band_pairs(rows: int, columns: int, lo: int, hi: int) -> int:
 
 
 def _below(rows: int, columns: int, limit: int) -> int:
-    """Count the pairs with i - j <= limit. Column j has rows 0 to limit + j."""
-    first = max(0, -limit)  # the first column that has such a row
-    whole = min(columns, max(first, rows - limit - 1))  # from here on every row counts
+    """Count the pairs 0 <= i < rows, 0 <= j < columns with i - j <= limit.
+
+    Column j has the pairs with i from 0 to limit + j.
+    """
+    first = max(0, -limit)  # the first column that has a pair
+    whole = min(columns, max(first, rows - limit - 1))  # from here on every row is in a pair
     ramp = whole - first
     return (
         ramp * (limit + 1 + first)
@@ -253,14 +277,17 @@ def _below(rows: int, columns: int, limit: int) -> int:
 
 
 def _full(rows: range, columns: range) -> Block:
-    """Make a block in which every pair is visible."""
+    """Return the block of the queries `rows` and keys `columns`, with every pair visible."""
     return Block(
         rows.start, rows.stop, columns.start, columns.stop, "full", len(rows) * len(columns)
     )
 
 
 def _counted(rows: range, columns: range, visible: Tensor) -> Iterator[Block]:
-    """Yield one block with its count of visible pairs, or nothing if no pair is visible."""
+    """Yield the block of `rows` and `columns`, full or partial; nothing if no pair is visible.
+
+    `visible` is bool (rows, columns).
+    """
     pairs = int(visible.sum())
     if pairs == len(rows) * len(columns):
         yield _full(rows, columns)
@@ -281,7 +308,7 @@ def _joined(blocks: Iterable[Block]) -> list[Block]:
 
 
 def _join(blocks: list[Block], adjacent: Callable[[Block, Block], bool]) -> list[Block]:
-    """Join each block of a sorted list to the previous one if they are adjacent."""
+    """Join each full block of a sorted list to the previous one if `adjacent` says so."""
     joined: list[Block] = []
     for block in blocks:
         if joined and adjacent(joined[-1], block):

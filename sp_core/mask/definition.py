@@ -1,4 +1,9 @@
-"""The mask: its definition on pairs of global positions, and the checks of its arguments."""
+"""Define the mask on pairs of global positions, and check its arguments.
+
+`Mask` and `position_tensor` are public. A position is the index of a token in the whole sequence.
+Boundaries of documents are a tuple of positions 0 = b0 <= b1 <= ... <= bn: document i holds the
+positions b_i to b_(i+1) - 1.
+"""
 
 from __future__ import annotations
 
@@ -15,27 +20,27 @@ from sp_core.arguments import check
 from sp_core.errors import ShapeError
 
 Positions = range | Sequence[int] | Tensor
+"""Global positions of tokens: a range, a sequence of ints, or an integer tensor (S,)."""
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys a query sees, defined on global positions.
+    """Define which keys a query sees, by global positions.
 
-    Query position q sees key position k when all of these hold:
-        causal: k <= q, also when query and key lengths differ.
-        window w: the w nearest keys on each allowed side, itself included: 0 <= q - k < w when
-        causal, |q - k| < w when not.
+    A query at position q sees a key at position k if all of these hold:
+        causal: k <= q, also if query and key lengths differ.
+        window w: 0 <= q - k < w if causal, |q - k| < w if not. The query's own position counts.
         documents: both lie in the document of the same number. Positions stay global: with
             kv_documents, document i of the queries sees document i of the keys, and causal and
             window still compare q and k as they are, not relative to their documents.
 
     Args:
         causal: hide the keys after the query.
-        window: tokens, at least 1.
-        documents: boundaries 0 = b0 <= b1 <= ... <= bn = seq_len (the cu_seqlens of the field); an
-            empty document is allowed.
-        kv_documents: boundaries of the keys' documents where they differ (cross attention); the
-            same number of documents.
+        window: greatest distance plus 1, in tokens, at least 1; None for no limit.
+        documents: boundaries 0 = b0 <= b1 <= ... <= bn = seq_len, usually called cu_seqlens; an
+            empty document is allowed. None for a single sequence.
+        kv_documents: boundaries of the keys' documents if they differ (cross attention), as many
+            documents; `documents` if None.
 
     Raises:
         TypeError: causal is not a bool, window or a boundary is not an integer.
@@ -50,7 +55,7 @@ class Mask:
     kv_documents: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Normalise to hashable ints, because plans are cached on the mask."""
+        """Check the arguments, and convert them to hashable ints: plans are cached by mask."""
         check(causal=self.causal)
         object.__setattr__(self, "window", _window(self.window))
         object.__setattr__(self, "documents", _boundaries("documents", self.documents))
@@ -69,10 +74,7 @@ class Mask:
         return self.documents if self.kv_documents is None else self.kv_documents
 
     def difference_range(self) -> tuple[int | None, int | None]:
-        """Return the least and greatest visible q - k, without regard to documents.
-
-        None means no limit.
-        """
+        """Return the least and greatest q - k that causal and window allow; None: no limit."""
         greatest = None if self.window is None else self.window - 1
         return (0 if self.causal else None if greatest is None else -greatest), greatest
 
@@ -86,10 +88,11 @@ class Mask:
             kv_positions: Sk global positions, in any order.
 
         Returns:
-            Bool tensor (Sq, Sk), on the device of the query positions.
+            Bool tensor (Sq, Sk), True for visible pairs, on the device of the query positions.
 
         Raises:
-            ShapeError: a position outside the documents.
+            ShapeError: a position outside the documents, or a tensor that is not one-dimensional.
+            TypeError: positions that are not integers.
         """
         q = position_tensor(q_positions)
         k = position_tensor(kv_positions).to(q.device)
@@ -111,11 +114,11 @@ class Mask:
         """Refuse documents that do not end at the end of the sequence.
 
         Args:
-            seq_len: tokens of the whole query sequence.
-            kv_seq_len: tokens of the whole key sequence; seq_len when None.
+            seq_len: number of tokens of the whole query sequence.
+            kv_seq_len: number of tokens of the whole key sequence; seq_len if None.
 
         Raises:
-            ShapeError: documents end elsewhere.
+            ShapeError: the last boundary is another number.
         """
         for name, bounds, needed_name, needed in (
             ("documents", self.documents, "seq_len", seq_len),
@@ -135,7 +138,11 @@ class Mask:
 
 
 def position_tensor(positions: Positions, device: torch.device | str | None = None) -> Tensor:
-    """Turn positions (range, sequence of ints, or 1-D integer tensor) into an int64 tensor (S,).
+    """Convert positions (range, sequence of ints, or 1-D integer tensor) to an int64 tensor (S,).
+
+    Args:
+        positions: S global positions.
+        device: of the result; if None that of a tensor, else torch's default device.
 
     Raises:
         ShapeError: a tensor that is not one-dimensional.
@@ -162,9 +169,13 @@ def position_tensor(positions: Positions, device: torch.device | str | None = No
 
 
 def document_of(positions: Tensor, boundaries: tuple[int, ...]) -> Tensor:
-    """Return the number of the document of each position.
+    """Return for each position the number of its document, int64 (S,), counted from 0.
 
-    A position on a boundary opens the next non-empty document.
+    A position on a boundary is the first of the next non-empty document.
+
+    Args:
+        positions: integer tensor (S,).
+        boundaries: as in `Mask`.
 
     Raises:
         ShapeError: a position outside the documents.
@@ -176,10 +187,10 @@ def document_of(positions: Tensor, boundaries: tuple[int, ...]) -> Tensor:
 
 
 def check_inside(first: int, last: int, boundaries: tuple[int, ...]) -> None:
-    """Refuse positions outside the documents.
+    """Refuse positions `first` to `last` unless all lie in documents.
 
     Raises:
-        ShapeError: first is negative or last is not below the final boundary.
+        ShapeError: `first` is negative, or `last` is not below the final boundary.
     """
     if first < 0 or last >= boundaries[-1]:
         raise ShapeError(
@@ -190,12 +201,12 @@ def check_inside(first: int, last: int, boundaries: tuple[int, ...]) -> None:
 
 
 def document_number(position: int, boundaries: tuple[int, ...]) -> int:
-    """Return the number of the document of one position."""
+    """Return the number of the document that holds `position`, counted from 0."""
     return bisect_right(boundaries, position) - 1
 
 
 def _window(window: int | None) -> int | None:
-    """Check a window length."""
+    """Return a window as an int or None. Refuse other types, and values below 1."""
     check(window=window)
     if window is None:
         return None
@@ -208,7 +219,10 @@ def _window(window: int | None) -> int | None:
 
 
 def _boundaries(name: str, values: Sequence[int] | Tensor | None) -> tuple[int, ...] | None:
-    """Check document boundaries, and make them a tuple of ints."""
+    """Check document boundaries, and return them as a tuple of ints, or None if None was given.
+
+    `name` is that of the argument, for error texts.
+    """
     if values is None:
         return None
     items = values.tolist() if isinstance(values, Tensor) else list(values)

@@ -1,4 +1,8 @@
-"""Positions as arithmetic runs: a shard of 10^6 tokens is stored as a few ranges."""
+"""Convert the positions of a shard to a few runs, and cut the runs at documents.
+
+A run is a non-empty range of positions with a constant step of at least 1. A shard of 10^6 tokens
+usually has a few runs. An index is the place of a token in its shard, from 0 on.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,13 @@ from sp_core.mask.definition import Positions, check_inside, document_number, po
 
 
 class Piece(NamedTuple):
-    """The run of positions at indices offset to offset + len(run) of a shard, in one document."""
+    """Hold a run whose positions all lie in one document.
+
+    Args:
+        offset: index of the run's first token in the shard.
+        run: the positions.
+        document: the number of the document; 0 without documents.
+    """
 
     offset: int
     run: range
@@ -21,12 +31,12 @@ class Piece(NamedTuple):
 
     @property
     def indices(self) -> range:
-        """The range of indices in the shard."""
+        """The indices of the tokens in the shard."""
         return range(self.offset, self.offset + len(self.run))
 
 
 def runs(positions: Positions) -> list[range]:
-    """Cut positions into maximal arithmetic runs of step at least 1, in the given order.
+    """Cut positions into few runs, in the given order.
 
     Args:
         positions: S global positions: a range, a sequence of ints, or a 1-D integer tensor.
@@ -40,9 +50,12 @@ def runs(positions: Positions) -> list[range]:
 
 
 def _greedy(values: Tensor) -> Iterator[range]:
-    """Yield runs from stretches of equal differences. The time grows with stretches, not tokens."""
+    """Yield the runs of an int64 tensor (S,), found from stretches of equal differences.
+
+    The loop has an iteration for each stretch, not for each token.
+    """
     steps, counts = torch.unique_consecutive(values.diff(), return_counts=True)
-    first = 0  # index of the first token that no run holds yet
+    first = 0  # index of the first token that is in no run yet
     stop = 0  # index of the last token of the current stretch
     stretches = [*zip(steps.tolist(), counts.tolist(), strict=True), (0, 0)]
     for (step, count), (next_step, next_count) in pairwise(stretches):
@@ -58,11 +71,16 @@ def _greedy(values: Tensor) -> Iterator[range]:
 
 
 def _single(values: Tensor) -> Iterator[range]:
+    """Yield a run of length 1 for each value."""
     yield from (range(position, position + 1) for position in values.tolist())
 
 
 def cut(shard: tuple[range, ...], boundaries: tuple[int, ...] | None) -> Iterator[Piece]:
-    """Cut the runs of a shard at the boundaries of documents.
+    """Cut the runs of a shard at the boundaries of documents, and yield the pieces in order.
+
+    Args:
+        shard: the runs.
+        boundaries: of the documents, as in `Mask`; None for no documents.
 
     Raises:
         ShapeError: a position outside the documents.
@@ -77,7 +95,7 @@ def cut(shard: tuple[range, ...], boundaries: tuple[int, ...] | None) -> Iterato
 
 
 def _cut_run(offset: int, run: range, boundaries: tuple[int, ...]) -> Iterator[Piece]:
-    """Yield the pieces of one run. Each document is found by bisection."""
+    """Yield the pieces of the run that begins at index `offset` of its shard."""
     check_inside(run[0], run[-1], boundaries)
     done = 0
     while done < len(run):
