@@ -1,8 +1,8 @@
-"""Decide which rank computes what, and when.
+"""Plan which rank computes which sequences, and in which order a pipeline computes micro-batches.
 
-Sequences of unequal length on ranks, micro-batches on the stages of a pipeline.
-
-Plans are made of integers, without communication. `sp_core.llama` carries them out.
+`plan` assigns sequences of unequal length to ranks. `pipeline` assigns layers to stages, and orders
+the forwards and backwards of each stage. All of it is computed locally, without communication.
+`sp_core.llama` carries the plans and orders out.
 """
 
 from sp_core.scheduling.pipeline import (

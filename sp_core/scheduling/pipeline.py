@@ -1,7 +1,13 @@
-"""The stages of a pipeline: their layers, the order of their micro-batches, and the time line.
+"""Divide layers among the stages of a pipeline, order their micro-batches, and predict the times.
 
-F of batch b on stage s needs F of b on s - 1;  B of b on s needs B of b on s + 1, and F of b on the
-last stage
+A pipeline has p stages, each with consecutive layers of the model, and computes m micro-batches. A
+slot is the forward (F) or the backward (B) of one micro-batch on one stage:
+
+    F of b on stage s needs F of b on stage s - 1
+    B of b on stage s needs B of b on stage s + 1; on the last stage it needs F of b there
+
+`gpipe`, `one_forward_one_backward` and `prefill_only` return an `Order` for each stage. `timeline`
+computes from these when each slot starts and ends. Times have no fixed unit: that of `seconds`.
 """
 
 from __future__ import annotations
@@ -14,27 +20,29 @@ from typing import Literal
 from sp_core.errors import ShapeError
 
 Direction = Literal["F", "B"]
+"""Forward or backward."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The forward ("F") or backward ("B") of one micro-batch on one stage."""
+    """Name the forward ("F") or the backward ("B") of micro-batch number `batch` on a stage."""
 
     direction: Direction
     batch: int
 
 
 Order = tuple[Slot, ...]
-"""The slots of one stage in the order in which it runs them."""
+"""The slots of one stage in the order in which the stage computes them."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """The start and end of each slot of each stage, if stages wait only for each other.
+    """Hold the start and end of each slot of a pipeline, as `timeline` computes them.
 
     Args:
-        stages: for each stage its slots with their start and end.
-        end: when all is done.
+        stages: for each stage its slots in order, as (slot, start, end). Time 0 is the start of
+            the first slot.
+        end: the end of the last slot.
     """
 
     stages: tuple[tuple[tuple[Slot, float, float], ...], ...]
@@ -42,23 +50,38 @@ class Timeline:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """The time that each stage works."""
+        """For each stage the sum of the durations of its slots."""
         return tuple(sum(stop - start for _, start, stop in slots) for slots in self.stages)
 
     @property
     def bubble(self) -> float:
-        """The share of all stages' time that is idle."""
+        """The share of the stages' time from 0 to `end` in which they are idle, from 0 to 1."""
         return 1 - sum(self.busy) / (len(self.stages) * self.end) if self.end else 0.0
 
 
 def prefill_only(stages: int, batches: int) -> tuple[Order, ...]:
-    """Order forwards alone, for inference. Each stage takes the micro-batches as they come."""
+    """Return the order of each stage for inference: the forwards of all micro-batches in turn.
+
+    Args:
+        stages: number of stages.
+        batches: number of micro-batches.
+
+    Raises:
+        ShapeError: no stage, or no micro-batch.
+    """
     _check(stages, batches)
     return (tuple(Slot("F", batch) for batch in range(batches)),) * stages
 
 
 def gpipe(stages: int, batches: int) -> tuple[Order, ...]:
-    """Order all forwards, then all backwards, with the last micro-batch first.
+    """Return the order of each stage: all forwards, then all backwards, the last micro-batch first.
+
+    Args:
+        stages: number of stages.
+        batches: number of micro-batches.
+
+    Raises:
+        ShapeError: no stage, or no micro-batch.
 
     Source: Huang et al. 2019, GPipe, arXiv:1811.06965, figure 2c.
     """
@@ -69,7 +92,16 @@ def gpipe(stages: int, batches: int) -> tuple[Order, ...]:
 
 
 def one_forward_one_backward(stages: int, batches: int) -> tuple[Order, ...]:
-    """Order 1F1B: stage s of p holds at most p - s micro-batches that wait for their backward.
+    """Return the 1F1B order of each stage: first some forwards, then forward and backward in turn.
+
+    Stage s of p stages holds the activations of at most p - s micro-batches at a time.
+
+    Args:
+        stages: number of stages.
+        batches: number of micro-batches.
+
+    Raises:
+        ShapeError: no stage, or no micro-batch.
 
     Source: Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters,
     arXiv:2104.04473, figure 4 above.
@@ -86,7 +118,10 @@ def one_forward_one_backward(stages: int, batches: int) -> tuple[Order, ...]:
 
 
 def needs(slot: Slot, stage: int, stages: int) -> tuple[tuple[int, Slot], ...]:
-    """Return the (stage, slot) pairs of other stages that must be done before a slot."""
+    """Return the (stage, slot) pairs that must end before `slot` on `stage` can start.
+
+    `stages` is the number of stages. The slots before it in the order of its stage are not listed.
+    """
     if slot.direction == "F":
         return ((stage - 1, slot),) if stage else ()
     return ((stage + 1, slot),) if stage < stages - 1 else ((stage, Slot("F", slot.batch)),)
@@ -95,13 +130,15 @@ def needs(slot: Slot, stage: int, stages: int) -> tuple[tuple[int, Slot], ...]:
 def timeline(
     orders: Sequence[Order], seconds: Callable[[int, Slot], float] = lambda stage, slot: 1.0
 ) -> Timeline:
-    """Compute when each slot starts.
+    """Compute when each slot starts and ends.
 
-    As soon as its stage is free and the slots that it needs are done.
+    A slot starts as soon as its stage is free and the slots that it needs have ended. Messages take
+    no time.
 
     Args:
-        orders: for each stage what it does.
-        seconds: how long a slot of a stage takes; 1 for all if not given.
+        orders: for each stage its slots in order.
+        seconds: function of (stage, slot) that returns the duration of the slot; 1 for every slot
+            if not given.
 
     Raises:
         ShapeError: orders in which stages wait for each other for ever.
@@ -131,7 +168,12 @@ def timeline(
 
 
 def bubble_share(stages: int, batches: int) -> float:
-    """Return the idle share of time if all slots are equal: (p - 1) / (m + p - 1).
+    """Return the share of time in which a stage is idle if all slots take equally long.
+
+    It is (p - 1) / (m + p - 1) for p = `stages` and m = `batches`, in any order of this module.
+
+    Raises:
+        ShapeError: no stage, or no micro-batch.
 
     Source: Huang et al. 2019, GPipe, arXiv:1811.06965, section 2.3.
     """
@@ -140,6 +182,7 @@ def bubble_share(stages: int, batches: int) -> float:
 
 
 def _check(stages: int, batches: int) -> None:
+    """Raise ShapeError unless there is at least one stage and one micro-batch."""
     if stages < 1 or batches < 1:
         raise ShapeError(
             f"{stages} stages and {batches} micro-batches were given; needed at least 1 of each."
@@ -147,15 +190,17 @@ def _check(stages: int, batches: int) -> None:
 
 
 def picture(shown: Timeline, unit: float = 1.0) -> str:
-    """Draw a time line.
+    """Draw a time line as text.
+
+    A forward is shown as the number of its micro-batch, a backward as the number with a prime, and
+    idle time as dots.
 
     Args:
-        shown: what to draw.
-        unit: time of one column; a forward shows its number, a backward the number and a prime,
-            waiting shows dots.
+        shown: the time line.
+        unit: the time that a column stands for.
 
     Returns:
-        Lines of text, the last of which tells the bubble.
+        A line for each stage, and a last line with the bubble (idle share) in percent.
     """
     names = [_name(slot) for slots in shown.stages for slot, _, _ in slots]
     cell = max(map(len, names), default=1) + 1
@@ -170,26 +215,28 @@ def picture(shown: Timeline, unit: float = 1.0) -> str:
 
 
 def _name(slot: Slot) -> str:
+    """Return the text of a slot in a picture, such as 3 or 3'."""
     return f"{slot.batch}'" if slot.direction == "B" else str(slot.batch)
 
 
 def split_stages(
     layers: Sequence[float], stages: int, *, first: float = 0, last: float = 0
 ) -> tuple[range, ...]:
-    """Give each stage consecutive layers so that the most costly stage costs as little as possible.
+    """Give each stage consecutive layers, with the least possible cost of the most costly stage.
 
     Args:
-        layers: what each layer costs.
-        stages: how many there are.
-        first: what the first stage has to do besides, such as the embedding.
-        last: what the last one has, such as the head.
+        layers: the cost of each layer, in any unit.
+        stages: number of stages.
+        first: further cost of the first stage, such as that of the embedding.
+        last: further cost of the last stage, such as that of the output layer.
 
     Returns:
-        The layers of each stage. Equally good splits are told apart by their stages before the
-        last, which are split as evenly as can be, and then by fewer layers on the first stages.
+        For each stage the range of its layers. If several splits are equally good, the stages
+        before the last are split in the same way, with the least possible greatest cost. Of the
+        splits that remain, the first stage has the fewest layers, then the second, and so on.
 
     Raises:
-        ShapeError: no stage, or more of them than layers.
+        ShapeError: no stage, or more stages than layers.
     """
     count = len(layers)
     if not 1 <= stages <= count:

@@ -1,6 +1,9 @@
-"""Sequences of unequal length: what each costs, and plans of which ranks compute it.
+"""Plan which ranks compute which sequences of unequal length.
 
-Two policies make plans that balance, and naive ones plans for comparison.
+`Work` says how many operations a sequence costs. A policy is a function that makes a `Plan` from
+the lengths. `balanced` and `dynamic` give all ranks about the same work; `contiguous`,
+`round_robin` and `padded` ignore the lengths, and are for comparison. A load is the number of
+operations of a rank. Everything is local and deterministic: equal arguments give equal plans.
 """
 
 from __future__ import annotations
@@ -17,14 +20,16 @@ from sp_core.sharding import Sharding
 
 @dataclass(frozen=True)
 class Work:
-    """Floating-point operations of one causal sequence: per_token * S + per_pair * S (S + 1) / 2.
+    """Count the floating-point operations of a causal sequence of S tokens.
+
+    They are per_token * S + per_pair * S (S + 1) / 2.
 
     Args:
-        per_token: operations for each token, whatever it sees.
-        per_pair: operations for each pair of a token and one that it sees, itself included.
+        per_token: operations for each token, such as those of linear layers.
+        per_pair: operations for each pair of a token and a token that it sees, which may be itself.
 
     Raises:
-        ShapeError: a negative number, or two zeros, with which nothing costs anything.
+        ShapeError: a negative number, or zero for both.
     """
 
     per_token: int
@@ -38,7 +43,7 @@ class Work:
             )
 
     def of(self, length: int) -> int:
-        """Return the operations of a whole sequence."""
+        """Return the operations of a whole sequence of `length` tokens."""
         return self.between(0, length)
 
     def between(self, start: int, stop: int) -> int:
@@ -47,26 +52,28 @@ class Work:
         return self.per_token * (stop - start) + self.per_pair * pairs
 
     def shares(self, length: int, size: int) -> tuple[int, ...]:
-        """Return how many operations each rank has if `size` ranks share a sequence in zigzag."""
+        """Return the operations of each rank if `size` ranks share a sequence in zigzag."""
         segments = Sharding.zigzag(length, size).segments
         return tuple(sum(self.between(s.start, s.stop) for s in owned) for owned in segments)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Every sequence, by its place in the caller's list, exactly once.
+    """Assign each sequence to all ranks, to one rank, or to the rank that is free first.
+
+    A sequence is named by its index in the caller's list.
 
     Args:
-        lengths: tokens of each sequence.
-        sharded: sequences that all ranks share, computed first.
-        packed: for each rank the sequences that it computes alone, in this order.
-        waiting: sequences that ranks take one after the other, whenever they have nothing else to
-            do.
-        padded_to: tokens to which each sequence is filled up; None for none.
+        lengths: number of tokens of each sequence.
+        sharded: the sequences that all ranks compute together, before all others.
+        packed: for each rank the sequences that it computes alone, in order.
+        waiting: sequences that are not assigned yet: a rank that has finished its own takes the
+            next of them.
+        padded_to: number of tokens to which each sequence is padded; None for no padding.
 
     Raises:
-        ShapeError: a negative length, no rank, a sequence that is not there exactly once, or one
-            longer than `padded_to`.
+        ShapeError: a negative length, no rank, a sequence that is missing or assigned twice, or a
+            sequence longer than `padded_to`.
     """
 
     lengths: tuple[int, ...]
@@ -103,13 +110,13 @@ class Plan:
         return len(self.packed)
 
     def tokens(self, number: int) -> int:
-        """Return the tokens of a sequence as it is computed, padding included."""
+        """Return the number of tokens of sequence `number`, padding included."""
         return self.lengths[number] if self.padded_to is None else self.padded_to
 
     def loads(self, work: Work) -> tuple[int, ...]:
-        """Return the operations of each rank.
+        """Return the expected operations of each rank, padding included.
 
-        A waiting sequence goes to the rank with the least load so far.
+        A waiting sequence is counted for the rank with the fewest operations so far.
         """
         loads = [sum(work.of(self.tokens(number)) for number in numbers) for numbers in self.packed]
         for number in self.sharded:
@@ -125,20 +132,27 @@ class Plan:
         return tuple(loads)
 
     def useful(self, work: Work) -> int:
-        """Return the number of operations without padding."""
+        """Return the operations of all sequences together, without padding."""
         return sum(map(work.of, self.lengths))
 
 
 def imbalance(loads: Sequence[float]) -> float:
-    """Return the greatest load over the mean. Return 1 if there is nothing to do."""
+    """Return the greatest load divided by the mean load, or 1 if all loads are 0."""
     total = sum(loads)
     return max(loads) * len(loads) / total if total else 1.0
 
 
 def deal(costs: Iterable[int], loads: Sequence[int]) -> list[int]:
-    """Return the rank of each cost in turn.
+    """Assign each cost in turn to the rank with the least load so far. Return the ranks.
 
-    The one with the least load so far, the lowest of equal ones.
+    Of equally loaded ranks the lowest gets the cost.
+
+    Args:
+        costs: operations of each sequence.
+        loads: operations that each rank already has; not changed.
+
+    Returns:
+        For each cost the number of its rank.
 
     Source: Graham 1969, Bounds on Multiprocessing Timing Anomalies, SIAM J. Appl. Math. 17(2), list
     scheduling.
@@ -154,9 +168,12 @@ def deal(costs: Iterable[int], loads: Sequence[int]) -> list[int]:
 
 
 def passes(plan: Plan, numbers: Sequence[int], max_tokens: int) -> Iterator[tuple[int, ...]]:
-    """Cut sequences into consecutive runs of at most `max_tokens` tokens.
+    """Group consecutive sequences for one forward pass each, and yield the groups.
 
-    A longer sequence is a run of its own.
+    Args:
+        plan: tells the number of tokens of each sequence.
+        numbers: the sequences, as indices, in order.
+        max_tokens: most tokens of a group. A longer sequence is a group of its own.
     """
     together: list[int] = []
     total = 0
@@ -171,24 +188,29 @@ def passes(plan: Plan, numbers: Sequence[int], max_tokens: int) -> Iterator[tupl
 
 
 Policy = Callable[[Sequence[int], int, Work], Plan]
+"""Function of (length of each sequence, number of ranks, cost of a sequence) that makes a plan."""
 TOLERANCE = 0.02
-"""The greatest load of a balanced plan may be so much above the mean."""
+"""The share by which the greatest load of a balanced plan may exceed the mean load."""
 
 
 def balanced(lengths: Sequence[int], size: int, work: Work, tolerance: float = TOLERANCE) -> Plan:
-    """Share the longest sequences among all ranks.
+    """Plan with even loads: all ranks share the longest sequences, each other one goes to one rank.
 
-    Give the others, longest first, to the rank with the least work.
-
-    The greatest load is at most (1 + tolerance) times the mean, unless it were greater still if
-    every sequence was shared, as with few short ones. How many are shared is found by bisection,
-    and is 0 wherever that is enough.
+    Sequences that are not shared are assigned longest first, each to the rank with the least load.
+    The greatest load is at most (1 + tolerance) times the mean. A few short sequences can miss this
+    bound, because their shares are uneven. Then the greatest load is at most that of sharing every
+    sequence. No sequence is shared if the bound holds without sharing. Otherwise bisection finds
+    how many are shared.
 
     Args:
-        lengths: tokens of each sequence.
+        lengths: number of tokens of each sequence.
         size: number of ranks.
-        work: what a sequence costs.
-        tolerance: above 0; smaller lets more sequences be shared, which costs communication.
+        work: the cost of a sequence.
+        tolerance: above 0. A smaller one makes ranks share more sequences, which costs
+            communication.
+
+    Returns:
+        The plan, without waiting sequences.
 
     Raises:
         ShapeError: a negative length, no rank, or a tolerance that is not above 0.
@@ -200,7 +222,7 @@ def balanced(lengths: Sequence[int], size: int, work: Work, tolerance: float = T
     if not tolerance > 0:
         raise ShapeError(f"tolerance={tolerance} was given; pass a number above 0.")
     order = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
-    # then the last one placed cannot end too late
+    # if no longer sequence is left unshared, the sequence placed last cannot exceed the bound
     allowed = tolerance * sum(map(work.of, lengths)) / max(size - 1, 1)
     most = sum(work.of(lengths[number]) > allowed for number in order)
     tried: dict[int, Plan] = {}
@@ -219,11 +241,9 @@ def balanced(lengths: Sequence[int], size: int, work: Work, tolerance: float = T
 
 
 def dynamic(lengths: Sequence[int], size: int, work: Work, tolerance: float = TOLERANCE) -> Plan:
-    """Share the sequences that `balanced` shares.
+    """Plan that ranks share what `balanced` shares, and take the other sequences as they finish.
 
-    Ranks take the others as they finish, longest first.
-
-    Args, raises: as `balanced`.
+    The others are `Plan.waiting`, longest first. Arguments and errors are those of `balanced`.
     """
     plan = balanced(lengths, size, work, tolerance)
     waiting = sorted(
@@ -234,13 +254,21 @@ def dynamic(lengths: Sequence[int], size: int, work: Work, tolerance: float = TO
 
 
 def contiguous(lengths: Sequence[int], size: int, work: Work) -> Plan:
-    """Assign the same number of sequences to each rank, in the caller's order. Naive."""
+    """Plan that each rank computes equally many consecutive sequences, whatever their lengths.
+
+    Raises:
+        ShapeError: a negative length, or no rank.
+    """
     _check(lengths, size)
     return Plan(tuple(lengths), (), tuple(map(tuple, split_ranges(len(lengths), size))))
 
 
 def round_robin(lengths: Sequence[int], size: int, work: Work) -> Plan:
-    """Assign the sequences r, r + size, ... to rank r. Naive."""
+    """Plan that rank r computes the sequences r, r + size, ..., whatever their lengths.
+
+    Raises:
+        ShapeError: a negative length, or no rank.
+    """
     _check(lengths, size)
     return Plan(
         tuple(lengths), (), tuple(tuple(range(rank, len(lengths), size)) for rank in range(size))
@@ -248,7 +276,11 @@ def round_robin(lengths: Sequence[int], size: int, work: Work) -> Plan:
 
 
 def padded(lengths: Sequence[int], size: int, work: Work) -> Plan:
-    """Assign as `round_robin`, with every sequence padded to the longest. Naive."""
+    """Plan as `round_robin`, with every sequence padded to the length of the longest.
+
+    Raises:
+        ShapeError: a negative length, or no rank.
+    """
     return replace(round_robin(lengths, size, work), padded_to=max(lengths, default=0))
 
 
@@ -259,12 +291,16 @@ POLICIES: dict[str, Policy] = {
     "contiguous": contiguous,
     "padded": padded,
 }
+"""Name -> policy."""
 
 
 def _longest_first(
     lengths: Sequence[int], size: int, work: Work, order: Sequence[int], count: int
 ) -> Plan:
-    """Share the `count` longest sequences. Place the others, longest first."""
+    """Return the plan of `balanced` if the first `count` sequences of `order` are shared.
+
+    `order` lists all sequences as indices, longest first.
+    """
     shared, rest = order[:count], order[count:]
     loads = [0] * size
     for number in shared:
@@ -281,6 +317,7 @@ def _longest_first(
 
 
 def _check(lengths: Sequence[int], size: int) -> None:
+    """Raise ShapeError for a negative length or no rank."""
     if size < 1 or min(lengths, default=0) < 0:
         raise ShapeError(
             f"lengths from {min(lengths, default=0)} on {size} ranks were given; needed lengths "
