@@ -1,4 +1,9 @@
-"""Choose the quickest algorithm from constants that were measured on this machine. No MPI."""
+"""Predict the time of collectives on this machine, and choose the quickest algorithm for "auto".
+
+`sp-core doctor --measure` measures the constants of a machine, a `Tuning`, and saves them in a
+file. `find`, `load`, `latest` and `save` read and write such files. `predict` and `decide` compute
+from the constants. Nothing here communicates or imports MPI.
+"""
 
 from sp_core.tuning.files import FileError, default_path, find, latest, load, save
 from sp_core.tuning.model import LINKS, Curve, Tuning, decide, modelled, predict

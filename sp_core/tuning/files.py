@@ -1,4 +1,9 @@
-"""Constants on disk: one JSON file for each machine and MPI library, in the user's cache."""
+"""Keep measured constants (`Tuning`) in files: a JSON file for each machine and MPI library.
+
+The folder is $SP_TUNING_DIR, else `sp_core` in the user's cache ($XDG_CACHE_HOME or ~/.cache).
+SP_TUNING names the constants to use (see `find`). A fingerprint is a dict of texts that identifies
+a machine and its MPI library, as `sp_core.mesh.fingerprint` returns it.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +20,19 @@ from typing import Any
 from sp_core.tuning.model import Curve, Tuning
 
 SCHEMA_VERSION = 1
+"""The version of the file format."""
 VARIABLE = "SP_TUNING"
+"""The environment variable with the constants to use."""
 FOLDER = "SP_TUNING_DIR"
+"""The environment variable with the folder of the files."""
 
 
 class FileError(ValueError):
-    """A file of constants cannot be used. The text says why."""
+    """Report a file of constants that cannot be used. The text says why."""
 
 
 def default_path(fingerprint: Mapping[str, str]) -> Path:
-    """Return the path of a machine's constants.
-
-    It is in $SP_TUNING_DIR, else in the user's cache.
-    """
+    """Return the path of the file for the constants of a machine. The file need not exist."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sp_core"
     folder = Path(os.environ.get(FOLDER) or cache)
     name = hashlib.blake2b(
@@ -39,18 +44,19 @@ def default_path(fingerprint: Mapping[str, str]) -> Path:
 def find(
     fingerprint: Callable[[], Mapping[str, str]], choice: str | Path | None = None
 ) -> Tuning | None:
-    """Find the constants to use.
+    """Load the constants to use.
 
     Args:
-        fingerprint: gives that of this machine; asked where it is needed.
-        choice: a file, which must be usable; "off" for none; "auto" for those of this machine, if
-            there are any. Default: the environment's SP_TUNING, else "auto".
+        fingerprint: function that returns the fingerprint of this machine; called only for "auto".
+        choice: path of a file; "off" for no constants; "auto" for the file at `default_path`, if
+            there is one. If None, the environment variable SP_TUNING, else "auto".
 
     Returns:
-        The constants; None for none, and for a kept file that cannot be used: `doctor` says why.
+        The constants. None for "off", and for "auto" if the file is missing or cannot be used;
+        `sp-core doctor` then says why.
 
     Raises:
-        FileError: the file that was named cannot be used.
+        FileError: the file that `choice` names cannot be used.
     """
     choice = (os.environ.get(VARIABLE) or "auto") if choice is None else choice
     if choice == "off":
@@ -64,9 +70,10 @@ def find(
 
 
 def latest(host: str) -> Tuning | None:
-    """Return the newest constants of a machine, with any MPI library.
+    """Return the newest constants measured on a machine with any MPI library, or None.
 
-    Return None if there are none.
+    Args:
+        host: the machine's name, as in the fingerprint's "host".
     """
     folder, found = default_path({}).parent, []
     for path in sorted(folder.glob("tuning-*.json")):
@@ -81,11 +88,12 @@ def load(path: Path, fingerprint: Mapping[str, str] | None = None) -> Tuning:
 
     Args:
         path: the file.
-        fingerprint: of the machine that they must be of; None takes those of another one too.
+        fingerprint: of the machine and MPI library for which the file must have been measured;
+            None for any.
 
     Raises:
-        FileError: there is no such file, it is no such file, is of another version of it, or of
-            another machine.
+        FileError: the file is missing, cannot be read, is no file of constants, has another format
+            version, or was measured on another machine or MPI library.
     """
     try:
         found = json.loads(path.read_text())
@@ -111,7 +119,14 @@ def load(path: Path, fingerprint: Mapping[str, str] | None = None) -> Tuning:
 
 
 def save(tuning: Tuning, path: Path) -> None:
-    """Write constants. A process that reads meanwhile finds the old file or the new one."""
+    """Write constants to a file, and make its folder if needed.
+
+    The file is replaced in one operation, so a process that reads meanwhile sees the old file or
+    the new file, never a part.
+
+    Raises:
+        OSError: the folder or the file cannot be written.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(
         {"schema_version": SCHEMA_VERSION, **asdict(tuning)}, indent=1, allow_nan=False
@@ -127,6 +142,10 @@ def save(tuning: Tuning, path: Path) -> None:
 
 
 def _tuning(found: dict[str, Any]) -> Tuning:
+    """Convert the JSON object of a file to constants. A damaged object raises any of four errors.
+
+    These are KeyError, TypeError, ValueError and AttributeError.
+    """
     times = {
         op: {name: _curve(curve) for name, curve in by_name.items()}
         for op, by_name in found["times"].items()
@@ -146,9 +165,11 @@ def _tuning(found: dict[str, Any]) -> Tuning:
 
 
 def _curve(found: dict[str, Any]) -> Curve:
+    """Convert the JSON object of a curve."""
     return Curve(tuple((int(size), float(seconds)) for size, seconds in found["points"]))
 
 
 def _pair(found: list[float]) -> tuple[float, float]:
+    """Convert a JSON list of two numbers."""
     first, second = found
     return float(first), float(second)

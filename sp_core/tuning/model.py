@@ -1,19 +1,21 @@
-"""Measured constants of a machine, what they predict for a collective, and the choice for "auto".
+"""Hold measured constants of a machine, predict times of collectives, and choose algorithms.
 
-A message of n bytes takes alpha + beta n, a sum gamma n. On a real machine beta and gamma depend on
-n, because caches end and libraries change their protocol; so each is a curve through measured
-points, and alpha is what its first point says. Seconds of a collective follow from its schedule:
+In the usual model a message of n bytes takes alpha + beta n seconds, and a sum of n bytes gamma n.
+On a real machine beta and gamma depend on n, because of caches and of the library's protocols. So
+messages, sums and copies each have a `Curve` of seconds through measured points. The model predicts
+the seconds of a collective from its schedule, the steps of messages and sums of each rank:
 
-    step       the messages of a step travel at once: the slowest kind of link they use, with all
-               their bytes
-    sum, copy  the curve of each, once per addend
-    run        the steps of the rank that has most to do, and a constant beside
+    messages of a step   for each kind of link, the curve at the bytes sent or received, whichever
+                         are more; the slowest kind counts
+    sum, copy            the curve of each, once per addend
+    run of a collective  all steps of the rank that has most to do, plus a constant
 
-Where steps overlap (depth above 1) and messages leave the node, the longer of messages and sums
-counts; inside a node the core that adds is the one that copies, so they add up. An algorithm that
-was timed takes its measured time, scaled by what the model says for the ranks and nodes at hand
-over what it says for those that were timed. The MPI library is no schedule: it is scaled like the
-quickest of ours. Every rank decides alone, from the same numbers.
+If steps overlap (`Program.depth` above 1) and messages leave the node, the greater of the time of
+messages and the time of sums counts. Inside a node both add up, because the same core copies and
+adds. An algorithm that was timed takes its measured time. For other ranks or nodes this is scaled
+by the ratio of the model's two predictions. The MPI library's own algorithm, "mpi", has no
+schedule: it is scaled like the quickest algorithm that has one. Every rank decides by itself, from
+the same numbers.
 
 Source: Thakur, Rabenseifner and Gropp, IJHPCA 19 (2005), section 3 (alpha, beta, gamma); measured
 constants instead of tables of thresholds as in NCCL's `graph/tuning.cc`.
@@ -32,22 +34,28 @@ from sp_core.schedules import SCHEDULED, Program, Step, operation, program_of, s
 from sp_core.segments import split_sizes
 
 Nodes = tuple[int, ...]
+"""For each rank the number of its node."""
 DTYPE = torch.float32
+"""The dtype for which sums are measured and predicted."""
 STEPS_PER_OCTAVE = 4
-"""Decisions are made for so many sizes between n and 2n. Sizes in between use the nearest one."""
+"""The number of sizes between n and 2n bytes that `decide` tells apart. Others are rounded."""
 LINKS = ("node", "network")
 """Kinds of link: between ranks of one node, and between nodes."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds as a function of bytes.
+    """Map a number of bytes to seconds: `curve(nbytes)`.
 
-    Between two points it is a power law, below the first one constant, above the last one
-    proportional to the size.
+    Between two points the seconds are a power of the bytes. Below the first point they are
+    constant, above the last point proportional to the bytes.
 
     Args:
-        points: (bytes, seconds) in ascending order of bytes; positive.
+        points: (bytes, seconds) in ascending order of bytes, at least one; positive numbers.
+
+    Raises:
+        ValueError: no point, bytes that do not ascend from 1 or more, or seconds that are not
+            positive and finite.
     """
 
     points: tuple[tuple[int, float], ...]
@@ -77,26 +85,31 @@ class Curve:
 
     @property
     def per_byte(self) -> float:
-        """Seconds per byte of the largest measured size."""
+        """Seconds per byte of the point with the most bytes."""
         return self.points[-1][1] / self.points[-1][0]
 
 
 @dataclass(frozen=True, eq=False)
 class Tuning:
-    """The constants of one machine.
+    """Hold the measured constants of a machine.
+
+    A plan is a collective prepared for one tensor (`sp.plan`); a run of it is one execution.
 
     Args:
-        fingerprint: of which machine and MPI library.
-        nodes: the node of each rank that was timed together.
-        links: seconds of an exchange, n bytes each way at once, by kind of link.
-        add, copy: seconds for n bytes of result, in memory that is there already.
-        start: seconds that a run of a plan takes beside its messages and sums.
-        bind: seconds to prepare a call, and each of its steps. A plan pays this once, when made.
-        times: seconds of a plan's run by collective and algorithm, over the bytes of the whole
-            vector; "mpi" is the library.
-        error: of the model without `times`, against them: median and 95th percentile of |predicted
-            / measured - 1|.
-        measured_at: date and time.
+        fingerprint: what was measured: name -> value of host, processor, cores and MPI library.
+        nodes: for each rank of the measurement the number of its node.
+        links: kind of link (`LINKS`) -> seconds in which two ranks send n bytes to each other at
+            the same time.
+        add, copy: seconds of a sum of two tensors, and of a copy, for n bytes of result in memory
+            that was allocated before.
+        start: seconds of a plan's run besides its messages and sums.
+        bind: seconds to prepare a call, and seconds to prepare each of its steps. A plan is
+            prepared only once, when it is made.
+        times: collective -> algorithm -> seconds of a plan's run, for the bytes of the whole vector
+            (as in `predict`). Algorithm "mpi" is the MPI library's.
+        error: how well the model predicts `times` without using them: median and 95th percentile
+            of |predicted / measured - 1|.
+        measured_at: date and time of the measurement, ISO 8601.
     """
 
     fingerprint: dict[str, str]
@@ -112,24 +125,38 @@ class Tuning:
 
     @property
     def alpha(self) -> float:
-        """Seconds of the shortest exchange in a node; between nodes if only that was timed."""
+        """Latency: seconds of the exchange with the fewest bytes that was measured.
+
+        Inside a node, or between nodes if only that was measured.
+        """
         return self._link.points[0][1]
 
     @property
     def beta(self) -> float:
-        """Seconds per byte of the longest exchange."""
+        """Inverse bandwidth: seconds divided by bytes of the exchange with the most bytes.
+
+        Latency is not subtracted. Inside a node, or between nodes if only that was measured.
+        """
         return self._link.per_byte
 
     @property
     def _link(self) -> Curve:
+        """The curve of exchanges inside a node, or between nodes if only that was measured."""
         return next(self.links[kind] for kind in LINKS if kind in self.links)
 
 
 def _programs(op: str, algorithm: str, nodes: Nodes, nbytes: int) -> dict[int, Program]:
-    """Return the programs of the ranks that can be slowest.
+    """Return the programs (steps of messages and sums) of the ranks that can be the slowest.
 
-    These are the root, the first rank that forwards data, and the last rank. The vector is split
-    evenly over the ranks.
+    These are the root, the first rank that forwards data, and the last rank.
+
+    Args:
+        op, algorithm: names of a collective and of an algorithm that has a schedule.
+        nodes: for each rank the number of its node.
+        nbytes: of the whole float32 vector, which is split evenly over the ranks.
+
+    Returns:
+        Rank -> program.
     """
     size, count = len(nodes), max(nbytes // DTYPE.itemsize, 1)
     pieces, segment = split_sizes(count, size), segment_length(count, size, DTYPE.itemsize)
@@ -141,7 +168,11 @@ def _programs(op: str, algorithm: str, nodes: Nodes, nbytes: int) -> dict[int, P
 
 @lru_cache(maxsize=4096)
 def modelled(tuning: Tuning, op: str, algorithm: str, nodes: Nodes, nbytes: int) -> float:
-    """Return seconds by the model alone, or infinity if a kind of link was not measured."""
+    """Predict the seconds of a plan's run by the model alone, without `Tuning.times`.
+
+    Arguments as in `predict`. For "mpi" return the prediction of the quickest other algorithm.
+    Return infinity if messages use a kind of link that was not measured.
+    """
     if algorithm not in SCHEDULED[op]:
         return min(modelled(tuning, op, name, nodes, nbytes) for name in SCHEDULED[op])
     programs = _programs(op, algorithm, nodes, nbytes)
@@ -153,15 +184,20 @@ def modelled(tuning: Tuning, op: str, algorithm: str, nodes: Nodes, nbytes: int)
 def predict(
     tuning: Tuning, op: str, algorithm: str, nodes: Nodes, nbytes: int, *, planned: bool = True
 ) -> float:
-    """Return the expected seconds of a collective on the busiest rank.
+    """Predict the seconds of a collective on the rank that takes longest.
 
     Args:
         tuning: constants of the machine.
-        op, algorithm: of `sp_core.schedules.ALGORITHMS`, but "auto".
-        nodes: the node of each rank.
-        nbytes: of the whole vector, float32, cut evenly: what an all-gather gives, a reduce-scatter
-            takes, a rank of an all-to-all sends.
-        planned: a run of a plan; else a call, which prepares its steps first.
+        op, algorithm: a collective, and an algorithm of `sp_core.schedules.ALGORITHMS[op]` other
+            than "auto".
+        nodes: for each rank the number of its node.
+        nbytes: bytes of the whole vector, in float32 and split evenly: the result of an all-gather,
+            the input of a reduce-scatter, what a rank sends in an all-to-all.
+        planned: whether the collective was prepared by `sp.plan`. Otherwise the time includes the
+            preparation of its steps.
+
+    Returns:
+        Seconds; infinity if messages use a kind of link that was not measured.
     """
     seconds = modelled(tuning, op, algorithm, nodes, nbytes)
     measured = tuning.times.get(op, {}).get(algorithm)
@@ -180,6 +216,7 @@ def predict(
 
 
 def _seconds(tuning: Tuning, program: Program, rank: int, nodes: Nodes) -> float:
+    """Return the seconds of all messages and sums in the program of `rank`."""
     travel = [_travel(tuning, step, rank, nodes) for step in program.steps]
     work = [_work(tuning, step) for step in program.steps]
     away = any(
@@ -193,7 +230,10 @@ def _seconds(tuning: Tuning, program: Program, rank: int, nodes: Nodes) -> float
 
 
 def _travel(tuning: Tuning, step: Step, rank: int, nodes: Nodes) -> float:
-    """Return the seconds of a step's messages, both ways and over all kinds of link at once."""
+    """Return the seconds of the messages of a step, which are all sent and received at once.
+
+    The time is that of the slowest kind of link; infinity if it was not measured.
+    """
     slowest = 0.0
     for kind in ("node", "network"):
         sent, received = (
@@ -214,6 +254,7 @@ def _travel(tuning: Tuning, step: Step, rank: int, nodes: Nodes) -> float:
 
 
 def _work(tuning: Tuning, step: Step) -> float:
+    """Return the seconds of the sums and copies that follow the messages of a step."""
     seconds = 0.0
     for combine in step.then:
         nbytes = len(combine.into) * DTYPE.itemsize
@@ -228,18 +269,22 @@ def _work(tuning: Tuning, step: Step) -> float:
 def decide(
     tuning: Tuning, op: str, nodes: Nodes, nbytes: int, *, among: tuple[str, ...], planned: bool
 ) -> str:
-    """Return the quickest algorithm for a collective.
+    """Return the name of the algorithm that is predicted to be the quickest for a collective.
+
+    Only algorithms that were timed, in `Tuning.times`, are considered. There is no communication:
+    ranks get the same name if their arguments are equal.
 
     Args:
         tuning: constants, the same on every rank.
-        op: collective.
-        nodes: the node of each rank.
-        nbytes: of the whole vector, the same on every rank.
-        among: names to choose from, "mpi" among them, which is taken where nothing is quicker.
-        planned: for a plan, which prepares its steps once; else for one call.
+        op: name of the collective.
+        nodes: for each rank the number of its node.
+        nbytes: bytes of the whole vector, as in `predict`, the same on every rank.
+        among: names to choose from. Of equally quick algorithms "mpi" is preferred.
+        planned: whether the collective is prepared by `sp.plan`; otherwise it is a single call.
 
     Returns:
-        A name; "mpi" where there is nothing to choose, or where a link was never measured.
+        A name of `among`. "mpi" for no bytes, for a single rank, for a collective that was not
+        timed, or if every candidate uses a kind of link that was not measured.
     """
     if nbytes == 0 or len(nodes) == 1 or op not in tuning.times:
         return "mpi"
@@ -250,9 +295,10 @@ def decide(
 def _decided(
     tuning: Tuning, op: str, nodes: Nodes, place: int, among: tuple[str, ...], planned: bool
 ) -> str:
+    """Decide as `decide` for 2 ** (place / STEPS_PER_OCTAVE) bytes. Decisions are cached."""
     nbytes = round(2 ** (place / STEPS_PER_OCTAVE))
-    # the model alone is not good enough to prefer an algorithm that was never timed
+    # an algorithm that was never timed is not chosen: the model alone is not exact enough
     timed = [name for name in among if name in tuning.times[op]]
     seconds = {name: predict(tuning, op, name, nodes, nbytes, planned=planned) for name in timed}
-    known = [name for name in timed if seconds[name] < math.inf]  # else a link was never measured
+    known = [name for name in timed if seconds[name] < math.inf]  # infinite: a link not measured
     return min(known, key=lambda name: (seconds[name], name != "mpi"), default="mpi")
