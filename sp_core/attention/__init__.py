@@ -1,9 +1,9 @@
 """Compute attention on one device, and merge partial results. No communication.
 
 `local_attention` is for users. The schemes call `attend` and `attend_backward` for two shards, and
-merge the results with `merge_into`. These cut the work into blocks (some queries against some
-keys), which `block_attention` and `block_attention_backward` give to a kernel. A partial result is
-(out, lse): the attention over some of the keys, and the log-sum-exp of its scores.
+merge the results with `merge_into`. Both functions cut the work into blocks (some queries against
+some keys), which `block_attention` and `block_attention_backward` give to a kernel. A partial
+result is (out, lse): the attention over some of the keys, and the log-sum-exp of their scores.
 
 Shapes: B batch, S sequence (Sq queries, Sk keys), H heads, K key/value heads, D head dim. H is a
 multiple of K, and query head h reads key/value head h // (H / K). Tensors are (B, H, S, D), but

@@ -142,12 +142,12 @@ def exact(x: Tensor) -> torch.autocast:
 def differentiable_once(backward: Backward) -> Backward:
     """Turn `backward(ctx, saved, *grads)` into a method whose results cannot be differentiated.
 
-    The method passes the saved tensors, and turns autocast and the recording of gradients off. A
-    second derivative raises RuntimeError.
+    The method calls `backward` with the saved tensors, without autocast and without recording
+    gradients. A second derivative raises RuntimeError.
 
     torch's `once_differentiable` refuses only if an incoming gradient is itself differentiable. The
-    gradients of attention also depend on q, k and v. It would silently drop that part of a second
-    derivative.
+    gradients of attention also depend on q, k and v. `once_differentiable` would silently drop that
+    part of a second derivative.
     """
 
     @functools.wraps(backward)

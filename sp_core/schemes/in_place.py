@@ -29,19 +29,24 @@ from sp_core.transport import Done, Handle, Window
 
 
 def may_share(comm: Communicator, op: str) -> bool:
-    """Return whether the ranks share memory, and the setting for `op` allows to use it.
+    """Return whether the ranks share memory, and the collective `op` is allowed to use it.
 
     Args:
         comm: the ranks.
-        op: name of a collective, such as "shift". Its algorithm must be "auto" or "window".
+        op: name of the collective, such as "shift"; allowed if its algorithm on `comm` is "auto" or
+            "window".
     """
     return comm.window is not None and comm.algorithms[op] in ("auto", "window")
 
 
 def is_read(comm: Communicator, op: str) -> bool:
-    """Return whether ranks read each other's tensors in shared memory instead of calling `op`.
+    """Return whether ranks read each other's tensors in shared memory, in place of a collective.
 
     False for a single rank, and for memory shared between devices, where only copies are ordered.
+
+    Args:
+        comm: the ranks.
+        op: name of the collective that would send the tensors otherwise, such as "shift".
     """
     has_rooms = comm.window is not None and comm.window.has_rooms
     return comm.size > 1 and has_rooms and may_share(comm, op)
@@ -159,7 +164,8 @@ class SharedSums:
     def add(self, step: int, own: Tensor | None) -> None:
         """Start to add this rank's gradient of the block of `step` to the block's sum.
 
-        First wait until all ranks have added those of the previous step.
+        First wait for this rank's addition of the previous step. The new addition begins when all
+        ranks have called `add` for this step, so every addition of the previous step is done.
 
         Args:
             step: the step of the ring. Step 0 starts the sum of this rank's own block.

@@ -1,6 +1,6 @@
 """Check the arguments of a scheme (`agree`), and compute attention block by block (`run`).
 
-AllGather-KV and the ring define only how keys and values reach a rank, as a `Scheme`. Their words:
+AllGather-KV and the ring define only how keys and values reach a rank, as a `Scheme`. Terms:
 
 - block: the keys and values of one rank, or of all ranks for some heads.
 - group: a range of query heads, and the key/value heads that they read.
@@ -92,7 +92,7 @@ class Problem:
         return seen_blocks(self.sharding, self.kv_sharding, self.mask, self.comm.rank)[block]
 
     def part(self, kv_positions: Tensor) -> Part:
-        """Return the least ranges of this rank's queries and of keys that hold all visible pairs.
+        """Return the smallest ranges of own queries and of keys that contain all visible pairs.
 
         `kv_positions` are the keys' global positions, int64 (S_block,). Without any visible pair
         both ranges are empty.
@@ -171,7 +171,7 @@ def _signature(
     problem: Problem,
     return_lse: bool,
 ) -> str:
-    """Return a text of the arguments that must be equal on all ranks. Lengths of shards are "S"."""
+    """Return a text of the arguments that all ranks must pass alike; "S" replaces shard lengths."""
 
     def shown(x: Tensor | None) -> str:
         if x is None:
@@ -188,10 +188,10 @@ def _signature(
 
 
 def _home(k: Tensor, v: Tensor, comm: Communicator) -> int:
-    """Return a number > 0 for the two shared-memory allocations that begin with k and with v.
+    """Return a number > 0 that identifies the shared-memory allocations of k and of v.
 
-    Return 0 if either tensor lies elsewhere. Ranks number their allocations alike, so equal numbers
-    mean tensors of the same calls of `shared_empty`.
+    Return 0 if k or v is not at the start of such memory. Ranks number their allocations alike, so
+    equal numbers mean tensors of the same calls of `shared_empty`.
     """
     if comm.window is None or not (k.is_contiguous() and v.is_contiguous()):
         return 0

@@ -103,8 +103,9 @@ def next_owner_distances(sharding: Sharding) -> tuple[int, ...]:
 def _longest_step(mask: Mask) -> int:
     """Return the greatest step up to which a run of positions is kept as a run by `_runs`.
 
-    Up to the window's width, a run sees a single interval in each document. Up to the mean length
-    of documents, cutting the run at documents gives few pieces.
+    A run whose step is at most the window's width sees a single interval in each document. A run
+    whose step is at most the mean length of a document is cut at documents into few pieces. The
+    smaller of both lengths is returned.
     """
     least, greatest = limits(mask, FAR64)
     bounds = mask.documents or (0, FAR64)

@@ -76,7 +76,7 @@ class Tokens:
             x[:, rows] = piece
 
     def _rows(self, chunk: Chunk) -> list[slice]:
-        """Return for each rank where its tokens of a chunk are in the order of an all-gather."""
+        """Return for each rank the slice of its tokens of a chunk in (B, S, *), rank after rank."""
         starts = accumulate(self.lengths[:-1], initial=0)
         return [
             slice(start + r.start, start + r.stop)
@@ -103,8 +103,8 @@ def gather_linears(
 
     Communication:
         Forward an all-gather of x in chunks: (P-1) * B*(S/P)*E elements sent per rank. Backward the
-        same again for the gradients of weights, and a reduce-scatter of as many elements for that
-        of x.
+        same again for the gradients of weights, and a reduce-scatter of as many elements for the
+        gradient of x. The ranks compare the backward call unless `comm` has `check="off"`.
 
     Raises:
         RuntimeError: a second derivative is computed.
@@ -137,7 +137,8 @@ def linear_scatter(
 
     Communication:
         Forward a reduce-scatter of (B, S, E) in chunks: B*(S - S/P)*E elements sent per rank.
-        Backward an all-gather of as many.
+        Backward an all-gather of as many. The ranks compare the backward call unless `comm` has
+        `check="off"`.
 
     Raises:
         RuntimeError: a second derivative is computed.
@@ -225,7 +226,7 @@ def _gathered(x: Tensor, tokens: Tokens) -> Iterator[tuple[Chunk, Tensor]]:
 
 
 def _scattered(products: Sequence[tuple[Tensor, Tensor]], tokens: Tokens, features: int) -> Tensor:
-    """Sum products over themselves and over all ranks, and return this rank's tokens.
+    """Add several products, sum over all ranks, and return this rank's tokens.
 
     The reduce-scatter of one chunk runs while the next chunk is multiplied.
 
