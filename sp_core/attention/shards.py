@@ -74,8 +74,8 @@ def attend(
     allowed = _dense_masks(q_positions, kv_positions, mask)
     for blocks, packs in (packed(planned, q, logits), (planned, ())):
         out, lse = _attend(blocks, packs, allowed, q, k, v, logits, between)
-        # Otherwise a NaN may have spread to another block of a tile: compute without packs. On CUDA
-        # the blocks of a pack are separate sequences.
+        # On a CPU a NaN may have spread to another block of a tile: then compute without packs. On
+        # CUDA the blocks of a pack are separate sequences.
         if not packs or not on_cpu(q) or out.sum().isfinite():
             break
     return out.to(out_dtype or q.dtype), lse

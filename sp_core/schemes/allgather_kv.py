@@ -108,7 +108,7 @@ def _visits(k: Tensor, v: Tensor, problem: Problem, groups: Sequence[Group]) -> 
     """Yield a visit for each group of heads, with the keys and values of all ranks."""
     positions = problem.kv_sharding.sorted_positions
     blocks = _gathered(k, v, problem, groups)
-    for number, (heads, _) in enumerate(groups):  # `zip` would keep the block before
+    for number, (heads, _) in enumerate(groups):  # `zip` keeps the last block alive
         yield Visit(number, positions, [(heads, slice(None))], next(blocks))
 
 

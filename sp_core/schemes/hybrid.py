@@ -1,4 +1,4 @@
-"""Hybrid attention: Ulysses along one axis of a mesh, a ring along another.
+"""Hybrid attention: exchange heads along one axis of a mesh, and run a ring along another.
 
     (B, S/(R*U), H, D)  --all-to-all over U-->  (B, S/R, H/U, D)  ring over R  --all-to-all over
     U-->  (B, S/(R*U), H, D)
