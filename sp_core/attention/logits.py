@@ -113,7 +113,7 @@ class Logits:
 
     @property
     def is_plain(self) -> bool:
-        """Whether these logits need the plain kernel: they have a softcap or ALiBi slopes."""
+        """Return whether only the plain kernel can compute them: there is a softcap or ALiBi."""
         return self.softcap is not None or self.alibi is not None
 
     def of_heads(self, heads: range | slice) -> Logits:

@@ -54,17 +54,17 @@ class Block(NamedTuple):
 
     @property
     def queries(self) -> slice:
-        """The indices of the queries in their shard."""
+        """Return the indices of the queries in their shard."""
         return slice(self.q_start, self.q_stop)
 
     @property
     def keys(self) -> slice:
-        """The indices of the keys in their shard."""
+        """Return the indices of the keys in their shard."""
         return slice(self.kv_start, self.kv_stop)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(number of queries, number of keys)."""
+        """Return (number of queries, number of keys)."""
         return self.q_stop - self.q_start, self.kv_stop - self.kv_start
 
 
@@ -88,7 +88,7 @@ def plan_blocks(
 
 
 def band_mask(rows: int, columns: int, lo: int, hi: int) -> Tensor:
-    """Make a bool tensor (rows, columns) that is True for lo <= i - j <= hi."""
+    """Return a bool tensor (rows, columns), True at row i and column j if lo <= i - j <= hi."""
     visible = torch.ones(rows, columns, dtype=torch.bool)
     return visible.tril_(max(-lo, -rows)).triu_(min(max(-hi, -rows), columns))
 
@@ -264,10 +264,10 @@ def _band_pairs(rows: int, columns: int, lo: int, hi: int) -> int:
 def _below(rows: int, columns: int, limit: int) -> int:
     """Count the pairs 0 <= i < rows, 0 <= j < columns with i - j <= limit.
 
-    Column j has the pairs with i from 0 to limit + j.
+    In column j these are the rows i from 0 to limit + j.
     """
-    first = max(0, -limit)  # the first column that has a pair
-    whole = min(columns, max(first, rows - limit - 1))  # from here on every row is in a pair
+    first = max(0, -limit)  # the first column that has such a row
+    whole = min(columns, max(first, rows - limit - 1))  # from here on every row counts
     ramp = whole - first
     return (
         ramp * (limit + 1 + first)

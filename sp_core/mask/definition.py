@@ -70,7 +70,7 @@ class Mask:
 
     @property
     def key_documents(self) -> tuple[int, ...] | None:
-        """The boundaries of the keys' documents: kv_documents, or documents if none were given."""
+        """Return the boundaries of the keys' documents: kv_documents if given, else documents."""
         return self.documents if self.kv_documents is None else self.kv_documents
 
     def difference_range(self) -> tuple[int | None, int | None]:

@@ -31,7 +31,7 @@ class Piece(NamedTuple):
 
     @property
     def indices(self) -> range:
-        """The indices of the tokens in the shard."""
+        """Return the indices of the tokens in the shard."""
         return range(self.offset, self.offset + len(self.run))
 
 

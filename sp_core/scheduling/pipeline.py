@@ -50,12 +50,12 @@ class Timeline:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """For each stage the sum of the durations of its slots."""
+        """Return for each stage the sum of the durations of its slots."""
         return tuple(sum(stop - start for _, start, stop in slots) for slots in self.stages)
 
     @property
     def bubble(self) -> float:
-        """The share of the stages' time from 0 to `end` in which they are idle, from 0 to 1."""
+        """Return the share of time from 0 to `end` in which stages are idle, from 0 to 1."""
         return 1 - sum(self.busy) / (len(self.stages) * self.end) if self.end else 0.0
 
 
@@ -92,9 +92,10 @@ def gpipe(stages: int, batches: int) -> tuple[Order, ...]:
 
 
 def one_forward_one_backward(stages: int, batches: int) -> tuple[Order, ...]:
-    """Return the 1F1B order of each stage: first some forwards, then forward and backward in turn.
+    """Return the order 1F1B of each stage, in which forwards and backwards alternate.
 
-    Stage s of p stages holds the activations of at most p - s micro-batches at a time.
+    A stage begins with some forwards and ends with the backwards that are left. Stage s of p stages
+    holds the activations of at most p - s micro-batches at a time.
 
     Args:
         stages: number of stages.
@@ -231,9 +232,9 @@ def split_stages(
         last: further cost of the last stage, such as that of the output layer.
 
     Returns:
-        For each stage the range of its layers. If several splits are equally good, the stages
-        before the last are split in the same way, with the least possible greatest cost. Of the
-        splits that remain, the first stage has the fewest layers, then the second, and so on.
+        For each stage the range of its layers. Several splits can be equally good. For given
+        layers of the last stage, the earlier stages are split with the least possible greatest
+        cost. Among these splits the first stage has the fewest layers, then the second, and so on.
 
     Raises:
         ShapeError: no stage, or more stages than layers.

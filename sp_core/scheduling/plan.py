@@ -106,7 +106,7 @@ class Plan:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
         return len(self.packed)
 
     def tokens(self, number: int) -> int:
@@ -254,7 +254,9 @@ def dynamic(lengths: Sequence[int], size: int, work: Work, tolerance: float = TO
 
 
 def contiguous(lengths: Sequence[int], size: int, work: Work) -> Plan:
-    """Plan that each rank computes equally many consecutive sequences, whatever their lengths.
+    """Plan that each rank computes consecutive sequences, as many as the other ranks.
+
+    Lengths are ignored. The first ranks get an additional sequence if the number does not divide.
 
     Raises:
         ShapeError: a negative length, or no rank.

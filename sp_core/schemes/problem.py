@@ -84,7 +84,7 @@ class Problem:
 
     @property
     def hops(self) -> tuple[int, ...]:
-        """The number of times that each rank's block is passed on, in order of rank; see `hops`."""
+        """Return for each rank how many times a ring passes its block on; see `reach.hops`."""
         return hops(self.sharding, self.kv_sharding, self.mask)
 
     def sees(self, block: int) -> bool:

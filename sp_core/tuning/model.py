@@ -85,7 +85,7 @@ class Curve:
 
     @property
     def per_byte(self) -> float:
-        """Seconds per byte of the point with the most bytes."""
+        """Return seconds per byte at the point with the most bytes."""
         return self.points[-1][1] / self.points[-1][0]
 
 
@@ -125,7 +125,7 @@ class Tuning:
 
     @property
     def alpha(self) -> float:
-        """Latency: seconds of the exchange with the fewest bytes that was measured.
+        """Return the latency: seconds of the exchange with the fewest bytes that was measured.
 
         Inside a node, or between nodes if only that was measured.
         """
@@ -133,7 +133,7 @@ class Tuning:
 
     @property
     def beta(self) -> float:
-        """Inverse bandwidth: seconds divided by bytes of the exchange with the most bytes.
+        """Return the inverse bandwidth: seconds per byte of the exchange with the most bytes.
 
         Latency is not subtracted. Inside a node, or between nodes if only that was measured.
         """
@@ -141,7 +141,7 @@ class Tuning:
 
     @property
     def _link(self) -> Curve:
-        """The curve of exchanges inside a node, or between nodes if only that was measured."""
+        """Return the curve of exchanges inside a node; between nodes if only that was measured."""
         return next(self.links[kind] for kind in LINKS if kind in self.links)
 
 
