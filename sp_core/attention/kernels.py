@@ -56,9 +56,9 @@ def block_attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of queries to one block of keys: softmax(logits) v, and its log-sum-exp.
 
-    Values that no query of the block sees are not read. A NaN or infinity that some query of a
-    causal or partial block sees may spread to other queries of that block, because the kernels
-    multiply hidden values by weight 0. Finite values never spread.
+    Values that no query of the block sees are not read. In a causal or partial block, a NaN or
+    infinity that one query sees may spread to queries that do not see it. The kernels multiply
+    hidden values by weight 0. Finite values never spread.
 
     Args:
         q: (B, H, Sq, D), of any strides.

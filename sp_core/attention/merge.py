@@ -21,6 +21,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     out = w out_a + (1 - w) out_b with w = sigmoid(lse_a - lse_b), lse = log(exp(lse_a) +
     exp(lse_b)). Exchanging a and b gives the same bits; regrouping changes only the rounding. A
     query that saw no key on one side (lse = -inf, out = 0) takes the other side's result unchanged.
+    Weights below the smallest normal number of the dtype may become 0.
 
     Args:
         out_a: (..., Sq, D), of any floating dtype.

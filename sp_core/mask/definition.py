@@ -30,9 +30,9 @@ class Mask:
     A query at position q sees a key at position k if all of these hold:
         causal: k <= q, also if query and key lengths differ.
         window w: 0 <= q - k < w if causal, |q - k| < w if not. The query's own position counts.
-        documents: both lie in the document of the same number. Positions stay global: with
-            kv_documents, document i of the queries sees document i of the keys, and causal and
-            window still compare q and k as they are, not relative to their documents.
+        documents: both lie in the document of the same number. With kv_documents, document i of
+            the queries sees document i of the keys. Positions stay global: causal and window
+            still compare q and k as they are, not relative to their documents.
 
     Args:
         causal: hide the keys after the query.

@@ -47,7 +47,7 @@ def split_heads(
     """Divide heads among ranks for Ulysses.
 
     If each rank can have a key/value head, a rank gets whole key/value heads with all query heads
-    that read them, and no key or value is sent twice. Otherwise query heads are divided evenly. A
+    that read them. No key or value is then sent twice. Otherwise query heads are divided evenly. A
     rank then receives the key/value heads that its query heads read, if needed repeatedly.
 
     Args:
