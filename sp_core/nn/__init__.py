@@ -1,7 +1,12 @@
-"""The parts of Transformers over ranks: layers, rotary embedding, dropout, losses and gradients.
+"""Transformer layers, rotary embedding, dropout, losses and gradients for models split over ranks.
 
-Import them from their modules.
+This package exports no names. Import from the modules:
 
-`layers` have weights that all ranks of a group hold alike; `parallel` splits the weights over the
-ranks.
+    layers      blocks, attention and norms for split sequences, with all weights on every rank
+    parallel    linear layers and blocks whose weights are split over ranks
+    replicated  the base class of `layers`: sums the gradients of weights over the ranks
+    rope        rotary position embedding, from global positions
+    dropout     dropout with the same pattern for any number of ranks
+    loss        labels and cross-entropy for split sequences and vocabularies
+    gradients   which rank holds which part of a weight; sums and norms of gradients
 """

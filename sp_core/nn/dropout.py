@@ -1,9 +1,8 @@
-"""Dropout that does not depend on the number of ranks.
+"""Dropout with the same pattern for any number of ranks.
 
-A hash of the seed and the global indices decides for each element.
-
-There is no state and nothing to synchronise: ranks that hold the same token drop the same elements,
-a checkpointed forward drops them again, and one device drops what many ranks drop.
+A hash of the seed and of an element's global indices decides whether `dropout` drops the element.
+There is no random state and no communication. Ranks that hold the same token drop the same
+elements, a recomputed forward drops them again, and one device drops what many ranks drop.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch import Tensor
 from sp_core.errors import DtypeError, ShapeError
 from sp_core.mask import Positions, position_tensor
 
-# as signed 64-bit numbers, which torch has
+# of SplitMix64, as signed 64-bit numbers, because torch computes in int64
 _MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 _SHIFTS = (30, 27, 31)
 _BITS = 53
@@ -29,24 +28,25 @@ def dropout(
     features: Positions | None = None,
     training: bool = True,
 ) -> Tensor:
-    """Set elements to zero with probability p, and multiply the others by 1 / (1 - p).
+    """Set elements of x to zero with probability p, and multiply the others by 1 / (1 - p).
 
     Args:
-        x: (B, S, *, E), any floating dtype.
+        x: (B, S, *, E), any floating dtype; S is the number of this rank's tokens.
         p: in [0, 1).
-        seed: 0 <= seed < 2^62; the same on all ranks, another one for each layer and step.
-        positions: S global positions.
-        features: E global numbers of the last dim, where a rank holds some of them; 0 .. E - 1 when
-            None.
-        training: False returns x as it is.
+        seed: 0 <= seed < 2^62, equal on all ranks; the caller passes another seed for each layer
+            and training step.
+        positions: the global positions of the S tokens.
+        features: the E global indices of the last dim, if that dim is split over ranks; None for
+            0 .. E - 1. Indices of the other dims count from 0 on every rank.
+        training: False returns x unchanged.
 
     Returns:
-        Like x. Differentiable any number of times.
+        A tensor of the shape and dtype of x. Differentiable any number of times.
 
     Raises:
-        ShapeError: numbers of positions or features that are not those of x.
+        ShapeError: x has fewer than 3 dims, or there are not S positions or not E features.
         DtypeError: x is not floating.
-        ValueError: p or seed out of range.
+        ValueError: p or seed is out of range.
 
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014, figure
     16, for the hash.
@@ -72,7 +72,10 @@ def dropout(
 
 
 def _uniform(seed: int, places: list[Positions], device: torch.device) -> Tensor:
-    """Return numbers in [0, 1), float64, one for each combination of indices."""
+    """Hash the seed and each combination of indices to a float64 number in [0, 1).
+
+    `places` holds the global indices of each dim. The result has one dim for each entry.
+    """
     state = _mixed(torch.tensor(seed, dtype=torch.int64, device=device))
     for place in places:
         state = _mixed(state[..., None] + position_tensor(place, device))
@@ -81,8 +84,8 @@ def _uniform(seed: int, places: list[Positions], device: torch.device) -> Tensor
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """Apply the finalizer of SplitMix64. Its products are modulo 2^64."""
+    """Apply the finalizer of SplitMix64 to each element of int64 x. Products are modulo 2^64."""
     for shift, multiplier in zip(_SHIFTS, (*_MULTIPLIERS, None), strict=True):
-        x = x ^ ((x >> shift) & (2 ** (64 - shift) - 1))  # >> brings copies of the sign
+        x = x ^ ((x >> shift) & (2 ** (64 - shift) - 1))  # >> fills with copies of the sign
         x = x if multiplier is None else x * multiplier
     return x

@@ -1,13 +1,13 @@
-"""Gradients over a mesh.
+"""Sums and norms of gradients of weights that are split over the ranks of a mesh.
 
-Each parameter's is summed over exactly the ranks that have a part of it, and counted once in the
-norm.
+A training loop calls `reduce_gradients`, then `clip_gradient_norm`. Layers attach a `Placement` to
+each parameter with `place`: it says which slices every rank along the tensor axis holds. A slice is
+one index along the dim in which a parameter is cut.
 
-A parameter carries as data what each rank along the tensor axis holds of it (`Placement`). Tokens
-differ along the data axes, so every gradient is summed over these. Along the tensor axis ranks see
-the same tokens: a slice that one rank holds is complete there, and so is the gradient of a
-parameter that all ranks use alike. What several ranks hold and each uses in its own way is
-`partial`.
+Ranks along the data axes have other tokens and the same slices, so every gradient is summed over
+these ranks. Ranks along the tensor axis have the same tokens. There the gradient is complete if one
+rank holds a slice, or if all ranks use a parameter for the same tokens. A parameter is `partial` if
+several ranks hold a slice, and each computes only a summand of the gradient.
 """
 
 from __future__ import annotations
@@ -33,13 +33,17 @@ from sp_core.segments import concatenated, split_ranges
 class Placement:
     """Which slices of a whole parameter each rank along the tensor axis holds.
 
+    A slice is one index along `dim`. A rank's part consists of all slices that the rank holds.
+
     Args:
-        shape: of the whole parameter.
-        dim: along which it is cut.
-        held: for each rank the ranges of slices that it holds, in ascending order; ranks may hold
-            the same ones.
-        partial: several ranks hold a slice, and the gradient of each is only a part of the sum.
-        copy: another pipeline stage holds the same parameter, and counts it in the norm.
+        shape: the shape of the whole parameter.
+        dim: the dim along which the parameter is cut.
+        held: for each rank the ranges of slices that the rank holds, in ascending order. Several
+            ranks may hold a slice.
+        partial: whether the gradient of a rank is only a summand, to be summed over the tensor
+            axis, because several ranks hold a slice and use it differently.
+        copy: whether this is a copy of a parameter of another pipeline stage, which counts that
+            parameter in the norm.
     """
 
     shape: tuple[int, ...]
@@ -50,15 +54,18 @@ class Placement:
 
     @classmethod
     def replicated(cls, shape: Sequence[int], size: int, *, partial: bool = False) -> Placement:
-        """Place all slices on each of `size` ranks.
+        """Return the placement of a parameter that each of `size` ranks holds whole.
 
-        They use them alike or, if `partial`, each for tokens of its own.
+        The ranks use the parameter for the same tokens or, if `partial`, each for other tokens.
         """
         return cls(tuple(shape), 0, ((range(shape[0]),),) * size, partial)
 
     @classmethod
     def split(cls, shape: Sequence[int], dim: int, size: int) -> Placement:
-        """Cut evenly along `dim`, the first ranks one slice more."""
+        """Return the placement of a parameter cut along `dim` into one range per rank.
+
+        The ranges of the `size` ranks are equal, but that the first may have one slice more.
+        """
         return cls(tuple(shape), dim, tuple((part,) for part in split_ranges(shape[dim], size)))
 
     @property
@@ -67,30 +74,30 @@ class Placement:
         return math.prod(self.shape)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Return the shape of the part of a rank."""
+        """Return the shape of the part that `rank` holds."""
         cut = sum(map(len, self.held[rank]))
         return (*self.shape[: self.dim], cut, *self.shape[self.dim + 1 :])
 
     def take(self, whole: Tensor, rank: int) -> Tensor:
-        """Return the part of a rank, from the whole parameter."""
+        """Return a copy of the part that `rank` holds, taken from the whole parameter."""
         return whole.index_select(self.dim, _indices(self.held[rank], whole))
 
     def spread(self, part: Tensor, rank: int) -> Tensor:
-        """Return the whole parameter with the part of a rank in its place, and zeros elsewhere."""
+        """Return a tensor like the whole parameter: the part of `rank`, and zeros elsewhere."""
         return part.new_zeros(self.shape).index_copy_(
             self.dim, _indices(self.held[rank], part), part
         )
 
     def join(self, parts: Tensor) -> Tensor:
-        """Return the whole parameter, from the parts of all ranks along `dim` in rank order."""
+        """Return the whole parameter from all ranks' parts, concatenated along `dim` by rank."""
         return parts.new_empty(self.shape).index_copy_(
             self.dim, _indices(sum(self.held, ()), parts), parts
         )
 
     def counted(self, part: Tensor, rank: int) -> Tensor:
-        """Return the slices of a rank that no lower rank holds.
+        """Return the slices of the part of `rank` that `rank` counts in a norm.
 
-        Each slice of the whole is counted on one rank.
+        They are those that no lower rank holds, so each slice is counted once; none if `copy`.
         """
         lower = concatenated(sum(self.held[:rank], ()))
         first = torch.isin(concatenated(self.held[rank]), lower, invert=True) & (not self.copy)
@@ -102,14 +109,16 @@ class Placement:
 
 
 def _indices(ranges: Sequence[range], like: Tensor) -> Tensor:
+    """Return the slices of some ranges as an int64 tensor on the device of `like`."""
     return concatenated(ranges).to(like.device)
 
 
 Placed = list[tuple[nn.Parameter, Placement]]
+"""Parameters with their placements."""
 
 
 def place(parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
-    """Attach a placement to a parameter. Return the parameter."""
+    """Attach a placement to a parameter, as its attribute `placement`. Return the parameter."""
     vars(parameter)["placement"] = placement
     return parameter
 
@@ -118,7 +127,7 @@ def placement_of(parameter: nn.Parameter) -> Placement:
     """Return the placement that is attached to a parameter.
 
     Raises:
-        ShapeError: it carries none.
+        ShapeError: the parameter has none.
     """
     found = vars(parameter).get("placement")
     if not isinstance(found, Placement):
@@ -133,21 +142,26 @@ def placement_of(parameter: nn.Parameter) -> Placement:
 def reduce_gradients(
     parameters: Iterable[nn.Parameter], *, data: Communicator, tensor: Communicator | None = None
 ) -> None:
-    """Turn the gradients of each rank into those of the sum of all ranks' losses, in place.
+    """Replace the gradients on every rank by those of the sum of all ranks' losses.
+
+    Every rank calls this once after backward.
 
     Args:
-        parameters: the same ones in the same order on every rank; one without a gradient counts as
-            zero. With `tensor` each has a placement.
-        data: the ranks that hold the same slices and have other tokens.
-        tensor: the ranks along the tensor axis, which share their tokens; None if no weight is
+        parameters: corresponding ones in the same order on every rank; those without requires_grad
+            are skipped. A gradient that is None counts as zero. With `tensor` each parameter needs
+            a placement, which says which rank holds which part.
+        data: the ranks that hold the same parts and have other tokens.
+        tensor: the ranks along the tensor axis, which have the same tokens; None if no weight is
             split.
 
     Communication:
-        One agreement over `data`, one over `tensor`. One all-reduce over `data` per dtype, of all
-        gradients; one over `tensor` per dtype, of the partial ones, whole.
+        One agreement (32-byte all-reduce) over `data`, one over `tensor`. One all-reduce over
+        `data` per dtype, of all gradients. One all-reduce over `tensor` per dtype, of the gradients
+        of partial placements, each filled up with zeros to the size of the whole parameter.
 
     Raises:
-        ShapeError: with `tensor` a parameter without a placement; one that does not fit.
+        ShapeError: with `tensor` a parameter without a placement, or with one for other ranks.
+        TypeError: something that is no parameter.
         CollectiveMismatch: ranks with different parameters.
 
     All of these on every rank of both groups.
@@ -156,7 +170,8 @@ def reduce_gradients(
     _agree_in_turn(
         lambda: f"reduce_gradients({_listed(wanted)}, tensor={tensor and 'given'})",
         lambda: wanted.extend(_placed(parameters, tensor, lambda p: p.requires_grad)),
-        *((data,) if tensor is None else (data, tensor)),  # a rank without `tensor` is told first
+        # data first: only there a rank that was called without `tensor` can be told
+        *((data,) if tensor is None else (data, tensor)),
     )
     gradients = [_own_gradient(parameter) for parameter, _ in wanted]
     _sum_in_place(gradients, data)
@@ -171,7 +186,7 @@ def reduce_gradients(
 
 
 def _own_gradient(parameter: nn.Parameter) -> Tensor:
-    """Return the gradient as memory of its own; zeros if there is none."""
+    """Return the gradient, set to zeros if None, and copied if its elements share memory."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     elif overlaps(parameter.grad):
@@ -187,24 +202,27 @@ def clip_gradient_norm(
     tensor: Communicator,
     stages: Communicator | None = None,
 ) -> float:
-    """Scale reduced gradients so that the norm of all of them together is at most `max_norm`.
+    """Scale reduced gradients so that the 2-norm of all of them together is at most `max_norm`.
 
     Args:
-        parameters: as in `reduce_gradients`, which has to come first.
-        max_norm: greater than 0; infinity only measures.
-        tensor: the ranks along the tensor axis.
-        stages: the ranks that hold other layers, if there are any.
+        parameters: as in `reduce_gradients`, which has to come first. Those without a gradient are
+            skipped.
+        max_norm: greater than 0; with infinity nothing is scaled.
+        tensor: the ranks along the tensor axis, which hold the parts of the same parameters.
+        stages: the ranks along the pipeline axis, which hold other layers; None without pipeline.
 
     Returns:
-        The norm before, in float64: each slice of each whole parameter counted once.
+        The norm before scaling, computed in float64. Each slice of each whole parameter counts
+        once.
 
     Communication:
-        One agreement and one all-reduce of one number over `tensor`, the same over `stages`.
+        One agreement (32-byte all-reduce) and one all-reduce of one number over `tensor`, the same
+        over `stages`.
 
     Raises:
         ValueError: max_norm is not above 0, or the norm is not finite.
-        ShapeError: a parameter without a placement, or with one that does not fit.
-        CollectiveMismatch: ranks with another max_norm.
+        ShapeError: a parameter without a placement, or with one for other ranks.
+        CollectiveMismatch: ranks with another max_norm, or ranks of `tensor` with other parameters.
 
     All of these on every rank.
     """
@@ -243,7 +261,14 @@ def _placed(
     tensor: Communicator | None,
     is_wanted: Callable[[nn.Parameter], bool],
 ) -> Placed:
-    """Return some of the parameters with their placements, which must fit the part of this rank."""
+    """Return the parameters for which `is_wanted` is true, with their placements.
+
+    If `tensor` is None, a parameter without a placement gets an empty one of its shape.
+
+    Raises:
+        ShapeError: on this rank: a placement is missing, or is for other ranks or another part.
+        TypeError: on this rank: something that is no parameter.
+    """
     arguments.check(parameters=parameters)
     found = []
     for parameter in parameters:
@@ -277,9 +302,16 @@ def _agree_in_turn(
     *others: Communicator,
     own: Callable[[], str] = str,
 ) -> None:
-    """Agree on communicators that are axes of one grid.
+    """Check arguments, and compare the ranks' calls over `first`, then over each of `others`.
 
-    The text of `own` has to be the same along the first axis only.
+    The communicators are axes of one grid; those of `others` with one rank are skipped. An error on
+    one rank is raised on every rank of the grid.
+
+    Args:
+        call: the text to compare over all communicators.
+        check: raises an error if this rank's arguments are wrong. It runs before `own`.
+        first, others: the communicators.
+        own: a text to compare over `first` only.
     """
     for each in (first, *others):
         arguments.check_communicator(each, "tensor, data or stages")
@@ -291,6 +323,7 @@ def _agree_in_turn(
 
 
 def _listed(parameters: Placed) -> str:
+    """Describe parameters for a comparison over ranks: whole shape, dtype, partial or not."""
     return ", ".join(
         f"{placement.shape} {x.dtype}{' partial' * placement.partial}"
         for x, placement in parameters
@@ -298,7 +331,7 @@ def _listed(parameters: Placed) -> str:
 
 
 def _sum_in_place(tensors: Sequence[Tensor], comm: Communicator) -> None:
-    """Sum many tensors over ranks, in one all-reduce per dtype."""
+    """Replace each tensor by its sum over the ranks, with one all-reduce per dtype."""
     for dtype in sorted({x.dtype for x in tensors}, key=str):
         chosen = [x for x in tensors if x.dtype == dtype]
         flat = all_reduce(torch.cat([x.reshape(-1) for x in chosen]), comm=comm)

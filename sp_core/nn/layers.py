@@ -1,7 +1,12 @@
-"""Transformer layers over the tokens of one rank, with weights that all ranks hold alike.
+"""Transformer layers for sequences that are split over ranks, with all weights on every rank.
+
+Each rank calls a layer with the tokens that it holds, its shard. A `Sharding` says which rank holds
+which tokens. Only attention exchanges activations, by a scheme: a function that computes attention
+over the tokens of all ranks. All ranks call the same layers in the same order, because every
+forward compares the calls of the ranks and every backward sums the gradients of the weights.
 
 Shapes: B batch, S sequence, E model dim, F feed-forward dim, H heads, K key/value heads, D head
-dim, P ranks.
+dim, P ranks; S/P stands for this rank's tokens, also if the ranks have unequal numbers.
 """
 
 from __future__ import annotations
@@ -29,8 +34,11 @@ Dtype = torch.dtype | None
 Function = Callable[[Tensor], Tensor]
 
 Scheme = Callable[..., Tensor | tuple[Tensor, Tensor]]
-"""An attention scheme, such as `allgather_kv_attention`: called with q, k, v and the keywords
-comm, sharding and mask."""
+"""A function that computes attention over the tokens of all ranks, such as
+`allgather_kv_attention`.
+
+It is called with q (B, S/P, H, D), k and v (B, S/P, K, D), the keywords comm, sharding and mask,
+and those of softcap, sinks and alibi that a layer uses. It returns (B, S/P, H, D)."""
 
 
 def attended(
@@ -39,10 +47,19 @@ def attended(
     rotate: Function | None,
     attend: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Cut projections (B, S, H D), (B, S, K D), (B, S, K D) into heads, rotate and attend.
+    """Split projected q, k and v into heads, rotate q and k, and compute attention.
+
+    Args:
+        projected: q (B, S, H*D), k and v (B, S, K*D), where S is the number of this rank's tokens.
+        head_dim: D.
+        rotate: the rotary embedding of q and k, which keeps their shapes; None for none.
+        attend: attention from q (B, S, H, D), k and v (B, S, K, D) to (B, S, H, D).
 
     Returns:
-        (B, S, H D).
+        (B, S, H*D).
+
+    Communication:
+        That of `attend`.
     """
     q, k, v = (y.unflatten(2, (-1, head_dim)) for y in projected)
     if rotate is not None:
@@ -64,7 +81,7 @@ def recomputed(function: Callable[..., Tensor], *given: Any) -> Tensor:
 def pre_norm(
     x: Tensor, norm1: Function, attention: Function, norm2: Function, feed_forward: Function
 ) -> Tensor:
-    """Compute x + attention(norm1(x)), then x + feed_forward(norm2(x)).
+    """Return y + feed_forward(norm2(y)), where y = x + attention(norm1(x)).
 
     Source: Xiong et al. 2020, On Layer Normalization in the Transformer Architecture,
     arXiv:2002.04745, figure 1 b.
@@ -74,6 +91,8 @@ def pre_norm(
 
 
 class _Norm(ReplicatedLayer):
+    """The base class of the norms, with a weight (E,) that starts at 1."""
+
     def __init__(
         self,
         hidden: int,
@@ -89,11 +108,11 @@ class _Norm(ReplicatedLayer):
 
 
 class RMSNorm(_Norm):
-    """Divide each token by its root mean square.
+    """Divide the E features of each token by their root mean square, and multiply by a weight.
 
     Args:
         hidden: E.
-        comm: the ranks that hold the weight alike.
+        comm: the ranks, each of which holds the whole weight.
         eps: added to the mean square.
         device, dtype: of the weight.
 
@@ -102,16 +121,19 @@ class RMSNorm(_Norm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x (..., E) to (..., E)."""
+        """Normalise x (..., E), and return a tensor of the same shape.
+
+        All ranks of `comm` call this. Communication, raises: as `ReplicatedLayer.weights`.
+        """
         return F.rms_norm(x, self.weight.shape, self.weights(x)["weight"], self.eps)
 
 
 class LayerNorm(_Norm):
-    """Normalise each token by its mean and variance.
+    """Normalise the E features of each token by their mean and variance, then scale and shift.
 
     Args:
         hidden: E.
-        comm: the ranks that hold the weights alike.
+        comm: the ranks, each of which holds the whole weight and bias.
         eps: added to the variance.
         device, dtype: of the weights.
 
@@ -131,34 +153,38 @@ class LayerNorm(_Norm):
         self.bias = nn.Parameter(torch.zeros(hidden, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x (..., E) to (..., E)."""
+        """Normalise x (..., E), and return a tensor of the same shape.
+
+        All ranks of `comm` call this. Communication, raises: as `ReplicatedLayer.weights`.
+        """
         return F.layer_norm(x, self.weight.shape, **self.weights(x), eps=self.eps)
 
 
 class SelfAttention(ReplicatedLayer):
-    """Attention of a sequence to itself, with projections.
+    """Multi-head self-attention over a sequence that is split over the ranks.
 
-    The scheme decides how it is split over the ranks.
+    Every rank holds the weights q_proj, k_proj, v_proj and o_proj whole.
 
     Args:
         hidden: E.
         num_heads: H.
         num_kv_heads: K, a divisor of H; H if not given.
         head_dim: D; E/H if not given.
-        comm: the ranks that share the sequence and hold the weights alike.
-        attention: the scheme; `functools.partial(hybrid_attention, mesh=mesh)` over two axes of a
-            mesh.
+        comm: the ranks that share the sequence.
+        attention: the scheme, a function that computes attention over the tokens of all ranks;
+            `functools.partial(hybrid_attention, mesh=mesh)` over two axes of a mesh.
         rope: rotary embedding of queries and keys by global position; none if not given.
-        bias: of the projections.
+        bias: whether the projections have a bias.
         softcap: bound of the logits, passed to the scheme; none if not given.
-        sinks: learn one logit per head that joins every softmax as a key without a value; `sinks`
-            (H,) starts at 0.
-        alibi: H slopes by which the logits of each head fall with the distance, passed to the
-            scheme; none if not given.
+        sinks: learn one logit per head that joins every softmax as a key without a value; the
+            parameter `sinks` (H,) starts at 0.
+        alibi: H slopes, passed to the scheme; a logit falls by the slope of its head for each
+            position between query and key. None if not given.
         device, dtype: of the weights.
 
     Raises:
-        ShapeError: numbers of heads that do not divide.
+        ShapeError: num_heads is no multiple of num_kv_heads, or, without head_dim, hidden is no
+            multiple of num_heads.
     """
 
     def __init__(
@@ -198,10 +224,23 @@ class SelfAttention(ReplicatedLayer):
         self.o_proj = nn.Linear(width, hidden, bias, device, dtype)
 
     def forward(self, x: Tensor, *, sharding: Sharding, mask: Mask | None = None) -> Tensor:
-        """(B, S/P, E) to (B, S/P, E), where `sharding` says which tokens these are.
+        """Attend from this rank's tokens to those of all ranks.
+
+        Args:
+            x: (B, S/P, E), the tokens in the order of `sharding.positions(comm.rank)`.
+            sharding: which rank holds which tokens; equal on all ranks.
+            mask: which query sees which key; None if every query sees every key.
+
+        Returns:
+            (B, S/P, E).
 
         Communication:
-            That of the scheme, and that of `weights`.
+            One agreement (32-byte all-reduce), then the messages of the scheme. Backward those of
+            the scheme's backward, one agreement, and one all-reduce of this layer's gradients.
+
+        Raises:
+            ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as
+                `ReplicatedLayer.weights` and the scheme, on every rank.
         """
         weights = self.weights(x, sharding)
         projected = (linear(x, weights, name) for name in ("q_proj", "k_proj", "v_proj"))
@@ -214,14 +253,14 @@ class SelfAttention(ReplicatedLayer):
 
 
 class FeedForward(ReplicatedLayer):
-    """Two linear layers with GELU between them, or three with a gated SiLU.
+    """A feed-forward layer: gelu(x W_up) W_down, or with a third weight SwiGLU.
 
     Args:
         hidden: E.
         ffn_hidden: F; 4 E if not given.
-        comm: the ranks that hold the weights alike.
+        comm: the ranks, each of which holds the weights whole.
         gated: SwiGLU, silu(x W_gate) * (x W_up), instead of gelu(x W_up).
-        bias: of the linear layers.
+        bias: whether the linear layers have a bias.
         device, dtype: of the weights.
 
     Source: Shazeer 2020, GLU Variants Improve Transformer, arXiv:2002.05202, equations 1 and 6.
@@ -247,7 +286,10 @@ class FeedForward(ReplicatedLayer):
         self.down = nn.Linear(ffn_hidden, hidden, bias, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x (..., E) to (..., E)."""
+        """Apply the layer to each token of x (..., E), and return the same shape.
+
+        All ranks of `comm` call this. Communication, raises: as `ReplicatedLayer.weights`.
+        """
         weights = self.weights(x)
         up = linear(x, weights, "up")
         inner = F.silu(linear(x, weights, "gate")) * up if self.gated else F.gelu(up)
@@ -255,24 +297,26 @@ class FeedForward(ReplicatedLayer):
 
 
 class TransformerBlock(nn.Module):
-    """A pre-norm transformer block: x + attention(norm(x)), then x + feed_forward(norm(x)).
+    """A pre-norm transformer block over a sequence that is split over the ranks.
+
+    It computes x + attention(norm1(x)), then x + feed_forward(norm2(x)).
 
     Args:
         hidden: E.
         num_heads, num_kv_heads, head_dim, attention, rope, softcap, sinks, alibi: as in
             `SelfAttention`.
         ffn_hidden, gated: as in `FeedForward`.
-        comm: the ranks that share the sequence and hold the weights alike.
-        norm: "layer" or "rms".
-        mask: who sees whom, where a call does not say.
-        bias: of all linear layers.
-        dropout: probability with which an element of what attention and feed-forward add to x is
-            dropped, in training.
+        comm: the ranks that share the sequence; each holds the weights whole.
+        norm: "layer" for `LayerNorm` or "rms" for `RMSNorm`.
+        mask: which query sees which key in calls without `mask`; None if all see all.
+        bias: whether the linear layers have a bias.
+        dropout: probability of dropping an element of the outputs of attention and feed-forward,
+            in training mode.
         device, dtype: of the weights.
 
     Raises:
-        ShapeError: numbers of heads that do not divide.
-        ValueError: another `norm`.
+        ShapeError: numbers of heads as in `SelfAttention`.
+        ValueError: `norm` is neither "layer" nor "rms".
     """
 
     def __init__(
@@ -315,17 +359,27 @@ class TransformerBlock(nn.Module):
     def forward(
         self, x: Tensor, *, sharding: Sharding, mask: Mask | None = None, seed: int | None = None
     ) -> Tensor:
-        """(B, S/P, E) to (B, S/P, E), where `sharding` says which tokens these are.
+        """Apply the block to this rank's tokens.
 
-        With dropout, `seed` is the same on all ranks and another one for each block and step.
+        Args:
+            x: (B, S/P, E), the tokens in the order of `sharding.positions(comm.rank)`.
+            sharding: which rank holds which tokens; equal on all ranks.
+            mask: which query sees which key; None takes the mask of the constructor.
+            seed: needed in training mode with dropout, equal on all ranks, 0 <= seed < 2^61. The
+                caller passes another seed to each block and in each training step.
+
+        Returns:
+            (B, S/P, E).
 
         Communication:
-            That of the scheme; with gradients also one all-reduce per layer backward, of all its
-            weights. With dropout one agreement.
+            Four agreements (32-byte all-reduces), for two norms, attention and feed-forward; with
+            dropout one more. The messages of the attention scheme. Backward those of the scheme's
+            backward, and for each of the four one agreement and one all-reduce of its gradients.
 
         Raises:
             ValueError: dropout without a seed, on every rank.
             CollectiveMismatch: the ranks' seeds differ.
+            ShapeError, DtypeError, DeviceError, RankError: as in `SelfAttention.forward`.
         """
 
         def call() -> str:

@@ -1,10 +1,13 @@
-"""The loss of the next token, over tokens and a vocabulary that are split over ranks.
+"""Next-token labels and cross-entropy, for sequences and vocabularies that are split over ranks.
 
-    label of the token at position t = the token at position t + 1, whoever owns it
+    label of the token at position t = the token at position t + 1, on whichever rank it is
     loss = sum over the valid tokens of all ranks (log sum exp(logits) - logit of the label) /
-    number of them
+    number of valid tokens
 
-Shapes: B batch, S sequence, V vocabulary, P ranks that share a sequence.
+`next_token_labels` makes the labels, `next_token_loss` computes the loss. A token is valid if its
+label is not `IGNORED`.
+Shapes: B batch, S sequence, E model dim, V vocabulary, P ranks that share a sequence, T ranks that
+split the vocabulary.
 """
 
 from __future__ import annotations
@@ -31,34 +34,34 @@ from sp_core.schemes.reach import next_owner_distances
 from sp_core.sharding import Sharding, check_sharding
 
 IGNORED = -100
-"""The label of a token that does not count."""
+"""The label of a token without a next token. The loss leaves such tokens out."""
 
 
 @torch.no_grad()
 def next_token_labels(
     tokens: Tensor, *, comm: Communicator, sharding: Sharding, mask: Mask | None = None
 ) -> Tensor:
-    """Return the label of each of this rank's tokens.
-
-    The token at the next global position, which may be on another rank.
+    """Return the label of each of this rank's tokens: the token at the next global position.
 
     Args:
-        tokens: int64 (B, S/P), this rank's tokens.
+        tokens: int64 (B, S/P), this rank's tokens in the order of the sharding.
         comm: the ranks that share the sequence.
-        sharding: who owns which tokens.
-        mask: its documents end where the next token belongs to another one.
+        sharding: which rank holds which tokens.
+        mask: only its documents are used, the sequences that are packed into one; None if there is
+            a single document.
 
     Returns:
-        int64 (B, S/P); `IGNORED` where the next position is not there or in another document.
+        int64 (B, S/P), `IGNORED` where no rank holds the next position or a document ends.
 
     Communication:
-        One `shift` for each distance between the owners of a position and of the next one: at most
-        two for the usual layouts. Only tokens that are another rank's labels are sent, 8 bytes
-        each: per row one for each segment, or all tokens if the layout is striped.
+        One agreement (32-byte all-reduce). Then one `shift` for each distance, in ranks and not 0,
+        between the holders of a position and of the next: at most two if the sharding is
+        contiguous, zigzag or striped. Only labels that another rank holds are sent, 8 bytes each:
+        per row one for each range of the sharding, or all tokens if it is striped.
 
     Raises:
-        ShapeError, DtypeError: tokens that the sharding does not fit, or that are not int64. On
-            every rank.
+        ShapeError, DtypeError, CollectiveMismatch: tokens that are not int64 or do not fit the
+            sharding; ranks with another sharding or mask. On every rank.
     """
     arguments.check_communicator(comm)
 
@@ -82,13 +85,19 @@ def next_token_labels(
 
 
 def _owned(positions: Tensor, sharding: Sharding, rank: int) -> Tensor:
-    """Return the places of the positions that `rank` owns, in ascending order of position."""
+    """Return the indices into `positions` of those that `rank` holds, sorted by position."""
     places = torch.isin(positions, sharding.positions(rank)).nonzero().squeeze(1)
     return places[positions[places].argsort()]
 
 
 def check_shard(tokens: Tensor, comm: Communicator, sharding: Sharding) -> None:
-    """Refuse tokens that are not this rank's shard (B, S/P) of int64."""
+    """Raise an error, on this rank, unless tokens are int64 (B, S/P) as the sharding says.
+
+    S/P is the number of tokens that the sharding gives to this rank of `comm`.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, TypeError: what was given and what is needed.
+    """
     check_tensor(tokens, comm)
     check_sharding(sharding, comm, "tokens")
     if tokens.dtype != torch.int64:
@@ -114,33 +123,39 @@ def next_token_loss(
 ) -> Tensor:
     """Compute the mean cross-entropy over the valid tokens of all ranks.
 
-    It counts once: call backward on every rank, then `reduce_gradients`. The logits are never
-    gathered. With `head` only the logits of one chunk of tokens exist at a time; backward computes
-    them again.
+    The vocabulary is split over the ranks of `tensor`, and no rank gathers the logits. Every rank
+    returns the same loss. Call backward on every rank, then `reduce_gradients`, which sums
+    gradients over ranks: they are then those of this loss, counted once.
 
     Args:
-        x: logits (..., V/T), this rank's part of the vocabulary for its tokens; or, with `head`,
-            hidden states (..., E), whose gradient is this rank's part of a sum over `tensor`. An
-            `all_gather` or `copy_to_group` before this call completes it.
-        labels: int64 (...), numbers in the whole vocabulary, or `IGNORED`.
+        x: logits (..., V/T), this rank's part of the vocabulary, for its tokens. With `head` hidden
+            states (..., E), equal on the ranks of `tensor`. The gradient of hidden states is then
+            a summand of a sum over `tensor`. An `all_gather` or `copy_to_group` of x before this
+            call computes the sum.
+        labels: int64 (...), indices in the whole vocabulary, or `IGNORED`.
         tensor: the T ranks that split the vocabulary and have the same tokens.
         data: the ranks that have other tokens.
-        count: of valid tokens by which the sum is divided, the same on every rank; that of these
-            labels if not given. Losses of micro-batches with the count of all of them add up to the
-            mean.
+        count: the divisor of the sum over tokens, equal on every rank; None for the number of valid
+            labels of all ranks. Losses of micro-batches add up to their mean if each is given the
+            number of valid labels of all micro-batches.
         head: (V/T, E), the weight that makes this rank's logits x @ head.T; None for logits.
-        chunk: how many tokens' logits exist at a time, with `head`.
+        chunk: with `head`, the number of tokens whose logits exist at a time, at least 1. Backward
+            computes the logits of each chunk again if there are several.
 
     Returns:
-        The mean on every rank, a scalar in float32 or wider.
+        The mean on every rank: a scalar, float64 for float64 inputs, else float32.
 
     Communication:
-        Over `tensor` two all-reduces for each chunk, of one number per token and of two; over
-        `data` two of one number. Backward those over `tensor` again if there are several chunks.
+        One agreement (32-byte all-reduce) over `tensor` and one over `data`. Over `tensor` two
+        all-reduces for each chunk, one of a number and one of two numbers per token. Over `data`
+        an all-reduce of the loss, and one of the count if `count` is None. Backward those over
+        `tensor` again if there are several chunks.
 
     Raises:
         ShapeError, DtypeError: tensors that do not fit.
         ValueError: a label outside the vocabulary, no valid label on any rank, or `chunk` below 1.
+        CollectiveMismatch: ranks of `tensor` with other tokens, or ranks with other dtypes, count,
+            chunk or requires_grad.
 
     All of these on every rank of both groups.
     """
@@ -182,7 +197,10 @@ def _losses(
     head: Tensor | None,
     chunk: int,
 ) -> Tensor:
-    """Return the loss of each token from its logits, or from its hidden state and the head."""
+    """Return the loss of each token, shaped like labels; arguments as in `next_token_loss`.
+
+    `sizes` holds the length of the vocabulary part of each rank of `tensor`.
+    """
 
     def losses(x: Tensor, labels: Tensor) -> Tensor:
         logits = x if head is None else F.linear(x, head)
@@ -198,7 +216,11 @@ def _losses(
 def _cross_entropy(
     logits: Tensor, labels: Tensor, tensor: Communicator, sizes: Sequence[int]
 ) -> Tensor:
-    """Return log sum exp(logits) - logit of the label for each token, over a split vocabulary."""
+    """Return log sum exp(logits) - logit of the label for each token, over a split vocabulary.
+
+    Two all-reduces over `tensor`. `logits` (..., V/T) is this rank's part; `sizes` has the V/T of
+    each rank. The result is shaped like labels, and undefined where a label is `IGNORED`.
+    """
     greatest = all_reduce(logits.detach().amax(-1), comm=tensor, op="max")
     shifted = logits - greatest.unsqueeze(-1)
     places = labels - list(accumulate(sizes, initial=0))[tensor.rank]
@@ -210,6 +232,7 @@ def _cross_entropy(
 
 
 def _check_labels(labels: Tensor, vocabulary: int) -> None:
+    """Raise ValueError if a label is neither in 0 .. vocabulary - 1 nor `IGNORED`."""
     wrong = labels[(labels != IGNORED) & ((labels < 0) | (labels >= vocabulary))]
     if wrong.numel():
         raise ValueError(
@@ -226,7 +249,11 @@ def _check_loss(
     head: Tensor | None,
     chunk: int,
 ) -> int:
-    """Refuse tensors that do not fit. Return the length of this rank's part of the vocabulary."""
+    """Check the arguments of `next_token_loss`, and return V/T, this rank's part of the vocabulary.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, ValueError: on this rank.
+    """
     arguments.check(count=count, chunk=chunk)
     if chunk is None or chunk < 1:
         raise ValueError(f"chunk={chunk} was given; pass how many tokens, 1 or more.")

@@ -1,16 +1,15 @@
-"""Layers whose weights are split over the ranks of a group.
+"""Tensor-parallel layers, whose weights are split over the ranks of a group.
 
-Between two splits all ranks hold a token's activations, or, with Megatron's TP-SP, one rank does:
+Public are `ColumnParallelLinear` and `RowParallelLinear`; `sp_core.llama` uses the other classes.
+A layer that splits output features (column) is followed by one that splits input features (row).
+Outside such pairs each rank holds all tokens, or with Megatron's TP-SP only some of them:
 
-    x (B, S, E) on every rank   copy_to_group(x) W_r^T  ->  this rank's features
-                                ->  reduce_from_group(y_r W_r^T)
-    x_r (B, S/P, E)             all_gather(x_r) W_r^T   ->  this rank's features
-                                ->  reduce_scatter(y_r W_r^T)
+    all     x (B, S, E)      copy_to_group(x) W_r^T  ->  reduce_from_group(y_r W_r^T)
+    TP-SP   x_r (B, S/P, E)  all_gather(x_r) W_r^T   ->  reduce_scatter(y_r W_r^T)
 
-The second one needs `lengths`, how many of the S tokens each rank has between the splits; None
-means the first one.
+`lengths` has the number of tokens S/P of each rank outside the pairs; None means all tokens.
 Shapes: B batch, S tokens, E model dim, V vocabulary, P ranks; `/P` is this rank's part, which may
-be uneven; (B, S*, E) is either (B, S, E) or (B, S/P, E).
+be uneven; (B, S*, E) is (B, S/P, E) with `lengths`, else (B, S, E).
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ from sp_core.sharding import Sharding, check_sharding, split_sizes
 
 Lengths = tuple[int, ...] | None
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Attention of this rank's heads: q (B, S, H/T, D), k and v (B, S, K/T, D), q and k rotated, to
-(B, S, H/T, D)."""
+"""Attention of this rank's heads, from rotated q (B, S, H/P, D) and k and v (B, S, K/P, D) to
+(B, S, H/P, D)."""
 
 
 class Weight(nn.Module):
-    """A weight, not set yet, of which this rank holds the part that its placement says.
+    """The part of a weight that this rank holds by `placement`, uninitialised.
 
-    And a bias, if a subclass sets one.
+    The attribute `bias` is None unless a subclass sets it.
     """
 
     def __init__(self, placement: Placement, comm: Communicator, dtype: torch.dtype) -> None:
@@ -59,7 +58,7 @@ class Weight(nn.Module):
         self.bias: nn.Parameter | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """As in the base class. A copy of a parameter carries no placement."""
+        """Restore a copied or pickled module, and the placements that copied parameters lose."""
         base: Any = super()
         base.__setstate__(state)
         for name, placement in self.placements.items():
@@ -67,11 +66,11 @@ class Weight(nn.Module):
 
 
 def project(x: Tensor, *layers: Weight, lengths: Lengths) -> tuple[Tensor, ...]:
-    """Multiply x (B, S*, E) by the weight of each layer: this rank's features, (B, S, out/P).
+    """Apply each layer to x (B, S*, E). Return this rank's features (B, S, out/P) of each layer.
 
     Communication:
-        None forward and one all-reduce of the gradient of x backward; or, with `lengths`, as
-        `gather_linears`.
+        Forward none, backward one all-reduce of the gradient of x. With `lengths` an all-gather of
+        x forward, as `gather_linears`.
     """
     pairs, comm = [(layer.weight, layer.bias) for layer in layers], layers[0].comm
     if lengths is not None:
@@ -81,13 +80,13 @@ def project(x: Tensor, *layers: Weight, lengths: Lengths) -> tuple[Tensor, ...]:
 
 
 def sum_over_ranks(y: Tensor, layer: Weight, *, lengths: Lengths) -> Tensor:
-    """Multiply this rank's features (B, S, in/P) by the weight of a layer, and sum over the ranks.
+    """Multiply features y (B, S, in/P) by this rank's part of a weight, and sum over the ranks.
 
     Returns:
         (B, S*, E).
 
     Communication:
-        One all-reduce of the result, and none backward; or, with `lengths`, as `linear_scatter`.
+        One all-reduce, none backward. With `lengths` a reduce-scatter, backward an all-gather.
     """
     if lengths is not None:
         return linear_scatter(y, layer.weight, comm=layer.comm, lengths=lengths)
@@ -96,9 +95,9 @@ def sum_over_ranks(y: Tensor, layer: Weight, *, lengths: Lengths) -> Tensor:
 
 
 class Norm(Weight):
-    """Divide each token by its root mean square.
+    """Divide a token's E features by their root mean square, and multiply by a weight (E,).
 
-    All ranks hold the weight, and if it is `partial` each for other tokens.
+    Every rank holds the whole weight. With `partial` each rank uses the weight for other tokens.
 
     Source: Zhang and Sennrich 2019, Root Mean Square Layer Normalization, arXiv:1910.07467,
     equation 4.
@@ -111,14 +110,14 @@ class Norm(Weight):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x (..., E) to (..., E)."""
+        """Normalise x (..., E), and return the same shape. No communication."""
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class Embedding(Weight):
-    """The vectors of tokens, of which each rank holds those of a part of the vocabulary.
+    """A token embedding, of which each rank holds the vectors of a range of the vocabulary.
 
-    A `copy` is the head of a later stage.
+    With `copy` this is the tied output head of a later pipeline stage, left out of gradient norms.
     """
 
     def __init__(
@@ -129,7 +128,7 @@ class Embedding(Weight):
         )
 
     def forward(self, tokens: Tensor, lengths: Lengths) -> Tensor:
-        """Map tokens (B, S) to vectors (B, S*, E).
+        """Return the vectors (B, S*, E) of int64 tokens (B, S), equal on every rank.
 
         Communication:
             One all-reduce, or with `lengths` one reduce-scatter, of (B, S, E).
@@ -144,18 +143,19 @@ class Embedding(Weight):
 
 
 class ParallelBlock(nn.Module):
-    """A pre-norm block of grouped heads and SwiGLU. Each rank holds the key/value heads it reads.
+    """LLaMA's transformer block: RMSNorm, grouped-query attention and SwiGLU, split over ranks.
 
-    Its parameters have the names of Hugging Face's LLaMA.
+    Each rank holds some query heads and the key/value heads that these read; names as in LLaMA.
 
     Args:
-        hidden, ffn_hidden: E and F.
-        heads: numbers of query heads and of key/value heads.
+        hidden, ffn_hidden: E and F, the feed-forward dim.
+        heads: H query heads and K key/value heads of the whole block.
         head_dim: D.
-        eps: of the norms.
+        eps: added to the mean square in the norms.
         comm: the ranks.
         dtype: of the weights.
-        tp_sp: the norms see a part of the tokens, so that their gradients are `partial`.
+        tp_sp: whether each rank applies the norms to other tokens; reduce_gradients then sums the
+            gradients of the norms over the ranks.
 
     Source: Shazeer 2020, GLU Variants Improve Transformer, arXiv:2002.05202, equation 6 (SwiGLU).
     """
@@ -181,7 +181,7 @@ class ParallelBlock(nn.Module):
             tuple(range(head * dim, (head + 1) * dim) for head in sorted(set(slots)))
             for slots in kv_heads
         )
-        # the gradients of key/value heads that several ranks hold are parts of a sum
+        # a rank has only a summand of the gradient of a key/value head that several ranks hold
         shared = sum(map(len, kv_held)) > num_kv_heads
         kv = Placement((num_kv_heads * dim, hidden), 0, kv_held, partial=shared)
         width = num_heads * dim
@@ -202,10 +202,10 @@ class ParallelBlock(nn.Module):
         self.post_attention_layernorm, self.mlp = norm(), nn.ModuleDict(weights)
 
     def forward(self, x: Tensor, rotate: Function, attend: Attend, lengths: Lengths) -> Tensor:
-        """Map x (B, S*, E) to (B, S*, E).
+        """Apply the block to x (B, S*, E), and return the same shape. `rotate` acts on q and k.
 
         Communication:
-            That of `project`, `attend` and `sum_over_ranks`.
+            That of `attend`, and twice that of `project` and of `sum_over_ranks`.
         """
         weights: Any = (*self.self_attn.values(), *self.mlp.values())
         q, k, v, o, gate, up, down = weights
@@ -225,7 +225,7 @@ class ParallelBlock(nn.Module):
 
 
 class _ParallelLinear(Weight):
-    """A linear layer whose weight is split along one dim over the ranks; `sizes` says how."""
+    """An `nn.Linear`, split along `split_dim` of the weight; `sizes` has each rank's features."""
 
     split_dim: int
 
@@ -260,13 +260,13 @@ class _ParallelLinear(Weight):
         sharding: Sharding | None = None,
         sizes: Sequence[int] | None = None,
     ) -> Self:
-        """Take this rank's part of an ordinary layer that all ranks hold alike.
+        """Copy this rank's part of a whole layer, which is equal on all ranks. One agreement.
 
         Args:
             linear: the whole layer.
             comm: the ranks.
-            sharding: who owns which tokens between the layers; if not given, every rank has all of
-                them.
+            sharding: which rank holds which tokens outside a pair of a column and a row layer;
+                None if every rank holds all tokens.
             sizes: features of each rank, of the output (`ColumnParallelLinear`) or the input
                 (`RowParallelLinear`); even if not given.
 
@@ -277,11 +277,11 @@ class _ParallelLinear(Weight):
         return cls(linear, comm, sharding, sizes)
 
     def to_linear(self) -> nn.Linear:
-        """Return the whole layer again, on every rank.
+        """Return the whole layer as an `nn.Linear` on every rank. Every rank calls this.
 
         Communication:
-            One agreement, one all-gather of the weight, and one of the bias if each rank has a part
-            of it.
+            One agreement, one all-gather of the weight, and one of the bias if that is split, as in
+            `ColumnParallelLinear`.
         """
         self.comm.agree_on(lambda: f"{type(self).__name__}.to_linear() on {self.comm.name}")
         weight = AllGather(self.comm, self.split_dim, self.sizes).run(self.weight.detach())
@@ -297,7 +297,7 @@ class _ParallelLinear(Weight):
         return linear
 
     def _agree(self, x: Tensor, tokens: int | None) -> None:
-        """Compare a call over the ranks."""
+        """Check x, and compare the call over the ranks; `tokens` as in `check_input`."""
 
         def call() -> str:
             check_input(
@@ -314,49 +314,48 @@ class _ParallelLinear(Weight):
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """A linear layer of which each rank has some output features.
+    """A linear layer of which each rank computes some output features, for all tokens.
 
-    If the tokens are split over the ranks, it gathers them.
+    It first gathers the tokens if they are split over the ranks. Made by `from_linear`.
 
-    Weight `(sizes[rank], in_features)`, bias `(sizes[rank],)`. Made by `from_linear`.
+    Weight `(sizes[rank], in_features)`, bias `(sizes[rank],)`; sizes has the features of each rank.
     """
 
     split_dim = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x (B, S/P, E) to (B, S, sizes[rank]), the tokens in the order of an all-gather.
+        """Map this rank's tokens x (B, S/P, E) to all tokens (B, S, sizes[rank]), in rank order.
 
-        Without `sharding` from (..., E).
+        Without `sharding` x is (..., E), all tokens, and the result (..., sizes[rank]).
 
         Communication:
-            As `sp_core.schemes.tp_sp.gather_linears`; without `sharding` one all-reduce of the
-            gradient of x backward.
+            One agreement and, as `sp_core.schemes.tp_sp.gather_linears`, an all-gather of x;
+            without `sharding` only one all-reduce of the gradient of x backward.
         """
         self._agree(x, None if self.lengths is None else self.lengths[self.comm.rank])
-        return project(x, self, lengths=self.lengths)[0].to(
-            x.dtype
-        )  # autocast multiplies in another one
+        # under autocast the product has another dtype
+        return project(x, self, lengths=self.lengths)[0].to(x.dtype)
 
 
 class RowParallelLinear(_ParallelLinear):
-    """A linear layer of which each rank has some input features.
+    """A linear layer of which each rank holds some input features, of all tokens.
 
-    It sums over the ranks and gives each its tokens, or all of them.
+    It sums over the ranks. Each rank gets its own tokens, or all without a sharding.
 
-    Weight `(out_features, sizes[rank])`; the bias `(out_features,)` is held alike by all ranks. Its
-    gradient is that of all tokens on every rank. Made by `from_linear`.
+    Weight `(out_features, sizes[rank])`; every rank holds the bias `(out_features,)` and its
+    gradient over all tokens. Made by `from_linear`; sizes has the features of each rank.
     """
 
     split_dim = 1
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x (B, S, sizes[rank]), tokens in the order of an all-gather, to (B, S/P, E).
+        """Map all tokens x (B, S, sizes[rank]), in rank order, to this rank's tokens (B, S/P, E).
 
-        Without `sharding` (..., E).
+        Without `sharding` x is (..., sizes[rank]), and the result (..., E), all tokens.
 
         Communication:
-            As `sp_core.schemes.tp_sp.linear_scatter`, and an all-reduce of the bias gradient
-            backward; without `sharding` one all-reduce of the result.
+            One agreement and, as `sp_core.schemes.tp_sp.linear_scatter`, a reduce-scatter; backward
+            also an all-reduce of the bias gradient. Without `sharding` one all-reduce forward.
         """
         self._agree(x, None if self.lengths is None else sum(self.lengths))
         out = sum_over_ranks(x, self, lengths=self.lengths).to(x.dtype)
@@ -374,7 +373,7 @@ def _agreed_sizes(
     sharding: Sharding | None,
     sizes: Sequence[int] | None,
 ) -> tuple[int, ...]:
-    """Agree on a parallel layer, and return the features of each rank."""
+    """Check the arguments of `from_linear`, compare the ranks, and return each rank's features."""
     cut: tuple[int, ...] = ()
 
     def call() -> str:

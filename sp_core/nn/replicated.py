@@ -1,8 +1,8 @@
-"""Layers whose weights all ranks hold alike, and the checks of what a layer is called with.
+"""The base class of layers whose weights every rank holds whole, and the check of a layer's input.
 
-Every rank runs a layer on its own tokens, so the gradient that it computes for a weight is only its
-tokens' part. The backward sums these parts over the ranks: after `loss.backward()` every rank holds
-the gradient of the sum of all losses, and replicas stay equal.
+Every rank applies such a layer to its own tokens, so each rank computes the gradients of other
+tokens. The backward sums them over the ranks. After `loss.backward()` on all ranks every rank holds
+the gradient of the sum of all ranks' losses, and equal weights stay equal.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from sp_core.sharding import Sharding, check_sharding
 
 
 class ReplicatedLayer(nn.Module):
-    """A layer whose weights all ranks hold alike, and which each rank applies to its own tokens.
+    """A layer whose weights every rank holds whole, and which each rank applies to its own tokens.
+
+    Subclasses call `weights` in `forward` and compute with the tensors that it returns.
 
     Args:
-        hidden: E, the features of its input.
-        comm: the ranks.
+        hidden: E, the features of a token in the layer's input.
+        comm: the ranks. All of them call the layer, with equal weights.
     """
 
     def __init__(self, hidden: int, comm: Communicator) -> None:
@@ -32,18 +34,25 @@ class ReplicatedLayer(nn.Module):
         self.comm = comm
 
     def weights(self, x: Tensor, *sharding: Sharding) -> dict[str, Tensor]:
-        """Return the parameters by name, for one forward pass on x.
+        """Check a forward call on all ranks, and return the parameters to compute with.
 
-        Their gradients are summed over the ranks. With a sharding, x must be the rank's shard.
+        Args:
+            x: this rank's input, (..., hidden).
+            sharding: none, or a single one; x must then be (B, S/P, hidden) with the S/P tokens
+                that the sharding gives this rank.
+
+        Returns:
+            The layer's parameters by name. Backward sums the gradient of each over the ranks.
 
         Communication:
-            One agreement forward, and where a gradient may follow one all-reduce of all gradients
-            of the layer backward.
+            One agreement (32-byte all-reduce). Backward one agreement and one all-reduce per dtype
+            of all gradients of the layer, if a parameter requires grad and there are two ranks.
 
         Raises:
             ShapeError, DtypeError, DeviceError, RankError: on every rank, also if only one rank's
                 input is wrong.
-            CollectiveMismatch: ranks whose weights, or what needs a gradient, differ.
+            CollectiveMismatch: on every rank, if shape, dtype or requires_grad of the weights, the
+                dtype or requires_grad of x, or the sharding differ between ranks.
         """
         names, parameters = zip(*self.named_parameters(), strict=True)
         kind = type(self).__name__
@@ -77,7 +86,7 @@ class ReplicatedLayer(nn.Module):
 
 
 def linear(x: Tensor, weights: dict[str, Tensor], name: str) -> Tensor:
-    """Apply the linear layer of that name."""
+    """Return x W^T + b with W = weights["<name>.weight"] and b = weights["<name>.bias"], if any."""
     return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
 
@@ -89,12 +98,18 @@ def check_input(
     features: int,
     tokens: int | None = None,
 ) -> None:
-    """Refuse an input of a layer that is not (batch, tokens, features).
+    """Raise an error, on this rank, if x does not fit a layer.
 
-    Or not (..., features), if any number of tokens will do.
+    Args:
+        x: this rank's input.
+        comm: its device is the one that x must be on.
+        layer: the name of the layer in the error.
+        weight: a weight of the layer; x must have its dtype, except under autocast.
+        features: the needed length of the last dim.
+        tokens: the needed length of dim 1 of a 3-dim x; None takes any leading dims.
 
     Raises:
-        DtypeError, DeviceError, ShapeError: naming the layer and the rank.
+        DtypeError, DeviceError, ShapeError: what x has and what is needed.
     """
     check_tensor(x, comm)
     needed = f"(..., {features})" if tokens is None else f"(batch, {tokens}, {features})"

@@ -1,4 +1,8 @@
-"""Rotary position embedding, from global positions alone."""
+"""Rotary position embedding of queries and keys, computed from the global positions of tokens.
+
+`Rope.apply` rotates a tensor; `rotation` computes the angles once, to rotate in many layers. A pair
+i is the dims i and i + head_dim / 2. Nothing here communicates.
+"""
 
 from __future__ import annotations
 
@@ -18,35 +22,39 @@ _FIELDS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
+"""For each rope_type, the entries that a scaling must have."""
 _YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
-"""What other fields of yarn are if not given."""
+"""Default values of optional entries of a yarn scaling."""
 
 
 class Rope:
-    """Rotary embedding in the half-split convention: dim i is rotated with dim i + head_dim / 2.
+    """Rotary embedding in the half-split convention: dims i and i + head_dim / 2 are a pair.
 
-    Nothing is cached by length or offset: the angles come from the positions of each call, in
-    float64 for every dtype, because a float32 angle of 10^6 radians is off by 0.06.
+    The angles are computed in each call from its positions, in float64 for every dtype, because a
+    float32 angle of 10^6 radians is off by 0.06.
+
+    Attributes: `frequencies`, float64 (head_dim / 2,), the radians per token of each pair;
+    `amplitude`, the factor by which rotated tensors are multiplied, 1 except with yarn.
 
     Args:
-        head_dim: even.
-        base: of the frequencies base^(-2 i / head_dim), radians per token.
-        scaling: None, or a dict as in a Hugging Face configuration, {"rope_type": "linear",
+        head_dim: the dims of one head, an even number.
+        base: of the frequencies base^(-2 i / head_dim).
+        scaling: None, or a dict as in a Hugging Face configuration: {"rope_type": "linear",
             "factor": f} or {"rope_type": "llama3", "factor", "low_freq_factor", "high_freq_factor",
             "original_max_position_embeddings"} or {"rope_type": "yarn", "factor",
             "original_max_position_embeddings"}, the last also with "beta_fast", "beta_slow",
-            "truncate", "attention_factor", "mscale" and "mscale_all_dim". With yarn, rotated
-            tensors are longer too, by `amplitude`.
+            "truncate", "attention_factor", "mscale" and "mscale_all_dim".
 
     Raises:
         ShapeError: head_dim is odd or below 2.
-        ValueError: base is not positive; scaling is of an unknown type, incomplete, or
-            has a factor that is not positive, or limits that are out of order; yarn with a base of
-            1 or less, or a context of less than one slow turn.
+        ValueError: base is not positive; scaling has an unknown type, lacks an entry, or has a
+            factor that is not positive; llama3 without low_freq_factor < high_freq_factor; yarn
+            without base > 1 and beta_fast > beta_slow > 0, or with an original context of fewer
+            than 2 pi beta_slow tokens.
 
     Source: Su et al., "RoFormer", 2021, equation 34; linear: Chen et al., "Position interpolation",
-        2023, equation 4; yarn: Peng et al., "YaRN", 2023, blended as the authors' code does, by
-        the number of the pair; llama3, and the fields of yarn:
+        2023, equation 4; yarn: Peng et al., "YaRN", 2023, mixed as in the authors' code, by the
+        index of the pair; llama3, and the entries of yarn:
         https://github.com/huggingface/transformers/blob/main/src/transformers/modeling_rope_utils.py.
     """
 
@@ -66,33 +74,33 @@ class Rope:
         self.amplitude = _amplitude(known)
 
     def apply(self, x: Tensor, positions: Positions) -> Tensor:
-        """Rotate queries or keys by the angles of their global positions.
+        """Rotate queries or keys by the angles of their tokens' global positions.
 
         Args:
-            x: (B, S, H, head_dim), any floating dtype.
-            positions: S global positions, in the order of x's tokens.
+            x: (B, S, H, head_dim), any floating dtype; S is the number of this rank's tokens.
+            positions: a range, integers or a tensor: the global positions of the S tokens.
 
         Returns:
-            (B, S, H, head_dim) in x's dtype; rotated in float64 for float64 and in float32
+            (B, S, H, head_dim) in x's dtype, computed in float64 for float64 and in float32
             otherwise. Differentiable.
 
         Raises:
-            ShapeError: another head dim, or positions that do not number the tokens.
+            ShapeError: x is not (B, S, H, head_dim), or there are not S positions.
             DtypeError: x is not floating.
         """
         return rotation(self, positions, x)(x)
 
 
 def rotation(rope: Rope, positions: Positions, like: Tensor) -> Callable[[Tensor], Tensor]:
-    """Compute the angles of some positions once, for all layers that rotate by them.
+    """Compute the angles of S positions once, and return the function that rotates by them.
 
     Args:
         rope: the embedding.
-        positions: S global positions.
+        positions: a range, integers or a tensor: S global positions.
         like: a tensor on the device, and in the dtype, of the tensors to rotate.
 
     Returns:
-        A function that rotates as `Rope.apply`, and raises the same errors.
+        A function from x (B, S, H, head_dim) to the rotated x, with the errors of `Rope.apply`.
     """
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     radians = position_tensor(positions, like.device).double()
@@ -102,7 +110,7 @@ def rotation(rope: Rope, positions: Positions, like: Tensor) -> Callable[[Tensor
 
 
 def _rotate(x: Tensor, *, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x (B, S, H, head_dim) by angles (S, head_dim / 2)."""
+    """Rotate x (B, S, H, head_dim); cos and sin (S, head_dim / 2) are those of the angles."""
     count, half = cos.shape
     if x.dim() != 4 or x.shape[-1] != 2 * half or x.shape[1] != count:
         raise ShapeError(
@@ -117,13 +125,13 @@ def _rotate(x: Tensor, *, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _kind(scaling: Mapping[str, Any]) -> str:
-    """Return the type of a scaling, which older files call otherwise."""
+    """Return the entry "rope_type" of a scaling, in older files "type"; "default" if empty."""
     kind = scaling.get("rope_type", scaling.get("type"))
     return "default" if not scaling else str(kind)
 
 
 def _frequencies(head_dim: int, base: float, scaling: Mapping[str, Any]) -> Tensor:
-    """Return the radians per token of each pair of dims, float64 (head_dim / 2,)."""
+    """Return the radians per token of each pair after scaling, float64 (head_dim / 2,)."""
     plain = base ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     kind = _kind(scaling)
     if kind == "default":
@@ -145,9 +153,10 @@ def _frequencies(head_dim: int, base: float, scaling: Mapping[str, Any]) -> Tens
 
 
 def _low(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    """Return by how much each frequency is divided by the factor: 1 for low ones, 0 for high ones.
+    """Return llama3's weight of the divided frequency in each pair's mean, float64, like `plain`.
 
-    What is low and high is counted in turns per original context.
+    The weight falls linearly with the pair's full turns per original context. It is 1 up to
+    low_freq_factor turns and 0 from high_freq_factor turns. `plain` holds radians per token.
     """
     turns = float(scaling["original_max_position_embeddings"]) * plain / (2 * math.pi)
     low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
@@ -160,7 +169,11 @@ def _low(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
 
 
 def _yarn(half: int, base: float, scaling: Mapping[str, Any]) -> Tensor:
-    """Return the same of yarn: it grows with the number of a pair, not with its turns."""
+    """Return yarn's weight of the divided frequency in each pair's mean, float64 (half,).
+
+    The weight rises linearly with the pair's index: from 0 where a pair makes beta_fast full turns
+    per original context to 1 where a pair makes beta_slow. `half` is the number of pairs.
+    """
     fields = {**_YARN, **scaling}
     fast, slow = float(fields["beta_fast"]), float(fields["beta_slow"])
     most = float(fields["original_max_position_embeddings"]) / (2 * math.pi)
@@ -170,7 +183,7 @@ def _yarn(half: int, base: float, scaling: Mapping[str, Any]) -> Tensor:
             f"context of {2 * math.pi * most:.0f} tokens; needed base > 1, beta_fast > beta_slow "
             "> 0, and at least 2 pi beta_slow tokens."
         )
-    # the numbers, not whole ones, of the pairs that turn so often
+    # fractional indices of the pairs with beta_fast and with beta_slow turns per context
     first, last = (half * math.log(most / turns, base) for turns in (fast, slow))
     if fields["truncate"]:
         first, last = math.floor(first), math.ceil(last)
@@ -179,7 +192,11 @@ def _yarn(half: int, base: float, scaling: Mapping[str, Any]) -> Tensor:
 
 
 def _amplitude(scaling: Mapping[str, Any]) -> float:
-    """Return by how much yarn makes queries and keys longer, for logits of more tokens."""
+    """Return the factor by which yarn multiplies rotated queries and keys; 1 for other types.
+
+    It is the entry attention_factor, else 1 + g with g = 0.1 ln(max(factor, 1)), or with mscale and
+    mscale_all_dim (1 + mscale g) / (1 + mscale_all_dim g).
+    """
     if _kind(scaling) != "yarn":
         return 1.0
     growth = 0.1 * math.log(max(float(scaling["factor"]), 1.0))
