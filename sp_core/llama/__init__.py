@@ -1,11 +1,11 @@
-"""LLaMA over MPI.
+"""LLaMA over MPI: inference and training with weights, layers and sequences split over ranks.
 
-A Hugging Face checkpoint whose weights are split over the ranks, for sequences that are split over
-others.
-
-`load` reads a model folder, `save` writes one, and `create` makes a model with random weights.
-`Llama` is the model, `Decoder` makes sequences grow with a cache that is split along the sequence,
-and `generate` chooses tokens. Files need `safetensors`.
+`load` reads a model folder in Hugging Face's format, `save` writes one, and `create` makes a model
+with random weights; `Llama` is the model. `Grid` names the groups of ranks that a model uses.
+`generate` continues prompts. It uses `Decoder`, which appends tokens to sequences and keeps keys
+and values split over the ranks. `prefill_unequal` computes logits of sequences of unequal length.
+`train` has training steps and their checkpoints, `pipeline` training over pipeline stages. Reading
+and writing folders needs `safetensors`.
 """
 
 from sp_core.llama import pipeline as pipeline, train as train

@@ -1,7 +1,8 @@
-"""Model folders in Hugging Face's format. Nothing is unpickled.
+"""Read and write model folders in Hugging Face's format: `load`, `save` and `Checkpoint`.
 
-Each rank reads its own slices of the tensors in `*.safetensors`. A folder is written from any mesh,
-whole or not at all.
+Weights are in `*.safetensors`; pickled files are never read. Each rank reads only its own parts of
+the tensors. `save` gathers each weight, and rank 0 writes the files into a temporary folder that is
+renamed when it is complete. `train` stores the state of an optimizer in the same way.
 """
 
 from __future__ import annotations
@@ -36,16 +37,19 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 _UNUSED = (".rotary_emb.inv_freq",)  # older files hold these; they follow from the configuration
 
 Parts = dict[str, tuple[Tensor, Placement]]
-"""This rank's parts of tensors, by name."""
+"""By name this rank's part of a tensor, and which rank holds which part."""
 Beside = tuple[str, Parts, dict[str, str]]
-"""A call, and the tensors of the folder STATE and the texts by file that it writes, too."""
+"""Besides the weights: a description of the call, tensors of the folder STATE, texts by file."""
 
 
 class Checkpoint:
-    """The tensors of a model folder, by name. Only headers are read until `read`.
+    """The tensors of a model folder: in `model.safetensors`, or in several files with an index.
+
+    The constructor reads only headers, `read` a tensor; `names` has the names of all tensors.
 
     Raises:
-        CheckpointError: no weights, a file that is missing or broken, or an index that is wrong.
+        CheckpointError: on this rank: no weights, a missing or broken file, or an index without a
+            map from tensors to files of the folder.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -70,7 +74,7 @@ class Checkpoint:
         """Return the dtype of a tensor.
 
         Raises:
-            CheckpointError: it is none of the floating ones that are supported.
+            CheckpointError: the dtype is not float64, float32, float16 or bfloat16.
         """
         kind = self._slice(name).get_dtype()
         if kind not in DTYPES:
@@ -82,10 +86,10 @@ class Checkpoint:
         return DTYPES[kind]
 
     def read(self, name: str, placement: Placement, rank: int) -> Tensor:
-        """Read the part of a tensor that a rank holds.
+        """Read the part of a tensor that `rank` holds by `placement`.
 
         Raises:
-            CheckpointError: the tensor is missing, or has another shape.
+            CheckpointError: the tensor is missing, or has another shape than `placement`.
         """
         if self.shape(name) != placement.shape:
             raise CheckpointError(
@@ -101,7 +105,7 @@ class Checkpoint:
         return cut[0] if len(cut) == 1 else torch.cat(cut, placement.dim)
 
     def fingerprint(self) -> str:
-        """Return a short text that tells checkpoints with other tensors apart."""
+        """Return the number of tensors and a hash of their names, shapes and dtypes."""
         text = repr([(name, self.shape(name), self.dtype(name)) for name in sorted(self.names)])
         return (
             f"{len(self.names)} tensors "
@@ -109,6 +113,7 @@ class Checkpoint:
         )
 
     def _slice(self, name: str) -> Any:
+        """Return a tensor as a slice of safetensors, which reads the elements that are indexed."""
         if name not in self._places:
             raise CheckpointError(f"{name} is missing from the weights in {self.folder}.")
         file = self._files[self._places[name]]
@@ -120,7 +125,7 @@ class Checkpoint:
         return file.get_slice(name)
 
     def _read_index(self) -> dict[str, str]:
-        """Return the file of each tensor."""
+        """Return the file of each tensor, as the index says."""
         places = read_json(self.folder / INDEX).get("weight_map")
         if (
             not isinstance(places, dict)
@@ -135,7 +140,7 @@ class Checkpoint:
 
 
 def _opened(path: Path, number: int) -> Any:
-    """Open a file of weights; `number` is how many files the folder should have."""
+    """Open a file of safetensors; `number`, for the error, is how many files the index names."""
     try:
         from safetensors import SafetensorError, safe_open
     except ModuleNotFoundError as error:
@@ -160,15 +165,15 @@ def load(
     scheme: str | None = None,
     tp_sp: bool = False,
 ) -> Llama:
-    """Load a LLaMA from a folder in Hugging Face's format.
+    """Load a LLaMA from a folder in Hugging Face's format. Every rank calls this.
 
-    Each rank reads only its own slices of its own layers.
+    Each rank reads only its own parts of the weights of its own layers.
 
     Args:
         folder: holds `config.json` and either `model.safetensors`, or several files and
-            `model.safetensors.index.json`.
-        mesh: with any of the axes "dp", "pp", "ring", "ulysses" and "tp".
-        dtype: in which to compute; that of the file if not given.
+            `model.safetensors.index.json`. Every rank must see it.
+        mesh: with any of the axes "dp", "pp", "ring", "ulysses" and "tp" (see `Grid`).
+        dtype: of weights and computation; that of the file if not given.
         scheme: as in `Grid.of`.
         tp_sp: as in `Llama`.
 
@@ -176,12 +181,12 @@ def load(
         The model.
 
     Communication:
-        Two agreements, the second one after everything has been read.
+        Two agreements (32-byte all-reduces), the second after all ranks have read their parts.
 
     Raises:
         CheckpointError: a folder that cannot be used.
-        ShapeError: too many ranks.
-        CollectiveMismatch: ranks that see different folders.
+        ShapeError, ValueError: too many ranks; as `Grid.of`.
+        CollectiveMismatch: ranks with other arguments, configurations, or headers of tensors.
 
     All of these on every rank.
     """
@@ -208,7 +213,7 @@ def load(
 
 
 def _dtype(checkpoint: Checkpoint, asked: torch.dtype | None) -> torch.dtype:
-    """Return the dtype to compute in: the one asked for, or else the one of all tensors."""
+    """Return `asked`, or if None the dtype of all tensors; raise an error if these have several."""
     dtypes = {checkpoint.dtype(name) for name in checkpoint.names if not name.endswith(_UNUSED)}
     if asked is None and len(dtypes) != 1:
         names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -220,7 +225,7 @@ def _dtype(checkpoint: Checkpoint, asked: torch.dtype | None) -> torch.dtype:
 
 
 def check_names(checkpoint: Checkpoint, model: Llama) -> None:
-    """Refuse weights that lack a tensor of the model or have one that the model does not use."""
+    """Raise CheckpointError if names of tensors are missing, or are none of the model's."""
     expected, names = parameter_names(model), set(checkpoint.names)
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
     missing = sorted(expected - names)
@@ -239,26 +244,26 @@ def save(
     tokenizer: Tokenizer | None = None,
     max_file_bytes: int | None = None,
 ) -> None:
-    """Write a model as an ordinary folder of Hugging Face, which `load` and transformers read.
+    """Write a model as a Hugging Face folder, which `load` and transformers read.
 
-    The folder gets its name when everything is in it; what a save that is killed leaves behind has
-    another name, and no `config.json`.
+    Every rank calls this; rank 0 of the mesh writes. Files go into a temporary folder beside
+    `folder`, which is renamed when complete. A killed save leaves at most the temporary folder.
 
     Args:
-        model: on any mesh.
-        folder: where nothing is yet, or an empty folder.
-        tokenizer: for `tokenizer.json`, such as `byte_tokenizer()`. That of rank 0 is written.
-        max_file_bytes: the weights go into several files, each of at most so many bytes or one
-            tensor; into one if not given.
+        model: on any mesh without the axis "pp".
+        folder: a path where nothing is yet, or an empty folder.
+        tokenizer: written to `tokenizer.json`, such as `byte_tokenizer()`; that of rank 0 is used.
+        max_file_bytes: the most bytes of weights in a file, except for a file with one tensor; None
+            writes a single file.
 
     Communication:
-        Over the tensor ranks one all-gather of each weight; over all ranks three agreements, and
-        one for each file.
+        Over the tensor ranks one all-gather of each weight. Over all ranks three agreements
+        (32-byte all-reduces), and one for each file of weights.
 
     Raises:
         CheckpointError: something is there already, the folder cannot be written, max_file_bytes is
             less than 1, or the layers are split over stages.
-        CollectiveMismatch: ranks that save differently. Both on every rank.
+        CollectiveMismatch: ranks with another folder or max_file_bytes. Both on every rank.
     """
 
     def beside() -> Beside:
@@ -271,7 +276,7 @@ def save(
 def write(
     model: Llama, folder: str | Path, max_file_bytes: int | None, beside: Callable[[], Beside]
 ) -> None:
-    """Write a folder as `save` does, and what is beside the weights; `beside` checks it."""
+    """Write a folder as `save` does, and what `beside`, called once on each rank, returns."""
     check_model(model)
     everyone, found = model.grid.everyone, list[Beside]()
 
@@ -299,17 +304,17 @@ def write(
             on_first(partial(_write, dict(whole), draft / file))
         on_first(partial(_end, model, texts, draft, target))
     finally:
-        shutil.rmtree(draft, ignore_errors=True)  # after an error; else it has its name by now
+        shutil.rmtree(draft, ignore_errors=True)  # after an error; else it has been renamed
 
 
 def parts_of(model: Llama) -> Parts:
-    """Return this rank's weights with their placements, by their names in a checkpoint."""
+    """Return this rank's parts of the weights and their placements, by name in a checkpoint."""
     return {checkpoint_name(name): (x, placement_of(x)) for name, x in model.named_parameters()}
 
 
 @torch.no_grad()
 def _gathered(part: Tensor, placement: Placement, model: Llama) -> Tensor:
-    """Gather the whole of a tensor on every tensor rank."""
+    """Return a whole tensor on every tensor rank, from their parts. All tensor ranks call this."""
     sizes = [sum(map(len, held)) for held in placement.held]
     return placement.join(
         all_gather(part.detach(), comm=model.grid.tensor, dim=placement.dim, sizes=sizes)
@@ -319,9 +324,10 @@ def _gathered(part: Tensor, placement: Placement, model: Llama) -> Tensor:
 def _files(
     folder: str, tensors: Parts, limit: int | None, texts: dict[str, str]
 ) -> dict[str, Parts]:
-    """Assign tensors to files of a folder in their order, and add the index of several.
+    """Return the tensors of each file, by path, in the order of `tensors`.
 
-    A file takes as many as fit into `limit` bytes, but at least one.
+    A file takes as many as fit into `limit` bytes, at least one; None puts all into one file. The
+    index of several files is added to `texts`.
     """
     groups: list[Parts] = []
     for name, part in tensors.items():
@@ -344,7 +350,7 @@ def _size(part: tuple[Tensor, Placement]) -> int:
 
 
 def _attempt(write: Callable[[], None], target: Path, rank: int) -> None:
-    """Call `write` on rank 0, and name the folder in its error."""
+    """Call `write` on rank 0 only. Turn its OSError into a CheckpointError that names `target`."""
     try:
         if rank == 0:
             write()
@@ -356,6 +362,7 @@ def _attempt(write: Callable[[], None], target: Path, rank: int) -> None:
 
 
 def _begin(stages: int, target: Path, draft: Path) -> None:
+    """Check that a model can be written to `target`, and make the temporary folder `draft`."""
     if stages > 1:
         raise CheckpointError(
             f"the layers are split over {stages} stages, and a model is saved without pp only. "
@@ -370,6 +377,7 @@ def _begin(stages: int, target: Path, draft: Path) -> None:
 
 
 def _write(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write whole tensors to a file of safetensors."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -381,7 +389,7 @@ def _write(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def _end(model: Llama, texts: Mapping[str, str], draft: Path, target: Path) -> None:
-    """Write the other files of the folder, config.json last, and give the folder its name."""
+    """Write the texts and last `config.json` to the folder `draft`, and rename it to `target`."""
     config = {**model.config.to_dict(), "dtype": str(model.dtype).removeprefix("torch.")}
     for file, text in (*texts.items(), ("config.json", _json(config))):
         (draft / file).write_text(text, encoding="utf-8")

@@ -1,6 +1,6 @@
-"""The architecture of a LLaMA.
+"""`LlamaConfig`, the architecture of a LLaMA: entries of a Hugging Face `config.json`.
 
-Those entries of a Hugging Face `config.json` that decide the results.
+Entries that would change the results of the model and are not supported raise an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "attention_dropout": (0,),
     "quantization_config": (None,),
 }
-"""Settings for which only these values are supported."""
+"""For some entries of `config.json` the supported values; the first is the default."""
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -30,6 +30,7 @@ _SIZES = (
     "num_hidden_layers",
     "num_attention_heads",
 )
+"""Entries that every `config.json` must have."""
 
 
 @dataclass(frozen=True)
@@ -37,16 +38,19 @@ class LlamaConfig:
     """The architecture of a LLaMA, with the names of Hugging Face.
 
     Args:
-        vocab_size, hidden_size, intermediate_size, num_hidden_layers: V, E, F and layers.
-        num_attention_heads, num_key_value_heads, head_dim: H, K (a divisor of H) and D (even).
-        rms_norm_eps: added to the mean square.
-        rope_theta, rope_scaling: base and scaling of `Rope`.
-        tie_word_embeddings: the head is the embedding.
-        max_position_embeddings: tokens that a sequence may have.
-        eos_token_id: tokens that end a sequence.
+        vocab_size, hidden_size, intermediate_size: V, E and F, the feed-forward dim.
+        num_hidden_layers: the number of transformer blocks.
+        num_attention_heads: H, the number of query heads.
+        num_key_value_heads: K, a divisor of H.
+        head_dim: D, an even number.
+        rms_norm_eps: added to the mean square in the norms.
+        rope_theta, rope_scaling: `base` and `scaling` of `sp_core.nn.rope.Rope`.
+        tie_word_embeddings: whether the output layer uses the weight of the embedding.
+        max_position_embeddings: the most tokens that a sequence may have.
+        eos_token_id: tokens after which generation of a sequence ends.
 
     Raises:
-        CheckpointError: sizes that do not fit together, or a rotary embedding of another kind.
+        CheckpointError: sizes that do not fit together, or an unknown rotary embedding.
     """
 
     vocab_size: int
@@ -64,7 +68,7 @@ class LlamaConfig:
     eos_token_id: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse sizes that do not fit together."""
+        """Raise CheckpointError if entries do not fit together or are not supported."""
         sizes = {
             name: getattr(self, name)
             for name in (*_SIZES, "num_key_value_heads", "head_dim", "max_position_embeddings")
@@ -93,20 +97,23 @@ class LlamaConfig:
 
     @property
     def layer_weights(self) -> int:
-        """The number of elements in the matrices of a layer."""
+        """The number of elements in the matrices of one block, without its norms."""
         heads = self.num_attention_heads + self.num_key_value_heads
         return self.hidden_size * (2 * heads * self.head_dim + 3 * self.intermediate_size)
 
     def rope(self) -> Rope:
-        """Return the rotary embedding."""
+        """Return the rotary embedding, a new `Rope`."""
         return Rope(self.head_dim, self.rope_theta, self.rope_scaling)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> LlamaConfig:
-        """Read `config.json`, and the tokens that end a text from `generation_config.json` if any.
+        """Read the configuration of a model folder.
+
+        The entry eos_token_id of `generation_config.json`, if there, replaces that of
+        `config.json`.
 
         Raises:
-            CheckpointError: no such file, no JSON, or something that is not supported.
+            CheckpointError: no `config.json`, no JSON, or an entry that is not supported.
         """
         values = read_json(Path(folder) / "config.json")
         generation = Path(folder) / "generation_config.json"
@@ -119,12 +126,10 @@ class LlamaConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LlamaConfig:
-        """Take the needed entries of a `config.json`.
-
-        Refuse settings that would change the results and are not supported.
+        """Make a configuration from the contents of a `config.json`. Ignore entries not needed.
 
         Raises:
-            CheckpointError: something that is missing or not supported.
+            CheckpointError: an entry is missing, or would change the results and is not supported.
         """
         architectures = values.get("architectures") or [ARCHITECTURE]
         if values.get("model_type") != "llama" or ARCHITECTURE not in architectures:
@@ -162,10 +167,10 @@ class LlamaConfig:
 
 
 def read_json(path: Path, **options: Any) -> dict[str, Any]:
-    """Read an object from a JSON file, with options of `json.loads`.
+    """Return the JSON object in a file as a dict; `options` are those of `json.loads`.
 
     Raises:
-        CheckpointError: it is not there, or is none.
+        CheckpointError: the file is missing, cannot be read, or holds no JSON object.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"), **options)
@@ -184,13 +189,14 @@ def read_json(path: Path, **options: Any) -> dict[str, Any]:
 
 
 def _is_size(value: object) -> bool:
+    """Return whether a value is an int of at least 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return base and scaling.
+    """Return the fields rope_theta and rope_scaling from the contents of a `config.json`.
 
-    Older files have an entry for each; those of transformers 5 have one, `rope_parameters`.
+    Files of transformers 5 hold both in the entry rope_parameters; older files have one entry each.
     """
     joint = values.get("rope_parameters") or {}
     scaling = joint or values.get("rope_scaling") or {}
@@ -205,7 +211,11 @@ def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tokens(value: object) -> tuple[int, ...]:
-    """Return one token, a list of tokens or None as a tuple."""
+    """Return a token, a list of tokens or None as a tuple of tokens.
+
+    Raises:
+        CheckpointError: the value is something else.
+    """
     items = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
         raise CheckpointError(

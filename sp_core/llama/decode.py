@@ -1,19 +1,17 @@
-"""Sequences that grow: by many tokens, which the ranks divide among them, or by single tokens.
+"""`Decoder`: append tokens to sequences, with a key/value cache that is split over ranks.
 
-The cache is split over the ranks.
+    prefill: many new tokens. Each rank computes some of them; an attention scheme lets these see
+             the keys and values of all ranks:  q_r  (k v)_0..P-1
+    decode:  few new tokens. Every rank computes all of them, attends to the keys and values in its
+             part of the cache, and the partial results are merged:  merge_r attend(q, (k v)_r)
 
-    prefill: each rank has some of the new tokens, and a scheme lets them see all that is kept:
-             q_r  (k v)_0..P-1
-    decode:  every rank has the new tokens and attends to what it keeps; the parts are merged:
-             merge_r attend(q, (k v)_r)
+Shapes: N sequences, S new tokens, E model dim, H heads, K key/value heads, D head dim, V
+vocabulary, P sequence ranks, T tensor ranks.
 
-Shapes: N sequences, S new tokens, E model dim, H heads, D head dim, V vocabulary, P sequence ranks,
-T tensor ranks.
-
-The cache keeps keys and values of all tokens so far, each rank those of about 1/P of them. The
-sequences of a batch lie one after the other on one line of positions, each in a slot of its own:
-token t of sequence i is at i * slot + t. So sequences of any lengths need no padding, and masks and
-rotary angles follow from positions alone.
+The cache holds keys and values of all tokens so far, each rank those of about 1/P of the tokens.
+Each sequence has a range of `slot` positions in one common numbering: token t of sequence i has
+position i * slot + t. So sequences of any lengths need no padding, and masks and rotary angles
+follow from positions alone. The room of a sequence is the number of tokens that it may get.
 """
 
 from __future__ import annotations
@@ -40,13 +38,13 @@ from sp_core.sharding import Sharding, split_ranges, split_sizes
 
 @dataclass(frozen=True)
 class New:
-    """The new tokens of a micro-batch.
+    """The new tokens of a micro-batch: some sequences of a batch that are computed together.
 
     Args:
-        tokens: for each sequence its new ones.
-        positions: the position of each new token in the cache, over all sequences.
-        shares: for each rank the indices, into `positions`, of the tokens whose keys and values it
-            keeps.
+        tokens: for each sequence its new tokens.
+        positions: the position of each new token in the cache, one sequence after the other.
+        shares: for each sequence rank the indices, into `positions`, of the tokens whose keys and
+            values that rank keeps.
     """
 
     tokens: Tokens
@@ -54,7 +52,7 @@ class New:
     shares: list[list[int]]
 
     def ends(self) -> list[int]:
-        """Return the place of the last new token of each sequence that got any."""
+        """Return the index into `positions` of each sequence's last new token, if there is one."""
         return [
             stop - 1
             for new, stop in zip(self.tokens, accumulate(map(len, self.tokens)), strict=True)
@@ -63,14 +61,14 @@ class New:
 
 
 class Cache:
-    """The keys and values of a batch of sequences, as far as this rank keeps them.
+    """The keys and values that this rank keeps of some sequences. Nothing here communicates.
+
+    All memory is allocated at once: for each layer of this stage, 2 * K/T * D numbers for
+    ceil(sum(room) / P) tokens. All ranks make the same calls, so each knows who keeps which token.
 
     Args:
-        model: whose keys and values these are.
-        room: for each sequence, how many tokens it may get.
-
-    The tensors are made at once: for each layer of this stage, 2 * K/T * D numbers for
-    ceil(sum(room) / P) tokens on every rank.
+        model: the model of these keys and values.
+        room: for each sequence, the number of tokens that it may get in all.
     """
 
     def __init__(self, model: Llama, room: Sequence[int]) -> None:
@@ -91,14 +89,14 @@ class Cache:
         self.positions = torch.zeros(shape[2], dtype=torch.int64, device=comm.device)
 
     def place(self, tokens: Tokens, first: int = 0) -> list[int]:
-        """Return the positions of new tokens, in the order of the sequences.
+        """Return the positions that new tokens will get, one sequence after the other.
 
         Args:
-            tokens: for each sequence its new ones.
-            first: the number that an error gives to the first sequence.
+            tokens: for each sequence its new tokens.
+            first: the index of the first sequence in the whole batch, for errors.
 
         Raises:
-            ShapeError: there is no room for them.
+            ShapeError: on this rank: a sequence would get more tokens than it has room for.
         """
         for number, (length, new, room) in enumerate(
             zip(self.lengths, tokens, self.room, strict=True), first
@@ -114,7 +112,10 @@ class Cache:
         ]
 
     def add(self, tokens: Tokens, positions: list[int]) -> New:
-        """Add new tokens at the positions of `place`, and divide them among the ranks."""
+        """Record new tokens at the positions that `place` returned, and assign them to ranks.
+
+        Their keys and values follow by `write`.
+        """
         shares = self.shares(len(positions))
         self.lengths = [length + len(new) for length, new in zip(self.lengths, tokens, strict=True)]
         for owned, share in zip(self.owned, shares, strict=True):
@@ -125,20 +126,20 @@ class Cache:
         return New(tokens, positions, shares)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Store keys and values (1, S, K/T, D) of this rank's S tokens that were added last."""
+        """Store keys and values (1, S, K/T, D) of the S tokens that `add` last gave this rank."""
         stop = len(self.owned[self.rank])
         start = stop - k.shape[1]
         self.rows[layer, 0, start:stop], self.rows[layer, 1, start:stop] = k[0], v[0]
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values (1, S/P, K/T, D) of all of this rank's tokens, without a copy."""
+        """Return views of the keys and values (1, tokens, K/T, D) of all tokens of this rank."""
         kept = self.rows[layer, :, : len(self.owned[self.rank])]
         return kept[0].unsqueeze(0), kept[1].unsqueeze(0)
 
     def mask(self, end: int, kv_end: int) -> Mask:
-        """Return a causal mask with each sequence as a document.
+        """Return a causal mask with each sequence as a document, so that no sequence sees another.
 
-        Queries have positions before `end`, and keys positions before `kv_end`.
+        Positions of queries are below `end`, and positions of keys below `kv_end`.
         """
         slots = [number * self.slot for number in range(len(self.room))]
         documents, kv_documents = (
@@ -147,10 +148,10 @@ class Cache:
         return Mask(causal=True, documents=documents, kv_documents=kv_documents)
 
     def shares(self, number: int) -> list[list[int]]:
-        """Divide so many new tokens among the ranks, so that their totals differ by at most one.
+        """Return for each rank the indices of the new tokens that it gets, out of `number`.
 
-        Each rank gets a piece from the front and one from the back, in opposite orders: under a
-        causal mask these are equal work.
+        The ranks' totals in the cache then differ by at most one token. Ranks 0 to P - 1 get ranges
+        from the front, and ranks P - 1 to 0 from the back: equal work under a causal mask.
         """
         counts = [len(owned) for owned in self.owned]
         each, more = divmod(sum(counts) + number, len(counts))
@@ -170,19 +171,20 @@ class Cache:
 
 
 class Decoder:
-    """A batch of sequences, of any lengths, that one model continues.
+    """A batch of sequences, of any lengths, that a model continues, with their keys and values.
 
-    Where the layers of the model are split over stages, the sequences go through these in
-    micro-batches, several at a time.
+    Every rank of a replica makes one and calls the same methods. If the layers are split over
+    pipeline stages, stages compute different micro-batches at the same time.
 
     Args:
-        model: the weights.
-        room: for each sequence, how many tokens it may get in all.
-        micro_batches: into how many parts the batch is cut; as many as there are stages if not
-            given.
+        model: the model.
+        room: for each sequence, the number of tokens that it may get in all. Memory for the keys
+            and values of so many is allocated at once.
+        micro_batches: the number of parts into which the sequences are divided; that of the stages
+            if not given.
 
     Raises:
-        ShapeError: less than one micro-batch.
+        ShapeError: on this rank: less than one micro-batch.
     """
 
     def __init__(
@@ -196,43 +198,49 @@ class Decoder:
         self.caches = [Cache(model, [room[number] for number in part]) for part in self.parts]
 
     def prefill(self, tokens: Tokens) -> Tensor:
-        """Append tokens to each sequence, with the work split over the sequence ranks.
+        """Append tokens to sequences, each sequence rank computing some of the tokens.
 
         Args:
-            tokens: for each sequence its new tokens, on every rank; none for one that waits.
+            tokens: for each sequence its new tokens, equal on every rank; an empty list for a
+                sequence that gets none.
 
         Returns:
-            (N', V): the logits after the last new token of each sequence that got one, on every
-            rank.
+            (N', V): the logits after the last new token of each of the N' sequences that got any,
+            on every rank.
 
         Communication:
-            Per layer that of the scheme, with everything that is kept as keys, and two all-reduces
-            over the tensor ranks; one more for the embedding. Then one all-gather of (N', E) and
-            one of (N', V). With `tp_sp` as `Llama.forward`, and one more all-gather of (N', E).
-            Between stages one message of (S/P, E), or (S/P/T, E), for each micro-batch; then one
-            broadcast of (N', V).
+            One agreement (32-byte all-reduce). Per layer that of the attention scheme, with all
+            cached tokens as keys, and two all-reduces over the tensor ranks; one more for the
+            embedding. Then one all-gather of (N', E) over the sequence ranks, and one of (N', V)
+            over the tensor ranks. With `tp_sp` as `Llama.forward`, and one more all-gather of
+            (N', E). Between stages one message of (S/P, E), or (S/P/T, E), for each micro-batch;
+            then one broadcast of (N', V).
 
         Raises:
-            ShapeError, ValueError: no room, no token, or one that is not in the vocabulary. On
-                every rank.
+            ShapeError, ValueError, TypeError: more tokens than a sequence has room for, no token
+                at all, or a token that is not in the vocabulary. On every rank.
+            CollectiveMismatch: ranks with other tokens. On every rank.
         """
         return self._run("prefill", tokens, self._spread)
 
     def decode(self, tokens: Tokens) -> Tensor:
-        """Append tokens to each sequence, usually one. Every sequence rank computes all of them.
+        """Append tokens to sequences, usually one each, every sequence rank computing all of them.
 
         Args, returns, raises: as `prefill`.
 
         Communication:
-            One agreement, on which all that follows depends. Per layer one all-gather of
-            (S, H/T, D + 1) over the sequence ranks, and two all-reduces over the tensor ranks; one
-            more for the embedding. Then one all-gather of (N', V). Between stages as `prefill`.
+            One agreement (32-byte all-reduce). Per layer one all-gather of (S, H/T, D + 1) over the
+            sequence ranks, and two all-reduces over the tensor ranks; one more for the embedding.
+            Then one all-gather of (N', V) over the tensor ranks. Between stages as `prefill`.
         """
         return self._run("decode", tokens, self._everywhere)
 
     @torch.no_grad()
     def _run(self, what: str, tokens: Tokens, step_of: Callable[[Cache, New], Step]) -> Tensor:
-        """Agree on a call, then compute its logits (N', V), one micro-batch after the other."""
+        """Check a call on all ranks, and return its logits (N', V).
+
+        `what` is the name of the method; `step_of` prepares what to compute for a micro-batch.
+        """
         model, grid, added = self.model, self.model.grid, self._add(what, tokens)
         vocab, stages = model.config.vocab_size, grid.stages
         with grid.tensor.agreed(), grid.sequence.agreed(), stages.agreed():
@@ -247,7 +255,7 @@ class Decoder:
             return broadcast(logits, comm=stages, root=stages.size - 1)
 
     def _spread(self, cache: Cache, new: New) -> Step:
-        """Prepare a step in which each rank computes some of the new tokens."""
+        """Prepare what `prefill` computes: each sequence rank some of the new tokens."""
         mine = new.shares[self.model.grid.sequence.rank]
         sharding = Sharding.from_positions(
             [[new.positions[place] for place in share] for share in new.shares]
@@ -265,7 +273,7 @@ class Decoder:
         return one, lambda hidden: self._last(hidden, new, one.lengths)
 
     def _everywhere(self, cache: Cache, new: New) -> Step:
-        """Prepare a step in which every rank attends from all new tokens to its own keys."""
+        """Prepare what `decode` computes: every rank all new tokens, attending to its own keys."""
         model, comm = self.model, self.model.grid.sequence
         mine = new.shares[comm.rank]
         end, kept = len(cache.room) * cache.slot, cache.positions[: len(cache.owned[comm.rank])]
@@ -290,9 +298,10 @@ class Decoder:
         return one, lambda hidden: hidden[0, new.ends()]
 
     def _add(self, what: str, tokens: Tokens) -> list[tuple[Cache, New]]:
-        """Agree on a call, and add the tokens to the caches.
+        """Check and compare a call over the ranks of a replica, and add the tokens to the caches.
 
-        Micro-batches without a new token are left out.
+        Returns:
+            Cache and new tokens of each micro-batch that gets a token.
         """
         shown = [length for cache in self.caches for length in cache.lengths]
 
@@ -324,15 +333,16 @@ class Decoder:
         attend: LayerAttend,
         lengths: Lengths = None,
     ) -> Pass:
-        """Describe the pass of the new tokens with these indices, as one row (1, S)."""
+        """Return the pass of the new tokens with the indices `places`, as one row (1, S)."""
         where = [new.positions[place] % cache.slot for place in places]
         tokens = flat(new.tokens)[list(places)].unsqueeze(0).to(self.model.grid.everyone.device)
         return Pass(tokens, where, attend, lengths)
 
     def _last(self, hidden: Tensor, new: New, lengths: Lengths) -> Tensor:
-        """Gather the last new token of each sequence (N', E).
+        """Gather the hidden state of each sequence's last new token: (N', E) on every rank.
 
-        First over the tensor ranks, then over the sequence ranks.
+        `hidden` is the result of the layers for this rank's new tokens. With `lengths` (TP-SP) the
+        tensor ranks gather first, then the sequence ranks.
         """
         tensor, comm, ends = self.model.grid.tensor, self.model.grid.sequence, set(new.ends())
         held = [[place for place in share if place in ends] for share in new.shares]
@@ -353,17 +363,23 @@ class Decoder:
 
 
 Step = tuple[Pass, Callable[[Tensor], Tensor]]
-"""What the stages compute for a micro-batch, and how the last tokens (N', E) are found in the
-result (1, S, E)."""
+"""For a micro-batch the pass through the layers, and a function from the result (1, S, E) to the
+hidden states (N', E) of the sequences' last new tokens."""
 
 
 def _merged(out: Tensor, lse: Tensor, comm: Communicator) -> Tensor:
-    """Merge the attention of all ranks in one order, so that every rank gets the same bits.
+    """Merge the attention of all ranks in rank order, so that every rank gets the same bits.
 
     Args:
-        out: (1, H/T, S, D), attention to this rank's keys; T is the number of tensor ranks.
-        lse: (1, H/T, S), the log-sum-exp of its scores.
+        out: (1, H/T, S, D), attention to this rank's keys.
+        lse: (1, H/T, S), the log-sum-exp of each query's scores with these keys.
         comm: the ranks that share the keys.
+
+    Returns:
+        (1, H/T, S, D), attention to the keys of all ranks.
+
+    Communication:
+        One all-gather of out and lse.
     """
     if comm.size == 1:
         return out

@@ -1,6 +1,7 @@
-"""Choose tokens greedily, or at random with temperature, top-k and top-p.
+"""`generate`: continue prompts, greedily or at random with temperature, top-k and top-p.
 
-All ranks choose the same tokens.
+Prompts are divided among replicas (ranks along the axis "dp"). All ranks of a replica work on the
+same prompts and get the same tokens. `Sampling` says how a token is chosen from logits.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 OnToken = Callable[[int, int], None]
-"""Called with the number of a prompt and its next token."""
+"""Called with the index of a prompt and the next token of that prompt."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen from logits.
+    """How the next token is chosen from logits.
 
     Args:
-        temperature: 0 takes the most likely one; else the logits are divided by it.
-        top_k: only from so many of the most likely ones; all if None.
-        top_p: only from the fewest most likely ones whose probabilities add up to this; all if
-            None.
-        seed: of the random numbers, any whole number; each prompt has its own sequence of them.
+        temperature: 0 takes the most likely token; otherwise a divisor of the logits.
+        top_k: choose among this many most likely tokens; None for all.
+        top_p: of the tokens that top_k leaves, choose among the fewest most likely ones that have
+            at least this share of the probability; None for all.
+        seed: a whole number, from which each prompt's own random numbers follow.
 
     Raises:
-        ValueError: a number that makes no sense.
+        ValueError: temperature is negative or infinite, top_k below 1, or top_p not in (0, 1].
 
     Source: Holtzman et al. 2020, The Curious Case of Neural Text Degeneration, arXiv:1904.09751,
     section 3.1 (top-p).
@@ -51,7 +52,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse numbers out of range."""
+        """Raise ValueError if a number is out of range."""
         if not 0 <= self.temperature < torch.inf:
             raise ValueError(
                 f"temperature={self.temperature} was given; pass a number of at least 0."
@@ -67,18 +68,19 @@ class Sampling:
             )
 
     def random(self, prompt: int) -> torch.Generator:
-        """Return the random numbers of a prompt. They do not depend on the ranks."""
+        """Return the random generator of the prompt with this index, equal on any mesh."""
         return torch.Generator().manual_seed((self.seed * 1_000_003 + prompt) % 2**63)
 
     def choose(self, logits: Tensor, random: torch.Generator) -> int:
-        """Choose a token from logits (V,).
+        """Return a token chosen from logits (V,).
 
-        With temperature 0 the first of those with the greatest logit.
+        Draw one number from `random`, or, with temperature 0, none: return the lowest token with
+        the greatest logit.
         """
         if self.temperature == 0:
             return int(logits.argmax())
         order = logits.double().sort(descending=True, stable=True)
-        # at most 0: no quotient is infinity
+        # differences are at most 0, so no quotient is infinity
         p = ((order.values - order.values[0]) / self.temperature).softmax(0)
         if self.top_k is not None:
             p[self.top_k :] = 0
@@ -100,31 +102,36 @@ def generate(
     tokenizer: Tokenizer | None = None,
     on_token: OnToken | None = None,
 ) -> list[list[int]]:
-    """Continue prompts.
+    """Continue prompts with new tokens. Every rank of the mesh calls this.
 
     Args:
-        model: the weights.
-        prompts: of any lengths, at least one token each; the same on every rank. Replicas take
-            shares of them.
-        max_tokens: how many to add at most.
-        sampling: how to choose; greedily if not given.
-        stop: tokens after which a sequence ends; those of the model's configuration if not given.
-        stop_strings: texts after which a sequence ends: as soon as the text of its new tokens,
-            special ones included, has one of them in it.
-        tokenizer: needed for `stop_strings`. That of the first rank of a replica decides.
-        on_token: called as tokens are chosen, on the ranks of the replica that does.
+        model: the model, on any mesh.
+        prompts: for each its tokens, at least one; equal on every rank. Each replica (ranks along
+            the axis "dp") continues a part of the prompts.
+        max_tokens: the most new tokens of a prompt.
+        sampling: how to choose tokens; greedily if not given.
+        stop: tokens after which a sequence ends; eos_token_id of the configuration if not given.
+        stop_strings: texts. A sequence ends as soon as the text of its new tokens, special tokens
+            included, contains one of these.
+        tokenizer: needed for `stop_strings`. That of rank 0 of a replica decides.
+        on_token: called with the index of a prompt and a token as soon as the token is chosen, on
+            all ranks of the prompt's replica.
 
     Returns:
-        The new tokens of each prompt, with the one that stopped it, on every rank.
+        For each prompt the new tokens, with the token that ended it, on every rank.
 
     Communication:
-        That of `Decoder.prefill` once and of `Decoder.decode` for each further token, and each time
-        a broadcast of the tokens chosen. In the end an all-gather of the results over the replicas.
+        One agreement (32-byte all-reduce). That of `Decoder.prefill` once and of `Decoder.decode`
+        for each further token. After each of these a broadcast of the chosen tokens in the replica.
+        In the end an all-gather of the results over the replicas.
 
     Raises:
         ValueError: an empty prompt, a token that is not in the vocabulary, more tokens than the
-            model has positions, an empty stop string, or stop strings without a tokenizer.
-        CollectiveMismatch: ranks with different arguments. On every rank.
+            model has positions, a negative max_tokens, or stop strings without a tokenizer.
+        TypeError: an argument of another type, or an empty stop string.
+        CollectiveMismatch: ranks with different arguments.
+
+    All of these on every rank.
     """
     check_model(model)
     grid = model.grid
@@ -149,7 +156,7 @@ def generate(
     line = [number for tokens in results.values() for number in (len(tokens), *tokens)]
     own = torch.tensor(line, dtype=torch.int64, device=grid.replicas.device)
     everybodys = iter(all_gather(own, comm=grid.replicas).tolist())
-    # each sequence travels behind its length
+    # in `line` the tokens of a sequence follow their number
     return [list(islice(everybodys, length)) for length in everybodys]
 
 
@@ -161,13 +168,17 @@ def _chosen(
     sampling: Sampling,
     ends: Callable[[Sequence[int]], bool],
 ) -> Iterator[tuple[int, int]]:
-    """Yield the tokens of this replica's prompts with the numbers of these, as they are chosen.
+    """Yield (index of a prompt, chosen token) for this replica's prompts, as tokens are chosen.
 
-    The caller adds them to `said`, the new tokens so far, which decide whether a sequence ends.
+    Args:
+        model, prompts, max_tokens, sampling: as in `generate`.
+        said: by the index of each of this replica's prompts the new tokens so far. The caller adds
+            each token that is yielded.
+        ends: whether a sequence ends with the last of its new tokens.
     """
     decoder = Decoder(model, [len(prompts[number]) + max_tokens for number in said])
     randoms = {number: sampling.random(number) for number in said}
-    # for each sequence the tokens that the decoder has not seen
+    # for each sequence the tokens that the decoder has not been given yet
     new, step = {number: list(prompts[number]) for number in said}, decoder.prefill
     for _ in range(max_tokens):
         logits, step = step(list(new.values())), decoder.decode
@@ -191,7 +202,7 @@ def _ends(
     stop_strings: Sequence[str],
     tokenizer: Tokenizer | None,
 ) -> bool:
-    """Return whether a sequence ends with the last of its new tokens."""
+    """Return whether a sequence with these new tokens ends; other arguments as in `generate`."""
     if tokens[-1] in stop or tokenizer is None or not stop_strings:
         return tokens[-1] in stop
     said = tokenizer.decode(tokens, skip_special_tokens=False)
@@ -199,6 +210,7 @@ def _ends(
 
 
 def _check(model: Llama, prompts: Tokens, max_tokens: int, sampling: Sampling, **more: Any) -> None:
+    """Raise an error, on this rank, if an argument of `generate` is wrong."""
     arguments.check(prompts=prompts, max_tokens=max_tokens, **more)
     arguments.check_type(
         "sampling", sampling, Sampling, "Pass Sampling(...), or None to choose greedily."

@@ -1,7 +1,4 @@
-"""A model's view of a mesh.
-
-Which ranks split weights, layers and sequences, and which hold replicas for other sequences.
-"""
+"""`Grid`: which ranks of a mesh split a model's weights, layers and sequences, or hold replicas."""
 
 from __future__ import annotations
 
@@ -23,24 +20,25 @@ HYBRID = "hybrid"
 
 
 GridAttention = Callable[..., Tensor | tuple[Tensor, Tensor]]
-"""A scheme on its grid: called as one, without the ranks."""
+"""An attention scheme whose ranks are set: called as `ring_attention`, without comm or mesh."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The groups of ranks that a model communicates in. Made by `of`.
+    """For this rank, the groups of ranks with which a model communicates. Made by `of`.
 
     Args:
-        tensor: split heads, feed-forward features and vocabulary; they have the same tokens.
-        sequence: split each sequence.
-        stages: hold the layers one after the other; each computes its own for a micro-batch and
-            passes it on.
-        replicas: hold the same weights for other sequences.
-        data: sequence ranks and replicas together: all that hold the same slices of the weights and
-            have other tokens.
-        model: tensor and sequence ranks of all stages together: all that work on one sequence.
+        tensor: the axis "tp": ranks that split heads, feed-forward features and vocabulary, and
+            have the same tokens.
+        sequence: the axes "ring" and "ulysses": ranks that split each sequence.
+        stages: the axis "pp": ranks that hold consecutive layers. Each computes these for a
+            micro-batch and sends the result to the next rank.
+        replicas: the axis "dp": ranks that hold the same weights for other sequences.
+        data: "dp", "ring" and "ulysses": ranks that hold the same parts of the weights and have
+            other tokens.
+        model: all axes but "dp": the ranks of one replica, which work on the same sequences.
         everyone: all ranks of the mesh.
-        attention: the scheme over `sequence`.
+        attention: the attention scheme over `sequence`.
     """
 
     tensor: Communicator
@@ -54,21 +52,23 @@ class Grid:
 
     @classmethod
     def of(cls, mesh: Mesh, scheme: str | None = None) -> Grid:
-        """Make the grid of a mesh with any of the axes "dp", "pp", "ring", "ulysses" and "tp".
-
-        An axis that it lacks has one rank.
+        """Make the grid of a mesh. Every rank of the mesh calls this.
 
         Args:
-            mesh: the ranks.
-            scheme: a name of `sp_core.schemes.SCHEMES`, or "hybrid"; if not given, what the axes
-                are named after.
+            mesh: the ranks, with any of the axes "dp", "pp", "ring", "ulysses" and "tp". An axis
+                that is missing counts as one rank.
+            scheme: the attention scheme: a name of `sp_core.schemes.SCHEMES`, or "hybrid". If not
+                given, "hybrid" with both axes "ring" and "ulysses", the name of the axis with one
+                of them, and "allgather_kv" with neither.
 
         Communication:
-            One agreement.
+            One agreement (32-byte all-reduce).
 
         Raises:
-            ShapeError: other axes; ValueError: another scheme, or "hybrid" without both of its
-                axes. On every rank.
+            TypeError: on this rank: no mesh.
+            ShapeError: on every rank: other axes.
+            ValueError: on every rank: an unknown scheme, or "hybrid" without both axes.
+            CollectiveMismatch: on every rank: ranks with another scheme.
         """
         arguments.check_type("mesh", mesh, Mesh, "Make one, such as Mesh(MPI.COMM_WORLD, tp=2).")
         unknown = [axis for axis in mesh.axes if axis not in AXES]
@@ -93,6 +93,7 @@ class Grid:
 
 
 def _attention(mesh: Mesh, comm: Communicator, scheme: str | None) -> GridAttention:
+    """Agree on the scheme on all ranks, and return its function with the ranks `comm` set."""
     axes = tuple(axis for axis in mesh.axes if axis in SEQUENCE_AXES)
     name = scheme or (HYBRID if len(axes) == 2 else next(iter(axes), "allgather_kv"))
 

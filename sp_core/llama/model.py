@@ -1,7 +1,9 @@
-"""LLaMA over a mesh.
+"""The LLaMA model over a mesh, and `create`, which makes one with random weights.
 
-Weights split over tensor ranks, layers over stages, sequences over sequence ranks, batches over
-replicas.
+A `Grid` splits weights over tensor ranks, layers over stages, sequences over sequence ranks, and
+batches over replicas. Shapes: B batch, S tokens, E model dim, D head dim, H heads, K key/value
+heads, V vocabulary, P sequence ranks, T tensor ranks. TP-SP: between the products with split
+weights each tensor rank has only some of the tokens.
 """
 
 from __future__ import annotations
@@ -35,25 +37,24 @@ from sp_core.schemes.heads import split_heads
 from sp_core.sharding import Sharding, split_sizes
 
 LayerAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""Attention of the layer of that number among those of this stage."""
+"""Attention of one layer: from the index among this stage's layers, q, k and v to the result."""
 CAUSAL = Mask(causal=True)
 Tokens = Sequence[Sequence[int]]
-"""The tokens of several sequences, which may have other lengths."""
+"""For each sequence its tokens; lengths may differ."""
 DEVIATION = 0.02
 """Standard deviation of random weights, as `initializer_range` of Hugging Face's LLaMA."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass of tokens through the layers, as every stage knows it.
+    """Tokens to send once through the layers of all stages, and how they attend.
 
     Args:
-        tokens: int64 (B, S), those of this rank.
-        positions: where each token is in its own sequence.
-        attend: how the tokens attend.
-        lengths: with TP-SP, how many of the tokens each tensor rank has between the splits of the
-            weights.
-        recompute: whether a layer keeps its input only, and is computed again in backward.
+        tokens: int64 (B, S), those of this sequence rank, on every stage.
+        positions: the position of each of the S tokens in its own document, for rotary angles.
+        attend: computes the attention of a layer for this rank's heads.
+        lengths: with TP-SP, for each tensor rank the number of tokens that it has; else None.
+        recompute: whether a layer keeps only its input, and is computed again in backward.
     """
 
     tokens: Tensor
@@ -64,20 +65,17 @@ class Pass:
 
 
 class Llama(nn.Module):
-    """A LLaMA whose weights have not been set yet.
+    """A LLaMA model: this rank's part of the weights, at first uninitialised.
 
-    `load` makes one from a model folder, and `fill` sets them from anywhere.
-
-    Each parameter carries its placement (see `sp_core.nn.gradients`). It has the name of Hugging
-    Face's, without "model.".
+    `load` and `create` return one with weights; `fill` sets them. Parameters have the names of
+    Hugging Face's LLaMA without "model.", and a placement (see `sp_core.nn.gradients`).
 
     Args:
         config: the architecture.
-        grid: the ranks, as from `Grid.of`.
-        dtype: of the weights, and in which everything is computed.
-        tp_sp: between the splits of the weights each tensor rank has a part of the tokens, which
-            takes 1/T of the memory; but not where a decoder takes single tokens. The gradients of
-            norms are then `partial`.
+        grid: the groups of ranks, as from `Grid.of`.
+        dtype: of the weights and of all computation.
+        tp_sp: TP-SP, which divides the memory of activations between layers by T; `Decoder.decode`
+            ignores it. Gradients of norms are then summed over tensor ranks (`partial`).
 
     Raises:
         ShapeError: more tensor ranks than heads, feed-forward features or tokens in the vocabulary,
@@ -120,6 +118,7 @@ class Llama(nn.Module):
             )
         self.rope = config.rope()
         slots = split_heads(*heads, comm.size)[1][comm.rank]
+        # the key/value heads that this rank holds; `slots` repeats some of them in `spread`
         self.kv_heads = sorted(set(slots))
         self.slots = (
             None if list(slots) == self.kv_heads else [self.kv_heads.index(head) for head in slots]
@@ -127,10 +126,7 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def fill(self, read: Callable[[str, Placement], Tensor]) -> None:
-        """Set every weight to the part of this rank.
-
-        `read` returns it for the name in a checkpoint and the placement.
-        """
+        """Set each weight to `read(name in a checkpoint, placement)`, which is this rank's part."""
         for name, parameter in self.named_parameters():
             parameter.copy_(read(checkpoint_name(name), placement_of(parameter)))
 
@@ -138,18 +134,18 @@ class Llama(nn.Module):
         """Compute the logits of the next tokens, for this rank's part of the vocabulary.
 
         Args:
-            tokens: int64 (B, S/P), the same on all tensor ranks; replicas may have other shapes.
-            sharding: who owns which tokens of the sequence, over the sequence ranks.
-            mask: who sees whom; positions count from the beginning of a token's document.
+            tokens: int64 (B, S/P), equal on all tensor ranks; replicas may have other shapes.
+            sharding: which sequence rank holds which tokens.
+            mask: which query sees which key; rotary positions count from each document's beginning.
 
         Returns:
             (B, S/P, V/T).
 
         Communication:
-            Per layer that of the scheme over the sequence ranks, and two all-reduces of (B, S/P, E)
-            over the tensor ranks; one more for the embedding. Backward as many again. With `tp_sp`
-            each of these is a reduce-scatter, and an all-gather comes before each split; backward
-            the same, and each all-gather once more.
+            One agreement (32-byte all-reduce) of all ranks. Per layer that of the scheme over the
+            sequence ranks, and two all-reduces of (B, S/P, E) over the tensor ranks; one more for
+            the embedding. Backward as many again. With `tp_sp` each of these is a reduce-scatter,
+            after an all-gather of the tokens; backward the same, and each all-gather once more.
 
         Raises:
             ShapeError, DtypeError, ValueError: tokens or a mask that do not fit, tokens that are
@@ -160,7 +156,7 @@ class Llama(nn.Module):
         return self.logits(self.hidden(tokens, one), one.lengths)
 
     def begin(self, tokens: Tensor, sharding: Sharding, mask: Mask) -> Pass:
-        """Describe a pass through all layers; check its arguments as `forward` does."""
+        """Check arguments as `forward` does, on all ranks, and return the pass of the tokens."""
 
         def call() -> str:
             if self.grid.stages.size > 1:
@@ -176,10 +172,7 @@ class Llama(nn.Module):
         return self.one_pass(tokens, sharding, mask)
 
     def one_pass(self, tokens: Tensor, sharding: Sharding, mask: Mask) -> Pass:
-        """Describe how the scheme of the grid takes these tokens through the layers.
-
-        Arguments as in `forward`.
-        """
+        """Return the pass of tokens that attend by the grid's scheme; arguments as in `forward`."""
         attend = partial(self.attend, sharding=sharding, mask=mask)
         positions = document_positions(sharding.positions(self.grid.sequence.rank), mask)
         return Pass(
@@ -187,16 +180,14 @@ class Llama(nn.Module):
         )
 
     def lengths(self, count: int) -> Lengths:
-        """Return how many of so many tokens each tensor rank has between the splits.
-
-        Return None if each rank has all of them.
-        """
+        """Return how many of `count` tokens each tensor rank has with TP-SP. Else return None."""
         return split_sizes(count, self.grid.tensor.size) if self.tp_sp else None
 
     def hidden(self, x: Tensor, one: Pass) -> Tensor:
-        """Take tokens (B, S) to (B, S, E), with `lengths` (B, S/T, E), after the last norm.
+        """Compute this stage's layers, and on the last stage the final norm.
 
-        A later stage takes the result of the one before it, and none but the last applies the norm.
+        `x` is the tokens (B, S) on the first stage, else the result of the stage before. The result
+        is (B, S, E), or (B, S/T, E) if the pass has `lengths`.
         """
         x = self.embed_tokens(x, one.lengths) if self.is_first else x
         rotate = rotation(self.rope, one.positions, x)
@@ -211,13 +202,24 @@ class Llama(nn.Module):
 
     @property
     def head(self) -> Weight:
-        """The layer whose weight makes logits of hidden states."""
+        """The output layer: `lm_head`, or the embedding if the two are tied."""
         return self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
 
     def loss(
         self, hidden: Tensor, labels: Tensor, lengths: Lengths = None, count: int | None = None
     ) -> Tensor:
-        """Compute `next_token_loss` of the result of `hidden`, some tokens' logits at a time."""
+        """Compute `next_token_loss` from the result of `hidden` on the last stage.
+
+        Args:
+            hidden: (B, S/P, E), or (B, S/P/T, E) with `lengths`.
+            labels: int64 (B, S/P), as from `next_token_labels`.
+            lengths: those of the pass: with TP-SP the number of tokens of each tensor rank.
+            count: as in `next_token_loss`.
+
+        Communication:
+            With `lengths` an all-gather of `hidden` over the tensor ranks, backward a
+            reduce-scatter; else backward an all-reduce. Then that of `next_token_loss`.
+        """
         tensor, data = self.grid.tensor, self.grid.data
         if lengths is None:
             hidden = copy_to_group(hidden, comm=tensor)
@@ -236,7 +238,11 @@ class Llama(nn.Module):
         kv_sharding: Sharding | None = None,
         mask: Mask,
     ) -> Tensor:
-        """Compute the attention of this rank's heads by the scheme of the grid."""
+        """Compute attention (B, S/P, H/T, D) of this rank's heads and tokens by the grid's scheme.
+
+        Queries q have the shape of the result; keys and values k, v are (B, S'/P, K/T, D), of the
+        tokens of `kv_sharding`, or of `sharding` if that is None.
+        """
         out = self.grid.attention(
             q, self.spread(k), self.spread(v), sharding=sharding, kv_sharding=kv_sharding, mask=mask
         )
@@ -244,14 +250,14 @@ class Llama(nn.Module):
         return out
 
     def spread(self, x: Tensor) -> Tensor:
-        """Repeat key/value heads (B, S, K/T, D) as this rank's query heads read them."""
+        """Repeat key/value heads of x (B, S, K/T, D), so that each serves as many query heads."""
         return x if self.slots is None else x[:, :, self.slots]
 
     def check(self, tokens: Tensor, sharding: Sharding, mask: Mask) -> None:
-        """Refuse tokens that are no shard or not in the vocabulary, and a mask that does not fit.
+        """Raise an error, on this rank, if an argument of `forward` is wrong.
 
         Raises:
-            ShapeError, DtypeError, ValueError, TypeError: on this rank.
+            ShapeError, DtypeError, ValueError, TypeError: what was given and what is needed.
         """
         check_shard(tokens, self.grid.sequence, sharding)
         arguments.check_type("mask", mask, Mask, "Pass Mask(causal=True), which is the default.")
@@ -260,23 +266,19 @@ class Llama(nn.Module):
 
 
 def check_model(model: object) -> None:
-    """Refuse an object that is no LLaMA.
-
-    It has no ranks that could agree, so only this rank raises the error.
-    """
+    """Raise TypeError, on this rank only, if an object is no `Llama`."""
     arguments.check_type("model", model, Llama, "Make one with load or create.")
 
 
 def flat(sequences: Tokens) -> Tensor:
-    """Put the tokens of all sequences into one line, int64."""
+    """Return the tokens of all sequences, one after the other, as a 1-dim int64 tensor."""
     return torch.tensor([token for tokens in sequences for token in tokens], dtype=torch.int64)
 
 
 def check_tokens(tokens: Tensor, config: LlamaConfig, what: str = "token") -> None:
-    """Refuse tokens or labels outside the vocabulary, for which a split embedding would give zeros.
+    """Raise ValueError if a token is outside the vocabulary; `what` names it in the error.
 
-    Raises:
-        ValueError: there is one.
+    A split embedding would return zeros for such a token.
     """
     wrong = tokens[(tokens < 0) | (tokens >= config.vocab_size)]
     if wrong.numel():
@@ -303,9 +305,9 @@ def parameter_names(model: Llama) -> set[str]:
 
 
 def stage_layers(config: LlamaConfig, stages: int) -> tuple[range, ...]:
-    """Divide the layers among the stages so that the slowest stage is as fast as possible.
+    """Return for each stage the range of its layers, such that the slowest stage has least work.
 
-    The last stage also has the head.
+    The head counts as work of the last stage.
 
     Raises:
         ShapeError: more stages than layers.
@@ -318,18 +320,17 @@ def stage_layers(config: LlamaConfig, stages: int) -> tuple[range, ...]:
 
 
 def document_positions(positions: Tensor, mask: Mask) -> Tensor:
-    """Count positions from the beginning of each token's document, as rotary angles need them."""
+    """Return the position of each token in its document, from positions in the whole sequence."""
     if mask.documents is None:
         return positions
     return positions - torch.tensor(mask.documents)[document_of(positions, mask.documents)]
 
 
 def check_ranks(config: LlamaConfig, size: int) -> None:
-    """Refuse more tensor ranks than there is work for.
+    """Raise an error if some of `size` tensor ranks would hold no part of a weight.
 
     Raises:
-        ShapeError: there are more of them than heads, feed-forward features or tokens in the
-            vocabulary.
+        ShapeError: more tensor ranks than heads, feed-forward features or tokens in the vocabulary.
     """
     for name in ("num_attention_heads", "intermediate_size", "vocab_size"):
         if getattr(config, name) < size:
@@ -349,25 +350,25 @@ def create(
     scheme: str | None = None,
     tp_sp: bool = False,
 ) -> Llama:
-    """Make a model with random weights, of which each rank keeps its slices.
+    """Make a model with random weights. Every rank calls this, and holds its part of each weight.
 
     Args:
         config: the architecture.
-        mesh: with any of the axes "dp", "pp", "ring", "ulysses" and "tp".
-        seed: of the weights; with the same one every mesh has the same model.
-        dtype: in which to compute. The weights are drawn in float64 and rounded to it.
+        mesh: with any of the axes "dp", "pp", "ring", "ulysses" and "tp" (see `Grid`).
+        seed: of the weights; equal seeds give equal models on every mesh.
+        dtype: of weights and computation. Weights are drawn in float64 and rounded to this dtype.
         scheme: as in `Grid.of`.
         tp_sp: as in `Llama`.
 
     Returns:
-        The model: norms of one, all else normal with deviation 0.02.
+        The model. Weights of norms are 1, all others normal with standard deviation 0.02.
 
     Communication:
-        Two agreements.
+        Two agreements (32-byte all-reduces).
 
     Raises:
-        ShapeError: too many ranks; CollectiveMismatch: ranks that ask for different models. On
-            every rank.
+        ShapeError, ValueError: as `Llama` and `Grid.of`; CollectiveMismatch: ranks that ask for
+            different models. On every rank.
     """
     grid = Grid.of(mesh, scheme)
 
@@ -389,8 +390,8 @@ def create(
 
 
 def random_weight(name: str, placement: Placement, seed: int) -> Tensor:
-    """Return a whole weight in float64 that depends on its name and the seed only."""
-    if len(placement.shape) == 1:  # a norm's
+    """Return a random whole weight in float64, which depends on name, shape and seed only."""
+    if len(placement.shape) == 1:  # the weight of a norm
         return torch.ones(placement.shape, dtype=torch.float64)
     digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
     random = torch.Generator().manual_seed(int.from_bytes(digest, "little"))

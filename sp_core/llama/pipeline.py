@@ -1,12 +1,15 @@
-"""Micro-batches through the stages of a model.
+"""Pipeline parallelism: micro-batches pass through stages, each of which holds some layers.
 
-Each stage computes its own layers, several micro-batches at the same time.
+A stage is the ranks with the same index along the axis "pp" of the mesh. Stages compute different
+micro-batches at the same time. Only neighbouring stages exchange activations and gradients:
 
     stage s    x <- s - 1    y = layers_s(x)            y -> s + 1
     backward   dy <- s + 1   dx = layers_s'(x)^T dy     dx -> s - 1
 
-Shapes: B sequences of a micro-batch, S tokens, E model dim, V vocabulary, P sequence ranks, T
-tensor ranks.
+To train, call `loss_and_gradients` with `MicroBatch`es, then `sum_tied_gradients` and
+`reduce_gradients`. `Decoder` calls `forward`. A `Pass` describes one micro-batch in the layers.
+
+Shapes: B sequences of a micro-batch, S tokens, E model dim, P sequence ranks, T tensor ranks.
 """
 
 from __future__ import annotations
@@ -30,19 +33,20 @@ from sp_core.sharding import Sharding
 from sp_core.transport import Handle
 
 Ordering = Callable[[int, int], tuple[Order, ...]]
-"""A schedule by number of stages and of micro-batches."""
+"""A function from the numbers of stages and of micro-batches to the order in which each stage
+computes the forwards and backwards of the micro-batches."""
 NAME = "pipeline"
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sequences that go through the stages together; other micro-batches may have other lengths.
+    """Sequences that pass through the stages together; other micro-batches may have other shapes.
 
     Args:
-        tokens: int64 (B, S/P), the same on all tensor ranks and stages.
-        labels: int64 (B, S/P), as from `next_token_labels`, on every stage.
-        sharding: who owns which tokens, over the sequence ranks.
-        mask: who sees whom.
+        tokens: int64 (B, S/P), those of this sequence rank; equal on all tensor ranks and stages.
+        labels: int64 (B, S/P), as from `next_token_labels`; equal on all tensor ranks and stages.
+        sharding: which sequence rank holds which tokens.
+        mask: which query sees which key.
     """
 
     tokens: Tensor
@@ -52,18 +56,20 @@ class MicroBatch:
 
 
 class _Mail:
-    """The messages of one step between neighbouring stages.
+    """The messages between this stage and its neighbours in one call of this module.
 
-    Hidden states to the next stage, their gradients to the one before.
+    A stage receives hidden states from the stage before and sends its own to the stage after.
+    Gradients of hidden states go the other way.
 
-    All messages of a step are announced when it begins. Each stage posts its own as soon as they
-    are ready, so no stage waits for one that does not have its input. The receive of the next
-    message is always posted before the stage computes.
+    All stages call the constructor, for the same micro-batches. It tells the transport of all
+    messages that will follow, and posts the first receive of each direction. `send` starts a
+    message as soon as the stage has computed it, and does not wait. `receive` waits for a message
+    and posts the next receive, so that a message can arrive while the stage computes.
 
     Args:
-        model: every stage makes this at the same point, for the same micro-batches.
-        forward: the passes in the order in which their hidden states are sent.
-        backward: likewise for their gradients.
+        model: the model, whose `grid.stages` are the ranks that exchange messages.
+        forward: the passes of the micro-batches in the order of their forwards on this stage.
+        backward: the passes in the order of their backwards on this stage; none for inference.
     """
 
     def __init__(
@@ -95,7 +101,7 @@ class _Mail:
             self._expect(way)
 
     def _expect(self, backward: bool) -> None:
-        """Post the receive of the next message that goes this way."""
+        """Post the receive of the next gradient (`backward`) or hidden state, if one is left."""
         if self._left[backward]:
             x = torch.empty(
                 self._left[backward].pop(0), dtype=self._dtype, device=self._comm.device
@@ -109,16 +115,16 @@ class _Mail:
             )
 
     def receive(self, *, backward: bool = False) -> Tensor:
-        """Return the next hidden state of the stage before, or gradient of the one after."""
+        """Wait for a message: a hidden state from the stage before, or a gradient from the next."""
         handle, x = self._coming.pop(backward)
         self._comm.wait(handle, NAME)
         self._expect(backward)
         return x
 
     def send(self, x: Tensor, *, backward: bool = False) -> None:
-        """Send a hidden state to the stage after this one, or a gradient to the one before it.
+        """Start to send a hidden state to the next stage, or a gradient to the stage before.
 
-        Do not wait.
+        The call returns at once; `finish` waits for completion.
         """
         comm, flat = self._comm, x.detach().contiguous().view(-1)
         count = comm.counters[NAME]
@@ -127,19 +133,28 @@ class _Mail:
         self._sent.append(comm.track(comm.transport.post(bound, [], self._tag)))
 
     def finish(self) -> None:
-        """Wait until all messages have left."""
+        """Wait until all sends of this stage are complete."""
         for handle in self._sent:
             self._comm.wait(handle, NAME)
 
 
 @torch.no_grad()
 def forward(model: Llama, passes: Sequence[Pass]) -> list[Tensor]:
-    """Return the hidden states (B, S, E) of each micro-batch.
+    """Compute the layers of all stages for some micro-batches, without gradients.
 
-    After the last norm on the last stage, else after the own layers.
+    All ranks of the model call this, for the same micro-batches.
+
+    Args:
+        model: with any number of stages.
+        passes: for each micro-batch its tokens (B, S), S on this rank, and how they attend.
+
+    Returns:
+        For each pass the result of this stage's layers: hidden states (B, S, E), with TP-SP
+        (B, S/T, E). On the last stage they have gone through the final norm.
 
     Communication:
-        For each micro-batch one message of (B, S, E) from each stage to the next.
+        For each micro-batch one message of that shape from each stage to the next, and the
+        communication of the layers.
     """
     mail = _Mail(model, passes)
     results = [_compute(model, mail, one)[1] for one in passes]
@@ -152,32 +167,38 @@ def loss_and_gradients(
 ) -> Tensor:
     """Compute the mean loss over all valid tokens of all micro-batches, and add its gradients.
 
-    Then `sum_tied_gradients`, and `reduce_gradients` as for any model.
+    Every rank of the mesh calls this, and adds its summands of the gradients to `.grad`. Then
+    call `sum_tied_gradients` and `reduce_gradients`, which sum gradients over ranks. A token
+    is valid if its label is not `IGNORED`.
 
     Args:
         model: with any number of stages.
-        batches: at least one; as many on every rank. Replicas may have others.
-        ordering: a schedule with backwards, such as `gpipe`; the gradients are the same sums in
-            another order.
+        batches: the micro-batches, at least one; the same number on every rank. Replicas (ranks
+            along the axis "dp") may have other ones.
+        ordering: the order of forwards and backwards on each stage, such as `gpipe`. Another order
+            sums the same gradients in another order.
 
     Returns:
-        The mean on every rank, a scalar without gradient.
+        The mean on every rank, a float64 scalar without gradient.
 
     Communication:
-        For each micro-batch one message of (B, S/P, E), or (B, S/P/T, E), from each stage to the
-        next, and one back; one broadcast of a number. Over the other ranks that of the layers and
-        of `next_token_loss`.
+        One agreement (32-byte all-reduce) over the stages, over the tensor ranks, over the ranks of
+        a replica and over all ranks; one all-reduce of the number of valid tokens. For each
+        micro-batch one message of (B, S/P, E), with TP-SP (B, S/P/T, E), from each stage to the
+        next, and one back; that of the layers and of `next_token_loss`. In the end one broadcast
+        of the loss over the stages.
 
     Raises:
-        ShapeError, DtypeError, ValueError: no micro-batch, no valid label, or tokens, labels or a
-            mask that do not fit. On every rank of the mesh.
+        ShapeError, DtypeError, ValueError, TypeError: no micro-batch, no valid label, or tokens,
+            labels or a mask that do not fit. On every rank of the mesh.
+        CollectiveMismatch: ranks with other micro-batches or another order. On every rank.
     """
     check_model(model)
     grid = model.grid
     order = _agree(model, batches, ordering)[grid.stages.rank]
     valid = torch.stack([(batch.labels != IGNORED).sum() for batch in batches]).sum()
     count = int(all_reduce(valid, comm=grid.data))
-    if count == 0:  # on every stage: the loss, which would say so, is computed on the last one only
+    if count == 0:  # raised on every stage; next_token_loss would raise it on the last stage only
         raise ValueError(
             f"no label of any micro-batch is valid (all are {IGNORED}); the mean of nothing is "
             f"not defined."
@@ -209,9 +230,10 @@ def loss_and_gradients(
 
 
 def _compute(model: Llama, mail: _Mail, one: Pass) -> tuple[Tensor, Tensor]:
-    """Receive a micro-batch, compute the layers of this stage, and send the result on.
+    """Receive hidden states, compute this stage's layers, and send the result to the next stage.
 
-    Return input and result.
+    Returns:
+        Input and result. On the first stage the input is the tokens of the pass.
     """
     x = one.tokens if model.is_first else mail.receive().requires_grad_(torch.is_grad_enabled())
     y = model.hidden(x, one)
@@ -222,14 +244,15 @@ def _compute(model: Llama, mail: _Mail, one: Pass) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def sum_tied_gradients(model: Llama) -> None:
-    """Add the gradients of a tied embedding and head on the first and on the last stage.
+    """Add up the gradients of a weight that is the embedding and, if tied, also the head.
 
-    Every rank calls this, once before each step of the optimizer, before or after
-    `reduce_gradients`.
+    The first stage holds the embedding and the last stage a copy as the head. Afterwards the two
+    copies have the same `.grad`, the sum of their gradients. Every rank calls this once before each
+    step of the optimizer, before or after `reduce_gradients`.
 
     Communication:
-        One message of the embedding each way between the first and the last stage, if the head is
-        tied and they differ.
+        None if there is one stage or the head is not tied. Else the first and the last stage send
+        each other one message, as large as this rank's part of the embedding.
     """
     stages = model.grid.stages
     if not model.config.tie_word_embeddings or stages.size == 1:
@@ -248,19 +271,20 @@ def sum_tied_gradients(model: Llama) -> None:
 
 
 def _shape(model: Llama, one: Pass) -> torch.Size:
-    """Return the shape of the hidden states that a rank of a stage sends."""
+    """Return the shape (B, tokens, E) of this rank's hidden states between two stages."""
     batch, length = one.tokens.shape
     own = length if one.lengths is None else one.lengths[model.grid.tensor.rank]
     return torch.Size((batch, own, model.config.hidden_size))
 
 
 def _agree(model: Llama, batches: Sequence[MicroBatch], ordering: Ordering) -> tuple[Order, ...]:
-    """Agree over ranks with the same tokens, then over those of one replica, then over all.
+    """Check the arguments of `loss_and_gradients`, and compare them over the ranks.
 
-    Replicas may have micro-batches of other shapes.
+    Tokens and labels have to be equal over stages and over tensor ranks. Shapes, shardings and
+    masks have to be equal in a replica, the number of micro-batches and their order everywhere.
 
     Returns:
-        The order of every stage.
+        For each stage the order of its forwards and backwards.
     """
     grid, orders = model.grid, list[tuple[Order, ...]]()
 
@@ -295,6 +319,7 @@ def _agree(model: Llama, batches: Sequence[MicroBatch], ordering: Ordering) -> t
 
 
 def _check(model: Llama, batches: Sequence[MicroBatch], ordering: Ordering) -> None:
+    """Raise an error, on this rank, if an argument of `loss_and_gradients` is wrong."""
     arguments.check(batches=batches, ordering=ordering)
     if not batches:
         raise ShapeError("no micro-batch was given; give at least one.")

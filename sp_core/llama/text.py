@@ -1,4 +1,7 @@
-"""Text to tokens and back, with the tokenizer and the chat template of a model folder."""
+"""Read a model folder's tokenizer, stop strings and chat template, and turn tokens into text.
+
+The command line uses these functions. `byte_tokenizer` needs no folder. Nothing here communicates.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,14 @@ from sp_core.llama.config import read_json
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_UNFINISHED = "\ufffd"  # what stands for bytes that are not yet a character
+_UNFINISHED = "\ufffd"  # the decoder writes this for bytes that are not yet a whole character
 
 
 def read_tokenizer(folder: str | Path) -> Tokenizer:
-    """Return the tokenizer of a model folder.
+    """Return the tokenizer in `tokenizer.json` of a model folder.
 
     Raises:
-        CheckpointError: there is none, or it is broken.
+        CheckpointError: the file is missing or broken, or `tokenizers` is not installed.
     """
     path = Path(folder) / "tokenizer.json"
     try:
@@ -36,10 +39,10 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file.
+    """Return the text of a file in UTF-8.
 
     Raises:
-        CheckpointError: it is not there, or is no text in UTF-8.
+        CheckpointError: the file is missing, cannot be read, or is not in UTF-8.
     """
     try:
         return path.read_text(encoding="utf-8")
@@ -48,10 +51,12 @@ def read_text(path: Path) -> str:
 
 
 def read_stop_strings(folder: str | Path) -> list[str]:
-    """Return the texts after which the model's `generation_config.json` wants a text to end.
+    """Return the entry stop_strings of a folder's `generation_config.json`, as a list; [] if none.
+
+    Generation ends as soon as a text contains one of these strings.
 
     Raises:
-        CheckpointError: they are neither a text, a list of texts, nor null.
+        CheckpointError: the entry is neither a text, a list of texts, nor null.
     """
     path = Path(folder) / "generation_config.json"
     given = read_json(path).get("stop_strings") if path.exists() else None
@@ -64,15 +69,19 @@ def read_stop_strings(folder: str | Path) -> list[str]:
 
 
 def chat_prompt(folder: str | Path, text: str) -> str:
-    """Put a text into the chat template of a model folder, as the only message.
+    """Return the prompt that a model folder's chat template makes of one message from the user.
 
     The template is in `chat_template.jinja`, or in `tokenizer_config.json`.
 
+    Args:
+        folder: the model folder.
+        text: the message.
+
     Returns:
-        The prompt up to where the answer begins.
+        The prompt, up to where the model's answer begins.
 
     Raises:
-        CheckpointError: there is no template, or it refuses the text.
+        CheckpointError: there is no template, or the template fails with this text.
     """
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -80,7 +89,7 @@ def chat_prompt(folder: str | Path, text: str) -> str:
     file, settings = Path(folder) / "chat_template.jinja", Path(folder) / "tokenizer_config.json"
     values = read_json(settings) if settings.exists() else {}
     template = read_text(file) if file.exists() else values.get("chat_template")
-    if isinstance(template, list):  # several with names
+    if isinstance(template, list):  # several templates with names
         template = {each["name"]: each["template"] for each in template}.get("default")
     if not isinstance(template, str):
         raise CheckpointError(
@@ -98,7 +107,7 @@ def chat_prompt(folder: str | Path, text: str) -> str:
 
 
 class Stream:
-    """The text of tokens that arrive one by one."""
+    """The text of a sequence whose tokens are given one by one, such as to print it as it grows."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -106,25 +115,25 @@ class Stream:
         self._shown = ""
 
     def add(self, token: int) -> str:
-        """Return the text that the token adds, or "" while its last character is incomplete."""
+        """Append a token. Return the new text, or "" while the last character is incomplete."""
         self._tokens.append(token)
         return "" if self._tokenizer.decode(self._tokens).endswith(_UNFINISHED) else self.rest()
 
     def rest(self) -> str:
-        """Return the text that has not been returned yet."""
+        """Return the text that neither `add` nor `rest` has returned yet."""
         before, self._shown = self._shown, self._tokenizer.decode(self._tokens)
         return self._shown[len(before) :]
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Make a tokenizer whose 256 tokens are the bytes of the text in UTF-8."""
+    """Make a tokenizer with 256 tokens: token i is the byte i of a text in UTF-8."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     printable = {
         *range(33, 127),
         *range(161, 173),
         *range(174, 256),
-    }  # the library writes the others as characters from 256 on
+    }  # the library writes the other bytes as characters from 256 on
     others = [byte for byte in range(256) if byte not in printable]
     letters = {
         chr(byte if byte in printable else 256 + others.index(byte)): byte for byte in range(256)

@@ -1,10 +1,10 @@
-"""One step of training a LLaMA over a mesh, on sequences of any lengths; and checkpoints of it.
+"""Train a LLaMA over a mesh on sequences of any lengths, and save and load a training.
 
-Each replica packs its sequences into one row, without padding. Then:
+`train_step` computes loss, backward, sum of gradients, clipping and optimizer step; `backward` ends
+after the sum of gradients. Each replica (ranks along the axis "dp") packs its sequences one after
+the other into one row of tokens, without padding.
 
-    loss -> backward -> reduce -> clip -> optimizer
-
-The folder of a checkpoint is that of the model, as `save` writes it, with two more entries:
+`save_training` writes the model as `save` does, with two more entries, for `load_training`:
 
     optimizer/model.safetensors    tensors of the optimizer as large as their parameters, whole
     training.json                  all else: step, numbers, names of parameters, random state
@@ -38,16 +38,16 @@ from sp_core.sharding import Sharding
 RECORD = "training.json"
 Scheduler = torch.optim.lr_scheduler.LRScheduler
 Layout = Callable[[int, int], Sharding]
-"""The sharding of a number of tokens over a number of ranks."""
+"""A function from the numbers of tokens and of ranks to a sharding, such as `Sharding.zigzag`."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """The loss and the norm of the gradients of a step.
+    """The loss and the norm of the gradients of a training step.
 
     Args:
-        loss: mean over the tokens of all sequences that have a next one, before the step.
-        norm: of all gradients together, before clipping.
+        loss: mean over all tokens that have a next token in their sequence, before the step.
+        norm: the 2-norm of all gradients together, before clipping.
     """
 
     loss: float
@@ -64,22 +64,24 @@ def train_step(
     own: bool = False,
     recompute: bool = False,
 ) -> Step:
-    """Train the weights for one step on the next tokens of these sequences.
+    """Train the weights for one step on the next tokens of these sequences. Every rank calls this.
 
     Args:
-        model: on any mesh.
-        optimizer: of `model.parameters()`; one that treats each element by itself, as AdamW and SGD
-            do, for weights are split.
-        sequences: as in `backward`.
-        max_norm: to which the norm of all gradients together is clipped; infinity for no clipping.
-        layout, own, recompute: as in `backward`.
+        model: on any mesh without the axis "pp".
+        optimizer: of `model.parameters()`. It must treat each element by itself, as AdamW and SGD
+            do, because a rank holds only parts of the weights.
+        sequences, layout, own, recompute: as in `backward`.
+        max_norm: the norm of all gradients together is clipped to this; infinity for no clipping.
+
+    Returns:
+        The loss and the norm of the gradients before the step.
 
     Communication:
         That of `backward` and of `clip_gradient_norm`.
 
     Raises:
-        ValueError: as `backward` and `clip_gradient_norm`; the weights are then what they were. On
-            every rank.
+        ShapeError, ValueError, TypeError, CollectiveMismatch: as `backward` and
+            `clip_gradient_norm`, on every rank. The weights are then unchanged.
     """
     call = f"train_step({max_norm=})"
     loss = _backward(call, model, sequences, layout, own, recompute, optimizer=optimizer)
@@ -98,27 +100,31 @@ def backward(
 ) -> float:
     """Set the gradient of each weight, on every rank, to that of the mean loss over all sequences.
 
+    Every rank calls this. Gradients from before are discarded.
+
     Args:
-        model: on any mesh.
-        sequences: tokens, at least one in each; the same ones on every rank. Replicas take shares
-            of them.
-        layout: how a replica's tokens are dealt to its sequence ranks.
-        own: whether the sequences are those of this replica only, which other replicas need not
-            know. They are the same ones on all ranks of the replica.
-        recompute: whether each layer keeps its input only, (B, S/P, E), and is computed once more
-            in the backward pass, for long sequences. Loss and gradients are the same numbers.
+        model: on any mesh without the axis "pp".
+        sequences: for each its tokens, at least one; equal on every rank. Each replica (ranks along
+            the axis "dp") takes a part of the sequences.
+        layout: a function from the numbers of tokens and ranks to the `Sharding` of a replica's
+            tokens over its sequence ranks.
+        own: whether the sequences are those of this replica only. They then need to be equal only
+            on the ranks of the replica.
+        recompute: whether each layer keeps only its input (B, S/P, E), and is computed once more in
+            the backward pass, for long sequences. Loss and gradients are the same numbers.
 
     Returns:
-        The loss: mean over all tokens that have a next one in their sequence.
+        The loss: mean over all tokens that have a next token in their sequence.
 
     Communication:
-        One agreement; that of the model and of `next_token_loss` forward and
-        backward, of `next_token_labels`, and of `reduce_gradients`. With `recompute` that of the
-        layers forward twice.
+        One agreement (32-byte all-reduce; with several replicas 64 bytes of each rank are gathered,
+        too). That of the model and of `next_token_loss` forward and backward, of
+        `next_token_labels`, and of `reduce_gradients`. With `recompute` the layers communicate twice
+        as in one forward.
 
     Raises:
-        ShapeError, ValueError: an empty sequence, a token that is not in the vocabulary, or no
-            token with a next one.
+        ShapeError, ValueError, TypeError: an empty sequence, a token that is not in the vocabulary,
+            no token with a next token, or layers that are split over stages.
         CollectiveMismatch: ranks with different sequences. All on every rank.
     """
     return _backward("backward()", model, sequences, layout, own, recompute)
@@ -133,7 +139,7 @@ def _backward(
     recompute: bool,
     **others: object,
 ) -> float:
-    """Carry out `backward`, as part of a call that has other arguments to check."""
+    """Compute `backward` for the function `call`, whose further arguments `others` are checked."""
     check_model(model)
     grid, dealt, given = model.grid, list[Sharding](), list[str]()
     count, place = (1, 0) if own is True else (model.grid.replicas.size, model.grid.replicas.rank)
@@ -168,7 +174,11 @@ def _backward(
 
 
 def _dealt(sequences: Tokens, layout: Layout, replicas: int, ranks: int) -> list[Sharding]:
-    """Deal the tokens of each replica to its sequence ranks."""
+    """Return for each replica the sharding of the tokens of all its sequences, by `layout`.
+
+    Raises:
+        ValueError, TypeError: on this rank: an empty sequence; a layout that makes no `Sharding`.
+    """
     for number, sequence in enumerate(sequences):
         if not sequence:
             raise ValueError(
@@ -183,10 +193,7 @@ def _dealt(sequences: Tokens, layout: Layout, replicas: int, ranks: int) -> list
 
 
 def packed(sequences: Tokens) -> tuple[Tensor, Mask]:
-    """Put sequences one after the other in a row (1, S).
-
-    Return it with the mask under which none sees another.
-    """
+    """Return the sequences in one row, int64 (1, S), and a causal mask with each as a document."""
     return flat(sequences).unsqueeze(0), Mask(
         causal=True, documents=(0, *accumulate(map(len, sequences))) if sequences else None
     )
@@ -204,23 +211,24 @@ def save_training(
 ) -> None:
     """Write all that a training needs to go on: weights, optimizer, schedule and random state.
 
-    As with `save` the folder gets its name when everything is in it. A save that is killed leaves
-    the checkpoints before it as they are. `load` and transformers read the model in the folder.
+    Every rank calls this; rank 0 writes. As with `save`, a temporary folder is renamed when it is
+    complete, so a killed save harms no earlier checkpoint. `load` and transformers read the model
+    in the folder.
 
     Args:
-        model: on any mesh without stages.
-        folder: where nothing is yet, or an empty folder; a new one for each checkpoint.
-        optimizer: of parameters of the model. It holds numbers, and floating tensors as large as
-            their parameters.
-        step: how many steps were done; `load_training` returns it.
+        model: on any mesh without the axis "pp".
+        folder: a path where nothing is yet, or an empty folder; a new one for each checkpoint.
+        optimizer: of parameters of the model. Its state may hold numbers, texts, lists, and
+            floating tensors as large as their parameters.
+        step: how many steps were done; `load_training` returns this number.
         scheduler: of the learning rate, if there is one.
         generator: of the random numbers that order the data, if there is one, in the same state on
             every rank. The library has no random state: `dropout` computes with a seed.
-        max_file_bytes: as in `save`, of the weights and of the tensors of the optimizer.
+        max_file_bytes: as in `save`, for weights and for tensors of the optimizer.
 
     Communication:
-        Over the tensor ranks one all-gather of each weight and of each tensor of the optimizer;
-        over all ranks three agreements, and one for each file.
+        Over the tensor ranks one all-gather of each weight and of each tensor of the optimizer.
+        Over all ranks three agreements (32-byte all-reduces), and one for each file of tensors.
 
     Raises:
         CheckpointError: as `save`; or parameters of another model, or a state that cannot be
@@ -254,22 +262,22 @@ def load_training(
 ) -> int:
     """Set model, optimizer, scheduler and generator to what `save_training` has written.
 
-    Each rank reads its own slices, on any mesh without stages. If the folder is refused, nothing
-    was changed.
+    Every rank calls this, and reads its own parts of the tensors. The mesh may differ from the one
+    of the save. If the folder is refused, nothing is changed.
 
     Args:
-        model: of the same architecture and dtype.
-        folder: that `save_training` has written.
-        optimizer: of the same class, with the same parameters in the same groups. Its learning rate
-            and the like are set, too.
-        scheduler: of the same class, if there was one.
-        generator: if there was one.
+        model: of the same architecture and dtype, on any mesh without the axis "pp".
+        folder: a folder that `save_training` has written.
+        optimizer: of the same class, with the same parameters in the same groups. Hyperparameters
+            such as the learning rate are set, too.
+        scheduler: of the same class, if one was saved; else None.
+        generator: on the same type of device, if one was saved; else None.
 
     Returns:
         How many steps were done.
 
     Communication:
-        One agreement, after everything has been read.
+        One agreement (32-byte all-reduce), after all ranks have read their parts.
 
     Raises:
         CheckpointError: a folder that is broken, or of another model or training.
@@ -297,7 +305,7 @@ def load_training(
         return (record, *_read(model, weights, record)), text
 
     record, values, state = make_alike(model.grid.everyone, read)
-    if generator is not None:  # first, for it may be refused
+    if generator is not None:  # first, because set_state may raise an error
         generator.set_state(torch.tensor([*bytes.fromhex(record["random"])], dtype=torch.uint8))
     model.fill(lambda name, _: values[name])
     optimizer.load_state_dict({"state": state, "param_groups": record["groups"]})
@@ -312,7 +320,16 @@ def _record(
     scheduler: Scheduler | None,
     generator: torch.Generator | None,
 ) -> dict[str, Any]:
-    """Describe a training but for large tensors. Its entry "of" has to be the same again."""
+    """Return the contents of `training.json` but for the step: all state except large tensors.
+
+    Entries: "of", the kinds of model, optimizer, scheduler and generator, which have to be equal
+    when the training is loaded; "groups", the parameter groups; "state", by name of a parameter the
+    optimizer's state, with {} for a large tensor and [x] for a tensor of one number x; "schedule";
+    "random", the generator's state in hexadecimal.
+
+    Raises:
+        CheckpointError: on this rank: the optimizer has a parameter that the model lacks.
+    """
     remedy = "Make one of model.parameters()."
     arguments.check_type("optimizer", optimizer, torch.optim.Optimizer, remedy)
     arguments.check(scheduler=scheduler, generator=generator)
@@ -348,14 +365,18 @@ def _record(
 
 
 def _is_cut(x: object, weight: Tensor) -> bool:
-    """Return whether something that an optimizer holds is cut over ranks as its parameter."""
+    """Return whether `x` of an optimizer's state is a floating tensor of the shape of `weight`."""
     return isinstance(x, Tensor) and x.shape == weight.shape and x.dtype in DTYPES.values()
 
 
 def _read(
     model: Llama, weights: Checkpoint, record: dict[str, Any]
 ) -> tuple[dict[str, Tensor], dict[int, dict[str, Any]]]:
-    """Read this rank's weights by name, and the optimizer's state by number of the parameter."""
+    """Read this rank's parts of the weights, by name, and of the optimizer's state.
+
+    Returns:
+        The weights, and by index of a parameter in the optimizer the values of its state by name.
+    """
     placements = {name: placement for name, (_, placement) in parts_of(model).items()}
     rank, held = model.grid.tensor.rank, record["state"]
     is_cut = any(x == {} for kinds in held.values() for x in kinds.values())
@@ -375,18 +396,18 @@ def _read(
 
 
 def _keyed(pairs: list[tuple[str, Any]]) -> dict[Any, Any]:
-    """Make keys that are numbers, such as the milestones of a scheduler, numbers again."""
+    """Return a JSON object as a dict. Keys that are numbers, such as milestones, become ints."""
     return {int(key) if key.isdecimal() else key: value for key, value in pairs}
 
 
 def _digests(record: dict[str, Any]) -> str:
-    """Return a short text that tells trainings apart, entry by entry."""
+    """Return a text with a short hash of each entry of a record, to compare over ranks."""
     texts = {key: json.dumps(x, default=_refuse).encode() for key, x in record.items()}
     return ", ".join(f"{key} #{blake2b(x, digest_size=4).hexdigest()}" for key, x in texts.items())
 
 
 def _refuse(x: object) -> None:
-    """Refuse what is neither a large tensor nor JSON."""
+    """Raise CheckpointError for a value that JSON cannot hold; `json.dumps` calls this."""
     what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
     raise CheckpointError(
         f"the optimizer or the scheduler holds {what}. Saved are numbers, texts, lists, and "

@@ -1,10 +1,13 @@
-"""Prefill of sequences of unequal length as a plan says.
+"""`prefill_unequal`: logits after the last token of sequences of unequal length.
 
-Some shared by all sequence ranks, the others each whole on one of them.
+A plan of `sp_core.scheduling` sorts the sequences into three kinds:
 
-    shared:  q_r, (k v)_r of a zigzag shard   ->  the grid's scheme
-    packed:  whole sequences as documents     ->  local attention
+    sharded  all sequence ranks share a sequence     zigzag shards, attention by the grid's scheme
+    packed   one sequence rank computes it whole     local attention, several packed into one row
+    waiting  as packed, on the rank that first has nothing else to do
 
+A row is a tensor of shape (1, S) with several sequences one after the other, which the mask keeps
+apart as documents. Packed and waiting sequences are computed in batches of about `PASS_TOKENS`.
 Shapes: N sequences, S tokens, E model dim, V vocabulary, P sequence ranks, T tensor ranks.
 """
 
@@ -38,14 +41,17 @@ from sp_core.scheduling.plan import passes
 from sp_core.sharding import Sharding, split_sizes
 
 PASS_TOKENS = 1024
-"""Tokens of short sequences that are computed together; more need more memory, and less makes
-the products small."""
+"""The most tokens of packed sequences that are computed together. More need more memory; fewer
+make the matrix products small."""
 Rows = dict[int, Tensor]
-"""Hidden states (E,) of the last tokens of some sequences, by the number of the sequence."""
+"""The hidden state (E,) of the last token of some sequences, by the index of the sequence."""
 
 
 def work_of(config: LlamaConfig) -> Work:
-    """Return the operations of the layers in a forward pass, without embedding, norms and head."""
+    """Return the floating-point operations of a forward pass, per token and per pair of tokens.
+
+    Embedding, norms and the output layer are not counted.
+    """
     attention = 4 * config.num_attention_heads * config.head_dim
     return Work(
         2 * config.layer_weights * config.num_hidden_layers, attention * config.num_hidden_layers
@@ -55,27 +61,29 @@ def work_of(config: LlamaConfig) -> Work:
 def prefill_unequal(
     model: Llama, sequences: Tokens, plan: Plan, *, pass_tokens: int = PASS_TOKENS
 ) -> Tensor:
-    """Compute the logits after the last token of each sequence.
+    """Compute the logits after the last token of each sequence. Every rank calls this.
 
     Args:
-        model: the weights; without replicas and pipeline stages.
-        sequences: of any lengths, at least one token each; the same on every rank.
-        plan: from `sp_core.scheduling`, for these lengths and the sequence ranks.
-        pass_tokens: how many tokens of packed sequences are computed together.
+        model: the model, on a mesh without the axes "dp" and "pp"; "pp" is not checked.
+        sequences: for each its tokens, at least one; equal on every rank.
+        plan: from `sp_core.scheduling`, for these lengths and the number of sequence ranks. It says
+            which sequences all sequence ranks share, and which rank computes the others.
+        pass_tokens: the most tokens of not shared sequences that a rank computes together.
 
     Returns:
         (N, V) in the order of the sequences, on every rank.
 
     Communication:
-        For a shared sequence that of the scheme over the sequence ranks; none over them for a
-        packed one; for a run of waiting ones an access to a shared counter. Over the tensor ranks
-        two all-reduces per layer, and one for the embedding, for each shared sequence and each run
-        of others; and a broadcast of a number for each access. In the end two all-gathers over the
-        sequence ranks, of (N/P, V/T) and of N/P numbers, and one of (N, V/T) over the tensor ranks.
+        One agreement (32-byte all-reduce). For a shared sequence the messages of the attention
+        scheme; for others none between sequence ranks. Ranks draw waiting sequences, some at a
+        time, from a shared counter: each draw is one access and a broadcast of a number over the
+        tensor ranks. Over the tensor ranks two all-reduces per layer, and one for the embedding,
+        for each shared sequence and each batch of others. In the end two all-gathers over the
+        sequence ranks, of N/P numbers and of (N/P, V/T), and one of (N, V/T) over the tensor ranks.
 
     Raises:
-        ShapeError, ValueError: a plan for other lengths or ranks, an empty sequence, a token that
-            is not in the vocabulary, or a mesh with replicas or stages.
+        ShapeError, ValueError, TypeError: a plan for other lengths or ranks, an empty sequence, a
+            token that is not in the vocabulary, or a mesh with replicas.
         CollectiveMismatch: ranks with different sequences or plans.
 
     All of these on every rank.
@@ -95,9 +103,10 @@ def prefill_unequal(
 
 @torch.no_grad()
 def compute(model: Llama, sequences: Tokens, plan: Plan, *, pass_tokens: int = PASS_TOKENS) -> Rows:
-    """Do this rank's part of `prefill_unequal` after the ranks have agreed.
+    """Compute this rank's part of `prefill_unequal`, without comparing the calls of the ranks.
 
-    Return the rows of the last tokens that it had.
+    Returns:
+        Hidden states of the last tokens that this rank computed, by the index of the sequence.
     """
     rows: Rows = {}
     for number in plan.sharded:
@@ -111,7 +120,10 @@ def compute(model: Llama, sequences: Tokens, plan: Plan, *, pass_tokens: int = P
 
 @torch.no_grad()
 def collect(model: Llama, rows: Rows, count: int) -> Tensor:
-    """Gather the logits (N, V) on every rank, from the rows that each has."""
+    """Return the logits (N, V) of all sequences on every rank, from the result of `compute`.
+
+    Every rank calls this. `count` is N.
+    """
     sequence, tensor, config = model.grid.sequence, model.grid.tensor, model.config
     numbers = torch.tensor(list(rows), dtype=torch.int64, device=sequence.device)
     empty = torch.empty(0, config.hidden_size, dtype=model.dtype, device=sequence.device)
@@ -125,9 +137,16 @@ def collect(model: Llama, rows: Rows, count: int) -> Tensor:
 
 
 def _shared(model: Llama, number: int, tokens: Sequence[int], length: int) -> Rows:
-    """Compute a sequence that the sequence ranks share.
+    """Compute sequence `number`, which all sequence ranks share; every rank calls this.
 
-    The rank with the last token returns its row.
+    Args:
+        model: the model.
+        number: the index of the sequence, the key of the result.
+        tokens: the sequence with its padding.
+        length: the number of tokens without padding.
+
+    Returns:
+        On the rank with the last token its hidden state, else nothing.
     """
     comm = model.grid.sequence
     sharding = Sharding.zigzag(len(tokens), comm.size)
@@ -138,7 +157,11 @@ def _shared(model: Llama, number: int, tokens: Sequence[int], length: int) -> Ro
 
 
 def _packed(model: Llama, numbers: Sequence[int], sequences: Tokens, plan: Plan) -> Rows:
-    """Compute whole sequences on this rank, packed as documents into one row."""
+    """Compute the sequences with these indices, each whole on this rank, packed into one row.
+
+    Returns:
+        The hidden state of the last token of each.
+    """
     row, mask = packed([_filled(sequences, plan, number) for number in numbers])
     tokens = row.to(model.grid.sequence.device)
 
@@ -155,9 +178,11 @@ def _packed(model: Llama, numbers: Sequence[int], sequences: Tokens, plan: Plan)
 
 
 def _taken(model: Llama, waiting: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    """Yield the waiting runs that this rank takes.
+    """Yield the batches of waiting sequences that this rank is to compute, until none is left.
 
-    Tensor rank 0 draws their numbers from a shared counter for all tensor ranks.
+    A batch is a tuple of indices of sequences. Tensor rank 0 draws the index of the next batch from
+    a counter that all sequence ranks share, and broadcasts it to the other tensor ranks. Every rank
+    calls this.
     """
     if not waiting:
         return
@@ -174,11 +199,15 @@ def _taken(model: Llama, waiting: Sequence[tuple[int, ...]]) -> Iterator[tuple[i
 
 
 def _filled(sequences: Tokens, plan: Plan, number: int) -> list[int]:
-    """Return a sequence with its padding, which no token before it sees."""
+    """Return sequence `number`, filled up with tokens 0 to the length in the plan.
+
+    A causal mask hides this padding from the sequence's tokens.
+    """
     return [*sequences[number], *[0] * (plan.tokens(number) - len(sequences[number]))]
 
 
 def _check(model: Llama, sequences: Tokens, plan: Plan, pass_tokens: int) -> None:
+    """Raise an error, on this rank, if an argument of `prefill_unequal` is wrong."""
     arguments.check(sequences=sequences, pass_tokens=pass_tokens)
     arguments.check_type(
         "plan", plan, Plan, "Make one with a policy of sp_core.scheduling, such as balanced."
