@@ -2,8 +2,8 @@
 
 `load` reads a model folder in Hugging Face's format, `save` writes one, and `create` makes a model
 with random weights; `Llama` is the model. `Grid` names the groups of ranks that a model uses.
-`generate` continues prompts. It uses `Decoder`, which appends tokens to sequences and keeps keys
-and values split over the ranks. `prefill_unequal` computes logits of sequences of unequal length.
+`generate` continues prompts with `Decoder`, which appends tokens to sequences and keeps keys and
+values split over the ranks. `prefill_unequal` computes logits of sequences of unequal length.
 `train` has training steps and their checkpoints, `pipeline` training over pipeline stages. Reading
 and writing folders needs `safetensors`.
 """

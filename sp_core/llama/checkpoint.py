@@ -173,7 +173,7 @@ def load(
         folder: holds `config.json` and either `model.safetensors`, or several files and
             `model.safetensors.index.json`. Every rank must see it.
         mesh: with any of the axes "dp", "pp", "ring", "ulysses" and "tp" (see `Grid`).
-        dtype: of weights and computation; that of the file if not given.
+        dtype: of weights and computation; the dtype of the file if not given.
         scheme: as in `Grid.of`.
         tp_sp: as in `Llama`.
 
@@ -252,7 +252,7 @@ def save(
     Args:
         model: on any mesh without the axis "pp".
         folder: a path where nothing is yet, or an empty folder.
-        tokenizer: written to `tokenizer.json`, such as `byte_tokenizer()`; that of rank 0 is used.
+        tokenizer: written to `tokenizer.json`, such as `byte_tokenizer()`; rank 0 writes its own.
         max_file_bytes: the most bytes of weights in a file, except for a file with one tensor; None
             writes a single file.
 
@@ -314,7 +314,7 @@ def parts_of(model: Llama) -> Parts:
 
 @torch.no_grad()
 def _gathered(part: Tensor, placement: Placement, model: Llama) -> Tensor:
-    """Return a whole tensor on every tensor rank, from their parts. All tensor ranks call this."""
+    """Gather the parts of a tensor, and return the whole tensor on every tensor rank."""
     sizes = [sum(map(len, held)) for held in placement.held]
     return placement.join(
         all_gather(part.detach(), comm=model.grid.tensor, dim=placement.dim, sizes=sizes)

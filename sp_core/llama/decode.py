@@ -114,7 +114,7 @@ class Cache:
     def add(self, tokens: Tokens, positions: list[int]) -> New:
         """Record new tokens at the positions that `place` returned, and assign them to ranks.
 
-        Their keys and values follow by `write`.
+        `write` then stores the keys and values of this rank's tokens.
         """
         shares = self.shares(len(positions))
         self.lengths = [length + len(new) for length, new in zip(self.lengths, tokens, strict=True)]
@@ -126,13 +126,13 @@ class Cache:
         return New(tokens, positions, shares)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Store keys and values (1, S, K/T, D) of the S tokens that `add` last gave this rank."""
+        """Store a layer's k and v (1, S, K/T, D) of the S tokens that `add` last gave this rank."""
         stop = len(self.owned[self.rank])
         start = stop - k.shape[1]
         self.rows[layer, 0, start:stop], self.rows[layer, 1, start:stop] = k[0], v[0]
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return views of the keys and values (1, tokens, K/T, D) of all tokens of this rank."""
+        """Return views of k and v (1, tokens, K/T, D) of a layer for all tokens of this rank."""
         kept = self.rows[layer, :, : len(self.owned[self.rank])]
         return kept[0].unsqueeze(0), kept[1].unsqueeze(0)
 
@@ -180,8 +180,8 @@ class Decoder:
         model: the model.
         room: for each sequence, the number of tokens that it may get in all. Memory for the keys
             and values of so many is allocated at once.
-        micro_batches: the number of parts into which the sequences are divided; that of the stages
-            if not given.
+        micro_batches: the number of parts into which the sequences are divided; the number of
+            stages if not given.
 
     Raises:
         ShapeError: on this rank: less than one micro-batch.
@@ -209,8 +209,8 @@ class Decoder:
             on every rank.
 
         Communication:
-            One agreement (32-byte all-reduce). Per layer that of the attention scheme, with all
-            cached tokens as keys, and two all-reduces over the tensor ranks; one more for the
+            One agreement (32-byte all-reduce). Per layer the messages of the attention scheme, with
+            all cached tokens as keys, and two all-reduces over the tensor ranks; one more for the
             embedding. Then one all-gather of (N', E) over the sequence ranks, and one of (N', V)
             over the tensor ranks. With `tp_sp` as `Llama.forward`, and one more all-gather of
             (N', E). Between stages one message of (S/P, E), or (S/P/T, E), for each micro-batch;

@@ -30,7 +30,7 @@ OnToken = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen from logits.
+    """The rule by which the next token is chosen from logits.
 
     Args:
         temperature: 0 takes the most likely token; otherwise a divisor of the logits.
@@ -106,14 +106,14 @@ def generate(
 
     Args:
         model: the model, on any mesh.
-        prompts: for each its tokens, at least one; equal on every rank. Each replica (ranks along
-            the axis "dp") continues a part of the prompts.
+        prompts: for each prompt its tokens, at least one; equal on every rank. Each replica (ranks
+            along the axis "dp") continues a part of the prompts.
         max_tokens: the most new tokens of a prompt.
         sampling: how to choose tokens; greedily if not given.
         stop: tokens after which a sequence ends; eos_token_id of the configuration if not given.
         stop_strings: texts. A sequence ends as soon as the text of its new tokens, special tokens
             included, contains one of these.
-        tokenizer: needed for `stop_strings`. That of rank 0 of a replica decides.
+        tokenizer: needed for `stop_strings`; rank 0 of a replica decides with its tokenizer.
         on_token: called with the index of a prompt and a token as soon as the token is chosen, on
             all ranks of the prompt's replica.
 
@@ -121,9 +121,9 @@ def generate(
         For each prompt the new tokens, with the token that ended it, on every rank.
 
     Communication:
-        One agreement (32-byte all-reduce). That of `Decoder.prefill` once and of `Decoder.decode`
-        for each further token. After each of these a broadcast of the chosen tokens in the replica.
-        In the end an all-gather of the results over the replicas.
+        One agreement (32-byte all-reduce). As `Decoder.prefill` once and as `Decoder.decode` for
+        each further token. After each call a broadcast of the chosen tokens in the replica. In the
+        end an all-gather of the results over the replicas.
 
     Raises:
         ValueError: an empty prompt, a token that is not in the vocabulary, more tokens than the

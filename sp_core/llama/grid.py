@@ -31,8 +31,8 @@ class Grid:
         tensor: the axis "tp": ranks that split heads, feed-forward features and vocabulary, and
             have the same tokens.
         sequence: the axes "ring" and "ulysses": ranks that split each sequence.
-        stages: the axis "pp": ranks that hold consecutive layers. Each computes these for a
-            micro-batch and sends the result to the next rank.
+        stages: the axis "pp": ranks that hold consecutive layers, compute these for a
+            micro-batch and send the result to the next rank.
         replicas: the axis "dp": ranks that hold the same weights for other sequences.
         data: "dp", "ring" and "ulysses": ranks that hold the same parts of the weights and have
             other tokens.
@@ -58,8 +58,8 @@ class Grid:
             mesh: the ranks, with any of the axes "dp", "pp", "ring", "ulysses" and "tp". An axis
                 that is missing counts as one rank.
             scheme: the attention scheme: a name of `sp_core.schemes.SCHEMES`, or "hybrid". If not
-                given, "hybrid" with both axes "ring" and "ulysses", the name of the axis with one
-                of them, and "allgather_kv" with neither.
+                given, "hybrid" on a mesh with "ring" and "ulysses", the scheme of that name on a
+                mesh with one of these axes, else "allgather_kv".
 
         Communication:
             One agreement (32-byte all-reduce).

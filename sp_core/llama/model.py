@@ -1,9 +1,9 @@
 """The LLaMA model over a mesh, and `create`, which makes one with random weights.
 
-A `Grid` splits weights over tensor ranks, layers over stages, sequences over sequence ranks, and
-batches over replicas. Shapes: B batch, S tokens, E model dim, D head dim, H heads, K key/value
-heads, V vocabulary, P sequence ranks, T tensor ranks. TP-SP: between the products with split
-weights each tensor rank has only some of the tokens.
+Weights are split over tensor ranks, layers over stages, sequences over sequence ranks, batches over
+replicas; `Grid` has these groups of ranks. Shapes: B batch, S tokens, E model dim, D head dim, H
+heads, K key/value heads, V vocabulary, P sequence ranks, T tensor ranks. TP-SP: between the
+products with split weights each tensor rank has only some of the tokens.
 """
 
 from __future__ import annotations
@@ -142,10 +142,11 @@ class Llama(nn.Module):
             (B, S/P, V/T).
 
         Communication:
-            One agreement (32-byte all-reduce) of all ranks. Per layer that of the scheme over the
-            sequence ranks, and two all-reduces of (B, S/P, E) over the tensor ranks; one more for
-            the embedding. Backward as many again. With `tp_sp` each of these is a reduce-scatter,
-            after an all-gather of the tokens; backward the same, and each all-gather once more.
+            One agreement (32-byte all-reduce). Per layer the messages of the attention scheme over
+            the sequence ranks, and two all-reduces of (B, S/P, E) over the tensor ranks; one more
+            for the embedding. Backward as many again. With `tp_sp` each all-reduce is a
+            reduce-scatter, after an all-gather of the tokens; backward the same, and each
+            all-gather once more.
 
         Raises:
             ShapeError, DtypeError, ValueError: tokens or a mask that do not fit, tokens that are
@@ -218,7 +219,7 @@ class Llama(nn.Module):
 
         Communication:
             With `lengths` an all-gather of `hidden` over the tensor ranks, backward a
-            reduce-scatter; else backward an all-reduce. Then that of `next_token_loss`.
+            reduce-scatter; else backward an all-reduce. Then as `next_token_loss`.
         """
         tensor, data = self.grid.tensor, self.grid.data
         if lengths is None:
@@ -305,7 +306,7 @@ def parameter_names(model: Llama) -> set[str]:
 
 
 def stage_layers(config: LlamaConfig, stages: int) -> tuple[range, ...]:
-    """Return for each stage the range of its layers, such that the slowest stage has least work.
+    """Return for each stage a range of layers, such that the greatest work of a stage is least.
 
     The head counts as work of the last stage.
 

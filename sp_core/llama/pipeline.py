@@ -61,9 +61,9 @@ class _Mail:
     A stage receives hidden states from the stage before and sends its own to the stage after.
     Gradients of hidden states go the other way.
 
-    All stages call the constructor, for the same micro-batches. It tells the transport of all
-    messages that will follow, and posts the first receive of each direction. `send` starts a
-    message as soon as the stage has computed it, and does not wait. `receive` waits for a message
+    All stages call the constructor, for the same micro-batches. The constructor tells the transport
+    of all messages that will follow, and posts the first receive of each direction. `send` starts a
+    message, and does not wait. `receive` waits for a message
     and posts the next receive, so that a message can arrive while the stage computes.
 
     Args:
@@ -142,7 +142,7 @@ class _Mail:
 def forward(model: Llama, passes: Sequence[Pass]) -> list[Tensor]:
     """Compute the layers of all stages for some micro-batches, without gradients.
 
-    All ranks of the model call this, for the same micro-batches.
+    All ranks of a replica (`grid.model`) call this, for the same micro-batches.
 
     Args:
         model: with any number of stages.
@@ -150,7 +150,7 @@ def forward(model: Llama, passes: Sequence[Pass]) -> list[Tensor]:
 
     Returns:
         For each pass the result of this stage's layers: hidden states (B, S, E), with TP-SP
-        (B, S/T, E). On the last stage they have gone through the final norm.
+        (B, S/T, E). On the last stage the final norm is applied, too.
 
     Communication:
         For each micro-batch one message of that shape from each stage to the next, and the
@@ -174,7 +174,7 @@ def loss_and_gradients(
     Args:
         model: with any number of stages.
         batches: the micro-batches, at least one; the same number on every rank. Replicas (ranks
-            along the axis "dp") may have other ones.
+            along the axis "dp") may have other micro-batches.
         ordering: the order of forwards and backwards on each stage, such as `gpipe`. Another order
             sums the same gradients in another order.
 
@@ -185,8 +185,8 @@ def loss_and_gradients(
         One agreement (32-byte all-reduce) over the stages, over the tensor ranks, over the ranks of
         a replica and over all ranks; one all-reduce of the number of valid tokens. For each
         micro-batch one message of (B, S/P, E), with TP-SP (B, S/P/T, E), from each stage to the
-        next, and one back; that of the layers and of `next_token_loss`. In the end one broadcast
-        of the loss over the stages.
+        next, and one back. The messages of the layers and of `next_token_loss`. In the end one
+        broadcast of the loss over the stages.
 
     Raises:
         ShapeError, DtypeError, ValueError, TypeError: no micro-batch, no valid label, or tokens,

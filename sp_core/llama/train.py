@@ -68,8 +68,8 @@ def train_step(
 
     Args:
         model: on any mesh without the axis "pp".
-        optimizer: of `model.parameters()`. It must treat each element by itself, as AdamW and SGD
-            do, because a rank holds only parts of the weights.
+        optimizer: of `model.parameters()`, one that treats each element by itself, as AdamW and
+            SGD do, because a rank holds only parts of the weights.
         sequences, layout, own, recompute: as in `backward`.
         max_norm: the norm of all gradients together is clipped to this; infinity for no clipping.
 
@@ -77,7 +77,7 @@ def train_step(
         The loss and the norm of the gradients before the step.
 
     Communication:
-        That of `backward` and of `clip_gradient_norm`.
+        As `backward`, then as `clip_gradient_norm`.
 
     Raises:
         ShapeError, ValueError, TypeError, CollectiveMismatch: as `backward` and
@@ -104,12 +104,12 @@ def backward(
 
     Args:
         model: on any mesh without the axis "pp".
-        sequences: for each its tokens, at least one; equal on every rank. Each replica (ranks along
+        sequences: for each the tokens, at least one; equal on every rank. Each replica (ranks along
             the axis "dp") takes a part of the sequences.
         layout: a function from the numbers of tokens and ranks to the `Sharding` of a replica's
             tokens over its sequence ranks.
-        own: whether the sequences are those of this replica only. They then need to be equal only
-            on the ranks of the replica.
+        own: whether the sequences are those of this replica only. Own sequences need to be equal
+            only on the ranks of the replica.
         recompute: whether each layer keeps only its input (B, S/P, E), and is computed once more in
             the backward pass, for long sequences. Loss and gradients are the same numbers.
 
@@ -118,9 +118,9 @@ def backward(
 
     Communication:
         One agreement (32-byte all-reduce; with several replicas 64 bytes of each rank are gathered,
-        too). That of the model and of `next_token_loss` forward and backward, of
-        `next_token_labels`, and of `reduce_gradients`. With `recompute` the layers communicate twice
-        as in one forward.
+        too). Then as `Llama.forward` and `next_token_loss`, forward and backward, as
+        `next_token_labels` and as `reduce_gradients`. With `recompute` the layers repeat their
+        forward messages in the backward pass.
 
     Raises:
         ShapeError, ValueError, TypeError: an empty sequence, a token that is not in the vocabulary,
@@ -139,7 +139,7 @@ def _backward(
     recompute: bool,
     **others: object,
 ) -> float:
-    """Compute `backward` for the function `call`, whose further arguments `others` are checked."""
+    """Compute `backward` in the function that `call` names. Check further arguments `others`."""
     check_model(model)
     grid, dealt, given = model.grid, list[Sharding](), list[str]()
     count, place = (1, 0) if own is True else (model.grid.replicas.size, model.grid.replicas.rank)
@@ -218,8 +218,8 @@ def save_training(
     Args:
         model: on any mesh without the axis "pp".
         folder: a path where nothing is yet, or an empty folder; a new one for each checkpoint.
-        optimizer: of parameters of the model. Its state may hold numbers, texts, lists, and
-            floating tensors as large as their parameters.
+        optimizer: of parameters of the model, with a state of numbers, texts, lists, and floating
+            tensors as large as their parameters.
         step: how many steps were done; `load_training` returns this number.
         scheduler: of the learning rate, if there is one.
         generator: of the random numbers that order the data, if there is one, in the same state on

@@ -7,7 +7,7 @@ A plan of `sp_core.scheduling` sorts the sequences into three kinds:
     waiting  as packed, on the rank that first has nothing else to do
 
 A row is a tensor of shape (1, S) with several sequences one after the other, which the mask keeps
-apart as documents. Packed and waiting sequences are computed in batches of about `PASS_TOKENS`.
+apart as documents. A row has up to `PASS_TOKENS` tokens, or one longer sequence.
 Shapes: N sequences, S tokens, E model dim, V vocabulary, P sequence ranks, T tensor ranks.
 """
 
@@ -68,17 +68,18 @@ def prefill_unequal(
         sequences: for each its tokens, at least one; equal on every rank.
         plan: from `sp_core.scheduling`, for these lengths and the number of sequence ranks. It says
             which sequences all sequence ranks share, and which rank computes the others.
-        pass_tokens: the most tokens of not shared sequences that a rank computes together.
+        pass_tokens: the most tokens of sequences that a rank packs into one row; a longer sequence
+            has a row of its own.
 
     Returns:
         (N, V) in the order of the sequences, on every rank.
 
     Communication:
         One agreement (32-byte all-reduce). For a shared sequence the messages of the attention
-        scheme; for others none between sequence ranks. Ranks draw waiting sequences, some at a
-        time, from a shared counter: each draw is one access and a broadcast of a number over the
-        tensor ranks. Over the tensor ranks two all-reduces per layer, and one for the embedding,
-        for each shared sequence and each batch of others. In the end two all-gathers over the
+        scheme; for others none between sequence ranks. Ranks draw rows of waiting sequences
+        from a shared counter: each draw is one access and a broadcast of a number over the tensor
+        ranks. Over the tensor ranks two all-reduces per layer, and one for the embedding,
+        for each shared sequence and each row of others. In the end two all-gathers over the
         sequence ranks, of N/P numbers and of (N/P, V/T), and one of (N, V/T) over the tensor ranks.
 
     Raises:
@@ -146,7 +147,7 @@ def _shared(model: Llama, number: int, tokens: Sequence[int], length: int) -> Ro
         length: the number of tokens without padding.
 
     Returns:
-        On the rank with the last token its hidden state, else nothing.
+        On the rank with the last token the hidden state of that token, else nothing.
     """
     comm = model.grid.sequence
     sharding = Sharding.zigzag(len(tokens), comm.size)
@@ -178,11 +179,11 @@ def _packed(model: Llama, numbers: Sequence[int], sequences: Tokens, plan: Plan)
 
 
 def _taken(model: Llama, waiting: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    """Yield the batches of waiting sequences that this rank is to compute, until none is left.
+    """Yield, of the rows of `waiting`, those that this rank is to compute, until none is left.
 
-    A batch is a tuple of indices of sequences. Tensor rank 0 draws the index of the next batch from
-    a counter that all sequence ranks share, and broadcasts it to the other tensor ranks. Every rank
-    calls this.
+    A row is a tuple of indices of sequences. Tensor rank 0 draws the index of the next row from a
+    counter that all sequence ranks share, and broadcasts the index to the other tensor ranks. Every
+    rank calls this.
     """
     if not waiting:
         return

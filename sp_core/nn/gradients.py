@@ -31,7 +31,7 @@ from sp_core.segments import concatenated, split_ranges
 
 @dataclass(frozen=True)
 class Placement:
-    """Which slices of a whole parameter each rank along the tensor axis holds.
+    """The slices of a whole parameter that each rank along the tensor axis holds.
 
     A slice is one index along `dim`. A rank's part consists of all slices that the rank holds.
 
@@ -64,7 +64,7 @@ class Placement:
     def split(cls, shape: Sequence[int], dim: int, size: int) -> Placement:
         """Return the placement of a parameter cut along `dim` into one range per rank.
 
-        The ranges of the `size` ranks are equal, but that the first may have one slice more.
+        The `size` ranges have equal lengths, except that the first ones may have one slice more.
         """
         return cls(tuple(shape), dim, tuple((part,) for part in split_ranges(shape[dim], size)))
 
@@ -97,7 +97,7 @@ class Placement:
     def counted(self, part: Tensor, rank: int) -> Tensor:
         """Return the slices of the part of `rank` that `rank` counts in a norm.
 
-        They are those that no lower rank holds, so each slice is counted once; none if `copy`.
+        No lower rank holds these slices, so each slice is counted once. With `copy` there are none.
         """
         lower = concatenated(sum(self.held[:rank], ()))
         first = torch.isin(concatenated(self.held[rank]), lower, invert=True) & (not self.copy)
@@ -147,9 +147,9 @@ def reduce_gradients(
     Every rank calls this once after backward.
 
     Args:
-        parameters: corresponding ones in the same order on every rank; those without requires_grad
-            are skipped. A gradient that is None counts as zero. With `tensor` each parameter needs
-            a placement, which says which rank holds which part.
+        parameters: corresponding parameters, in the same order on every rank; those without
+            requires_grad are skipped. A gradient that is None counts as zero. With `tensor` each
+            parameter needs a placement, which says which rank holds which part.
         data: the ranks that hold the same parts and have other tokens.
         tensor: the ranks along the tensor axis, which have the same tokens; None if no weight is
             split.
@@ -186,7 +186,7 @@ def reduce_gradients(
 
 
 def _own_gradient(parameter: nn.Parameter) -> Tensor:
-    """Return the gradient, set to zeros if None, and copied if its elements share memory."""
+    """Return `parameter.grad`, after replacing None by zeros and overlapping memory by a copy."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     elif overlaps(parameter.grad):
@@ -263,7 +263,7 @@ def _placed(
 ) -> Placed:
     """Return the parameters for which `is_wanted` is true, with their placements.
 
-    If `tensor` is None, a parameter without a placement gets an empty one of its shape.
+    If `tensor` is None, a parameter without a placement gets a placement without slices.
 
     Raises:
         ShapeError: on this rank: a placement is missing, or is for other ranks or another part.

@@ -59,7 +59,7 @@ def attended(
         (B, S, H*D).
 
     Communication:
-        That of `attend`.
+        As `attend`.
     """
     q, k, v = (y.unflatten(2, (-1, head_dim)) for y in projected)
     if rotate is not None:
@@ -299,7 +299,7 @@ class FeedForward(ReplicatedLayer):
 class TransformerBlock(nn.Module):
     """A pre-norm transformer block over a sequence that is split over the ranks.
 
-    It computes x + attention(norm1(x)), then x + feed_forward(norm2(x)).
+    The result is y + feed_forward(norm2(y)), where y = x + attention(norm1(x)).
 
     Args:
         hidden: E.

@@ -124,8 +124,8 @@ def next_token_loss(
     """Compute the mean cross-entropy over the valid tokens of all ranks.
 
     The vocabulary is split over the ranks of `tensor`, and no rank gathers the logits. Every rank
-    returns the same loss. Call backward on every rank, then `reduce_gradients`, which sums
-    gradients over ranks: they are then those of this loss, counted once.
+    returns the same loss. Call backward on every rank, then `reduce_gradients`: the sums
+    over the ranks are the gradients of this loss, counted once.
 
     Args:
         x: logits (..., V/T), this rank's part of the vocabulary, for its tokens. With `head` hidden
@@ -136,8 +136,8 @@ def next_token_loss(
         tensor: the T ranks that split the vocabulary and have the same tokens.
         data: the ranks that have other tokens.
         count: the divisor of the sum over tokens, equal on every rank; None for the number of valid
-            labels of all ranks. Losses of micro-batches add up to their mean if each is given the
-            number of valid labels of all micro-batches.
+            labels of all ranks. With the number of valid labels of all micro-batches, the losses
+            of the micro-batches add up to the mean.
         head: (V/T, E), the weight that makes this rank's logits x @ head.T; None for logits.
         chunk: with `head`, the number of tokens whose logits exist at a time, at least 1. Backward
             computes the logits of each chunk again if there are several.

@@ -128,7 +128,7 @@ class Embedding(Weight):
         )
 
     def forward(self, tokens: Tensor, lengths: Lengths) -> Tensor:
-        """Return the vectors (B, S*, E) of int64 tokens (B, S), equal on every rank.
+        """Return the vectors (B, S*, E) of int64 tokens (B, S), which are equal on every rank.
 
         Communication:
             One all-reduce, or with `lengths` one reduce-scatter, of (B, S, E).
@@ -145,7 +145,7 @@ class Embedding(Weight):
 class ParallelBlock(nn.Module):
     """LLaMA's transformer block: RMSNorm, grouped-query attention and SwiGLU, split over ranks.
 
-    Each rank holds some query heads and the key/value heads that these read; names as in LLaMA.
+    A rank holds some query heads and the key/value heads they read. Names are Hugging Face's.
 
     Args:
         hidden, ffn_hidden: E and F, the feed-forward dim.
@@ -205,7 +205,7 @@ class ParallelBlock(nn.Module):
         """Apply the block to x (B, S*, E), and return the same shape. `rotate` acts on q and k.
 
         Communication:
-            That of `attend`, and twice that of `project` and of `sum_over_ranks`.
+            As `attend` once, and as `project` and `sum_over_ranks` twice.
         """
         weights: Any = (*self.self_attn.values(), *self.mlp.values())
         q, k, v, o, gate, up, down = weights
@@ -316,7 +316,7 @@ class _ParallelLinear(Weight):
 class ColumnParallelLinear(_ParallelLinear):
     """A linear layer of which each rank computes some output features, for all tokens.
 
-    It first gathers the tokens if they are split over the ranks. Made by `from_linear`.
+    `forward` first gathers the tokens if a sharding splits these. Made by `from_linear`.
 
     Weight `(sizes[rank], in_features)`, bias `(sizes[rank],)`; sizes has the features of each rank.
     """
@@ -324,7 +324,7 @@ class ColumnParallelLinear(_ParallelLinear):
     split_dim = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map this rank's tokens x (B, S/P, E) to all tokens (B, S, sizes[rank]), in rank order.
+        """Gather tokens x (B, S/P, E) by rank. Return this rank's features (B, S, sizes[rank]).
 
         Without `sharding` x is (..., E), all tokens, and the result (..., sizes[rank]).
 
@@ -340,7 +340,7 @@ class ColumnParallelLinear(_ParallelLinear):
 class RowParallelLinear(_ParallelLinear):
     """A linear layer of which each rank holds some input features, of all tokens.
 
-    It sums over the ranks. Each rank gets its own tokens, or all without a sharding.
+    `forward` sums over the ranks. Each rank gets its own tokens, or all without a sharding.
 
     Weight `(out_features, sizes[rank])`; every rank holds the bias `(out_features,)` and its
     gradient over all tokens. Made by `from_linear`; sizes has the features of each rank.

@@ -1,8 +1,8 @@
 """The base class of layers whose weights every rank holds whole, and the check of a layer's input.
 
-Every rank applies such a layer to its own tokens, so each rank computes the gradients of other
-tokens. The backward sums them over the ranks. After `loss.backward()` on all ranks every rank holds
-the gradient of the sum of all ranks' losses, and equal weights stay equal.
+Every rank applies such a layer to its own tokens, so the gradient that a rank computes for a weight
+covers only these. The backward sums gradients over the ranks: after `loss.backward()` on all ranks
+every rank holds the gradient of the sum of all ranks' losses, and equal weights stay equal.
 """
 
 from __future__ import annotations

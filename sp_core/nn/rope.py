@@ -30,8 +30,8 @@ _YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 class Rope:
     """Rotary embedding in the half-split convention: dims i and i + head_dim / 2 are a pair.
 
-    The angles are computed in each call from its positions, in float64 for every dtype, because a
-    float32 angle of 10^6 radians is off by 0.06.
+    Each call computes the angles from its positions, in float64 for every dtype, because a float32
+    angle of 10^6 radians is off by 0.06.
 
     Attributes: `frequencies`, float64 (head_dim / 2,), the radians per token of each pair;
     `amplitude`, the factor by which rotated tensors are multiplied, 1 except with yarn.
@@ -153,10 +153,10 @@ def _frequencies(head_dim: int, base: float, scaling: Mapping[str, Any]) -> Tens
 
 
 def _low(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    """Return llama3's weight of the divided frequency in each pair's mean, float64, like `plain`.
+    """Return for each pair llama3's w in the frequency (1 - w) plain + w plain / factor.
 
-    The weight falls linearly with the pair's full turns per original context. It is 1 up to
-    low_freq_factor turns and 0 from high_freq_factor turns. `plain` holds radians per token.
+    w falls linearly with the full turns of a pair in the original context: 1 up to low_freq_factor
+    turns, 0 from high_freq_factor turns. `plain` has the radians per token of each pair.
     """
     turns = float(scaling["original_max_position_embeddings"]) * plain / (2 * math.pi)
     low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
@@ -169,10 +169,10 @@ def _low(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
 
 
 def _yarn(half: int, base: float, scaling: Mapping[str, Any]) -> Tensor:
-    """Return yarn's weight of the divided frequency in each pair's mean, float64 (half,).
+    """Return for each of `half` pairs yarn's w in the frequency (1 - w) plain + w plain / factor.
 
-    The weight rises linearly with the pair's index: from 0 where a pair makes beta_fast full turns
-    per original context to 1 where a pair makes beta_slow. `half` is the number of pairs.
+    w rises linearly with the index of a pair: from 0 for the pair that makes beta_fast full turns
+    in the original context to 1 for the pair that makes beta_slow full turns.
     """
     fields = {**_YARN, **scaling}
     fast, slow = float(fields["beta_fast"]), float(fields["beta_slow"])
@@ -194,8 +194,8 @@ def _yarn(half: int, base: float, scaling: Mapping[str, Any]) -> Tensor:
 def _amplitude(scaling: Mapping[str, Any]) -> float:
     """Return the factor by which yarn multiplies rotated queries and keys; 1 for other types.
 
-    It is the entry attention_factor, else 1 + g with g = 0.1 ln(max(factor, 1)), or with mscale and
-    mscale_all_dim (1 + mscale g) / (1 + mscale_all_dim g).
+    The factor is the entry attention_factor, else 1 + g with g = 0.1 ln(max(factor, 1)), or with
+    mscale and mscale_all_dim (1 + mscale g) / (1 + mscale_all_dim g).
     """
     if _kind(scaling) != "yarn":
         return 1.0
