@@ -363,8 +363,8 @@ class Decoder:
 
 
 Step = tuple[Pass, Callable[[Tensor], Tensor]]
-"""For a micro-batch the pass through the layers, and a function from the result (1, S, E) to the
-hidden states (N', E) of the sequences' last new tokens."""
+"""The pass of a micro-batch, and a function from the result (1, S, E) of the layers to the hidden
+states (N', E) of the sequences' last new tokens."""
 
 
 def _merged(out: Tensor, lse: Tensor, comm: Communicator) -> Tensor:

@@ -118,7 +118,6 @@ class Llama(nn.Module):
             )
         self.rope = config.rope()
         slots = split_heads(*heads, comm.size)[1][comm.rank]
-        # the key/value heads that this rank holds; `slots` repeats some of them in `spread`
         self.kv_heads = sorted(set(slots))
         self.slots = (
             None if list(slots) == self.kv_heads else [self.kv_heads.index(head) for head in slots]
@@ -241,8 +240,8 @@ class Llama(nn.Module):
     ) -> Tensor:
         """Compute attention (B, S/P, H/T, D) of this rank's heads and tokens by the grid's scheme.
 
-        Queries q have the shape of the result; keys and values k, v are (B, S'/P, K/T, D), of the
-        tokens of `kv_sharding`, or of `sharding` if that is None.
+        Queries q have the shape of the result. Keys k and values v are (B, S'/P, K/T, D), of the
+        tokens of `kv_sharding`; if that is None, of `sharding`.
         """
         out = self.grid.attention(
             q, self.spread(k), self.spread(v), sharding=sharding, kv_sharding=kv_sharding, mask=mask

@@ -183,7 +183,7 @@ def loss_and_gradients(
 
     Communication:
         One agreement (32-byte all-reduce) over the stages, over the tensor ranks, over the ranks of
-        a replica and over all ranks; one all-reduce of the number of valid tokens. For each
+        a replica and over all ranks. One all-reduce of the number of valid tokens. For each
         micro-batch one message of (B, S/P, E), with TP-SP (B, S/P/T, E), from each stage to the
         next, and one back. The messages of the layers and of `next_token_loss`. In the end one
         broadcast of the loss over the stages.

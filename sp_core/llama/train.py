@@ -1,8 +1,7 @@
 """Train a LLaMA over a mesh on sequences of any lengths, and save and load a training.
 
-`train_step` computes loss, backward, sum of gradients, clipping and optimizer step; `backward` ends
-after the sum of gradients. Each replica (ranks along the axis "dp") packs its sequences one after
-the other into one row of tokens, without padding.
+`backward` sets the gradients; `train_step` also clips them and calls the optimizer. Each replica
+(ranks along the axis "dp") puts its sequences one after the other into one row, without padding.
 
 `save_training` writes the model as `save` does, with two more entries, for `load_training`:
 
@@ -117,10 +116,9 @@ def backward(
         The loss: mean over all tokens that have a next token in their sequence.
 
     Communication:
-        One agreement (32-byte all-reduce; with several replicas 64 bytes of each rank are gathered,
-        too). Then as `Llama.forward` and `next_token_loss`, forward and backward, as
-        `next_token_labels` and as `reduce_gradients`. With `recompute` the layers repeat their
-        forward messages in the backward pass.
+        One agreement (32-byte all-reduce; with several replicas also 64 bytes of each rank). As
+        `Llama.forward`, `next_token_loss` and their backward, `next_token_labels` and
+        `reduce_gradients`. With `recompute` the layers repeat their forward messages in backward.
 
     Raises:
         ShapeError, ValueError, TypeError: an empty sequence, a token that is not in the vocabulary,
@@ -174,11 +172,7 @@ def _backward(
 
 
 def _dealt(sequences: Tokens, layout: Layout, replicas: int, ranks: int) -> list[Sharding]:
-    """Return for each replica the sharding of the tokens of all its sequences, by `layout`.
-
-    Raises:
-        ValueError, TypeError: on this rank: an empty sequence; a layout that makes no `Sharding`.
-    """
+    """Return for each replica the sharding, by `layout`, of the tokens of all its sequences."""
     for number, sequence in enumerate(sequences):
         if not sequence:
             raise ValueError(
@@ -233,8 +227,7 @@ def save_training(
     Raises:
         CheckpointError: as `save`; or parameters of another model, or a state that cannot be
             written as tensors and JSON.
-        CollectiveMismatch: ranks with another optimizer, schedule or random state. Both on every
-            rank.
+        CollectiveMismatch: ranks with other optimizers or random states. Both on every rank.
     """
 
     def beside() -> Beside:
@@ -320,15 +313,11 @@ def _record(
     scheduler: Scheduler | None,
     generator: torch.Generator | None,
 ) -> dict[str, Any]:
-    """Return the contents of `training.json` but for the step: all state except large tensors.
+    """Return the contents of `training.json` without the step; all state except large tensors.
 
-    Entries: "of", the kinds of model, optimizer, scheduler and generator, which have to be equal
-    when the training is loaded; "groups", the parameter groups; "state", by name of a parameter the
-    optimizer's state, with {} for a large tensor and [x] for a tensor of one number x; "schedule";
-    "random", the generator's state in hexadecimal.
-
-    Raises:
-        CheckpointError: on this rank: the optimizer has a parameter that the model lacks.
+    Entries: "of", the kinds of model, optimizer, scheduler and generator, which have to be equal in
+    `load_training`; "groups" of parameters; "state" of the optimizer by name of parameter, with {}
+    for a large tensor and [x] for a tensor of one number x; "schedule"; "random", as hexadecimal.
     """
     remedy = "Make one of model.parameters()."
     arguments.check_type("optimizer", optimizer, torch.optim.Optimizer, remedy)
@@ -372,11 +361,7 @@ def _is_cut(x: object, weight: Tensor) -> bool:
 def _read(
     model: Llama, weights: Checkpoint, record: dict[str, Any]
 ) -> tuple[dict[str, Tensor], dict[int, dict[str, Any]]]:
-    """Read this rank's parts of the weights, by name, and of the optimizer's state.
-
-    Returns:
-        The weights, and by index of a parameter in the optimizer the values of its state by name.
-    """
+    """Read this rank's parts of weights, by name, and of the optimizer's state, by parameter."""
     placements = {name: placement for name, (_, placement) in parts_of(model).items()}
     rank, held = model.grid.tensor.rank, record["state"]
     is_cut = any(x == {} for kinds in held.values() for x in kinds.values())

@@ -40,8 +40,8 @@ class Placement:
         dim: the dim along which the parameter is cut.
         held: for each rank the ranges of slices that the rank holds, in ascending order. Several
             ranks may hold a slice.
-        partial: whether the gradient of a rank is only a summand, to be summed over the tensor
-            axis, because several ranks hold a slice and use it differently.
+        partial: whether several ranks hold a slice and use it differently. The gradient of
+            a rank is then only a summand, to be summed over the tensor axis.
         copy: whether this is a copy of a parameter of another pipeline stage, which counts that
             parameter in the norm.
     """

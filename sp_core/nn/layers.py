@@ -2,8 +2,8 @@
 
 Each rank calls a layer with the tokens that it holds, its shard. A `Sharding` says which rank holds
 which tokens. Only attention exchanges activations, by a scheme: a function that computes attention
-over the tokens of all ranks. All ranks call the same layers in the same order, because every
-forward compares the calls of the ranks and every backward sums the gradients of the weights.
+over the tokens of all ranks. All ranks call the same layers in the same order: every forward
+compares the calls of the ranks, and every backward sums the gradients of the weights.
 
 Shapes: B batch, S sequence, E model dim, F feed-forward dim, H heads, K key/value heads, D head
 dim, P ranks; S/P stands for this rank's tokens, also if the ranks have unequal numbers.
@@ -34,11 +34,9 @@ Dtype = torch.dtype | None
 Function = Callable[[Tensor], Tensor]
 
 Scheme = Callable[..., Tensor | tuple[Tensor, Tensor]]
-"""A function that computes attention over the tokens of all ranks, such as
-`allgather_kv_attention`.
-
-It is called with q (B, S/P, H, D), k and v (B, S/P, K, D), the keywords comm, sharding and mask,
-and those of softcap, sinks and alibi that a layer uses. It returns (B, S/P, H, D)."""
+"""A function that computes attention over the tokens of all ranks, such as `ring_attention`: from q
+(B, S/P, H, D), k and v (B, S/P, K, D) to (B, S/P, H, D). Its keywords are comm, sharding and mask,
+and those of softcap, sinks and alibi that a layer uses."""
 
 
 def attended(
@@ -68,9 +66,10 @@ def attended(
 
 
 def recomputed(function: Callable[..., Tensor], *given: Any) -> Tensor:
-    """Apply a function, and keep its arguments only: the backward pass applies it once more.
+    """Return `function(*given)`, and keep only the arguments: backward calls the function again.
 
-    To its end, so that no rank leaves a message of it under way. It has no random state.
+    The second call runs to the end of `function`, so that every rank completes all messages. It
+    does not restore random state: `function` must not draw from a generator of torch.
     """
     with set_checkpoint_early_stop(False):
         return cast(
@@ -121,10 +120,7 @@ class RMSNorm(_Norm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x (..., E), and return a tensor of the same shape.
-
-        All ranks of `comm` call this. Communication, raises: as `ReplicatedLayer.weights`.
-        """
+        """Normalise x (..., E). Every rank calls this; messages as in the method `weights`."""
         return F.rms_norm(x, self.weight.shape, self.weights(x)["weight"], self.eps)
 
 
@@ -153,10 +149,7 @@ class LayerNorm(_Norm):
         self.bias = nn.Parameter(torch.zeros(hidden, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x (..., E), and return a tensor of the same shape.
-
-        All ranks of `comm` call this. Communication, raises: as `ReplicatedLayer.weights`.
-        """
+        """Normalise x (..., E). Every rank calls this; messages as in the method `weights`."""
         return F.layer_norm(x, self.weight.shape, **self.weights(x), eps=self.eps)
 
 
@@ -286,10 +279,7 @@ class FeedForward(ReplicatedLayer):
         self.down = nn.Linear(ffn_hidden, hidden, bias, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer to each token of x (..., E), and return the same shape.
-
-        All ranks of `comm` call this. Communication, raises: as `ReplicatedLayer.weights`.
-        """
+        """Transform x (..., E). Every rank calls this; messages as in the method `weights`."""
         weights = self.weights(x)
         up = linear(x, weights, "up")
         inner = F.silu(linear(x, weights, "gate")) * up if self.gated else F.gelu(up)
