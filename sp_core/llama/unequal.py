@@ -64,7 +64,7 @@ def prefill_unequal(
     """Compute the logits after the last token of each sequence. Every rank calls this.
 
     Args:
-        model: the model, on a mesh without the axes "dp" and "pp"; "pp" is not checked.
+        model: the model, on a mesh without the axes "dp" and "pp".
         sequences: for each its tokens, at least one; equal on every rank.
         plan: from `sp_core.scheduling`, for these lengths and the number of sequence ranks. It says
             which sequences all sequence ranks share, and which rank computes the others.
@@ -214,11 +214,12 @@ def _check(model: Llama, sequences: Tokens, plan: Plan, pass_tokens: int) -> Non
         "plan", plan, Plan, "Make one with a policy of sp_core.scheduling, such as balanced."
     )
     grid, lengths = model.grid, tuple(map(len, sequences))
-    if grid.everyone.size > grid.model.size:
-        raise ShapeError(
-            f"the mesh has {grid.replicas.size} replicas; unequal sequences are planned without. "
-            f"Leave dp out."
-        )
+    for axis, group in (("dp", grid.replicas), ("pp", grid.stages)):
+        if group.size > 1:
+            raise ShapeError(
+                f"the mesh has the axis {axis!r} of {group.size}; plans of unequal sequences are "
+                f"for tensor and sequence ranks. Make the mesh again and leave {axis} out."
+            )
     if plan.lengths != lengths or plan.size != grid.sequence.size:
         raise ShapeError(
             f"the plan is for {len(plan.lengths)} sequences of {sum(plan.lengths)} tokens on "

@@ -178,6 +178,6 @@ def _give_up(world: World, late: Sequence[_Rank], timeout: float) -> None:
         rank.join(GRACE_SECONDS)
     raise ThreadsHung(
         f"the example has not ended within {timeout:g} s; ranks {blame} of {world.size} were "
-        "not waiting for another rank (stacks of all ranks are on standard error). The cause may be "
-        "an endless loop, a wait without MPI, or slow code: SP_WATCHDOG_S allows more."
+        "not waiting for another rank (stacks of all ranks are on standard error). The cause may "
+        "be an endless loop, a wait without MPI, or slow code: SP_WATCHDOG_S allows more."
     )

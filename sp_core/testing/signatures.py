@@ -239,7 +239,8 @@ def _reduction(op: str, rank: int, size: int, values: Values) -> Flow:
         )
         require(
             received.counts[0] == due,
-            f"receives {received.counts[0]} elements, but {due} elements of the result of {sent.text} are this rank's",
+            f"receives {received.counts[0]} elements, but this rank's share of {sent.text} has "
+            f"{due}",
         )
     takes = (sent if received is None else received).parts[:1] if result or inside else ()
     name = op_name(values["op"])

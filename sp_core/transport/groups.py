@@ -169,7 +169,8 @@ class GroupComm(Observer):
         if self._store.check([f"{self._name}/left"]):
             rank = self._store.get(f"{self._name}/left").decode()
             raise PeerFailed(
-                f"{what} cannot end: rank {rank} has left because of an error; read the error that it printed."
+                f"{what} cannot end: rank {rank} has left because of an error; read the error that "
+                "it printed."
             )
         dead = [rank for rank, pid in self._near.items() if stat(pid)[:1] in ([], ["Z"], ["X"])]
         if dead:

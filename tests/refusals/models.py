@@ -212,7 +212,7 @@ ON_ONE_RANK: Table = {
     "dp": {
         "unequal sequences on replicas": (
             sp.ShapeError,
-            "Leave dp out",
+            "leave dp out",
             lambda mesh, here: prefill_unequal(
                 CASE.model(mesh), TEXTS, balanced([3, 2], 1, Work(1, 1))
             ),
@@ -226,6 +226,13 @@ ON_ONE_RANK: Table = {
         ),
     },
     "pp": {
+        "unequal sequences on stages": (
+            sp.ShapeError,
+            "leave pp out",
+            lambda mesh, here: prefill_unequal(
+                CASE.model(mesh), TEXTS, balanced([3, 2], 1, Work(1, 1))
+            ),
+        ),
         "a call of one stage": (
             sp.ShapeError,
             "Use Decoder",
