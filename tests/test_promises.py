@@ -120,10 +120,7 @@ def differing(comm: Any, results: Iterable[Any]) -> list[int]:
     return [place for place, x in enumerate(mine) if any(other[place] != x for other in every)]
 
 
-NO_RESULTS = {
-    *("Communicator.agree_on", "Communicator.free", "Mesh.free"),
-    *("ColumnParallelLinear.from_linear", "RowParallelLinear.from_linear", "copy_to_group"),
-}
+NO_RESULTS = {"Communicator.agree_on", "Mesh.free", "copy_to_group"}
 """Those that speak of who calls them, or of what they are given."""
 
 

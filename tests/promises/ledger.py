@@ -105,6 +105,15 @@ def parameter_bytes(module: nn.Module) -> int:
     return sum(p.nbytes for p in module.parameters())
 
 
+@row("sp", "Communicator.agree_on")
+def _(scene: Scene) -> None:
+    """The scene's mesh has check="off"."""
+    with scene.sends(agreements=1):
+        assert scene.comm.agree_on(lambda: "a call", lambda: 7) == (7,) * scene.size
+    with scene.sends():
+        assert scene.comm.agree_on(lambda: "a call", always=False) == ()
+
+
 @row("sp", "copy_all_to_group")
 def _(scene: Scene) -> None:
     tensors = [leaf(2, 3, dtype=torch.float64), leaf(4), leaf(dtype=torch.float64), torch.ones(5)]

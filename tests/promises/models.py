@@ -139,7 +139,7 @@ def _(scene: Scene) -> None:
     assert stages.rank == scene.rank
 
 
-@row("tp", "backward", "train_step")
+@row("tp", "backward", "train_step", "Llama.loss")
 def _(scene: Scene) -> None:
     """What the parts of a step send, and no more."""
     model, tensor, text = llama.create(CONFIG, scene.mesh), scene.comm, tokens_of(scene)
