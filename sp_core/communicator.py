@@ -189,7 +189,12 @@ class Communicator(NotCopied):
         Meanwhile all else that this rank has started makes progress.
         """
         start = time.perf_counter()
-        if not handle.test():
+        try:
+            is_complete = handle.test()
+        except RankError:
+            self.ensure_open()  # says more than which rank was lost since
+            raise
+        if not is_complete:
             self.ensure_open()  # after `free` nothing makes progress
             wait(handle, self.poll)
         self._pending = [other for other in self._pending if other is not handle]

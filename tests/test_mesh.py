@@ -96,6 +96,22 @@ def test_what_was_under_way_when_a_mesh_was_left_is_not_waited_for(comm: Any) ->
             pending.wait()
 
 
+@spmd(1)
+def test_a_wait_after_a_mesh_was_left_says_so_and_not_who_was_lost(comm: Any) -> None:
+    """Over gloo a wait looks for lost ranks ten times a second: the error must not depend on it."""
+
+    def lost() -> bool:
+        raise sp.PeerFailed("rank 1 has left")
+
+    with sp.Mesh(comm, sp=1) as mesh:
+        group = mesh["sp"]
+        with pytest.raises(sp.PeerFailed, match="has left"):
+            group.wait(SimpleNamespace(test=lost), "all_reduce")
+    with pytest.raises(sp.RankError, match="has been freed"):
+        group.wait(SimpleNamespace(test=lost), "all_reduce")
+    group.wait(SimpleNamespace(test=lambda: True), "all_reduce")
+
+
 READ: dict[str, Callable[[sp.Communicator], object]] = {
     "SP_TRANSPORT": lambda group: group.transport.name,
     "SP_NODES": lambda group: group.nodes,
