@@ -148,24 +148,28 @@ def test_replicas_take_other_sequences() -> None:
 
 
 def one_rank_uses(made: ModuleType = integration) -> None:
-    """The gradient of what one rank uses reaches all; what no rank uses gets none."""
+    """The gradient of what one rank uses reaches all; what no rank uses keeps its own, or none."""
     model("llama")
 
-    def body(comm: Any) -> tuple[Tensor | None, Tensor | None]:
+    def body(comm: Any) -> list[Tensor | None]:
         with InFloat64(), sp.Mesh(comm, ring=3) as mesh:
             whole = model("llama")
-            whole.used, whole.idle = (torch.nn.Parameter(torch.zeros(1).double()) for _ in range(2))
+            added = [torch.nn.Parameter(torch.zeros(1).double()) for _ in range(3)]
+            whole.used, whole.idle, whole.earlier = added
+            whole.earlier.grad = torch.ones(1).double()
             parallel = made.parallelize(whole, mesh)
             if comm.rank == 1:
                 scale = lambda head, args, logits: logits * (1 + whole.used)  # noqa: E731
                 parallel.lm_head.register_forward_hook(scale)
             parallel(**inputs()).loss.backward()
-            return whole.used.grad, whole.idle.grad
+            return [parameter.grad for parameter in added]
 
-    for used, idle in run_threads(3, body):
+    for used, idle, earlier in run_threads(3, body):
         assert used is not None
         assert float(used) != 0
         assert idle is None
+        assert earlier is not None
+        assert float(earlier) == 1
 
 
 def test_a_gradient_of_one_rank_reaches_all() -> None:
@@ -201,6 +205,7 @@ FAULTS = {
     "the window is ignored": ("window=sliding_window", "window=None"),
     "every rank takes the first shard": (".shard(x, comm.rank, 1)", ".shard(x, 0, 1)"),
     "earlier gradients are summed again": ("parameter.grad = None", "pass"),
+    "an idle weight loses its gradient": ("= earlier if new is None", "= new if new is None"),
     "the mean is that of each micro-batch": ("count=count", "count=None"),
     "an idle rank hides a gradient": ('op="max"', 'op="min"'),
     "gradients stay parts": ("reduce_gradients(wanted,", "list((wanted,)) or dict("),
