@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from sp_core import progress
-from sp_core.errors import AGREED
+from sp_core.errors import AGREED, PeerFailed
 
 GRACE_SECONDS = 2.0
 """Time in which the other ranks can print their errors, before all ranks are ended."""
@@ -65,7 +65,8 @@ def watch_over(rank: int, size: int, stop: Callable[[int], Any]) -> None:
 def end(error: BaseException, tell: Callable[[], Any]) -> None:
     """Print an error with this rank's number, wait GRACE_SECONDS, and end all ranks.
 
-    If another rank prints the same error in full, print one line and wait twice as long.
+    If another rank prints the same error in full, print one line and wait twice as long. So does a
+    rank that has lost a peer, because torchrun names the rank that ends first.
 
     Args:
         error: what ends the program, and gives the exit code.
@@ -81,7 +82,8 @@ def end(error: BaseException, tell: Callable[[], Any]) -> None:
             tell()
         sys.stderr.flush()
         sys.stdout.flush()
-        until = time.monotonic() + GRACE_SECONDS * (2 if agreed else 1)
+        follows = agreed or isinstance(error, PeerFailed)
+        until = time.monotonic() + GRACE_SECONDS * (2 if follows else 1)
         while time.monotonic() < until:
             with suppress(Exception):  # do not hide the error that is printed
                 progress.of_this_rank().keep(())  # calls MPI, which then moves messages

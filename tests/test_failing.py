@@ -20,6 +20,7 @@ OF_MPI = (
 OTHERS = (
     *(("inside", "torchrun"), ("thread", "torchrun"), ("atexit", "mpiexec")),
     *(("wait", "mpiexec"), ("backward", "mpiexec"), ("SIGTERM", "mpiexec")),
+    ("slow", "torchrun"),  # the others end after it though it ends late
 )
 
 

@@ -23,7 +23,7 @@ EXITED = r"(code *:? +3\b|Abort\(3\))"
 ERROR = "LookupError: this rank is lost"
 PLACES = {
     **dict.fromkeys(("before", "inside", "after", "started", "wait", "backward"), ERROR),
-    **dict.fromkeys(("thread", "again", "free", "behind", "atexit", "early"), ERROR),
+    **dict.fromkeys(("thread", "slow", "again", "free", "behind", "atexit", "early"), ERROR),
     "import": "ModuleNotFoundError: No module named 'not_here'",
     "memory": "MemoryError",
     "interrupt": "KeyboardInterrupt",

@@ -70,6 +70,12 @@ def fail_in_a_thread() -> None:
     time.sleep(60)
 
 
+def report_slowly(*told: Any) -> None:
+    """Print an error after a second, as on a loaded machine."""
+    time.sleep(1)
+    sys.__excepthook__(*told)
+
+
 def fail_again() -> None:
     """Be interrupted while the first error is being reported."""
     signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -119,6 +125,7 @@ def block(mesh: Any) -> None:
     at("before")
     pending = sp.all_gather_start(x, comm=group, algorithm="ring")
     at("started")
+    at("slow")
     soon("wait")
     pending.wait()
     soon("inside")
@@ -140,6 +147,7 @@ def main() -> None:
 
     signal.signal(signal.SIGALRM, error)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    at("slow", lambda: setattr(sys, "excepthook", report_slowly))
     comm, size = world()
     at("early")
     with sp.Mesh(comm, sp=size) as mesh:
