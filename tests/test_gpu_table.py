@@ -13,7 +13,7 @@ import torch
 import sp_core as sp
 from benchmarks.contests import gpu
 from benchmarks.contests.gpu import link_seconds, rows, slicing
-from benchmarks.machine import device
+from benchmarks.machine import device, facts
 from sp_core import transport
 from sp_core.testing import run_threads, session
 
@@ -150,11 +150,26 @@ def test_a_gpu_is_known_by_its_uuid(
         names = seen[place].split()
         return names[place % len(names)] if names else None
 
-    local: Any = SimpleNamespace(
-        size=2, rank=0, Free=lambda: None, allgather=lambda own: [taken(0), taken(1)]
-    )
+    local: Any = MagicMock(size=2)
+    local.allgather.return_value = [taken(0), taken(1)]
     world: Any = SimpleNamespace(Split_type=lambda kind: local)
     for rank in range(2):
         local.rank = rank
         with nullcontext() if numbers else pytest.raises(SystemExit, match="Pass --share-gpu"):
             assert device("cuda", world, share_gpu=share).index == (numbers or [-1, -1])[rank]
+        local.allgather.assert_called_with(taken(rank))
+
+
+@pytest.mark.parametrize(("gpus", "count"), [("ab", 2), ("aa", 1)])
+def test_a_record_counts_gpus_by_their_uuids(
+    gpus: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every node has one with the number 0."""
+    properties = SimpleNamespace(uuid=gpus[1])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    world = MagicMock(size=2, rank=1)
+    world.allgather.return_value = list(gpus)
+    found = facts(world, torch.device("cuda", 0), "ipc")
+    world.allgather.assert_called_once_with(gpus[1])
+    assert (found["device"]["count"], found["transport"]["shared_gpu"]) == (count, count < 2)
