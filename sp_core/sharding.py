@@ -73,7 +73,7 @@ class Sharding:
 
     @classmethod
     def zigzag(cls, seq_len: int, size: int, start: int = 0) -> Sharding:
-        """Give rank r chunks r and 2*size-1-r of 2*size chunks.
+        """Give rank r chunks `r` and `2*size-1-r` of `2*size` chunks.
 
         Every rank then has nearly as much work in causal attention.
 
@@ -88,7 +88,7 @@ class Sharding:
 
     @classmethod
     def striped(cls, seq_len: int, size: int, start: int = 0) -> Sharding:
-        """Give rank r the tokens r, r+size, r+2*size, ....
+        """Give rank r the tokens r, `r + size`, `r + 2*size` and so on.
 
         In every step of ring attention the ranks then have nearly equal causal work.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import pkgutil
 import re
 import textwrap
 from pathlib import Path
@@ -42,6 +43,21 @@ def test_what_is_described_is_there() -> None:
             continue
         module, _, attribute = name.rpartition(".")
         assert getattr(importlib.import_module(module), attribute).__doc__
+
+
+def test_markdown_does_not_eat_the_stars_of_a_formula() -> None:
+    assert _stars_in_text("elements: 2*B*K, and (P-1) * `a*b`") == ["2*B", "B*K"]
+    for name in DESCRIBED:
+        described = pkgutil.resolve_name(name)
+        members = vars(described).values() if isinstance(described, type) else ()
+        for text in (each.__doc__ or "" for each in (described, *members)):
+            assert _stars_in_text(text) == [], f"{name}: put the formula between backticks"
+
+
+def _stars_in_text(text: str) -> list[str]:
+    """Return each `*` outside of backticks that touches a character on both sides, with these."""
+    outside = re.sub(r"`[^`]*`", "", text)
+    return re.findall(r"(?=([^\s*]\*[^\s*]))", outside)
 
 
 def test_every_program_is_run_by_a_test() -> None:
