@@ -232,6 +232,11 @@ ON_PROCESSES: dict[str, tuple[str, Call, Call]] = {
         lambda c: c.send(whole(), 1),
         lambda c: c.Recv(np.zeros(100)),
     ),
+    "two of a tag and one of another": (
+        STUCK,
+        lambda c: crossed(c, 1),
+        lambda c: crossed(c, 0),
+    ),
     "an unsafe ring": (
         STUCK,
         lambda c: (c.send(0, 1), c.recv(source=1)),
@@ -262,6 +267,14 @@ def waitall(several: list[Any]) -> None:
     from mpi4py import MPI
 
     MPI.Request.Waitall(several)
+
+
+def crossed(comm: Any, peer: int) -> None:
+    """Receive tags 0 and 1, but send tag 0 twice."""
+    requests = [comm.Irecv(sent(), peer, 0), comm.Irecv(sent(), peer, 1)]
+    comm.Send(sent(), peer, 0)
+    comm.Send(sent(), peer, 0)
+    waitall(requests)
 
 
 def started(request: Any) -> Any:

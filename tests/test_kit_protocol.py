@@ -165,7 +165,7 @@ def test_a_deadlock_needs_every_exchange_to_lack_a_rank() -> None:
 
 def test_a_deadlock_of_messages_needs_that_none_is_under_way() -> None:
     def report(
-        awaits: tuple[bool, Ends], sent: tuple[Ends, ...] = (), received: tuple[Ends, ...] = ()
+        awaits: tuple[int, Ends], sent: tuple[Ends, ...] = (), received: tuple[Ends, ...] = ()
     ) -> Report:
         accepts = () if awaits[0] else (awaits[1],)
         return Report({}, "", 2, "", (awaits,), accepts, sent, received)
@@ -186,6 +186,13 @@ def test_a_deadlock_of_messages_needs_that_none_is_under_way() -> None:
     assert not deadlocked(
         [report((True, message), (message,)), idle._replace(received=(message,))]
     )  # the sender will be told
+    for turn, ends in ((1, False), (2, True)):  # one receive takes the first of two messages
+        sender = report((turn, message), (message, message))
+        assert deadlocked([sender, idle._replace(accepts=(message,))]) is ends
+        assert not deadlocked([sender, idle._replace(accepts=(message, ("c", 0, 1, -1)))])
+        received = idle._replace(received=(message,))
+        assert deadlocked([sender, received]) is ends
+        assert not deadlocked([sender, received._replace(accepts=(message,))])
 
 
 ALWAYS = ("", ".plugin", ".launch")

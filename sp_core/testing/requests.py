@@ -18,7 +18,7 @@ from sp_core.testing import session
 from sp_core.testing.carriers import patiently
 from sp_core.testing.comm import LockstepComm
 from sp_core.testing.lockstep import Beginning, Call, Message
-from sp_core.testing.stuck import Ends
+from sp_core.testing.stuck import Ends, turn
 
 if TYPE_CHECKING:
     from sp_core.testing.messages import Messages
@@ -63,13 +63,11 @@ class Transfer:
     def __str__(self) -> str:
         return self.what
 
-    def waits(self) -> tuple[bool, Ends]:
-        """Return whether it sends, and (communicator, source, destination, tag) of its message."""
-        sends = self.takes is None
-        return sends, (
-            self.comm.lockstep.name,
-            *(self.sends[:3] if sends and self.sends else self.takes or (-1, -1, -1)),
-        )
+    def waits(self) -> tuple[int, Ends]:
+        """Return the message that this transfer waits for, as in `stuck.Report.awaits`."""
+        lockstep = self.comm.lockstep
+        ends = self.takes or (self.sends[:3] if self.sends else (-1, -1, -1))
+        return 0 if self.takes else turn(lockstep.sent, self.sends), (lockstep.name, *ends)
 
     @property
     def is_message(self) -> bool:

@@ -19,6 +19,7 @@ from sp_core.testing.outcome import Kind, Outcome
 
 if TYPE_CHECKING:
     from sp_core.testing.comm import LockstepComm
+    from sp_core.testing.lockstep import Message
 
 Ends = tuple[str, int, int, int]
 """Communicator, source, destination and tag of a message.
@@ -37,8 +38,8 @@ class Report(NamedTuple):
             has ended.
         size: number of ranks of that communicator.
         what: describes the wait.
-        awaits: (False, ends) for each message that it waits to receive, and (True, ends) for each
-            message sent whose receive it waits for.
+        awaits: (0, ends) for each message that it waits to receive; (n, ends) for each message
+            sent whose receive it waits for, the n-th of its messages with these ends.
         accepts: the messages that it has begun to receive.
         sent: the messages that it has sent in this example.
         received: the messages that it has received in this example.
@@ -49,7 +50,7 @@ class Report(NamedTuple):
     waits_on: str
     size: int
     what: str
-    awaits: tuple[tuple[bool, Ends], ...] = ()
+    awaits: tuple[tuple[int, Ends], ...] = ()
     accepts: tuple[Ends, ...] = ()
     sent: tuple[Ends, ...] = ()
     received: tuple[Ends, ...] = ()
@@ -70,9 +71,8 @@ def deadlocked(reports: Sequence[Report]) -> bool:
 
     Return False if the source of a received message is not known.
     """
-    under_way = Counter(ends for report in reports for ends in report.sent)
-    under_way.subtract(ends for report in reports for ends in report.received)
-    messages = list(+under_way)
+    received = Counter(ends for report in reports for ends in report.received)
+    messages = list(Counter(ends for report in reports for ends in report.sent) - received)
     accepted = [ends for report in reports for ends in report.accepts]
 
     def may_go_on(report: Report) -> bool:
@@ -84,15 +84,21 @@ def deadlocked(reports: Sequence[Report]) -> bool:
             )
             return sum(met) >= report.size
         return not report.ended and (all if report.every else any)(
-            (ends not in messages or any(_takes(each, ends) for each in accepted))
-            if sends
+            turn <= received[ends] + sum(_takes(each, ends) for each in accepted)
+            if turn  # messages with the same ends are received in the order in which they were sent
             else any(_takes(ends, each) for each in messages)
-            for sends, ends in report.awaits
+            for turn, ends in report.awaits
         )
 
     waiting = any(report.waits_on or report.awaits for report in reports)
     counted = not any(source < 0 for report in reports for _, source, *_ in report.received)
     return waiting and counted and not any(map(may_go_on, reports))
+
+
+def turn(sent: Sequence[Message], message: Message | None) -> int:
+    """Return how many of the messages with the same ends were begun up to this one, the last."""
+    last = max((place for place, each in enumerate(sent) if each is message), default=0)
+    return sum(message is not None and each[:3] == message[:3] for each in sent[: last + 1])
 
 
 def _takes(pattern: Ends, message: Ends) -> bool:
@@ -179,7 +185,7 @@ class Family:
         waits_on: str,
         size: int,
         what: str,
-        awaits: tuple[tuple[bool, Ends], ...],
+        awaits: tuple[tuple[int, Ends], ...],
         every: bool,
     ) -> Report:
         """Return this rank's report while it waits.
