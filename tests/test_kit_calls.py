@@ -342,7 +342,7 @@ WRONG: dict[str, tuple[str, Call]] = {
         lambda c: c.Allgatherv(sent(), [sent(5), [2, 3]]),
     ),
     "short buffer": (
-        "a buffer of 24 bytes, its counts add up to 4",
+        "the buffer has 24 bytes. Correct the counts (in all 4 elements)",
         lambda c: c.Allgatherv(sent(), [sent(3), [2, 2]]),
     ),
     "strides": ("is not contiguous", lambda c: c.Allreduce(sent(4)[::2], sent())),

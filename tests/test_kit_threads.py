@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,23 @@ def test_a_send_buffer_reused_too_early_is_seen_every_time() -> None:
 
 def test_a_receive_buffer_read_too_early_is_spoiled() -> None:
     assert np.isnan(run_threads(3, lambda comm: ring(comm, "receive buffer"))).all()
+
+
+def test_mpi4py_names_a_request_of_threads_that_it_cannot_take() -> None:
+    """The tutorial quotes this error, with the remedy."""
+    tutorial = Path(__file__).resolve().parents[1] / "docs" / "tutorials" / "testing.md"
+
+    def body(comm: Any) -> str:
+        from mpi4py import MPI
+
+        request = comm.Irecv(np.zeros(1), MPI.PROC_NULL)
+        with pytest.raises(TypeError) as caught:
+            MPI.Request.Waitall([request])
+        request.Wait()
+        return str(caught.value)
+
+    (text,) = run_threads(1, body)
+    assert f"`{text}`" in tutorial.read_text()
 
 
 def test_a_collective_that_was_started_reads_late_and_writes_late() -> None:

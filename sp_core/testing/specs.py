@@ -99,8 +99,9 @@ def read(spec: Any, form: str, n: int, *, writable: bool = False) -> Spec:
         inside = element.data[start:stop]
         if count < 0 or (element.dtype is not None and inside.size < stop - start):
             raise ValueError(
-                f"{count} elements from byte {start} of a buffer of {element.data.size} bytes, its "
-                f"counts add up to {sum(counts)}"
+                f"a part has {count} elements from byte {start} on, but the buffer has "
+                f"{element.data.size} bytes. Correct the counts (in all {sum(counts)} elements) or "
+                "the displacements."
             )
         view = None if element.dtype is None else inside.view(element.dtype)
         parts.append(Part(count * element.size, element.kind, view))

@@ -37,7 +37,7 @@ from sp_core.testing.stuck import Family
 from sp_core.testing.world import Stopped, ThreadCarrier
 
 
-class _Request:
+class ThreadRequest:
     """The request of a transfer between threads, which completes only in `Test` or `Wait`.
 
     Args:
@@ -177,18 +177,18 @@ class ThreadComm(LockstepComm):
 
     def _collective(
         self, form: str, args: Sequence[Any], given: Mapping[str, Any]
-    ) -> _Request | None:
-        def make(flow: Flow) -> _Request | None:
+    ) -> ThreadRequest | None:
+        def make(flow: Flow) -> ThreadRequest | None:
             op = op_of(form)
             if form != op:
                 return self._started(op, flow)
             deliver(op, self.rank, self._carrier.gather(contribution(flow)), flow)
             return None
 
-        made: _Request | None = self._agree_on(form, args, given, make)
+        made: ThreadRequest | None = self._agree_on(form, args, given, make)
         return made
 
-    def _started(self, op: str, flow: Flow) -> _Request:
+    def _started(self, op: str, flow: Flow) -> ThreadRequest:
         slots = self._slot("member", "collective")
         given = [part.view for _, part in flow.gives if part.view is not None]
         for _, part in flow.takes:
@@ -208,7 +208,7 @@ class ThreadComm(LockstepComm):
             return complete
 
         self._pending.append(release)
-        return _Request(self, f"a started {op}", advance)
+        return ThreadRequest(self, f"a started {op}", advance)
 
     def _slot(self, side: str, *key: Any) -> dict[Any, Any]:
         """Return a dict that the sender and the receiver of one transfer share.
@@ -226,14 +226,14 @@ class ThreadComm(LockstepComm):
         )
         return slot
 
-    def Isend(self, buf: Any, dest: int, tag: int = 0) -> _Request:
+    def Isend(self, buf: Any, dest: int, tag: int = 0) -> ThreadRequest:
         """Begin to send `buf` to rank `dest`, and return the request.
 
         The buffer is read only when the receiver has posted its receive, as MPI may do with a long
         message.
         """
         if _is_nobody(dest):
-            return _Request(self, "a message to nobody", lambda: True)
+            return ThreadRequest(self, "a message to nobody", lambda: True)
         message, numbers = self._message("Isend", buf, self.rank, dest, tag)
         slot = self._slot("sender", self.rank, dest, tag)
         self.lockstep.sent.append(message)
@@ -245,16 +245,16 @@ class ThreadComm(LockstepComm):
 
         self._pending.append(release)
         what = f"rank {dest} to receive a message with tag {tag}"
-        return _Request(self, what, lambda: "data" in slot)
+        return ThreadRequest(self, what, lambda: "data" in slot)
 
-    def Irecv(self, buf: Any, source: int, tag: int = 0) -> _Request:
+    def Irecv(self, buf: Any, source: int, tag: int = 0) -> ThreadRequest:
         """Begin to receive a message from rank `source` with tag `tag`, and return the request.
 
         The buffer is spoiled until the message is there. `Test` and `Wait` raise
         `CollectiveMismatch` for a message of another length.
         """
         if _is_nobody(source):
-            return _Request(self, "a message from nobody", lambda: True)
+            return ThreadRequest(self, "a message from nobody", lambda: True)
         message, numbers = self._message("Irecv", buf, source, self.rank, tag)
         slot = self._slot("receiver", source, self.rank, tag)
         what = f"a message from rank {source} with tag {tag}"
@@ -275,7 +275,7 @@ class ThreadComm(LockstepComm):
             self.lockstep.received.append(message)
             return True
 
-        return _Request(self, what, advance)
+        return ThreadRequest(self, what, advance)
 
     def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send `buf` to rank `dest`, and wait until the receiver has posted its receive."""
@@ -331,7 +331,7 @@ class ThreadComm(LockstepComm):
             self._take(op, peer, part.nbytes)
         return Message(source, dest, tag, part.nbytes, part.kind), view(part)
 
-    def _forget(self, request: _Request | _Draws) -> None:
+    def _forget(self, request: ThreadRequest | _Draws) -> None:
         self._requests = [other for other in self._requests if other is not request]
 
     def Dup(self) -> ThreadComm:
