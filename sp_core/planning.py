@@ -2,7 +2,7 @@
 
 An example:
 
-    sp-core plan --seq 131072 --ranks 256 --heads 32 --link 25gbit,10us
+    sp-core plan --seq 65536 --ranks 64 --heads 32 --link 9gbit,9us --flops 1e14
 
 The problem is one layer of causal attention, forward and backward, split evenly
 (zigzag). Ranks fill nodes one after the other; neighbours along the axis of
@@ -304,15 +304,16 @@ def main(options: argparse.Namespace, tuning: Tuning | None) -> str:
     if inside is None and options.ranks_per_node > 1:
         if tuning is None or "node" not in tuning.links:
             raise ValueError(
-                "nothing was measured on this machine: pass --node-link RATE,LATENCY, or run "
-                "sp-core doctor --measure."
+                "the speed inside a node is not known: pass --node-link RATE,LATENCY, such as "
+                "300gbit,2us, or measure this machine with sp-core doctor --measure."
             )
         inside = Link(tuning.alpha, tuning.beta)
     network = link_of(options.link)
-    if options.show < 1 or (options.flops is not None and not 0 < options.flops < math.inf):
+    if options.show < 1:
+        raise ValueError(f"--show is {options.show}: pass at least 1.")
+    if options.flops is not None and not 0 < options.flops < math.inf:
         raise ValueError(
-            f"--show {options.show} and --flops {options.flops} were given; "
-            "pass at least 1, and a number above 0."
+            f"--flops is {options.flops}: pass the operations per second of a rank, such as 100e12."
         )
     itemsize = getattr(torch, options.dtype).itemsize
     flops = options.flops or timed_flops(options.head_dim)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import astuple, replace
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +16,7 @@ from sp_core.__main__ import main
 from sp_core.planning import Link, Problem, Projection, link_of, project
 from sp_core.schemes.hybrid import groups_of
 
+ROOT = Path(__file__).resolve().parents[1]
 FAST = Link(0.0, 0.0)
 SMALL = Problem(240, 2, 12, 4, 8, 2, 4, 2, FAST, FAST, 1e9)
 
@@ -124,9 +127,9 @@ ARGUMENTS = [
         (["--kv-heads", "5"], "equal shards"),
         (["--ranks", "0"], "at least 1"),
         (["--link", "quick"], "RATE,LATENCY"),
-        (["--show", "-1"], "pass at least 1"),
-        (["--flops", "0"], "a number above 0"),
-        (["--flops", "nan"], "a number above 0"),
+        (["--show", "-1"], "--show is -1: pass at least 1"),
+        (["--flops", "0"], "--flops is 0.0: pass the operations"),
+        (["--flops", "nan"], "--flops is nan: pass the operations"),
     ],
 )
 def test_what_cannot_be_planned(
@@ -141,6 +144,22 @@ def test_what_cannot_be_planned(
         main([*ARGUMENTS, *more])
     assert stop.value.code == 2
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.mpi_skip
+def test_every_example_tells_schemes_apart_also_where_nothing_was_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SP_TUNING_DIR", str(tmp_path))
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), Path(planning.__file__)]
+    texts = [page.read_text() for page in pages]
+    lines = [line for text in texts for line in re.findall(r"sp-core (plan --[^`\n]*)", text)]
+    assert len(lines) > 3
+    for line in lines:
+        assert main(line.split()) == 0
+        rows = [row.split() for row in capsys.readouterr().out.splitlines() if " x " in row]
+        times = [float(row[4]) for row in rows[1:]]
+        assert max(times) > 2 * min(times), line
 
 
 @pytest.mark.mpi_skip
