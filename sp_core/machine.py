@@ -102,11 +102,17 @@ def _text(path: Path) -> str:
 
 LAUNCH_SECONDS = 60
 JOB_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID")
+JOB_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 def in_job() -> bool:
     """Return whether mpiexec or srun has started this process, from its environment variables."""
     return any(name in os.environ for name in JOB_VARIABLES)
+
+
+def started_tasks() -> int:
+    """Return how many ranks mpiexec or srun says that it has started; 1 if it says nothing."""
+    return max(int(os.environ.get(name) or 1) for name in JOB_SIZES)
 
 
 def bounded(

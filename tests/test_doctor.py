@@ -274,6 +274,19 @@ def test_the_command_passes_its_options_on(
     made.assert_called_once_with(device, measure=measure)
 
 
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"])
+@pytest.mark.parametrize(("tasks", "status"), [("1", "ok"), ("4", "broken")])
+def test_a_launcher_that_this_mpi_does_not_understand_is_broken(
+    name: str, tasks: str, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then each of its ranks is alone."""
+    monkeypatch.setenv(name, tasks)
+    monkeypatch.setattr(doctor, "_mpi_problem", lambda: None)
+    found = next(finding for finding in doctor._mpi() if finding.subject == "MPI")
+    assert (found.status, bool(found.remedy)) == (status, status == "broken")
+    assert (f"the launcher has started {tasks}" in found.text) == bool(found.remedy)
+
+
 def test_nodes_for_another_number_of_ranks_are_named_in_a_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
