@@ -30,6 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     given = list(sys.argv[1:] if arguments is None else arguments) or ["tests"]
+    if {"-h", "--help"} & {*given}:
+        print(f"{__doc__}\nArguments go to pytest: `nox -s coverage -- tests/test_mask.py`.")
+        return 0
     xml = ROOT / "reports" / "coverage.xml"
     xml.parent.mkdir(exist_ok=True)
     steps = [

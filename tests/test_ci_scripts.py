@@ -115,6 +115,14 @@ def test_a_long_report_is_cut_at_a_line_and_says_so(letter: str) -> None:
     assert summary.shortened(text, len(text.encode())) == text
 
 
+def test_help_of_coverage_needs_no_coverage(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ci.measure_coverage.subprocess.run", None)
+    assert measure_coverage.main(["--help"]) == 0
+    assert "Arguments go to pytest" in capsys.readouterr().out
+
+
 def test_coverage_is_told_also_of_tests_that_are_red(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[list[str]] = []
 
