@@ -280,7 +280,10 @@ def _checked(model: Any, mesh: Mesh, layout: str) -> list[nn.Parameter]:
     arguments.check_type("model", model, PreTrainedModel, "Load it with AutoModelForCausalLM.")
     other = [axis for axis, size in mesh.axes.items() if axis not in AXES and size > 1]
     if other:
-        raise ShapeError(f"the mesh has the axes {tuple(mesh.axes)}; use {AXES} only.")
+        raise ShapeError(
+            f"parallelize does not know the axis {other[0]!r} of the mesh. Name axes 'ring' or "
+            "'ulysses' if they share a sequence, and 'dp' if they have other sequences."
+        )
     if layout not in LAYOUTS:
         raise ValueError(f"{layout=} was given; pass one of {LAYOUTS}.")
     kind, config = type(model).__name__, model.config

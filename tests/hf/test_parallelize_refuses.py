@@ -136,7 +136,7 @@ CASES = [
     Wrong("scheme 'rings'", arguments={"scheme": "rings"}),
     Wrong("scheme 'hybrid'", arguments={"scheme": "hybrid"}),
     Wrong("layout='random'", arguments={"layout": "random"}),
-    Wrong("use ('dp', 'ring', 'ulysses') only", axes={"tp": 2}),
+    Wrong("axis 'tp' of the mesh. Name axes 'ring' or 'ulysses'", axes={"tp": 2}),
 ]
 
 
