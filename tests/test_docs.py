@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import pkgutil
 import re
 import textwrap
 from pathlib import Path
@@ -48,7 +47,7 @@ def test_what_is_described_is_there() -> None:
 def test_markdown_does_not_eat_the_stars_of_a_formula() -> None:
     assert _stars_in_text("elements: 2*B*K, and (P-1) * `a*b`") == ["2*B", "B*K"]
     for name in DESCRIBED:
-        described = pkgutil.resolve_name(name)
+        described = _found(name)
         members = vars(described).values() if isinstance(described, type) else ()
         for text in (each.__doc__ or "" for each in (described, *members)):
             assert _stars_in_text(text) == [], f"{name}: put the formula between backticks"
@@ -58,6 +57,34 @@ def _stars_in_text(text: str) -> list[str]:
     """Return each `*` outside of backticks that touches a character on both sides, with these."""
     outside = re.sub(r"`[^`]*`", "", text)
     return re.findall(r"(?=([^\s*]\*[^\s*]))", outside)
+
+
+def _found(name: str) -> object:
+    """Return what a name stands for; a function goes before a module of the same name."""
+    package, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(package), attribute, None) or importlib.import_module(
+        name
+    )
+
+
+def _hides_its_module(name: str) -> bool:
+    """Return whether the package of a function's module has the function in the module's place."""
+    found = _found(name)
+    package, _, module = getattr(found, "__module__", "").rpartition(".")
+    return module == _last(name) and getattr(importlib.import_module(package), module) is found
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def test_a_function_with_the_name_of_its_module_is_chosen_as_a_member() -> None:
+    """Otherwise mkdocstrings describes the module."""
+    text = "".join(page.read_text() for page in PAGES)
+    hidden = [name for name in DESCRIBED if _hides_its_module(name)]
+    assert sorted(hidden) == ["sp_core.llama.generate", "sp_core.merge"]
+    for name in hidden:
+        assert f"::: {name}\n    options:\n      members: [{_last(name)}]\n" in text
 
 
 def test_every_program_is_run_by_a_test() -> None:
