@@ -149,11 +149,10 @@ class Communicator(NotCopied):
     def exchange(
         self, sends: Messages, recvs: Messages, name: str = "exchange", *, longest: int = 0
     ) -> Handle:
-        """Start point-to-point messages. Every rank calls this, with empty lists if it has none.
+        """Start point-to-point messages; return a handle. Every rank calls this, if with no message.
 
         `longest` > 0 lets shared memory carry the messages, if there is any. It is the most bytes
-        of a message, the same on all ranks, and then each rank sends at most one. Return a handle
-        for `wait`.
+        of a message, the same on all ranks, and then each rank sends at most one.
         """
         self.ensure_open()
         self.counters[name].add(messages=len(sends), bytes_sent=sum(x.nbytes for _, x in sends))
@@ -176,10 +175,7 @@ class Communicator(NotCopied):
         return handle
 
     def next_tag(self) -> int:
-        """Return the MPI tag of the next collective.
-
-        All ranks start collectives in one order, so their tags are equal.
-        """
+        """Return the MPI tag of the next collective: equal on all ranks, which start in one order."""
         self._tags = self._tags % (MAX_TAG - 1) + 1
         return self._tags
 
@@ -190,13 +186,12 @@ class Communicator(NotCopied):
         """
         start = time.perf_counter()
         try:
-            is_complete = handle.test()
+            if not handle.test():
+                self.ensure_open()  # after `free` nothing makes progress
+                wait(handle, self.poll)
         except RankError:
             self.ensure_open()  # says more than which rank was lost since
             raise
-        if not is_complete:
-            self.ensure_open()  # after `free` nothing makes progress
-            wait(handle, self.poll)
         self._pending = [other for other in self._pending if other is not handle]
         self.counters[name].seconds += time.perf_counter() - start
 
