@@ -149,7 +149,7 @@ class Communicator(NotCopied):
     def exchange(
         self, sends: Messages, recvs: Messages, name: str = "exchange", *, longest: int = 0
     ) -> Handle:
-        """Start point-to-point messages; return a handle. Every rank calls this, if with no message.
+        """Start point-to-point messages; return a handle. Every rank calls this, even with none.
 
         `longest` > 0 lets shared memory carry the messages, if there is any. It is the most bytes
         of a message, the same on all ranks, and then each rank sends at most one.
@@ -175,7 +175,7 @@ class Communicator(NotCopied):
         return handle
 
     def next_tag(self) -> int:
-        """Return the MPI tag of the next collective: equal on all ranks, which start in one order."""
+        """Return the MPI tag of the next collective, equal on all ranks: they start in one order."""
         self._tags = self._tags % (MAX_TAG - 1) + 1
         return self._tags
 
