@@ -175,7 +175,7 @@ class Communicator(NotCopied):
         return handle
 
     def next_tag(self) -> int:
-        """Return the MPI tag of the next collective, equal on all ranks: they start in one order."""
+        """Return the MPI tag of the next collective, equal on all ranks: they keep one order."""
         self._tags = self._tags % (MAX_TAG - 1) + 1
         return self._tags
 

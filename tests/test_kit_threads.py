@@ -138,7 +138,7 @@ def test_an_endless_loop_ends(
     monkeypatch.setenv("SP_WATCHDOG_S", "0.5")
     begin = time.monotonic()
     text = failure_of(body)
-    assert "not ended within 0.5 s; ranks [1] of 2 did not wait" in text
+    assert "not ended within 0.5 s; ranks [1] of 2 were not waiting" in text
     assert "example: nprocs=2" in text
     assert time.monotonic() - begin < 10
     assert "test_kit_threads.py" in capfd.readouterr().err
