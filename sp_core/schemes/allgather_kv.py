@@ -73,9 +73,9 @@ def allgather_kv_attention(
     Communication:
         First one agreement: the ranks compare their arguments, and each waits for all. They do so
         again in the backward unless the communicator has `check="off"`. Forward all-gathers of k
-        and v, up to 4 for groups of heads: a rank sends (P-1) * 2*B*(S/P)*K*D elements. Backward
+        and v, up to 4 for groups of heads: a rank sends `(P-1) * 2*B*(S/P)*K*D` elements. Backward
         the same again. If k or v needs a gradient, also reduce-scatters of dk and dv in float32 or
-        wider: 2*B*(S - S/P)*K*D elements sent. A single rank sends nothing.
+        wider: `2*B*(S - S/P)*K*D` elements sent. A single rank sends nothing.
 
         In shared memory (`Mesh(transport="window")`) no keys or values are sent: the ranks write k
         and v into one tensor, wait for each other, and all read it.

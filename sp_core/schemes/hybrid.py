@@ -50,9 +50,9 @@ def hybrid_attention(
     """Compute attention over the tokens of all ranks of two mesh axes.
 
     Args:
-        q: (B, S/(R*U), H, D), this rank's queries; float64, float32, bfloat16 or float16.
-        k: (B, S/(R*U), K, D), this rank's keys; H is a multiple of K.
-        v: (B, S/(R*U), K, D), this rank's values.
+        q: `(B, S/(R*U), H, D)`, this rank's queries; float64, float32, bfloat16 or float16.
+        k: `(B, S/(R*U), K, D)`, this rank's keys; H is a multiple of K.
+        v: `(B, S/(R*U), K, D)`, this rank's values.
         mesh: a mesh with both axes. All ranks of `mesh[axes]` call this function together.
         sharding: which rank of `mesh[axes]` holds which queries; shards may be uneven or empty.
         comm: `mesh[axes]`, or None for the same. It is here for layers that pass every scheme a
@@ -67,14 +67,14 @@ def hybrid_attention(
             `alibi`.
 
     Returns:
-        out (B, S/(R*U), H, D) in the dtype of q; with `return_lse` also lse (B, H, S/(R*U)) in
+        out `(B, S/(R*U), H, D)` in the dtype of q; with `return_lse` also lse `(B, H, S/(R*U))` in
         float32 or wider. A query that sees no key gets out = 0 and lse = -inf, or with sinks the
         sink of the head as lse.
 
     Communication:
         First one agreement: the ranks compare their arguments, and each waits for all. A rank's own
-        q has N = B*(S/(R*U))*H*D elements, its k and v together M = 2*B*(S/(R*U))*K*D. Forward, a
-        rank sends (U-1)/U * (2N + M) elements in two all-to-alls over the Ulysses axis, and R-1
+        q has `N = B*(S/(R*U))*H*D` elements, its k and v together `M = 2*B*(S/(R*U))*K*D`. Forward,
+        a rank sends `(U-1)/U * (2N + M)` elements in two all-to-alls over the Ulysses axis, and R-1
         messages of M elements around the ring. The details, and the backward, are those of
         `ulysses_attention` and `ring_attention`.
 

@@ -78,9 +78,9 @@ def ring_attention(
     Communication:
         First one agreement: the ranks compare their arguments, and each waits for all. They do so
         again in the backward unless the communicator has `check="off"`. Forward a rank sends P-1
-        messages of 2*B*(S/P)*K*D elements, fewer if the mask hides whole blocks. Backward the same
-        messages, and up to P messages of as many elements in float32 or wider. A single rank sends
-        nothing.
+        messages of `2*B*(S/P)*K*D` elements, fewer if the mask hides whole blocks. Backward the
+        same messages, and up to P messages of as many elements in float32 or wider. A single rank
+        sends nothing.
 
         In shared memory (`Mesh(transport="window")`) a rank sends no message. It writes its k and
         v once, or never if both are tensors of `shared_empty` on `comm`, and reads those of P-1

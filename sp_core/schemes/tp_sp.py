@@ -102,9 +102,9 @@ def gather_linears(
         For each layer (B, S, F/P): all tokens, rank after rank.
 
     Communication:
-        Forward an all-gather of x in chunks: (P-1) * B*(S/P)*E elements sent per rank. Backward the
-        same again for the gradients of weights, and a reduce-scatter of as many elements for the
-        gradient of x. The ranks compare the backward call unless `comm` has `check="off"`.
+        Forward an all-gather of x in chunks: `(P-1) * B*(S/P)*E` elements sent per rank. Backward
+        the same again for the gradients of weights, and a reduce-scatter of as many elements for
+        the gradient of x. The ranks compare the backward call unless `comm` has `check="off"`.
 
     Raises:
         RuntimeError: a second derivative is computed.
@@ -136,7 +136,7 @@ def linear_scatter(
         (B, S/P, E), in the dtype of y.
 
     Communication:
-        Forward a reduce-scatter of (B, S, E) in chunks: B*(S - S/P)*E elements sent per rank.
+        Forward a reduce-scatter of (B, S, E) in chunks: `B*(S - S/P)*E` elements sent per rank.
         Backward an all-gather of as many. The ranks compare the backward call unless `comm` has
         `check="off"`.
 

@@ -70,9 +70,9 @@ def ulysses_attention(
 
     Communication:
         First one agreement: the ranks compare their arguments, and each waits for all. A rank's own
-        q has N = B*(S/P)*H*D elements, its k and v together have M = 2*B*(S/P)*K*D. Forward, a rank
-        sends (P-1)/P * (2N + M) elements: an all-to-all of q, k and v, and one of out. If the
-        ranks' numbers of queries and of keys differ, q goes in an all-to-all of its own. With
+        q has `N = B*(S/P)*H*D` elements, its k and v together have `M = 2*B*(S/P)*K*D`. Forward, a
+        rank sends `(P-1)/P * (2N + M)` elements: an all-to-all of q, k and v, and one of out. If
+        the ranks' numbers of queries and of keys differ, q goes in an all-to-all of its own. With
         `return_lse` lse goes in another. With K < P, M counts every copy of a key/value head.
         Backward the same, with an agreement before each all-to-all unless the communicator has
         `check="off"`. A single rank sends nothing.
