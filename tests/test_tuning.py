@@ -357,3 +357,13 @@ def test_the_doctor_says_what_auto_decides_by(
     assert there
     assert "1/beta 10.0 GB/s" in text
     assert "25% (median) or 50%" in text
+
+
+def test_an_error_names_the_variable_that_chose_the_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SP_TUNING", str(tmp_path / "none"))
+    with pytest.raises(FileError, match="none: there is no such file; SP_TUNING names it"):
+        find(dict)
+    with pytest.raises(FileError, match=r"no such file$"):
+        find(dict, tmp_path / "none")

@@ -31,7 +31,10 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
             "prompts need tokenizers; install it with pip install 'sp-core[llama]'."
         ) from error
     if not path.exists():
-        raise CheckpointError(f"{path} is not there. Copy it from the model.")
+        raise CheckpointError(
+            f"{path} is not there. Copy it from the folder of the "
+            "model that this one was made of, or pass tokenizer= to sp_core.llama.save."
+        )
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no narrower class

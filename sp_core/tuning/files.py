@@ -58,11 +58,15 @@ def find(
     Raises:
         FileError: the file that `choice` names cannot be used.
     """
+    source = "" if choice is not None else f"; {VARIABLE} names it"
     choice = (os.environ.get(VARIABLE) or "auto") if choice is None else choice
     if choice == "off":
         return None
     if choice != "auto":
-        return load(Path(choice))
+        try:
+            return load(Path(choice))
+        except FileError as error:
+            raise FileError(f"{error}{source}") from None
     try:
         return load(default_path(fingerprint()), fingerprint())
     except FileError:
