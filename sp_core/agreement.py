@@ -63,7 +63,8 @@ def bytes_sent(size: int, equal: bool) -> int:
 
     Args:
         size: number of ranks.
-        equal: whether all digests are equal. If not, each rank also sends its record to all others.
+        equal: whether the ranks' states, values and calls are equal. If not, each rank also sends
+            its record of 64 bytes to all others.
     """
     return DIGEST_BYTES * (size > 1) + (0 if equal else RECORD_BYTES * (size - 1))
 
@@ -72,10 +73,10 @@ class State(IntEnum):
     """What a rank is about to do.
 
     Attributes:
-        CALLS: it makes the call.
+        CALLS: the rank makes the call.
         REFUSES: a check of the rank's arguments has failed.
-        FREES: it frees the communicator.
-        FAILS: it leaves the communicator because of an error.
+        FREES: the rank frees the communicator.
+        FAILS: the rank leaves the communicator because of an error.
     """
 
     CALLS = 0
@@ -126,13 +127,13 @@ def agree(
 class Question:
     """A non-blocking comparison of calls over the ranks of a communicator.
 
-    Making the object sends the rank's digest. Afterwards call `test` until it is True, or `wait`
-    once; then call `answer`.
+    Making the object sends a hash of the rank's state, value and call. Afterwards call `test` until
+    it returns True, or `wait` once; then call `answer`.
 
     Args:
         comm, call, value, error: as in `agree`.
         state: FREES or FAILS if this rank frees or leaves the communicator, and then `call` says
-            why. An `error` makes it REFUSES.
+            why. With an `error` the state is REFUSES.
 
     Attributes:
         requests: the MPI requests of the comparison, one or two.
@@ -167,9 +168,9 @@ class Question:
         self.requests.append(self._comm.Iallgather(self._record, self._records.reshape(-1)))
 
     def _compared(self) -> bool:
-        """Start to gather the records if the digests differ, unless that was done before.
+        """Start to gather all ranks' records if the hashes differ, unless that was done before.
 
-        Return False if this call has started it, so that the comparison is not complete.
+        Return False if this call has started the gather, so that the comparison is not complete.
         """
         if self._records is not None:  # a freed communicator must not be used any more
             return True
@@ -206,7 +207,7 @@ class Question:
 
 
 class Questions:
-    """Comparisons on several communicators that are waited for together; a handle for `wait`.
+    """Comparisons on several communicators, for which `transport.wait` waits together.
 
     An error on one communicator is raised even if the comparisons on the others never complete.
 
@@ -218,10 +219,10 @@ class Questions:
         self._open = list(questions)
 
     def test(self) -> bool:
-        """Return whether all comparisons are complete and without error.
+        """Make progress without blocking. Return whether all comparisons are complete.
 
         Raises:
-            As `agree`: the error of the first comparison that is complete and has one.
+            As `agree`: the error of the first complete comparison that has an error.
         """
         for question in [question for question in self._open if question.test()]:
             self._open.remove(question)
@@ -262,7 +263,7 @@ def _parted(records: np.ndarray[Any, np.dtype[np.int64]]) -> RankError:
     """Return the error for ranks of which some free or leave the communicator and others do not.
 
     Args:
-        records: int64 (ranks, 8). All ranks have the same, so the error is the same on all ranks.
+        records: of all ranks, int64 (ranks, 8), the same on all ranks. So is the error.
     """
     beginnings = [record[3:].tobytes().decode(errors="ignore") for record in records]
     texts = [text.rstrip("\0") + "..." * (text[-1:] != "\0") for text in beginnings]
@@ -333,7 +334,7 @@ def make_alike(comm: Any, make: Callable[[], tuple[T, str]]) -> T:
         The result of this rank.
 
     Communication:
-        One agreement, after `make`.
+        One `agree` on the texts, after `make`.
 
     Raises:
         Exception: what `make` has raised on the lowest rank where it did, on every rank.

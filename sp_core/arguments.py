@@ -150,7 +150,7 @@ def check_type(name: str, value: Any, kind: type, remedy: str) -> None:
     Args:
         name: what the error calls the value.
         value: the value.
-        kind: the class.
+        kind: the class that the value must be an instance of.
         remedy: a sentence for the error, which says how to get a `kind`.
 
     Raises:
@@ -161,7 +161,7 @@ def check_type(name: str, value: Any, kind: type, remedy: str) -> None:
 
 
 def check_communicator(comm: Any, name: str = "comm") -> None:
-    """Check that a value is a `Communicator`. Without one this rank cannot tell other ranks.
+    """Check that a value is a `Communicator`. Without one, other ranks do not learn of the error.
 
     Raises:
         TypeError: on this rank only, naming what was given and how to get a communicator.
@@ -193,7 +193,7 @@ def check_tensor(
         x: this rank's tensor.
         comm: the `Communicator` that will send it.
         name: what errors call the tensor.
-        dtypes: those that are allowed; None allows all.
+        dtypes: the dtypes that are allowed; None allows all.
 
     Raises:
         DtypeError: not a tensor, a DTensor, or of another dtype.

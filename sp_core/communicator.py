@@ -54,7 +54,7 @@ class Communicator(NotCopied):
         check: "agree": the ranks compare the arguments of every collective first; "off": only those
             of schemes and layers.
         name: what error messages call the communicator.
-        algorithm: for each collective the algorithm of calls with "auto"; as in
+        algorithm: what calls with algorithm="auto" use: a name, or names by collective, as in
             `sp_core.schedules.defaults`.
         nodes: the node (machine) of each rank; all on one by default.
         tuning: measured constants by which "auto" chooses if `algorithm` is "auto" too, the same on
@@ -124,9 +124,9 @@ class Communicator(NotCopied):
     def prepare(
         self, operation: Operation, send: Tensor | None, recv: Tensor | None
     ) -> Callable[[], None]:
-        """Return a function that runs a collective on fixed tensors, to its end.
+        """Return a function that carries out a collective and returns when it is complete.
 
-        All ranks call that function equally often.
+        Each call of the function sends `send` and fills `recv`. All ranks call it equally often.
         """
         call, bytes_sent = self.transport.prepare(operation, send, recv), operation.bytes_sent
 
@@ -141,7 +141,7 @@ class Communicator(NotCopied):
         return run
 
     def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
-        """Start a collective. Return a handle to pass to `wait`."""
+        """Start a collective from `send` into `recv`. Return a handle to pass to `wait`."""
         self.ensure_open()
         self.counters[operation.op].add(bytes_sent=operation.bytes_sent)
         return self.track(self.transport.start(operation, send, recv))
@@ -163,13 +163,13 @@ class Communicator(NotCopied):
     def counter(self) -> MpiCounter:
         """Return a counter whose `take` gives 0, 1, 2, ..., each number to one rank only.
 
-        Every rank calls this, and `free` of the counter at the end. One agreement.
+        Every rank calls this, which compares the calls, and at the end the counter's `free`.
         """
         self.agree_on(lambda: f"counter() on {self.name}")
         return observer_of(self._comm).make_counter() or MpiCounter(self._comm)
 
     def track(self, handle: Handle) -> Handle:
-        """Test a handle in every `poll` and `wait` of this rank until it is complete. Return it."""
+        """Test `handle` in each `poll` and `wait` of this rank until complete. Return `handle`."""
         self._pending.append(handle)
         self._progress.add(self)
         return handle
@@ -180,9 +180,9 @@ class Communicator(NotCopied):
         return self._tags
 
     def wait(self, handle: Handle, name: str) -> None:
-        """Block until a handle of the operation `name` is complete, and count the time.
+        """Block until `handle` is complete. Add the time to the counts of the operation `name`.
 
-        Meanwhile all else that this rank has started makes progress.
+        Meanwhile all other operations that this rank has started make progress.
         """
         start = time.perf_counter()
         try:
@@ -196,21 +196,21 @@ class Communicator(NotCopied):
         self.counters[name].seconds += time.perf_counter() - start
 
     def poll(self) -> None:
-        """Make progress in all that this rank has started, on any communicator, without blocking.
+        """Advance all operations that this rank has started, on any communicator, without blocking.
 
-        Call it between parts of a long computation; it is cheap.
+        Call `poll` between parts of a long computation; it is cheap.
         """
         self._progress.poll()
 
     def advance(self) -> bool:
-        """Test all handles of this communicator. Return False if none is left."""
+        """Test all handles of this communicator. Return whether any is still incomplete."""
         self._pending = [handle for handle in self._pending if not handle.test()]
         return bool(self._pending)
 
     def fence(self) -> None:
-        """Wait for all ranks. Then each sees what any wrote into shared memory before.
+        """Wait for all ranks. Then each sees what any rank wrote into shared memory before.
 
-        The ranks compare their calls, unless there is a window and `check="off"`.
+        The ranks also compare their calls, unless there is shared memory and `check="off"`.
         """
         self.agree_on(lambda: f"fence() on {self.name}", always=self.window is None)
         if self.window is not None:
@@ -240,7 +240,7 @@ class Communicator(NotCopied):
         Args:
             call: returns the text of operation and arguments that must be the same on every rank,
                 or raises what is wrong with them.
-            check: raises what is wrong, or returns a number of this rank; None is 0.
+            check: raises what is wrong, or returns an integer to send to all ranks; None is 0.
             always: communicate even if the communicator was made with `check="off"`. Without
                 communication an error is raised on this rank only.
 
@@ -248,7 +248,7 @@ class Communicator(NotCopied):
             Every rank's number in rank order, or () without communication.
 
         Communication:
-            None, or one agreement.
+            None, or one `agreement.agree`.
         """
         self.ensure_open()  # a freed communicator cannot compare: each rank raises by itself
         error, value, text = None, 0, ""
@@ -265,9 +265,9 @@ class Communicator(NotCopied):
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """Skip, in a `with` block, the comparisons that communicators with check="off" skip.
+        """Let collectives in a `with` block not compare arguments, as with check="off".
 
-        For ranks that have compared one call from which all calls of the block follow.
+        Use it only after a compared call that determines the arguments of all calls in the block.
         """
         check, self.check = self.check, "off"
         try:
@@ -276,11 +276,11 @@ class Communicator(NotCopied):
             self.check = check
 
     def numbered(self) -> Callable[[str], object]:
-        """Give a number to an object that ranks make in one order and use later, such as a plan.
+        """Give a number to an object, such as a plan, which all ranks make in the same order.
 
         Returns:
-            A function to call before each use with the name of the use, such as "the backward of
-            all_reduce". Unless check="off", it is an agreement: the ranks compare name and number.
+            A function to call before each use of the object with a name of that use, such as "the
+            backward of all_reduce". Unless check="off", the ranks then compare name and number.
         """
         self._numbers += 1
         number = self._numbers
@@ -299,7 +299,7 @@ class Communicator(NotCopied):
             )
 
     def ask_to_free(self) -> list[agreement.Question]:
-        """Start to compare whether all ranks free this communicator. Return [comparison], or []."""
+        """Return [a started comparison whether all ranks free this communicator]; [] if freed."""
         if self._freed or not self.is_made:
             return []
         self.counters["control"].add(bytes_sent=agreement.bytes_sent(self.size, equal=False))
@@ -311,7 +311,7 @@ class Communicator(NotCopied):
         """Free the MPI communicator when all transfers are complete. Every rank calls this.
 
         A second call does nothing. Unless `is_agreed`, the ranks first compare whether all of them
-        free it. If not, this abandons the communicator and raises a RankError.
+        call `free`. If one does not, this abandons the communicator and raises a RankError.
         """
         if self._freed or not self.is_made:
             self._freed = True
@@ -331,7 +331,7 @@ class Communicator(NotCopied):
     def abandon(self) -> None:
         """Stop using this communicator because of an error, without waiting for other ranks.
 
-        Their next comparison of calls raises `PeerFailed`.
+        The next comparison of calls on the other ranks raises `PeerFailed`.
         """
         if self.is_made:
             self.decline(f"an error made it leave {self.name}")
@@ -361,8 +361,8 @@ class Reordered(Communicator):
     """The ranks of another communicator, numbered in another order, as by mesh["b", "a"].
 
     The first use makes the MPI communicator, so all ranks make that use in the same call. The ranks
-    compare calls on `other`: if they use different orders, that is an error. Error messages number
-    the ranks as `other` does.
+    compare calls on `other`: if the ranks use different orders, that is an error. Error messages
+    number the ranks as `other` does.
 
     Args:
         other: the communicator, which must be freed after this one.
@@ -389,7 +389,7 @@ class Reordered(Communicator):
     def ensure_open(self) -> None:
         """Raise `RankError` if freed. In the first use, make the MPI communicator.
 
-        This precedes the checks of a call, which may fail on some ranks only.
+        Calls do this before they check their arguments, which may fail on some ranks only.
         """
         super().ensure_open()
         if not self.is_made:

@@ -36,7 +36,7 @@ from sp_core.sharding import Sharding
 
 @dataclass(frozen=True)
 class Traffic:
-    """Messages and bytes that one rank sends. With shared memory, those that the rank reads.
+    """Messages and bytes that one rank sends. With shared memory: blocks and bytes that it reads.
 
     Messages inside a collective of the MPI library are not counted.
     """
@@ -55,7 +55,8 @@ class Attention:
     Args:
         sharding, kv_sharding: which rank holds which queries, and which keys and values.
         mask: which keys each query sees.
-        batch, num_heads, num_kv_heads, head_dim: B, H, K, D.
+        batch, num_heads, num_kv_heads, head_dim: numbers of sequences, query heads and key/value
+            heads, and elements of a head.
         itemsize: bytes per element of q, k and v.
         return_lse: whether the log-sum-exp is returned too.
         needs_grad: which of q, k and v have gradients.
@@ -111,8 +112,8 @@ def allgather_kv(problem: Attention, rank: int) -> Both:
 def _both(problem: Attention, keys: Traffic, sums: Traffic) -> Both:
     """Return (traffic of the forward, traffic of the backward).
 
-    The forward moves `keys`. The backward moves `keys` again if any gradient is needed, and `sums`,
-    the gradients of keys and values, if k or v needs one.
+    The forward moves keys and values (`keys`). The backward moves them again if any gradient is
+    needed. If k or v needs a gradient, it also moves the gradients of keys and values (`sums`).
     """
     backward = keys if any(problem.needs_grad) else Traffic()
     return keys, backward + sums if any(problem.needs_grad[1:]) else backward
@@ -153,7 +154,7 @@ def hybrid(problem: Attention, ring_rank: int, ulysses_rank: int, groups: list[l
     """Return the traffic of one rank in `hybrid_attention`: (forward, backward).
 
     Args:
-        problem: over all ranks.
+        problem: the attention over all ranks.
         ring_rank, ulysses_rank: the rank's index along each axis.
         groups: for each index along the ring, the ranks of the problem that exchange heads there.
     """
@@ -183,8 +184,8 @@ def tp_sp(sharding: Sharding, rank: int, batch: int, hidden: int, itemsize: int)
 
     Args:
         sharding: which rank holds which tokens before and after the two layers.
-        rank, batch, itemsize: the rank, B, e.
-        hidden: E, the elements of a token.
+        rank: whose traffic.
+        batch, hidden, itemsize: sequences, elements of a token, bytes per element.
     """
     mine = sharding.local_len(rank)
     token = batch * hidden * itemsize
@@ -197,7 +198,7 @@ def _exchange(problem: Attention, rank: int, whole: Attention) -> Both:
 
     Args:
         problem: the attention of the ranks that exchange heads.
-        rank: the index of a rank among those.
+        rank: the index, among those ranks, of the rank whose traffic is returned.
         whole: the attention of all ranks of the scheme.
     """
     shares = split_heads(problem.num_heads, problem.num_kv_heads, problem.sharding.size)
@@ -226,8 +227,8 @@ def _through_exchange(problem: Attention, inside: Attention) -> tuple[bool, bool
     three have a gradient if any of them has.
 
     Args:
-        problem: the attention of all ranks of the scheme. Its shard lengths decide.
-        inside: that of the ranks that exchange heads.
+        problem: the attention of all ranks of the scheme, with the shard lengths that decide this.
+        inside: the attention of the ranks that exchange heads.
     """
     q, *kv = problem.needs_grad
     if inside.sharding.size == 1:

@@ -61,7 +61,7 @@ Status = Literal["ok", "note", "broken"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
+    """One line of the report of `sp-core doctor`.
 
     Args:
         subject: what was examined, such as "MPI" or "transport host".
@@ -96,7 +96,7 @@ def main(device: str | None = None, *, measure: bool = False) -> int:
 
 
 def examine(device: str | None = None, *, measure: bool = False) -> Iterator[Finding]:
-    """Yield the findings; arguments as in `main`. If MPI works, all ranks must take all of them."""
+    """Yield the findings; arguments as in `main`. All ranks must take all: some communicate."""
     yield Finding("python", "ok", f"{platform.python_version()}, torch {torch.__version__}")
     yield Finding("processor", "ok", f"{cpu_model()}, {cores()} cores")
     yield _shared_memory()
@@ -237,7 +237,7 @@ def _threads(level: int) -> Finding:
 
 
 def _cuda_aware(library: str | None) -> Finding:
-    """Report whether the MPI library takes GPU memory: its own answer, and that of a trial."""
+    """Report whether the MPI library takes GPU memory: what it says, and what a trial shows."""
     try:
         says = (
             {0: "no", 1: "yes"}[ctypes.CDLL(library).MPIX_Query_cuda_support()] if library else None
@@ -352,7 +352,7 @@ def _transports(device: str | None) -> Iterator[Finding]:
 
 
 def _try(world: Intracomm, kind: str, name: str) -> Finding:
-    """Try a transport by an all-gather over all ranks, which all return the same finding."""
+    """Try a transport by an all-gather over all ranks. They all return the same finding."""
     problem, fallback = None, ""
     try:
         fallback = _gather(world, kind, name)

@@ -100,10 +100,10 @@ def exit_code(error: BaseException) -> int:
 
 
 def left_by(error: BaseException) -> None:
-    """Register `end` for the exit of the program if `error` is a `SystemExit` with a failure code.
+    """Let the exit of this program end all ranks if `error` is a SystemExit other than success.
 
-    `Mesh` calls this when an error leaves its block, since Python calls no excepthook for
-    SystemExit.
+    `Mesh` calls this when an error leaves its `with` block, since Python calls no excepthook for
+    SystemExit. atexit then calls `end`. Without `watch_over` nothing happens.
     """
     if _head and isinstance(error, SystemExit) and exit_code(error):
         atexit.register(end, error, partial(traceback.print_exception, error))

@@ -60,7 +60,7 @@ BOUND_BYTES = (1 << 12, 1 << 23)  # vectors of which a collective has few steps,
 
 
 def measure(world: Intracomm, *, seconds: float = SECONDS, sizes: Sequence[int] = SIZES) -> Tuning:
-    """Measure this machine with the ranks of a communicator. At least two are needed.
+    """Measure times of messages, sums, copies and collectives with at least two ranks.
 
     Args:
         world: an mpi4py communicator; every rank calls this.
@@ -68,7 +68,7 @@ def measure(world: Intracomm, *, seconds: float = SECONDS, sizes: Sequence[int] 
         sizes: bytes of messages and vectors, in ascending order.
 
     Returns:
-        The constants, the same on every rank.
+        The constants by which algorithm="auto" chooses, the same on every rank.
 
     Raises:
         ValueError: there is one rank, which has no messages to measure.
@@ -129,10 +129,10 @@ def collectives(
     Args:
         world, group, sizes: as in `primitives`.
         share: seconds for each size of each collective.
-        least: rounds for each, even if they take longer than `share`.
+        least: fewest samples of each algorithm, even if they take longer than `share`.
 
     Returns:
-        The samples, the same on every rank.
+        Seconds of each sample, by collective, algorithm and bytes; the same on every rank.
     """
     found: Samples = {
         op: {name: {} for name in usable(group.nodes, op, window=group.window is not None)}
@@ -155,7 +155,7 @@ def fitted(bare: Tuning, samples: Samples) -> Tuning:
     """Return the constants of `primitives`, corrected by the samples of `collectives`.
 
     This sets `times`, the typical time of each algorithm; `start`, which makes predictions fit at
-    the smallest size; and `error` of the predictions: relative, (median, 95th percentile).
+    the smallest size; and `error`, the (median, 95th percentile) of the relative errors.
     """
     times = {op: _curves(by_name) for op, by_name in samples.items()}
     ours = [
@@ -211,8 +211,8 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Time several calls in turns; every rank calls this.
 
-    In each round every call has one sample, and another call is the first. Quick calls are repeated
-    in a sample, which is then the mean.
+    In each round every call has one sample; the next round begins with the next call. Quick calls
+    are repeated in a sample, which is then the mean.
 
     Args:
         world: an mpi4py communicator.
@@ -252,7 +252,7 @@ def sample(world: Intracomm, call: Call, repeats: int = 1) -> float:
 
 
 def vector(op: str, nbytes: int, group: Communicator) -> torch.Tensor:
-    """Return a rank's float32 input of collective `op` whose whole vector has `nbytes` bytes."""
+    """Return a rank's float32 input of `op`: `nbytes` bytes, in all_gather those of all ranks."""
     count = max(nbytes // 4, 1)
     if op == "all_gather":
         return torch.ones(count // group.size)
@@ -278,7 +278,7 @@ def _pair(nodes: tuple[int, ...], kind: str) -> tuple[int, int] | None:
 def _exchanges(
     world: Intracomm, group: Communicator, pair: tuple[int, int], share: float, sizes: Iterable[int]
 ) -> Curve:
-    """Return the seconds by size of two ranks that send that many bytes to each other at once.
+    """Return, by size, the seconds in which two ranks send each other that many bytes at once.
 
     The other ranks take part in the barriers only.
     """
@@ -313,7 +313,7 @@ def _local(world: Intracomm, kind: str, size: int, share: float) -> float:
 
 
 def _binding(world: Intracomm, group: Communicator) -> tuple[float, float]:
-    """Return the seconds to prepare a collective: (for each call, and for each of its steps)."""
+    """Return the seconds to prepare a collective: (without steps, more for each step)."""
     found = []
     for nbytes in BOUND_BYTES:
         x, scratch = torch.ones(nbytes // 4), Scratch(group.device)
@@ -336,7 +336,7 @@ def _median(world: Intracomm, call: Call, seconds: float) -> float:
 
 
 def told() -> tuple[bool, str]:
-    """Return whether there are constants for this machine, and the text that `doctor` prints."""
+    """Return whether this machine has measured constants, and the text that `doctor` prints."""
     path = default_path(fingerprint())
     try:
         tuning = load(path, fingerprint())

@@ -57,13 +57,13 @@ class Mesh(NotCopied):
             such as "0,0,1,1"; else ranks with the same host name and boot id share a node.
         tuning: measured constants by which "auto" takes the quickest algorithm: a file, "auto" for
             what `python -m sp_core doctor --measure` has written for this machine, "off" to leave
-            it to the MPI library. Those of rank 0 hold for all ranks. Default: the environment's
+            it to the MPI library. Rank 0's constants hold for all. Default: the environment's
             SP_TUNING, else "auto". A mesh measures nothing.
         axes: size of each axis; their product is the size of `comm`.
 
     Communication:
-        One agreement, one broadcast of rank 0's constants if it has any, and for each set of axes
-        one `MPI_Comm_split` and the making of the transport.
+        One comparison of arguments, and one broadcast of rank 0's constants, if any. Per set of
+        axes one `MPI_Comm_split` and the making of the transport.
 
     Raises:
         ShapeError: sizes whose product is not the size of `comm`.
@@ -73,7 +73,7 @@ class Mesh(NotCopied):
         TypeError: an argument of another type.
         CollectiveMismatch: ranks that ask for different meshes.
 
-    All of these on every rank, but for the TypeError of a wrong `comm`.
+    These errors are raised on every rank, except the TypeError of a wrong `comm`.
     """
 
     def __init__(
@@ -121,8 +121,8 @@ class Mesh(NotCopied):
         """Return the communicator along one axis, or along several; the last one varies fastest.
 
         No axis means this rank alone. Nothing is sent. Communicators along axes in the mesh's order
-        are there from the beginning. With axes in another order it is made in its first use, which
-        all its ranks make in the same call.
+        are there from the beginning. A communicator along axes in another order is made when all
+        its ranks first use it, in the same call.
 
         Raises:
             ShapeError: an unknown axis, or one named twice.
@@ -206,7 +206,7 @@ class Mesh(NotCopied):
     def _add(self, names: tuple[str, ...]) -> None:
         """Make the communicator along some axes.
 
-        If its transport is refused on some ranks of the mesh, refuse it on all ranks.
+        If the transport cannot be used on some ranks, raise a DeviceError on all ranks.
         """
         error = None
         groups = self._groups(names)
@@ -282,12 +282,12 @@ class Mesh(NotCopied):
 
 
 def _ranks_of(given: Any, axes: dict[str, int]) -> tuple[Intracomm, dict[str, int]]:
-    """Return a communicator with mpi4py's methods, and the axes, which a DeviceMesh may have.
+    """Return a communicator with mpi4py's methods, and `axes`, if empty those of a DeviceMesh.
 
     From now on an uncaught error of this rank's program ends all ranks (`failing.watch_over`).
 
     Raises:
-        TypeError: on this rank alone, since it cannot tell other ranks.
+        TypeError: `given` is no communicator; on this rank alone, which cannot tell others.
     """
     if hasattr(given, "Split"):
         if type(given).__module__ == "mpi4py.MPI":
@@ -317,7 +317,7 @@ def read_nodes(nodes: Iterable[object] | None, size: int | None = None) -> list[
 
     Args:
         nodes: whole numbers, also as text; None for the environment.
-        size: how many there must be, if that is known.
+        size: how many numbers there must be, if that is known.
 
     Returns:
         A number for each rank; [] if neither the argument nor SP_NODES is given.
@@ -392,7 +392,7 @@ def fingerprint() -> dict[str, str]:
 
 
 def _constants(tuning: Tuning | str | Path | None, rank: int) -> Tuning | None:
-    """Return the constants that were asked for, or None. On ranks other than 0, return None."""
+    """Return the measured constants that were asked for, or None; on ranks other than 0 None."""
     if not (tuning is None or isinstance(tuning, Tuning | str | Path)):
         raise TypeError(f"tuning={tuning!r} was given; pass constants, a file, 'auto' or 'off'.")
     if rank:

@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Observer:
-    """Base of observers: ignores every call, and replaces nothing.
+    """Base of observers, whose methods the library calls: each does nothing and returns None.
 
     Communicators of `sp_core.testing`, and those over torch.distributed, are their own observers.
     `observer_of.register` makes the observer of another class known.

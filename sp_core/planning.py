@@ -70,9 +70,10 @@ class Problem:
     """One layer of causal attention, and the machine.
 
     Args:
-        seq_len, batch, num_heads, num_kv_heads, head_dim: S, B, H, K, D.
+        seq_len, batch, num_heads, num_kv_heads, head_dim: tokens of a sequence; numbers of
+            sequences, heads and key/value heads; elements of a head.
         itemsize: bytes per element.
-        ranks: P.
+        ranks: number of ranks that share each sequence.
         per_node: ranks of a node.
         node, network: links inside and between nodes.
         flops: operations per second that a rank's attention reaches.
@@ -91,7 +92,7 @@ class Problem:
     flops: float
 
     def attention(self, seq_len: int, ranks: int) -> cost.Attention:
-        """Return the attention of `seq_len` tokens over `ranks` ranks, without a mask."""
+        """Return the sizes of unmasked attention of `seq_len` tokens over `ranks` ranks."""
         sharding = Sharding.contiguous(seq_len, ranks)
         sizes = self.batch, self.num_heads, self.num_kv_heads, self.head_dim, self.itemsize
         return cost.Attention(sharding, sharding, Mask(), *sizes)
@@ -117,9 +118,9 @@ class Projection:
     Args:
         scheme: its name.
         ring, ulysses: ranks along each axis.
-        seconds: of forward and backward.
-        exposed: those of `seconds` in which a rank waits for messages.
-        forward, backward: traffic of the rank that sends most.
+        seconds: time of forward and backward together.
+        exposed: the part of `seconds` in which a rank waits for messages.
+        forward, backward: messages and bytes of the rank that sends most.
     """
 
     scheme: str
@@ -132,7 +133,7 @@ class Projection:
 
 
 def project(problem: Problem) -> list[Projection]:
-    """Project every scheme on every mesh that fits. The quickest comes first.
+    """Return the predictions for every scheme on every mesh that fits, the quickest first.
 
     Raises:
         ValueError: sizes that cannot be split evenly, or that are not positive.
@@ -172,7 +173,7 @@ def _check(problem: Problem) -> None:
 
 
 def _mesh(problem: Problem, ring: int, ulysses: int) -> Projection:
-    """Project a ring of `ring` groups, in each of which `ulysses` ranks exchange heads.
+    """Predict the times of a ring of `ring` groups of `ulysses` ranks, which exchange heads.
 
     Either number may be 1.
     """
@@ -245,7 +246,7 @@ def _around(compute: float, ring: int, step: float) -> float:
 
     Args:
         compute: seconds of a rank's attention to all blocks.
-        step: seconds of a message.
+        step: seconds to pass on one block, in the backward with its gradient.
     """
     return compute / ring + (ring - 1) * max(compute / ring, step)
 
@@ -298,7 +299,7 @@ def main(options: argparse.Namespace, tuning: Tuning | None) -> str:
         tuning: constants measured on this machine, if there are any.
 
     Raises:
-        ValueError: options that cannot be planned with.
+        ValueError: options that do not fit together.
     """
     inside = link_of(options.node_link) if options.node_link else None
     if inside is None and options.ranks_per_node > 1:
@@ -352,7 +353,7 @@ def link_of(text: str) -> Link:
 def timed_flops(head_dim: int, seq_len: int = 1024, heads: int = 4) -> float:
     """Measure the operations per second of causal attention, with the threads that torch uses.
 
-    The quickest of four calls counts, without the products that the mask hides.
+    The quickest of four calls counts. Operations that the mask hides are not counted.
     """
     q, k, v = (torch.randn(1, seq_len, heads, head_dim) for _ in range(3))
     seconds = []

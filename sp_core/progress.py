@@ -28,7 +28,7 @@ class Progress:
         self.kept: list[Any] = []
 
     def add(self, source: Any) -> None:
-        """Let every `poll` call `source.advance()` from now on, until that returns False."""
+        """Let every `poll` call `source.advance()` from now on, until `advance` returns False."""
         self._busy[source] = None
 
     def keep(self, questions: Sequence[Any]) -> None:
@@ -42,9 +42,9 @@ class Progress:
         return not self._busy
 
     def poll(self) -> None:
-        """Let everything that this rank has started make progress, without blocking.
+        """Let all operations that this rank has started make progress, without blocking.
 
-        Call it between parts of a long computation; it is cheap.
+        Call `poll` between parts of a long computation; it is cheap.
         """
         for source in list(self._busy):
             if not source.advance():

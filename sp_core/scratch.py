@@ -44,7 +44,7 @@ class Scratch:
         return best
 
     def give(self, block: Tensor) -> None:
-        """Keep a block of `take` for later calls. If more than KEPT are kept, drop the smallest."""
+        """Keep a block that `take` gave for later calls. Of more than KEPT, drop the smallest."""
         if block.numel():
             self._free = sorted([*self._free, block], key=Tensor.numel)[-KEPT:]
 

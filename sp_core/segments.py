@@ -27,9 +27,9 @@ def split_ranges(length: int, parts: int) -> tuple[range, ...]:
 def deal_chunks(work: Tensor, size: int, chunk: int) -> tuple[list[list[int]], bool]:
     """Deal chunks of consecutive tokens to ranks, so that ranks have nearly equal work.
 
-    Heavy chunks come first. Of every `size` chunks each rank gets one, and the rank with least work
-    so far gets the heaviest. The work of two ranks never differs by more than that of two chunks
-    dealt together.
+    Each round deals `size` chunks, one to each rank: the heaviest chunks first, a shorter one last.
+    In a round the rank with least work so far gets the heaviest chunk. The work of two ranks
+    differs by at most as much as that of two chunks of one round.
 
     Args:
         work: int64 (seq_len,), the work of all tokens up to and including each one.

@@ -75,9 +75,9 @@ class Sharding:
     def zigzag(cls, seq_len: int, size: int, start: int = 0) -> Sharding:
         """Give rank r chunks `r` and `2*size-1-r` of `2*size` chunks.
 
-        Every rank then has nearly as much work in causal attention.
+        All ranks then have nearly equal work in causal attention.
 
-        Args and errors as in `contiguous`.
+        Arguments and errors are those of `contiguous`.
 
         Source: head-tail balanced ring attention, zhuzilin/ring-flash-attention,
         `zigzag_ring_flash_attn`.
@@ -90,9 +90,9 @@ class Sharding:
     def striped(cls, seq_len: int, size: int, start: int = 0) -> Sharding:
         """Give rank r the tokens r, `r + size`, `r + 2*size` and so on.
 
-        In every step of ring attention the ranks then have nearly equal causal work.
+        In every step of causal ring attention the ranks then have nearly equal work.
 
-        Args and errors as in `contiguous`.
+        Arguments and errors are those of `contiguous`.
 
         Source: Brandon et al. 2023, Striped Attention, arXiv:2311.09431, section 3.
         """
@@ -112,8 +112,8 @@ class Sharding:
             seq_len, size, start: as in `contiguous`.
             mask: which keys each query sees, in attention over these tokens.
             chunk: tokens of a chunk, >= 1; the last chunk may be shorter. None takes half a shard.
-                Then it is halved while a rank has more than 1.02 times the mean work and a chunk
-                has more than `LEAST_CHUNK` tokens.
+                Then the chunk is halved while a rank has more than 1.02 times the mean work, and
+                the chunk more than `LEAST_CHUNK` tokens.
 
         Raises:
             TypeError: `mask` is not a `Mask`, or `chunk` not a whole number.
@@ -172,7 +172,7 @@ class Sharding:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """The number of tokens of each rank."""
+        """The number of tokens of each rank, in rank order."""
         return tuple(sum(map(len, owned)) for owned in self.segments)
 
     @property
@@ -203,14 +203,14 @@ class Sharding:
 
     @cached_property
     def sorted_positions(self) -> Tensor:
-        """The global positions in the order of `sort_segments`, int64 `(seq_len,)`."""
+        """The positions of all tokens after `sort_segments`, int64 `(seq_len,)`."""
         return concatenated([self.gathered_segments[place] for place in self._segment_order])
 
     def sort_segments(self, gathered: Tensor, dim: int) -> Tensor:
         """Reorder whole segments from the order of an all-gather to that of their first positions.
 
-        Unlike `restore` this keeps the tokens of a strided segment together, so that the positions
-        stay a few arithmetic progressions.
+        A segment is a range of positions, with a step if striped. Its tokens stay together, unlike
+        in `restore`, so that the positions stay a few arithmetic progressions.
 
         Args:
             gathered: any shape, `gathered.shape[dim] == seq_len`.
@@ -219,7 +219,7 @@ class Sharding:
         return _permuted(gathered, dim, map(len, self.gathered_segments), self._segment_order)
 
     def unsort_segments(self, x: Tensor, dim: int) -> Tensor:
-        """Reverse `sort_segments`."""
+        """Reorder x from the order of `sort_segments` to that of an all-gather."""
         order = self._segment_order
         lengths = (len(self.gathered_segments[place]) for place in order)
         return _permuted(x, dim, lengths, sorted(range(len(order)), key=order.__getitem__))
@@ -241,8 +241,8 @@ class Sharding:
             dim: the sequence dimension.
 
         Returns:
-            A new tensor with `local_len(rank)` tokens along `dim`; a view of x if the shard is one
-            consecutive range.
+            A tensor with `local_len(rank)` tokens along `dim`: a view of x if the shard is one
+            consecutive range, else a new tensor.
 
         Raises:
             ShapeError: `x` has another length along `dim`, or there is no such rank.
@@ -284,13 +284,13 @@ class Sharding:
     def restore(self, gathered: Tensor, dim: int) -> Tensor:
         """Reorder tokens from the order of an all-gather to ascending order of position.
 
-        `gathered` has `seq_len` tokens along `dim`. It is returned itself if it is in order.
+        `gathered` has `seq_len` tokens along `dim`. If they are in order, return `gathered` itself.
         """
         index = self._restore_index
         return gathered if index is None else gathered.index_select(dim, index.to(gathered.device))
 
     def group(self, groups: Sequence[Sequence[int]]) -> Sharding:
-        """Return the sharding over groups of ranks: a group holds the tokens of its ranks in turn.
+        """Return the sharding whose rank i holds the tokens of the i-th group of ranks in turn.
 
         Args:
             groups: ranks of each group; every rank in exactly one group.
@@ -334,7 +334,7 @@ class Sharding:
     @cached_property
     @torch.inference_mode(False)
     def _restore_index(self) -> Tensor | None:
-        """The index in an all-gather of each token in order of position; None if it is 0, 1, ..."""
+        """For each token, by position, the index in an all-gather; None if these are 0, 1, ..."""
         positions = concatenated(self.gathered_segments)
         return None if (positions.diff() > 0).all() else positions.argsort()
 
@@ -366,8 +366,8 @@ def check_sharding(sharding: Sharding, comm: Any, what: str, argument: str = "sh
         argument: the argument that a TypeError names.
 
     Raises:
-        TypeError: it is not a `Sharding`.
-        ShapeError: it has another number of ranks.
+        TypeError: the value is not a `Sharding`.
+        ShapeError: the sharding is for another number of ranks than `comm` has.
     """
     check_type(
         argument, sharding, Sharding, "Make one, such as Sharding.contiguous(seq_len, size)."
@@ -391,7 +391,7 @@ def _tokens(seq_len: int, size: int, start: int) -> range:
 
 
 def _permuted(x: Tensor, dim: int, lengths: Iterable[int], order: Sequence[int]) -> Tensor:
-    """Cut a tensor along `dim` into parts of these lengths, and join them in another order."""
+    """Cut a tensor along `dim` into parts of `lengths`, and join part order[0], order[1], ..."""
     if order == sorted(order):
         return x
     parts = x.split(list(lengths), dim)

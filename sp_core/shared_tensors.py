@@ -40,8 +40,8 @@ def shared_empty(
         freed. GPU memory that is still in use then stays until the process ends.
 
     Communication:
-        One agreement; with shared memory also three all-gathers of a few bytes, and on a GPU more
-        if memory is freed.
+        One comparison of calls; with shared memory also three all-gathers of a few bytes, and on a
+        GPU more all-gathers if memory is freed.
 
     Raises:
         ShapeError, DtypeError, CollectiveMismatch, RankError (no memory): on every rank.
@@ -91,8 +91,8 @@ def fence(*, comm: Communicator) -> None:
         comm: the ranks. Every rank calls this.
 
     Communication:
-        One agreement; with shared memory also two flags in it, and the agreement only unless
-        `check="off"`.
+        One comparison of calls; with shared memory also two flags in that memory, and no comparison
+        if `check="off"`.
     """
     comm.fence()
 

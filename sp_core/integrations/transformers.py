@@ -87,16 +87,16 @@ def parallelize(model: Model, mesh: Mesh, scheme: str = "ring", layout: str = "z
         The model.
 
     Communication:
-        Here two agreements. Forward two agreements, in each layer that of the scheme, and that of
-        `next_token_loss` if labels are given. Backward in each layer that of the scheme. At its end
-        one agreement, one all-reduce of a number per parameter, and one of all gradients per dtype.
+        Here and in each forward two comparisons of arguments. In each layer, forward and backward,
+        what the scheme sends; with labels what `next_token_loss` sends. At the end of each backward
+        one comparison, an all-reduce of a number per parameter, and one per dtype of all gradients.
 
     Raises:
         ValueError, ShapeError, TypeError: a model, mesh, scheme or layout that is not supported.
         CollectiveMismatch: ranks with different weights or arguments.
 
-    All of these on every rank. The forward raises the same for inputs that differ or are not
-    supported, such as a cache, `output_attentions` and attention dropout. A backward that leaves no
+    These errors are raised on every rank. The forward, too, raises them: for inputs that differ, or
+    a cache, `output_attentions` or attention dropout, for example. A backward that leaves no
     gradient in `.grad`, as of `torch.autograd.grad`, raises a RuntimeError.
     """
     arguments.check_type("mesh", mesh, Mesh, "Make one, such as Mesh(MPI.COMM_WORLD, ring=4).")
@@ -119,9 +119,9 @@ def parallelize(model: Model, mesh: Mesh, scheme: str = "ring", layout: str = "z
 def one_process() -> Iterator[None]:
     """Hide the other processes from accelerate while `TrainingArguments` are made.
 
-    The Trainer of each rank then takes all batches, as `parallelize` needs it, instead of a share
-    of them, and leaves the model as it is. At the end of the `with` block the environment variables
-    of launchers are put back.
+    The Trainer of each rank then takes all batches instead of a share, as `parallelize` needs it.
+    It does not wrap the model. At the end of the `with` block the environment variables of
+    launchers are put back.
     """
     hidden = {name: os.environ.pop(name) for name in LAUNCHERS if name in os.environ}
     try:
@@ -143,7 +143,7 @@ class _Call:
 
 
 class _Parallel:
-    """The hooks of one model: before its forward, in place of its loss, and around its backward."""
+    """The hooks of one model: split inputs over the ranks, average the loss, sum the gradients."""
 
     def __init__(self, model: Any, grid: Grid, layout: str) -> None:
         self._model, self._grid, self._layout = model, grid, layout
@@ -193,7 +193,7 @@ class _Parallel:
         num_items_in_batch: Tensor | int | None = None,
         **others: Any,
     ) -> Tensor:
-        """Return the mean loss of all ranks' tokens with a label, as `_shard` has placed labels.
+        """Return the mean loss of all ranks' labels; `_shard` has put each at the token before it.
 
         `num_items_in_batch`, from Trainer, is the number of labels in all micro-batches of a step.
         """
@@ -202,7 +202,7 @@ class _Parallel:
         return next_token_loss(logits, labels, tensor=grid.tensor, data=grid.data, count=count)
 
     def _begin(self, head: nn.Module, grads: object) -> None:
-        """Set earlier gradients aside when a backward begins. Reduce the new ones when it ends."""
+        """Set earlier gradients aside when a backward begins. When it ends, sum the new ones."""
         backward = torch._C._current_graph_task_id()
         if backward == self._backward:
             return
@@ -362,7 +362,7 @@ def _check_inputs(model: Any, given: Mapping[str, Any], comm: Communicator) -> N
 
 
 def _check_padding(mask: Tensor, labels: Tensor | None, documents: tuple[int, ...] | None) -> None:
-    """Raise a ValueError if an attention mask hides more than padding at the ends of rows."""
+    """Raise a ValueError unless `mask` hides only padding at the ends of rows, without labels."""
     seen = mask.bool()
     if documents is not None or (mask != seen).any() or (seen[:, 1:] & ~seen[:, :-1]).any():
         raise ValueError(

@@ -106,7 +106,8 @@ def session_dir(folder: Path) -> dict[str, str]:
 def environment(run_dir: Path) -> dict[str, str]:
     """Return the environment variables of mpiexec and its ranks.
 
-    They are defaults, then the variables of this process, which win, and `run_dir` in SP_RUN_DIR.
+    These are the variables of this process, defaults for those not set, and `run_dir` in
+    SP_RUN_DIR.
     """
     defaults = ENVIRONMENT | (AS_ROOT if os.geteuid() == 0 else {}) | session_dir(run_dir)
     return {**defaults, **os.environ, RUN_DIR: str(run_dir)}
@@ -186,7 +187,7 @@ class Launch:
     def _orphaned(self) -> str:
         """Return a reason to end a plain program of which one rank has failed while others run.
 
-        Return "" in a test session, and for ORPHAN_SECONDS after the failure.
+        In a test session, and for ORPHAN_SECONDS after the failure, return "".
         """
         if (self.run_dir / STARTED).exists() or not self.deaths.failed():
             return ""
@@ -232,7 +233,7 @@ class Launch:
         return (int(result.read_text()) if result.exists() else 0) or abs(self.process.returncode)
 
     def report(self, reason: str) -> str:
-        """Return the report: the reason, suspects, the state of every rank, and the tests."""
+        """Return a text: the reason, the ranks to suspect, each rank's state, and the tests."""
         file = self.run_dir / IN_FLIGHT
         in_flight = file.read_text() if file.exists() else ""
         lines = [f"{'=' * 16} the launch was ended: {reason} {'=' * 16}", *self.deaths.suspects()]

@@ -97,7 +97,7 @@ class Deaths:
         return {rank: pid for rank, (pid, _) in self._watched.items() if rank not in self._dead}
 
     def stopped(self) -> dict[int, int]:
-        """Return {rank: process id} of the stopped ranks (SIGSTOP), noted for `suspects`."""
+        """Return {rank: process id} of ranks stopped by SIGSTOP, which `suspects` then names."""
         found = {rank: pid for rank, pid in self.alive().items() if stat(pid)[:1] == ["T"]}
         self._stopped.update(found)
         return found
@@ -133,8 +133,8 @@ class Deaths:
     def failed(self) -> bool:
         """Return whether a rank is known to have ended with an error.
 
-        The exit code of a process that ended before the launcher saw it is not known. Then the
-        rank's last place names the error.
+        The exit code of a process that ended before the launcher saw it is not known. Then its last
+        place, the latest text given to `watch.note`, tells whether an error ended it.
         """
         return any(
             re.match(r"killed|exit code [1-9]", cause)
@@ -143,7 +143,7 @@ class Deaths:
         )
 
     def story(self, rank: int) -> str:
-        """Return text about one rank: its state, its last place and its stacks."""
+        """Return text about one rank: its state, its latest `watch.note` and its stacks."""
         stacks = shortened(self._stacks(rank)) or "no stack was written"
         return f"---- rank {rank}: {self._state(rank)}{self._place(rank, chr(10))}\n{stacks}"
 
@@ -210,7 +210,7 @@ def _pipe(run_dir: Path, rank: int) -> int:
 def _owners(stacks: str) -> list[tuple[str, str]]:
     """Return (line, owner) for each line of a stack dump.
 
-    The owner is that of the source file that the line names, or "" if it names no file.
+    The owner is `places.owner` of the source file that the line names, or "" if it names none.
     """
     return [
         (line, owner(match[1]) if (match := _FRAME.match(line)) else "")
@@ -221,7 +221,8 @@ def _owners(stacks: str) -> list[tuple[str, str]]:
 def innermost(stacks: str) -> str:
     """Return the line of a stack dump that shows where its first thread is, in library or test.
 
-    Return "" if that thread is inside the kit, where it waits for other ranks, or in neither.
+    Return "" if the thread is in neither, or inside the kit (`sp_core.launch`, `sp_core.testing`),
+    where it waits for other ranks.
     """
     frames = [(line, who) for line, who in _owners(stacks) if who]
     if not frames or frames[0][1] == "kit":
@@ -230,9 +231,10 @@ def innermost(stacks: str) -> str:
 
 
 def shortened(stacks: str) -> str:
-    """Return a stack dump without the frames of the kit and without the callers of the test.
+    """Return a stack dump without the callers of the test and without the frames of the kit.
 
-    A dump without a frame in the library or the test is returned unchanged.
+    The kit is `sp_core.launch` and `sp_core.testing`. A dump without a frame in the library or the
+    test is returned unchanged.
     """
     lines = _owners(stacks)
     last = max(
@@ -328,7 +330,7 @@ def kill_session(leader: int) -> None:
 class SharedFiles:
     """The MPI library's files in /dev/shm that belong to one launch.
 
-    These are files that its processes have mapped and that are not older than the launch.
+    They are files that processes of the launch have mapped and that are not older than the launch.
 
     Args:
         leader: id of the process that leads the launch's session.

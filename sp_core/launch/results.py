@@ -37,7 +37,7 @@ class Ledger:
         self._write()
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Write a line that a test has begun."""
+        """Write a line with an empty outcome for a test that begins."""
         self._case = {"test": nodeid, "outcome": "", "seconds": 0.0, "text": ""}
         self._write()
 

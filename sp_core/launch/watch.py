@@ -84,9 +84,9 @@ class Watch:
         faulthandler.enable(self.stack)
 
     def arm(self, seconds: float) -> None:
-        """Start or restart the time limit.
+        """Set the time limit to `seconds` from now, in place of an earlier one.
 
-        After `seconds` the stacks are written, and GRACE_SECONDS later the process is ended.
+        At the limit the stacks are written, and GRACE_SECONDS later the process is ended.
         """
         faulthandler.dump_traceback_later(seconds, exit=False, file=self.hang)
         signal.setitimer(signal.ITIMER_REAL, seconds + GRACE_SECONDS)
@@ -110,7 +110,7 @@ _watch: Watch | None = None
 
 
 def file_of(directory: Path, rank: int, kind: str) -> Path:
-    """Return the path of one of a rank's files.
+    """Return the path of the file of one kind that a rank writes.
 
     `kind` is "pid", "hang" (stacks at a time limit), "stack" (stacks at a signal), "place" (the
     last place) or "life" (the pipe of `hold_life`).
@@ -126,7 +126,7 @@ def hold_life(directory: Path, rank: int) -> int:
     order.
 
     Args:
-        directory: the launch's.
+        directory: the launch's directory.
         rank: of this process in MPI.COMM_WORLD.
 
     Returns:
@@ -146,9 +146,9 @@ def start(rank: int) -> Watch:
 
 
 def limit_phases() -> None:
-    """Start the time limit of a test session. `progress` restarts it after each phase of a test.
+    """Limit the time of each phase of a test, its setup, call or teardown, to `phase_seconds()`.
 
-    A phase is the setup, call or teardown of a test.
+    The first phase begins now. A call of `progress` after each phase begins the next one.
     """
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     if _watch is not None:
@@ -165,14 +165,14 @@ def stop() -> None:
 
 
 def example_seconds() -> float:
-    """Return the time limit of one example in seconds: SP_WATCHDOG_S, or 30."""
+    """Return the seconds that a test example may take: the environment's SP_WATCHDOG_S, or 30."""
     return float(os.environ.get("SP_WATCHDOG_S", EXAMPLE_SECONDS))
 
 
 def phase_seconds() -> float:
     """Return the time limit in seconds of what a test does between examples.
 
-    It is SP_WATCHDOG_PHASE_S, or 300, and at least `example_seconds()`.
+    It is the environment's SP_WATCHDOG_PHASE_S, or 300, and at least `example_seconds()`.
     """
     return max(float(os.environ.get("SP_WATCHDOG_PHASE_S", PHASE_SECONDS)), example_seconds())
 
@@ -181,7 +181,7 @@ def phase_seconds() -> float:
 def limit(seconds: float) -> Iterator[None]:
     """Limit the time of a `with` block to `seconds`.
 
-    When the block ends, the limit around it is restarted, because the block was progress.
+    When the block ends, the limit of the enclosing block starts anew.
     """
     limits = [] if _watch is None else _watch.limits
     limits.append(seconds)
@@ -200,7 +200,7 @@ def progress() -> None:
 
 
 def note(text: str) -> None:
-    """Write `text`, cut to 511 bytes, as the last place of this rank. It outlives the process."""
+    """Write `text`, cut to 511 bytes, to this rank's file "place", which outlives the process."""
     if _watch is not None:
         raw = text.encode()[: PLACE_BYTES - 1]
         _watch.place[: len(raw) + 1] = raw + b"\0"
@@ -209,13 +209,13 @@ def note(text: str) -> None:
 def tell(text: str) -> None:
     """Print text where pytest does not capture it.
 
-    It goes to the stack file, which the launcher prints, or without a launcher to standard error.
+    The text goes to the stack file, which the launcher prints, or without one to standard error.
     """
     os.write(2 if _watch is None else _watch.stack, text.encode())
 
 
 def in_flight(text: str) -> None:
-    """Write the text of the example that is about to be run, or "" for none, on rank 0 only.
+    """Write the text of the test example about to be run, or "" for none. Only rank 0 calls this.
 
     The file stays open and is never emptied before a write, because some file systems make that
     slow.
