@@ -1,4 +1,4 @@
-"""Offer the collectives that programs call. The backward of each is its transpose.
+"""Offer the collectives that programs call, and their backward: the transpose as a linear map.
 
 Every rank of `comm` calls the same functions in the same order. Before a function sends anything,
 the ranks compare its arguments and the shape, dtype and `requires_grad` of the tensor. An error on
@@ -38,18 +38,18 @@ def all_gather(
         dim: the dimension of concatenation.
         sizes: length of each rank's shard along `dim`, in rank order; None: the ranks tell each
             other before the all-gather.
-        algorithm: one of `sp_core.schedules.ALGORITHMS[name of the function]`; "auto" takes the one
-            that the mesh was made with.
+        algorithm: "auto" for the one that the mesh was made with; or a name in
+            `sp_core.schedules.ALGORITHMS["all_gather"]` (each collective has such an entry).
 
     Returns:
-        A tensor like x, but of length `sum(sizes)` along `dim`. Differentiable.
+        A tensor like x, but along `dim` as long as all shards together. Differentiable.
 
     Communication:
-        One all-gather: (P-1) times the bytes of x per rank forward, the other shards' bytes
-        backward (a reduce-scatter).
+        One all-gather: each of the P ranks sends (P-1) times the bytes of x. Backward, a
+        reduce-scatter, it sends the bytes of the other ranks' shards.
 
     Raises:
-        ShapeError, DtypeError, DeviceError, RankError: on every rank, also if only one rank's
+        ShapeError, DtypeError, DeviceError, RankError: on every rank, even if only one rank's
             arguments are wrong.
         CollectiveMismatch: the ranks' arguments differ.
         TypeError, ValueError: an argument of the wrong type, or an algorithm that `comm` does not
@@ -69,8 +69,8 @@ def reduce_scatter(
 ) -> Tensor:
     """Sum the tensors of all ranks, and give each rank its part of the sum along `dim`.
 
-    The algorithms "mpi", "pairwise" and "window" sum half types in float32 and round once. The
-    others round at every addition, as their modules in `sp_core.schedules` say.
+    The algorithms "mpi", "pairwise" and "window" sum half types (bfloat16, float16) in float32 and
+    round once. The other algorithms round at every addition.
 
     Args:
         x: the same shape on every rank.
@@ -85,8 +85,8 @@ def reduce_scatter(
         A tensor like x, but of length `sizes[rank]` along `dim`. Differentiable.
 
     Communication:
-        One reduce-scatter: the bytes of the other ranks' parts of x forward, (P-1) times the own
-        part backward (an all-gather).
+        One reduce-scatter: each of the P ranks sends the bytes of the other ranks' parts of x.
+        Backward, an all-gather, it sends (P-1) times its own part.
 
     Raises:
         ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in `all_gather`, on

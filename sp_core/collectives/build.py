@@ -1,8 +1,9 @@
-"""Make the map of a collective (see `maps`) from its arguments: check, compare with ranks, fill in.
+"""Make the map of a collective (the collective with all sizes known) from its arguments.
 
-`build` does all of this. The ranks compare the name of the public function that was called, too.
-Two functions with the same map may differ in their backward, and MPI does not match a blocking
-collective with a non-blocking one.
+`build` checks the arguments, compares them between the ranks, and fills in what the caller left
+out. The ranks compare the name of the public function that was called, too. Two functions with the
+same map may differ in their backward, and MPI does not match a blocking collective with a
+non-blocking one.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ SUMMABLE = (
     torch.int8,
     torch.uint8,
 )
-"""Dtypes that collectives which add can take."""
+"""Dtypes of the collectives that add."""
 MOVABLE = (*SUMMABLE, torch.bool)
-"""Dtypes that collectives which only move data can take."""
+"""Dtypes of the collectives that only move data."""
 NEEDED = object()
 """Stands for the default of an argument that must be given."""
 
@@ -48,8 +49,8 @@ class Kind:
     """Describe the arguments of a collective.
 
     Args:
-        map: the class of its maps; their fields have the names of the arguments.
-        dtypes: the dtypes that it takes.
+        map: the subclass of `maps.Map`, whose fields have the names of the arguments.
+        dtypes: the dtypes that the collective takes.
         arguments: name -> default, for all arguments except the tensor, the communicator and the
             algorithm. `NEEDED` means that there is no default.
         joined: (name of the argument for the dimension along which the ranks' tensors may differ in
@@ -100,7 +101,7 @@ KINDS = {
 
 
 def build(name: str, which: str, x: Tensor, comm: Communicator, /, **given: Any) -> maps.Map:
-    """Return the map of a collective, after all ranks have compared its arguments.
+    """Return the map of a collective (see `maps`), after all ranks have compared its arguments.
 
     Args:
         name: of the public function that was called.
@@ -114,7 +115,7 @@ def build(name: str, which: str, x: Tensor, comm: Communicator, /, **given: Any)
         A map with all sizes filled in and the algorithm of a deterministic call chosen.
 
     Communication:
-        One agreement. With `check="off"` only if lengths are left out.
+        One agreement (32-byte all-reduce). With `check="off"` only if lengths are left out.
 
     Raises:
         The errors of `api.all_gather`, on the ranks that are named there.
@@ -167,7 +168,7 @@ def _call(
         name: of the public function.
         x: this rank's tensor.
         comm: the ranks.
-        free_dims: dimensions whose length may differ between ranks; they are left out.
+        free_dims: dimensions whose length may differ between ranks, and is not in the text.
         given: the other arguments by name.
     """
     shown = ", ".join(

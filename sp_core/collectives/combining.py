@@ -1,6 +1,6 @@
 """Turn the sums and copies of a program into calls on memory.
 
-`rewritten` says when sends must have completed.
+`rewritten` says before which step the sends of a step must have completed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def rewritten(program: Program, send: Tensor | None, recv: Tensor | None) -> Seq
     memory, this is the step itself.
 
     Args:
-        program: of this rank.
-        send, recv: the memory of IN and OUT, flat; None if this rank has none.
+        program: the steps of this rank.
+        send, recv: flat input and output (IN and OUT of the program); None if this rank has none.
     """
     if send is None or recv is None or not _overlap(send, recv):
         return program.rewritten
@@ -80,7 +80,9 @@ def _same(one: Tensor, other: Tensor) -> bool:
 def _add_wide(
     into: Tensor, parts: list[Tensor], wide: tuple[Tensor, Tensor], together: Callable[..., Tensor]
 ) -> None:
-    """Add half types in float32, `WIDE_BLOCK` elements at a time, and round once.
+    """Write the sum of half-type vectors: add in float32, `WIDE_BLOCK` elements at a time.
+
+    Each element is rounded once.
 
     Args:
         into, parts, wide: as in `combination`.

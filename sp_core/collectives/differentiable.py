@@ -40,7 +40,9 @@ from sp_core.communicator import Communicator
 
 @dataclass(frozen=True)
 class _Local:
-    """Hold a function without communication that stands in for a map.
+    """Hold a function without communication, for the direction in which no map is carried out.
+
+    Such a direction is the forward of `copy_to_group` or the backward of `reduce_from_group`.
 
     Args:
         comm: the ranks.
@@ -54,7 +56,7 @@ class _Local:
 
 
 class _Apply(torch.autograd.Function):
-    """Carry out a map or begin it in forward, and carry out its transpose in backward.
+    """Carry out or begin a collective (a map) in forward, and its transpose in backward.
 
     `forward` takes x, the map, its transpose, and the function that carries out or begins the map.
     In `backward` the ranks first compare which backward each is about to run.
@@ -86,7 +88,7 @@ _apply: Callable[[Tensor, Map | _Local, Map | _Local, Callable[[Tensor], Tensor]
 
 
 def apply(x: Tensor, mapping: Map) -> Tensor:
-    """Carry out a map on x, and return the result as a differentiable function of x."""
+    """Carry out a collective on x, and return the result as a differentiable function of x."""
     return _apply(x, mapping, mapping.transpose, mapping.run)
 
 
@@ -104,7 +106,7 @@ class Pending:
         self._result = _apply(x, mapping, mapping.transpose, self._start)
 
     def _start(self, x: Tensor) -> Tensor:
-        """Begin the map on x, and return its result tensor, which has no values yet."""
+        """Begin the collective on x, and return the result tensor, which has no values yet."""
         self._started = self._mapping.start(x.detach())
         # the same memory in another tensor: writing into a view would change the graph of this one
         return self._started.out.detach()
@@ -143,7 +145,10 @@ def begin(which: str, x: Tensor, comm: Communicator, /, **given: Any) -> Pending
 
 
 def _identity(comm: Communicator) -> _Local:
-    """Return the identity in place of a map."""
+    """Return a function that returns its tensor unchanged, and does not communicate.
+
+    It is the forward or the backward of functions that communicate only in the other direction.
+    """
     return _Local(comm, "copy_to_group", lambda x: x.view_as(x))
 
 
@@ -270,8 +275,8 @@ def copy_all_to_group(tensors: Sequence[Tensor], *, comm: Communicator) -> tuple
         ranks.
 
     Communication:
-        One comparison (agreement) of the arguments forward. Backward one all-reduce per dtype, once
-        the gradients of all tensors have been computed.
+        One agreement (32-byte all-reduce) of the arguments forward. Backward one all-reduce per
+        dtype, once the gradients of all tensors have been computed.
 
     Raises:
         ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in `all_gather`, on
@@ -283,13 +288,13 @@ def copy_all_to_group(tensors: Sequence[Tensor], *, comm: Communicator) -> tuple
 
 
 def describe_all(tensors: Sequence[Tensor], comm: Communicator) -> str:
-    """Return a text that must be the same on all ranks that call `copy_all_to_group`."""
+    """Return a text of shapes, dtypes and `requires_grad`, for the ranks to compare."""
     shown = ", ".join(f"{tuple(x.shape)} {x.dtype} {x.requires_grad}" for x in tensors)
     return f"copy_all_to_group({shown}, grad={torch.is_grad_enabled()}) on {comm.name}"
 
 
 def copy_all(tensors: Sequence[Tensor], comm: Communicator) -> tuple[Tensor, ...]:
-    """Do the same as `copy_all_to_group`, after the ranks have compared its arguments.
+    """Do what `copy_all_to_group` does, but without comparing the arguments between the ranks.
 
     Return a tuple of tensors in the given order. Tensors that require no gradient are returned as
     they are.

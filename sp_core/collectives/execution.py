@@ -1,10 +1,10 @@
 """Carry a collective out: in messages, by the MPI library, or in memory that the ranks share.
 
 `bind` prepares a collective on fixed memory and returns a `Ready`. The regions of its program
-become views, its messages what the transport takes, its combinations calls that write into existing
-memory. A run, one execution, makes no new tensors. When it begins, it announces its messages to the
-communicator's observer (which checks them in tests). The messages of a run have a tag of their own,
-and each rank posts them when it is ready. So several collectives may be under way.
+become views of that memory. The messages take the form that the transport sends, and the sums and
+copies become calls. A run (one execution) makes no new tensors. When it begins, it tells the
+communicator's observer, which checks calls in tests, what it will send. The messages of a run have
+a tag of their own, and each rank posts them when ready. So several collectives may be under way.
 """
 
 from __future__ import annotations
@@ -105,13 +105,14 @@ class Ready(ABC):
 
     @abstractmethod
     def begin(self) -> Handle:
-        """Begin a run and return its handle. All ranks do so in the same order.
+        """Begin to carry the collective out, and return a handle that says when it is complete.
 
-        The memory must be left alone until the run is complete.
+        All ranks begin their collectives in one order. Input and output belong to the collective
+        until the handle is complete.
         """
 
     def start(self, *, once: bool = False) -> Handle:
-        """Begin a run that every `poll` of the communicator advances, and return its handle.
+        """Begin to carry the collective out, and return its handle, which `comm.poll` tests.
 
         With `once`, scratch is released at the end: there must be no other run.
         """
@@ -131,7 +132,7 @@ class Ready(ABC):
         self.comm.counters[self.name].seconds += time.perf_counter() - begun
 
     def release(self) -> None:
-        """Return the scratch memory to its provider. There must be no later run."""
+        """Return the scratch memory to its provider. Nothing may be run afterwards."""
         self._scratch.give(self._block)
 
     def _count(self, cost: Cost) -> None:
@@ -145,12 +146,12 @@ class Ready(ABC):
     def _work(
         self, program: Program, copying: Callable[[Tensor, Tensor], Work]
     ) -> list[tuple[Work, ...]]:
-        """Return, for each step of a program, the calls that make its combinations.
+        """Return, for each step of a program, the calls that make its sums and copies.
 
         Take scratch memory for half-type sums in float32, and for TMP unless the ranks share it.
 
         Args:
-            program: of this rank.
+            program: the steps of this rank.
             copying: returns the call that copies its second argument into its first.
         """
         length = wide_length(program, self.dtype)
@@ -180,11 +181,11 @@ class Ready(ABC):
 class Library(Ready):
     """Carry a collective out by the transport, which for host tensors calls the MPI library.
 
-    MPI has no shift: it is one message to a rank and one from another.
+    MPI has no shift, so a shift is one message to a rank and one from another.
     """
 
     def begin(self) -> Handle:
-        """Begin a run and return its handle, which the communicator tests in every `poll`."""
+        """Begin to carry the collective out. `comm.poll` tests the handle, which is returned."""
         comm, operation, (send, recv) = self.comm, self.operation, self._buffers
         if operation.op != "shift":
             return comm.start(operation, send, recv)
@@ -197,11 +198,11 @@ class Library(Ready):
         return comm.exchange([(dest, send)], [(source, recv)], "shift")
 
     def start(self, *, once: bool = False) -> Handle:
-        """Begin a run and return its handle. `once` changes nothing, as there is no scratch."""
+        """Do what `begin` does. `once` changes nothing, because there is no scratch memory."""
         return self.begin()
 
     def run(self, *, once: bool = False) -> None:
-        """Carry the collective out and wait for its end. `once` changes nothing: no scratch."""
+        """Carry the collective out to its end. `once` changes nothing: there is no scratch."""
         if self.operation.op == "shift":
             self.comm.wait(self.begin(), self.name)
         else:
@@ -215,9 +216,9 @@ class Library(Ready):
 
 @dataclass(frozen=True)
 class BoundStep:
-    """Hold one step of a program: bound messages, calls that combine, and the index `rewritten`.
+    """Hold one step of a program: its messages, and `work`, the calls that sum and copy.
 
-    The sends must have completed before the step of that index begins, which may overwrite them.
+    Step number `rewritten` may overwrite what is sent: it begins when the sends have completed.
     """
 
     sends: Bound
@@ -227,7 +228,7 @@ class BoundStep:
 
 
 class BoundProgram(Ready):
-    """Carry a collective out by a program of messages, the last argument."""
+    """Carry a collective out by messages, as `program`, the last argument, describes."""
 
     def __init__(
         self,
@@ -251,9 +252,9 @@ class BoundProgram(Ready):
         return [(message.peer, self._view(message.region)) for message in messages]
 
     def begin(self) -> Running:
-        """Begin a run and return its handle.
+        """Begin to carry the program out, and return its handle.
 
-        Announce its messages to the communicator's observer.
+        Tell the communicator's observer, which checks calls in tests, what will be sent.
         """
         self._count(self._cost)
         self.comm.transport.announce(self._sends, self._recvs)
@@ -261,7 +262,7 @@ class BoundProgram(Ready):
 
 
 class Running:
-    """Represent one run of a `BoundProgram`; a `Handle`. The run advances only in `test`.
+    """Represent one execution (run) of a `BoundProgram`; a `Handle`. It advances only in `test`.
 
     On a device, `test` may be called on any stream. The work of the run follows what was queued
     before it began. The stream on which `test` returns True waits for the results.
@@ -320,7 +321,7 @@ class Running:
     def _begin(self, step: BoundStep) -> Handle:
         """Post the messages of a step, and return the handle that its combinations wait for.
 
-        The sends get another handle if later steps need not wait for them.
+        `_leaving` keeps the handle of the sends if only later steps must wait for these.
         """
         transport = self._bound.comm.transport
         if not step.sends or step.rewritten == self._posted:
@@ -342,8 +343,8 @@ class BoundWindow(Ready):
     """Carry a collective out in memory that the ranks share.
 
     The steps of a run depend on the slot (buffer in shared memory) that it begins with. For each
-    slot they are bound to memory when first needed, and kept. `operation.resident` says whether IN
-    lives in shared memory on every rank, at corresponding places.
+    slot the steps are bound to memory when first needed, and kept. `operation.resident` says
+    whether IN lives in shared memory on every rank, at corresponding places.
     """
 
     def __init__(
@@ -379,11 +380,11 @@ class BoundWindow(Ready):
         self._bound: dict[int, tuple[list[tuple[Work, ...]], Cost]] = {}
 
     def begin(self) -> Handle:
-        """Begin a run and return its handle. All ranks do so in the same order."""
+        """Begin to carry the collective out, and return its handle. All ranks use one order."""
         return self._window.start(self._next(), self._what)
 
     def _next(self) -> list[tuple[Work, ...]]:
-        """Add the cost of a run that begins now to the counters, and return its steps."""
+        """Return the calls of each step for a run that begins now. Count what the run will send."""
         first = self._window.begun % SLOTS
         if first not in self._bound:
             program = program_of(self._operation._replace(first=first), "window")

@@ -78,8 +78,8 @@ class Started:
 class Map(ABC):
     """Hold a collective over `comm` with all its sizes. Subclasses add these as fields.
 
-    `name` is its name in counters. `algorithm` is what the caller asked for; the transpose gets it
-    too. `planned` says that it is prepared once for many runs.
+    `name` names the collective in counters. `algorithm` is what the caller asked for, also for the
+    transpose. `planned` says that the collective is prepared once for many runs.
     """
 
     name: ClassVar[str]
@@ -90,20 +90,20 @@ class Map(ABC):
     @property
     @abstractmethod
     def transpose(self) -> Map:
-        """Return the map of the gradients."""
+        """Return the collective that the gradients go through in backward."""
 
     @abstractmethod
     def prepare(self, x: Tensor) -> Prepared:
-        """Return buffers for x. Copy x into flat form, unless it is flat already."""
+        """Return the buffers to carry the collective out on x. Copy x if it is not contiguous."""
 
     def run(self, x: Tensor) -> Tensor:
-        """Carry the collective out, and return the result."""
+        """Carry the collective out on x, and return the result."""
         prepared = self.prepare(x)
         self._bind(prepared).run(once=True)
         return prepared.result()
 
     def start(self, x: Tensor) -> Started:
-        """Begin the collective, and return without waiting."""
+        """Begin the collective on x without waiting. Return a `Started`, to wait for later."""
         prepared = self.prepare(x)
         handle = self._bind(prepared).start(once=True)
         return Started(self, handle, prepared.out, prepared.finish)
@@ -181,7 +181,10 @@ class _AlongDim(Map):
 
 @dataclass(frozen=True)
 class AllGather(_AlongDim):
-    """Map `(sizes[r], *)` on rank r to `(sum(sizes), *)` on every rank, along `dim`."""
+    """Turn shards, `(sizes[r], *)` on rank r, into `(sum(sizes), *)` on every rank.
+
+    The first dimension in these shapes stands for `dim`, and `*` for the others.
+    """
 
     name = "all_gather"
 
@@ -240,7 +243,7 @@ class AllReduce(Map):
         )
 
     def _prepare_extremum(self, x: Tensor) -> Prepared:
-        """Add marks for NaN to the numbers. MPI libraries differ in how they compare NaN."""
+        """Return buffers with marks for NaN: MPI libraries differ in how they compare NaN."""
         send = self._marked(x)
         recv, out = torch.empty_like(send), torch.empty(x.shape, dtype=x.dtype, device=x.device)
         moves = self.operation(x, (send.numel(),), reduction=self.op)
@@ -356,7 +359,7 @@ class Reduce(Map):
 
 
 def one_ahead(calls: Iterable[tuple[Map, Tensor]]) -> Iterator[Tensor]:
-    """Yield the result of each collective, in order, after starting the one that follows it."""
+    """Yield the result of each collective in order; the next one has already begun by then."""
     under_way: deque[Started] = deque()
     for mapping, x in calls:
         under_way.append(mapping.start(x))
@@ -367,14 +370,14 @@ def one_ahead(calls: Iterable[tuple[Map, Tensor]]) -> Iterator[Tensor]:
 
 
 def flattened(x: Tensor) -> tuple[Tensor, Work]:
-    """Return the elements of x as a flat vector, and a call that copies x into it again."""
+    """Return x as a flat vector, if possible without a copy; and a call that copies x into it."""
     vector = x.detach().contiguous().view(-1)
     shared = vector.data_ptr() == x.data_ptr()
     return vector, nothing if shared else partial(vector.view(x.shape).copy_, x.detach())
 
 
 def packed(parts: Sequence[Tensor]) -> tuple[Tensor, Work]:
-    """Return the elements of all parts in one vector, and a call that copies them again."""
+    """Return a new vector of the elements of all parts, and a call that copies these into it."""
     lengths = [part.numel() for part in parts]
     vector = parts[0].new_empty(sum(lengths))
     places = vector.split(lengths)

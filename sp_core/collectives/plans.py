@@ -1,4 +1,4 @@
-"""Prepare a collective once for one tensor and run it many times (`plan`); sum in place."""
+"""Prepare a collective on one tensor to run it many times (`plan`), or sum in place."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ A smaller vector is faster with the algorithm that "auto" takes for other tensor
 class Plan:
     """Hold a collective on one tensor, whose buffers and messages are made once. `plan` returns it.
 
-    Every rank runs its plans in the same order.
+    All ranks run their plans in one order.
 
     Attributes:
         input: the tensor that every run reads.
-        algorithm: name of the algorithm; "mpi" is the MPI library's own.
+        algorithm: name of the algorithm in use; "mpi" is the MPI library's own.
     """
 
     def __init__(self, mapping: Map, x: Tensor) -> None:
@@ -47,8 +47,8 @@ class Plan:
         """Carry the collective out on the values that `input` has now, and wait for the end.
 
         Returns:
-            The same as the function that the plan is for, without a gradient. The next run
-            overwrites it.
+            What the planned function, such as `all_gather`, returns, but without a gradient. The
+            next run overwrites this tensor.
 
         Raises:
             CollectiveMismatch: the ranks run different plans; not compared with `check="off"`.
@@ -59,7 +59,7 @@ class Plan:
         return self._prepared.result()
 
     def start(self) -> Handle:
-        """Begin a run and return its handle at once; pass this to `finish`.
+        """Begin to carry the collective out. Return a handle at once; pass it to `finish`.
 
         Until `finish` has returned, `input` must not be changed, and no other run of this plan may
         begin.
@@ -72,7 +72,7 @@ class Plan:
         return self._bound.start()
 
     def finish(self, handle: Handle) -> Tensor:
-        """Wait for the run of a handle that `start` returned. Return the result, as `run` does."""
+        """Wait until the run that `start` began is complete. Return the result, as `run` does."""
         self._comm.wait(handle, self._name)
         return self._prepared.result()
 
@@ -80,9 +80,9 @@ class Plan:
 def _resident(mapping: Map, prepared: Prepared) -> bool:
     """Return whether the input lies in shared memory on every rank, at corresponding places.
 
-    The other ranks then read it there. False for small tensors, if the caller asks for an algorithm
-    without shared memory, and for an all-to-all, whose pieces are packed first. Unless the answer
-    is clear without, the ranks compare their places: an agreement.
+    The other ranks then read the input there. The result is False for small tensors, for algorithms
+    without shared memory, and for an all-to-all, which packs its pieces first. Otherwise the ranks
+    compare where their inputs lie (one agreement: a 32-byte all-reduce).
     """
     comm, moves, asked = mapping.comm, prepared.operation, mapping.named
     if comm.window is None or asked not in ("auto", "window") or moves.op == "all_to_all":
@@ -101,20 +101,20 @@ def plan(op: str, x: Tensor, /, *, comm: Communicator, **arguments: Any) -> Plan
         op: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift", "broadcast" or
             "reduce"; or "all_reduce_", in place.
         x: the tensor that every run reads. If it is contiguous, it is read where it is; else every
-            run copies it first. If the mesh has a window, other ranks read a tensor of
-            `shared_empty` in place, too.
+            run copies it first. If the mesh has a window (memory that the ranks share), other ranks
+            read a tensor of `shared_empty` in place, too.
         comm: the ranks.
         arguments: those of the function called `op`. The algorithm "auto" takes the window for a
             tensor of `shared_empty` with 16 KiB or more in all.
 
     Returns:
-        A `Plan`. With `check="off"` its runs compare nothing between the ranks, because that is
-        done here. In host memory a run makes no tensor, unless `transport="distributed"` carries it
+        A `Plan`. If the mesh was made with `check="off"`, its runs compare nothing between the
+        ranks. In host memory a run makes no tensor, unless `transport="distributed"` carries it
         out.
 
     Communication:
-        One agreement; with a window up to two. Each run: as the function called `op`, but its
-        agreement compares which plan is run.
+        One agreement (32-byte all-reduce) of the arguments; with a window up to two. Each run: as
+        the function called `op`, but its agreement compares which plan is run.
 
     Raises:
         ValueError: another `op`, or arguments that the function does not have, on every rank.
@@ -145,7 +145,7 @@ def all_reduce_(
         x.
 
     Communication:
-        The same as the forward of `all_reduce`. The call needs memory beside x: for "mpi" and for
+        That of the forward of `all_reduce`. The call needs memory beside x: for "mpi" and for
         an x that is not contiguous a copy of x; for other algorithms the scratch of
         `sp_core.schedules.cost`.
 
@@ -159,7 +159,7 @@ def all_reduce_(
 
 
 def _problem(op: str, given: Mapping[str, Any]) -> str:
-    """Return what is wrong with the name `op` or the names of a plan's arguments, or ""."""
+    """Return what is wrong with the name `op` or the argument names of a plan, or "" if nothing."""
     if op not in KINDS:
         return f"a plan of {op!r} was asked for; there are {tuple(KINDS)}. Pass one of them."
     known = KINDS[op].arguments

@@ -1,7 +1,8 @@
 """Describe the messages, sums and copies of collectives as plain data. Nothing here communicates.
 
-`program_of` and `in_window` return the `Program` of one rank for an `Operation`. `cost` predicts
-what a program sends. `sp_core.collectives.execution` carries programs out.
+An `Operation` is one collective with its sizes, a `Program` the list of steps of one rank in it.
+`program_of` and `in_window` return the program of an operation. `cost` predicts what a program
+sends. `sp_core.collectives.execution` carries programs out.
 """
 
 from sp_core.schedules.program import (

@@ -106,22 +106,22 @@ class Fold:
 
     @property
     def levels(self) -> int:
-        """Return the number of exchanges: log2 of the number of places."""
+        """Return the number of exchanges: log2 of the number of ranks that take part."""
         return self.size.bit_length() - 1
 
     @property
     def extra(self) -> int:
-        """Return how many ranks take no part in the exchanges."""
+        """Return how many ranks take no part in the exchanges: other ranks act for them."""
         return self.size - (1 << self.levels)
 
     def place(self, rank: int) -> int | None:
-        """Return the place of a rank, or None if another rank acts for it."""
+        """Return the place (0, 1, ...) of a rank in the exchanges; None if it takes no part."""
         if rank >= 2 * self.extra:
             return rank - self.extra
         return rank // 2 if rank % 2 else None
 
     def rank(self, place: int) -> int:
-        """Return the rank at a place."""
+        """Return the rank that has this place in the exchanges: the inverse of `place`."""
         return 2 * place + 1 if place < self.extra else place + self.extra
 
     def carries(self, rank: int) -> bool:
@@ -129,7 +129,9 @@ class Fold:
         return rank < 2 * self.extra and rank % 2 == 1
 
     def pieces(self, pieces: Sequence[range], first: int, count: int) -> range:
-        """Return the range that joins the pieces of all ranks for which some places act.
+        """Return the range of the pieces of all ranks for which the ranks at some places act.
+
+        A place is the number of a rank among those that take part in the exchanges.
 
         Args:
             pieces: for each rank, the range of its piece.
@@ -142,10 +144,10 @@ class Fold:
         return joined(pieces[begin], pieces[end - 1])
 
     def served(self, rank: int, result: Region) -> list[Step]:
-        """Return the step in which `rank` sends the result to rank - 1, if it acts for that rank.
+        """Return the step in which `rank` sends the result to rank - 1, if `rank` acts for it.
 
         Args:
-            rank: of this program.
+            rank: the rank whose program is made.
             result: the region that holds the result.
 
         Returns:
@@ -155,13 +157,13 @@ class Fold:
 
 
 def _folded(rank: int, own: Region, result: Region) -> Program:
-    """Return the program of a rank for which rank + 1 acts.
+    """Return the program of a rank that takes no part, because rank + 1 acts for it.
 
-    The rank sends its input to rank + 1, and receives the result from it at the end.
+    The rank sends its input to rank + 1, and receives the result from there at the end.
 
     Args:
-        rank: of this program.
-        own: region of its input.
+        rank: the rank whose program is made.
+        own: region of the rank's input.
         result: region of the result.
     """
     return program([Step((Message(rank + 1, own),)), Step((), (Message(rank + 1, result),))])
@@ -176,7 +178,11 @@ def all_reduce(t: Operation) -> Program:
 
 
 def rabenseifner(t: Operation) -> Program:
-    """Return the program of Rabenseifner's all-reduce: halve recursively, then double."""
+    """Return the program of Rabenseifner's all-reduce.
+
+    Each step exchanges and adds half as much as the step before; then the same steps in reverse
+    order gather the sums.
+    """
     return _all_reduce(t, spans(split_sizes(t.elements, 1 << Fold(t.size).levels)), halving=True)
 
 

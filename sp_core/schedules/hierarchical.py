@@ -51,9 +51,11 @@ Group = tuple[int, ...]
 class _Place:
     """Hold which ranks are on which node, and which lanes (parts of the vector) they carry.
 
+    A rank carries a lane if it sums that lane over the ranks of its node, and then over the nodes.
+
     Args:
-        rank: of this program.
-        groups: for each node, its ranks.
+        rank: the rank whose program is made.
+        groups: for each node, the ranks on it, in ascending order.
         home: index of this rank's node in `groups`.
         lanes: for each lane, its range of the vector.
     """
@@ -65,24 +67,27 @@ class _Place:
 
     @property
     def mates(self) -> Group:
-        """Return the ranks of this rank's node."""
+        """Return the ranks on the node of this rank, ascending, with this rank among them."""
         return self.groups[self.home]
 
     def carrier(self, lane: int, node: int) -> int:
-        """Return the rank that carries `lane` in the node `node` places after this rank's node."""
+        """Return the rank that sums lane number `lane` on another node.
+
+        That node is `node` places after this rank's node in the ring of nodes.
+        """
         group = self.groups[(self.home + node) % len(self.groups)]
         return group[lane % len(group)]
 
     def carried_by(self, rank: int) -> range:
-        """Return the indices of the lanes that a rank of this node carries."""
+        """Return the indices of the lanes that `rank`, on this node, sums and sends on."""
         return range(self.mates.index(rank), len(self.lanes), len(self.mates))
 
 
 def all_reduce(t: Operation) -> Program:
     """Return the program of an all-reduce in three parts.
 
-    The ranks of each node sum the lanes, rings of nodes all-reduce each lane, and the ranks of each
-    node send each other the results.
+    The vector is cut into lanes, of which each rank of a node sums its own over the node. A ring of
+    the nodes all-reduces each lane. Then the ranks of each node send each other the results.
     """
     nodes = t.nodes or (0,) * t.size
     groups = tuple(
@@ -99,11 +104,14 @@ def all_reduce(t: Operation) -> Program:
 
 
 def _sums(place: _Place, slots: dict[int, int]) -> list[Step]:
-    """Return steps that write the node's sum of each lane that this rank carries to OUT.
+    """Return steps that sum the lanes of this rank over the ranks of its node, into OUT.
+
+    A lane is the part of the vector that one rank of each node sums. In each step the rank sends
+    another rank's lanes from IN, receives addends of its own lanes into scratch, and adds them.
 
     Args:
         place: the nodes and lanes.
-        slots: for each lane that this rank carries, where it begins in scratch.
+        slots: for each lane of this rank, the element of scratch at which its addends begin.
     """
     steps, have = [], inp
     for k in range(1, len(place.mates)):
@@ -125,13 +133,14 @@ def _sums(place: _Place, slots: dict[int, int]) -> list[Step]:
 
 
 def _rings(place: _Place, slots: dict[int, int]) -> list[Step]:
-    """Return steps that all-reduce each lane of this rank over the nodes.
+    """Return the steps of ring all-reduces over the nodes, one for each lane of this rank.
 
-    All lanes are sent at the same time.
+    A lane is the part of the vector that one rank of each node sums. The rings run together: a step
+    has a message for each lane.
 
     Args:
         place: the nodes and lanes.
-        slots: for each lane that this rank carries, where it begins in scratch.
+        slots: for each lane of this rank, the element of scratch at which its addends begin.
     """
     number, home = len(place.groups), place.home
     have = out if len(place.mates) > 1 else inp
@@ -165,14 +174,14 @@ def _passed_on(
     coming: dict[int, Region],
     then: tuple[Combine, ...] = (),
 ) -> Step:
-    """Return a step that sends a region of each lane to the next node.
+    """Return a step that sends a region of each lane to the rank of that lane on the next node.
 
-    In the same step the rank receives a region of each lane from the node before.
+    In the same step the rank receives a region of each lane from the node before its own.
 
     Args:
         place: the nodes and lanes.
         going, coming: lane -> region to send, or to receive into.
-        then: combinations after the messages.
+        then: sums to make after the messages.
     """
     sends = tuple(Message(place.carrier(lane, 1), region) for lane, region in going.items())
     return Step(
@@ -185,9 +194,11 @@ def _passed_on(
 def _copies(place: _Place, slots: dict[int, int]) -> Step:
     """Return the step in which the ranks of a node send each other their lanes of the result.
 
+    A lane is the part of the vector that one rank of each node has summed.
+
     Args:
         place: the nodes and lanes.
-        slots: its keys are the lanes that this rank carries.
+        slots: a mapping whose keys are the indices of this rank's lanes.
     """
     others = [mate for mate in place.mates if mate != place.rank]
     sends = tuple(Message(mate, out(place.lanes[lane])) for mate in others for lane in slots)

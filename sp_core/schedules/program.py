@@ -49,10 +49,10 @@ WIDE_BLOCK = 1 << 15
 """Most elements of a half type that are summed in float32 at a time."""
 
 OWN = -1
-"""Value of `Region.rank` that means the rank whose program it is."""
+"""Value of `Region.rank` for the rank that carries out the program."""
 
 AHEAD = 8
-"""A send must have completed this many steps later in any case, so that few sends are under way."""
+"""A send must be complete so many steps later in any case, so that few sends are under way."""
 
 
 class Operation(NamedTuple):
@@ -124,7 +124,7 @@ class Operation(NamedTuple):
     def bytes_sent(self) -> int:
         """Return the bytes of this rank's input that other ranks need.
 
-        An all-gather and a broadcast count them once for each other rank.
+        An all-gather and a broadcast count these bytes once for each other rank.
         """
         needed = sum(self.send)
         if self.op in ("all_gather", "broadcast"):
@@ -205,8 +205,8 @@ class Buffer(StrEnum):
 class Region:
     """Name elements `start` to `stop - 1` of a buffer.
 
-    The buffer is that of the rank whose program it is; with another `rank`, that rank's buffer,
-    which this rank reads in shared memory.
+    The buffer belongs to the rank that carries out the program. With another `rank`, it belongs to
+    that rank, and is read in shared memory.
     """
 
     buffer: Buffer
@@ -291,13 +291,13 @@ class Program:
     def rewritten(self) -> tuple[int, ...]:
         """Return for each step the index of the first step that may overwrite what the step sends.
 
-        The sends must have completed before that step. OUT is other memory than IN.
+        The sends must have completed before that step. IN and OUT are taken to share no memory.
         """
         return _rewritten(self.steps, in_place=False)
 
     @cached_property
     def rewritten_in_place(self) -> tuple[int, ...]:
-        """Return the same as `rewritten`, for OUT in the same memory as IN."""
+        """Return the indices of `rewritten` for a collective whose OUT is the memory of IN."""
         return _rewritten(self.steps, in_place=True)
 
 
@@ -348,7 +348,7 @@ def overlap(one: Region, other: Region, in_place: bool) -> bool:
 def program(steps: Iterable[Step], scratch: int = 0, depth: int = 1) -> Program:
     """Return a `Program` without empty messages, empty combinations and, with depth 1, empty steps.
 
-    With a larger depth, the distance of two steps says whether they may overlap in time.
+    With a larger depth empty steps stay: how far apart two steps are decides whether they overlap.
     """
     kept = [
         Step(
@@ -369,12 +369,12 @@ def exchange(dest: int, sent: Region, source: int, received: Region, *then: Comb
 
 
 def inp(span: range) -> Region:
-    """Return the region of IN with these elements."""
+    """Return the region of IN with the elements of `span`."""
     return Region(Buffer.IN, span.start, span.stop)
 
 
 def out(span: range) -> Region:
-    """Return the region of OUT with these elements."""
+    """Return the region of OUT with the elements of `span`."""
     return Region(Buffer.OUT, span.start, span.stop)
 
 

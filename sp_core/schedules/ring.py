@@ -134,7 +134,7 @@ def cut(counts: Sequence[int], segment: int | None = None) -> Cut:
 
 
 def _onward(t: Operation, sent: Region, received: Region, *then: Combine) -> Step:
-    """Return a step that sends to the next rank and receives from the rank before."""
+    """Return a step: send to the next rank, receive from the rank before, then combine."""
     return exchange((t.rank + 1) % t.size, sent, (t.rank - 1) % t.size, received, *then)
 
 
@@ -150,9 +150,9 @@ def all_reduce(t: Operation) -> Program:
 
 
 def _gathered(t: Operation, parts: Cut) -> Iterator[Step]:
-    """Yield the steps of a ring all-gather of the pieces in OUT, of which this rank has its own.
+    """Yield the steps of a ring all-gather in OUT, where this rank's own piece lies already.
 
-    Each piece is sent in as many messages as steps may be under way.
+    Each piece is sent in `parts.depth` messages: as many as steps may be under way at once.
     """
     count = len(parts.parts[0]) // parts.depth
     for k in range(t.size - 1):
@@ -196,8 +196,8 @@ def all_gather(t: Operation) -> Program:
 def pairwise_reduce_scatter(t: Operation) -> Program:
     """Return the program of a pairwise reduce-scatter.
 
-    Ranks exchange all addends of a segment and add these in rank order, then those of the next
-    segment.
+    For one segment (part of a piece) after the other, the ranks exchange all addends and add them
+    in rank order.
     """
     parts = cut(t.send, t.segment)
     steps = _pairwise_sums(t, parts, -parts.parts[t.rank][0].start)

@@ -55,31 +55,33 @@ LIBRARY = ("auto", "mpi", "window")
 """Names that every collective accepts, whether or not it has programs here.
 
 "mpi" is the MPI library's own collective. "window" is shared memory, if the ranks have any. "auto"
-takes the best algorithm by the constants of a tuning. Without these it takes "window" if the
-communicator has one, else "mpi"."""
+takes the algorithm that is fastest by the times of the mesh's tuning. Without a tuning it takes
+"window" if the communicator has shared memory, else "mpi"."""
 
 SCHEDULED = {op: tuple(builders) for op, builders in _BUILDERS.items()}
-"""For each collective, the algorithms whose messages are described here."""
+"""For each collective, the algorithms for which this package makes programs of messages."""
 
 ALGORITHMS = {op: (*LIBRARY, *names) for op, names in SCHEDULED.items()}
 """For each collective, the values that `algorithm=` takes."""
 
 SEGMENTS = 16
-"""How many segments a piece is cut into.
+"""How many segments a piece (one rank's part of a vector) is cut into.
 
-The messages of a segment overlap with the sums of the one before. Only the first segment, a
+The messages of a segment overlap with the sums of the segment before. Only the first segment, a
 sixteenth of the time, overlaps with nothing.
 """
 
 SEGMENT_BYTES = (1 << 18, 1 << 21)
-"""(fewest, most) bytes of a segment. Each segment costs a message; a few of them are scratch."""
+"""(fewest, most) bytes of a segment. Each one costs a message; scratch holds a few of them."""
 
 IN_RANK_ORDER = ("pairwise", "window")
-"""Algorithms that add in rank order: their sums are bitwise those of a loop over the ranks."""
+"""Algorithms that add in rank order: their sums are bitwise equal to a loop over the ranks."""
 
 
 def program_of(operation: Operation, algorithm: str) -> Program:
-    """Return this rank's program of a collective. No communication; the result is cached.
+    """Return this rank's program (list of steps) of a collective, without communication.
+
+    The result is cached.
 
     Args:
         operation: this rank's view of the collective.
@@ -92,7 +94,7 @@ def program_of(operation: Operation, algorithm: str) -> Program:
 def _of_messages(operation: Operation, algorithm: str) -> Program:
     """Return the program of an algorithm that sends messages.
 
-    On a single rank a collective that reduces is a copy.
+    On a single rank a collective that reduces (sum, max or min) is a copy of the input.
     """
     if operation.size == 1 and operation.reduces:
         return program(
@@ -141,7 +143,7 @@ def segment_length(
 
 
 def check_algorithm(op: str, algorithm: str) -> None:
-    """Raise `ValueError` if the collective `op` has no algorithm of that name."""
+    """Raise `ValueError` if the collective `op`, such as "all_gather", has no such algorithm."""
     if algorithm not in ALGORITHMS[op]:
         raise ValueError(
             f"algorithm={algorithm!r} was given for {op}; there are {ALGORITHMS[op]}. "
@@ -208,7 +210,7 @@ class Cost:
 
 
 def cost(program: Program, dtype: torch.dtype) -> Cost:
-    """Return the cost of a program whose elements are of type `dtype`."""
+    """Return the messages, bytes and scratch memory of a program on elements of type `dtype`."""
     messages, sent, largest, steps, _ = program.figures
     scratch = program.scratch * dtype.itemsize + 2 * torch.float32.itemsize * wide_length(
         program, dtype

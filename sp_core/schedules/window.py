@@ -70,7 +70,7 @@ Larger chunks mean fewer steps in which the ranks wait for each other. This gain
 that fit in a cache."""
 
 Stage = tuple[Combine, ...]
-"""The combinations of one chunk in one step."""
+"""The copies and sums of one chunk in one step."""
 
 Stages = Iterator[tuple[Stage, ...]]
 """For each chunk of a vector, its stages in order."""
@@ -107,13 +107,15 @@ def in_window(t: Operation) -> Program:
 def _others(t: Operation) -> list[int]:
     """List the other ranks, beginning with the next one.
 
-    So the ranks do not all read from the same rank first.
+    With this order the ranks do not all read from one rank first.
     """
     return [(t.rank + k) % t.size for k in range(1, t.size)]
 
 
 def _chunks(t: Operation, length: int) -> Iterator[tuple[int, range]]:
-    """Yield (where the chunk's slot begins in TMP, the elements of the chunk in every piece).
+    """Yield for each chunk (where its slot begins in TMP, its elements in every piece).
+
+    The elements are counted from the start of a piece, which may end before them.
 
     Args:
         t: the operation.
@@ -124,16 +126,16 @@ def _chunks(t: Operation, length: int) -> Iterator[tuple[int, range]]:
 
 
 def _cut(piece: range, chunk: range) -> range:
-    """Return the elements of a piece that are in a chunk; the chunk counts from its start."""
+    """Return the elements of a piece that are in a chunk, which counts from the piece's start."""
     return range(
         min(piece.start + chunk.start, piece.stop), min(piece.start + chunk.stop, piece.stop)
     )
 
 
 def _stages(t: Operation, write: Stage, read: Stage) -> tuple[Stage, ...]:
-    """Return the stages of a chunk, its combinations by step: `write`, then `read`.
+    """Return the copies and sums of a chunk by step: `write` into slots, then `read`.
 
-    For a resident tensor there is only `read`.
+    There is only `read` for a resident tensor: one in shared memory, which is read in place.
     """
     return (read,) if t.resident else (write, read)
 
@@ -143,11 +145,11 @@ def _offered(t: Operation, rank: int, mine: range, there: range, slot: int) -> R
 
     Args:
         t: the operation.
-        rank: whose contribution.
-        mine: its elements in IN, if it is this rank's own.
-        there: its elements in IN of the other rank, if the tensor is resident; else only the length
-            counts.
-        slot: where the slot begins in TMP of the other rank.
+        rank: the rank that contributes, this one or another.
+        mine: the elements of this rank's contribution in IN of this rank.
+        there: the elements of another rank's contribution in IN of that rank, for a resident
+            tensor. Else only their number counts.
+        slot: where the other rank's contribution begins in TMP of that rank.
     """
     if rank == t.rank:
         return inp(mine)
@@ -155,7 +157,9 @@ def _offered(t: Operation, rank: int, mine: range, there: range, slot: int) -> R
 
 
 def _one_piece(t: Operation, sources: Mapping[int, tuple[range, range]], *, writes: bool) -> Stages:
-    """Yield the stages of a collective in which every rank writes at most one piece for all.
+    """Yield the stages of each chunk, where a rank writes at most one piece for all others.
+
+    The stages of a chunk are its copies and sums, step by step.
 
     Args:
         t: the operation.
@@ -174,14 +178,14 @@ def _one_piece(t: Operation, sources: Mapping[int, tuple[range, range]], *, writ
 
 
 def _all_gather(t: Operation) -> Stages:
-    """Yield the stages of an all-gather, the own piece included."""
+    """Yield, for each chunk of an all-gather, its copies by step, the own piece included."""
     places = spans(t.recv)
     sources = {rank: (range(len(places[rank])), places[rank]) for rank in (t.rank, *_others(t))}
     return _one_piece(t, sources, writes=True)
 
 
 def _broadcast(t: Operation) -> Stages:
-    """Yield the stages of a broadcast: the root writes, the other ranks read."""
+    """Yield, for each chunk of a broadcast, its copies by step: the root writes, others read."""
     whole = range(t.elements)
     return _one_piece(
         t, {} if t.rank == t.root else {t.root: (whole, whole)}, writes=t.rank == t.root
@@ -189,7 +193,7 @@ def _broadcast(t: Operation) -> Stages:
 
 
 def _shift(t: Operation) -> Stages:
-    """Yield the stages of a shift: write the own tensor, read the one that arrives."""
+    """Yield, for each chunk of a shift, its copies by step: write the own, read the other one."""
     whole = range(sum(t.recv))
     return _one_piece(t, {(t.rank - t.root) % t.size: (whole, whole)}, writes=bool(t.root))
 
@@ -197,7 +201,9 @@ def _shift(t: Operation) -> Stages:
 def _many_pieces(
     t: Operation, read: Callable[[range, list[Region]], Stage], there: Sequence[range]
 ) -> Stages:
-    """Yield the stages of a collective in which each rank has one piece for each other rank.
+    """Yield the stages of each chunk, for collectives with one piece for each pair of ranks.
+
+    The stages of a chunk are its copies and sums, step by step.
 
     Args:
         t: the operation.
@@ -219,7 +225,7 @@ def _many_pieces(
 
 
 def _reduce_scatter(t: Operation) -> Stages:
-    """Yield the stages of a reduce-scatter."""
+    """Yield, for each chunk of a reduce-scatter, its copies and sums by step."""
     mine = range(t.send[t.rank])
     there = [spans(t.send)[t.rank]] * t.size
     return _many_pieces(
@@ -228,7 +234,7 @@ def _reduce_scatter(t: Operation) -> Stages:
 
 
 def _all_to_all(t: Operation) -> Stages:
-    """Yield the stages of an all-to-all."""
+    """Yield, for each chunk of an all-to-all, its copies by step."""
     places = spans(t.recv)
 
     def each(chunk: range, offered: list[Region]) -> Stage:
@@ -240,7 +246,7 @@ def _all_to_all(t: Operation) -> Stages:
 
 
 def _reduce(t: Operation) -> Stages:
-    """Yield the stages of a reduction: the root adds up, the other ranks write."""
+    """Yield, for each chunk of a reduction, its work by step: the root adds up, others write."""
     for slot, chunk in _chunks(t, max(t.longest, 1) if t.resident else t.slot):
         part = _cut(range(t.elements), chunk)
         write = copy(inp(part), tmp(slot, len(part)))
@@ -259,7 +265,10 @@ def one_shot(t: Operation) -> bool:
 
 
 def _all_reduce(t: Operation) -> Stages:
-    """Yield the stages of an all-reduce, one-shot or two-shot."""
+    """Yield, for each chunk of an all-reduce, its copies and sums by step.
+
+    Either every rank adds up everything (one-shot), or each rank adds up its part (two-shot).
+    """
     if one_shot(t):
         whole = range(t.elements)
         room = inp(whole) if t.resident else tmp(t.first % SLOTS * t.slot, t.elements)
@@ -276,7 +285,7 @@ def _all_reduce(t: Operation) -> Stages:
 
 
 def _two_shot(t: Operation, slot: int, chunk: range) -> tuple[Stage, ...]:
-    """Return the stages of one chunk of an all-reduce in which each rank adds up its part.
+    """Return the copies and sums by step of one chunk, of which each rank adds up its part.
 
     Args:
         t: the operation.

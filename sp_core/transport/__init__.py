@@ -83,11 +83,11 @@ def make_transport(
     Args:
         name: "auto", a name in `NAMES[device.type]`, or on a CPU a `HostWrapper`, which wraps the
             transport of host tensors.
-        comm: an mpi4py communicator that nobody else sends on; or a `GroupComm`, whose transports
-            "host", "window" and "distributed" send by gloo instead of MPI.
+        comm: an mpi4py communicator that nobody else sends on. Or a `GroupComm` of ranks that
+            torch.distributed has started: then "host", "window" and "distributed" send by gloo.
         device: where the tensors live.
-        poll: called again and again while this rank waits, so that its other transfers make
-            progress.
+        poll: called again and again while this rank waits, so that the other transfers of the rank
+            make progress.
 
     Returns:
         A `Transport`, the same kind on every rank.
@@ -180,7 +180,7 @@ def _device_transport(comm: Intracomm, device: torch.device, why_not: str) -> Tr
     On each machine the lowest rank tries the library in a child process. The others wait for it.
 
     Args:
-        comm: all its ranks call this.
+        comm: the communicator; all ranks of it call this.
         device: where the tensors live.
         why_not: a reason to refuse without a trial; empty if there is none.
     """

@@ -20,9 +20,9 @@ Messages = Sequence[tuple[int, Tensor]]
 """Point-to-point messages: for each (rank of the peer, flat contiguous tensor to send or fill)."""
 
 Bound = Sequence[tuple[int, Any]]
-"""Messages as (rank of the peer, buffer in the form that one transport sends). `bind` makes them.
+"""Messages as (rank of the peer, buffer in the form that one transport sends).
 
-They can be posted many times."""
+`Transport.bind` makes them, and `Transport.post` sends them any number of times."""
 
 
 class Handle(Protocol):
@@ -73,8 +73,8 @@ class Transport(Protocol):
         """Begin a collective on these buffers and return its handle.
 
         All ranks start it in the same order as their other collectives. Most transports return
-        without waiting for other ranks. A transport whose MPI calls cannot do so completes the
-        collective first (see `HostTransport.start` and `DeviceTransport`).
+        without waiting for other ranks. A transport that lacks a non-blocking MPI call completes
+        the collective first (see `HostTransport.start` and `DeviceTransport`).
         """
         ...
 
@@ -90,8 +90,8 @@ class Transport(Protocol):
     def announce(self, sends: Messages, recvs: Messages) -> None:
         """Tell the communicator's observer which messages this rank will `post`. Nothing is sent.
 
-        An observer checks calls in tests; usually there is none. All ranks call this at the same
-        point of their programs, each before it posts any of the messages.
+        An observer checks in tests that the calls of the ranks match; usually there is none. All
+        ranks call this at the same point of their programs, before they post the messages.
 
         Args:
             sends, recvs: the messages, for each peer in the order in which they will be posted.
@@ -104,7 +104,7 @@ class Transport(Protocol):
         return messages
 
     def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
-        """Begin messages that `announce` has named, and return one handle for all of them.
+        """Begin messages of which `announce` was told before; return one handle for all of them.
 
         The call does not wait. Ranks may call it at different times and in different orders. A
         message is received by the peer's `post` with the same tag.
@@ -151,7 +151,7 @@ class Transfer:
 
     Args:
         tests: functions without arguments, each called until it has returned True once.
-        keep: objects kept alive until then, such as buffers whose address MPI has.
+        keep: objects kept alive until all tests have, such as buffers whose address MPI has.
         after: called once, when all tests have returned True.
     """
 
@@ -197,7 +197,7 @@ of a millisecond, take a third longer if they spin ten times as long."""
 YIELD_SECONDS = 2e-4
 """How long `wait` yields the core between tests, counted from its beginning."""
 PAUSE_SECONDS = 5e-5
-"""How long `wait` sleeps between two tests after that."""
+"""How long `wait` sleeps between two tests once it no longer yields."""
 
 
 def wait(handle: Handle, poll: Callable[[], None] = lambda: None) -> None:

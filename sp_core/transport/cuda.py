@@ -72,7 +72,7 @@ class CudaStreams:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def begin(self) -> None:
-        """Make later copies wait for the work queued on the current stream so far."""
+        """Make later `download` and `upload` copies wait for the current stream's work so far."""
         current = torch.accelerator.current_stream(self._device)
         self._down.wait_stream(current)
         self._up.wait_stream(current)
@@ -88,15 +88,15 @@ class CudaStreams:
             device.copy_(host, non_blocking=True)
 
     def downloaded(self) -> Transfer:
-        """Return a handle that is complete once all downloads so far are done."""
+        """Return a handle that is complete once all copies of `download` so far are done."""
         return _reached(self._down)
 
     def uploaded(self) -> Transfer:
-        """Return a handle that is complete once all uploads so far are done."""
+        """Return a handle that is complete once all copies of `upload` so far are done."""
         return _reached(self._up)
 
     def finish(self) -> None:
-        """Make later work on the current stream wait for the uploads so far."""
+        """Make later work on the current stream wait for all copies of `upload` so far."""
         torch.accelerator.current_stream(self._device).wait_stream(self._up)
 
 
@@ -119,7 +119,7 @@ class CudaStream(HostMemory):
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
 
     def launch(self, work: Sequence[Work]) -> Transfer:
-        """Queue work on the stream, and return a handle that is complete once it is done."""
+        """Queue copies and sums on the stream. Return a handle, complete when they are done."""
         with on_stream(self._stream):
             for item in work:
                 item()
@@ -167,7 +167,7 @@ class CudaMemory(CudaStream):
             (the memory, uint8 of shape (nbytes,); the offer from which other ranks open it).
 
         Raises:
-            OSError: the runtime cannot allocate it or make a handle for it.
+            OSError: the runtime cannot allocate the memory or make an IPC handle for it.
         """
         pointer, handle = ctypes.c_void_p(), Handle()
         with torch.accelerator.device_index(self._device.index):
@@ -182,13 +182,13 @@ class CudaMemory(CudaStream):
         return tensor_at(address, nbytes, self._device).zero_(), offer
 
     def open(self, offer: Offer) -> Tensor:
-        """Map the memory of another rank, and return it as uint8 of shape (nbytes,).
+        """Map the memory of another rank, and return it as uint8 of shape (nbytes,), until `close`.
 
-        A process cannot open its own handles. So the memory of a rank in this process is used by
-        address.
+        A process cannot open IPC handles that it exported itself. If the other rank is a thread of
+        this process, its memory is used at the same address.
 
         Raises:
-            OSError: the runtime cannot map it.
+            OSError: the runtime cannot map the memory.
         """
         if offer.process == os.getpid():
             return tensor_at(offer.address, offer.nbytes, self._device)
@@ -212,14 +212,14 @@ class CudaMemory(CudaStream):
 
 
 _REGISTERED: dict[int, Tensor] = {}
-"""Registered host memory by address. This keeps it mapped for as long as a device may use it."""
+"""Registered host memory by address: a reference, so that it stays mapped while devices use it."""
 
 
 class PinnedMemory(CudaStream):
     """Provide host memory that the ranks share and that the device reads and writes in place.
 
     Each rank registers the memory with the CUDA runtime once (cudaHostRegister). So the device
-    copies straight from and to it, and no other copy is needed inside a node.
+    copies straight from and to this memory, and no other copy is needed inside a node.
 
     Args:
         device: a CUDA device.
@@ -233,7 +233,7 @@ class PinnedMemory(CudaStream):
             ranks).
 
         Raises:
-            OSError: it cannot be allocated or registered.
+            OSError: the memory cannot be allocated or registered.
         """
         host, offer = super().allocate(nbytes)
         try:
@@ -246,12 +246,12 @@ class PinnedMemory(CudaStream):
         """Map and register the host memory of another rank; return it as a tensor of the device.
 
         Raises:
-            OSError: it cannot be mapped or registered.
+            OSError: the memory cannot be mapped or registered.
         """
         return self._registered(super().open(offer))
 
     def close(self, x: Tensor) -> None:
-        """Unregister memory and unmap it."""
+        """Unregister memory that `allocate` or `open` returned, and let go of it."""
         with torch.accelerator.device_index(self._device.index):
             _call("cudaHostUnregister", _pointer(x))
         del _REGISTERED[x.data_ptr()]
@@ -285,7 +285,7 @@ def _runtime() -> ctypes.CDLL:
     """Return the CUDA runtime library that torch has loaded.
 
     Raises:
-        OSError: there is none.
+        OSError: torch has loaded no such library.
     """
     path = loaded_library("libcudart")
     if path is None:
@@ -301,7 +301,7 @@ def _call(name: str, *arguments: object) -> None:
     After a failure the runtime's error state is cleared, or torch's next call would report it.
 
     Raises:
-        OSError: with the runtime's text.
+        OSError: the call failed; the error has the runtime's text.
     """
     library = _runtime()
     code = int(getattr(library, name)(*arguments))

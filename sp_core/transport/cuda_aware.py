@@ -1,8 +1,8 @@
 """Move device tensors by a CUDA-aware MPI library: one that reads and writes device memory itself.
 
-A library's own statement about this is no proof. A library that cannot read device memory ends the
-process at the first access. So `no_device_memory` tries it in a child process first, and
-`refuse_host_only` lets the ranks compare their results. `DeviceTransport` is the transport.
+What a library says about this is no proof. A library that cannot read device memory ends the
+process at the first access. So `no_device_memory` first tries the library in a child process, and
+`refuse_host_only` lets the ranks compare the outcomes. `DeviceTransport` is the transport.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def no_device_memory(device: str, program: str = PROBE, seconds: float = PROBE_S
     Args:
         device: a type of device, such as "cuda". For "cpu" the answer is "" on every working MPI.
         program: the Python text that the child runs.
-        seconds: after so long the child is ended, and has failed.
+        seconds: time limit. A child that runs longer is ended, and counts as failed.
     """
     code, output = bounded(
         [sys.executable, "-c", program, device], seconds=seconds, env=outside_of_job(os.environ)
@@ -155,7 +155,7 @@ def refuse_host_only(comm: Intracomm, reason: Callable[[], str]) -> None:
     """Raise `DeviceError` on every rank if the MPI library of any rank cannot read device memory.
 
     Args:
-        comm: all its ranks call this.
+        comm: the communicator; all ranks of it call this.
         reason: returns why this rank's library cannot, or "" if it can.
 
     Communication:

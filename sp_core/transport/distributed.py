@@ -50,11 +50,11 @@ Begun = tuple[Any, tuple[object, ...], Calls]
 class DistributedTransport(OverHost):
     """Move tensors by a process group of torch.distributed.
 
-    Messages of `post` go through another transport.
+    Messages of `post`, which each rank begins when it is ready, go through another transport.
 
     Args:
         comm: an mpi4py communicator that nobody else sends on.
-        group: a torch.distributed backend object over the same ranks; `close` shuts it down.
+        group: a torch.distributed backend object over the ranks of `comm`; `close` shuts it down.
         messages: the transport for messages of `post`.
         device: where the tensors live.
         poll: called while a prepared collective waits, so that other transfers make progress.
@@ -91,7 +91,7 @@ class DistributedTransport(OverHost):
         return self._transfer(what, *self._begin(operation, send, recv))
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
-        """Begin messages of all ranks as one all-to-all of bytes, and return their handle.
+        """Begin the messages of all ranks as one all-to-all of bytes, and return its handle.
 
         Every rank calls this. Several messages are packed into one buffer. A single message is not
         copied.
@@ -119,20 +119,20 @@ class DistributedTransport(OverHost):
         return self._transfer(what, work, (room, packed), after)
 
     def bind(self, messages: Messages) -> Bound:
-        """Convert messages to the form that the transport for messages takes."""
+        """Convert messages to the form that `post` takes."""
         return self._host.bind(messages)
 
     def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
-        """Begin messages that `announce` has named, on the transport for messages."""
+        """Begin messages on the other transport, given as `messages`. Return their handle."""
         return self._host.post(sends, recvs, tag)
 
     def close(self, *, together: bool) -> None:
-        """Release the process group and the transport for messages.
+        """Release the process group, and close the transport that sends messages.
 
         Args:
-            together: all ranks call this, with no transfer unfinished; the ranks wait for each
-                other before the shutdown. If False, a thread releases the group when its transfers
-                have ended.
+            together: True if all ranks call this, with no transfer unfinished. The ranks wait for
+                each other and shut the group down. If False, the call returns at once; a thread
+                releases the group when the transfers of the group have ended.
         """
         super().close(together=together)
         held, self._group = [self._group], None
@@ -156,7 +156,7 @@ class DistributedTransport(OverHost):
         )
 
     def _begin(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Begun:
-        """Begin a collective by the call of the group that fits its kind."""
+        """Begin a collective by the matching call of the process group."""
         from torch.distributed import AllreduceOptions, BroadcastOptions, ReduceOp, ReduceOptions
 
         given = send if recv is None else recv
@@ -181,7 +181,7 @@ class DistributedTransport(OverHost):
         return self._group.reduce([total], options), (total, recv), after
 
     def _pieces(self, operation: Operation, send: Tensor, recv: Tensor) -> Begun:
-        """Begin an all-gather, a reduce-scatter or an all-to-all."""
+        """Begin an all-gather, a reduce-scatter or an all-to-all, by allgather or alltoall_base."""
         size, packed, room = self._comm.size, _bytes(send), _bytes(recv)
         sent = [count * send.itemsize for count in operation.send]
         received = [count * recv.itemsize for count in operation.recv]
@@ -270,8 +270,8 @@ def make_group(comm: Intracomm, device: torch.device, seconds: float = LIMIT_SEC
         through a TCP store on rank 0.
 
     Raises:
-        DeviceError: on every rank: two ranks have one GPU, this torch has no such backend, or the
-            ranks cannot connect.
+        DeviceError: on every rank: two ranks use the same GPU, this torch has no such backend, or
+            the ranks cannot connect.
     """
     if device.type == "cuda":
         refuse_shared_gpus(comm.allgather(f"GPU {uuid_of(device)} of {platform.node()}"))
@@ -319,7 +319,10 @@ def refuse_shared_gpus(gpus: Sequence[str]) -> None:
 
 
 def _tried(make: Callable[[], T]) -> tuple[T | None, str]:
-    """Return (result of `make`, ""), or (None, first line of the error) if it raises."""
+    """Return (result of `make`, ""), or (None, first line of the error) if `make` fails.
+
+    A failure is a RuntimeError, ImportError or OSError.
+    """
     try:
         return make(), ""
     except (RuntimeError, ImportError, OSError) as error:
@@ -353,10 +356,10 @@ def _connected(
 
     Args:
         store: through which the ranks tell each other their addresses.
-        comm: for rank and size.
+        comm: gives rank and size.
         device: its type decides between gloo and NCCL.
         near: whether all ranks are on one machine; then gloo uses the loopback interface.
-        limit: of every transfer.
+        limit: time limit of every transfer.
     """
     from torch._C import _distributed_c10d
 

@@ -50,7 +50,7 @@ class GroupComm(Observer):
     Args:
         store: a torch.distributed key-value store, through which the ranks connect.
         name: the same on every rank, and unlike all other communicators of this store.
-        rank: of the caller.
+        rank: the caller's rank in this communicator.
         size: the number of ranks.
         limit: longest time for one transfer.
 
@@ -74,14 +74,14 @@ class GroupComm(Observer):
     def Iallgather(self, send: Array, recv: Array) -> Request:
         """Begin to gather flat arrays of one length from all ranks, as mpi4py's `Iallgather`.
 
-        Each rank receives from every other rank directly, so each of them notices the death of any.
+        Each rank receives from every other rank directly. So if one dies, every other rank notices.
         """
         return self._exchange(send, recv)
 
     def Iallreduce(self, send: Array, recv: Array) -> Request:
         """Begin to sum flat arrays over the ranks, as mpi4py's `Iallreduce`.
 
-        Each rank receives all arrays directly and adds them, as in `Iallgather`.
+        Each rank receives all arrays directly from their ranks, as in `Iallgather`, and adds them.
         """
         rows = np.empty((self.size, send.size), send.dtype)
         return self._exchange(send, rows.reshape(-1), partial(np.sum, rows, 0, out=recv))
@@ -112,12 +112,12 @@ class GroupComm(Observer):
     def Irecv(self, buf: Array, source: int, tag: int = 0) -> Request:
         """Begin to receive a flat array, as mpi4py's `Irecv`.
 
-        The message must have exactly its length.
+        The message must be exactly as long as the array.
         """
         return self._message(self.group.recv, buf, source, tag, f"a message from rank {source}")
 
     def Dup(self) -> GroupComm:
-        """Return a new communicator of the same ranks, whose messages are separate.
+        """Return a new communicator of the same ranks, with connections of its own.
 
         Every rank calls this.
         """
@@ -146,8 +146,8 @@ class GroupComm(Observer):
     def abandoned(self) -> None:
         """Write in the store that this rank has left after an error.
 
-        Ranks that wait then raise `PeerFailed`. If several ranks leave, the first one stays
-        written.
+        Ranks that wait for a transfer then raise `PeerFailed`. If several ranks leave, the store
+        keeps the first one.
         """
         self._store.compare_set(f"{self._name}/left", "", str(self.rank))  # keeps the first rank
 
@@ -161,7 +161,7 @@ class GroupComm(Observer):
             what: describes the transfer that this rank waits for, in the error.
 
         Raises:
-            PeerFailed: there is such a rank.
+            PeerFailed: a rank has left or died.
         """
         if time.monotonic() < self._next_look:
             return
@@ -184,7 +184,7 @@ class GroupComm(Observer):
         return {rank: pid for rank, (place, pid) in told.items() if place == this_machine()}
 
     def make_counter(self) -> StoreCounter:
-        """Return a counter in the store: each number goes to one rank only.
+        """Return a counter in the store, whose `take` gives each number to one rank only.
 
         Every rank calls this.
         """
@@ -201,13 +201,13 @@ class GroupComm(Observer):
         return DistributedTransport(comm, self.group, HostTransport(comm), CPU, poll, name)
 
     def _made(self, name: str, rank: int, size: int) -> GroupComm:
-        """Return a new communicator, whose name in the store is below this one's."""
+        """Return a new communicator, whose name in the store begins with this one's name."""
         return GroupComm(self._store, f"{self._name}.{name}", rank, size, self._limit)
 
     def _exchange(
         self, send: Array, recv: Array, after: Callable[[], object] | None = None
     ) -> Request:
-        """Begin to send the array `send` to every rank and gather those of all ranks in `recv`.
+        """Begin to send the array `send` to every rank, and gather all ranks' arrays in `recv`.
 
         Args:
             send: flat array, of one length on all ranks.
@@ -335,7 +335,7 @@ def communicator_of(given: object) -> GroupComm | None:
     """Return a communicator of the ranks of a torch process group or DeviceMesh.
 
     Exactly these ranks call this. Return None if torch.distributed is not initialised, or if
-    `given` is something else.
+    `given` is neither of these nor None.
 
     Args:
         given: a ProcessGroup; None for the default group; or a DeviceMesh, whose last dimension

@@ -1,4 +1,4 @@
-"""Move tensors in host memory by the MPI library, and share the parts that other transports need.
+"""Move tensors in host memory by the MPI library, and hold code that other transports use, too.
 
 `HostTransport` passes the memory of a tensor to MPI without a copy. MPI gets a flat NumPy view,
 never a torch tensor: mpi4py would send a transposed tensor in storage order, and sum bfloat16 as
@@ -104,14 +104,14 @@ class HostTransport(Transport):
         return Transfer([call().Test], call, partial(in_turn, *after))
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
-        """Begin point-to-point messages of any length and return their handle."""
+        """Begin point-to-point messages of any length, and return one handle for all of them."""
         self._say(sends, recvs, later=False)
         return self.post(self.bind(sends), self.bind(recvs), TAG)
 
     def announce(self, sends: Messages, recvs: Messages) -> None:
-        """Tell the observer of the communicator which messages this rank will post later.
+        """Tell the communicator's observer which messages this rank will post later.
 
-        Nothing is sent. An observer checks the calls of the ranks in tests.
+        Nothing is sent. An observer checks in tests that the calls of the ranks match.
         """
         self._say(sends, recvs, later=True)
 
@@ -138,9 +138,9 @@ class HostTransport(Transport):
         yield from ((peer, part) for peer, x in messages for part in x.split(self._max_count))
 
     def _say(self, sends: Messages, recvs: Messages, *, later: bool) -> None:
-        """Tell the observer of the communicator which messages this rank posts.
+        """Tell the communicator's observer which messages this rank posts. Nothing is sent.
 
-        Nothing is sent. An observer checks the calls of the ranks in tests. Sizes are given as
+        An observer checks in tests that the calls of the ranks match. Sizes are given as
         generators, so without an observer they are never computed.
 
         Args:
@@ -153,7 +153,7 @@ class HostTransport(Transport):
         self._observer.announce_exchange(sent, received, later=later)
 
     def _fits(self, operation: Operation) -> bool:
-        """Return whether a single MPI call can move this collective; the same on all ranks."""
+        """Return whether one MPI call can move this collective. All ranks get the same answer."""
         return self._comm.size * operation.longest <= self._max_count
 
     def _run_in_chunks(
@@ -205,7 +205,7 @@ class HostTransport(Transport):
 
 
 class OverHost(Transport):
-    """Pass announcements and messages on to another transport, `_host`.
+    """Pass `announce` calls and messages on to another transport, `_host`.
 
     This class is the base of the transports that copy device tensors to host memory, and of
     `DistributedTransport`.
@@ -214,9 +214,9 @@ class OverHost(Transport):
     _host: Transport
 
     def announce(self, sends: Messages, recvs: Messages) -> None:
-        """Tell the observer of the communicator which messages this rank will post later.
+        """Tell the communicator's observer which messages this rank will post later.
 
-        Nothing is sent. An observer checks the calls of the ranks in tests.
+        Nothing is sent. An observer checks in tests that the calls of the ranks match.
         """
         self._host.announce(sends, recvs)
 
@@ -237,16 +237,16 @@ class OverHost(Transport):
 def widened(
     send: Tensor | None, recv: Tensor | None, wider: Mapping[torch.dtype, torch.dtype] = WIDER
 ) -> tuple[Tensor | None, Tensor | None, Calls, Calls]:
-    """Return float32 buffers in place of half-type ones, and the copies between these and those.
+    """Return float32 buffers to sum half types in, and the calls that copy into and out of them.
 
-    MPI can sum float32, and a half type is rounded only once, at the end.
+    MPI can sum float32 but no half type. The result is rounded only once, at the end.
 
     Args:
         send, recv: flat buffers, or None.
         wider: for each dtype that cannot be summed, the dtype to sum in.
 
     Returns:
-        (send, recv, before, after): buffers that can be summed, the given ones if they can; then
+        (send, recv, before, after): buffers that can be summed, if possible the given ones; then
         the calls to make before the sum (copy send) and after it (round into recv).
     """
     given = send if send is not None else recv
@@ -302,11 +302,11 @@ HOME = 0
 class MpiCounter:
     """Hand out the numbers 0, 1, 2, ..., each to only one rank: the one that asks next.
 
-    The number lives in the memory of rank `HOME`, in an MPI window of eight bytes. `take` adds 1 to
-    it by one-sided communication.
+    The next number lives in the memory of rank 0, in an MPI window of eight bytes. `take` reads it
+    and adds 1 by one-sided communication.
 
     Args:
-        comm: an mpi4py communicator; all its ranks make the counter together.
+        comm: an mpi4py communicator; all ranks of it make the counter together.
 
     Source: MPI 4.1, section 12.3.4, MPI_Fetch_and_op.
     """

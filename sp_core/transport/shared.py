@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 ORDERED = ("x86_64", "amd64", "i686", "i386")
 """Values of `platform.machine()` whose processors show the writes of a core in order.
 
-On others a rank might see a flag before the data that were written ahead of it."""
+On other processors a rank might see a flag before the data that were written ahead of it."""
 ALIGNMENT = 128
 """Tensors of `Rooms` begin at multiples of so many bytes: cores fetch cache lines in pairs."""
 NONCE_BYTES = 8
@@ -53,7 +53,7 @@ Work = Callable[[], object]
 
 
 class NotShared(Exception):
-    """Report that the ranks cannot share memory; the text says why. The same on every rank."""
+    """Report, on every rank, that the ranks cannot share memory. The text says why."""
 
 
 class Offer(NamedTuple):
@@ -61,8 +61,8 @@ class Offer(NamedTuple):
 
     Args:
         process: process id of the owner.
-        address: of the memory in the owner's process.
-        nbytes: its length.
+        address: where the memory begins in the owner's process.
+        nbytes: length of the memory.
         file: the owner's file descriptor of host memory; -1 for device memory.
         handle: CUDA IPC handle of device memory; empty for host memory.
     """
@@ -83,7 +83,8 @@ class HostMemory:
     def allocate(self, nbytes: int) -> tuple[Tensor, Offer]:
         """Allocate zeroed memory of this rank.
 
-        The pages are taken now. If they were missing later, a signal would end the process.
+        The operating system provides the pages now. If it could not do so at the first write, a
+        signal would end the process.
 
         Returns:
             (the memory, uint8 of shape (nbytes,); the offer from which other ranks map it).
@@ -104,7 +105,7 @@ class HostMemory:
         """Map the memory that another rank offers, and return it as uint8 of shape (nbytes,).
 
         Raises:
-            OSError: it cannot be mapped.
+            OSError: the memory cannot be mapped.
         """
         file = os.open(f"/proc/{offer.process}/fd/{offer.file}", os.O_RDWR)
         try:
@@ -137,9 +138,9 @@ class HostMemory:
         """
 
     def launch(self, work: Sequence[Work]) -> Handle:
-        """Carry out some work after all work launched before, and return its handle.
+        """Carry out copies and sums after those launched before, and return their handle.
 
-        Here the work is complete on return.
+        Here they are complete on return.
         """
         for item in work:
             item()
@@ -163,7 +164,7 @@ def _mapped(file: int, nbytes: int) -> Tensor:
 
 
 def share(comm: Intracomm, memory: HostMemory, nbytes: int) -> list[Tensor]:
-    """Allocate memory on each rank, map that of all ranks, and return it. Every rank calls this.
+    """Allocate memory on each rank, and return the memory of all ranks. Every rank calls this.
 
     Args:
         comm: an mpi4py communicator.
@@ -215,7 +216,7 @@ def give_back(
         comm: the communicator of `share`.
         memory: the same as in `share`.
         mine: the part of this rank, or None.
-        parts: the parts that this rank has mapped; `mine` may be among them.
+        parts: the parts of all ranks that this rank has mapped; `mine` may be among them.
     """
     for part in parts:
         if part is not mine:
@@ -226,7 +227,7 @@ def give_back(
 
 
 def demand(comm: Intracomm, memory: HostMemory, nbytes: int) -> list[Tensor]:
-    """Return what `share` returns, where a program cannot go on without it. Every rank calls this.
+    """Do what `share` does, but raise `RankError` if that is impossible. Every rank calls this.
 
     Raises:
         RankError: the memory cannot be shared; on every rank.

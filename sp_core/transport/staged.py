@@ -70,11 +70,11 @@ class StagedTransport(OverHost):
         return self._collective(partial(self._host.start, operation), send, recv)
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
-        """Copy what is sent to the host, begin the messages there, and return their handle."""
+        """Copy the data to be sent into host memory, begin the messages, and return a handle."""
         return self._messages(self._host.exchange, sends, recvs)
 
     def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
-        """Begin messages that `announce` has named, as `exchange` does, and return their handle."""
+        """Copy the data to be sent into host memory, begin the messages, and return a handle."""
         return self._messages(partial(self.on_host, tag), sends, recvs)
 
     def _collective(
@@ -83,7 +83,7 @@ class StagedTransport(OverHost):
         send: Tensor | None,
         recv: Tensor | None,
     ) -> Handle:
-        """Copy the input of a collective to the host, begin it there, and return a handle.
+        """Copy the input of a collective into host memory, begin it, and return a handle.
 
         Args:
             on_host: begins the collective on (send, recv) in host memory.
@@ -98,9 +98,10 @@ class StagedTransport(OverHost):
     def _messages(
         self, on_host: Callable[[Messages, Messages], Handle], sends: Messages, recvs: Messages
     ) -> Handle:
-        """Copy what is sent to the host, begin the messages there, and return a handle.
+        """Copy the data to be sent into host memory, begin the messages, and return a handle.
 
-        When the handle is complete, the received data have been copied to the device.
+        The copies are complete on return. Once the handle is complete, the received data have been
+        copied to the device.
 
         Args:
             on_host: begins (sends, recvs) between buffers in host memory.
@@ -168,7 +169,7 @@ class PipelinedTransport(OverHost):
     ) -> Callable[[], object]:
         """Return a function that carries out the collective and waits for its end.
 
-        Transfers that this rank began before are completed first.
+        That function first completes the transfers that this rank began before.
         """
 
         def on_host(*chunk: Any) -> Handle:
@@ -200,7 +201,7 @@ class PipelinedTransport(OverHost):
         return handle
 
     def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
-        """Begin messages that `announce` has named, and return their handle.
+        """Begin messages that each rank posts when it is ready, and return their handle.
 
         The messages do not wait for transfers that began before, so ranks may call this at
         different times. The tag tells the messages from all others.
@@ -214,7 +215,7 @@ class PipelinedTransport(OverHost):
         return handle
 
     def close(self, *, together: bool) -> None:
-        """Release the resources of the transport that sends and, with `together`, the host buffers.
+        """Close the transport that sends and, with `together`, release the host buffers.
 
         Without `together`, MPI may still use the buffers.
         """
@@ -223,7 +224,7 @@ class PipelinedTransport(OverHost):
             self._slots.clear()
 
     def _enqueue(self, steps: Iterator[None]) -> _Steps:
-        """Put a transfer behind those that began before, and return its handle."""
+        """Put a transfer into the queue, behind those that began before. Return its handle."""
         handle = _Steps(steps, self._queue, self._streams)
         self._queue.append(handle)
         return handle
@@ -292,7 +293,7 @@ class PipelinedTransport(OverHost):
     def _messages(
         self, sends: Messages, recvs: Messages, on_host: Callable[[Messages, Messages], Handle]
     ) -> Iterator[None]:
-        """Copy messages to the host, send them, and copy what arrives back.
+        """Copy messages into host memory, send them, and copy what arrives to the device.
 
         Yield instead of waiting.
 
@@ -317,9 +318,9 @@ class PipelinedTransport(OverHost):
 class _Steps:
     """Represent a transfer in a queue, whose transfers advance in order; a `Handle`.
 
-    A transfer advances only when it, or one behind it in the queue, is tested. A transfer may begin
-    on one CUDA stream, advance in a poll, and be read on another stream. The copies wait for the
-    stream on which the transfer began. The stream on which `test` returns True waits for the
+    A transfer advances only in `test` of its handle, or of a handle behind it in the queue. It may
+    begin on one CUDA stream, advance in a poll, and be read on another stream. The copies wait for
+    the stream on which the transfer began. The stream on which `test` returns True waits for the
     copies.
 
     Args:
@@ -339,7 +340,7 @@ class _Steps:
         """Advance the queue as far as possible, and return whether this transfer is complete.
 
         Raises:
-            BaseException: the error of a transfer that failed, for it and all that were behind it.
+            BaseException: the error of this transfer, or of one before it in the queue.
         """
         while self in self._queue:
             head = self._queue[0]
@@ -360,7 +361,7 @@ class _Steps:
 
 
 def _until(event: Handle) -> Iterator[None]:
-    """Yield until `event` is complete."""
+    """Yield until the handle `event` is complete."""
     while not event.test():
         yield
 

@@ -63,8 +63,8 @@ class Allocation(NamedTuple):
     of the other ranks alive.
 
     Args:
-        window: identifies the window.
-        number: how many calls came before, the same on every rank.
+        window: an object that only this window has.
+        number: how many calls of `allocate` came before, the same on every rank.
         shape: of this rank's tensor.
         dtype: of all tensors.
         others: other rank -> that rank's tensor.
@@ -80,8 +80,9 @@ class Allocation(NamedTuple):
 class Window:
     """Hold the memory that the ranks of a communicator share, and carry out operations in it.
 
-    All ranks make it together, and start operations in the same order. `advance` drives the
-    operations; nothing runs in the background.
+    An operation is a list of steps, each a list of copies and sums that one rank makes. All ranks
+    make the window together, and start operations in one order. `advance` drives the operations;
+    nothing runs in the background.
 
     Args:
         comm: an mpi4py communicator.
@@ -127,12 +128,12 @@ class Window:
     def start(self, steps: Steps, what: str) -> WindowRun:
         """Begin an operation and return its handle, without waiting. Every rank calls this.
 
-        On a device its copies begin after the work queued on the current stream so far.
+        On a device the copies begin after the work queued on the current stream so far.
 
         Args:
             steps: for each step, the functions that this rank calls. All ranks give equally many
                 steps.
-            what: names the operation; the same on every rank.
+            what: names the operation in errors and checks; the same on every rank.
         """
         self._memory.begin()
         self._announce(what)
@@ -175,9 +176,11 @@ class Window:
         wait(self.start(steps, what), poll)
 
     def advance(self) -> None:
-        """Launch the steps whose inputs are ready, and publish how many steps this rank has made.
+        """Launch the steps that are ready, and publish how many steps this rank has made.
 
-        The call does not wait. Other ranks read the number from this rank's flag.
+        A step is ready when the other ranks have made the steps before it, or all of these but one
+        if it is the first step of an operation. The call does not wait. Other ranks read the number
+        from this rank's flag.
         """
         while True:
             while self._under_way and self._under_way[0].test():
@@ -197,8 +200,8 @@ class Window:
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a zeroed tensor in shared memory. Every rank calls this.
 
-        Other ranks can read it (`peers`, `tensors`). Memory of a device is freed in a later call of
-        `allocate` or in `close`, once no rank uses its tensor of this call.
+        Other ranks can read the tensor (`peers`, `tensors`). Memory of a device is freed in a later
+        call of `allocate` or in `close`, once no rank uses the tensors of this call.
 
         Args:
             shape: of this rank's tensor; may differ between ranks.
@@ -250,7 +253,8 @@ class Window:
     def tensors(self, x: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks, in rank order, that one `allocate` call made with x.
 
-        Return an empty list if x was not allocated here, or is only a part of such a tensor.
+        Return an empty list if x was not allocated in this window, or is only a part of a tensor
+        that was.
         """
         found = self._allocation(x)
         is_whole = found and x.shape == found.shape and x.is_contiguous() and self.place(x) >= 0
@@ -267,8 +271,8 @@ class Window:
         """Return a number that identifies where the flat tensor x begins in shared memory, or -1.
 
         The number combines the index of the allocation and the offset. Tensors at corresponding
-        places have the same number on every rank. -1: x is None, not allocated here, or of another
-        dtype.
+        places have the same number on every rank. -1: x is None, not allocated in this window, or
+        of another dtype.
         """
         found = self._allocation(x)
         if x is None or found is None or found.dtype != x.dtype:
@@ -329,10 +333,10 @@ class WindowRun(NamedTuple):
     """Represent an operation that a window has begun; a `Handle`.
 
     Args:
-        window: in which it runs.
-        end: how many steps this rank has made when the operation is complete, earlier ones
-            included.
-        what: names the operation.
+        window: the window that carries the operation out.
+        end: how many steps this rank has made when the operation is complete, those of earlier
+            operations included.
+        what: names the operation in errors.
     """
 
     window: Window
