@@ -1,7 +1,7 @@
 """Check that the backward pass of a collective is the adjoint of its forward pass.
 
 `check_adjoint` compares inner products exactly. With `global_map` torch's `gradcheck` compares
-derivatives of any order with differences.
+derivatives of any order with finite differences.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def check_adjoint(
         forward: A, linear; called on every rank.
         adjoint: A^T; None takes the backward pass of `forward`.
         x: float64 with small integers, so that every product and sum is exact.
-        y: the same, of the shape of A x.
+        y: float64 with small integers, of the shape of A x.
 
     Communication:
         That of A and A^T, and one all-reduce of two numbers.

@@ -28,13 +28,14 @@ _MAX_LISTED = 5
 class Ranks:
     """A pytest plugin that combines the sessions of all ranks into one.
 
-    Every rank constructs it at the same point, because that duplicates MPI.COMM_WORLD. A rank's
-    last place, which some hooks note, is text for the report of a launch that has to be ended.
+    Every rank constructs it at the same point, because the constructor duplicates MPI.COMM_WORLD.
+    Some hooks note a rank's last place: a text, such as the id of the running test. The launcher
+    prints it if it has to end the launch.
 
     Args:
-        config: pytest's.
-        session: this rank's session; its attribute `control` is set to a carrier that exchanges
-            values between all ranks.
+        config: pytest's configuration.
+        session: this rank's session. The constructor sets `session.control` to a carrier, which
+            exchanges values between all ranks.
 
     Raises:
         pytest.UsageError: on every rank: the launch has another number of ranks than
@@ -71,7 +72,7 @@ class Ranks:
     def leave_result(self, exitstatus: int) -> None:
         """Write the exit status to the launcher's file, on rank 0.
 
-        The file tells the launcher that the session has come to its end.
+        The file tells the launcher that the session has ended regularly.
         """
         if self.rank == 0:
             (self._watch.directory / watch.RESULT).write_text(str(exitstatus))
@@ -129,11 +130,11 @@ class Ranks:
         return f"sp_core.testing: {self.size} ranks, {library}"
 
     def pytest_collectstart(self, collector: pytest.Collector) -> None:
-        """Note the file or folder that is collected as this rank's last place."""
+        """Note, as this rank's last place, the file or folder that pytest collects."""
         watch.note(f"collects {collector.nodeid or 'tests'}")
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Keep the text of a collection error, because pytest shows only those of rank 0."""
+        """Keep the text of a collection error, because pytest shows only errors of rank 0."""
         if report.failed:
             self._complaints.append(f"could not collect {report.nodeid}:\n{report.longreprtext}")
 
@@ -168,7 +169,7 @@ class Ranks:
             self._usage("\n".join([text, *lines]))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Note the test that runs as this rank's last place."""
+        """Note, as this rank's last place, the test that starts."""
         watch.note(f"in {nodeid}")
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -213,7 +214,7 @@ class Ranks:
         return [value for *_, value in everyone]
 
     def _judged(self, reports: Sequence[tuple[str, str]]) -> str:
-        """Return the text of a failure on some rank, or "" if this rank's own report is enough.
+        """Return the text with which every rank fails, or "" if this rank's own report is enough.
 
         Args:
             reports: (outcome, text) of each rank, in rank order.
@@ -238,7 +239,7 @@ class Ranks:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Set this rank's exit status to the worst of all ranks. Every rank waits for all.
 
-        The error ratios and notes of all ranks are merged, too.
+        This rank also gets all ranks' notes, and the greatest error over bound of each comparison.
         """
         watch.progress()
         everyone = []

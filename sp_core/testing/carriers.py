@@ -59,8 +59,8 @@ class Record(NamedTuple):
     Attributes:
         kind: whether the rank is about to make a call, waits for a message, or is done, and how.
         digest: hash of the call and of the arguments that must be equal on all ranks.
-        balance: sum of the hashes of the messages sent, less those received, modulo 2**128. Over
-            all ranks it adds up to 0 if every message is received as it is sent.
+        balance: sum of the hashes of the messages sent, less that of the messages received, modulo
+            2**128. The balances of all ranks add up to 0 if each message is received as sent.
     """
 
     kind: Kind
@@ -103,7 +103,7 @@ class Carrier(ABC):
         Args:
             steps: yields whenever it has to wait for other ranks.
             what: describes the wait, for the report of a deadlock.
-            ending: this rank waits only for other ranks to end, so a deadlock is not its fault.
+            ending: whether this rank waits only for other ranks to end; they then cause a deadlock.
         """
 
     def gather(self, value: object) -> list[Any]:
@@ -122,10 +122,10 @@ def until(ticket: Ticket) -> Steps[list[Any]]:
 
 
 def begun(steps: Steps[T]) -> Callable[[], T | None]:
-    """Start a generator, and return a function that continues it.
+    """Run a generator to its first `yield`, and return a function that continues the generator.
 
-    Each call of that function runs the generator to its next `yield`. It returns the result of the
-    generator once that has ended, and None before.
+    Each call of that function runs the generator to its next `yield`. A call returns None until the
+    generator has ended, and then the generator's result.
     """
     result: list[T] = []
 
@@ -149,7 +149,7 @@ def boxed(steps: Steps[T]) -> Steps[tuple[T]]:
 def patiently(ready: Callable[[], T | None], stuck: Callable[[], object] = lambda: None) -> T:
     """Call `ready` until it returns something other than None, and return that.
 
-    In between let other processes run, then sleep, longer with time.
+    Between the calls let other processes run. In a long wait sleep, ever longer.
 
     Args:
         ready: polls for the result.
@@ -230,7 +230,7 @@ class MpiCarrier(Carrier):
         return lambda: [part.tobytes() for part in received] if request.Test() else None
 
     def drive(self, steps: Steps[T], what: str, *, ending: bool = False) -> T:
-        """Run a generator to its end and return its result. Sleep whenever it waits (yields)."""
+        """Run a generator to its end and return its result. Sleep whenever the generator yields."""
         return patiently(begun(boxed(steps)), lambda: self._stuck(what, ending))[0]
 
     def broadcast(self, value: object = None) -> Any:

@@ -74,9 +74,9 @@ class CheckedComm(Messages):
     """An mpi4py communicator whose ranks compare each call before they make it.
 
     If the calls differ, every rank raises `CollectiveMismatch` instead of blocking. If a rank has
-    failed, the other ranks raise `PeerFailed`. As a context manager it tells the other ranks when
-    its block ends, also by an error. It prints the name of a call that it does not compare;
-    `sp_core.testing.requests.UNCHECKED` lists these.
+    failed, the other ranks raise `PeerFailed`. The end of a `with` block, also by an error, is told
+    to the other ranks. `sp_core.testing.requests.UNCHECKED` lists the calls that are not compared;
+    the communicator prints the name of such a call.
 
     Args:
         raw: the mpi4py communicator that carries the calls; freed by `Free`.
@@ -85,9 +85,9 @@ class CheckedComm(Messages):
         name: of the communicator in error messages.
 
     Communication:
-        Every rank of `raw` constructs it, which splits `raw` once or twice. Before each collective
-        one all-gather of 40 bytes per rank. Messages are not compared when they begin, but at the
-        end of the block, and their waits poll.
+        Every rank of `raw` constructs it; the constructor splits `raw` once or twice. Before each
+        collective one all-gather of 40 bytes per rank. Messages are compared at the end of the
+        block, not when they begin. A wait for a message polls.
     """
 
     _raw: Any
@@ -155,7 +155,7 @@ class CheckedComm(Messages):
             raise Mismatched(deadlock)
 
     def _wrong_root(self, text: str) -> Exception:
-        """Return mpi4py's error for a root, with a text: its own says only "invalid root"."""
+        """Return mpi4py's error for a wrong root, with `text`, as MPI says only "invalid root"."""
         kind = type("RootError", (self._mpi.Exception, ValueError), {"__str__": lambda _: text})
         error: Exception = kind(self._mpi.ERR_ROOT)
         return error
@@ -217,9 +217,9 @@ class CheckedComm(Messages):
         return self._adopted(made, self.children)
 
     def _adopted(self, made: Any, counter: Iterator[int]) -> Any:
-        """Return the result of a call. A communicator becomes a checked one of the same family.
+        """Return the result `made` of a call; if it is an intracommunicator, as a checked one.
 
-        `counter` numbers the new communicators, for their names.
+        The checked communicator joins the family of `self`. `counter` gives the number in its name.
         """
         if not isinstance(made, self._mpi.Comm):
             return made
@@ -275,7 +275,7 @@ class CheckedComm(Messages):
         self._give_back()
 
     def _give_back(self) -> None:
-        """Mark this communicator as freed, and free the communicators of the comparison."""
+        """Mark this communicator as freed, and free those over which the ranks compare calls."""
         self._freed = True
         for shadow in self._shadows:
             shadow.Free()
@@ -285,8 +285,8 @@ class CheckedComm(Messages):
 def _kind(base: Any) -> Any:
     """Return the class of checked communicators for a class of mpi4py, such as `Cartcomm`.
 
-    It is a subclass of that class and of `CheckedComm`, in which each call that needs it is
-    compared.
+    It is a subclass of that class and of `CheckedComm`. The methods that `method_for` names make
+    its calls.
     """
     own = {name for name in dir(CheckedComm) if not name.startswith("_")} - AGREED.keys()
     names = {
@@ -298,7 +298,7 @@ def _kind(base: Any) -> Any:
 
 
 def method_for(name: str) -> str:
-    """Return the name of the method of `CheckedComm` that makes a call of mpi4py.
+    """Return the name of the method of `CheckedComm` that makes the call `name` of mpi4py.
 
     Return "" if no other rank need make the call, so that mpi4py's own method is used.
     """

@@ -196,7 +196,11 @@ class CheckedGroup:
     def _parts(
         self, tensor: Tensor, sizes: Sequence[int] | None, message: Callable[[int, int], Message]
     ) -> tuple[Message, ...]:
-        """Return a message for each rank, of its rows of the tensor; `sizes` None: split evenly."""
+        """Return the messages that the rows of a tensor make, one for each rank.
+
+        Rank r's message has `sizes[r]` rows; `sizes` None splits the rows evenly. `message` makes
+        a message of a rank and a number of bytes.
+        """
         rows = len(tensor)
         if sizes is None and rows % self.size:
             raise ValueError(
@@ -214,7 +218,7 @@ class CheckedGroup:
 
 
 def _size(tensor: Tensor) -> str:
-    """Return elements, dtype and device of a tensor as text. Raise ValueError if it has gaps."""
+    """Return size, dtype and device of a tensor as text. Raise ValueError if it has gaps."""
     if not tensor.is_contiguous():
         raise ValueError(
             f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not "
@@ -224,7 +228,7 @@ def _size(tensor: Tensor) -> str:
 
 
 def _require(condition: bool, op: str, output: Tensor, given: Tensor) -> None:
-    """Raise ValueError if the sizes or dtypes of output and input do not fit the group."""
+    """Raise ValueError unless `condition`, that the sizes fit, holds and the dtypes are equal."""
     if not condition or output.dtype != given.dtype:
         raise ValueError(
             f"{op}: the output has {_size(output)}, the input {_size(given)}; these sizes do not "

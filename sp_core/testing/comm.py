@@ -39,7 +39,7 @@ A key is "Isend" or "Irecv", the other rank, bytes, and whether other calls may 
 
 
 def _reduced(op: Any, objects: Sequence[Any]) -> Any:
-    """Return the reduction of objects in rank order. An operation of MPI is a function itself."""
+    """Return the reduction of objects in rank order. `op`: a name, None (add) or a function."""
     return functools.reduce(op if callable(op) else _ON_OBJECTS[op_name(op)], objects)
 
 
@@ -51,7 +51,7 @@ class LockstepComm(Observer, ABC):
     """A communicator whose ranks compare each call before they make it.
 
     If the calls differ, every rank raises `CollectiveMismatch` instead of blocking. If a rank has
-    left the example, the other ranks raise `PeerFailed`.
+    left the example by an error, the other ranks raise `PeerFailed`.
 
     Args:
         lockstep: this rank's side of the comparison.
@@ -190,14 +190,14 @@ class LockstepComm(Observer, ABC):
         self._enter(Call("announce_call", (what,), text=what))
 
     def announce_early(self) -> None:
-        """Let the next collective return a request at once, before all ranks have announced it.
+        """Let the next collective return a request at once, before all ranks have called it.
 
-        MPI begins the collective when all ranks have.
+        The collective begins when every rank has called it.
         """
         self._early = True
 
     def watch(self, what: str) -> None:
-        """Raise if a peer has left the example. Called during a wait that is no call of MPI.
+        """Raise if a peer has left the example by an error; called in waits outside MPI.
 
         `what` describes the wait.
         """
@@ -226,8 +226,8 @@ class LockstepComm(Observer, ABC):
 
         Args:
             before: the call that this rank is about to make, for the error message.
-            later: also for messages that may come after other calls, and for requests that are not
-                known to be complete.
+            later: whether to raise also for messages that may come after other calls, and for
+                requests that are not known to be complete.
         """
         if missing := [message for message in +self._announced if later or not message[3]]:
             raise CollectiveMismatch(
@@ -293,7 +293,7 @@ class LockstepComm(Observer, ABC):
         Args:
             form: mpi4py's method, such as "Bcast", "Ibcast" or "Bcast_init".
             args, given: positional and named arguments of the method.
-            then: makes the call, given its messages.
+            then: makes the call, given this rank's part in it.
 
         Returns:
             The result of `then`. After `announce_early`, and for `Iallgather`, a request instead:
@@ -339,7 +339,7 @@ class LockstepComm(Observer, ABC):
         return self.lockstep.call(what, then)
 
     def _allow(self, what: Call) -> None:
-        """Raise on a freed communicator, or if announced messages are missing; note the call."""
+        """Raise if the communicator is freed or an announced message not posted; note the call."""
         if self._freed:
             raise RankError(
                 f"{what.op} on a communicator ({self.lockstep.name}) that has been freed"
@@ -377,8 +377,8 @@ class LockstepComm(Observer, ABC):
     def _complete(self, clean: bool) -> None:
         """Forget the messages and requests of an example.
 
-        `clean`: the example failed on some rank, so first complete the messages under way; the same
-        on all ranks.
+        `clean`: whether to complete the messages under way first, because the example failed on
+        some rank. All ranks pass the same `clean`.
         """
         self._announced, self._requests, self._exchanges = Announced(), [], 0
         self.lockstep.forget()
@@ -389,7 +389,7 @@ class LockstepComm(Observer, ABC):
 
 
 def forwarded(method: str, name: str) -> Callable[..., Any]:
-    """Return a method that calls `self.<method>(name, args, given)` with its own arguments."""
+    """Return a method that passes its arguments on to `self.<method>(name, args, given)`."""
     return lambda self, *args, **given: getattr(self, method)(name, args, given)
 
 

@@ -43,13 +43,13 @@ def given(
 
     Args:
         nprocs: draws the number of ranks p (ranks 0 to p-1), or a tuple of world ranks in any
-            order. Default: 1 to `max_ranks`, and no more than the launch has. Ranks that the launch
-            lacks are not drawn; if it lacks all, the test is skipped.
-        max_examples: number of examples; default: the profile's. A profile with more examples than
-            `pr` increases this number, too.
-        max_ranks: bound of the default `nprocs`.
-        strategies: by parameter. Draw specifications (sizes, a seed), not data: the values are
-            pickled and printed.
+            order. Default: 1 to `max_ranks`, and no more ranks than the launch has. A draw that
+            needs more ranks is rejected; if every draw needs more, the test is skipped.
+        max_examples: number of examples; default: the profile's (see `profiles`). A profile of more
+            than 60 examples scales this up in proportion; `brief` and `soak` scale it down.
+        max_ranks: greatest number of ranks that the default `nprocs` draws.
+        strategies: each draws the argument of its name. Draw specifications (sizes, a seed), not
+            data: the values are pickled and printed.
 
     Returns:
         A decorator, which returns the function that pytest calls.
@@ -59,8 +59,8 @@ def given(
         example.
 
     Raises:
-        RankFailure: when the test is called, for the smallest example that fails; a subclass for
-            each bug.
+        RankFailure: when the test is called, for the smallest example that fails. Each origin of
+            an error (class, file, line) has a subclass, by which Hypothesis tells bugs apart.
     """
 
     def plan() -> Plan:
@@ -164,7 +164,7 @@ def run(spec: Spec, plan: Plan) -> None:
 def _lead(spec: Spec, plan: Plan, attempt: Callable[[Example], Result]) -> None:
     """Run the examples that the plan chooses, and count them.
 
-    If an example fails, raise an error that also has the example and the command to repeat it.
+    If an example fails, raise an error whose text has the example and the command to repeat it.
     `attempt` runs one example on its ranks.
     """
     __tracebackhide__ = True
@@ -208,8 +208,8 @@ def explained(error: BaseException, spec: Spec, plan: Plan) -> BaseException:
 
     Returns:
         A `RankFailure` whose text has each bug, its example, and the command to repeat the test.
-        Its class is that of `error` if that is a `RankFailure`. An error that is neither that nor
-        `ThreadsHung`, nor a group of such, is returned unchanged.
+        A `RankFailure` keeps its class. An error is returned unchanged if it is neither a
+        `RankFailure` nor `ThreadsHung`, nor a group with a `RankFailure`.
     """
     if isinstance(error, ThreadsHung):
         return failure_class("Hung", "", 0)(f"{error}\n{rerun(spec)}")
@@ -236,7 +236,7 @@ def _notes(error: BaseException) -> list[str]:
 
 
 def _story(bug: RankFailure, plan: Plan) -> str:
-    """Return the text of a failure, its notes, and the example that failed so."""
+    """Return the text of a failure, its notes, and the latest example that failed with it."""
     lines = [str(bug), *_notes(bug)]
     if type(bug) in plan.failed:
         lines.append(plan.keeps.format(plan.failed[type(bug)]))

@@ -36,9 +36,9 @@ class Message(NamedTuple):
     Attributes:
         source: rank that sends it.
         dest: rank that receives it.
-        turn: its number among the messages of one call between these two ranks, or its tag.
-        nbytes: its length.
-        kind: type of its elements, "" if unknown. Bytes are received as elements of any kind.
+        turn: number among the messages of one call between these two ranks, or the tag.
+        nbytes: length of the message.
+        kind: type of the elements, "" if unknown. Bytes are received as elements of any kind.
     """
 
     source: int
@@ -58,8 +58,8 @@ class Call:
     Args:
         op: name of the call.
         equal: values that must be equal on all ranks.
-        sends: messages of this rank. All ranks together must send what they receive.
-        receives: messages to this rank.
+        sends: messages that this rank sends. All ranks together must send what they receive.
+        receives: messages that this rank receives.
         text: arguments as text, for error messages.
     """
 
@@ -80,12 +80,12 @@ def _hash(value: object) -> int:
 
 
 def _sum(messages: Iterable[Message]) -> int:
-    """Return the sum of the hashes of messages, which tells whether two multisets are equal."""
+    """Return the sum of the hashes of messages; it is equal for the same messages in any order."""
     return sum(map(_hash, map(tuple, messages)))
 
 
 class Decision(enum.Enum):
-    """What a round of records means."""
+    """What the records of all ranks, exchanged before a call, mean together."""
 
     GO = "all ranks call the same"
     AGAIN = "a rank waits for a message, nothing can be said yet"
@@ -95,7 +95,7 @@ class Decision(enum.Enum):
 
 
 def decide(records: Sequence[Record]) -> Decision:
-    """Return what a round means, given the records of all ranks.
+    """Return what the records of all ranks mean together.
 
     Every rank gets the same records, so every rank decides the same.
     """
@@ -127,13 +127,13 @@ class Lockstep:
     """One rank's side of the protocol on one communicator.
 
     Args:
-        carrier: exchanges values between its ranks.
+        carrier: exchanges values between the communicator's ranks.
         name: of the communicator in error messages.
 
     Attributes:
-        open: ticket of a round that is not read, and (call, what to say about it); or None.
+        open: ticket of the exchange of records under way, and what to tell if they differ; or None.
         calls: number of calls begun in this example.
-        sent, received: messages in this example.
+        sent, received: messages that this rank has sent and received in this example.
         beginning: latest call that not all ranks have announced yet, or None.
     """
 
@@ -150,7 +150,7 @@ class Lockstep:
         self.forget()
 
     def forget(self) -> None:
-        """Reset the counts of an example; the ranks' numbers of calls may have differed."""
+        """Reset the counts of calls and messages of an example, which may differ over ranks."""
         self.calls = 0
         self.sent: list[Message] = []
         self.received: list[Message] = []
@@ -163,17 +163,17 @@ class Lockstep:
         may have begun the call.
 
         Raises:
-            PeerFailed: a rank has left the example.
+            PeerFailed: a rank has left the example by an error.
             CollectiveMismatch: the ranks call different things.
         """
         what, steps = self.begin(call, then)
         return self.carrier.drive(meanwhile(steps), what)
 
     def begin(self, call: Call, then: Callable[[], Any]) -> tuple[str, Steps[Any]]:
-        """Return a description of a call, and steps that wait for all ranks and then make the call.
+        """Return a call's description, and a generator that awaits all ranks, then makes the call.
 
-        Between steps this rank can do other work. The ranks compare `call`; the result of the steps
-        is that of `then`.
+        While the generator yields, this rank can do other work. The ranks compare `call`; the
+        generator's result is that of `then`.
         """
         what = f"{call.op}({call.text}) on {self.name} at {here()}"
         return what, self._agree(call, what, then)
@@ -188,7 +188,7 @@ class Lockstep:
         return self._keep_promise()
 
     def waiting(self, what: str) -> None:
-        """Raise if a peer has left while this rank awaits what `what` describes. Do not block."""
+        """Raise if a peer has failed while this rank awaits what `what` describes. Do not block."""
         if self.beginning is not None:
             self.beginning.step()
             return
@@ -197,9 +197,9 @@ class Lockstep:
         next(self._settle(), None)
 
     def finish(self, outcome: Outcome) -> Steps[list[Outcome]]:
-        """Return steps that tell the other ranks that this rank is done, until all ranks are.
+        """Return a generator: it tells other ranks that this one is done, and yields until all are.
 
-        Their result is the outcome of every rank, in rank order; `outcome` is this rank's.
+        The generator's result is every rank's outcome, in rank order; `outcome` is this rank's.
         """
         while self.beginning is not None:
             try:
@@ -258,10 +258,10 @@ class Lockstep:
 
 
 def meanwhile(steps: Steps[Any]) -> Steps[Any]:
-    """Return steps that do `steps`, and between them poll comparisons that nobody waits for.
+    """Return a generator that runs `steps`, and before each `yield` tests unfinished comparisons.
 
-    These comparisons are of `sp_core.agreement`. MPI makes progress on all requests inside every
-    call, and so must this.
+    `sp_core.agreement` has begun these comparisons, and nobody waits for them. MPI makes progress
+    on all requests inside every call, and so must this generator.
     """
     ask = begun(boxed(steps))
     while (done := ask()) is None:
@@ -279,7 +279,7 @@ def _described(details: Sequence[tuple[Any, object]]) -> str:
 def _fit(details: Sequence[tuple[Any, object]]) -> bool:
     """Return whether calls whose records differ fit after all, given (call, text) of each rank.
 
-    They fit if they are the same, and bytes are received as elements of any kind.
+    Calls fit if only element types differ: bytes are received as elements of any kind.
     """
     calls = [call for call, _ in details if call is not None]
     return (
@@ -331,14 +331,15 @@ def _outcomes(records: Sequence[Record], details: Sequence[tuple[Call, Outcome]]
 
 
 class Beginning:
-    """A request for a call that is made when all ranks have announced it.
+    """A request for a non-blocking call that is made when all ranks have announced it.
 
-    Until then this rank can do other work.
+    A rank announces a call by sending a record of it to the other ranks. Until all ranks have, this
+    rank can do other work.
 
     Args:
         comm: communicator of the call.
         call: compared over the ranks.
-        make: makes the call, and returns its request.
+        make: makes the call, and returns the request of MPI.
     """
 
     def __init__(self, comm: LockstepComm, call: Call, make: Callable[[], Any]) -> None:
@@ -350,7 +351,7 @@ class Beginning:
         comm.lockstep.beginning = self
 
     def step(self) -> bool:
-        """Make the call if all ranks have announced it. Return whether it is made."""
+        """Make the call if all ranks have announced it; do not wait. Return whether it is made."""
         if self._made is None and not self._is_driven:
             self._comm.progress()
             try:
@@ -366,7 +367,7 @@ class Beginning:
         return self._made is not None
 
     def settle(self) -> Any:
-        """Wait until all ranks have announced the call, make it, and return its request."""
+        """Wait until all ranks have announced the call, make it, and return what `make` returns."""
         if self._made is None:
             if self._before is not None:
                 self._before.settle()
@@ -389,7 +390,7 @@ class Beginning:
 
 
 def abandon(requests: Iterable[Any]) -> None:
-    """Let the example end before these requests are complete. The program keeps their memory."""
+    """Let the example end though these requests are incomplete. Their buffers must stay alive."""
     for request in requests:
         beginning = getattr(request, "beginning", request)
         made, comm = getattr(beginning, "_made", beginning), getattr(beginning, "_comm", None)

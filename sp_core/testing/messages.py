@@ -45,8 +45,8 @@ PROBES = {
 class Messages(LockstepComm):
     """The part of `CheckedComm` that sends and receives. Other ranks need not call its methods.
 
-    Their waits raise `PeerFailed` if a rank has left the example, and `CollectiveMismatch` if no
-    rank can go on.
+    A wait raises `PeerFailed` if a rank has left the example by an error, and `CollectiveMismatch`
+    if no rank can go on.
     """
 
     _raw: Any
@@ -61,9 +61,9 @@ class Messages(LockstepComm):
 
         Args:
             what: describes this rank's wait.
-            ending: this rank only waits for others to end, so it does not raise.
+            ending: whether this rank only waits for others to end; then it does not raise.
             pending: messages that this rank waits for; none if it waits for a collective.
-            every: it waits for all of these, not for one.
+            every: whether this rank waits for all of `pending`, not for one.
         """
 
     def _message(self, name: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
@@ -86,7 +86,7 @@ class Messages(LockstepComm):
     ) -> Any:
         """Make the call `name` of mpi4py, which probes for a message, and return its result.
 
-        `kind`: type of the elements, if the message is taken.
+        `kind`: type of the elements, if the call takes the message, as Mprobe does.
         """
         _, source, tag, status = self._bound(name, args, given).values()
         test = name if name[0] in "Ii" else f"{'i' if name.islower() else 'I'}{name.lower()}"
@@ -108,7 +108,10 @@ class Messages(LockstepComm):
         return found
 
     def _bound(self, name: str, args: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of mpi4py's method by name, with `self` and its defaults."""
+        """Return the arguments of mpi4py's method `name`, by parameter.
+
+        `self` is among them (the communicator without checks), and defaults are filled in.
+        """
         call = _signature(getattr(type(self._raw), name)).bind(self._raw, *args, **given)
         call.apply_defaults()
         return call.arguments
@@ -204,9 +207,9 @@ class Messages(LockstepComm):
         return Transfer(self, what, message, ends, "" if takes is None else takes[0].kind)
 
     def count_received(self, status: Any, kind: str) -> None:
-        """Count a received message with its status. `MPI.PROC_NULL` sends none.
+        """Add a received message, given its status, to those compared later; none from PROC_NULL.
 
-        `kind`: type of its elements; UNCOUNTED if its size is not known.
+        `kind`: type of the message's elements; UNCOUNTED if its size is not known.
         """
         if kind == UNCOUNTED:
             self.lockstep.received.append(Message(-1, self.rank, -1, 0, kind))

@@ -51,7 +51,7 @@ All ranks change this together.
 def _communicator(control: MpiCarrier, example: Example) -> Any:
     """Return the communicator of an example, or None on a rank that is not one of its ranks.
 
-    Every rank of the launch calls this. It is checked unless the example is raw.
+    Every rank of the launch calls this. The communicator compares calls unless `example.raw`.
     """
     ranks, key = example.ranks, (example.ranks, example.raw)
     if key not in _pool:
@@ -71,7 +71,7 @@ def _communicator(control: MpiCarrier, example: Example) -> Any:
 
 
 def lead_ranks(spec: Spec, plan: Plan, lead: Lead) -> None:
-    """Run a test on rank 0: the plan, then its examples without comparison of calls.
+    """Run a test on rank 0: the plan, then passed examples again without comparison of calls.
 
     At the end tell the other ranks how the test ended.
 
@@ -169,8 +169,8 @@ def _take_part(control: MpiCarrier, spec: Spec, example: Example) -> Result:
 def _ended(spec: Spec, comm: Any, example: Example) -> Outcome:
     """Run the body on this rank of the example, and return the outcome; errors are caught.
 
-    On a communicator that compares calls, wait until every rank of the example is done. A message
-    that was lost makes this a mismatch. In a raw example wait for nobody.
+    On a communicator that compares calls, wait until every rank of the example is done. If a
+    message was lost, the outcome is a mismatch. In a raw example wait for nobody.
     """
     watch.note(f"in the body of {spec.function.__name__}")
     values = {**spec.fixtures, **example.values}

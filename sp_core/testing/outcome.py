@@ -51,7 +51,7 @@ _KINDS = {"UnsatisfiedAssumption": Kind.REJECT, "Skipped": Kind.SKIP}
 
 
 class Woken(PeerFailed):
-    """Raised by sp_core.testing in a rank whose peer left the example."""
+    """Raised by sp_core.testing in a rank whose peer left the example by an error."""
 
 
 class Mismatched(CollectiveMismatch):
@@ -61,7 +61,7 @@ class Mismatched(CollectiveMismatch):
 class RankFailure(AssertionError):
     """An example failed on some rank; the text says what every rank did.
 
-    Each bug has a subclass of its own.
+    Each origin of an error (class, file and line) has a subclass of its own.
     """
 
     rank_failure = True
@@ -121,12 +121,12 @@ class Catch:
 
     @property
     def outcome(self) -> Outcome:
-        """The error as an outcome."""
+        """How the block ended, as an `Outcome`."""
         return capture(self.error)
 
 
 def first_line(text: str) -> str:
-    """Return the first line of a text that is not blank."""
+    """Return the first non-blank line of a text, without spaces around it; "" if there is none."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "")
 
 
@@ -192,7 +192,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def failure(outcomes: Sequence[Outcome], ranks: Sequence[int] | None = None) -> RankFailure | None:
-    """Return the error of an example, or None.
+    """Return the error with which an example fails, or None.
 
     None means that all ranks finished, or all skipped, or that a rank rejected the example and none
     failed.
@@ -235,7 +235,7 @@ def failure(outcomes: Sequence[Outcome], ranks: Sequence[int] | None = None) -> 
 
 
 def raise_for_peers(error: BaseException | None, outcomes: Sequence[Outcome]) -> None:
-    """Raise `PeerFailed` if this rank has no error and another rank has failed.
+    """Raise `PeerFailed` if this rank has no error and another failed, stopped or skipped.
 
     Args:
         error: of this rank, or None.

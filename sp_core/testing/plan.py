@@ -217,7 +217,7 @@ class Search(Plan):
         return found
 
     def _decorated(self, spec: Spec, driver: Callable[..., None]) -> Callable[[], None]:
-        """Return `driver`, which runs one example, as a Hypothesis test with the test's marks."""
+        """Return `driver`, which runs one example, as a Hypothesis test with `spec.marks`."""
         names = ("__name__", "__qualname__", "__module__")
         for name in names:
             setattr(driver, name, getattr(spec.function, name))

@@ -183,7 +183,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def _worst(config: pytest.Config) -> Iterator[tuple[str, float, float, bool]]:
-    """Yield (name, ratio, limit, whether the ratio is above the limit), the greatest ratio first.
+    """Yield (name, error over bound, limit, whether that is above the limit), greatest first.
 
     NaN is above any limit.
     """

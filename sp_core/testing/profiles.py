@@ -100,8 +100,8 @@ def allow_fixtures(test: Any) -> None:
 def _grown(max_examples: int, profile_examples: int) -> int:
     """Return how many examples to draw for a test that names a number itself.
 
-    The number grows as the profile's does over that of `pr`. Only `brief` and `soak` reduce it, to
-    no fewer than 3.
+    It is `max_examples` times k, if the profile has k times the examples of `pr`. It is less than
+    `max_examples` only for `brief` and `soak`, and there at least 3.
     """
     usual: int = _OWN[DEFAULT]["max_examples"]
     scaled = max_examples * profile_examples // usual
@@ -114,12 +114,12 @@ def chosen(
     """Return Hypothesis' settings for one test.
 
     Args:
-        own: of `@settings` on the test. Values that it leaves at Hypothesis' default are taken from
-            the profile.
-        max_examples: given to `given`. It overrides `own` and the profile, and grows in a profile
-            with more examples than `pr`.
-        seeded: a seed was asked for, so the examples are drawn from the seed and not from the
-            test's name.
+        own: the test's `@settings`, or None. Values that `own` leaves at Hypothesis' default are
+            taken from the profile.
+        max_examples: argument of `given`. It overrides `own` and the profile, and is changed by
+            `_grown`.
+        seeded: whether a seed was asked for. Then the examples are drawn from the seed and not from
+            the test's name.
     """
     profile = settings.get_profile(name())
     values: dict[str, Any] = (

@@ -1,4 +1,4 @@
-"""Replace mpi4py's requests, so that their waits end if a peer has left. Name unchecked calls.
+"""Replace mpi4py's requests, so that their waits end if a peer has failed. Name unchecked calls.
 
 mpi4py waits inside MPI, where nothing can wake a rank. `install` replaces `MPI.Request` and
 `MPI.Prequest`, once in a process, by subclasses that poll. Requests of communicators without checks
@@ -93,7 +93,7 @@ class Transfer:
 
 
 def begun(raw: Any, transfer: Transfer) -> Any:
-    """Return mpi4py's request `raw` as one that polls. Unless persistent, it has begun."""
+    """Return a request for `raw` whose waits poll; note `transfer` as begun unless persistent."""
     from mpi4py import MPI
 
     persistent = isinstance(raw, MPI.Prequest)
@@ -250,12 +250,12 @@ def _meaning(several: str, got: tuple[Any, ...], number: int) -> tuple[bool, Any
 def patient(
     ask: Callable[[], tuple[Any, ...]], transfers: Sequence[Transfer], every: bool = False
 ) -> Any:
-    """Poll until there is an answer, and return it. Raise if a peer has left or none can go on.
+    """Poll until a wait is over, and return its result. Raise if a peer failed or none can go on.
 
     Args:
-        ask: returns whether the answer is there, and last the answer.
-        transfers: those that this rank waits for.
-        every: all of the transfers are needed, not one.
+        ask: returns a tuple: first whether the wait is over, last the result.
+        transfers: messages and collectives that this rank waits for.
+        every: whether this rank waits for all of `transfers`, not for one.
     """
 
     def ready() -> tuple[Any] | None:
@@ -274,7 +274,7 @@ def patient(
 
 
 def _hear(transfers: Sequence[Transfer]) -> None:
-    """Raise if a peer has left the example while one of these messages is under way."""
+    """Raise if a peer has failed while one of these messages is under way."""
     for transfer in transfers:
         if transfer.is_message and not transfer.done:
             transfer.comm.lockstep.waiting(transfer.what)
@@ -371,7 +371,7 @@ def install() -> None:
 
 
 def _named(base: Any, name: str) -> Any:
-    """Return a class method that calls mpi4py's, and says so if it gets a checked communicator."""
+    """Return a class method that calls mpi4py's, and prints `name` for a checked communicator."""
 
     def call(cls: type, *args: Any, **given: Any) -> Any:
         if any(isinstance(each, LockstepComm) for each in (*args, *given.values())):
@@ -382,7 +382,7 @@ def _named(base: Any, name: str) -> Any:
 
 
 def _probe(base: Any, name: str, of_comm: str) -> Any:
-    """Return a class method of messages that calls `of_comm` of a communicator that is checked."""
+    """Return a class method of `MPI.Message`, which calls `of_comm` of a checked communicator."""
 
     def probe(cls: type, comm: Any, *args: Any, **given: Any) -> Any:
         checked = isinstance(comm, LockstepComm)

@@ -27,8 +27,8 @@ GRACE_SECONDS = 2.0
 class ThreadsHung(BaseException):
     """A rank that is a thread has not ended its body before the time limit.
 
-    It is no subclass of `Exception`, because Hypothesis would run it again, at the full time limit
-    each time, to shrink it.
+    It is no subclass of `Exception`, which Hypothesis would catch: to shrink the example it would
+    run it again and again, each time to the full time limit.
     """
 
 
@@ -133,7 +133,7 @@ def run_body(family: Family, body: Callable[[], T]) -> tuple[T | None, Outcome]:
     for.
 
     Raises:
-        Stopped: the run of threads has been given up.
+        Stopped: a rank has hung, so all are to end.
     """
     result = None
     with Catch() as caught:

@@ -88,8 +88,8 @@ class Tally:
     Attributes:
         examples: number of examples run.
         raw: number of examples run once more without the comparison of calls.
-        sizes: examples by number of ranks.
-        features: examples by feature.
+        sizes: number of examples by number of ranks.
+        features: number of examples by feature.
         ratios: the greatest error over bound, by name.
         tests: number of tests that ran on ranks.
     """
@@ -102,12 +102,12 @@ class Tally:
     tests: int = 0
 
     def count(self, remarks: Remarks) -> None:
-        """Count one example by its features, and keep its greatest ratios."""
+        """Count one example by its features, and keep the greatest error over bound by name."""
         self.features.update(list(remarks.features))
         keep_largest(self.ratios, remarks.ratios)
 
     def merge(self, other: Tally) -> None:
-        """Add another session's counts, and keep the greatest ratios."""
+        """Add another session's counts, and keep the greatest error over bound by name."""
         for name, value in vars(other).items():
             if isinstance(value, Counter):
                 vars(self)[name].update(value)
@@ -116,7 +116,7 @@ class Tally:
         keep_largest(self.ratios, other.ratios)
 
     def schemes(self) -> dict[str, int]:
-        """Return the number of examples by scheme: by value of the feature "scheme"."""
+        """Return the number of examples for each value of the feature "scheme"."""
         found = {name: n for name, n in sorted(self.features.items()) if name.startswith(_SCHEME)}
         return {name.removeprefix(_SCHEME): n for name, n in found.items()}
 
@@ -264,9 +264,10 @@ def record_ratio(name: str, value: float) -> None:
 
 
 def _say(remark: Remarks) -> None:
-    """Keep a remark for the example that this thread runs.
+    """Add remarks (an event, note, ...) to those of the example that this thread runs.
 
-    Outside an example, keep its ratios for the session, and hand the rest to Hypothesis.
+    If it runs none, keep the errors over their bounds for the session. Hand all other remarks to
+    Hypothesis, if a test of Hypothesis itself is running.
     """
     with _lock:
         if thread.sink is not None:

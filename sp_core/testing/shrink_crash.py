@@ -105,7 +105,7 @@ class Job:
         return None
 
     def close(self, patience: float = END_SECONDS) -> None:
-        """End the launch, which may first end by itself for `patience` seconds."""
+        """End the launch. Before that it has `patience` seconds to end by itself."""
         hand_over(self._directory / Fed.EXAMPLE, None)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._launch.process.wait(patience)
@@ -178,10 +178,10 @@ class Jobs:
 
 
 def outcomes(example: Example, lost: Lost) -> list[Outcome]:
-    """Return the outcomes of an example's ranks whose launch was lost, in rank order.
+    """Return the outcome of each rank of an example whose launch was lost, in rank order.
 
-    The rank that died first has failed, else the first; the others were stopped. The failure has
-    one class however a launch is lost, because not every system tells how.
+    The rank that died first has failed, or the example's first rank if none of its ranks died; the
+    others were stopped. All lost launches have one class of failure, as not every system tells how.
     """
     fallen = lost.rank if lost.rank in example.ranks else example.ranks[0]
     crash = Outcome(Kind.FAIL, "RankCrashed", str(lost))

@@ -141,12 +141,12 @@ def in_place(argument: object) -> bool:
 
 
 def flow(op: str, rank: int, size: int, values: Values, edges: Edges = ((), ())) -> Flow:
-    """Return what a rank sends and receives in a collective.
+    """Return which part of a rank's buffers goes to or comes from which rank in a collective.
 
     Args:
         op: collective, such as "Allgatherv".
-        rank, size: of the communicator.
-        values: arguments by name, as from `bind`.
+        rank, size: the caller's rank, and the number of ranks.
+        values: this rank's arguments by name, defaults filled in, as `bind` returns them.
         edges: sources and destinations of this rank, for a collective between neighbours.
 
     Raises:
@@ -202,7 +202,7 @@ def _ends(op: str, rank: int, size: int, root: int | None) -> Edges:
 
 
 def _paired(ranks: Sequence[int], spec: Spec | None) -> tuple[tuple[int, Part], ...]:
-    """Return (rank, part) for each rank. A specification of one part is for all ranks."""
+    """Return (rank, part) for each rank. If `spec` has one part, all ranks get that."""
     if spec is None:
         return ()
     return tuple(

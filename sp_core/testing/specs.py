@@ -19,10 +19,10 @@ Array = np.ndarray[Any, Any]
 
 
 class Part(NamedTuple):
-    """The bytes for one rank, or from one rank.
+    """One rank's part of a buffer: bytes that go to this rank, or come from it.
 
     Args:
-        nbytes: their number.
+        nbytes: number of bytes.
         kind: name of the element type, "" for bytes.
         view: the elements as an array, if they are numbers without gaps.
     """
@@ -33,7 +33,7 @@ class Part(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """A specification that was read.
+    """What a buffer specification of mpi4py says, as `read` returns it.
 
     Args:
         counts: number of elements for each rank.
@@ -67,7 +67,7 @@ class _Element(NamedTuple):
 
 
 def read(spec: Any, form: str, n: int, *, writable: bool = False) -> Spec:
-    """Read a specification.
+    """Return what a buffer specification says: which bytes are for each rank.
 
     Args:
         spec: a buffer, or a list of it with counts, displacements and a datatype.
@@ -77,8 +77,8 @@ def read(spec: Any, form: str, n: int, *, writable: bool = False) -> Spec:
         writable: whether something is received into the buffer.
 
     Raises:
-        ValueError, TypeError, KeyError: mpi4py would not take it either, or it does not fit its
-            buffer.
+        ValueError, TypeError, KeyError: mpi4py would not take `spec` either, or the counts do not
+            fit the buffer.
     """
     buffer, counts, displs, types = _items(spec, form)
     elements = [_element(buffer, each, writable) for each in (types if form == "W" else [types])]
@@ -136,9 +136,10 @@ def array(buffer: Any) -> Array:
 
 
 def _foreign(buffer: Any) -> Array:
-    """Return the memory of an object that is no array of NumPy, as an array.
+    """Return a NumPy array over the memory of an object that is no NumPy array.
 
-    The object is a tensor, has Python's buffer protocol, or lives on a device.
+    The object is a tensor, has Python's buffer protocol, or lives on a device. Of memory on a
+    device only address, size and dtype may be used.
     """
     if hasattr(buffer, "__array__") and not hasattr(buffer, "__cuda_array_interface__"):
         return np.asarray(buffer)

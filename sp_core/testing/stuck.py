@@ -60,8 +60,8 @@ class Report(NamedTuple):
     def ended(self) -> bool:
         """Return whether the rank has left the example and will make no more calls.
 
-        A rank that waits for its calls or messages learns this in that wait (see
-        `Lockstep.waiting`).
+        Another rank that waits for this rank's calls or messages learns of the end in that wait
+        (see `Lockstep.waiting`).
         """
         return not self.waits_on and not self.awaits
 
@@ -166,7 +166,7 @@ class Detector:
 
 
 class Family:
-    """The communicators of one rank in an example that are not freed.
+    """The communicators of one rank in an example, without those that are freed.
 
     The first is the one that the body gets; the others are made from it.
 
@@ -237,10 +237,10 @@ class Family:
         return everyone[0]
 
     def _finish(self, outcome: Outcome) -> Steps[list[list[Outcome]]]:
-        """Return steps that end the example on all communicators.
+        """Return a generator that ends the example on all communicators, and yields meanwhile.
 
-        Their result is the outcomes by communicator and rank. All communicators are polled, because
-        a peer may wait on any of them.
+        The result is the outcomes by communicator and rank. All communicators are polled, because a
+        peer may wait on any of them.
         """
         asked = [begun(member.lockstep.finish(outcome)) for member in self.members]
         found = [ask() for ask in asked]

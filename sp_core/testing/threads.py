@@ -58,7 +58,7 @@ class ThreadRequest:
         """Complete the transfer if possible, and return whether it is complete. Do not wait.
 
         Raises:
-            PeerFailed: the transfer is incomplete, and a rank has left the example.
+            PeerFailed: the transfer is incomplete, and a rank has left the example by an error.
         """
         if not self._over():
             self._comm.lockstep.waiting(self._what)
@@ -68,7 +68,7 @@ class ThreadRequest:
         """Wait until the transfer is complete, and return True.
 
         Raises:
-            PeerFailed: a rank has left the example.
+            PeerFailed: a rank has left the example by an error.
             CollectiveMismatch: every rank waits and none can go on; on all of them.
         """
         self._comm.lockstep.carrier.drive(self._waiting(), self._what)
@@ -97,7 +97,7 @@ class _Draws:
     A call of a C iterator's `__next__` is never interrupted by another thread.
 
     Args:
-        comm: communicator of this rank; its example does not end before `free`.
+        comm: communicator of this rank; a body that ends before `free` fails.
         numbers: `itertools.count()`, the same object on all ranks.
     """
 
@@ -111,7 +111,7 @@ class _Draws:
         return "a counter"
 
     def free(self) -> None:
-        """Let the example end."""
+        """Note that this rank is done with the counter, so that its body may end."""
         self._comm._forget(self)
 
 
@@ -169,7 +169,7 @@ class ThreadComm(LockstepComm):
         """Copy the send buffers that other ranks wait for, so that these ranks can complete.
 
         Raises:
-            Stopped: the run has been given up.
+            Stopped: a rank has hung, so all are to end.
         """
         if self._world.stopped:
             raise Stopped
@@ -250,7 +250,7 @@ class ThreadComm(LockstepComm):
     def Irecv(self, buf: Any, source: int, tag: int = 0) -> ThreadRequest:
         """Begin to receive a message from rank `source` with tag `tag`, and return the request.
 
-        The buffer is spoiled until the message is there. `Test` and `Wait` raise
+        The buffer is filled with 0xFF bytes until the message is there. `Test` and `Wait` raise
         `CollectiveMismatch` for a message of another length.
         """
         if _is_nobody(source):

@@ -17,11 +17,11 @@ T = TypeVar("T")
 
 
 class Stopped(BaseException):
-    """Raised in a rank when the whole run has been given up. The rank itself has made no error."""
+    """Raised in a rank when all are to end because one hung. The rank itself has made no error."""
 
 
 class World:
-    """The state that all ranks (threads) of one run share.
+    """The state that the ranks of one run of a body share; these ranks are threads.
 
     Args:
         size: number of ranks.
@@ -29,7 +29,7 @@ class World:
     Attributes:
         changed: condition variable that guards the state and wakes ranks.
         version: number of changes so far, which tells a waiting rank that something has happened.
-        stopped: whether the run has been given up.
+        stopped: whether a rank has hung, so that all are to end.
     """
 
     def __init__(self, size: int) -> None:
@@ -66,7 +66,7 @@ class World:
 
         Args:
             key: names the all-gather, the same on all its ranks.
-            rank: of the caller among its ranks.
+            rank: of the caller among the ranks that take part.
             value: of this rank, which is not copied.
             size: number of ranks that take part.
         """
@@ -85,7 +85,7 @@ class World:
             self.touch()
 
     def stop(self) -> None:
-        """Give up the run: every rank that waits, now or later, raises `Stopped`."""
+        """End all ranks: every rank that waits, now or later, raises `Stopped`."""
         self.stopped = True
         self.touch()
 
@@ -112,7 +112,7 @@ class World:
 
         Raises:
             Mismatched: every rank waits or has ended, and none can go on.
-            Stopped: the run has been given up.
+            Stopped: a rank has hung, so all are to end.
         """
         while True:
             seen = self.version
@@ -180,5 +180,5 @@ class ThreadCarrier(Carrier):
         return self.world.put((self.name, "round", self._rounds), self.rank, value, self.size)
 
     def drive(self, steps: Steps[T], what: str, *, ending: bool = False) -> T:
-        """Run a generator to its end and return its result. Sleep whenever it waits (yields)."""
+        """Run a generator to its end and return its result. Sleep whenever the generator yields."""
         return self.world.drive(self.world_rank, steps, what, ending=ending)
