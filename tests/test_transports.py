@@ -9,6 +9,7 @@ from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -385,3 +386,9 @@ def test_a_failed_transfer_fails_everything_behind_it_and_again_when_asked_again
                     wait(handle)
 
     run_threads(1, body)
+
+
+def test_a_transfer_that_fails_without_a_text_names_its_error() -> None:
+    work = MagicMock(**{"is_completed.return_value": True, "wait.side_effect": RuntimeError()})
+    with pytest.raises(sp.PeerFailed, match=r"the send failed: RuntimeError See"):
+        distributed.is_complete(work, "the send", lambda what: None)
