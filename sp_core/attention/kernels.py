@@ -262,8 +262,8 @@ def _additive(allowed: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def _strips(q: Tensor, k: Tensor, kind: str, allowed: Tensor | None) -> Iterator[Strip]:
     """Cut a block into strips of consecutive queries for the plain kernel.
 
-    Each strip has at most SCORES or CPU_SCORES elements of q k^T, but at least one query. In a
-    causal block a strip's keys end with the last that its queries see.
+    Each strip has at most SCORES (on a CPU: CPU_SCORES) elements of q k^T, but at least one query.
+    In a causal block a strip's keys end with the last one that a query of the strip sees.
     """
     most = CPU_SCORES if q.device.type == "cpu" else SCORES
     step = max(1, most // (q.shape[0] * q.shape[1] * k.shape[2]))
@@ -289,7 +289,7 @@ def _plain(
         logits: how the logits follow from q k^T.
 
     Returns:
-        out (B, H, Sq, D) in q's dtype and lse (B, H, Sq) in the accumulation dtype.
+        out (B, H, Sq, D) in q's dtype and lse (B, H, Sq) in float32 or wider.
     """
     dtype = accumulation_dtype(q.dtype)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=dtype)

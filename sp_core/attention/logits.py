@@ -81,14 +81,16 @@ class Logits:
         Args:
             q: (B, S, H, D); its heads, head dim and device are used.
             softmax_scale: factor of the scores; 1 / sqrt(D) if None.
-            softcap, sinks, alibi: as in `Terms`.
+            softcap: bound of the scaled scores; None for no bound.
+            sinks: (H,), one logit per query head; None for none.
+            alibi: H slopes, one per query head; None for none. `Terms` explains all three.
             unknown: any other keyword argument, which is refused.
 
         Raises:
-            TypeError: softmax_scale is not a finite number, softcap not a positive number, sinks
-                no tensor, alibi not finite numbers, or an unknown argument.
-            ShapeError, DtypeError, DeviceError: sinks or slopes that do not fit q.
-            ValueError: slopes that require a gradient.
+            TypeError: softmax_scale is not a finite number, softcap is not a positive number, sinks
+                is no tensor, alibi is not finite numbers, or another argument is given.
+            ShapeError, DtypeError, DeviceError: sinks or alibi do not fit q.
+            ValueError: alibi requires a gradient.
         """
         if unknown:
             raise TypeError(
@@ -113,16 +115,16 @@ class Logits:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether only the plain kernel can compute them: there is a softcap or ALiBi."""
+        """Return whether only the plain kernel computes such logits: softcap or ALiBi is given."""
         return self.softcap is not None or self.alibi is not None
 
     def of_heads(self, heads: range | slice) -> Logits:
-        """Return a copy with the sinks and slopes of only these query heads."""
+        """Return a copy with the sinks and ALiBi slopes of only these query heads."""
         at = slice(heads.start, heads.stop)
         return replace(self, **{x: y[at] for x, y in self.given().items() if x in BY_HEAD})
 
     def between(self, queries: Positions, keys: Positions, device: torch.device) -> Logits:
-        """Return a copy with these global positions, if there are slopes; else `self`.
+        """Return a copy with these global positions, if there are ALiBi slopes; else `self`.
 
         Args:
             queries, keys: Sq and Sk positions.
@@ -134,13 +136,13 @@ class Logits:
         return replace(self, positions=places)
 
     def at(self, queries: slice | Tensor, keys: slice | Tensor) -> Logits:
-        """Return a copy with the positions at these indices of queries and keys only."""
+        """Return a copy that keeps only the positions of these queries and keys, given by index."""
         if self.positions is None:
             return self
         return replace(self, positions=(self.positions[0][queries], self.positions[1][keys]))
 
     def add_bias(self, scores: Tensor) -> None:
-        """Subtract slope * |query position - key position| in place, if there are slopes.
+        """Subtract slope * |query position - key position| from scores, if ALiBi slopes are given.
 
         Args:
             scores: (B, K, H/K * Sq, Sk), float32 or wider; changed.

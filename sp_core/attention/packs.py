@@ -146,7 +146,7 @@ class Sequences(NamedTuple):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, logits: Logits, out: Tensor, lse: Tensor
     ) -> None:
-        """Compute attention in the blocks, and write the results; arguments as in `Pack`."""
+        """Compute attention in the blocks, and write results; arguments as in `Pack.forward`."""
         q, k, v = _tokens(q, self.queries), _tokens(k, self.keys), _tokens(v, self.keys)
         parts = cuda.sequences(q, k, v, self.lengths, self.causal, logits.softmax_scale)
         _put(parts[0], self.queries, out)
@@ -155,7 +155,7 @@ class Sequences(NamedTuple):
     def backward(
         self, tensors: tuple[Tensor, ...], logits: Logits, grads: Iterable[Tensor]
     ) -> None:
-        """Compute the gradients in the blocks, and write them; arguments as in `Pack`."""
+        """Compute the gradients in the blocks, and write them; arguments as in `Pack.backward`."""
         sides = (self.queries, self.queries, self.keys, self.keys, self.queries)
         given = [_tokens(x, side) for x, side in zip(tensors, sides, strict=False)]
         lse = _tokens(tensors[-1].unsqueeze(-1), self.queries).squeeze(-1)
@@ -180,7 +180,7 @@ Packs = tuple[Pack | Sequences, ...]
 
 
 def packed(blocks: tuple[Block, ...], q: Tensor, logits: Logits) -> tuple[tuple[Block, ...], Packs]:
-    """Divide the blocks between two shards: which are computed one by one, and which in packs.
+    """Choose which blocks are computed one by one, and which in packs, many in a kernel call.
 
     Args:
         blocks: the planned blocks, in order of their queries.
@@ -200,7 +200,7 @@ def packed(blocks: tuple[Block, ...], q: Tensor, logits: Logits) -> tuple[tuple[
 
 @lru_cache(maxsize=64)
 def _packed(blocks: tuple[Block, ...], tokens: int) -> tuple[tuple[Block, ...], Packs]:
-    """Put blocks of at most 32 tokens into tiles; return as `packed`.
+    """Put blocks of at most 32 tokens into tiles; return what `packed` returns.
 
     `tokens` is the approximate number of tokens after which a new pack is begun.
     """
@@ -216,7 +216,7 @@ def _packed(blocks: tuple[Block, ...], tokens: int) -> tuple[tuple[Block, ...], 
 
 @lru_cache(maxsize=64)
 def _sequences(blocks: tuple[Block, ...]) -> tuple[tuple[Block, ...], Packs]:
-    """Make `Sequences` of the causal blocks, and of the full blocks; return as `packed`."""
+    """Pack causal blocks, and full blocks, as `Sequences`; return what `packed` returns."""
     kinds: dict[str, list[Block]] = {"causal": [], "full": []}
     for block in _apart(blocks):
         kinds[block.kind].append(block)
@@ -234,7 +234,7 @@ def _sequences(blocks: tuple[Block, ...]) -> tuple[tuple[Block, ...], Packs]:
 
 
 def _side_of(parts: Iterable[slice]) -> Side:
-    """Return a side without empty slots that holds the tokens of some ranges in turn."""
+    """Return a `Side` that holds the tokens of some ranges in turn, without empty slots."""
     tokens = torch.cat([torch.arange(part.start, part.stop) for part in parts])
     return Side(tokens, torch.arange(len(tokens)), tokens)
 
@@ -288,7 +288,7 @@ def _pack(blocks: list[Block], side: int) -> Pack:
 
 
 def _side(length: int, slots: list[int], tokens: list[int]) -> Side:
-    """Return a side of `length` slots with tokens[i] in slot slots[i], and others empty."""
+    """Return a `Side` of `length` slots with token tokens[i] in slot slots[i], others empty."""
     index = torch.full((length,), tokens[0])
     index[slots] = torch.tensor(tokens)
     return Side(index, torch.tensor(slots), torch.tensor(tokens))

@@ -231,7 +231,8 @@ def _blocks(
 def _dense_masks(q_positions: Positions, kv_positions: Positions, mask: Mask | None) -> Allowed:
     """Return a function that makes the bool mask of a partial block, on the CPU.
 
-    It returns None for full and causal blocks, and the same tensor for equal tiles of a window.
+    The function returns None for full and causal blocks. For equal tiles of a window it returns the
+    same tensor.
     """
     band = cache(band_mask)
     q, kv = position_tensor(q_positions, "cpu"), position_tensor(kv_positions, "cpu")

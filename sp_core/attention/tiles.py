@@ -43,7 +43,8 @@ POLLED_ROWS = 768
 def tiled(blocks: Iterable[Block], cut: Cut, like: Tensor) -> tuple[Block, ...]:
     """Cut blocks into tiles by `cut`, if `like` (q, k or v) is on a CPU in float32 or float64.
 
-    Otherwise return the blocks. For half types the kernel would round once more for each tile.
+    `cut` is `halves`, `rows` or `strips`. Otherwise return the blocks: for half types the kernel
+    would round once more for each tile.
     """
     if not on_cpu(like):
         return tuple(blocks)
@@ -100,7 +101,7 @@ def strips(block: Block) -> Iterator[Block]:
 
 
 def _causal_strips(block: Block, width: int, *finer: int) -> Iterator[Block]:
-    """Cut a causal block into strips of `width` keys, and their causal tiles by `finer` in turn."""
+    """Cut a causal block into strips of `width` keys, and each causal tile again by `finer`."""
     size = block.q_stop - block.q_start
     for keys in _cuts(block, width):
         tile = _diagonal(block, keys.start, keys.stop)
@@ -110,7 +111,7 @@ def _causal_strips(block: Block, width: int, *finer: int) -> Iterator[Block]:
 
 
 def _cuts(block: Block, width: int) -> Iterator[range]:
-    """Yield the keys of a block in ranges of at most `width`, numbered from the block's first."""
+    """Yield the keys of a block in ranges of at most `width`; the block's first key is 0."""
     size = block.kv_stop - block.kv_start
     yield from (range(start, min(start + width, size)) for start in range(0, size, width))
 
@@ -118,16 +119,17 @@ def _cuts(block: Block, width: int) -> Iterator[range]:
 def _diagonal(block: Block, start: int, stop: int) -> Block:
     """Return the square causal tile of queries and keys start to stop - 1 of a causal block.
 
-    Queries and keys are numbered from the block's first.
+    Index 0 is the block's first query, and its first key.
     """
     q, kv, size = block.q_start, block.kv_start, stop - start
     return Block(q + start, q + stop, kv + start, kv + stop, "causal", size * (size + 1) // 2)
 
 
 def _below(block: Block, q_start: int, kv_start: int, kv_stop: int) -> Block:
-    """Return the full tile of the queries from q_start on with the keys kv_start to kv_stop - 1.
+    """Return the tile of the queries from q_start on with the keys kv_start to kv_stop - 1.
 
-    Queries and keys are numbered from the block's first. All these keys are visible.
+    Index 0 is the block's first query, and its first key. The tile is full, it needs no mask: the
+    caller makes sure that each of these queries sees all these keys.
     """
     q, kv = block.q_start, block.kv_start
     pairs = (block.q_stop - q - q_start) * (kv_stop - kv_start)

@@ -188,7 +188,7 @@ def load(
         ShapeError, ValueError: too many ranks; as `Grid.of`.
         CollectiveMismatch: ranks with other arguments, configurations, or headers of tensors.
 
-    All of these on every rank.
+    All of these errors are raised on every rank.
     """
     grid = Grid.of(mesh, scheme)
 
@@ -213,7 +213,7 @@ def load(
 
 
 def _dtype(checkpoint: Checkpoint, asked: torch.dtype | None) -> torch.dtype:
-    """Return `asked`, or if None the dtype of all tensors; raise an error if these have several."""
+    """Return `asked`, or if None the dtype of all tensors; raise an error if they differ."""
     dtypes = {checkpoint.dtype(name) for name in checkpoint.names if not name.endswith(_UNUSED)}
     if asked is None and len(dtypes) != 1:
         names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -276,7 +276,7 @@ def save(
 def write(
     model: Llama, folder: str | Path, max_file_bytes: int | None, beside: Callable[[], Beside]
 ) -> None:
-    """Write a folder as `save` does, and what `beside`, called once on each rank, returns."""
+    """Write a folder as `save` does, and the further texts and tensors that `beside` returns."""
     check_model(model)
     everyone, found = model.grid.everyone, list[Beside]()
 
@@ -350,7 +350,7 @@ def _size(part: tuple[Tensor, Placement]) -> int:
 
 
 def _attempt(write: Callable[[], None], target: Path, rank: int) -> None:
-    """Call `write` on rank 0 only. Turn its OSError into a CheckpointError that names `target`."""
+    """Call `write` on rank 0 only. If `target` cannot be written, raise CheckpointError."""
     try:
         if rank == 0:
             write()
@@ -389,7 +389,7 @@ def _write(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def _end(model: Llama, texts: Mapping[str, str], draft: Path, target: Path) -> None:
-    """Write the texts and last `config.json` to the folder `draft`, and rename it to `target`."""
+    """Write texts to the folder `draft`, last `config.json`, and rename the folder to `target`."""
     config = {**model.config.to_dict(), "dtype": str(model.dtype).removeprefix("torch.")}
     for file, text in (*texts.items(), ("config.json", _json(config))):
         (draft / file).write_text(text, encoding="utf-8")

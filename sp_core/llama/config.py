@@ -97,7 +97,7 @@ class LlamaConfig:
 
     @property
     def layer_weights(self) -> int:
-        """The number of elements in the matrices of one block, without its norms."""
+        """Return the number of elements in the matrices of one block, without norms."""
         heads = self.num_attention_heads + self.num_key_value_heads
         return self.hidden_size * (2 * heads * self.head_dim + 3 * self.intermediate_size)
 

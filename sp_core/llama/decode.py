@@ -52,7 +52,7 @@ class New:
     shares: list[list[int]]
 
     def ends(self) -> list[int]:
-        """Return the index into `positions` of each sequence's last new token, if there is one."""
+        """Return the index into `positions` of the last new token of each sequence that got any."""
         return [
             stop - 1
             for new, stop in zip(self.tokens, accumulate(map(len, self.tokens)), strict=True)
@@ -64,7 +64,7 @@ class Cache:
     """The keys and values that this rank keeps of some sequences. Nothing here communicates.
 
     All memory is allocated at once: for each layer of this stage, 2 * K/T * D numbers for
-    ceil(sum(room) / P) tokens. All ranks make the same calls, so each knows who keeps which token.
+    ceil(sum(room) / P) tokens. All ranks make the same calls, and so know where each token is.
 
     Args:
         model: the model of these keys and values.
@@ -89,7 +89,7 @@ class Cache:
         self.positions = torch.zeros(shape[2], dtype=torch.int64, device=comm.device)
 
     def place(self, tokens: Tokens, first: int = 0) -> list[int]:
-        """Return the positions that new tokens will get, one sequence after the other.
+        """Return the positions in the cache that new tokens will get, sequence after sequence.
 
         Args:
             tokens: for each sequence its new tokens.
@@ -148,7 +148,7 @@ class Cache:
         return Mask(causal=True, documents=documents, kv_documents=kv_documents)
 
     def shares(self, number: int) -> list[list[int]]:
-        """Return for each rank the indices of the new tokens that it gets, out of `number`.
+        """Return for each rank which of `number` new tokens the rank keeps, by index.
 
         The ranks' totals in the cache then differ by at most one token. Ranks 0 to P - 1 get ranges
         from the front, and ranks P - 1 to 0 from the back: equal work under a causal mask.
@@ -237,7 +237,7 @@ class Decoder:
 
     @torch.no_grad()
     def _run(self, what: str, tokens: Tokens, step_of: Callable[[Cache, New], Step]) -> Tensor:
-        """Check a call on all ranks, and return its logits (N', V).
+        """Run `prefill` or `decode`: check the call on all ranks, and return logits (N', V).
 
         `what` is the name of the method; `step_of` prepares what to compute for a micro-batch.
         """
@@ -255,7 +255,7 @@ class Decoder:
             return broadcast(logits, comm=stages, root=stages.size - 1)
 
     def _spread(self, cache: Cache, new: New) -> Step:
-        """Prepare what `prefill` computes: each sequence rank some of the new tokens."""
+        """Prepare `prefill` of a micro-batch: each sequence rank computes some new tokens."""
         mine = new.shares[self.model.grid.sequence.rank]
         sharding = Sharding.from_positions(
             [[new.positions[place] for place in share] for share in new.shares]
@@ -273,7 +273,7 @@ class Decoder:
         return one, lambda hidden: self._last(hidden, new, one.lengths)
 
     def _everywhere(self, cache: Cache, new: New) -> Step:
-        """Prepare what `decode` computes: every rank all new tokens, attending to its own keys."""
+        """Prepare `decode` of a micro-batch: each rank computes all new tokens with own keys."""
         model, comm = self.model, self.model.grid.sequence
         mine = new.shares[comm.rank]
         end, kept = len(cache.room) * cache.slot, cache.positions[: len(cache.owned[comm.rank])]
@@ -333,7 +333,7 @@ class Decoder:
         attend: LayerAttend,
         lengths: Lengths = None,
     ) -> Pass:
-        """Return the pass of the new tokens with the indices `places`, as one row (1, S)."""
+        """Return a `Pass` of one row (1, S): the new tokens with the indices `places`."""
         where = [new.positions[place] % cache.slot for place in places]
         tokens = flat(new.tokens)[list(places)].unsqueeze(0).to(self.model.grid.everyone.device)
         return Pass(tokens, where, attend, lengths)

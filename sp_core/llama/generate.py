@@ -131,7 +131,7 @@ def generate(
         TypeError: an argument of another type, or an empty stop string.
         CollectiveMismatch: ranks with different arguments.
 
-    All of these on every rank.
+    All of these errors are raised on every rank.
     """
     check_model(model)
     grid = model.grid

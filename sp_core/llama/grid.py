@@ -93,7 +93,7 @@ class Grid:
 
 
 def _attention(mesh: Mesh, comm: Communicator, scheme: str | None) -> GridAttention:
-    """Agree on the scheme on all ranks, and return its function with the ranks `comm` set."""
+    """Check that all ranks name the same scheme. Return the scheme's function, bound to `comm`."""
     axes = tuple(axis for axis in mesh.axes if axis in SEQUENCE_AXES)
     name = scheme or (HYBRID if len(axes) == 2 else next(iter(axes), "allgather_kv"))
 

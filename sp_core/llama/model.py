@@ -125,7 +125,7 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def fill(self, read: Callable[[str, Placement], Tensor]) -> None:
-        """Set each weight to `read(name in a checkpoint, placement)`, which is this rank's part."""
+        """Set each weight to `read(name in a checkpoint, placement)`, this rank's part."""
         for name, parameter in self.named_parameters():
             parameter.copy_(read(checkpoint_name(name), placement_of(parameter)))
 
@@ -143,9 +143,8 @@ class Llama(nn.Module):
         Communication:
             One agreement (32-byte all-reduce). Per layer the messages of the attention scheme over
             the sequence ranks, and two all-reduces of (B, S/P, E) over the tensor ranks; one more
-            for the embedding. Backward as many again. With `tp_sp` each all-reduce is a
-            reduce-scatter, after an all-gather of the tokens; backward the same, and each
-            all-gather once more.
+            for the embedding. Backward as many again. With `tp_sp` an all-gather of tokens and a
+            reduce-scatter replace each all-reduce; backward too, and each all-gather again.
 
         Raises:
             ShapeError, DtypeError, ValueError: tokens or a mask that do not fit, tokens that are
@@ -156,7 +155,7 @@ class Llama(nn.Module):
         return self.logits(self.hidden(tokens, one), one.lengths)
 
     def begin(self, tokens: Tensor, sharding: Sharding, mask: Mask) -> Pass:
-        """Check arguments as `forward` does, on all ranks, and return the pass of the tokens."""
+        """Check arguments as `forward` does, on all ranks, and return the `Pass` of the tokens."""
 
         def call() -> str:
             if self.grid.stages.size > 1:
@@ -172,7 +171,7 @@ class Llama(nn.Module):
         return self.one_pass(tokens, sharding, mask)
 
     def one_pass(self, tokens: Tensor, sharding: Sharding, mask: Mask) -> Pass:
-        """Return the pass of tokens that attend by the grid's scheme; arguments as in `forward`."""
+        """Return a `Pass` of tokens that attend by the grid's scheme; arguments as in `forward`."""
         attend = partial(self.attend, sharding=sharding, mask=mask)
         positions = document_positions(sharding.positions(self.grid.sequence.rank), mask)
         return Pass(
@@ -202,18 +201,18 @@ class Llama(nn.Module):
 
     @property
     def head(self) -> Weight:
-        """The output layer: `lm_head`, or the embedding if the two are tied."""
+        """Return the output layer: `lm_head`, or the embedding if the two are tied."""
         return self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
 
     def loss(
         self, hidden: Tensor, labels: Tensor, lengths: Lengths = None, count: int | None = None
     ) -> Tensor:
-        """Compute `next_token_loss` from the result of `hidden` on the last stage.
+        """Compute the mean cross-entropy (`next_token_loss`) from the last stage's result.
 
         Args:
             hidden: (B, S/P, E), or (B, S/P/T, E) with `lengths`.
             labels: int64 (B, S/P), as from `next_token_labels`.
-            lengths: those of the pass: with TP-SP the number of tokens of each tensor rank.
+            lengths: with TP-SP, for each tensor rank the number of tokens that it has.
             count: as in `next_token_loss`.
 
         Communication:
@@ -250,7 +249,10 @@ class Llama(nn.Module):
         return out
 
     def spread(self, x: Tensor) -> Tensor:
-        """Repeat key/value heads of x (B, S, K/T, D), so that each serves as many query heads."""
+        """Return key/value heads x (B, S, K/T, D), or (B, S, H/T, D) with one for each query head.
+
+        Heads are repeated only if unequal numbers of this rank's query heads read them.
+        """
         return x if self.slots is None else x[:, :, self.slots]
 
     def check(self, tokens: Tensor, sharding: Sharding, mask: Mask) -> None:

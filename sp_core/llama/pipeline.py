@@ -63,8 +63,8 @@ class _Mail:
 
     All stages call the constructor, for the same micro-batches. The constructor tells the transport
     of all messages that will follow, and posts the first receive of each direction. `send` starts a
-    message, and does not wait. `receive` waits for a message
-    and posts the next receive, so that a message can arrive while the stage computes.
+    message, and does not wait. `receive` waits for a message and posts the next receive, so that a
+    message can arrive while the stage computes.
 
     Args:
         model: the model, whose `grid.stages` are the ranks that exchange messages.
@@ -124,7 +124,7 @@ class _Mail:
     def send(self, x: Tensor, *, backward: bool = False) -> None:
         """Start to send a hidden state to the next stage, or a gradient to the stage before.
 
-        The call returns at once; `finish` waits for completion.
+        The call returns at once; `finish` waits until all sends are complete.
         """
         comm, flat = self._comm, x.detach().contiguous().view(-1)
         count = comm.counters[NAME]
@@ -153,8 +153,8 @@ def forward(model: Llama, passes: Sequence[Pass]) -> list[Tensor]:
         (B, S/T, E). On the last stage the final norm is applied, too.
 
     Communication:
-        For each micro-batch one message of that shape from each stage to the next, and the
-        communication of the layers.
+        For each micro-batch one message, of the shape of the result, from each stage to the next.
+        Also the messages of the layers.
     """
     mail = _Mail(model, passes)
     results = [_compute(model, mail, one)[1] for one in passes]

@@ -137,7 +137,7 @@ def _backward(
     recompute: bool,
     **others: object,
 ) -> float:
-    """Compute `backward` in the function that `call` names. Check further arguments `others`."""
+    """Do what `backward` does, for the function named `call`; also check its arguments `others`."""
     check_model(model)
     grid, dealt, given = model.grid, list[Sharding](), list[str]()
     count, place = (1, 0) if own is True else (model.grid.replicas.size, model.grid.replicas.rank)
@@ -361,7 +361,7 @@ def _is_cut(x: object, weight: Tensor) -> bool:
 def _read(
     model: Llama, weights: Checkpoint, record: dict[str, Any]
 ) -> tuple[dict[str, Tensor], dict[int, dict[str, Any]]]:
-    """Read this rank's parts of weights, by name, and of the optimizer's state, by parameter."""
+    """Read this rank's parts of weights, by name, and of optimizer state, by parameter number."""
     placements = {name: placement for name, (_, placement) in parts_of(model).items()}
     rank, held = model.grid.tensor.rank, record["state"]
     is_cut = any(x == {} for kinds in held.values() for x in kinds.values())

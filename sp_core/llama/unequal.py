@@ -87,7 +87,7 @@ def prefill_unequal(
             token that is not in the vocabulary, or a mesh with replicas.
         CollectiveMismatch: ranks with different sequences or plans.
 
-    All of these on every rank.
+    All of these errors are raised on every rank.
     """
     check_model(model)
 

@@ -95,7 +95,7 @@ def band_mask(rows: int, columns: int, lo: int, hi: int) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _plan(q_shard: tuple[range, ...], kv_shard: tuple[range, ...], mask: Mask) -> tuple[Block, ...]:
-    """Plan blocks as `plan_blocks`, from the runs of both shards. Plans are cached."""
+    """Plan blocks as `plan_blocks`, from shards given as ranges of positions. Plans are cached."""
     if _irregular(q_shard) or _irregular(kv_shard):
         q, kv = concatenated(q_shard), concatenated(kv_shard)
         blocks = _halved(range(len(q)), range(len(kv)), q, kv, mask)
@@ -105,14 +105,14 @@ def _plan(q_shard: tuple[range, ...], kv_shard: tuple[range, ...], mask: Mask) -
 
 
 def _irregular(shard: tuple[range, ...]) -> bool:
-    """Return whether a shard has so many short runs that planning by pairs of runs is slow."""
+    """Return whether a shard has so many short ranges that planning by pairs of them is slow."""
     return len(shard) > max(16, sum(map(len, shard)) // 16)
 
 
 def _run_blocks(
     q_pieces: Iterable[Piece], kv_pieces: Iterable[Piece], mask: Mask
 ) -> Iterator[Block]:
-    """Yield the blocks of all pairs of a query piece and a key piece in the same document."""
+    """Yield the blocks of each range of queries with each range of keys in the same document."""
     by_document: dict[int, list[Piece]] = defaultdict(list)
     for piece in kv_pieces:
         by_document[piece.document].append(piece)
@@ -122,7 +122,7 @@ def _run_blocks(
 
 
 def _pair_blocks(q: Piece, kv: Piece, mask: Mask) -> Iterator[Block]:
-    """Yield the blocks between two pieces: those of a band if their steps are equal."""
+    """Yield the blocks of two ranges of tokens: a band of indices if both have equal steps."""
     step = (q if len(q.run) > 1 else kv).run.step
     if len(kv.run) == 1 or kv.run.step == step:
         yield from _band_blocks(q.indices, kv.indices, *_index_band(q, kv, step, mask))

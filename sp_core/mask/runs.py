@@ -95,7 +95,7 @@ def cut(shard: tuple[range, ...], boundaries: tuple[int, ...] | None) -> Iterato
 
 
 def _cut_run(offset: int, run: range, boundaries: tuple[int, ...]) -> Iterator[Piece]:
-    """Yield the pieces of the run that begins at index `offset` of its shard."""
+    """Cut a run, which begins at index `offset` of the shard, at documents; yield the pieces."""
     check_inside(run[0], run[-1], boundaries)
     done = 0
     while done < len(run):

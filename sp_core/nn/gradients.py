@@ -70,7 +70,7 @@ class Placement:
 
     @property
     def numel(self) -> int:
-        """The number of elements of the whole parameter."""
+        """Return the number of elements of the whole parameter."""
         return math.prod(self.shape)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
@@ -95,7 +95,7 @@ class Placement:
         )
 
     def counted(self, part: Tensor, rank: int) -> Tensor:
-        """Return the slices of the part of `rank` that `rank` counts in a norm.
+        """Return the slices (indices along `dim`) that `rank` holds and counts in a norm.
 
         No lower rank holds these slices, so each slice is counted once. With `copy` there are none.
         """
@@ -109,7 +109,7 @@ class Placement:
 
 
 def _indices(ranges: Sequence[range], like: Tensor) -> Tensor:
-    """Return the slices of some ranges as an int64 tensor on the device of `like`."""
+    """Return all numbers in some ranges as an int64 tensor on the device of `like`."""
     return concatenated(ranges).to(like.device)
 
 
@@ -118,13 +118,13 @@ Placed = list[tuple[nn.Parameter, Placement]]
 
 
 def place(parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
-    """Attach a placement to a parameter, as its attribute `placement`. Return the parameter."""
+    """Set `placement`, which says who holds which part, on a parameter. Return the parameter."""
     vars(parameter)["placement"] = placement
     return parameter
 
 
 def placement_of(parameter: nn.Parameter) -> Placement:
-    """Return the placement that is attached to a parameter.
+    """Return the attribute `placement` of a parameter: which rank holds which part.
 
     Raises:
         ShapeError: the parameter has none.
@@ -164,7 +164,7 @@ def reduce_gradients(
         TypeError: something that is no parameter.
         CollectiveMismatch: ranks with different parameters.
 
-    All of these on every rank of both groups.
+    All of these errors are raised on every rank of both groups.
     """
     wanted: Placed = []
     _agree_in_turn(
@@ -212,19 +212,19 @@ def clip_gradient_norm(
         stages: the ranks along the pipeline axis, which hold other layers; None without pipeline.
 
     Returns:
-        The norm before scaling, computed in float64. Each slice of each whole parameter counts
-        once.
+        The norm before scaling, computed in float64. A parameter that several ranks hold counts
+        once, a split one part by part.
 
     Communication:
-        One agreement (32-byte all-reduce) and one all-reduce of one number over `tensor`, the same
-        over `stages`.
+        One agreement (32-byte all-reduce) and one all-reduce of one number over `tensor`, then one
+        of each over `stages`.
 
     Raises:
         ValueError: max_norm is not above 0, or the norm is not finite.
-        ShapeError: a parameter without a placement, or with one for other ranks.
-        CollectiveMismatch: ranks with another max_norm, or ranks of `tensor` with other parameters.
+        ShapeError: a parameter without a `placement` (see `place`), or with one for other ranks.
+        CollectiveMismatch: the ranks' max_norm differ, or ranks of `tensor` have other parameters.
 
-    All of these on every rank.
+    All of these errors are raised on every rank.
     """
     wanted: Placed = []
     others = () if stages is None else (stages,)

@@ -57,7 +57,7 @@ def attended(
         (B, S, H*D).
 
     Communication:
-        As `attend`.
+        The messages of `attend`.
     """
     q, k, v = (y.unflatten(2, (-1, head_dim)) for y in projected)
     if rotate is not None:
@@ -68,8 +68,8 @@ def attended(
 def recomputed(function: Callable[..., Tensor], *given: Any) -> Tensor:
     """Return `function(*given)`, and keep only the arguments: backward calls the function again.
 
-    The second call runs to the end of `function`, so that every rank completes all messages. It
-    does not restore random state: `function` must not draw from a generator of torch.
+    The second call runs to the end of `function`, so that every rank completes all messages.
+    Random state is not restored: `function` must not draw from a generator of torch.
     """
     with set_checkpoint_early_stop(False):
         return cast(
@@ -120,7 +120,7 @@ class RMSNorm(_Norm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x (..., E). Every rank calls this; messages as in the method `weights`."""
+        """Normalise x (..., E). Every rank calls this; the method `weights` says what is sent."""
         return F.rms_norm(x, self.weight.shape, self.weights(x)["weight"], self.eps)
 
 
@@ -149,7 +149,7 @@ class LayerNorm(_Norm):
         self.bias = nn.Parameter(torch.zeros(hidden, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x (..., E). Every rank calls this; messages as in the method `weights`."""
+        """Normalise x (..., E). Every rank calls this; the method `weights` says what is sent."""
         return F.layer_norm(x, self.weight.shape, **self.weights(x), eps=self.eps)
 
 
@@ -228,8 +228,8 @@ class SelfAttention(ReplicatedLayer):
             (B, S/P, E).
 
         Communication:
-            One agreement (32-byte all-reduce), then the messages of the scheme. Backward those of
-            the scheme's backward, one agreement, and one all-reduce of this layer's gradients.
+            One agreement (32-byte all-reduce), then the messages of the scheme. Backward the
+            messages of the scheme, one agreement, and one all-reduce of this layer's gradients.
 
         Raises:
             ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as
@@ -279,7 +279,7 @@ class FeedForward(ReplicatedLayer):
         self.down = nn.Linear(ffn_hidden, hidden, bias, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Transform x (..., E). Every rank calls this; messages as in the method `weights`."""
+        """Transform x (..., E). Every rank calls this; the method `weights` says what is sent."""
         weights = self.weights(x)
         up = linear(x, weights, "up")
         inner = F.silu(linear(x, weights, "gate")) * up if self.gated else F.gelu(up)
@@ -363,8 +363,8 @@ class TransformerBlock(nn.Module):
 
         Communication:
             Four agreements (32-byte all-reduces), for two norms, attention and feed-forward; with
-            dropout one more. The messages of the attention scheme. Backward those of the scheme's
-            backward, and for each of the four one agreement and one all-reduce of its gradients.
+            dropout one more. The messages of the attention scheme. Backward the messages of the
+            scheme, and for each of the four one agreement and one all-reduce of gradients.
 
         Raises:
             ValueError: dropout without a seed, on every rank.

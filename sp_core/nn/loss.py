@@ -85,7 +85,7 @@ def next_token_labels(
 
 
 def _owned(positions: Tensor, sharding: Sharding, rank: int) -> Tensor:
-    """Return the indices into `positions` of those that `rank` holds, sorted by position."""
+    """Return the indices into `positions` of tokens that `rank` holds, sorted by position."""
     places = torch.isin(positions, sharding.positions(rank)).nonzero().squeeze(1)
     return places[positions[places].argsort()]
 
@@ -148,8 +148,8 @@ def next_token_loss(
     Communication:
         One agreement (32-byte all-reduce) over `tensor` and one over `data`. Over `tensor` two
         all-reduces for each chunk, one of a number and one of two numbers per token. Over `data`
-        an all-reduce of the loss, and one of the count if `count` is None. Backward those over
-        `tensor` again if there are several chunks.
+        an all-reduce of the loss, and one of the count if `count` is None. Backward the
+        all-reduces over `tensor` again if there are several chunks.
 
     Raises:
         ShapeError, DtypeError: tensors that do not fit.
@@ -157,7 +157,7 @@ def next_token_loss(
         CollectiveMismatch: ranks of `tensor` with other tokens, or ranks with other dtypes, count,
             chunk or requires_grad.
 
-    All of these on every rank of both groups.
+    All of these errors are raised on every rank of both groups.
     """
     arguments.check_communicator(tensor, "tensor")
     arguments.check_communicator(data, "data")
@@ -218,8 +218,8 @@ def _cross_entropy(
 ) -> Tensor:
     """Return log sum exp(logits) - logit of the label for each token, over a split vocabulary.
 
-    Two all-reduces over `tensor`. `logits` (..., V/T) is this rank's part; `sizes` has the V/T of
-    each rank. The result is shaped like labels, and undefined where a label is `IGNORED`.
+    The ranks of `tensor` call two all-reduces. `logits` (..., V/T) is this rank's part; `sizes`
+    has the V/T of each rank. The result is shaped like labels, and undefined for `IGNORED`.
     """
     greatest = all_reduce(logits.detach().amax(-1), comm=tensor, op="max")
     shifted = logits - greatest.unsqueeze(-1)

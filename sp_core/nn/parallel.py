@@ -9,7 +9,7 @@ Outside such pairs each rank holds all tokens, or with Megatron's TP-SP only som
 
 `lengths` has the number of tokens S/P of each rank outside the pairs; None means all tokens.
 Shapes: B batch, S tokens, E model dim, V vocabulary, P ranks; `/P` is this rank's part, which may
-be uneven; (B, S*, E) is (B, S/P, E) with `lengths`, else (B, S, E).
+be uneven. (B, S or S/P, E) is (B, S/P, E) with `lengths`, else (B, S, E).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Weight(nn.Module):
-    """The part of a weight that this rank holds by `placement`, uninitialised.
+    """The rank's part of a weight that is cut as `placement` says, uninitialised.
 
     The attribute `bias` is None unless a subclass sets it.
     """
@@ -66,11 +66,11 @@ class Weight(nn.Module):
 
 
 def project(x: Tensor, *layers: Weight, lengths: Lengths) -> tuple[Tensor, ...]:
-    """Apply each layer to x (B, S*, E). Return this rank's features (B, S, out/P) of each layer.
+    """Apply each layer to x (B, S or S/P, E). Return this rank's features (B, S, out/P) of each.
 
     Communication:
-        Forward none, backward one all-reduce of the gradient of x. With `lengths` an all-gather of
-        x forward, as `gather_linears`.
+        Forward none, backward one all-reduce of the gradient of x. With `lengths` (the
+        S/P of each rank) an all-gather of x forward, as `gather_linears`.
     """
     pairs, comm = [(layer.weight, layer.bias) for layer in layers], layers[0].comm
     if lengths is not None:
@@ -82,8 +82,7 @@ def project(x: Tensor, *layers: Weight, lengths: Lengths) -> tuple[Tensor, ...]:
 def sum_over_ranks(y: Tensor, layer: Weight, *, lengths: Lengths) -> Tensor:
     """Multiply features y (B, S, in/P) by this rank's part of a weight, and sum over the ranks.
 
-    Returns:
-        (B, S*, E).
+    Return (B, S, E), or with `lengths` (the S/P of each rank) this rank's tokens (B, S/P, E).
 
     Communication:
         One all-reduce, none backward. With `lengths` a reduce-scatter, backward an all-gather.
@@ -128,10 +127,10 @@ class Embedding(Weight):
         )
 
     def forward(self, tokens: Tensor, lengths: Lengths) -> Tensor:
-        """Return the vectors (B, S*, E) of int64 tokens (B, S), which are equal on every rank.
+        """Return vectors (B, S or S/P, E) of int64 tokens (B, S), which are equal on every rank.
 
         Communication:
-            One all-reduce, or with `lengths` one reduce-scatter, of (B, S, E).
+            One all-reduce of (B, S, E), with `lengths` (the S/P of each rank) a reduce-scatter.
         """
         own = placement_of(self.weight).held[self.comm.rank][0]
         here = (tokens >= own.start) & (tokens < own.stop)
@@ -202,10 +201,13 @@ class ParallelBlock(nn.Module):
         self.post_attention_layernorm, self.mlp = norm(), nn.ModuleDict(weights)
 
     def forward(self, x: Tensor, rotate: Function, attend: Attend, lengths: Lengths) -> Tensor:
-        """Apply the block to x (B, S*, E), and return the same shape. `rotate` acts on q and k.
+        """Apply the block to x: all tokens (B, S, E), or with `lengths` this rank's (B, S/P, E).
+
+        Return the shape of x. `rotate` turns q and k by position, `attend` computes attention.
 
         Communication:
-            As `attend` once, and as `project` and `sum_over_ranks` twice.
+            Two all-reduces of (B, S, E), with `lengths` two all-gathers and two reduce-scatters,
+            and the messages of `attend`. Backward the same, with `lengths` two more all-gathers.
         """
         weights: Any = (*self.self_attn.values(), *self.mlp.values())
         q, k, v, o, gate, up, down = weights
@@ -260,7 +262,7 @@ class _ParallelLinear(Weight):
         sharding: Sharding | None = None,
         sizes: Sequence[int] | None = None,
     ) -> Self:
-        """Copy this rank's part of a whole layer, which is equal on all ranks. One agreement.
+        """Copy this rank's part of a layer, which is equal on all ranks. One 32-byte all-reduce.
 
         Args:
             linear: the whole layer.
@@ -280,8 +282,7 @@ class _ParallelLinear(Weight):
         """Return the whole layer as an `nn.Linear` on every rank. Every rank calls this.
 
         Communication:
-            One agreement, one all-gather of the weight, and one of the bias if that is split, as in
-            `ColumnParallelLinear`.
+            One 32-byte all-reduce, one all-gather of the weight, and one of a split bias.
         """
         self.comm.agree_on(lambda: f"{type(self).__name__}.to_linear() on {self.comm.name}")
         weight = AllGather(self.comm, self.split_dim, self.sizes).run(self.weight.detach())
@@ -329,8 +330,8 @@ class ColumnParallelLinear(_ParallelLinear):
         Without `sharding` x is (..., E), all tokens, and the result (..., sizes[rank]).
 
         Communication:
-            One agreement and, as `sp_core.schemes.tp_sp.gather_linears`, an all-gather of x;
-            without `sharding` only one all-reduce of the gradient of x backward.
+            One agreement (32-byte all-reduce), then an all-gather of x as in `gather_linears`.
+            Without `sharding` instead one all-reduce of the gradient of x, backward.
         """
         self._agree(x, None if self.lengths is None else self.lengths[self.comm.rank])
         # under autocast the product has another dtype
@@ -354,8 +355,8 @@ class RowParallelLinear(_ParallelLinear):
         Without `sharding` x is (..., sizes[rank]), and the result (..., E), all tokens.
 
         Communication:
-            One agreement and, as `sp_core.schemes.tp_sp.linear_scatter`, a reduce-scatter; backward
-            also an all-reduce of the bias gradient. Without `sharding` one all-reduce forward.
+            One agreement (32-byte all-reduce), then a reduce-scatter as in `linear_scatter`;
+            backward also an all-reduce of the bias gradient. Without `sharding` one all-reduce.
         """
         self._agree(x, None if self.lengths is None else sum(self.lengths))
         out = sum_over_ranks(x, self, lengths=self.lengths).to(x.dtype)

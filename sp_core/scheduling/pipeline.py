@@ -50,7 +50,7 @@ class Timeline:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Return for each stage the sum of the durations of its slots."""
+        """Return for each stage the time it spends in slots (forwards and backwards)."""
         return tuple(sum(stop - start for _, start, stop in slots) for slots in self.stages)
 
     @property
@@ -121,7 +121,7 @@ def one_forward_one_backward(stages: int, batches: int) -> tuple[Order, ...]:
 def needs(slot: Slot, stage: int, stages: int) -> tuple[tuple[int, Slot], ...]:
     """Return the (stage, slot) pairs that must end before `slot` on `stage` can start.
 
-    `stages` is the number of stages. The slots before it in the order of its stage are not listed.
+    `stages` is the number of stages. The earlier slots in the stage's own order are not listed.
     """
     if slot.direction == "F":
         return ((stage - 1, slot),) if stage else ()

@@ -22,7 +22,7 @@ from sp_core.sharding import Sharding
 class Work:
     """Count the floating-point operations of a causal sequence of S tokens.
 
-    They are per_token * S + per_pair * S (S + 1) / 2.
+    Their number is per_token * S + per_pair * S (S + 1) / 2.
 
     Args:
         per_token: operations for each token, such as those of linear layers.
@@ -43,16 +43,16 @@ class Work:
             )
 
     def of(self, length: int) -> int:
-        """Return the operations of a whole sequence of `length` tokens."""
+        """Return how many floating-point operations a sequence of `length` tokens costs."""
         return self.between(0, length)
 
     def between(self, start: int, stop: int) -> int:
-        """Return the operations of tokens start to stop - 1 of a sequence."""
+        """Return how many floating-point operations tokens start to stop - 1 of a sequence cost."""
         pairs = (stop * (stop + 1) - start * (start + 1)) // 2
         return self.per_token * (stop - start) + self.per_pair * pairs
 
     def shares(self, length: int, size: int) -> tuple[int, ...]:
-        """Return the operations of each rank if `size` ranks share a sequence in zigzag."""
+        """Return for each of `size` ranks how many operations its zigzag shard costs."""
         segments = Sharding.zigzag(length, size).segments
         return tuple(sum(self.between(s.start, s.stop) for s in owned) for owned in segments)
 
@@ -67,8 +67,8 @@ class Plan:
         lengths: number of tokens of each sequence.
         sharded: the sequences that all ranks compute together, before all others.
         packed: for each rank the sequences that it computes alone, in order.
-        waiting: sequences that are not assigned yet: a rank that has finished its own takes the
-            next of them.
+        waiting: sequences that are not assigned yet: a rank that has finished its own
+            sequences takes the next waiting one.
         padded_to: number of tokens to which each sequence is padded; None for no padding.
 
     Raises:
@@ -114,7 +114,7 @@ class Plan:
         return self.lengths[number] if self.padded_to is None else self.padded_to
 
     def loads(self, work: Work) -> tuple[int, ...]:
-        """Return the expected operations of each rank, padding included.
+        """Return the expected floating-point operations of each rank, padding included.
 
         A waiting sequence is counted for the rank with the fewest operations so far.
         """
@@ -132,12 +132,12 @@ class Plan:
         return tuple(loads)
 
     def useful(self, work: Work) -> int:
-        """Return the operations of all sequences together, without padding."""
+        """Return the floating-point operations of all sequences together, without padding."""
         return sum(map(work.of, self.lengths))
 
 
 def imbalance(loads: Sequence[float]) -> float:
-    """Return the greatest load divided by the mean load, or 1 if all loads are 0."""
+    """Return the greatest load (operations of a rank) over the mean load; 1 if all are 0."""
     total = sum(loads)
     return max(loads) * len(loads) / total if total else 1.0
 
@@ -213,7 +213,7 @@ def balanced(lengths: Sequence[int], size: int, work: Work, tolerance: float = T
         The plan, without waiting sequences.
 
     Raises:
-        ShapeError: a negative length, no rank, or a tolerance that is not above 0.
+        ShapeError: a negative length, size below 1, or a tolerance that is not above 0.
 
     Source: Graham 1969, Bounds on Multiprocessing Timing Anomalies, SIAM J. Appl. Math. 17(2):
     longest processing time first.
@@ -259,7 +259,7 @@ def contiguous(lengths: Sequence[int], size: int, work: Work) -> Plan:
     Lengths are ignored. The first ranks get an additional sequence if the number does not divide.
 
     Raises:
-        ShapeError: a negative length, or no rank.
+        ShapeError: a negative length, or size below 1.
     """
     _check(lengths, size)
     return Plan(tuple(lengths), (), tuple(map(tuple, split_ranges(len(lengths), size))))
@@ -269,7 +269,7 @@ def round_robin(lengths: Sequence[int], size: int, work: Work) -> Plan:
     """Plan that rank r computes the sequences r, r + size, ..., whatever their lengths.
 
     Raises:
-        ShapeError: a negative length, or no rank.
+        ShapeError: a negative length, or size below 1.
     """
     _check(lengths, size)
     return Plan(
@@ -281,7 +281,7 @@ def padded(lengths: Sequence[int], size: int, work: Work) -> Plan:
     """Plan as `round_robin`, with every sequence padded to the length of the longest.
 
     Raises:
-        ShapeError: a negative length, or no rank.
+        ShapeError: a negative length, or size below 1.
     """
     return replace(round_robin(lengths, size, work), padded_to=max(lengths, default=0))
 
@@ -319,7 +319,7 @@ def _longest_first(
 
 
 def _check(lengths: Sequence[int], size: int) -> None:
-    """Raise ShapeError for a negative length or no rank."""
+    """Raise ShapeError if a length is negative or `size` is below 1."""
     if size < 1 or min(lengths, default=0) < 0:
         raise ShapeError(
             f"lengths from {min(lengths, default=0)} on {size} ranks were given; needed lengths "

@@ -105,7 +105,7 @@ def allgather_kv_attention(
 
 
 def _visits(k: Tensor, v: Tensor, problem: Problem, groups: Sequence[Group]) -> Iterator[Visit]:
-    """Yield a visit for each group of heads, with the keys and values of all ranks."""
+    """Yield a `Visit` for each group of heads, which holds keys and values of all ranks."""
     positions = problem.kv_sharding.sorted_positions
     blocks = _gathered(k, v, problem, groups)
     for number, (heads, _) in enumerate(groups):  # `zip` keeps the last block alive

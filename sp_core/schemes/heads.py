@@ -72,8 +72,8 @@ def split_heads(
 def _slots(kv_of_head: list[int]) -> tuple[int, ...]:
     """Return the key/value heads that a rank receives, from those that each query head reads.
 
-    Heads that are read equally often are listed once each. Otherwise the list has one entry for
-    each query head, because attention needs K to divide H.
+    If all these heads are read equally often, each is listed once. Otherwise the list has one
+    entry for each query head, because attention needs K to divide H.
     """
     distinct = sorted(set(kv_of_head))
     equal = {kv_of_head.count(head) for head in distinct}
@@ -81,7 +81,7 @@ def _slots(kv_of_head: list[int]) -> tuple[int, ...]:
 
 
 def parts_of(tensor: int, heads: Sequence[int]) -> list[Part]:
-    """Return ranges of consecutive numbers in `heads`, each as a `Part` of tensor `tensor`."""
+    """Cut `heads` into ranges of consecutive numbers. Return each as (`tensor`, range)."""
     cuts = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(heads)) if b != a + 1), len(heads)]
     return [(tensor, range(heads[a], heads[b - 1] + 1)) for a, b in pairwise(cuts) if a < b]
 
@@ -89,7 +89,8 @@ def parts_of(tensor: int, heads: Sequence[int]) -> list[Part]:
 def side_by_side(tensors: Sequence[Tensor], parts: Sequence[Part]) -> Tensor:
     """Concatenate the heads named by `parts`, from tensors (B, S, *, D), to (B, S, heads, D).
 
-    A head may be taken more than once; its gradients are summed. Differentiable.
+    A part is (index in `tensors`, range of heads). Differentiable: if a head is taken more than
+    once, the gradients of all its copies are summed.
     """
     apply: Any = _SideBySide.apply
     joined: Tensor = apply(parts, *tensors)

@@ -118,8 +118,9 @@ def _product(
 ) -> Communicator:
     """Return the communicator over both axes. Refuse a wrong mesh, axes, `ulysses` or `comm`.
 
-    All ranks get an error. On a mesh of more than two axes, a rank with wrong axes cannot know for
-    which axes the other ranks call. It makes their next comparison fail for every pair of axes.
+    If one rank's arguments are wrong, all ranks get an error. On a mesh of more than two axes, that
+    rank cannot know for which axes the other ranks call. So it makes the next comparison of the
+    ranks' calls fail, for every pair of axes.
 
     Raises:
         TypeError: `mesh` is no mesh; on this rank only.
@@ -152,7 +153,7 @@ def _refuse(mesh: Mesh, axes: tuple[str, str], ulysses: str, comm: Communicator 
 
 
 def groups_of(slow: int, fast: int, *, ulysses_fastest: bool) -> list[list[int]]:
-    """Return for each rank of the ring the ranks of `mesh[axes]` that exchange heads.
+    """Return for each place on the ring the ranks of `mesh[axes]` that exchange heads there.
 
     Args:
         slow, fast: the number of ranks along the first axis, and along the last one. Rank

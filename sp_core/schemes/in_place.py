@@ -53,10 +53,11 @@ def is_read(comm: Communicator, op: str) -> bool:
 
 
 def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int, Block | None]]:
-    """Yield the blocks in the order of the ring, this rank's own first, without any message.
+    """Yield each rank's keys and values in the order of the ring, own first, without a message.
 
-    A block is valid until the next one is asked for. All ranks iterate to the end: they wait for
-    each other before the second block, and once more after the last if k and v are resident.
+    Such a block is valid until the next one is asked for. All ranks iterate to the end: they wait
+    for each other before the second block. If k and v are read where the caller put them
+    (`Problem.resident`), they wait once more after the last.
 
     Yields:
         (step, rank that owns the block, (k, v) of (B, S_block, K, D) each). None stands for (k, v)
@@ -162,7 +163,9 @@ class SharedSums:
         self._adding: Handle = Done()
 
     def add(self, step: int, own: Tensor | None) -> None:
-        """Start to add this rank's gradient of the block of `step` to the block's sum.
+        """Start to add this rank's gradient of one block to the sum of the block's gradients.
+
+        In step s the block is the keys and values of rank r - s, on rank r.
 
         First wait for this rank's addition of the previous step. The new addition begins when all
         ranks have called `add` for this step, so every addition of the previous step is done.
@@ -187,8 +190,8 @@ class SharedSums:
     def _begin(self, own: Tensor | None) -> None:
         """Write the first addend, `own` or zeros, of the sum of this rank's own block.
 
-        No lock is needed: no other rank has used this memory since the fence of `arrived` in the
-        previous backward.
+        No lock is needed: no other rank has used this memory since all ranks waited for each other
+        in `arrived`, in the previous backward.
         """
         batch, _, heads, head_dim = self._like.shape
         shapes = [
@@ -201,7 +204,7 @@ class SharedSums:
         mine.zero_() if own is None else mine.copy_(own)
 
     def arrived(self) -> Block:
-        """Wait until all ranks have added everything. Return dk and dv of this rank's block.
+        """Wait until all ranks have added their gradients. Return dk and dv of this rank's tokens.
 
         Each is a copy, (B, S_block, K, D).
         """

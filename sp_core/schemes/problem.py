@@ -70,7 +70,7 @@ class Problem:
         Args:
             kv_positions: global positions of the block's keys, int64 (S_block,).
             heads: the query heads.
-            part: the range of queries, and that of the block's keys.
+            part: (range of this rank's queries, range of the block's keys).
 
         Returns:
             Name -> value of q_positions, kv_positions, mask and logits.
@@ -84,7 +84,7 @@ class Problem:
 
     @property
     def hops(self) -> tuple[int, ...]:
-        """Return for each rank how many times a ring passes its block on; see `reach.hops`."""
+        """Return for each rank how many times a ring passes that rank's keys on (`reach.hops`)."""
         return hops(self.sharding, self.kv_sharding, self.mask)
 
     def sees(self, block: int) -> bool:
@@ -92,7 +92,7 @@ class Problem:
         return seen_blocks(self.sharding, self.kv_sharding, self.mask, self.comm.rank)[block]
 
     def part(self, kv_positions: Tensor) -> Part:
-        """Return the smallest ranges of own queries and of keys that contain all visible pairs.
+        """Return a range of this rank's queries and one of keys that contain all visible pairs.
 
         `kv_positions` are the keys' global positions, int64 (S_block,). Without any visible pair
         both ranges are empty.
@@ -364,7 +364,7 @@ def block_gradients(
         positions: global positions of the block's keys, int64 (S_block,).
         group: the query heads, and the key/value heads of `held` that these read.
         problem: what `agree` returned.
-        part: the range of queries, and that of the block's keys; all if not given.
+        part: (range of this rank's queries, range of the block's keys); all if not given.
 
     Returns:
         dq (B, H, S_q, D), dk and dv (B, K, S_kv, D), in float32 or wider. H and K count the heads

@@ -101,7 +101,7 @@ def next_owner_distances(sharding: Sharding) -> tuple[int, ...]:
 
 
 def _longest_step(mask: Mask) -> int:
-    """Return the greatest step up to which a run of positions is kept as a run by `_runs`.
+    """Return the greatest step with which `_runs` keeps a range of positions as one run.
 
     A run whose step is at most the window's width sees a single interval in each document. A run
     whose step is at most the mean length of a document is cut at documents into few pieces. The
@@ -114,6 +114,8 @@ def _longest_step(mask: Mask) -> int:
 
 def _runs(shards: Sequence[Sequence[Segment]], longest_step: int) -> Ints:
     """Return the runs of all shards as an int64 array of rows (first, last, step, rank).
+
+    A run is a range of positions with a constant step that one rank owns.
 
     Args:
         shards: for each rank its segments, ranges of positions.
@@ -148,7 +150,7 @@ def _visible(
         others: boundaries of the documents of the other side.
 
     Returns:
-        For each piece: the first and the last position that it sees, and its rank.
+        For each piece: the first and last position that the piece sees, and the run's rank.
     """
     first, last, step, rank = runs.T
     if documents is None or others is None:
@@ -175,7 +177,7 @@ def _widest(begin: Ints, end: Ints, block: Ints, places: int) -> tuple[Ints, Int
 
     Args:
         begin, end: ranges begin..end - 1.
-        block: the block of each range.
+        block: for each range the rank that owns the keys which the range sees.
         places: more than any `begin`.
 
     Returns:
@@ -216,12 +218,14 @@ class _Owners:
     def repeats(self, mask: Mask) -> bool:
         """Return whether the owners repeat with a period and the mask has documents.
 
-        If so, `arcs` applies.
+        If so, `arcs` can replace `_visible`.
         """
         return bool(self._period) and mask.documents is not None
 
     def arcs(self, mask: Mask, least: int, greatest: int) -> tuple[Ints, Ints, Ints]:
-        """Return what `_visible` returns for the keys, when the same ranks own keys and queries.
+        """Return for some keys the first and last query position that sees the key, and its owner.
+
+        This replaces `_visible` when the same ranks own keys and queries.
 
         Only a few documents are looked at. Modulo the period P, a document is an arc of a circle.
         A rank sees in an arc at least what it sees in any shorter arc inside. Arcs are cut at two
@@ -248,9 +252,9 @@ class _Owners:
         return low + begin, high + begin, self.owner[key % period]
 
     def between(self, low: Ints, high: Ints) -> tuple[Ints, Ints]:
-        """Return (begin, end) with owner[begin:end] the owners of the positions low to high.
+        """Return arrays (begin, end): owner[begin[i]:end[i]] own positions low[i] to high[i].
 
-        begin >= end if there are none. All four are arrays with an element for each range.
+        begin[i] >= end[i] if no rank owns any of these positions.
         """
         low, high = np.maximum(low, self._begin), np.minimum(high, self._end)
         if self._period:
@@ -280,7 +284,7 @@ class _Wavelet:
             values = np.concatenate([values[low], values[~low]])
 
     def count_below(self, begin: Ints, end: Ints, limit: Ints) -> Ints:
-        """Return how many numbers at indices begin[i] to end[i] - 1 are below limit[i]."""
+        """Return, for each i, how many stored values[begin[i]:end[i]] are below limit[i]."""
         count = np.zeros_like(begin)
         for shift, zeros in self._levels:
             high = (limit >> shift) & 1 == 1
@@ -289,7 +293,7 @@ class _Wavelet:
         return count
 
     def smallest(self, begin: Ints, end: Ints, k: Ints) -> Ints:
-        """Return the k[i]-th smallest number at indices begin[i] to end[i] - 1, counted from 0."""
+        """Return, for each i, the k[i]-th smallest of stored values[begin[i]:end[i]], from 0 on."""
         value = np.zeros_like(begin)
         for shift, zeros in self._levels:
             low = zeros[end] - zeros[begin]

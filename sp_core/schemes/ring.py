@@ -121,7 +121,7 @@ def run_ring(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor,
 
 
 def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int, Block | None]]:
-    """Yield the blocks in the order in which the ring brings them to this rank, its own first.
+    """Yield each rank's keys and values (a block) when the ring brings them, own block first.
 
     Yields:
         (step, rank that owns the block, (k, v) of (B, S_block, K, D) each). None stands for (k, v)
@@ -133,10 +133,11 @@ def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int
 
 
 def _visits(k: Tensor, v: Tensor, problem: Problem, groups: Sequence[Group]) -> Iterator[Visit]:
-    """Yield a visit for each step of the ring. The block is freed when the next visit begins.
+    """Yield a `Visit` for each step of the ring: a rank's keys and values, and heads to compute.
 
-    With a window or documents all heads form a single group: the mask then cuts the work into
-    small pieces, and communication makes progress between them.
+    Keys and values are freed when the next visit begins. With a window or documents all heads form
+    a single group: the mask then cuts the work into small pieces, and communication makes progress
+    between them.
     """
     if problem.mask.window is not None or problem.mask.documents is not None:
         groups = [(slice(None), slice(None))]
@@ -203,7 +204,7 @@ class Travel:
         self._longest = 2 * max(self._lengths) * token if in_place.may_share(comm, "shift") else 0
 
     def block(self, step: int) -> int:
-        """Return the owner of the block that the ring brings to this rank in `step`."""
+        """Return the rank whose keys and values the ring brings to this rank in `step`."""
         return (self.comm.rank - step) % self.comm.size
 
     def goes_on(self, block: int, step: int) -> bool:
@@ -223,7 +224,7 @@ class Travel:
         return self._like.new_empty((2, batch, self._lengths[block], heads, head_dim))
 
     def arriving(self, step: int) -> Tensor | None:
-        """Return an uninitialized tensor for the block that arrives during `step`, or None."""
+        """Return an uninitialized tensor for the block that arrives in `step`; None if none."""
         coming = self.block(step + 1)
         return self.empty(coming) if self.goes_on(coming, step) else None
 
@@ -240,7 +241,7 @@ class Travel:
         return self.comm.exchange(sends, recvs, "ring", longest=self._longest)
 
     def circulate(self, held: list[Tensor | None]) -> Iterator[tuple[int, int, Block | None]]:
-        """Yield the blocks that reach this rank, while the next block is being received.
+        """Yield the blocks (a rank's keys and values) that reach this rank, and receive the next.
 
         Args:
             held: a list of this rank's own block only. The block is removed from the list, so its
@@ -280,9 +281,10 @@ class TravellingSums:
         self._mine: Tensor | None = None
 
     def add(self, step: int, own: Tensor | None) -> None:
-        """Add this rank's gradient of the block of `step`, and start to send the sum.
+        """Add this rank's gradient of one block to the block's sum, and start to send the sum.
 
-        First wait for the messages of the previous step.
+        In step s the block is the keys and values of rank r - s, on rank r. First wait for the
+        messages of the previous step.
 
         Args:
             step: the step of the ring.

@@ -76,7 +76,7 @@ class Tokens:
             x[:, rows] = piece
 
     def _rows(self, chunk: Chunk) -> list[slice]:
-        """Return for each rank the slice of its tokens of a chunk in (B, S, *), rank after rank."""
+        """Return for each rank where its tokens of a chunk are in dim 1 of (B, S, *), a slice."""
         starts = accumulate(self.lengths[:-1], initial=0)
         return [
             slice(start + r.start, start + r.stop)
@@ -137,8 +137,8 @@ def linear_scatter(
 
     Communication:
         Forward a reduce-scatter of (B, S, E) in chunks: `B*(S - S/P)*E` elements sent per rank.
-        Backward an all-gather of as many. The ranks compare the backward call unless `comm` has
-        `check="off"`.
+        Backward an all-gather of as many elements. The ranks compare the backward call unless
+        `comm` has `check="off"`.
 
     Raises:
         RuntimeError: a second derivative is computed.
@@ -251,7 +251,7 @@ def _scattered(products: Sequence[tuple[Tensor, Tensor]], tokens: Tokens, featur
 
 
 def _product(products: Sequence[tuple[Tensor, Tensor]], tokens: Tokens, chunk: Chunk) -> Tensor:
-    """Return this rank's sum of products for the tokens in a chunk, (B, tokens, features)."""
+    """Return the sum of this rank's products for the tokens in a chunk, (B, tokens, features)."""
     (y, matrix), *others = products
     total = tokens.take(y, chunk) @ matrix
     for y, matrix in others:

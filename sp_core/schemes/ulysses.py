@@ -1,4 +1,4 @@
-"""Ulysses: give every rank all tokens of some heads by an all-to-all, and return the result so.
+"""Ulysses: give every rank all tokens of some heads by an all-to-all, and send the result back.
 
     q k v  (B, S/P, H, D)  --all-to-all-->  (B, S, H/P, D)
     inner attention
@@ -126,9 +126,9 @@ class Exchange:
         heads: for each rank the query heads that it computes.
         kv_heads: for each rank the key/value heads that it receives. A head that several ranks
             read is in the lists of all of them.
-        alike: whether q, k and v go in the same all-to-all, which needs as many queries as keys on
-            every rank. In a hybrid this counts all ranks of both axes. If q, k and v go together,
-            all of them get a gradient, and the ranks of a ring must send the same gradients.
+        alike: whether q, k and v go in one all-to-all, and then all get a gradient. Every rank
+            needs as many queries as keys, in a hybrid every rank of both axes: all ranks of a
+            ring must send the same gradients.
     """
 
     comm: Communicator
@@ -182,7 +182,7 @@ class Exchange:
         return out, lse
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Exchange q, k and v to (B, S, heads of this rank, D) each."""
+        """Exchange q, k and v. Return (B, S, this rank's heads, D) of each, with all tokens."""
         rank = self.comm.rank
         own = [len(self.heads[rank]), *[len(self.kv_heads[rank])] * 2]
         if self.alike:

@@ -146,9 +146,9 @@ def save(tuning: Tuning, path: Path) -> None:
 
 
 def _tuning(found: dict[str, Any]) -> Tuning:
-    """Convert the JSON object of a file to constants. A damaged object raises any of four errors.
+    """Convert the JSON object of a file to constants.
 
-    These are KeyError, TypeError, ValueError and AttributeError.
+    A damaged object raises KeyError, TypeError, ValueError or AttributeError.
     """
     times = {
         op: {name: _curve(curve) for name, curve in by_name.items()}
@@ -169,11 +169,11 @@ def _tuning(found: dict[str, Any]) -> Tuning:
 
 
 def _curve(found: dict[str, Any]) -> Curve:
-    """Convert the JSON object of a curve."""
+    """Convert the JSON object of a file to a `Curve`."""
     return Curve(tuple((int(size), float(seconds)) for size, seconds in found["points"]))
 
 
 def _pair(found: list[float]) -> tuple[float, float]:
-    """Convert a JSON list of two numbers."""
+    """Convert a JSON list of two numbers to a pair of floats."""
     first, second = found
     return float(first), float(second)

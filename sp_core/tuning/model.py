@@ -127,7 +127,7 @@ class Tuning:
     def alpha(self) -> float:
         """Return the latency: seconds of the exchange with the fewest bytes that was measured.
 
-        Inside a node, or between nodes if only that was measured.
+        The exchange is inside a node, or between nodes if only that was measured.
         """
         return self._link.points[0][1]
 
@@ -135,7 +135,8 @@ class Tuning:
     def beta(self) -> float:
         """Return the inverse bandwidth: seconds per byte of the exchange with the most bytes.
 
-        Latency is not subtracted. Inside a node, or between nodes if only that was measured.
+        Latency is not subtracted. The exchange is inside a node, or between nodes if only that was
+        measured.
         """
         return self._link.per_byte
 
@@ -168,7 +169,7 @@ def _programs(op: str, algorithm: str, nodes: Nodes, nbytes: int) -> dict[int, P
 
 @lru_cache(maxsize=4096)
 def modelled(tuning: Tuning, op: str, algorithm: str, nodes: Nodes, nbytes: int) -> float:
-    """Predict the seconds of a plan's run by the model alone, without `Tuning.times`.
+    """Predict the seconds of a prepared collective by the model alone, without `Tuning.times`.
 
     Arguments as in `predict`. For "mpi" return the prediction of the quickest other algorithm.
     Return infinity if messages use a kind of link that was not measured.
@@ -232,7 +233,7 @@ def _seconds(tuning: Tuning, program: Program, rank: int, nodes: Nodes) -> float
 def _travel(tuning: Tuning, step: Step, rank: int, nodes: Nodes) -> float:
     """Return the seconds of the messages of a step, which are all sent and received at once.
 
-    The time is that of the slowest kind of link; infinity if it was not measured.
+    The slowest kind of link counts; infinity if a kind that is used was not measured.
     """
     slowest = 0.0
     for kind in ("node", "network"):
