@@ -13,10 +13,12 @@ from typing import Any
 
 
 class Observer:
-    """Base of observers, whose methods the library calls: each does nothing and returns None.
+    """Base of observers: objects that hear what a rank is about to communicate.
 
-    Communicators of `sp_core.testing`, and those over torch.distributed, are their own observers.
-    `observer_of.register` makes the observer of another class known.
+    The library calls these methods before its own communication. Here each does nothing and
+    returns None. Communicators of `sp_core.testing`, and those over torch.distributed, are their
+    own observers. For communicators of another class, register a function that returns the
+    observer: `observer_of.register`.
     """
 
     def announce_exchange(

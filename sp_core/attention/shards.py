@@ -215,7 +215,10 @@ def _gradients(
 def _blocks(
     q: Tensor, k: Tensor, q_positions: Positions, kv_positions: Positions, mask: Mask | None
 ) -> tuple[Block, ...]:
-    """Plan the blocks. Raise ShapeError if a token has no position, or a position no token."""
+    """Return the blocks of queries and keys in which the mask shows anything (`plan_blocks`).
+
+    Raise ShapeError if a token has no position, or a position no token.
+    """
     for name, length, positions in (
         ("q", q.shape[2], q_positions),
         ("kv", k.shape[2], kv_positions),

@@ -218,7 +218,7 @@ class Library(Ready):
 class BoundStep:
     """Hold one step of a program: its messages, and `work`, the calls that sum and copy.
 
-    Step number `rewritten` may overwrite what is sent: it begins when the sends have completed.
+    Step `rewritten` overwrites what `sends` read, so it begins after these sends are complete.
     """
 
     sends: Bound

@@ -193,9 +193,10 @@ class _Parallel:
         num_items_in_batch: Tensor | int | None = None,
         **others: Any,
     ) -> Tensor:
-        """Return the mean loss of all ranks' labels; `_shard` has put each at the token before it.
+        """Return the mean loss over the labels of all ranks; transformers calls this.
 
-        `num_items_in_batch`, from Trainer, is the number of labels in all micro-batches of a step.
+        labels (B, S/P): for each token the next token, as `_shard` has shifted them. The sum is
+        divided by `num_items_in_batch` if given: Trainer's number of labels in all micro-batches.
         """
         count = None if num_items_in_batch is None else int(num_items_in_batch)
         grid = self._grid

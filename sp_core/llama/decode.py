@@ -273,7 +273,11 @@ class Decoder:
         return one, lambda hidden: self._last(hidden, new, one.lengths)
 
     def _everywhere(self, cache: Cache, new: New) -> Step:
-        """Prepare `decode` of a micro-batch: each rank computes all new tokens with own keys."""
+        """Prepare `decode` of a micro-batch with few new tokens.
+
+        Each sequence rank computes the queries of all new tokens, and attends to the keys of its
+        own part of the cache. The partial results of all ranks are then merged.
+        """
         model, comm = self.model, self.model.grid.sequence
         mine = new.shares[comm.rank]
         end, kept = len(cache.room) * cache.slot, cache.positions[: len(cache.owned[comm.rank])]

@@ -46,7 +46,11 @@ def global_map(f: RankFunction, size: int) -> Callable[..., tuple[Tensor, ...]]:
 
 
 class _GlobalMap(torch.autograd.Function):
-    """The differentiable function of `global_map`, called with f, size and all shards."""
+    """Run `f` on `size` ranks that are threads, for `global_map`; differentiable in the shards.
+
+    Arguments f and size are those of `global_map`; then come the shards of all ranks. The backward
+    maps the shards and the outputs' gradients to the shards' gradients, again on `size` ranks.
+    """
 
     @staticmethod
     def forward(ctx: Any, f: RankFunction, size: int, *shards: Tensor) -> tuple[Tensor, ...]:

@@ -130,7 +130,7 @@ class Ranks:
         return f"sp_core.testing: {self.size} ranks, {library}"
 
     def pytest_collectstart(self, collector: pytest.Collector) -> None:
-        """Note, as this rank's last place, the file or folder that pytest collects."""
+        """Note for the report of a hang that this rank collects this file or folder."""
         watch.note(f"collects {collector.nodeid or 'tests'}")
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -169,7 +169,7 @@ class Ranks:
             self._usage("\n".join([text, *lines]))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Note, as this rank's last place, the test that starts."""
+        """Note for the report of a hang that this rank has begun this test."""
         watch.note(f"in {nodeid}")
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -202,10 +202,15 @@ def _room(mpi: Any, several: str, given: Any) -> Any:
 def _ask(
     base: Any, test: str, requests: Sequence[Any], target: Any, status: Any
 ) -> tuple[bool, Any, Any]:
-    """Test requests once, and note those that are complete.
+    """Call a test method of mpi4py once, in place of a wait, and end completed transfers.
 
-    Return whether the wait is over, the result of the test, and the result of the wait. `base` is
-    mpi4py's class and `test` its method, called with `target` and `status`.
+    Args:
+        base, test: mpi4py's class and the name of its method, such as Testall.
+        requests: those that are tested.
+        target, status: the arguments of the method.
+
+    Returns:
+        (whether the wait is over, what the test returned, what the wait would return).
     """
     complete: Sequence[int] = ()
     try:

@@ -102,12 +102,12 @@ class Tally:
     tests: int = 0
 
     def count(self, remarks: Remarks) -> None:
-        """Count one example by its features, and keep the greatest error over bound by name."""
+        """Count one example and its features; keep the largest error / bound of each result."""
         self.features.update(list(remarks.features))
         keep_largest(self.ratios, remarks.ratios)
 
     def merge(self, other: Tally) -> None:
-        """Add another session's counts, and keep the greatest error over bound by name."""
+        """Add another session's counts; keep the largest error / bound of each result."""
         for name, value in vars(other).items():
             if isinstance(value, Counter):
                 vars(self)[name].update(value)

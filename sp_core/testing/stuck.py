@@ -96,7 +96,10 @@ def deadlocked(reports: Sequence[Report]) -> bool:
 
 
 def turn(sent: Sequence[Message], message: Message | None) -> int:
-    """Return how many of the messages with the same ends were begun up to this one, the last."""
+    """Return the place of `message` among the sent messages to its destination with its tag.
+
+    The first one has place 1. For None it is 0.
+    """
     last = max((place for place, each in enumerate(sent) if each is message), default=0)
     return sum(message is not None and each[:3] == message[:3] for each in sent[: last + 1])
 
