@@ -176,8 +176,10 @@ def writable(path: Path) -> Path:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise PermissionError(0, "it is a folder, or you may not write there")
+        is_new = not path.exists()
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
     except OSError as error:
         raise UsageError(
             f"--out {path} cannot be written: {error.strerror}. Pass a file that you may write."

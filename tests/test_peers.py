@@ -179,6 +179,7 @@ def test_every_required_line_is_there_and_can_be_short(
         ("--only nothing", "--list prints all"),
         ("--timeout 0", "pass more than 0"),
         ("--out /", "cannot be written"),
+        ("--out /proc/nope", "cannot be written"),  # where root may write, but nobody can
     ],
 )
 def test_bad_options_are_refused_before_anything_starts(
