@@ -267,7 +267,7 @@ def planned(**options: Any) -> str:
 def judge_plan(given: Values, text: str) -> None:
     """Compare each line with its projection; times only roughly if the speed was measured."""
     _, *lines, speed, known = text.splitlines()
-    assert "not known here" in known
+    assert "error of these times is not known" in known
     heads, itemsize = given["--heads"], 4 if given["--dtype"] == "float32" else 2
     kv_heads, head_dim = given["--kv-heads"] or heads, given["--head-dim"] or 128
     sizes = (given["--seq"], given["--batch"] or 1, heads, kv_heads, head_dim, itemsize)
