@@ -260,8 +260,7 @@ def _attend(
         raise RuntimeError(
             f"attention {NAME!r} was called with {dropout=} and "
             f"{'no' if sp_core is None else 'a'} parallelized forward; it needs dropout=0.0 "
-            "and a forward of the model itself that parallelize(model, mesh) returned, not of a "
-            "part of the model."
+            "and a forward of the model itself from parallelize(model, mesh), not of a part of it."
         )
     out = sp_core.attention(
         *(x.transpose(1, 2) for x in (query, key, value)),
