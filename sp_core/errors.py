@@ -33,6 +33,6 @@ class PeerFailed(RankError):
     """Report that another rank left the operation with an error, so this rank cannot finish it."""
 
 
-def first_line(error: BaseException) -> str:
+def short_text(error: BaseException) -> str:
     """Return the first line of an error's text, or the name of its class if it has no text."""
     return str(error).partition("\n")[0] or type(error).__name__

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from sp_core import progress
-from sp_core.errors import AGREED, PeerFailed
+from sp_core.errors import AGREED, PeerFailed, short_text
 
 GRACE_SECONDS = 2.0
 """Time in which the other ranks can print their errors, before all ranks are ended."""
@@ -75,8 +75,7 @@ def end(error: BaseException, tell: Callable[[], Any]) -> None:
     agreed = getattr(error, AGREED, 0)
     try:
         if agreed and error.__cause__ is None:
-            text = str(error).partition("\n")[0]
-            print(f"{_head}{type(error).__name__}: {text}", file=sys.stderr)
+            print(f"{_head}{type(error).__name__}: {short_text(error)}", file=sys.stderr)
         else:
             print(f"{_head}this error ends all ranks.", file=sys.stderr)
             tell()

@@ -17,7 +17,7 @@ import torch
 
 from sp_core import agreement, arguments, failing, progress
 from sp_core.communicator import Check, Communicator, NotCopied, Reordered
-from sp_core.errors import DeviceError, RankError, ShapeError, first_line
+from sp_core.errors import DeviceError, RankError, ShapeError, short_text
 from sp_core.machine import cpu_model, node_cores, node_name, node_number
 from sp_core.observer import observer_of
 from sp_core.schedules import defaults
@@ -357,7 +357,7 @@ def _device(device: torch.device | str | None) -> torch.device:
     try:
         found = torch.device(device or "cpu")
     except (RuntimeError, TypeError) as error:
-        text = first_line(error)
+        text = short_text(error)
         raise DeviceError(f"device={device!r} was given: {text} Pass 'cpu' or 'cuda'.") from None
     if (kind := found.type) == "cpu" or kind not in NAMES:  # `choose` refuses the latter
         return found

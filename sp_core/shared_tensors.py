@@ -76,10 +76,10 @@ def peer(x: Tensor, rank: int, *, comm: Communicator) -> Tensor:
     tensors = [] if comm.window is None else comm.window.tensors(x)
     if not 0 <= rank < len(tensors):
         raise RankError(
-            f"the tensor of rank {rank} to x of shape {tuple(x.shape)} was asked for; "
-            f"{comm.name} knows {len(tensors)} ranks' tensors to it "
-            f"({comm.no_window or 'it has shared memory'}). Pass x from shared_empty, and the "
-            "communicator of that call."
+            f"the tensor of rank {rank} was asked for, from the shared_empty call that returned x "
+            f"of shape {tuple(x.shape)}; {comm.name} has {len(tensors)} tensors of such a call "
+            f"({comm.no_window or 'it has shared memory'}). Pass x as shared_empty returned it, "
+            "and the communicator of that call."
         )
     return x if rank == comm.rank else tensors[rank]
 

@@ -331,7 +331,7 @@ def test_a_device_runs_the_tests_that_ask_for_it(
     assert (profile, other, threads[-1], processes[-1]) == ("brief", "brief", "-x", "-x")
     assert ("--only-mpi" in threads, "--only-mpi" in processes) == (False, True)
     files = {Path(word).name for word in threads if word.endswith(".py")}
-    assert files == {Path(word).name for word in processes if word.endswith("py")}
+    assert files == {Path(word).name for word in processes if word.endswith(".py")}
     assert {"test_schemes.py", "test_layers.py"} <= files
     assert not {"test_slurm.py", "test_sharding.py"} & files
 

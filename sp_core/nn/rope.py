@@ -162,8 +162,8 @@ def _low(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
     if not high > low:
         raise ValueError(
-            f"llama3 was given low_freq_factor={low} and high_freq_factor={high}; needed a second "
-            "one above the first."
+            f"llama3 was given low_freq_factor={low} and high_freq_factor={high}; needed "
+            "low_freq_factor < high_freq_factor."
         )
     return 1 - ((turns - low) / (high - low)).clamp(0.0, 1.0)
 
@@ -200,7 +200,8 @@ def _amplitude(scaling: Mapping[str, Any]) -> float:
     if _kind(scaling) != "yarn":
         return 1.0
     growth = 0.1 * math.log(max(float(scaling["factor"]), 1.0))
-    scales = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    above, below = scales if all(scales) else (1.0, 0.0)
-    usual = (1 + float(above or 0) * growth) / (1 + float(below or 0) * growth)
+    above, below = (float(scaling.get(name, 0)) for name in ("mscale", "mscale_all_dim"))
+    if not (above and below):
+        above, below = 1.0, 0.0
+    usual = (1 + above * growth) / (1 + below * growth)
     return float(scaling.get("attention_factor", usual))

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from sp_core.errors import DeviceError, PeerFailed, first_line
+from sp_core.errors import DeviceError, PeerFailed, short_text
 from sp_core.observer import observer_of
 from sp_core.schedules import Operation
 from sp_core.transport.base import Bound, Done, Handle, Messages, Transfer, Transport, wait
@@ -218,7 +218,7 @@ def is_complete(work: Any, what: str, watch: Callable[[str], object]) -> bool:
         work.wait()
     except RuntimeError as error:
         raise PeerFailed(
-            f"{what} failed: {first_line(error)} See what the other ranks say."
+            f"{what} failed: {short_text(error)} See what the other ranks say."
         ) from error
     return True
 
@@ -326,7 +326,7 @@ def _tried(make: Callable[[], T]) -> tuple[T | None, str]:
     try:
         return make(), ""
     except (RuntimeError, ImportError, OSError) as error:
-        return None, first_line(error)
+        return None, short_text(error)
 
 
 def _store(host: str, port: int, listening: int | None = None) -> Any:

@@ -24,7 +24,7 @@ import torch
 from torch import distributed
 from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo
 
-from sp_core.errors import PeerFailed, RankError, first_line
+from sp_core.errors import PeerFailed, RankError, short_text
 from sp_core.launch.deaths import stat
 from sp_core.observer import Observer, observer_of
 from sp_core.transport.base import Transfer, wait
@@ -68,7 +68,7 @@ class GroupComm(Observer):
         except RuntimeError as error:
             raise PeerFailed(
                 f"rank {rank} of {size} cannot connect to the others over gloo: "
-                f"{first_line(error)} See what the other ranks say."
+                f"{short_text(error)} See what the other ranks say."
             ) from error
 
     def Iallgather(self, send: Array, recv: Array) -> Request:

@@ -41,8 +41,8 @@ CONFIG: dict[str, Parts] = {
     "rms_norm_eps": values(1e-6, 1e-5, 0.0),
     "rope_theta": values(10_000.0, 500_000.0, 1.0, 3.5),
     "rope_scaling": {
-        name: (lambda c, v, name=name: SCALINGS[name])  # type: ignore[misc]
-        for name in SCALINGS
+        name: (lambda c, v, scaling=scaling: scaling)  # type: ignore[misc]
+        for name, scaling in SCALINGS.items()
     },
     "tie_word_embeddings": values(False, True),
     "max_position_embeddings": spans((2048, 2048), (1, 1), (131_072, 10_000_000)),
@@ -63,8 +63,9 @@ def judge_fields(given: Values, config: LlamaConfig) -> None:
     x = torch.randn(
         1, 3, 2, config.head_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
     )
-    rope = (config.head_dim, config.rope_theta, config.rope_scaling)
-    frequencies = reference.llama_frequencies(*rope)
+    frequencies = reference.llama_frequencies(
+        config.head_dim, config.rope_theta, config.rope_scaling
+    )
     positions = [0, 7, 1000]
     torch.testing.assert_close(
         config.rope().apply(x, positions),

@@ -53,10 +53,11 @@ from tests.conformance.gloo import Gloo
 VOCAB = 512
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+TRANSPORTS = ("host", "window")
 OURS = {
     f"parallelize, {scheme}, {transport}": (scheme, transport)
     for scheme in ("ring", "ulysses")
-    for transport in ("host", "window")
+    for transport in TRANSPORTS
 }
 PEERS = ("accelerate context parallel", "deepspeed ALST")
 NAMES = ("loss", "gradients")
@@ -216,7 +217,7 @@ def measure(setting: Record, rank: Rank) -> Record:
             name: stack.enter_context(
                 Mesh(dist.group.WORLD, check="off", transport=name, ring=world.size)
             )
-            for name in ("host", "window")
+            for name in TRANSPORTS
         }
         whole, given = drawn(seed, seq)
         loss = loss_of(whole, given, seq - 1)
