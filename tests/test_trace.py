@@ -14,8 +14,7 @@ import sp_core as sp
 from benchmarks.files import ForeignError
 from benchmarks.reporting import foreign
 from benchmarks.reporting.tables import size
-from benchmarks.reporting.trace.__main__ import main
-from benchmarks.reporting.trace.rank import Event, Log, Profile, difference, merge, spans
+from benchmarks.reporting.trace import Event, Log, Profile, difference, main, merge, spans
 from sp_core.testing import spmd
 
 pytestmark = pytest.mark.mpi_skip

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from benchmarks import launching
-from benchmarks.training import setting as faults
+from benchmarks.training import runs as faults
 from benchmarks.training.__main__ import allowed, complaints, divergence, train, yardstick
-from benchmarks.training.runs import run_alone, run_place
-from benchmarks.training.setting import DTYPES, Place, Setting, places
+from benchmarks.training.runs import DTYPES, Place, Setting, places, run_alone, run_place
 from sp_core.testing import run_threads
 
 SMALL = Setting(

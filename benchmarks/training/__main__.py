@@ -19,7 +19,7 @@ from benchmarks.contests.contest import Contest, Entry, Part, Wrong
 from benchmarks.launching import REPORTS, Launch, Record, UsageError, about, main, numbers_of_ranks
 from benchmarks.reporting.style import COLOURS, styled
 from benchmarks.reporting.tables import make
-from benchmarks.training.setting import DTYPES, FAULTS, Setting, places
+from benchmarks.training.runs import DTYPES, FAULTS, Setting, places
 
 ALONE = "one rank"
 FACTOR = 10.0

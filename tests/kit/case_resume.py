@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 import sp_core as sp
-from benchmarks.training.runs import move_by_one_ulp
-from benchmarks.training.setting import Setting
+from benchmarks.training.runs import Setting, move_by_one_ulp
 from sp_core.llama import checkpoint, create
 from sp_core.llama.train import load_training, save_training, train_step
 

@@ -1,4 +1,7 @@
-"""Trace a block on one rank: name its communication, compare its clock with rank 0's."""
+"""Trace one step of a transformer block on all ranks: `python -m benchmarks.reporting.trace`.
+
+The trace is for Perfetto. Communication is named; each rank's clock is compared with rank 0's.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,20 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from benchmarks import launching, scaling
 from benchmarks.cases.block import block
 from benchmarks.cases.setting import BlockSetting
+from benchmarks.launching import Launch, Options, UsageError, about, parse, writable
 from benchmarks.machine import device
 from benchmarks.records import AXIS
 from benchmarks.reporting.tables import size
@@ -164,7 +170,7 @@ def measure(values: Any, rank: Rank) -> dict[str, Any]:
     events = [*spans(found), *log.events]
     place = f"{where} of {MPI.Get_processor_name()}"
     profiles = world.gather(Profile(world.rank, place, events, ahead))
-    return {} if profiles is None else {"trace": merge(profiles, about(setting))}
+    return {} if profiles is None else {"trace": merge(profiles, described(setting))}
 
 
 def stepping(setting: BlockSetting, mesh: Mesh, where: torch.device) -> Callable[[], None]:
@@ -190,7 +196,7 @@ def stepping(setting: BlockSetting, mesh: Mesh, where: torch.device) -> Callable
     return step
 
 
-def about(setting: BlockSetting) -> dict[str, Any]:
+def described(setting: BlockSetting) -> dict[str, Any]:
     """Describe the step, for the reader of the file."""
     case = setting.case
     names = ("scheme", "layout", "dtype", "ranks", "transport")
@@ -265,3 +271,39 @@ def _rows(profile: Profile) -> Iterator[Event]:
     for tid in sorted({event["tid"] for event in mine}, key=str):
         kind = "stream" if tid in streams else "thread"
         yield named("thread_name", tid, name=f"{kind} {tid}")
+
+
+LEFT_OUT = ("--preset", "--iterations", "--warmup")
+OPTIONS: Options = {
+    **{flag: option for flag, option in scaling.OPTIONS.items() if flag not in LEFT_OUT},
+    "--out": about(type=Path, default=Path("reports/trace.json"), help="default: %(default)s"),
+}
+
+
+@launching.program("trace")
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the trace; return 0, 1 for a failed run, 2 for options that cannot be run."""
+    text = "One step of a transformer block, all ranks side by side."
+    usual = {"scheme": "ring", "sharding": "zigzag", "mask": "causal", "ranks": "4"}
+    step = {"backward": True, "preset": "trace", "iterations": 1, "warmup": 0}
+    options = parse("trace", text, OPTIONS, arguments, **usual, **step)
+    out = writable(options.out.resolve())
+    launch = Launch(options.launcher, options.timeout)
+    setting, *others = scaling.settings(options)
+    if others or len(setting.case.mesh) > 1:
+        raise UsageError("pass one number of --ranks, one --dtype, and no hybrid scheme.")
+    out.unlink(missing_ok=True)  # an older trace must not pass for the new one
+    measure = "benchmarks.reporting.trace:measure"
+    found = launching.run(setting.case.ranks, measure, setting, launch)
+    if found["status"] != "ok":
+        print(f"trace: the run failed: {found['reason']}\n{found['output']}")
+        print("trace: nothing was written.")
+        return 1
+    out.write_text(json.dumps(found["trace"], separators=(",", ":"), allow_nan=False))
+    what = f"{setting.case.ranks} ranks, {scaling.step(setting.case)}"
+    print(f"{out}: {what}. Open it in ui.perfetto.dev or chrome://tracing.")
+    return 0
+
+
+if __name__ == "__main__":
+    launching.main(main)
