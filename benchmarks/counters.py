@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from benchmarks.cases import bench_collectives, bench_layers, bench_llama, bench_schemes
 from benchmarks.cases.case import CONTROL, Watched, counts_of, meshes
-from benchmarks.cases.suite import module_of
+from benchmarks.cases.setting import module_of
 from benchmarks.launching import about, parse
 from benchmarks.records import Case
 from benchmarks.sample import peak_memory

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import platform
 import shutil
@@ -21,6 +23,9 @@ ASKED = (
     "temperature.gpu",
     "power.limit",
 )  # of nvidia-smi; MHz, degrees Celsius, W
+STABLE_ENV = ("python", "torch", "platform", "cpu_model", "cores")
+STABLE_DEVICE = ("kind", "name", "power_cap", "driver")
+STABLE_TRANSPORT = ("mpi", "mode", "threads")
 READINGS = ("driver", "clocks", "temperature", "power_cap")
 
 
@@ -81,7 +86,7 @@ def facts(world: Intracomm, device: torch.device, mode: str) -> dict[str, Any]:
     of_kind: Any = torch.get_device_module(device)
     vendor, numbers = MPI.get_vendor()
     threads = torch.get_num_threads()
-    return {
+    said: dict[str, Any] = {
         "device": {
             "kind": device.type,
             "name": of_kind.get_device_name(device) if is_gpu else cpu_model(),
@@ -102,6 +107,21 @@ def facts(world: Intracomm, device: torch.device, mode: str) -> dict[str, Any]:
         },
         "env": environment(),
     }
+    said["env"]["fingerprint"] = fingerprint(said["env"], said["device"], said["transport"])
+    return said
+
+
+def fingerprint(env: dict[str, Any], device: dict[str, Any], transport: dict[str, Any]) -> str:
+    """Return a name for machine and software, the same in every run and for every number of ranks.
+
+    Args:
+        env, device, transport: these parts of a record; a fingerprint in `env` is not read.
+            Temperature, clocks, the Slurm job and the consequences of the number of ranks are left
+            out.
+    """
+    parts = ((env, STABLE_ENV), (device, STABLE_DEVICE), (transport, STABLE_TRANSPORT))
+    stable = [[part.get(name) for name in names] for part, names in parts]
+    return hashlib.sha256(json.dumps(stable, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _gpu_readings(device: torch.device) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def listing(
     """
     asked = (str(root), msgspec.json.encode(setting).decode(), *map(str, ranks))
     answer = subprocess.run(
-        [python, "-m", "benchmarks.cases.suite", *asked],
+        [python, "-m", "benchmarks.cases.setting", *asked],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -22,6 +22,7 @@ from benchmarks import launching, record, records
 from benchmarks.cases import bench_collectives, bench_layers, bench_llama, bench_schemes
 from benchmarks.cases.session import meet
 from benchmarks.cases.setting import Setting
+from benchmarks.machine import fingerprint
 from benchmarks.records import Case
 from benchmarks.sample import OVERHEAD, Budget, Sampler, choose
 from sp_core.testing import spmd
@@ -231,7 +232,7 @@ def test_a_run_from_end_to_end(tmp_path: Path) -> None:
         counted = [sent["bytes_sent"] for name, sent in plain["comm"].items() if name != "control"]
         assert 0 < sum(counted) == plain["work"]["bytes_formula"]
         parts = [plain[name] for name in ("env", "device", "transport")]
-        assert plain["env"]["fingerprint"] == records.fingerprint(*parts)
+        assert plain["env"]["fingerprint"] == fingerprint(*parts)
         assert one.case.id in shown
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "bench-p2.pytest-benchmark.json",

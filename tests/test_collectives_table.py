@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import sp_core as sp
-from benchmarks.contests.collectives import __main__ as program, contestants as timed, regret
+from benchmarks.contests.collectives import __main__ as program, contestants as timed
 from benchmarks.contests.collectives.__main__ import KIB, MIB, ROWS, Row, heat_of, heats, judged
 from benchmarks.contests.collectives.contestants import CONTESTANTS, error_of
 from sp_core.testing import run_threads
@@ -128,12 +128,12 @@ def samples(odd: dict[str, float], even: dict[str, float]) -> Any:
 
 def test_a_choice_is_judged_on_rounds_that_it_has_not_seen() -> None:
     odd, even = {"mpi": 2.0, "ring": 1.0}, {"mpi": 1.0, "ring": 1.5}
-    found = regret.judged(BARE, samples(odd, even))
+    found = timed.judged(BARE, samples(odd, even))
     assert [(case["chosen"], case["best"], case["seconds"] / case["least"]) for case in found] == [
         ("ring", "mpi", 1.5)
     ] * 2
-    assert not regret.summary(found)["reached"]
-    same = regret.summary(regret.judged(BARE, samples(odd, odd)))
+    assert not timed.summary(found)["reached"]
+    same = timed.summary(timed.judged(BARE, samples(odd, odd)))
     assert same["reached"]
     assert same["median"] == same["p95"] == 0
     assert same["prediction_error"]["p95"] == pytest.approx(0)
@@ -141,22 +141,22 @@ def test_a_choice_is_judged_on_rounds_that_it_has_not_seen() -> None:
 
 def test_a_loss_of_two_microseconds_does_not_count() -> None:
     best = {"seconds": 1e-6, "least": 1e-6, "predicted": 1.0, "plain": 1.0}
-    found = regret.summary([{**best, "seconds": 2.5e-6}, *[best] * 9])
+    found = timed.summary([{**best, "seconds": 2.5e-6}, *[best] * 9])
     assert found["p95"] == pytest.approx(1.5)
     assert (found["p95_beyond_microseconds"], found["reached"]) == (0.0, True)
-    more = regret.summary([{**best, "seconds": 4e-6}, *[best] * 9])
+    more = timed.summary([{**best, "seconds": 4e-6}, *[best] * 9])
     assert more["p95_beyond_microseconds"] == pytest.approx(3.0)
     assert not more["reached"]
 
 
 def test_what_is_shown() -> None:
-    cases = regret.judged(BARE, samples({"mpi": 2.0, "ring": 1.0}, {"mpi": 1.0, "ring": 1.5}))
+    cases = timed.judged(BARE, samples({"mpi": 2.0, "ring": 1.0}, {"mpi": 1.0, "ring": 1.5}))
     facts = {
         "transport": {"mpi": {"vendor": "MPICH", "version": "5.0.2"}},
         "env": {"torch": "2", "cores": 2},
         "device": {"name": "a processor"},
     }
-    regrets = {"status": "ok", "cases": cases, "summary": regret.summary(cases)}
+    regrets = {"status": "ok", "cases": cases, "summary": timed.summary(cases)}
     document = {
         "ranks": 2,
         "commit": {"sha": "abc"},

@@ -16,8 +16,10 @@ from hypothesis import given, settings, strategies as st
 from kit import records as made
 
 from benchmarks import records
+from benchmarks.files import ForeignError
+from benchmarks.machine import fingerprint
 from benchmarks.record import NOTHING
-from benchmarks.records import Record, RecordError, check
+from benchmarks.records import Record
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -81,11 +83,11 @@ def as_record(values: Any) -> Record:
 )
 def test_a_wrong_value_is_named(path: str, value: Any, complaint: str, tmp_path: Path) -> None:
     record = changed(path, value)
-    with pytest.raises(RecordError, match=r".") as caught:
+    with pytest.raises(ForeignError, match=r".") as caught:
         records.parse(line(record))
     told = str(caught.value)
     assert (complaint in told, "\n" in told, len(told) < 400) == (True, False, True)
-    with pytest.raises(RecordError):
+    with pytest.raises(ForeignError):
         records.append(tmp_path / "records.jsonl", record)
     assert not (tmp_path / "records.jsonl").exists()
 
@@ -104,7 +106,7 @@ def test_a_wrong_value_is_named(path: str, value: Any, complaint: str, tmp_path:
         (line(GOOD).replace(b'"launch": 0', b'"launch": ' + b"9" * 9000), "$.launch"),
         (b"[" * 100_000, "Expected `object`"),
         (b'{"x":' * 100_000, "unknown field `x`"),
-        (b'{"schema":1,"x":"' + b"x" * check.MAX_LINE + b'"}', f"{check.MAX_LINE} are allowed"),
+        (b'{"schema":1,"x":"' + b"x" * records.MAX_LINE + b'"}', f"{records.MAX_LINE} are allowed"),
     ],
 )
 def test_a_bad_line_is_named_and_the_rest_is_usable(
@@ -125,7 +127,7 @@ def test_a_bad_line_is_named_and_the_rest_is_usable(
 def test_no_bytes_raise_anything_but_a_record_error(noise: bytes, start: int, length: int) -> None:
     good = line(GOOD)
     spoiled = good[:start] + noise + good[start + length :]
-    with contextlib.suppress(RecordError):
+    with contextlib.suppress(ForeignError):
         records.parse(spoiled)
 
 
@@ -134,8 +136,8 @@ def test_a_foreign_file_is_told_once_and_not_line_by_line(tmp_path: Path) -> Non
     path.write_bytes(b"name,seconds\n" * 1000)
     found = records.read(path)
     assert found.records == []
-    assert len(found.problems) == check.MAX_PROBLEMS + 1
-    assert found.problems[-1].endswith(f"{1000 - check.MAX_PROBLEMS} more lines cannot be used.")
+    assert len(found.problems) == records.MAX_PROBLEMS + 1
+    assert found.problems[-1].endswith(f"{1000 - records.MAX_PROBLEMS} more lines cannot be used.")
 
 
 def test_a_file_that_cannot_be_read_is_a_problem(
@@ -205,7 +207,7 @@ def test_the_fingerprint_holds_stable_fields_only(
     part: str, name: str, value: Any, same: bool
 ) -> None:
     def of(record: dict[str, Any]) -> str:
-        return records.fingerprint(record["env"], record["device"], record["transport"])
+        return fingerprint(record["env"], record["device"], record["transport"])
 
     assert (of(changed(f"{part}.{name}", value)) == of(GOOD)) is same
 

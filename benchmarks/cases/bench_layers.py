@@ -10,15 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import sp_core as sp
 from benchmarks.cases import bench_schemes
 from benchmarks.cases.bench_schemes import DIRECTIONS, MASKS
 from benchmarks.cases.case import Phases, Work, dtype_of, training
 from benchmarks.cases.setting import HYBRID, mesh_of
 from benchmarks.records import AXIS, Case, make_case
 from sp_core import cost
-from sp_core.mesh import Mesh
-from sp_core.nn.layers import TransformerBlock
-from sp_core.nn.parallel import ColumnParallelLinear, RowParallelLinear
 from sp_core.schemes import SCHEMES
 from sp_core.transport import NAMES
 
@@ -67,7 +65,7 @@ def quick(case: Case) -> bool:
     return (case.scheme, case.direction) in QUICK
 
 
-def build(case: Case, mesh: Mesh, sync: Callable[[], None]) -> Work:
+def build(case: Case, mesh: sp.Mesh, sync: Callable[[], None]) -> Work:
     """Make this rank's part in one layer."""
     phases = Phases(bench_schemes.communicators(case, mesh), sync)
     sharding = bench_schemes.sharding_of(case)
@@ -98,12 +96,12 @@ def flops(case: Case) -> int:
     return linear + (0 if case.scheme == PAIR else bench_schemes.flops(case))
 
 
-def block(case: Case, mesh: Mesh, phases: Named) -> Made:
+def block(case: Case, mesh: sp.Mesh, phases: Named) -> Made:
     """Return a transformer block whose attention is that of the case."""
     shape = case.shape
     sharding = bench_schemes.sharding_of(case)
     axes = tuple(case.mesh)
-    made = TransformerBlock(
+    made = sp.TransformerBlock(
         shape["hidden"],
         shape["heads"],
         num_kv_heads=shape["kv_heads"],
@@ -122,14 +120,14 @@ def block(case: Case, mesh: Mesh, phases: Named) -> Made:
     return made, lambda x: made(x, sharding=sharding), sent
 
 
-def _pair(case: Case, mesh: Mesh, phases: Named) -> Made:
+def _pair(case: Case, mesh: sp.Mesh, phases: Named) -> Made:
     comm, sharding = mesh[AXIS], bench_schemes.sharding_of(case)
     hidden, ffn, batch = case.shape["hidden"], case.shape["ffn"], case.shape["batch"]
     plain: Any = {"bias": False, "device": mesh.device, "dtype": dtype_of(case)}
     up, down = nn.Linear(hidden, ffn, **plain), nn.Linear(ffn, hidden, **plain)
     pair = nn.Sequential(
-        ColumnParallelLinear.from_linear(up, comm=comm, sharding=sharding),
-        RowParallelLinear.from_linear(down, comm=comm, sharding=sharding),
+        sp.ColumnParallelLinear.from_linear(up, comm=comm, sharding=sharding),
+        sp.RowParallelLinear.from_linear(down, comm=comm, sharding=sharding),
     )
     _note(pair, "mlp", phases)
     both = cost.tp_sp(sharding, mesh.rank, batch, hidden, dtype_of(case).itemsize)

@@ -12,21 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import sp_core as sp
 from benchmarks.cases.case import Phases, Work, dtype_of, training
 from benchmarks.cases.setting import HYBRID, mesh_of
 from benchmarks.records import AXIS, Case, make_case
 from sp_core import cost
-from sp_core.communicator import Communicator
-from sp_core.mask import Mask
-from sp_core.mesh import Mesh
-from sp_core.schemes import SCHEMES, hybrid_attention
+from sp_core.schemes import SCHEMES
 from sp_core.schemes.hybrid import groups_of
-from sp_core.sharding import Sharding
 from sp_core.transport import MAY_BE_REFUSED, MESSAGES, NAMES
 
 SHAPE = {"batch": 1, "seq": 1024, "heads": 8, "kv_heads": 4, "head_dim": 32}
 LAYOUTS = ("contiguous", "zigzag", "striped")
-MASKS = {"full": Mask(), "causal": Mask(causal=True)}
+MASKS = {"full": sp.Mask(), "causal": sp.Mask(causal=True)}
 DIRECTIONS = ("forward", "both")
 WINDOW = "window"
 """Shared memory, in which keys and values are read where they lie; timed in one layout."""
@@ -65,7 +62,7 @@ def quick(case: Case) -> bool:
     return wanted and (case.scheme != HYBRID or case.ranks > 1)
 
 
-def build(case: Case, mesh: Mesh, sync: Callable[[], None]) -> Work:
+def build(case: Case, mesh: sp.Mesh, sync: Callable[[], None]) -> Work:
     """Make this rank's part in one attention."""
     sharding = sharding_of(case)
     own, (heads, kv_heads, head_dim) = sharding.local_len(mesh.rank), widths(case)
@@ -91,22 +88,22 @@ def build(case: Case, mesh: Mesh, sync: Callable[[], None]) -> Work:
     )
 
 
-def communicators(case: Case, mesh: Mesh) -> list[Communicator]:
+def communicators(case: Case, mesh: sp.Mesh) -> list[sp.Communicator]:
     """Return all communicators that the scheme sends on."""
     axes = tuple(case.mesh)
     return [mesh[axis] for axis in axes] + ([mesh[axes]] if len(axes) > 1 else [])
 
 
-def attention_of(case: Case, mesh: Mesh) -> Callable[..., Any]:
+def attention_of(case: Case, mesh: sp.Mesh) -> Callable[..., Any]:
     """Return the scheme, bound to its ranks."""
     if case.scheme == HYBRID:
-        return partial(hybrid_attention, mesh=mesh)
+        return partial(sp.hybrid_attention, mesh=mesh)
     return partial(SCHEMES[case.scheme], comm=mesh[AXIS])
 
 
-def sharding_of(case: Case) -> Sharding:
+def sharding_of(case: Case) -> sp.Sharding:
     """Return who owns which tokens."""
-    made: Sharding = getattr(Sharding, str(case.layout))(case.shape["seq"], case.ranks)
+    made: sp.Sharding = getattr(sp.Sharding, str(case.layout))(case.shape["seq"], case.ranks)
     return made
 
 
@@ -115,7 +112,7 @@ def widths(case: Case) -> tuple[int, int, int]:
     return case.shape["heads"], case.shape["kv_heads"], case.shape["head_dim"]
 
 
-def sent(case: Case, mesh: Mesh) -> int | None:
+def sent(case: Case, mesh: sp.Mesh) -> int | None:
     """Return the bytes that this rank sends in a step, by the formulas of `sp_core.cost`."""
     sharding = sharding_of(case)
     itemsize, shared = dtype_of(case).itemsize, case.transport == WINDOW
@@ -142,7 +139,7 @@ def flops(case: Case) -> int:
     return int(forward * (1 + BACKWARD_FLOPS)) if case.direction == "both" else forward
 
 
-def _leaf(shape: tuple[int, ...], case: Case, mesh: Mesh, number: int) -> Tensor:
+def _leaf(shape: tuple[int, ...], case: Case, mesh: sp.Mesh, number: int) -> Tensor:
     """Draw normal numbers, other ones on every rank."""
     random = torch.Generator(mesh.device).manual_seed(mesh.rank * 3 + number)
     x = torch.randn(shape, generator=random, device=mesh.device, dtype=dtype_of(case))

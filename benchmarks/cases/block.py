@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import sp_core as sp
 from benchmarks import corpus
 from benchmarks.cases import bench_layers, single
 from benchmarks.cases.bench_layers import Named
@@ -28,11 +29,9 @@ from benchmarks.cases.case import (
 )
 from benchmarks.cases.setting import BlockSetting, Verdict
 from benchmarks.machine import device as device_of, facts
-from benchmarks.records import AXIS, Case, fingerprint
+from benchmarks.records import AXIS, Case
 from benchmarks.sample import Counts, Sampler, makespans, meet_asleep
 from benchmarks.worker import Intracomm, Rank
-from sp_core.collectives.api import all_gather
-from sp_core.mesh import Mesh
 
 LEAST_GATHERS, FIRST_GATHERS = 10, 3
 
@@ -63,11 +62,10 @@ def measure(values: Any, rank: Rank) -> dict[str, Any]:
         parts, _ = measure_case(work, world, device, counts, partial(_told_loop, rank))
     if (wrong := problem(parts)) is not None:
         raise RuntimeError(wrong)
-    said["env"]["fingerprint"] = fingerprint(said["env"], said["device"], said["transport"])
     return {"parts": {**said, **parts}, **found}
 
 
-def block(setting: BlockSetting, mesh: Mesh, phases: Named) -> tuple[bench_layers.Made, Tensor]:
+def block(setting: BlockSetting, mesh: sp.Mesh, phases: Named) -> tuple[bench_layers.Made, Tensor]:
     """Return the block with its weights, and this rank's tokens (B, S/P, E)."""
     case = setting.case
     made = bench_layers.block(case, mesh, phases)
@@ -131,7 +129,7 @@ def judged(
 
 
 def time_gather(
-    setting: BlockSetting, mesh: Mesh, sync: Callable[[], None], world: Intracomm
+    setting: BlockSetting, mesh: sp.Mesh, sync: Callable[[], None], world: Intracomm
 ) -> dict[str, Any] | None:
     """Time the AllGather of K and V by itself; None where nothing is gathered."""
     case = setting.case
@@ -143,7 +141,7 @@ def time_gather(
     mine = torch.ones(
         (sharding.local_len(comm.rank), *tokens), device=mesh.device, dtype=dtype_of(case)
     )
-    gather = partial(all_gather, mine, comm=comm, sizes=sharding.lengths)
+    gather = partial(sp.all_gather, mine, comm=comm, sizes=sharding.lengths)
     rounds = Counts(FIRST_GATHERS, 1, max(setting.iterations, LEAST_GATHERS))
     samples, _ = Sampler(gather, world, sync=sync).run(rounds)
     result = math.prod((shape["seq"], *tokens)) * mine.itemsize

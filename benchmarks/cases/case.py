@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import sp_core as sp
 from benchmarks.records import Case
 from benchmarks.sample import (
     Budget,
@@ -25,9 +26,7 @@ from benchmarks.sample import (
     undisturbed,
 )
 from benchmarks.worker import Intracomm
-from sp_core.communicator import Communicator
 from sp_core.counters import Count
-from sp_core.mesh import Mesh
 
 Parts = dict[str, Any]
 CONTROL = "control"
@@ -50,7 +49,7 @@ class Phases:
         sync: waits until the device has done everything, so that a phase's kernels count in it.
     """
 
-    def __init__(self, comms: Sequence[Communicator], sync: Callable[[], None]) -> None:
+    def __init__(self, comms: Sequence[sp.Communicator], sync: Callable[[], None]) -> None:
         self.comms, self._sync = comms, sync
         self._seconds: dict[str, float] = {}
         self._inside = [0.0]
@@ -104,7 +103,7 @@ class Work:
     tokens: int | None = None
 
 
-Build = Callable[[Case, Mesh, Callable[[], None]], Work]
+Build = Callable[[Case, sp.Mesh, Callable[[], None]], Work]
 """From a case, a mesh with its axes and the device's `sync` to this rank's work."""
 
 
@@ -133,15 +132,15 @@ def training(
     return step
 
 
-def meshes(case: Case, world: Any, device: torch.device) -> Mesh:
+def meshes(case: Case, world: Any, device: torch.device) -> sp.Mesh:
     """Return the mesh of a case, in which only schemes and layers compare their arguments."""
     axes: dict[str, Any] = dict(case.mesh)  # of numbers, which mypy takes for any of the options
     if case.algorithm is not None and case.layer != "collectives":  # those are called with theirs
         axes["algorithm"] = case.algorithm
-    return Mesh(world, device=device, transport=case.transport, check="off", **axes)
+    return sp.Mesh(world, device=device, transport=case.transport, check="off", **axes)
 
 
-def counts_of(comms: Sequence[Communicator]) -> dict[str, Count]:
+def counts_of(comms: Sequence[sp.Communicator]) -> dict[str, Count]:
     """Return calls, messages, bytes and seconds by operation, over several communicators."""
     found: dict[str, Count] = {}
     for comm in comms:
@@ -165,7 +164,7 @@ class Watched:
         comm: whose transport it takes the place of.
     """
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: sp.Communicator) -> None:
         self.largest = 0
         self._inner: Any = comm.transport
         comm.transport = self

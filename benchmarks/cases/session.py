@@ -6,6 +6,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,11 @@ import msgspec
 import pytest
 
 from benchmarks import records
-from benchmarks.cases import suite
 from benchmarks.cases.case import Build, measure as measure_case, meshes, problem, wait_for
-from benchmarks.cases.setting import Setting
+from benchmarks.cases.setting import Setting, listed, module_of
 from benchmarks.launching import NO_MEMORY, Record
 from benchmarks.machine import device, facts
-from benchmarks.records import Case, fingerprint
+from benchmarks.records import Case
 from benchmarks.sample import QUICK, Budget
 from benchmarks.worker import Intracomm, Rank
 
@@ -64,7 +64,7 @@ class Harness:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Give the suite its cases for this number of ranks."""
-        cases = suite.listed(self.world.size, self.setting)
+        cases = listed(self.world.size, self.setting)
         self.total = len(cases)
         metafunc.parametrize("case", cases, ids=[case.id for case in cases])
 
@@ -82,7 +82,6 @@ class Harness:
         self.rank.tell(f"measuring {case.id}", self.done, self.total, case=case.id)
         found, error = NOT_MEASURED, None
         said = facts(self.world, self.device, case.transport)
-        said["env"]["fingerprint"] = fingerprint(said["env"], said["device"], said["transport"])
         try:
             budget = QUICK if self.setting.quick else Budget()
             memory = (
@@ -111,6 +110,11 @@ class Harness:
         benchmark.stats.stats.data[:] = found["timing"]["samples_s"]
         benchmark.group = case.layer
         benchmark.extra_info.update(case=case.id, ranks=case.ranks, inner=samples.inner)
+
+
+def bench_case(parallel_benchmark: Callable[..., None], case: Case) -> None:
+    """Time one case; pytest collects this."""
+    parallel_benchmark(case, module_of(case.layer).build)
 
 
 def status_of(found: Record, failures: list[str]) -> tuple[str, str | None]:
@@ -169,7 +173,7 @@ def measure(values: Any, rank: Rank) -> Record:
         "-W",
         "ignore::pytest.PytestAssertRewriteWarning",
     ]  # sp_core is imported before the plugin in it is found
-    code = pytest.main([*options, *setting.saves, suite.__file__], plugins=[Harness(setting, rank)])
+    code = pytest.main([*options, *setting.saves, __file__], plugins=[Harness(setting, rank)])
     if code:
         raise SystemExit(int(code))
     return {}

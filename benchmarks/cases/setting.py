@@ -1,8 +1,15 @@
-"""The part of a run that all its cases share."""
+"""What all cases of a run share, and the list of them.
+
+`python -m benchmarks.cases.setting LIBRARY SETTING P P ...` prints the cases as JSON. The runner
+asks in a process of its own, because the library that it measures need not be the one that it could
+import.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import importlib
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +17,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.records import AXIS, SCHEMA_VERSION, Case
+from benchmarks.worker import take_library
 
 BENCHMARKS = Path(__file__).resolve().parent.parent
 MEASURING = ("cases/*.py", "sample.py", "machine.py", "worker.py")
@@ -94,6 +102,23 @@ def harness_sha() -> str:
     return digest.hexdigest()
 
 
+def module_of(layer: str) -> Any:
+    """Return the module that has the cases of a layer."""
+    return importlib.import_module(f"benchmarks.cases.bench_{layer}")
+
+
+def listed(ranks: int, setting: Setting) -> list[Case]:
+    """Return the cases that the setting asks for, in the order in which they run."""
+    return [
+        case
+        for layer in LAYERS
+        if not setting.layers or layer in setting.layers
+        for case in module_of(layer).cases(ranks, setting.device)
+        if not setting.only or any(part in case.id for part in setting.only)
+        if not setting.quick or module_of(layer).quick(case)
+    ]
+
+
 @dataclass(frozen=True)
 class Verdict:
     """How far the output of the ranks is from the single device's, and how far it may be.
@@ -130,3 +155,14 @@ class Verdict:
             text += ". The single device itself is too far off: "
             text += f"{self.single_bound:.2e} is what rounding explains"
         return text
+
+
+def main(library: str, setting: str, *ranks: str) -> None:
+    """Print the cases of every number of ranks."""
+    take_library(Path(library))
+    asked = msgspec.json.decode(setting, type=Setting)
+    print(msgspec.json.encode({size: listed(int(size), asked) for size in ranks}).decode())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

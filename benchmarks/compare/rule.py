@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 
 from benchmarks.files import read_json
-from benchmarks.records.types import Count, Size
+from benchmarks.records import Count, Size
 from benchmarks.reporting.tables import DASH, Table, make, milliseconds, plain, ratio
 from benchmarks.statistics import MISS, Interval, exact_interval
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeVar
 
-from benchmarks.records import Case, Record
-from benchmarks.records.types import Traffic
+from benchmarks.records import Case, Record, Traffic
 
 T = TypeVar("T")
 CAVEATS = ("oversubscribed", "shared GPU", "skew-limited")

@@ -20,16 +20,16 @@ import msgspec
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+import sp_core as sp
 from benchmarks import launching, scaling
 from benchmarks.cases.block import block
+from benchmarks.cases.case import meshes
 from benchmarks.cases.setting import BlockSetting
 from benchmarks.launching import Launch, Options, UsageError, about, parse, writable
 from benchmarks.machine import device
 from benchmarks.records import AXIS
 from benchmarks.reporting.tables import size
 from benchmarks.worker import Intracomm, Rank
-from sp_core.communicator import Communicator
-from sp_core.mesh import Mesh
 from sp_core.schedules import Operation
 from sp_core.transport import Done
 
@@ -87,7 +87,7 @@ class Log:
     start.
     """
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: sp.Communicator) -> None:
         self.events: list[Event] = []
         self._comm = comm
         self._begun: dict[int, Event] = {}
@@ -153,8 +153,7 @@ def measure(values: Any, rank: Rank) -> dict[str, Any]:
 
     setting, world = msgspec.convert(values, BlockSetting), rank.world
     where = device(setting.device, world, share_gpu=setting.share_gpu)
-    axes: dict[str, Any] = {AXIS: setting.case.ranks}
-    with Mesh(world, device=where, transport=setting.case.transport, check="off", **axes) as mesh:
+    with meshes(setting.case, world, where) as mesh:
         step = stepping(setting, mesh, where)
         for _ in range(WARMUP):
             step()
@@ -173,7 +172,7 @@ def measure(values: Any, rank: Rank) -> dict[str, Any]:
     return {} if profiles is None else {"trace": merge(profiles, described(setting))}
 
 
-def stepping(setting: BlockSetting, mesh: Mesh, where: torch.device) -> Callable[[], None]:
+def stepping(setting: BlockSetting, mesh: sp.Mesh, where: torch.device) -> Callable[[], None]:
     """Return a function that runs one step of a block, whose parts are named in the profile."""
     case = setting.case
     backward = case.direction == "both"

@@ -22,16 +22,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import sp_core as sp
 from benchmarks.corpus import source_bytes
 from benchmarks.worker import Rank
-from sp_core.collectives.api import all_reduce
 from sp_core.llama import Llama, LlamaConfig, create, load, model as models, save, train
 from sp_core.llama.model import checkpoint_name
 from sp_core.llama.train import Layout, Step, backward, train_step
-from sp_core.mesh import Mesh
 from sp_core.nn import gradients as of_weights, loss
 from sp_core.nn.gradients import clip_gradient_norm, placement_of
-from sp_core.sharding import Sharding
 from sp_core.testing.tolerance import bound, error_ratio
 from tests.oracle import reference
 
@@ -241,9 +239,9 @@ def run_place(comm: Any, place: Place, dtype: str, setting: Setting, alone: Path
         bound and where it was; and how far apart replicas of a weight are in the end, which should
         be 0.
     """
-    layout: Layout = getattr(Sharding, place.layout)
+    layout: Layout = getattr(sp.Sharding, place.layout)
     how: Any = {"scheme": place.scheme, "tp_sp": place.tp_sp}
-    with Mesh(comm, check="off", **place.axes) as mesh:
+    with sp.Mesh(comm, check="off", **place.axes) as mesh:
         model = create(setting.config, mesh, seed=setting.seed, dtype=getattr(torch, dtype), **how)
         curve = trained(model, setting, layout)
         worst: Worst = {}
@@ -276,7 +274,7 @@ def compare(model: Llama, found: dict[str, Tensor], stored: dict[str, Tensor]) -
             expected, scale = (placement.take(whole, rank) for whole in (expected, scale))
         ratios.append(error_ratio(x, expected, bound(scale, model.dtype)))
     mine = torch.tensor(ratios, dtype=torch.float64)
-    greatest = all_reduce(mine, comm=model.grid.everyone, op="max").tolist()
+    greatest = sp.all_reduce(mine, comm=model.grid.everyone, op="max").tolist()
     worst: Worst = {}
     for name, ratio in zip(found, greatest, strict=True):
         kind = "gradients" if name in weights else name
@@ -293,7 +291,7 @@ def apart(model: Llama) -> float:
         mine = placement.spread(parameter, tensor.rank)
         held = placement.spread(torch.ones_like(parameter), tensor.rank) > 0
         extremes = [mine.where(held, -torch.inf), (-mine).where(held, -torch.inf)]
-        high, low = (all_reduce(x, comm=model.grid.everyone, op="max") for x in extremes)
+        high, low = (sp.all_reduce(x, comm=model.grid.everyone, op="max") for x in extremes)
         greatest = max(greatest, float((high + low).max()))
     return greatest
 
@@ -313,7 +311,7 @@ def run_alone(comm: Any, dtype: str, setting: Setting, folder: Path) -> dict[str
     out = folder / dtype
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    with Mesh(comm, check="off", tp=1) as mesh:
+    with sp.Mesh(comm, check="off", tp=1) as mesh:
 
         def run(seed: int | None) -> list[float]:
             model = create(setting.config, mesh, seed=setting.seed, dtype=getattr(torch, dtype))
@@ -324,7 +322,7 @@ def run_alone(comm: Any, dtype: str, setting: Setting, folder: Path) -> dict[str
                 if seed is None and step in setting.checkpoints:
                     save(model, out / step_name(step))
 
-            steps = trained(model, setting, Sharding.zigzag, before)
+            steps = trained(model, setting, sp.Sharding.zigzag, before)
             return [step.loss for step in steps]
 
         losses, *others = (run(seed) for seed in (None, *range(setting.perturbed)))
@@ -361,10 +359,10 @@ def expected(
     return reference.sensitivity(run, weights)
 
 
-def _keep_gradients(mesh: Mesh, folder: Path, setting: Setting, step: int) -> float:
+def _keep_gradients(mesh: sp.Mesh, folder: Path, setting: Setting, step: int) -> float:
     """Store the float64 results from the weights in a folder. Return the worst error over bound."""
     model, sequences = load(folder, mesh), setting.batch(step)
-    found = gradients(model, sequences, setting.max_norm, Sharding.zigzag)
+    found = gradients(model, sequences, setting.max_norm, sp.Sharding.zigzag)
     weights = load_file(folder / WEIGHTS)
     values, scales, _ = expected(weights, sequences, setting.config.num_attention_heads)
     norms = [torch.cat([x[name].flatten() for name in weights]).norm() for x in (values, scales)]

@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.machine import fingerprint
 from benchmarks.record import NOTHING as NOTHING
-from benchmarks.records import Record, fingerprint
+from benchmarks.records import Record
 
 Values = dict[str, Any]
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22)

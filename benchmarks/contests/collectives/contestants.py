@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterable
+import statistics
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,12 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 import sp_core as sp
-from benchmarks.contests.collectives import regret
-from benchmarks.contests.collectives.__main__ import OURS, heats
+from benchmarks.contests.collectives.__main__ import MEDIAN, MICROSECONDS, OURS, WORST, heats
+from benchmarks.launching import Record
 from benchmarks.machine import facts
 from benchmarks.worker import Intracomm, Rank
-from sp_core.measuring import arguments, interleaved
+from sp_core import measuring
+from sp_core.measuring import Samples, arguments, interleaved
 from sp_core.schedules import ALGORITHMS
+from sp_core.tuning import Tuning, decide, modelled, predict
 from tests.conformance.gloo import Gloo
 from tests.oracle.collective_cases import DEFINITIONS
 
@@ -274,9 +277,91 @@ def measure(kind: str, rank: Rank) -> dict[str, Any]:
     ):
         record = facts(world, mesh.device, mesh["all"].transport.name)
         if kind == "regret":
-            return {**record, **regret.measure(world, mesh["all"])}
+            return {**record, **choices(world, mesh["all"])}
         if kind == "default":
             Gloo(rank.folder, world, GLOO_SECONDS)
             stack.callback(dist.destroy_process_group)
         found = {name: heat(world, mesh, *contest) for name, contest in heats(kind).items()}
         return {**record, "heats": found}
+
+
+FITTED = (*measuring.SIZES, 4**14)  # 64 bytes to 256 MiB, each four times the one before
+JUDGED = (
+    *(2**place for place in range(6, 25)),
+    4**13,
+    4**14,
+)  # and those between up to 16 MiB, at which nothing was fitted
+CHOICE_SECONDS, CHOICE_ROUNDS = 0.08, 6
+"""For each size and collective, where so many rounds do not take longer."""
+
+
+def choices(world: Intracomm, group: sp.Communicator) -> Record:
+    """Return the regret of every collective and size, and what it comes to.
+
+    Every algorithm is sampled, and constants that are not fitted on these samples.
+    """
+    bare = measuring.primitives(
+        world, group, CHOICE_SECONDS / 4, [x for x in JUDGED if x in FITTED]
+    )
+    cases = judged(bare, measuring.collectives(world, group, CHOICE_SECONDS, JUDGED, CHOICE_ROUNDS))
+    return {"cases": cases, "summary": summary(cases)}
+
+
+def judged(bare: Tuning, samples: Samples) -> list[Record]:
+    """Return for every collective and size what the constants choose, and what is best in truth.
+
+    Times are medians. "predicted" is that of the choice by the constants, and "plain" that by the
+    model without corrections.
+    """
+    fit = {
+        op: {
+            name: {size: x[::2] for size, x in by_size.items() if size in FITTED}
+            for name, by_size in by_name.items()
+        }
+        for op, by_name in samples.items()
+    }
+    tuning, found = measuring.fitted(bare, fit), []
+    for op, by_name in samples.items():
+        for nbytes in next(iter(by_name.values())):
+            unseen = {name: by_size[nbytes][1::2] for name, by_size in by_name.items()}
+            seconds = measuring.typical(unseen)
+            name = decide(tuning, op, tuning.nodes, nbytes, among=tuple(by_name), planned=True)
+            best = min(seconds, key=lambda other: seconds[other])
+            case = {
+                "op": op,
+                "nbytes": nbytes,
+                "chosen": name,
+                "best": best,
+                "seconds": seconds[name],
+                "least": seconds[best],
+                "predicted": predict(tuning, op, name, tuning.nodes, nbytes),
+                "plain": modelled(tuning, op, name, tuning.nodes, nbytes),
+            }
+            found.append(case)
+    return found
+
+
+def summary(found: Sequence[Record]) -> Record:
+    """Return the figures that are asked for, and how far the predictions are off."""
+    shares = [case["seconds"] / case["least"] - 1 for case in found]
+    lost = [(case["seconds"] - case["least"]) * 1e6 for case in found]
+    # who is within the microseconds has lost nothing that counts
+    counting = [s * (us > MICROSECONDS) for s, us in zip(shares, lost, strict=True)]
+    percentile = partial(np.quantile, q=0.95, method="inverted_cdf")
+    median, beyond = statistics.median(shares), float(percentile(counting))
+    errors = {
+        kind: [abs(case[kind] / case["seconds"] - 1) for case in found]
+        for kind in ("predicted", "plain")
+    }
+    error, model = (
+        {"median": statistics.median(x), "p95": float(percentile(x))} for x in errors.values()
+    )
+    return {
+        "cases": len(found),
+        "median": median,
+        "p95": float(percentile(shares)),
+        "p95_beyond_microseconds": beyond,
+        "reached": median <= MEDIAN and beyond <= WORST,
+        "prediction_error": error,
+        "model_error": model,
+    }

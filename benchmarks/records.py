@@ -1,21 +1,33 @@
-"""Define the record of a case on P ranks in one launch, for msgspec to check."""
+"""Records of measurements: a JSON line for each case, number of ranks and launch.
+
+A file of records is data from elsewhere (another machine, another commit, a pull request), so it is
+checked like hostile input, by msgspec. Written records are checked in the same way: nothing is
+written that cannot be read.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import json
+import io
 import math
+import os
+import re
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta, Struct
+
+from benchmarks.files import ForeignError, read_bytes
 
 SCHEMA_VERSION = 1
 MEASURED = ("ok", "skew_limited")
-STABLE_ENV = ("python", "torch", "platform", "cpu_model", "cores")
-STABLE_DEVICE = ("kind", "name", "power_cap", "driver")
-STABLE_TRANSPORT = ("mpi", "mode", "threads")
-DIGITS = 16
 AXIS = "sp"  # of a mesh with one axis
+MAX_LINE = 1 << 20  # bytes; 10,000 samples of three kinds are about 600 KiB
+SHOWN = 160  # characters of a value that an error repeats
+CLOSE = 1e-9  # relative; a median that is computed again differs by rounding only
+MAX_PROBLEMS = 20  # of one file that are told; a foreign file has one in every line
 
 Count = Annotated[int, Meta(ge=0, le=2**53 - 1)]
 Size = Annotated[int, Meta(ge=1, le=65536)]
@@ -32,7 +44,7 @@ Id = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.+=-]{1,80}(/[A-Za-z0-9_.+=-]{1,8
 Sha = Annotated[str, Meta(pattern=r"^[0-9a-f]{7,64}\Z")]
 Mesh = Annotated[dict[Word, Size], Meta(min_length=1, max_length=8)]
 Shape = Annotated[dict[Word, Count], Meta(max_length=32)]
-Reading = float | Text | None
+Measured = float | Text | None
 Bit = Literal[0, 1]
 
 
@@ -127,9 +139,9 @@ class Device(Part):
     kind: Text
     name: Text
     count: Count
-    clocks: Reading
-    temperature: Reading
-    power_cap: Reading
+    clocks: Measured
+    temperature: Measured
+    power_cap: Measured
     driver: Text | None
 
 
@@ -257,14 +269,130 @@ class Record(Part):
         return 0.0 if self.timing is None or self.status not in MEASURED else self.timing.median_s
 
 
-def fingerprint(env: dict[str, Any], device: dict[str, Any], transport: dict[str, Any]) -> str:
-    """Return a name for machine and software, the same in every run and for every number of ranks.
+def parse(line: bytes) -> Record:
+    """Read the record that a line holds.
 
     Args:
-        env, device, transport: these parts of a record; a fingerprint in `env` is not read.
-            Temperature, clocks, the Slurm job and the consequences of the number of ranks are left
-            out.
+        line: UTF-8 text of one JSON object, without the end of line.
+
+    Raises:
+        ForeignError: the line is no JSON, has a number that is not finite, is too long, or is no
+            record. Of a key that is there twice the last value counts.
     """
-    parts = ((env, STABLE_ENV), (device, STABLE_DEVICE), (transport, STABLE_TRANSPORT))
-    stable = [[part.get(name) for name in names] for part, names in parts]
-    return hashlib.sha256(json.dumps(stable, sort_keys=True).encode()).hexdigest()[:DIGITS]
+    if len(line) > MAX_LINE:
+        raise ForeignError(f"the line has {len(line)} bytes, {MAX_LINE} are allowed.")
+    try:
+        record = msgspec.json.decode(line, type=Record)
+    except msgspec.ValidationError as error:
+        raise ForeignError(short(error)) from error
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise ForeignError(f"no JSON: {short(error)}") from error
+    for contradiction in _contradictions(record):
+        raise ForeignError(contradiction)
+    return record
+
+
+def reason(told: str) -> str:
+    """Return any text as a record's reason: cut, without control characters."""
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", told).encode(errors="replace").decode()
+    return (
+        "".join(c if c == "\n" or c.isprintable() else " " for c in plain).strip()[:4000]
+        or "no text"
+    )
+
+
+def _contradictions(record: Record) -> Iterator[str]:
+    """Parts of a well-formed record that do not fit together."""
+    case, timing = record.case, record.timing
+    if math.prod(case.mesh.values()) != case.ranks:
+        yield f"$.case: the mesh {case.mesh} has not {case.ranks} ranks."
+    if record.status not in MEASURED:
+        if not record.reason:
+            yield f"$.reason: a record whose status is {record.status} needs one."
+    else:
+        parts = ("device", "transport", "env", "timing", "phases", "comm")
+        missing = [name for name in parts if getattr(record, name) is None]
+        yield from (
+            f"$.{name}: a record whose status is {record.status} needs it." for name in missing
+        )
+    if record.phases is not None and "total" not in record.phases:
+        yield "$.phases: there is no total."
+    if timing is None:
+        return
+    lengths = {"samples_s": timing.iterations, "max_local_s": timing.iterations}
+    for name, length in {**lengths, "per_rank_median_s": case.ranks}.items():
+        if (found := len(getattr(timing, name))) != length:
+            yield f"$.timing.{name} has {found} numbers, the record says {length}."
+    median = statistics.median(timing.samples_s)
+    if not math.isclose(timing.median_s, median, rel_tol=CLOSE):
+        yield f"$.timing.median_s is {timing.median_s}, the median of the samples is {median}."
+
+
+def short(value: object) -> str:
+    """Return a value, cut and on one line, for an error text."""
+    shown = str(value).encode("unicode_escape").decode()
+    return shown if len(shown) <= SHOWN else shown[:SHOWN] + "..."
+
+
+class Reading(msgspec.Struct):
+    """What a file held.
+
+    Args:
+        records: those that are valid, in the order of the file.
+        problems: one line of text for each thing that is not, with file and line.
+    """
+
+    records: list[Record] = []
+    problems: list[str] = []
+
+
+def append(path: Path | str, record: Record | dict[str, Any]) -> None:
+    """Add a record to a file, which is created if need be, and bring it to the disk.
+
+    Args:
+        path: the file; its folder exists.
+        record: a valid record.
+
+    Raises:
+        ForeignError: it is not valid, or is too long; nothing has been written.
+        OSError: it cannot be written.
+    """
+    try:
+        line = msgspec.json.encode(record)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ForeignError(f"no JSON: {short(error)}") from error
+    parse(line)
+    with Path(path).open("a+b") as file:
+        file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
+        was_cut = file.read(1) not in (b"", b"\n")  # by the end of its writer
+        file.write(b"\n" * was_cut + line + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read(path: Path | str) -> Reading:
+    """Read the records of a file that can be used, and say what is wrong with the rest.
+
+    Args:
+        path: a file of JSON lines, from whomever.
+
+    Returns:
+        Records and problems; never an exception for what the file holds, or because it is not
+        there.
+    """
+    found, unsaid = Reading(), 0
+    try:
+        for number, line in enumerate(io.BytesIO(read_bytes(Path(path))), 1):
+            try:
+                if line.strip():
+                    found.records.append(parse(line.rstrip(b"\r\n")))
+            except ForeignError as error:
+                if len(found.problems) < MAX_PROBLEMS:
+                    found.problems.append(f"{path}, line {number}: {error}")
+                else:
+                    unsaid += 1
+    except ForeignError as error:
+        found.problems.append(str(error))
+    if unsaid:
+        found.problems.append(f"{path}: {unsaid} more lines cannot be used.")
+    return found
