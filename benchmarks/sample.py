@@ -23,8 +23,7 @@ from torch import Tensor
 from benchmarks.worker import Intracomm
 
 OVERHEAD = 0.01  # share of a sample that sync and barrier may cost
-PILOT_STEPS = 3
-PILOT_BARRIERS = 10
+PILOT_STEPS, PILOT_BARRIERS = 3, 10
 SKEW_LIMIT = 0.05
 """Of the typical makespan; above it the ranks start too unevenly for the time to mean much."""
 
@@ -123,12 +122,18 @@ Notes = list[list[dict[str, float]]]
 
 
 def plain_loop(
-    target: Callable[[], object], *, setup: Callable[[], None], rounds: int, warmup_rounds: int
+    target: Callable[[], object],
+    *,
+    setup: Callable[[], None],
+    rounds: int,
+    warmup_rounds: int,
+    tell: Callable[[str, int, int], None] = lambda *_: None,
 ) -> None:
-    """Do as pytest-benchmark's `pedantic`, without pytest."""
-    for _ in range(warmup_rounds + rounds):
+    """Do as pytest-benchmark's `pedantic`, without pytest; tell how many samples there are."""
+    for number in range(1 - warmup_rounds, 1 + rounds):
         setup()
         target()
+        tell("timing the step", max(0, number), rounds)
 
 
 class Sampler:

@@ -337,8 +337,7 @@ def title(case: Case, device: str) -> str:
 
 def step(case: Case) -> str:
     """Say what a step is."""
-    both = "forward and backward" if case.direction == "both" else "forward"
-    return f"{case.scheme}, {both}"
+    return f"{case.scheme}, {plots.DIRECTIONS.get(str(case.direction), case.direction)}"
 
 
 def show(screen: Console, done: Sequence[Outcome], options: argparse.Namespace) -> None:

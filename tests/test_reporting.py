@@ -124,7 +124,7 @@ def test_the_table_shows_the_numbers_of_the_rows() -> None:
     }
     assert len(shown) == len(rows)
     for row in rows:
-        line = shown[f"{row.case.layer}, P = {row.ranks}", row.id]
+        line = shown[f"{row.case.layer}, P = {row.ranks}", row.case.id]
         expected = {"time (ms)": row.seconds * 1e3, "tokens/s": 2048 / row.seconds}
         if row.case.layer == "schemes":
             expected["speed-up"] = row.speedup

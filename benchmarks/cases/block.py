@@ -30,7 +30,7 @@ from benchmarks.cases.case import (
 from benchmarks.cases.setting import BlockSetting, Verdict
 from benchmarks.machine import device as device_of, facts
 from benchmarks.records import AXIS, Case
-from benchmarks.sample import Counts, Sampler, makespans, meet_asleep
+from benchmarks.sample import Counts, Sampler, makespans, meet_asleep, plain_loop
 from benchmarks.worker import Intracomm, Rank
 
 LEAST_GATHERS, FIRST_GATHERS = 10, 3
@@ -59,7 +59,7 @@ def measure(values: Any, rank: Rank) -> dict[str, Any]:
         rank.tell("timing the AllGather")
         found["all_gather"] = time_gather(setting, mesh, sync, world)
         work = bench_layers.work_of(case, phases, made, x)
-        parts, _ = measure_case(work, world, device, counts, partial(_told_loop, rank))
+        parts, _ = measure_case(work, world, device, counts, partial(plain_loop, tell=rank.tell))
     if (wrong := problem(parts)) is not None:
         raise RuntimeError(wrong)
     return {"parts": {**said, **parts}, **found}
@@ -155,18 +155,3 @@ def time_gather(
         "ms": median * 1e3,
         "gb_per_s": received / median / 1e9,
     }
-
-
-def _told_loop(
-    rank: Rank,
-    target: Callable[[], object],
-    *,
-    setup: Callable[[], None],
-    rounds: int,
-    warmup_rounds: int,
-) -> None:
-    """Take samples, and say how many there are."""
-    for number in range(warmup_rounds + rounds):
-        setup()
-        target()
-        rank.tell("timing the step", max(0, number + 1 - warmup_rounds), rounds)

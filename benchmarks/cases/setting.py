@@ -148,13 +148,16 @@ class Verdict:
         between, ranks, single = (
             "not finite" if error is None else f"{error:.2e}" for error in errors
         )
-        text = f"max |ranks - single device| = {between}; against float64: ranks {ranks}, "
-        text += f"single device {single}"
-        text += f", allowed {self.bound:.2e}"
-        if self.single_error is not None and self.single_error > self.single_bound:
-            text += ". The single device itself is too far off: "
-            text += f"{self.single_bound:.2e} is what rounding explains"
-        return text
+        text = (
+            f"max |ranks - single device| = {between}; against float64: ranks {ranks}, "
+            f"single device {single}, allowed {self.bound:.2e}"
+        )
+        if self.single_error is None or self.single_error <= self.single_bound:
+            return text
+        return (
+            f"{text}. The single device itself is too far off: {self.single_bound:.2e} is what "
+            "rounding explains"
+        )
 
 
 def main(library: str, setting: str, *ranks: str) -> None:

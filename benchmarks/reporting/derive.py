@@ -83,11 +83,6 @@ class Row:
     phases: dict[str, float]
 
     @property
-    def id(self) -> str:
-        """Of the case."""
-        return self.case.id
-
-    @property
     def ranks(self) -> int:
         """P."""
         return self.case.ranks

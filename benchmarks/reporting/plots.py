@@ -84,7 +84,9 @@ def scaling(rows: Sequence[Row]) -> Iterator[Picture]:
     for (_, family, direction), group in grouped(
         shared, lambda row: (_order(row), _family(row), row.case.direction or "")
     ):
-        series = {case: found for case, found in grouped(group, lambda r: r.id) if len(found) > 1}
+        series = {
+            case: found for case, found in grouped(group, lambda r: r.case.id) if len(found) > 1
+        }
         heading = ", ".join(filter(None, (family, DIRECTIONS.get(direction, direction))))
         for part in parts(list(series), LINES):
             common = len(_common(part))
@@ -182,8 +184,8 @@ def draw_shares(axes: Axes, rows: Sequence[Row]) -> None:
         bars = axes.barh(range(len(rows)), percents, 0.7, reached, color=colour, hatch=hatch)
         bars.set_label(short(name))
         reached = [before + more for before, more in zip(reached, percents, strict=True)]
-    common = len(_common([row.id for row in rows]))
-    case_rows(axes, [short(row.id[common:] or row.id) for row in rows], "case (name)")
+    common = len(_common([row.case.id for row in rows]))
+    case_rows(axes, [short(row.case.id[common:] or row.case.id) for row in rows], "case (name)")
     axes.set(xlabel="share of a step (%)", xlim=(0, 100))
 
 

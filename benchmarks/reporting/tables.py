@@ -105,7 +105,7 @@ def cells(row: Row) -> tuple[str, ...]:
     """Return the text of each of COLUMNS."""
     scales = row.algbw is None and row.case.layer != "collectives"
     return (
-        plain(row.id),
+        plain(row.case.id),
         milliseconds(row.seconds),
         f"{row.speedup:.2f}" if scales else DASH,
         percent(row.efficiency) if scales else DASH,

@@ -149,7 +149,7 @@ def unsorted(page: Page) -> list[str]:
         row for row in derive.rows(RECORDS) if (row.case.layer, row.ranks) == ("collectives", 2)
     ]
     numbers: dict[str, Callable[[derive.Row], Any]] = {
-        "case": lambda row: tuple(int(p) if p.isdigit() else p for p in row.id.split("/")),
+        "case": lambda row: tuple(int(p) if p.isdigit() else p for p in row.case.id.split("/")),
         "time (ms)": lambda row: row.seconds,
         "busbw (GB/s)": lambda row: row.busbw,
         "bytes sent": lambda row: row.sent,
