@@ -36,8 +36,6 @@ NO_MEMORY = (
     "oom-kill",
 )
 KILLED = ("signal 9", "Killed")  # by the kernel, which does not say why; or by somebody
-TIMED_OUT = "the launch has not ended after"  # said by the launcher
-TAIL_LINES = 40
 
 KEEP_MEMORY = (
     "GLIBC_TUNABLES=glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=17179869184"
@@ -238,7 +236,7 @@ def commit(root: Path = ROOT) -> Record:
 
 def tail(output: str) -> str:
     """Return the last lines of an output."""
-    return "\n".join(output.rstrip().splitlines()[-TAIL_LINES:])
+    return "\n".join(output.rstrip().splitlines()[-40:])
 
 
 def watch(
@@ -309,7 +307,7 @@ def failure(code: int | None, output: str, timeout: float, doing: str) -> Record
         timeout: seconds that the launch had.
         doing: the latest phase of rank 0.
     """
-    if code is None or TIMED_OUT in output:
+    if code is None or "the launch has not ended after" in output:  # as the launcher says
         return {"status": "timeout", "reason": f"not finished after {timeout:g} s, while {doing}"}
     if any(text in output for text in NO_MEMORY):
         return {"status": "oom", "reason": f"out of memory, while {doing}"}

@@ -23,9 +23,6 @@ ASKED = (
     "temperature.gpu",
     "power.limit",
 )  # of nvidia-smi; MHz, degrees Celsius, W
-STABLE_ENV = ("python", "torch", "platform", "cpu_model", "cores")
-STABLE_DEVICE = ("kind", "name", "power_cap", "driver")
-STABLE_TRANSPORT = ("mpi", "mode", "threads")
 READINGS = ("driver", "clocks", "temperature", "power_cap")
 
 
@@ -119,7 +116,11 @@ def fingerprint(env: dict[str, Any], device: dict[str, Any], transport: dict[str
             Temperature, clocks, the Slurm job and the consequences of the number of ranks are left
             out.
     """
-    parts = ((env, STABLE_ENV), (device, STABLE_DEVICE), (transport, STABLE_TRANSPORT))
+    parts = (
+        (env, ("python", "torch", "platform", "cpu_model", "cores")),
+        (device, ("kind", "name", "power_cap", "driver")),
+        (transport, ("mpi", "mode", "threads")),
+    )
     stable = [[part.get(name) for name in names] for part, names in parts]
     return hashlib.sha256(json.dumps(stable, sort_keys=True).encode()).hexdigest()[:16]
 

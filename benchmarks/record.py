@@ -39,8 +39,6 @@ from benchmarks.reporting import derive, tables
 from benchmarks.reporting.tables import Console
 from sp_core.machine import busy_share, cores
 
-BRANCHES = ("origin/main", "main")
-LIST_SECONDS = 120
 BUSY_SHARE = 0.2
 NOTHING: dict[str, Any] = dict.fromkeys(
     ("device", "transport", "env", "timing", "phases", "comm", "memory", "work")
@@ -111,7 +109,7 @@ def listing(
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=LIST_SECONDS,
+        timeout=120,
         check=False,
     )
     if answer.returncode != 0:
@@ -231,7 +229,7 @@ def _setting(options: argparse.Namespace) -> Setting:
 
 def _commit(root: Path) -> dict[str, Any]:
     """Return the commit that is checked out there, and where it left the main branch."""
-    bases = (git(root, "merge-base", "HEAD", branch) for branch in BRANCHES)
+    bases = (git(root, "merge-base", "HEAD", branch) for branch in ("origin/main", "main"))
     branch = git(root, "branch", "--show-current")
     return {**commit(root), "merge_base": next(filter(None, bases), None), "branch": branch or None}
 

@@ -30,7 +30,6 @@ SAVED_BY_RANK_0 = {
     "benchmark_histogram": None,
 }
 PATIENCE_SECONDS = 10.0
-PAUSE_SECONDS = 0.001
 SHOWN = 1500  # characters of an error that a record keeps
 NOT_MEASURED: Record = dict.fromkeys(("timing", "phases", "comm", "memory", "work"))
 
@@ -153,7 +152,7 @@ def meet(world: Intracomm, error: Exception | None) -> list[str]:
                 flush=True,
             )
             world.Abort(1)
-        time.sleep(PAUSE_SECONDS)
+        time.sleep(0.001)
     told: list[str] = world.allgather(mine)
     return [text for text in told if text]
 

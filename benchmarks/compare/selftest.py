@@ -58,7 +58,6 @@ def ring_attention(*args, comm, **kwargs):
     return out
 """
 SEEN = (Verdict.REGRESSED, Verdict.IMPROVED, Verdict.MISSING, Verdict.MISMATCH, Verdict.NEW)
-UNJUDGED = (Verdict.UNGATEABLE, Verdict.OVERSUBSCRIBED)
 COMPARISONS, DELAYED = 1000, 100
 EXTRA, FOUND_SHARE = 0.2, 0.95
 """A resampled delay as a share of a case's time, and how often it must be found."""
@@ -139,7 +138,8 @@ def nothing_found(result: Result) -> Iterator[str]:
 def planted_found(result: Result) -> list[str]:
     """Say what is wrong with a comparison in which one case is slower."""
     planted = [row for row in result.rows if row.case == PLANTED_CASE]
-    wrong = [row for row in planted if row.verdict not in (Verdict.REGRESSED, *UNJUDGED)]
+    fine = (Verdict.REGRESSED, Verdict.UNGATEABLE, Verdict.OVERSUBSCRIBED)
+    wrong = [row for row in planted if row.verdict not in fine]
     others = (row for row in result.rows if row.case != PLANTED_CASE)
     wrong += [row for row in others if row.verdict is Verdict.REGRESSED]
     found = [f"{row.case}, P={row.ranks} is {row.verdict}" for row in wrong]

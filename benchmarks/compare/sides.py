@@ -28,7 +28,6 @@ from benchmarks.record import Plan, listing, run_launch
 from benchmarks.records import Record, read
 
 MPIS = ("openmpi", "mpich")
-NO_HOOKS = ("-c", "core.hooksPath=/dev/null")  # a person's hooks must not run for this checkout
 Pins = dict[str, str]
 """The line of a file of constraints for each package."""
 
@@ -95,8 +94,9 @@ def sides(
         made = []
         for side, sha, ref in (("base", base, refs[0]), ("head", head, refs[1])):
             root = Path(name) / side
+            no_hooks = ("-c", "core.hooksPath=/dev/null")  # a person's must not run for this
             add = ("worktree", "add", "--quiet", "--detach", str(root), sha)
-            if git(repository, *NO_HOOKS, *add) is None:
+            if git(repository, *no_hooks, *add) is None:
                 raise UsageError(f"git cannot check out {sha} into {root}.")
             stack.callback(git, repository, "worktree", "remove", "--force", str(root))
             python, told = _interpreter(root, Path(name) / f"{side}-environment")

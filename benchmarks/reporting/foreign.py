@@ -69,7 +69,6 @@ def draw_intervals(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 RANKS = 32  # in the picture
-OPERATIONS = 5  # with a colour of their own
 COLUMNS = ("rank", "step (ms)", "communication (ms)", "share", "calls", "bytes sent")
 TOLD = ("scheme", "direction", "layout", "dtype", "device")
 Microseconds = Annotated[float, Meta(ge=0, le=1e12)]
@@ -176,6 +175,6 @@ def draw_steps(axes: Axes, steps: Sequence[Event], calls: Sequence[Event]) -> No
     shown = [call for call in calls if call.pid in rows]
     by_name = grouped(shown, lambda call: (call.operation == "control", call.operation))
     for number, ((_, name), mine) in enumerate(by_name):
-        bars(mine, color=COLOURS[min(number, OPERATIONS)], label=short(name))
+        bars(mine, color=COLOURS[min(number, len(COLOURS) - 1)], label=short(name))
     case_rows(axes, [f"rank {step.pid}" for step in steps], "rank (number)")
     axes.set_xlabel("time since the first rank began (ms)")

@@ -40,7 +40,6 @@ from benchmarks.reporting.style import (
 from benchmarks.reporting.tables import Table, make, milliseconds, plain, ratio
 
 LABELS = 8  # commits that are named on an axis
-FEWEST = 2  # runs that make a history
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def collect(records: Iterable[Record]) -> list[Series]:
             place = (*record.key, setting_of(record).fingerprint)
             run = (record.run_id, setting_of(record).commit)
             found.setdefault(place, {}).setdefault(run, []).append(record)
-    return [_series(place, runs) for place, runs in sorted(found.items()) if len(runs) >= FEWEST]
+    return [_series(place, runs) for place, runs in sorted(found.items()) if len(runs) > 1]
 
 
 def _series(place: tuple[str, int, str], runs: dict[tuple[str, str], list[Record]]) -> Series:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 
-SCRIPT = Path(__file__).with_name("page.js")
 MAX_PROBLEMS = 50
 PLOTS, ROWS = 4, 12  # that are seen without a click, so that a page fits a phone
 
@@ -82,7 +81,7 @@ def html(page: Page) -> str:
 
     The page's policy names the script by its digest, so that no other can run.
     """
-    script = SCRIPT.read_text(encoding="utf-8")
+    script = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
     digest = "sha256-" + b64encode(sha256(script.encode()).digest()).decode()
     names = {"shown": PLOTS, "rows": ROWS, "script": script, "digest": digest}
     return _template("page.html").render(page=page, **names)
@@ -140,7 +139,6 @@ def write(page: Page, folder: Path, name: str) -> list[Path]:
 
 
 SHOWN = 6  # plots of the overview
-DPI = 130
 TITLE = 60  # characters
 
 
@@ -153,7 +151,7 @@ def overview(pictures: Sequence[Picture]) -> bytes:
         file = io.BytesIO()
         picture.figure.suptitle(plain(picture.title, TITLE), fontsize=10)
         with styled():
-            picture.figure.savefig(file, format="png", dpi=DPI, facecolor="white")
+            picture.figure.savefig(file, format="png", dpi=130, facecolor="white")
         tiles.append(Image.open(file).convert("RGB"))
     widths = [tile.width for tile in tiles]
     width = max(*widths, 2 * min(widths) * (len(tiles) > 1))

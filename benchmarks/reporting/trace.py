@@ -33,13 +33,11 @@ from benchmarks.worker import Intracomm, Rank
 from sp_core.schedules import Operation
 from sp_core.transport import Done
 
-WARMUP = 2
 TRIES = 20
 METHODS = ("start", "exchange", "wait", "_agree")
 """The methods of a communicator that communicate by themselves."""
 
 KEPT = ("ph", "cat", "name", "tid", "ts", "dur")
-ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 Event = dict[str, Any]
 """An event of a Chrome trace. Times are microseconds since 1970."""
 
@@ -155,7 +153,7 @@ def measure(values: Any, rank: Rank) -> dict[str, Any]:
     where = device(setting.device, world, share_gpu=setting.share_gpu)
     with meshes(setting.case, world, where) as mesh:
         step = stepping(setting, mesh, where)
-        for _ in range(WARMUP):
+        for _ in range(2):
             step()
         log, ahead = Log(mesh[AXIS]), offset(world)
         kinds = [ProfilerActivity.CPU, ProfilerActivity.CUDA][: 1 + (where.type == "cuda")]
@@ -266,7 +264,9 @@ def _rows(profile: Profile) -> Iterator[Event]:
     yield named("process_name", 0, name=f"rank {profile.rank}, {profile.where}")
     yield named("process_sort_index", 0, sort_index=profile.rank)
     mine = [event for event in profile.events if event["ph"] == "X"]
-    streams = {event["tid"] for event in mine if event.get("cat") in ON_DEVICE}
+    streams = {
+        event["tid"] for event in mine if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    }
     for tid in sorted({event["tid"] for event in mine}, key=str):
         kind = "stream" if tid in streams else "thread"
         yield named("thread_name", tid, name=f"{kind} {tid}")
