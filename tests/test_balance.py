@@ -92,9 +92,3 @@ def test_a_wrong_result_and_an_unbalanced_count_are_told(part: str, value: Any, 
     assert text in wrong(made)[0]
     made["policies"]["balanced"]["error"] = float("nan")
     assert "differ by nan" in wrong(made)[0]
-
-
-def test_options_that_cannot_be_run_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--ranks", "0"], ["--ranks", "two"], ["--rounds", "-1"]):
-        assert command.balance(arguments) == 2
-        assert "balance:" in capsys.readouterr().err

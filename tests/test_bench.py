@@ -18,13 +18,17 @@ from test_records import GOOD
 from test_scaling import program
 
 import sp_core as sp
-from benchmarks import launching, record, records
+from benchmarks import launching, record, records, scaling
 from benchmarks.cases import bench_collectives, bench_layers, bench_llama, bench_schemes
 from benchmarks.cases.session import meet
 from benchmarks.cases.setting import Setting
+from benchmarks.contests.balance import balance
+from benchmarks.contests.peers.__main__ import peers
 from benchmarks.machine import fingerprint
 from benchmarks.records import Case
+from benchmarks.reporting import trace
 from benchmarks.sample import OVERHEAD, Budget, Sampler, choose
+from benchmarks.training.__main__ import train
 from sp_core.testing import spmd
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -155,27 +159,82 @@ def test_an_end_in_the_middle_loses_nothing(
     assert told == first + (first if ending == "death" else [("a", "missing"), ("b", "missing")])
 
 
+REFUSED: list[tuple[launching.Main, dict[str, str]]] = [
+    (
+        scaling.main,
+        {
+            "--ranks 0": "every number must be 1 or more",
+            "--ranks 2,2": "appear once",
+            "--ranks two": "not a list of numbers",
+            "--heads 7": "7 heads do not divide hidden 512",
+            "--kv-heads 3": "3 key/value heads do not divide 8 heads",
+            "--head-dim 32 --hidden 512": "8 heads of 32 make 256, hidden is 512",
+            "--seq 0": "seq is 0",
+            "--scheme hybrid --ranks 2": "2 ranks make no hybrid mesh",
+            "--dtype float8": "dtype is 'float8'",
+            "--transport pigeon": "transport 'pigeon' on cpu",
+            "--timeout 0": "pass more than 0",
+            "--launcher srun": "write {ranks} in it",
+            "--launcher no-such-program{ranks}": "no no-such-program",
+            "--device cuda --share-gpu": "torch sees 0 GPUs",
+            "--out file": "cannot be written",
+        },
+    ),
+    (
+        record.main,
+        {
+            "--ranks two": "not a list of numbers",
+            "--timeout 0": "pass more than 0",
+            "--launcher srun": "write {ranks} in it",
+            "--root /": "has no folder sp_core",
+        },
+    ),
+    (
+        peers,
+        {
+            "--seq 30": "multiples of 4",
+            "--seq 64,64": "appear once",
+            "--launches 0": "at least one launch",
+            "--only nothing": "--list prints all",
+            "--timeout 0": "pass more than 0",
+            "--out /": "cannot be written",
+            "--out /proc/nope": "cannot be written",  # where root may write, but nobody can
+        },
+    ),
+    (
+        train,
+        {
+            "--ranks 1": "every number must be 2 or more",
+            "--only pp": "no mesh",
+            "--steps 0": "--steps 0",
+        },
+    ),
+    (balance, {"--ranks 0": "1 or more", "--rounds -1": "must be at least 0"}),
+    (trace.main, {"--hidden 10 --heads 3": "3 heads do not divide hidden 10"}),
+]
+
+
+@starts_processes
 @pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ("--ranks two", "not a list of numbers"),
-        ("--timeout 0", "pass more than 0"),
-        ("--launcher srun", "write {ranks} in it"),
-        ("--root /", "has no folder sp_core"),
-    ],
+    ("main", "options", "complaint"),
+    [(main, *row) for main, rows in REFUSED for row in rows.items()],
 )
 def test_bad_options_are_refused_before_anything_starts(
+    main: launching.Main,
     options: str,
     complaint: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(record, "listing", lambda *_: pytest.fail("cases were listed"))
-    out = tmp_path / "folder" / "out.jsonl"
-    assert record.main([*options.split(), "--out", str(out)]) == 2
+    monkeypatch.setattr(launching, "run", lambda *_, **__: pytest.fail("a launch began"))
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    assert main(["--out", "folder/out", *options.split()]) == 2
     assert complaint in capsys.readouterr().err
-    assert not out.parent.exists()
+    assert [path.name for path in Path().iterdir()] == ["file"]
 
 
 def test_every_program_names_a_function_that_its_ranks_can_call() -> None:

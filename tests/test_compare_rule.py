@@ -84,13 +84,6 @@ def test_the_whole_rule_over_all_throws_of_its_coins() -> None:
     assert Fraction(6196, 2**CONFIRM_PAIRS) == Fraction(chance(CONFIRM_PAIRS, CONFIRM_AGREE))
 
 
-def test_the_figures_of_the_design() -> None:
-    assert round(chance(10, 9), 4) == 0.0107
-    assert round(chance(20, 16), 4) == 0.0059
-    nine_of_ten = throws(10) >= 9
-    assert nine_of_ten.mean() == chance(10, 9)
-
-
 @given(screens, confirms, deltas)
 def test_exchanging_base_and_head_mirrors_the_verdict(
     screen: list[float], confirm: list[float], delta: float

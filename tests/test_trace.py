@@ -109,13 +109,6 @@ def test_a_collective_by_an_algorithm_is_named_and_sized(comm: Any) -> None:
     assert calls == [("run", 40), ("run", 40)]
 
 
-def test_a_case_that_makes_no_sense_is_refused_before_anything_starts(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["--hidden", "10", "--heads", "3"]) == 2
-    assert "3 heads do not divide hidden 10" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     "content",
     [

@@ -135,24 +135,6 @@ def test_every_scheme_is_on_every_number_of_ranks() -> None:
         } <= set(names)
 
 
-WRONG = {
-    "--ranks 1": "every number must be 2 or more",
-    "--ranks two": "not a list of numbers",
-    "--only pp": "no mesh",
-    "--steps 0": "--steps 0",
-}
-
-
-@pytest.mark.mpi_skip
-@pytest.mark.parametrize("options", WRONG)
-def test_options_that_cannot_be_run_are_refused(
-    options: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(launching, "run", lambda *_: pytest.fail("a launch began"))
-    assert train(options.split()) == 2
-    assert WRONG[options] in capsys.readouterr().err
-
-
 @pytest.mark.mpi_skip
 def test_a_session_trains_alone_first_and_stops_if_that_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path

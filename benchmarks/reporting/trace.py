@@ -286,11 +286,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     usual = {"scheme": "ring", "sharding": "zigzag", "mask": "causal", "ranks": "4"}
     step = {"backward": True, "preset": "trace", "iterations": 1, "warmup": 0}
     options = parse("trace", text, OPTIONS, arguments, **usual, **step)
-    out = writable(options.out.resolve())
     launch = Launch(options.launcher, options.timeout)
     setting, *others = scaling.settings(options)
     if others or len(setting.case.mesh) > 1:
         raise UsageError("pass one number of --ranks, one --dtype, and no hybrid scheme.")
+    out = writable(options.out.resolve())
     out.unlink(missing_ok=True)  # an older trace must not pass for the new one
     measure = "benchmarks.reporting.trace:measure"
     found = launching.run(setting.case.ranks, measure, setting, launch)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from kit.records import case as describe
+from kit import records as made
 
 from benchmarks.compare.pairs import build
 from benchmarks.compare.rule import RECORDS, Key, Result, Row, Told
@@ -62,104 +61,34 @@ class Machine:
 
     def _record(self, side: Side, ranks: int, case: str, pair: Json) -> Json:
         if (side.name, case, ranks, pair["stage"], pair["index"]) in self.broken:
-            failure = dict.fromkeys(
-                ("device", "transport", "env", "timing", "phases", "comm", "memory", "work")
-            )
-            return {
-                **record(case, ranks, 1.0, side, pair),
-                **failure,
-                "status": "timeout",
-                "reason": "it hung",
-            }
+            failure = {**made.NOTHING, "status": "timeout", "reason": "it hung"}
+            return {**record(case, ranks, 1.0, side, pair), **failure}
         factor = self.slower.get((case, ranks), 1.0) if side.name == "head" else 1.0
-        made = record(
-            case,
-            ranks,
-            0.01 / ranks * self.random.lognormvariate(0, self.noise),
-            side,
-            pair,
-            factor,
-        )
-        made["transport"]["oversubscribed"] = ranks > self.cores
+        seconds = 0.01 / ranks * self.random.lognormvariate(0, self.noise)
+        found = record(case, ranks, seconds, side, pair, factor)
+        found["transport"]["oversubscribed"] = ranks > self.cores
         since, change = self.changes.get(side.name, (0, {}))
         if pair["index"] >= since:
             for part, values in change.items():
-                made[part] = {**made[part], **values} if isinstance(values, dict) else values
-        return made
+                found[part] = {**found[part], **values} if isinstance(values, dict) else values
+        return found
 
 
 def record(
     case: str, ranks: int, seconds: float, side: Side, pair: Json, factor: float = 1.0
 ) -> Json:
     """A record whose attention takes `factor` times as long as it should."""
-    layer, scheme, variant = case.split("/")
-    what = describe(layer, scheme, variant, ranks, shape={"seq": 64}, layout=None, mask=None)
     attention, waiting = 0.8 * seconds + (factor - 1) * seconds, 0.2 * seconds
     shares = {"total": seconds * factor, "attention": attention, "communication": waiting}
-    return {
-        "schema": 1,
-        "run_id": "a-run",
-        "launch": 0,
+    sent = {"calls": 1, "messages": ranks, "bytes_sent": 64, "bytes_formula": 64}
+    parts: Json = {
         "pair": pair,
-        "harness_sha": "a" * 64,
-        "status": "ok",
-        "reason": None,
-        "commit": {"sha": side.told.sha, "merge_base": None, "branch": None, "dirty": False},
-        "case": what,
-        **machine_facts(),
-        "timing": timing([seconds * factor * share for share in (0.999, 1.0, 1.003)], ranks),
+        "commit": {"sha": side.told.sha, "dirty": False},
         "phases": {name: {"max_s": value, "mean_s": value} for name, value in shares.items()},
-        "comm": {
-            "shift": {
-                "calls": 1,
-                "messages": ranks,
-                "bytes_sent": 64,
-                "bytes_formula": 64,
-                "seconds": waiting,
-            }
-        },
-        "memory": None,
-        "work": {"flops": None, "tokens": 64},
+        "comm": {"shift": {**sent, "seconds": waiting}},
     }
-
-
-def timing(samples: list[float], ranks: int) -> Json:
-    return {
-        "warmup": 1,
-        "iterations": len(samples),
-        "inner": 1,
-        "samples_s": samples,
-        "max_local_s": samples,
-        "per_rank_median_s": [samples[0]] * ranks,
-        "median_s": statistics.median(samples),
-        "imbalance": 1.0,
-        "barrier_skew_s": dict.fromkeys(("median", "p95", "max"), 0.0),
-        "skew_limited": False,
-    }
-
-
-def machine_facts() -> Json:
-    """Device, transport and environment."""
-    unknown = dict.fromkeys(("clocks", "temperature", "power_cap", "driver"))
-    return {
-        "device": {"kind": "cpu", "name": "a processor", "count": 2, **unknown},
-        "transport": {
-            "mpi": {"vendor": "An MPI", "version": "1", "library": "An MPI 1"},
-            "mode": "host",
-            "threads": 1,
-            "oversubscribed": False,
-            "shared_gpu": False,
-        },
-        "env": {
-            "fingerprint": "0123456789abcdef",
-            "python": "3.13",
-            "torch": "2",
-            "platform": "Linux",
-            "cpu_model": "a processor",
-            "cores": 2,
-            "slurm_job": None,
-        },
-    }
+    what = made.case(*case.split("/"), ranks)
+    return made.dicts(made.record(what, seconds * factor, **parts))
 
 
 def pair_of_sides() -> tuple[Side, Side]:
