@@ -16,22 +16,19 @@ class ForeignError(ValueError):
     """A file that cannot be used; the text names it and says why."""
 
 
-def write_json(
-    path: Path, document: Any, *, indent: int | None = 1, allow_nan: bool = False
-) -> None:
+def write_json(path: Path, document: Any) -> None:
     """Replace a file in one step; make its folder if it is missing.
 
     Args:
         path: of the file; a draft lies beside it for a moment, with the suffix ".tmp".
         document: plain values.
-        indent, allow_nan: as in `json.dumps`.
 
     Raises:
-        ValueError: a number that is not finite, where these are not allowed.
+        ValueError: a number that is not finite.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(document, indent=indent, allow_nan=allow_nan) + "\n")
+    draft.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
     draft.replace(path)
 
 

@@ -312,8 +312,10 @@ def failure(code: int | None, output: str, timeout: float, doing: str) -> Record
     if any(text in output for text in NO_MEMORY):
         return {"status": "oom", "reason": f"out of memory, while {doing}"}
     if any(text in output for text in KILLED) or code in (137, -signal.SIGKILL):
-        reason = f"killed, most likely because memory ran out, while {doing}"
-        return {"status": "oom", "reason": reason}
+        return {
+            "status": "oom",
+            "reason": f"killed, most likely because memory ran out, while {doing}",
+        }
     lines = [line.strip() for line in output.splitlines() if any(map(str.isalpha, line))]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     complaint = (errors or lines or ["nothing was printed"])[0]

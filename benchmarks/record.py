@@ -177,8 +177,7 @@ def _written(setting: Setting) -> list[Record]:
 def _run_all(plan: Plan, setting: Setting, launch: Launch, root: Path) -> int:
     screen = tables.console()
     total, counts = sum(map(len, plan.values())), ", ".join(map(str, plan))
-    machine = f"this machine offers {cores()} cores."
-    tables.say(screen, f"{total} measurements: P = {counts}; {machine}")
+    tables.say(screen, f"{total} measurements: P = {counts}; this machine offers {cores()} cores.")
     warn_of_load(screen)
     earlier = len(_written(setting))
     try:
@@ -189,8 +188,11 @@ def _run_all(plan: Plan, setting: Setting, launch: Launch, root: Path) -> int:
                 output = run_launch(ranks, cases, mine, launch, root, heard)
             tables.say(screen, f"P = {ranks}: done")
             if output:
-                text = f"P = {ranks} went wrong; the last lines of its output:\n{output}"
-                tables.say(screen, text, "red")
+                tables.say(
+                    screen,
+                    f"P = {ranks} went wrong; the last lines of its output:\n{output}",
+                    "red",
+                )
     except KeyboardInterrupt:
         complete(chain(*plan.values()), _written(setting)[earlier:], setting, INTERRUPTED)
         print("\nrecord: interrupted; what is complete is kept.", file=sys.stderr)
@@ -204,8 +206,11 @@ def _run_all(plan: Plan, setting: Setting, launch: Launch, root: Path) -> int:
 def warn_of_load(screen: Console) -> None:
     """Say that the machine is busy with something else; a timing cannot tell."""
     if (busy := busy_share()) > BUSY_SHARE:
-        text = f"note: other work keeps {busy:.0%} of this machine busy; timings will suffer."
-        tables.say(screen, text, "yellow")
+        tables.say(
+            screen,
+            f"note: other work keeps {busy:.0%} of this machine busy; timings will suffer.",
+            "yellow",
+        )
 
 
 def _setting(options: argparse.Namespace) -> Setting:

@@ -163,8 +163,9 @@ def settings(options: argparse.Namespace) -> list[Setting]:
         mesh = mesh_of(options.scheme, ranks)
         if mesh is None:
             raise UsageError(f"{ranks} ranks make no {HYBRID} mesh; pass such as --ranks 1,4,6.")
-        of = ("layers", options.scheme, mesh, shape, options.transport)
-        return make_case(*of, **what, dtype=dtype)
+        return make_case(
+            "layers", options.scheme, mesh, shape, options.transport, **what, dtype=dtype
+        )
 
     return [Setting(case(ranks, dtype), **how) for dtype in dtypes for ranks in counts]
 
@@ -272,8 +273,11 @@ def run_once(screen: Console, setting: Setting, launch: Launch) -> Outcome:
         found = launching.run(case.ranks, measure, setting, launch, heard)
     outcome = outcome_of(setting, found)
     if outcome.check is None:
-        text = f"{name}: {found['status'].upper()}: {found['reason']}\n{found['output']}"
-        tables.say(screen, text, "red")
+        tables.say(
+            screen,
+            f"{name}: {found['status'].upper()}: {found['reason']}\n{found['output']}",
+            "red",
+        )
     else:
         word, style = ("correct", "") if found["status"] == "ok" else ("WRONG", "red")
         tables.say(screen, f"{name}: {word}. {Verdict(**outcome.check)}", style)
@@ -282,8 +286,7 @@ def run_once(screen: Console, setting: Setting, launch: Launch) -> Outcome:
 
 def outcome_of(setting: Setting, found: dict[str, Any]) -> Outcome:
     """Return the outcome of a launch from what it has left."""
-    now = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-    common = Run(run_id=now, commit=commit()).common()
+    common = Run(run_id=datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ"), commit=commit()).common()
     check, status, reason = found.get("check"), found["status"], found.get("reason")
     if status == "ok" and found["parts"]["timing"]["skew_limited"]:
         status = "skew_limited"
@@ -364,8 +367,7 @@ def draw(records: Sequence[Record], path: Path, device: str) -> None:
             axes.legend()
         text = title(records[0].case, device).partition(" on ")[2]
         machine = "" if records[0].device is None else records[0].device.name
-        name = "Strong scaling of one transformer block"
-        figure.suptitle(f"{name}\n{text}\n{machine}", fontsize=10)
+        figure.suptitle(f"Strong scaling of one transformer block\n{text}\n{machine}", fontsize=10)
         figure.savefig(path, dpi=150)
 
 

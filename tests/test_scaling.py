@@ -134,51 +134,44 @@ def test_presets_are_completed_by_what_follows() -> None:
     assert settings("--hidden", "256")[0].case.shape["ffn"] == 1024
 
 
-def test_a_case_that_fails_is_a_row_and_does_not_lose_the_others(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+WRONG = {"status": "wrong", "check": {**CHECK, "max_abs_error": None, "passed": False}}
+STOP = KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("two", "code", "told", "shown", "kept"),
+    [
+        (FAILURE, 1, "OOM: out of memory, while warming up\nthe last words", "124", "124"),
+        (WRONG, 1, "WRONG. max |ranks - single device| = not finite", "14", "124"),
+        (STOP, 130, "interrupted; what is complete follows", "1", "1"),
+    ],
+)
+def test_a_case_that_goes_wrong_does_not_lose_the_others(
+    two: Any,
+    code: int,
+    told: str,
+    shown: str,
+    kept: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
-    answering(monkeypatch, {1: found(1, 1.0), 2: FAILURE, 4: found(4, 0.5)})
-    assert scaling.main(["--out", str(tmp_path)]) == 1
-    shown = capsys.readouterr().out
-    assert "P = 2, float32: OOM: out of memory, while warming up\nthe last words" in shown
-    assert [
-        line.split()[:1] + line.split()[-1:]
-        for line in shown.splitlines()
-        if line[:3] in ("  1", "  2", "  4")
-    ] == [
-        ["1", "1.0e-06"],
-        ["2", "oom"],
-        ["4", "oversubscribed"],
-    ]
-    assert (tmp_path / "strong_scaling_sp_cpu.png").read_bytes().startswith(b"\x89PNG")
-    kept = [
-        json.loads((tmp_path / f"strong_scaling_sp_cpu_p{p}.json").read_text()) for p in (1, 2, 4)
-    ]
-    assert [one["record"]["status"] for one in kept] == ["ok", "oom", "ok"]
-
-
-def test_a_wrong_output_is_a_failure_and_no_row(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    wrong = {"status": "wrong", "check": {**CHECK, "max_abs_error": None, "passed": False}}
-    answering(monkeypatch, {1: found(1, 1.0), 2: wrong})
-    assert scaling.main(["--out", str(tmp_path), "--ranks", "1,2"]) == 1
-    shown = capsys.readouterr().out
-    assert "P = 2, float32: WRONG. max |ranks - single device| = not finite" in shown
-    assert "\n  2 " not in shown
-
-
-def test_an_interruption_keeps_what_is_complete(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    answering(monkeypatch, {1: found(1, 1.0), 2: KeyboardInterrupt})
+    """A failure is a row, a wrong output is none. An older result does not pass for a new one."""
+    answering(monkeypatch, {1: found(1, 1.0), 2: two, 4: found(4, 0.5)})
     (tmp_path / "strong_scaling_sp_cpu_p2.json").write_text("an older result")
-    assert scaling.main(["--out", str(tmp_path)]) == 130
-    assert "\n  1 " in capsys.readouterr().out
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "strong_scaling_sp_cpu.png",
-        "strong_scaling_sp_cpu_p1.json",
-    ]
+    assert scaling.main(["--out", str(tmp_path)]) == code
+    said = capsys.readouterr()
+    assert told in said.out + said.err
+    ends = {"1": "1.0e-06", "2": "oom", "4": "oversubscribed"}
+    rows = [line.split() for line in said.out.splitlines() if line[:3] in ("  1", "  2", "  4")]
+    assert [(row[0], row[-1]) for row in rows] == [(ranks, ends[ranks]) for ranks in shown]
+    assert (tmp_path / "strong_scaling_sp_cpu.png").read_bytes().startswith(b"\x89PNG")
+    statuses = {
+        path.stem[-1]: json.loads(path.read_text())["record"]["status"]
+        for path in tmp_path.glob("*.json")
+    }
+    second = two["status"] if isinstance(two, dict) else ""
+    assert statuses == {ranks: second if ranks == "2" else "ok" for ranks in kept}
 
 
 @pytest.mark.parametrize(

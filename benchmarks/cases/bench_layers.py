@@ -82,8 +82,14 @@ def work_of(case: Case, phases: Phases, made: Made, x: Tensor) -> Work:
     layer, forward, sent = made
     leaves = (x.requires_grad_(case.direction == "both"), *layer.parameters())
     step = training(case.direction, lambda: forward(x), leaves, phases)
-    tokens = case.shape["batch"] * case.shape["seq"]
-    return Work(step, phases, leaves, sent=sent, flops=flops(case), tokens=tokens)
+    return Work(
+        step,
+        phases,
+        leaves,
+        sent=sent,
+        flops=flops(case),
+        tokens=case.shape["batch"] * case.shape["seq"],
+    )
 
 
 def flops(case: Case) -> int:

@@ -87,8 +87,7 @@ def check(setting: BlockSetting, made: bench_layers.Made, x: Tensor, world: Intr
     with torch.set_grad_enabled(both):
         mine = [forward(x.requires_grad_(both))]
         if both:
-            here = sharding_of(case).positions(world.rank)
-            upstream = corpus.tokens(case, here, seeds[1]).to(x)
+            upstream = corpus.tokens(case, sharding_of(case).positions(world.rank), seeds[1]).to(x)
             mine += torch.autograd.grad(mine[0], x, upstream)
     shards = world.gather([part.detach().float().cpu().contiguous().numpy() for part in mine])
     if shards is not None:

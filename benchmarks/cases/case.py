@@ -215,8 +215,7 @@ def measure(
         The parts of the record that were measured, the same on all ranks; and the samples.
     """
     with undisturbed():
-        sync = partial(wait_for, device)
-        sampler = Sampler(work.step, world, sync=sync, note=work.phases.note)
+        sampler = Sampler(work.step, world, sync=partial(wait_for, device), note=work.phases.note)
         counts = sampler.agree(budget) if isinstance(budget, Budget) else budget
         samples, notes = sampler.run(counts, loop)
         for comm in work.phases.comms:

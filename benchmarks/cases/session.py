@@ -88,8 +88,9 @@ class Harness:
             )  # a comparison has many launches, and asks for times only
             with meshes(case, self.world, self.device) as mesh:
                 work = build(case, mesh, partial(wait_for, self.device))
-                timed = (self.world, self.device, budget, benchmark.pedantic)
-                found, samples = measure_case(work, *timed, memory=memory)
+                found, samples = measure_case(
+                    work, self.world, self.device, budget, benchmark.pedantic, memory=memory
+                )
         except Exception as raised:  # noqa: BLE001  # whatever it is, the other ranks must learn of it
             error = raised
         failures = meet(self.world, error)

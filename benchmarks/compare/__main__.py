@@ -61,8 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = fresh_folder(options.out)
     hashes = commits(options.base, options.head)
     if uncommitted():
-        changes = "sp_core has changes that are not committed; they are not compared."
-        print(f"note: {changes}", file=sys.stderr)
+        print(
+            "note: sp_core has changes that are not committed; they are not compared.",
+            file=sys.stderr,
+        )
     with sides(*hashes, (options.base, options.head)) as pair:
         return compare(pair, options, bench(options, out.name), out).exit_code
 
@@ -102,8 +104,7 @@ def compare(
     screen = tables.console()
     tables.say(screen, f"files: {out}")
     with tables.following(screen, "compare") as heard:
-        session = Session(measures, pair, seed, out / RECORDS, heard)
-        session.run(listed["base"] & listed["head"])
+        Session(measures, pair, seed, out / RECORDS, heard).run(listed["base"] & listed["head"])
     facts = {"base": pair[0].told, "head": pair[1].told, "seed": seed, "ranks": ranks}
     result = build(out, strict=options.strict, listed=listed, **facts)
     tables.show(screen, table(result))

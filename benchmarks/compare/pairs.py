@@ -117,8 +117,10 @@ def build(folder: Path, *, strict: bool, listed: Mapping[str, set[Key]], **facts
     path = folder / RECORDS
     reading = read(path)
     groups = grouped(reading.records)
-    names = sorted(listed["base"] | listed["head"])
-    rows = [assess(name, groups.get(name, Group([])), listed) for name in names]
+    rows = [
+        assess(name, groups.get(name, Group([])), listed)
+        for name in sorted(listed["base"] | listed["head"])
+    ]
     for row in rows:
         if row.stage is not None:
             sides = (groups[row.key].of(row.stage, side) for side in SIDES)
@@ -165,8 +167,7 @@ def assess(name: Key, group: Group, listed: Mapping[str, set[Key]]) -> Row:
     if found is not None:
         decision = Decision(found[0], stage, exact_interval(logs))
     else:
-        confirm = logs if stage == "confirm" else ()
-        decision = judge(group.logs("screen"), confirm, delta)
+        decision = judge(group.logs("screen"), logs if stage == "confirm" else (), delta)
     base, head = (statistics.median(group.seconds(stage, side)) for side in SIDES)
     low, middle, high = (
         math.exp(getattr(decision.interval, end)) for end in ("low", "median", "high")
@@ -205,8 +206,10 @@ def obstacle(group: Group, stage: str) -> Obstacle | None:
         return Verdict.MISSING, f"{_where(group.twice[0])} is recorded twice"
     told = ((place, _complaint(group.at.get(place))) for place in places(stage))
     if bad := [(place, text) for place, text in told if text]:
-        share = f"{len(bad)} of {2 * STAGES[stage]} launches"
-        return Verdict.MISSING, f"{share}; {_where(bad[0][0])}: {bad[0][1]}"
+        return (
+            Verdict.MISSING,
+            f"{len(bad)} of {2 * STAGES[stage]} launches; {_where(bad[0][0])}: {bad[0][1]}",
+        )
     stages = ("screen",) if stage == "screen" else STAGES
     if difference := _difference([record for one in stages for record in group.of(one)]):
         return Verdict.MISMATCH, difference

@@ -135,8 +135,9 @@ def _interpreter(root: Path, folder: Path) -> tuple[str, str]:
     named = {*map(_name, packages), *MPIS}
     others = {name: line for name, line in _pins(ROOT).items() if name not in named}
     pins.write_text("\n".join({**others, **own}.values()) + "\n")
-    install = (python, "-m", "pip", "install", "--quiet", "-c", str(pins))
-    _install(*install, *packages, *_harness_needs())
+    _install(
+        python, "-m", "pip", "install", "--quiet", "-c", str(pins), *packages, *_harness_needs()
+    )
     return python, "its own: it needs other packages than the present tree"
 
 
@@ -210,8 +211,9 @@ class Bench:
             launch=self.launches,
             commit=commit(side.root),
         )
-        plan = self.plans[side.name][ranks]
-        planned = [case for case in plan if any(text in case.id for text in cases)]
+        planned = [
+            case for case in self.plans[side.name][ranks] if any(text in case.id for text in cases)
+        ]
         self.launches += 1
         how = Launch(self.how.prefix, self.how.timeout, (KEEP_MEMORY,), python=side.python)
         if printed := run_launch(ranks, planned, setting, how, side.root):
@@ -255,8 +257,9 @@ class Session:
                 thrown = coin(self.seed, stage, ranks, index)
                 about = {"index": index, "stage": stage, "coin": thrown, "seed": self.seed}
                 for slot, side in enumerate(self.sides if thrown == 0 else self.sides[::-1]):
-                    pair = {**about, "side": side.name, "slot": slot}
-                    self.bench.launch(side, ranks, names, pair, self.out)
+                    self.bench.launch(
+                        side, ranks, names, {**about, "side": side.name, "slot": slot}, self.out
+                    )
                     done += 1
                     self.heard(f"{stage} pair {index + 1}, P={ranks}, {side.name}", done, total)
                 if index == 0 and self._hopeless(ranks):

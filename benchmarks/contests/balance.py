@@ -169,8 +169,10 @@ def bubbles(world: Intracomm) -> list[Record]:
 def waiting(model: Llama, count: int, world: Intracomm) -> float:
     """Return the share of all stages' time, first start to last end, that they wait."""
     decoder = Decoder(model, [TOKENS] * count, micro_batches=count)
-    vocab = model.config.vocab_size
-    tokens = [[(7 * t + number) % vocab for t in range(TOKENS)] for number in range(count)]
+    tokens = [
+        [(7 * t + number) % model.config.vocab_size for t in range(TOKENS)]
+        for number in range(count)
+    ]
     counters = model.grid.stages.counters
     counters.reset()
     world.Barrier()
@@ -225,8 +227,7 @@ def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
 def planned(sequences: Sequence[Sequence[int]], ranks: int) -> Record:
     """Return what is known of a launch before: its sequences, and each policy's predictions."""
     found = {name: predicted(plan) for name, plan in plans(sequences, ranks).items()}
-    tokens = sum(map(len, sequences))
-    return {"sequences": len(sequences), "tokens": tokens, "planned": found}
+    return {"sequences": len(sequences), "tokens": sum(map(len, sequences)), "planned": found}
 
 
 def throughput(record: Record, name: str) -> Interval | None:
@@ -249,8 +250,7 @@ def show(document: Record) -> Iterator[Part]:
     for record in document["launches"]:
         ranks = record["setting"]["ranks"]
         title = f"{record['sequences']} sequences, {record['tokens']} tokens, P = {ranks}"
-        cells = [_cells(record, name) for name in record["planned"]]
-        yield make(title, COLUMNS, cells, LEGEND)
+        yield make(title, COLUMNS, [_cells(record, name) for name in record["planned"]], LEGEND)
         if record["bubbles"]:
             kinds = ("formula", "counted", "measured")
             rows = [

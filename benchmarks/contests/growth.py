@@ -98,8 +98,7 @@ def plan_visits(sharding: sp.Sharding, mask: sp.Mask) -> object:
 
 def plan_sum(sharding: sp.Sharding, _: sp.Mask) -> object:
     """Plan an all-reduce around a ring of as many ranks."""
-    asked = program.operation("all_reduce", 0, sharding.size, (1 << 20,))
-    return table.program_of(asked, "ring")
+    return table.program_of(program.operation("all_reduce", 0, sharding.size, (1 << 20,)), "ring")
 
 
 def forget() -> None:

@@ -101,8 +101,7 @@ def _run(groups: dict[derive.Setting, list[Record]]) -> Iterator[Section]:
     rows = derive.rows(records)
     side = ", head of the comparison" * (newest.side == "head")
     text = f"Below: commit {newest.commit}{side}." * (len(groups) > 1)
-    shown = (tables.settings(groups), *tables.failures(records))
-    yield Section("What was measured", text, shown)
+    yield Section("What was measured", text, (tables.settings(groups), *tables.failures(records)))
     for title, note, pictures in (
         (
             "Scaling",

@@ -48,8 +48,7 @@ def pictures(rows: Sequence[Row]) -> Iterator[Picture]:
     timed = [row for row in rows if row.change is not None]
     for part in parts(timed, BARS):
         title = "Change of time from base to head, with exact intervals"
-        broad = (7.5, 1.7 + 0.24 * len(part))
-        yield picture(title, draw_intervals, part, size=broad, columns=3)
+        yield picture(title, draw_intervals, part, size=(7.5, 1.7 + 0.24 * len(part)), columns=3)
 
 
 def draw_intervals(axes: Axes, rows: Sequence[Row]) -> None:
@@ -134,8 +133,7 @@ def read_trace(path: Path) -> Section:
     table = make("Communication of one step", COLUMNS, (_cells(step, calls) for step in steps))
     shown = steps[:RANKS]
     broad = (9.0, 1.7 + 0.42 * len(shown))
-    title = "One step on every rank"
-    drawn = picture(title, draw_steps, shown, calls, size=broad, columns=4)
+    drawn = picture("One step on every rank", draw_steps, shown, calls, size=broad, columns=4)
     return Section("Timeline", f"One step: {told}.", (table,), (drawn,))
 
 

@@ -146,8 +146,7 @@ def draw(axes: Axes, group: Sequence[Series]) -> None:
         for change in one.changes:
             at = len(longest) - len(one.points) + change.at - 0.5
             axes.axvline(at, color=INK, linestyle="--", linewidth=1, label="level changed")
-    doubtful = any(point.doubtful for one in group for point in one.points)
-    hollow(axes, ["doubtful"] * doubtful)
+    hollow(axes, ["doubtful"] * any(point.doubtful for one in group for point in one.points))
     axes.set(xlabel="commit (in order of recording)", ylabel="time of one step (ms)")
     step = math.ceil(len(longest) / LABELS)  # as many commits by name as fit, the last among them
     places = list(range(len(longest) - 1, -1, -step))[::-1]

@@ -164,8 +164,7 @@ def shares(rows: Sequence[Row]) -> Iterator[Picture]:
     ):
         title = f"{family}, P = {-least}: where a step's time goes"
         for part in parts(group, BARS):
-            tall = (SIZE[0], 1.6 + 0.24 * len(part))
-            yield picture(title, draw_shares, part, size=tall)
+            yield picture(title, draw_shares, part, size=(SIZE[0], 1.6 + 0.24 * len(part)))
 
 
 def draw_shares(axes: Axes, rows: Sequence[Row]) -> None:
@@ -181,8 +180,9 @@ def draw_shares(axes: Axes, rows: Sequence[Row]) -> None:
             _percent(r, name) if shown else 100 - p for r, p in zip(rows, reached, strict=True)
         ]
         colour, hatch = GRID if name == OTHER else COLOURS[number], "///" * (not number)
-        bars = axes.barh(range(len(rows)), percents, 0.7, reached, color=colour, hatch=hatch)
-        bars.set_label(short(name))
+        axes.barh(
+            range(len(rows)), percents, 0.7, reached, color=colour, hatch=hatch, label=short(name)
+        )
         reached = [before + more for before, more in zip(reached, percents, strict=True)]
     common = len(_common([row.case.id for row in rows]))
     case_rows(axes, [short(row.case.id[common:] or row.case.id) for row in rows], "case (name)")

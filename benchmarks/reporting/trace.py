@@ -93,8 +93,7 @@ class Log:
         self._told = Counter[str]()
         comm.counters.reset()
         for method in METHODS:
-            act = getattr(comm, method)
-            setattr(comm, method, functools.partial(self._span, method, act))
+            setattr(comm, method, functools.partial(self._span, method, getattr(comm, method)))
         self._prepare = comm.prepare
         comm.prepare = self._prepared  # type: ignore[method-assign]
 
@@ -163,10 +162,10 @@ def measure(values: Any, rank: Rank) -> dict[str, Any]:
                 step()
     path = rank.folder / f"profile-{world.rank}.json"
     profiler.export_chrome_trace(str(path))
-    found = json.loads(path.read_text())
-    events = [*spans(found), *log.events]
-    place = f"{where} of {MPI.Get_processor_name()}"
-    profiles = world.gather(Profile(world.rank, place, events, ahead))
+    events = [*spans(json.loads(path.read_text())), *log.events]
+    profiles = world.gather(
+        Profile(world.rank, f"{where} of {MPI.Get_processor_name()}", events, ahead)
+    )
     return {} if profiles is None else {"trace": merge(profiles, described(setting))}
 
 
@@ -292,8 +291,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise UsageError("pass one number of --ranks, one --dtype, and no hybrid scheme.")
     out = writable(options.out.resolve())
     out.unlink(missing_ok=True)  # an older trace must not pass for the new one
-    measure = "benchmarks.reporting.trace:measure"
-    found = launching.run(setting.case.ranks, measure, setting, launch)
+    found = launching.run(setting.case.ranks, "benchmarks.reporting.trace:measure", setting, launch)
     if found["status"] != "ok":
         print(f"trace: the run failed: {found['reason']}\n{found['output']}")
         print("trace: nothing was written.")

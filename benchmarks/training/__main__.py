@@ -129,8 +129,7 @@ def show(document: Record) -> Iterator[Part]:
         numbers = (f"{run['losses'][-1]:.4f}", f"{divergence(run['losses'], curve):.3f}", *ratios)
         start = (run["place"], str(run["ranks"]), run["dtype"])
         rows.append((*start, *numbers, f"{run['apart']:.0e}", "wrong" if wrong else ""))
-    note = "error over bound from one rank's weights; at most 1"
-    yield make("meshes", COLUMNS, rows, note)
+    yield make("meshes", COLUMNS, rows, "error over bound from one rank's weights; at most 1")
     for dtype, curve in curves.items():
         yield from (Wrong(f"{ALONE}, {dtype}: {text}") for text in yardstick(curve))
         spread = max(abs(one[-1] - curve["losses"][-1]) for one in curve["perturbed"])

@@ -169,8 +169,9 @@ def planted(name: str) -> Iterator[None]:
     source = inspect.getsource(right)
     callers = [each for each in (train, models) if vars(each).get(function) is right]
     if source.count(text) != 1 or not callers:
-        what = f"{function} has no {text!r}, or is not what a step calls"
-        raise LookupError(f"{what}; plant the fault elsewhere.")
+        raise LookupError(
+            f"{function} has no {text!r}, or is not what a step calls; plant the fault elsewhere."
+        )
     names = dict(vars(module))
     exec(compile(source.replace(text, wrong), f"<{name}>", "exec"), names)
     for caller in callers:
@@ -273,8 +274,9 @@ def compare(model: Llama, found: dict[str, Tensor], stored: dict[str, Tensor]) -
             placement = placement_of(weights[name])
             expected, scale = (placement.take(whole, rank) for whole in (expected, scale))
         ratios.append(error_ratio(x, expected, bound(scale, model.dtype)))
-    mine = torch.tensor(ratios, dtype=torch.float64)
-    greatest = sp.all_reduce(mine, comm=model.grid.everyone, op="max").tolist()
+    greatest = sp.all_reduce(
+        torch.tensor(ratios, dtype=torch.float64), comm=model.grid.everyone, op="max"
+    ).tolist()
     worst: Worst = {}
     for name, ratio in zip(found, greatest, strict=True):
         kind = "gradients" if name in weights else name
@@ -322,8 +324,7 @@ def run_alone(comm: Any, dtype: str, setting: Setting, folder: Path) -> dict[str
                 if seed is None and step in setting.checkpoints:
                     save(model, out / step_name(step))
 
-            steps = trained(model, setting, sp.Sharding.zigzag, before)
-            return [step.loss for step in steps]
+            return [step.loss for step in trained(model, setting, sp.Sharding.zigzag, before)]
 
         losses, *others = (run(seed) for seed in (None, *range(setting.perturbed)))
         worst = 0.0

@@ -87,7 +87,8 @@ def record(
         "phases": {name: {"max_s": value, "mean_s": value} for name, value in shares.items()},
         "comm": {"shift": {**sent, "seconds": waiting}},
     }
-    what = made.case(*case.split("/"), ranks)
+    layer, scheme, variant = case.split("/")
+    what = made.case(layer, scheme, variant, ranks)
     return made.dicts(made.record(what, seconds * factor, **parts))
 
 

@@ -273,8 +273,7 @@ def show(document: Record) -> Iterator[Part]:
     chosen = [row for row in ROWS if timed and row.only in ("", mpi["vendor"])]
     shown = [cells(row, nbytes, timed) for row in chosen for nbytes in row.nbytes]
     if shown:
-        title = f"{mpi['vendor']}, {document['ranks']} ranks, float32"
-        yield make(title, COLUMNS, shown)
+        yield make(f"{mpi['vendor']}, {document['ranks']} ranks, float32", COLUMNS, shown)
     for launch in launches:
         if "summary" in launch:
             yield regrets(launch)

@@ -281,8 +281,10 @@ def measure(kind: str, rank: Rank) -> dict[str, Any]:
         if kind == "default":
             Gloo(rank.folder, world, GLOO_SECONDS)
             stack.callback(dist.destroy_process_group)
-        found = {name: heat(world, mesh, *contest) for name, contest in heats(kind).items()}
-        return {**record, "heats": found}
+        return {
+            **record,
+            "heats": {name: heat(world, mesh, *contest) for name, contest in heats(kind).items()},
+        }
 
 
 FITTED = (*measuring.SIZES, 4**14)  # 64 bytes to 256 MiB, each four times the one before
@@ -323,8 +325,9 @@ def judged(bare: Tuning, samples: Samples) -> list[Record]:
     tuning, found = measuring.fitted(bare, fit), []
     for op, by_name in samples.items():
         for nbytes in next(iter(by_name.values())):
-            unseen = {name: by_size[nbytes][1::2] for name, by_size in by_name.items()}
-            seconds = measuring.typical(unseen)
+            seconds = measuring.typical(
+                {name: by_size[nbytes][1::2] for name, by_size in by_name.items()}
+            )
             name = decide(tuning, op, tuning.nodes, nbytes, among=tuple(by_name), planned=True)
             best = min(seconds, key=lambda other: seconds[other])
             case = {

@@ -154,8 +154,9 @@ def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
     entries: list[Entry] = []
     for one in SETTINGS:
         if one.per_host == 1 or not modelled:
-            rounds = options.rounds or one.rounds
-            setting = msgspec.structs.replace(one, modelled=modelled, rounds=rounds)
+            setting = msgspec.structs.replace(
+                one, modelled=modelled, rounds=options.rounds or one.rounds
+            )
             launch = Launch(timeout=options.timeout) if modelled else hosted(setting, mpi, options)
             known = {"setting": msgspec.structs.asdict(setting)}
             work = (one.hosts * one.per_host, f"{__package__}.measure:measure", setting)
