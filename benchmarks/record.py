@@ -40,9 +40,6 @@ from benchmarks.reporting.tables import Console
 from sp_core.machine import busy_share, cores
 
 BUSY_SHARE = 0.2
-NOTHING: dict[str, Any] = dict.fromkeys(
-    ("device", "transport", "env", "timing", "phases", "comm", "memory", "work")
-)
 INTERRUPTED = {"status": "missing", "reason": "interrupted"}
 Plan = dict[int, list[Case]]
 """The cases of each number of ranks."""
@@ -166,7 +163,7 @@ def complete(
             note = {"status": "missing", "reason": unreached}
             if case.id == doing:
                 note = {"status": problem["status"], "reason": reason}
-            records.append(setting.out, {**setting.common(), "case": case, **NOTHING, **note})
+            records.append(setting.out, setting.record(case, **note))
 
 
 def _written(setting: Setting) -> list[Record]:

@@ -35,7 +35,7 @@ from benchmarks.launching import (
     numbers_of_ranks,
     writable,
 )
-from benchmarks.record import NOTHING, warn_of_load
+from benchmarks.record import warn_of_load
 from benchmarks.records import Case, Record, make_case
 from benchmarks.reporting import derive, plots, style, tables
 from benchmarks.reporting.tables import DASH, Console, count, milliseconds, percent, size
@@ -286,14 +286,15 @@ def run_once(screen: Console, setting: Setting, launch: Launch) -> Outcome:
 
 def outcome_of(setting: Setting, found: dict[str, Any]) -> Outcome:
     """Return the outcome of a launch from what it has left."""
-    common = Run(run_id=datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ"), commit=commit()).common()
+    now = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     check, status, reason = found.get("check"), found["status"], found.get("reason")
     if status == "ok" and found["parts"]["timing"]["skew_limited"]:
         status = "skew_limited"
     if status == "wrong":
         reason = str(Verdict(**check)) if check else "wrong"
     note = {"status": status, "reason": None if reason is None else records.reason(reason)}
-    made = {**common, "case": setting.case, **NOTHING, **found.get("parts", {}), **note}
+    run = Run(run_id=now, commit=commit())
+    made = run.record(setting.case, **found.get("parts", {}), **note)
     return Outcome(records.parse(msgspec.json.encode(made)), check, found.get("all_gather"))
 
 

@@ -21,7 +21,7 @@ import sp_core as sp
 from benchmarks import launching, record, records, scaling
 from benchmarks.cases import bench_collectives, bench_layers, bench_llama, bench_schemes
 from benchmarks.cases.session import meet
-from benchmarks.cases.setting import Setting
+from benchmarks.cases.setting import NOTHING, Setting
 from benchmarks.contests.balance import balance
 from benchmarks.contests.peers.__main__ import peers
 from benchmarks.machine import fingerprint
@@ -105,7 +105,7 @@ def test_ids_are_unique_and_fit_the_schema() -> None:
         cases = [case for suite in suites for case in suite.cases(ranks)]
         assert len({case.id for case in cases}) == len(cases)
         for case in cases:
-            made = {**GOOD, **record.NOTHING, "case": case, "status": "missing", "reason": "none"}
+            made = Setting().record(case, status="missing", reason="none")
             records.parse(msgspec.json.encode(made))
 
 
@@ -140,8 +140,9 @@ def test_an_end_in_the_middle_loses_nothing(
     def watch(command: list[str], folder: Path, timeout: float, progress: Any) -> tuple[int, str]:
         setting = msgspec.convert(json.loads((folder / "job.json").read_text())["setting"], Setting)
         case = planned("a", ranks=len(launches) + 1)[0]
-        timing = GOOD["timing"] | {"per_rank_median_s": [0.5] * case.ranks}
-        records.append(setting.out, GOOD | setting.common() | {"case": case, "timing": timing})
+        parts = {name: GOOD[name] for name in (*NOTHING, "status", "reason")}
+        parts["timing"] = GOOD["timing"] | {"per_rank_median_s": [0.5] * case.ranks}
+        records.append(setting.out, setting.record(case, **parts))
         launches.append(command)
         news = {"case": "b", "phase": "measuring b", "done": 1, "total": 2}
         (folder / "progress").write_text(json.dumps(news))

@@ -16,9 +16,9 @@ from hypothesis import given, settings, strategies as st
 from kit import records as made
 
 from benchmarks import records
+from benchmarks.cases.setting import NOTHING
 from benchmarks.files import ForeignError
 from benchmarks.machine import fingerprint
-from benchmarks.record import NOTHING
 from benchmarks.records import Record
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 import sp_core as sp
 from benchmarks.cases import bench_schemes
 from benchmarks.cases.bench_schemes import DIRECTIONS, MASKS
-from benchmarks.cases.case import Phases, Work, dtype_of, training
+from benchmarks.cases.case import Named, Phases, Work, dtype_of, training
 from benchmarks.cases.setting import HYBRID, mesh_of
 from benchmarks.records import AXIS, Case, make_case
 from sp_core import cost
@@ -35,9 +34,6 @@ QUICK = {("allgather_kv", "forward"), (PAIR, "forward")}
 SEED = 0
 Made = tuple[nn.Module, Callable[[Tensor], Tensor], int | None]
 """The layer, its forward, and bytes that this rank sends."""
-
-Named = Callable[[str], AbstractContextManager[Any]]
-"""Notes what happens in a block as a phase of that name."""
 
 
 def cases(ranks: int, device: str = "cpu", shape: dict[str, int] = SHAPE) -> list[Case]:
@@ -137,8 +133,7 @@ def _pair(case: Case, mesh: sp.Mesh, phases: Named) -> Made:
     )
     _note(pair, "mlp", phases)
     both = cost.tp_sp(sharding, mesh.rank, batch, hidden, dtype_of(case).itemsize)
-    sent = both[0].bytes_sent + (both[1].bytes_sent if case.direction == "both" else 0)
-    return pair, pair, sent
+    return pair, pair, bench_schemes.bytes_of(both, case)
 
 
 def _attend(

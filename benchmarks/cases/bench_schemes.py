@@ -125,9 +125,12 @@ def sent(case: Case, mesh: sp.Mesh) -> int | None:
         return None
     if case.scheme == HYBRID:
         groups = groups_of(case.mesh["ring"], case.mesh["ulysses"], ulysses_fastest=True)
-        both: cost.Both = formula(sizes, mesh["ring"].rank, mesh["ulysses"].rank, groups)
-    else:
-        both = formula(sizes, mesh.rank)
+        return bytes_of(formula(sizes, mesh["ring"].rank, mesh["ulysses"].rank, groups), case)
+    return bytes_of(formula(sizes, mesh.rank), case)
+
+
+def bytes_of(both: cost.Both, case: Case) -> int:
+    """Return the bytes of a forward, and of the backward if the case has one."""
     return both[0].bytes_sent + (both[1].bytes_sent if case.direction == "both" else 0)
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 import sp_core as sp
 from benchmarks import corpus
 from benchmarks.cases import bench_layers, single
-from benchmarks.cases.bench_layers import Named
 from benchmarks.cases.bench_schemes import communicators, sharding_of
 from benchmarks.cases.case import (
+    Named,
     Phases,
     dtype_of,
     measure as measure_case,

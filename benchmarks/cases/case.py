@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -107,8 +107,12 @@ Build = Callable[[Case, sp.Mesh, Callable[[], None]], Work]
 """From a case, a mesh with its axes and the device's `sync` to this rank's work."""
 
 
+Named = Callable[[str], AbstractContextManager[Any]]
+"""Notes what happens in a step as a phase of that name."""
+
+
 def training(
-    direction: str | None, forward: Callable[[], Tensor], leaves: Sequence[Tensor], phases: Phases
+    direction: str | None, forward: Callable[[], Tensor], leaves: Sequence[Tensor], phases: Named
 ) -> Callable[[], None]:
     """Return a step over `forward`, alone or with its backward.
 

@@ -31,7 +31,6 @@ SAVED_BY_RANK_0 = {
 }
 PATIENCE_SECONDS = 10.0
 SHOWN = 1500  # characters of an error that a record keeps
-NOT_MEASURED: Record = dict.fromkeys(("timing", "phases", "comm", "memory", "work"))
 
 
 class CaseFailed(Exception):
@@ -51,7 +50,6 @@ class Harness:
         self.world = rank.world.Dup()  # cases never send on it
         self.device = device(setting.device, self.world, share_gpu=setting.share_gpu)
         self.total = self.done = 0
-        self._common = setting.common()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_configure(self, config: pytest.Config) -> None:
@@ -79,7 +77,7 @@ class Harness:
             CaseFailed: on all ranks.
         """
         self.rank.tell(f"measuring {case.id}", self.done, self.total, case=case.id)
-        found, error = NOT_MEASURED, None
+        found, error = Record(), None
         said = facts(self.world, self.device, case.transport)
         try:
             budget = QUICK if self.setting.quick else Budget()
@@ -95,14 +93,9 @@ class Harness:
             error = raised
         failures = meet(self.world, error)
         status, reason = status_of(found, failures)
-        parts = {
-            **said,
-            **(NOT_MEASURED if failures else found),
-            "status": status,
-            "reason": reason,
-        }
         if self.world.rank == 0 and self.setting.out:
-            records.append(Path(self.setting.out), {**self._common, "case": case, **parts})
+            parts = {**said, **({} if failures else found), "status": status, "reason": reason}
+            records.append(self.setting.out, self.setting.record(case, **parts))
         self.done += 1
         if reason is not None:
             raise CaseFailed(reason) from error

@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,11 @@ BENCHMARKS = Path(__file__).resolve().parent.parent
 MEASURING = ("cases/*.py", "sample.py", "machine.py", "worker.py")
 LAYERS = ("collectives", "schemes", "layers", "llama")
 HYBRID = "hybrid"
+NOTHING: dict[str, Any] = dict.fromkeys(
+    ("device", "transport", "env", "timing", "phases", "comm", "memory", "work")
+)
+"""The parts of a record that was not measured."""
+
 NO_COMMIT: dict[str, Any] = {"sha": None, "dirty": None}
 
 
@@ -55,10 +61,11 @@ class Setting(msgspec.Struct, frozen=True):
     share_gpu: bool = False
     saves: tuple[str, ...] = ()
 
-    def common(self) -> dict[str, Any]:
-        """Return the part of a record that is the same for all cases of a launch."""
+    def record(self, case: Case, **parts: Any) -> dict[str, Any]:
+        """Return the record of a case; what is not among the parts was not measured."""
         shared = {name: getattr(self, name) for name in ("run_id", "launch", "pair", "commit")}
-        return {"schema": SCHEMA_VERSION, **shared, "harness_sha": harness_sha()}
+        head = {"schema": SCHEMA_VERSION, **shared, "harness_sha": harness_sha(), "case": case}
+        return {**head, **NOTHING, **parts}
 
 
 class BlockSetting(msgspec.Struct, frozen=True):
@@ -89,6 +96,7 @@ def mesh_of(scheme: str, ranks: int) -> dict[str, int] | None:
     return {"ring": ranks // heads, "ulysses": heads} if heads > 1 or ranks == 1 else None
 
 
+@cache
 def harness_sha() -> str:
     """Return the SHA-256 of the files that decide what is measured and how.
 

@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import sp_core as sp
 from benchmarks import launching, scaling
 from benchmarks.cases.block import block
-from benchmarks.cases.case import meshes
+from benchmarks.cases.case import meshes, training, wait_for
 from benchmarks.cases.setting import BlockSetting
 from benchmarks.launching import Launch, Options, UsageError, about, parse, writable
 from benchmarks.machine import device
@@ -87,10 +87,9 @@ class Log:
 
     def __init__(self, comm: sp.Communicator) -> None:
         self.events: list[Event] = []
-        self._comm = comm
-        self._begun: dict[int, Event] = {}
-        self._handles: list[object] = []
-        self._told = Counter[str]()
+        self._comm, self._told = comm, Counter[str]()
+        # with the handle, or its id would be given to another
+        self._begun: dict[int, tuple[object, Event]] = {}
         comm.counters.reset()
         for method in METHODS:
             setattr(comm, method, functools.partial(self._span, method, getattr(comm, method)))
@@ -106,24 +105,31 @@ class Log:
     def _span(self, method: str, act: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
         if method == "wait" and isinstance(arguments[0], Done):
             return act(*arguments)  # nothing was sent
-        begun = self._begun.pop(id(arguments[0]), None) if method == "wait" else None
+        _, begun = self._begun.pop(id(arguments[0]), (0, None)) if method == "wait" else (0, None)
         start = time.time_ns() / 1e3
         result = act(*arguments, **more)
         end = time.time_ns() / 1e3
-        name = _operation(method, *arguments, **more)
-        kind = {"_agree": "agree", "exchange": "start", "wait": "wait" if begun else "run"}
-        told: Event = {"operation": name, "kind": kind.get(method, method)}
-        told["bytes_sent"] = self._sent(name) + (begun["args"]["bytes_sent"] if begun else 0)
-        verb = "" if told["kind"] == "run" else f"{told['kind']} "
-        sent = f"{size(told['bytes_sent'])} sent"
-        row = {"tid": threading.get_native_id(), "ts": start}
-        span = {"ph": "X", "cat": "communication", "name": f"{verb}{name}, {sent}", **row}
-        self.events.append({**span, "dur": end - start, "args": told})
-        if told["kind"] == "start":
-            self._handles.append(result)  # or its id would be given to another
-            self._begun[id(result)] = self.events[-1]
+        name, kinds = (
+            _operation(method, *arguments, **more),
+            {"_agree": "agree", "exchange": "start"},
+        )
+        kind = kinds.get(method, method if begun or method != "wait" else "run")
+        sent = self._sent(name) + (begun["args"]["bytes_sent"] if begun else 0)
+        verb, told = "" if kind == "run" else f"{kind} ", f"{size(sent)} sent"
+        span = {
+            "ph": "X",
+            "cat": "communication",
+            "name": f"{verb}{name}, {told}",
+            "tid": threading.get_native_id(),
+            "ts": start,
+            "dur": end - start,
+            "args": {"operation": name, "kind": kind, "bytes_sent": sent},
+        }
+        self.events.append(span)
+        if kind == "start":
+            self._begun[id(result)] = result, span
         if begun:  # viewers show an asynchronous span in a row of its own
-            both = {"cat": "under way", "name": f"{name} under way, {sent}", "tid": 0}
+            both = {"cat": "under way", "name": f"{name} under way, {told}", "tid": 0}
             both["id"] = f"{self._comm.rank}.{len(self.events)}"
             self.events += [{**both, "ph": "b", "ts": begun["ts"]}, {**both, "ph": "e", "ts": end}]
         return result
@@ -151,7 +157,7 @@ def measure(values: Any, rank: Rank) -> dict[str, Any]:
     setting, world = msgspec.convert(values, BlockSetting), rank.world
     where = device(setting.device, world, share_gpu=setting.share_gpu)
     with meshes(setting.case, world, where) as mesh:
-        step = stepping(setting, mesh, where)
+        step = stepping(setting, mesh)
         for _ in range(2):
             step()
         log, ahead = Log(mesh[AXIS]), offset(world)
@@ -160,6 +166,7 @@ def measure(values: Any, rank: Rank) -> dict[str, Any]:
             world.Barrier()
             with record_function("step"):
                 step()
+                wait_for(where)
     path = rank.folder / f"profile-{world.rank}.json"
     profiler.export_chrome_trace(str(path))
     events = [*spans(json.loads(path.read_text())), *log.events]
@@ -169,27 +176,17 @@ def measure(values: Any, rank: Rank) -> dict[str, Any]:
     return {} if profiles is None else {"trace": merge(profiles, described(setting))}
 
 
-def stepping(setting: BlockSetting, mesh: sp.Mesh, where: torch.device) -> Callable[[], None]:
+def stepping(setting: BlockSetting, mesh: sp.Mesh) -> Callable[[], None]:
     """Return a function that runs one step of a block, whose parts are named in the profile."""
-    case = setting.case
-    backward = case.direction == "both"
+    names = {"attention": f"attention, {setting.case.scheme}", "other": "forward"}
 
-    def named(name: str) -> AbstractContextManager[Any]:
-        return record_function(f"{name}, {case.scheme}" if name == "attention" else name)
+    def named(phase: str) -> AbstractContextManager[Any]:
+        return record_function(names.get(phase, phase))
 
     (layer, forward, _), x = block(setting, mesh, named)
-
-    def step() -> None:
-        with record_function("forward"), torch.set_grad_enabled(backward):
-            y = forward(x)
-        if backward:
-            with record_function("backward"):
-                y.sum().backward()
-            layer.zero_grad()
-        if where.type == "cuda":
-            torch.cuda.synchronize(where)
-
-    return step
+    direction = setting.case.direction
+    leaves = (x.requires_grad_(direction == "both"), *layer.parameters())
+    return training(direction, lambda: forward(x), leaves, named)
 
 
 def described(setting: BlockSetting) -> dict[str, Any]:

@@ -157,17 +157,25 @@ def draw(document: Record, path: Path) -> None:
         left, right = figure.subplots(1, 2)
         for ranks in sorted({run["ranks"] for run in runs}):
             mine = [run["losses"] for run in runs if run["ranks"] == ranks]
-            thin: Any = {"color": COLOURS[ranks % len(COLOURS)], "linewidth": 0.8, "alpha": 0.6}
-            lines = left.plot(np.transpose(mine), **thin)
+            colour = COLOURS[ranks % len(COLOURS)]
+            lines = left.plot(np.transpose(mine), color=colour, linewidth=0.8, alpha=0.6)
             lines[0].set_label(f"P = {ranks}, {len(mine)} runs")
         for number, (dtype, curve) in enumerate(curves.items()):
-            dots: Any = {"color": "black", "linestyle": (0, (1, 3)), "linewidth": 1.2}
-            left.plot(curve["losses"], label=f"{ALONE}, {dtype}", **dots)
+            left.plot(
+                curve["losses"],
+                label=f"{ALONE}, {dtype}",
+                color="black",
+                linestyle=(0, (1, 3)),
+                linewidth=1.2,
+            )
             _distances(right, curve, [run for run in runs if run["dtype"] == dtype], number)
         left.set(xlabel="step", ylabel="loss (nats per byte)", title="Every mesh learns the same")
-        title = "to within what one unit in the last place causes"
-        right.set(xlabel="step", ylabel="difference from one rank's loss", title=title)
-        right.set_yscale("log")
+        right.set(
+            xlabel="step",
+            ylabel="difference from one rank's loss",
+            title="to within what one unit in the last place causes",
+            yscale="log",
+        )
         right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
         left.legend()
         right.legend(loc="center", ncols=2)  # between the curves of the dtypes

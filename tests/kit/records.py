@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.cases.setting import NOTHING as NOTHING
 from benchmarks.machine import fingerprint
-from benchmarks.record import NOTHING as NOTHING
 from benchmarks.records import Record
 
 Values = dict[str, Any]
