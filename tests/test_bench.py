@@ -23,7 +23,6 @@ from benchmarks.cases import bench_collectives, bench_layers, bench_llama, bench
 from benchmarks.cases.session import meet
 from benchmarks.cases.setting import NOTHING, Setting
 from benchmarks.contests.balance import balance
-from benchmarks.contests.peers.__main__ import peers
 from benchmarks.machine import fingerprint
 from benchmarks.records import Case
 from benchmarks.reporting import trace
@@ -188,18 +187,6 @@ REFUSED: list[tuple[launching.Main, dict[str, str]]] = [
             "--timeout 0": "pass more than 0",
             "--launcher srun": "write {ranks} in it",
             "--root /": "has no folder sp_core",
-        },
-    ),
-    (
-        peers,
-        {
-            "--seq 30": "multiples of 4",
-            "--seq 64,64": "appear once",
-            "--launches 0": "at least one launch",
-            "--only nothing": "--list prints all",
-            "--timeout 0": "pass more than 0",
-            "--out /": "cannot be written",
-            "--out /proc/nope": "cannot be written",  # where root may write, but nobody can
         },
     ),
     (

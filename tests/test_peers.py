@@ -170,6 +170,30 @@ def test_every_required_line_is_there_and_can_be_short(
 
 
 @pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ("--seq 30", "multiples of 4"),
+        ("--seq 64,64", "appear once"),
+        ("--seq many", "not a list of numbers"),
+        ("--launches 0", "at least one launch"),
+        ("--only nothing", "--list prints all"),
+        ("--timeout 0", "pass more than 0"),
+        ("--out /", "cannot be written"),
+        ("--out /proc/nope", "cannot be written"),  # where root may write, but nobody can
+    ],
+)
+def test_bad_options_are_refused_before_anything_starts(
+    options: str,
+    complaint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(launching, "run", lambda *_: pytest.fail("a launch began"))
+    assert peers(options.split()) == 2
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("status", "code"),
     [
         ({"status": "wrong", "errors": {"out": None}}, 1),

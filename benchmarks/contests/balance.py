@@ -12,6 +12,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -52,21 +53,18 @@ ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 SHORTER = 64
 """The length of a sequence is that of its file in bytes over this, rounded up."""
 
-MODEL: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 176,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 1 << 20,
-}
+CONFIG = LlamaConfig(
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=176,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=1 << 20,
+)
 MICRO_BATCHES = (1, 2, 4, 8)
 TOKENS, SAMPLES = 512, 5
-
-
-CONFIG = LlamaConfig(**MODEL)
 
 
 def workload() -> list[list[int]]:
@@ -150,7 +148,7 @@ def bubbles(world: Intracomm) -> list[Record]:
     The waiting of a stage is what its counters say: of hidden states, and in the end of the logits,
     which the last stage hands out.
     """
-    config = LlamaConfig(**MODEL | {"num_hidden_layers": 2 * world.size})
+    config = replace(CONFIG, num_hidden_layers=2 * world.size)
     with Mesh(world, check="off", pp=world.size) as mesh:
         model = create(config, mesh)
         return [

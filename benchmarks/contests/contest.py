@@ -55,6 +55,7 @@ class Entry:
         launch: how ranks are started.
         about: part of the record that is known before.
         needed: the launches after it need it, so --only does not leave it out.
+        again: a text in the output of a failure after which it is started once more.
     """
 
     name: str
@@ -64,10 +65,14 @@ class Entry:
     launch: Launch = field(default_factory=Launch)
     about: Record = field(default_factory=dict)
     needed: bool = False
+    again: str = ""
 
     def run(self) -> Record:
         """Start the ranks and return their record."""
-        return launching.run(self.ranks, self.measure, self.setting, self.launch)
+        job = (self.ranks, self.measure, self.setting, self.launch)
+        record = launching.run(*job)
+        is_again = self.again and self.again in record.get("output", "")
+        return launching.run(*job) if is_again else record
 
 
 @dataclass(frozen=True)

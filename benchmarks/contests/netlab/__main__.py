@@ -15,7 +15,6 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -132,16 +131,6 @@ def hosted(setting: Setting, mpi: str, options: argparse.Namespace) -> Launch:
     return Launch(timeout=options.timeout, mpi_args=mpi_args, around=(*hosts, *variables))
 
 
-@dataclass(frozen=True)
-class Hosted(Entry):
-    """A launch whose launcher may fail: MPICH's now and then dies while it starts."""
-
-    def run(self) -> Record:
-        """Run the ranks, and once more if the launcher itself failed; never if one was wrong."""
-        record = super().run()
-        return super().run() if "demux engine error" in record.get("output", "") else record
-
-
 def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
     """Return the launches; the model has one rank per host.
 
@@ -160,7 +149,8 @@ def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
             launch = Launch(timeout=options.timeout) if modelled else hosted(setting, mpi, options)
             known = {"setting": msgspec.structs.asdict(setting)}
             work = (one.hosts * one.per_host, f"{__package__}.measure:measure", setting)
-            entries.append(Hosted(one.name, *work, launch, known))
+            # MPICH's launcher now and then dies while it starts; no result was wrong then
+            entries.append(Entry(one.name, *work, launch, known, again="demux engine error"))
     return {"mpi": mpi, "net": MODEL if modelled else "network namespaces"}, entries
 
 
