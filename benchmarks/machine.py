@@ -17,13 +17,13 @@ from sp_core.machine import cores, cpu_model
 if TYPE_CHECKING:
     import torch
 
-ASKED = (
-    "driver_version",
-    "clocks.sm",
-    "temperature.gpu",
-    "power.limit",
-)  # of nvidia-smi; MHz, degrees Celsius, W
-READINGS = ("driver", "clocks", "temperature", "power_cap")
+ASKED = {
+    "driver": "driver_version",
+    "clocks": "clocks.sm",
+    "temperature": "temperature.gpu",
+    "power_cap": "power.limit",
+}
+"""What nvidia-smi calls the readings of a record; MHz, degrees Celsius, W."""
 
 
 def environment() -> dict[str, Any]:
@@ -88,7 +88,7 @@ def facts(world: Intracomm, device: torch.device, mode: str) -> dict[str, Any]:
             "kind": device.type,
             "name": of_kind.get_device_name(device) if is_gpu else cpu_model(),
             "count": len(devices) if is_gpu else cores(),
-            **dict.fromkeys(READINGS),
+            **dict.fromkeys(ASKED),
             **(_gpu_readings(device) if is_gpu and world.rank == 0 else {}),
         },
         "transport": {
@@ -128,7 +128,7 @@ def fingerprint(env: dict[str, Any], device: dict[str, Any], transport: dict[str
 def _gpu_readings(device: torch.device) -> dict[str, Any]:
     """Ask nvidia-smi about a GPU; nothing if it does not answer."""
     query = [
-        f"--query-gpu={','.join(ASKED)}",
+        f"--query-gpu={','.join(ASKED.values())}",
         "--format=csv,noheader,nounits",
         "-i",
         str(device.index or 0),
@@ -139,13 +139,7 @@ def _gpu_readings(device: torch.device) -> dict[str, Any]:
             [program, *query], capture_output=True, text=True, timeout=20, check=True
         ).stdout
         driver, *numbers = (part.strip() for part in answer.splitlines()[0].split(","))
-        return dict(zip(READINGS, (driver, *map(_number, numbers)), strict=True))
+        known = [float(x) if x.replace(".", "", 1).isdigit() else None for x in numbers]  # "[N/A]"
+        return dict(zip(ASKED, (driver, *known), strict=True))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return {}
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:  # "[N/A]"
-        return None

@@ -36,7 +36,6 @@ from benchmarks.launching import (
 )
 from benchmarks.records import MEASURED, Case, Record
 from benchmarks.reporting import derive, tables
-from benchmarks.reporting.tables import Console
 from sp_core.machine import busy_share, cores
 
 BUSY_SHARE = 0.2
@@ -200,7 +199,7 @@ def _run_all(plan: Plan, setting: Setting, launch: Launch, root: Path) -> int:
     return 0 if all(record.status in MEASURED for record in found) else 1
 
 
-def warn_of_load(screen: Console) -> None:
+def warn_of_load(screen: tables.Console) -> None:
     """Say that the machine is busy with something else; a timing cannot tell."""
     if (busy := busy_share()) > BUSY_SHARE:
         tables.say(

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, Struct
 
 from benchmarks.files import ForeignError, read_bytes
 
@@ -29,26 +28,28 @@ SHOWN = 160  # characters of a value that an error repeats
 CLOSE = 1e-9  # relative; a median that is computed again differs by rounding only
 MAX_PROBLEMS = 20  # of one file that are told; a foreign file has one in every line
 
-Count = Annotated[int, Meta(ge=0, le=2**53 - 1)]
-Size = Annotated[int, Meta(ge=1, le=65536)]
-Seconds = Annotated[float, Meta(ge=0, le=1e9)]
-Samples = Annotated[list[Seconds], Meta(min_length=1, max_length=10_000)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)]
+Size = Annotated[int, msgspec.Meta(ge=1, le=65536)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+Samples = Annotated[list[Seconds], msgspec.Meta(min_length=1, max_length=10_000)]
 Text = Annotated[
-    str, Meta(max_length=300, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]*\Z")
+    str, msgspec.Meta(max_length=300, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]*\Z")
 ]
 Reason = Annotated[
-    str, Meta(max_length=4000, pattern=r"^[^\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]*\Z")
+    str, msgspec.Meta(max_length=4000, pattern=r"^[^\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]*\Z")
 ]
-Word = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.+=-]{1,80}\Z")]
-Id = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.+=-]{1,80}(/[A-Za-z0-9_.+=-]{1,80}){0,7}\Z")]
-Sha = Annotated[str, Meta(pattern=r"^[0-9a-f]{7,64}\Z")]
-Mesh = Annotated[dict[Word, Size], Meta(min_length=1, max_length=8)]
-Shape = Annotated[dict[Word, Count], Meta(max_length=32)]
+Word = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.+=-]{1,80}\Z")]
+Id = Annotated[
+    str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.+=-]{1,80}(/[A-Za-z0-9_.+=-]{1,80}){0,7}\Z")
+]
+Sha = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{7,64}\Z")]
+Mesh = Annotated[dict[Word, Size], msgspec.Meta(min_length=1, max_length=8)]
+Shape = Annotated[dict[Word, Count], msgspec.Meta(max_length=32)]
 Measured = float | Text | None
 Bit = Literal[0, 1]
 
 
-class Part(Struct, forbid_unknown_fields=True, omit_defaults=True):
+class Part(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """A part of a record."""
 
 
@@ -166,7 +167,7 @@ class Transport(Part):
 class Env(Part):
     """Software and machine."""
 
-    fingerprint: Annotated[str, Meta(pattern=r"^[0-9a-f]{8,64}\Z")]
+    fingerprint: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{8,64}\Z")]
     python: Text
     torch: Text
     platform: Text
@@ -190,13 +191,13 @@ class Timing(Part):
     """
 
     warmup: Count
-    iterations: Annotated[int, Meta(ge=1, le=10_000)]
-    inner: Annotated[int, Meta(ge=1, le=1_000_000)]
+    iterations: Annotated[int, msgspec.Meta(ge=1, le=10_000)]
+    inner: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
     samples_s: Samples
     max_local_s: Samples
     per_rank_median_s: Samples
     median_s: Seconds
-    imbalance: Annotated[float, Meta(ge=1, le=65536)]
+    imbalance: Annotated[float, msgspec.Meta(ge=1, le=65536)]
     barrier_skew_s: Skew
     skew_limited: bool
 
@@ -245,14 +246,14 @@ class Record(Part):
     launch: Count
     pair: Pair | None
     commit: Commit
-    harness_sha: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+    harness_sha: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
     case: Case
     device: Device | None
     transport: Transport | None
     env: Env | None
     timing: Timing | None
-    phases: Annotated[dict[Word, Phase], Meta(max_length=32)] | None
-    comm: Annotated[dict[Word, Traffic], Meta(max_length=32)] | None
+    phases: Annotated[dict[Word, Phase], msgspec.Meta(max_length=32)] | None
+    comm: Annotated[dict[Word, Traffic], msgspec.Meta(max_length=32)] | None
     memory: Memory | None
     work: Work | None
     status: Literal["ok", "failed", "oom", "timeout", "wrong", "skew_limited", "missing"]

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks import launching, records
+from benchmarks import launching
 from benchmarks.cases.setting import (
     HYBRID,
     BlockSetting as Setting,
@@ -36,9 +36,8 @@ from benchmarks.launching import (
     writable,
 )
 from benchmarks.record import warn_of_load
-from benchmarks.records import Case, Record, make_case
+from benchmarks.records import Case, Record, make_case, parse as read_record, reason as reason_of
 from benchmarks.reporting import derive, plots, style, tables
-from benchmarks.reporting.tables import DASH, Console, count, milliseconds, percent, size
 
 SCHEMES = ("allgather_kv", "ring", "ulysses", HYBRID)
 DTYPES = ("float32", "bfloat16", "float16")  # float64 is what these are judged against
@@ -264,7 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return launching.INTERRUPTED if interrupted else int(not right)
 
 
-def run_once(screen: Console, setting: Setting, launch: Launch) -> Outcome:
+def run_once(screen: tables.Console, setting: Setting, launch: Launch) -> Outcome:
     """Run one P, and say in a line how it came out."""
     case = setting.case
     name = f"P = {case.ranks}, {case.dtype}"
@@ -292,17 +291,17 @@ def outcome_of(setting: Setting, found: dict[str, Any]) -> Outcome:
         status = "skew_limited"
     if status == "wrong":
         reason = str(Verdict(**check)) if check else "wrong"
-    note = {"status": status, "reason": None if reason is None else records.reason(reason)}
+    note = {"status": status, "reason": None if reason is None else reason_of(reason)}
     run = Run(run_id=now, commit=commit())
     made = run.record(setting.case, **found.get("parts", {}), **note)
-    return Outcome(records.parse(msgspec.json.encode(made)), check, found.get("all_gather"))
+    return Outcome(read_record(msgspec.json.encode(made)), check, found.get("all_gather"))
 
 
 def table(outcomes: list[Outcome], device: str) -> tables.Table:
     """Return the table of one dtype: a line for each P, also for those that failed."""
     by_ranks = {outcome.record.case.ranks: outcome for outcome in outcomes}
     failed = {ranks: one.record.status for ranks, one in by_ranks.items()}
-    dashes = [DASH] * (len(COLUMNS) - 2)
+    dashes = [tables.DASH] * (len(COLUMNS) - 2)
     lines = {
         ranks: (str(ranks), *dashes, status)
         for ranks, status in failed.items()
@@ -312,14 +311,14 @@ def table(outcomes: list[Outcome], device: str) -> tables.Table:
         gather, check = by_ranks[row.ranks].all_gather, by_ranks[row.ranks].check or {}
         lines[row.ranks] = (
             str(row.ranks),
-            milliseconds(row.seconds),
+            tables.milliseconds(row.seconds),
             f"{row.speedup:.2f}",
             f"{row.efficiency:.0%}",
-            count(row.tokens_per_s),
-            percent(row.share),
-            DASH if gather is None else f"{gather['ms']:.3f}",
-            DASH if gather is None else f"{gather['gb_per_s']:.2f}",
-            size(row.peak_bytes),
+            tables.count(row.tokens_per_s),
+            tables.percent(row.share),
+            tables.DASH if gather is None else f"{gather['ms']:.3f}",
+            tables.DASH if gather is None else f"{gather['gb_per_s']:.2f}",
+            tables.size(row.peak_bytes),
             f"{check.get('max_abs_error', 0.0):.1e}",
             ", ".join(row.flags),
         )
@@ -344,7 +343,7 @@ def step(case: Case) -> str:
     return f"{case.scheme}, {plots.DIRECTIONS.get(str(case.direction), case.direction)}"
 
 
-def show(screen: Console, done: Sequence[Outcome], options: argparse.Namespace) -> None:
+def show(screen: tables.Console, done: Sequence[Outcome], options: argparse.Namespace) -> None:
     """Print the tables and where the files are, and draw the plot."""
     for _, outcomes in derive.grouped(done, lambda one: DTYPES.index(one.record.case.dtype)):
         tables.show(screen, table(outcomes, options.device))

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import sp_core as sp
 from benchmarks.cases import bench_schemes
-from benchmarks.cases.bench_schemes import DIRECTIONS, MASKS
 from benchmarks.cases.case import Named, Phases, Work, dtype_of, training
 from benchmarks.cases.setting import HYBRID, mesh_of
 from benchmarks.records import AXIS, Case, make_case
@@ -52,7 +51,7 @@ def cases(ranks: int, device: str = "cpu", shape: dict[str, int] = SHAPE) -> lis
         )
         for scheme in (*SCHEMES, HYBRID, PAIR)
         if (mesh := mesh_of(scheme, ranks)) is not None
-        for direction in DIRECTIONS
+        for direction in bench_schemes.DIRECTIONS
     ]
 
 
@@ -110,7 +109,7 @@ def block(case: Case, mesh: sp.Mesh, phases: Named) -> Made:
         ffn_hidden=shape["ffn"],
         comm=mesh[axes if len(axes) > 1 else axes[0]],
         attention=partial(_attend, bench_schemes.attention_of(case, mesh), phases),
-        mask=MASKS[str(case.mask)],
+        mask=bench_schemes.MASKS[str(case.mask)],
         device=mesh.device,
         dtype=dtype_of(case),
     )

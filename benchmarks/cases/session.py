@@ -14,12 +14,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from benchmarks import records
 from benchmarks.cases.case import Build, measure as measure_case, meshes, problem, wait_for
 from benchmarks.cases.setting import Setting, listed, module_of
 from benchmarks.launching import NO_MEMORY, Record
 from benchmarks.machine import device, facts
-from benchmarks.records import Case
+from benchmarks.records import Case, append, reason as reason_of
 from benchmarks.sample import QUICK, Budget
 from benchmarks.worker import Intracomm, Rank
 
@@ -95,7 +94,7 @@ class Harness:
         status, reason = status_of(found, failures)
         if self.world.rank == 0 and self.setting.out:
             parts = {**said, **({} if failures else found), "status": status, "reason": reason}
-            records.append(self.setting.out, self.setting.record(case, **parts))
+            append(self.setting.out, self.setting.record(case, **parts))
         self.done += 1
         if reason is not None:
             raise CaseFailed(reason) from error
@@ -114,7 +113,7 @@ def status_of(found: Record, failures: list[str]) -> tuple[str, str | None]:
     """Return the status of a case and its reason, from its parts and from what ranks raised."""
     if failures:
         status = "oom" if any(sign in failures[0] for sign in NO_MEMORY) else "failed"
-        return status, records.reason("\n".join(failures))
+        return status, reason_of("\n".join(failures))
     wrong = problem(found)
     if wrong is not None:
         return "wrong", wrong

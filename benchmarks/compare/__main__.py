@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks import launching
 from benchmarks.cases.setting import Setting
 from benchmarks.compare.pairs import build
 from benchmarks.compare.rule import RECORDS, Key, Result, summary, table
@@ -26,8 +25,10 @@ from benchmarks.launching import (
     Options,
     UsageError,
     about,
+    main as start,
     numbers_of_ranks,
     parse,
+    program,
     starting,
     writable,
 )
@@ -54,7 +55,7 @@ OPTIONS: Options = {
 }
 
 
-@launching.program("compare", KEPT)
+@program("compare", KEPT)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     options = parse("compare", __doc__, OPTIONS, arguments)
@@ -135,4 +136,4 @@ def fresh_folder(wanted: Path | None) -> Path:
 
 
 if __name__ == "__main__":
-    launching.main(main)
+    start(main)

@@ -165,7 +165,7 @@ def assess(name: Key, group: Group, listed: Mapping[str, set[Key]]) -> Row:
         return Row(*name, *found)
     logs, delta = group.logs(stage), group.delta
     if found is not None:
-        decision = Decision(found[0], stage, exact_interval(logs))
+        decision = Decision(found[0], exact_interval(logs))
     else:
         decision = judge(group.logs("screen"), logs if stage == "confirm" else (), delta)
     base, head = (statistics.median(group.seconds(stage, side)) for side in SIDES)

@@ -61,13 +61,11 @@ class Decision:
 
     Args:
         verdict: the answer.
-        stage: "screen" or "confirm": the pairs that decided.
-        interval: of the log-ratios of those pairs.
+        interval: of the log-ratios of the pairs that decided.
         pairs_needed: where inconclusive, how many pairs would decide; None beyond `MANY_PAIRS`.
     """
 
     verdict: Verdict
-    stage: str
     interval: Interval
     pairs_needed: int | None = None
 
@@ -107,15 +105,14 @@ def judge(screen: Sequence[float], confirm: Sequence[float], delta: float) -> De
     suspected, found = suspicion(screen, delta), 0
     if suspected:
         found = _direction(confirm, CONFIRM_PAIRS, CONFIRM_AGREE, math.log1p(delta))
-    stage, logs = ("confirm", confirm) if suspected else ("screen", screen)
-    middle, limit = exact_interval(logs), math.log1p(delta)
+    middle, limit = exact_interval(confirm if suspected else screen), math.log1p(delta)
     if delta > MAX_DELTA:
-        return Decision(Verdict.UNGATEABLE, stage, middle)
+        return Decision(Verdict.UNGATEABLE, middle)
     if suspected and found == suspected:
-        return Decision(Verdict.REGRESSED if found > 0 else Verdict.IMPROVED, stage, middle)
+        return Decision(Verdict.REGRESSED if found > 0 else Verdict.IMPROVED, middle)
     if middle.high < limit:
-        return Decision(Verdict.UNCHANGED, stage, middle)
-    return Decision(Verdict.INCONCLUSIVE, stage, middle, _pairs_needed(middle, limit))
+        return Decision(Verdict.UNCHANGED, middle)
+    return Decision(Verdict.INCONCLUSIVE, middle, _pairs_needed(middle, limit))
 
 
 def exit_code(verdicts: Iterable[Verdict], *, strict: bool = False) -> ExitCode:

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
-from benchmarks import launching
 from benchmarks.compare.__main__ import KEPT, MEASURING, bench, compare, fresh_folder
 from benchmarks.compare.pairs import SIDES, grouped
 from benchmarks.compare.rule import (
@@ -37,7 +36,7 @@ from benchmarks.compare.rule import (
     raised_delta,
 )
 from benchmarks.compare.sides import Side, commits, sides
-from benchmarks.launching import Options, UsageError, about, parse
+from benchmarks.launching import Options, UsageError, about, main as start, parse, program
 from benchmarks.records import read
 
 PLANTED_CASE = "schemes/ring/zigzag/causal/forward"
@@ -75,7 +74,7 @@ OPTIONS: Options = {
 }
 
 
-@launching.program("bench_selftest", KEPT)
+@program("bench_selftest", KEPT)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0 if the comparison is right, 1 if it is not, 2 for usage."""
     options = parse("bench_selftest", __doc__, OPTIONS, arguments, strict=False)
@@ -218,4 +217,4 @@ def resampled(stored: dict[Key, Stored], comparisons: int = COMPARISONS) -> list
 
 
 if __name__ == "__main__":
-    launching.main(main)
+    start(main)

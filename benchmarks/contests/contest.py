@@ -23,7 +23,6 @@ from benchmarks.launching import (
     writable,
 )
 from benchmarks.reporting import tables
-from benchmarks.reporting.tables import Console, Table, make
 from benchmarks.statistics import Requirement
 from sp_core.launch.command import find_mpiexec, mpiexec_version
 from sp_core.machine import busy_share
@@ -38,7 +37,7 @@ class Wrong(str):  # noqa: SLOT000  # few, and none is kept
     """A complaint about a result, which makes the exit code 1."""
 
 
-Part = Table | str
+Part = tables.Table | str
 Show = Callable[[Record], Iterable[Part]]
 """Yields what a document says: tables, lines and complaints."""
 
@@ -173,12 +172,12 @@ class Contest:
         failed = len(done["launches"]) < len(document["launches"])
         return launching.INTERRUPTED if interrupted else int(wrong or failed)
 
-    def _tell(self, screen: Console, document: Record) -> bool:
+    def _tell(self, screen: tables.Console, document: Record) -> bool:
         """Print what a document says; return whether something is wrong."""
         nothing, wrong = [Wrong("no launch was completed.")], False
         parts = self.show(document) if document["launches"] else nothing
         for part in sorted(parts, key=lambda part: isinstance(part, Wrong)):
-            if isinstance(part, Table):
+            if isinstance(part, tables.Table):
                 tables.show(screen, part)
             elif isinstance(part, Wrong):
                 tables.say(screen, f"{self.name}: {part}", "red")
@@ -223,10 +222,10 @@ def installed() -> str:
     raise UsageError(f"{find_mpiexec()} is neither of Open MPI nor of MPICH. Install one with pip.")
 
 
-def requirements(title: str, lines: Iterable[Requirement], note: str = "") -> Table:
+def requirements(title: str, lines: Iterable[Requirement], note: str = "") -> tables.Table:
     """Return a table of requirements."""
     columns = ("requirement", "must be", "median, interval", "")
-    return make(title, columns, ((line.text, *line.cells()) for line in lines), note)
+    return tables.make(title, columns, ((line.text, *line.cells()) for line in lines), note)
 
 
 def _finished(document: Record) -> Record:

@@ -13,15 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks import launching
 from benchmarks.files import ForeignError
-from benchmarks.launching import Options, UsageError, about, parse, writable
+from benchmarks.launching import Options, UsageError, about, main as start, parse, program, writable
 from benchmarks.records import Record, read
 from benchmarks.reporting import derive, foreign, history, plots, tables
 from benchmarks.reporting.page import Page, Section, write
 from benchmarks.reporting.style import Picture, styled
 
-NOTHING = 1
 NO_HISTORY = (
     "no case was measured in two runs or more on the same machine. "
     "A history needs the records of several runs. "
@@ -36,7 +34,7 @@ OPTIONS: Options = {
 }
 
 
-@launching.program("report")
+@program("report")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write a report; return 0, 1 if nothing could be used, 2 for arguments that make no sense."""
     options = parse("report", "Tables and plots of benchmark records.", OPTIONS, arguments)
@@ -60,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for table in (table for section in sections for table in section.tables):
             tables.show(tables.console(), table)
     print(*paths, sep="\n")
-    return 0 if sections else NOTHING
+    return 0 if sections else 1
 
 
 def _records(paths: Sequence[Path], problems: list[str]) -> Iterator[Record]:
@@ -148,4 +146,4 @@ def _history(records: Sequence[Record]) -> list[Section]:
 
 
 if __name__ == "__main__":
-    launching.main(main)
+    start(main)

@@ -12,12 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.records import Record
 from benchmarks.reporting import derive
-from benchmarks.reporting.derive import Row
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # rich is slow to import
     from rich.console import Console as Console
-else:
-    Console = object  # rich is slow to import
 
 MAX_ROWS = 300
 WORDS = {
@@ -101,7 +98,7 @@ COLUMNS = (
 )
 
 
-def cells(row: Row) -> tuple[str, ...]:
+def cells(row: derive.Row) -> tuple[str, ...]:
     """Return the text of each of COLUMNS."""
     scales = row.algbw is None and row.case.layer != "collectives"
     return (
@@ -121,7 +118,7 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def per_ranks(rows: list[Row]) -> list[Table]:
+def per_ranks(rows: list[derive.Row]) -> list[Table]:
     """Make a table for each layer and each number of ranks."""
     groups = derive.grouped(rows, lambda row: (row.case.layer, row.ranks))
     return [

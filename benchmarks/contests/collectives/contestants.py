@@ -25,7 +25,6 @@ from benchmarks.launching import Record
 from benchmarks.machine import facts
 from benchmarks.worker import Intracomm, Rank
 from sp_core import measuring
-from sp_core.measuring import Samples, arguments, interleaved
 from sp_core.schedules import ALGORITHMS
 from sp_core.tuning import Tuning, decide, modelled, predict
 from tests.conformance.gloo import Gloo
@@ -96,7 +95,7 @@ def plan(algorithm: str, dtype: torch.dtype = torch.float32, *, shared: bool = F
         x = field.x.to(dtype)
         x = in_shared_memory(x, field) if shared else x
         x = x.view(field.world.size, 1, -1) if field.op == "all_to_all" else x
-        made = sp.plan(field.op, x, comm=comm, algorithm=algorithm, **arguments(field.op))
+        made = sp.plan(field.op, x, comm=comm, algorithm=algorithm, **measuring.arguments(field.op))
         if algorithm not in ("auto", made.algorithm):
             return None  # not on this communicator
         return Runner(
@@ -265,7 +264,7 @@ def heat(
             )
     gc.collect()
     calls = {name: runner.call for name, runner in runners.items()}
-    return {"samples": interleaved(world, calls, SHARE, LEAST_ROUNDS), "scratch": scratch}
+    return {"samples": measuring.interleaved(world, calls, SHARE, LEAST_ROUNDS), "scratch": scratch}
 
 
 def measure(kind: str, rank: Rank) -> dict[str, Any]:
@@ -309,7 +308,7 @@ def choices(world: Intracomm, group: sp.Communicator) -> Record:
     return {"cases": cases, "summary": summary(cases)}
 
 
-def judged(bare: Tuning, samples: Samples) -> list[Record]:
+def judged(bare: Tuning, samples: measuring.Samples) -> list[Record]:
     """Return for every collective and size what the constants choose, and what is best in truth.
 
     Times are medians. "predicted" is that of the choice by the constants, and "plain" that by the
