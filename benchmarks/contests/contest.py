@@ -150,9 +150,7 @@ class Contest:
         document = _finished(document)
         have = {record["name"] for record in document["launches"]}
         try:
-            for entry in entries:
-                if entry.name in have:
-                    continue
+            for entry in (one for one in entries if one.name not in have):
                 record = {"name": entry.name, **entry.about, **entry.run()}
                 document["launches"].append(record)
                 told = f"{record['status']}, {record.get('took_s', 0.0):.0f} s"
@@ -174,17 +172,16 @@ class Contest:
 
     def _tell(self, screen: tables.Console, document: Record) -> bool:
         """Print what a document says; return whether something is wrong."""
-        nothing, wrong = [Wrong("no launch was completed.")], False
-        parts = self.show(document) if document["launches"] else nothing
+        nothing = [Wrong("no launch was completed.")]
+        parts = list(self.show(document)) if document["launches"] else nothing
         for part in sorted(parts, key=lambda part: isinstance(part, Wrong)):
             if isinstance(part, tables.Table):
                 tables.show(screen, part)
             elif isinstance(part, Wrong):
                 tables.say(screen, f"{self.name}: {part}", "red")
-                wrong = True
             else:
                 tables.say(screen, part)
-        return wrong
+        return any(isinstance(part, Wrong) for part in parts)
 
 
 def begun(path: Path, fresh: Record) -> Record:
