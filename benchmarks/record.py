@@ -178,10 +178,8 @@ def _run_all(plan: Plan, setting: Setting, launch: Launch, root: Path) -> int:
     earlier = len(_written(setting))
     try:
         for ranks, cases in plan.items():
-            saved = f"{Path(setting.out).with_suffix('')}-p{ranks}.pytest-benchmark.json"
-            mine = msgspec.structs.replace(setting, saves=(f"--benchmark-json={saved}",))
             with tables.following(screen, f"P = {ranks}") as heard:
-                output = run_launch(ranks, cases, mine, launch, root, heard)
+                output = run_launch(ranks, cases, setting, launch, root, heard)
             tables.say(screen, f"P = {ranks}: done")
             if output:
                 tables.say(

@@ -160,12 +160,13 @@ def measure(values: Any, rank: Rank) -> Record:
     if rank.world.rank != 0:  # rank 0's pytest prints enough; the runner shows errors of the others
         with Path(os.devnull).open("w") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
-    options = ["-q", "--capture=no", "--no-header", "-p", "no:cacheprovider"]
-    options += [
-        "-W",
-        "ignore::pytest.PytestAssertRewriteWarning",
-    ]  # sp_core is imported before the plugin in it is found
-    code = pytest.main([*options, *setting.saves, __file__], plugins=[Harness(setting, rank)])
+    # sp_core is imported before the plugin in it is found
+    ignored = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
+    options = ["-q", "--capture=no", "--no-header", "-p", "no:cacheprovider", *ignored]
+    if setting.pair is None:  # the launches of a comparison leave records only
+        saved = f"{Path(setting.out).with_suffix('')}-p{rank.world.size}.pytest-benchmark.json"
+        options.append(f"--benchmark-json={saved}")
+    code = pytest.main([*options, __file__], plugins=[Harness(setting, rank)])
     if code:
         raise SystemExit(int(code))
     return {}

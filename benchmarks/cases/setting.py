@@ -46,7 +46,6 @@ class Setting(msgspec.Struct, frozen=True):
         quick: the small selection, each case for longer.
         device: "cpu" or "cuda".
         share_gpu: let several ranks use one GPU.
-        saves: options for pytest-benchmark's own files.
     """
 
     out: str = ""
@@ -59,7 +58,6 @@ class Setting(msgspec.Struct, frozen=True):
     quick: bool = False
     device: str = "cpu"
     share_gpu: bool = False
-    saves: tuple[str, ...] = ()
 
     def record(self, case: Case, **parts: Any) -> dict[str, Any]:
         """Return the record of a case; what is not among the parts was not measured."""
