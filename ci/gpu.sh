@@ -18,13 +18,14 @@
 #   ipc        the scaling experiment, preset paper, P = 1, 2, 4, float32 and bfloat16; so are pipelined and staged
 #   threads    the tests that ask for the device, ranks as threads
 #   processes  the same under mpiexec
+#   peers      our attention against torch's on one GPU, P = 1; with a GPU for each rank also against torch's ring over NCCL, P = 2, 4
 #   records    the benchmark's cases on 1, 2, 4 ranks
 #
 # Needs python3 with a torch that sees a CUDA device; PYTHON=... names another interpreter. Several ranks share the first GPU.
 # SP_VENV names the environment to make (default: /tmp/sp_core-gpu-UID); one that is complete is used as it is.
 # A step may take SP_STEP_S seconds (470), all steps together SP_ALL_S (1500), also over several calls.
 # SP_ON names another kind of device. Options of programs: SP_SIZES of the experiment (--preset paper), SP_CASES of the benchmark (--quick),
-# SP_TESTS of pytest, SP_TABLE of the table.
+# SP_TESTS of pytest, SP_TABLE of the table, SP_PEERS of the peers (--seq 8192 --heads 32 --launches 4 --samples 12).
 set -euo pipefail
 
 fail() {
@@ -40,12 +41,13 @@ fi
 [[ $# -ge 1 && $# -le 3 && $1 != -* ]] || fail "usage: ci/gpu.sh WHEELS [OUT [STEPS]], or ci/gpu.sh wheels DIR [VERSION [PLATFORM]]" 2
 [[ -d $1 ]] || fail "no folder $1. Pass a folder with wheels." 2
 wheels=$(cd "$1" && pwd)
-steps=${3:-doctor smoke kernels table ipc threads processes records pipelined staged}
+steps=${3:-doctor smoke kernels table ipc threads processes peers records pipelined staged}
 on=${SP_ON:-cuda}
 read -ra sizes <<<"${SP_SIZES:---preset paper}"
 read -ra cases <<<"${SP_CASES:---quick}"
 read -ra tests <<<"${SP_TESTS:-}"
 read -ra gathered <<<"${SP_TABLE:-}"
+read -ra attention <<<"${SP_PEERS:---seq 8192 --heads 32 --launches 4 --samples 12}"
 must=()
 [[ $on != cuda ]] || must=(--device cuda)
 
@@ -147,6 +149,10 @@ for name in $steps; do
         table) step table python -m benchmarks.contests.gpu "${gathered[@]}" --device "$on" --out "$results/gpu_table.json" ;;
         threads | processes) suite "$name" --ranks "$name" ;;
         tests-*) SP_TRANSPORT=${name#tests-} suite "$name" ;;
+        peers)
+            step peers python -m benchmarks.contests.peers "${attention[@]}" --device "$on" --ranks 1,2,4 --dtype float32,bfloat16 \
+                --timeout 150 --resume --out "$results/peers.json"
+            ;;
         records) step records python -m benchmarks.record "${cases[@]}" --device "$on" --share-gpu --ranks 1,2,4 --out "$results/records.jsonl" ;;
         ipc | pinned | pipelined | staged) experiment "$name" ;;
         *) fail "unknown step $name" 2 ;;

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from mpi4py import MPI
 from test_scaling import program as run_program
 
 from benchmarks import launching
@@ -61,8 +62,9 @@ def test_a_wrong_contestant_is_found(fault: str) -> None:
         json.dumps(verdict, allow_nan=False)
 
 
-def test_a_mask_off_by_one_is_found() -> None:
-    mine = problem.part(WHOLE, torch.arange(32), heads_first=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mask_off_by_one_is_found(dtype: torch.dtype) -> None:
+    whole = tuple(x.to(dtype) for x in WHOLE)
     visible = torch.ones(32, 32, dtype=torch.bool).tril(-1)
     visible[0, 0] = True
 
@@ -70,8 +72,10 @@ def test_a_mask_off_by_one_is_found() -> None:
         q, k, v = (x.transpose(1, 2) for x in qkv)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=visible).transpose(1, 2)
 
-    found = problem.errors(mine.run(attend), mine, problem.alone(WHOLE, causal=True))
-    assert min(found) > 100 * problem.LIMIT
+    for name, function, status in (("right", problem.plain, "ok"), ("off by one", attend, "wrong")):
+        check = problem.Heat(MPI.COMM_SELF, whole).check(problem.Contestant(name, function))
+        assert check["status"] == status
+        assert check["limit"] < 0.1
 
 
 def test_one_rank_that_breaks_fails_the_contestant() -> None:
@@ -162,7 +166,7 @@ def test_every_required_line_is_there_and_can_be_short(
     times = {**GOOD, name: GOOD.get(name, 1.0) * factor}
     found = {
         line.text.removesuffix(", 4096 tokens"): line.mark
-        for line in program.lines([launched(times)] * LAUNCHES, [4096])
+        for line in program.lines([launched(times)] * LAUNCHES, ["4096"])
     }
     assert len(found) == 12
     assert [text for text, mark in found.items() if mark == "not reached"] == short
@@ -176,6 +180,7 @@ def test_every_required_line_is_there_and_can_be_short(
         ("--seq 64,64", "appear once"),
         ("--seq many", "not a list of numbers"),
         ("--launches 0", "at least one launch"),
+        ("--device cuda --ranks 2,4", "P = 2 needs a GPU for each rank; there are 1. P = 4"),
         ("--only nothing", "--list prints all"),
         ("--timeout 0", "pass more than 0"),
         ("--out /", "cannot be written"),
@@ -189,8 +194,31 @@ def test_bad_options_are_refused_before_anything_starts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(launching, "run", lambda *_: pytest.fail("a launch began"))
+    monkeypatch.setattr(program, "number_of_gpus", lambda kind: 1)
     assert peers(options.split()) == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_ranks_without_a_gpu_each_are_left_out_and_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """One rank has no peers, so it is held against torch's attention alone."""
+    record = launched({f"{scheme}/one rank": 1.0 for scheme in BALANCED} | {SOLO: 1.0})
+    sizes: list[int] = []
+
+    def run(size: int, *_: object) -> dict[str, Any]:
+        sizes.append(size)
+        return record
+
+    monkeypatch.setattr(launching, "run", run)
+    monkeypatch.setattr(program, "number_of_gpus", lambda kind: 1)
+    options = "--device cuda --ranks 1,2,4 --seq 4096 --launches 2 --out"
+    assert peers([*options.split(), str(tmp_path / "peers.json")]) == 0
+    shown = capsys.readouterr().out
+    assert sizes == [1, 1]
+    for count in (2, 4):
+        assert f"P = {count} needs a GPU for each rank; there are 1." in shown
+    assert shown.count("4096 tokens") == len(BALANCED)
 
 
 @pytest.mark.parametrize(
@@ -241,16 +269,16 @@ def test_a_contest_keeps_what_is_complete_and_can_be_resumed_but_not_by_another(
     assert peers(options) == 130
     shown = capsys.readouterr()
     assert "2.000 [2.000, 2.000]" in shown.out
-    assert "seed 1: oom, 0 s\nit died" in shown.out
+    assert "P = 2, seed 1: oom, 0 s\nit died" in shown.out
     assert "interrupted" in shown.err
     assert len(json.loads(out.read_text())["launches"]) == 2
     assert peers([*options, "--only", "seed 1"]) == 0
     assert peers(options) == 0
     assert seeds == [0, 1, 2, 1, 2]
     kept = json.loads(out.read_text())["launches"]
-    assert [launch["name"] for launch in kept] == ["seed 0", "seed 1", "seed 2"]
+    assert [launch["name"] for launch in kept] == [f"P = 2, seed {n}" for n in range(3)]
     assert peers(["--list", "--launches", "2"]) == 0
-    assert capsys.readouterr().out.splitlines()[-2:] == ["seed 0", "seed 1"]
+    assert capsys.readouterr().out.splitlines()[-2:] == ["P = 2, seed 0", "P = 2, seed 1"]
     assert peers([*options, "--seq", "2048"]) == 2
     assert "differs in seqs" in capsys.readouterr().err
     out.write_text("{")

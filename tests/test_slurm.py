@@ -275,7 +275,7 @@ def test_the_gpu_command_installs_once_and_keeps_every_step(gpu: dict[str, str])
     broken = gpu_steps({**gpu, "PIP_ENDS": "1"}, "doctor", code=1)
     assert "could not be installed" in broken
     Path(gpu["CALLS"]).unlink()
-    for steps in ("tests-ipc table", "tests-pinned"):
+    for steps in ("tests-ipc table", "tests-pinned peers"):
         gpu_steps(gpu, steps)
     assert [path.name for path in Path(gpu["OUT"]).iterdir()] == ["sp_core-gpu.tar.gz"]
     installed, *rest = called(gpu)
@@ -285,6 +285,8 @@ def test_the_gpu_command_installs_once_and_keeps_every_step(gpu: dict[str, str])
     suites = [line for line in rest if line.endswith("-m device --on cuda")]
     assert [line.split()[0] for line in suites] == ["ipc", "pinned"]
     assert "./tests-ipc.log" in rest
+    (peers,) = (line for line in rest if "contests.peers" in line)
+    assert "--device cuda --ranks 1,2,4 --dtype float32,bfloat16 " in peers
 
 
 def test_the_gpu_command_goes_on_with_what_has_not_ended_well(gpu: dict[str, str]) -> None:

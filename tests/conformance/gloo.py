@@ -1,4 +1,4 @@
-"""Make a process group over gloo for the ranks of an MPI launch, again if a library broke it."""
+"""Make a process group for the ranks of an MPI launch, again if a library broke it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ class Gloo:
         folder: that all ranks can write to.
         comm: of all ranks.
         patience: seconds that a rank waits for another.
+        backend: of torch.distributed, gloo or another one.
     """
 
-    def __init__(self, folder: Path, comm: Any, patience: float) -> None:
+    def __init__(self, folder: Path, comm: Any, patience: float, backend: str = "gloo") -> None:
         if Path("/sys/class/net/lo").exists():
             os.environ.setdefault(
                 "GLOO_SOCKET_IFNAME", "lo"
             )  # else gloo looks the host name up, which containers may not know
         self._folder, self._made, self._patience = folder, 0, timedelta(seconds=patience)
+        self._backend = backend
         self._prepare: Callable[[Any], None] = lambda comm: None
         self._start(comm)
 
@@ -51,5 +53,5 @@ class Gloo:
         meeting = self._folder / f"gloo-{self._made}"
         who = {"rank": comm.rank, "world_size": comm.size}
         dist.init_process_group(
-            "gloo", init_method=f"file://{meeting}", timeout=self._patience, **who
+            self._backend, init_method=f"file://{meeting}", timeout=self._patience, **who
         )

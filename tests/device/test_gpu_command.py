@@ -18,12 +18,13 @@ from device.build import NAME
 pytestmark = pytest.mark.mpi_skip  # it starts mpiexec
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = ("doctor", "ipc", "processes")
+STEPS = ("doctor", "ipc", "processes", "peers")
 SMALL = {
     "SP_ON": NAME,
     "PYTHONPATH": str(ROOT / "tests" / "device" / "startup"),
     "SP_SIZES": "--preset small --hidden 32 --heads 4 --seq 64 --iterations 2 --warmup 1",
     "SP_TESTS": "-k fences",
+    "SP_PEERS": "--seq 16 --heads 1 --launches 1 --samples 1",
 }
 BEGUN_SECONDS = 1.0
 
@@ -82,6 +83,11 @@ def test_a_later_call_goes_on_with_the_step_in_which_one_was_stopped(
     code, told = call(places)
     assert code == 0, told
     found = results(places)
+    peers = json.loads(found.pop("peers.json"))
+    assert {one["ranks"]: [*one["seqs"]] for one in peers["launches"]} == {
+        ranks: ["16", "16 bfloat16"] for ranks in (1, 2)
+    }
+    assert b"P = 4 needs a GPU for each rank; there are 2." in found["peers.log"]
     texts = [text for name, text in sorted(found.items()) if name.endswith(".json")]
     assert [json.loads(text)["record"]["case"]["ranks"] for text in texts] == [1, 2, 4]
     assert {f"{name}.{kind}" for name in STEPS for kind in ("done", "log")} <= set(found)

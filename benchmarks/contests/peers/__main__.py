@@ -1,31 +1,33 @@
 """Compare our attention schemes with torch's ring, DeepSpeed's Ulysses and one process.
 
-Attention is causal, on two ranks.
+Attention is causal. With --device cuda each rank has a GPU, and torch's ring uses NCCL.
 
-All contestants share one pair of processes and take turns in random order; forward and backward are
-timed. Each is checked against one process before it is timed, and one that is wrong has no time.
-Exit code: 0 if every contestant that is installed was right, whatever the ratios; 1 if one was
-wrong or a launch failed; 2 for options that cannot be run.
+All contestants share the processes of a launch and take turns in random order; forward and backward
+are timed. Each is checked against one process before it is timed, and one that is wrong has no
+time. Exit code: 0 if every contestant that is installed was right, whatever the ratios; 1 if one
+was wrong or a launch failed; 2 for options that cannot be run.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from benchmarks.contests.contest import Contest, Entry, Part, Wrong, requirements
 from benchmarks.launching import Launch, Record, UsageError, about, main, numbers_of_ranks
+from benchmarks.machine import number_of_gpus
 from benchmarks.reporting.tables import make
 from benchmarks.statistics import Interval, Requirement, exact_interval
 
-RANKS = 2
+RANKS, DTYPE = 2, "float32"
 LAYOUTS = {
     "allgather_kv": ("contiguous", "zigzag"),
     "ring": ("contiguous", "zigzag"),
     "ulysses": ("contiguous",),
 }
 BALANCED = {"allgather_kv": "zigzag", "ring": "zigzag", "ulysses": "contiguous"}
+HEADS = 8
 PLACE = 4096  # tokens; unmasked attention and single ranks are measured up to this length
 LAUNCHES = 12  # a verdict needs at least as many
 PEERS = ("torch ring/all-gather", "torch ring/all-to-all", "deepspeed ulysses")
@@ -38,46 +40,77 @@ LEGEND = (
 )
 
 
+def heat_name(seq: int, dtype: str) -> str:
+    """Name what one launch measures at a length and dtype; float32 is not named."""
+    return str(seq) if dtype == DTYPE else f"{seq} {dtype}"
+
+
+def tokens(heat: str) -> int:
+    """Return the length in the name of a heat."""
+    return int(heat.split(maxsplit=1)[0])
+
+
 def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
-    """Return the launches, one for each seed.
+    """Return the launches, one for each seed and number of ranks that have a GPU each.
 
     Raises:
-        UsageError: lengths that the peers cannot split, or no launch.
+        UsageError: lengths that the peers cannot split, no launch, or too few GPUs for any.
     """
     seqs = numbers_of_ranks(options.seq, option="--seq")
-    if any(seq % (2 * RANKS) for seq in seqs) or options.launches < 1:
+    counts = numbers_of_ranks(options.ranks)
+    if any(seq % (2 * size) for seq in seqs for size in counts) or options.launches < 1:
         text = f"--seq {options.seq} --launches {options.launches}: pass at least one launch, and "
-        raise UsageError(text + f"lengths that are multiples of {2 * RANKS}.")
+        raise UsageError(text + f"lengths that are multiples of {2 * max(counts)}.")
+    gpus = max(counts) if options.device == "cpu" else number_of_gpus(options.device)
+    found = [size for size in counts if size <= gpus]
+    left_out = [f"P = {n} needs a GPU for each rank; there are {gpus}." for n in counts if n > gpus]
+    if not found:
+        raise UsageError(" ".join(left_out) + " Pass fewer --ranks.")
     launch, measure = Launch(timeout=options.timeout), f"{__package__}.contestants:measure"
-    seeds = range(options.launches)
-    return {"seqs": seqs}, [
-        Entry(f"seed {seed}", RANKS, measure, {"seqs": seqs, "seed": seed}, launch)
-        for seed in seeds
+    setting = {"seqs": seqs, "dtypes": options.dtype.split(","), "heads": options.heads}
+    setting |= {"device": options.device, "samples": options.samples}
+    return {**setting, "left_out": left_out}, [
+        Entry(f"P = {n}, seed {seed}", n, measure, {**setting, "seed": seed}, launch, {"ranks": n})
+        for seed in range(options.launches)
+        for n in found
     ]
 
 
 def show(document: Record) -> Iterator[Part]:
     """Yield a table for each length, its quickest contestant first, and the requirements."""
-    launches = document["launches"]
-    seqs = [int(seq) for seq in launches[0]["seqs"]]
-    for seq in seqs:
-        yield from standings(launches, seq, best(launches, seq))
-    yield requirements("required", lines(launches, seqs), LEGEND)
+    yield from document.get("left_out", ())
+    everything = document["launches"]
+    for ranks in sorted({launch.get("ranks", RANKS) for launch in everything}):
+        launches = [launch for launch in everything if launch.get("ranks", RANKS) == ranks]
+        for dtype, heats in by_dtype(launches[0]["seqs"]).items():
+            for heat in heats:
+                yield from standings(launches, heat, best(launches, heat))
+            title = f"required, P = {ranks} {dtype}".rstrip()
+            yield requirements(title, lines(launches, heats), LEGEND)
 
 
-def standings(launches: Sequence[Record], seq: int, winner: str | None) -> Iterator[Part]:
+def by_dtype(heats: Iterable[str]) -> dict[str, list[str]]:
+    """Group the names of heats by dtype, which is "" for float32."""
+    found: dict[str, list[str]] = {}
+    for heat in heats:
+        found.setdefault(heat.partition(" ")[2], []).append(heat)
+    return found
+
+
+def standings(launches: Sequence[Record], seq: object, winner: str | None) -> Iterator[Part]:
     """Yield the table of one length, its quickest contestant first, and who was wrong."""
     heats = [launch["seqs"][str(seq)] for launch in launches]
     times = {name: typical(launches, seq, name) for name in heats[0]}
+    ranks = f"P = {launches[0].get('ranks', RANKS)}"
     rows = []
     for name in sorted(times, key=lambda name: times[name] or float("inf")):
         state, worst = judged([heat[name] for heat in heats])
         ms = "-" if times[name] is None else f"{(times[name] or 0) * 1e3:.2f}"
         rows.append((name, ms, str(ratio(launches, seq, name, winner) or "-"), worst, state))
         if not state.startswith(("ok", "not installed")):
-            yield Wrong(f"{name}, {seq} tokens: {state}")
+            yield Wrong(f"{name}, sequence {seq}, {ranks}: {state}")
     columns = ("contestant", "ms", f"time / {winner or 'ours'}", "max error", "status")
-    yield make(f"sequence {seq}, {len(launches)} launches", columns, rows)
+    yield make(f"sequence {seq}, {ranks}, {len(launches)} launches", columns, rows)
 
 
 def judged(found: Sequence[Record]) -> tuple[str, str]:
@@ -92,20 +125,20 @@ def judged(found: Sequence[Record]) -> tuple[str, str]:
     return f"{bad[0]['status']}{often}{reason}", worst
 
 
-def medians(launches: Sequence[Record], seq: int, name: str | None) -> list[float | None]:
+def medians(launches: Sequence[Record], seq: object, name: str | None) -> list[float | None]:
     """Return the seconds of a contestant in each launch; None where it was not timed."""
     found = (launch["seqs"].get(str(seq), {}).get(name, {}) for launch in launches)
     return [heat.get("median_s") for heat in found]
 
 
-def typical(launches: Sequence[Record], seq: int, name: str) -> float | None:
+def typical(launches: Sequence[Record], seq: object, name: str) -> float | None:
     """Return the median over the launches that timed a contestant."""
     times = [x for x in medians(launches, seq, name) if x is not None]
     return statistics.median(times) if times else None
 
 
 def ratio(
-    launches: Sequence[Record], seq: int, above: str | None, below: str | None
+    launches: Sequence[Record], seq: object, above: str | None, below: str | None
 ) -> Interval | None:
     """Return the time of one contestant over that of another, by the launches that timed both."""
     pairs = zip(medians(launches, seq, above), medians(launches, seq, below), strict=True)
@@ -113,18 +146,21 @@ def ratio(
     return exact_interval(values) if values else None
 
 
-def best(launches: Sequence[Record], seq: int) -> str | None:
+def best(launches: Sequence[Record], seq: object) -> str | None:
     """Return our quickest way with check="off": one for all launches, not the luckiest of each."""
     names = [f"{scheme}/{layout}/off" for scheme, layouts in LAYOUTS.items() for layout in layouts]
     found = {name: time for name in names if (time := typical(launches, seq, name)) is not None}
     return min(found, key=lambda name: found[name], default=None)
 
 
-def lines(launches: Sequence[Record], seqs: Sequence[int]) -> list[Requirement]:
-    """Return all requirements; those for no particular length are judged at 4096 tokens."""
-    place = PLACE if PLACE in seqs else max(seqs)
+def lines(launches: Sequence[Record], seqs: Sequence[str]) -> list[Requirement]:
+    """Return the requirements of contestants that take part, at lengths of one dtype.
+
+    Those for no particular length are judged at 4096 tokens.
+    """
+    place = max(seqs, key=lambda seq: (tokens(seq) == PLACE, tokens(seq)))
     winner = best(launches, place)
-    required: list[tuple[str, int, str, float, str | None, str | None]] = [
+    required: list[tuple[str, str, str, float, str | None, str | None]] = [
         (f"{name} / two threads", place, "<=", 1.05, name, DUO)
         for name in (winner, winner and winner.replace("/off", "/agree"))
     ]
@@ -139,11 +175,17 @@ def lines(launches: Sequence[Record], seqs: Sequence[int]) -> list[Requirement]:
     for scheme in BALANCED:
         text = f"{scheme}, one rank / one thread"
         required.append((text, place, "<=", 1.03, f"{scheme}/one rank", SOLO))
+    measured = launches[0]["seqs"]
     return [
         Requirement(
-            f"{text}, {seq} tokens", relation, bound, ratio(launches, seq, above, below), LAUNCHES
+            f"{text}, {tokens(seq)} tokens",
+            relation,
+            bound,
+            ratio(launches, seq, above, below),
+            LAUNCHES,
         )
         for text, seq, relation, bound, above, below in required
+        if {above, below} <= {*measured[seq]}
     ]
 
 
@@ -157,6 +199,17 @@ peers = Contest(
         "--seq": about(
             default="1024,4096,8192", metavar="S,S,...", help="lengths (default: %(default)s)"
         ),
+        "--ranks": about(
+            default=str(RANKS), metavar="P,P,...", help="numbers of ranks (default: %(default)s)"
+        ),
+        "--device": about(default="cpu", metavar="KIND", help="cpu, or cuda (default: cpu)"),
+        "--dtype": about(
+            default=DTYPE, metavar="DTYPE,...", help="such as float32,bfloat16 (%(default)s)"
+        ),
+        "--samples": about(
+            type=int, default=0, metavar="N", help="of a contestant (default: fewer for long ones)"
+        ),
+        "--heads": about(type=int, default=HEADS, help="of 64 elements (default: %(default)s)"),
     },
     plan,
     show,
