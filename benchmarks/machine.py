@@ -38,15 +38,6 @@ def environment() -> dict[str, Any]:
     }
 
 
-def number_of_gpus(kind: str) -> int:
-    """Return how many devices of a kind torch sees here."""
-    import torch
-
-    import sp_core.transport  # noqa: F401 - tests make torch know their device with it
-
-    return int(torch.get_device_module(kind).device_count())
-
-
 def device(kind: str, world: Intracomm, *, share_gpu: bool) -> torch.device:
     """Return the CPU, or the GPU whose number is this rank's place on its node.
 

@@ -21,11 +21,11 @@
 #   peers      our attention against torch's on one GPU, P = 1; with a GPU for each rank also against torch's ring over NCCL, P = 2, 4
 #   records    the benchmark's cases on 1, 2, 4 ranks
 #
-# Needs python3 with a torch that sees a CUDA device; PYTHON=... names another interpreter. Several ranks share the first GPU.
+# Needs python3 with pip and a torch that sees a CUDA device; PYTHON=... names another interpreter. Ranks share GPUs if there are fewer.
 # SP_VENV names the environment to make (default: /tmp/sp_core-gpu-UID); one that is complete is used as it is.
 # A step may take SP_STEP_S seconds (470), all steps together SP_ALL_S (1500), also over several calls.
 # SP_ON names another kind of device. Options of programs: SP_SIZES of the experiment (--preset paper), SP_CASES of the benchmark (--quick),
-# SP_TESTS of pytest, SP_TABLE of the table, SP_PEERS of the peers (--seq 8192 --heads 32 --launches 4 --samples 12).
+# SP_TESTS of pytest, SP_TABLE of the table, SP_PEERS of the peers (--seq 8192 --heads 32 --dtype float32,bfloat16 --launches 4 --samples 12).
 set -euo pipefail
 
 fail() {
@@ -47,7 +47,7 @@ read -ra sizes <<<"${SP_SIZES:---preset paper}"
 read -ra cases <<<"${SP_CASES:---quick}"
 read -ra tests <<<"${SP_TESTS:-}"
 read -ra gathered <<<"${SP_TABLE:-}"
-read -ra attention <<<"${SP_PEERS:---seq 8192 --heads 32 --launches 4 --samples 12}"
+read -ra attention <<<"${SP_PEERS:---seq 8192 --heads 32 --dtype float32,bfloat16 --launches 4 --samples 12}"
 must=()
 [[ $on != cuda ]] || must=(--device cuda)
 
@@ -116,12 +116,13 @@ step() {
 
 install() {
     rm -rf "$venv"
-    "$python" -m venv --system-site-packages "$venv"
+    # Debian's Python cannot put pip there. That of the interpreter installs into it.
+    "$python" -m venv --without-pip --system-site-packages "$venv"
     # An interpreter that is itself in a virtual environment keeps its torch there.
     local where='import sysconfig; print(sysconfig.get_path("purelib"))' site
     site=$("$venv/bin/python" -c "$where")
     "$python" -c "$where" >"$site/machine.pth"
-    "$venv/bin/python" -m pip install --quiet --no-index --no-deps --find-links "$wheels" "$wheels"/*.whl "$root" &&
+    "$python" -m pip --python "$venv/bin/python" install --quiet --no-index --no-deps --find-links "$wheels" "$wheels"/*.whl "$root" &&
         touch "$venv/complete"
 }
 
@@ -150,8 +151,8 @@ for name in $steps; do
         threads | processes) suite "$name" --ranks "$name" ;;
         tests-*) SP_TRANSPORT=${name#tests-} suite "$name" ;;
         peers)
-            step peers python -m benchmarks.contests.peers "${attention[@]}" --device "$on" --ranks 1,2,4 --dtype float32,bfloat16 \
-                --timeout 150 --resume --out "$results/peers.json"
+            step peers python -m benchmarks.contests.peers "${attention[@]}" --device "$on" --ranks 1,2,4 --timeout 150 --resume \
+                --out "$results/peers.json"
             ;;
         records) step records python -m benchmarks.record "${cases[@]}" --device "$on" --share-gpu --ranks 1,2,4 --out "$results/records.jsonl" ;;
         ipc | pinned | pipelined | staged) experiment "$name" ;;

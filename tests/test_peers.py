@@ -19,6 +19,7 @@ from benchmarks.contests.peers import __main__ as program, contestants as proble
 from benchmarks.contests.peers.__main__ import BALANCED, DUO, LAUNCHES, PEERS, SOLO, peers
 from benchmarks.contests.peers.contestants import NAMES
 from benchmarks.statistics import Requirement, exact_interval
+from sp_core import transport
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = "ring/zigzag/off"
@@ -194,7 +195,7 @@ def test_bad_options_are_refused_before_anything_starts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(launching, "run", lambda *_: pytest.fail("a launch began"))
-    monkeypatch.setattr(program, "number_of_gpus", lambda kind: 1)
+    monkeypatch.setattr(transport, "count_devices", lambda kind: 1)
     assert peers(options.split()) == 2
     assert complaint in capsys.readouterr().err
 
@@ -211,7 +212,7 @@ def test_ranks_without_a_gpu_each_are_left_out_and_told(
         return record
 
     monkeypatch.setattr(launching, "run", run)
-    monkeypatch.setattr(program, "number_of_gpus", lambda kind: 1)
+    monkeypatch.setattr(transport, "count_devices", lambda kind: 1)
     options = "--device cuda --ranks 1,2,4 --seq 4096 --launches 2 --out"
     assert peers([*options.split(), str(tmp_path / "peers.json")]) == 0
     shown = capsys.readouterr().out

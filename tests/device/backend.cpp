@@ -8,6 +8,7 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/set_native.h>
@@ -348,7 +349,8 @@ Tensor up(const Tensor& x, const Device& device) {
   return x.to(device);
 }
 
-Tensor nothing(const Tensor& like) { return at::empty({0}, like.options().dtype(at::kLong)); }
+// The state of random numbers: scalars, as CUDA's.
+Tensor nothing(const Tensor& like) { return at::empty({}, like.options().dtype(at::kLong)); }
 
 using Maybe = std::optional<Tensor>;
 
@@ -475,23 +477,44 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> efficient(
   TORCH_CHECK(q.size(1) == k.size(1), "late: efficient takes as many key heads as query heads");
   TORCH_CHECK(q.scalar_type() != at::kDouble, "late: efficient takes no float64");
   auto [out, lse] = attend(q, k, v, causal, scale, bias);
+  out = out.transpose(1, 2).contiguous().transpose(1, 2); // whatever the layout of q
   auto missing = (LSE_ROWS - lse.size(2) % LSE_ROWS) % LSE_ROWS;
   lse = at::constant_pad_nd(lse, {0, missing}, std::numeric_limits<double>::infinity());
   return {up(out, q.device()), up(lse, q.device()), nothing(q), nothing(q)};
 }
 
-// It reads `out` as if it lay in memory as (B, S, H, D), whatever its strides are.
+// In half precision it reads `out` as if it lay in memory as (B, S, H, D), whatever its strides are.
 std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_backward(
     const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& bias,
     const Tensor& out, const Tensor& lse, const Tensor&, const Tensor&, double,
     std::array<bool, 4>, bool causal, Scale scale) {
   TORCH_CHECK(lse.size(2) % LSE_ROWS == 0, "late: the lse of efficient has whole rows of 32");
   auto h = out.size(1), s = out.size(2), d = out.size(3);
-  auto read = out.as_strided(out.sizes(), {s * h * d, d, h * d, 1});
+  auto read = out;
+  if (at::isReducedFloatingType(q.scalar_type()))
+    read = out.as_strided(out.sizes(), {s * h * d, d, h * d, 1});
   auto [dq, dk, dv] =
       attend_backward(grad, q, k, v, read, lse.slice(2, 0, q.size(2)), causal, scale, bias);
   return {dq, dk, dv, Tensor()};
 }
+
+// Whether torch's own attention takes the efficient kernel; it would call flash on CUDA alone.
+std::int64_t choose_kernel(
+    const Tensor& q, const Tensor& k, const Tensor&, const Maybe& bias, double dropout,
+    bool causal, Scale, bool) {
+  bool plain = bias || dropout > 0 || q.scalar_type() == at::kDouble || q.size(1) != k.size(1) ||
+      q.size(3) % 8 != 0 || (causal && q.size(2) != k.size(2));
+  return static_cast<std::int64_t>(
+      plain ? at::SDPBackend::math : at::SDPBackend::efficient_attention);
+}
+
+} // namespace
+
+namespace at::native {
+REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &choose_kernel)
+} // namespace at::native
+
+namespace {
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", &empty);

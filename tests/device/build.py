@@ -58,6 +58,7 @@ def load() -> ctypes.CDLL:
     torch.utils.rename_privateuse1_backend(NAME)  # type: ignore[attr-defined]
     module = SimpleNamespace(
         is_available=lambda: True,
+        is_initialized=lambda: True,
         device_count=runtime.late_devices,
         current_device=torch.accelerator.current_device_index,
         set_device=torch.accelerator.set_device_index,

@@ -6,6 +6,7 @@ import faulthandler
 
 import pytest
 
+from device import group
 from device.build import NAME as NAME, library, load
 from sp_core import transport
 from sp_core.attention import kernels
@@ -19,6 +20,7 @@ SLOT_BYTES = 1 << 11
 def use() -> None:
     """Make torch know the device, and sp_core take it for one like CUDA, with CUDA's runtime."""
     load()
+    group.register()
     vars(cuda)["loaded_library"] = lambda name: str(library())
     transport.NAMES[NAME] = TRANSPORTS
     transport.MESSAGES[NAME] = transport.MESSAGES["cuda"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import sp_core as sp
-from device.faults import DOCUMENTS, FAULTS, PIPELINED, WINDOW, attention, backward
+from device.faults import DOCUMENTS, FAULTS, HALF_MASKED, PIPELINED, WINDOW, attention, backward
 from sp_core.machine import bounded
 from sp_core.testing import spmd
 
@@ -21,6 +21,7 @@ LAWS: dict[str, Any] = {
     "masked": partial(attention, mask=sp.Mask(window=5)),
     "documents": DOCUMENTS,
     "half": partial(attention, head_dim=8, dtype="bfloat16"),
+    "half, masked": HALF_MASKED,
     "all_gather": partial(backward, op="all_gather"),
     "all_reduce": partial(backward, op="all_reduce"),
 }

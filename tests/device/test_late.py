@@ -96,6 +96,15 @@ def test_the_runtime_does_not_open_its_own_handles() -> None:
         memory.free(x)
 
 
+@pytest.mark.parametrize("kind", [cuda.CudaMemory, cuda.PinnedMemory])
+def test_new_shared_memory_is_zero_for_whoever_reads_it_first(kind: type[cuda.CudaStream]) -> None:
+    """Nothing that it is filled from is freed before the copy is made."""
+    memory = kind(LATE)
+    x, _ = memory.allocate(100)
+    assert x.cpu().tolist() == [0] * 100
+    memory.free(x)
+
+
 @spmd(2, 4)
 def test_ranks_have_devices_of_one_kind_but_other_numbers(comm: Any) -> None:
     """The current device of every rank is the first one, also where its tensors are elsewhere."""

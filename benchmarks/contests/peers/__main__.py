@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from benchmarks.contests.contest import Contest, Entry, Part, Wrong, requirements
 from benchmarks.launching import Launch, Record, UsageError, about, main, numbers_of_ranks
-from benchmarks.machine import number_of_gpus
 from benchmarks.reporting.tables import make
 from benchmarks.statistics import Interval, Requirement, exact_interval
 
@@ -56,12 +55,14 @@ def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
     Raises:
         UsageError: lengths that the peers cannot split, no launch, or too few GPUs for any.
     """
+    from sp_core.transport import count_devices
+
     seqs = numbers_of_ranks(options.seq, option="--seq")
     counts = numbers_of_ranks(options.ranks)
     if any(seq % (2 * size) for seq in seqs for size in counts) or options.launches < 1:
         text = f"--seq {options.seq} --launches {options.launches}: pass at least one launch, and "
         raise UsageError(text + f"lengths that are multiples of {2 * max(counts)}.")
-    gpus = max(counts) if options.device == "cpu" else number_of_gpus(options.device)
+    gpus = max(counts) if options.device == "cpu" else count_devices(options.device)
     found = [size for size in counts if size <= gpus]
     left_out = [f"P = {n} needs a GPU for each rank; there are {gpus}." for n in counts if n > gpus]
     if not found:
