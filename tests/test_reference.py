@@ -230,6 +230,20 @@ def test_the_block_and_its_gradients_are_torchs_within_the_bound(
         check_close(name, got, expected.values[name], bound(expected.scales[name], dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_gradient_is_off_by_the_roundings_of_logits_that_the_backward_computes_again(
+    dtype: torch.dtype,
+) -> None:
+    """A bias of all keys moves no softmax, only the logits: its gradient is 0."""
+    w = {n: t.to(dtype) for n, t in weights(8, 4, 4, 6, 20, "layer", False, bias=True).items()}
+    bias = w["attention.k_proj.bias"].add_(1e3).requires_grad_()
+    x, do = torch.randn(2, 99, 8, dtype=dtype), torch.randn(2, 99, 8, dtype=dtype)
+    scale = block(x, w, do, num_heads=4, norm="layer", causal=True).scales["attention.k_proj.bias"]
+    out = torch_block(x, w, 4, "layer", False, causal=True)
+    (found,) = torch.autograd.grad(out, bias, do)
+    assert check_close("bias", found, torch.zeros_like(scale), bound(scale, dtype)) > 0.01
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_comparison_of_blocks_fails_on_another_block(dtype: torch.dtype) -> None:
     """Find a missing causal mask, a window or position off by one, and another eps."""

@@ -118,7 +118,7 @@ def self_attention(
         logits = torch.cat([logits, sinks], -1)
         seen = torch.cat([seen, torch.ones_like(seen[:, :1])], -1)
         v = torch.cat([v, torch.zeros_like(v[:, :1])], 1)
-    e, total = _exponentials(rounding(logits), seen, rounding)
+    e, total = _exponentials(_recomputed(rounding(logits), rounding), seen, rounding)
     # Divided after the sum over keys, as kernels do: they round each element of it, and a sum over
     # D of these in the backward.
     out = rounding(torch.einsum("bhqk,bkhd->bqhd", e, v)) / total.transpose(1, 2)
@@ -255,6 +255,18 @@ def _perturb(x: Tensor, generator: torch.Generator) -> Tensor:
         for _ in range(2)
     )
     return _multiply(x, *factors)
+
+
+def _recomputed(logits: Tensor, rounding: Rounding) -> Tensor:
+    """Return the logits, whose gradient is that of a kernel that computes them again.
+
+    The backward takes p = exp(logits - lse) with the forward's lse. A rounding of u |logit| that
+    the forward did not make moves p (dp - rowsum(p dp)) by as much: these no longer add up to 0.
+
+    Source: Dao, "FlashAttention-2", 2023, algorithm 2.
+    """
+    before = logits.detach()
+    return before + (logits - before) * torch.exp(rounding(before) - before)
 
 
 def _exponentials(logits: Tensor, seen: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
