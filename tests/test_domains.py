@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,6 +18,8 @@ from domains.trial import Tried, draw_singles, finished
 from oracle.collective_cases import MEMORIES, in_memory
 from torch import Tensor
 
+from sp_core.attention import attend_backward
+from sp_core.schemes import problem
 from sp_core.testing import run_threads
 
 SEED = int(os.environ.get("SP_DOMAIN_SEED", "1"))
@@ -70,6 +72,33 @@ def test_a_parameter_without_a_domain_is_seen() -> None:
     fewer = {name: parts for name, parts in subject.factors.items() if name != "sizes"}
     assert "all_gather(sizes)" in without_domain([replace(subject, factors=fewer)])
     assert not [name for name in without_domain([subject]) if name.startswith("all_gather(")]
+
+
+FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a token left out": lambda x: torch.cat([0 * x[:, :, :1], x[:, :, 1:]], 2),
+    "a token counted twice": lambda x: torch.cat([2 * x[:, :, :1], x[:, :, 1:]], 2),
+    "each token for the next, the last of a rank for its first": lambda x: x.roll(1, 2),
+    "a scale off by 1e-9": lambda x: x * (1 + 1e-9),
+}
+"""Wrong gradients of queries, keys or values, (B, H, S, D), of one rank's tokens."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("place", range(3))
+def test_a_fault_among_thousands_of_tokens_is_seen(
+    fault: str, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound grows with the terms of a sum, and stays far below one of them."""
+
+    def wrong(*given: Any, **named: Any) -> list[Tensor]:
+        grads = [*attend_backward(*given, **named)]
+        grads[place] = FAULTS[fault](grads[place])
+        return grads
+
+    monkeypatch.setattr(problem, "attend_backward", wrong)
+    subject = BY_NAME["SelfAttention"]
+    with pytest.raises(AssertionError, match=r"times the bound"):
+        Tried().row(subject, subject.base | {"x.seq_len": "thousands"}, SEED)
 
 
 def lying(x: Tensor, memory: str) -> Tensor:

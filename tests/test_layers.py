@@ -108,6 +108,15 @@ def test_layer_norm_adds_tokens_in_the_dtype_of_its_weights(dtype: torch.dtype) 
     assert (error <= tokens * u * exact).all()
 
 
+def test_attention_to_equal_keys_is_off_by_their_number() -> None:
+    """Their mean is one of them; the roundings of all partial sums have one sign."""
+    keys, u = 1000, unit_roundoff(torch.float64)
+    v = torch.linspace(1, 2, 16, dtype=torch.float64).expand(1, 1, keys, 16)
+    out = F.scaled_dot_product_attention(torch.zeros_like(v), torch.zeros_like(v), v)
+    error = ((out - v) / v).abs().max()
+    assert 20 * u < error <= keys * u
+
+
 @pytest.mark.parametrize(
     "offset", [(1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (0, 0, 1, -1), (1, -1, 0, 0)]
 )

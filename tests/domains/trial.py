@@ -15,6 +15,7 @@ import sp_core as sp
 from domains.declared import Pair, Row, Subject, Values
 from domains.situations import CALLS
 from sp_core.errors import RankError
+from sp_core.launch import watch
 from sp_core.testing import run_threads
 from sp_core.testing.outcome import RankFailure
 from sp_core.testing.run import ThreadsHung
@@ -79,7 +80,9 @@ class Tried:
         self.rows += 1
         try:
             answers = run_threads(
-                subject.ranks(drawn), functools.partial(attempt, subject, drawn), timeout=60
+                subject.ranks(drawn),
+                functools.partial(attempt, subject, drawn),
+                timeout=max(60.0, watch.example_seconds()),
             )
         except (ThreadsHung, RankFailure) as error:
             raise AssertionError(
