@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from domains.public import described
 from oracle.proof import verify
 from oracle.schedule_cases import schedule
 
@@ -20,9 +21,7 @@ pytestmark = pytest.mark.mpi_skip
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 RUN_BY_TESTS = ("examples/", "tests/example_project/", "tests/hf/")
-DESCRIBED = [
-    name for page in PAGES for name in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE)
-]
+DESCRIBED = described()
 
 
 @pytest.mark.parametrize("package", [sp_core, llama, scheduling, testing], ids=lambda p: p.__name__)

@@ -8,6 +8,7 @@ import inspect
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from domains.declared import Subject
@@ -24,9 +25,12 @@ OUTSIDE = {
     "Mesh.to_device_mesh": "kit/case_torchrun.py calls it on processes of torch.distributed",
     "Pending": "the started collectives make it",
     "Plan": "`plan` makes it",
+    "attention.Terms": "the schemes and `local_attention` take each of them",
+    "integrations.transformers": "hf/test_parallelize*.py call it, where transformers is",
     "llama.pipeline.forward": "`Decoder` calls it",
     "sp-core doctor": "test_doctor.py runs it in processes of its own, with each MPI",
     "sp-core run": "test_kit_launch.py runs it with each MPI",
+    "testing": "test_kit_*.py test the kit",
 }
 """Public names without a domain, each with the reason; methods are named by their class."""
 
@@ -56,8 +60,18 @@ def commands() -> dict[str, Public]:
     }
 
 
+def described() -> list[str]:
+    """Return the names that the documentation has a place for."""
+    pages = (Path(__file__).parents[2] / "docs").rglob("*.md")
+    pattern = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
+    return [name for page in pages for name in pattern.findall(page.read_text())]
+
+
 def without_domain(subjects: Iterable[Subject]) -> list[str]:
-    """Return every public parameter that no subject has a factor for, as "function(parameter)"."""
+    """Return every public parameter that no subject has a factor for, as "function(parameter)".
+
+    Names of the documentation count as public also where no module of `MODULES` has them.
+    """
     declared: dict[str, set[str]] = defaultdict(set)
     for subject in subjects:
         for name in (subject.name, *subject.covers):
@@ -65,11 +79,12 @@ def without_domain(subjects: Iterable[Subject]) -> list[str]:
                 subject.outside
             )
     outside = tuple(f"{name}." for name in OUTSIDE)
-    wanted = {
-        name: parameters(function)
-        for name, function in functions().items()
-        if not f"{name}.".startswith(outside)
+    public = {name: parameters(function) for name, function in functions().items()} | {
+        name.removeprefix("sp_core."): set()
+        for name in described()
+        if name.rpartition(".")[0] not in MODULES
     }
+    wanted = {name: found for name, found in public.items() if not f"{name}.".startswith(outside)}
     undeclared = [f"{name}(): no subject" for name in wanted if name not in declared]
     return undeclared + [
         f"{name}({p})"
