@@ -124,10 +124,10 @@ class Subject:
             yield self.base | {factor: its.pop() for factor, its in left.items()}
 
     def each_pair(self, seed: int) -> Iterator[Row]:
-        """A covering array: rows that have every pair of parts at least once."""
+        """A covering array: rows that have every pair of parts, or of one factor every part."""
         from covertable import make
 
-        yield from make(self._quick, strength=2, salt=str(seed))
+        yield from make(self._quick, strength=min(2, len(self._quick)), salt=str(seed))
         for (factor, part), (other, its) in product(sorted(self._slow), sorted(self.singles())):
             if factor != other:
                 yield self.base | {factor: part, other: its}
