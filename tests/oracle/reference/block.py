@@ -249,12 +249,13 @@ _multiply: Callable[[Tensor, Tensor, Tensor], Tensor] = _Perturbation.apply
 
 
 def _perturb(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Return x with independent relative perturbations, of its gradient too."""
-    factors = (
-        1 + EPSILON * torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
-        for _ in range(2)
-    )
-    return _multiply(x, *factors)
+    """Return x with independent relative perturbations, of its gradient too if it has one."""
+
+    def factor() -> Tensor:
+        drawn = torch.randn(x.shape, generator=generator, dtype=torch.float64)
+        return drawn.mul_(EPSILON).add_(1).to(x)
+
+    return _multiply(x, factor(), factor()) if x.requires_grad else x * factor()
 
 
 def _recomputed(logits: Tensor, rounding: Rounding) -> Tensor:
