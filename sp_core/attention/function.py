@@ -13,6 +13,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from sp_core.arguments import check, check_type
 from sp_core.attention.kernels import FLOATS
 from sp_core.attention.logits import Logits, Terms
 from sp_core.attention.merge import accumulation_dtype, add_sinks, sinks_gradient
@@ -62,10 +63,14 @@ def local_attention(
             mask for another length, or positions outside the mask's documents.
         DtypeError: dtypes of q, k and v that differ or are not among the four.
         DeviceError: tensors on different devices.
-        TypeError: softmax_scale, a term or positions of another type, or an unknown argument.
+        TypeError: mask, softmax_scale, return_lse, a term or positions of another type, or an
+            unknown argument.
         ValueError: alibi slopes that require a gradient.
         RuntimeError: a second derivative is computed.
     """
+    check(return_lse=return_lse)
+    if mask is not None:
+        check_type("mask", mask, Mask, "Pass Mask(causal=True), or None to see everything.")
     check_qkv(q, k, v)
     logits = Logits.of(q, softmax_scale=softmax_scale, **terms)
     if mask is not None and q_positions is None and kv_positions is None:

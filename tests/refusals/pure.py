@@ -77,6 +77,7 @@ ROWS: list[Row] = [
     (sp.DtypeError, "floating", lambda: ROPE.apply(torch.ones(1, 3, 2, 4).long(), range(3))),
     (ValueError, "p=1.0", partial(dropout, p=1.0)),
     (ValueError, "seed=-1", partial(dropout, seed=-1)),
+    (TypeError, r"seed=0\.5", partial(dropout, seed=0.5)),
     (sp.ShapeError, "3 positions", partial(dropout, positions=range(3))),
     (sp.ShapeError, "4 positions", partial(dropout, x=torch.ones(3, 4))),
     (sp.ShapeError, "2 features", partial(dropout, features=range(2))),
@@ -159,6 +160,14 @@ ROWS: list[Row] = [
         sp.ShapeError,
         "needed seq_len = 3",
         partial(attention, (1, 3, 1, 2), mask=sp.Mask(documents=(0, 4))),
+    ),
+    *(
+        (TypeError, text, partial(attention, (1, 3, 1, 2), **wrong))
+        for text, wrong in (
+            ("a Mask is needed", {"mask": True}),
+            ("a Mask is needed", {"mask": torch.ones(3, 3)}),
+            ("return_lse='no'", {"return_lse": "no"}),
+        )
     ),
     (sp.ShapeError, "needed 3", partial(attention, (1, 3, 1, 2), q_positions=range(4))),
     *(
