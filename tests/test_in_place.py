@@ -89,12 +89,15 @@ def several(comm: Any, mesh: sp.Mesh, name: str, seed: int) -> list[Results]:
 
 
 @pytest.mark.parametrize("name", ["allgather_kv", "ring"])
-@given(max_examples=4, seed=st.integers(0, 999))
-def test_ranks_that_fall_behind_change_no_bit(comm: Any, name: str, seed: int) -> None:
-    """Of several attentions in a row, against those by messages."""
+@given(max_examples=6, seed=st.integers(0, 999), check=st.sampled_from(["agree", "off"]))
+def test_ranks_that_fall_behind_change_no_bit(comm: Any, name: str, seed: int, check: Any) -> None:
+    """Of several attentions in a row, against those by messages.
+
+    With `check="off"` the ranks do not wait for each other before a backward.
+    """
     with sp.Mesh(comm, algorithm=IN_RANK_ORDER, sp=comm.size) as mesh:
         wanted = several(comm, mesh, name, seed)
-    with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
+    with sp.Mesh(comm, transport="window", check=check, sp=comm.size) as mesh:
         carries, mesh["sp"].transport = mesh["sp"].transport, NoMessages()
         leave_alone(mesh["sp"])
         found = several(comm, mesh, name, seed)
@@ -106,6 +109,16 @@ def test_ranks_that_fall_behind_change_no_bit(comm: Any, name: str, seed: int) -
 HOMES = ("the first", "the second", "the third", "a part of one", "plain memory")
 
 
+def of_k_and_v(homes: list[list[str]], alike: str) -> list[list[str]]:
+    """Return for each rank where its k and its v lie; for those in `alike` it is rank 0's place."""
+    common = {x: homes[0][place] for place, x in enumerate("kv") if x in alike}
+    found = []
+    for own in homes:
+        others = (home for home in own if home not in common.values())
+        found.append([common[x] if x in common else next(others) for x in "kv"])
+    return found
+
+
 @pytest.mark.parametrize("name", ["allgather_kv", "ring"])
 @given(
     max_ranks=3,
@@ -113,11 +126,11 @@ HOMES = ("the first", "the second", "the third", "a part of one", "plain memory"
     homes=st.sampled_from((HOMES, HOMES[:3])).flatmap(
         lambda some: st.lists(st.permutations(some), min_size=3, max_size=3)
     ),
-    alike=st.booleans(),
+    alike=st.sampled_from(("k v", "k", "v", "")),
     training=st.booleans(),
 )
 def test_keys_and_values_may_live_elsewhere_on_every_rank(
-    comm: Any, name: str, homes: list[list[str]], alike: bool, training: bool
+    comm: Any, name: str, homes: list[list[str]], alike: str, training: bool
 ) -> None:
     """The bits are those of plain memory. The tensors are free once the results are there.
 
@@ -133,9 +146,9 @@ def test_keys_and_values_may_live_elsewhere_on_every_rank(
             home: sp.shared_empty((300 + place,), comm=mesh["sp"], dtype=torch.float64)
             for place, home in enumerate(HOMES[:4])
         }
-        of_ranks = [homes[0 if alike else rank][:2] for rank in range(comm.size)]
-        chosen, alike = of_ranks[comm.rank], of_ranks == [of_ranks[0]] * comm.size
-        reads = name == "ring" and alike and {*chosen} <= {*HOMES[:3]}
+        of_ranks = of_k_and_v(homes[: comm.size], alike)
+        chosen, same = of_ranks[comm.rank], of_ranks == [of_ranks[0]] * comm.size
+        reads = name == "ring" and same and {*chosen} <= {*HOMES[:3]}
         window = mesh["sp"].window
         assert window is not None
         leave_alone(mesh["sp"])

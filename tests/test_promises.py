@@ -64,8 +64,10 @@ def test_a_collective_and_its_backward_send_what_other_ranks_need(comm: Any, cas
         forward, backward = sent_by(case, inputs, rank)
         assert sent(group) == forward
         if x.requires_grad:
-            out.sum().backward()
+            out.square().sum().backward()
             assert sent(group) == backward
+            assert x.grad is not None
+            assert x.grad.untyped_storage().nbytes() <= x.nbytes, "it keeps more than a gradient"
 
 
 Sent = tuple[str, int, int]

@@ -27,10 +27,17 @@ from resources.held import COMMUNICATORS, MEMORY, caches, counts, left_behind, o
 import sp_core as sp
 from sp_core.collectives import maps
 from sp_core.communicator import MAX_TAG
+from sp_core.schedules import ALGORITHMS, SCHEDULED
 from sp_core.testing import run_threads, spmd, tier
 from sp_core.transport import NAMES
 
 ROUNDS = 12  # the memory of a single call settles late
+PLANS: dict[str, dict[str, int]] = {
+    **{op: {} for op in (*SCHEDULED, "all_reduce_")},
+    "all_to_all": {"split_dim": 0, "concat_dim": 1},
+}
+"""Every collective of which a plan can be made, with the arguments that it needs."""
+
 pytestmark = pytest.mark.usefixtures("short_slots")
 
 
@@ -146,6 +153,23 @@ def test_the_thousandth_call_is_like_the_first(comm: Any) -> None:
             algorithm = ("ring", "window", "mpi", "pairwise")[number % 4]
             total = sp.all_reduce(x, comm=mesh["sp"], algorithm=algorithm)
             assert torch.equal(total, torch.full_like(x, 2 * number + 1))
+            assert not mesh["sp"]._pending  # it would keep the tensors of this call
+
+
+@spmd(2)
+def test_runs_of_one_plan_leave_nothing_behind(comm: Any) -> None:
+    with sp.Mesh(comm, transport="window", sp=2) as mesh:
+        made = [
+            sp.plan(op, torch.ones(9, 9), comm=mesh["sp"], algorithm=algorithm, **arguments)
+            for op, arguments in PLANS.items()
+            for algorithm in ALGORITHMS[op.removesuffix("_")]
+        ]
+
+        def run_all() -> None:
+            for plan in made:
+                plan.run()
+
+        assert left_behind(comm, run_all, ROUNDS) == []
 
 
 def test_every_cache_has_a_bound() -> None:

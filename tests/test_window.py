@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import threading
+from itertools import accumulate, product
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from sp_core.schedules import SLOTS, WIDE_BLOCK, cost, program_of, window as pro
 from sp_core.testing import given, run_threads, spmd
 from sp_core.testing.comm import LockstepComm
 from sp_core.testing.outcome import RankFailure
-from sp_core.transport import shared
+from sp_core.transport import Window, shared
 
 lengths = st.integers(0, 30) | st.integers(0, 2)
 problems = st.builds(
@@ -76,6 +77,37 @@ def test_fewer_slots_would_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
     assert right(SLOTS)
     assert not right(SLOTS - 1)
     programs.in_window.cache_clear()
+
+
+@spmd(2)
+def test_a_step_waits_for_the_other_ranks(comm: Any) -> None:
+    """They must have made all steps before it; before an operation's first step all but one."""
+    for lengths in product((1, 2, 3), repeat=3):
+        window = Window(comm)
+        window._announce = lambda what: None  # rank 1 begins nothing
+        firsts = {0, *accumulate(lengths)}
+        for length in lengths if comm.rank == 0 else ():
+            window.start([[]] * length, "steps")
+        for made in range(sum(lengths)):
+            if comm.rank:
+                window._mine[0] = made
+            comm.Barrier()
+            if comm.rank == 0:
+                window.advance()
+                may = (t for t in range(sum(lengths)) if made < t - (t in firsts))
+                assert window.made == next(may, sum(lengths)), (lengths, made)
+            comm.Barrier()
+        window.close(together=True)
+
+
+@spmd(2)
+def test_two_uses_of_rooms_in_a_row_share_no_memory(comm: Any) -> None:
+    """A late rank may still read what the use before has left there, also after many uses."""
+    rooms, last = shared.Rooms(comm, 2), 0
+    for _ in range(1000):
+        (x,) = rooms.enter([((8,), torch.float32)])
+        assert x.data_ptr() != last
+        last = x.data_ptr()
 
 
 @pytest.mark.explore

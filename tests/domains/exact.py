@@ -94,7 +94,7 @@ def from_segments(drawn: Values) -> Call:
 def masks(drawn: Values) -> dict[str, sp.Mask]:
     """Return masks for the tokens of a sharding by name."""
     end = drawn["start"] + drawn["seq_len"]
-    cuts = sorted(Random(drawn["seed"]).randint(0, end) for _ in range(5))
+    cuts = sorted(Random(drawn["seed"]).randint(drawn["start"], end) for _ in range(5))
     return {
         "causal": sp.Mask(causal=True),
         "full": sp.Mask(),
@@ -123,6 +123,11 @@ def balanced(drawn: Values) -> Call:
         ]
         assert max(loads) - min(loads) <= heaviest
         assert max(found.lengths) - min(found.lengths) <= length
+        first = drawn | {"start": 0}
+        at_0 = sp.Sharding.balanced(
+            **given | {"start": 0, "mask": masks(first)[drawn["mask"]]}  # the same documents
+        )
+        assert owned == [(at_0.positions(r) + tokens.start).tolist() for r in range(at_0.size)]
 
     return Call(sp.Sharding.balanced, given, judge)
 
@@ -305,6 +310,10 @@ SUBJECTS = [
             "chunk": {"none": lambda c, v: None} | spans((1, 3), (4, 50), (64, 4000)),
         },
         balanced,
+        together=tuple(
+            {"seq_len": "1000 to 3000", "start": "1 to 9", "mask": mask}
+            for mask in ("documents", "other keys")
+        ),
     ),
     *(
         pure(f"Sharding.{method}", method_factors(method), partial(called, method))

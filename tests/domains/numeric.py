@@ -270,6 +270,16 @@ LOCAL: dict[str, Parts] = (
     | masks.MASK
     | {"(length)": spans((10, 40), (0, 0), (1, 9), (101, 140))}
 )
+STRIPS = {
+    "q.batch": "2 to 3",
+    "k.heads": "3 to 9",
+    "q.group": "10 to 17",
+    "(length)": "101 to 140",
+    "causal": "True",
+    "softcap": "0.5",
+}
+"""The plain kernel cuts a causal block of so many scores into several strips."""
+
 # merge
 
 
@@ -351,6 +361,6 @@ MERGE: dict[str, Parts] = {
 SUBJECTS = [
     pure("Rope", SHAPE | ROPE, rope, "Rope.apply"),
     pure("dropout", DROPOUT, dropped),
-    pure("local_attention", LOCAL, attended, together=attention.TOGETHER),
+    pure("local_attention", LOCAL, attended, together=(*attention.TOGETHER, STRIPS)),
     pure("merge", MERGE, merged, together=({"lse_b.memory": "every second"},)),
 ]

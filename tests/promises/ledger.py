@@ -116,12 +116,15 @@ def _(scene: Scene) -> None:
 
 @row("sp", "copy_all_to_group")
 def _(scene: Scene) -> None:
-    tensors = [leaf(2, 3, dtype=torch.float64), leaf(4), leaf(dtype=torch.float64), torch.ones(5)]
+    dtypes = (torch.float64, torch.bfloat16, torch.float64, torch.float16)
+    shapes: list[tuple[int, ...]] = [(2, 3), (4,), (), (3,)]
+    learning = [leaf(*each, dtype=dtype) for each, dtype in zip(shapes, dtypes, strict=True)]
+    tensors = [*learning, torch.ones(5)]
     with scene.sends(agreements=1):
         copies = sp.copy_all_to_group(tensors, comm=scene.comm)
     total = sum(x.double().sum() for x in copies)
     assert isinstance(total, Tensor)
-    with scene.sends(all_reduce=(2, 7 * 8 + 4 * 4)):
+    with scene.sends(all_reduce=(3, 7 * 8 + 4 * 2 + 3 * 2)):
         total.backward()
 
 
