@@ -146,7 +146,6 @@ GIVEN_INSTEAD_OF_NONE = {
     **dict.fromkeys(("softmax_scale", "softcap"), 0.5),
     **dict.fromkeys(("sinks", "alibi", "head"), torch.ones(5)),
     **dict.fromkeys(("sizes", "split_sizes", "concat_sizes"), (2, 2)),
-    "kv_sharding": sp.Sharding.contiguous(8, 2),
     "documents": (0, 4),
     "scheme": "ring",
     "stop": (2, 3),
@@ -221,8 +220,9 @@ def compared(subjects: Iterable[Subject]) -> list[Subject]:
 
 def differences(subject: Subject, arguments: Values) -> Iterator[Difference]:
     """Return every change of every argument of a call, on one rank and on all."""
+    given = GIVEN_INSTEAD_OF_NONE | {"kv_sharding": arguments.get("sharding")}
     for parameter, value in arguments.items():
-        sample = GIVEN_INSTEAD_OF_NONE.get(parameter) if value is None else value
+        sample = given.get(parameter) if value is None else value
         is_asked = parameter in ASKED
         # bool stands before int
         kind = next((kind for kind in NEVER if isinstance(sample, kind)), None)

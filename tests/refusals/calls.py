@@ -294,6 +294,13 @@ ON_ONE_RANK: Table = {
             "ColumnParallelLinear",
             linear(sp.ColumnParallelLinear, torch.ones(1, 4, 4), sharding=None),
         ),
+        "a counter of one rank": (
+            sp.CollectiveMismatch,
+            "counter() on mesh['ring']",
+            lambda mesh, here: (
+                comm_of(mesh).counter() if here else sp.all_reduce(torch.ones(1), comm=mesh["ring"])
+            ),
+        ),
         "a missing seed": (
             ValueError,
             "without seed=",

@@ -188,6 +188,21 @@ ON_ONE_RANK: Table = {
         ),
         "tokens of another dtype": (sp.DtypeError, "int64", logits(lambda x: x.int())),
         "another shard": (sp.ShapeError, "own shard", logits(lambda x: x[:, 1:])),
+        "labels of other documents": (
+            sp.CollectiveMismatch,
+            "documents=(0, 1, 4)",
+            lambda mesh, here: next_token_labels(
+                CASE.tokens(1, 2),
+                comm=comm_of(mesh),
+                sharding=sp.Sharding.contiguous(4, 2),
+                mask=sp.Mask(documents=(0, 1, 4) if here else (0, 2, 4)),
+            ),
+        ),
+        "rows of another length": (
+            sp.CollectiveMismatch,
+            "pass_tokens=2",
+            lambda mesh, here: prefill_unequal(CASE.model(mesh), TEXTS, PLAN, pass_tokens=1 + here),
+        ),
         "a plan for other lengths": (
             sp.ShapeError,
             "Make a plan for these",
