@@ -59,3 +59,11 @@ def test_a_second_derivative_is_refused(comm: Any) -> None:
             (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
             with pytest.raises(RuntimeError, match="differentiable once"):
                 torch.autograd.grad(grad.sum(), x)
+        for kind in (sp.ColumnParallelLinear, sp.RowParallelLinear):
+            whole, sharding = torch.nn.Linear(4, 4), sp.Sharding.contiguous(comm.size, comm.size)
+            layer = kind.from_linear(whole, comm=mesh["sp"], sharding=sharding)
+            tokens = 1 if kind is sp.ColumnParallelLinear else comm.size
+            x = torch.ones(1, tokens, layer.weight.shape[1], requires_grad=True)
+            (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+            with pytest.raises(RuntimeError, match="linear layers are differentiable once"):
+                torch.autograd.grad(grad.sum(), x)

@@ -131,8 +131,8 @@ class _Refuse(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
         raise RuntimeError(
-            "attention is differentiable once; a second derivative was asked for. Use plain torch "
-            "attention for it."
+            "attention and parallel linear layers are differentiable once; a second derivative was "
+            "asked for. Use plain torch in their place."
         )
 
 
