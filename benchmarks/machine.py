@@ -8,7 +8,9 @@ import os
 import platform
 import shutil
 import subprocess
+import time
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.worker import Intracomm
@@ -24,6 +26,7 @@ ASKED = {
     "power_cap": "power.limit",
 }
 """What nvidia-smi calls the readings of a record; MHz, degrees Celsius, W."""
+_STAT = Path("/proc/stat")
 
 
 def environment() -> dict[str, Any]:
@@ -143,3 +146,23 @@ def _gpu_readings(device: torch.device) -> dict[str, Any]:
         return dict(zip(ASKED, (driver, *known), strict=True))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return {}
+
+
+def busy_share() -> float:
+    """Measure for 0.3 s the share of the machine's processor time that is in use, from 0 to 1.
+
+    Return 0 if the system does not tell.
+    """
+    before = _processor_times()
+    time.sleep(0.3)
+    total, idle = (
+        after - earlier for after, earlier in zip(_processor_times(), before, strict=True)
+    )
+    return 1 - idle / total if total > 0 else 0.0
+
+
+def _processor_times() -> tuple[int, int]:
+    """Return the clock ticks of all cores since boot, and those of them in which nothing ran."""
+    text = _STAT.read_text() if _STAT.exists() else ""
+    ticks = [int(word) for word in text.partition("\n")[0].split()[1:9]]
+    return (sum(ticks), ticks[3] + ticks[4]) if ticks else (0, 0)  # idle, waiting for disk

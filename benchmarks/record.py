@@ -34,9 +34,10 @@ from benchmarks.launching import (
     tail,
     writable,
 )
+from benchmarks.machine import busy_share
 from benchmarks.records import MEASURED, Case, Record
 from benchmarks.reporting import derive, tables
-from sp_core.machine import busy_share, cores
+from sp_core.machine import cores
 
 BUSY_SHARE = 0.2
 INTERRUPTED = {"status": "missing", "reason": "interrupted"}

@@ -215,7 +215,7 @@ class Communicator(NotCopied):
         self.agree_on(lambda: f"fence() on {self.name}", always=self.window is None)
         if self.window is not None:
             self.counters["control"].add()
-            self.window.make(((), ()), "fence", self.poll)
+            wait(self.window.start(((), ()), "fence"), self.poll)
 
     def _agree(self, call: str, value: int, error: Exception | None) -> tuple[int, ...]:
         start = time.perf_counter()

@@ -9,13 +9,11 @@ import re
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _CPUINFO = Path("/proc/cpuinfo")
-_STAT = Path("/proc/stat")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -59,29 +57,6 @@ def node_number() -> int:
     """Return a number below 2^48 that identifies this node: a hash of host name and boot id."""
     name = f"{node_name()} {_text(_BOOT)}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=6).digest(), "little")
-
-
-def busy_share(seconds: float = 0.3) -> float:
-    """Measure the share of the machine's processor time that is in use, from 0 to 1.
-
-    Args:
-        seconds: how long to measure. The function sleeps meanwhile.
-
-    Returns:
-        The share; 0 if the system does not tell.
-    """
-    before = _processor_times()
-    time.sleep(seconds)
-    total, idle = (
-        after - earlier for after, earlier in zip(_processor_times(), before, strict=True)
-    )
-    return 1 - idle / total if total > 0 else 0.0
-
-
-def _processor_times() -> tuple[int, int]:
-    """Return the clock ticks of all cores since boot, and those of them in which nothing ran."""
-    ticks = [int(word) for word in _text(_STAT).partition("\n")[0].split()[1:9]]
-    return (sum(ticks), ticks[3] + ticks[4]) if ticks else (0, 0)  # idle, waiting for disk
 
 
 def _within_quota(cores: int) -> int:

@@ -342,17 +342,3 @@ def test_the_processor_has_the_name_that_the_system_gives(
     monkeypatch.setattr(machine, "_CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr("sp_core.machine.platform.processor", lambda: "")
     assert machine.cpu_model() == name
-
-
-def test_a_busy_machine_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = iter(
-        ["cpu  100 0 0 300 0 0 0 0 0 0\n", "cpu  130 0 0 340 30 0 0 0 0 0\n"]
-    )  # 30 ticks of work, 70 of nothing
-    stat = tmp_path / "stat"
-    monkeypatch.setattr(machine, "_STAT", stat)
-    stat.write_text(next(lines))
-    monkeypatch.setattr("sp_core.machine.time.sleep", lambda _: stat.write_text(next(lines)))
-    assert machine.busy_share() == pytest.approx(0.3)
-    monkeypatch.setattr(machine, "_STAT", tmp_path / "absent")
-    monkeypatch.setattr("sp_core.machine.time.sleep", lambda _: None)
-    assert machine.busy_share() == 0.0

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from kit import records as made
 
-from benchmarks import records
+from benchmarks import machine, records
 from benchmarks.cases.setting import NOTHING
 from benchmarks.files import ForeignError
 from benchmarks.machine import fingerprint
@@ -218,3 +218,17 @@ def test_the_fingerprint_holds_stable_fields_only(
 )
 def test_any_text_can_be_a_reason(told: str) -> None:
     records.parse(line(changed("status", "failed") | {"reason": records.reason(told)}))
+
+
+def test_a_busy_machine_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = iter(
+        ["cpu  100 0 0 300 0 0 0 0 0 0\n", "cpu  130 0 0 340 30 0 0 0 0 0\n"]
+    )  # 30 ticks of work, 70 of nothing
+    stat = tmp_path / "stat"
+    monkeypatch.setattr(machine, "_STAT", stat)
+    stat.write_text(next(lines))
+    monkeypatch.setattr("benchmarks.machine.time.sleep", lambda _: stat.write_text(next(lines)))
+    assert machine.busy_share() == pytest.approx(0.3)
+    monkeypatch.setattr(machine, "_STAT", tmp_path / "absent")
+    monkeypatch.setattr("benchmarks.machine.time.sleep", lambda _: None)
+    assert machine.busy_share() == 0.0

@@ -22,10 +22,10 @@ from benchmarks.launching import (
     commit,
     writable,
 )
+from benchmarks.machine import busy_share
 from benchmarks.reporting import tables
 from benchmarks.statistics import Requirement
 from sp_core.launch.command import find_mpiexec, mpiexec_version
-from sp_core.machine import busy_share
 
 SCHEMA_VERSION = 3
 MPIS = {"HYDRA": "mpich", "PRRTE": "openmpi", "Open MPI": "openmpi"}

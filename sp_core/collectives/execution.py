@@ -389,7 +389,7 @@ class BoundWindow(Ready):
         if first not in self._bound:
             program = program_of(self._operation._replace(first=first), "window")
             self._bound[first] = (
-                self._work(program, self._window.copying),
+                self._work(program, self._window.memory.copying),
                 cost(program, self.dtype),
             )
         steps, figures = self._bound[first]

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from sp_core.communicator import Communicator
 from sp_core.schemes.problem import Block, Problem
-from sp_core.transport import Done, Handle, Window
+from sp_core.transport import Done, Handle, Window, wait
 
 
 def may_share(comm: Communicator, op: str) -> bool:
@@ -92,7 +92,7 @@ def _written(k: Tensor, v: Tensor, problem: Problem) -> tuple[list[Block], Handl
     shapes = [(2, batch, length, heads, head_dim) for length in problem.kv_sharding.lengths]
     room = window.blocks.enter([(shape, k.dtype) for shape in shapes])
     what = f"blocks of {problem.kv_sharding.fingerprint} in place"
-    window.make([[lambda: torch.stack((k, v), out=room[comm.rank])]], what, comm.poll)
+    wait(window.start([[lambda: torch.stack((k, v), out=room[comm.rank])]], what), comm.poll)
     return [(both[0], both[1]) for both in room], _fence(problem)
 
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -91,6 +91,7 @@ class Window:
         memory: allocates and maps the slots, in host memory or on this rank's device.
 
     Attributes:
+        memory: as given; its `copying` makes the copies of a step.
         has_rooms: whether `blocks` and `sums` can be used. On a device they cannot, because only
             the window's own copies are in order there.
         blocks: two regions in turn (`Rooms`) for tensors that all ranks read in place.
@@ -108,7 +109,7 @@ class Window:
         self, comm: Intracomm, slot_bytes: int | None = None, memory: HostMemory = HOST
     ) -> None:
         self.slot_bytes = max(slot_bytes or SLOT_BYTES, 8 * comm.size) // 8 * 8
-        self._comm, self._memory, self.has_rooms = comm, memory, memory is HOST
+        self._comm, self.memory, self.has_rooms = comm, memory, memory is HOST
         self.blocks, self.sums = Rooms(comm, 2), Rooms(comm, 1)
         flags = [part.numpy().data.cast("q") for part in share(comm, HOST, FLAG_BYTES)]
         self.slots = share(comm, memory, SLOTS * self.slot_bytes)
@@ -135,7 +136,7 @@ class Window:
                 steps.
             what: names the operation in errors and checks; the same on every rank.
         """
-        self._memory.begin()
+        self.memory.begin()
         self._announce(what)
         self.begun += len(steps)
         self._queue.extend(enumerate(steps))
@@ -162,18 +163,9 @@ class Window:
                 piece = x[start : start + self.slot_bytes]
                 slot = self.slots[rank][place : place + len(piece)]
                 sides = (piece, slot) if later else (slot, piece)
-                steps[number + later] += [self.copying(*sides)] * bool(len(piece))
+                steps[number + later] += [self.memory.copying(*sides)] * bool(len(piece))
         run = self.start(steps, f"messages of at most {longest} bytes in a window")
         return Transfer([run.test], keep=(sends, recvs))
-
-    def make(self, steps: Steps, what: str, poll: Callable[[], None]) -> None:
-        """Carry out an operation and wait for its end on this rank. Every rank calls this.
-
-        Args:
-            steps, what: as in `start`.
-            poll: called while waiting.
-        """
-        wait(self.start(steps, what), poll)
 
     def advance(self) -> None:
         """Launch the steps that are ready, and publish how many steps this rank has made.
@@ -195,7 +187,7 @@ class Window:
                 return
             self._queue.popleft()
             self._launched += 1
-            self._under_way.append(self._memory.launch(step))
+            self._under_way.append(self.memory.launch(step))
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a zeroed tensor in shared memory. Every rank calls this.
@@ -215,8 +207,8 @@ class Window:
         """
         self._give_back_unused()
         shapes, number = self._comm.allgather(tuple(shape)), next(self._numbers)
-        parts = demand(self._comm, self._memory, math.prod(shape) * dtype.itemsize)
-        lent = list(map(self._memory.lend, parts))
+        parts = demand(self._comm, self.memory, math.prod(shape) * dtype.itemsize)
+        lent = list(map(self.memory.lend, parts))
         if lent[0] is not parts[0]:
             self._lent[number] = parts, [StorageWeakRef(x.untyped_storage()) for x in lent]
         tensors = [shaped(*each, dtype) for each in zip(lent, shapes, strict=True)]
@@ -236,11 +228,11 @@ class Window:
         unused = {
             number for number, (_, uses) in self._lent.items() if all(use.expired() for use in uses)
         }
-        self._memory.begin()
-        wait(self._memory.launch(()))  # wait for the copies on those tensors
+        self.memory.begin()
+        wait(self.memory.launch(()))  # wait for the copies on those tensors
         for number in sorted(set.intersection(*self._comm.allgather(unused))):
             parts, _ = self._lent.pop(number)
-            give_back(self._comm, self._memory, parts[self._comm.rank], parts)
+            give_back(self._comm, self.memory, parts[self._comm.rank], parts)
 
     def peers(self, x: Tensor) -> list[Tensor]:
         """Return each rank's memory of the allocation in which x lies, as flat tensors.
@@ -310,15 +302,11 @@ class Window:
         if together:
             self._give_back_unused()
         if together and self.slots:
-            give_back(self._comm, self._memory, self.slots[self._comm.rank], self.slots)
+            give_back(self._comm, self.memory, self.slots[self._comm.rank], self.slots)
         self.blocks.clear()
         self.sums.clear()
         self._queue.clear()
         self.slots, self._others, self._mine = [], [], memoryview(bytes(8)).cast("q")
-
-    def copying(self, into: Tensor, part: Tensor) -> Work:
-        """Return a function that copies `part` into `into`, to be called in a step."""
-        return self._memory.copying(into, part)
 
     def _have_made(self, steps: int) -> bool:
         """Return whether every other rank has made at least `steps` steps, by the flags."""
