@@ -283,7 +283,7 @@ def peak_memory(
         most = of_kind.max_memory_allocated(device)
         return most, f"torch.{device.type}.max_memory_allocated"
     # brings hypothesis and torch._dynamo: seconds in every rank of a launch
-    from tests.oracle.live_bytes import LiveBytes
+    from sp_core.testing import LiveBytes
 
     with LiveBytes(held) as live:
         step()

@@ -71,7 +71,8 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("seed", "max_tokens", "pass_tokens", "step"), _WHOLE),
     **dict.fromkeys(("tokens", "prompts", "sequences"), _TEXTS),
     **dict.fromkeys(("sizes", "split_sizes", "concat_sizes"), _SIZES),
-    **dict.fromkeys(("deterministic", "return_lse", "causal", "tp_sp", "own", "recompute"), _FLAG),
+    **dict.fromkeys(("deterministic", "return_lse", "causal", "tp_sp", "own"), _FLAG),
+    **dict.fromkeys(("recompute", "offload"), _FLAG),
     **dict.fromkeys(("algorithm", "op"), _NAME),
     "stop": (_are_tokens, "a list, tuple or set of tokens, whole numbers"),
     "stop_strings": (_are_strings, "a list or tuple of texts, none of them empty"),
@@ -142,6 +143,17 @@ def check(**given: Any) -> None:
         fits, needed = _KINDS[name]
         if not fits(value):
             raise TypeError(f"{name}={_shown(value)} was given; pass {needed}.")
+
+
+def check_chunk(chunk: int | None) -> None:
+    """Check a number of tokens to compute at a time; None for all.
+
+    Raises:
+        TypeError: no whole number; ValueError: below 1.
+    """
+    check(chunk=chunk)
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk={chunk} was given; pass how many tokens, 1 or more.")
 
 
 def check_type(name: str, value: Any, kind: type, remedy: str) -> None:

@@ -16,12 +16,11 @@ from typing import Any
 import pytest
 import torch
 from llama_cases import Case, mesh_of
-from oracle.live_bytes import LiveBytes
 from safetensors.torch import save_file
 
 import sp_core as sp
 from sp_core.llama import Decoder, LlamaConfig, checkpoint, create, load, save
-from sp_core.testing import spmd
+from sp_core.testing import LiveBytes, spmd
 
 CASE = Case((6, 3), layers=1)
 INDEX = "model.safetensors.index.json"

@@ -10,7 +10,6 @@ import pytest
 import torch
 from llama_cases import Case
 from oracle.attention_check import Shards
-from oracle.live_bytes import LiveBytes
 from oracle.strategies import AttentionProblem
 from torch import Tensor
 
@@ -18,7 +17,7 @@ import sp_core as sp
 from sp_core.llama.train import backward
 from sp_core.nn.loss import next_token_loss
 from sp_core.schemes import SCHEMES
-from sp_core.testing import spmd
+from sp_core.testing import LiveBytes, spmd
 
 HIDDEN, HEADS, FFN = 16, 4, 24
 

@@ -14,7 +14,6 @@ import torch
 from domains.public import documented, told_alike
 from hypothesis import strategies as st
 from oracle.collective_cases import OPS, Case, cases, part_of
-from oracle.live_bytes import LiveBytes
 from oracle.once import contents
 from oracle.ways import Way, ways
 from promises import alike
@@ -28,7 +27,7 @@ from sp_core.errors import CollectiveMismatch
 from sp_core.observer import observer_of
 from sp_core.schedules import ALGORITHMS, SLOTS
 from sp_core.sharding import split_sizes
-from sp_core.testing import given, spmd, tier
+from sp_core.testing import LiveBytes, given, spmd, tier
 from sp_core.transport import NAMES
 
 BY_FORMULA = {"allgather_kv_attention", "hybrid_attention", "ring_attention", "ulysses_attention"}

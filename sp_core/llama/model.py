@@ -27,10 +27,11 @@ from sp_core.llama.grid import Grid
 from sp_core.mask import Mask, Positions
 from sp_core.mask.definition import document_of
 from sp_core.mesh import Mesh
+from sp_core.nn.block import ParallelBlock
 from sp_core.nn.gradients import Placement, placement_of
-from sp_core.nn.layers import recomputed
 from sp_core.nn.loss import check_shard, next_token_loss
-from sp_core.nn.parallel import Embedding, Lengths, Norm, ParallelBlock, Weight, project
+from sp_core.nn.memory import KEEP_ALL, Saving
+from sp_core.nn.parallel import Embedding, Lengths, Norm, Weight, project
 from sp_core.nn.rope import rotation
 from sp_core.scheduling import split_stages
 from sp_core.schemes.heads import split_heads
@@ -54,14 +55,14 @@ class Pass:
         positions: the position of each of the S tokens in its own document, for rotary angles.
         attend: computes the attention of a layer for this rank's heads.
         lengths: with TP-SP, for each tensor rank the number of tokens that it has; else None.
-        recompute: whether a layer keeps only its input, and is computed again in backward.
+        saving: how the layers need less memory in training.
     """
 
     tokens: Tensor
     positions: Positions
     attend: LayerAttend
     lengths: Lengths = None
-    recompute: bool = False
+    saving: Saving = KEEP_ALL
 
 
 class Llama(nn.Module):
@@ -151,10 +152,10 @@ class Llama(nn.Module):
                 not in the vocabulary, or layers that are split over stages, for which there are
                 `Decoder` and `pipeline.loss_and_gradients`. On every rank of the mesh.
         """
-        one = self.begin(tokens, sharding, mask)
+        one = self.begin(tokens, sharding, mask, KEEP_ALL)
         return self.logits(self.hidden(tokens, one), one.lengths)
 
-    def begin(self, tokens: Tensor, sharding: Sharding, mask: Mask) -> Pass:
+    def begin(self, tokens: Tensor, sharding: Sharding, mask: Mask, saving: Saving) -> Pass:
         """Check arguments as `forward` does, on all ranks, and return the `Pass` of the tokens."""
 
         def call() -> str:
@@ -168,15 +169,14 @@ class Llama(nn.Module):
             return f"Llama({self.dtype}, tp_sp={self.tp_sp})"
 
         self.grid.everyone.agree_on(call)
-        return self.one_pass(tokens, sharding, mask)
+        return self.one_pass(tokens, sharding, mask, saving)
 
-    def one_pass(self, tokens: Tensor, sharding: Sharding, mask: Mask) -> Pass:
+    def one_pass(self, tokens: Tensor, sharding: Sharding, mask: Mask, saving: Saving) -> Pass:
         """Return a `Pass` of tokens that attend by the grid's scheme; arguments as in `forward`."""
         attend = partial(self.attend, sharding=sharding, mask=mask)
         positions = document_positions(sharding.positions(self.grid.sequence.rank), mask)
-        return Pass(
-            tokens, positions, lambda layer, q, k, v: attend(q, k, v), self.lengths(tokens.shape[1])
-        )
+        lengths = self.lengths(tokens.shape[1])
+        return Pass(tokens, positions, lambda _, q, k, v: attend(q, k, v), lengths, saving)
 
     def lengths(self, count: int) -> Lengths:
         """Return how many of `count` tokens each tensor rank has with TP-SP. Else return None."""
@@ -190,9 +190,8 @@ class Llama(nn.Module):
         """
         x = self.embed_tokens(x, one.lengths) if self.is_first else x
         rotate = rotation(self.rope, one.positions, x)
-        for place, number in enumerate(self.own):
-            layer, given = self.layers[number], (rotate, partial(one.attend, place), one.lengths)
-            x = recomputed(layer, x, *given) if one.recompute else layer(x, *given)
+        for place, layer in enumerate(self.layers[number] for number in self.own):
+            x = one.saving.apply(layer, x, rotate, partial(one.attend, place), one.lengths)
         return self.norm(x) if self.is_last else x
 
     def logits(self, hidden: Tensor, lengths: Lengths = None) -> Tensor:

@@ -28,6 +28,7 @@ from sp_core.errors import ShapeError
 from sp_core.llama.model import CAUSAL, Llama, Pass, check_model, check_tokens
 from sp_core.mask import Mask
 from sp_core.nn.loss import IGNORED
+from sp_core.nn.memory import Saving
 from sp_core.scheduling.pipeline import Order, one_forward_one_backward
 from sp_core.sharding import Sharding
 from sp_core.transport import Handle
@@ -163,7 +164,13 @@ def forward(model: Llama, passes: Sequence[Pass]) -> list[Tensor]:
 
 
 def loss_and_gradients(
-    model: Llama, batches: Sequence[MicroBatch], *, ordering: Ordering = one_forward_one_backward
+    model: Llama,
+    batches: Sequence[MicroBatch],
+    *,
+    ordering: Ordering = one_forward_one_backward,
+    recompute: bool = False,
+    offload: bool = False,
+    chunk: int | None = None,
 ) -> Tensor:
     """Compute the mean loss over all valid tokens of all micro-batches, and add its gradients.
 
@@ -177,6 +184,7 @@ def loss_and_gradients(
             along the axis "dp") may have other micro-batches.
         ordering: the order of forwards and backwards on each stage, such as `gpipe`. Another order
             sums the same gradients in another order.
+        recompute, offload, chunk: as in `sp_core.llama.train.backward`.
 
     Returns:
         The mean on every rank, a float64 scalar without gradient.
@@ -185,25 +193,21 @@ def loss_and_gradients(
         One agreement (32-byte all-reduce) over the stages, over the tensor ranks, over the ranks of
         a replica and over all ranks. One all-reduce of the number of valid tokens. For each
         micro-batch one message of (B, S/P, E), with TP-SP (B, S/P/T, E), from each stage to the
-        next, and one back. The messages of the layers and of `next_token_loss`. In the end one
-        broadcast of the loss over the stages.
+        next, and one back. The messages of the layers and of `next_token_loss`; `recompute`,
+        `offload` and `chunk` add the messages that `backward` names. In the end one broadcast of
+        the loss over the stages.
 
     Raises:
-        ShapeError, DtypeError, ValueError, TypeError: no micro-batch, no valid label, or tokens,
-            labels or a mask that do not fit. On every rank of the mesh.
+        ShapeError, DtypeError, ValueError, TypeError: no micro-batch, no valid label, tokens,
+            labels or a mask that do not fit, or `chunk` below 1. On every rank of the mesh.
         CollectiveMismatch: ranks with other micro-batches or another order. On every rank.
     """
     check_model(model)
     grid = model.grid
-    order = _agree(model, batches, ordering)[grid.stages.rank]
-    valid = torch.stack([(batch.labels != IGNORED).sum() for batch in batches]).sum()
-    count = int(all_reduce(valid, comm=grid.data))
-    if count == 0:  # raised on every stage; next_token_loss would raise it on the last stage only
-        raise ValueError(
-            f"no label of any micro-batch is valid (all are {IGNORED}); the mean of nothing is "
-            f"not defined."
-        )
-    passes = [model.one_pass(batch.tokens, batch.sharding, batch.mask) for batch in batches]
+    saving = Saving(recompute, offload, chunk)
+    order = _agree(model, batches, ordering, saving)[grid.stages.rank]
+    count = _count_valid(model, batches)
+    passes = [model.one_pass(one.tokens, one.sharding, one.mask, saving) for one in batches]
     mail = _Mail(
         model, *([passes[slot.batch] for slot in order if slot.direction == way] for way in "FB")
     )
@@ -227,6 +231,18 @@ def loss_and_gradients(
         (go_on if slot.direction == "F" else go_back)(slot.batch)
     mail.finish()
     return broadcast(total, comm=grid.stages, root=grid.stages.size - 1)
+
+
+def _count_valid(model: Llama, batches: Sequence[MicroBatch]) -> int:
+    """Return how many labels of all ranks are valid. Raise ValueError, on every rank, if none."""
+    valid = torch.stack([(batch.labels != IGNORED).sum() for batch in batches]).sum()
+    count = int(all_reduce(valid, comm=model.grid.data))
+    if count == 0:  # raised on every stage; next_token_loss would raise it on the last stage only
+        raise ValueError(
+            f"no label of any micro-batch is valid (all are {IGNORED}); the mean of nothing is "
+            f"not defined."
+        )
+    return count
 
 
 def _compute(model: Llama, mail: _Mail, one: Pass) -> tuple[Tensor, Tensor]:
@@ -277,7 +293,9 @@ def _shape(model: Llama, one: Pass) -> torch.Size:
     return torch.Size((batch, own, model.config.hidden_size))
 
 
-def _agree(model: Llama, batches: Sequence[MicroBatch], ordering: Ordering) -> tuple[Order, ...]:
+def _agree(
+    model: Llama, batches: Sequence[MicroBatch], ordering: Ordering, saving: Saving
+) -> tuple[Order, ...]:
     """Check the arguments of `loss_and_gradients`, and compare them over the ranks.
 
     Tokens and labels have to be equal over stages and over tensor ranks. Shapes, shardings and
@@ -289,7 +307,7 @@ def _agree(model: Llama, batches: Sequence[MicroBatch], ordering: Ordering) -> t
     grid, orders = model.grid, list[tuple[Order, ...]]()
 
     def call() -> str:
-        return f"loss_and_gradients({len(batches)} micro-batches, in {orders[0]})"
+        return f"loss_and_gradients({len(batches)} micro-batches, in {orders[0]}, {saving})"
 
     @cache
     def same_tokens() -> str:
@@ -305,6 +323,7 @@ def _agree(model: Llama, batches: Sequence[MicroBatch], ordering: Ordering) -> t
 
     def check() -> None:
         _check(model, batches, ordering)
+        saving.check()
         orders.append(ordering(grid.stages.size, len(batches)))
 
     with agreeing_in_turn() as agree_on:

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import accumulate, chain
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +25,26 @@ from torch import Tensor
 from sp_core import arguments
 from sp_core.agreement import make_alike
 from sp_core.errors import CheckpointError, CollectiveMismatch
-from sp_core.llama.checkpoint import DTYPES, STATE, Beside, Checkpoint, check_names, parts_of, write
+from sp_core.llama.checkpoint import Beside, Checkpoint, check_names, parts_of, write
 from sp_core.llama.config import read_json
 from sp_core.llama.model import Llama, Tokens, check_model, flat
+from sp_core.llama.record import (
+    Scheduler,
+    digests,
+    is_cut,
+    keyed,
+    read_parts,
+    record_of,
+    refuse,
+)
 from sp_core.mask import Mask
 from sp_core.nn.gradients import clip_gradient_norm, reduce_gradients
 from sp_core.nn.loss import next_token_labels
+from sp_core.nn.memory import Saving
 from sp_core.segments import split_ranges
 from sp_core.sharding import Sharding
 
 RECORD = "training.json"
-Scheduler = torch.optim.lr_scheduler.LRScheduler
 Layout = Callable[[int, int], Sharding]
 """A function from the numbers of tokens and of ranks to a sharding, such as `Sharding.zigzag`."""
 
@@ -61,7 +70,10 @@ def train_step(
     max_norm: float,
     layout: Layout = Sharding.zigzag,
     own: bool = False,
+    window: int | None = None,
     recompute: bool = False,
+    offload: bool = False,
+    chunk: int | None = None,
 ) -> Step:
     """Train the weights for one step on the next tokens of these sequences. Every rank calls this.
 
@@ -69,7 +81,7 @@ def train_step(
         model: on any mesh without the axis "pp".
         optimizer: of `model.parameters()`, one that treats each element by itself, as AdamW and
             SGD do, because a rank holds only parts of the weights.
-        sequences, layout, own, recompute: as in `backward`.
+        sequences, layout, own, window, recompute, offload, chunk: as in `backward`.
         max_norm: the norm of all gradients together is clipped to this; infinity for no clipping.
 
     Returns:
@@ -83,7 +95,8 @@ def train_step(
             `clip_gradient_norm`, on every rank. The weights are then unchanged.
     """
     call = f"train_step({max_norm=})"
-    loss = _backward(call, model, sequences, layout, own, recompute, optimizer=optimizer)
+    saving = Saving(recompute, offload, chunk)
+    loss = _backward(call, model, sequences, layout, own, window, saving, optimizer=optimizer)
     norm = clip_gradient_norm(model.parameters(), max_norm, tensor=model.grid.tensor)
     optimizer.step()
     return Step(loss, norm)
@@ -95,7 +108,10 @@ def backward(
     *,
     layout: Layout = Sharding.zigzag,
     own: bool = False,
+    window: int | None = None,
     recompute: bool = False,
+    offload: bool = False,
+    chunk: int | None = None,
 ) -> float:
     """Set the gradient of each weight, on every rank, to that of the mean loss over all sequences.
 
@@ -109,8 +125,14 @@ def backward(
             tokens over its sequence ranks.
         own: whether the sequences are those of this replica only. Own sequences need to be equal
             only on the ranks of the replica.
+        window: how many tokens before it, itself included, a token sees; None for its sequence.
         recompute: whether each layer keeps only its input (B, S/P, E), and is computed once more in
             the backward pass, for long sequences. Loss and gradients are the same numbers.
+        offload: as `recompute`, and the inputs of layers wait in host memory. If the model is on a
+            CPU they stay where they are.
+        chunk: how many tokens of a rank the feed-forward takes at a time; None for all. Backward
+            computes each chunk again, so that the F features of one chunk only exist. Each chunk
+            adds to the gradients of the weights, in their dtype.
 
     Returns:
         The loss: mean over all tokens that have a next token in their sequence.
@@ -118,14 +140,17 @@ def backward(
     Communication:
         One agreement (32-byte all-reduce; with several replicas also 64 bytes of each rank). As
         `Llama.forward`, `next_token_loss` and their backward, `next_token_labels` and
-        `reduce_gradients`. With `recompute` the layers repeat their forward messages in backward.
+        `reduce_gradients`. With `recompute` or `offload` the layers repeat their forward messages
+        in backward; with `chunk` the feed-forward does so too, and sends a message per chunk.
 
     Raises:
         ShapeError, ValueError, TypeError: an empty sequence, a token that is not in the vocabulary,
-            no token with a next token, or layers that are split over stages.
+            no token with a next token, `window` or `chunk` below 1, or layers that are split over
+            stages.
         CollectiveMismatch: ranks with different sequences. All on every rank.
     """
-    return _backward("backward()", model, sequences, layout, own, recompute)
+    saving = Saving(recompute, offload, chunk)
+    return _backward("backward()", model, sequences, layout, own, window, saving)
 
 
 def _backward(
@@ -134,36 +159,36 @@ def _backward(
     sequences: Tokens,
     layout: Layout,
     own: bool,
-    recompute: bool,
+    window: int | None,
+    saving: Saving,
     **others: object,
 ) -> float:
     """Do what `backward` does, for the function named `call`; also check its arguments `others`."""
     check_model(model)
-    grid, dealt, given = model.grid, list[Sharding](), list[str]()
+    grid, dealt, given = model.grid, list[Sharding](), list[Any]()
     count, place = (1, 0) if own is True else (model.grid.replicas.size, model.grid.replicas.rank)
 
     def check() -> int:
-        arguments.check(sequences=sequences, layout=layout, own=own, recompute=recompute, **others)
+        arguments.check(sequences=sequences, layout=layout, own=own, **others)
+        saving.check()
         dealt.extend(_dealt(sequences, layout, count, grid.sequence.size))
         deal = [sharding.fingerprint for sharding in dealt]
-        given.append(f"{list(map(list, sequences))} dealt as {deal}")
-        digest = blake2b(given[0].encode(), digest_size=4).digest()
-        return grid.replicas.rank << 32 | int.from_bytes(digest, "little")
+        mine = [sequences[number] for number in split_ranges(len(sequences), count)[place]]
+        given.extend((f"{list(map(list, sequences))} dealt as {deal}", *packed(mine, window)))
+        digest = blake2b(given[0].encode(), digest_size=4).hexdigest()
+        return grid.replicas.rank << 32 | int(digest, 16)
 
     seen = grid.everyone.agree_on(
-        lambda: f"{call} of {'own' if own else given[0]}, {recompute=}", check
+        lambda: f"{call} of {'own' if own else given[0]}, window={given[2].window}, {saving}", check
     )
     if len(set(seen)) > grid.replicas.size:
         raise CollectiveMismatch(
-            f"{call} was given other sequences or layouts on ranks of one replica. Give own "
-            "sequences to all ranks of a replica alike."
+            f"{call}: ranks of one replica have other sequences or layouts. Give all the same."
         )
-    share = split_ranges(len(sequences), count)[place]
-    row, mask = packed([sequences[number] for number in share])
-    sharding = dealt[place]
+    (_, row, mask), sharding = given, dealt[place]
     tokens = sharding.shard(row, grid.sequence.rank, 1).to(grid.everyone.device)
     model.zero_grad()
-    one = replace(model.begin(tokens, sharding, mask), recompute=recompute)
+    one = model.begin(tokens, sharding, mask, saving)
     labels = next_token_labels(tokens, comm=grid.sequence, sharding=sharding, mask=mask)
     loss = model.loss(model.hidden(tokens, one), labels, one.lengths)
     loss.backward()
@@ -186,11 +211,13 @@ def _dealt(sequences: Tokens, layout: Layout, replicas: int, ranks: int) -> list
     return dealt
 
 
-def packed(sequences: Tokens) -> tuple[Tensor, Mask]:
-    """Return the sequences in one row, int64 (1, S), and a causal mask with each as a document."""
-    return flat(sequences).unsqueeze(0), Mask(
-        causal=True, documents=(0, *accumulate(map(len, sequences))) if sequences else None
-    )
+def packed(sequences: Tokens, window: int | None = None) -> tuple[Tensor, Mask]:
+    """Return the sequences in one row, int64 (1, S), and a causal mask with each as a document.
+
+    With `window` a token sees that many tokens of its document: itself and those before it.
+    """
+    ends = (0, *accumulate(map(len, sequences))) if sequences else None
+    return flat(sequences).unsqueeze(0), Mask(causal=True, window=window, documents=ends)
 
 
 def save_training(
@@ -232,15 +259,15 @@ def save_training(
 
     def beside() -> Beside:
         arguments.check(step=step)
-        record = {"step": step, **_record(model, optimizer, scheduler, generator)}
+        record = {"step": step, **record_of(model, optimizer, scheduler, generator)}
         tensors = {
             f"{name}.{kind}": (x, placement)
             for name, (weight, placement) in parts_of(model).items()
             for kind, x in optimizer.state.get(weight, {}).items()
-            if _is_cut(x, weight)
+            if is_cut(x, weight)
         }
-        text = json.dumps(record, default=_refuse)
-        return f"save_training({_digests(record)})", tensors, {RECORD: text}
+        text = json.dumps(record, default=refuse)
+        return f"save_training({digests(record)})", tensors, {RECORD: text}
 
     write(model, folder, max_file_bytes, beside)
 
@@ -280,8 +307,8 @@ def load_training(
 
     def read() -> tuple[tuple[Any, ...], str]:
         arguments.check(folder=folder)
-        now, place = _record(model, optimizer, scheduler, generator)["of"], Path(folder)
-        record = read_json(place / RECORD, object_pairs_hook=_keyed)
+        now, place = record_of(model, optimizer, scheduler, generator)["of"], Path(folder)
+        record = read_json(place / RECORD, object_pairs_hook=keyed)
         then, weights = record.get("of", {}), Checkpoint(folder)
         wrong = [
             f"{name} {then.get(name)!r:.300}, now {x!r:.300}"
@@ -294,8 +321,8 @@ def load_training(
                 "scheduler and generator as they were then."
             )
         check_names(weights, model)
-        text = f"load_training({_digests(record)}, {weights.fingerprint()})"
-        return (record, *_read(model, weights, record)), text
+        text = f"load_training({digests(record)}, {weights.fingerprint()})"
+        return (record, *read_parts(model, weights, record)), text
 
     record, values, state = make_alike(model.grid.everyone, read)
     if generator is not None:  # first, because set_state may raise an error
@@ -305,96 +332,3 @@ def load_training(
     if scheduler is not None:
         scheduler.load_state_dict(record["schedule"])
     return int(record["step"])
-
-
-def _record(
-    model: Llama,
-    optimizer: torch.optim.Optimizer,
-    scheduler: Scheduler | None,
-    generator: torch.Generator | None,
-) -> dict[str, Any]:
-    """Return the contents of `training.json` without the step; all state except large tensors.
-
-    Entries: "of", the kinds of model, optimizer, scheduler and generator, which have to be equal in
-    `load_training`; "groups" of parameters; "state" of the optimizer by name of parameter, with {}
-    for a large tensor and [x] for a tensor of one number x; "schedule"; "random", as hexadecimal.
-    """
-    remedy = "Make one of model.parameters()."
-    arguments.check_type("optimizer", optimizer, torch.optim.Optimizer, remedy)
-    arguments.check(scheduler=scheduler, generator=generator)
-    names = {weight: name for name, (weight, _) in parts_of(model).items()}
-    groups = [[names.get(x) for x in group["params"]] for group in optimizer.param_groups]
-    if any(None in group for group in groups):
-        raise CheckpointError(f"the optimizer has parameters that the model lacks. {remedy}")
-    kinds = {
-        "dtype": str(model.dtype),
-        "optimizer": type(optimizer).__name__,
-        "parameters": groups,
-        "scheduler": scheduler and type(scheduler).__name__,
-        "generator": generator and generator.device.type,
-    }
-    state: dict[str, dict[str, Any]] = {
-        names[weight]: {
-            kind: {}
-            if _is_cut(x, weight)
-            else [x.item()]
-            if isinstance(x, Tensor) and not x.dim()
-            else x
-            for kind, x in held.items()
-        }
-        for weight, held in optimizer.state.items()
-    }
-    return {
-        "of": model.config.to_dict() | kinds,
-        "groups": optimizer.state_dict()["param_groups"],
-        "state": state,
-        "schedule": scheduler and scheduler.state_dict(),
-        "random": bytes(generator.get_state().tolist()).hex() if generator else "",
-    }
-
-
-def _is_cut(x: object, weight: Tensor) -> bool:
-    """Return whether `x` of an optimizer's state is a floating tensor of the shape of `weight`."""
-    return isinstance(x, Tensor) and x.shape == weight.shape and x.dtype in DTYPES.values()
-
-
-def _read(
-    model: Llama, weights: Checkpoint, record: dict[str, Any]
-) -> tuple[dict[str, Tensor], dict[int, dict[str, Any]]]:
-    """Read this rank's parts of weights, by name, and of optimizer state, by parameter number."""
-    placements = {name: placement for name, (_, placement) in parts_of(model).items()}
-    rank, held = model.grid.tensor.rank, record["state"]
-    is_cut = any(x == {} for kinds in held.values() for x in kinds.values())
-    moments = Checkpoint(weights.folder / STATE) if is_cut else weights
-
-    def value(name: str, kind: str, x: Any) -> Any:
-        if x == {}:
-            return moments.read(f"{name}.{kind}", placements[name], rank)
-        return torch.tensor(x[0]) if isinstance(x, list) else x
-
-    state = {
-        number: {kind: value(name, kind, x) for kind, x in held[name].items()}
-        for number, name in enumerate(chain.from_iterable(record["of"]["parameters"]))
-        if name in held
-    }
-    return {name: weights.read(name, one, rank) for name, one in placements.items()}, state
-
-
-def _keyed(pairs: list[tuple[str, Any]]) -> dict[Any, Any]:
-    """Return a JSON object as a dict. Keys that are numbers, such as milestones, become ints."""
-    return {int(key) if key.isdecimal() else key: value for key, value in pairs}
-
-
-def _digests(record: dict[str, Any]) -> str:
-    """Return a text with a short hash of each entry of a record, to compare over ranks."""
-    texts = {key: json.dumps(x, default=_refuse).encode() for key, x in record.items()}
-    return ", ".join(f"{key} #{blake2b(x, digest_size=4).hexdigest()}" for key, x in texts.items())
-
-
-def _refuse(x: object) -> None:
-    """Raise CheckpointError for a value that JSON cannot hold; `json.dumps` calls this."""
-    what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
-    raise CheckpointError(
-        f"the optimizer or the scheduler holds {what}. Saved are numbers, texts, lists, and "
-        "floating tensors of the shape of their parameter. Use others, such as AdamW."
-    )

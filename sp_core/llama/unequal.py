@@ -36,6 +36,7 @@ from sp_core.llama.model import (
     flat,
 )
 from sp_core.llama.train import packed
+from sp_core.nn.memory import KEEP_ALL
 from sp_core.scheduling import Plan, Work
 from sp_core.scheduling.plan import passes
 from sp_core.sharding import Sharding, split_sizes
@@ -152,7 +153,9 @@ def _shared(model: Llama, number: int, tokens: Sequence[int], length: int) -> Ro
     comm = model.grid.sequence
     sharding = Sharding.zigzag(len(tokens), comm.size)
     mine = sharding.shard(torch.tensor([tokens], dtype=torch.int64), comm.rank, 1).to(comm.device)
-    hidden = model.hidden(mine, replace(model.one_pass(mine, sharding, CAUSAL), lengths=None))
+    hidden = model.hidden(
+        mine, replace(model.one_pass(mine, sharding, CAUSAL, KEEP_ALL), lengths=None)
+    )
     last = sharding.positions(comm.rank) == length - 1
     return {number: hidden[0, last].squeeze(0)} if last.any() else {}
 

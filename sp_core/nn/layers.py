@@ -13,17 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from sp_core import arguments
 from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
 from sp_core.mask import Mask
 from sp_core.nn.dropout import dropout
+from sp_core.nn.memory import tiled
 from sp_core.nn.replicated import ReplicatedLayer, linear
 from sp_core.nn.rope import Rope, rotation
 from sp_core.schemes import allgather_kv_attention
@@ -63,18 +64,6 @@ def attended(
     if rotate is not None:
         q, k = rotate(q), rotate(k)
     return attend(q, k, v).flatten(2)
-
-
-def recomputed(function: Callable[..., Tensor], *given: Any) -> Tensor:
-    """Return `function(*given)`, and keep only the arguments: backward calls the function again.
-
-    The second call runs to the end of `function`, so that every rank completes all messages.
-    Random state is not restored: `function` must not draw from a generator of torch.
-    """
-    with set_checkpoint_early_stop(False):
-        return cast(
-            "Tensor", checkpoint(function, *given, use_reentrant=False, preserve_rng_state=False)
-        )
 
 
 def pre_norm(
@@ -254,7 +243,12 @@ class FeedForward(ReplicatedLayer):
         comm: the ranks, each of which holds the weights whole.
         gated: SwiGLU, silu(x W_gate) * (x W_up), instead of gelu(x W_up).
         bias: whether the linear layers have a bias.
+        chunk: how many tokens to compute at a time, at least 1; None for all. Backward computes
+            each of several chunks again: the F features of one exist at a time.
         device, dtype: of the weights.
+
+    Raises:
+        ValueError: `chunk` is below 1.
 
     Source: Shazeer 2020, GLU Variants Improve Transformer, arXiv:2002.05202, equations 1 and 6.
     """
@@ -267,12 +261,14 @@ class FeedForward(ReplicatedLayer):
         comm: Communicator,
         gated: bool = False,
         bias: bool = True,
+        chunk: int | None = None,
         device: Device = None,
         dtype: Dtype = None,
     ) -> None:
         super().__init__(hidden, comm)
+        arguments.check_chunk(chunk)
         ffn_hidden = ffn_hidden or 4 * hidden
-        self.gated = gated
+        self.gated, self.chunk = gated, chunk
         self.up = nn.Linear(hidden, ffn_hidden, bias, device, dtype)
         if gated:
             self.gate = nn.Linear(hidden, ffn_hidden, bias, device, dtype)
@@ -281,9 +277,14 @@ class FeedForward(ReplicatedLayer):
     def forward(self, x: Tensor) -> Tensor:
         """Transform x (..., E). Every rank calls this; the method `weights` says what is sent."""
         weights = self.weights(x)
-        up = linear(x, weights, "up")
-        inner = F.silu(linear(x, weights, "gate")) * up if self.gated else F.gelu(up)
-        return linear(inner, weights, "down")
+
+        def transform(x: Tensor) -> Tensor:
+            up = linear(x, weights, "up")
+            inner = F.silu(linear(x, weights, "gate")) * up if self.gated else F.gelu(up)
+            return linear(inner, weights, "down")
+
+        chunks = [x] if self.chunk is None else x.reshape(-1, self.hidden).split(self.chunk)
+        return tiled(transform, chunks, dim=0).view(x.shape)
 
 
 class TransformerBlock(nn.Module):
@@ -295,7 +296,7 @@ class TransformerBlock(nn.Module):
         hidden: E.
         num_heads, num_kv_heads, head_dim, attention, rope, softcap, sinks, alibi: as in
             `SelfAttention`.
-        ffn_hidden, gated: as in `FeedForward`.
+        ffn_hidden, gated, chunk: as in `FeedForward`.
         comm: the ranks that share the sequence; each holds the weights whole.
         norm: "layer" for `LayerNorm` or "rms" for `RMSNorm`.
         mask: which query sees which key in calls without `mask`; None if all see all.
@@ -306,7 +307,7 @@ class TransformerBlock(nn.Module):
 
     Raises:
         ShapeError: numbers of heads as in `SelfAttention`.
-        ValueError: `norm` is neither "layer" nor "rms".
+        ValueError: `norm` is neither "layer" nor "rms", or `chunk` is below 1.
     """
 
     def __init__(
@@ -328,6 +329,7 @@ class TransformerBlock(nn.Module):
         softcap: float | None = None,
         sinks: bool = False,
         alibi: Sequence[float] | Tensor | None = None,
+        chunk: int | None = None,
         device: Device = None,
         dtype: Dtype = None,
     ) -> None:
@@ -344,7 +346,8 @@ class TransformerBlock(nn.Module):
             hidden, num_heads, attention=attention, bias=bias, **heads, **held
         )
         self.norm2 = make_norm(hidden, **held)
-        self.feed_forward = FeedForward(hidden, ffn_hidden, gated=gated, bias=bias, **held)
+        held |= {"gated": gated, "bias": bias, "chunk": chunk}
+        self.feed_forward = FeedForward(hidden, ffn_hidden, **held)
 
     def forward(
         self, x: Tensor, *, sharding: Sharding, mask: Mask | None = None, seed: int | None = None
@@ -367,8 +370,7 @@ class TransformerBlock(nn.Module):
             scheme, and for each of the four one agreement and one all-reduce of gradients.
 
         Raises:
-            ValueError: dropout without a seed, on every rank.
-            CollectiveMismatch: the ranks' seeds differ.
+            ValueError: dropout without a seed; CollectiveMismatch: seeds that differ.
             ShapeError, DtypeError, DeviceError, RankError: as in `SelfAttention.forward`.
         """
 

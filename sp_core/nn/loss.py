@@ -29,7 +29,7 @@ from sp_core.collectives.differentiable import reduce_from_group
 from sp_core.communicator import Communicator
 from sp_core.errors import DtypeError, ShapeError
 from sp_core.mask import Mask
-from sp_core.nn.layers import recomputed
+from sp_core.nn.memory import tiled
 from sp_core.schemes.reach import next_owner_distances
 from sp_core.sharding import Sharding, check_sharding
 
@@ -119,7 +119,7 @@ def next_token_loss(
     data: Communicator,
     count: int | None = None,
     head: Tensor | None = None,
-    chunk: int = 1024,
+    chunk: int | None = 1024,
 ) -> Tensor:
     """Compute the mean cross-entropy over the valid tokens of all ranks.
 
@@ -139,8 +139,8 @@ def next_token_loss(
             labels of all ranks. With the number of valid labels of all micro-batches, the losses
             of the micro-batches add up to the mean.
         head: (V/T, E), the weight that makes this rank's logits x @ head.T; None for logits.
-        chunk: with `head`, the number of tokens whose logits exist at a time, at least 1. Backward
-            computes the logits of each chunk again if there are several.
+        chunk: with `head`, the number of tokens whose logits exist at a time, at least 1; None for
+            all. Backward computes the logits of each chunk again if there are several.
 
     Returns:
         The mean on every rank: a scalar, float64 for float64 inputs, else float32.
@@ -195,7 +195,7 @@ def _losses(
     tensor: Communicator,
     sizes: Sequence[int],
     head: Tensor | None,
-    chunk: int,
+    chunk: int | None,
 ) -> Tensor:
     """Return the loss of each token, shaped like labels; arguments as in `next_token_loss`.
 
@@ -207,10 +207,10 @@ def _losses(
         logits = logits.to(accumulation_dtype(logits.dtype))
         return _cross_entropy(logits, labels, tensor, sizes)
 
-    if head is None or labels.numel() <= chunk:
+    if head is None or chunk is None:
         return losses(x, labels)
-    chunks = zip(x.flatten(0, -2).split(chunk), labels.flatten().split(chunk), strict=True)
-    return torch.cat([recomputed(losses, *one) for one in chunks]).view_as(labels)
+    chunks = x.reshape(-1, x.shape[-1]).split(chunk), labels.flatten().split(chunk)
+    return tiled(losses, *chunks, dim=0).view_as(labels)
 
 
 def _cross_entropy(
@@ -247,16 +247,15 @@ def _check_loss(
     comm: Communicator,
     count: int | None,
     head: Tensor | None,
-    chunk: int,
+    chunk: int | None,
 ) -> int:
     """Check the arguments of `next_token_loss`, and return V/T, this rank's part of the vocabulary.
 
     Raises:
         ShapeError, DtypeError, DeviceError, ValueError: on this rank.
     """
-    arguments.check(count=count, chunk=chunk)
-    if chunk is None or chunk < 1:
-        raise ValueError(f"chunk={chunk} was given; pass how many tokens, 1 or more.")
+    arguments.check(count=count)
+    arguments.check_chunk(chunk)
     for given in (x, labels) if head is None else (x, labels, head):
         check_tensor(given, comm)
     shape = tuple(x.shape[-1:]) if head is None else tuple(head.shape)

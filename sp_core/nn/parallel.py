@@ -14,9 +14,8 @@ be uneven. (B, S or S/P, E) is (B, S/P, E) with `lengths`, else (B, S, E).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, Self
 
@@ -31,16 +30,11 @@ from sp_core.collectives.maps import AllGather
 from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
 from sp_core.nn.gradients import Placement, place, placement_of
-from sp_core.nn.layers import Function, attended, pre_norm
 from sp_core.nn.replicated import check_input
-from sp_core.schemes.heads import split_heads
 from sp_core.schemes.tp_sp import gather_linears, linear_scatter
 from sp_core.sharding import Sharding, check_sharding, split_sizes
 
 Lengths = tuple[int, ...] | None
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Attention of this rank's heads, from rotated q (B, S, H/P, D) and k and v (B, S, K/P, D) to
-(B, S, H/P, D)."""
 
 
 class Weight(nn.Module):
@@ -139,91 +133,6 @@ class Embedding(Weight):
         if lengths is not None:
             return reduce_scatter(vectors, comm=self.comm, dim=1, sizes=lengths)
         return reduce_from_group(vectors, comm=self.comm)
-
-
-class ParallelBlock(nn.Module):
-    """LLaMA's transformer block: RMSNorm, grouped-query attention and SwiGLU, split over ranks.
-
-    A rank holds some query heads and the key/value heads they read. Names are Hugging Face's.
-
-    Args:
-        hidden, ffn_hidden: E and F, the feed-forward dim.
-        heads: H query heads and K key/value heads of the whole block.
-        head_dim: D.
-        eps: added to the mean square in the norms.
-        comm: the ranks.
-        dtype: of the weights.
-        tp_sp: whether each rank applies the norms to other tokens; reduce_gradients then sums the
-            gradients of the norms over the ranks.
-
-    Source: Shazeer 2020, GLU Variants Improve Transformer, arXiv:2002.05202, equation 6 (SwiGLU).
-    """
-
-    def __init__(
-        self,
-        hidden: int,
-        ffn_hidden: int,
-        heads: tuple[int, int],
-        head_dim: int,
-        eps: float,
-        *,
-        comm: Communicator,
-        dtype: torch.dtype,
-        tp_sp: bool,
-    ) -> None:
-        super().__init__()
-        num_heads, num_kv_heads = heads
-        self.head_dim = dim = head_dim
-        own_heads, kv_heads = split_heads(num_heads, num_kv_heads, comm.size)
-        cut = tuple((range(part.start * dim, part.stop * dim),) for part in own_heads)
-        kv_held = tuple(
-            tuple(range(head * dim, (head + 1) * dim) for head in sorted(set(slots)))
-            for slots in kv_heads
-        )
-        # a rank has only a summand of the gradient of a key/value head that several ranks hold
-        shared = sum(map(len, kv_held)) > num_kv_heads
-        kv = Placement((num_kv_heads * dim, hidden), 0, kv_held, partial=shared)
-        width = num_heads * dim
-        held = partial(Weight, comm=comm, dtype=dtype)
-        norm = partial(Norm, hidden, eps, comm, dtype, partial=tp_sp)
-        weights = {
-            "q_proj": held(Placement((width, hidden), 0, cut)),
-            "k_proj": held(kv),
-            "v_proj": held(kv),
-            "o_proj": held(Placement((hidden, width), 1, cut)),
-        }
-        self.input_layernorm, self.self_attn = norm(), nn.ModuleDict(weights)
-        weights = {
-            "gate_proj": held(Placement.split((ffn_hidden, hidden), 0, comm.size)),
-            "up_proj": held(Placement.split((ffn_hidden, hidden), 0, comm.size)),
-            "down_proj": held(Placement.split((hidden, ffn_hidden), 1, comm.size)),
-        }
-        self.post_attention_layernorm, self.mlp = norm(), nn.ModuleDict(weights)
-
-    def forward(self, x: Tensor, rotate: Function, attend: Attend, lengths: Lengths) -> Tensor:
-        """Apply the block to x: all tokens (B, S, E), or with `lengths` this rank's (B, S/P, E).
-
-        Return the shape of x. `rotate` turns q and k by position, `attend` computes attention.
-
-        Communication:
-            Two all-reduces of (B, S, E), with `lengths` two all-gathers and two reduce-scatters,
-            and the messages of `attend`. Backward the same, with `lengths` two more all-gathers.
-        """
-        weights: Any = (*self.self_attn.values(), *self.mlp.values())
-        q, k, v, o, gate, up, down = weights
-
-        def attention(y: Tensor) -> Tensor:
-            projected = project(y, q, k, v, lengths=lengths)
-            out = attended(projected, self.head_dim, rotate, attend)
-            return sum_over_ranks(out, o, lengths=lengths)
-
-        def feed_forward(y: Tensor) -> Tensor:
-            gates, ups = project(y, gate, up, lengths=lengths)
-            return sum_over_ranks(F.silu(gates) * ups, down, lengths=lengths)
-
-        return pre_norm(
-            x, self.input_layernorm, attention, self.post_attention_layernorm, feed_forward
-        )
 
 
 class _ParallelLinear(Weight):

@@ -2,6 +2,7 @@ from .adjoint import check_adjoint as check_adjoint, global_map as global_map
 from .checked import CheckedComm as CheckedComm
 from .checked_group import CheckedGroup as CheckedGroup
 from .engine import given as given, spmd as spmd
+from .live_bytes import LiveBytes as LiveBytes
 from .run import run_threads as run_threads
 from .session import (
     device as device,

@@ -174,6 +174,7 @@ HEADS = (
 BLOCK: dict[str, Parts] = {
     "ffn_hidden": values("default") | WIDTHS,
     "gated": values(False, True),
+    **layers.CHUNK,
     "norm": values("layer", "rms"),
     "(mask)": values("call", "constructor", "both"),
     "dropout": values(0.0, 0.4),
@@ -183,7 +184,7 @@ BLOCK: dict[str, Parts] = {
     }
     | spans((0, 99), (2**31, 2**40)),
 }
-NAMES = (*HEADS, "ffn_hidden", "gated", "norm", "mask", "dropout")
+NAMES = (*HEADS, "ffn_hidden", "gated", "chunk", "norm", "mask", "dropout")
 MANY_OF_ONE_SIGN = {
     "comm.ranks": "1",
     "dtype": "float16",

@@ -63,6 +63,7 @@ COMMON: dict[str, Parts] = {
     "(called)": values("layer", "constructor"),
 }
 LOWER: dict[str, Parts] = {"(autocast)": values("off", "on", "weights of two dtypes")}
+CHUNK: dict[str, Parts] = {"chunk": values(None) | spans((1, 1), (2, 9), (1000, 2000))}
 WIDTHS = spans((3, 16), (1, 2), (17, 64), (65, 130))
 
 
@@ -212,7 +213,7 @@ class Problem:
 
         torch's kernel of layer norm adds the tokens in the dtype of its weights
         (`test_layer_norm_adds_tokens_in_the_dtype_of_its_weights`). Matrix products accumulate in
-        float32 or wider.
+        float32 or wider; a feed-forward in chunks adds the products of the chunks.
         """
         batch, seq_len, _ = self.whole.shape
         terms = 0 if name in ("out", "x") else batch * seq_len
@@ -221,8 +222,10 @@ class Problem:
             shared = 1 if name == "out" else heads // (self.drawn["num_kv_heads"] or heads)
             terms = max(terms, shared * seq_len)
         owner = layer.get_submodule(name.rpartition(".")[0])
-        is_norm = isinstance(owner, sp.LayerNorm)
-        return terms * unit_roundoff(dtype if is_norm else accumulation_dtype(dtype))
+        is_norm, chunk = isinstance(owner, sp.LayerNorm), self.drawn.get("chunk")
+        chunks = -(-batch * seq_len // chunk) if chunk and isinstance(owner, nn.Linear) else 0
+        added = terms * unit_roundoff(dtype if is_norm else accumulation_dtype(dtype))
+        return added + chunks * unit_roundoff(dtype)
 
     def expected(self, weights: Weights) -> reference.Reference:
         """Return values and error scales by name."""
@@ -293,8 +296,8 @@ FORWARD = {
     "ffn_hidden": values("default") | WIDTHS,
     "gated": values(False, True),
     "bias": values(True, False),
-}
-FED = ("hidden", "ffn_hidden", "gated", "bias")
+} | CHUNK
+FED = ("hidden", "ffn_hidden", "gated", "bias", "chunk")
 KINDS = (
     (NORM, Kind(sp.LayerNorm, ("hidden", "eps"), normalised)),
     (NORM, Kind(sp.RMSNorm, ("hidden", "eps"), normalised)),

@@ -65,6 +65,11 @@ LENGTHS: Parts = {
     "one token": lambda c, v: [5] + [1] * (models.aspect(v, "count") - 1),
     "long": counts(low=20, high=33),
 }
+SAVING: dict[str, Parts] = {
+    "recompute": values(False, True),
+    "offload": values(False, True),
+    "chunk": values(None) | spans((1, 1), (2, 5), (100, 200)),
+}
 DTYPES: dict[str, Parts] = {"dtype": values("float64", "float32", "bfloat16")}
 PIPELINE: dict[str, Parts] = {
     "tp_sp": values(False, True),
@@ -79,7 +84,7 @@ PIPELINE: dict[str, Parts] = {
         "gpipe": lambda c, v: gpipe,
         "own": lambda c, v: one_by_one,
     },
-}
+} | SAVING
 
 
 def labels_of(tokens: Tensor, mask: sp.Mask) -> Tensor:
@@ -116,6 +121,7 @@ def mean_loss(
     total, number = torch.zeros((), dtype=torch.float64), 0
     for tokens, labels, sharding, mask in batches:
         seen: dict[str, Any] = {"positions": ascending(sharding), "documents": mask.documents}
+        seen["window"] = mask.window
         logits = reference.llama(tokens, leaves, rounding=rounding, **case.options(), **seen)
         total = total + cross_entropy(
             logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
@@ -175,6 +181,7 @@ def pipelined(case: Case, model: Llama, drawn: Values) -> Call:
         for x, y, s, m in wholes
     ]
     given = {"model": model, "batches": batches, "ordering": drawn["ordering"]}
+    given |= {name: drawn[name] for name in SAVING}
     judge = partial(judge_pipelined, case, model, wholes, CALLS[drawn["(call)"]])
     return Call(loss_and_gradients, given, judge)
 
@@ -200,13 +207,14 @@ OPTIMIZERS: Parts = {
 TRAINING: dict[str, Parts] = {
     "tp_sp": values(False, True),
     "own": values(False, True),
-    "recompute": values(False, True),
+    "window": values(None) | spans((1, 1), (2, 9), (100, 200)),
     "sequences.count": spans((3, 5), (1, 1), (7, 12)),
     "sequences.lengths": LENGTHS,
     "layout": {
         name: (lambda c, v, layout=layout: layout)  # type: ignore[misc]
         for name, layout in reversed(LAYOUTS.items())
     },
+    **SAVING,
 }
 STEP: dict[str, Parts] = {
     "optimizer": OPTIMIZERS,
@@ -214,11 +222,15 @@ STEP: dict[str, Parts] = {
 }
 
 
-def unsplit(sequences: Sequence[Sequence[int]]) -> list[Whole]:
-    """Return sequences as one rank has them."""
+def unsplit(sequences: Sequence[Sequence[int]], window: int | None = None) -> list[Whole]:
+    """Return sequences as one rank has them; a token sees `window` tokens."""
     rows = [torch.tensor([sequence]) for sequence in sequences]
     return [
-        (x, labels_of(x, sp.Mask()), sp.Sharding.contiguous(x.shape[1], 1), sp.Mask()) for x in rows
+        (
+            *(x, labels_of(x, sp.Mask())),
+            *(sp.Sharding.contiguous(x.shape[1], 1), sp.Mask(window=window)),
+        )
+        for x in rows
     ]
 
 
@@ -226,7 +238,7 @@ def stepped(case: Case, model: Llama, drawn: Values) -> Call:
     """Call `backward` or `train_step`; replicas take shares of the sequences."""
     sequences = models.text(case, drawn["sequences.lengths"])
     given: Values = {"model": model, "sequences": sequences}
-    given |= {name: drawn[name] for name in ("layout", "own", "recompute")}
+    given |= {name: drawn[name] for name in ("layout", "own", "window", *SAVING)}
     judge = partial(judge_stepped, case, model, sequences, drawn)
     if drawn["own"]:  # this replica knows its share only
         replicas = model.grid.replicas
@@ -242,13 +254,14 @@ def judge_stepped(
     case: Case, model: Llama, sequences: Sequence[Sequence[int]], drawn: Values, result: Any
 ) -> None:
     """Compare loss and gradients; for a step loss, norm and the weights after it."""
+    wholes = unsplit(sequences, drawn["window"])
     if "optimizer" not in drawn:
-        wanted = trained(case, unsplit(sequences))
+        wanted = trained(case, wholes)
         wanted.check("loss", torch.tensor([result], dtype=torch.float64))
         wanted.check_gradients(model)
         return
     options = {name: drawn[name] for name in STEP}
-    wanted = trained(case, unsplit(sequences), steps=CALLS[drawn["(call)"]], **options)
+    wanted = trained(case, wholes, steps=CALLS[drawn["(call)"]], **options)
     for name in ("loss", "norm"):
         wanted.check(name, torch.tensor([getattr(result, name)], dtype=torch.float64))
     wanted.check_weights(model)

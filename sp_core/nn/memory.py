@@ -1,0 +1,75 @@
+"""Need less memory for activations: compute in parts, and compute again in the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from sp_core import arguments
+
+
+@dataclass(frozen=True)
+class Saving:
+    """How the layers of a model need less memory in training.
+
+    Args:
+        recompute, offload, chunk: as in `sp_core.llama.train.backward`.
+    """
+
+    recompute: bool = False
+    offload: bool = False
+    chunk: int | None = None
+
+    def check(self) -> None:
+        """Raise TypeError or ValueError, on this rank, if a value is wrong."""
+        arguments.check(recompute=self.recompute, offload=self.offload)
+        arguments.check_chunk(self.chunk)
+
+    def apply(self, layer: Callable[..., Tensor], x: Tensor, *given: Any) -> Tensor:
+        """Return `layer(x, *given, chunk)`, and keep what `recompute` and `offload` say."""
+        given = *given, self.chunk
+        if not (self.recompute or self.offload):
+            return layer(x, *given)
+        kind = x.device.type
+        with save_on_cpu(kind != "cpu", kind) if self.offload else nullcontext():
+            return recomputed(layer, x, *given)
+
+
+KEEP_ALL = Saving()
+"""Keep all activations for the backward pass."""
+
+
+def recomputed(function: Callable[..., Tensor], *given: Any) -> Tensor:
+    """Return `function(*given)`, and keep only the arguments: backward calls the function again.
+
+    The second call runs to the end of `function`, so that every rank completes all messages.
+    Random state is not restored: `function` must not draw from a generator of torch.
+    """
+    with set_checkpoint_early_stop(False):
+        return cast(
+            "Tensor", checkpoint(function, *given, use_reentrant=False, preserve_rng_state=False)
+        )
+
+
+def tiled(function: Callable[..., Tensor], *parts: Iterable[Any], dim: int) -> Tensor:
+    """Call `function` for one part of its arguments after the other, and join the results.
+
+    Each call keeps only its arguments: backward calls the function again (`recomputed`). A single
+    call keeps what it needs.
+
+    Args:
+        function: from one part of each argument to a tensor.
+        parts: for each argument its parts, the same number for every argument.
+        dim: along which the results are joined.
+    """
+    calls = list(zip(*parts, strict=True))
+    if len(calls) == 1:
+        return function(*calls[0])
+    return torch.cat([recomputed(function, *given) for given in calls], dim)
