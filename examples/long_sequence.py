@@ -1,45 +1,60 @@
-"""Train on one long sequence: layers that keep their inputs only need a fraction of the memory.
+"""Train on one long sequence in a window, and print the peak memory of a step beside its formula.
 
-Run it with `sp-core run -n 2 -- python examples/long_sequence.py`.
+Run with `sp-core run -n 2 -- python examples/long_sequence.py 131072`.
 """
+
+import sys
+from functools import partial
 
 import torch
 from mpi4py import MPI
 
 import sp_core as sp
 from sp_core import llama
-from sp_core.llama.train import backward
+from sp_core.llama.train import train_step
+from sp_core.testing import LiveBytes
 
 CONFIG = llama.LlamaConfig(
-    vocab_size=16,
-    hidden_size=32,
-    intermediate_size=64,
+    vocab_size=32,
+    hidden_size=64,
+    intermediate_size=256,
     num_hidden_layers=4,
-    num_attention_heads=2,
-    num_key_value_heads=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
     head_dim=16,
 )
 
 
-def main(world: MPI.Intracomm, tokens: int = 1024) -> list[float]:
-    """Return the loss without and with `recompute`, the same for every number of ranks."""
-    losses, kept = [], []
+def peak_bytes(config: llama.LlamaConfig, weights: int, tokens: int, ranks: int) -> int:
+    """Return the bytes of tensors that a step in float32 needs at most, on each of some ranks."""
+    embed, heads, dim = config.hidden_size, config.num_attention_heads, config.head_dim
+    queries, keys = heads * dim, config.num_key_value_heads * dim
+    attention = 3 * embed + 5 * queries + 12 * keys  # in its backward pass
+    feed_forward = 8 * embed + 2 * queries + 2 * keys
+    each = config.num_hidden_layers * embed + max(attention, feed_forward) + dim + heads
+    return 2 * weights + 4 * each * tokens // ranks + 8 * tokens
+
+
+def measured(world: MPI.Intracomm, tokens: int) -> tuple[float, int, int]:
+    """Return the loss of a step, the greatest peak of a rank, and that of the formula."""
+    sequence = [(3 * n * n + n) % CONFIG.vocab_size for n in range(tokens)]
+    step = partial(train_step, max_norm=1.0, layout=sp.Sharding.contiguous, window=64)
     with sp.Mesh(world, ring=world.size) as mesh:
-        model = llama.create(CONFIG, mesh, dtype=torch.float64)
-        for recompute in (False, True):
-            nbytes: dict[int, int] = {}  # of the memory that the backward pass needs
+        model = llama.create(CONFIG, mesh)
+        optimizer, chunk = torch.optim.SGD(model.parameters()), tokens // world.size // 32
+        with LiveBytes(model.parameters()) as live:
+            done = step(model, optimizer, [sequence], recompute=True, chunk=chunk)
+    peak, nbytes = world.allreduce(live.peak, op=MPI.MAX), sum(x.nbytes for x in model.parameters())
+    return done.loss, peak, peak_bytes(CONFIG, nbytes, tokens, world.size)
 
-            def keep(x: torch.Tensor, nbytes: dict[int, int] = nbytes) -> torch.Tensor:
-                nbytes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-                return x
 
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-                losses.append(backward(model, [[1, 2] * (tokens // 2)], recompute=recompute))
-            kept.append(sum(nbytes.values()))
+def main(world: MPI.Intracomm, tokens: int = 512) -> float:
+    """Return the loss, the same for every number of ranks."""
+    loss, *peaks = measured(world, tokens)
     if world.rank == 0:
-        print(f"kept for the backward pass: {kept[0]:,} bytes; with recompute=True {kept[1]:,}")
-    return losses
+        print("{:,} tokens: {:,} bytes at most; formula {:,}".format(tokens, *peaks))
+    return loss
 
 
 if __name__ == "__main__":
-    main(MPI.COMM_WORLD)
+    main(MPI.COMM_WORLD, *map(int, sys.argv[1:]))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import sp_core as sp
 from sp_core.llama.train import backward
+from sp_core.nn.block import ParallelBlock
 from sp_core.nn.loss import next_token_loss
 from sp_core.schemes import SCHEMES
 from sp_core.testing import LiveBytes, spmd
@@ -140,3 +141,25 @@ def test_the_loss_from_hidden_states_holds_the_logits_of_one_chunk(comm: Any) ->
         logits = chunk * len(head) * x.itemsize
         every = logits * tokens // chunk
         assert live.peak <= 6 * logits + 4 * (x.nbytes + head.nbytes) < every
+
+
+@spmd(1, 2)
+def test_a_feed_forward_holds_the_features_of_one_chunk(comm: Any) -> None:
+    """Forward and backward, of a layer that every rank holds and of one that is split."""
+    tokens, hidden, ffn, chunk = 1024, 4, 256, 32
+    x = torch.ones(1, tokens, hidden, requires_grad=True)
+    with sp.Mesh(comm, tp=comm.size) as mesh:
+        group, one = mesh["tp"], ffn // comm.size
+        heads, kind = (comm.size, comm.size), torch.float32
+        split = ParallelBlock(hidden, ffn, heads, 1, 1e-6, comm=group, dtype=kind, tp_sp=False)
+        layers: list[tuple[int, Any]] = [
+            (ffn, sp.FeedForward(hidden, ffn, comm=group, gated=True, chunk=chunk)),
+            (one, lambda x: split(x, lambda q: q, lambda q, k, v: q, None, chunk)),
+        ]
+        for features, layer in layers:
+            with LiveBytes((x,)) as live:
+                layer(x).sum().backward()
+            every = tokens * features * x.itemsize
+            weights = 3 * hidden * features * x.itemsize
+            assert live.peak <= 8 * chunk * features * x.itemsize + 40 * x.nbytes + 4 * weights
+            assert live.peak < every

@@ -138,6 +138,7 @@ SUBJECTS = [
             "read": "every row fills its model",
             "dtype": "config.dtype",
             "grid": "mesh.axes",
+            "saving": "`backward` makes it",
         },
     ),
 ]
