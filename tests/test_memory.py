@@ -15,10 +15,11 @@ from torch import Tensor
 
 import sp_core as sp
 from sp_core.llama.train import backward
+from sp_core.nn import memory
 from sp_core.nn.block import ParallelBlock
 from sp_core.nn.loss import next_token_loss
 from sp_core.schemes import SCHEMES
-from sp_core.testing import LiveBytes, spmd
+from sp_core.testing import LiveBytes, device, spmd
 
 HIDDEN, HEADS, FFN = 16, 4, 24
 
@@ -124,6 +125,31 @@ def test_a_layer_that_is_computed_again_keeps_its_input_only(comm: Any) -> None:
     own = tokens // comm.size * 16 * 4
     assert peaks[3, True] - peaks[1, True] <= 2.1 * own
     assert peaks[3, False] - peaks[1, True] > 20 * own
+
+
+@spmd(1)
+def test_offload_moves_the_input_of_each_layer_and_nothing_else(comm: Any) -> None:
+    """Whatever the hooks return is what backward computes with; on a CPU torch copies nothing."""
+    moved, found = list[tuple[object, ...]](), list[Tensor]()
+    case = Case((2, 1), layers=3, hidden=16)
+
+    def spy(pin: bool, kind: str) -> torch.autograd.graph.saved_tensors_hooks:
+        def pack(x: Tensor) -> Tensor:
+            moved.append((pin, kind, *x.shape))
+            return x.clone()
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+
+    with sp.Mesh(comm, device=device(), ring=1) as mesh, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "save_on_cpu", spy)
+        for offload in (False, True):
+            model = case.model(mesh)
+            backward(model, [[1, 2, 3] * 3], offload=offload)
+            grads = [x.grad.flatten() for x in model.parameters() if x.grad is not None]
+            found.append(torch.cat(grads))
+        kind = mesh.device.type
+    assert moved == [(kind != "cpu", kind, 1, 9, 16)] * 3
+    assert torch.equal(*found)
 
 
 @spmd(1, 2)
