@@ -275,7 +275,7 @@ SUBJECTS = [
         LOSS | SITUATIONS,
         losses,
         lambda drawn: int(drawn["data.size"] * drawn["tensor.size"] * drawn["(third)"]),
-        allowed=("count=far out", "chunk=far out"),
+        allowed=("count=far out", "chunk=far out", "chunk=None"),
         outside={"x": "logits, or with a head hidden states"},
     ),
     on_group(

@@ -164,17 +164,22 @@ def _(scene: Scene) -> None:
 
 @row("tp", "backward")
 def _(scene: Scene) -> None:
-    """Each layer's two all-reduces once more, on every rank, and nothing else."""
+    """Recompute: each layer's two all-reduces once more. Two chunks: three more, as many bytes."""
     model, sent = llama.create(CONFIG, scene.mesh), list[Book]()
-    for recompute in (False, True):
+    for how in ({}, {"recompute": True}, {"offload": True}, {"chunk": TOKENS // 2}):
         scene.comm.counters.reset()
-        train.backward(model, [[1] * TOKENS], recompute=recompute)
+        train.backward(model, [[1] * TOKENS], **how)
         sent.append(scene.now)
-    once, twice = sent
+    once, twice, offloaded, chunked = sent
     calls, nbytes = (int(number or 0) for number in once["all_reduce"])
-    times = 2 * LAYERS * (scene.size > 1)
-    more = (calls + times, nbytes + times * TOKENS * HIDDEN * 4)
-    assert twice == once | {"all_reduce": more}
+    times, each = LAYERS * (scene.size > 1), TOKENS * HIDDEN * 4
+    more = (calls + 2 * times, nbytes + 2 * times * each)
+    assert twice == offloaded == once | {"all_reduce": more}
+    # of a feed-forward two forward instead of one, as many in its backward, two repeated
+    assert chunked["all_reduce"] == (calls + 4 * times, nbytes + times * each)
+    assert {op: n for op, n in chunked.items() if op not in ("all_reduce", "control")} == {
+        op: n for op, n in once.items() if op not in ("all_reduce", "control")
+    }
 
 
 @row("tp", "prefill_unequal")

@@ -153,6 +153,16 @@ EVERYWHERE: Table = {
             "sequence 1 is empty",
             lambda mesh, here: backward(CASE.model(mesh), [[1, 2], []]),
         ),
+        "a window of no token": (
+            ValueError,
+            "window is 0",
+            lambda mesh, here: backward(CASE.model(mesh), [[1, 2]], window=0),
+        ),
+        "a chunk of no token": (
+            ValueError,
+            "chunk=0 was given",
+            lambda mesh, here: backward(CASE.model(mesh), [[1, 2]], chunk=0),
+        ),
         "a sequence beyond the vocabulary": (
             ValueError,
             "vocabulary",
