@@ -149,7 +149,7 @@ GIVEN_INSTEAD_OF_NONE = {
     "documents": (0, 4),
     "scheme": "ring",
     "stop": (2, 3),
-    "count": 3,
+    **dict.fromkeys(("count", "window", "chunk"), 3),
     "max_file_bytes": 1000,
     "on_token": print,
     "tokenizer": "of bytes",

@@ -354,6 +354,7 @@ SUBJECTS = [
         MODEL | meshes(*STAGED) | PIPELINE | FEW_CALLS,
         pipelined,
         covers=("llama.pipeline.MicroBatch", "llama.pipeline.sum_tied_gradients"),
+        allowed=("chunk=far out",),
         together=(*({**UNEQUAL, "ordering": name} for name in PIPELINE["ordering"]), UNEVEN),
     ),
     on_model(
@@ -361,6 +362,7 @@ SUBJECTS = [
         MODEL | meshes(*AXES) | TRAINING | FEW_CALLS,
         stepped,
         covers=("llama.train.packed", "llama.Llama.loss"),
+        allowed=("window=far out", "chunk=far out"),
         outside=dict.fromkeys(("hidden", "labels", "lengths", "count"), "`backward` makes it"),
     ),
     on_model(
@@ -368,7 +370,7 @@ SUBJECTS = [
         MODEL | meshes(*AXES) | TRAINING | STEP | FEW_CALLS,
         stepped,
         covers=("llama.train.Step",),
-        allowed=("max_norm=infinity",),
+        allowed=("max_norm=infinity", "window=far out", "chunk=far out"),
         outside=dict.fromkeys(("loss", "norm"), "`train_step` gives it"),
     ),
     Subject(
