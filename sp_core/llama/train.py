@@ -183,7 +183,7 @@ def _backward(
     )
     if len(set(seen)) > grid.replicas.size:
         raise CollectiveMismatch(
-            f"{call}: ranks of one replica have other sequences or layouts. Give all the same."
+            f"{call}: ranks of one replica have other sequences or layouts. Pass them alike to all."
         )
     (_, row, mask), sharding = given, dealt[place]
     tokens = sharding.shard(row, grid.sequence.rank, 1).to(grid.everyone.device)
