@@ -9,8 +9,7 @@ from random import Random
 import pytest
 from hypothesis import given, strategies as st
 
-from sp_core.testing.carriers import Record
-from sp_core.testing.lockstep import Call, Decision, decide
+from sp_core.testing.lockstep import Call, Record, decide
 from sp_core.testing.outcome import (
     DONE,
     Kind,
@@ -25,7 +24,7 @@ from sp_core.testing.stuck import Ends, Report, deadlocked
 
 pytestmark = pytest.mark.mpi_skip  # one process is enough
 
-CALL = Call("Barrier").record()
+CALL = Record(Kind.CALL, Call("Barrier"))
 ANY = st.sampled_from([CALL, *(Record(kind) for kind in Kind if kind is not Kind.CALL)])
 
 
@@ -34,8 +33,8 @@ def test_a_round_means_the_same_in_any_order_of_ranks(
     records: list[Record], random: Random
 ) -> None:
     found = decide(records)
-    assert (found is Decision.GO) == all(record == CALL for record in records)
-    assert (found is Decision.OVER) == all(record.kind in DONE for record in records)
+    assert (found is Kind.CALL) == all(record == CALL for record in records)
+    assert (found is Kind.OK) == all(record.kind in DONE for record in records)
     random.shuffle(records)
     assert decide(records) is found
 
@@ -43,15 +42,23 @@ def test_a_round_means_the_same_in_any_order_of_ranks(
 @pytest.mark.parametrize(
     ("records", "decision"),
     [
-        ((CALL, Call("Dup").record()), Decision.MISMATCH),
-        ((CALL, Record(Kind.OK)), Decision.MISMATCH),
-        ((CALL, Record(Kind.FAIL)), Decision.PEER_FAILED),
-        ((Record(Kind.WAIT), Record(Kind.FAIL)), Decision.PEER_FAILED),
-        ((Record(Kind.WAIT), CALL, Record(Kind.OK)), Decision.AGAIN),
+        ((CALL, Record(Kind.CALL, Call("Dup"))), Kind.MISMATCH),
+        ((CALL, Record(Kind.OK)), Kind.MISMATCH),
+        ((CALL, Record(Kind.FAIL)), Kind.WOKEN),
+        ((Record(Kind.WAIT), Record(Kind.FAIL)), Kind.WOKEN),
+        ((Record(Kind.WAIT), CALL, Record(Kind.OK)), Kind.WAIT),
     ],
 )
-def test_ranks_that_do_not_call_the_same(records: tuple[Record, ...], decision: Decision) -> None:
+def test_ranks_that_do_not_call_the_same(records: tuple[Record, ...], decision: Kind) -> None:
     assert decide(records) is decision
+
+
+Sizes = list[tuple[int, int]]
+
+
+def announced(rank: int, size: int, sends: Sizes, recvs: Sizes) -> Record:
+    """What a rank tells the others before it exchanges messages."""
+    return Record(Kind.CALL, exchange("announce_exchange", rank, size, sends, recvs, False))
 
 
 MATRICES = st.integers(1, 5).flatmap(
@@ -67,28 +74,21 @@ def test_messages_agree_iff_what_is_sent_is_received(
 
     def records(expected: list[list[int]]) -> list[Record]:
         return [
-            exchange(
-                "announce_exchange",
-                r,
-                p,
-                list(enumerate(sizes[r])),
-                [(s, expected[s][r]) for s in range(p)],
-                False,
-            ).record()
+            announced(r, p, list(enumerate(sizes[r])), [(s, expected[s][r]) for s in range(p)])
             for r in range(p)
         ]
 
-    assert decide(records(sizes)) is Decision.GO
+    assert decide(records(sizes)) is Kind.CALL
     source, dest = data.draw(st.integers(0, p - 1)), data.draw(st.integers(0, p - 1))
     wrong = [list(row) for row in sizes]
     wrong[source][dest] += 1
-    assert decide(records(wrong)) is Decision.MISMATCH
+    assert decide(records(wrong)) is Kind.MISMATCH
 
 
 def test_the_order_of_two_messages_matters() -> None:
-    one = exchange("announce_exchange", 0, 2, [(1, 8), (1, 16)], [], False).record()
-    other = exchange("announce_exchange", 1, 2, [], [(0, 16), (0, 8)], False).record()
-    assert decide([one, other]) is Decision.MISMATCH
+    one = announced(0, 2, [(1, 8), (1, 16)], [])
+    other = announced(1, 2, [], [(0, 16), (0, 8)])
+    assert decide([one, other]) is Kind.MISMATCH
 
 
 def outcome(kind: Kind) -> Outcome:

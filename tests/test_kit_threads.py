@@ -12,9 +12,8 @@ import torch
 from kit.failing import failure_of
 
 from sp_core.testing import run_threads, spmd
-from sp_core.testing.carriers import Steps
+from sp_core.testing.carriers import Steps, ThreadCarrier, World
 from sp_core.testing.outcome import Mismatched, RankFailure
-from sp_core.testing.world import World
 
 pytestmark = pytest.mark.mpi_skip  # threads of one process are enough
 
@@ -168,7 +167,7 @@ def test_ranks_that_end_and_wait_for_ever_are_told_so() -> None:
             yield
 
     with pytest.raises(Mismatched, match="none can go on:\n  rank 0: has ended"):
-        World(1).drive(0, never(), "has ended", ending=True)
+        ThreadCarrier(World(1), "comm", 0, 1, 0).drive(never(), "has ended", ending=True)
 
 
 def test_threads_of_a_run_do_not_outlive_it() -> None:

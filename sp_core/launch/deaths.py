@@ -2,7 +2,7 @@
 
 `Deaths` watches the ranks, `SharedFiles` finds the MPI library's files in shared memory, and
 `kill_session` kills what is left of a launch. The files of the ranks are those of `watch`. A stack
-dump is the text that `faulthandler` writes; owners of files are explained in `places`.
+dump is the text that `faulthandler` writes; owners of files are explained there, too.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import struct
 import time
 from pathlib import Path
 
-from sp_core.launch.places import owner
-from sp_core.launch.watch import FAILED, STARTED, file_of
+from sp_core.launch.watch import FAILED, STARTED, file_of, owner
 
 _FRAME = re.compile(r'\s*File "([^"]+)", line \d+')
 KILLED_BY_MPIEXEC = ("SIGKILL", "SIGTERM", "not known")
@@ -210,7 +209,7 @@ def _pipe(run_dir: Path, rank: int) -> int:
 def _owners(stacks: str) -> list[tuple[str, str]]:
     """Return (line, owner) for each line of a stack dump.
 
-    The owner is `places.owner` of the source file that the line names, or "" if it names none.
+    The owner is `watch.owner` of the source file that the line names, or "" if it names none.
     """
     return [
         (line, owner(match[1]) if (match := _FRAME.match(line)) else "")

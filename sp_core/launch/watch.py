@@ -6,21 +6,33 @@ The launcher runs this file in front of a Python program: `python watch.py progr
 test session also sets time limits. At a limit the stacks of all threads go to a file, and five
 seconds later the kernel's alarm ends the process. Neither needs Python's global lock, which a rank
 blocked inside MPI may hold. Only the standard library is imported.
+
+Places are source lines. Every source file has an owner: "kit" (`sp_core.launch` and
+`sp_core.testing`), "library" (the rest of sp_core), "foreign" (Python, installed packages and
+Cython) or "test" (every other file).
 """
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
+import functools
 import mmap
 import os
 import runpy
+import shutil
 import signal
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
+LIBRARY = Path(__file__).parent.parent
+KIT = tuple(f"{LIBRARY / name}{os.sep}" for name in ("launch", "testing"))
+_FOREIGN = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
 RUN_DIR = "SP_RUN_DIR"
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 EXAMPLE_SECONDS, PHASE_SECONDS, GRACE_SECONDS = 30.0, 300.0, 5.0
@@ -42,27 +54,25 @@ class Watch:
     Attributes:
         directory: the launcher's (SP_RUN_DIR), or a temporary one without a launcher. Without a
             launcher stacks go to standard error.
-        limits: the time limits of nested blocks in seconds, the innermost last.
         hang: file descriptor for stacks at a time limit.
         stack: file descriptor for stacks at a signal.
-        flying: file descriptor for the example under way; -1 until it is opened.
+        flying: file descriptor for the example under way.
         place: the last place, memory-mapped.
     """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.temporary = (
-            None if RUN_DIR in os.environ else tempfile.TemporaryDirectory(prefix="sp_core-")
-        )
-        self.directory = Path(
-            os.environ[RUN_DIR] if self.temporary is None else self.temporary.name
-        )
-        self.limits: list[float] = []
-        self.hang, self.stack, self.flying = self._open("hang"), self._open("stack"), -1
-        place = file_of(self.directory, rank, "place")
-        place.write_bytes(bytes(PLACE_BYTES))
-        with place.open("r+b") as file:
-            self.place = mmap.mmap(file.fileno(), PLACE_BYTES)
+        if RUN_DIR in os.environ:
+            self.directory = Path(os.environ[RUN_DIR])
+            self.hang, self.stack = self._open("hang"), self._open("stack")
+        else:
+            self.directory = Path(tempfile.mkdtemp(prefix="sp_core-"))
+            atexit.register(shutil.rmtree, self.directory, ignore_errors=True)
+            self.hang = self.stack = os.dup(2)
+        self.flying = os.open(self.directory / IN_FLIGHT, os.O_CREAT | os.O_WRONLY)
+        place = self._open("place", os.O_RDWR)
+        os.truncate(place, PLACE_BYTES)
+        self.place = mmap.mmap(place, PLACE_BYTES)
         self.enable()
         faulthandler.register(signal.SIGTERM, self.stack, all_threads=True, chain=True)
         signal.signal(
@@ -74,39 +84,17 @@ class Watch:
             str(os.getpid())
         )  # last: the launcher may send a signal from now on
 
-    def _open(self, kind: str) -> int:
-        if self.temporary is not None:
-            return os.dup(2)
-        return os.open(file_of(self.directory, self.rank, kind), os.O_CREAT | os.O_WRONLY)
+    def _open(self, kind: str, access: int = os.O_WRONLY) -> int:
+        return os.open(file_of(self.directory, self.rank, kind), os.O_CREAT | access)
 
     def enable(self) -> None:
         """Let faulthandler write to the stack file if a signal such as SIGSEGV ends the process."""
         faulthandler.enable(self.stack)
 
-    def arm(self, seconds: float) -> None:
-        """Set the time limit to `seconds` from now, in place of an earlier one.
-
-        At the limit the stacks are written, and GRACE_SECONDS later the process is ended.
-        """
-        faulthandler.dump_traceback_later(seconds, exit=False, file=self.hang)
-        signal.setitimer(signal.ITIMER_REAL, seconds + GRACE_SECONDS)
-
-    def close(self) -> None:
-        """Cancel the time limit and close the files. The launcher's directory is kept."""
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        faulthandler.cancel_dump_traceback_later()
-        faulthandler.unregister(signal.SIGTERM)
-        faulthandler.unregister(signal.SIGUSR1)
-        faulthandler.enable(sys.__stderr__ or 2)
-        self.place.close()
-        for fd in (self.hang, self.stack, self.flying):
-            if fd >= 0:
-                os.close(fd)
-        if self.temporary is not None:
-            self.temporary.cleanup()
-
 
 _watch: Watch | None = None
+_limits: list[float] = []
+"""The time limits of nested blocks in seconds, the innermost last."""
 
 
 def file_of(directory: Path, rank: int, kind: str) -> Path:
@@ -151,17 +139,15 @@ def limit_phases() -> None:
     The first phase begins now. A call of `progress` after each phase begins the next one.
     """
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    if _watch is not None:
-        _watch.limits.append(phase_seconds())
+    _limits[:] = [phase_seconds()]
     progress()
 
 
 def stop() -> None:
-    """Cancel this rank's time limit and close its files."""
-    global _watch  # noqa: PLW0603  # a process is one rank
-    if _watch is not None:
-        _watch.close()
-        _watch = None
+    """Cancel this rank's time limit, for the rest of the process."""
+    _limits.clear()
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    faulthandler.cancel_dump_traceback_later()
 
 
 def example_seconds() -> float:
@@ -183,20 +169,23 @@ def limit(seconds: float) -> Iterator[None]:
 
     When the block ends, the limit of the enclosing block starts anew.
     """
-    limits = [] if _watch is None else _watch.limits
-    limits.append(seconds)
+    _limits.append(seconds)
     progress()
     try:
         yield
     finally:
-        limits.pop()
+        _limits.pop()
         progress()
 
 
 def progress() -> None:
-    """Restart the time limit of the innermost block, as the rank has made progress."""
-    if _watch is not None and _watch.limits:
-        _watch.arm(_watch.limits[-1])
+    """Restart the time limit of the innermost block, as the rank has made progress.
+
+    At the limit the stacks are written, and GRACE_SECONDS later the process is ended.
+    """
+    if _watch is not None and _limits:
+        faulthandler.dump_traceback_later(_limits[-1], exit=False, file=_watch.hang)
+        signal.setitimer(signal.ITIMER_REAL, _limits[-1] + GRACE_SECONDS)
 
 
 def note(text: str) -> None:
@@ -221,8 +210,6 @@ def in_flight(text: str) -> None:
     slow.
     """
     if _watch is not None:
-        if _watch.flying < 0:
-            _watch.flying = os.open(_watch.directory / IN_FLIGHT, os.O_CREAT | os.O_WRONLY)
         os.pwrite(_watch.flying, text.encode(), 0)
         os.ftruncate(_watch.flying, len(text.encode()))
 
@@ -239,15 +226,10 @@ def run_program(arguments: list[str]) -> None:
         BaseException: the program raised it.
     """
     kind, *rest = arguments
+    folder = {"-c": "", "-m": os.getcwd()}.get(kind, os.path.dirname(os.path.abspath(kind)))
     if sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
-        sys.path[0] = (
-            ""
-            if kind == "-c"
-            else os.getcwd()
-            if kind == "-m"
-            else os.path.dirname(os.path.abspath(kind))
-        )
-    sys.argv = [kind, *rest[1:]] if kind == "-c" else rest if kind == "-m" else arguments
+        sys.path[0] = folder
+    sys.argv = {"-c": [kind, *rest[1:]], "-m": rest}.get(kind, arguments)
     try:
         if kind == "-m":
             runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
@@ -255,14 +237,12 @@ def run_program(arguments: list[str]) -> None:
             exec(compile(rest[0], "<string>", "exec"), vars(sys.modules["__main__"]))
         else:
             runpy.run_path(kind, run_name="__main__")
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException as error:
+        code = 1
+        if isinstance(error, SystemExit):
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
         note(f"{FAILED}{error!r}" if code else ENDED)
         abort_at_exit(code)
-        raise
-    except BaseException as error:
-        note(f"{FAILED}{error!r}")
-        abort_at_exit(1)
         raise
     note(ENDED)
 
@@ -275,7 +255,45 @@ def abort_at_exit(code: int) -> None:
     mpi = sys.modules.get("mpi4py.MPI")
     is_session = (Path(os.environ.get(RUN_DIR, ".")) / STARTED).exists()
     if mpi is not None and code and not is_session:
-        mpi._set_abort_status(int(code))
+        mpi._set_abort_status(code)
+
+
+@functools.lru_cache(1024)
+def owner(filename: str) -> str:
+    """Return the owner of a source file: "kit", "library", "foreign" or "test"."""
+    path = os.path.abspath(filename)
+    if path.startswith(KIT):
+        return "kit"
+    if path.startswith(f"{LIBRARY}{os.sep}"):
+        return "library"
+    foreign = path.startswith(_FOREIGN) or filename.startswith("<")
+    return "foreign" if foreign or filename.endswith((".pxi", ".pyx")) else "test"
+
+
+@functools.lru_cache(1024)
+def short(filename: str) -> str:
+    """Return the last two parts of a path, such as "sp_core/mesh.py"."""
+    return os.sep.join(Path(filename).parts[-2:])
+
+
+def here() -> str:
+    """Return the place of the innermost caller in the library or the test, as "file:line".
+
+    After a place in the library the test's is added: "file:line (called from file:line)". Frames of
+    the kit and foreign frames are skipped. Without any place return "an unknown place".
+    """
+    inner = ""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        who = owner(filename)
+        if who == "test" or (who == "library" and not inner):
+            place = f"{short(filename)}:{frame.f_lineno}"
+            if who == "test":
+                return f"{inner} (called from {place})" if inner else place
+            inner = place
+        frame = frame.f_back
+    return inner or "an unknown place"
 
 
 if __name__ == "__main__":

@@ -1,24 +1,24 @@
 """Exchange values between ranks without blocking inside MPI, and wait by polling.
 
 An exchange is an all-gather of one value per rank: every rank of a communicator begins it, and it
-is complete when all ranks have. A round is an exchange of `Record`s. Steps are a generator that
-yields while it waits for other ranks. `MpiCarrier` makes exchanges between processes,
-`world.ThreadCarrier` between threads.
+is complete when all ranks have. Steps are a generator that yields while it waits for other ranks.
+`MpiCarrier` makes exchanges between processes, `ThreadCarrier` between threads of one process. The
+threads find a deadlock at once, when every rank waits or has ended.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
-import struct
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from sp_core.testing.outcome import Kind
+from sp_core.testing.outcome import Mismatched
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -35,7 +35,8 @@ Ticket = Callable[[], list[Any] | None]
 It returns the values of all ranks in rank order, or None while a rank has not begun the exchange.
 """
 
-_RECORD = struct.Struct("<q16s16s")
+HEAD_BYTES = 1024
+"""Pickles of at most so many bytes are exchanged in one all-gather, longer ones in two."""
 AFTER_SECONDS = 0.5
 """A wait is a long one, and looks for a deadlock, after so many seconds."""
 YIELD_SECONDS = 2e-4
@@ -51,23 +52,6 @@ share.
 """
 
 
-class Record(NamedTuple):
-    """What one rank contributes to a round.
-
-    The size is fixed, so that a round is one small message per rank.
-
-    Attributes:
-        kind: whether the rank is about to make a call, waits for a message, or is done, and how.
-        digest: hash of the call and of the arguments that must be equal on all ranks.
-        balance: sum of the hashes of the messages sent, less that of the messages received, modulo
-            2**128. The balances of all ranks add up to 0 if each message is received as sent.
-    """
-
-    kind: Kind
-    digest: int = 0
-    balance: int = 0
-
-
 class Carrier(ABC):
     """Exchange values between the ranks of one communicator.
 
@@ -78,14 +62,6 @@ class Carrier(ABC):
 
     rank: int
     size: int
-
-    def post(self, record: Record) -> Ticket:
-        """Begin an all-gather of one record per rank, and return a function that polls for it.
-
-        That function (a ticket) returns None until all ranks have begun, and then all records in
-        rank order. Every rank calls `post`; none waits in it.
-        """
-        return self.share(record)
 
     @abstractmethod
     def share(self, value: object) -> Ticket:
@@ -147,7 +123,7 @@ def boxed(steps: Steps[T]) -> Steps[tuple[T]]:
 
 
 def patiently(ready: Callable[[], T | None], stuck: Callable[[], object] = lambda: None) -> T:
-    """Call `ready` until it returns something other than None, and return that.
+    """Call `ready` until it returns something true, and return that.
 
     Between the calls let other processes run. In a long wait sleep, ever longer.
 
@@ -156,7 +132,7 @@ def patiently(ready: Callable[[], T | None], stuck: Callable[[], object] = lambd
         stuck: called at each poll once the wait is a long one; it may raise.
     """
     begin = time.perf_counter()
-    while (got := ready()) is None:
+    while not (got := ready()):
         waited = time.perf_counter() - begin
         if waited > AFTER_SECONDS:
             stuck()
@@ -165,11 +141,6 @@ def patiently(ready: Callable[[], T | None], stuck: Callable[[], object] = lambd
         else:
             os.sched_yield()
     return got
-
-
-def wait(request: Any) -> None:
-    """Wait for an MPI request without keeping a core busy."""
-    patiently(lambda: request.Test() or None)
 
 
 class MpiCarrier(Carrier):
@@ -187,36 +158,21 @@ class MpiCarrier(Carrier):
         self.rank, self.size = comm.rank, comm.size
         self._stuck = stuck
 
-    def post(self, record: Record) -> Ticket:
-        """Begin an all-gather of 40 bytes per rank, and return a function that polls for it.
-
-        That function (a ticket) returns None until all ranks have begun, and then all records in
-        rank order. Every rank calls `post`; none waits in it.
-        """
-        return begun(self._post(record))
-
-    def _post(self, record: Record) -> Steps[list[Any]]:
-        kind, *numbers = record
-        packed = _RECORD.pack(kind, *(number.to_bytes(16, "little") for number in numbers))
-        parts = yield from until(self._begin(packed))
-        return [
-            Record(Kind(kind), *(int.from_bytes(raw, "little") for raw in numbers))
-            for kind, *numbers in map(_RECORD.unpack, parts)
-        ]
-
     def share(self, value: object) -> Ticket:
         """Begin an all-gather of picklable values, and return a function that polls for the result.
 
         That function (a ticket) returns None until all ranks have begun the exchange, and then all
-        values in rank order. Every rank calls `share`; none waits in it. Two all-gathers of MPI
-        carry it: of the sizes of the pickles, and of the pickles.
+        values in rank order. Every rank calls `share`; none waits in it.
         """
         return begun(self._share(pickle.dumps(value)))
 
     def _share(self, mine: bytes) -> Steps[list[Any]]:
-        sizes = yield from until(self._begin(len(mine).to_bytes(8, "little")))
-        longest = max(int.from_bytes(size, "little") for size in sizes)
-        parts = yield from until(self._begin(mine.ljust(longest, b"\0")))
+        head = len(mine).to_bytes(8, "little") + mine[:HEAD_BYTES].ljust(HEAD_BYTES, b"\0")
+        heads = yield from until(self._begin(head))
+        longest = max(int.from_bytes(part[:8], "little") for part in heads)
+        parts = [part[8:] for part in heads]
+        if longest > HEAD_BYTES:
+            parts = yield from until(self._begin(mine.ljust(longest, b"\0")))
         return [pickle.loads(part) for part in parts]
 
     def _begin(self, mine: bytes) -> Ticket:
@@ -233,15 +189,155 @@ class MpiCarrier(Carrier):
         """Run a generator to its end and return its result. Sleep whenever the generator yields."""
         return patiently(begun(boxed(steps)), lambda: self._stuck(what, ending))[0]
 
-    def broadcast(self, value: object = None) -> Any:
-        """Return rank 0's value on every rank. Every rank calls this and waits for the transfer.
+
+class Stopped(BaseException):
+    """Raised in a rank when all are to end because one hung. The rank itself has made no error."""
+
+
+class World:
+    """The state that the ranks of one run of a body share; these ranks are threads.
+
+    Args:
+        size: number of ranks.
+
+    Attributes:
+        changed: condition variable that guards the state and wakes ranks.
+        version: number of changes so far, which tells a waiting rank that something has happened.
+        stopped: whether a rank has hung, so that all are to end.
+        kept: the objects of `shared`, by key.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.changed = threading.Condition()
+        self.version = 0
+        self.stopped = False
+        self._waiting: dict[int, tuple[str, bool]] = {}
+        self._doomed: set[int] = set()
+        self._deadlock = ""
+        self._away: set[int] = set()
+        self.kept: dict[Any, Any] = {}
+
+    def touch(self) -> None:
+        """Count a change of the state, and wake all ranks that wait."""
+        with self.changed:
+            self.version += 1
+            self._waiting.clear()
+            self.changed.notify_all()
+
+    def shared(self, key: Any, new: Any) -> Any:
+        """Return the object stored under `key`. The first rank that asks stores its `new`."""
+        with self.changed:
+            return self.kept.setdefault(key, new)
+
+    def leave(self, rank: int) -> None:
+        """Note that a rank has ended. Ranks that wait for it may then be in a deadlock."""
+        with self.changed:
+            self._away.add(rank)
+            self.touch()
+
+    def stop(self) -> None:
+        """End all ranks: every rank that waits, now or later, raises `Stopped`."""
+        self.stopped = True
+        self.touch()
+
+    def running(self) -> list[int]:
+        """Return the ranks that neither wait nor have ended."""
+        with self.changed:
+            return [
+                rank
+                for rank in range(self.size)
+                if rank not in self._waiting and rank not in self._away
+            ]
+
+    def sleep(self, rank: int, seen: int, what: str, ending: bool) -> None:
+        """Wait until another rank has changed the state since version `seen`.
 
         Args:
-            value: picklable; that of other ranks than 0 is ignored.
+            rank: of the caller in the world.
+            seen: version of the state that the caller has seen.
+            what: describes the wait, for the report of a deadlock.
+            ending: this rank waits only for other ranks to end. A deadlock is reported to such
+                ranks only if every waiting rank is one.
+
+        Raises:
+            Mismatched: every rank waits or has ended, and none can go on.
+            Stopped: a rank has hung, so all are to end.
         """
-        mine = np.frombuffer(pickle.dumps(value), np.uint8).copy()
-        size = np.array([mine.size])
-        wait(self.comm.Ibcast(size, 0))
-        raw = mine if self.rank == 0 else np.empty(size[0], np.uint8)
-        wait(self.comm.Ibcast(raw, 0))
-        return pickle.loads(raw.tobytes())
+        with self.changed:
+            while self.version == seen and not self.stopped:
+                self._waiting[rank] = (what, ending)
+                self._find_deadlock()
+                if self.version == seen:
+                    self.changed.wait()
+            if self.stopped:
+                raise Stopped
+            if rank in self._doomed:
+                self._doomed.remove(rank)
+                raise Mismatched(self._deadlock)
+
+    def _find_deadlock(self) -> None:
+        if len(self._waiting) + len(self._away) < self.size or self._doomed:
+            return
+        table = "".join(
+            f"\n  rank {rank}: {what}" for rank, (what, _) in sorted(self._waiting.items())
+        )
+        self._deadlock = "every rank waits and none can go on:" + table
+        stuck = {rank for rank, (_, ending) in self._waiting.items() if not ending}
+        # If every rank only waits for other ranks to end, all of them raise.
+        self._doomed = stuck or {*self._waiting}
+        self.touch()
+
+
+class ThreadCarrier(Carrier):
+    """Exchange values between the ranks of one communicator, which are threads.
+
+    Args:
+        world: state shared by the threads.
+        name: of the communicator; the same on all its ranks, and no other communicator's.
+        rank: of this thread in the communicator.
+        size: number of ranks of the communicator.
+        world_rank: of this thread in the world.
+    """
+
+    def __init__(self, world: World, name: str, rank: int, size: int, world_rank: int) -> None:
+        self.world, self.name, self.rank, self.size, self.world_rank = (
+            world,
+            name,
+            rank,
+            size,
+            world_rank,
+        )
+        self._rounds = 0
+
+    def share(self, value: object) -> Ticket:
+        """Begin an all-gather of one value per rank, and return a function that polls for it.
+
+        That function (a ticket) returns None until all ranks have begun the exchange, and then all
+        values in rank order. Every rank calls `share`; none waits in it. The values are not copied.
+        """
+        self._rounds += 1
+        key = self.name, "round", self._rounds
+        with self.world.changed:
+            values: dict[int, object] = self.world.shared(key, {})
+            values[self.rank] = value
+            if len(values) == self.size:
+                del self.world.kept[key]
+                self.world.touch()
+        ranks = range(self.size)
+        return lambda: [values[rank] for rank in ranks] if len(values) == self.size else None
+
+    def drive(self, steps: Steps[T], what: str, *, ending: bool = False) -> T:
+        """Run a generator to its end and return its result. Sleep whenever the generator yields.
+
+        Raises:
+            Mismatched, Stopped: as in `World.sleep`.
+        """
+        while True:
+            seen = self.world.version
+            try:
+                next(steps)
+            except StopIteration as stop:
+                result: T = stop.value
+                return result
+            self.world.sleep(self.world_rank, seen, what, ending)

@@ -86,7 +86,7 @@ class CheckedComm(Messages):
 
     Communication:
         Every rank of `raw` constructs it; the constructor splits `raw` once or twice. Before each
-        collective one all-gather of 40 bytes per rank. Messages are compared at the end of the
+        collective one all-gather of about 1 KB per rank. Messages are compared at the end of the
         block, not when they begin. A wait for a message polls.
     """
 
@@ -137,7 +137,7 @@ class CheckedComm(Messages):
         Every rank calls this and waits. `rounds` is the greatest number of exchanges that any rank
         has begun.
         """
-        patiently(lambda: self.family.detector.settle(rounds) or None)
+        patiently(lambda: self.family.detector.settle(rounds))
 
     def _look(
         self, what: str, ending: bool = False, pending: Sequence[Transfer] = (), every: bool = False

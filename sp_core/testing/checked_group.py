@@ -39,7 +39,7 @@ class CheckedGroup:
         name: of the group in error messages.
 
     Communication:
-        Every rank of the group constructs it. Before each call one all-gather of 40 bytes per rank,
+        Every rank of the group constructs it. Before each call one all-gather of 1 KB per rank,
         over gloo connections made for this.
 
     Raises:

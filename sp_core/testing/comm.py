@@ -19,7 +19,7 @@ from typing import Any
 
 from sp_core.errors import CollectiveMismatch, RankError
 from sp_core.launch import watch
-from sp_core.launch.places import here
+from sp_core.launch.watch import here
 from sp_core.observer import Observer, observer_of
 from sp_core.testing.lockstep import Beginning, Call, Lockstep
 from sp_core.testing.signatures import Edges, Flow, bind, exchange, flow, op_name, op_of, require
@@ -214,7 +214,7 @@ class LockstepComm(Observer, ABC):
             self._freed = True
             return
         self.ensure_posted("Free", later=True)
-        self._enter(Call("Free", sends=self.lockstep.sent, receives=self.lockstep.received))
+        self._enter(self.lockstep.ending("Free"))
         self._complete(clean=False)
         self._free()
         self.family.members = [other for other in self.family.members if other is not self]

@@ -1,33 +1,30 @@
 """The lockstep protocol: the ranks of a communicator compare each call before they make it.
 
-Before each blocking call all ranks exchange one `Record` (a round): the call that the rank is about
-to make, or that it is done, and how. If all call the same, they go on. If all are done, the example
-is over, and every rank knows every outcome. Otherwise the ranks inside a call raise instead of
-blocking for ever, leave the body, and are done. The protocol has no timer, so the outcome depends
-on the example alone, and Hypothesis can shrink it. A rank announces a call by its record. For steps
-and tickets see `carriers`.
+Before each blocking call all ranks exchange one `Record`: the call that the rank is about to make,
+or that it is done, and how. If all call the same, they go on. If all are done, the example is over,
+and every rank knows every outcome. Otherwise the ranks inside a call raise instead of blocking for
+ever, leave the body, and are done. The protocol has no timer, so the outcome depends on the example
+alone, and Hypothesis can shrink it. A rank announces a call by its record. For steps and tickets
+see `carriers`.
 """
 
 from __future__ import annotations
 
-import enum
-import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sp_core import progress
-from sp_core.launch.places import here
-from sp_core.testing.carriers import Carrier, Record, Steps, Ticket, begun, boxed, until
-from sp_core.testing.outcome import DONE, QUIET, Kind, Mismatched, Outcome, Woken
+from sp_core.launch.watch import here
+from sp_core.testing.carriers import Carrier, Steps, Ticket, begun, boxed, until
+from sp_core.testing.outcome import DONE, Kind, Mismatched, Outcome, Woken
 
 if TYPE_CHECKING:
     from sp_core.testing.comm import LockstepComm
 
 UNCOUNTED = "not counted"
 """Kind of a message of unknown size. Messages of its communicator are then not compared."""
-_MODULUS = 2**128
 
 
 class Message(NamedTuple):
@@ -65,58 +62,45 @@ class Call:
 
     op: str
     equal: tuple[object, ...] = ()
-    sends: Sequence[Message] = ()
-    receives: Sequence[Message] = ()
+    sends: Collection[Message] = ()
+    receives: Collection[Message] = ()
     text: str = ""
 
-    def record(self) -> Record:
-        """Return the record of fixed size that the ranks compare."""
-        balance = (_sum(self.sends) - _sum(self.receives)) % _MODULUS
-        return Record(Kind.CALL, _hash((self.op, *self.equal)), balance)
+
+class Record(NamedTuple):
+    """What one rank tells the other ranks before a call, or when it is done.
+
+    Attributes:
+        kind: whether the rank is about to make a call, waits for a message, or is done, and how.
+        call: the call; of a rank that is done, one with all messages of the example.
+        said: text with the call and its place, or the outcome.
+    """
+
+    kind: Kind
+    call: Call | None = None
+    said: Any = ""
 
 
-def _hash(value: object) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=16).digest(), "little")
-
-
-def _sum(messages: Iterable[Message]) -> int:
-    """Return the sum of the hashes of messages; it is equal for the same messages in any order."""
-    return sum(map(_hash, map(tuple, messages)))
-
-
-class Decision(enum.Enum):
-    """What the records of all ranks, exchanged before a call, mean together."""
-
-    GO = "all ranks call the same"
-    AGAIN = "a rank waits for a message, nothing can be said yet"
-    OVER = "all ranks are done"
-    PEER_FAILED = "a rank left the example"
-    MISMATCH = "the ranks call different things"
-
-
-def decide(records: Sequence[Record]) -> Decision:
-    """Return what the records of all ranks mean together.
+def decide(records: Sequence[Record]) -> Kind:
+    """Return what the records of all ranks mean together, for all of them.
 
     Every rank gets the same records, so every rank decides the same.
+
+    Returns:
+        CALL: all ranks call the same. WAIT: a rank waits for a message, so nothing can be said yet.
+        OK: all ranks are done. WOKEN: a rank has left the example by an error. MISMATCH: the ranks
+        call different things.
     """
     kinds = {record.kind for record in records}
     if kinds <= DONE:
-        return Decision.OVER
+        return Kind.OK
     if kinds & (DONE - {Kind.OK}):
-        return Decision.PEER_FAILED
+        return Kind.WOKEN
     if Kind.WAIT in kinds:
-        return Decision.AGAIN
-    agree = (
-        kinds == {Kind.CALL}
-        and len({record.digest for record in records}) == 1
-        and _balanced(records)
-    )
-    return Decision.GO if agree else Decision.MISMATCH
-
-
-def _balanced(records: Sequence[Record]) -> bool:
-    """Return whether the messages sent are those received, over all ranks."""
-    return sum(record.balance for record in records) % _MODULUS == 0
+        return Kind.WAIT
+    calls = [record.call for record in records if record.call is not None]
+    same = all((call.op, call.equal) == (calls[0].op, calls[0].equal) for call in calls)
+    return Kind.CALL if kinds == {Kind.CALL} and same and not _unmatched(calls) else Kind.MISMATCH
 
 
 def _nothing() -> None:
@@ -131,7 +115,7 @@ class Lockstep:
         name: of the communicator in error messages.
 
     Attributes:
-        open: ticket of the exchange of records under way, and what to tell if they differ; or None.
+        open: ticket of the exchange of records under way, or None.
         calls: number of calls begun in this example.
         sent, received: messages that this rank has sent and received in this example.
         beginning: latest call that not all ranks have announced yet, or None.
@@ -141,8 +125,7 @@ class Lockstep:
         self.carrier = carrier
         self.name = name
         # outlives an interruption of the wait, as MPI writes to its memory
-        self.open: tuple[Ticket, tuple[Call | None, object]] | None = None
-        self._sharing: Ticket | None = None
+        self.open: Ticket | None = None
         self._then: Callable[[], Any] = _nothing
         self._promised: Callable[[], Any] = (
             _nothing  # the call that all ranks have agreed on, until it is made
@@ -179,11 +162,11 @@ class Lockstep:
         return what, self._agree(call, what, then)
 
     def _agree(self, call: Call, what: str, then: Callable[[], Any]) -> Steps[Any]:
-        self._then, decision = then, Decision.AGAIN
+        self._then, decision = then, Kind.WAIT
         self.calls += 1
         yield from self._settle()
-        while decision is Decision.AGAIN:
-            self.open = (self.carrier.post(call.record()), (call, what))
+        while decision is Kind.WAIT:
+            self.open = self.carrier.share(Record(Kind.CALL, call, what))
             decision = yield from self._settle()
         return self._keep_promise()
 
@@ -193,7 +176,7 @@ class Lockstep:
             self.beginning.step()
             return
         if self.open is None:
-            self.open = (self.carrier.post(Record(Kind.WAIT)), (None, what))
+            self.open = self.carrier.share(Record(Kind.WAIT, None, what))
         next(self._settle(), None)
 
     def finish(self, outcome: Outcome) -> Steps[list[Outcome]]:
@@ -210,51 +193,41 @@ class Lockstep:
         while self.open is not None:
             yield from self._read()
         self._keep_promise()
-        end = Call("the end", sends=self.sent, receives=self.received)
-        record = end.record()._replace(kind=outcome.kind, digest=0)
+        end = Record(outcome.kind, self.ending("the end"), outcome)
         while True:
-            self.open = (self.carrier.post(record), (end, outcome))
-            decision, records, details = yield from self._read()
-            if decision is Decision.OVER:
-                return _outcomes(records, details)
+            self.open = self.carrier.share(end)
+            decision, records = yield from self._read()
+            if decision is Kind.OK:
+                return _outcomes(records)
+
+    def ending(self, op: str) -> Call:
+        """Return a call that has all messages of this example on this communicator."""
+        return Call(op, sends=Counter(self.sent), receives=Counter(self.received))
 
     def _keep_promise(self) -> Any:
         promised, self._promised = self._promised, _nothing
         return promised()
 
-    def _settle(self) -> Steps[Decision]:
+    def _settle(self) -> Steps[Kind]:
         if self.open is None:
-            return Decision.GO
-        decision, _, details = yield from self._read()
-        if decision is Decision.PEER_FAILED:
-            raise Woken(_described(details))
-        if decision is Decision.MISMATCH:
-            calls = [call for call, said in details if call is not None and isinstance(said, str)]
-            raise Mismatched(
-                f"the ranks do not call the same: {_described(details)}{_unmatched(calls)}"
-            )
+            return Kind.CALL
+        decision, records = yield from self._read()
+        said = "; ".join(f"rank {rank}: {record.said}" for rank, record in enumerate(records))
+        if decision is Kind.WOKEN:
+            raise Woken(said)
+        if decision is Kind.MISMATCH:
+            calls = [each.call for each in records if each.call and each.kind is Kind.CALL]
+            raise Mismatched(f"the ranks do not call the same: {said}{_unmatched(calls)}")
         return decision
 
-    def _read(self) -> Steps[tuple[Decision, list[Record], list[Any]]]:
+    def _read(self) -> Steps[tuple[Kind, list[Record]]]:
         assert self.open is not None
-        ticket, detail = self.open
-        records = yield from until(ticket)
-        decision, details = decide(records), []
-        quiet = (
-            decision is Decision.OVER
-            and {record.kind for record in records} <= QUIET
-            and _balanced(records)
-        )
-        if not quiet and decision not in (Decision.GO, Decision.AGAIN):
-            self._sharing = self._sharing or self.carrier.share(detail)
-            details = yield from until(self._sharing)
-        if decision is Decision.MISMATCH and _fit(details):
-            decision = Decision.GO
-        if decision is Decision.GO:
+        records = yield from until(self.open)
+        self.open, decision = None, decide(records)
+        if decision is Kind.CALL:
             # `_then` holds the memory that it sends, so it is not kept longer
             self._promised, self._then = self._then, _nothing
-        self.open = self._sharing = None
-        return decision, records, details
+        return decision, records
 
 
 def meanwhile(steps: Steps[Any]) -> Steps[Any]:
@@ -271,28 +244,15 @@ def meanwhile(steps: Steps[Any]) -> Steps[Any]:
     return done[0]
 
 
-def _described(details: Sequence[tuple[Any, object]]) -> str:
-    """Return text with what each rank calls or how it ended, given (call, text) of each rank."""
-    return "; ".join(f"rank {rank}: {said}" for rank, (_, said) in enumerate(details))
-
-
-def _fit(details: Sequence[tuple[Any, object]]) -> bool:
-    """Return whether calls whose records differ fit after all, given (call, text) of each rank.
-
-    Calls fit if only element types differ: bytes are received as elements of any kind.
-    """
-    calls = [call for call, _ in details if call is not None]
-    return (
-        len(calls) == len(details)
-        and len({(call.op, call.equal) for call in calls}) == 1
-        and not _unmatched(calls)
-    )
-
-
 def _unmatched(calls: Sequence[Call]) -> str:
-    """Return lines that name the messages that nobody sends or nobody receives, or ""."""
-    sent = Counter(message for call in calls for message in call.sends)
-    received = Counter(message for call in calls for message in call.receives)
+    """Return lines that name the messages that nobody sends or nobody receives, or "".
+
+    Bytes are received as elements of any kind.
+    """
+    sent, received = Counter[Message](), Counter[Message]()
+    for call in calls:
+        sent.update(call.sends)
+        received.update(call.receives)
     if any(message.kind == UNCOUNTED for message in (*sent, *received)):
         return ""
     lost, missed = sorted((sent - received).elements()), sorted((received - sent).elements())
@@ -313,21 +273,17 @@ def _unmatched(calls: Sequence[Call]) -> str:
     return "".join(lines[:8])
 
 
-def _outcomes(records: Sequence[Record], details: Sequence[tuple[Call, Outcome]]) -> list[Outcome]:
+def _outcomes(records: Sequence[Record]) -> list[Outcome]:
     """Return how every rank ended, in rank order.
 
     If every body returned and a message was lost, every rank has ended in a mismatch.
     """
-    outcomes = [outcome for _, outcome in details] or [Outcome(record.kind) for record in records]
-    lost = (
-        _unmatched([end for end, _ in details])
-        if {outcome.kind for outcome in outcomes} == {Kind.OK}
-        else ""
-    )
+    outcomes = [record.said for record in records]
+    lost = _unmatched([record.call for record in records if record.call is not None])
+    if not lost or {record.kind for record in records} != {Kind.OK}:
+        return outcomes
     text = "at the end of the body not every message sent has been received as it was sent:" + lost
-    return (
-        [Outcome(Kind.MISMATCH, "CollectiveMismatch", text)] * len(outcomes) if lost else outcomes
-    )
+    return [Outcome(Kind.MISMATCH, "CollectiveMismatch", text)] * len(outcomes)
 
 
 class Beginning:

@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sp_core.testing.carriers import MpiCarrier, patiently, wait
+from sp_core.testing.carriers import MpiCarrier, patiently
 from sp_core.testing.comm import LockstepComm
 from sp_core.testing.lockstep import UNCOUNTED, Message
 from sp_core.testing.outcome import Catch
@@ -252,12 +252,12 @@ class Messages(LockstepComm):
             transfer.end(None)  # from now on mpi4py alone completes it
         for request, _ in filter(operator.itemgetter(1), requests):
             with Catch():  # that a message was too long
-                wait(request)
+                patiently(request.Test)
         sent += [self._raw.Isend(b"", dest, last) for dest in range(self.size)]
         for source in range(self.size):
             self._take_all(source, last)
         for request in [*sent, *(request for request, _ in requests)]:
-            wait(request)
+            patiently(request.Test)
 
     def _take_all(self, source: int, last: int) -> None:
         """Receive and drop the messages of rank `source`, up to the one tagged `last`."""

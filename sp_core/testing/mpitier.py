@@ -95,7 +95,7 @@ def lead_ranks(spec: Spec, plan: Plan, lead: Lead) -> None:
         raise
     finally:
         watch.in_flight("")
-        control.broadcast(stop)
+        control.gather(stop)
 
 
 def follow(spec: Spec) -> None:
@@ -106,7 +106,7 @@ def follow(spec: Spec) -> None:
     __tracebackhide__ = True
     control = _control()
     with _or_abort(control):
-        while isinstance(told := control.broadcast(), Example):
+        while isinstance(told := control.gather(None)[0], Example):
             _take_part(control, spec, told)
     if told.kind is Kind.SKIP:
         pytest.skip(told.message)
@@ -140,7 +140,7 @@ def _order(control: MpiCarrier, spec: Spec, example: Example) -> Result:
     """Have every rank run its part of an example, and return the result. Rank 0 calls this."""
     with _or_abort(control):
         watch.in_flight(("raw replay of " if example.raw else "") + announce(example, spec))
-        control.broadcast(example)
+        control.gather(example)
         return _take_part(control, spec, example)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from sp_core.errors import CollectiveMismatch, PeerFailed
-from sp_core.launch.places import owner, short
+from sp_core.launch.watch import owner, short
 
 
 class Kind(enum.IntEnum):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sp_core.errors import CollectiveMismatch
-from sp_core.launch.places import here
+from sp_core.launch.watch import here
 from sp_core.testing import session
 from sp_core.testing.carriers import patiently
 from sp_core.testing.comm import LockstepComm

@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 
 from sp_core import progress
 from sp_core.launch import watch
+from sp_core.testing.carriers import Stopped, ThreadCarrier, World
 from sp_core.testing.lockstep import abandon
 from sp_core.testing.outcome import FINISHED, Catch, Mismatched, Outcome, failure
 from sp_core.testing.session import thread
 from sp_core.testing.stuck import Family
 from sp_core.testing.threads import ThreadComm
-from sp_core.testing.world import Stopped, ThreadCarrier, World
 
 T = TypeVar("T")
 GRACE_SECONDS = 2.0

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from sp_core.errors import CollectiveMismatch
-from sp_core.testing.carriers import Steps
+from sp_core.testing.carriers import Steps, Stopped, ThreadCarrier
 from sp_core.testing.comm import LockstepComm, forwarded
 from sp_core.testing.lockstep import Call, Lockstep, Message
 from sp_core.testing.signatures import (
@@ -34,7 +34,6 @@ from sp_core.testing.signatures import (
 )
 from sp_core.testing.specs import Array, read
 from sp_core.testing.stuck import Family
-from sp_core.testing.world import Stopped, ThreadCarrier
 
 
 class ThreadRequest:
@@ -222,7 +221,7 @@ class ThreadComm(LockstepComm):
         """
         self._counts[side, *key] += 1
         slot: dict[Any, Any] = self._world.shared(
-            (self._carrier.name, *key, self._counts[side, *key]), dict
+            (self._carrier.name, *key, self._counts[side, *key]), {}
         )
         return slot
 
@@ -362,12 +361,8 @@ class ThreadComm(LockstepComm):
         Every rank calls this. `free` has to be called before the end of the body.
         """
         self._enter(Call("make_counter"))
-        return _Draws(
-            self,
-            self._world.shared(
-                (self._carrier.name, "counter", next(self.children)), itertools.count
-            ),
-        )
+        key = self._carrier.name, "counter", next(self.children)
+        return _Draws(self, self._world.shared(key, itertools.count()))
 
     def _release(self) -> None:
         pending, self._pending = self._pending, []
