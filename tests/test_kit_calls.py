@@ -299,7 +299,6 @@ def buffered(comm: Any) -> None:
 
 BOTH = ("rank 0: ", "rank 1: ", "test_kit_calls.py:")
 PEER = "rank 0: stopped: PeerFailed"
-MISSING = "missing: Isend of 8 bytes with rank"
 CALLS_THAT_DIFFER: dict[str, tuple[tuple[str, ...], Call, Call]] = {
     "counts": (
         BOTH,
@@ -323,16 +322,6 @@ CALLS_THAT_DIFFER: dict[str, tuple[tuple[str, ...], Call, Call]] = {
         ),
         lambda c: c.announce_exchange(recvs=[(1, 8)]),
         lambda c: c.announce_exchange(sends=[(0, 16)]),
-    ),
-    "not announced": (
-        ("Isend of 8 bytes with rank 1 was not announced",),
-        lambda c: (c.announce_exchange(), c.Isend(sent(1), 1)),
-        lambda c: (c.announce_exchange(), c.Barrier()),
-    ),
-    "not posted": (
-        (f"{MISSING} 1",),
-        lambda c: c.announce_exchange(sends=[(1, 8)]),
-        lambda c: (c.announce_exchange(recvs=[(0, 8)]), c.Irecv(sent(1), 0)),
     ),
 }
 """What is said where rank 0 and rank 1 make these calls."""

@@ -171,11 +171,10 @@ def test_counts_of_two_processes_add_up() -> None:
     """Of workers of pytest-xdist, for example."""
     whole, parts = Tally(), (Tally(), Tally())
     for place, names in enumerate(("ab", "a", "")):
+        remarks: Remarks = {("feature", name): 0.0 for name in names}
         for tally in (whole, parts[place % 2]):
-            tally.count(Remarks(features=dict.fromkeys(names, 0.0), ratios={"out": 0.1 * place}))
-            tally.examples += 1
-            tally.sizes[place] += 1
-    parts[0].merge(Tally.parse(parts[1].text()))
+            tally.count(place, remarks | {("ratio", "out"): 0.1 * place})
+    parts[0].merge(parts[1])
     assert parts[0] == whole
     assert whole.features == {"a": 2, "b": 1}
     assert whole.ratios == {"out": 0.2}

@@ -58,7 +58,7 @@ Sizes = list[tuple[int, int]]
 
 def announced(rank: int, size: int, sends: Sizes, recvs: Sizes) -> Record:
     """What a rank tells the others before it exchanges messages."""
-    return Record(Kind.CALL, exchange("announce_exchange", rank, size, sends, recvs, False))
+    return Record(Kind.CALL, exchange(rank, size, sends, recvs))
 
 
 MATRICES = st.integers(1, 5).flatmap(

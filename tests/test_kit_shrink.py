@@ -19,7 +19,6 @@ from sp_core.launch import results, watch
 from sp_core.testing import given, session, shrink_crash
 from sp_core.testing.outcome import FINISHED
 from sp_core.testing.plan import Example, Fed, Result, hand_over, taken
-from sp_core.testing.session import Remarks
 from sp_core.testing.shrink_crash import Jobs, Lost
 
 pytestmark = pytest.mark.mpi_skip
@@ -38,7 +37,7 @@ class MadeUp:
         self.asked.append(str(example))
         if len(example.ranks) > 1 and example.values["n"] >= 7:
             raise Lost("rank 1 died first: killed by SIGSEGV", 1)
-        return Result([FINISHED] * len(example.ranks), Remarks())
+        return Result([FINISHED] * len(example.ranks), {})
 
     def close(self, patience: float = 0.0) -> None: ...
 
@@ -91,7 +90,7 @@ def test_a_launch_tries_the_examples_that_it_is_sent(
         results.append(taken(tmp_path / Fed.RESULT))
         tried.append(example)
         hand_over(tmp_path / Fed.EXAMPLE, [*to_come, None][len(tried)])
-        return Result([FINISHED] * len(tried), Remarks())
+        return Result([FINISHED] * len(tried), {})
 
     hand_over(tmp_path / Fed.EXAMPLE, to_come[0])
     Fed().run(cast("Any", None), attempt)

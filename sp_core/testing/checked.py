@@ -121,7 +121,7 @@ class CheckedComm(Messages):
     ) -> None:
         with Catch() as left:
             for member in self.family.members if error is None else ():
-                member.ensure_posted("the end of the block", later=True)
+                member.ensure_complete("the end of the block")
         outcomes = self.family.finish(capture(error or left.error))
         self.settle(max(MpiCarrier(self._shadows[0]).gather(self.family.detector.rounds)))
         self._give_back()

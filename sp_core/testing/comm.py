@@ -12,7 +12,6 @@ import itertools
 import operator
 import sys
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -31,20 +30,10 @@ _ON_OBJECTS: dict[str, Callable[[Any, Any], Any]] = {
     "MAX": max,
     "MIN": min,
 }
-Announced = Counter[tuple[str, int, int, bool]]
-"""Number of announced messages that are not yet posted.
-
-A key is "Isend" or "Irecv", the other rank, bytes, and whether other calls may come before.
-"""
-
 
 def _reduced(op: Any, objects: Sequence[Any]) -> Any:
     """Return the reduction of objects in rank order. `op`: a name, None (add) or a function."""
     return functools.reduce(op if callable(op) else _ON_OBJECTS[op_name(op)], objects)
-
-
-def _listed(messages: Iterable[tuple[str, int, int, bool]]) -> str:
-    return ", ".join(f"{op} of {nbytes} bytes with rank {peer}" for op, peer, nbytes, _ in messages)
 
 
 class LockstepComm(Observer, ABC):
@@ -64,8 +53,6 @@ class LockstepComm(Observer, ABC):
     def __init__(self, lockstep: Lockstep, family: Family) -> None:
         self.lockstep = lockstep
         self.family = family
-        self._announced = Announced()
-        self._exchanges = 0  # calls of `announce_exchange` in this example
         self._requests: list[Any] = []  # begun, and not yet known to be complete
         self.children = itertools.count()
         self._freed = self._early = False
@@ -160,27 +147,21 @@ class LockstepComm(Observer, ABC):
         *,
         later: bool = False,
     ) -> None:
-        """Declare the point-to-point messages that follow, and compare them over the ranks.
+        """Compare the point-to-point messages that follow over the ranks, before they begin.
 
-        Every rank of the communicator calls this and waits for all. After the first call in an
-        example every message has to be declared.
+        Every rank of the communicator calls this and waits for all.
 
         Args:
             sends: (destination, bytes) of each message that this rank will `Isend`.
             recvs: (source, bytes) of each message that this rank will `Irecv`.
-            later: other calls may come before these messages are posted; the end of the body and
-                `Free` may not.
+            later: whether other calls may come before these messages are posted.
 
         Raises:
             CollectiveMismatch: the messages sent are not the messages received.
         """
-        sends, recvs = list(sends), list(recvs)
         with self._named("announce_exchange"):
-            what = exchange("announce_exchange", self.rank, self.size, sends, recvs, later)
+            what = exchange(self.rank, self.size, list(sends), list(recvs), later)
         self._enter(what)
-        self._exchanges += 1
-        self._announced.update(("Isend", *message, later) for message in sends)
-        self._announced.update(("Irecv", *message, later) for message in recvs)
 
     def announce_call(self, what: str) -> None:
         """Compare `what`, which names an operation that is no call of MPI, over the ranks.
@@ -213,7 +194,7 @@ class LockstepComm(Observer, ABC):
         if sys.exc_info()[0] is not None:
             self._freed = True
             return
-        self.ensure_posted("Free", later=True)
+        self.ensure_complete("Free")
         self._enter(self.lockstep.ending("Free"))
         self._complete(clean=False)
         self._free()
@@ -221,19 +202,12 @@ class LockstepComm(Observer, ABC):
 
     Disconnect = Free
 
-    def ensure_posted(self, before: str, *, later: bool = False) -> None:
-        """Raise `CollectiveMismatch` if an announced message is not posted.
+    def ensure_complete(self, before: str) -> None:
+        """Raise `CollectiveMismatch` if a request is not known to be complete.
 
-        Args:
-            before: the call that this rank is about to make, for the error message.
-            later: whether to raise also for messages that may come after other calls, and for
-                requests that are not known to be complete.
+        `before`: the call that this rank is about to make, for the error message.
         """
-        if missing := [message for message in +self._announced if later or not message[3]]:
-            raise CollectiveMismatch(
-                f"{before} before all announced messages were posted; missing: {_listed(missing)}"
-            )
-        if later and (left := [request for request in self._requests if not request.done]):
+        if left := [request for request in self._requests if not request.done]:
             raise CollectiveMismatch(
                 f"{before} before these were found complete by Test or Wait, or freed: "
                 f"{', '.join(map(str, left))}"
@@ -339,29 +313,17 @@ class LockstepComm(Observer, ABC):
         return self.lockstep.call(what, then)
 
     def _allow(self, what: Call) -> None:
-        """Raise if the communicator is freed or an announced message not posted; note the call."""
+        """Raise if the communicator is freed, and note the call as the last place."""
         if self._freed:
             raise RankError(
                 f"{what.op} on a communicator ({self.lockstep.name}) that has been freed"
             )
-        self.ensure_posted(what.op)
         watch.note(f"in {what.op}({what.text}) at {here()}")
         self.progress()
 
     def progress(self) -> None:
         """Hand over the data of started sends and collectives, so that peers can complete."""
         self.family.release()
-
-    def _take(self, op: str, peer: int, nbytes: int) -> None:
-        """Count a message as posted. Raise `CollectiveMismatch` if it was not announced."""
-        message = (op, peer, nbytes, not self._announced[op, peer, nbytes, False])
-        if not self._announced[message]:
-            left = _listed(+self._announced) or "nothing"
-            raise CollectiveMismatch(
-                f"rank {self.rank}: {op} of {nbytes} bytes with rank {peer} was not announced; "
-                f"announced and not yet posted: {left}"
-            )
-        self._announced[message] -= 1
 
     @abstractmethod
     def _collective(self, form: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
@@ -380,7 +342,7 @@ class LockstepComm(Observer, ABC):
         `clean`: whether to complete the messages under way first, because the example failed on
         some rank. All ranks pass the same `clean`.
         """
-        self._announced, self._requests, self._exchanges = Announced(), [], 0
+        self._requests = []
         self.lockstep.forget()
 
     @abstractmethod

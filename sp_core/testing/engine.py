@@ -151,36 +151,42 @@ def run(spec: Spec, plan: Plan) -> None:
         # same
         warnings.filterwarnings("ignore", "Using `(assume|reject)` outside a property-based test")
         if current.control is None:
-            _lead(spec, plan, lambda example: attempt(spec, example))
+            lead(spec, plan, attempt)
             return
         from sp_core.testing.mpitier import follow, lead_ranks
 
         if current.control.rank == 0:
-            lead_ranks(spec, Fed() if Fed.is_wanted() else plan, _lead)
+            lead_ranks(current.control, spec, Fed() if Fed.is_wanted() else plan)
         else:
-            follow(spec)
+            follow(current.control, spec)
 
 
-def _lead(spec: Spec, plan: Plan, attempt: Callable[[Example], Result]) -> None:
+def lead(spec: Spec, plan: Plan, attempt: Callable[[Spec, Example], Result]) -> None:
     """Run the examples that the plan chooses, and count them.
 
-    If an example fails, raise an error whose text has the example and the command to repeat it.
     `attempt` runs one example on its ranks.
+
+    Raises:
+        RankFailure: an example failed. The text has each bug, its example, and the command to
+            repeat the test. Other errors of the plan are raised as they are.
     """
     __tracebackhide__ = True
 
     def counted(example: Example) -> Result:
-        tally = session.current.tally
-        tally.examples += 1
-        tally.sizes[len(example.ranks)] += 1
-        result = attempt(example)
-        tally.count(result.remarks)
+        result = attempt(spec, example)
+        session.current.tally.count(len(example.ranks), result.remarks)
         return result
 
     try:
         plan.run(spec, counted)
-    except (RankFailure, BaseExceptionGroup, ThreadsHung) as error:
-        found = explained(error, spec, plan)
+    except RankFailure as error:
+        found = type(error)(f"{_told(error)}\n{rerun(spec)}")
+    except ThreadsHung as error:
+        found = failure_class("Hung", "", 0)(f"{_told(error)}\n{rerun(spec)}")
+    except BaseExceptionGroup as error:
+        if error.subgroup(RankFailure) is None:
+            raise
+        found = failure_class(type(error).__name__, "", 0)(f"{_told(error)}\n{rerun(spec)}")
     else:
         return
     raise found from None
@@ -194,62 +200,23 @@ def _on_threads(spec: Spec, example: Example) -> Result:
                 len(example.ranks), lambda comm: spec.body(comm, **spec.fixtures, **example.values)
             )
         except ThreadsHung as hung:
-            raise ThreadsHung(f"{hung}\nexample: {example}") from None
+            hung.add_note(f"example: {example}")
+            raise
     return Result(outcomes, sink)
 
 
-def explained(error: BaseException, spec: Spec, plan: Plan) -> BaseException:
-    """Return the error to raise at the end of a test.
-
-    Args:
-        error: raised by the plan.
-        spec: the test.
-        plan: knows which example failed.
-
-    Returns:
-        A `RankFailure` whose text has each bug, its example, and the command to repeat the test.
-        A `RankFailure` keeps its class. An error is returned unchanged if it is neither a
-        `RankFailure` nor `ThreadsHung`, nor a group with a `RankFailure`.
-    """
-    if isinstance(error, ThreadsHung):
-        return failure_class("Hung", "", 0)(f"{error}\n{rerun(spec)}")
-    stories = [_story(bug, plan) for bug in _leaves(error) if isinstance(bug, RankFailure)]
-    if not stories:
-        return error
-    if isinstance(error, RankFailure):
-        return type(error)(f"{stories[0]}\n{rerun(spec)}")
-    head = error.args[0] if error.args else error
-    lines = [f"{head}\n", "\n\n".join(stories), *_notes(error), rerun(spec)]
-    return failure_class(type(error).__name__, "", 0)("\n".join(lines))
-
-
-def _leaves(error: BaseException) -> list[BaseException]:
-    """Return the errors of a group and of the groups in it; an error that is no group, alone."""
+def _told(error: BaseException) -> str:
+    """Return the text of an error with its notes (PEP 678), and of all errors in a group."""
+    lines = [str(error)]
     if isinstance(error, BaseExceptionGroup):
-        return [leaf for part in error.exceptions for leaf in _leaves(part)]
-    return [error]
-
-
-def _notes(error: BaseException) -> list[str]:
-    """Return the notes (PEP 678) of an error that are not empty."""
-    return [*filter(None, map(str.rstrip, getattr(error, "__notes__", [])))]
-
-
-def _story(bug: RankFailure, plan: Plan) -> str:
-    """Return the text of a failure, its notes, and the latest example that failed with it."""
-    lines = [str(bug), *_notes(bug)]
-    if type(bug) in plan.failed:
-        lines.append(plan.keeps.format(plan.failed[type(bug)]))
-    return "\n".join(lines)
+        lines = [f"{error.message}\n", "\n\n".join(map(_told, error.exceptions))]
+    return "\n".join([*lines, *filter(None, map(str.rstrip, getattr(error, "__notes__", [])))])
 
 
 def rerun(spec: Spec) -> str:
     """Return text with the command that runs this test again."""
-    prefix = "".join(
-        f"{name}={os.environ[name]} "
-        for name in ("SP_PROFILE", "SP_EXAMPLES")
-        if os.environ.get(name)
-    )
+    given = {name: os.environ.get(name) for name in ("SP_PROFILE", "SP_EXAMPLES")}
+    prefix = "".join(f"{name}={value} " for name, value in given.items() if value)
     current = session.current
     launch = f"python -m sp_core.testing.launch -n {current.world_size} -- "
     options = {

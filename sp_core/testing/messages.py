@@ -131,8 +131,6 @@ class Messages(LockstepComm):
             buf, name = self._pickle.dumps(buf), name.capitalize()
             part = Part(len(buf), OBJECT)
         part = part or (Part(0, OBJECT) if name == "irecv" else self._part(buf, peer))
-        if self._exchanges:
-            self._take("Isend" if sends else "Irecv", peer, part.nbytes)
         raw = getattr(self._raw, _SYNCHRONOUS.get(name, name))(buf, peer, tag)
         if part.kind == UNCOUNTED:
             say("a message in memory of a kind that only mpi4py knows")

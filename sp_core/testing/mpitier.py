@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,7 @@ from sp_core.launch import watch
 from sp_core.testing import session
 from sp_core.testing.carriers import MpiCarrier
 from sp_core.testing.checked import CheckedComm
-from sp_core.testing.engine import announce, rerun
+from sp_core.testing.engine import announce, lead, rerun
 from sp_core.testing.outcome import (
     FINISHED,
     Catch,
@@ -33,12 +33,11 @@ from sp_core.testing.outcome import (
 )
 from sp_core.testing.plan import Example, Plan, Result, Spec
 from sp_core.testing.run import run_body
-from sp_core.testing.session import Remarks, collected, keep_largest
+from sp_core.testing.session import Remarks, keep_largest
 
 MAX_COMMUNICATORS = 64
 MAX_RAW_EXAMPLES = 50
 ABORTED = 70  # exit code of a launch after a failure of sp_core.testing itself
-Lead = Callable[[Spec, Plan, Callable[[Example], Result]], None]
 
 
 _pool: OrderedDict[tuple[tuple[int, ...], bool], Any] = OrderedDict()
@@ -70,41 +69,36 @@ def _communicator(control: MpiCarrier, example: Example) -> Any:
     return _pool[key]
 
 
-def lead_ranks(spec: Spec, plan: Plan, lead: Lead) -> None:
+def lead_ranks(control: MpiCarrier, spec: Spec, plan: Plan) -> None:
     """Run a test on rank 0: the plan, then passed examples again without comparison of calls.
 
     At the end tell the other ranks how the test ended.
 
     Args:
+        control: exchanges values between all ranks of the launch.
         spec: the test.
         plan: chooses the examples.
-        lead: runs the plan, given a function that runs one example on all ranks.
     """
     __tracebackhide__ = True
-    control = _control()
-    stop = Outcome(Kind.FAIL, "Interrupted", "rank 0 left the test")
+    stop = FINISHED
     try:
-        lead(spec, plan, lambda example: _order(control, spec, example))
+        lead(spec, plan, lambda spec, example: _order(control, spec, example))
         if session.current.raw_replay:
             _replay_raw(control, spec, plan)
-        stop = FINISHED
     except BaseException as error:
         stop = capture(error)
-        name, *place = getattr(error, "key", (stop.type, stop.file, stop.line))
-        stop = Outcome(stop.kind, name, stop.message, *place)
         raise
     finally:
         watch.in_flight("")
         control.gather(stop)
 
 
-def follow(spec: Spec) -> None:
+def follow(control: MpiCarrier, spec: Spec) -> None:
     """Run a test on a rank other than 0: its part of each example that rank 0 sends.
 
     When rank 0 sends an outcome instead, end the test with that outcome.
     """
     __tracebackhide__ = True
-    control = _control()
     with _or_abort(control):
         while isinstance(told := control.gather(None)[0], Example):
             _take_part(control, spec, told)
@@ -113,11 +107,6 @@ def follow(spec: Spec) -> None:
     if told.kind is not Kind.OK:
         text = f"{first_line(told.message)} (rank 0 has the whole report)"
         raise failure_class(told.type, told.file, told.line)(text)
-
-
-def _control() -> MpiCarrier:
-    assert session.current.control is not None
-    return session.current.control
 
 
 @contextmanager
@@ -149,8 +138,8 @@ def _take_part(control: MpiCarrier, spec: Spec, example: Example) -> Result:
 
     Every rank of the launch calls this and waits for all; ranks outside the example run no body.
     """
-    comm = _communicator(control, example)
-    with collected() as sink, watch.limit(watch.example_seconds()):
+    comm, total = _communicator(control, example), Remarks()
+    with session.collected() as sink, watch.limit(watch.example_seconds()):
         outcome = FINISHED if comm is None else _ended(spec, comm, example)
         is_checked = isinstance(comm, CheckedComm)
         rounds = comm.family.detector.rounds if is_checked else 0
@@ -158,9 +147,9 @@ def _take_part(control: MpiCarrier, spec: Spec, example: Example) -> Result:
         if is_checked:
             comm.settle(max(rounds for *_, rounds in everyone))
     watch.note(f"waits for the next example of {spec.function.__name__}")
-    outcomes, total = [everyone[rank][0] for rank in example.ranks], Remarks()
-    for _, remark, _ in everyone:
-        total.merge(remark)
+    for _, remarks, _ in everyone:
+        keep_largest(total, remarks)
+    outcomes = [everyone[rank][0] for rank in example.ranks]
     if example.raw and any(outcome.kind is not Kind.OK for outcome in outcomes):
         _pool.pop((example.ranks, True), None)  # messages may be left in it
     return Result(outcomes, total)
@@ -200,7 +189,7 @@ def _replay_raw(control: MpiCarrier, spec: Spec, plan: Plan) -> None:
     ):
         session.current.tally.raw += 1
         result = _order(control, spec, replace(example, raw=True))
-        keep_largest(session.current.tally.ratios, result.remarks.ratios)
+        keep_largest(session.current.tally.ratios, session.ratios_of(result.remarks))
         problem = failure(result.outcomes, example.ranks)
         if problem is not None:
             head = (

@@ -141,6 +141,7 @@ def capture(error: BaseException | None) -> Outcome:
     own = [place for place in frames if owner(place[0]) in ("library", "test")]
     file, line = (own or frames or [("", 0)])[-1]
     name = next(kind for kind in type(root).__mro__ if kind not in (Woken, Mismatched)).__name__
+    name, file, line = getattr(root, "key", (name, file, line))
     return Outcome(kind, name, str(root), file, line, _traceback(error))
 
 

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import hypothesis
 import pytest
@@ -62,11 +62,10 @@ class Example:
         )
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """How an example ended.
 
-    Args:
+    Attributes:
         outcomes: of each rank, in the order of the communicator.
         remarks: of all ranks together.
     """
@@ -99,8 +98,7 @@ class Spec:
     def test_id(self) -> str:
         """The id of the running test, as pytest's command line takes it."""
         own = f"{self.function.__module__}::{self.function.__qualname__}"
-        told = os.environ.get("PYTEST_CURRENT_TEST", own).rsplit(" (", 1)[0]
-        return session.current.node_id or told
+        return session.current.node_id or own
 
 
 def ranks_of(nprocs: Nprocs) -> tuple[int, ...]:
@@ -127,7 +125,6 @@ class Plan(ABC):
 
     Attributes:
         passed: examples that passed on all ranks.
-        failed: the latest example of each class of failure.
     """
 
     keeps = "failed with {}"
@@ -135,7 +132,6 @@ class Plan(ABC):
 
     def __init__(self) -> None:
         self.passed: list[Example] = []
-        self.failed: dict[type[BaseException], Example] = {}
 
     @abstractmethod
     def run(self, spec: Spec, attempt: Try) -> None:
@@ -146,21 +142,22 @@ class Plan(ABC):
             attempt: runs an example on its ranks.
         """
 
-    def judge(self, example: Example, result: Result) -> None:
-        """Raise if an example failed or was skipped.
+    def judge(self, example: Example, result: Result) -> set[Kind]:
+        """Return how the ranks ended; raise if the example failed or was skipped.
 
         Otherwise add it to `passed`, unless a rank has rejected it with `assume`.
         """
         __tracebackhide__ = True
         problem = failure(result.outcomes, example.ranks)
         if problem is not None:
-            self.failed[type(problem)] = example
+            problem.add_note(self.keeps.format(example))
             raise problem from None
         kinds = {outcome.kind for outcome in result.outcomes}
         if kinds == {Kind.SKIP}:
             pytest.skip(result.outcomes[0].message)
         if Kind.REJECT not in kinds:
             self.passed.append(example)
+        return kinds
 
 
 class Search(Plan):
@@ -197,9 +194,8 @@ class Search(Plan):
             if not self._fits(example.nprocs):  # of `@example`, for a larger launch
                 hypothesis.reject()
             result = attempt(example)
-            result.remarks.replay()
-            self.judge(example, result)
-            if any(outcome.kind is Kind.REJECT for outcome in result.outcomes):
+            session.replay(result.remarks)
+            if Kind.REJECT in self.judge(example, result):
                 hypothesis.reject()
 
         try:
@@ -218,8 +214,7 @@ class Search(Plan):
 
     def _decorated(self, spec: Spec, driver: Callable[..., None]) -> Callable[[], None]:
         """Return `driver`, which runs one example, as a Hypothesis test with `spec.marks`."""
-        names = ("__name__", "__qualname__", "__module__")
-        for name in names:
+        for name in ("__name__", "__qualname__", "__module__"):
             setattr(driver, name, getattr(spec.function, name))
         parameters = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)

@@ -7,6 +7,7 @@ and imports nothing.
 from __future__ import annotations
 
 import os
+import pickle
 import random
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ import pytest
 
 from sp_core.launch import watch
 from sp_core.testing import session as kit
-from sp_core.testing.session import Session, Tally
+from sp_core.testing.session import Session
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -169,7 +170,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if session.exitstatus == pytest.ExitCode.OK and any(late for *_, late in _worst(config)):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     if hasattr(config, "workeroutput"):
-        config.workeroutput["sp_core"] = kit.current.tally.text()
+        config.workeroutput["sp_core"] = pickle.dumps(kit.current.tally)
     if _RANKS in config.stash:
         config.stash[_RANKS].leave_result(int(session.exitstatus))
 
@@ -177,9 +178,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """Add the counts of a worker of pytest-xdist that has ended."""
-    told = getattr(node, "workeroutput", {}).get("sp_core")
-    if told is not None:
-        kit.current.tally.merge(Tally.parse(told))
+    if told := getattr(node, "workeroutput", {}).get("sp_core"):
+        kit.current.tally.merge(pickle.loads(told))
 
 
 def _worst(config: pytest.Config) -> Iterator[tuple[str, float, float, bool]]:

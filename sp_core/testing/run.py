@@ -141,7 +141,7 @@ def run_body(family: Family, body: Callable[[], T]) -> tuple[T | None, Outcome]:
         kept = progress.of_this_rank().kept
         abandon(request for question in kept for request in question.requests)
         for member in family.members:
-            member.ensure_posted("the end of the body", later=True)
+            member.ensure_complete("the end of the body")
     if isinstance(caught.error, Stopped):
         raise caught.error
     return result, caught.outcome

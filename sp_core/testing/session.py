@@ -6,7 +6,7 @@ function of that name. Ratios are errors divided by their bounds.
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import sys
 import threading
@@ -25,60 +25,42 @@ if TYPE_CHECKING:
 
 _LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 _SCHEME = "scheme="
+Remarks = dict[tuple[str, ...], float]
+"""The remarks of one example, on one rank or on all.
+
+A key is the kind ("event", "feature", "target", "note" or "ratio"), the name or text, and for an
+event its detail. The number is that of a target or a ratio, else 0.
+"""
 
 
-@dataclass
-class Remarks:
-    """The remarks of one example, on one rank or merged over all.
+def replay(remarks: Remarks) -> None:
+    """Hand events, features, targets and notes to Hypothesis.
 
-    Values are numbers: 0.0 for events, notes and features, which have none.
-
-    Attributes:
-        events: by (name, detail).
-        targets: numbers to maximize, by label.
-        notes: by text.
-        ratios: errors divided by their bounds, by name.
-        features: by "dimension=value".
+    The thread in which Hypothesis draws calls this inside an example.
     """
+    import hypothesis
 
-    events: dict[tuple[str, str], float] = field(default_factory=dict)
-    targets: dict[str, float] = field(default_factory=dict)
-    notes: dict[str, float] = field(default_factory=dict)
-    ratios: dict[str, float] = field(default_factory=dict)
-    features: dict[str, float] = field(default_factory=dict)
-
-    def merge(self, other: Remarks) -> None:
-        """Add another rank's remarks: each once, with the largest number."""
-        for kind, remarks in vars(self).items():
-            keep_largest(remarks, vars(other)[kind])
-
-    def replay(self) -> None:
-        """Hand events, features, targets and notes to Hypothesis.
-
-        The thread in which Hypothesis draws calls this inside an example.
-        """
-        import hypothesis
-
-        for value, payload in [*self.events, *((name, "") for name in self.features)]:
-            hypothesis.event(value, payload)
-        for label, number in self.targets.items():
-            hypothesis.target(number, label=label)
-        for text in self.notes:
+    for (kind, text, *detail), number in remarks.items():
+        if kind in ("event", "feature"):
+            hypothesis.event(text, *detail)
+        elif kind == "target":
+            hypothesis.target(number, label=text)
+        elif kind == "note":
             hypothesis.note(text)
 
 
-def larger(a: float, b: float) -> float:
-    """Return the larger of two numbers.
-
-    NaN counts as the largest, because an error that is NaN is the worst.
-    """
-    return a if a != a or a >= b else b  # noqa: PLR0124  # NaN differs from itself
+def ratios_of(remarks: Remarks) -> dict[str, float]:
+    """Return the errors divided by their bounds, by name."""
+    return {name: number for (kind, name, *_), number in remarks.items() if kind == "ratio"}
 
 
 def keep_largest(mine: dict[Any, float], theirs: Mapping[Any, float]) -> None:
-    """Add the numbers of `theirs` to `mine`, by name; of two numbers the larger stays."""
+    """Add the numbers of `theirs` to `mine`, by name; of two numbers the larger stays.
+
+    NaN counts as the largest, because an error that is NaN is the worst.
+    """
     for name, value in theirs.items():
-        mine[name] = larger(mine.get(name, value), value)
+        mine[name] = max(mine.get(name, value), value, key=lambda x: (math.isnan(x), x))
 
 
 @dataclass
@@ -88,49 +70,31 @@ class Tally:
     Attributes:
         examples: number of examples run.
         raw: number of examples run once more without the comparison of calls.
+        tests: number of tests that ran on ranks.
         sizes: number of examples by number of ranks.
         features: number of examples by feature.
         ratios: the greatest error over bound, by name.
-        tests: number of tests that ran on ranks.
     """
 
     examples: int = 0
     raw: int = 0
+    tests: int = 0
     sizes: Counter[int] = field(default_factory=Counter)
     features: Counter[str] = field(default_factory=Counter)
     ratios: dict[str, float] = field(default_factory=dict)
-    tests: int = 0
 
-    def count(self, remarks: Remarks) -> None:
+    def count(self, ranks: int, remarks: Remarks) -> None:
         """Count one example and its features; keep the largest error / bound of each result."""
-        self.features.update(list(remarks.features))
-        keep_largest(self.ratios, remarks.ratios)
+        self.examples += 1
+        self.sizes[ranks] += 1
+        self.features.update(name for kind, name, *_ in remarks if kind == "feature")
+        keep_largest(self.ratios, ratios_of(remarks))
 
     def merge(self, other: Tally) -> None:
         """Add another session's counts; keep the largest error / bound of each result."""
-        for name, value in vars(other).items():
-            if isinstance(value, Counter):
-                vars(self)[name].update(value)
-            elif isinstance(value, int):
-                vars(self)[name] += value
         keep_largest(self.ratios, other.ratios)
-
-    def schemes(self) -> dict[str, int]:
-        """Return the number of examples for each value of the feature "scheme"."""
-        found = {name: n for name, n in sorted(self.features.items()) if name.startswith(_SCHEME)}
-        return {name.removeprefix(_SCHEME): n for name, n in found.items()}
-
-    def text(self) -> str:
-        """Return these counts as JSON, which `parse` reads."""
-        return json.dumps(vars(self))
-
-    @classmethod
-    def parse(cls, text: str) -> Tally:
-        """Return the counts in the JSON that `text` returned."""
-        told = json.loads(text)
-        told["sizes"] = Counter({int(size): count for size, count in told["sizes"].items()})
-        told["features"] = Counter(told["features"])
-        return cls(**told)
+        for name in ("examples", "raw", "tests", "sizes", "features"):
+            vars(self)[name] += vars(other)[name]
 
 
 @dataclass
@@ -172,13 +136,12 @@ class Session:
 
     def summary(self) -> str:
         """Return one line of counts, and one more if examples have named their scheme."""
-        tally, schemes = self.tally, self.tally.schemes()
+        tally = self.tally
         raw = f" (+ {tally.raw} raw)" if tally.raw else ""
         line = f"{tier()}: {tally.tests} tests, {tally.examples} examples{raw}"
         line += f"; examples by ranks {_listed(tally.sizes)}"
-        if schemes:
-            line += f"\nexamples by scheme {_listed(schemes)}"
-        return line
+        schemes = {x.removeprefix(_SCHEME): n for x, n in tally.features.items() if x.startswith(_SCHEME)}
+        return f"{line}\nexamples by scheme {_listed(schemes)}" if schemes else line
 
 
 def _listed(counts: Mapping[Any, int]) -> str:
@@ -203,7 +166,7 @@ _lock = threading.Lock()  # ranks that are threads write to one sink
 @contextmanager
 def collected() -> Iterator[Remarks]:
     """Collect the remarks that this thread makes in a `with` block."""
-    before, thread.sink = thread.sink, Remarks()
+    before, thread.sink = thread.sink, {}
     try:
         yield thread.sink
     finally:
@@ -217,7 +180,7 @@ def event(value: str, payload: str | float = "") -> None:
         value: name of the class.
         payload: more detail, counted separately.
     """
-    _say(Remarks(events={(value, str(payload)): 0.0}))
+    _say({("event", value, str(payload)): 0.0})
 
 
 def features(values: Mapping[str, object]) -> None:
@@ -226,8 +189,7 @@ def features(values: Mapping[str, object]) -> None:
     Args:
         values: by dimensions in which examples differ, such as {"scheme": "ring"}.
     """
-    named = [f"{dimension}={value}" for dimension, value in values.items()]
-    _say(Remarks(features=dict.fromkeys(named, 0.0)))
+    _say({("feature", f"{dimension}={value}"): 0.0 for dimension, value in values.items()})
 
 
 def target(observation: float, *, label: str = "") -> None:
@@ -239,7 +201,7 @@ def target(observation: float, *, label: str = "") -> None:
         observation: finite number.
         label: tells several targets of one test apart.
     """
-    _say(Remarks(targets={label: observation}))
+    _say({("target", label): observation})
 
 
 def note(value: object) -> None:
@@ -247,7 +209,7 @@ def note(value: object) -> None:
 
     A note that several ranks make is shown once.
     """
-    _say(Remarks(notes={str(value): 0.0}))
+    _say({("note", str(value)): 0.0})
 
 
 def record_ratio(name: str, value: float) -> None:
@@ -260,10 +222,10 @@ def record_ratio(name: str, value: float) -> None:
         value: error over bound; a session whose greatest value is above the option
             `sp_max_error_ratio` (0.5) fails.
     """
-    _say(Remarks(ratios={name: value}))
+    _say({("ratio", name): value})
 
 
-def _say(remark: Remarks) -> None:
+def _say(remarks: Remarks) -> None:
     """Add remarks (an event, note, ...) to those of the example that this thread runs.
 
     If it runs none, keep the errors over their bounds for the session. Hand all other remarks to
@@ -271,14 +233,11 @@ def _say(remark: Remarks) -> None:
     """
     with _lock:
         if thread.sink is not None:
-            thread.sink.merge(remark)
+            keep_largest(thread.sink, remarks)
             return
-        keep_largest(current.tally.ratios, remark.ratios)
-    if "hypothesis" in sys.modules:
-        import hypothesis
-
-        if hypothesis.currently_in_test_context():
-            remark.replay()
+        keep_largest(current.tally.ratios, ratios_of(remarks))
+    if "hypothesis" in sys.modules and sys.modules["hypothesis"].currently_in_test_context():
+        replay(remarks)
 
 
 def tier() -> Literal["threads", "mpi"]:

@@ -24,7 +24,6 @@ from sp_core.testing import session
 from sp_core.testing.carriers import patiently
 from sp_core.testing.outcome import FINISHED, Kind, Outcome
 from sp_core.testing.plan import Example, Fed, Result, Spec, hand_over, taken
-from sp_core.testing.session import Remarks
 
 LOSSES = 25
 """Launches that may be lost before the search ends."""
@@ -145,7 +144,7 @@ class Jobs:
         A lost launch is a failure of the example; the next example then starts a new launch.
         """
         if self.lost >= self._most:
-            return Result([FINISHED] * len(example.ranks), Remarks())
+            return Result([FINISHED] * len(example.ranks), {})
         if self._job is None or self._test != test:
             self.pytest_sessionfinish()
             self._test, self._job = test, Job(self.ranks, test, self._options)
@@ -156,7 +155,7 @@ class Jobs:
             self.lost += 1
             self._job.close(patience=0.0)
             self._job = None
-            return Result(outcomes(example, lost), Remarks())
+            return Result(outcomes(example, lost), {})
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self) -> None:

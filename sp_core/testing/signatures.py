@@ -306,7 +306,7 @@ def require(condition: bool, problem: str) -> None:
 
 
 def exchange(
-    op: str, rank: int, size: int, sends: Sequence[Sized], recvs: Sequence[Sized], later: bool
+    rank: int, size: int, sends: Sequence[Sized], recvs: Sequence[Sized], later: bool = False
 ) -> Call:
     """Return the call by which a rank announces messages, for the comparison over the ranks.
 
@@ -319,7 +319,8 @@ def exchange(
         )
     sent = _messages([(rank, peer, nbytes, "") for peer, nbytes in sends])
     received = _messages([(peer, rank, nbytes, "") for peer, nbytes in recvs])
-    return Call(op, (later,), sent, received, f"sends={list(sends)}, recvs={list(recvs)}")
+    text = f"sends={sends}, recvs={recvs}"
+    return Call("announce_exchange", (later,), sent, received, text)
 
 
 def _messages(parts: Iterable[tuple[int, int, int, str]], *, count: bool = True) -> list[Message]:

@@ -326,8 +326,6 @@ class ThreadComm(LockstepComm):
             f"{op}: rank {peer} is not one of the {self.size} ranks of this communicator. Name one "
             "rank; a receive from any source needs mpiexec.",
         )
-        if self._exchanges:
-            self._take(op, peer, part.nbytes)
         return Message(source, dest, tag, part.nbytes, part.kind), view(part)
 
     def _forget(self, request: ThreadRequest | _Draws) -> None:

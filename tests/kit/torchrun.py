@@ -24,7 +24,7 @@ from sp_core import failing
 from sp_core.testing import session
 from sp_core.testing.outcome import FINISHED, Catch
 from sp_core.testing.plan import Example, Result, Spec
-from sp_core.testing.session import Remarks, collected
+from sp_core.testing.session import Remarks, collected, keep_largest
 from sp_core.transport.groups import GroupComm, over_ranks
 
 LIMIT = timedelta(seconds=60)
@@ -79,5 +79,5 @@ def attempt(spec: Spec, example: Example) -> Result:
     everyone = world().allgather((outcome, sink))
     total = Remarks()
     for _, remarks in everyone:
-        total.merge(remarks)
+        keep_largest(total, remarks)
     return Result([everyone[rank][0] for rank in example.ranks], total)
