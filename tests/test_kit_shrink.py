@@ -9,7 +9,7 @@ import os
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
@@ -18,7 +18,17 @@ from kit.failing import failure_of
 from sp_core.launch import results, watch
 from sp_core.testing import given, session, shrink_crash
 from sp_core.testing.outcome import FINISHED
-from sp_core.testing.plan import Example, Fed, Result, hand_over, taken
+from sp_core.testing.plan import (
+    EXAMPLE,
+    RESULT,
+    UNASKED,
+    Example,
+    Result,
+    feed,
+    hand_over,
+    is_fed,
+    taken,
+)
 from sp_core.testing.shrink_crash import Jobs, Lost
 
 pytestmark = pytest.mark.mpi_skip
@@ -78,24 +88,24 @@ def test_a_launch_tries_the_examples_that_it_is_sent(
 ) -> None:
     """As its engine does, the body takes each result and hands over the next example."""
     monkeypatch.setenv(watch.RUN_DIR, str(tmp_path))
-    assert not Fed.is_wanted()
-    (tmp_path / Fed.UNASKED).touch()
-    assert Fed.is_wanted()
+    assert not is_fed()
+    (tmp_path / UNASKED).touch()
+    assert is_fed()
     to_come = [Example((0, 1), {"n": n}) for n in range(3)]
     results: list[Any] = []
     tried: list[Example] = []
 
     def attempt(example: Example) -> Result:
-        assert not Fed.is_wanted()
-        results.append(taken(tmp_path / Fed.RESULT))
+        assert not is_fed()
+        results.append(taken(tmp_path / RESULT))
         tried.append(example)
-        hand_over(tmp_path / Fed.EXAMPLE, [*to_come, None][len(tried)])
+        hand_over(tmp_path / EXAMPLE, [*to_come, None][len(tried)])
         return Result([FINISHED] * len(tried), {})
 
-    hand_over(tmp_path / Fed.EXAMPLE, to_come[0])
-    Fed().run(cast("Any", None), attempt)
+    hand_over(tmp_path / EXAMPLE, to_come[0])
+    feed(attempt)
     assert tried == to_come
-    results.append(taken(tmp_path / Fed.RESULT))
+    results.append(taken(tmp_path / RESULT))
     assert [result and len(result[0].outcomes) for result in results] == [None, 1, 2, 3]
     assert list(tmp_path.iterdir()) == []
 

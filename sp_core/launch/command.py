@@ -8,6 +8,7 @@ and the last place it noted. In a test session the report also names the example
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import shlex
@@ -22,11 +23,9 @@ from pathlib import Path
 
 from sp_core.launch import results, watch
 from sp_core.launch.deaths import Deaths, SharedFiles, kill_session
-from sp_core.launch.watch import IN_FLIGHT, RESULT, RUN_DIR, STARTED, file_of
+from sp_core.launch.watch import IN_FLIGHT, RESULT, RUN_DIR, STARTED
 
 POLL_SECONDS = 0.05
-DUMP_SECONDS = 2.0
-"""Seconds to wait for stacks: half before the signal that asks ranks for them, half after."""
 ORPHAN_SECONDS = 4.0
 """Seconds that mpiexec has to end the other ranks of one that failed. Then the launcher does so.
 
@@ -138,6 +137,7 @@ class Launch:
         command: program and arguments of each rank.
         mpi_args: more arguments for mpiexec.
         run_dir: directory in which each rank leaves files about its state (see `watch`).
+        timeout: seconds after which `trouble` gives a reason to end the launch.
         output: file descriptor for what the ranks print to standard output and standard error.
             Default: those of this process.
     """
@@ -148,9 +148,11 @@ class Launch:
         command: Sequence[str],
         mpi_args: Sequence[str],
         run_dir: Path,
+        timeout: float = math.inf,
         output: int | None = None,
     ) -> None:
-        self.run_dir = run_dir
+        self.run_dir, self._timeout = run_dir, timeout
+        self._begin, self._failed = time.monotonic(), math.inf
         self.deaths = Deaths(run_dir, ranks)
         self.process = subprocess.Popen(
             [find_mpiexec(), *mpi_args, "-n", str(ranks), *watched(command)],
@@ -160,64 +162,38 @@ class Launch:
             stderr=output,
         )
         self.files = SharedFiles(self.process.pid)
-        self._failed: float | None = None
 
     def trouble(self, seconds: float) -> str:
         """Watch the launch for at most `seconds`, and return the reason to end it.
 
-        There are four reasons: a rank has reached its time limit; a rank of a test session has
-        died; a signal has killed a rank; a rank of a plain program has failed and the other ranks
-        run on. Ranks that live have written their stacks before a reason is returned. Return ""
-        while all is well, and if the launch has ended by itself, with any exit code.
+        There are five reasons: a rank has reached its time limit; the launch has reached its own; a
+        rank of a test session has died; a signal has killed a rank; a rank of a plain program has
+        failed and ORPHAN_SECONDS later the other ranks run on. Ranks that live have written their
+        stacks before a reason is returned. Return "" while all is well, and if the launch has ended
+        by itself, with any exit code.
         """
         self.deaths.look(seconds)
         self.files.look()
+        reason = self._reason()
+        if reason and self.process.poll() is None:
+            self.deaths.dump()
+        return reason
+
+    def _reason(self) -> str:
+        now, code = time.monotonic(), self.process.poll()
+        is_session = (self.run_dir / STARTED).exists()
         if any(path.stat().st_size for path in self.run_dir.glob("*.hang")):
-            self._dump()
             return "a rank has reached its time limit"
-        if self.process.poll() is None:
-            return self._orphaned()
-        if (self.run_dir / RESULT).exists():
+        if code is None and now > self._begin + self._timeout:
+            return f"the launch has not ended after {self._timeout:g} s"
+        if code is None and not is_session and self.deaths.failed():
+            self._failed = min(self._failed, now)
+            late = now > self._failed + ORPHAN_SECONDS
+            return "a rank has failed, and the others go on" if late else ""
+        died = is_session or (code and self.deaths.was_killed())
+        if code is None or not died or (self.run_dir / RESULT).exists():
             return ""
-        died = (self.run_dir / STARTED).exists() or (
-            self.process.returncode and self.deaths.was_killed()
-        )
-        return f"a rank died (mpiexec: exit code {self.process.returncode})" if died else ""
-
-    def _orphaned(self) -> str:
-        """Return a reason to end a plain program of which one rank has failed while others run.
-
-        In a test session, and for ORPHAN_SECONDS after the failure, return "".
-        """
-        if (self.run_dir / STARTED).exists() or not self.deaths.failed():
-            return ""
-        self._failed = self._failed or time.monotonic()
-        if time.monotonic() < self._failed + ORPHAN_SECONDS:
-            return ""
-        self._dump()
-        return "a rank has failed, and the others go on"
-
-    def wait(self, timeout: float) -> str:
-        """Wait until the launch ends, and return the reason to end it, or "" as `trouble` does.
-
-        It is a reason, too, that the launch has not ended after `timeout` seconds.
-        """
-        deadline = time.monotonic() + timeout
-        while not (reason := self.trouble(POLL_SECONDS)) and self.process.poll() is None:
-            if time.monotonic() > deadline:
-                self._dump()
-                return f"the launch has not ended after {timeout:g} s"
-        return reason or self.trouble(0.0)
-
-    def _dump(self) -> None:
-        """Let living ranks write their stacks, and terminate ranks that are stopped (SIGSTOP)."""
-        time.sleep(DUMP_SECONDS / 2)  # several ranks reach one time limit nearly together
-        stopped = self.deaths.stopped()
-        for number, pid in self.deaths.alive().items():
-            if number not in stopped and not file_of(self.run_dir, number, "hang").stat().st_size:
-                os.kill(pid, signal.SIGUSR1)
-        time.sleep(DUMP_SECONDS / 2)
-        self.deaths.end_stopped()
+        return f"a rank died (mpiexec: exit code {code})"
 
     def end(self) -> None:
         """Kill the remaining processes of this launch, and remove its files in shared memory."""
@@ -226,11 +202,6 @@ class Launch:
         for path in self.files.found:
             path.unlink(missing_ok=True)
         self.deaths.close()
-
-    def exit_code(self) -> int:
-        """Return the test session's exit code; if it is 0 or there is no session, mpiexec's."""
-        result = self.run_dir / RESULT
-        return (int(result.read_text()) if result.exists() else 0) or abs(self.process.returncode)
 
     def report(self, reason: str) -> str:
         """Return a text: the reason, the ranks to suspect, each rank's state, and the tests."""
@@ -259,18 +230,22 @@ def run(ranks: int, command: Sequence[str], *, timeout: float, mpi_args: Sequenc
         launch had to be ended.
     """
     with tempfile.TemporaryDirectory(prefix="sp_core-") as directory:
-        launch = Launch(ranks, command, mpi_args, Path(directory))
+        launch = Launch(ranks, command, mpi_args, Path(directory), timeout)
+        result = launch.run_dir / RESULT
         try:
-            reason, ended = launch.wait(timeout), launch.process.poll()
+            while not (reason := launch.trouble(POLL_SECONDS)) and launch.process.poll() is None:
+                pass
+            reason, ended = reason or launch.trouble(0.0), launch.process.poll()
             if reason:
                 report = launch.report(reason)
                 print(report, file=sys.stderr, flush=True)
-                results.write_junit(Path(directory), report)
+                results.write_junit(launch.run_dir, report)
             elif ended and not (launch.run_dir / STARTED).exists():
                 print(*launch.deaths.suspects(), sep="\n", file=sys.stderr, flush=True)
         finally:
             launch.end()
-        return abs(ended or 1) if reason else launch.exit_code()
+        told = int(result.read_text()) if result.exists() and not reason else 0
+        return told or abs(ended or int(bool(reason)))
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "sp-core run") -> int:

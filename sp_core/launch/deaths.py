@@ -20,8 +20,10 @@ from pathlib import Path
 from sp_core.launch.watch import FAILED, STARTED, file_of, owner
 
 _FRAME = re.compile(r'\s*File "([^"]+)", line \d+')
+DUMP_SECONDS = 2.0
+"""Seconds to wait for stacks: half before the signal that asks ranks for them, half after."""
 KILLED_BY_MPIEXEC = ("SIGKILL", "SIGTERM", "not known")
-ATTEMPTS, PAUSE_SECONDS, WRITE_SECONDS = 5, 0.01, 0.3
+ATTEMPTS, RETRY_SECONDS, WRITE_SECONDS = 5, 0.01, 0.3
 _INFO = struct.Struct("<Q52xi")  # struct pidfd_info: mask, fields that are not used here, exit_code
 _INFO_EXIT = 1 << 3
 _GET_INFO = (
@@ -49,10 +51,12 @@ class Deaths:
             int, None
         ] = {}  # ranks in the order in which their pipes were closed, else in which they died
         self._dead: dict[int, str] = {}  # rank: cause
-        self._stopped: set[int] = set()
+        self._stopped: dict[int, int] = {}  # rank: process id
         self._rank_of: dict[int, int] = {}  # by file descriptor, a pidfd or a pipe
         for rank in range(ranks):
-            self._listen(_pipe(run_dir, rank), rank, 0)  # 0: only the hang-up
+            path = file_of(run_dir, rank, "life")
+            os.mkfifo(path)  # `watch.hold_life` opens it; when that process ends, it hangs up
+            self._listen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), rank, 0)  # 0: only hang-ups
 
     def close(self) -> None:
         """Close the file descriptors."""
@@ -95,22 +99,23 @@ class Deaths:
         self.look(0.0)
         return {rank: pid for rank, (pid, _) in self._watched.items() if rank not in self._dead}
 
-    def stopped(self) -> dict[int, int]:
-        """Return {rank: process id} of ranks stopped by SIGSTOP, which `suspects` then names."""
-        found = {rank: pid for rank, pid in self.alive().items() if stat(pid)[:1] == ["T"]}
-        self._stopped.update(found)
-        return found
+    def dump(self) -> None:
+        """Let living ranks write their stacks, and terminate ranks that are stopped (SIGSTOP).
 
-    def end_stopped(self) -> None:
-        """Terminate the ranks that are stopped (SIGSTOP), and give them time to write their stacks.
-
-        SIGCONT follows SIGTERM, because a stopped process cannot write its stacks.
+        `suspects` names the stopped ranks. SIGCONT follows SIGTERM, because a stopped process
+        cannot write its stacks.
         """
-        stopped = self.stopped()
-        for pid in stopped.values():
+        time.sleep(DUMP_SECONDS / 2)  # several ranks reach one time limit nearly together
+        for rank, pid in self.alive().items():
+            if stat(pid)[:1] == ["T"]:
+                self._stopped[rank] = pid
+            elif not self._text(rank, "hang"):
+                os.kill(pid, signal.SIGUSR1)
+        time.sleep(DUMP_SECONDS / 2)
+        for pid in self._stopped.values():
             os.kill(pid, signal.SIGTERM)
             os.kill(pid, signal.SIGCONT)
-        time.sleep(WRITE_SECONDS if stopped else 0.0)
+        time.sleep(WRITE_SECONDS if self._stopped else 0.0)
 
     def first(self) -> int | None:
         """Return the rank that died first, or None if no rank is known to have died.
@@ -196,16 +201,6 @@ class Deaths:
         )
 
 
-def _pipe(run_dir: Path, rank: int) -> int:
-    """Make the pipe that a rank opens with `watch.hold_life`, and return its read end.
-
-    The read end reports a hang-up when the rank's process closes its end.
-    """
-    path = file_of(run_dir, rank, "life")
-    os.mkfifo(path)
-    return os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-
-
 def _owners(stacks: str) -> list[tuple[str, str]]:
     """Return (line, owner) for each line of a stack dump.
 
@@ -261,7 +256,7 @@ def _cause(pid: int, fd: int) -> str:
             code = os.waitstatus_to_exitcode(status)
             return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         time.sleep(
-            PAUSE_SECONDS
+            RETRY_SECONDS
         )  # between reaping and the write to pidfs the kernel knows neither status
     return "its exit code is not known here, mpiexec may say it above"
 
@@ -283,9 +278,8 @@ def _status_of(fd: int) -> int | None:
 FOLDER = Path("/dev/shm")
 NAMES = ("mpich_shm_", "ucx_shm_posix_", "sm_segment.")
 """Beginnings of the names that MPICH, UCX and Open MPI give to files in shared memory."""
-SLACK_SECONDS = 5.0  # that a file system's clock may lag behind this process's
-FIRST_SECONDS, FIRST_PAUSE, PAUSE = 5.0, 0.25, 2.0
-"""Look for files every FIRST_PAUSE seconds during the first FIRST_SECONDS, then every PAUSE."""
+PAUSE_SECONDS, PAUSE_FACTOR = 0.25, 50
+"""Pause between two searches for files: at least PAUSE_SECONDS and 50 times a search's duration."""
 
 
 def stat(pid: int | str) -> list[str]:
@@ -327,9 +321,7 @@ def kill_session(leader: int) -> None:
 
 
 class SharedFiles:
-    """The MPI library's files in /dev/shm that belong to one launch.
-
-    They are files that processes of the launch have mapped and that are not older than the launch.
+    """The MPI library's files in /dev/shm that processes of one launch have mapped.
 
     Args:
         leader: id of the process that leads the launch's session.
@@ -339,9 +331,7 @@ class SharedFiles:
     """
 
     def __init__(self, leader: int) -> None:
-        self._leader = leader
-        self._begin = time.time()
-        self._next = 0.0
+        self._leader, self._next = leader, 0.0
         self.found: set[Path] = set()
 
     def look(self) -> None:
@@ -349,17 +339,15 @@ class SharedFiles:
 
         Most calls return at once, because reading /proc takes milliseconds.
         """
-        now = time.time()
-        if now < self._next:
+        begin = time.monotonic()
+        if begin < self._next:
             return
-        self._next = now + (FIRST_PAUSE if now < self._begin + FIRST_SECONDS else PAUSE)
         for pid in processes_of(self._leader):
             with contextlib.suppress(OSError):
-                mapped = map(mpi_file, Path(f"/proc/{pid}/maps").read_text().splitlines())
-                self.found |= {path for path in mapped if path is not None and self._is_new(path)}
-
-    def _is_new(self, path: Path) -> bool:
-        return path.exists() and path.stat().st_ctime > self._begin - SLACK_SECONDS
+                lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+                self.found.update(filter(None, map(mpi_file, lines)))
+        end = time.monotonic()
+        self._next = end + max(PAUSE_SECONDS, PAUSE_FACTOR * (end - begin))
 
 
 def mpi_file(line: str) -> Path | None:

@@ -61,16 +61,15 @@ class Watch:
     """
 
     def __init__(self, rank: int) -> None:
-        self.rank = rank
-        if RUN_DIR in os.environ:
-            self.directory = Path(os.environ[RUN_DIR])
-            self.hang, self.stack = self._open("hang"), self._open("stack")
-        else:
-            self.directory = Path(tempfile.mkdtemp(prefix="sp_core-"))
+        run_dir = os.environ.get(RUN_DIR)
+        self.directory = Path(run_dir or tempfile.mkdtemp(prefix="sp_core-"))
+        files = [file_of(self.directory, rank, kind) for kind in ("hang", "stack", "place")]
+        self.hang, self.stack, place, self.flying = (
+            os.open(file, os.O_CREAT | os.O_RDWR) for file in (*files, self.directory / IN_FLIGHT)
+        )
+        if run_dir is None:
             atexit.register(shutil.rmtree, self.directory, ignore_errors=True)
             self.hang = self.stack = os.dup(2)
-        self.flying = os.open(self.directory / IN_FLIGHT, os.O_CREAT | os.O_WRONLY)
-        place = self._open("place", os.O_RDWR)
         os.truncate(place, PLACE_BYTES)
         self.place = mmap.mmap(place, PLACE_BYTES)
         self.enable()
@@ -83,9 +82,6 @@ class Watch:
         file_of(self.directory, rank, "pid").write_text(
             str(os.getpid())
         )  # last: the launcher may send a signal from now on
-
-    def _open(self, kind: str, access: int = os.O_WRONLY) -> int:
-        return os.open(file_of(self.directory, self.rank, kind), os.O_CREAT | access)
 
     def enable(self) -> None:
         """Let faulthandler write to the stack file if a signal such as SIGSEGV ends the process."""

@@ -21,7 +21,7 @@ from sp_core.testing import requests
 from sp_core.testing.carriers import MpiCarrier
 from sp_core.testing.session import Session, find_shared_gpu, keep_largest
 
-_RESULT_FILES = ("xmlpath", "benchmark_json", "benchmark_save", "benchmark_autosave")
+_RESULT_FILES = {"xmlpath", "benchmark_json", "benchmark_save", "benchmark_autosave"}
 _MAX_LISTED = 5
 
 
@@ -59,6 +59,7 @@ class Ranks:
         self._refuse()
         self._watch = watch.start(self.rank)
         watch.limit_phases()
+        config.add_cleanup(watch.stop)
         self._stdout = sys.stdout
         if self.rank:
             self._be_quiet()
@@ -99,9 +100,7 @@ class Ranks:
     def _be_quiet(self) -> None:
         """Stop pytest on this rank from writing to the terminal and to result files."""
         option = self.config.option
-        for name in _RESULT_FILES:
-            if hasattr(option, name):
-                setattr(option, name, None)
+        vars(option).update(dict.fromkeys(_RESULT_FILES & vars(option).keys()))
         option.basetemp = str(
             self._watch.directory / f"tmp-rank{self.rank}"
         )  # pytest clears it at the start, also while other ranks use it
@@ -121,13 +120,6 @@ class Ranks:
             if (cache := getattr(self.config, "cache", None)) is not None:
                 # ranks may read which tests failed last time, and must read the same
                 vars(cache).update(set=lambda key, value: None)
-
-    def pytest_report_header(self) -> str:
-        """Return the line of pytest's header with the number of ranks and the MPI library."""
-        from mpi4py import MPI
-
-        library = MPI.Get_library_version().split(",")[0].splitlines()[0].strip("\0 ")
-        return f"sp_core.testing: {self.size} ranks, {library}"
 
     def pytest_collectstart(self, collector: pytest.Collector) -> None:
         """Note for the report of a hang that this rank collects this file or folder."""
@@ -158,15 +150,12 @@ class Ranks:
         everyone = self._everyone("the end of collection", mine)
         common = set.intersection(*(set(ids) for ids, _ in everyone))
         if any(ids != everyone[0][0] for ids, _ in everyone):
-            lines: list[str] = []
+            lines = ["the ranks collected different tests, or in another order:"]
             for rank, (ids, complaints) in enumerate(everyone):
                 lines += [f"rank {rank} {text}" for text in complaints]
-                only = [name for name in ids if name not in common]
-                lines += [
-                    f"  not on all ranks, but on rank {rank}: {n}" for n in only[:_MAX_LISTED]
-                ]
-            text = "the ranks collected different tests, or in another order:"
-            self._usage("\n".join([text, *lines]))
+                only = [name for name in ids if name not in common][:_MAX_LISTED]
+                lines += [f"  not on all ranks, but on rank {rank}: {name}" for name in only]
+            self._usage("\n".join(lines))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Note for the report of a hang that this rank has begun this test."""
@@ -220,11 +209,11 @@ class Ranks:
             reports: (outcome, text) of each rank, in rank order.
         """
         failed = [rank for rank, (word, _) in enumerate(reports) if word == "failed"]
-        if not failed and len({word for word, _ in reports}) > 1:
+        if len(set(reports)) == 1 or not (failed or len({word for word, _ in reports}) > 1):
+            return ""
+        if not failed:
             said = ", ".join(f"rank {rank}: {word}" for rank, (word, _) in enumerate(reports))
             return f"the ranks disagree about the outcome of this test: {said}"
-        if not failed or len(set(reports)) == 1:
-            return ""
         first, *others = failed
         text = reports[first][1]
         if len(failed) < self.size:

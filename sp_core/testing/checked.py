@@ -12,7 +12,7 @@ import sys
 from abc import ABCMeta
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -21,12 +21,9 @@ from sp_core.testing.comm import forwarded
 from sp_core.testing.lockstep import Beginning, Call, Lockstep
 from sp_core.testing.messages import MESSAGES, PROBES, Messages
 from sp_core.testing.outcome import Catch, Kind, Mismatched, capture, raise_for_peers
-from sp_core.testing.requests import UNCHECKED, Transfer, announced, begun, install, say
+from sp_core.testing.requests import UNCHECKED, Transfer, begun, install, say
 from sp_core.testing.signatures import Edges, Flow, op_of
 from sp_core.testing.stuck import Detector, Family
-
-if TYPE_CHECKING:
-    from sp_core.transport.host import MpiCounter
 
 AGREED = {
     **dict.fromkeys(
@@ -189,7 +186,9 @@ class CheckedComm(Messages):
         return self._agree_on(form, args, given, make)
 
     def _later(self, beginning: Beginning) -> Any:
-        return announced(beginning)
+        request = self._mpi.Request()
+        request.beginning = beginning
+        return request
 
     def _agreed(self, name: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
         """Compare a collective that is not on buffers over the ranks, and return its result.
@@ -244,7 +243,7 @@ class CheckedComm(Messages):
             MPI.COMM_SELF.Dup(), self.family, f"{self.lockstep.name}.alone[{self.rank}]"
         )
 
-    def make_counter(self) -> MpiCounter:
+    def make_counter(self) -> Any:
         """Return an object whose `take` gives 0, 1, 2, ... to whichever rank asks next.
 
         Every rank calls this.

@@ -6,20 +6,17 @@ The comparison is in `lockstep`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import Any, Self
 
 import torch.distributed as dist
 from torch import Tensor
 
 from sp_core.testing.carriers import MpiCarrier
-from sp_core.testing.lockstep import Call, Lockstep, Message
+from sp_core.testing.lockstep import Beginning, Call, Lockstep, Message
 from sp_core.testing.outcome import capture, raise_for_peers
 from sp_core.transport.groups import communicator_of
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
-    from torch.distributed import ProcessGroup
 
 _gather = getattr(
     dist, "all_gather_single", dist.all_gather_into_tensor
@@ -48,7 +45,7 @@ class CheckedGroup:
         PeerFailed: from calls and the end of the block: another rank has failed.
     """
 
-    def __init__(self, group: ProcessGroup | None = None, name: str = "group") -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, name: str = "group") -> None:
         comm = communicator_of(group)
         if comm is None:
             raise ValueError(
@@ -56,7 +53,7 @@ class CheckedGroup:
             )
         self._group: Any = dist.group.WORLD if group is None else group
         self._comm, self.rank, self.size = comm, comm.rank, comm.size
-        self._lockstep = Lockstep(MpiCarrier(cast("Intracomm", comm)), name)
+        self.lockstep = Lockstep(MpiCarrier(comm), name)
 
     def __enter__(self) -> Self:
         return self
@@ -67,10 +64,13 @@ class CheckedGroup:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        finish = self._lockstep.finish(capture(error))
-        outcomes = self._lockstep.carrier.drive(finish, "has ended", ending=True)
+        finish = self.lockstep.finish(capture(error))
+        outcomes = self.lockstep.carrier.drive(finish, "has ended", ending=True)
         self._comm.Free()
         raise_for_peers(error, outcomes)
+
+    def progress(self) -> None:
+        """Do nothing: torch itself moves what was started."""
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         """Call torch's `all_reduce`, which changes `tensor`. Every rank calls this."""
@@ -135,9 +135,8 @@ class CheckedGroup:
             for sizes in (output_split_sizes, input_split_sizes)
         )
         made = Call("all_to_all_single", (str(input.dtype),), sends, receives, text)
-        self._lockstep.call(
-            made, lambda: dist.all_to_all_single(output, input, came, went, self._group)
-        )
+        exchange = partial(dist.all_to_all_single, output, input, came, went, self._group)
+        Beginning(self, made, exchange).settle()
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Call torch's `broadcast` from `src`, a rank of the whole world. Every rank calls this."""
@@ -185,13 +184,13 @@ class CheckedGroup:
 
     def _agree(self, then: Callable[[], Any], op: str, *equal: str) -> None:
         """Compare `op` and the texts `equal` over the ranks, waiting for all, then call `then`."""
-        self._lockstep.call(Call(op, equal, text=", ".join(equal)), then)
+        Beginning(self, Call(op, equal, text=", ".join(equal)), then).settle()
 
     def _point_to_point(
         self, text: str, then: Callable[[], Any], **messages: tuple[Message, ...]
     ) -> None:
         """Compare the messages sent and received over the ranks, then call `then`."""
-        self._lockstep.call(Call("send or recv", text=text, **messages), then)
+        Beginning(self, Call("send or recv", text=text, **messages), then).settle()
 
     def _parts(
         self, tensor: Tensor, sizes: Sequence[int] | None, message: Callable[[int, int], Message]

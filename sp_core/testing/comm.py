@@ -31,6 +31,7 @@ _ON_OBJECTS: dict[str, Callable[[Any, Any], Any]] = {
     "MIN": min,
 }
 
+
 def _reduced(op: Any, objects: Sequence[Any]) -> Any:
     """Return the reduction of objects in rank order. `op`: a name, None (add) or a function."""
     return functools.reduce(op if callable(op) else _ON_OBJECTS[op_name(op)], objects)
@@ -310,7 +311,7 @@ class LockstepComm(Observer, ABC):
         self._allow(what)
         if self.lockstep.beginning is not None:
             self.lockstep.beginning.settle()
-        return self.lockstep.call(what, then)
+        return Beginning(self, what, then).settle()
 
     def _allow(self, what: Call) -> None:
         """Raise if the communicator is freed, and note the call as the last place."""

@@ -16,11 +16,12 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import settings, strategies as st
 
 from sp_core.testing import profiles, session
-from sp_core.testing.outcome import RankFailure, failure_class
-from sp_core.testing.plan import Example, Fed, Plan, Result, Search, Spec, Sweep
+from sp_core.testing.outcome import Kind, RankFailure, failure, failure_class
+from sp_core.testing.plan import Example, Plan, Result, Spec, search, sweep
 from sp_core.testing.run import ThreadsHung, run_ranks
 
 Body = Callable[..., None]
@@ -65,7 +66,7 @@ def given(
 
     def plan() -> Plan:
         most = min(max_ranks, session.current.world_size or max_ranks)
-        return Search(st.integers(1, most) if nprocs is None else nprocs, strategies, max_examples)
+        return search(st.integers(1, most) if nprocs is None else nprocs, strategies, max_examples)
 
     return lambda body: _as_test(body, tuple(strategies), plan)
 
@@ -92,7 +93,7 @@ def spmd(*sizes: int | tuple[int, ...]) -> Callable[[Body], Body]:
     """
 
     def plan() -> Plan:
-        return Sweep(sizes or tuple(range(1, 1 + (session.current.world_size or SPMD_SIZES))))
+        return sweep(sizes or tuple(range(1, 1 + (session.current.world_size or SPMD_SIZES))))
 
     return lambda body: _as_test(body, (), plan)
 
@@ -156,13 +157,13 @@ def run(spec: Spec, plan: Plan) -> None:
         from sp_core.testing.mpitier import follow, lead_ranks
 
         if current.control.rank == 0:
-            lead_ranks(current.control, spec, Fed() if Fed.is_wanted() else plan)
+            lead_ranks(current.control, spec, plan)
         else:
             follow(current.control, spec)
 
 
-def lead(spec: Spec, plan: Plan, attempt: Callable[[Spec, Example], Result]) -> None:
-    """Run the examples that the plan chooses, and count them.
+def lead(spec: Spec, plan: Plan, attempt: Callable[[Spec, Example], Result]) -> list[Example]:
+    """Run the examples that the plan chooses, count them, and return those that passed.
 
     `attempt` runs one example on its ranks.
 
@@ -171,14 +172,26 @@ def lead(spec: Spec, plan: Plan, attempt: Callable[[Spec, Example], Result]) -> 
             repeat the test. Other errors of the plan are raised as they are.
     """
     __tracebackhide__ = True
+    passed = []
 
-    def counted(example: Example) -> Result:
+    def judged(example: Example, keeps: str) -> set[Kind]:
+        __tracebackhide__ = True
         result = attempt(spec, example)
         session.current.tally.count(len(example.ranks), result.remarks)
-        return result
+        session.replay(result.remarks)
+        problem = failure(result.outcomes, example.ranks)
+        if problem is not None:
+            problem.add_note(keeps.format(example))
+            raise problem from None
+        kinds = {outcome.kind for outcome in result.outcomes}
+        if kinds == {Kind.SKIP}:
+            pytest.skip(result.outcomes[0].message)
+        if Kind.REJECT not in kinds:
+            passed.append(example)
+        return kinds
 
     try:
-        plan.run(spec, counted)
+        plan(spec, judged)
     except RankFailure as error:
         found = type(error)(f"{_told(error)}\n{rerun(spec)}")
     except ThreadsHung as error:
@@ -188,7 +201,7 @@ def lead(spec: Spec, plan: Plan, attempt: Callable[[Spec, Example], Result]) -> 
             raise
         found = failure_class(type(error).__name__, "", 0)(f"{_told(error)}\n{rerun(spec)}")
     else:
-        return
+        return passed
     raise found from None
 
 

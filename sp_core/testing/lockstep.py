@@ -13,15 +13,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from sp_core import progress
 from sp_core.launch.watch import here
 from sp_core.testing.carriers import Carrier, Steps, Ticket, begun, boxed, until
 from sp_core.testing.outcome import DONE, Kind, Mismatched, Outcome, Woken
-
-if TYPE_CHECKING:
-    from sp_core.testing.comm import LockstepComm
 
 UNCOUNTED = "not counted"
 """Kind of a message of unknown size. Messages of its communicator are then not compared."""
@@ -139,29 +136,12 @@ class Lockstep:
         self.received: list[Message] = []
         self.beginning: Beginning | None = None
 
-    def call(self, call: Call, then: Callable[[], Any] = _nothing) -> Any:
-        """Wait until every rank is about to make this call, then return the result of `then`.
+    def agree(self, call: Call, what: str, then: Callable[[], Any]) -> Steps[Any]:
+        """Return a generator that awaits all ranks, then makes the call.
 
-        If a signal or a lack of memory interrupts the wait, `finish` calls `then`, because peers
-        may have begun the call.
-
-        Raises:
-            PeerFailed: a rank has left the example by an error.
-            CollectiveMismatch: the ranks call different things.
+        While the generator yields, this rank can do other work. The ranks compare `call`, which
+        `what` describes; the generator's result is that of `then`.
         """
-        what, steps = self.begin(call, then)
-        return self.carrier.drive(meanwhile(steps), what)
-
-    def begin(self, call: Call, then: Callable[[], Any]) -> tuple[str, Steps[Any]]:
-        """Return a call's description, and a generator that awaits all ranks, then makes the call.
-
-        While the generator yields, this rank can do other work. The ranks compare `call`; the
-        generator's result is that of `then`.
-        """
-        what = f"{call.op}({call.text}) on {self.name} at {here()}"
-        return what, self._agree(call, what, then)
-
-    def _agree(self, call: Call, what: str, then: Callable[[], Any]) -> Steps[Any]:
         self._then, decision = then, Kind.WAIT
         self.calls += 1
         yield from self._settle()
@@ -287,20 +267,21 @@ def _outcomes(records: Sequence[Record]) -> list[Outcome]:
 
 
 class Beginning:
-    """A request for a non-blocking call that is made when all ranks have announced it.
+    """A call that is made when all ranks have announced it, and the request of what it begins.
 
     A rank announces a call by sending a record of it to the other ranks. Until all ranks have, this
     rank can do other work.
 
     Args:
-        comm: communicator of the call.
+        comm: communicator of the call, with `lockstep` and `progress`.
         call: compared over the ranks.
-        make: makes the call, and returns the request of MPI.
+        make: makes the call. Returns the request of MPI, or the result of a blocking call.
     """
 
-    def __init__(self, comm: LockstepComm, call: Call, make: Callable[[], Any]) -> None:
+    def __init__(self, comm: Any, call: Call, make: Callable[[], Any]) -> None:
         self._comm = comm
-        self._what, self._steps = comm.lockstep.begin(call, make)
+        self._what = f"{call.op}({call.text}) on {comm.lockstep.name} at {here()}"
+        self._steps = comm.lockstep.agree(call, self._what, make)
         self._made: Any = None
         self._is_driven = False
         self._before: Beginning | None = comm.lockstep.beginning
@@ -323,7 +304,15 @@ class Beginning:
         return self._made is not None
 
     def settle(self) -> Any:
-        """Wait until all ranks have announced the call, make it, and return what `make` returns."""
+        """Wait until all ranks have announced the call, make it, and return what `make` returns.
+
+        If a signal or a lack of memory interrupts the wait, `Lockstep.finish` makes the call,
+        because peers may have begun it.
+
+        Raises:
+            PeerFailed: a rank has left the example by an error.
+            CollectiveMismatch: the ranks call different things.
+        """
         if self._made is None:
             if self._before is not None:
                 self._before.settle()

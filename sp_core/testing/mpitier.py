@@ -31,7 +31,7 @@ from sp_core.testing.outcome import (
     failure_class,
     first_line,
 )
-from sp_core.testing.plan import Example, Plan, Result, Spec
+from sp_core.testing.plan import Example, Plan, Result, Spec, feed, is_fed
 from sp_core.testing.run import run_body
 from sp_core.testing.session import Remarks, keep_largest
 
@@ -82,9 +82,12 @@ def lead_ranks(control: MpiCarrier, spec: Spec, plan: Plan) -> None:
     __tracebackhide__ = True
     stop = FINISHED
     try:
-        lead(spec, plan, lambda spec, example: _order(control, spec, example))
+        if is_fed():
+            feed(lambda example: _order(control, spec, example))
+            return
+        passed = lead(spec, plan, lambda spec, example: _order(control, spec, example))
         if session.current.raw_replay:
-            _replay_raw(control, spec, plan)
+            _replay_raw(control, spec, passed)
     except BaseException as error:
         stop = capture(error)
         raise
@@ -173,7 +176,7 @@ def _ended(spec: Spec, comm: Any, example: Example) -> Outcome:
     return ended
 
 
-def _replay_raw(control: MpiCarrier, spec: Spec, plan: Plan) -> None:
+def _replay_raw(control: MpiCarrier, spec: Spec, passed: list[Example]) -> None:
     """Run at most 50 of the passed examples again on communicators that do not compare calls.
 
     The exchanges of the comparison can hide a race.
@@ -182,7 +185,7 @@ def _replay_raw(control: MpiCarrier, spec: Spec, plan: Plan) -> None:
         RankFailure: an example fails without the comparison.
     """
     __tracebackhide__ = True
-    distinct = list({str(example): example for example in plan.passed}.values())
+    distinct = list({str(example): example for example in passed}.values())
     step = max(len(distinct) / MAX_RAW_EXAMPLES, 1.0)
     for example in (
         distinct[int(index * step)] for index in range(min(len(distinct), MAX_RAW_EXAMPLES))

@@ -1,7 +1,7 @@
 """Choose the examples of a test.
 
-An example is one choice of ranks and arguments for the body. `Search` has Hypothesis draw them,
-`Sweep` makes one for each number of ranks, and `Fed` receives them from another process.
+An example is one choice of ranks and arguments for the body. `search` has Hypothesis draw them,
+`sweep` makes one for each number of ranks, and `feed` receives them from another process.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import os
 import pickle
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from hypothesis.errors import FailedHealthCheck, Unsatisfiable
 from sp_core.launch.watch import RUN_DIR
 from sp_core.testing import profiles, session
 from sp_core.testing.carriers import patiently
-from sp_core.testing.outcome import Kind, Outcome, failure
+from sp_core.testing.outcome import Kind, Outcome
 from sp_core.testing.session import Remarks
 
 _SEED, _SETTINGS = "_hypothesis_internal_use_seed", "_hypothesis_internal_use_settings"
@@ -74,10 +73,6 @@ class Result(NamedTuple):
     remarks: Remarks
 
 
-Try = Callable[[Example], Result]
-"""Runs an example on its ranks, and returns the result."""
-
-
 @dataclass(frozen=True)
 class Spec:
     """One run of a test.
@@ -120,48 +115,23 @@ def fits(nprocs: Nprocs) -> bool:
     return size == 0 or max(ranks) < size
 
 
-class Plan(ABC):
-    """A way to choose examples, and what came of them.
+Try = Callable[..., set[Kind]]
+"""Runs an example on its ranks, and returns how they ended; raises if it failed or was skipped.
 
-    Attributes:
-        passed: examples that passed on all ranks.
-    """
-
-    keeps = "failed with {}"
-    """Format of a line that says how to run an example that failed."""
-
-    def __init__(self) -> None:
-        self.passed: list[Example] = []
-
-    @abstractmethod
-    def run(self, spec: Spec, attempt: Try) -> None:
-        """Try examples until enough have passed. Raise for an example that fails.
-
-        Args:
-            spec: the test.
-            attempt: runs an example on its ranks.
-        """
-
-    def judge(self, example: Example, result: Result) -> set[Kind]:
-        """Return how the ranks ended; raise if the example failed or was skipped.
-
-        Otherwise add it to `passed`, unless a rank has rejected it with `assume`.
-        """
-        __tracebackhide__ = True
-        problem = failure(result.outcomes, example.ranks)
-        if problem is not None:
-            problem.add_note(self.keeps.format(example))
-            raise problem from None
-        kinds = {outcome.kind for outcome in result.outcomes}
-        if kinds == {Kind.SKIP}:
-            pytest.skip(result.outcomes[0].message)
-        if Kind.REJECT not in kinds:
-            self.passed.append(example)
-        return kinds
+The second argument is the format of a line that says how to run an example that failed.
+"""
+Plan = Callable[[Spec, Try], None]
+"""Tries examples of a test until enough have passed. Raises for an example that fails."""
 
 
-class Search(Plan):
-    """Examples drawn by Hypothesis.
+def search(
+    nprocs: st.SearchStrategy[Any],
+    strategies: dict[str, st.SearchStrategy[Any]],
+    max_examples: int | None,
+) -> Plan:
+    """Return a plan that lets Hypothesis draw examples and shrink one that fails.
+
+    The test is skipped if no drawn ranks exist in the launch.
 
     Args:
         nprocs: draws the ranks.
@@ -169,119 +139,99 @@ class Search(Plan):
         max_examples: overrides the number of the profile, if not None.
     """
 
-    keeps = "to keep this example: @example({})"
-
-    def __init__(
-        self,
-        nprocs: st.SearchStrategy[Any],
-        strategies: dict[str, st.SearchStrategy[Any]],
-        max_examples: int | None,
-    ) -> None:
-        super().__init__()
-        self._nprocs, self._strategies, self._max_examples = nprocs, strategies, max_examples
-        self._some_fit = False
-
-    def run(self, spec: Spec, attempt: Try) -> None:
-        """Let Hypothesis draw examples, try them, and shrink an example that fails.
-
-        Skip the test if no drawn ranks exist in the launch.
-        """
+    def run(spec: Spec, attempt: Try) -> None:
         __tracebackhide__ = True
+        fitting: list[Nprocs] = []
+
+        def is_fitting(nprocs: Nprocs) -> bool:
+            fitting.extend([nprocs] if fits(nprocs) else [])
+            return nprocs in fitting
 
         def driver(**values: Any) -> None:
             __tracebackhide__ = True
             example = Example(ranks_of(values.pop("nprocs")), values)
-            if not self._fits(example.nprocs):  # of `@example`, for a larger launch
+            if not is_fitting(example.nprocs):  # of `@example`, for a larger launch
                 hypothesis.reject()
-            result = attempt(example)
-            session.replay(result.remarks)
-            if Kind.REJECT in self.judge(example, result):
+            if Kind.REJECT in attempt(example, "to keep this example: @example({})"):
                 hypothesis.reject()
 
+        drawn = {"nprocs": nprocs.filter(is_fitting), **strategies}
         try:
-            self._decorated(spec, driver)()
+            _decorated(spec, driver, drawn, max_examples)()
         except (Unsatisfiable, FailedHealthCheck):
-            if self._some_fit:
+            if fitting:
                 raise
-            pytest.skip(
-                f"no number of ranks that it draws fits a launch of {session.current.world_size}"
-            )
+            size = session.current.world_size
+            pytest.skip(f"no number of ranks that it draws fits a launch of {size}")
 
-    def _fits(self, nprocs: Nprocs) -> bool:
-        found = fits(nprocs)
-        self._some_fit |= found
-        return found
-
-    def _decorated(self, spec: Spec, driver: Callable[..., None]) -> Callable[[], None]:
-        """Return `driver`, which runs one example, as a Hypothesis test with `spec.marks`."""
-        for name in ("__name__", "__qualname__", "__module__"):
-            setattr(driver, name, getattr(spec.function, name))
-        parameters = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
-            for name in ("nprocs", *self._strategies)
-        ]
-        copied = {name: spec.marks[name] for name in _COPIED if name in spec.marks}
-        # Hypothesis tells tests apart by the body's source, for its seed and in its database
-        vars(driver).update(
-            copied, __wrapped__=spec.function, __signature__=inspect.Signature(parameters)
-        )
-        seed = session.current.seed
-        own = profiles.chosen(
-            spec.marks.get(_SETTINGS), self._max_examples, seeded=seed is not None
-        )
-        if seed is not None and copied.get(_SEED) is None:
-            driver = hypothesis.seed(f"{seed} {spec.test_id.rpartition('::')[2]}")(
-                driver
-            )  # each test draws other examples
-        test = hypothesis.given(nprocs=self._nprocs.filter(self._fits), **self._strategies)(
-            own(driver)
-        )
-        vars(test).update(copied)
-        return test
+    return run
 
 
-class Sweep(Plan):
-    """One example for each number of ranks.
+def _decorated(
+    spec: Spec,
+    driver: Callable[..., None],
+    strategies: dict[str, st.SearchStrategy[Any]],
+    max_examples: int | None,
+) -> Callable[[], None]:
+    """Return `driver`, which runs one example, as a Hypothesis test with `spec.marks`."""
+    for name in ("__name__", "__qualname__", "__module__"):
+        setattr(driver, name, getattr(spec.function, name))
+    parameters = [inspect.Parameter(x, inspect.Parameter.KEYWORD_ONLY) for x in strategies]
+    copied = {name: spec.marks[name] for name in _COPIED if name in spec.marks}
+    # Hypothesis tells tests apart by the body's source, for its seed and in its database
+    vars(driver).update(
+        copied, __wrapped__=spec.function, __signature__=inspect.Signature(parameters)
+    )
+    seed = session.current.seed
+    own = profiles.chosen(spec.marks.get(_SETTINGS), max_examples, seeded=seed is not None)
+    if seed is not None and copied.get(_SEED) is None:
+        driver = hypothesis.seed(f"{seed} {spec.test_id.rpartition('::')[2]}")(
+            driver
+        )  # each test draws other examples
+    test = hypothesis.given(**strategies)(own(driver))
+    vars(test).update(copied)
+    return test
+
+
+def sweep(sizes: Sequence[Nprocs]) -> Plan:
+    """Return a plan that tries one example for each size that the launch has.
+
+    The test is skipped if the launch has none of them.
 
     Args:
         sizes: numbers of ranks, or tuples of world ranks.
     """
 
-    def __init__(self, sizes: Sequence[Nprocs]) -> None:
-        super().__init__()
-        self._sizes = sizes
-
-    def run(self, spec: Spec, attempt: Try) -> None:
-        """Try each size that the launch has. Skip the test if it has none of them."""
+    def run(spec: Spec, attempt: Try) -> None:
         __tracebackhide__ = True
-        fitting = [Example(ranks_of(size), {}) for size in self._sizes if fits(size)]
+        fitting = [Example(ranks_of(size), {}) for size in sizes if fits(size)]
         if not fitting:
-            least = min(max(ranks_of(size)) for size in self._sizes) + 1
+            least = min(max(ranks_of(size)) for size in sizes) + 1
             pytest.skip(f"needs {least} ranks, the launch has {session.current.world_size}")
         for example in fitting:
-            self.judge(example, attempt(example))
+            attempt(example, "failed with {}")
+
+    return run
 
 
-class Fed(Plan):
-    """Examples from another process, in which Hypothesis runs (see `shrink_crash`).
+UNASKED, EXAMPLE, RESULT = "feed", "example.pickle", "example-result.pickle"
+"""Files in the launch's directory, of an engine in another process (see `shrink_crash`).
 
-    Examples and results are files in the launch's directory: EXAMPLE and RESULT. The file UNASKED
-    is there until the test asks for its first example.
-    """
+The file UNASKED is there until the test asks for its first example.
+"""
 
-    UNASKED, EXAMPLE, RESULT = "feed", "example.pickle", "example-result.pickle"
 
-    @classmethod
-    def is_wanted(cls) -> bool:
-        """Return whether the examples of this launch come from another process."""
-        return RUN_DIR in os.environ and Path(os.environ[RUN_DIR], cls.UNASKED).exists()
+def is_fed() -> bool:
+    """Return whether the examples of this launch come from another process."""
+    return RUN_DIR in os.environ and Path(os.environ[RUN_DIR], UNASKED).exists()
 
-    def run(self, spec: Spec, attempt: Try) -> None:
-        """Try the examples that come one by one, and write their results, until None comes."""
-        directory = Path(os.environ[RUN_DIR])
-        (directory / self.UNASKED).unlink()
-        while (example := patiently(lambda: taken(directory / self.EXAMPLE))[0]) is not None:
-            hand_over(directory / self.RESULT, attempt(example))
+
+def feed(attempt: Callable[[Example], Result]) -> None:
+    """Try the examples that come one by one, and write their results, until None comes."""
+    directory = Path(os.environ[RUN_DIR])
+    (directory / UNASKED).unlink()
+    while (example := patiently(lambda: taken(directory / EXAMPLE))[0]) is not None:
+        hand_over(directory / RESULT, attempt(example))
 
 
 def hand_over(path: Path, value: object) -> None:

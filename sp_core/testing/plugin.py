@@ -9,21 +9,14 @@ from __future__ import annotations
 import os
 import pickle
 import random
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator, Iterator
+from typing import Any
 
 import pytest
 
-from sp_core.launch import watch
 from sp_core.testing import session as kit
 from sp_core.testing.session import Session
 
-if TYPE_CHECKING:
-    from collections.abc import Generator
-
-    from sp_core.testing.agreed import Ranks
-
-_RANKS: pytest.StashKey[Ranks] = pytest.StashKey()
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 MAX_ERROR_RATIO = 0.5
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -75,8 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if _with_mpi(config):
         from sp_core.testing.agreed import Ranks
 
-        config.stash[_RANKS] = ranks = Ranks(config, session)
-        config.pluginmanager.register(ranks, "sp_core_ranks")
+        config.pluginmanager.register(Ranks(config, session), "sp_core_ranks")
     elif (expected := config.getoption("--sp-expect-ranks")) is not None:
         raise pytest.UsageError(
             f"--sp-expect-ranks {expected} needs --with-mpi under mpiexec: without it ranks are "
@@ -89,27 +81,17 @@ def _choose_profile(config: pytest.Config, session: Session) -> None:
 
     Hypothesis itself loads the profile that the command line names, which must be known by then.
     """
-    named, seed = (
-        config.getoption("--hypothesis-profile", None),
-        config.getoption("--hypothesis-seed", None),
-    )
+    named, seed = (config.getoption(f"--hypothesis-{x}", None) for x in ("profile", "seed"))
     session.seed = int(seed) if str(seed).isdigit() else None
-    if not named and not os.environ.get("SP_PROFILE"):
-        return
-    from sp_core.testing import profiles
+    if named or os.environ.get("SP_PROFILE"):
+        from sp_core.testing import profiles
 
-    try:
-        is_random = profiles.load(named)
-    except ValueError as problem:
-        raise pytest.UsageError(str(problem)) from None
-    if session.seed is None and is_random:
-        session.seed = random.SystemRandom().randrange(2**32)
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    """Cancel the time limit of this rank, and close its files."""
-    if _RANKS in config.stash:
-        watch.stop()
+        try:
+            is_random = profiles.load(named)
+        except ValueError as problem:
+            raise pytest.UsageError(str(problem)) from None
+        if session.seed is None and is_random:
+            session.seed = random.SystemRandom().randrange(2**32)
 
 
 def _is_ours(item: pytest.Item) -> bool:
@@ -167,12 +149,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     Hand the counts to pytest-xdist, and the exit status to the launcher.
     """
     config = session.config
-    if session.exitstatus == pytest.ExitCode.OK and any(late for *_, late in _worst(config)):
+    if session.exitstatus == pytest.ExitCode.OK and any(late for _, late in _worst(config)):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     if hasattr(config, "workeroutput"):
         config.workeroutput["sp_core"] = pickle.dumps(kit.current.tally)
-    if _RANKS in config.stash:
-        config.stash[_RANKS].leave_result(int(session.exitstatus))
+    if ranks := config.pluginmanager.get_plugin("sp_core_ranks"):
+        ranks.leave_result(int(session.exitstatus))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -182,15 +164,16 @@ def pytest_testnodedown(node: Any) -> None:
         kit.current.tally.merge(pickle.loads(told))
 
 
-def _worst(config: pytest.Config) -> Iterator[tuple[str, float, float, bool]]:
-    """Yield (name, error over bound, limit, whether that is above the limit), greatest first.
+def _worst(config: pytest.Config) -> Iterator[tuple[str, bool]]:
+    """Yield text with a name and its error over bound, and whether that is above the limit.
 
-    NaN is above any limit.
+    The greatest comes first. NaN is above any limit.
     """
     option = config.getoption("--sp-max-error-ratio")
     limit = float(config.getini("sp_max_error_ratio") if option is None else option)
     for name, ratio in sorted(kit.current.tally.ratios.items(), key=lambda item: -item[1]):
-        yield name, ratio, limit, not ratio <= limit
+        late = f", above the limit {limit:g}: FAILED" if not ratio <= limit else ""
+        yield f"worst error over bound: {ratio:.3g} in {name}{late}", bool(late)
 
 
 def pytest_terminal_summary(
@@ -208,8 +191,5 @@ def pytest_terminal_summary(
         )
     for note in current.notes:
         terminalreporter.write_line(note)
-    for name, ratio, limit, late in _worst(config):
-        text = f"worst error over bound: {ratio:.3g} in {name}" + (
-            f", above the limit {limit:g}: FAILED" if late else ""
-        )
+    for text, late in _worst(config):
         terminalreporter.write_line(text, red=late)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sp_core.errors import CollectiveMismatch
 from sp_core.launch.watch import here
@@ -19,9 +19,6 @@ from sp_core.testing.carriers import patiently
 from sp_core.testing.comm import LockstepComm
 from sp_core.testing.lockstep import Beginning, Call, Message
 from sp_core.testing.stuck import Ends, turn
-
-if TYPE_CHECKING:
-    from sp_core.testing.messages import Messages
 
 OBJECT = "a pickled object"
 TOO_LONG = (
@@ -50,7 +47,7 @@ class Transfer:
 
     def __init__(
         self,
-        comm: Messages,
+        comm: Any,
         what: str,
         sends: Message | None = None,
         takes: tuple[int, int, int] | None = None,
@@ -104,22 +101,13 @@ def begun(raw: Any, transfer: Transfer) -> Any:
     return request
 
 
-def announced(beginning: Beginning) -> Any:
-    """Return the request of a collective that MPI begins only when all ranks have announced it."""
-    from mpi4py import MPI
-
-    request: Any = MPI.Request()
-    request.beginning = beginning
-    return request
-
-
 def _made(request: Any) -> Any:
     """Wait until all ranks have announced the request's collective. Return the request of MPI."""
     beginning: Beginning | None = getattr(request, "beginning", None)
     return request if beginning is None else beginning.settle()
 
 
-def request_classes(request: Any, persistent: Any) -> tuple[type, type]:
+def request_classes(request: Any, persistent: Any) -> dict[str, type]:
     """Return the classes that replace `MPI.Request` and `MPI.Prequest`, given these two."""
 
     def start(self: Any) -> None:
@@ -148,12 +136,13 @@ def request_classes(request: Any, persistent: Any) -> tuple[type, type]:
         for name in (test, test.replace("Test", "Wait").replace("test", "wait"))
     }
     made = replacement(request, {**waits, "Free": free})
-    return made, replacement(persistent, {"Start": start, "Startall": classmethod(start_all)}, made)
+    starts = {"Start": start, "Startall": classmethod(start_all)}
+    return {"Request": made, "Prequest": replacement(persistent, starts, made)}
 
 
-def _under(request: Any) -> Transfer | None:
-    transfer: Transfer | None = getattr(request, "transfer", None)
-    return transfer
+def _under(request: Any) -> Any:
+    """Return the `Transfer` of a request, or None."""
+    return getattr(request, "transfer", None)
 
 
 def _method(base: Any, name: str) -> Any:
@@ -319,20 +308,16 @@ UNCHECKED = {
 }
 """Calls of communicators, or taking one, that the ranks do not compare: the reasons by name."""
 
-_said: set[str] = set()
-
 
 def say(name: str) -> None:
     """Print once that the ranks do not compare a call; the session's report repeats it."""
-    if name in _said:
-        return
-    _said.add(name)
     text = (
         f"not checked between ranks: {name}, because "
         f"{UNCHECKED.get(name, 'this version of the kit does not know it')}"
     )
-    session.current.notes[text] = None
-    print(f"sp_core.testing: {text} (first at {here()})", file=sys.stderr)  # noqa: T201  # once
+    if text not in session.current.notes:
+        session.current.notes[text] = None
+        print(f"sp_core.testing: {text} (first at {here()})", file=sys.stderr)  # noqa: T201  # once
 
 
 class _Replaced(type):
@@ -360,9 +345,7 @@ def install() -> None:
     """Replace, once in a process, mpi4py's classes that wait inside MPI or take a communicator."""
     from mpi4py import MPI
 
-    replaced = dict(
-        zip(("Request", "Prequest"), request_classes(MPI.Request, MPI.Prequest), strict=True)
-    )
+    replaced = request_classes(MPI.Request, MPI.Prequest)
     for base in (MPI.Win, MPI.File):
         names = [name for name in UNCHECKED if name.startswith(f"{base.__name__}.")]
         replaced[base.__name__] = replacement(

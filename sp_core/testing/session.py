@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from sp_core.testing.plan import Example, Result, Spec
 
 _LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
-_SCHEME = "scheme="
 Remarks = dict[tuple[str, ...], float]
 """The remarks of one example, on one rank or on all.
 
@@ -34,12 +33,10 @@ event its detail. The number is that of a target or a ratio, else 0.
 
 
 def replay(remarks: Remarks) -> None:
-    """Hand events, features, targets and notes to Hypothesis.
-
-    The thread in which Hypothesis draws calls this inside an example.
-    """
-    import hypothesis
-
+    """Hand events, features, targets and notes to Hypothesis, if this thread runs its test."""
+    hypothesis = sys.modules.get("hypothesis")
+    if hypothesis is None or not hypothesis.currently_in_test_context():
+        return
     for (kind, text, *detail), number in remarks.items():
         if kind in ("event", "feature"):
             hypothesis.event(text, *detail)
@@ -140,7 +137,8 @@ class Session:
         raw = f" (+ {tally.raw} raw)" if tally.raw else ""
         line = f"{tier()}: {tally.tests} tests, {tally.examples} examples{raw}"
         line += f"; examples by ranks {_listed(tally.sizes)}"
-        schemes = {x.removeprefix(_SCHEME): n for x, n in tally.features.items() if x.startswith(_SCHEME)}
+        named = {tuple(name.split("=")): number for name, number in tally.features.items()}
+        schemes = {rest[0]: number for (key, *rest), number in named.items() if key == "scheme"}
         return f"{line}\nexamples by scheme {_listed(schemes)}" if schemes else line
 
 
@@ -236,8 +234,7 @@ def _say(remarks: Remarks) -> None:
             keep_largest(thread.sink, remarks)
             return
         keep_largest(current.tally.ratios, ratios_of(remarks))
-    if "hypothesis" in sys.modules and sys.modules["hypothesis"].currently_in_test_context():
-        replay(remarks)
+    replay(remarks)
 
 
 def tier() -> Literal["threads", "mpi"]:

@@ -23,7 +23,7 @@ from sp_core.launch.command import Launch
 from sp_core.testing import session
 from sp_core.testing.carriers import patiently
 from sp_core.testing.outcome import FINISHED, Kind, Outcome
-from sp_core.testing.plan import Example, Fed, Result, Spec, hand_over, taken
+from sp_core.testing.plan import EXAMPLE, RESULT, UNASKED, Example, Result, Spec, hand_over, taken
 
 LOSSES = 25
 """Launches that may be lost before the search ends."""
@@ -65,7 +65,7 @@ class Job:
     def __init__(self, ranks: int, test: str, options: Sequence[str]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="sp_core-")
         self._directory = Path(self._folder.name)
-        (self._directory / Fed.UNASKED).touch()
+        (self._directory / UNASKED).touch()
         command = ["python", "-m", "pytest", "--with-mpi", *options, test]
         self._printed = self._directory / "printed"
         with self._printed.open("w") as output:
@@ -78,7 +78,7 @@ class Job:
             Lost: the launch has died or hung in the example.
             NotStarted: the launch has ended before it asked for an example.
         """
-        hand_over(self._directory / Fed.EXAMPLE, example)
+        hand_over(self._directory / EXAMPLE, example)
         result: Result = patiently(self._answer)[0]
         return result
 
@@ -88,14 +88,14 @@ class Job:
         Raises:
             Lost, NotStarted: as in `ask`.
         """
-        if (result := taken(self._directory / Fed.RESULT)) is not None:
+        if (result := taken(self._directory / RESULT)) is not None:
             return result
         reason = self._launch.trouble(0.0)
         if not reason and self._launch.process.poll() is not None:
             reason = f"a rank died (mpiexec: exit code {self._launch.process.returncode})"
         if reason:
             report = self._launch.report(reason)
-            if not (self._directory / Fed.UNASKED).exists():
+            if not (self._directory / UNASKED).exists():
                 raise Lost(report, self._launch.deaths.first())
             raise NotStarted(
                 f"the launch has ended before it asked for an "
@@ -105,7 +105,7 @@ class Job:
 
     def close(self, patience: float = END_SECONDS) -> None:
         """End the launch. Before that it has `patience` seconds to end by itself."""
-        hand_over(self._directory / Fed.EXAMPLE, None)
+        hand_over(self._directory / EXAMPLE, None)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._launch.process.wait(patience)
         self._launch.end()

@@ -12,14 +12,10 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from sp_core.testing.carriers import Steps, Ticket, begun
 from sp_core.testing.outcome import Kind, Outcome
-
-if TYPE_CHECKING:
-    from sp_core.testing.comm import LockstepComm
-    from sp_core.testing.lockstep import Message
 
 Ends = tuple[str, int, int, int]
 """Communicator, source, destination and tag of a message.
@@ -95,7 +91,7 @@ def deadlocked(reports: Sequence[Report]) -> bool:
     return waiting and counted and not any(map(may_go_on, reports))
 
 
-def turn(sent: Sequence[Message], message: Message | None) -> int:
+def turn(sent: Sequence[Any], message: Any) -> int:
     """Return the place of `message` among the sent messages to its destination with its tag.
 
     The first one has place 1. For None it is 0.
@@ -181,7 +177,7 @@ class Family:
     detector: Detector
 
     def __init__(self) -> None:
-        self.members: list[LockstepComm] = []
+        self.members: list[Any] = []
 
     def report(
         self,
@@ -237,7 +233,7 @@ class Family:
         # an example names its communicators alike every time
         first.children = itertools.count()
         self.members = [first]
-        return everyone[0]
+        return list(everyone[0])
 
     def _finish(self, outcome: Outcome) -> Steps[list[list[Outcome]]]:
         """Return a generator that ends the example on all communicators, and yields meanwhile.
