@@ -24,14 +24,6 @@ SIZES = st.lists(st.integers(0, 5), min_size=4, max_size=4)
 Array = np.ndarray[Any, Any]
 
 
-def announce(
-    comm: Any, sends: list[tuple[int, int]], recvs: list[tuple[int, int]], **later: bool
-) -> None:
-    """As the library's transport does: a raw communicator is not told."""
-    if hasattr(comm, "announce_exchange"):
-        comm.announce_exchange(sends=sends, recvs=recvs, **later)
-
-
 def finish(*requests: Any) -> None:
     """Wait as the library does."""
     for request in requests:
@@ -87,12 +79,6 @@ def test_collectives_do_what_mpi_says(
 @spmd()
 def test_a_collective_in_place_reads_what_was_there(comm: Any, blocking: bool) -> None:
     """Also if the input is read long after the call began."""
-    from mpi4py import MPI
-
-    def finish(request: Any) -> None:
-        if request is not None:
-            request.Wait()
-
     total = np.arange(3.0) + comm.rank
     shares = np.where(np.arange(comm.size) == comm.rank, 1.0 + comm.rank, -1.0)
     exchanged = 10.0 * comm.rank + np.arange(comm.size)
@@ -128,7 +114,6 @@ def test_messages_arrive_in_order(comm: Any, sizes: list[int], offset: int) -> N
     right, left = (comm.rank + offset) % comm.size, (comm.rank - offset) % comm.size
     out = [values(comm.rank, sizes[comm.rank]), -values(comm.rank, 3)]
     into = [np.empty(sizes[left]), np.empty(3)]
-    announce(comm, [(right, x.nbytes) for x in out], [(left, x.nbytes) for x in into])
     finish(*[comm.Irecv(x, left, 0) for x in into], *[comm.Isend(x, right, 0) for x in out])
     np.testing.assert_array_equal(into[0], values(left, sizes[left]))
     np.testing.assert_array_equal(into[1], -values(left, 3))
@@ -175,28 +160,14 @@ def test_threads_refuse_what_they_do_not_offer(comm: Any) -> None:
 
 
 @spmd(2, 3)
-def test_messages_for_later_may_be_posted_after_other_calls(comm: Any) -> None:
-    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    received, sent = np.zeros(2), np.full(2, float(comm.rank))
-    announce(comm, [(right, 8), (right, 16)], [(left, 8), (left, 16)], later=True)
-    comm.Barrier()
-    requests = [comm.Irecv(np.zeros(1), left), comm.Isend(sent[:1], right)]
-    comm.Barrier()
-    finish(*requests, comm.Irecv(received, left), comm.Isend(sent, right))
-    assert received.tolist() == [float(left)] * 2
-
-
-@spmd(2, 3)
 def test_a_message_is_not_sent_before_somebody_waits_for_it(comm: Any) -> None:
     if not issubclass(type(comm), LockstepComm):
         return  # a plain communicator may keep a short one
-    sends, recvs = ([(1, 8)] if comm.rank == 0 else []), ([(0, 8)] if comm.rank == 1 else [])
-    announce(comm, sends, recvs, later=True)
-    sent = [comm.Isend(np.zeros(1), peer) for peer, _ in sends]
+    sent = [comm.Isend(np.zeros(1), 1)] if comm.rank == 0 else []
     comm.Barrier()
     assert not any(request.Test() for request in sent for _ in range(5))
     comm.Barrier()
-    finish(*sent, *(comm.Irecv(np.zeros(1), peer) for peer, _ in recvs))
+    finish(*sent, *([comm.Irecv(np.zeros(1), 0)] if comm.rank == 1 else []))
 
 
 def test_waiting_for_each_other_on_different_communicators_is_found() -> None:

@@ -18,8 +18,6 @@ from sp_core.launch.deaths import Deaths, mpi_file
 from sp_core.launch.watch import file_of, hold_life
 
 RANKS = 4
-SEEDS = range(2)
-LOOKS = ("late", "before it knows the ranks", "at the start", "each time")
 
 
 @pytest.fixture
@@ -48,7 +46,7 @@ def end(sleepers: list[subprocess.Popen[bytes]], order: list[int]) -> None:
         sleepers[rank].wait()
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     "looks", ["late", "before it knows the ranks", "at the start", "each time"]
 )

@@ -91,8 +91,6 @@ def around(comm: Any, n: int, fail: Any = lambda comm: None) -> None:
     """Pass numbers to the next rank; after its receive is begun, a rank may fail."""
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     received = np.empty(n)
-    if hasattr(comm, "announce_exchange"):  # a raw communicator has nothing to announce to
-        comm.announce_exchange(sends=[(right, 8 * n)], recvs=[(left, 8 * n)])
     request = comm.Irecv(received, left)
     fail(comm)
     sent = comm.Isend(np.full(n, comm.rank + 1.0), right)

@@ -20,7 +20,6 @@ from studies.commands import outside, printed
 
 from sp_core.launch import deaths, watch
 from sp_core.testing import session
-from sp_core.testing.plugin import pytest_addoption
 
 pytestmark = [pytest.mark.mpi_skip, pytest.mark.starts_mpi]  # starts mpiexec itself
 
@@ -204,17 +203,6 @@ def test_the_plugin_does_nothing_where_nobody_uses_it(tmp_path: Path) -> None:
     code, text = run(*PYTEST, *options, OMPI_COMM_WORLD_SIZE="2", PMI_SIZE="2")
     assert code == 0, text
     assert "sp_core.testing" not in text
-
-
-def test_each_option_of_the_plugin_has_its_prefix() -> None:
-    parser = pytest.Parser(_ispytest=True)
-    pytest_addoption(parser)
-    names = [
-        name for group in parser._groups for option in group.options for name in option.names()
-    ]
-    assert len(names) == 5
-    assert [name for name in names if not name.startswith("--sp-")] == []
-    assert [name for name in parser._inidict if not name.startswith("sp_")] == []
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,6 @@ def ring(comm: Any, meddle: str) -> float:
     """One step round a ring that may touch a buffer too early."""
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     out, into = np.full(4, float(comm.rank)), np.full(4, -1.0)
-    comm.announce_exchange(sends=[(right, out.nbytes)], recvs=[(left, into.nbytes)])
     requests = [comm.Irecv(into, left), comm.Isend(out, right)]
     early = float(into[0])
     if meddle == "send buffer":
@@ -149,7 +148,6 @@ def test_a_message_that_never_comes_does_not_block_for_ever(
 ) -> None:
     @spmd(2)
     def body(comm: Any) -> None:
-        comm.announce_exchange(sends=[(1 - comm.rank, 8)], recvs=[(1 - comm.rank, 8)])
         requests = [
             comm.Isend(np.zeros(1), 1 - comm.rank, 0),
             comm.Irecv(np.zeros(1), 1 - comm.rank, 1),

@@ -190,7 +190,9 @@ class Launch:
             self._failed = min(self._failed, now)
             late = now > self._failed + ORPHAN_SECONDS
             return "a rank has failed, and the others go on" if late else ""
-        died = is_session or (code and self.deaths.was_killed())
+        first = self.deaths.first()
+        killed = first is not None and self.deaths.dead[first].startswith("killed")
+        died = is_session or (code and killed)
         if code is None or not died or (self.run_dir / RESULT).exists():
             return ""
         return f"a rank died (mpiexec: exit code {code})"

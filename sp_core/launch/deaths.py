@@ -40,6 +40,9 @@ class Deaths:
     Args:
         run_dir: directory in which each rank leaves its process id, stacks and last place.
         ranks: number of ranks.
+
+    Attributes:
+        dead: cause of death, by rank.
     """
 
     def __init__(self, run_dir: Path, ranks: int) -> None:
@@ -50,7 +53,7 @@ class Deaths:
         self._ended: dict[
             int, None
         ] = {}  # ranks in the order in which their pipes were closed, else in which they died
-        self._dead: dict[int, str] = {}  # rank: cause
+        self.dead: dict[int, str] = {}  # rank: cause
         self._stopped: dict[int, int] = {}  # rank: process id
         self._rank_of: dict[int, int] = {}  # by file descriptor, a pidfd or a pipe
         for rank in range(ranks):
@@ -80,9 +83,9 @@ class Deaths:
             self._ended.setdefault(rank)
             pid, end = self._watched.get(rank, (0, -1))
             if fd == end:
-                self._dead[rank] = _cause(pid, fd)
+                self.dead[rank] = _cause(pid, fd)
         self._ended |= {
-            rank: None for rank in self._dead if rank not in self._ended
+            rank: None for rank in self.dead if rank not in self._ended
         }  # ranks that opened no pipe
 
     def _watch(self, rank: int, pid: int) -> None:
@@ -90,14 +93,14 @@ class Deaths:
             self._watched[rank] = (pid, os.pidfd_open(pid))
         except OSError:  # the process ended before the launcher saw it
             self._watched[rank] = (pid, -1)
-            self._dead.setdefault(rank, "its exit code is not known")
+            self.dead.setdefault(rank, "its exit code is not known")
         else:
             self._listen(self._watched[rank][1], rank, select.EPOLLIN)
 
     def alive(self) -> dict[int, int]:
         """Return {rank: process id} of the ranks that have started and not died."""
         self.look(0.0)
-        return {rank: pid for rank, (pid, _) in self._watched.items() if rank not in self._dead}
+        return {rank: pid for rank, (pid, _) in self._watched.items() if rank not in self.dead}
 
     def dump(self) -> None:
         """Let living ranks write their stacks, and terminate ranks that are stopped (SIGSTOP).
@@ -123,16 +126,11 @@ class Deaths:
         A rank that ended by itself is preferred to ranks that mpiexec may have killed.
         """
         self.look(0.0)
-        dead = [rank for rank in self._ended if rank in self._dead]
+        dead = [rank for rank in self._ended if rank in self.dead]
         by_themselves = [
-            rank for rank in dead if not any(name in self._dead[rank] for name in KILLED_BY_MPIEXEC)
+            rank for rank in dead if not any(name in self.dead[rank] for name in KILLED_BY_MPIEXEC)
         ]
         return next(iter(by_themselves or dead), None)
-
-    def was_killed(self) -> bool:
-        """Return whether a signal killed the rank that died first."""
-        first = self.first()
-        return first is not None and self._dead[first].startswith("killed")
 
     def failed(self) -> bool:
         """Return whether a rank is known to have ended with an error.
@@ -143,7 +141,7 @@ class Deaths:
         return any(
             re.match(r"killed|exit code [1-9]", cause)
             or self._text(rank, "place").startswith(FAILED)
-            for rank, cause in self._dead.items()
+            for rank, cause in self.dead.items()
         )
 
     def story(self, rank: int) -> str:
@@ -164,7 +162,7 @@ class Deaths:
                 for rank in sorted(self._stopped)
             ]
         if first is not None:
-            return [f"rank {first} died first: {self._dead[first]}{self._place(first, '; ')}"]
+            return [f"rank {first} died first: {self.dead[first]}{self._place(first, '; ')}"]
         if not (self._dir / STARTED).exists():  # a plain program's waits look like work
             return []
         busy = {rank: innermost(self._stacks(rank)) for rank in range(self.ranks)}
@@ -184,13 +182,11 @@ class Deaths:
     def _state(self, rank: int) -> str:
         if rank not in self._watched:
             return "never seen: it runs no Python program, or ended before that began"
-        number = f"(process {self._watched[rank][0]})"
-        if rank in self._stopped:
-            return f"stopped by a signal {number}"
-        if rank not in self._dead:
-            return f"alive {number}"
-        first = ", the first to die" if rank == self.first() else ""
-        return f"dead{first}, {self._dead[rank]} {number}"
+        state = "stopped by a signal" if rank in self._stopped else "alive"
+        if rank in self.dead and rank not in self._stopped:
+            first = ", the first to die" if rank == self.first() else ""
+            state = f"dead{first}, {self.dead[rank]}"
+        return f"{state} (process {self._watched[rank][0]})"
 
     def _text(self, rank: int, kind: str) -> str:
         path = file_of(self._dir, rank, kind)

@@ -34,12 +34,12 @@ class Ledger:
     def __init__(self, directory: Path, xml: str | None, suite: str = "pytest") -> None:
         self._path = directory / FILE
         self._case: dict[str, Any] = {"xml": xml and str(Path(xml).absolute()), "suite": suite}
-        self._write()
+        self.pytest_runtest_logfinish()
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Write a line with an empty outcome for a test that begins."""
         self._case = {"test": nodeid, "outcome": "", "seconds": 0.0, "text": ""}
-        self._write()
+        self.pytest_runtest_logfinish()
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Add the report of a test's setup, call or teardown to the result of the test.
@@ -53,9 +53,6 @@ class Ledger:
 
     def pytest_runtest_logfinish(self) -> None:
         """Write a line with the result of the test that has ended."""
-        self._write()
-
-    def _write(self) -> None:
         with self._path.open("a") as file:
             file.write(json.dumps(self._case) + "\n")
 
@@ -115,9 +112,8 @@ def write_junit(directory: Path, report: str) -> None:
     suite = ET.SubElement(root, "testsuite", head)
     for name, case in cases.items():
         _add_case(suite, name, case)
-    file = Path(wanted["xml"])
-    file.parent.mkdir(parents=True, exist_ok=True)
-    ET.ElementTree(root).write(file, encoding="utf-8", xml_declaration=True)
+    Path(wanted["xml"]).parent.mkdir(parents=True, exist_ok=True)
+    ET.ElementTree(root).write(wanted["xml"], encoding="utf-8", xml_declaration=True)
 
 
 def _add_case(suite: ET.Element, name: str, case: dict[str, Any]) -> None:

@@ -130,12 +130,15 @@ def start(rank: int) -> Watch:
 
 
 def limit_phases() -> None:
-    """Limit the time of each phase of a test, its setup, call or teardown, to `phase_seconds()`.
+    """Limit the time of each phase of a test: its setup, call or teardown.
 
-    The first phase begins now. A call of `progress` after each phase begins the next one.
+    The limit is the environment's SP_WATCHDOG_PHASE_S, or 300 seconds, and at least
+    `example_seconds()`. The first phase begins now. A call of `progress` after each phase begins
+    the next one.
     """
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    _limits[:] = [phase_seconds()]
+    limit = float(os.environ.get("SP_WATCHDOG_PHASE_S", PHASE_SECONDS))
+    _limits[:] = [max(limit, example_seconds())]
     progress()
 
 
@@ -149,14 +152,6 @@ def stop() -> None:
 def example_seconds() -> float:
     """Return the seconds that a test example may take: the environment's SP_WATCHDOG_S, or 30."""
     return float(os.environ.get("SP_WATCHDOG_S", EXAMPLE_SECONDS))
-
-
-def phase_seconds() -> float:
-    """Return the time limit in seconds of what a test does between examples.
-
-    It is the environment's SP_WATCHDOG_PHASE_S, or 300, and at least `example_seconds()`.
-    """
-    return max(float(os.environ.get("SP_WATCHDOG_PHASE_S", PHASE_SECONDS)), example_seconds())
 
 
 @contextmanager

@@ -56,7 +56,18 @@ class Ranks:
         self.config, self.rank, self.size = config, world.rank, world.size
         self._session, self._lost = session, False
         self._complaints: list[str] = []
-        self._refuse()
+        expected = config.getoption("--sp-expect-ranks")
+        if expected is not None and expected != self.size:
+            self._usage(
+                f"--sp-expect-ranks {expected} was given, but MPI says that this launch has "
+                f"{self.size}. Start it with mpiexec -n {expected}, the one of the MPI library "
+                "that this Python's mpi4py uses: another one starts single processes."
+            )
+        if config.getoption("numprocesses", None):
+            self._usage(
+                "pytest-xdist (-n) and --with-mpi cannot be combined: all ranks must run the same "
+                "tests. Leave -n out."
+            )
         self._watch = watch.start(self.rank)
         watch.limit_phases()
         config.add_cleanup(watch.stop)
@@ -77,20 +88,6 @@ class Ranks:
         """
         if self.rank == 0:
             (self._watch.directory / watch.RESULT).write_text(str(exitstatus))
-
-    def _refuse(self) -> None:
-        expected = self.config.getoption("--sp-expect-ranks")
-        if expected is not None and expected != self.size:
-            self._usage(
-                f"--sp-expect-ranks {expected} was given, but MPI says that this launch has "
-                f"{self.size}. Start it with mpiexec -n {expected}, the one of the MPI library "
-                "that this Python's mpi4py uses: another one starts single processes."
-            )
-        if self.config.getoption("numprocesses", None):
-            self._usage(
-                "pytest-xdist (-n) and --with-mpi cannot be combined: all ranks must run the same "
-                "tests. Leave -n out."
-            )
 
     def _usage(self, text: str) -> NoReturn:
         raise pytest.UsageError(

@@ -202,6 +202,8 @@ class World:
         version: number of changes so far, which tells a waiting rank that something has happened.
         stopped: whether a rank has hung, so that all are to end.
         kept: the objects of `shared`, by key.
+        waiting: by rank, what it waits for, and whether only for other ranks to end.
+        away: the ranks that have ended.
     """
 
     def __init__(self, size: int) -> None:
@@ -209,17 +211,17 @@ class World:
         self.changed = threading.Condition()
         self.version = 0
         self.stopped = False
-        self._waiting: dict[int, tuple[str, bool]] = {}
+        self.waiting: dict[int, tuple[str, bool]] = {}
         self._doomed: set[int] = set()
         self._deadlock = ""
-        self._away: set[int] = set()
+        self.away: set[int] = set()
         self.kept: dict[Any, Any] = {}
 
     def touch(self) -> None:
         """Count a change of the state, and wake all ranks that wait."""
         with self.changed:
             self.version += 1
-            self._waiting.clear()
+            self.waiting.clear()
             self.changed.notify_all()
 
     def shared(self, key: Any, new: Any) -> Any:
@@ -230,22 +232,13 @@ class World:
     def leave(self, rank: int) -> None:
         """Note that a rank has ended. Ranks that wait for it may then be in a deadlock."""
         with self.changed:
-            self._away.add(rank)
+            self.away.add(rank)
             self.touch()
 
     def stop(self) -> None:
         """End all ranks: every rank that waits, now or later, raises `Stopped`."""
         self.stopped = True
         self.touch()
-
-    def running(self) -> list[int]:
-        """Return the ranks that neither wait nor have ended."""
-        with self.changed:
-            return [
-                rank
-                for rank in range(self.size)
-                if rank not in self._waiting and rank not in self._away
-            ]
 
     def sleep(self, rank: int, seen: int, what: str, ending: bool) -> None:
         """Wait until another rank has changed the state since version `seen`.
@@ -263,7 +256,7 @@ class World:
         """
         with self.changed:
             while self.version == seen and not self.stopped:
-                self._waiting[rank] = (what, ending)
+                self.waiting[rank] = (what, ending)
                 self._find_deadlock()
                 if self.version == seen:
                     self.changed.wait()
@@ -274,15 +267,15 @@ class World:
                 raise Mismatched(self._deadlock)
 
     def _find_deadlock(self) -> None:
-        if len(self._waiting) + len(self._away) < self.size or self._doomed:
+        if len(self.waiting) + len(self.away) < self.size or self._doomed:
             return
         table = "".join(
-            f"\n  rank {rank}: {what}" for rank, (what, _) in sorted(self._waiting.items())
+            f"\n  rank {rank}: {what}" for rank, (what, _) in sorted(self.waiting.items())
         )
         self._deadlock = "every rank waits and none can go on:" + table
-        stuck = {rank for rank, (_, ending) in self._waiting.items() if not ending}
+        stuck = {rank for rank, (_, ending) in self.waiting.items() if not ending}
         # If every rank only waits for other ranks to end, all of them raise.
-        self._doomed = stuck or {*self._waiting}
+        self._doomed = stuck or {*self.waiting}
         self.touch()
 
 

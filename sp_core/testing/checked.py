@@ -101,7 +101,9 @@ class CheckedComm(Messages):
         self._shadows = [
             self._raw.Split(0, self._raw.rank) for _ in range(2 if family is None else 1)
         ]
-        self._carrier = MpiCarrier(self._shadows[0], self._look)
+        self._carrier = MpiCarrier(
+            self._shadows[0], lambda what, ending: self.family.look(self, what, ending=ending)
+        )
         self._groups, self._persistent = itertools.count(), itertools.count()
         super().__init__(Lockstep(self._carrier, name), family or Family())
         if family is None:
@@ -135,27 +137,6 @@ class CheckedComm(Messages):
         has begun.
         """
         patiently(lambda: self.family.detector.settle(rounds))
-
-    def _look(
-        self, what: str, ending: bool = False, pending: Sequence[Transfer] = (), every: bool = False
-    ) -> None:
-        """Take part in the search for a deadlock. Raise `Mismatched` if every rank waits for ever.
-
-        The arguments are those of `Messages._look`.
-        """
-        waits_on = "" if ending or pending else self.lockstep.name
-        report = self.family.report(
-            waits_on, self.size, what, tuple(transfer.waits() for transfer in pending), every
-        )
-        deadlock = self.family.detector.look(report)
-        if deadlock and not ending:
-            raise Mismatched(deadlock)
-
-    def _wrong_root(self, text: str) -> Exception:
-        """Return mpi4py's error for a wrong root, with `text`, as MPI says only "invalid root"."""
-        kind = type("RootError", (self._mpi.Exception, ValueError), {"__str__": lambda _: text})
-        error: Exception = kind(self._mpi.ERR_ROOT)
-        return error
 
     def _edges(self, op: str) -> Edges:
         return self._raw.inoutedges if op.startswith("Neighbor") else ((), ())

@@ -192,14 +192,12 @@ def lead(spec: Spec, plan: Plan, attempt: Callable[[Spec, Example], Result]) -> 
 
     try:
         plan(spec, judged)
-    except RankFailure as error:
-        found = type(error)(f"{_told(error)}\n{rerun(spec)}")
-    except ThreadsHung as error:
-        found = failure_class("Hung", "", 0)(f"{_told(error)}\n{rerun(spec)}")
-    except BaseExceptionGroup as error:
-        if error.subgroup(RankFailure) is None:
+    except (RankFailure, ThreadsHung, BaseExceptionGroup) as error:
+        if isinstance(error, BaseExceptionGroup) and error.subgroup(RankFailure) is None:
             raise
-        found = failure_class(type(error).__name__, "", 0)(f"{_told(error)}\n{rerun(spec)}")
+        own = type(error) if isinstance(error, RankFailure) else None
+        kind = own or failure_class(type(error).__name__, "", 0)
+        found = kind(f"{_told(error)}\n{rerun(spec)}")
     else:
         return passed
     raise found from None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -52,19 +51,6 @@ class Messages(LockstepComm):
     _raw: Any
     _mpi: Any
     _carrier: MpiCarrier
-
-    @abstractmethod
-    def _look(
-        self, what: str, ending: bool = False, pending: Sequence[Transfer] = (), every: bool = False
-    ) -> None:
-        """Take part in the search for a deadlock. Raise `Mismatched` if every rank waits for ever.
-
-        Args:
-            what: describes this rank's wait.
-            ending: whether this rank only waits for others to end; then it does not raise.
-            pending: messages that this rank waits for; none if it waits for a collective.
-            every: whether this rank waits for all of `pending`, not for one.
-        """
 
     def _message(self, name: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
         """Make the call `name` of mpi4py, which sends, receives or both, and return its result."""

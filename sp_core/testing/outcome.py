@@ -64,8 +64,6 @@ class RankFailure(AssertionError):
     Each origin of an error (class, file and line) has a subclass of its own.
     """
 
-    rank_failure = True
-
 
 @dataclass(frozen=True)
 class Outcome:

@@ -137,7 +137,7 @@ def pytest_runtest_makereport(
     """Report a `RankFailure` by its text alone, which has the traceback that matters."""
     report = yield
     error = None if call.excinfo is None else call.excinfo.value
-    if report.failed and hasattr(type(error), "rank_failure"):
+    if report.failed and "RankFailure" in [kind.__name__ for kind in type(error).__mro__]:
         report.longrepr = f"{type(error).__name__}\n{error}"
     return report
 

@@ -262,7 +262,8 @@ def patient(
         left = [transfer for transfer in transfers if not transfer.done]
         pending = [transfer for transfer in left if transfer.is_message]
         if pending and (every or pending == left):
-            pending[0].comm._look(" and ".join(map(str, pending)), pending=pending, every=every)
+            comm, what = pending[0].comm, " and ".join(map(str, pending))
+            comm.family.look(comm, what, pending, every=every)
 
     return patiently(ready, look)[0]
 

@@ -108,7 +108,7 @@ class _Rank(threading.Thread):
         self.crash: BaseException | None = (
             None  # a fault of sp_core.testing: the main thread raises it
         )
-        self._sink = thread.sink
+        self._sink = getattr(thread, "sink", None)
 
     def run(self) -> None:
         """Run the body, wait until all ranks are done, and keep the result and the outcome."""
@@ -168,7 +168,7 @@ def _give_up(world: World, late: Sequence[_Rank], timeout: float) -> None:
         file=sys.__stderr__,
     )
     faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
-    blame = world.running()
+    blame = sorted({*range(world.size)} - world.away - world.waiting.keys())
     world.stop()
     for rank in late:  # an endless loop in Python code ends at its next instruction
         ctypes.pythonapi.PyThreadState_SetAsyncExc(

@@ -146,25 +146,16 @@ def _listed(counts: Mapping[Any, int]) -> str:
     return "{" + ", ".join(f"{name}: {count}" for name, count in sorted(counts.items())) + "}"
 
 
-class _Thread(threading.local):
-    """Data of one thread.
-
-    Attributes:
-        sink: takes the thread's remarks while it runs an example.
-    """
-
-    sink: Remarks | None = None
-
-
 current = Session()
-thread = _Thread()
+thread = threading.local()
+"""Its attribute `sink`, if there is one, takes this thread's remarks while it runs an example."""
 _lock = threading.Lock()  # ranks that are threads write to one sink
 
 
 @contextmanager
 def collected() -> Iterator[Remarks]:
     """Collect the remarks that this thread makes in a `with` block."""
-    before, thread.sink = thread.sink, {}
+    before, thread.sink = getattr(thread, "sink", None), {}
     try:
         yield thread.sink
     finally:
@@ -230,8 +221,8 @@ def _say(remarks: Remarks) -> None:
     Hypothesis, if a test of Hypothesis itself is running.
     """
     with _lock:
-        if thread.sink is not None:
-            keep_largest(thread.sink, remarks)
+        if (sink := getattr(thread, "sink", None)) is not None:
+            keep_largest(sink, remarks)
             return
         keep_largest(current.tally.ratios, ratios_of(remarks))
     replay(remarks)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from sp_core.testing.carriers import Steps, Ticket, begun
-from sp_core.testing.outcome import Kind, Outcome
+from sp_core.testing.outcome import Kind, Mismatched, Outcome
 
 Ends = tuple[str, int, int, int]
 """Communicator, source, destination and tag of a message.
@@ -179,17 +179,23 @@ class Family:
     def __init__(self) -> None:
         self.members: list[Any] = []
 
-    def report(
+    def look(
         self,
-        waits_on: str,
-        size: int,
+        comm: Any,
         what: str,
-        awaits: tuple[tuple[int, Ends], ...],
-        every: bool,
-    ) -> Report:
-        """Return this rank's report while it waits.
+        pending: Sequence[Any] = (),
+        *,
+        every: bool = False,
+        ending: bool = False,
+    ) -> None:
+        """Take part in the search for a deadlock. Raise `Mismatched` if every rank waits for ever.
 
-        The arguments are attributes of `Report`; all others come from the communicators.
+        Args:
+            comm: communicator on which this rank waits.
+            what: describes this rank's wait.
+            pending: messages that this rank waits for; none if it waits for a collective.
+            every: whether this rank waits for all of `pending`, not for one.
+            ending: whether this rank only waits for others to end; then it does not raise.
         """
         named = [(member.lockstep.name, member) for member in self.members]
         accepts = tuple(
@@ -203,7 +209,12 @@ class Family:
             for which in ("sent", "received")
         )
         calls = {name: member.lockstep.calls for name, member in named}
-        return Report(calls, waits_on, size, what, awaits, accepts, sent, received, every)
+        waits_on = "" if ending or pending else comm.lockstep.name
+        awaits = tuple(transfer.waits() for transfer in pending)
+        report = Report(calls, waits_on, comm.size, what, awaits, accepts, sent, received, every)
+        deadlock = self.detector.look(report)
+        if deadlock and not ending:
+            raise Mismatched(deadlock)
 
     def release(self) -> None:
         """Hand over the data of started sends and collectives, so that peers can complete."""
