@@ -8,7 +8,6 @@ launch.
 from __future__ import annotations
 
 import traceback
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -40,7 +39,7 @@ MAX_RAW_EXAMPLES = 50
 ABORTED = 70  # exit code of a launch after a failure of sp_core.testing itself
 
 
-_pool: OrderedDict[tuple[tuple[int, ...], bool], Any] = OrderedDict()
+_pool: dict[tuple[tuple[int, ...], bool], Any] = {}
 """Communicators by world ranks and `raw`, kept for later examples; None where not a member.
 
 All ranks change this together.
@@ -57,7 +56,7 @@ def _communicator(control: MpiCarrier, example: Example) -> Any:
         from mpi4py import MPI
 
         if len(_pool) >= MAX_COMMUNICATORS:
-            _, oldest = _pool.popitem(last=False)
+            oldest = _pool.pop(next(iter(_pool)))
             if oldest is not None:
                 (oldest._free if isinstance(oldest, CheckedComm) else oldest.Free)()
         member = control.rank in ranks
@@ -65,7 +64,6 @@ def _communicator(control: MpiCarrier, example: Example) -> Any:
             0 if member else MPI.UNDEFINED, ranks.index(control.rank) if member else 0
         )
         _pool[key] = None if not member else made if example.raw else CheckedComm(made)
-    _pool.move_to_end(key)
     return _pool[key]
 
 

@@ -17,7 +17,7 @@ from sp_core.errors import CollectiveMismatch, PeerFailed
 from sp_core.launch.watch import owner, short
 
 
-class Kind(enum.IntEnum):
+class Kind(enum.Enum):
     """What a rank tells the other ranks: it is about to make a call, awaits a message, or is done.
 
     A rank is done in one of six ways. OK: its body returned. REJECT: Hypothesis' `assume` failed.
@@ -25,27 +25,20 @@ class Kind(enum.IntEnum):
     MISMATCH: the ranks called different things.
     """
 
-    CALL = 0
-    WAIT = 1
-    OK = 2
-    REJECT = 3
-    SKIP = 4
-    FAIL = 5
-    WOKEN = 6
-    MISMATCH = 7
+    CALL = "is about to make a call"
+    WAIT = "waits for a message"
+    OK = "finished"
+    REJECT = "rejected the example"
+    SKIP = "skipped"
+    FAIL = "failed"
+    WOKEN = "stopped"
+    MISMATCH = "stopped by a mismatch"
 
 
 DONE = frozenset(Kind) - {Kind.CALL, Kind.WAIT}
 """The kinds of ranks that have left the example."""
 QUIET = frozenset({Kind.OK, Kind.REJECT})
 """The kinds of ranks that have left the example without a problem for the other ranks."""
-_WORDS = {
-    Kind.OK: "finished",
-    Kind.REJECT: "rejected the example",
-    Kind.SKIP: "skipped",
-    Kind.WOKEN: "stopped",
-    Kind.FAIL: "failed",
-}
 _KINDS = {"UnsatisfiedAssumption": Kind.REJECT, "Skipped": Kind.SKIP}
 """Kinds by the class of an error; all other errors are failures."""
 
@@ -86,9 +79,9 @@ class Outcome:
     traceback: str = ""
 
     def __str__(self) -> str:
-        word = _WORDS.get(self.kind, "stopped")
         place = f"{short(self.file)}:{self.line}" if self.file else ""
-        return f"{word}: {self.type} at {place}: {first_line(self.message)}" if self.type else word
+        error = f": {self.type} at {place}: {first_line(self.message)}" if self.type else ""
+        return f"{self.kind.value}{error}"
 
 
 FINISHED = Outcome(Kind.OK)

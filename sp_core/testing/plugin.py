@@ -53,7 +53,11 @@ def _with_mpi(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Set up the session of `sp_core.testing`, before other plugins look at their options."""
+    """Set up the session of `sp_core.testing`, before other plugins look at their options.
+
+    Load the profile of SP_PROFILE, and choose a seed if the profile draws at random. Hypothesis
+    itself loads the profile that the command line names, which must be known by then.
+    """
     config.addinivalue_line(
         "markers",
         "ranks: an ordinary test that runs alone, and under mpiexec on every rank (also with "
@@ -64,23 +68,6 @@ def pytest_configure(config: pytest.Config) -> None:
         share_gpu=config.getoption("--sp-share-gpu"),
         raw_replay=not config.getoption("--sp-no-raw-replay"),
     )
-    _choose_profile(config, session)
-    if _with_mpi(config):
-        from sp_core.testing.agreed import Ranks
-
-        config.pluginmanager.register(Ranks(config, session), "sp_core_ranks")
-    elif (expected := config.getoption("--sp-expect-ranks")) is not None:
-        raise pytest.UsageError(
-            f"--sp-expect-ranks {expected} needs --with-mpi under mpiexec: without it ranks are "
-            "threads of this process."
-        )
-
-
-def _choose_profile(config: pytest.Config, session: Session) -> None:
-    """Load the profile of SP_PROFILE, and choose a seed if the profile draws at random.
-
-    Hypothesis itself loads the profile that the command line names, which must be known by then.
-    """
     named, seed = (config.getoption(f"--hypothesis-{x}", None) for x in ("profile", "seed"))
     session.seed = int(seed) if str(seed).isdigit() else None
     if named or os.environ.get("SP_PROFILE"):
@@ -92,6 +79,15 @@ def _choose_profile(config: pytest.Config, session: Session) -> None:
             raise pytest.UsageError(str(problem)) from None
         if session.seed is None and is_random:
             session.seed = random.SystemRandom().randrange(2**32)
+    if _with_mpi(config):
+        from sp_core.testing.agreed import Ranks
+
+        config.pluginmanager.register(Ranks(config, session), "sp_core_ranks")
+    elif (expected := config.getoption("--sp-expect-ranks")) is not None:
+        raise pytest.UsageError(
+            f"--sp-expect-ranks {expected} needs --with-mpi under mpiexec: without it ranks are "
+            "threads of this process."
+        )
 
 
 def _is_ours(item: pytest.Item) -> bool:

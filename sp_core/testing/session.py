@@ -18,10 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
-    from mpi4py.MPI import Intracomm
-
-    from sp_core.testing.carriers import MpiCarrier
-    from sp_core.testing.plan import Example, Result, Spec
 
 _LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 Remarks = dict[tuple[str, ...], float]
@@ -114,9 +110,9 @@ class Session:
         notes: lines for the end of the report.
     """
 
-    control: MpiCarrier | None = None
+    control: Any = None
     ranks: int = 0
-    attempt: Callable[[Spec, Example], Result] | None = None
+    attempt: Callable[..., Any] | None = None
     device: str = "cpu"
     share_gpu: bool = False
     gpu_is_shared: bool = False
@@ -129,7 +125,7 @@ class Session:
     @property
     def world_size(self) -> int:
         """Number of ranks of the launch, or of those of `attempt`; 0 if ranks are threads."""
-        return self.ranks if self.control is None else self.control.size
+        return self.ranks if self.control is None else int(self.control.size)
 
     def summary(self) -> str:
         """Return one line of counts, and one more if examples have named their scheme."""
@@ -259,7 +255,7 @@ def device() -> torch.device:
     return torch.device(current.device, local % count)
 
 
-def find_shared_gpu(session: Session, world: Intracomm) -> None:
+def find_shared_gpu(session: Session, world: Any) -> None:
     """Find out whether another rank uses this rank's GPU, and set `session.gpu_is_shared`.
 
     Every rank calls this. Each may see its own GPU as number 0, so the ranks compare UUIDs.

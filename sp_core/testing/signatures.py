@@ -19,8 +19,6 @@ from sp_core.testing.specs import Array, Part, Spec, read
 
 Values = Mapping[str, Any]
 """Arguments of a call, by parameter."""
-Sized = tuple[int, int]
-"""Another rank, and the bytes of a message to or from it."""
 Edges = tuple[Sequence[int], Sequence[int]]
 """The ranks that a rank receives from, and the ranks that it sends to."""
 
@@ -306,7 +304,7 @@ def require(condition: bool, problem: str) -> None:
 
 
 def exchange(
-    rank: int, size: int, sends: Sequence[Sized], recvs: Sequence[Sized], later: bool = False
+    rank: int, size: int, sends: Sequence[Any], recvs: Sequence[Any], later: bool = False
 ) -> Call:
     """Return the call by which a rank announces messages, for the comparison over the ranks.
 

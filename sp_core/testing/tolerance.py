@@ -109,9 +109,19 @@ def check_close(name: str, actual: Tensor, expected: Tensor, bound: Tensor) -> f
             f"{name}: shape {shapes[0]} given, expected {shapes[1]} (bound {shapes[2]})"
         )
     ratio = error_ratio(actual, expected, bound)
-    if not ratio <= 1.0:
-        raise AssertionError(_worst(name, ratio, actual, expected, bound))
-    return ratio
+    if ratio <= 1.0:
+        return ratio
+    ratios = _ratios(actual, expected, bound)
+    flat, beyond = int(ratios.argmax()), int((ratios > 1).sum())
+    index = [int(i) for i in torch.unravel_index(torch.tensor(flat), ratios.shape)]
+    got, want, allowed = (
+        float(t.detach().double().cpu().reshape(-1)[flat]) for t in (actual, expected, bound)
+    )
+    raise AssertionError(
+        f"{name}{index} = {got!r}, expected {want!r}, error {abs(got - want):.3g} is "
+        f"{ratio:.3g} times the bound "
+        f"{allowed:.3g} ({beyond} of {ratios.numel()} elements out of bounds, dtype {actual.dtype})"
+    )
 
 
 def _ratios(actual: Tensor, expected: Tensor, bound: Tensor) -> Tensor:
@@ -121,19 +131,3 @@ def _ratios(actual: Tensor, expected: Tensor, bound: Tensor) -> Tensor:
     ratios = torch.where(error == 0, 0.0, error / b)
     # An infinite or NaN bound must not turn an error into 0.
     return torch.where(ratios.isnan() | (b.isinf() & (error != 0)), math.inf, ratios)
-
-
-def _worst(name: str, ratio: float, actual: Tensor, expected: Tensor, bound: Tensor) -> str:
-    """Return the text of an error that names the element with the greatest error over bound."""
-    ratios = _ratios(actual, expected, bound)
-    flat = int(ratios.argmax())
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), ratios.shape))
-    got, want, allowed = (
-        float(t.detach().double().cpu().reshape(-1)[flat]) for t in (actual, expected, bound)
-    )
-    beyond = int((ratios > 1).sum())
-    return (
-        f"{name}{list(index)} = {got!r}, expected {want!r}, error {abs(got - want):.3g} is "
-        f"{ratio:.3g} times the bound "
-        f"{allowed:.3g} ({beyond} of {ratios.numel()} elements out of bounds, dtype {actual.dtype})"
-    )
