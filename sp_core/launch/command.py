@@ -22,10 +22,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sp_core.launch import results, watch
-from sp_core.launch.deaths import Deaths, SharedFiles, kill_session
+from sp_core.launch.deaths import Deaths, kill_session, shared_files
 from sp_core.launch.watch import IN_FLIGHT, RESULT, RUN_DIR, STARTED
 
 POLL_SECONDS = 0.05
+PAUSE_SECONDS, PAUSE_FACTOR = 0.25, 50
+"""Pause between two searches for files: at least PAUSE_SECONDS and 50 times a search's duration."""
 ORPHAN_SECONDS = 4.0
 """Seconds that mpiexec has to end the other ranks of one that failed. Then the launcher does so.
 
@@ -161,7 +163,8 @@ class Launch:
             stdout=output,
             stderr=output,
         )
-        self.files = SharedFiles(self.process.pid)
+        self._files: set[Path] = set()
+        self._next_search = 0.0
 
     def trouble(self, seconds: float) -> str:
         """Watch the launch for at most `seconds`, and return the reason to end it.
@@ -173,7 +176,10 @@ class Launch:
         by itself, with any exit code.
         """
         self.deaths.look(seconds)
-        self.files.look()
+        if (begin := time.monotonic()) > self._next_search:
+            self._files |= shared_files(self.process.pid)
+            pause = PAUSE_FACTOR * (time.monotonic() - begin)
+            self._next_search = begin + max(pause, PAUSE_SECONDS)
         reason = self._reason()
         if reason and self.process.poll() is None:
             self.deaths.dump()
@@ -201,7 +207,7 @@ class Launch:
         """Kill the remaining processes of this launch, and remove its files in shared memory."""
         kill_session(self.process.pid)
         self.process.wait()
-        for path in self.files.found:
+        for path in self._files:
             path.unlink(missing_ok=True)
         self.deaths.close()
 

@@ -1,6 +1,6 @@
 """Find the rank of a launch that died first, and its cause, from a process that is not its parent.
 
-`Deaths` watches the ranks, `SharedFiles` finds the MPI library's files in shared memory, and
+`Deaths` watches the ranks, `shared_files` finds the MPI library's files in shared memory, and
 `kill_session` kills what is left of a launch. The files of the ranks are those of `watch`. A stack
 dump is the text that `faulthandler` writes; owners of files are explained there, too.
 """
@@ -59,17 +59,15 @@ class Deaths:
         for rank in range(ranks):
             path = file_of(run_dir, rank, "life")
             os.mkfifo(path)  # `watch.hold_life` opens it; when that process ends, it hangs up
-            self._listen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), rank, 0)  # 0: only hang-ups
+            pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+            self._rank_of[pipe] = rank
+            self._ends.register(pipe, 0)  # 0: only hang-ups
 
     def close(self) -> None:
         """Close the file descriptors."""
         self._ends.close()
         for fd in self._rank_of:
             os.close(fd)
-
-    def _listen(self, fd: int, rank: int, events: int) -> None:
-        self._rank_of[fd] = rank
-        self._ends.register(fd, events)
 
     def look(self, seconds: float) -> None:
         """Wait up to `seconds` for a rank to die, and note the ranks that have started or died."""
@@ -95,7 +93,8 @@ class Deaths:
             self._watched[rank] = (pid, -1)
             self.dead.setdefault(rank, "its exit code is not known")
         else:
-            self._listen(self._watched[rank][1], rank, select.EPOLLIN)
+            self._rank_of[self._watched[rank][1]] = rank
+            self._ends.register(self._watched[rank][1], select.EPOLLIN)
 
     def alive(self) -> dict[int, int]:
         """Return {rank: process id} of the ranks that have started and not died."""
@@ -274,8 +273,6 @@ def _status_of(fd: int) -> int | None:
 FOLDER = Path("/dev/shm")
 NAMES = ("mpich_shm_", "ucx_shm_posix_", "sm_segment.")
 """Beginnings of the names that MPICH, UCX and Open MPI give to files in shared memory."""
-PAUSE_SECONDS, PAUSE_FACTOR = 0.25, 50
-"""Pause between two searches for files: at least PAUSE_SECONDS and 50 times a search's duration."""
 
 
 def stat(pid: int | str) -> list[str]:
@@ -316,34 +313,17 @@ def kill_session(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
-class SharedFiles:
-    """The MPI library's files in /dev/shm that processes of one launch have mapped.
+def shared_files(leader: int) -> set[Path]:
+    """Return the files in /dev/shm that an MPI library of a launch has mapped now.
 
-    Args:
-        leader: id of the process that leads the launch's session.
-
-    Attributes:
-        found: paths of the files so far.
+    `leader`: id of the process that leads the launch's session.
     """
-
-    def __init__(self, leader: int) -> None:
-        self._leader, self._next = leader, 0.0
-        self.found: set[Path] = set()
-
-    def look(self) -> None:
-        """Add the files that are mapped now to `found`.
-
-        Most calls return at once, because reading /proc takes milliseconds.
-        """
-        begin = time.monotonic()
-        if begin < self._next:
-            return
-        for pid in processes_of(self._leader):
-            with contextlib.suppress(OSError):
-                lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-                self.found.update(filter(None, map(mpi_file, lines)))
-        end = time.monotonic()
-        self._next = end + max(PAUSE_SECONDS, PAUSE_FACTOR * (end - begin))
+    found: set[Path] = set()
+    for pid in processes_of(leader):
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            found.update(filter(None, map(mpi_file, lines)))
+    return found
 
 
 def mpi_file(line: str) -> Path | None:

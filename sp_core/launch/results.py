@@ -111,23 +111,14 @@ def write_junit(directory: Path, report: str) -> None:
     head = {"name": wanted["suite"], "tests": str(len(cases)), **counts}
     suite = ET.SubElement(root, "testsuite", head)
     for name, case in cases.items():
-        _add_case(suite, name, case)
+        path, *parts = name.split("::")
+        classname = ".".join([path.removesuffix(".py").replace("/", "."), *parts[:-1]])
+        told = {"classname": classname, "name": (parts or [path])[-1]}
+        made = ET.SubElement(suite, "testcase", told, time=f"{case['seconds']:.3f}")
+        if tag := _TAGS.get(case["outcome"]):
+            text = "".join(
+                letter for letter in case["text"] if letter.isprintable() or letter in "\n\t"
+            )  # XML allows no other characters
+            ET.SubElement(made, tag, message=text.partition("\n")[0]).text = text
     Path(wanted["xml"]).parent.mkdir(parents=True, exist_ok=True)
     ET.ElementTree(root).write(wanted["xml"], encoding="utf-8", xml_declaration=True)
-
-
-def _add_case(suite: ET.Element, name: str, case: dict[str, Any]) -> None:
-    path, *parts = name.split("::")
-    classname = ".".join([path.removesuffix(".py").replace("/", "."), *parts[:-1]])
-    made = ET.SubElement(
-        suite,
-        "testcase",
-        classname=classname,
-        name=(parts or [path])[-1],
-        time=f"{case['seconds']:.3f}",
-    )
-    if tag := _TAGS.get(case["outcome"]):
-        text = "".join(
-            letter for letter in case["text"] if letter.isprintable() or letter in "\n\t"
-        )  # XML allows no other characters
-        ET.SubElement(made, tag, message=text.partition("\n")[0]).text = text

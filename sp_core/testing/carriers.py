@@ -235,11 +235,6 @@ class World:
             self.away.add(rank)
             self.touch()
 
-    def stop(self) -> None:
-        """End all ranks: every rank that waits, now or later, raises `Stopped`."""
-        self.stopped = True
-        self.touch()
-
     def sleep(self, rank: int, seen: int, what: str, ending: bool) -> None:
         """Wait until another rank has changed the state since version `seen`.
 

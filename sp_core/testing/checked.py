@@ -241,9 +241,6 @@ class CheckedComm(Messages):
         if self:
             self.Free()
 
-    def _release(self) -> None:
-        pass  # MPI itself moves what was started
-
     def _complete(self, clean: bool) -> None:
         if clean:
             self._clear()

@@ -330,9 +330,8 @@ class LockstepComm(Observer, ABC):
         `form` is mpi4py's method, such as "Bcast", "Ibcast" or "Bcast_init".
         """
 
-    @abstractmethod
     def _release(self) -> None:
-        """Hand over the data of started sends and collectives, so that peers can complete."""
+        """Hand over the data of started sends and collectives, if MPI does not do so itself."""
 
     def _complete(self, clean: bool) -> None:
         """Forget the messages and requests of an example.

@@ -24,6 +24,7 @@ from sp_core.testing.outcome import Kind, RankFailure, failure, failure_class
 from sp_core.testing.plan import Example, Plan, Result, Spec, search, sweep
 from sp_core.testing.run import ThreadsHung, run_ranks
 
+__tracebackhide__ = True  # pytest shows no frames of this file
 Body = Callable[..., None]
 MAX_RANKS = 8
 SPMD_SIZES = 4
@@ -109,7 +110,6 @@ def _as_test(body: Body, drawn: tuple[str, ...], plan: Callable[[], Plan]) -> Bo
 
     @functools.wraps(body)
     def test(*instance: Any, **fixtures: Any) -> None:
-        __tracebackhide__ = True
         spec = Spec(functools.partial(body, *instance), fixtures, body, vars(test))
         run(spec, plan())
 
@@ -143,7 +143,6 @@ def run(spec: Spec, plan: Plan) -> None:
         spec: the test with its fixtures.
         plan: chooses the examples; under MPI it is used on rank 0 only.
     """
-    __tracebackhide__ = True
     current = session.current
     current.tally.tests += 1
     attempt = current.attempt or _on_threads
@@ -171,11 +170,9 @@ def lead(spec: Spec, plan: Plan, attempt: Callable[[Spec, Example], Result]) -> 
         RankFailure: an example failed. The text has each bug, its example, and the command to
             repeat the test. Other errors of the plan are raised as they are.
     """
-    __tracebackhide__ = True
     passed = []
 
     def judged(example: Example, keeps: str) -> set[Kind]:
-        __tracebackhide__ = True
         result = attempt(spec, example)
         session.current.tally.count(len(example.ranks), result.remarks)
         session.replay(result.remarks)
@@ -239,8 +236,3 @@ def rerun(spec: Spec) -> str:
     chosen = "".join(f"{option} " for option, wanted in options.items() if wanted)
     head = f"run it again: {prefix}{launch if current.world_size else ''}python -m pytest "
     return f'{head}{chosen}"{spec.test_id}"'
-
-
-def announce(example: Example, spec: Spec) -> str:
-    """Return text that names the example about to run, for the report if the launch dies in it."""
-    return f"{spec.test_id}\n  {spec.function.__name__}({example})\n  {rerun(spec)}"

@@ -19,7 +19,7 @@ from sp_core.launch import watch
 from sp_core.testing import session
 from sp_core.testing.carriers import MpiCarrier
 from sp_core.testing.checked import CheckedComm
-from sp_core.testing.engine import announce, lead, rerun
+from sp_core.testing.engine import lead, rerun
 from sp_core.testing.outcome import (
     FINISHED,
     Catch,
@@ -34,6 +34,7 @@ from sp_core.testing.plan import Example, Plan, Result, Spec, feed, is_fed
 from sp_core.testing.run import run_body
 from sp_core.testing.session import Remarks, keep_largest
 
+__tracebackhide__ = True  # pytest shows no frames of this file
 MAX_COMMUNICATORS = 64
 MAX_RAW_EXAMPLES = 50
 ABORTED = 70  # exit code of a launch after a failure of sp_core.testing itself
@@ -77,7 +78,6 @@ def lead_ranks(control: MpiCarrier, spec: Spec, plan: Plan) -> None:
         spec: the test.
         plan: chooses the examples.
     """
-    __tracebackhide__ = True
     stop = FINISHED
     try:
         if is_fed():
@@ -99,7 +99,6 @@ def follow(control: MpiCarrier, spec: Spec) -> None:
 
     When rank 0 sends an outcome instead, end the test with that outcome.
     """
-    __tracebackhide__ = True
     with _or_abort(control):
         while isinstance(told := control.gather(None)[0], Example):
             _take_part(control, spec, told)
@@ -129,7 +128,9 @@ def _or_abort(control: MpiCarrier) -> Iterator[None]:
 def _order(control: MpiCarrier, spec: Spec, example: Example) -> Result:
     """Have every rank run its part of an example, and return the result. Rank 0 calls this."""
     with _or_abort(control):
-        watch.in_flight(("raw replay of " if example.raw else "") + announce(example, spec))
+        raw = "raw replay of " if example.raw else ""
+        call = f"{spec.function.__name__}({example})"
+        watch.in_flight(f"{raw}{spec.test_id}\n  {call}\n  {rerun(spec)}")
         control.gather(example)
         return _take_part(control, spec, example)
 
@@ -182,7 +183,6 @@ def _replay_raw(control: MpiCarrier, spec: Spec, passed: list[Example]) -> None:
     Raises:
         RankFailure: an example fails without the comparison.
     """
-    __tracebackhide__ = True
     distinct = list({str(example): example for example in passed}.values())
     step = max(len(distinct) / MAX_RAW_EXAMPLES, 1.0)
     for example in (

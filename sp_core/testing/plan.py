@@ -25,6 +25,7 @@ from sp_core.testing.carriers import patiently
 from sp_core.testing.outcome import Kind, Outcome
 from sp_core.testing.session import Remarks
 
+__tracebackhide__ = True  # pytest shows no frames of this file
 _SEED, _SETTINGS = "_hypothesis_internal_use_seed", "_hypothesis_internal_use_settings"
 _COPIED = (
     _SEED,
@@ -140,7 +141,6 @@ def search(
     """
 
     def run(spec: Spec, attempt: Try) -> None:
-        __tracebackhide__ = True
         fitting: list[Nprocs] = []
 
         def is_fitting(nprocs: Nprocs) -> bool:
@@ -148,7 +148,6 @@ def search(
             return nprocs in fitting
 
         def driver(**values: Any) -> None:
-            __tracebackhide__ = True
             example = Example(ranks_of(values.pop("nprocs")), values)
             if not is_fitting(example.nprocs):  # of `@example`, for a larger launch
                 hypothesis.reject()
@@ -203,7 +202,6 @@ def sweep(sizes: Sequence[Nprocs]) -> Plan:
     """
 
     def run(spec: Spec, attempt: Try) -> None:
-        __tracebackhide__ = True
         fitting = [Example(ranks_of(size), {}) for size in sizes if fits(size)]
         if not fitting:
             least = min(max(ranks_of(size)) for size in sizes) + 1

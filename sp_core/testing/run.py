@@ -169,7 +169,8 @@ def _give_up(world: World, late: Sequence[_Rank], timeout: float) -> None:
     )
     faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
     blame = sorted({*range(world.size)} - world.away - world.waiting.keys())
-    world.stop()
+    world.stopped = True
+    world.touch()
     for rank in late:  # an endless loop in Python code ends at its next instruction
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(rank.ident or 0), ctypes.py_object(Stopped)

@@ -36,14 +36,8 @@ IMPORTED_BEFORE = "ignore::pytest.PytestAssertRewriteWarning"
 class Lost(Exception):
     """A launch has ended in the middle of an example.
 
-    Args:
-        report: what is known of every rank.
-        rank: the rank that died first, None if no rank died.
+    Its arguments are what is known of every rank, and the rank that died first, None if none died.
     """
-
-    def __init__(self, report: str, rank: int | None) -> None:
-        super().__init__(report)
-        self.rank = rank
 
 
 class NotStarted(BaseException):
@@ -182,8 +176,9 @@ def outcomes(example: Example, lost: Lost) -> list[Outcome]:
     The rank that died first has failed, or the example's first rank if none of its ranks died; the
     others were stopped. All lost launches have one class of failure, as not every system tells how.
     """
-    fallen = lost.rank if lost.rank in example.ranks else example.ranks[0]
-    crash = Outcome(Kind.FAIL, "RankCrashed", str(lost))
+    report, first = lost.args
+    fallen = first if first in example.ranks else example.ranks[0]
+    crash = Outcome(Kind.FAIL, "RankCrashed", report)
     return [crash if rank == fallen else Outcome(Kind.WOKEN) for rank in example.ranks]
 
 
