@@ -16,11 +16,11 @@ from typing import Any, Self
 
 import numpy as np
 
-from sp_core.testing.carriers import MpiCarrier, patiently
+from sp_core.testing.carriers import MpiCarrier
 from sp_core.testing.comm import forwarded
 from sp_core.testing.lockstep import Beginning, Call, Lockstep
 from sp_core.testing.messages import MESSAGES, PROBES, Messages
-from sp_core.testing.outcome import Catch, Kind, Mismatched, capture, raise_for_peers
+from sp_core.testing.outcome import Kind, Mismatched, capture, raise_for_peers
 from sp_core.testing.requests import UNCHECKED, Transfer, begun, install, say
 from sp_core.testing.signatures import Edges, Flow, op_of
 from sp_core.testing.stuck import Detector, Family
@@ -118,25 +118,11 @@ class CheckedComm(Messages):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with Catch() as left:
-            for member in self.family.members if error is None else ():
-                member.ensure_complete("the end of the block")
-        outcomes = self.family.finish(capture(error or left.error))
-        self.settle(max(MpiCarrier(self._shadows[0]).gather(self.family.detector.rounds)))
+        outcomes = self.family.finish(capture(error))
         self._give_back()
-        if error is None and left.error is not None:
-            raise left.error
-        if error is None and outcomes[self.rank].kind is Kind.MISMATCH:
+        if error is None and outcomes[self.rank].kind in (Kind.FAIL, Kind.MISMATCH):
             raise Mismatched(outcomes[self.rank].message)
         raise_for_peers(error, outcomes)
-
-    def settle(self, rounds: int) -> None:
-        """Complete the exchanges of the deadlock search after an example.
-
-        Every rank calls this and waits. `rounds` is the greatest number of exchanges that any rank
-        has begun.
-        """
-        patiently(lambda: self.family.detector.settle(rounds))
 
     def _edges(self, op: str) -> Edges:
         return self._raw.inoutedges if op.startswith("Neighbor") else ((), ())

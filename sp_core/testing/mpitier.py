@@ -143,13 +143,9 @@ def _take_part(control: MpiCarrier, spec: Spec, example: Example) -> Result:
     comm, total = _communicator(control, example), Remarks()
     with session.collected() as sink, watch.limit(watch.example_seconds()):
         outcome = FINISHED if comm is None else _ended(spec, comm, example)
-        is_checked = isinstance(comm, CheckedComm)
-        rounds = comm.family.detector.rounds if is_checked else 0
-        everyone = control.gather((outcome, sink, rounds))
-        if is_checked:
-            comm.settle(max(rounds for *_, rounds in everyone))
+        everyone = control.gather((outcome, sink))
     watch.note(f"waits for the next example of {spec.function.__name__}")
-    for _, remarks, _ in everyone:
+    for _, remarks in everyone:
         keep_largest(total, remarks)
     outcomes = [everyone[rank][0] for rank in example.ranks]
     if example.raw and any(outcome.kind is not Kind.OK for outcome in outcomes):
@@ -169,10 +165,7 @@ def _ended(spec: Spec, comm: Any, example: Example) -> Outcome:
         with Catch() as caught:
             spec.body(comm, **values)
         return caught.outcome
-    _, outcome = run_body(comm.family, lambda: spec.body(comm, **values))
-    watch.note(f"after the body: {outcome}")
-    ended: Outcome = comm.family.finish(outcome)[comm.rank]
-    return ended
+    return run_body(comm.family, lambda: spec.body(comm, **values))[1]
 
 
 def _replay_raw(control: MpiCarrier, spec: Spec, passed: list[Example]) -> None:

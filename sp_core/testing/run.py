@@ -118,7 +118,6 @@ class _Rank(threading.Thread):
             sys.modules["torch"].autograd.set_multithreading_enabled(False)  # in this thread alone
         with Catch() as caught:
             self.result, self.outcome = run_body(self._family, lambda: self._body(self.comm))
-            self.outcome = self._family.finish(self.outcome)[self.number]
         # ranks that wait for each other for ever
         if isinstance(caught.error, Mismatched):
             self.outcome = caught.outcome
@@ -127,24 +126,24 @@ class _Rank(threading.Thread):
 
 
 def run_body(family: Family, body: Callable[[], T]) -> tuple[T | None, Outcome]:
-    """Run one rank's body, and check that its announced messages and requests are complete.
+    """Run one rank's body, and wait until every rank has ended the example.
 
-    Return the body's result (None if it did not return) and its outcome. Other ranks are not waited
-    for.
+    Return the body's result (None if it did not return) and its outcome, which is a mismatch if a
+    message was lost.
 
     Raises:
         Stopped: a rank has hung, so all are to end.
+        Mismatched: ranks wait for each other for ever.
     """
     result = None
     with Catch() as caught:
         result = body()
         kept = progress.of_this_rank().kept
         abandon(request for question in kept for request in question.requests)
-        for member in family.members:
-            member.ensure_complete("the end of the body")
     if isinstance(caught.error, Stopped):
         raise caught.error
-    return result, caught.outcome
+    watch.note(f"after the body: {caught.outcome}")
+    return result, family.finish(caught.outcome)[family.members[0].rank]
 
 
 def _join(world: World, ranks: Sequence[_Rank], timeout: float) -> None:

@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from sp_core.testing.carriers import Steps, Ticket, begun
-from sp_core.testing.outcome import Kind, Mismatched, Outcome
+from sp_core.testing.carriers import MpiCarrier, Steps, Ticket, begun, patiently
+from sp_core.testing.outcome import FINISHED, Catch, Kind, Mismatched, Outcome
 
 Ends = tuple[str, int, int, int]
 """Communicator, source, destination and tag of a message.
@@ -174,7 +174,7 @@ class Family:
         detector: searches for deadlocks; only set if ranks are processes.
     """
 
-    detector: Detector
+    detector: Any = None
 
     def __init__(self) -> None:
         self.members: list[Any] = []
@@ -227,13 +227,18 @@ class Family:
         Every rank calls this, and waits until all ranks have ended the example.
 
         Args:
-            outcome: how this rank's body ended.
+            outcome: how this rank's body ended. It becomes a failure if the body returned and left
+                a request incomplete.
 
         Returns:
             The outcome of every rank of the first communicator, in rank order. This rank's becomes
             a mismatch if a message was lost on any of its communicators.
         """
         first, *others = self.members
+        with Catch() as left:
+            for member in self.members if outcome == FINISHED else ():
+                member.ensure_complete("the end of the body")
+        outcome = outcome if left.error is None else left.outcome
         everyone = first.lockstep.carrier.drive(self._finish(outcome), "has ended", ending=True)
         for member, outcomes in zip(self.members, everyone, strict=True):
             member._complete(any(each.kind is not Kind.OK for each in outcomes))
@@ -241,6 +246,10 @@ class Family:
                 everyone[0][first.rank] = outcomes[member.rank]
         for member in others:
             member._free()
+        if self.detector is not None:
+            polled = MpiCarrier(first.lockstep.carrier.comm)  # takes no part in the search
+            rounds = max(polled.gather(self.detector.rounds))
+            patiently(lambda: self.detector.settle(rounds))
         # an example names its communicators alike every time
         first.children = itertools.count()
         self.members = [first]
