@@ -5,6 +5,7 @@ On ranks other than 0 a failure has one line.
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import numpy as np
@@ -178,6 +179,14 @@ def test_counts_of_two_processes_add_up() -> None:
     assert parts[0] == whole
     assert whole.features == {"a": 2, "b": 1}
     assert whole.ratios == {"out": 0.2}
+
+
+@pytest.mark.parametrize("ratios", [(0.1, math.nan), (math.nan, 0.1)])
+def test_an_error_that_is_nan_is_the_worst(ratios: tuple[float, ...]) -> None:
+    tally = Tally()
+    for ratio in ratios:
+        tally.merge(Tally(ratios={"out": ratio}))
+    assert math.isnan(tally.ratios["out"])
 
 
 def test_a_profile_with_more_examples_than_usual_has_more_of_each_test(
