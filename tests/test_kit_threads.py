@@ -159,6 +159,23 @@ def test_a_message_that_never_comes_does_not_block_for_ever(
     assert "not ended within 0.5 s" in failure_of(body)
 
 
+def test_a_message_that_is_there_counts_though_its_sender_has_failed_since() -> None:
+    """Otherwise the time at which a rank waits decides what it says of the example."""
+
+    @spmd(2)
+    def body(comm: Any) -> None:
+        if comm.rank == 1:
+            time.sleep(0.1)
+            assert comm.Isend(np.ones(1), 0).Test()
+            raise LookupError
+        request = comm.Irecv(np.zeros(1), 1)
+        time.sleep(0.3)
+        request.Wait()
+        raise KeyError
+
+    assert "rank 0: failed: KeyError" in failure_of(body)
+
+
 def test_ranks_that_end_and_wait_for_ever_are_told_so() -> None:
     def never() -> Steps[None]:
         while True:

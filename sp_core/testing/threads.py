@@ -74,13 +74,13 @@ class ThreadRequest:
         return True
 
     def _waiting(self) -> Steps[None]:
-        # begin a round once: otherwise ranks that all wait would wake each other for ever
-        heard = self._comm.lockstep.waiting
-        heard(self._what)
-        while not self._over():
+        lockstep, is_first = self._comm.lockstep, True
+        while not self._over():  # what is complete counts, also if a peer has failed since
+            # begin a round once: otherwise ranks that all wait would wake each other for ever
+            if is_first or lockstep.open is not None:
+                lockstep.waiting(self._what)
+            is_first = False
             yield
-            if self._comm.lockstep.open is not None:
-                heard(self._what)
 
     def _over(self) -> bool:
         self._comm.progress()
