@@ -236,8 +236,8 @@ class LockstepComm(Observer, ABC):
             root: rank, if the method has one.
             reduction: operation, if the method has one.
         """
+        self._check_root(op, root)
         with self._named(op):
-            self._check_root(root)
             pickled = self._pickle.dumps(value)
         name = op_name(reduction)
         text = "".join(
@@ -277,7 +277,8 @@ class LockstepComm(Observer, ABC):
         op = op_of(form)
         with self._named(form):
             values = bind(op, args, given)
-            self._check_root(values.get("root"))
+        self._check_root(form, values.get("root"))
+        with self._named(form):
             found = flow(op, self.rank, self.size, values, self._edges(op))
         what = found.call(form, self.rank)
         early, self._early = self._early or form == "Iallgather", False
@@ -291,9 +292,12 @@ class LockstepComm(Observer, ABC):
         """Return the request of a collective that not all ranks have announced yet."""
         return beginning
 
-    def _check_root(self, root: int | None) -> None:
-        there = root is None or 0 <= root < self.size
-        require(there, f"root {root} is not one of the {self.size} ranks of this communicator")
+    def _check_root(self, op: str, root: int | None) -> None:
+        if root is not None and not 0 <= root < self.size:
+            raise ValueError(
+                f"{op} on rank {self.rank}: root {root} is not one of the {self.size} ranks of "
+                "this communicator"
+            )
 
     def _edges(self, op: str) -> Edges:
         """Return (sources, destinations) of a neighbourhood collective; none for others."""
