@@ -152,6 +152,12 @@ class CheckedComm(Messages):
 
         return self._agree_on(form, args, given, make)
 
+    def _wrong_root(self, text: str) -> Exception:
+        """Return mpi4py's error for a wrong root, with `text`, as MPI says only "invalid root"."""
+        kind = type("RootError", (self._mpi.Exception, ValueError), {"__str__": lambda _: text})
+        error: Exception = kind(self._mpi.ERR_ROOT)
+        return error
+
     def _later(self, beginning: Beginning) -> Any:
         request = self._mpi.Request()
         request.beginning = beginning

@@ -294,10 +294,13 @@ class LockstepComm(Observer, ABC):
 
     def _check_root(self, op: str, root: int | None) -> None:
         if root is not None and not 0 <= root < self.size:
-            raise ValueError(
+            raise self._wrong_root(
                 f"{op} on rank {self.rank}: root {root} is not one of the {self.size} ranks of "
                 "this communicator"
             )
+
+    def _wrong_root(self, text: str) -> Exception:
+        return ValueError(text)
 
     def _edges(self, op: str) -> Edges:
         """Return (sources, destinations) of a neighbourhood collective; none for others."""
