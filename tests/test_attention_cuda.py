@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,11 @@ from sp_core.mask import Mask
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
+def tensor_on(device: str, dtype: torch.dtype, head_dim: int) -> Any:
+    """What `backend_for` reads of a tensor, on a device that need not be here."""
+    return SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(head_dim,))
+
+
 @given(
     head_dim=st.integers(1, 300) | st.integers(1, 38).map(lambda n: 8 * n),
     dtype=st.sampled_from(DTYPES),
@@ -43,18 +49,15 @@ def test_a_tensor_on_a_gpu_gets_the_fastest_kernel_that_takes_it(
     half = dtype.itemsize == 2
     fused = "flash_cuda" if half and head_dim <= 256 else "efficient_cuda"
     fits = head_dim * dtype.itemsize % 16 == 0 and dtype != torch.float64
-    given = ("cuda", dtype, head_dim)
-    assert {backend_for(*given, kind, Logits(0.3)) for kind in ("causal", "full")} == {
+    cuda, meta, cpu = (tensor_on(device, dtype, head_dim) for device in ("cuda", "meta", "cpu"))
+    assert {backend_for(cuda, kind, Logits(0.3)) for kind in ("causal", "full")} == {
         fused if fits else "plain"
     }
     masked = "efficient_cuda" if fits else "plain"
-    assert backend_for(*given, "partial", Logits(0.3)) == masked
-    assert (
-        backend_for(*given, "causal", Logits(0.0))
-        == backend_for("meta", *given[1:], "full", Logits(0.3))
-        == "plain"
-    )
-    assert backend_for("cpu", *given[1:], "partial", Logits(0.3)) == "flash_cpu"
+    assert backend_for(cuda, "partial", Logits(0.3)) == masked
+    unfit = backend_for(cuda, "causal", Logits(0.0)), backend_for(meta, "full", Logits(0.3))
+    assert unfit == ("plain", "plain")
+    assert backend_for(cpu, "partial", Logits(0.3)) == "flash_cpu"
 
 
 @pytest.fixture
@@ -215,7 +218,11 @@ def test_packed_documents_are_one_call_of_the_flash_kernel(
     here: dict[str, Any] = {"q_positions": range(40), "kv_positions": keys, "mask": mask}
     wanted = attend(q, k, v, **here, logits=Logits(0.3))
     grads = attend_backward(do, q, k, v, *wanted, **here, logits=Logits(0.3))
-    monkeypatch.setattr(kernels, "backend_for", lambda *_: "flash_cuda")
+
+    def as_on_gpu(x: torch.Tensor, kind: str, logits: Logits) -> str:
+        return backend_for(tensor_on("cuda", x.dtype, x.shape[-1]), kind, logits)
+
+    monkeypatch.setattr(kernels, "backend_for", as_on_gpu)
     with Sequences() as sequences:
         found = attend(q, k, v, **here, logits=Logits(0.3))
         found_grads = attend_backward(do, q, k, v, *wanted, **here, logits=Logits(0.3))

@@ -158,19 +158,11 @@ def _seen(
     return i, j, {"kind": kind, "allowed": allowed[queries][:, keys], "logits": logits.at(i, j)}
 
 
-def backend_for(
-    device_type: str,
-    dtype: torch.dtype,
-    head_dim: int,
-    kind: str,
-    logits: Logits,
-) -> str:
+def backend_for(q: Tensor, kind: str, logits: Logits) -> str:
     """Return the name of the kernel that computes a block of attention.
 
     Args:
-        device_type: "cpu", "cuda", ...
-        dtype: of q, k and v.
-        head_dim: of q, k and v.
+        q: of the block; k and v have its device, dtype and head dim.
         kind: "full", "causal" (square) or "partial".
         logits: how the logits follow from q k^T. Only the plain kernel knows softcap and ALiBi. The
             CUDA kernels take a row's maximum before they scale, so they need a positive scale.
@@ -178,6 +170,7 @@ def backend_for(
     Returns:
         "flash_cpu", "flash_cuda", "efficient_cuda" or "plain".
     """
+    device_type, dtype, head_dim = q.device.type, q.dtype, q.shape[-1]
     if logits.is_plain:
         return "plain"
     if device_type == "cpu":
@@ -197,7 +190,7 @@ def forward(
 
     The block is not empty, and every query sees a key. Return out (B, H, Sq, D) and lse (B, H, Sq).
     """
-    backend = backend_for(q.device.type, q.dtype, q.shape[-1], kind, logits)
+    backend = backend_for(q, kind, logits)
     if backend == "plain":
         return _plain(q, k, v, _strips(q, k, kind, allowed), logits)
     scale = logits.softmax_scale
@@ -228,7 +221,7 @@ def backward(
 
     Arguments as in `block_attention_backward`: out and lse may cover more keys than k and v.
     """
-    backend = backend_for(q.device.type, q.dtype, q.shape[-1], kind, logits)
+    backend = backend_for(q, kind, logits)
     # for a query that saw no key exp(s - lse) must be 0, not NaN
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     if backend == "plain":

@@ -194,7 +194,7 @@ def packed(blocks: tuple[Block, ...], q: Tensor, logits: Logits) -> tuple[tuple[
         return blocks, ()
     if on_cpu(q):
         return _packed(blocks, ELEMENTS * q.shape[2] // q.numel())
-    kernel = kernels.backend_for(q.device.type, q.dtype, q.shape[-1], "full", logits)
+    kernel = kernels.backend_for(q, "full", logits)
     return _sequences(blocks) if kernel == "flash_cuda" else (blocks, ())
 
 
