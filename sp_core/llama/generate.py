@@ -88,7 +88,7 @@ class Sampling:
             p[p.cumsum(0) - p >= self.top_p * p.sum()] = 0
         chances = p.cumsum(0)
         uniform = torch.rand((), generator=random, dtype=torch.float64).to(chances.device)
-        return int(order.indices[int((chances <= uniform * chances[-1]).sum())])
+        return int(order.indices[torch.searchsorted(chances, uniform * chances[-1], right=True)])
 
 
 def generate(

@@ -132,16 +132,11 @@ def byte_tokenizer() -> Tokenizer:
     """Make a tokenizer with 256 tokens: token i is the byte i of a text in UTF-8."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    printable = {
-        *range(33, 127),
-        *range(161, 173),
-        *range(174, 256),
-    }  # the library writes the other bytes as characters from 256 on
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())  # bytes that print, then the others
+    printable = [ord(letter) for letter in letters if ord(letter) < 256]
     others = [byte for byte in range(256) if byte not in printable]
-    letters = {
-        chr(byte if byte in printable else 256 + others.index(byte)): byte for byte in range(256)
-    }
-    tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    vocab = dict(zip(letters, printable + others, strict=True))
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
