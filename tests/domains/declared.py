@@ -13,6 +13,8 @@ import torch
 from oracle.collective_cases import in_memory
 from torch import Tensor
 
+import sp_core as sp
+from sp_core import progress
 from sp_core.testing import record_ratio
 from sp_core.testing.tolerance import check_close
 
@@ -44,7 +46,12 @@ class Call:
         named = {
             name: value for name, value in self.arguments.items() if name not in self.positional
         }
-        return self.function(*(self.arguments[name] for name in self.positional), **named)
+        result = self.function(*(self.arguments[name] for name in self.positional), **named)
+        if not isinstance(result, sp.Pending):
+            busy = progress.of_this_rank()._busy
+            late = [comm for comm in busy if comm._pending]
+            assert not late, "the call has returned before its messages were through"
+        return result
 
 
 Prepare = Callable[[Any, Values], AbstractContextManager[Call]]
