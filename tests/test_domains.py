@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from domains.declared import Parts, Subject, Values, normal
-from domains.public import without_domain
+from domains.public import defaults, without_domain
 from domains.report import changed, committed, impossible_pairs, parts_of
 from domains.subjects import BY_NAME, SUBJECTS
 from domains.trial import Tried, draw_singles, finished
@@ -99,6 +99,36 @@ def test_a_fault_among_thousands_of_tokens_is_seen(
     subject = BY_NAME["SelfAttention"]
     with pytest.raises(AssertionError, match=r"times the bound"):
         Tried().row(subject, subject.base | {"x.seq_len": "thousands"}, SEED)
+
+
+ONE = ("batch", "dp", "offset", "pp", "ranks_per_node", "ring", "tp", "ulysses", "unit")
+NOTHING = (
+    *("bytes_sent", "dim", "dropout", "first", "kv_heads", "last", "longest", "messages", "root"),
+    *("seed", "start", "temperature"),
+)
+DEFAULTS: dict[str, set[float]] = {
+    **{name: {1} for name in ONE},
+    **{name: {0} for name in NOTHING},
+    "base": {1e4},
+    "chunk": {1024},
+    "eps": {1e-5, 1e-6},
+    "head_dim": {128},
+    "max_position_embeddings": {2048},
+    "max_tokens": {64},
+    "pass_tokens": {1024},
+    "rms_norm_eps": {1e-6},
+    "rope_theta": {1e4},
+    "show": {10},
+    "timeout": {86400},
+    "tolerance": {0.02},
+    "top": {5},
+}
+"""What a user gets who leaves a number out; it is the same wherever a parameter has this name."""
+
+
+def test_a_number_that_is_left_out_stays_what_it_was() -> None:
+    """Most calls of tests name all their arguments."""
+    assert defaults() == DEFAULTS
 
 
 def lying(x: Tensor, memory: str) -> Tensor:

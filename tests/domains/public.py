@@ -102,6 +102,21 @@ def parameters(function: Public) -> set[str]:
     return names | (Terms.__annotations__.keys() if "terms" in found else set())
 
 
+def defaults() -> dict[str, set[float]]:
+    """Return by parameter or option the numbers that stand for it where it is left out."""
+    found = defaultdict[str, set[float]](set)
+    for function in functions().values():
+        given: dict[str, Any] = (
+            {action.dest: action.default for action in function._actions}
+            if isinstance(function, argparse.ArgumentParser)
+            else {p.name: p.default for p in inspect.signature(function).parameters.values()}
+        )
+        for name, value in given.items():
+            if type(value) in (int, float):
+                found[name].add(value)
+    return found
+
+
 def _members(module: str) -> Iterator[tuple[str, Callable[..., Any]]]:
     found = importlib.import_module(module)
     front = module.removeprefix("sp_core").removeprefix(".").removeprefix("nn.")
