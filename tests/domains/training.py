@@ -348,6 +348,8 @@ UNEVEN = {
     "model.tied": "True",
     "tokens.lengths": "unequal",
 }
+OWN = ({"own": "True", "mesh.axes": "dp, ring"},)
+"""Only replicas have sequences of their own."""
 SUBJECTS = [
     on_model(
         "llama.pipeline.loss_and_gradients",
@@ -364,6 +366,7 @@ SUBJECTS = [
         covers=("llama.train.packed", "llama.Llama.loss"),
         allowed=("window=far out", "chunk=far out"),
         outside=dict.fromkeys(("hidden", "labels", "lengths", "count"), "`backward` makes it"),
+        together=OWN,
     ),
     on_model(
         "llama.train.train_step",
@@ -372,6 +375,7 @@ SUBJECTS = [
         covers=("llama.train.Step",),
         allowed=("max_norm=infinity", "window=far out", "chunk=far out"),
         outside=dict.fromkeys(("loss", "norm"), "`train_step` gives it"),
+        together=OWN,
     ),
     Subject(
         "llama.train.save_training",
