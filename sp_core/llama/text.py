@@ -132,10 +132,9 @@ def byte_tokenizer() -> Tokenizer:
     """Make a tokenizer with 256 tokens: token i is the byte i of a text in UTF-8."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())  # bytes that print, then the others
-    printable = [ord(letter) for letter in letters if ord(letter) < 256]
-    others = [byte for byte in range(256) if byte not in printable]
-    vocab = dict(zip(letters, printable + others, strict=True))
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    order = sorted(range(256), key=lambda byte: chr(byte) not in letters)  # those that print first
+    vocab = dict(zip(letters, order, strict=True))
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
