@@ -164,6 +164,7 @@ def test_runs_are_the_positions_in_order_whatever_their_container(positions: Seq
         (range(3, 1, -1), [range(3, 4), range(2, 3)]),
         ([0, 1, 2, 9, 10, 11], [range(3), range(9, 12)]),  # zigzag
         ([0, 9, 10, 11], [range(1), range(9, 12)]),  # a lone token leaves the run whole
+        ([0, 1, 4, 9, 10, 11], [range(2), range(4, 5), range(9, 12)]),
         ([4, 4], [range(4, 5), range(4, 5)]),
     ],
 )

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 from llama_cases import Case
 
 import sp_core as sp
@@ -57,6 +57,7 @@ def test_a_tied_weight_without_a_gradient_on_one_stage_gets_the_other_stages(
 
 
 @given(lengths=LENGTHS, size=st.integers(1, 8), most=st.integers(1, 200))
+@example(lengths=[1, 1, 1], size=1, most=1)
 def test_passes_keep_the_order_and_their_limit(lengths: list[int], size: int, most: int) -> None:
     plan = POLICIES["contiguous"](lengths, size, Work(1, 1))
     for numbers in plan.packed:

@@ -43,6 +43,7 @@ LENGTHS: Parts = {
     "one": lambda c, v: [c.randint(1, 99)],
     "many": partial(several, count=(50, 200), longest=5000),
     "equal": lambda c, v: [7] * c.randint(4, 12),
+    "one of few long": lambda c, v: [64, *[1] * c.randint(1, 4)],
     "one long": lambda c, v: [10**5, *[c.randint(1, 9) for _ in range(20)]],
     "all empty": lambda c, v: [0] * c.randint(2, 5),
 }
@@ -184,6 +185,9 @@ def judge_balanced(given: Values, made: Plan) -> None:
     assert max(loads) <= max(allowed, *dealt(given, len(made.lengths))[1]) * (1 + 1e-12)
     if max(dealt(given, 0)[1]) <= allowed * (1 - 1e-12):
         assert count == 0
+    if count and max(loads) <= allowed * (1 - 1e-12):  # one shared sequence fewer is not enough
+        before = dealt(given, count - 1)[1]
+        assert max(before) >= (1 + tolerance) * sum(before) / size * (1 - 1e-12)
 
 
 def judge_dynamic(given: Values, made: Plan) -> None:
