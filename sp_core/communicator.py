@@ -76,10 +76,10 @@ class Communicator(NotCopied):
         check: Check = "agree",
         name: str = "communicator",
         algorithm: str | Mapping[str, str] = "auto",
-        nodes: Sequence[int] = (),
+        nodes: Sequence[int],
         tuning: Tuning | None = None,
     ) -> None:
-        self._describe(comm.rank, comm.size, name, nodes or (0,) * comm.size)
+        self._describe(comm.rank, comm.size, name, nodes)
         self.device, self.check, self.tuning = torch.device(device), check, tuning
         self._asked, self.algorithms = transport, defaults(algorithm)
         # comparisons need a communicator apart from the transfers under way

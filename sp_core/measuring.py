@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -268,11 +269,8 @@ def arguments(op: str) -> dict[str, Any]:
 
 def _pair(nodes: tuple[int, ...], kind: str) -> tuple[int, int] | None:
     """Return the first two ranks in one node ("node") or in two ("network"), or None."""
-    ranks = range(len(nodes))
-    pairs = (
-        (a, b) for a in ranks for b in ranks if a < b and (nodes[a] == nodes[b]) == (kind == "node")
-    )
-    return next(pairs, None)
+    pairs = combinations(range(len(nodes)), 2)
+    return next(((a, b) for a, b in pairs if (nodes[a] == nodes[b]) == (kind == "node")), None)
 
 
 def _exchanges(

@@ -17,8 +17,8 @@ from oracle.schedule_cases import SUMS, Vectors, pieces, vectors
 from oracle.window_cases import use_window
 
 import sp_core as sp
-from sp_core.collectives import combining, execution
-from sp_core.schedules import ALGORITHMS, HALF, cost
+from sp_core.collectives import combining
+from sp_core.schedules import ALGORITHMS, HALF, cost, table
 from sp_core.testing import device, given, spmd
 
 CALLS = [(op, name) for op, names in ALGORITHMS.items() for name in names if name != "auto"]
@@ -30,7 +30,7 @@ BINARY = ("recursive_doubling", "rabenseifner", "binomial")
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments and blocks of half types so short that the vectors here have several."""
-    monkeypatch.setattr(execution, "SEGMENT_BYTES", (SEGMENT_BYTES, SEGMENT_BYTES))
+    monkeypatch.setattr(table, "SEGMENT_BYTES", (SEGMENT_BYTES, SEGMENT_BYTES))
     monkeypatch.setattr(combining, "WIDE_BLOCK", 3)
 
 

@@ -16,13 +16,14 @@ import torch
 import sp_core as sp
 from sp_core import transport
 from sp_core.testing import run_threads, spmd
-from sp_core.transport import HostTransport, cuda, cuda_aware, distributed
+from sp_core.transport import HostTransport, cuda, cuda_aware, distributed, shared
 from sp_core.transport.cuda import CudaMemory, PinnedMemory
 from sp_core.transport.shared import Rooms
 from sp_core.transport.staged import PipelinedTransport
 from sp_core.transport.window import DEVICE_SLOT_BYTES, PINNED_SLOT_BYTES, Window
 
 CPU = torch.device("cpu")
+DEMAND = shared.demand
 
 
 class Runtime:
@@ -242,3 +243,20 @@ def test_a_room_that_is_large_enough_stays(comm: Any) -> None:
     rooms, specs = Rooms(comm, 1), [((64,), torch.uint8)]
     places = [rooms.enter(specs)[0].data_ptr() for _ in range(2)]
     assert places[0] == places[1]
+
+
+def test_a_room_is_memory_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def counted(comm: Any, memory: shared.HostMemory, nbytes: int) -> list[torch.Tensor]:
+        asked.append(nbytes)
+        return DEMAND(comm, memory, nbytes)
+
+    monkeypatch.setattr(shared, "demand", counted)
+    run_threads(3, lambda comm: Rooms(comm, 1).enter([((shared.ALIGNMENT,), torch.uint8)]))
+    assert sorted(asked) == [0, 0, shared.ALIGNMENT]
+
+
+def test_a_handle_is_as_long_as_that_of_cuda() -> None:
+    """CUDA_IPC_HANDLE_SIZE of its driver_types.h."""
+    assert ctypes.sizeof(cuda.Handle) == 64

@@ -168,6 +168,10 @@ def launched() -> Finding:
     return doctor._mpiexec(measure=False)
 
 
+def constants() -> Finding:
+    return doctor._constants(measure=False)
+
+
 LONE = {"_mpi_problem": lambda: None, "in_job": lambda: False, "cores": lambda: 2}
 TWO = "ranks: 2\nranks: 2\n"
 SLOTS = "There are not enough slots available in the system"
@@ -198,7 +202,16 @@ def space(free: int) -> dict[str, Any]:
 
 
 FOUND: list[tuple[dict[str, Any], Callable[[], Finding], str, str]] = [
-    ({"_gather": Mock()}, tried("RuntimeError: no such link"), "broken", "no such link"),
+    ({"_gather": Mock()}, tried("RuntimeError: no such link"), "broken", "no such link it is not"),
+    ({"_gather": lambda *given: "on 2 machines"}, tried(None), "note", "shared memory, on 2 mach"),
+    ({"measuring.told": lambda: (True, "alpha")}, constants, "ok", "alpha"),
+    ({"measuring.told": lambda: (False, "none")}, constants, "note", "none"),
+    (
+        LONE | {"sys.executable": "/none/python", "shutil.which": lambda _: None},
+        launched,
+        "broken",
+        "not found",
+    ),
     (raising(RuntimeError("no such link")), tried(None), "broken", "no such link"),
     (raising(DeviceError("ranks 0 and 1 have one GPU")), tried(SHARED, "cuda"), "note", "one GPU"),
     (raising(DeviceError("one GPU")), tried("RuntimeError: lost", "cuda"), "broken", "one GPU"),

@@ -118,6 +118,7 @@ def test_a_message_of_many_ranks_names_some_of_them() -> None:
     text = _differences([f"f({rank // 100})" * 40 for rank in range(1024)])
     assert len(text) <= 2000
     assert "\n  rank 0, 1, 2" in text
+    assert text.count("\n  rank ") == 5
     assert text.endswith("\n  and 6 more")
 
 

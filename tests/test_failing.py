@@ -11,6 +11,8 @@ import pytest
 from deaths import programs
 from deaths.programs import ERROR, PLACES, RANKS, launched, rows, wrong
 
+from sp_core.failing import exit_code
+
 pytestmark = [pytest.mark.mpi_skip, pytest.mark.starts_mpi]
 OF_MPI = (
     *(("before", "mpiexec"), ("again", "mpiexec"), ("exit", "sp-core run")),
@@ -49,6 +51,18 @@ def test_an_error_that_all_ranks_raise_is_printed_by_one() -> None:
 def test_an_error_that_is_caught_and_a_thread_that_exits_end_nothing() -> None:
     code, text, _ = launched("caught", "mpiexec")
     assert code == 0, text
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        *((SystemExit(code), code) for code in (0, 1, 3)),
+        *((SystemExit(None), 0), (SystemExit("a text"), 1)),
+        *((KeyError("lost"), 1), (KeyboardInterrupt(), 130)),
+    ],
+)
+def test_the_exit_code_is_that_of_python(error: BaseException, code: int) -> None:
+    assert exit_code(error) == code
 
 
 def test_the_study_tries_each_place_with_two_starts_or_more() -> None:

@@ -111,6 +111,35 @@ def test_the_error_of_the_model_is_its_median_and_its_95th_percentile() -> None:
     assert found == pytest.approx((0.10 / 1.10, 0.19 / 1.19))
 
 
+@pytest.mark.parametrize(
+    ("seconds", "rounds"), [(0.0, measuring.LEAST_ROUNDS), (1e6, measuring.MOST_ROUNDS), (40.0, 5)]
+)
+def test_there_are_as_many_rounds_as_the_time_allows(
+    seconds: float, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two calls of three and of five seconds."""
+    monkeypatch.setattr(measuring, "sample", lambda world, call, repeats=1: call())
+    world: Any = SimpleNamespace(allgather=lambda mine: [mine])
+    calls: dict[str, measuring.Call] = {"three": lambda: 3.0, "five": lambda: 5.0}
+    found = measuring.interleaved(world, calls, seconds)
+    assert found == {"three": [3.0] * rounds, "five": [5.0] * rounds}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "node", "network"),
+    [
+        ((0, 0), (0, 1), None),
+        ((0, 1), None, (0, 1)),
+        ((0, 1, 2, 1), (1, 3), (0, 1)),
+        ((0,), None, None),
+    ],
+)
+def test_messages_are_measured_between_the_first_two_ranks_of_a_node_and_of_two_nodes(
+    nodes: tuple[int, ...], node: tuple[int, int] | None, network: tuple[int, int] | None
+) -> None:
+    assert [measuring._pair(nodes, kind) for kind in ("node", "network")] == [node, network]
+
+
 def test_a_sample_is_the_time_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "time", Mock(perf_counter=Mock(side_effect=[10.0, 16.0])))
     calls: list[None] = []

@@ -228,6 +228,18 @@ def test_a_group_is_shut_down_when_every_rank_has_done_with_it() -> None:
     run_threads(3, body)
 
 
+@spmd(2)
+def test_errors_end_all_ranks_of_mpi_and_no_other_ones(
+    comm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A communicator that checks messages in a test is none of MPI's, nor is a rank of it alone."""
+    watched: list[int] = []
+    monkeypatch.setattr("sp_core.failing.watch_over", lambda *given: watched.append(comm.rank))
+    with sp.Mesh(comm, a=2) as mesh:
+        assert type(mesh[()]._comm) is type(comm)
+    assert bool(watched) == (type(comm).__module__ == "mpi4py.MPI")
+
+
 @spmd(1, 2, 4)
 def test_a_counter_gives_each_number_to_one_rank(comm: Any) -> None:
     with sp.Mesh(comm, sp=comm.size) as mesh:

@@ -146,6 +146,14 @@ def test_what_cannot_be_planned(
     assert text in capsys.readouterr().err
 
 
+def test_a_rank_may_be_as_slow_as_it_likes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SP_TUNING_DIR", str(tmp_path))
+    assert main([*ARGUMENTS, "--flops", "1e-3"]) == 0
+    assert "0.0 Gflop/s per rank" in capsys.readouterr().out
+
+
 @pytest.mark.mpi_skip
 def test_every_example_tells_schemes_apart_also_where_nothing_was_measured(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

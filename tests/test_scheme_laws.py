@@ -14,6 +14,7 @@ from oracle.strategies import AttentionProblem, attention_problems
 
 import sp_core as sp
 from sp_core.schemes import SCHEMES
+from sp_core.schemes.heads import split_heads
 from sp_core.testing import device, given
 
 pytestmark = [pytest.mark.explore, pytest.mark.usefixtures("short_slots")]
@@ -55,6 +56,22 @@ def test_the_same_call_gives_the_same_bits_again_and_on_every_replica(
     bits = {what: x.cpu().double().numpy().tobytes() for what, x in runs[0].items()}
     everyone = comm.allgather((place, bits))
     assert all(other == bits for rank, other in everyone if rank == place)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "received"),
+    [
+        (8, 2, ((0,), (0,), (1,), (1,))),
+        (6, 2, ((0,), (0, 1), (1,), (1,))),
+        (9, 3, ((0,), (1,), (1, 2), (2,))),
+        (10, 2, ((0,), (0, 1, 1), (1,))),
+        (4, 4, ((0, 1), (2, 3))),
+    ],
+)
+def test_a_rank_receives_a_head_once_unless_it_reads_heads_unequally_often(
+    heads: int, kv_heads: int, received: tuple[tuple[int, ...], ...]
+) -> None:
+    assert split_heads(heads, kv_heads, len(received))[1] == received
 
 
 @EVERY_SCHEME

@@ -24,7 +24,6 @@ from sp_core.collectives.combining import Work, combination, rewritten
 from sp_core.communicator import Communicator
 from sp_core.schedules import (
     OWN,
-    SEGMENT_BYTES,
     SLOTS,
     Buffer,
     Cost,
@@ -73,7 +72,7 @@ def bind(
         return Library(comm, operation, send, recv, scratch)
     if algorithm == "window":
         return BoundWindow(comm, operation._replace(resident=resident), send, recv, scratch)
-    segment = segment_length(operation.elements, comm.size, operation.itemsize, SEGMENT_BYTES)
+    segment = segment_length(operation.elements, comm.size, operation.itemsize)
     program = program_of(operation._replace(segment=segment, nodes=comm.nodes), algorithm)
     return BoundProgram(comm, operation, send, recv, scratch, program)
 

@@ -194,16 +194,15 @@ class _ParallelLinear(Weight):
             One 32-byte all-reduce, one all-gather of the weight, and one of a split bias.
         """
         self.comm.agree_on(lambda: f"{type(self).__name__}.to_linear() on {self.comm.name}")
-        weight = AllGather(self.comm, self.split_dim, self.sizes).run(self.weight.detach())
+        gather = AllGather(self.comm, self.split_dim, self.sizes).run
+        weight = gather(self.weight.detach())
         linear = nn.Linear(
             weight.shape[1], weight.shape[0], self.bias is not None, weight.device, weight.dtype
         )
         linear.weight.data.copy_(weight)
         if self.bias is not None:
             bias = self.bias.detach()
-            linear.bias.data.copy_(
-                bias if self.split_dim else AllGather(self.comm, 0, self.sizes).run(bias)
-            )
+            linear.bias.data.copy_(bias if self.split_dim else gather(bias))
         return linear
 
     def _agree(self, x: Tensor, tokens: int | None) -> None:

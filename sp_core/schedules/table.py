@@ -121,25 +121,22 @@ def usable(nodes: tuple[int, ...], op: str, *, window: bool) -> tuple[str, ...]:
     return tuple(name for name in ALGORITHMS[op] if possible.get(name, True))
 
 
-def segment_length(
-    count: int, size: int, itemsize: int, limits: tuple[int, int] = SEGMENT_BYTES
-) -> int:
+def segment_length(count: int, size: int, itemsize: int) -> int:
     """Return how many elements a segment has: the part of a piece that one message carries.
 
     A vector of `count` elements has one piece per rank. Each piece is cut into `SEGMENTS` segments,
-    but a segment has at least `limits[0]` and at most `limits[1]` bytes.
+    but a segment has at least `SEGMENT_BYTES[0]` and at most `SEGMENT_BYTES[1]` bytes.
 
     Args:
         count: elements of the whole vector.
         size: the number of ranks.
-        itemsize: bytes per element.
-        limits: (fewest, most) bytes per segment.
+        itemsize: bytes per element, at most `SEGMENT_BYTES[0]`.
 
     Returns:
         Elements, at least 1.
     """
-    shortest, longest = limits
-    return max(min(max(count * itemsize // size // SEGMENTS, shortest), longest) // itemsize, 1)
+    shortest, longest = SEGMENT_BYTES
+    return min(max(count * itemsize // size // SEGMENTS, shortest), longest) // itemsize
 
 
 def check_algorithm(op: str, algorithm: str) -> None:

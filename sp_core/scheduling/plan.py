@@ -222,8 +222,8 @@ def balanced(lengths: Sequence[int], size: int, work: Work, tolerance: float = T
     if not tolerance > 0:
         raise ShapeError(f"tolerance={tolerance} was given; pass a number above 0.")
     order = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
-    # the greatest load exceeds the mean by at most (1 - 1/size) of the longest unshared sequence
-    allowed = tolerance * sum(map(work.of, lengths)) / max(size - 1, 1)
+    # the greatest load exceeds the mean by less than the longest unshared sequence
+    allowed = tolerance * sum(map(work.of, lengths)) / size
     most = sum(work.of(lengths[number]) > allowed for number in order)
     tried: dict[int, Plan] = {}
 

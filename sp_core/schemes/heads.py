@@ -117,7 +117,7 @@ class _SideBySide(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        pieces = grads[0].split([len(heads) for _, heads in ctx.parts], 2) if ctx.parts else ()
+        pieces = grads[0].split([len(heads) for _, heads in ctx.parts], 2)
         found: list[list[tuple[range, Tensor]]] = [[] for _ in ctx.heads]
         for (i, heads), piece in zip(ctx.parts, pieces, strict=True):
             found[i].append((heads, piece))

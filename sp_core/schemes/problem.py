@@ -162,7 +162,7 @@ def agree(
         return _home(k, v, comm)
 
     homes = comm.agree_on(lambda: _signature(name, (q, k, v), problem, return_lse), check)
-    return replace(problem, resident=homes[0] > 0 and len(set(homes)) == 1)
+    return replace(problem, resident=homes[0] >= 0 and len(set(homes)) == 1)
 
 
 def _signature(
@@ -188,15 +188,15 @@ def _signature(
 
 
 def _home(k: Tensor, v: Tensor, comm: Communicator) -> int:
-    """Return a number > 0 that identifies the shared-memory allocations of k and of v.
+    """Return a number >= 0 that identifies the shared-memory allocations of k and of v.
 
-    Return 0 if k or v is not at the start of such memory. Ranks number their allocations alike, so
+    Return -1 if k or v is not at the start of such memory. Ranks number their allocations alike, so
     equal numbers mean tensors of the same calls of `shared_empty`.
     """
     if comm.window is None or not (k.is_contiguous() and v.is_contiguous()):
-        return 0
+        return -1
     numbers = [comm.window.number(x.view(-1)) for x in (k, v)]
-    return 0 if -1 in numbers else numbers[0] << 31 | numbers[1] + 1
+    return -1 if -1 in numbers else numbers[0] << 31 | numbers[1]
 
 
 def _check_lengths(q: Tensor, k: Tensor, problem: Problem) -> None:
@@ -330,19 +330,19 @@ def _attend(
     dtype, poll = accumulation_dtype(q.dtype), problem.comm.poll
     results: dict[int, tuple[Tensor, Tensor]] = {}
     for visit in scheme.visits(k, v, problem, head_groups(q.shape[1], k.shape[2], problem.comm)):
-        i, j = (slice(0),) * 2 if visit.held is None else problem.part(visit.positions)
-        for heads, kv in visit.groups if visit.held is not None else ():
-            assert visit.held is not None
-            among = problem.against(visit.positions, heads, (i, j))
-            given = (q[:, heads, i], *heads_first(visit.held, kv, j))
-            part = attend(*given, **among, out_dtype=dtype, between=poll)
-            if heads.start not in results and part[1].shape[2] == q.shape[2]:
-                results[heads.start] = part
-            else:
-                out, lse = results.setdefault(heads.start, _nothing(q[:, heads], dtype))
-                merge_into(out[:, :, i], lse[:, :, i], *part)
-            del given, part
-            poll()
+        if visit.held is not None:
+            i, j = problem.part(visit.positions)
+            for heads, kv in visit.groups:
+                among = problem.against(visit.positions, heads, (i, j))
+                given = (q[:, heads, i], *heads_first(visit.held, kv, j))
+                part = attend(*given, **among, out_dtype=dtype, between=poll)
+                if heads.start not in results and part[1].shape[2] == q.shape[2]:
+                    results[heads.start] = part
+                else:
+                    out, lse = results.setdefault(heads.start, _nothing(q[:, heads], dtype))
+                    merge_into(out[:, :, i], lse[:, :, i], *part)
+                del given, part
+                poll()
         del visit
     outs, lses = zip(*(results or {0: _nothing(q, dtype)}).values(), strict=True)
     return joined([out.transpose(1, 2) for out in outs], 2), joined(lses, 1)

@@ -102,6 +102,19 @@ EVERYWHERE: Table = {
             "to_local",
             call("all_gather", torch.ones(2).as_subclass(type("DTensor", (Tensor,), {}))),
         ),
+        "a layer that is none": (
+            TypeError,
+            "Pass the whole layer",
+            lambda mesh, here: sp.ColumnParallelLinear.from_linear(
+                nn.Conv1d(4, 6, 1),  # type: ignore[arg-type]
+                comm=comm_of(mesh),
+            ),
+        ),
+        "an error of any other kind": (
+            sp.RankError,
+            "rank 0: KeyError: 'lost'",
+            lambda mesh, here: comm_of(mesh).agree_on(lambda: str(vars(mesh)["lost"])),
+        ),
         "a dim that is not there": (
             sp.ShapeError,
             "dim 3",

@@ -12,7 +12,17 @@ import torch
 import sp_core as sp
 from sp_core.llama import Sampling
 from sp_core.mask import plan_blocks
-from sp_core.scheduling import POLICIES, Plan, Work, balanced, gpipe, timeline
+from sp_core.scheduling import (
+    POLICIES,
+    Plan,
+    Work,
+    balanced,
+    bubble_share,
+    gpipe,
+    one_forward_one_backward,
+    prefill_only,
+    timeline,
+)
 from sp_core.scheduling.pipeline import Slot
 
 Row = tuple[type[Exception], str, Callable[[], object]]
@@ -216,5 +226,13 @@ ROWS: list[Row] = [
         "for ever after 1 slots",
         partial(timeline, [(Slot("F", 0), Slot("B", 0)), (Slot("B", 0), Slot("F", 0))]),
     ),
-    (sp.ShapeError, "micro-batches", partial(gpipe, 2, 0)),
+    *(
+        (
+            sp.ShapeError,
+            f"{stages} stages and {batches} micro-batches",
+            partial(call, stages, batches),
+        )
+        for call in (gpipe, one_forward_one_backward, prefill_only, bubble_share)
+        for stages, batches in ((2, 0), (0, 2))
+    ),
 ]
