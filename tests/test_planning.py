@@ -12,7 +12,7 @@ import pytest
 
 import sp_core as sp
 from sp_core import cost, planning
-from sp_core.__main__ import main
+from sp_core.__main__ import main, make_parser
 from sp_core.planning import Link, Problem, Projection, link_of, project
 from sp_core.schemes.hybrid import groups_of
 
@@ -179,6 +179,18 @@ def test_help_fits_80_columns(
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("command", ["generate", "logits"])
+def test_a_number_that_help_calls_the_default_is_the_default(command: str) -> None:
+    commands = vars(make_parser())["_subparsers"]._group_actions[0].choices
+    named = [
+        (number, str(option.default))
+        for option in commands[command]._actions
+        for number in re.findall(r"\(default: ([\d.]+)\)", option.help or "")
+    ]
+    assert named
+    assert all(number == default for number, default in named), named
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from oracle.attention_check import Shards, check_attention
 from oracle.strategies import AttentionProblem, attention_problems
 from oracle.ways import Way, ways
+from oracle.window_cases import use_window
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -195,9 +196,10 @@ def test_a_block_travels_only_as_far_as_it_is_seen(comm: Any) -> None:
 
 
 @spmd(2, 3)
-def test_blocks_on_one_machine_travel_through_memory(comm: Any) -> None:
+def test_blocks_on_one_device_travel_through_its_memory(comm: Any) -> None:
     sharding = sp.Sharding.contiguous(4 * comm.size, comm.size)
     with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
+        use_window(mesh["sp"], on_device=True)
         q, k, v = (torch.ones(1, 4, 2, 8, requires_grad=True) for _ in range(3))
         mesh["sp"].transport.exchange = Mock(side_effect=AssertionError("a message"))  # type: ignore[method-assign]
         out = sp.ring_attention(q, k, v, comm=mesh["sp"], sharding=sharding)
