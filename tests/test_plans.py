@@ -21,7 +21,7 @@ from oracle.window_cases import use_window
 import sp_core as sp
 from sp_core.collectives import execution, maps
 from sp_core.collectives.execution import BoundProgram
-from sp_core.schedules import ALGORITHMS
+from sp_core.schedules import ALGORITHMS, operation
 from sp_core.testing import given, run_threads, spmd
 from sp_core.transport.host import HostTransport
 from sp_core.transport.staged import PipelinedTransport
@@ -213,3 +213,11 @@ def test_tags_never_run_out(comm: Any) -> None:
     assert min(tags) >= 1
     assert max(tags) <= 32767
     assert all(len(set(tags[start : start + 1000])) == 1000 for start in range(0, len(tags), 1000))
+
+
+def test_a_vector_is_moved_by_one_call_that_does_not_block() -> None:
+    """In several calls only if its elements are too many for one."""
+    comm, x = Mock(rank=0, size=2), torch.ones(1 << 12)
+    task = operation("all_reduce", 0, 2, (len(x),), itemsize=4)
+    HostTransport(comm).start(task, x, torch.empty_like(x))
+    assert (comm.Iallreduce.call_count, comm.Allreduce.call_count) == (1, 0)

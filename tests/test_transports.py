@@ -185,14 +185,6 @@ def test_mpi_reads_what_the_device_has_computed_last(comm: Any, case: Case) -> N
         assert stays or torch.equal(result, expected)
 
 
-def test_a_vector_is_moved_by_one_call_that_does_not_block() -> None:
-    """In several calls only if its elements are too many for one."""
-    comm, x = MagicMock(rank=0, size=2), torch.ones(1 << 12)
-    task = operation("all_reduce", 0, 2, (len(x),), itemsize=4)
-    HostTransport(comm).start(task, x, torch.empty_like(x))
-    assert (comm.Iallreduce.call_count, comm.Allreduce.call_count) == (1, 0)
-
-
 @spmd()
 def test_a_plan_waits_for_the_device_in_every_run(comm: Any) -> None:
     streams = DelayedStreams()

@@ -18,15 +18,7 @@ from oracle.schedule_cases import nodes_of
 import sp_core as sp
 from sp_core import measuring
 from sp_core.mesh import fingerprint
-from sp_core.schedules import (
-    ALGORITHMS,
-    SCHEDULED,
-    operation,
-    program_of,
-    segment_length,
-    usable,
-)
-from sp_core.segments import split_sizes
+from sp_core.schedules import ALGORITHMS, SCHEDULED, operation, program_of, usable
 from sp_core.testing import given, run_threads, spmd
 from sp_core.tuning import (
     Curve,
@@ -161,27 +153,22 @@ def test_less_than_one_number_takes_as_long_as_one() -> None:
     assert (round(one / ALPHA), round(two / ALPHA)) == (3, 5)
 
 
-def slowest(op: str, name: str, nodes: tuple[int, ...], nbytes: int) -> float:
-    """The seconds of the slowest of all ranks."""
-    size, count = len(nodes), nbytes // 4
-    given_ = split_sizes(count, size), segment_length(count, size, 4)
-    tasks = [
-        operation(op, rank, size, given_[0], segment=given_[1], nodes=nodes) for rank in range(size)
-    ]
-    return max(model._seconds(SLOW, program_of(task, name), task.rank, nodes) for task in tasks)
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_prediction_without_times_is_that_of_the_slowest_rank(size: int, apart: bool) -> None:
     """Of whole pieces for every rank; the last one, or none, is on a node of its own."""
-    nodes = (*(0,) * (size - 1), int(apart))
+    nodes, pieces, nbytes = (*(0,) * (size - 1), int(apart)), (1024,) * size, 4096 * size
     for op in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
         for name in {*SCHEDULED[op]} - {"hierarchical"}:
-            nbytes = 4096 * size
+            tasks = [
+                operation(op, rank, size, pieces, segment=1024, nodes=nodes) for rank in range(size)
+            ]
+            slowest = max(
+                model._seconds(SLOW, program_of(task, name), task.rank, nodes) for task in tasks
+            )
             found = predict(SLOW, op, name, nodes, nbytes)
             assert found == modelled(SLOW, op, name, nodes, nbytes)
-            assert found == pytest.approx(slowest(op, name, nodes, nbytes)), (op, name)
+            assert found == pytest.approx(slowest), (op, name)
 
 
 def test_a_hierarchy_wins_where_the_network_is_slow() -> None:
