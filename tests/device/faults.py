@@ -148,7 +148,7 @@ def in_window(name: str, fake: Callable[..., Any]) -> Plant:
 
     def init(self: Any, *arguments: Any) -> None:
         made(self, *arguments)
-        setattr(self._memory, name, partial(fake, self._memory))
+        setattr(self.memory, name, partial(fake, self.memory))
 
     return put(window.Window, "__init__", init)
 
