@@ -37,8 +37,8 @@ def test_weights_that_no_rank_splits_need_no_placement_to_sum_their_gradients(co
         for number, weight in enumerate(weights):
             weight.grad = torch.full_like(weight, number + comm.rank)
         # of one number, which is in memory once
-        number = torch.full((), len(weights) - 1.0 + comm.rank)
-        weights[-1].grad = number.expand_as(weights[-1])
+        one = torch.full((), len(weights) - 1.0 + comm.rank)
+        weights[-1].grad = one.expand_as(weights[-1])
         reduce_gradients(weights, data=tokens)
         for number, weight in enumerate(weights):
             total = comm.size * number + sum(range(comm.size))
