@@ -25,7 +25,7 @@ from mutants.trial import NOTHING_FAILED, ON_RANKS, Stage, copy_package, run_sta
 from studies.commands import ROOT
 
 KEPT = ROOT / "reports" / "reach"
-SECONDS = {"threads": 900.0, ON_RANKS: 1800.0}
+SECONDS = {"threads": 2400.0, ON_RANKS: 2400.0}
 APART = (
     *("append_history", "ci_scripts", "compare*", "conformance*", "history", "layout", "mutants*"),
     *("peers*", "promote_pr", "reporting*", "slurm", "soak", "workflows"),
