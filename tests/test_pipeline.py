@@ -58,6 +58,7 @@ def test_a_tied_weight_without_a_gradient_on_one_stage_gets_the_other_stages(
 
 @given(lengths=LENGTHS, size=st.integers(1, 8), most=st.integers(1, 200))
 @example(lengths=[1, 1, 1], size=1, most=1)
+@example(lengths=[3, 1, 1, 1], size=1, most=3)
 def test_passes_keep_the_order_and_their_limit(lengths: list[int], size: int, most: int) -> None:
     plan = POLICIES["contiguous"](lengths, size, Work(1, 1))
     for numbers in plan.packed:

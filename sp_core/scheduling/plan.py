@@ -12,6 +12,7 @@ import heapq
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import add
 
 from sp_core.errors import ShapeError
 from sp_core.segments import split_ranges
@@ -90,7 +91,7 @@ class Plan:
         ]
         if (
             not self.packed
-            or min(self.lengths, default=0) < 0
+            or any(length < 0 for length in self.lengths)
             or sorted(placed) != list(range(len(self.lengths)))
         ):
             raise ShapeError(
@@ -98,10 +99,10 @@ class Plan:
                 f"{len(placed)}; needed are at least "
                 "1 rank, lengths >= 0, and every sequence exactly once."
             )
-        if self.padded_to is not None and self.padded_to < max(self.lengths, default=0):
+        longest = max(self.lengths, default=0)
+        if self.padded_to is not None and self.padded_to < longest:
             raise ShapeError(
-                f"padded_to={self.padded_to} is less than the longest sequence has, "
-                f"{max(self.lengths)}."
+                f"padded_to={self.padded_to} is less than the longest sequence has, {longest}."
             )
 
     @property
@@ -118,14 +119,9 @@ class Plan:
 
         A waiting sequence is counted for the rank with the fewest operations so far.
         """
-        loads = [sum(work.of(self.tokens(number)) for number in numbers) for numbers in self.packed]
-        for number in self.sharded:
-            loads = [
-                load + share
-                for load, share in zip(
-                    loads, work.shares(self.tokens(number), self.size), strict=True
-                )
-            ]
+        alone = [sum(work.of(self.tokens(number)) for number in numbers) for numbers in self.packed]
+        shared = _shared_loads(map(self.tokens, self.sharded), self.size, work)
+        loads = [*map(add, alone, shared)]
         taken = deal([work.of(self.tokens(number)) for number in self.waiting], loads)
         for place, number in enumerate(self.waiting):
             loads[taken[place]] += work.of(self.tokens(number))
@@ -134,6 +130,12 @@ class Plan:
     def useful(self, work: Work) -> int:
         """Return the floating-point operations of all sequences together, without padding."""
         return sum(map(work.of, self.lengths))
+
+
+def _shared_loads(lengths: Iterable[int], size: int, work: Work) -> list[int]:
+    """Return the operations of each rank for sequences that all ranks share."""
+    shares = [work.shares(length, size) for length in lengths]
+    return [sum(share[rank] for share in shares) for rank in range(size)]
 
 
 def imbalance(loads: Sequence[float]) -> float:
@@ -232,7 +234,7 @@ def balanced(lengths: Sequence[int], size: int, work: Work, tolerance: float = T
         return imbalance(tried[count].loads(work)) <= 1 + tolerance
 
     if not is_enough(0):
-        bisect_left(range(most), True, lo=1, key=is_enough)
+        bisect_left(range(most), True, key=is_enough)
         is_enough(most)
     return min(
         tried.values(),
@@ -304,12 +306,7 @@ def _longest_first(
     `order` lists all sequences as indices, longest first.
     """
     shared, rest = order[:count], order[count:]
-    loads = [0] * size
-    for number in shared:
-        loads = [
-            load + share
-            for load, share in zip(loads, work.shares(lengths[number], size), strict=True)
-        ]
+    loads = _shared_loads((lengths[number] for number in shared), size, work)
     packed: list[list[int]] = [[] for _ in range(size)]
     for number, rank in zip(
         rest, deal([work.of(lengths[number]) for number in rest], loads), strict=True
@@ -320,7 +317,7 @@ def _longest_first(
 
 def _check(lengths: Sequence[int], size: int) -> None:
     """Raise ShapeError if a length is negative or `size` is below 1."""
-    if size < 1 or min(lengths, default=0) < 0:
+    if size < 1 or any(length < 0 for length in lengths):
         raise ShapeError(
             f"lengths from {min(lengths, default=0)} on {size} ranks were given; needed lengths "
             f">= 0 and size >= 1."

@@ -23,7 +23,7 @@ from sp_core.scheduling import (
     prefill_only,
     timeline,
 )
-from sp_core.scheduling.pipeline import Slot
+from sp_core.scheduling.pipeline import Slot, split_stages
 
 Row = tuple[type[Exception], str, Callable[[], object]]
 """An error, a pattern of its text, and the call."""
@@ -218,9 +218,16 @@ ROWS: list[Row] = [
         for policy in POLICIES.values()
     ),
     (sp.ShapeError, "exactly once", partial(Plan, (3, 4), (0,), ((), (0, 1)))),
-    (sp.ShapeError, "less than the longest", partial(Plan, (3,), (), ((0,),), padded_to=2)),
+    (sp.ShapeError, "lengths >= 0", partial(Plan, (-1,), (), ((0,),))),
+    (sp.ShapeError, "at least 1 rank", partial(Plan, (), (), ())),
+    (sp.ShapeError, "less than the longest", partial(Plan, (3, 5), (), ((0, 1),), padded_to=4)),
+    (sp.ShapeError, "longest sequence has, 0", partial(Plan, (), (), ((),), padded_to=-1)),
+    *((sp.ShapeError, f"{n} stages.* 1 layers", partial(split_stages, [1.0], n)) for n in (0, 2)),
     (sp.ShapeError, "tolerance", partial(balanced, [1], 1, Work(1, 1), 0.0)),
-    (sp.ShapeError, "one above 0", partial(Work, 0, 0)),
+    *(
+        (sp.ShapeError, "one above 0", partial(Work, *numbers))
+        for numbers in ((0, 0), (-1, 5), (5, -1))
+    ),
     (
         sp.ShapeError,
         "for ever after 1 slots",
