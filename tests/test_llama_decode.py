@@ -68,3 +68,12 @@ def test_the_tokenizer_of_the_first_rank_of_a_replica_decides(
         tokenizer = byte_tokenizer() if model.grid.model.rank == 0 else Tokenizer(models.BPE())
         found = call(stop_strings=[bytes(free[0][1:3]).decode()], tokenizer=tokenizer)
     assert found == [free[0][:3], free[1]]
+
+
+def test_each_prompt_of_each_seed_has_random_numbers_of_its_own() -> None:
+    drawn = [
+        Sampling(1.0, seed=seed).random(prompt).initial_seed()
+        for seed in (0, 1, 2**62)
+        for prompt in range(3)
+    ]
+    assert len({*drawn}) == 9

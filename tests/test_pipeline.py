@@ -56,6 +56,18 @@ def test_a_tied_weight_without_a_gradient_on_one_stage_gets_the_other_stages(
             )
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@spmd(3)
+def test_a_stage_holds_its_own_weights_only(comm: Any, tied: bool) -> None:
+    with sp.Mesh(comm, pp=3) as mesh:
+        names = {
+            name.split(".")[0]
+            for name, _ in Case((2, 2), layers=3, tied=tied).model(mesh).named_parameters()
+        }
+    ends = {"norm", "embed_tokens" if tied else "lm_head"}
+    assert names - {"layers"} == [{"embed_tokens"}, set(), ends][comm.rank]
+
+
 @given(lengths=LENGTHS, size=st.integers(1, 8), most=st.integers(1, 200))
 @example(lengths=[1, 1, 1], size=1, most=1)
 @example(lengths=[3, 1, 1, 1], size=1, most=3)

@@ -247,9 +247,11 @@ def _readable(x: Tensor) -> Tensor:
 
 def _additive(allowed: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Return 0 for visible and -inf for hidden pairs, (Sq, Sk), which the CPU kernel adds."""
-    if allowed is None:
-        return None
-    return torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, -torch.inf)
+    return (
+        None
+        if allowed is None
+        else torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, -torch.inf)
+    )
 
 
 def _strips(q: Tensor, k: Tensor, kind: str, allowed: Tensor | None) -> Iterator[Strip]:
@@ -293,11 +295,10 @@ def _plain(
         # Not exp(scores - logsumexp): such weights add up to 1 only within the round-off of the
         # greatest score, which the difference dO v^T - rowsum(dO * out) in the backward exposes.
         peak = scores.amax(-1, keepdim=True)
-        peak.masked_fill_(peak == -torch.inf, 0.0)  # a query that saw no key
         e = scores.sub_(peak).exp_()
         total = e.sum(-1, keepdim=True)
         lse[:, :, rows] = total.log().add_(peak).view(part.shape[:3])
-        out[:, :, rows] = _ungrouped((e @ v_).div_(total.masked_fill_(total == 0, 1.0)), part)
+        out[:, :, rows] = _ungrouped((e @ v_).div_(total), part)
     return out, lse
 
 

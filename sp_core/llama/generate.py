@@ -203,9 +203,9 @@ def _ends(
     tokenizer: Tokenizer | None,
 ) -> bool:
     """Return whether a sequence with these new tokens ends; other arguments as in `generate`."""
-    if tokens[-1] in stop or tokenizer is None or not stop_strings:
-        return tokens[-1] in stop
-    said = tokenizer.decode(tokens, skip_special_tokens=False)
+    if tokens[-1] in stop:
+        return True
+    said = tokenizer.decode(tokens, skip_special_tokens=False) if tokenizer and stop_strings else ""
     return any(text in said for text in stop_strings)
 
 

@@ -208,14 +208,12 @@ def document_number(position: int, boundaries: tuple[int, ...]) -> int:
 def _window(window: int | None) -> int | None:
     """Return a window as an int or None. Refuse other types, and values below 1."""
     check(window=window)
-    if window is None:
-        return None
-    if window < 1:
+    if window is not None and window < 1:
         raise ValueError(
             f"window is {window}, needed at least 1, because a query counts itself; use None for "
             f"no window"
         )
-    return int(window)
+    return None if window is None else int(window)
 
 
 def _boundaries(name: str, values: Sequence[int] | Tensor | None) -> tuple[int, ...] | None:

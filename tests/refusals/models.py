@@ -145,7 +145,11 @@ EVERYWHERE: Table = {
             lambda mesh, here: generate(CASE.model(mesh), [[1]], max_tokens=1, stop_strings=[""]),
         ),
         "a negative number of tokens": (ValueError, "max_tokens=-1", generated([[1]], -1)),
-        "tokens without room": (sp.ShapeError, "room for 3", sending(decoded([[1, 2], [3]]))),
+        "tokens without room": (
+            sp.ShapeError,
+            "sequence 0 has 2 tokens and room for 3",
+            sending(decoded([[1, 2], [3]])),
+        ),
         "tokens of one sequence": (sp.ShapeError, "there are 2", sending(decoded([[1]]))),
         "no token to decode": (ValueError, "no token", sending(decoded([[], []]))),
         "an empty sequence": (
