@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import tee, zip_longest
 from typing import ClassVar
 
 import torch
@@ -360,10 +360,13 @@ class Reduce(Map):
 
 def one_ahead(calls: Iterable[tuple[Map, Tensor]]) -> Iterator[Tensor]:
     """Yield the result of each collective in order; the next one has already begun by then."""
-    ahead, started = tee(mapping.start(x) for mapping, x in calls)
-    next(ahead, None)
-    for own, _ in zip_longest(started, ahead):
-        yield own.wait()
+    under_way: deque[Started] = deque()
+    for mapping, x in calls:
+        under_way.append(mapping.start(x))
+        if len(under_way) > 1:
+            yield under_way.popleft().wait()
+    while under_way:
+        yield under_way.popleft().wait()
 
 
 def flattened(x: Tensor) -> tuple[Tensor, Work]:
