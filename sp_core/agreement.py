@@ -20,13 +20,14 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
+from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from sp_core import errors, progress
-from sp_core.errors import AGREED, CollectiveMismatch, PeerFailed, RankError
+from sp_core.errors import AGREED, CollectiveMismatch, PeerFailed, RankError, differences, joined
 from sp_core.observer import observer_of
 from sp_core.progress import Progress
 from sp_core.transport.base import wait
@@ -37,9 +38,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _RECORD = struct.Struct("q8sq40s")
 RECORD_BYTES = _RECORD.size
-MOST_CHARACTERS, MOST_LINES = 1800, 5
-"""The most characters of an error text. A longer text is cut to MOST_LINES lines, each
-shortened."""
 DIGEST = np.dtype("<u4")
 DIGEST_BYTES = 32
 """Bytes of a digest in the all-reduce: four numbers, each in an int64, so that sums do not
@@ -76,7 +74,7 @@ class State(IntEnum):
         CALLS: the rank makes the call.
         REFUSES: a check of the rank's arguments has failed.
         FREES: the rank frees the communicator.
-        FAILS: the rank leaves the communicator because of an error.
+        FAILS: the rank has an error: it leaves, or has refused a call that others may make here.
     """
 
     CALLS = 0
@@ -86,7 +84,7 @@ class State(IntEnum):
 
 
 def agree(
-    comm: Intracomm,
+    comm: Intracomm | Control,
     call: str,
     value: int = 0,
     error: Exception | None = None,
@@ -95,7 +93,7 @@ def agree(
     """Compare `call` over the ranks of a communicator, and wait for the result. Collective.
 
     Args:
-        comm: an mpi4py communicator.
+        comm: an mpi4py communicator, or the `Control` of one.
         call: operation and arguments that must be the same on every rank.
         value: an integer that may differ by rank.
         error: what a check of this rank's arguments has raised, if anything.
@@ -115,13 +113,48 @@ def agree(
         CollectiveMismatch: the calls differ, or only some ranks free the communicator.
         PeerFailed: a rank has left the communicator because of an error.
     """
-    question = Question(comm, call, value, error)
+    control = comm if isinstance(comm, Control) else Control(comm)
     under_way = under_way or progress.of_this_rank()
+    for question in control.last:  # other ranks compared their calls with it, or it is not over
+        wait(question, under_way.poll)
+        question.answer()
+    control.last = []
+    question = Question(control, call, value, error)
     if under_way.idle:  # then nothing needs `poll` during a wait of MPI
         question.wait()
     else:
         wait(question, under_way.poll)
     return question.answer()
+
+
+class Control:
+    """The ranks that compare their calls, until some of them leave.
+
+    A rank frees or leaves in one last comparison, unless an earlier one has told it that others do.
+    So no comparison waits for a rank that has left.
+
+    Args:
+        comm: an mpi4py communicator, used only for comparisons.
+
+    Attributes:
+        last: the comparison in which this rank frees or leaves, started; [] before.
+        lost: makes the error that told this rank that others leave; None before.
+    """
+
+    def __init__(self, comm: Intracomm) -> None:
+        self.comm, self.last = comm, list[Question]()
+        self.lost: Callable[[], RankError] | None = None
+
+    def ensure_whole(self) -> None:
+        """Raise the error again by which this rank knows that others have left."""
+        if self.lost:
+            raise self.lost()
+
+    def leave(self, why: str, state: State) -> list[Question]:
+        """Return `last`, after starting it unless it was started before."""
+        self.ensure_whole()
+        self.last = self.last or [Question(self, why, state=state)]
+        return self.last
 
 
 class Question:
@@ -131,9 +164,10 @@ class Question:
     it returns True, or `wait` once; then call `answer`.
 
     Args:
-        comm, call, value, error: as in `agree`.
-        state: FREES or FAILS if this rank frees or leaves the communicator, and then `call` says
-            why. With an `error` the state is REFUSES.
+        control: where the ranks compare.
+        call, value, error: as in `agree`.
+        state: not CALLS if this rank makes no call; then `call` says why. With an `error` the state
+            is REFUSES.
 
     Attributes:
         requests: the MPI requests of the comparison, one or two.
@@ -141,13 +175,14 @@ class Question:
 
     def __init__(
         self,
-        comm: Intracomm,
+        control: Control,
         call: str,
         value: int = 0,
         error: Exception | None = None,
         state: State = State.CALLS,
     ) -> None:
-        self._comm, self._call, self._error, self._value = comm, call, error, value
+        self._control, self._comm = control, (comm := control.comm)
+        self._call, self._error, self._value = call, error, value
         state = state if error is None else State.REFUSES
         named, beginning = call.encode(), (_text(error) if error else call).encode()
         head = struct.pack("qq", state, value)
@@ -199,8 +234,12 @@ class Question:
         if records is None:
             return (self._value,) * self._comm.size
         states, is_one_call = records[:, 0], bool((records[:, 1] == records[0, 1]).all())
+        if (states == State.FAILS).all():
+            return ()
         if (states >= State.FREES).any() and not (is_one_call and (states == State.FREES).all()):
-            raise _of_all(_parted(records), self._comm) from self._error
+            found = _parted(records)
+            self._control.lost = partial(type(found), str(found))
+            raise _of_all(found, self._comm) from self._error
         if (states == State.REFUSES).any() or not is_one_call:
             _raise(self._comm, self._call, self._error, (states == State.REFUSES).tolist())
         return tuple(int(v) for v in records[:, 2])
@@ -235,18 +274,18 @@ class Questions:
 
 
 def _raise(comm: Intracomm, call: str, error: Exception | None, failed: Sequence[bool]) -> None:
-    kinds, texts = zip(
-        *comm.allgather((_kind(error), call if error is None else _text(error))), strict=True
-    )
+    is_told = AGREED in vars(error or Exception())  # its text names the rank of another axis
+    mine = (_kind(error), call if error is None else _text(error), is_told)
+    kinds, texts, are_told = zip(*comm.allgather(mine), strict=True)
     if not any(failed):
-        raise _of_all(CollectiveMismatch(_differences(texts)), comm)
+        raise _of_all(CollectiveMismatch(differences(texts)), comm)
     first = failed.index(True)
     told = [
-        (f"rank {rank}: ", text)
+        (f"rank {rank}: " * (not are_told[rank]), text)
         for rank, text in enumerate(texts)
         if rank == first or (failed[rank] and text != texts[first])
     ]
-    raise _of_all(ERRORS[kinds[first]](_lines(told)), comm) from error
+    raise _of_all(ERRORS[kinds[first]](joined(told)), comm) from error
 
 
 def _of_all(error: Exception, comm: Intracomm) -> Exception:
@@ -267,8 +306,8 @@ def _parted(records: np.ndarray[Any, np.dtype[np.int64]]) -> RankError:
     """
     beginnings = [record[3:].tobytes().decode(errors="ignore") for record in records]
     texts = [text.rstrip("\0") + "..." * (text[-1:] != "\0") for text in beginnings]
-    lines = _lines([(f"  rank {rank}: ", text) for rank, text in enumerate(texts)])
-    if (failed := np.flatnonzero(records[:, 0] == State.FAILS)).size:
+    lines = joined([(f"  rank {rank}: ", text) for rank, text in enumerate(texts)])
+    if (failed := np.flatnonzero(records[:, 0] >= State.FAILS)).size:
         return PeerFailed(
             f"rank {failed[0]} has left because of an error; read the error that it printed. "
             f"Nothing was sent.\n{lines}"
@@ -290,37 +329,6 @@ def _kind(error: Exception | None) -> int:
 
 def _text(error: Exception) -> str:
     return str(error) if isinstance(error, ERRORS) else f"{type(error).__name__}: {error}"
-
-
-def _differences(calls: Sequence[str]) -> str:
-    by_call: dict[str, list[int]] = {}
-    for rank, call in enumerate(calls):
-        by_call.setdefault(call, []).append(rank)
-    lines = _lines(
-        [(f"  rank {', '.join(map(str, ranks))}: ", call) for call, ranks in by_call.items()]
-    )
-    head = "the ranks disagree about what to do; nothing was sent. Make these calls equal:"
-    return f"{head}\n{lines}"
-
-
-def _lines(told: Sequence[tuple[str, str]]) -> str:
-    """Join (head, text) pairs to one line each, such as ("rank 3: ", "shape ...").
-
-    If there are more than MOST_CHARACTERS, keep MOST_LINES lines. Of a long text, keep the
-    beginning and the place where the texts differ.
-    """
-    whole = "\n".join(map("".join, told))
-    if len(whole) <= MOST_CHARACTERS:
-        return whole
-    letters = enumerate(zip(*(text for _, text in told), strict=False))
-    start = max(next((place for place, each in letters if len({*each}) > 1), 0) - 40, 80)
-    lines = [
-        (head if len(head) < 40 else f"{head[:34]} ...: ")
-        + (text if len(text) < 300 else f"{text[:80]} ... {text[start : start + 180]} ...")
-        for head, text in told[:MOST_LINES]
-    ]
-    more = [f"  and {len(told) - MOST_LINES} more"] * (len(told) > MOST_LINES)
-    return "\n".join([*lines, *more])
 
 
 def make_alike(comm: Any, make: Callable[[], tuple[T, str]]) -> T:

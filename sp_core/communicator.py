@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sp_core import agreement, progress
 from sp_core.counters import Counters
-from sp_core.errors import DeviceError, RankError
+from sp_core.errors import DeviceError, RankError, short_text
 from sp_core.observer import observer_of
 from sp_core.schedules import Operation, defaults
 from sp_core.scratch import Scratch
@@ -82,16 +82,14 @@ class Communicator(NotCopied):
         self._describe(comm.rank, comm.size, name, nodes)
         self.device, self.check, self.tuning = torch.device(device), check, tuning
         self._asked, self.algorithms = transport, defaults(algorithm)
-        # comparisons need a communicator apart from the transfers under way
-        self._control = comm.Dup()
-        self._open(comm, (self._control, comm))
+        self._control = agreement.Control(comm.Dup())
+        self._open(comm, (self._control.comm, comm))
 
     def _describe(self, rank: int, size: int, name: str, nodes: Sequence[int]) -> None:
         """Set the attributes of this rank that need no communication."""
         self.rank, self.size, self.name, self.nodes = rank, size, name, tuple(nodes)
         self.counters = Counters()
         self._pending: list[Handle] = []
-        self._declined: list[agreement.Question] = []
         self._progress = progress.of_this_rank()
         self._tags = self._numbers = 0
         self._freed = False
@@ -291,21 +289,20 @@ class Communicator(NotCopied):
         return compare
 
     def ensure_open(self) -> None:
-        """Raise `RankError` if this communicator has been freed."""
+        """Raise `RankError` if this communicator has been freed, or other ranks leave it."""
         if self._freed:
             raise RankError(
                 f"{self.name} (rank {self.rank} of {self.size}) has been freed. Use it inside its "
                 f"`with` block."
             )
+        self._control.ensure_whole()
 
     def ask_to_free(self) -> list[agreement.Question]:
         """Return [a started comparison whether all ranks free this communicator]; [] if freed."""
         if self._freed or not self.is_made:
             return []
         self.counters["control"].add(bytes_sent=agreement.bytes_sent(self.size, equal=False))
-        return [
-            agreement.Question(self._control, f"free() of {self.name}", state=agreement.State.FREES)
-        ]
+        return self._control.leave(f"free() of {self.name}", agreement.State.FREES)
 
     def free(self, *, is_agreed: bool = False) -> None:
         """Free the MPI communicator when all transfers are complete. Every rank calls this.
@@ -319,32 +316,30 @@ class Communicator(NotCopied):
         try:
             if not is_agreed:
                 wait(agreement.Questions(self.ask_to_free()), self.poll)
-            for handle in (*self._pending, *self._declined):
+            for handle in self._pending:
                 wait(handle, self.poll)
-        except RankError:
-            self.abandon()
+        except RankError as error:
+            self.abandon(error)
             raise
         self._leave(together=True)
         for comm in self._owned:
             comm.Free()
 
-    def abandon(self) -> None:
+    def abandon(self, error: BaseException) -> None:
         """Stop using this communicator because of an error, without waiting for other ranks.
 
-        The next comparison of calls on the other ranks raises `PeerFailed`.
+        The next comparison of calls on the other ranks raises `PeerFailed`, with its text.
         """
-        if self.is_made:
-            self.decline(f"an error made it leave {self.name}")
+        if self.is_made and not self._freed:
+            with suppress(Exception):  # do not hide the error
+                self.decline(f"{type(error).__name__}: {short_text(error)}")
             observer_of(self._comm).abandoned()
+            self._progress.lost += self._pending
         self._leave(together=False)
 
     def decline(self, why: str) -> None:
         """Let the next comparison of the other ranks raise `PeerFailed` with the text `why`."""
-        if not self._freed:
-            with suppress(Exception):  # do not hide the error that is the reason
-                question = agreement.Question(self._control, why, state=agreement.State.FAILS)
-                self._declined.append(question)
-                self._progress.keep(self._declined[-1:])
+        self._progress.keep(self._control.leave(why, agreement.State.FAILS))
 
     def _leave(self, *, together: bool) -> None:
         made, self._freed = self.is_made and not self._freed, True
@@ -373,21 +368,22 @@ class Reordered(Communicator):
     def __init__(
         self, other: Communicator, order: Sequence[int], name: str, nodes: Sequence[int]
     ) -> None:
-        shared = {key: value for key, value in vars(other).items() if key not in MADE_LATER}
-        vars(self).update(shared)
+        vars(self).update({key: vars(other)[key] for key in vars(other).keys() - {*MADE_LATER}})
         self._describe(order.index(other.rank), other.size, name, nodes)
+        self._control = agreement.Control(other._control.comm)
         self._other, self._order = other, tuple(order)
 
     def __getattr__(self, name: str) -> Any:
         if name not in MADE_LATER:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self._other.ensure_open()
         self._other._agree(f"first use of {self.name}", 0, None)
         comm = cast("Intracomm", self._other._comm.Split(0, self.rank))
         self._open(comm, (comm,))
         return vars(self)[name]
 
     def ensure_open(self) -> None:
-        """Raise `RankError` if freed. In the first use, make the MPI communicator.
+        """Raise `RankError` as a `Communicator`. In the first use, make the MPI communicator.
 
         Calls do this before they check their arguments, which may fail on some ranks only.
         """

@@ -1,8 +1,15 @@
 """Define the exceptions: each is a subclass of the builtin that a caller would catch."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 AGREED = "rank_of_agreement"
 """Name of an attribute of errors that all ranks raise. It is true on a rank if another rank prints
 the error in full."""
+MOST_CHARACTERS, MOST_LINES = 1800, 5
+"""The most characters of an error text. A longer text is cut to MOST_LINES lines, each
+shortened."""
 
 
 class ShapeError(ValueError):
@@ -36,3 +43,35 @@ class PeerFailed(RankError):
 def short_text(error: BaseException) -> str:
     """Return the first line of an error's text, or the name of its class if it has no text."""
     return str(error).partition("\n")[0] or type(error).__name__
+
+
+def differences(calls: Sequence[str]) -> str:
+    """Return the text of an error that says which ranks make which calls."""
+    by_call: dict[str, list[int]] = {}
+    for rank, call in enumerate(calls):
+        by_call.setdefault(call, []).append(rank)
+    lines = joined(
+        [(f"  rank {', '.join(map(str, ranks))}: ", call) for call, ranks in by_call.items()]
+    )
+    head = "the ranks disagree about what to do; nothing was sent. Make these calls equal:"
+    return f"{head}\n{lines}"
+
+
+def joined(told: Sequence[tuple[str, str]]) -> str:
+    """Join (head, text) pairs to one line each, such as ("rank 3: ", "shape ...").
+
+    If there are more than MOST_CHARACTERS, keep MOST_LINES lines. Of a long text, keep the
+    beginning and the place where the texts differ.
+    """
+    whole = "\n".join(map("".join, told))
+    if len(whole) <= MOST_CHARACTERS:
+        return whole
+    letters = enumerate(zip(*(text for _, text in told), strict=False))
+    start = max(next((place for place, each in letters if len({*each}) > 1), 0) - 40, 80)
+    lines = [
+        (head if len(head) < 40 else f"{head[:34]} ...: ")
+        + (text if len(text) < 300 else f"{text[:80]} ... {text[start : start + 180]} ...")
+        for head, text in told[:MOST_LINES]
+    ]
+    more = [f"  and {len(told) - MOST_LINES} more"] * (len(told) > MOST_LINES)
+    return "\n".join([*lines, *more])

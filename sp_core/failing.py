@@ -22,6 +22,9 @@ from sp_core.errors import AGREED, PeerFailed, short_text
 
 GRACE_SECONDS = 2.0
 """Time in which the other ranks can print their errors, before all ranks are ended."""
+SETTLE_SECONDS = 60.0
+"""How long a program that ends without an error first completes comparisons for slower ranks. MPICH
+does not complete them in MPI_Finalize."""
 hooked = False
 """Whether `watch_over` has nothing to do: it has been called, or a test session has set this in
 order to handle errors itself."""
@@ -60,6 +63,7 @@ def watch_over(rank: int, size: int, stop: Callable[[int], Any]) -> None:
             end(told.exc_value, lambda: None)
 
     sys.excepthook, threading.excepthook, sys.unraisablehook = ended, thread_ended, unraisable
+    atexit.register(progress.of_this_rank().settle, SETTLE_SECONDS)
 
 
 def end(error: BaseException, tell: Callable[[], Any]) -> None:

@@ -169,23 +169,23 @@ class Mesh(NotCopied):
         """
         if self._freed:
             return
-        # a `Reordered` before the communicator whose ranks it numbers
-        order = sorted(self._made, key=lambda names: (names == self._in_order(names), names))
+        # a `Reordered` before its `other`; all ranks last: there they hear of one that has stopped
+        order = sorted(self._made, key=lambda x: (len(x), x == self._in_order(x), x))
         try:
             questions = [each for names in order for each in self._made[names].ask_to_free()]
             wait(agreement.Questions(questions), progress.of_this_rank().poll)
             for names in order:
                 self._made[names].free(is_agreed=True)
-        except RankError:
-            self._abandon()
+        except RankError as error:
+            self._abandon(error)
             raise
         self._freed = True
         self._comm.Free()
 
-    def _abandon(self) -> None:
+    def _abandon(self, error: BaseException) -> None:
         """Stop using every communicator because of an error, without waiting for other ranks."""
         for communicator in self._made.values():
-            communicator.abandon()
+            communicator.abandon(error)
         self._freed = True
 
     def __enter__(self) -> Self:
@@ -201,7 +201,7 @@ class Mesh(NotCopied):
             self.free()
         else:
             failing.left_by(error)
-            self._abandon()
+            self._abandon(error)
 
     def _add(self, names: tuple[str, ...]) -> None:
         """Make the communicator along some axes.

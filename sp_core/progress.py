@@ -7,7 +7,9 @@ different orders would wait for each other.
 
 from __future__ import annotations
 
+import ctypes
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,11 +23,13 @@ class Progress:
     Attributes:
         kept: comparisons (`agreement.Question`) whose result nobody waits for. They are held until
             MPI no longer needs their memory.
+        lost: transfers that an error has ended. MPI may use their memory as long as it runs.
     """
 
     def __init__(self) -> None:
         self._busy: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
         self.kept: list[Any] = []
+        self.lost: list[Any] = []
 
     def add(self, source: Any) -> None:
         """Let every `poll` call `source.advance()` from now on, until `advance` returns False."""
@@ -35,6 +39,19 @@ class Progress:
         """Hold comparisons whose result nobody waits for, and let go of those that are complete."""
         self.kept = [question for question in self.kept if not _has_ended(question)]
         self.kept += questions
+
+    def settle(self, seconds: float) -> None:
+        """Complete the comparisons in `kept` before this program ends: other ranks may need them.
+
+        What is incomplete after so many seconds stays in memory until the process ends: MPI may
+        write there in MPI_Finalize, when Python's objects are gone.
+        """
+        until = time.monotonic() + seconds
+        while self.kept and time.monotonic() < until:
+            self.keep(())
+            time.sleep(0.001)
+        for held in (self.kept, self.lost):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
 
     @property
     def idle(self) -> bool:

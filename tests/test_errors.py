@@ -6,6 +6,7 @@ are only wrong together, and calls that only one rank makes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -21,8 +22,8 @@ from refusals.calls import Row, Table, comm_of
 from torch import Tensor
 
 import sp_core as sp
-from sp_core.agreement import _differences
 from sp_core.arguments import check, check_tensor
+from sp_core.errors import differences
 from sp_core.testing import spmd
 
 DEVICES = ("cpu", "cuda", "cuda:0", "cuda:1", "meta")
@@ -40,6 +41,7 @@ def check_refused(comm: Any, axes: str, row: Row) -> None:
         assert comm.allgather(told) == [told] * comm.size
         assert type(caught.value) is kind
         assert text in told
+        assert not re.search(r"rank \d+: rank", told)  # also where two axes have agreed
         assert counters.total().bytes_sent == 0
         assert sp.all_reduce(torch.ones(1), comm=comm_of(mesh)).item() == comm.size
 
@@ -115,7 +117,7 @@ def test_a_message_is_short_and_shows_where_the_calls_of_the_ranks_differ(comm: 
 
 
 def test_a_message_of_many_ranks_names_some_of_them() -> None:
-    text = _differences([f"f({rank // 100})" * 40 for rank in range(1024)])
+    text = differences([f"f({rank // 100})" * 40 for rank in range(1024)])
     assert len(text) <= 2000
     assert "\n  rank 0, 1, 2" in text
     assert text.count("\n  rank ") == 5

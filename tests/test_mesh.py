@@ -13,6 +13,7 @@ import torch
 from refusals.calls import hybrid
 
 import sp_core as sp
+from sp_core import progress
 from sp_core.mesh import _device
 from sp_core.testing import run_threads, spmd
 from sp_core.transport import HostTransport
@@ -182,13 +183,49 @@ def test_an_error_that_leaves_a_mesh_on_one_rank_reaches_all(comm: Any, others: 
         assert sp.all_reduce(torch.ones(1), comm=mesh["ring"]).item() == comm.size
 
 
+@pytest.mark.parametrize("others", ["call", "free", "end"])
+@spmd(2, 3, 4)
+def test_ranks_that_have_heard_of_an_error_wait_for_nobody(comm: Any, others: str) -> None:
+    """Each later call tells them again, and no comparison is left that never ends."""
+    here = comm.rank == comm.size - 1
+    kinds = (KeyError if here else sp.PeerFailed, sp.CollectiveMismatch)
+    said = "free() of mesh['ring']" if others == "free" else "KeyError: 'mine'"
+
+    def work() -> None:
+        with sp.Mesh(comm, data=1, ring=comm.size) as mesh:
+            if here and others == "free":
+                mesh["ring"].free()
+            if here:
+                raise KeyError("mine")
+            for _ in range(0 if others == "end" else 3):
+                with pytest.raises(kinds) as told:
+                    sp.all_reduce(torch.ones(1), comm=mesh["ring"])
+                assert f"rank {comm.size - 1}: {said}" in str(told.value)
+
+    with pytest.raises(kinds) as caught:
+        work()
+    assert here or said in str(caught.value)
+    mine = progress.of_this_rank()
+    mine.settle(60)
+    assert mine.kept == []
+
+
 @pytest.mark.parametrize("wrong", [("ring", "tp"), ("ring", "missing"), ("ring",), None])
 @spmd(4)
 def test_wrong_axes_of_a_hybrid_on_a_mesh_with_three_are_an_error_on_all(
     comm: Any, wrong: Any
 ) -> None:
-    """First on one rank, then on all, after which the mesh still works."""
+    """First on one rank, also if all go on, then on all, after which the mesh still works."""
     lengths: dict[str, Any] = {"tp": 1, "ring": 2, "ulysses": 2}
+
+    def go_on() -> None:
+        with sp.Mesh(comm, **lengths) as mesh:
+            with contextlib.suppress(sp.ShapeError, sp.PeerFailed):
+                hybrid(axes=wrong)(mesh, comm.rank == 0)
+            hybrid(axes=("ring", "ulysses"))(mesh, True)
+
+    with pytest.raises(sp.PeerFailed, match="rank 0: axes="):
+        go_on()
     with pytest.raises((sp.ShapeError, sp.PeerFailed)) as caught, sp.Mesh(comm, **lengths) as mesh:
         hybrid(axes=wrong)(mesh, comm.rank == 0)
     assert isinstance(caught.value, sp.ShapeError) == (comm.rank == 0)

@@ -71,7 +71,7 @@ def test_objects_of_any_length_come_from_the_root() -> None:
     size = distributed.get_world_size()
     with sp.Mesh(None, sp=size) as mesh:
         for root in range(size):
-            comm = mesh["sp"]._control
+            comm = mesh["sp"]._control.comm
             assert comm.bcast("x" * comm.rank, root) == "x" * root
 
 
