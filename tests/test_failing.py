@@ -48,8 +48,9 @@ def test_an_error_that_all_ranks_raise_is_printed_by_one() -> None:
         assert f"rank {rank} of {RANKS}: CollectiveMismatch: the ranks disagree" in text
 
 
-def test_an_error_that_is_caught_and_a_thread_that_exits_end_nothing() -> None:
-    code, text, _ = launched("caught", "mpiexec")
+@pytest.mark.parametrize("place", ["caught", pytest.param("left", marks=pytest.mark.every_mpi)])
+def test_an_error_that_is_caught_and_a_thread_that_exits_end_nothing(place: str) -> None:
+    code, text, _ = launched(place, "mpiexec")
     assert code == 0, text
 
 

@@ -111,6 +111,19 @@ WAYS = {
 }
 
 
+def leave(comm: Any, size: int) -> None:
+    """Leave meshes by an error that every rank handles, then end early on one rank."""
+    import torch
+
+    import sp_core as sp
+
+    for late in (0, 0, 0, 0, 4):
+        with contextlib.suppress(LookupError, sp.PeerFailed), sp.Mesh(comm, sp=size, a=1) as mesh:
+            at("left")
+            time.sleep(late)
+            sp.all_reduce(torch.ones(2), comm=mesh["sp"])
+
+
 def block(mesh: Any) -> None:
     """Communicate, and fail at one of many places."""
     import torch
@@ -150,6 +163,9 @@ def main() -> None:
     at("slow", lambda: setattr(sys, "excepthook", report_slowly))
     comm, size = world()
     at("early")
+    if PLACE == "left":
+        leave(comm, size)
+        return
     with sp.Mesh(comm, sp=size) as mesh:
         block(mesh)
     at("behind")
