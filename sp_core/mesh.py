@@ -34,8 +34,8 @@ class Mesh(NotCopied):
     """Arranges the ranks of a communicator as a grid with named axes; the last axis varies fastest.
 
     Use it as a context manager: the communicators that it makes are freed at the end, `comm` is
-    not. If an exception leaves the block on one rank, the other ranks raise `PeerFailed` in their
-    next call that compares arguments.
+    not. If an exception leaves the block on one rank, each later call of the other ranks that
+    compares arguments raises `PeerFailed`, with the beginning of the exception's text.
 
     Args:
         comm: an mpi4py communicator, a ProcessGroup of torch.distributed, None for all ranks of its

@@ -29,7 +29,8 @@ def deal_chunks(work: Tensor, size: int, chunk: int) -> tuple[list[list[int]], b
 
     Each round deals `size` chunks, one to each rank: the heaviest chunks first, a shorter one last.
     In a round the rank with least work so far gets the heaviest chunk. The work of two ranks
-    differs by at most as much as that of two chunks of one round.
+    differs by at most as much as that of two chunks of one round. A rank without a chunk in the
+    last round counts there as one with a chunk of no work.
 
     Args:
         work: int64 (seq_len,), the work of all tokens up to and including each one.

@@ -16,7 +16,7 @@ from oracle.collective_cases import DTYPES, Case, cases
 from oracle.schedule_cases import nodes_of
 
 import sp_core as sp
-from sp_core import measuring
+from sp_core import measuring, schedules
 from sp_core.mesh import fingerprint
 from sp_core.schedules import ALGORITHMS, SCHEDULED, operation, program_of, usable
 from sp_core.testing import given, run_threads, spmd
@@ -153,21 +153,27 @@ def test_less_than_one_number_takes_as_long_as_one() -> None:
     assert (round(one / ALPHA), round(two / ALPHA)) == (3, 5)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("apart", [False, True])
-def test_a_prediction_without_times_is_that_of_the_slowest_rank(size: int, apart: bool) -> None:
-    """Of whole pieces for every rank; the last one, or none, is on a node of its own."""
-    nodes, pieces, nbytes = (*(0,) * (size - 1), int(apart)), (1024,) * size, 4096 * size
+@pytest.mark.parametrize("count", [1, 1024])
+def test_a_prediction_without_times_is_that_of_the_slowest_rank(
+    size: int, apart: bool, count: int
+) -> None:
+    """Of whole pieces for every rank, or of one number; the last ranks may be on another node."""
+    nodes = (*(0,) * (size - size // 2), *(int(apart),) * (size // 2))
+    count, pieces = (1, (1, *(0,) * (size - 1))) if count == 1 else (count * size, (count,) * size)
+    segment = schedules.segment_length(count, size, 4)
     for op in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
         for name in {*SCHEDULED[op]} - {"hierarchical"}:
             tasks = [
-                operation(op, rank, size, pieces, segment=1024, nodes=nodes) for rank in range(size)
+                operation(op, rank, size, pieces, segment=segment, nodes=nodes)
+                for rank in range(size)
             ]
             slowest = max(
                 model._seconds(SLOW, program_of(task, name), task.rank, nodes) for task in tasks
             )
-            found = predict(SLOW, op, name, nodes, nbytes)
-            assert found == modelled(SLOW, op, name, nodes, nbytes)
+            found = predict(SLOW, op, name, nodes, 4 * count)
+            assert found == modelled(SLOW, op, name, nodes, 4 * count)
             assert found == pytest.approx(slowest), (op, name)
 
 

@@ -113,8 +113,10 @@ def plan(op: str, x: Tensor, /, *, comm: Communicator, **arguments: Any) -> Plan
         out.
 
     Communication:
-        One agreement (32-byte all-reduce) of the arguments; with a window up to two. Each run: as
-        the function called `op`, but its agreement compares which plan is run.
+        One agreement (32-byte all-reduce) of the arguments; with `check="off"` only if lengths are
+        left out. With a window one more, of where the tensors lie, unless the algorithm cannot read
+        them in place. Each run: as the function called `op`, but its agreement compares which plan
+        is run.
 
     Raises:
         ValueError: another `op`, or arguments that the function does not have, on every rank.

@@ -363,7 +363,7 @@ def _check_inputs(model: Any, given: Mapping[str, Any], comm: Communicator) -> N
 
 
 def _check_padding(mask: Tensor, labels: Tensor | None, documents: tuple[int, ...] | None) -> None:
-    """Raise a ValueError unless `mask` hides only padding at the ends of rows, without labels."""
+    """Refuse documents, and a `mask` that hides more than padding without labels at ends of rows."""
     seen = mask.bool()
     if documents is not None or (mask != seen).any() or (seen[:, 1:] & ~seen[:, :-1]).any():
         raise ValueError(
@@ -376,7 +376,7 @@ def _check_padding(mask: Tensor, labels: Tensor | None, documents: tuple[int, ..
 
 
 def _positions(given: Mapping[str, Any]) -> tuple[Tensor, tuple[int, ...] | None]:
-    """Return the position ids (B, S), and the boundaries of documents (0, ..., S), None for one."""
+    """Return position ids (B, S), and (0, ..., S) cut where every row restarts; None if nowhere."""
     tokens, positions = given["input_ids"], given.get("position_ids")
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)

@@ -151,8 +151,8 @@ def reduce_gradients(
             requires_grad are skipped. A gradient that is None counts as zero. With `tensor` each
             parameter needs a placement, which says which rank holds which part.
         data: the ranks that hold the same parts and have other tokens.
-        tensor: the ranks along the tensor axis, which have the same tokens; None if no weight is
-            split.
+        tensor: the ranks along the tensor axis, which have the same tokens; None on every rank if
+            no weight is split.
 
     Communication:
         One agreement (32-byte all-reduce) over `data`, one over `tensor`. One all-reduce over
@@ -164,7 +164,9 @@ def reduce_gradients(
         TypeError: something that is no parameter.
         CollectiveMismatch: ranks with different parameters.
 
-    All of these errors are raised on every rank of both groups.
+    All of these errors are raised on every rank of both groups, with one exception. If only some
+    ranks pass `tensor`, the other ranks do not compare over `tensor`. Ranks that wait there get an
+    error as soon as these ranks next use that communicator, or leave the mesh.
     """
     wanted: Placed = []
     _agree_in_turn(

@@ -39,6 +39,8 @@ DTYPE = torch.float32
 """The dtype for which sums are measured and predicted."""
 STEPS_PER_OCTAVE = 4
 """The number of sizes between n and 2n bytes that `decide` tells apart. Others are rounded."""
+MOST_RANKS = 8
+"""The most ranks of which the model looks at each."""
 LINKS = ("node", "network")
 """Kinds of link: between ranks of one node, and between nodes."""
 
@@ -147,9 +149,10 @@ class Tuning:
 
 
 def _programs(op: str, algorithm: str, nodes: Nodes, nbytes: int) -> dict[int, Program]:
-    """Return the programs (steps of messages and sums) of the ranks that can be the slowest.
+    """Return the programs (steps of messages and sums) of the ranks that may be the slowest.
 
-    These are the root, the first rank that forwards data, and the last rank.
+    Up to MOST_RANKS ranks these are all. Of more ranks, to save time, these are the root, the first
+    rank that forwards data, and the last rank. Another rank may then be slower.
 
     Args:
         op, algorithm: names of a collective and of an algorithm that has a schedule.
@@ -163,7 +166,7 @@ def _programs(op: str, algorithm: str, nodes: Nodes, nbytes: int) -> dict[int, P
     pieces, segment = split_sizes(count, size), segment_length(count, size, DTYPE.itemsize)
     return {
         rank: program_of(operation(op, rank, size, pieces, segment=segment, nodes=nodes), algorithm)
-        for rank in sorted({0, 1 % size, size - 1})
+        for rank in (range(size) if size <= MOST_RANKS else (0, 1, size - 1))
     }
 
 
