@@ -363,7 +363,7 @@ def _check_inputs(model: Any, given: Mapping[str, Any], comm: Communicator) -> N
 
 
 def _check_padding(mask: Tensor, labels: Tensor | None, documents: tuple[int, ...] | None) -> None:
-    """Refuse documents, and a `mask` that hides more than padding without labels at ends of rows."""
+    """Refuse documents, and a `mask` that hides more than padding without labels at row ends."""
     seen = mask.bool()
     if documents is not None or (mask != seen).any() or (seen[:, 1:] & ~seen[:, :-1]).any():
         raise ValueError(
