@@ -297,12 +297,12 @@ class Communicator(NotCopied):
             )
         self._control.ensure_whole()
 
-    def ask_to_free(self) -> list[agreement.Question]:
-        """Return [a started comparison whether all ranks free this communicator]; [] if freed."""
+    def ask_to_free(self, how: str = "") -> list[agreement.Question]:
+        """Return [a started comparison whether all ranks free this in one way]; [] if freed."""
         if self._freed or not self.is_made:
             return []
         self.counters["control"].add(bytes_sent=agreement.bytes_sent(self.size, equal=False))
-        return self._control.leave(f"free() of {self.name}", agreement.State.FREES)
+        return self._control.leave(f"free() of {self.name}{how}", agreement.State.FREES)
 
     def free(self, *, is_agreed: bool = False) -> None:
         """Free the MPI communicator when all transfers are complete. Every rank calls this.

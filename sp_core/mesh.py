@@ -172,7 +172,8 @@ class Mesh(NotCopied):
         # a `Reordered` before its `other`; all ranks last: there they hear of one that has stopped
         order = sorted(self._made, key=lambda x: (len(x), x == self._in_order(x), x))
         try:
-            questions = [each for names in order for each in self._made[names].ask_to_free()]
+            asked = (self._made[names].ask_to_free(" with its mesh") for names in order)
+            questions = list(chain.from_iterable(asked))
             wait(agreement.Questions(questions), progress.of_this_rank().poll)
             for names in order:
                 self._made[names].free(is_agreed=True)
@@ -274,8 +275,7 @@ class Mesh(NotCopied):
             sizes = " x ".join(f"{axis}={length}" for axis, length in self.axes.items())
             raise ShapeError(
                 f"the mesh {sizes or 'of no axes'} has {ranks} ranks, the communicator has "
-                f"{self.size}. "
-                "Choose sizes >= 1 whose product is the number of ranks."
+                f"{self.size}. Choose sizes >= 1 whose product is the number of ranks."
             )
         if self._check not in ("agree", "off"):
             raise ValueError(f"check={self._check!r} was given; pass 'agree' or 'off'.")

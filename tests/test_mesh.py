@@ -210,6 +210,19 @@ def test_ranks_that_have_heard_of_an_error_wait_for_nobody(comm: Any, others: st
     assert mine.kept == []
 
 
+@spmd(2, 3)
+def test_a_communicator_that_one_rank_frees_before_its_mesh_is_an_error_on_all(comm: Any) -> None:
+    """That rank would wait for the others to free it, and they for that rank to free the mesh."""
+
+    def work() -> None:
+        with sp.Mesh(comm, data=1, ring=comm.size) as mesh:
+            if comm.rank == 0:
+                mesh["ring"].free()
+
+    with pytest.raises(sp.CollectiveMismatch, match=r"free\(\) of mesh\['ring'\] with its mesh"):
+        work()
+
+
 @pytest.mark.parametrize("wrong", [("ring", "tp"), ("ring", "missing"), ("ring",), None])
 @spmd(4)
 def test_wrong_axes_of_a_hybrid_on_a_mesh_with_three_are_an_error_on_all(
