@@ -116,7 +116,7 @@ def report(findings: list[Finding]) -> str:
     """Return the findings as a table folded to the terminal's width, followed by the remedies."""
     width = max(len(finding.subject) for finding in findings)
     fold = TextWrapper(
-        width=shutil.get_terminal_size((PIPE_COLUMNS, 0)).columns,
+        width=shutil.get_terminal_size((PIPE_COLUMNS, PIPE_COLUMNS)).columns,
         subsequent_indent=" " * (width + 10),
         break_long_words=False,
         break_on_hyphens=False,
@@ -239,11 +239,9 @@ def _threads(level: int) -> Finding:
 def _cuda_aware(library: str | None) -> Finding:
     """Report whether the MPI library takes GPU memory: what it says, and what a trial shows."""
     try:
-        says = (
-            {0: "no", 1: "yes"}[ctypes.CDLL(library).MPIX_Query_cuda_support()] if library else None
-        )
+        says = {0: "no", 1: "yes"}[ctypes.CDLL(library).MPIX_Query_cuda_support()]
     except (OSError, AttributeError, KeyError):
-        says = None
+        says = ""
     text = f"the library says {says}" if says else "the library cannot be asked"
     if not torch.cuda.is_available():
         return Finding("CUDA-aware", "note", f"{text}; not tried: no cuda device")
@@ -320,9 +318,9 @@ def _mpiexec(*, measure: bool) -> Finding:
 
 def _slots(program: str) -> Finding:
     """Report whether a working mpiexec also starts more ranks than there are cores."""
-    _, output = bounded([program, "-n", str(cores() + 1), "true"])
+    code, output = bounded([program, "-n", str(cores() + 1), "true"])
     if "not enough slots" in output:
-        text, remedy = launch_problem(1, output)
+        text, remedy = launch_problem(code, output)
         return Finding("mpiexec", "note", f"{program} starts 2 ranks. {text}: {remedy}")
     return Finding("mpiexec", "ok", f"{program} starts 2 ranks")
 

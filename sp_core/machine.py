@@ -49,8 +49,8 @@ def loaded_library(name: str) -> str | None:
     Args:
         name: of the file up to ".so" or "-", such as "libmpi".
     """
-    found = re.search(rf"(/\S*/{name}(-\w+)?\.so\S*)", _text(Path("/proc/self/maps")))
-    return found[1] if found else None
+    found = re.search(rf"/\S*/{name}(-\w+)?\.so\S*", _text(Path("/proc/self/maps")))
+    return found[0] if found else None
 
 
 def node_number() -> int:

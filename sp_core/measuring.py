@@ -254,7 +254,7 @@ def sample(world: Intracomm, call: Call, repeats: int = 1) -> float:
 
 def vector(op: str, nbytes: int, group: Communicator) -> torch.Tensor:
     """Return a rank's float32 input of `op`: `nbytes` bytes, in all_gather those of all ranks."""
-    count = max(nbytes // 4, 1)
+    count = nbytes // 4
     if op == "all_gather":
         return torch.ones(count // group.size)
     if op == "all_to_all":
@@ -280,34 +280,30 @@ def _exchanges(
 
     The other ranks take part in the barriers only.
     """
-    points = []
-    for size in sizes:
-        sent, received = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
-        peers = [rank for rank in pair if rank != group.rank] if group.rank in pair else []
-        sends, recvs = ([(peer, x) for peer in peers] for x in (sent, received))
-        points.append((size, _median(world, _exchange(group, sends, recvs), share)))
-    return Curve(tuple(points))
+    peers = [rank for rank in pair if rank != group.rank] if group.rank in pair else []
+    return Curve(
+        tuple((size, _median(world, _exchange(group, peers, size), share)) for size in sizes)
+    )
 
 
-def _exchange(group: Communicator, sends: list[Any], recvs: list[Any]) -> Call:
+def _exchange(group: Communicator, peers: list[int], size: int) -> Call:
+    """Return a call that sends `size` bytes to each peer, and receives as many."""
     transport = group.transport
-    bound = transport.bind(sends), transport.bind(recvs)
-
-    def run() -> None:
-        transport.announce(sends, recvs)
-        wait(transport.post(*bound, group.next_tag()), group.poll)
-
-    return run
+    sends, recvs = (
+        transport.bind([(peer, torch.ones(size, dtype=torch.uint8)) for peer in peers])
+        for _ in range(2)
+    )
+    return lambda: wait(transport.post(sends=sends, recvs=recvs, tag=group.next_tag()), group.poll)
 
 
 def _local(world: Intracomm, kind: str, size: int, share: float) -> float:
     """Return the seconds of a sum ("add") or copy of `size` bytes, made on all ranks at once."""
-    into, one, other = (torch.ones(max(size // 4, 1)) for _ in range(3))
-    return _median(
-        world,
-        (lambda: torch.add(one, other, out=into)) if kind == "add" else (lambda: into.copy_(one)),
-        share,
-    )
+    into, one, other = (torch.ones(size // 4) for _ in range(3))
+    calls: dict[str, Call] = {
+        "add": lambda: torch.add(one, other=other, out=into),
+        "copy": lambda: into.copy_(one),
+    }
+    return _median(world, calls[kind], share)
 
 
 def _binding(world: Intracomm, group: Communicator) -> tuple[float, float]:

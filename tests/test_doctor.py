@@ -8,21 +8,24 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
-from mpi4py import MPI
+import torch
 from test_scaling import mpi_environment
 
 from sp_core import doctor, machine
 from sp_core.__main__ import main
+from sp_core.collectives.api import all_gather
 from sp_core.doctor import Finding
 from sp_core.errors import DeviceError
 from sp_core.mesh import fingerprint
-from sp_core.tuning import FileError
+from sp_core.testing import run_threads
+from sp_core.transport import NAMES
 
 pytestmark = [
     pytest.mark.mpi_skip,
@@ -97,20 +100,70 @@ def test_a_variable_that_no_mesh_takes_is_named(name: str, monkeypatch: pytest.M
         monkeypatch.delenv(other, raising=False)
     monkeypatch.setenv(name, BAD[name])
     (finding,) = doctor._variables()
-    assert (finding.subject, finding.status) == (name, "broken")
+    remedy = f"unset {name}, or set it to what help(sp_core.Mesh) names"
+    assert finding == Finding(name, "broken", finding.text, remedy)
     assert BAD[name].split(",")[-1] in finding.text
-    assert name in finding.remedy
-    here = {
-        "_mpiexec": lambda measure: (),
-        "_mpi": list,
-        "_mpi_problem": lambda: None,
-        "_constants": lambda measure: finding,
+    monkeypatch.setenv(name, GOOD[name])
+    assert [*doctor._variables()] == [Finding(name, "note", GOOD[name])]
+
+
+GOOD = {"SP_TRANSPORT": "host", "SP_ALGORITHM": "ring", "SP_TUNING": "off", "SP_NODES": "0,5"}
+
+
+@pytest.mark.parametrize("problem", [None, Finding("MPI", "broken", "none", "get one")])
+@pytest.mark.parametrize("status", ["note", "broken"])
+def test_what_needs_mpi_and_a_mesh_is_left_out_without(
+    status: Any, problem: Finding | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part is examined with the options that it needs."""
+    parts: dict[str, Callable[..., Any]] = {
+        "cpu_model": lambda: "Best 9",
+        "cores": lambda: 7,
+        "_shared_memory": lambda: "shm",
+        "_gpus": lambda device: f"gpus {device}",
+        "_variables": lambda: iter([Finding("SP_NODES", status, "1")]),
+        "_mpiexec": lambda measure: f"mpiexec {measure}",
+        "_mpi": lambda: iter(["mpi"]),
+        "_mpi_problem": lambda: problem,
+        "_constants": lambda measure: f"constants {measure}",
+        "_nodes": lambda: "nodes",
+        "_transports": lambda device: iter([f"transports {device}"]),
     }
-    for part, found in {**here, "_transports": lambda device: pytest.fail("tried")}.items():
+    for part, found in parts.items():
         monkeypatch.setattr(doctor, part, found)
-    assert [found.subject for found in doctor.examine() if found and found.status == "broken"] == [
-        name
-    ] * 2
+    needs_mpi = [] if problem else ["constants True"]
+    needs_mesh = ["nodes", "transports cuda"] if needs_mpi and status == "note" else []
+    assert [*doctor.examine("cuda", measure=True)] == [
+        Finding("python", "ok", f"{platform.python_version()}, torch {torch.__version__}"),
+        Finding("processor", "ok", "Best 9, 7 cores"),
+        *("shm", "gpus cuda", Finding("SP_NODES", status, "1"), "mpiexec True", "mpi"),
+        *(*needs_mpi, *needs_mesh),
+    ]
+
+
+@pytest.mark.parametrize(("status", "code"), [("ok", 0), ("note", 0), ("broken", 1)])
+@pytest.mark.parametrize(("rank", "job"), [(0, True), (1, True), (1, False)])
+def test_the_first_rank_prints_and_all_return_whether_something_is_broken(
+    status: Any,
+    code: int,
+    rank: int,
+    job: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It all ends after two minutes, with the stacks."""
+    found, limit = [Finding("python", "ok", "3"), Finding("MPI", status, "4", "do")], Mock()
+    monkeypatch.setattr(doctor, "examine", lambda device, measure: iter(found))
+    monkeypatch.setattr(doctor, "in_job", lambda: job)
+    monkeypatch.setattr(doctor, "_world", lambda: SimpleNamespace(rank=rank))
+    monkeypatch.setattr(doctor, "faulthandler", limit)
+    assert doctor.main() == code
+    assert limit.mock_calls == [
+        call.dump_traceback_later(120, exit=True),
+        call.cancel_dump_traceback_later(),
+    ]
+    said = "" if rank and job else f"{doctor.report(found)}\n"
+    assert capsys.readouterr().out == said
 
 
 def test_constants_are_found_again_whichever_cores_mpiexec_binds_to(
@@ -155,123 +208,66 @@ def test_without_mpi4py(tmp_path: Path) -> None:
     assert "pip install mpi4py" in text
 
 
-def ranks(other: str | None = None) -> Any:
-    """The part of MPI.COMM_WORLD that the doctor uses, with what another rank says."""
-    return SimpleNamespace(size=2, rank=0, allgather=lambda mine: [mine, other])
-
-
-def tried(other: str | None, kind: str = "cpu") -> Callable[[], Finding]:
-    return lambda: doctor._try(ranks(other), kind, "host")
-
-
-def launched() -> Finding:
-    return doctor._mpiexec(measure=False)
-
-
-def constants() -> Finding:
-    return doctor._constants(measure=False)
-
-
-LONE = {"_mpi_problem": lambda: None, "in_job": lambda: False, "cores": lambda: 2}
-TWO = "ranks: 2\nranks: 2\n"
-SLOTS = "There are not enough slots available in the system"
-GPU, NO_GPU = ({"torch.cuda.is_available": lambda there=there: there} for there in (True, False))
-LEVELS = (MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE)
-SHARED = "DeviceError: ranks 0 and 1 have one GPU"
-
-
-def starting(code: int | None, output: str, more: int = 0) -> dict[str, Any]:
-    """An mpiexec that ends so for two ranks, and with the code `more` for three."""
-    answers = {"2": (code, output), "3": (more, SLOTS * more)}
-    return LONE | {"bounded": lambda command: answers[command[2]]}
-
-
-def library(answer: int | None) -> dict[str, Any]:
-    """An MPI library that says whether it reads the memory of GPUs, if it can."""
-    says = {} if answer is None else {"MPIX_Query_cuda_support": lambda: answer}
-    return NO_GPU | {"ctypes.CDLL": lambda path: SimpleNamespace(**says)}
-
-
-def raising(error: Exception) -> dict[str, Any]:
-    """A transport that fails here."""
-    return {"_gather": Mock(side_effect=error)}
-
-
-def space(free: int) -> dict[str, Any]:
-    return {"shutil.disk_usage": lambda folder: (2**30, 0, free)}
-
-
-FOUND: list[tuple[dict[str, Any], Callable[[], Finding], str, str]] = [
-    ({"_gather": Mock()}, tried("RuntimeError: no such link"), "broken", "no such link it is not"),
-    ({"_gather": lambda *given: "on 2 machines"}, tried(None), "note", "shared memory, on 2 mach"),
-    ({"measuring.told": lambda: (True, "alpha")}, constants, "ok", "alpha"),
-    ({"measuring.told": lambda: (False, "none")}, constants, "note", "none"),
-    (
-        LONE | {"sys.executable": "/none/python", "shutil.which": lambda _: None},
-        launched,
-        "broken",
-        "not found",
-    ),
-    (raising(RuntimeError("no such link")), tried(None), "broken", "no such link"),
-    (raising(DeviceError("ranks 0 and 1 have one GPU")), tried(SHARED, "cuda"), "note", "one GPU"),
-    (raising(DeviceError("one GPU")), tried("RuntimeError: lost", "cuda"), "broken", "one GPU"),
-    (NO_GPU, lambda: doctor._cuda_aware(None), "note", "cannot be asked; not tried: no cuda"),
-    (
-        GPU | {"no_device_memory": lambda kind: "it broke"},
-        lambda: doctor._cuda_aware(None),
-        "note",
-        "no: it broke",
-    ),
-    (
-        GPU | {"no_device_memory": lambda kind: ""},
-        lambda: doctor._cuda_aware(None),
-        "ok",
-        "yes, with",
-    ),
-    *(
-        (library(answer), lambda: doctor._cuda_aware("libmpi.so"), "note", text)
-        for answer, text in ((0, "says no"), (1, "says yes"), (2, "be asked"), (None, "be asked"))
-    ),
-    (GPU, lambda: doctor._threads(LEVELS[1]), "broken", "funneled"),
-    (NO_GPU, lambda: doctor._threads(LEVELS[0]), "ok", "single"),
-    (GPU, lambda: doctor._threads(LEVELS[2]), "ok", "serialized"),
-    (GPU, lambda: doctor._threads(LEVELS[3]), "ok", "multiple"),
-    (space(2**28 - 1), doctor._shared_memory, "note", "1,024 MiB, "),
-    (space(2**28), doctor._shared_memory, "ok", "1,024 MiB, "),
-    (starting(0, TWO), launched, "ok", "starts 2 ranks"),
-    (starting(0, TWO, 1), launched, "note", "MCA_rmaps_default_mapping_policy=:oversubscribe"),
-    (starting(1, TWO), launched, "broken", "mpiexec -n 2 hostname"),
-    (starting(0, "ranks: 1\nranks: 1\n"), launched, "broken", "belongs to another MPI"),
-    (starting(1, SLOTS), launched, "broken", "mapping_policy=:oversubscribe"),
-    (starting(None, ""), launched, "broken", "did not start within 60 s"),
-    (starting(1, "attempt to run as root."), launched, "broken", "RUN_AS_ROOT_CONFIRM=1"),
-    (
-        {
-            "_world": ranks,
-            "measuring.keep": Mock(side_effect=FileError("Set SP_TUNING_DIR")),
-        },
-        lambda: doctor._constants(measure=True),
-        "broken",
-        "Set SP_TUNING_DIR",
-    ),
-]
-"""What is so here, what is looked at, and the status and a part of the text or remedy."""
-
-
-@pytest.mark.parametrize(("here", "look", "status", "text"), FOUND)
-def test_what_is_found_has_a_status_and_a_remedy_where_it_is_broken(
-    here: dict[str, Any],
-    look: Callable[[], Finding],
-    status: str,
-    text: str,
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("device", "count"), [(None, 0), ("cuda", 0), (None, 1), ("cuda", 1)])
+def test_every_transport_is_tried_whose_device_is_here(
+    device: str | None, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in here.items():
-        monkeypatch.setattr(f"sp_core.doctor.{name}", value)
-    finding = look()
-    assert finding.status == status, finding
-    assert text in f"{finding.text} {finding.remedy}"
-    assert bool(finding.remedy) == (status == "broken")
+    monkeypatch.setattr(doctor, "_world", lambda: "world")
+    monkeypatch.setattr(doctor, "_try", lambda *given: given)
+    monkeypatch.setattr(doctor, "count_devices", {"cuda": count}.__getitem__)
+    tried = [("world", kind, name) for kind, names in NAMES.items() for name in names]
+    missing = [
+        Finding(f"transport {name}", "note", "not tried: no cuda device") for name in NAMES["cuda"]
+    ]
+    if not count:
+        tried = [(*one,) for one in tried if one[1] == "cpu"]
+    wanted = [*tried, *([] if count or device else missing)]
+    assert [*doctor._transports(device)] == wanted
+
+
+@pytest.mark.parametrize("in_job", [False, True])
+def test_outside_of_a_job_all_ranks_share_a_node(
+    in_job: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SP_NODES", "4,9")
+    monkeypatch.setattr(doctor, "in_job", lambda: in_job)
+
+    def body(comm: Any) -> tuple[int, ...]:
+        with doctor._mesh(comm) as mesh:
+            return mesh["all"].nodes
+
+    assert run_threads(2, body) == [(0, 1) if in_job else (0, 0)] * 2
+
+
+@pytest.mark.parametrize(("name", "why"), [("host", ""), ("window", "no room")])
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_trial_gathers_from_all_ranks_and_looks_at_the_numbers(
+    wrong: bool, name: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It returns why there is no shared memory, if the transport needs it."""
+    monkeypatch.setattr("sp_core.communicator.make_window", lambda *given: (None, "no room"))
+    if wrong:
+        monkeypatch.setattr(
+            doctor, "all_gather", lambda mine, comm: all_gather(mine + 1, comm=comm)
+        )
+
+    def body(comm: Any) -> str | None:
+        refused = pytest.raises(RuntimeError, match="not the ones")
+        with refused if wrong else nullcontext():
+            return doctor._gather(comm, "cpu", name)
+        return None
+
+    assert run_threads(2, body) == [None if wrong else why] * 2
+
+
+def test_a_trial_takes_the_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Mock(side_effect=DeviceError)
+    monkeypatch.setattr(doctor, "_mesh", made)
+    monkeypatch.setattr(doctor, "count_devices", {"cuda": 3}.__getitem__)
+    world: Any = SimpleNamespace(rank=5)
+    with pytest.raises(DeviceError):
+        doctor._gather(world, "cuda", "ipc")
+    made.assert_called_once_with(world, device=torch.device("cuda", 2), transport="ipc")
 
 
 @pytest.mark.parametrize(
@@ -287,19 +283,6 @@ def test_the_command_passes_its_options_on(
     made.assert_called_once_with(device, measure=measure)
 
 
-@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"])
-@pytest.mark.parametrize(("tasks", "status"), [("1", "ok"), ("4", "broken")])
-def test_a_launcher_that_this_mpi_does_not_understand_is_broken(
-    name: str, tasks: str, status: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Then each of its ranks is alone."""
-    monkeypatch.setenv(name, tasks)
-    monkeypatch.setattr(doctor, "_mpi_problem", lambda: None)
-    found = next(finding for finding in doctor._mpi() if finding.subject == "MPI")
-    assert (found.status, bool(found.remedy)) == (status, status == "broken")
-    assert (f"the launcher has started {tasks}" in found.text) == bool(found.remedy)
-
-
 def test_nodes_for_another_number_of_ranks_are_named_in_a_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -309,30 +292,24 @@ def test_nodes_for_another_number_of_ranks_are_named_in_a_job(
     assert "given for 1 ranks" in finding.text
 
 
-def test_a_report_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    report = doctor.report([doctor.Finding("constants", "note", "a word or two " * 20)])
-    assert max(map(len, report.splitlines())) <= 80
-    assert report.count("word") == 20
-
-
-def test_a_broken_finding_is_repeated_with_its_remedy() -> None:
-    found = [doctor.Finding("a", "ok", "fine"), doctor.Finding("b", "broken", "torn", "sew it")]
-    assert "1 broken:\n  b: sew it" in doctor.report(found)
-    assert "nothing is broken" in doctor.report(found[:1])
-
-
-@pytest.mark.parametrize(
-    ("quota", "cores"),
-    [("max 100000", 8), ("300000 100000", 3), ("50000 100000", 1), ("nonsense", 8)],
-)
-def test_cores_respect_the_quota_of_a_container(
-    quota: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_report_fits_the_terminal_and_repeats_what_is_broken(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (tmp_path / "cpu.max").write_text(quota)
-    monkeypatch.setattr(machine, "_QUOTA", tmp_path / "cpu.max")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    assert machine.cores() == cores
+    monkeypatch.setenv("COLUMNS", "30")
+    found = [Finding("a", "ok", "fine and well-made"), Finding("b c", "broken", "torn", "sew it")]
+    table = ["a    ok      fine and", " " * 13 + "well-made", "b c  broken  torn"]
+    assert doctor.report(found).splitlines() == [*table, "", "1 broken:", "  b c: sew it"]
+    assert doctor.report(found[:1]).splitlines()[1:] == ["", "nothing is broken"]
+
+
+@pytest.mark.parametrize(("words", "lines"), [(9_989, 1), (9_990, 2)])
+def test_a_file_has_lines_of_10000_columns(
+    words: int, lines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr(os, "get_terminal_size", Mock(side_effect=OSError))
+    report = doctor.report([Finding("a", "ok", "b " + "c" * (words - 2))])
+    assert report.count("\n") == lines + 1
 
 
 def test_a_gpu_that_is_not_there_and_constants_that_cannot_be_kept_are_broken() -> None:
@@ -342,16 +319,3 @@ def test_a_gpu_that_is_not_there_and_constants_that_cannot_be_kept_are_broken() 
     assert "install a torch with CUDA" in text
     assert "/proc/nope/tuning-" in text
     assert "Set SP_TUNING_DIR to a folder that can." in text
-
-
-@pytest.mark.parametrize(
-    ("lines", "name"),
-    [("flags : a\nmodel name : Best 9\nmodel name : Other\n", "Best 9"), ("", platform.machine())],
-)
-def test_the_processor_has_the_name_that_the_system_gives(
-    lines: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "cpuinfo").write_text(lines)
-    monkeypatch.setattr(machine, "_CPUINFO", tmp_path / "cpuinfo")
-    monkeypatch.setattr("sp_core.machine.platform.processor", lambda: "")
-    assert machine.cpu_model() == name

@@ -5,12 +5,19 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from deaths import programs
 from deaths.programs import ERROR, PLACES, RANKS, launched, rows, wrong
 
+from sp_core import failing
+from sp_core.errors import AGREED, CollectiveMismatch, PeerFailed
 from sp_core.failing import exit_code
 
 pytestmark = [pytest.mark.mpi_skip, pytest.mark.starts_mpi]
@@ -52,6 +59,142 @@ def test_an_error_that_all_ranks_raise_is_printed_by_one() -> None:
 def test_an_error_that_is_caught_and_a_thread_that_exits_end_nothing(place: str) -> None:
     code, text, _ = launched(place, "mpiexec")
     assert code == 0, text
+
+
+HOOKS = (sys, "excepthook"), (threading, "excepthook"), (sys, "unraisablehook")
+
+
+@pytest.fixture
+def usual(monkeypatch: pytest.MonkeyPatch) -> list[Mock]:
+    """The hooks of a program that nothing watches over yet, and what ends it."""
+    for name, value in {"hooked": False, "_head": "", "_stop": Mock()}.items():
+        monkeypatch.setattr(failing, name, value)
+    before = [Mock() for _ in HOOKS]
+    for (module, name), hook in zip(HOOKS, before, strict=True):
+        monkeypatch.setattr(module, name, hook)
+    monkeypatch.setattr(failing, "end", Mock())
+    return before
+
+
+def set_now() -> list[object]:
+    return [getattr(module, name) for module, name in HOOKS]
+
+
+def test_hooks_are_set_once_and_for_several_ranks(usual: list[Mock]) -> None:
+    failing.watch_over(0, 1, Mock())
+    assert (set_now(), failing.hooked) == (usual, False)
+    failing.watch_over(1, 2, stop := Mock())
+    assert (failing.hooked, failing._head, failing._stop) == (True, "rank 1 of 2: ", stop)
+    ours = set_now()
+    assert all(one != other for one, other in zip(ours, usual, strict=True))
+    failing.watch_over(0, 3, Mock())
+    assert (set_now(), failing._stop) == (ours, stop)
+
+
+def told(error: BaseException | None, text: str | None = None) -> Any:
+    """What Python says of a thread or of an error that it cannot raise."""
+    return SimpleNamespace(exc_value=error, err_msg=text)
+
+
+LOST = LookupError("lost")
+AT_EXIT = "Exception ignored in atexit callback"
+
+
+@pytest.mark.parametrize(
+    ("place", "given", "ends", "tells"),
+    [
+        (0, ("kind", LOST, "trace"), LOST, True),
+        (1, (told(LOST),), LOST, True),
+        (1, (told(SystemExit(3)),), None, False),
+        (2, (told(LOST, AT_EXIT),), LOST, False),
+        (2, (told(LOST, "in a destructor"),), None, False),
+        (2, (told(LOST),), None, False),
+        (2, (told(None, AT_EXIT),), None, False),
+    ],
+)
+def test_an_error_ends_all_after_the_usual_hook_has_told_it_once(
+    place: int, given: tuple[Any, ...], ends: object, tells: bool, usual: list[Mock]
+) -> None:
+    """The hook is called by `end` where that prints the error, and else before."""
+    failing.watch_over(1, 3, Mock())
+    hook: Any = set_now()[place]
+    hook(*given)
+    end: Any = failing.end
+    assert [call.args[0] for call in end.call_args_list] == ([ends] if ends else [])
+    assert usual[place].called != tells
+    for call in end.call_args_list:
+        call.args[1]()
+    usual[place].assert_called_once_with(*given)
+
+
+def with_cause(error: BaseException, *, agreed: bool, cause: BaseException | None) -> BaseException:
+    setattr(error, AGREED, int(agreed))
+    error.__cause__ = cause
+    return error
+
+
+LINE = "rank 1 of 3: CollectiveMismatch: differ\n"
+WHOLE = "rank 1 of 3: this error ends all ranks.\nthe traceback\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "pauses", "code"),
+    [
+        (LOST, WHOLE, 4, 1),
+        (SystemExit(3), WHOLE, 4, 3),
+        (PeerFailed("gone"), WHOLE, 8, 1),
+        (with_cause(CollectiveMismatch("differ"), agreed=True, cause=None), LINE, 8, 1),
+        (with_cause(CollectiveMismatch("differ"), agreed=True, cause=LOST), WHOLE, 8, 1),
+        (with_cause(CollectiveMismatch("differ"), agreed=False, cause=None), WHOLE, 4, 1),
+    ],
+)
+def test_an_error_is_printed_and_messages_move_until_all_ranks_are_ended(
+    error: BaseException, text: str, pauses: int, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two seconds, by a clock that every pause moves by half of one; four if others print it."""
+    done: list[object] = []
+    clock = Mock(monotonic=lambda: 0.5 * done.count("pause"))
+    clock.sleep = lambda seconds: done.append("pause" if len(done) < 99 else pytest.fail("endless"))
+    keep = Mock(side_effect=RuntimeError)
+    monkeypatch.setattr(failing, "time", clock)
+    monkeypatch.setattr(failing, "progress", Mock(**{"of_this_rank.return_value.keep": keep}))
+    monkeypatch.setattr(failing, "_head", "rank 1 of 3: ")
+    monkeypatch.setattr(failing, "_stop", done.append)
+    for name in ("stdout", "stderr"):
+        stream = Mock(write=done.append, flush=lambda name=name: done.append(f"flush {name}"))
+        monkeypatch.setattr(sys, name, stream)
+    failing.end(error, lambda: done.append("the traceback\n"))
+    flushed = done.index("flush stderr")
+    assert "".join(map(str, done[:flushed])) == text
+    assert done[flushed:] == ["flush stderr", "flush stdout", *["pause"] * pauses, code]
+    assert keep.call_count == pauses
+
+
+@pytest.mark.parametrize(
+    ("head", "error", "ends"),
+    [
+        ("rank 1 of 3: ", SystemExit(3), True),
+        ("rank 1 of 3: ", SystemExit(0), False),
+        ("rank 1 of 3: ", LOST, False),
+        ("", SystemExit(3), False),
+    ],
+)
+def test_an_exit_that_leaves_a_mesh_ends_all_at_the_end_of_the_program(
+    head: str,
+    error: BaseException,
+    ends: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    register = Mock()
+    monkeypatch.setattr(failing, "_head", head)
+    monkeypatch.setattr(failing, "atexit", Mock(register=register))
+    failing.left_by(error)
+    calls: list[Any] = [call.args for call in register.mock_calls]
+    assert [call[:2] for call in calls] == [(failing.end, error)] * ends
+    for call in calls:
+        call[2]()
+    assert capsys.readouterr().err == "SystemExit: 3\n" * ends
 
 
 @pytest.mark.parametrize(

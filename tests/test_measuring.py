@@ -2,41 +2,160 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from datetime import UTC, datetime
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
+from torch.overrides import TorchFunctionMode
 
 import sp_core as sp
 from sp_core import measuring
 from sp_core.collectives import execution
 from sp_core.collectives.execution import BoundProgram, Ready
-from sp_core.schedules import SCHEDULED
+from sp_core.mesh import fingerprint
+from sp_core.schedules import usable
 from sp_core.testing import run_threads, spmd
-from sp_core.tuning import Curve, FileError, Tuning, modelled
+from sp_core.transport import HostTransport
+from sp_core.tuning import LINKS, Curve, FileError, Tuning, default_path, load, modelled, save
 
 
-@spmd(2)
-def test_measuring_gives_constants_for_every_collective(comm: Any) -> None:
-    tuning = measuring.measure(comm, seconds=0.0, sizes=(64, 256))
-    assert set(tuning.times) == set(measuring.OPS)
-    for op, by_name in tuning.times.items():
-        assert {"mpi", *SCHEDULED[op]} - {"hierarchical"} == {*by_name} - {
-            "window"
-        }  # which is there where ranks share memory
-    assert comm.allgather(tuning.alpha) == [tuning.alpha] * comm.size
+class Clock(threading.local):
+    """A clock for each rank, which only the work moves that is to be measured."""
+
+    now = 0.0
+
+    def taking(self, seconds: float, work: Callable[..., Any], *given: Any, **more: Any) -> Any:
+        """Do some work in this time, whatever else it is made of."""
+        end = self.now + seconds
+        result = work(*given, **more)
+        self.now = end
+        return result
+
+
+def take_times_of(truth: Tuning, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let all messages, plans and preparations take the time that these constants say.
+
+    Return, as it happens, what is prepared and released.
+    """
+    told: list[str] = []
+    post, release = HostTransport.post, BoundProgram.release
+
+    def prepare(group: sp.Communicator, moves: Any, x: torch.Tensor, *given: Any) -> Ready:
+        bound: Ready = clock.taking(0.0, execution.bind, group, moves, x, *given)
+        assert isinstance(bound, BoundProgram)
+        clock.now += truth.bind[0] + truth.bind[1] * len(bound.steps)
+        told.append(f"bind {x.nbytes}")
+        return bound
+
+    def plan(op: str, x: torch.Tensor, *, comm: Any, algorithm: str, **more: Any) -> Any:
+        made = sp.plan(op, x, comm=comm, algorithm=algorithm, **more)
+        nbytes = x.nbytes * (comm.size if op == "all_gather" else 1)
+        seconds = truth.times[op][algorithm](nbytes)
+        return SimpleNamespace(run=partial(clock.taking, seconds, made.run))
+
+    def timed_post(self: HostTransport, sends: Any, recvs: Any, tag: int) -> Any:
+        for peer, x in sends:
+            same = truth.nodes[self._comm.rank] == truth.nodes[peer]
+            clock.now += truth.links["node" if same else "network"](x.nbytes)
+        return post(self, sends, recvs, tag)
+
+    def told_release(self: BoundProgram) -> None:
+        told.append("release")
+        release(self)
+
+    monkeypatch.setattr(HostTransport, "post", timed_post)
+    monkeypatch.setattr(BoundProgram, "release", told_release)
+    parts = {"bind": prepare, "BoundProgram": BoundProgram, "Ready": Ready}
+    monkeypatch.setattr(measuring, "execution", SimpleNamespace(**parts))
+    monkeypatch.setattr(measuring, "plan", plan)
+    monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    return told
+
+
+class Working(TorchFunctionMode):
+    """Sums and copies that take the time of these constants."""
+
+    def __init__(self, truth: Tuning, clock: Clock) -> None:
+        super().__init__()
+        self.curves, self.clock = {torch.add: truth.add, torch.Tensor.copy_: truth.copy}, clock
+
+    def __torch_function__(self, work: Any, types: Any, given: Any = (), more: Any = None) -> Any:
+        if work in self.curves:
+            self.clock.now += self.curves[work](given[0].nbytes)
+        return work(*given, **(more or {}))
+
+
+FEW = (48, 192)
+"""Bytes that two ranks and three split evenly."""
+
+
+def curve(*seconds: float) -> Curve:
+    return Curve(tuple(zip(FEW, seconds, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "transport", "seconds"), [((0, 0), "window", 9e3), ((0, 0, 1), "host", 2.4e4)]
+)
+def test_the_constants_of_a_machine_that_follows_the_model_are_found(
+    nodes: tuple[int, ...], transport: str, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And it is measured for about as long as was asked for."""
+    links = {"node": curve(1.0, 2.0), "network": curve(4.0, 32.0)}
+    links = {kind: links[kind] for kind in LINKS[: len(set(nodes))]}
+    truth = Tuning({}, nodes, links, curve(0.5, 0.75), curve(0.25, 1.5), start=8.0, bind=(2.0, 3.0))
+    for op in measuring.OPS:
+        for name in usable(nodes, op, window=transport == "window"):
+            slower = 9.0 if name == "mpi" else 1.0  # it follows no model
+            times = [slower * modelled(truth, op, name, nodes, size) for size in FEW]
+            truth.times.setdefault(op, {})[name] = curve(*times)
+    clock = Clock()
+    told = take_times_of(truth, clock, monkeypatch)
+    mesh = partial(sp.Mesh, nodes=nodes)
+    monkeypatch.setattr(
+        measuring, "Mesh", lambda *world, **given: mesh(*world, **given | {"transport": transport})
+    )
+
+    def body(comm: Any) -> tuple[Tuning, float]:
+        with Working(truth, clock):
+            return measuring.measure(comm, seconds=seconds, sizes=FEW), clock.now
+
+    for found, now in run_threads(len(nodes), body):
+        plain = (found.nodes, found.links, found.add, found.copy, found.bind, found.fingerprint)
+        assert plain == (nodes, links, truth.add, truth.copy, truth.bind, fingerprint())
+        assert (found.start, *found.error) == pytest.approx((8.0, 0.0, 0.0))
+        assert points(found) == [(*one, pytest.approx(s)) for *one, s in points(truth)]
+        assert 0.93 < now / seconds < 1.0
+        assert datetime.fromisoformat(found.measured_at).tzinfo == UTC
+    assert {*told} == {"release", f"bind {4 << 10}", f"bind {8 << 20}"}
+    assert told.count("release") == len(told) / 2 - len(nodes)
+
+
+def points(tuning: Tuning) -> list[Any]:
+    """Return the times of all collectives as rows."""
+    return [
+        (op, name, *point)
+        for op, by_name in tuning.times.items()
+        for name, one in by_name.items()
+        for point in one.points
+    ]
 
 
 @pytest.mark.parametrize("op", measuring.OPS)
-@spmd(2)
-def test_what_is_timed_is_a_vector_of_so_many_bytes(comm: Any, op: str) -> None:
-    """All ranks together hold that of an all-gather."""
-    with sp.Mesh(comm, sp=2) as mesh:
-        x = measuring.vector(op, 48, mesh["sp"])
-    assert x.nbytes * (2 if op == "all_gather" else 1) == 48
+def test_what_is_timed_is_a_vector_of_48_bytes(op: str) -> None:
+    """Both ranks together hold that of an all-gather."""
+    group: Any = SimpleNamespace(size=2)
+    shape = {"all_gather": (6,), "all_to_all": (2, 1, 6)}.get(op, (12,))
+    assert measuring.vector(op, 48, group).shape == shape
+    dims = {"split_dim": 0, "concat_dim": 1} if op == "all_to_all" else {}
+    assert measuring.arguments(op) == dims
 
 
 @spmd(2)
@@ -62,28 +181,22 @@ def test_a_disk_that_fills_meanwhile_is_an_error_on_every_rank(
     assert [*(tmp_path / "new").glob("*")] == []
 
 
-def test_preparing_a_call_costs_its_start_and_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a clock by which each call takes two seconds, and three more for each of its steps."""
-    steps: dict[int, list[int]] = {0: [], 1: []}
+def test_the_first_rank_keeps_what_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = Curve(((64, 1e-6),))
+    made = Tuning(fingerprint(), (0, 0), {"node": link}, link, link, start=3.0)
+    saved = Mock(side_effect=save)
+    monkeypatch.setattr(measuring, "measure", lambda world: made)
+    monkeypatch.setattr(measuring, "save", saved)
+    monkeypatch.setenv("SP_TUNING_DIR", str(tmp_path))
+    run_threads(2, measuring.keep)
+    saved.assert_called_once()
+    assert load(default_path(fingerprint())).start == 3.0
 
-    def bind(group: sp.Communicator, *arguments: Any) -> Ready:
-        bound = execution.bind(group, *arguments)
-        assert isinstance(bound, BoundProgram)
-        steps[group.rank].append(len(bound.steps))
-        return bound
 
-    def body(comm: Any) -> tuple[float, float]:
-        with sp.Mesh(comm, transport="host", sp=comm.size) as mesh:
-            return measuring._binding(comm, mesh["sp"])
-
-    monkeypatch.setattr(
-        measuring, "execution", SimpleNamespace(bind=bind, BoundProgram=BoundProgram, Ready=Ready)
-    )
-    monkeypatch.setattr(
-        measuring, "_median", lambda world, call, seconds: 2.0 + 3.0 * steps[world.rank][-1]
-    )
-    assert run_threads(2, body) == [pytest.approx((2.0, 3.0))] * 2
-    assert all(few < many for few, many in steps.values())
+def test_sizes_are_powers_of_four_from_64_bytes_to_64_mib() -> None:
+    assert tuple(1 << bits for bits in range(6, 28, 2)) == measuring.SIZES
 
 
 @spmd(1)
@@ -100,29 +213,53 @@ def test_a_slow_round_is_no_contestants_fault() -> None:
 
 
 def test_the_error_of_the_model_is_its_median_and_its_95th_percentile() -> None:
-    """Here each of 21 times is one percent more above the model than the one before."""
+    """Here each of 20 times is one percent more above the model than the one before."""
     link = Curve(((64, 1e-6), (6400, 2e-6)))
     bare = Tuning({}, (0, 0), {"node": link}, link, link)
     times = {
         size: [modelled(bare, "all_reduce", "ring", (0, 0), size) * (1 + percent / 100)]
-        for percent, size in enumerate(range(64, 22 * 64, 64))
+        for percent, size in enumerate(range(64, 21 * 64, 64))
     }
     found = measuring.fitted(bare, {"all_reduce": {"ring": times}}).error
-    assert found == pytest.approx((0.10 / 1.10, 0.19 / 1.19))
+    assert found == pytest.approx(((0.09 / 1.09 + 0.10 / 1.10) / 2, 0.18 / 1.18))
 
 
 @pytest.mark.parametrize(
-    ("seconds", "rounds"), [(0.0, measuring.LEAST_ROUNDS), (1e6, measuring.MOST_ROUNDS), (40.0, 5)]
+    ("times", "seconds", "rounds", "repeats"),
+    [
+        ((3.0, 5.0), 0.0, 3, (1, 1)),
+        ((3.0, 5.0), 80.0, 5, (1, 1)),
+        ((3.0, 5.0), 1e6, 15, (1, 1)),
+        ((3e-5, 1e-7), 8e-4, 4, (3, 50)),
+    ],
 )
-def test_there_are_as_many_rounds_as_the_time_allows(
-    seconds: float, rounds: int, monkeypatch: pytest.MonkeyPatch
+def test_calls_take_turns_as_often_as_the_time_allows(
+    times: tuple[float, float],
+    seconds: float,
+    rounds: int,
+    repeats: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of two calls of three and of five seconds."""
-    monkeypatch.setattr(measuring, "sample", lambda world, call, repeats=1: call())
-    world: Any = SimpleNamespace(allgather=lambda mine: [mine])
-    calls: dict[str, measuring.Call] = {"three": lambda: 3.0, "five": lambda: 5.0}
-    found = measuring.interleaved(world, calls, seconds)
-    assert found == {"three": [3.0] * rounds, "five": [5.0] * rounds}
+    """On another rank they take twice as long, and everywhere a minute more the first time."""
+    clock, calls = Clock(), list[str]()
+    monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    two = dict(zip("ab", times, strict=True))
+
+    def call(name: str) -> None:
+        clock.now += two[name] + 60.0 * (name not in calls)
+        calls.append(name)
+
+    def both(mine: Any) -> list[Any]:
+        slow = (
+            {name: [2 * s for s in took] for name, took in mine.items()} if calls[8:] else 2 * mine
+        )
+        return [mine, slow]
+
+    world: Any = SimpleNamespace(allgather=both, Barrier=lambda: calls.append("-"))
+    found = measuring.interleaved(world, {name: partial(call, name) for name in two}, seconds)
+    assert found == {name: pytest.approx([2 * took] * rounds) for name, took in two.items()}
+    a, b = (f"-{name * number}" for name, number in zip("ab", repeats, strict=True))
+    assert "".join(calls) == "-a-a-b-b" + "".join(islice(cycle((a, b, b, a)), 2 * rounds))
 
 
 @pytest.mark.parametrize(

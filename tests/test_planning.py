@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
+from argparse import ArgumentParser, Namespace
 from dataclasses import astuple, replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -191,6 +195,73 @@ def test_a_number_that_help_calls_the_default_is_the_default(command: str) -> No
     ]
     assert named
     assert all(number == default for number, default in named), named
+
+
+WORDS = {
+    "run": ["-n", "2"],
+    "doctor": [],
+    "plan": ARGUMENTS[1:],
+    "logits": ["--model", "dir"],
+}
+TARGETS = {
+    "run": "launch.command.main",
+    "doctor": "doctor.main",
+    "plan": "__main__._plan",
+    "logits": "inference.main",
+}
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("command", [*WORDS])
+def test_a_command_gets_its_words_and_gives_its_exit_code(
+    command: str, given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Words that are given, or those of this process."""
+    words = [command, *WORDS[command]]
+    called = {name: Mock(return_value=7) for name in TARGETS}
+    for name, carry_out in called.items():
+        monkeypatch.setattr(f"sp_core.{TARGETS[name]}", carry_out)
+    monkeypatch.setattr(sys, "argv", ["sp-core", *(["none"] if given else words)])
+    comm: Any = "comm"
+    assert main(words if given else None, comm) == 7
+    (call,) = called.pop(command).call_args_list
+    assert not any(other.called for other in called.values())
+    wanted: dict[str, tuple[object, ...]] = {
+        "run": (WORDS["run"],),
+        "doctor": (None,),
+        "plan": (ArgumentParser, Namespace),
+        "logits": (Namespace, words, comm),
+    }
+    for one, what in zip(call.args, wanted[command], strict=True):
+        assert isinstance(one, what) if isinstance(what, type) else one == what
+
+
+def test_a_reader_that_has_gone_ends_a_command_without_a_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is left to print goes nowhere."""
+    system = Mock(**{"open.return_value": 77})
+    monkeypatch.setattr("sp_core.doctor.main", Mock(side_effect=BrokenPipeError))
+    monkeypatch.setattr("sp_core.__main__.os", system)
+    monkeypatch.setattr(sys, "stdout", Mock(**{"fileno.return_value": 5}))
+    assert main(["doctor"]) == 1
+    system.open.assert_called_once_with(system.devnull, system.O_WRONLY)
+    system.dup2.assert_called_once_with(77, 5)
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert "{run,doctor,plan,generate,logits}" in capsys.readouterr().out
+
+
+@pytest.mark.mpi_skip
+def test_a_module_that_is_imported_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["sp-core", "run", "--help"])
+    file = str(ROOT / "sp_core" / "__main__.py")
+    runpy.run_path(file, run_name="imported")
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(file, run_name="__main__")
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:

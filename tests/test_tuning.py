@@ -375,6 +375,7 @@ def test_the_doctor_says_what_auto_decides_by(
     monkeypatch.setenv("SP_TUNING_DIR", str(tmp_path))
     there, text = measuring.told()
     assert not there
+    assert text.startswith("none; ")
     assert "doctor --measure" in text
     path = default_path(fingerprint())
     path.write_text("{")

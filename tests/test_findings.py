@@ -1,0 +1,349 @@
+"""What the doctor finds: every line of its report, its status and its remedy."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from mpi4py import MPI
+
+from sp_core import doctor
+from sp_core.doctor import Finding
+from sp_core.errors import DeviceError
+from sp_core.transport import NAMES
+from sp_core.tuning import FileError
+
+pytestmark = pytest.mark.mpi_skip
+MPIEXEC = str(Path(sys.executable).parent / "mpiexec")
+
+
+def ranks(other: str | None = None) -> Any:
+    """The part of MPI.COMM_WORLD that the doctor uses, with what another rank says."""
+    return SimpleNamespace(size=2, rank=0, allgather=lambda mine: [mine, other])
+
+
+def tried(other: str | None) -> Callable[[], Finding]:
+    return lambda: doctor._try(ranks(other), "cpu", "host")
+
+
+def launched(*, measure: bool = False) -> Finding:
+    return doctor._mpiexec(measure=measure)
+
+
+def constants(*, measure: bool = False) -> Finding:
+    return doctor._constants(measure=measure)
+
+
+def aware() -> Finding:
+    return doctor._cuda_aware("libmpi.so")
+
+
+def threads(level: int) -> Callable[[], Finding]:
+    return lambda: doctor._threads(level)
+
+
+def gpus(device: str | None) -> Callable[[], Finding]:
+    return lambda: doctor._gpus(device)
+
+
+LONE = {"_mpi_problem": lambda: None, "in_job": lambda: False, "cores": lambda: 2}
+TWO = "ranks: 2\nranks: 2\n"
+SLOTS = "There are not enough slots available in the system"
+ROOM = "export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe"
+HOSTNAME = "run this and read its error: mpiexec -n 2 hostname"
+GPU, NO_GPU = ({"torch.cuda.is_available": lambda there=there: there} for there in (True, False))
+NAMED = {"torch.cuda.device_count": lambda: 2, "torch.cuda.get_device_name": "ABC".__getitem__}
+LEVELS = (MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE)
+SHARED = "DeviceError: ranks 0 and 1 have one GPU"
+UNUSABLE = (
+    f"it is not usable here: pass another transport of {NAMES['cpu']}, "
+    "or another device; please report what you see"
+)
+SERIALIZE = (
+    "backward on CUDA calls MPI from a thread of its own: "
+    "unset MPI4PY_RC_THREAD_LEVEL, or set it to serialized"
+)
+NO_CUDA = (
+    "install a torch with CUDA on a machine with a GPU and its driver, or leave --device cuda out"
+)
+
+
+def starting(
+    two: tuple[int | None, str], three: str = "", measured: tuple[int, str] | None = None
+) -> dict[str, Any]:
+    """An mpiexec that ends so for two ranks, says this of three, and so when they measure."""
+    start = (MPIEXEC, "-n", "2", sys.executable)
+    answers = {
+        (*start, "-c", doctor.PROBE): two,
+        (*start, "-m", "mpi4py", "-c", doctor.MEASURE): measured,
+        (MPIEXEC, "-n", "3", "true"): (0, three),
+    }
+    return LONE | {
+        "bounded": lambda command: answers[tuple(command)],
+        "shutil.which": lambda name: None,
+    }
+
+
+def library(answer: int | None) -> dict[str, Any]:
+    """An MPI library that says whether it reads the memory of GPUs, if it can."""
+    says = {} if answer is None else {"MPIX_Query_cuda_support": lambda: answer}
+    return {"ctypes.CDLL": lambda path: SimpleNamespace(**says)}
+
+
+def raising(error: Exception) -> dict[str, Any]:
+    """A transport that fails here."""
+    return {"_gather": Mock(side_effect=error)}
+
+
+def space(free: int) -> dict[str, Any]:
+    return {"shutil.disk_usage": lambda folder: (2**30, 0, free)}
+
+
+def measuring(size: int) -> dict[str, Any]:
+    """So many ranks, and constants that say how often they were measured."""
+    world, kept = SimpleNamespace(size=size), list[object]()
+    return {
+        "_world": lambda: world,
+        "measuring.keep": kept.append,
+        "measuring.told": lambda: (True, f"measured: {kept.count(world)}"),
+    }
+
+
+def probed(code: int | None, output: str) -> dict[str, Any]:
+    return {"in_job": lambda: False, "bounded": lambda command: (code, output)}
+
+
+def noded(*nodes: int) -> dict[str, Any]:
+    """A mesh of ranks in these nodes."""
+    made = {"all": SimpleNamespace(nodes=nodes)}
+    return {"_world": lambda: "world", "_mesh": {"world": nullcontext(made)}.__getitem__}
+
+
+def gathered(world: Any, kind: str, name: str) -> str:
+    return "" if (world.size, kind, name) == (2, "cpu", "host") else "swapped"
+
+
+THROUGH = "tensors on a GPU travel through host memory, or by ipc"
+UNMEASURED = f"{MPIEXEC} starts 2 ranks, but they could not measure"
+FOUND: list[tuple[dict[str, Any], Callable[[], Finding | None], tuple[Any, ...]]] = [
+    (
+        {"_gather": gathered},
+        tried(None),
+        ("transport host", "ok", "cpu: an all-gather over 2 rank(s) came out right"),
+    ),
+    (
+        {"_gather": lambda *given: "on 2 machines"},
+        tried(None),
+        (
+            *("transport host", "note"),
+            "cpu: no shared memory, on 2 machines; messages carry the collectives instead",
+        ),
+    ),
+    (
+        {"_gather": gathered},
+        tried("RuntimeError: no link"),
+        ("transport host", "broken", "cpu: RuntimeError: no link", UNUSABLE),
+    ),
+    (
+        raising(DeviceError("one GPU")),
+        tried(SHARED),
+        ("transport host", "note", "cpu: not available here: one GPU"),
+    ),
+    (
+        raising(DeviceError("one GPU")),
+        tried("RuntimeError: lost"),
+        ("transport host", "broken", "cpu: DeviceError: one GPU", UNUSABLE),
+    ),
+    ({"measuring.told": lambda: (True, "alpha")}, constants, ("constants", "ok", "alpha")),
+    ({"measuring.told": lambda: (False, "none")}, constants, ("constants", "note", "none")),
+    (measuring(2), partial(constants, measure=True), ("constants", "ok", "measured: 1")),
+    (measuring(2), constants, ("constants", "ok", "measured: 0")),
+    (measuring(1), partial(constants, measure=True), ("constants", "ok", "measured: 0")),
+    (
+        measuring(2) | {"measuring.keep": Mock(side_effect=FileError("Set SP_TUNING_DIR"))},
+        partial(constants, measure=True),
+        ("constants", "broken", "cannot be kept", "Set SP_TUNING_DIR"),
+    ),
+    (
+        GPU | library(None) | {"no_device_memory": lambda kind: f"{kind} broke"},
+        aware,
+        ("CUDA-aware", "note", f"no: cuda broke (the library cannot be asked); {THROUGH}"),
+    ),
+    (
+        GPU | library(None) | {"no_device_memory": lambda kind: ""},
+        aware,
+        (
+            *("CUDA-aware", "ok"),
+            "yes, with transport='device': a process has tried it (the library cannot be asked)",
+        ),
+    ),
+    *(
+        (NO_GPU | library(answer), aware, ("CUDA-aware", "note", f"the library {says}"))
+        for answer, says in (
+            (0, "says no; not tried: no cuda device"),
+            (1, "says yes; not tried: no cuda device"),
+            (2, "cannot be asked; not tried: no cuda device"),
+            (None, "cannot be asked; not tried: no cuda device"),
+        )
+    ),
+    (GPU, threads(LEVELS[1]), ("threads", "broken", "funneled", SERIALIZE)),
+    (NO_GPU, threads(LEVELS[0]), ("threads", "ok", "single")),
+    (GPU, threads(LEVELS[2]), ("threads", "ok", "serialized")),
+    (GPU, threads(LEVELS[3]), ("threads", "ok", "multiple")),
+    (GPU | NAMED, gpus("cuda"), ("GPUs", "ok", "2: A, B")),
+    (NO_GPU, gpus("cpu"), ("GPUs", "note", "none")),
+    (
+        NO_GPU,
+        gpus("cuda"),
+        ("GPUs", "broken", f"none that torch {torch.__version__} sees", NO_CUDA),
+    ),
+    (
+        space(2**28 - 2**18),
+        doctor._shared_memory,
+        (
+            *("/dev/shm", "note"),
+            "1,024 MiB, 256 MiB free: little for many ranks; in a container pass --shm-size=1g",
+        ),
+    ),
+    (space(2**28), doctor._shared_memory, ("/dev/shm", "ok", "1,024 MiB, 256 MiB free")),
+    ({"Path": lambda folder: Path("/none")}, doctor._shared_memory, ("/dev/shm", "note", "absent")),
+    (
+        {"in_job": lambda: True},
+        launched,
+        ("mpiexec", "note", "not tried: mpiexec or srun has started this process"),
+    ),
+    (
+        starting((0, TWO)) | {"_mpi_problem": lambda: "none"},
+        launched,
+        ("mpiexec", "note", "not tried: there is no MPI to try it with"),
+    ),
+    (
+        LONE | {"sys.executable": "/none/python", "shutil.which": lambda _: None},
+        launched,
+        ("mpiexec", "broken", "not found", doctor.GET_MPI),
+    ),
+    (
+        LONE
+        | {"sys.executable": "/none/python", "shutil.which": lambda name: f"/bin/{name}"}
+        | {"bounded": lambda command: (3, command[0])},
+        launched,
+        ("mpiexec", "broken", "/bin/mpiexec: exit code 3: /bin/mpiexec", HOSTNAME),
+    ),
+    (starting((0, TWO)), launched, ("mpiexec", "ok", f"{MPIEXEC} starts 2 ranks")),
+    (
+        starting((0, TWO), SLOTS),
+        launched,
+        (
+            *("mpiexec", "note"),
+            f"{MPIEXEC} starts 2 ranks. Open MPI refuses more ranks than cores: {ROOM}",
+        ),
+    ),
+    (
+        starting((1, TWO)),
+        launched,
+        ("mpiexec", "broken", f"{MPIEXEC}: exit code 1: ranks: 2", HOSTNAME),
+    ),
+    (
+        starting((0, "ranks: 2")),
+        launched,
+        ("mpiexec", "broken", f"{MPIEXEC}: exit code 0: ranks: 2", HOSTNAME),
+    ),
+    (
+        starting((0, TWO), measured=(0, "")),
+        partial(launched, measure=True),
+        ("mpiexec", "ok", f"{MPIEXEC} starts 2 ranks"),
+    ),
+    (
+        starting(
+            (0, TWO),
+            measured=(1, "at once\nFileError: SP_TUNING_DIR 1\nFileError: SP_TUNING_DIR 2\n"),
+        ),
+        partial(launched, measure=True),
+        ("mpiexec", "broken", UNMEASURED, "SP_TUNING_DIR 1"),
+    ),
+    (
+        starting((0, TWO), measured=(-1, "FileError: none\nthe end")),
+        partial(launched, measure=True),
+        ("mpiexec", "broken", UNMEASURED, "the end"),
+    ),
+    (probed(0, ""), doctor._mpi_problem.__wrapped__, ()),
+    (probed(1, "") | {"in_job": lambda: True}, doctor._mpi_problem.__wrapped__, ()),
+    (
+        probed(1, "ModuleNotFoundError: No module named 'mpi4py'"),
+        doctor._mpi_problem.__wrapped__,
+        (
+            *("MPI", "broken", "mpi4py is not installed"),
+            f"pip install mpi4py, and an MPI library: {doctor.GET_MPI}",
+        ),
+    ),
+    *(
+        (
+            probed(1, f"Traceback\n{said}"),
+            doctor._mpi_problem.__wrapped__,
+            ("MPI", "broken", f"mpi4py finds no MPI library: {said}", doctor.GET_MPI),
+        )
+        for said in ("RuntimeError: cannot load MPI library", "ImportError: libmpi.so")
+    ),
+    (
+        probed(-6, "a\nAborted"),
+        doctor._mpi_problem.__wrapped__,
+        (
+            *("MPI", "broken", "MPI does not start, exit code -6: Aborted"),
+            "run this and read its error: python -c 'from mpi4py import MPI'",
+        ),
+    ),
+    (noded(0, 0, 4), doctor._nodes, ("nodes", "ok", "2; node of each rank: 0 0 4")),
+    (
+        noded(10, *[0] * 99),
+        doctor._nodes,
+        ("nodes", "ok", f"2; node of each rank: 10{' 0' * 99}"),
+    ),
+    (
+        noded(10, 10, *[0] * 98),
+        doctor._nodes,
+        ("nodes", "ok", f"2; node of each rank: 10 10{' 0' * 95} ..."),
+    ),
+]
+"""What is so here, what is looked at, and the finding, if any."""
+
+
+@pytest.mark.parametrize(("here", "look", "wanted"), FOUND)
+def test_what_is_found_has_a_status_and_a_remedy_where_it_is_broken(
+    here: dict[str, Any],
+    look: Callable[[], Finding | None],
+    wanted: tuple[Any, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in here.items():
+        monkeypatch.setattr(f"sp_core.doctor.{name}", value)
+    finding = look()
+    assert finding == (Finding(*wanted) if wanted else None)
+    assert finding is None or bool(finding.remedy) == (finding.status == "broken")
+
+
+@pytest.mark.parametrize(("tasks", "problem"), [(1, None), (2, None), (3, None), (3, "none")])
+def test_mpi_is_named_with_its_ranks(
+    tasks: int, problem: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher that has started more ranks than this MPI finds belongs to another MPI."""
+    here: dict[str, Any] = {"_mpi_problem": lambda: problem, "started_tasks": lambda: tasks}
+    here |= {"loaded_library": {"libmpi": "/libmpi.so"}.get, "_threads": lambda level: level}
+    here |= {"_cuda_aware": lambda library: library}
+    for name, value in here.items():
+        monkeypatch.setattr(doctor, name, value)
+    mpi = SimpleNamespace(get_vendor=lambda: ("Best MPI", (4, 1)), Query_thread=lambda: "single")
+    monkeypatch.setattr(
+        "mpi4py.MPI", SimpleNamespace(COMM_WORLD=SimpleNamespace(size=2), **vars(mpi))
+    )
+    text = "Best MPI 4.1, 2 rank(s), /libmpi.so"
+    broken = ("broken", f"{text}; the launcher has started {tasks}", doctor.OTHER_LAUNCHER)
+    wanted = Finding("MPI", *(broken if tasks == 3 else ("ok", text)))
+    assert [*doctor._mpi()] == ([problem] if problem else [wanted, "single", "/libmpi.so"])

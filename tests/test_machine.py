@@ -1,0 +1,151 @@
+"""Facts about a machine, and programs with a time limit."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from sp_core import machine
+from sp_core.machine import JOB_VARIABLES, LAUNCH_PROBLEMS
+
+HOSTNAME = "run this and read its error: mpiexec -n 2 hostname"
+
+
+@pytest.mark.parametrize(
+    ("quota", "cores", "node"),
+    [
+        ("max 100000", 8, 16),
+        ("300000 100000", 3, 3),
+        ("900000 100000", 8, 9),
+        ("50000 100000", 1, 1),
+        ("300000 none", 8, 16),
+        ("", 8, 16),
+    ],
+)
+def test_cores_respect_the_quota_of_a_container(
+    quota: str, cores: int, node: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This process may use 8 of 16, where the system can say so."""
+    monkeypatch.setattr(machine, "_QUOTA", tmp_path / "cpu.max")
+    if quota:
+        (tmp_path / "cpu.max").write_text(quota)
+    monkeypatch.setattr(os, "sched_getaffinity", {0: range(8)}.__getitem__)
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    assert (machine.cores(), machine.node_cores()) == (cores, node)
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert machine.cores() == node
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert machine.node_cores() == 1
+
+
+@pytest.mark.parametrize(
+    ("lines", "processor", "name"),
+    [
+        ("flags : a\nmodel name\t: Best 9\nmodel name : Other\n", "", "Best 9"),
+        ("", "Chip", "Chip"),
+        ("", "", platform.machine()),
+    ],
+)
+def test_the_processor_has_the_name_that_the_system_gives(
+    lines: str, processor: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpuinfo").write_text(lines)
+    monkeypatch.setattr(machine, "_CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr("sp_core.machine.platform.processor", lambda: processor)
+    assert machine.cpu_model() == name
+
+
+def test_a_library_is_found_among_those_that_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["7f-8f r-xp 00 08:01 7   /usr/lib/libmpi-best.so.40.30", "8f-9f /lib/libmpich.so.12"]
+    monkeypatch.setattr(machine, "_text", {Path("/proc/self/maps"): "\n".join(lines)}.get)
+    assert machine.loaded_library("libmpi") == "/usr/lib/libmpi-best.so.40.30"
+    assert machine.loaded_library("libmpich") == "/lib/libmpich.so.12"
+    assert machine.loaded_library("libnone") is None
+
+
+def test_the_number_of_a_node_is_that_of_its_host_and_boot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "node_name", lambda: "host")
+    monkeypatch.setattr(machine, "_text", {machine._BOOT: "7-8"}.get)
+    assert machine.node_number() == 193650345241001  # by b2sum
+
+
+@pytest.mark.parametrize("name", JOB_VARIABLES)
+def test_a_variable_of_a_launcher_says_that_this_is_a_job(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for other in JOB_VARIABLES:
+        monkeypatch.delenv(other, raising=False)
+    assert not machine.in_job()
+    monkeypatch.setenv(name, "0")
+    assert machine.in_job()
+
+
+@pytest.mark.parametrize("name", [None, "SLURM_STEP_NUM_TASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"])
+def test_a_launcher_says_how_many_ranks_it_has_started(
+    name: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for other in machine.JOB_SIZES:
+        monkeypatch.delenv(other, raising=False)
+    if name:
+        monkeypatch.setenv(name, "4")
+    assert machine.started_tasks() == (4 if name else 1)
+
+
+@pytest.mark.parametrize(
+    ("script", "seconds", "answer", "ending"),
+    [
+        ("echo said; echo told >&2; echo $X; exit 3", None, (3, "said\ntold\nso\n"), 3),
+        ("echo said; sleep 5", 1.0, (None, "said\n"), -9),
+    ],
+)
+def test_a_program_is_ended_after_its_time(
+    script: str,
+    seconds: float | None,
+    answer: tuple[int | None, str],
+    ending: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has no input, a session of its own, and, unless told otherwise, a minute."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Told(subprocess.Popen[bytes]):
+        def __init__(self, *given: Any, **more: Any) -> None:
+            super().__init__(*given, **more)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Told)
+    limit = {} if seconds is None else {"seconds": seconds}
+    assert machine.bounded(["sh", "-c", script], env={**os.environ, "X": "so"}, **limit) == answer
+    assert [process.returncode for process in started] == [ending]
+
+
+def test_a_program_gets_a_minute_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Mock(**{"wait.return_value": 0})
+    monkeypatch.setattr(subprocess, "Popen", Mock(return_value=process))
+    machine.bounded(["true"])
+    process.wait.assert_called_once_with(60)
+
+
+TWO = "two ranks did not start within 60 s"
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "wanted"),
+    [
+        (None, "", (TWO, HOSTNAME)),
+        (3, "a\n b\n\n", ("exit code 3:  b", HOSTNAME)),
+        (3, " \n", ("exit code 3: it printed nothing", HOSTNAME)),
+        *((None, f"a {part} b", problem) for part, problem in LAUNCH_PROBLEMS.items()),
+        (0, " ".join(LAUNCH_PROBLEMS), LAUNCH_PROBLEMS["run as root"]),
+    ],
+)
+def test_a_launch_that_fails_has_a_problem_and_a_remedy(
+    code: int | None, output: str, wanted: tuple[str, str]
+) -> None:
+    assert machine.launch_problem(code, output) == wanted
