@@ -5,35 +5,25 @@ The same text for any number of ranks, and one clear line where something is wro
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
 import select
-import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock, call
 
 import pytest
 import torch
 from llama_cases import Case
 from test_llama_checkpoint import SECOND, written
 
-from sp_core import inference
-from sp_core.__main__ import main, make_parser
+from sp_core.__main__ import main
 from sp_core.errors import CheckpointError
 from sp_core.launch import command as launcher
 from sp_core.llama import LlamaConfig, byte_tokenizer
 from sp_core.llama.text import read_stop_strings
-from sp_core.machine import JOB_VARIABLES
-from sp_core.mesh import Mesh
-from sp_core.testing import run_threads
 
 pytestmark = pytest.mark.mpi_skip  # these start mpiexec, which must not be done inside mpiexec
 
@@ -172,181 +162,6 @@ def test_generation_config_says_which_tokens_end_a_text(folder: Path) -> None:
         (folder / "generation_config.json").write_text(json.dumps({"stop_strings": texts}))
         with pytest.raises(CheckpointError, match="needed a text, a list of texts, or null"):
             read_stop_strings(folder)
-
-
-class Stdin(io.StringIO):
-    """Standard input that may be read once, if at all."""
-
-    def read(self, size: int | None = -1) -> str:
-        text, given = super().read(), self.getvalue()
-        assert text == given != "", "it was read in vain"
-        return text
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What mpiexec would have been started with, and the text of the last file that it names."""
-    found: dict[str, Any] = {}
-
-    def run(ranks: int, words: list[str], **more: Any) -> int:
-        text = Path(words[-1]).read_text() if Path(words[-1]).exists() else None
-        found.update(ranks=ranks, words=words, text=text, **more)
-        return 7
-
-    monkeypatch.setattr(launcher, "run", run)
-    monkeypatch.setattr(launcher, "streaming", lambda: ["--at-once"])
-    monkeypatch.setattr(signal, "signal", lambda *given: found.update(signal=given))
-    for name in JOB_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    return found
-
-
-@pytest.mark.parametrize(("given", "text"), [("", None), ("x y", "x y")])
-def test_ranks_get_the_same_words_and_a_file_with_standard_input(
-    given: str,
-    text: str | None,
-    folder: Path,
-    started: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sys, "stdin", Stdin(given))
-    more = ["--prompt", "-", "--timeout", "9", "--tp", "3", "--ring", "2"]
-    words = [*command("generate", folder, *more, "--prompt-file", "-" if given else "none")[3:]]
-    assert main(words) == 7
-    words[-1] = started["words"][-1] if given else "none"
-    assert started["words"] == [sys.executable, "-m", "sp_core", *words]
-    assert (started["ranks"], started["timeout"], started["text"]) == (6, 9.0, text)
-    assert started["mpi_args"] == ["--at-once"]
-    number, handler = started["signal"]
-    with pytest.raises(SystemExit) as stop:
-        handler(number, None)
-    assert (number, stop.value.code) == (signal.SIGTERM, 143)
-
-
-def test_an_interrupt_ends_a_launch_with_its_code(
-    folder: Path, started: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launcher, "run", Mock(side_effect=KeyboardInterrupt))
-    assert main(command("generate", folder, "--tp", "2")[3:]) == 130
-
-
-ONE = {"dp": 1, "pp": 1, "ring": 1, "ulysses": 1, "tp": 1}
-
-
-@pytest.mark.parametrize(
-    ("name", "more", "variable", "comm", "sizes"),
-    [
-        ("logits", (), None, None, ONE),
-        ("generate", (), None, None, ONE),
-        ("generate", ("--tp", "3", "--dp", "2"), None, "comm", ONE | {"dp": 2, "tp": 3}),
-        ("logits", ("--tp", "2"), "PMI_RANK", None, ONE | {"tp": 2}),
-        ("logits", ("--tp", "2"), None, None, None),
-    ],
-)
-def test_a_command_runs_here_in_a_job_or_if_one_rank_is_enough(
-    name: str,
-    more: tuple[str, ...],
-    variable: str | None,
-    comm: Any,
-    sizes: dict[str, int] | None,
-    folder: Path,
-    started: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run = Mock(return_value=5)
-    monkeypatch.setattr(inference, "_run", run)
-    if variable:
-        monkeypatch.setenv(variable, "0")
-    assert main(command(name, folder, *more)[3:], comm) == (5 if sizes else 7)
-    ran_here = [(one.args[0].command, *one.args[1:]) for one in run.call_args_list]
-    assert ran_here == ([(name, sizes, comm)] if sizes else [])
-
-
-@pytest.mark.parametrize("name", ["generate", "logits"])
-@pytest.mark.parametrize("axes", [{}, {"tp": 2}, {"pp": 3, "ring": 2}])
-def test_a_rank_makes_a_mesh_of_the_axes_that_have_several(
-    name: str, axes: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, given, comm = Mock(return_value=nullcontext("mesh")), Mock(command=name), Mock()
-    monkeypatch.setattr(inference, "Mesh", made)
-    called = {part: Mock() for part in ("_generate", "_logits")}
-    for part, carry_out in called.items():
-        monkeypatch.setattr(inference, part, carry_out)
-    assert inference._run(given, ONE | axes, comm) == 0
-    how = {"device": given.device, "check": "off", "algorithm": given.algorithm}
-    made.assert_called_once_with(comm, **how, **(axes or {"tp": 1}))
-    assert {part: one.call_args_list for part, one in called.items()} == {
-        part: [call(given, "mesh")] if part == f"_{name}" else [] for part in called
-    }
-
-
-@pytest.mark.parametrize(("size", "ends"), [(1, False), (2, True)])
-def test_an_error_that_nobody_foresaw_ends_all_ranks(
-    size: int, ends: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(inference, "Mesh", Mock(side_effect=LookupError("lost")))
-    comm = Mock(size=size, rank=0)
-    with pytest.raises(LookupError):
-        inference._run(Mock(), ONE, comm)
-    assert comm.Abort.call_args_list == [call(1)] * ends
-    assert ("LookupError: lost" in capsys.readouterr().err) == ends
-
-
-@pytest.mark.parametrize(
-    ("name", "more", "text"),
-    [
-        ("generate", ("--prompt-file", "-"), "several ranks cannot read standard input"),
-        ("logits", ("--top", "0"), "--top 0 was given; pass at least 1"),
-    ],
-)
-def test_in_a_job_the_first_rank_says_what_is_wrong(
-    name: str,
-    more: tuple[str, ...],
-    text: str,
-    folder: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    words = command(name, folder, *more, "--tp", "2")[3:]
-    assert run_threads(2, lambda comm: main(words, comm)) == [2, 2]
-    assert capsys.readouterr().err.count(text) == 1
-
-
-@pytest.mark.parametrize("chat", [False, True])
-@pytest.mark.parametrize("dtype", [None, "float64"])
-def test_prompts_are_those_of_options_files_and_standard_input(
-    chat: bool, dtype: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a chat each is put into the template, which has the special tokens already."""
-    (tmp_path / "text").write_text("bb")
-
-    def encode(text: str, *, add_special_tokens: bool) -> Any:
-        return SimpleNamespace(ids=[text, add_special_tokens])
-
-    tokenizer, loaded = SimpleNamespace(encode=encode), Mock(return_value="model")
-    reading: dict[str, Callable[..., Any]] = {
-        "read_tokenizer": {"dir": tokenizer}.__getitem__,
-        "read_stop_strings": {"dir": ["stop"]}.__getitem__,
-        "chat_prompt": lambda folder, text: f"<{folder} {text}>",
-        "load": loaded,
-    }
-    for name, read in reading.items():
-        monkeypatch.setattr(inference, name, read)
-    monkeypatch.setattr(sys, "stdin", Stdin("ccc"))
-    files = ["--prompt-file", str(tmp_path / "text"), "--prompt-file", "-"]
-    words = ["generate", "--model", "dir", "--prompt", "a", *files, "--scheme", "ring", "--tp-sp"]
-    words += ["--chat"] * chat + (["--dtype", dtype] if dtype else [])
-    options = make_parser().parse_args(words)
-
-    def body(comm: Any) -> tuple[Any, ...]:
-        with Mesh(comm, tp=1) as mesh:
-            found = inference._prepare(options, mesh)
-            wanted = getattr(torch, dtype) if dtype else None
-            loaded.assert_called_once_with("dir", mesh, dtype=wanted, scheme="ring", tp_sp=True)
-        return found
-
-    texts = [f"<dir {text}>" if chat else text for text in ("a", "bb", "ccc")]
-    tokens = [[text, not chat] for text in texts]
-    assert run_threads(1, body) == [(tokenizer, tokens, ["stop"], "model")]
 
 
 def test_what_one_rank_finds_wrong_ends_the_job(folder: Path) -> None:

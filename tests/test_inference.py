@@ -1,0 +1,290 @@
+"""Commands of LLaMA on one rank: what starts the ranks, reads prompts, prints, and ends."""
+
+from __future__ import annotations
+
+import io
+import signal
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock, call
+
+import pytest
+import torch
+from test_llama_command import command, folder
+
+from sp_core import inference
+from sp_core.__main__ import main, make_parser
+from sp_core.launch import command as launcher
+from sp_core.llama import Sampling, byte_tokenizer
+from sp_core.machine import JOB_VARIABLES
+from sp_core.mesh import Mesh
+from sp_core.testing import run_threads
+
+__all__ = ["folder"]  # a fixture
+pytestmark = pytest.mark.mpi_skip
+
+
+class Stdin(io.StringIO):
+    """Standard input that may be read once, if at all."""
+
+    def read(self, size: int | None = -1) -> str:
+        text, given = super().read(), self.getvalue()
+        assert text == given != "", "it was read in vain"
+        return text
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What mpiexec would have been started with, and the text of the last file that it names."""
+    found: dict[str, Any] = {}
+
+    def run(ranks: int, words: list[str], **more: Any) -> int:
+        text = Path(words[-1]).read_text() if Path(words[-1]).exists() else None
+        found.update(ranks=ranks, words=words, text=text, **more)
+        return 7
+
+    monkeypatch.setattr(launcher, "run", run)
+    monkeypatch.setattr(launcher, "streaming", lambda: ["--at-once"])
+    monkeypatch.setattr(signal, "signal", lambda *given: found.update(signal=given))
+    for name in JOB_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return found
+
+
+@pytest.mark.parametrize(("given", "text"), [("", None), ("x y", "x y")])
+def test_ranks_get_the_same_words_and_a_file_with_standard_input(
+    given: str,
+    text: str | None,
+    folder: Path,
+    started: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "stdin", Stdin(given))
+    more = ["--prompt", "-", "--timeout", "9", "--tp", "3", "--ring", "2"]
+    words = [*command("generate", folder, *more, "--prompt-file", "-" if given else "none")[3:]]
+    assert main(words) == 7
+    words[-1] = started["words"][-1] if given else "none"
+    assert started["words"] == [sys.executable, "-m", "sp_core", *words]
+    assert (started["ranks"], started["timeout"], started["text"]) == (6, 9.0, text)
+    assert started["mpi_args"] == ["--at-once"]
+    number, handler = started["signal"]
+    with pytest.raises(SystemExit) as stop:
+        handler(number, None)
+    assert (number, stop.value.code) == (signal.SIGTERM, 143)
+
+
+def test_an_interrupt_ends_a_launch_with_its_code(
+    folder: Path, started: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "run", Mock(side_effect=KeyboardInterrupt))
+    assert main(command("generate", folder, "--tp", "2")[3:]) == 130
+
+
+ONE = {"dp": 1, "pp": 1, "ring": 1, "ulysses": 1, "tp": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "variable", "comm", "sizes"),
+    [
+        ("logits", (), None, None, ONE),
+        ("generate", (), None, None, ONE),
+        ("generate", ("--tp", "3", "--dp", "2"), None, "comm", ONE | {"dp": 2, "tp": 3}),
+        ("logits", ("--tp", "2"), "PMI_RANK", None, ONE | {"tp": 2}),
+        ("logits", ("--tp", "2"), None, None, None),
+    ],
+)
+def test_a_command_runs_here_in_a_job_or_if_one_rank_is_enough(
+    name: str,
+    more: tuple[str, ...],
+    variable: str | None,
+    comm: Any,
+    sizes: dict[str, int] | None,
+    folder: Path,
+    started: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Mock(return_value=5)
+    monkeypatch.setattr(inference, "_run", run)
+    if variable:
+        monkeypatch.setenv(variable, "0")
+    assert main(command(name, folder, *more)[3:], comm) == (5 if sizes else 7)
+    ran_here = [(one.args[0].command, *one.args[1:]) for one in run.call_args_list]
+    assert ran_here == ([(name, sizes, comm)] if sizes else [])
+
+
+@pytest.mark.parametrize("name", ["generate", "logits"])
+@pytest.mark.parametrize("axes", [{}, {"tp": 2}, {"pp": 3, "ring": 2}])
+def test_a_rank_makes_a_mesh_of_the_axes_that_have_several(
+    name: str, axes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, given, comm = Mock(return_value=nullcontext("mesh")), Mock(command=name), Mock()
+    monkeypatch.setattr(inference, "Mesh", made)
+    called = {part: Mock() for part in ("_generate", "_logits")}
+    for part, carry_out in called.items():
+        monkeypatch.setattr(inference, part, carry_out)
+    assert inference._run(given, ONE | axes, comm) == 0
+    how = {"device": given.device, "check": "off", "algorithm": given.algorithm}
+    made.assert_called_once_with(comm, **how, **(axes or {"tp": 1}))
+    assert {part: one.call_args_list for part, one in called.items()} == {
+        part: [call(given, "mesh")] if part == f"_{name}" else [] for part in called
+    }
+
+
+@pytest.mark.parametrize(("size", "ends"), [(1, False), (2, True)])
+def test_an_error_that_nobody_foresaw_ends_all_ranks(
+    size: int, ends: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(inference, "Mesh", Mock(side_effect=LookupError("lost")))
+    comm = Mock(size=size, rank=0)
+    with pytest.raises(LookupError):
+        inference._run(Mock(), ONE, comm)
+    assert comm.Abort.call_args_list == [call(1)] * ends
+    assert ("LookupError: lost" in capsys.readouterr().err) == ends
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "text"),
+    [
+        ("generate", ("--prompt-file", "-"), "several ranks cannot read standard input"),
+        ("logits", ("--top", "0"), "--top 0 was given; pass at least 1"),
+    ],
+)
+def test_in_a_job_the_first_rank_says_what_is_wrong(
+    name: str,
+    more: tuple[str, ...],
+    text: str,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = command(name, folder, *more, "--tp", "2")[3:]
+    assert run_threads(2, lambda comm: main(words, comm)) == [2, 2]
+    assert capsys.readouterr().err.count(text) == 1
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("dtype", [None, "float64"])
+def test_prompts_are_those_of_options_files_and_standard_input(
+    chat: bool, dtype: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a chat each is put into the template, which has the special tokens already."""
+    (tmp_path / "text").write_text("bb")
+
+    def encode(text: str, *, add_special_tokens: bool) -> Any:
+        return SimpleNamespace(ids=[text, add_special_tokens])
+
+    tokenizer, loaded = SimpleNamespace(encode=encode), Mock(return_value="model")
+    reading: dict[str, Callable[..., Any]] = {
+        "read_tokenizer": {"dir": tokenizer}.__getitem__,
+        "read_stop_strings": {"dir": ["stop"]}.__getitem__,
+        "chat_prompt": lambda folder, text: f"<{folder} {text}>",
+        "load": loaded,
+    }
+    for name, read in reading.items():
+        monkeypatch.setattr(inference, name, read)
+    monkeypatch.setattr(sys, "stdin", Stdin("ccc"))
+    files = ["--prompt-file", str(tmp_path / "text"), "--prompt-file", "-"]
+    words = ["generate", "--model", "dir", "--prompt", "a", *files, "--scheme", "ring", "--tp-sp"]
+    words += ["--chat"] * chat + (["--dtype", dtype] if dtype else [])
+    options = make_parser().parse_args(words)
+
+    def body(comm: Any) -> tuple[Any, ...]:
+        with Mesh(comm, tp=1) as mesh:
+            found = inference._prepare(options, mesh)
+            wanted = getattr(torch, dtype) if dtype else None
+            loaded.assert_called_once_with("dir", mesh, dtype=wanted, scheme="ring", tp_sp=True)
+        return found
+
+    texts = [f"<dir {text}>" if chat else text for text in ("a", "bb", "ccc")]
+    tokens = [[text, not chat] for text in texts]
+    assert run_threads(1, body) == [(tokenizer, tokens, ["stop"], "model")]
+
+
+@pytest.fixture
+def prompts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Prompts of a model of bytes that need not be read."""
+    found: list[list[int]] = []
+    prepared = {("options", "mesh"): (byte_tokenizer(), found, ["stop"], "model")}
+    monkeypatch.setattr(
+        inference, "_prepare", lambda options, mesh: prepared[options.kind, mesh.kind]
+    )
+    return found
+
+
+def on_rank(rank: int) -> Any:
+    return SimpleNamespace(kind="mesh", rank=rank)
+
+
+def parsed(*words: str) -> Namespace:
+    options = make_parser().parse_args([*words[:1], "--model", "dir", *words[1:]])
+    return Namespace(kind="options", **vars(options))
+
+
+@pytest.mark.parametrize(
+    ("rank", "count", "text"),
+    [(0, 1, "aa\ufffd\n"), (0, 2, "[0] aa\ufffd\n[1] aa\ufffd\n"), (1, 1, ""), (1, 2, "")],
+)
+def test_the_first_rank_shows_one_text_as_it_grows_and_several_at_the_end(
+    rank: int,
+    count: int,
+    text: str,
+    prompts: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A byte that begins a character is shown when nothing more can come."""
+    prompts += [[1]] * count
+    tokens = [*b"aa\xf0"]
+
+    def generate(model: object, given: object, **more: Any) -> list[list[int]]:
+        sampling = Sampling(0.5, 7, 0.25, 3)
+        wanted = {"max_tokens": 9, "sampling": sampling, "stop_strings": ["end", "stop"]}
+        on_token = more.pop("on_token")
+        assert (model, given, more.pop("tokenizer") is not None) == ("model", prompts, True)
+        assert more == wanted
+        for token in tokens if on_token else []:
+            on_token(0, token)
+        assert capsys.readouterr().out == text[:2] * (count == 1)
+        return [tokens] * count
+
+    monkeypatch.setattr(inference, "generate", generate)
+    more = ["--temperature", "0.5", "--top-k", "7", "--top-p", "0.25", "--seed", "3"]
+    words = ["generate", *more, "--max-tokens", "9", "--stop", "end"]
+    inference._generate(parsed(*words), on_rank(rank))
+    assert capsys.readouterr().out == text[2 * (count == 1) :]
+
+
+ROWS = (
+    "        98     -0.6931  'b'\n",
+    "        97     -1.3863  'a'\n",
+    "        99     -1.3863  'c'\n",
+)
+
+
+@pytest.mark.parametrize(
+    ("rank", "top", "rows"), [(0, "1", 1), (0, "3", 3), (0, "300", 256), (1, "3", 0)]
+)
+def test_the_first_rank_shows_the_likeliest_tokens(
+    rank: int,
+    top: str,
+    rows: int,
+    prompts: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    prompts += [[1], [2, 3]]
+    logits = torch.full((2, 256), -100.0)
+    logits[:, 97:100] = torch.tensor([0.25, 0.5, 0.25]).log()
+    decoder = {("model", (1, 2)): SimpleNamespace(prefill=lambda given: logits[: len(given)])}
+    monkeypatch.setattr(inference, "Decoder", lambda model, sizes: decoder[model, (*sizes,)])
+    inference._logits(parsed("logits", "--top", top), on_rank(rank))
+    lines = capsys.readouterr().out.splitlines(keepends=True)
+    assert len(lines) == 2 * (rows + 1) * (rank == 0)
+    for number in range(2 * (rank == 0)):
+        head, *shown = lines[number * (rows + 1) :][: rows + 1]
+        assert head == f"[{number}]\n"
+        assert [shown[0], *sorted(shown[1:3])] == [*ROWS[:rows]]
