@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import re
 import threading
+from contextlib import suppress
 from itertools import accumulate, product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,7 @@ from oracle import window_cases
 from oracle.window_cases import OPS, Node, Problem, inputs_of, use_window
 
 import sp_core as sp
+from sp_core import measuring
 from sp_core.collectives.execution import BoundWindow
 from sp_core.schedules import SLOTS, WIDE_BLOCK, cost, program_of, window as programs
 from sp_core.testing import given, run_threads, spmd
@@ -156,6 +160,35 @@ def test_what_is_read_and_used_is_what_the_program_says(
             assert (
                 found.scratch == figures.scratch <= SLOTS * group.window.slot_bytes + 8 * WIDE_BLOCK
             )
+
+
+def provided(part: torch.Tensor) -> int:
+    """The bytes for which the system has provided pages, read or not, by whichever rank."""
+    lines = (line.split() for line in Path("/proc/self/maps").read_text().splitlines())
+    inode = next(int(at[4]) for at in lines if at[0].startswith(f"{part.data_ptr():x}-"))
+    for each in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # of another rank, which is a thread
+            if (found := each.stat()).st_ino == inode:
+                return 512 * found.st_blocks
+    raise AssertionError("no descriptor of this memory")
+
+
+@spmd(4)
+def test_memory_of_a_window_grows_with_what_passes_through_it(comm: Any) -> None:
+    """Each slot as far as the longest vector, and to no more than its length; one more page."""
+    page, most = mmap.PAGESIZE, 0
+    with sp.Mesh(comm, transport="window", sp=4) as mesh:
+        group = mesh["sp"]
+        assert group.window is not None
+        slots = group.window.slots[comm.rank]
+        assert provided(slots) <= page
+        for count, op in product((4, 1 << 13, 1 << 18), OPS):
+            x, how = torch.ones(4, count // 4), measuring.arguments(op)
+            for _ in range(SLOTS):
+                getattr(sp, op)(x, comm=group, algorithm="window", **how)
+            most = min(max(most, x.nbytes), group.window.slot_bytes)
+            assert provided(slots) <= page + SLOTS * (-(-most // page) + 1) * page, (op, count)
+        assert provided(slots) >= SLOTS * group.window.slot_bytes
 
 
 @pytest.mark.parametrize("op", sorted({*OPS} - {"all_to_all"}))

@@ -211,7 +211,7 @@ def _many_pieces(
             piece for this rank. The result of `read` is the combinations of the chunk.
         there: for each rank, where the piece for this rank lies in IN of that rank.
     """
-    room = t.slot // t.size
+    room = min(t.slot // t.size, max(t.longest, 1))  # short pieces share pages
     pieces = spans(t.send)
     for slot, chunk in _chunks(t, max(t.longest, 1) if t.resident else room):
         cuts = [(rank, _cut(pieces[rank], chunk)) for rank in _others(t)]

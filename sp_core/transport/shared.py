@@ -94,12 +94,16 @@ class HostMemory:
         """
         file = os.memfd_create("sp_core")
         try:
-            os.posix_fallocate(file, 0, nbytes)
+            self._extend(file, nbytes)
             x = _mapped(file, nbytes)
         except OSError:
             os.close(file)
             raise
         return x, Offer(os.getpid(), x.data_ptr(), nbytes, file)
+
+    def _extend(self, file: int, nbytes: int) -> None:
+        """Make an empty file `nbytes` bytes long, with all its pages."""
+        os.posix_fallocate(file, 0, nbytes)
 
     def open(self, offer: Offer) -> Tensor:
         """Map the memory that another rank offers, and return it as uint8 of shape (nbytes,).
@@ -154,8 +158,16 @@ class HostMemory:
         return partial(np.copyto, as_numpy(into), as_numpy(part))
 
 
+class GrowingMemory(HostMemory):
+    """Allocate host memory that takes no more pages than are written, from their first write on."""
+
+    def _extend(self, file: int, nbytes: int) -> None:
+        """Make an empty file `nbytes` bytes long, without pages."""
+        os.ftruncate(file, nbytes)
+
+
 _DONE = Done()
-HOST = HostMemory()
+HOST, GROWING = HostMemory(), GrowingMemory()
 
 
 def _mapped(file: int, nbytes: int) -> Tensor:

@@ -1,7 +1,8 @@
 """Carry out collectives in memory that the ranks of one node share.
 
 A `Window` holds slots, one flag per rank, and tensors that callers have allocated. A slot is a
-buffer of fixed size for data on their way to other ranks; each rank has `SLOTS` of them.
+buffer of fixed size for data on their way to other ranks; each rank has `SLOTS` of them. In host
+memory a slot takes only the pages that some operation has written.
 
 An operation (a collective, or a set of messages) is a list of steps. A step is a list of copies and
 sums that one rank makes. All ranks start operations in the same order, with equally many steps. A
@@ -36,7 +37,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sp_core.observer import observer_of
 from sp_core.schedules import SLOTS
 from sp_core.transport.base import Handle, Messages, Transfer, wait
-from sp_core.transport.shared import HOST, HostMemory, Rooms, Work, demand, give_back, shaped, share
+from sp_core.transport.shared import (
+    GROWING,
+    HOST,
+    HostMemory,
+    Rooms,
+    Work,
+    demand,
+    give_back,
+    shaped,
+    share,
+)
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -112,7 +123,8 @@ class Window:
         self._comm, self.memory, self.has_rooms = comm, memory, memory is HOST
         self.blocks, self.sums = Rooms(comm, 2), Rooms(comm, 1)
         flags = [part.numpy().data.cast("q") for part in share(comm, HOST, FLAG_BYTES)]
-        self.slots = share(comm, memory, SLOTS * self.slot_bytes)
+        slots = GROWING if memory is HOST else memory
+        self.slots = share(comm, slots, SLOTS * self.slot_bytes)
         self._mine = flags[comm.rank]
         self._others = [flag for rank, flag in enumerate(flags) if rank != comm.rank]
         self.begun = 0  # steps of all operations started so far
