@@ -17,14 +17,39 @@ from sp_core.schedules import (
     Buffer,
     Combine,
     Message,
+    Operation,
     Program,
     Region,
     Step,
     cost,
     defaults,
+    operation,
     segment_length,
 )
 from sp_core.schedules.program import AHEAD
+from sp_core.transport.host import is_even
+
+
+def test_pieces_have_one_length_on_all_ranks_or_on_none() -> None:
+    """Else some ranks would make another call of MPI; also where a vector goes in parts."""
+    for size in (1, 2, 3):
+        lengths = [*product((0, 1, 2, 4), repeat=size)]
+        for split, joined in product(lengths, lengths):
+            pieces_of = [[joined[a] * split[b] for b in range(size)] for a in range(size)]
+            most = max(map(max, pieces_of))
+            ranks = [
+                Operation(
+                    "all_to_all", rank, size, tuple(row), tuple(r[rank] for r in pieces_of), most
+                )
+                for rank, row in enumerate(pieces_of)
+            ]
+            one = len({piece for row in pieces_of for piece in row}) == 1
+            assert {is_even(moves) for moves in ranks} == {one}, (split, joined)
+            for parts in zip(*(moves.chunks(2) for moves in ranks), strict=True):
+                assert not any(is_even(part) for _, part in parts)
+    for op in ("all_gather", "reduce_scatter"):
+        for counts, even in (((3, 3), True), ((3, 2), False), ((0, 3), False), ((0, 0), True)):
+            assert {is_even(operation(op, rank, 2, counts)) for rank in (0, 1)} == {even}
 
 
 @st.composite

@@ -145,10 +145,8 @@ class Operation(NamedTuple):
                 tuple(min(max(n - offset, 0), length) for n in sizes)
                 for sizes in (self.send, self.recv)
             )
-            yield (
-                offset,
-                self._replace(send=send, recv=recv, longest=min(self.longest - offset, length)),
-            )
+            longest = min(self.longest - offset, length)
+            yield offset, self._replace(send=send, recv=recv, longest=longest, segment=length)
 
 
 def operation(

@@ -191,7 +191,7 @@ class HostTransport(Transport):
         after: Calls = ()
         if operation.reduces:
             send, recv, before, after = widened(send, recv)
-        name, arguments = _METHODS[operation.op]
+        name, arguments = (_EVEN_METHODS if is_even(operation) else _METHODS)[operation.op]
         keywords: dict[str, Any] = {}
         if operation.op in ("broadcast", "reduce"):
             keywords["root"] = operation.root
@@ -260,6 +260,15 @@ def widened(
     return wide_send, wide_recv, before, after
 
 
+def is_even(operation: Operation) -> bool:
+    """Return whether the pieces of all ranks have one length. All ranks get the same answer.
+
+    A part of a longer collective (`Operation.chunks`) counts as uneven: a rank does not know
+    whether the parts of all others are of one length, too.
+    """
+    return operation.segment is None and {*operation.send, *operation.recv} == {operation.longest}
+
+
 def in_turn(*calls: Callable[[], object]) -> None:
     """Call functions one after the other."""
     for call in calls:
@@ -293,6 +302,13 @@ _METHODS: dict[str, tuple[str, Callable[[Operation, Array, Array], tuple[Any, ..
 """For each collective, mpi4py's method and a function that returns its arguments.
 
 A shift is missing, because MPI has no such collective: it is sent as messages."""
+
+_EVEN_METHODS = _METHODS | {
+    "all_gather": ("Allgather", lambda _, send, recv: (send, recv)),
+    "reduce_scatter": ("Reduce_scatter_block", lambda _, send, recv: (send, recv)),
+    "all_to_all": ("Alltoall", lambda _, send, recv: (send, recv)),
+}
+"""The same if all pieces have one length. MPICH is then up to ten times as fast."""
 
 
 HOME = 0
