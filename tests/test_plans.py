@@ -19,12 +19,14 @@ from oracle.schedule_cases import vectors
 from oracle.window_cases import use_window
 
 import sp_core as sp
+from sp_core import measuring
 from sp_core.collectives import execution, maps
 from sp_core.collectives.execution import BoundProgram
-from sp_core.schedules import ALGORITHMS, operation
+from sp_core.schedules import ALGORITHMS, SCHEDULED, operation
 from sp_core.testing import given, run_threads, spmd
 from sp_core.transport.host import HostTransport
 from sp_core.transport.staged import PipelinedTransport
+from sp_core.tuning import Curve, Tuning
 
 
 @given(
@@ -122,9 +124,9 @@ def test_a_run_on_a_device_stays_on_its_stream_and_its_user_waits_for_that(
 @pytest.mark.parametrize("length", [16, 1 << 14])
 @spmd(2, 3)
 def test_auto_reads_in_place_what_lives_in_shared_memory_and_is_not_small(
-    comm: Any, op: str, length: int, monkeypatch: pytest.MonkeyPatch
+    comm: Any, op: str, length: int
 ) -> None:
-    """Constants do not matter. If only one rank has its tensor there, no rank reads in place."""
+    """Without constants. If only one rank has its tensor there, no rank reads in place."""
     with sp.Mesh(comm, transport="window", tuning="off", sp=comm.size) as mesh:
         group, shape = mesh["sp"], (length * comm.size,)
         shared, values = (
@@ -133,7 +135,6 @@ def test_auto_reads_in_place_what_lives_in_shared_memory_and_is_not_small(
         )
         shared.copy_(values)
         mixed = shared if comm.rank == 0 else values
-        monkeypatch.setattr(maps.Map, "chosen", lambda *_, **__: "mpi")
         plans = [sp.plan(op, x, comm=group) for x in (shared, values, mixed)]
         assert [made.algorithm for made in plans] == [
             "window" if length > 16 else "mpi",
@@ -142,6 +143,23 @@ def test_auto_reads_in_place_what_lives_in_shared_memory_and_is_not_small(
         ]
         usual, *others = [made.run().clone() for made in plans]
         assert all(torch.equal(usual, other) for other in others)
+
+
+@pytest.mark.parametrize("transport", ["host", "window"])
+@spmd(2, 3)
+def test_what_was_not_measured_is_left_to_the_library(comm: Any, transport: str) -> None:
+    """Ordinary tensors go up to five times slower through a window; a shift is never measured."""
+    curve = Curve(((1, 1e-6),))
+    window = {"all_reduce": {"window": curve}}
+    known = Tuning({}, (0,), {"node": curve}, curve, curve, times=window)
+    for tuning in ("off", known):
+        with sp.Mesh(comm, transport=transport, tuning=tuning, sp=comm.size) as mesh:
+            group = mesh["sp"]
+            assert (group.window is not None) == (transport == "window")
+            for op in SCHEDULED if tuning == "off" else ("shift",):
+                for nbytes in (0, 1 << 10, 1 << 16, 1 << 20):
+                    x, how = measuring.vector(op, nbytes, group), measuring.arguments(op)
+                    assert sp.plan(op, x, comm=group, **how).algorithm == "mpi", (op, nbytes)
 
 
 @spmd(2, 3)

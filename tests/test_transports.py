@@ -281,6 +281,7 @@ def on_device(comm: sp.Communicator, memory: DelayedMemory, slot_bytes: int) -> 
     """Give a communicator device memory, full of what no test expects; every rank calls this."""
     comm.window = Window(comm._comm, slot_bytes, memory)
     comm.window.slots[comm.rank].fill_(0xFF)
+    comm.algorithms = dict.fromkeys(comm.algorithms, "window")  # as "auto" does on a device
 
 
 STAGED_OPS = ["all_gather", "reduce_scatter", "all_reduce", "shift", "broadcast", "reduce"]

@@ -26,7 +26,7 @@ from sp_core.collectives.combining import Work
 from sp_core.collectives.execution import Ready, bind
 from sp_core.communicator import Communicator
 from sp_core.schedules import ALGORITHMS, Operation, operation, usable
-from sp_core.transport import Handle
+from sp_core.transport import Handle, HostTransport
 
 
 def nothing() -> None:
@@ -129,8 +129,7 @@ class Map(ABC):
     def chosen(self, nbytes: int) -> str:
         """Return the algorithm to use: `named`, or for "auto" the best one for this size.
 
-        The tuning of the mesh decides for tensors in host memory. Without one, "window" is taken if
-        the communicator has a window, else "mpi".
+        What was not measured is left to MPI. Without MPI, and on a device, a window goes first.
 
         Args:
             nbytes: of the whole vector, the same on every rank.
@@ -139,7 +138,8 @@ class Map(ABC):
         if name != "auto":
             return name
         if comm.tuning is None or comm.device.type != "cpu" or self.name not in comm.tuning.times:
-            return "mpi" if comm.window is None else "window"
+            is_mpi = comm.window is None or isinstance(comm.transport, HostTransport)
+            return "mpi" if is_mpi else "window"
         from sp_core.tuning import decide
 
         among = usable(comm.nodes, self.name, window=comm.window is not None)

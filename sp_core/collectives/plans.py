@@ -33,10 +33,12 @@ class Plan:
     """
 
     def __init__(self, mapping: Map, x: Tensor) -> None:
-        comm, prepared = mapping.comm, mapping.prepare(x)
-        moves, resident = prepared.operation, _resident(mapping, prepared)
-        self.input = x
-        self.algorithm = "window" if resident else mapping.chosen(moves.nbytes)
+        comm, shared = mapping.comm, replace(mapping, algorithm="window")
+        resident = _resident(mapping, shared.prepare(x))
+        mapping = shared if resident else mapping
+        prepared = mapping.prepare(x)
+        moves, self.input = prepared.operation, x
+        self.algorithm = mapping.chosen(moves.nbytes)
         self._comm, self._name, self._prepared = comm, mapping.name, prepared
         self._agree, buffers = comm.numbered(), (prepared.send, prepared.recv)
         self._bound = execution.bind(

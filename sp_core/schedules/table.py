@@ -55,8 +55,9 @@ LIBRARY = ("auto", "mpi", "window")
 """Names that every collective accepts, whether or not it has programs here.
 
 "mpi" is the MPI library's own collective. "window" is shared memory, if the ranks have any. "auto"
-takes the algorithm that is fastest by the times of the mesh's tuning. Without a tuning it takes
-"window" if the communicator has shared memory, else "mpi"."""
+takes the algorithm that is fastest by the times of the mesh's tuning. Without times it takes "mpi":
+an ordinary tensor is copied once more in shared memory. Where MPI cannot read the tensors (gloo, or
+a device), and the communicator has shared memory, it takes "window"."""
 
 SCHEDULED = {op: tuple(builders) for op, builders in _BUILDERS.items()}
 """For each collective, the algorithms for which this package makes programs of messages."""

@@ -80,6 +80,8 @@ def test_memory_and_numbers_are_shared_without_mpi(transport: str) -> None:
     with sp.Mesh(None, transport=transport, sp=distributed.get_world_size()) as mesh:
         group = mesh["sp"]
         assert (group.window is not None) == (transport == "window")
+        made = sp.plan("all_reduce", torch.ones(4), comm=group)
+        assert made.algorithm == ("window" if transport == "window" else "mpi")  # "mpi" is gloo
         counter = group.counter()
         drawn = [counter.take() for _ in range(5)]
         counter.free()

@@ -76,6 +76,7 @@ LARGE, SHARED, SCATTERED = (
     (64 * KIB, MIB, 4 * MIB, 16 * MIB),
     (256 * KIB, 4 * MIB, 64 * MIB),
 )
+DEFAULTS = (64 * KIB, MIB, 16 * MIB)
 SMALL_SCRATCH = ("segmented_ring", "pairwise", "window, staged")
 HALVED = ("bf16 segmented_ring", "bf16 ring", "bf16 window, staged")
 MOVES = ("all_gather", "all_to_all", "broadcast", "reduce")
@@ -145,6 +146,10 @@ ROWS = (
     *(
         Row(f"{op} against gloo", op, (64 * KIB, MIB, 16 * MIB), WINDOW, other="gloo", target=2.0)
         for op in MOVES
+    ),
+    *(
+        Row(f"{op} by auto without constants", op, DEFAULTS, ("auto",), target=1 / 1.2)
+        for op in (*MOVES, "all_reduce", "reduce_scatter", "shift")
     ),
     *(
         Row(f"Plan.run, {op}", op, (64,), ("plan of the library",), microseconds=2.0)

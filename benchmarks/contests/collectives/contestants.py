@@ -200,6 +200,7 @@ def gloo(field: Field) -> Runner | None:
 CONTESTANTS: dict[str, Maker] = {
     "library": library,
     "plan of the library": plan("mpi"),
+    "auto": plan("auto"),
     **{name: plan(name) for name in OURS},
     "window": plan("window", shared=True),
     "window, staged": plan("window"),
