@@ -318,18 +318,18 @@ def main(options: argparse.Namespace, tuning: Tuning | None) -> str:
         )
     itemsize = getattr(torch, options.dtype).itemsize
     flops = options.flops or timed_flops(options.head_dim)
-    sizes = (
-        options.seq,
-        options.batch,
-        options.heads,
-        options.kv_heads or options.heads,
-        options.head_dim,
-        itemsize,
-    )
-    problem = Problem(
-        *sizes, options.ranks, options.ranks_per_node, inside or network, network, flops
-    )
-    return "\n".join(_lines(problem, project(problem)[: options.show], tuning))
+    heads = options.heads, options.kv_heads or options.heads
+    sizes = options.seq, options.batch, *heads, options.head_dim, itemsize
+    nodes = options.ranks, options.ranks_per_node
+    problem = Problem(*sizes, *nodes, inside or network, network, flops)
+    assumed = []
+    if options.flops is None:
+        threads = torch.get_num_threads()
+        assumed.append(f"the speed of attention in float32 here, with {threads} threads (--flops)")
+    if options.ranks_per_node > 1 and not options.node_link:
+        assumed.append("the links inside of a node as measured here (--node-link)")
+    lines = _lines(problem, project(problem)[: options.show], assumed, tuning)
+    return "\n".join(lines)
 
 
 def link_of(text: str) -> Link:
@@ -343,11 +343,14 @@ def link_of(text: str) -> Link:
     )
     try:
         rate, unit, latency, scale = found.groups() if found else ("", "", "", "")
-        return Link(float(latency) * SECONDS[scale], 1 / (float(rate) * PER_SECOND[unit]))
+        link = Link(float(latency) * SECONDS[scale], 1 / (float(rate) * PER_SECOND[unit]))
     except (KeyError, ValueError, ZeroDivisionError):
+        link = Link(math.inf, 0.0)
+    if not (link.alpha < math.inf and 0 < link.beta < math.inf):
         raise ValueError(
             f"link {text!r} was given; pass RATE,LATENCY such as 25gbit,10us or 400MB,1ms."
-        ) from None
+        )
+    return link
 
 
 def timed_flops(head_dim: int, seq_len: int = 1024, heads: int = 4) -> float:
@@ -364,7 +367,9 @@ def timed_flops(head_dim: int, seq_len: int = 1024, heads: int = 4) -> float:
     return 2 * seq_len**2 * heads * head_dim / min(seconds)
 
 
-def _lines(problem: Problem, found: Sequence[Projection], tuning: Tuning | None) -> Iterator[str]:
+def _lines(
+    problem: Problem, found: Sequence[Projection], assumed: list[str], tuning: Tuning | None
+) -> Iterator[str]:
     head = f"{'scheme':<14}{'ring x ulysses':>15}{'ms':>12}"
     yield f"{head}{'waiting':>9}{'MB sent':>11}{'messages':>11}"
     for one in found:
@@ -378,6 +383,8 @@ def _lines(problem: Problem, found: Sequence[Projection], tuning: Tuning | None)
     speed = f"{problem.flops / 1e9:.1f} Gflop/s per rank"
     machine = f"{problem.ranks} ranks, {problem.per_node} to a node"
     yield f"One layer, forward and backward; {speed}, {machine}."
+    for figure in assumed:
+        yield f"Assumed, because it was not given: {figure}."
     if tuning is None:
         yield (
             "The error of these times is not known: measure this machine with "

@@ -17,8 +17,10 @@ import pytest
 import sp_core as sp
 from sp_core import cost, planning
 from sp_core.__main__ import main, make_parser
+from sp_core.mesh import fingerprint
 from sp_core.planning import Link, Problem, Projection, link_of, project
 from sp_core.schemes.hybrid import groups_of
+from sp_core.tuning import Curve, Tuning, default_path, save
 
 ROOT = Path(__file__).resolve().parents[1]
 FAST = Link(0.0, 0.0)
@@ -134,6 +136,12 @@ ARGUMENTS = [
         (["--show", "-1"], "--show is -1: pass at least 1"),
         (["--flops", "0"], "--flops is 0.0: pass the operations"),
         (["--flops", "nan"], "--flops is nan: pass the operations"),
+        (["--flops", "inf"], "--flops is inf: pass the operations"),
+        (["--flops=-1e12"], "pass the operations"),
+        (["--link", "nangbit,1us"], "RATE,LATENCY"),
+        (["--link", "-1gbit,1us"], "RATE,LATENCY"),
+        (["--link", "9" * 400 + "gbit,1us"], "RATE,LATENCY"),
+        (["--link", "1gbit," + "9" * 400 + "us"], "RATE,LATENCY"),
     ],
 )
 def test_what_cannot_be_planned(
@@ -156,6 +164,22 @@ def test_a_rank_may_be_as_slow_as_it_likes(
     monkeypatch.setenv("SP_TUNING_DIR", str(tmp_path))
     assert main([*ARGUMENTS, "--flops", "1e-3"]) == 0
     assert "0.0 Gflop/s per rank" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_figure_of_this_machine_is_told_unless_it_was_given(
+    given: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SP_TUNING_DIR", str(tmp_path))
+    curve = Curve(((1, 1e-6),))
+    here = Tuning(fingerprint(), (0, 0), {"node": curve}, curve, curve)
+    save(here, default_path(here.fingerprint))
+    monkeypatch.setattr(planning, "timed_flops", lambda head_dim: 1e9)
+    figures = ["--flops", "1e14", "--node-link", "100gbit,1us"] if given else []
+    sizes = ["plan", "--seq", "65536", "--ranks", "64", "--heads", "32", "--ranks-per-node", "2"]
+    assert main([*sizes, "--link", "25gbit,10us", *figures]) == 0
+    told = re.findall(r"Assumed.* here.*\((--[a-z-]+)\)", capsys.readouterr().out)
+    assert told == ([] if given else ["--flops", "--node-link"])
 
 
 @pytest.mark.mpi_skip
