@@ -282,7 +282,6 @@ def peak_memory(
         torch.accelerator.synchronize(device)
         most = of_kind.max_memory_allocated(device)
         return most, f"torch.{device.type}.max_memory_allocated"
-    # brings hypothesis and torch._dynamo: seconds in every rank of a launch
     from sp_core.testing import LiveBytes
 
     with LiveBytes(held) as live:

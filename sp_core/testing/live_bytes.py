@@ -26,6 +26,11 @@ class LiveBytes(TorchDispatchMode):
         self.peak = 0
         self._note(tensors)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: nothing is compiled here. With True torch imports 70 MB of its compiler."""
+        return False
+
     @property
     def now(self) -> int:
         """The bytes that are alive at this moment."""
