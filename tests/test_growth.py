@@ -43,7 +43,7 @@ def test_live_bytes_must_fall_with_the_ranks() -> None:
     def launches(name: str, *peaks: float) -> list[dict[str, Any]]:
         ranks = (16, 32, 64)
         return [
-            {"name": f"P = {size}", "ranks": size, "peaks": {name: peak}}
+            {"name": f"P = {size}", "ranks": size, "peaks": {name: peak}, "own": 1}
             for size, peak in zip(ranks, peaks, strict=True)
         ]
 

@@ -16,6 +16,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, patch
 
@@ -28,10 +29,11 @@ from benchmarks.reporting.tables import make, significant
 from benchmarks.sample import Span, peak_memory, race
 from benchmarks.statistics import Requirement, exact_interval
 from benchmarks.worker import Rank
-from sp_core import cost
+from sp_core import agreement, cost
 from sp_core.mask import blocks
 from sp_core.schedules import program, table
 from sp_core.schemes import SCHEMES, reach
+from sp_core.transport import base
 
 FITTED = 16
 """An exponent is fitted to sizes of at least the greatest over this: constants rule below."""
@@ -47,6 +49,9 @@ LINEAR, LOG, FLAT, TENTH = 1.1, 0.2, 0.01, math.log(1.1) / math.log(4)
 
 The last one is a tenth more from 16 to 64 ranks.
 """
+
+REST_SECONDS = 5e-3
+"""How long a rank of a launch of many sleeps before it looks again whether a message has come."""
 
 Plan = Callable[[sp.Sharding, sp.Mask], object]
 
@@ -165,6 +170,24 @@ def sharding(size: int) -> object:
     return made, hash(made), made.lengths, made.fingerprint, made._segment_order
 
 
+def predicted(whole: cost.Attention, rank: int, ulysses: int) -> dict[str, cost.Both]:
+    """Return what a rank sends by each scheme; in a hybrid, groups of `ulysses` ranks share heads.
+
+    Args:
+        whole: the attention of all ranks.
+        rank: the rank.
+        ulysses: ranks of a group, which divide the number of ranks.
+    """
+    starts = range(0, whole.sharding.size, ulysses)
+    groups = [list(range(start, start + ulysses)) for start in starts]
+    return {
+        "ring": cost.ring(whole, rank),
+        "ulysses": cost.ulysses(whole, rank),
+        "allgather_kv": cost.allgather_kv(whole, rank),
+        "hybrid": cost.hybrid(whole, rank // ulysses, rank % ulysses, groups),
+    }
+
+
 def computed_for(size: int) -> dict[tuple[str, float], float]:
     """Return messages and bytes of one rank in a step, and sizes of what holds an entry by rank.
 
@@ -175,13 +198,13 @@ def computed_for(size: int) -> dict[tuple[str, float], float]:
     sizes = (1, 1 << 14, 1 << 14, 1, 4)  # of float32 with one element for each head
     whole = cost.Attention(owned, owned, causal, *sizes)
     window = cost.Attention(near, near, sp.Mask(True, TOKENS // 2), *sizes)
-    groups = [list(range(8 * i, 8 * i + 8)) for i in range(size // 8)]
+    both = predicted(whole, rank, 8)
     steps: dict[str, tuple[cost.Both, float, float]] = {
-        "ring": (cost.ring(whole, rank), LINEAR, FLAT),
+        "ring": (both["ring"], LINEAR, FLAT),
         "ring, window": (cost.ring(window, rank), FLAT, FLAT),
-        "hybrid, ulysses=8": (cost.hybrid(whole, rank // 8, rank % 8, groups), LINEAR, FLAT),
-        "allgather_kv": (cost.allgather_kv(whole, rank), 0, FLAT),
-        "ulysses": (cost.ulysses(whole, rank), 0, FLAT - 1),
+        "hybrid, ulysses=8": (both["hybrid"], LINEAR, FLAT),
+        "allgather_kv": (both["allgather_kv"], 0, FLAT),
+        "ulysses": (both["ulysses"], 0, FLAT - 1),
         "tp_sp": (cost.tp_sp(owned, rank, 1, 4096, 4), 0, FLAT),
     }
     found: dict[tuple[str, float], float] = {
@@ -189,8 +212,8 @@ def computed_for(size: int) -> dict[tuple[str, float], float]:
         ("bytes of Sharding, zigzag, and its caches", LINEAR): kept(partial(sharding, size)),
         ("bytes of the plan of a ring", LINEAR): kept(partial(plan_ring, owned, causal)),
     }
-    for name, (both, messages, sent) in steps.items():
-        total = sum(both, cost.Traffic())
+    for name, (passes, messages, sent) in steps.items():
+        total = sum(passes, cost.Traffic())
         found |= {(f"messages: {name}", messages): total.messages} if total.messages else {}
         found[f"MB sent: {name}", sent] = total.bytes_sent / 1e6
     for op, algorithm, counts, allowed in (
@@ -221,31 +244,59 @@ def computed(setting: Record, rank: Rank) -> Record:
 def together(_: Record, rank: Rank) -> Record:
     """Compare every scheme with one process, forward and backward, and count live bytes.
 
-    Live bytes are those of a step, on the rank that has most.
+    Results are those over messages and in windows. Live bytes are those of a step over messages,
+    and "own" the bytes at the end that no other process shares. Each is that of the rank with most.
 
     Raises:
-        AssertionError: a result or gradient is wrong.
+        AssertionError: a result, a gradient or a count of messages is wrong.
     """
-    # brings hypothesis: seconds in every rank of a launch
-    from tests.oracle.attention_check import check_attention
+    # brings hypothesis, which only this needs
+    from tests.oracle import attention_check as oracle
     from tests.oracle.strategies import AttentionProblem
 
-    size, peaks = rank.world.size, {}
+    world, size, dense = rank.world, rank.world.size, oracle.reference.attention
+
+    def on_first(*tensors: Any, **options: Any) -> Any:
+        """Compute the reference, of 250 MB with 64 heads, on rank 0 for all ranks."""
+        found = None if world.rank else dense(*tensors, **options)
+        meet(world)
+        return world.bcast(found)
+
     terms = ("float64", "zigzag", "zigzag", sp.Mask(causal=True), None, 1.0)
     drawn = ("normal", "normal", (True, True, True), "plain", 7)
     problem = AttentionProblem(1, 3 * size + 5, 3 * size + 5, size, 1, 4, *terms, *drawn)
-    with sp.Mesh(rank.world, ring=size // 4, ulysses=4) as ranks:  # a ring of 2 holds less
-        comm = ranks["ring", "ulysses"]
-        schemes = {name: partial(run, comm=comm) for name, run in SCHEMES.items()}
-        schemes["hybrid"] = partial(sp.hybrid_attention, mesh=ranks)
-        for name, scheme in schemes.items():
-            check_attention(name, scheme, problem, comm)
-            peaks[name] = max(rank.world.allgather(live(scheme, comm)))
-    return {"peaks": peaks}
+    peaks: dict[str, int] = {}
+    for transport in ("host", "window"):
+        with (
+            patch.object(oracle.reference, "attention", on_first),
+            patch.object(base, "PAUSE_SECONDS", REST_SECONDS),
+            patch.object(agreement.Question, "wait", base.wait),
+            sp.Mesh(world, transport=transport, ring=size // 4, ulysses=4) as ranks,
+        ):  # a ring of 2 holds less
+            comm = ranks["ring", "ulysses"]
+            schemes = {name: partial(run, comm=comm) for name, run in SCHEMES.items()}
+            schemes["hybrid"] = partial(sp.hybrid_attention, mesh=ranks)
+            for name, scheme in schemes.items():
+                rank.tell(f"{name}, transport {transport}")
+                oracle.check_attention(name, scheme, problem, comm)
+                peak = live(name, scheme, ranks) if transport == "host" else 0
+                meet(world)
+                peaks[name] = max(peaks.get(name, 0), *world.allgather(peak))
+    return {"peaks": peaks, "own": max(world.allgather(own_bytes()))}
 
 
-def live(scheme: Callable[..., Any], comm: sp.Communicator) -> int:
-    """Return the most bytes alive on this rank in a step, forward and backward."""
+def meet(world: Any) -> None:
+    """Wait for all ranks asleep: waiting in MPI would take time from a rank that computes."""
+    base.wait(base.Transfer([world.Ibarrier().Test]))
+
+
+def live(name: str, scheme: Callable[..., Any], ranks: sp.Mesh) -> int:
+    """Return the most bytes alive in a step on the first, the middle or the last rank; else 0.
+
+    Raises:
+        AssertionError: the step has sent other messages or bytes than `predicted` says.
+    """
+    comm, groups = ranks["ring", "ulysses"], (("ring", "ulysses"), "ring", "ulysses")
     owned, causal = sp.Sharding.zigzag(TOGETHER, comm.size), sp.Mask(causal=True)
     q, k, v = (torch.ones(1, TOGETHER // comm.size, 64, 8, requires_grad=True) for _ in range(3))
 
@@ -253,13 +304,31 @@ def live(scheme: Callable[..., Any], comm: sp.Communicator) -> int:
         torch.autograd.grad(scheme(q, k, v, sharding=owned, mask=causal).sum(), (q, k, v))
 
     step()  # the first makes what is kept
-    return peak_memory(step, (q, k, v), comm.device)[0]
+    for axes in groups:
+        ranks[axes].counters.reset()
+    peak, is_counted = 0, comm.rank in (0, comm.size // 2, comm.size - 1)
+    if is_counted:  # which takes longer than the step
+        peak = peak_memory(step, (q, k, v), comm.device)[0]
+    else:
+        step()
+    counts = [ranks[axes].counters.total() for axes in groups]
+    whole = cost.Attention(owned, owned, causal, 1, 64, 64, 8, 4)
+    wanted = sum(predicted(whole, comm.rank, 4)[name], cost.Traffic())
+    assert wanted.messages == sum(count.messages for count in counts), name
+    assert wanted.bytes_sent == sum(count.bytes_sent for count in counts), name
+    return peak
+
+
+def own_bytes() -> int:
+    """Return the bytes of this process that no other process shares."""
+    lines = map(str.split, Path("/proc/self/smaps_rollup").read_text().splitlines())
+    return 1024 * sum(int(line[1]) for line in lines if line[0].startswith("Private_"))
 
 
 def lines_of(launches: Sequence[Record]) -> Iterator[Record]:
     """Yield the lines of one rank, and those of live bytes over the launches of many."""
     yield from (row for one in launches for row in one.get("lines", ()))
-    many = [one for one in launches if "peaks" in one]
+    many = sorted((one for one in launches if "peaks" in one), key=lambda one: one["ranks"])
     for name in many[0]["peaks"] if len(many) > 1 else ():
         # allgather_kv holds the keys of all tokens, a group of heads at a time
         allowed = TENTH - (name != "allgather_kv")
@@ -277,10 +346,14 @@ def show(document: Record) -> Iterator[Part]:
             rows.append((row["what"], row["over"], ", ".join(told), needed.text, *needed.cells()))
             if needed.mark.startswith("not reached"):
                 yield Wrong(f"{row['what']}: {needed.text} over {row['over']}: {needed.cells()}")
-    yield make("growth", columns, rows)
+    if rows:
+        yield make("growth", columns, rows)
     for one in document["launches"]:
         if "peaks" in one:
-            yield f"{one['name']}: right, forward and backward: {', '.join(one['peaks'])}"
+            yield (
+                f"{one['name']}: right over messages and in windows, forward and backward: "
+                f"{', '.join(one['peaks'])}; a rank has {one['own'] / 1e6:.0f} MB of its own"
+            )
 
 
 def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
@@ -302,7 +375,7 @@ OPTIONS = {
     ),
     "--rounds": about(type=int, default=5, metavar="N", help="timed rounds (default: %(default)s)"),
 }
-growth = Contest("growth", __doc__, OPTIONS, plan, show, "growth_{mpi}.json", timeout=600.0)
+growth = Contest("growth", __doc__, OPTIONS, plan, show, "growth_{mpi}.json", timeout=1200.0)
 
 if __name__ == "__main__":
     main(growth)
