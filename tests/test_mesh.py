@@ -84,7 +84,7 @@ def test_an_error_inside_a_mesh_is_not_kept_waiting_by_what_is_under_way(comm: A
 def test_what_was_under_way_when_a_mesh_was_left_is_not_waited_for(comm: Any) -> None:
     with (
         contextlib.suppress(KeyError),
-        sp.Mesh(comm, transport="window", check="off", sp=2) as mesh,
+        sp.Mesh(comm, transport="window", algorithm="window", check="off", sp=2) as mesh,
     ):
         assert mesh["sp"].window is not None
         mesh["sp"].window._announce = lambda what: (

@@ -248,9 +248,10 @@ def test_a_rank_goes_only_as_far_ahead_as_the_slots_allow(comm: Any, steps: int)
 def test_ranks_that_do_not_do_the_same_in_a_window_are_told(comm: Any) -> None:
     """Also where nobody agrees on arguments before."""
     with sp.Mesh(comm, transport="window", check="off", sp=comm.size) as mesh:
+        group, x = mesh["sp"], torch.ones(5 + comm.rank)
         if isinstance(comm, LockstepComm):
             with pytest.raises(sp.CollectiveMismatch, match="in a window"):
-                sp.all_reduce(torch.ones(5 + comm.rank), comm=mesh["sp"])
+                sp.all_reduce(x, comm=group, algorithm="window")
 
 
 class Without:
