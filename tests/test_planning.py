@@ -52,6 +52,42 @@ def test_every_projection_sends_what_its_formula_says(
         assert [found.forward, found.backward] == busiest, found
 
 
+NODE, NETWORK = Link(1.0, 1 / 8), Link(20.0, 1 / 2)
+BY_HAND = [
+    (
+        Problem(24, 2, 4, 4, 3, 2, 6, 3, NODE, NETWORK, 128.0),
+        "hybrid 3 2 4124 3998; allgather_kv 6 1 4266 4140; ring 6 1 4565 4439; "
+        "hybrid 2 3 5489 5363",
+    ),
+    (
+        Problem(24, 2, 4, 2, 3, 8, 4, 4, NODE, Link(1e4, 1 / 2), 512.0),
+        "ulysses 1 4 929.25 882; hybrid 2 2 1041.625 994.375; allgather_kv 4 1 1352.25 1305; "
+        "ring 4 1 1461.8125 1414.5625",
+    ),
+    (
+        Problem(24, 3, 4, 4, 5, 2, 4, 1, NODE, NETWORK, 16.0),
+        "ulysses 1 4 6300 2520; hybrid 2 2 7850 4070; ring 4 1 11225 7445; "
+        "allgather_kv 4 1 12600 8820",
+    ),
+    (
+        Problem(24, 1, 4, 2, 1, 2, 6, 2, Link(200.0, 1 / 8), Link(1.0, 1 / 16), 2.0),
+        "hybrid 3 2 2565 1221; hybrid 2 3 2583 1239; ring 6 1 3512 2168; "
+        "allgather_kv 6 1 4424 3080",
+    ),
+    (Problem(2, 1, 1, 1, 1, 1, 1, 1, NODE, NETWORK, 2.0), "ring 1 1 14 0; allgather_kv 1 1 14 0"),
+]
+
+
+@pytest.mark.parametrize(("problem", "by_hand"), BY_HAND)
+def test_times_are_those_of_the_formulas(problem: Problem, by_hand: str) -> None:
+    """Rows: scheme, ring, ulysses, seconds, exposed seconds. The numbers are exact in binary."""
+    rows = [
+        f"{one.scheme} {one.ring} {one.ulysses} {one.seconds:.12g} {one.exposed:.12g}"
+        for one in project(problem)
+    ]
+    assert rows == by_hand.split("; ")
+
+
 def test_without_communication_all_take_the_time_of_attention_alone() -> None:
     for found in project(SMALL):
         assert found.seconds == pytest.approx(3.5 * SMALL.compute)
@@ -106,7 +142,12 @@ def test_the_speed_of_attention_is_its_operations_over_the_shortest_of_four_time
 ) -> None:
     clock = iter([0.0, 4.0, 4.0, 7.0, 7.0, 9.0, 9.0, 9.5])
     monkeypatch.setattr("sp_core.planning.time.perf_counter", lambda: next(clock))
-    assert planning.timed_flops(head_dim=2, seq_len=8, heads=3) == 2 * 8**2 * 3 * 2 / 0.5
+    attention = Mock()
+    monkeypatch.setattr(planning, "local_attention", attention)
+    assert planning.timed_flops(head_dim=2) == 2 * 1024**2 * 4 * 2 / 0.5
+    assert [{x.shape for x in call.args} for call in attention.mock_calls] == [
+        {(1, 1024, 4, 2)}
+    ] * 4
 
 
 ARGUMENTS = [
@@ -131,9 +172,13 @@ ARGUMENTS = [
         (["--seq", "65537"], "equal shards"),
         (["--seq", str(64 * 1025)], "equal shards"),  # a block for each rank, where each needs two
         (["--kv-heads", "5"], "equal shards"),
+        *(
+            ([option, "-1"], "at least 1")
+            for option in ("--seq", "--ranks-per-node", "--kv-heads", "--head-dim", "--batch")
+        ),
         (["--ranks", "0"], "at least 1"),
         (["--link", "quick"], "RATE,LATENCY"),
-        (["--show", "-1"], "--show is -1: pass at least 1"),
+        (["--show", "0"], "--show is 0: pass at least 1"),
         (["--flops", "0"], "--flops is 0.0: pass the operations"),
         (["--flops", "nan"], "--flops is nan: pass the operations"),
         (["--flops", "inf"], "--flops is inf: pass the operations"),
@@ -182,6 +227,50 @@ def test_a_figure_of_this_machine_is_told_unless_it_was_given(
     assert told == ([] if given else ["--flops", "--node-link"])
 
 
+SHORT = ["--seq", "49152", "--ranks", "4", "--heads", "4", "--flops", "1e12"]
+TOLD = """\
+scheme         ring x ulysses          ms  waiting    MB sent   messages
+ring                    4 x 1     2216.00       2%      352.3         10
+ulysses                 1 x 4     2258.16       4%       75.5          0
+hybrid                  2 x 2     2272.33       5%      201.3          4
+allgather_kv            4 x 1     2475.65      13%      302.0          0
+One layer, forward and backward; 1000.0 Gflop/s per rank, 4 ranks, """
+
+
+def told(*more: str, tuning: Tuning | None = None) -> str:
+    return planning.main(make_parser().parse_args(["plan", *SHORT, *more]), tuning)
+
+
+def test_a_plan_tells_times_bytes_and_what_is_not_known() -> None:
+    """The same where the speed in the node was measured, or given by the name of a unit."""
+    unknown = (
+        "1 to a node.\nThe error of these times is not known: measure this machine with sp-core "
+        "doctor --measure."
+    )
+    assert told("--link", "8gbit,1ms") == TOLD + unknown
+    inside, sums = Curve(((8, 1e-3), (1 << 30, 1e-9 * (1 << 30)))), Curve(((8, 1.0),))
+    node = Tuning({}, (0,) * 4, {"node": inside}, sums, sums, error=(0.25, 0.5))
+    measured = told("--ranks-per-node", "4", "--link", "1mbit,1s", tuning=node)
+    assert measured.startswith(f"{TOLD}4 to a node.\n")
+    assert measured.endswith(
+        "The model was off by 25% (median) and 50% (95th percentile) for collectives of 4 ranks on "
+        "this machine. Beyond those it is an extrapolation: congestion, stragglers and other jobs "
+        "are not in it."
+    )
+    given = told("--ranks-per-node", "4", "--link", "1mbit,1s", "--node-link", "1gb,1000000ns")
+    assert given.startswith(f"{TOLD}4 to a node.\n")
+    away = replace(node, links={"network": inside})
+    with pytest.raises(ValueError, match="pass --node-link"):
+        told("--ranks-per-node", "2", "--link", "1mbit,1s", tuning=away)
+
+
+@pytest.mark.parametrize(("more", "shown"), [((), 10), (("--show", "1"), 1)])
+def test_a_plan_shows_ten_lines_unless_told_otherwise(more: tuple[str, ...], shown: int) -> None:
+    """On 48 ranks there are ten meshes, and the AllGather."""
+    plan = told("--link", "8gbit,1ms", "--seq", "4800", "--ranks", "48", "--heads", "48", *more)
+    assert len(plan.splitlines()) == 1 + shown + 2
+
+
 @pytest.mark.mpi_skip
 def test_every_example_tells_schemes_apart_also_where_nothing_was_measured(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -206,7 +295,9 @@ def test_help_fits_80_columns(
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    assert command != "plan" or str(planning.__doc__).strip() in shown
 
 
 @pytest.mark.parametrize("command", ["generate", "logits"])

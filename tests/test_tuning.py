@@ -81,8 +81,10 @@ def test_a_curve_goes_through_its_points_and_grows_between_them() -> None:
     between = [curve(size) for size in range(64, 4096, 64)]
     assert between == sorted(between)
     assert curve(2048) == pytest.approx(4e-6)
+    assert Curve(((64, 2e-6), (4096, 7e-6)))(4096) == 7e-6
     for points in (
         (),
+        ((0, 1.0), (2, 1.0)),
         ((2, 1.0), (1, 1.0)),
         ((1, 0.0),),
         ((1, float("inf")),),
@@ -114,6 +116,13 @@ def test_the_model_is_that_of_the_papers(size: int) -> None:
             )
 
 
+def test_the_speed_told_is_that_inside_a_node_or_else_between_nodes() -> None:
+    near, far = Curve(((8, 1.0), (64, 16.0))), Curve(((4, 3.0), (16, 8.0)))
+    links = {"network": far, "node": near}
+    both, one = replace(PLAIN, links=links), replace(PLAIN, links={"network": far})
+    assert [(known.alpha, known.beta) for known in (both, one)] == [(1.0, 0.25), (3.0, 0.5)]
+
+
 def test_a_pipelined_sum_hides_behind_messages_to_other_nodes_only() -> None:
     """Inside a node the processor that adds also copies the messages."""
     messages, sums = straight(1e-9, 1e-9), straight(1e-9, 2e-9)
@@ -137,11 +146,12 @@ def test_what_was_measured_corrects_the_model() -> None:
         )
     more = [predict(known, "all_reduce", "mpi", (0,) * size, 1 << 22) for size in (2, 4, 8)]
     assert more == sorted(more)
-    call, planned = (
-        predict(replace(known, bind=(1.0, 2.0)), "all_reduce", "ring", (0, 0), 64, planned=p)
-        for p in (False, True)
-    )
-    assert call == pytest.approx(planned + 1 + 2 * 2)
+    bound = replace(known, bind=(1.0, 2.0))
+    for op, name, size in (("all_reduce", "ring", 2), ("broadcast", "binomial", 4)):  # of two steps
+        call, planned = (
+            predict(bound, op, name, (0,) * size, 64, planned=planned) for planned in (False, True)
+        )
+        assert call == pytest.approx(planned + 1 + 2 * 2)
 
 
 def test_less_than_one_number_takes_as_long_as_one() -> None:
@@ -164,6 +174,8 @@ def test_a_prediction_without_times_is_that_of_the_slowest_rank(
     count, pieces = (1, (1, *(0,) * (size - 1))) if count == 1 else (count * size, (count,) * size)
     segment = schedules.segment_length(count, size, 4)
     for op in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
+        mpi = min(modelled(SLOW, op, name, nodes, nbytes) for name in SCHEDULED[op])
+        assert modelled(SLOW, op, "mpi", nodes, nbytes) == mpi
         for name in {*SCHEDULED[op]} - {"hierarchical"}:
             tasks = [
                 operation(op, rank, size, pieces, segment=segment, nodes=nodes)
@@ -198,6 +210,10 @@ def test_the_quickest_is_taken_and_the_library_where_nothing_is_known() -> None:
     assert [taken(nbytes) for nbytes in (0, 64, 4096, 1 << 20)] == ["mpi", "mpi", "mpi", "ring"]
     assert taken(1 << 20, (0,)) == taken(1 << 20, (0, 1)) == taken(1 << 20, tuning=PLAIN) == "mpi"
     assert taken(1 << 20, (0, 1), replace(known, links=SLOW.links)) == "ring"
+    equal = timed({"all_reduce": {"ring": 1.0, "mpi": 1.0}})
+    assert decide(equal, "all_reduce", (0, 0), 8, among=("ring", "mpi"), planned=True) == "mpi"
+    alone = timed({"all_reduce": {"ring": 1.0}})
+    assert (taken(8, tuning=alone), taken(8, (0, 1), alone)) == ("ring", "mpi")
     costly = replace(known, bind=(1.0, 0.0))
     assert decide(costly, "all_reduce", (0, 0), 1 << 20, among=among, planned=False) == "mpi"
 

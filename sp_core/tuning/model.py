@@ -163,7 +163,8 @@ def _programs(op: str, algorithm: str, nodes: Nodes, nbytes: int) -> dict[int, P
         Rank -> program.
     """
     size, count = len(nodes), max(nbytes // DTYPE.itemsize, 1)
-    pieces, segment = split_sizes(count, size), segment_length(count, size, DTYPE.itemsize)
+    pieces = split_sizes(count, size)
+    segment = segment_length(count=count, size=size, itemsize=DTYPE.itemsize)
     return {
         rank: program_of(operation(op, rank, size, pieces, segment=segment, nodes=nodes), algorithm)
         for rank in (range(size) if size <= MOST_RANKS else (0, 1, size - 1))
@@ -206,12 +207,8 @@ def predict(
     seconds = modelled(tuning, op, algorithm, nodes, nbytes)
     measured = tuning.times.get(op, {}).get(algorithm)
     if measured is not None:
-        there = (
-            1.0
-            if nodes == tuning.nodes
-            else seconds / modelled(tuning, op, algorithm, tuning.nodes, nbytes)
-        )
-        seconds = measured(nbytes) * there
+        there = modelled(tuning, op, algorithm, tuning.nodes, nbytes)
+        seconds = measured(nbytes) * (seconds / there)  # 1 for the ranks and nodes measured
     if planned or algorithm not in SCHEDULED[op]:
         return seconds
     programs = _programs(op, algorithm, nodes, nbytes).values()
