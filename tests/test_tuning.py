@@ -6,7 +6,6 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 from hypothesis import strategies as st
 from oracle.collective_cases import DTYPES, Case, cases
 from oracle.schedule_cases import nodes_of
+from oracle.tunings import ALPHA, BETA, GAMMA, PLAIN, SLOW, drawn, straight, timed
 
 import sp_core as sp
 from sp_core import measuring, schedules
@@ -34,43 +34,6 @@ from sp_core.tuning import (
     predict,
     save,
 )
-
-
-def straight(alpha: float, per_byte: float) -> Curve:
-    """The curve alpha + per_byte * n."""
-    return Curve(tuple((1 << place, alpha + per_byte * (1 << place)) for place in range(41)))
-
-
-ALPHA, BETA, GAMMA = 1e-6, 1e-10, 2e-10
-PLAIN = Tuning(
-    {"host": "here"},
-    (0, 0),
-    {"node": straight(ALPHA, BETA)},
-    straight(1e-15, GAMMA),
-    straight(1e-15, BETA),
-)
-SLOW = replace(PLAIN, links={**PLAIN.links, "network": straight(1e-4, 1e-8)})
-
-
-def timed(times: dict[str, dict[str, float]]) -> Tuning:
-    """Constants in which every algorithm takes the same time for any size."""
-    curves = {
-        op: {name: Curve(((1, s), (1 << 40, s))) for name, s in by_name.items()}
-        for op, by_name in times.items()
-    }
-    return replace(PLAIN, times=curves)
-
-
-def drawn(seed: int) -> Tuning:
-    """Constants by which anything may be the quickest."""
-    random = Random(seed)
-    return timed(
-        {
-            op: {name: random.random() for name in ("mpi", *names)}
-            for op, names in SCHEDULED.items()
-            if names
-        }
-    )
 
 
 def test_a_curve_goes_through_its_points_and_grows_between_them() -> None:

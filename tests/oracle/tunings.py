@@ -1,0 +1,46 @@
+"""Constants of machines that are not there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+from sp_core.schedules import SCHEDULED
+from sp_core.tuning import Curve, Tuning
+
+
+def straight(alpha: float, per_byte: float) -> Curve:
+    """The curve alpha + per_byte * n."""
+    return Curve(tuple((1 << place, alpha + per_byte * (1 << place)) for place in range(41)))
+
+
+ALPHA, BETA, GAMMA = 1e-6, 1e-10, 2e-10
+PLAIN = Tuning(
+    {"host": "here"},
+    (0, 0),
+    {"node": straight(ALPHA, BETA)},
+    straight(1e-15, GAMMA),
+    straight(1e-15, BETA),
+)
+SLOW = replace(PLAIN, links={**PLAIN.links, "network": straight(1e-4, 1e-8)})
+
+
+def timed(times: dict[str, dict[str, float]]) -> Tuning:
+    """Constants in which every algorithm takes the same time for any size."""
+    curves = {
+        op: {name: Curve(((1, s), (1 << 40, s))) for name, s in by_name.items()}
+        for op, by_name in times.items()
+    }
+    return replace(PLAIN, times=curves)
+
+
+def drawn(seed: int) -> Tuning:
+    """Constants by which anything may be the quickest."""
+    random = Random(seed)
+    return timed(
+        {
+            op: {name: random.random() for name in ("mpi", *names)}
+            for op, names in SCHEDULED.items()
+            if names
+        }
+    )
