@@ -1,0 +1,162 @@
+"""Which values an argument takes by its name, and what is said of others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import sp_core as sp
+from sp_core import arguments
+
+LAYER = torch.nn.Linear(1, 1)
+OPTIMIZER = torch.optim.SGD(LAYER.parameters())
+VALUES: dict[str, Any] = {
+    "none": None,
+    "flag": True,
+    "zero": 0,
+    "numpy": np.int64(3),
+    "half": 0.5,
+    "endless": math.inf,
+    "empty": "",
+    "word": "ab",
+    "path": Path(),
+    "words": ["ab"],
+    "blanks": ["ab", ""],
+    "list": [],
+    "wholes": [1, 2],
+    "tuple": (1,),
+    "range": range(2),
+    "set": {1},
+    "flags": [True],
+    "halves": [0.5],
+    "lists": [[1], []],
+    "halves_in_lists": [[0.5]],
+    "all_endless": [math.inf],
+    "tensor": torch.ones(2),
+    "iterator": iter([1]),
+    "function": print,
+    "class": torch.optim.SGD,
+    "optimizer": OPTIMIZER,
+    "scheduler": torch.optim.lr_scheduler.StepLR(OPTIMIZER, 1),
+    "generator": torch.Generator(),
+    "tokenizer": SimpleNamespace(to_str=print),
+    "comm": SimpleNamespace(Split=print),
+}
+SEQUENCES = "words blanks list wholes tuple range flags halves lists halves_in_lists all_endless"
+TAKEN = {
+    "dim": "zero numpy",
+    "sizes": "none list wholes tuple range",
+    "tokens": "list lists",
+    "causal": "flag",
+    "op": "empty word",
+    "stop": "list wholes tuple range set",
+    "stop_strings": "words list",
+    "shape": "list wholes tuple range",
+    "batches": SEQUENCES,
+    "tensors": SEQUENCES.replace("range ", ""),
+    "count": "none zero numpy",
+    "folder": "empty word path",
+    "tokenizer": "none tokenizer",
+    "comm": "comm",
+    "parameters": f"empty word set tensor iterator {SEQUENCES}",
+    "scheduler": "none scheduler",
+    "generator": "none generator",
+    "optimizer": "optimizer scheduler",
+    "layout": "function class",
+    "ordering": "function class",
+    "on_token": "none function class",
+    "softmax_scale": "none zero numpy half",
+    "softcap": "none numpy half",
+    "sinks": "none tensor",
+    "alibi": "none list wholes tuple range halves",
+    "inner": "none function class",
+}
+"""By name of an argument the values that it takes; names with the same check stand for all."""
+
+
+def is_taken(name: str, value: object) -> bool:
+    try:
+        arguments.check(**{name: value})
+    except TypeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_an_argument_takes_these_values(name: str) -> None:
+    taken = {kind for kind, value in VALUES.items() if is_taken(name, value)}
+    assert taken == {*TAKEN[name].split()}
+
+
+def test_every_check_is_among_them() -> None:
+    assert {arguments._KINDS[name] for name in TAKEN} == {*arguments._KINDS.values()}
+
+
+X = torch.ones(2, 3)
+HERE: Any = SimpleNamespace(device=torch.device("cpu"), name="ring", agree_on=print)
+ANY_LIST: Any = [1]
+DTensor = type("DTensor", (torch.Tensor,), {})
+FLOATS = torch.float32, torch.float64
+SAID: list[tuple[Callable[[], None], Exception | None]] = [
+    (lambda: arguments.check(dim=1, op="x"), None),
+    (
+        lambda: arguments.check(dim=1, op=X),
+        TypeError("op=tensor of shape (2, 3) was given; pass a name."),
+    ),
+    (lambda: arguments.check_chunk(None), None),
+    (lambda: arguments.check_chunk(1), None),
+    (lambda: arguments.check_chunk(0), ValueError("chunk=0 was given; pass how many tokens, 1 or")),
+    (lambda: arguments.check(chunk=0.5), TypeError("chunk=0.5 was given; pass a whole number")),
+    (lambda: arguments.check_type("x", 1, int, ""), None),
+    (
+        lambda: arguments.check_type("x", X, int, "Count."),
+        TypeError("x=tensor of shape (2, 3) was given; a int is needed. Count."),
+    ),
+    (lambda: arguments.check_communicator(HERE), None),
+    (
+        lambda: arguments.check_communicator("a" * 79, "group"),
+        TypeError(f"group=str '{'a' * 59}... was given; a Communicator is needed. Pass one of"),
+    ),
+    (lambda: arguments.check_tensor(X, HERE, dtypes=FLOATS), None),
+    (lambda: arguments.check_tensor(X, HERE), None),
+    (
+        lambda: arguments.check_tensor(ANY_LIST, HERE, "q"),
+        sp.errors.DtypeError("q must be a tensor, list was given. Pass torch.as_tensor(...) of it"),
+    ),
+    (
+        lambda: arguments.check_tensor(X.as_subclass(DTensor), HERE, "q"),
+        sp.errors.DtypeError("q is a DTensor, whose own layout may differ from the sharding."),
+    ),
+    (
+        lambda: arguments.check_tensor(X.to("meta"), HERE, "q"),
+        sp.DeviceError(
+            "q is on meta, ring is on cpu. Move it, or make the mesh with device='meta'"
+        ),
+    ),
+    (
+        lambda: arguments.check_tensor(X.to_sparse(), HERE, "q"),
+        sp.ShapeError("q has layout torch.sparse_coo; a dense one is needed. Pass x.to_dense()."),
+    ),
+    (
+        lambda: arguments.check_tensor(X.int(), HERE, "q", FLOATS),
+        sp.errors.DtypeError("a tensor of torch.int32 was given; this collective takes float32, "),
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "error"), SAID)
+def test_one_value_is_taken_or_refused_with_these_words(call: Any, error: Exception | None) -> None:
+    if error is None:
+        call()
+        return
+    with pytest.raises(type(error)) as caught:
+        call()
+    assert type(caught.value) is type(error)
+    assert str(caught.value).startswith(str(error))
