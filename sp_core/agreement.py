@@ -200,7 +200,7 @@ class Question:
 
     def _gather(self) -> None:
         self._records = np.empty((self._comm.size, self._record.size), np.int64)
-        self.requests.append(self._comm.Iallgather(self._record, self._records.reshape(-1)))
+        self.requests.append(self._comm.Iallgather(self._record, self._records.ravel()))
 
     def _compared(self) -> bool:
         """Start to gather all ranks' records if the hashes differ, unless that was done before.

@@ -1,0 +1,188 @@
+"""What ranks are told of each other's calls, word by word."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+
+import sp_core as sp
+from sp_core import agreement
+from sp_core.agreement import agree, agreeing_in_turn, make_alike
+from sp_core.errors import AGREED
+from sp_core.testing import run_threads, spmd
+
+DISAGREE = "the ranks disagree about what to do; nothing was sent. Make these calls equal:"
+LETTERS = "".join(map(chr, range(0x100, 0x100 + 900)))
+
+
+def refused(comm: Any, call: str, error: Exception | None = None) -> Exception:
+    """Return the error by which all ranks know, after checks of it that hold for any."""
+    with pytest.raises(agreement.ERRORS) as caught:
+        agree(comm, call, 0, error)
+    assert caught.value.__cause__ is error
+    assert bool(vars(caught.value)[AGREED]) == (comm.rank > 0)
+    return caught.value
+
+
+@spmd(1, 3)
+def test_every_rank_gets_all_values(comm: Any) -> None:
+    for values in ([7] * comm.size, [0, -1, 2**62][: comm.size]):
+        assert agree(comm, "f()", values[comm.rank]) == tuple(values)
+
+
+CALLS: list[tuple[list[Any], type[Exception], str]] = [
+    (
+        ["f(1)", "f(2)", "f(1)"],
+        sp.CollectiveMismatch,
+        f"{DISAGREE}\n  rank 0, 2: f(1)\n  rank 1: f(2)",
+    ),
+    (["f", sp.ShapeError("a"), ValueError("b")], sp.ShapeError, "rank 1: a\nrank 2: b"),
+    ([TypeError("a"), "g", TypeError("a")], TypeError, "rank 0: a"),
+    (["f", "f", ZeroDivisionError("a")], sp.RankError, "rank 2: ZeroDivisionError: a"),
+    *((["f", "f", kind("a")], kind, "rank 2: a") for kind in agreement.ERRORS),
+    (["f", "f", ValueError(LETTERS)], ValueError, f"rank 2: {LETTERS}"),
+    (
+        ["f", "f", ValueError(LETTERS * 2)],
+        ValueError,
+        f"rank 2: {LETTERS[:80]} ... {LETTERS[80:260]} ...",
+    ),
+]
+
+
+@pytest.mark.parametrize(("calls", "kind", "text"), CALLS)
+@spmd(3)
+def test_three_ranks_are_told(
+    comm: Any, calls: list[Any], kind: type[Exception], text: str
+) -> None:
+    mine = calls[comm.rank]
+    error = refused(comm, *(("", mine) if isinstance(mine, Exception) else (mine,)))
+    assert (type(error), str(error)) == (kind, text)
+
+
+@pytest.mark.parametrize(("place", "start"), [(120, 80), (121, 81), (600, 560)])
+def test_of_long_calls_the_beginning_and_the_first_difference_are_told(
+    place: int, start: int
+) -> None:
+    calls = [LETTERS + "." * 100, LETTERS[:place] + "." * (1000 - place)]
+    shown = [f"{call[:80]} ... {call[start : start + 180]} ..." for call in calls]
+    text = f"{DISAGREE}\n  rank 0: {shown[0]}\n  rank 1: {shown[1]}"
+    assert run_threads(2, lambda comm: str(refused(comm, calls[comm.rank]))) == [text] * 2
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_1800_characters_are_told_whole(more: int) -> None:
+    """Two lines with their heads of ten letters, and a line feed between them."""
+    calls = ["a" * 889, "b" * (890 + more)]
+    whole = f"{DISAGREE}\n  rank 0: {calls[0]}\n  rank 1: {calls[1]}"
+    text = run_threads(2, lambda comm: str(refused(comm, calls[comm.rank])))[0]
+    assert (text == whole) == (more == 0)
+
+
+def test_of_many_calls_five_are_told_and_of_many_ranks_some() -> None:
+    """A list of 30 letters is told whole, as is a call of 299 letters. One more are too many."""
+    calls = ["a" * 299] * 4 + ["b" * 300] * 3 + ["c" * 500, "d" * 500, "e" * 500]
+    calls += ["a" * 299] * 5 + ["b" * 300] * 6
+    lines = [
+        f"  rank 0, 1, 2, 3, 10, 11, 12, 13, 14: {'a' * 299}",
+        f"  rank 4, 5, 6, 15, 16, 17, 18, 19 ...: {'b' * 80} ... {'b' * 180} ...",
+        *(
+            f"  rank {rank}: {call * 80} ... {call * 180} ..."
+            for rank, call in ((7, "c"), (8, "d"), (9, "e"))
+        ),
+    ]
+    for told, end in ((calls, []), ([*calls, "f"], ["  and 1 more"])):
+
+        def body(comm: Any, told: list[str] = told) -> str:
+            return str(refused(comm, told[comm.rank]))
+
+        texts = run_threads(len(told), body)
+        assert {*texts} == {"\n".join([DISAGREE, *lines, *end])}
+
+
+LEFT = "rank {} has left because of an error; read the error that it printed. Nothing was sent."
+PARTED = "some ranks leave and others do not; nothing was sent. Make these calls equal:"
+LEAVING: list[tuple[list[tuple[str, str]], str]] = [
+    (
+        [("call", "x" * 40), ("call", "y" * 39), ("free", "")],
+        f"{PARTED}\n  rank 0: {'x' * 40}...\n  rank 1: {'y' * 39}\n  rank 2: free() of mesh['a']",
+    ),
+    (
+        [("call", "same"), ("leave", "same"), ("leave", "z" + "é" * 20)],
+        f"{LEFT.format(1)}\n  rank 0: same\n  rank 1: same\n  rank 2: z{'é' * 19}...",
+    ),
+    (
+        [("refuse", "bad"), ("call", "f"), ("leave", "why")],
+        f"{LEFT.format(2)}\n  rank 0: bad\n  rank 1: f\n  rank 2: why",
+    ),
+]
+
+
+@pytest.mark.parametrize(("acts", "text"), LEAVING)
+def test_ranks_are_told_who_leaves(acts: list[tuple[str, str]], text: str) -> None:
+    def body(comm: Any) -> None:
+        act, words = acts[comm.rank]
+        mesh = sp.Mesh(comm, a=3)
+        group = mesh["a"]
+        if act == "leave":
+            group.decline(words)
+            return
+
+        def call() -> Any:
+            if act == "refuse":
+                raise sp.ShapeError(words)
+            return words
+
+        with pytest.raises(sp.RankError) as caught:
+            group.free() if act == "free" else group.agree_on(call)
+        assert str(caught.value) == text
+        has_left = isinstance(caught.value, sp.PeerFailed)
+        assert has_left == text.startswith("rank")
+        assert bool(vars(caught.value)[AGREED]) == (has_left or comm.rank > 0)
+
+    run_threads(3, body)
+
+
+@spmd(1, 3)
+def test_control_bytes_are_counted(comm: Any) -> None:
+    """A digest of 32 bytes, and a record of 64 bytes to each other rank where values differ."""
+    others = comm.size - 1
+    with sp.Mesh(comm, a=comm.size) as mesh:
+        group = mesh["a"]
+        control = group.counters["control"]
+        for check, sent in ((None, 0), (lambda: comm.rank, 64 * others)):
+            before = control.bytes_sent
+            group.agree_on(lambda: "f()", check)
+            assert control.bytes_sent - before == 32 * (others > 0) + sent
+        before = control.bytes_sent
+    assert control.bytes_sent - before == 32 * (others > 0) + 64 * others
+
+
+@spmd(4)
+def test_an_error_of_one_rank_reaches_all_ranks_of_a_grid(comm: Any) -> None:
+    """Along the first axis, then along the other one. Without an error all numbers are returned."""
+    with sp.Mesh(comm, a=2, b=2) as mesh:
+        for wrong in (False, True):
+
+            def check(wrong: bool = wrong) -> Any:
+                if wrong and comm.rank == 1:
+                    raise sp.ShapeError("bad")
+                return comm.rank
+
+            told = []
+            refused = pytest.raises(sp.ShapeError, match="bad")
+            with refused if wrong else nullcontext(), agreeing_in_turn() as agree_on:
+                told += [agree_on(mesh[axis], lambda: "f()", check) for axis in "ab"]
+                told.append(agree_on(mesh["a"], lambda: "g()"))
+            a, b = comm.rank % 2, comm.rank // 2
+            numbers = [(a, a + 2), (2 * b, 2 * b + 1), (0, 0)]
+            assert told == ([numbers[0] if not a else (), (), ()] if wrong else numbers)
+
+
+@spmd(2)
+def test_what_every_rank_makes_is_compared(comm: Any) -> None:
+    with sp.Mesh(comm, a=2) as mesh:
+        assert make_alike(mesh["a"], lambda: (comm.rank, "same")) == comm.rank
+        with pytest.raises(sp.CollectiveMismatch, match=r"rank 0: 0\n  rank 1: 1"):
+            make_alike(mesh["a"], lambda: (comm.rank, str(comm.rank)))
