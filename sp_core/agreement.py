@@ -187,7 +187,7 @@ class Question:
         named, beginning = call.encode(), (_text(error) if error else call).encode()
         head = struct.pack("qq", state, value)
         words = np.frombuffer(blake2b(head + named, digest_size=16).digest(), DIGEST)
-        digest = blake2b(named, digest_size=8).digest()
+        digest = blake2b(named).digest()  # packed are its first 8 bytes
         # MPI knows only the addresses of these arrays: keep them alive
         self._mine, self._sum = words.astype(np.int64), np.empty(words.size, np.int64)
         packed = _RECORD.pack(state, digest, value, beginning)

@@ -226,7 +226,7 @@ def _exchange(problem: Problem, ulysses: int, nbytes: float) -> float:
     inside = min(problem.per_node, ulysses)
     away = nbytes * (ulysses - inside) / (ulysses - 1)
     near = problem.node(nbytes - away, 3 * (inside - 1))
-    return near + (problem.network(away * inside, 3 * (ulysses - inside)) if away else 0.0)
+    return near + problem.network(away * inside, 3 * (ulysses - inside))
 
 
 def _step(problem: Problem, ring: int, ulysses: int, nbytes: float) -> float:

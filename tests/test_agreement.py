@@ -113,6 +113,10 @@ LEAVING: list[tuple[list[tuple[str, str]], str]] = [
         f"{LEFT.format(1)}\n  rank 0: same\n  rank 1: same\n  rank 2: z{'é' * 19}...",
     ),
     (
+        [("call", "f"), ("call", "f"), ("leave", "f")],
+        f"{LEFT.format(2)}\n  rank 0: f\n  rank 1: f\n  rank 2: f",
+    ),
+    (
         [("refuse", "bad"), ("call", "f"), ("leave", "why")],
         f"{LEFT.format(2)}\n  rank 0: bad\n  rank 1: f\n  rank 2: why",
     ),
@@ -144,7 +148,7 @@ def test_ranks_are_told_who_leaves(acts: list[tuple[str, str]], text: str) -> No
     run_threads(3, body)
 
 
-@spmd(1, 3)
+@spmd(1, 2, 3)
 def test_control_bytes_are_counted(comm: Any) -> None:
     """A digest of 32 bytes, and a record of 64 bytes to each other rank where values differ."""
     others = comm.size - 1

@@ -101,6 +101,7 @@ def test_every_check_is_among_them() -> None:
 
 X = torch.ones(2, 3)
 HERE: Any = SimpleNamespace(device=torch.device("cpu"), name="ring", agree_on=print)
+HALF: Any = 0.5
 ANY_LIST: Any = [1]
 DTensor = type("DTensor", (torch.Tensor,), {})
 FLOATS = torch.float32, torch.float64
@@ -113,7 +114,7 @@ SAID: list[tuple[Callable[[], None], Exception | None]] = [
     (lambda: arguments.check_chunk(None), None),
     (lambda: arguments.check_chunk(1), None),
     (lambda: arguments.check_chunk(0), ValueError("chunk=0 was given; pass how many tokens, 1 or")),
-    (lambda: arguments.check(chunk=0.5), TypeError("chunk=0.5 was given; pass a whole number")),
+    (lambda: arguments.check_chunk(HALF), TypeError("chunk=0.5 was given; pass a whole number")),
     (lambda: arguments.check_type("x", 1, int, ""), None),
     (
         lambda: arguments.check_type("x", X, int, "Count."),

@@ -74,6 +74,10 @@ BY_HAND = [
         "hybrid 3 2 2565 1221; hybrid 2 3 2583 1239; ring 6 1 3512 2168; "
         "allgather_kv 6 1 4424 3080",
     ),
+    (
+        Problem(4, 1, 1, 1, 1, 1, 2, 1, NODE, NETWORK, 2.0),
+        "allgather_kv 2 1 100 72; ring 2 1 114 86",
+    ),
     (Problem(2, 1, 1, 1, 1, 1, 1, 1, NODE, NETWORK, 2.0), "ring 1 1 14 0; allgather_kv 1 1 14 0"),
 ]
 
