@@ -136,6 +136,7 @@ def test_the_best_mesh_follows_the_machine() -> None:
 def test_links() -> None:
     assert astuple(link_of("25gbit,10us")) == pytest.approx((1e-5, 8 / 25e9))
     assert astuple(link_of("400MB/s,1ms")) == pytest.approx((1e-3, 1 / 400e6))
+    assert astuple(link_of("8mbit,2s")) == pytest.approx((2.0, 1e-6))
     for wrong in ("fast", "25gbit", "0gbit,1us", "25parsec,1us", "1.2.3gb,1us"):
         with pytest.raises(ValueError, match="RATE,LATENCY"):
             link_of(wrong)

@@ -177,6 +177,9 @@ def test_the_quickest_is_taken_and_the_library_where_nothing_is_known() -> None:
     assert decide(equal, "all_reduce", (0, 0), 8, among=("ring", "mpi"), planned=True) == "mpi"
     alone = timed({"all_reduce": {"ring": 1.0}})
     assert (taken(8, tuning=alone), taken(8, (0, 1), alone)) == ("ring", "mpi")
+    model._decided.cache_clear()
+    assert {taken(nbytes) for nbytes in range(1 << 10, 1 << 11)} == {"mpi"}
+    assert model._decided.cache_info().currsize == 1 + 4  # four steps to twice the size
     costly = replace(known, bind=(1.0, 0.0))
     assert decide(costly, "all_reduce", (0, 0), 1 << 20, among=among, planned=False) == "mpi"
 
@@ -248,7 +251,9 @@ def test_a_hierarchy_is_offered_only_where_there_are_nodes() -> None:
 
 
 def test_constants_survive_their_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SP_TUNING_DIR", str(tmp_path))
+    folder = tmp_path / "made" / "here"
+    monkeypatch.setenv("SP_TUNING_DIR", str(folder))
+    assert default_path({"host": "here"}) == folder / "tuning-9ba0a53efaac93e1.json"  # b2sum -l 64
     known = replace(
         drawn(3),
         fingerprint={"host": "here", "mpi": "x"},
@@ -260,7 +265,7 @@ def test_constants_survive_their_file(tmp_path: Path, monkeypatch: pytest.Monkey
     save(known, path)
     found = load(path, known.fingerprint)
     assert {**vars(found)} == {**vars(known)}
-    assert list(tmp_path.iterdir()) == [path]
+    assert list(folder.iterdir()) == [path]
     for year, mpi in (("2025", "y"), ("2027", "z"), ("2024", "w")):
         other = replace(known, fingerprint={"host": "here", "mpi": mpi}, measured_at=year)
         save(other, default_path(other.fingerprint))

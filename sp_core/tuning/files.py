@@ -133,7 +133,7 @@ def save(tuning: Tuning, path: Path) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(
-        {"schema_version": SCHEMA_VERSION, **asdict(tuning)}, indent=1, allow_nan=False
+        {"schema_version": SCHEMA_VERSION, **asdict(tuning)}, indent=" ", allow_nan=False
     )
     descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:
