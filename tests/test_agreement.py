@@ -30,6 +30,7 @@ def refused(comm: Any, call: str, error: Exception | None = None) -> Exception:
 def test_every_rank_gets_all_values(comm: Any) -> None:
     for values in ([7] * comm.size, [0, -1, 2**62][: comm.size]):
         assert agree(comm, "f()", values[comm.rank]) == tuple(values)
+    assert agree(comm, "f()") == (0,) * comm.size
 
 
 CALLS: list[tuple[list[Any], type[Exception], str]] = [

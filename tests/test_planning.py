@@ -183,6 +183,7 @@ ARGUMENTS = [
         ),
         (["--ranks", "0"], "at least 1"),
         (["--link", "quick"], "RATE,LATENCY"),
+        (["--flops", "inf"], "--flops is inf: pass the operations"),
         (["--show", "0"], "--show is 0: pass at least 1"),
         (["--flops", "0"], "--flops is 0.0: pass the operations"),
         (["--flops", "nan"], "--flops is nan: pass the operations"),
