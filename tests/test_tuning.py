@@ -137,8 +137,8 @@ def test_a_prediction_without_times_is_that_of_the_slowest_rank(
     count, pieces = (1, (1, *(0,) * (size - 1))) if count == 1 else (count * size, (count,) * size)
     segment = schedules.segment_length(count, size, 4)
     for op in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
-        mpi = min(modelled(SLOW, op, name, nodes, nbytes) for name in SCHEDULED[op])
-        assert modelled(SLOW, op, "mpi", nodes, nbytes) == mpi
+        mpi = min(modelled(SLOW, op, name, nodes, 4 * count) for name in SCHEDULED[op])
+        assert modelled(SLOW, op, "mpi", nodes, 4 * count) == mpi
         for name in {*SCHEDULED[op]} - {"hierarchical"}:
             tasks = [
                 operation(op, rank, size, pieces, segment=segment, nodes=nodes)
