@@ -15,9 +15,9 @@ mask these are the bytes, with own = B * (S/P) * D * e for one head of one rank'
 and values of one rank. tp_sp is a column-parallel layer followed by a row-parallel one.
 
 These are bytes of payload. If a mesh uses an algorithm of this library for a collective,
-`sp_core.schedules.cost` gives the bytes sent. With `shared`, ranks read each other's memory and
-send nothing. Then the bytes are those that a rank reads of other ranks, and the messages are the
-blocks that it reads in place.
+`sp_core.schedules.cost` gives the bytes sent. With `shared`, ranks read keys and values in each
+other's memory. Then the bytes are those that a rank reads of other ranks, and the messages are the
+blocks that it reads in place. An exchange of heads is sent all the same.
 
 Letters: B batch, S sequence, H heads, K key/value heads, D head dim, E model dim, P ranks, U and R
 ranks of the axes ulysses and ring of a hybrid, e bytes per element.
@@ -61,7 +61,7 @@ class Attention:
         return_lse: whether the log-sum-exp is returned too.
         needs_grad: which of q, k and v have gradients.
         lse_grad: whether a gradient flows into the log-sum-exp.
-        shared: whether the ranks share memory, so that bytes are read there instead of sent.
+        shared: whether ranks read keys and values in memory that they share.
     """
 
     sharding: Sharding
@@ -210,8 +210,6 @@ def _exchange(problem: Attention, rank: int, whole: Attention) -> Both:
     others, kv_others = problem.sharding.seq_len - own, problem.kv_sharding.seq_len - kv_own
     there, home = own * (sum(heads) - heads[rank]), others * heads[rank]
     kv_there, kv_home = kv_own * (sum(slots) - slots[rank]), kv_others * slots[rank]
-    if problem.shared:  # a rank reads what the others would have sent to it
-        (there, home), (kv_there, kv_home) = (home, there), (kv_home, kv_there)
     forward = unit * (there + kv_there + home) + lse_unit * home * problem.return_lse
     q_back, kv_back, _ = _through_exchange(whole, problem)
     backward = unit * (q_back * home + kv_back * kv_home)

@@ -146,7 +146,7 @@ def judge(
     formula: cost.Both,
 ) -> None:
     """Compare message by message and byte by byte."""
-    assert formula == (forward, backward)
+    assert formula == (forward, backward), (formula, forward, backward)
     own = sum(x.numel() for x in shards.local[1:])
     assert [sizes.kv_block(shards.rank, itemsize) for itemsize in (2, 8)] == [2 * own, 8 * own]
 
