@@ -27,7 +27,7 @@ from sp_core.schedules import (
     segment_length,
 )
 from sp_core.schedules.program import AHEAD
-from sp_core.transport.host import is_even
+from sp_core.transport.host import are_equal
 
 
 def test_pieces_have_one_length_on_all_ranks_or_on_none() -> None:
@@ -44,12 +44,12 @@ def test_pieces_have_one_length_on_all_ranks_or_on_none() -> None:
                 for rank, row in enumerate(pieces_of)
             ]
             one = len({piece for row in pieces_of for piece in row}) == 1
-            assert {is_even(moves) for moves in ranks} == {one}, (split, joined)
+            assert {are_equal(moves) for moves in ranks} == {one}, (split, joined)
             for parts in zip(*(moves.chunks(2) for moves in ranks), strict=True):
-                assert not any(is_even(part) for _, part in parts)
+                assert not any(are_equal(part) for _, part in parts)
     for op in ("all_gather", "reduce_scatter"):
         for counts, even in (((3, 3), True), ((3, 2), False), ((0, 3), False), ((0, 0), True)):
-            assert {is_even(operation(op, rank, 2, counts)) for rank in (0, 1)} == {even}
+            assert {are_equal(operation(op, rank, 2, counts)) for rank in (0, 1)} == {even}
 
 
 @st.composite

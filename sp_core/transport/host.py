@@ -191,7 +191,7 @@ class HostTransport(Transport):
         after: Calls = ()
         if operation.reduces:
             send, recv, before, after = widened(send, recv)
-        name, arguments = (_EVEN_METHODS if is_even(operation) else _METHODS)[operation.op]
+        name, arguments = (_EVEN_METHODS if are_equal(operation) else _METHODS)[operation.op]
         keywords: dict[str, Any] = {}
         if operation.op in ("broadcast", "reduce"):
             keywords["root"] = operation.root
@@ -260,7 +260,7 @@ def widened(
     return wide_send, wide_recv, before, after
 
 
-def is_even(operation: Operation) -> bool:
+def are_equal(operation: Operation) -> bool:
     """Return whether the pieces of all ranks have one length. All ranks get the same answer.
 
     A part of a longer collective (`Operation.chunks`) counts as uneven: a rank does not know
