@@ -78,6 +78,9 @@ def used_once(subjects: list[Subject], comm: Any) -> None:
         with pytest.raises(sp.RankError, match="init_process_group"):  # test_torchrun.py calls it
             mesh.to_device_mesh()
     group.abandon(KeyError("lost"))  # it has been freed
+    lost = sp.Mesh(comm, sp=comm.size)["sp"]
+    lost.agree_on(str)
+    lost.abandon(KeyError("lost"))
 
 
 @pytest.fixture
