@@ -170,6 +170,19 @@ def test_a_message_is_not_sent_before_somebody_waits_for_it(comm: Any) -> None:
     finish(*sent, *([comm.Irecv(np.zeros(1), 0)] if comm.rank == 1 else []))
 
 
+@spmd(2)
+def test_a_message_is_sent_while_its_sender_waits_in_a_collective(comm: Any) -> None:
+    received = np.zeros(1)
+    if comm.rank == 0:
+        request = comm.Isend(np.ones(1), 1)
+        comm.Barrier()
+        finish(request)
+    else:
+        comm.Irecv(received, 0).Wait()
+        comm.Barrier()
+    assert received[0] == comm.rank
+
+
 def test_waiting_for_each_other_on_different_communicators_is_found() -> None:
     """The classic deadlock: two calls in another order on one rank, on two communicators."""
 

@@ -54,7 +54,7 @@ class LockstepComm(Observer, ABC):
     def __init__(self, lockstep: Lockstep, family: Family) -> None:
         self.lockstep = lockstep
         self.family = family
-        self._requests: list[Any] = []  # begun, and not yet known to be complete
+        self._begun: list[Any] = []
         self.children = itertools.count()
         self._freed = self._early = False
         family.members.append(self)
@@ -67,6 +67,12 @@ class LockstepComm(Observer, ABC):
 
     def __bool__(self) -> bool:
         return not self._freed
+
+    @property
+    def _requests(self) -> list[Any]:
+        """The requests that are begun, and not yet known to be complete."""
+        self._begun = [request for request in self._begun if not request.done]
+        return self._begun
 
     @property
     def rank(self) -> int:
@@ -208,10 +214,10 @@ class LockstepComm(Observer, ABC):
 
         `before`: the call that this rank is about to make, for the error message.
         """
-        if left := [request for request in self._requests if not request.done]:
+        if self._requests:
             raise CollectiveMismatch(
                 f"{before} before these were found complete by Test or Wait, or freed: "
-                f"{', '.join(map(str, left))}"
+                f"{', '.join(map(str, self._requests))}"
             )
 
     @contextmanager
@@ -342,7 +348,7 @@ class LockstepComm(Observer, ABC):
         `clean`: whether to complete the messages under way first, because the example failed on
         some rank. All ranks pass the same `clean`.
         """
-        self._requests = []
+        self._begun = []
         self.lockstep.forget()
 
     @abstractmethod

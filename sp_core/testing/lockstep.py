@@ -210,14 +210,15 @@ class Lockstep:
         return decision, records
 
 
-def meanwhile(steps: Steps[Any]) -> Steps[Any]:
-    """Return a generator that runs `steps`, and before each `yield` tests unfinished comparisons.
+def meanwhile(comm: Any, steps: Steps[Any]) -> Steps[Any]:
+    """Return a generator that runs `steps`, and before each `yield` moves what else was begun.
 
-    `sp_core.agreement` has begun these comparisons, and nobody waits for them. MPI makes progress
-    on all requests inside every call, and so must this generator.
+    That is: what the communicator has started, and the comparisons of `sp_core.agreement`, for
+    which nobody waits. MPI makes progress on all requests inside every call, and so must this generator.
     """
     ask = begun(boxed(steps))
     while (done := ask()) is None:
+        comm.progress()
         for question in progress.of_this_rank().kept:
             question.test()
         yield
@@ -318,7 +319,9 @@ class Beginning:
                 self._before.settle()
             self._end()
             self._is_driven = True
-            self._made = self._comm.lockstep.carrier.drive(meanwhile(self._steps), self._what)
+            self._made = self._comm.lockstep.carrier.drive(
+                meanwhile(self._comm, self._steps), self._what
+            )
         return self._made
 
     def _end(self) -> None:
@@ -337,8 +340,7 @@ class Beginning:
 def abandon(requests: Iterable[Any]) -> None:
     """Let the example end though these requests are incomplete. Their buffers must stay alive."""
     for request in requests:
-        beginning = getattr(request, "beginning", request)
-        made, comm = getattr(beginning, "_made", beginning), getattr(beginning, "_comm", None)
-        if comm is not None:
-            ended = {id(made), id(getattr(made, "transfer", None))}
-            comm._requests = [other for other in comm._requests if id(other) not in ended]
+        made = getattr(getattr(request, "beginning", request), "_made", request)
+        begun_there = getattr(made, "transfer", made)
+        if hasattr(begun_there, "done"):
+            begun_there.done = True

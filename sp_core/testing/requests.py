@@ -80,7 +80,6 @@ class Transfer:
     def end(self, status: Any) -> None:
         """Note that the transfer is complete, with MPI's status or None if that is not known."""
         self.done, self.request = True, None
-        self.comm._requests = [other for other in self.comm._requests if other is not self]
         if status is not None and status.Is_cancelled():
             self.comm.lockstep.sent = [
                 message for message in self.comm.lockstep.sent if message is not self.sends

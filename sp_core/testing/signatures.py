@@ -63,10 +63,9 @@ class Flow:
     """One rank's part in a collective.
 
     Attributes:
-        gives: (destination, part of the send buffer) for each message; in a reduction (this rank,
-            contribution).
-        takes: (source, part of the receive buffer) for each message; in a reduction (this rank,
-            place of the result).
+        gives: (destination, part of the send buffer) for each message.
+        takes: (source, part of the receive buffer) for each message; in a reduction each has the
+            place of the result.
         equal: values that have to be equal on all ranks.
         text: the arguments as text, for error messages.
         reduction: name of the operation, such as "SUM"; "" if there is none.
@@ -91,12 +90,12 @@ class Flow:
         going = [
             (rank, peer, part.nbytes, part.kind)
             for peer, part in self.gives
-            if peer != rank and peer >= 0
+            if peer != rank and peer >= 0 and not self.reduction
         ]
         coming = [
             (peer, rank, part.nbytes, part.kind)
             for peer, part in self.takes
-            if peer != rank and peer >= 0
+            if peer != rank and peer >= 0 and not self.reduction
         ]
         return Call(
             op, self.equal, _messages(going, count=count), _messages(coming, count=count), self.text
@@ -240,12 +239,14 @@ def _reduction(op: str, rank: int, size: int, values: Values) -> Flow:
             f"receives {received.counts[0]} elements, but this rank's share of {sent.text} has "
             f"{due}",
         )
-    takes = (sent if received is None else received).parts[:1] if result or inside else ()
+    place = (sent if received is None else received).parts[0]
+    dests = range({"Scan": rank, "Exscan": rank + 1}.get(op, 0), size) if root is None else (root,)
+    sources = range({"Scan": rank + 1, "Exscan": rank}.get(op, size) if root in (None, rank) else 0)
     name = op_name(values["op"])
     equal = (blocks * sent.parts[0].nbytes, sent.parts[0].kind, name, root, counts)
     return Flow(
-        _paired((rank,) * blocks, sent),
-        tuple((rank, part) for part in takes),
+        tuple((dest, part) for dest in dests for part in sent.parts),
+        tuple((source, place) for source in sources),
         equal,
         sent.text + _named(values),
         name,
@@ -347,46 +348,31 @@ _UFUNCS: dict[str, np.ufunc] = {
 }
 
 
-def contribution(flow: Flow) -> dict[int, Array]:
-    """Return copies of what a rank sends, by destination; in a reduction, all under this rank."""
-    given: dict[int, list[Array]] = {}
-    for peer, part in flow.gives:
-        given.setdefault(peer, []).append(view(part))
-    return {peer: np.concatenate(pieces) for peer, pieces in given.items()}
+def contribution(flow: Flow, dest: int) -> Array:
+    """Return a copy of what a rank sends to rank `dest`."""
+    return np.concatenate([view(part) for peer, part in flow.gives if peer == dest])
 
 
-def deliver(op: str, rank: int, parts: Sequence[dict[int, Array]], flow: Flow) -> None:
-    """Write the results of a collective into the buffers of this rank's `flow`.
+def deliver(op: str, rank: int, flow: Flow, came: Mapping[int, Array]) -> None:
+    """Write what came from each source into the buffers of a rank's `flow`.
 
-    `parts` are the contributions of all ranks, in rank order.
+    A reduction is in rank order, which is the same in every run. `came` is in rank order, too.
     """
-    for source, part in flow.takes:
-        place = view(part)
-        if not flow.reduction:
-            place[:] = parts[source][rank].view(place.dtype)
-        elif op.startswith("Reduce_scatter"):
-            result, counts = (
-                _reduced(op, rank, parts, flow.reduction),
-                flow.equal[-1] or [len(place)] * len(parts),
-            )
+    if not flow.reduction:
+        for source, part in flow.takes:
+            view(part)[:] = came[source].view(view(part).dtype)
+    elif flow.takes:
+        require(
+            flow.reduction in _UFUNCS,
+            f"ranks that are threads reduce with {', '.join(_UFUNCS)}, not {flow.reduction}",
+        )
+        reduce, place = _UFUNCS[flow.reduction], view(flow.takes[0][1])
+        result = functools.reduce(lambda x, y: reduce(x, y).astype(x.dtype), came.values())
+        if op.startswith("Reduce_scatter"):
+            counts = flow.equal[-1] or [len(place)] * len(came)
             require(sum(counts) == len(result), f"{len(result)} elements are not {counts}")
-            place[: counts[rank]] = result[sum(counts[:rank]) : sum(counts[: rank + 1])]
-        elif op != "Exscan" or rank:
-            result = _reduced(op, rank, parts, flow.reduction)
-            place[: len(result)] = result
-
-
-def _reduced(op: str, rank: int, parts: Sequence[dict[int, Array]], reduction: str) -> Array:
-    """Return the reduction of the contributions in rank order, which is the same in every run."""
-    require(
-        reduction in _UFUNCS,
-        f"ranks that are threads reduce with {', '.join(_UFUNCS)}, not {reduction}",
-    )
-    members = parts[: {"Scan": rank + 1, "Exscan": rank}.get(op, len(parts))]
-    first, *others = [part[index] for index, part in enumerate(members)]
-    return functools.reduce(
-        lambda total, each: _UFUNCS[reduction](total, each).astype(total.dtype), others, first
-    )
+            result = result[sum(counts[:rank]) : sum(counts[: rank + 1])]
+        place[: len(result)] = result
 
 
 def view(part: Part) -> Array:

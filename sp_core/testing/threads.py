@@ -32,7 +32,7 @@ from sp_core.testing.signatures import (
     require,
     view,
 )
-from sp_core.testing.specs import Array, read
+from sp_core.testing.specs import Array, Part, read
 from sp_core.testing.stuck import Family
 
 
@@ -86,7 +86,6 @@ class ThreadRequest:
         self._comm.progress()
         if not self.done and self._advance():
             self.done, self._advance = True, lambda: True  # releases the buffers
-            self._comm._forget(self)
         return self.done
 
 
@@ -103,7 +102,7 @@ class _Draws:
     done = False  # listed with the requests: an example must not end before `free`
 
     def __init__(self, comm: ThreadComm, numbers: Iterator[int]) -> None:
-        self._comm, self.take = comm, numbers.__next__
+        self.take = numbers.__next__
         comm._requests.append(self)
 
     def __str__(self) -> str:
@@ -111,13 +110,7 @@ class _Draws:
 
     def free(self) -> None:
         """Note that this rank is done with the counter, so that its body may end."""
-        self._comm._forget(self)
-
-
-def spoil(buffer: Array | None) -> None:
-    """Fill a buffer with bytes that no test expects (NaN in floating point)."""
-    if buffer is not None:
-        buffer.view(np.uint8)[:] = 0xFF
+        self.done = True
 
 
 def _is_nobody(peer: int | None) -> bool:
@@ -180,47 +173,72 @@ class ThreadComm(LockstepComm):
         def make(flow: Flow) -> ThreadRequest | None:
             op = op_of(form)
             if form != op:
-                return self._started(op, flow)
-            deliver(op, self.rank, self._carrier.gather(contribution(flow)), flow)
+                return self._begin(
+                    f"a started {op}", None, flow, partial(deliver, op, self.rank, flow)
+                )
+            mine = {peer: contribution(flow, peer) for peer in dict(flow.gives)}
+            everyone = enumerate(self._carrier.gather(mine))
+            deliver(
+                op,
+                self.rank,
+                flow,
+                {rank: of[self.rank] for rank, of in everyone if self.rank in of},
+            )
             return None
 
         made: ThreadRequest | None = self._agree_on(form, args, given, make)
         return made
 
-    def _started(self, op: str, flow: Flow) -> ThreadRequest:
-        slots = self._slot("member", "collective")
-        given = [part.view for _, part in flow.gives if part.view is not None]
+    def _begin(
+        self, what: str, tag: int | None, flow: Flow, then: Callable[[dict[int, Array]], None]
+    ) -> ThreadRequest:
+        """Begin a message or a collective, and return the request.
+
+        Args:
+            what: describes the wait, for error messages.
+            tag: of the message, which is read when its receiver has begun. None for a collective,
+                which is read when this rank next calls the communicator.
+            flow: the parts of this rank's buffers that it sends and receives.
+            then: called with the received parts by source, when all are there.
+        """
+        gives = {dest: self._slot("sender", self.rank, dest, tag) for dest in dict(flow.gives)}
+        takes = {rank: self._slot("receiver", rank, self.rank, tag) for rank in dict(flow.takes)}
+        given = [view(part) for _, part in flow.gives]
         for _, part in flow.takes:
-            if part.view is not None and not any(
-                map(partial(np.may_share_memory, part.view), given)
-            ):
-                spoil(part.view)  # with MPI.IN_PLACE this part is the input, and is read later
+            # with MPI.IN_PLACE this part is the input, and is read later
+            if not any(np.may_share_memory(view(part), other) for other in given):
+                view(part).view(np.uint8)[:] = 0xFF  # NaN in floating point
+        for slot in (*takes.values(), *(gives.values() if tag is None else ())):
+            slot["awaited"] = True
+        self._world.touch()
 
         def release() -> bool:
-            slots[self.rank] = contribution(flow)
-            return True
+            for dest, slot in gives.items():
+                if "awaited" in slot and "data" not in slot:
+                    slot["data"] = contribution(flow, dest)
+            return all("data" in slot for slot in gives.values())
 
         def advance() -> bool:
-            complete = len(slots) == self.size
+            complete = all("data" in slot for slot in (*gives.values(), *takes.values()))
             if complete:
-                deliver(op, self.rank, [slots[rank] for rank in range(self.size)], flow)
+                then({source: slot["data"] for source, slot in takes.items()})
             return complete
 
         self._pending.append(release)
-        return ThreadRequest(self, f"a started {op}", advance)
+        return ThreadRequest(self, what, advance)
 
-    def _slot(self, side: str, *key: Any) -> dict[Any, Any]:
-        """Return a dict that the sender and the receiver of one transfer share.
+    def _slot(self, side: str, *key: Any) -> dict[str, Any]:
+        """Return a dict that the sender and the receiver of one message share.
 
         The n-th call of one side gets the dict of the n-th call of the other side with the same
         key.
 
         Args:
-            side: "sender", "receiver", or "member" of a collective.
-            key: tells transfers apart: source, destination and tag, or "collective".
+            side: "sender" or "receiver".
+            key: tells messages apart: source, destination, and tag or None.
         """
         self._counts[side, *key] += 1
-        slot: dict[Any, Any] = self._world.shared(
+        slot: dict[str, Any] = self._world.shared(
             (self._carrier.name, *key, self._counts[side, *key]), {}
         )
         return slot
@@ -233,18 +251,10 @@ class ThreadComm(LockstepComm):
         """
         if _is_nobody(dest):
             return ThreadRequest(self, "a message to nobody", lambda: True)
-        message, numbers = self._message("Isend", buf, self.rank, dest, tag)
-        slot = self._slot("sender", self.rank, dest, tag)
-        self.lockstep.sent.append(message)
-
-        def release() -> bool:
-            if "awaited" in slot:
-                slot["data"] = numbers.copy()
-            return "data" in slot
-
-        self._pending.append(release)
+        part = self._part("Isend", buf, dest)
+        self.lockstep.sent.append(Message(self.rank, dest, tag, part.nbytes, part.kind))
         what = f"rank {dest} to receive a message with tag {tag}"
-        return ThreadRequest(self, what, lambda: "data" in slot)
+        return self._begin(what, tag, Flow(gives=((dest, part),)), lambda came: None)
 
     def Irecv(self, buf: Any, source: int, tag: int = 0) -> ThreadRequest:
         """Begin to receive a message from rank `source` with tag `tag`, and return the request.
@@ -254,27 +264,19 @@ class ThreadComm(LockstepComm):
         """
         if _is_nobody(source):
             return ThreadRequest(self, "a message from nobody", lambda: True)
-        message, numbers = self._message("Irecv", buf, source, self.rank, tag)
-        slot = self._slot("receiver", source, self.rank, tag)
-        what = f"a message from rank {source} with tag {tag}"
-        slot["awaited"] = True
-        spoil(numbers)
-        self._world.touch()
+        part = self._part("Irecv", buf, source)
+        what, flow = f"a message from rank {source} with tag {tag}", Flow(takes=((source, part),))
 
-        def advance() -> bool:
-            if "data" not in slot:
-                return False
-            data = slot["data"]
-            if data.nbytes != numbers.nbytes:
+        def arrived(came: dict[int, Array]) -> None:
+            if came[source].nbytes != part.nbytes:
                 raise CollectiveMismatch(
-                    f"{what} has {data.nbytes} bytes, its buffer {numbers.nbytes}: "
+                    f"{what} has {came[source].nbytes} bytes, its buffer {part.nbytes}: "
                     "the ranks' sizes differ, or messages of one tag came in another order"
                 )
-            numbers[:] = data.view(numbers.dtype)
-            self.lockstep.received.append(message)
-            return True
+            deliver("Irecv", self.rank, flow, came)
+            self.lockstep.received.append(Message(source, self.rank, tag, part.nbytes, part.kind))
 
-        return ThreadRequest(self, what, advance)
+        return self._begin(what, tag, flow, arrived)
 
     def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send `buf` to rank `dest`, and wait until the receiver has posted its receive."""
@@ -301,35 +303,17 @@ class ThreadComm(LockstepComm):
         for request in requests:
             request.Wait()
 
-    def _message(
-        self, op: str, buf: Any, source: int, dest: int, tag: int
-    ) -> tuple[Message, Array]:
-        """Return the description of a message, and its buffer as an array.
+    def _part(self, op: str, buf: Any, peer: int) -> Part:
+        """Return the memory of a message, given its buffer specification.
 
-        Args:
-            op: "Isend" or "Irecv".
-            buf: mpi4py's buffer specification.
-            source: rank that sends.
-            dest: rank that receives.
-            tag: of the message.
-
-        Raises:
-            ValueError: the other rank is not in this communicator, or the buffer is not one.
-            CollectiveMismatch: messages are announced on this communicator, and not this one.
+        Raise ValueError if `peer` is no rank of this communicator. `op`: "Isend" or "Irecv".
         """
-        peer, part = (
-            (dest if op == "Isend" else source),
-            read(buf, "", 1, writable=op == "Irecv").parts[0],
-        )
         require(
             peer is not None and 0 <= peer < self.size,
             f"{op}: rank {peer} is not one of the {self.size} ranks of this communicator. Name one "
             "rank; a receive from any source needs mpiexec.",
         )
-        return Message(source, dest, tag, part.nbytes, part.kind), view(part)
-
-    def _forget(self, request: ThreadRequest | _Draws) -> None:
-        self._requests = [other for other in self._requests if other is not request]
+        return read(buf, "", 1, writable=op == "Irecv").parts[0]
 
     def Dup(self) -> ThreadComm:
         """Return a communicator of the same ranks, whose messages are separate from this one's.
