@@ -135,10 +135,7 @@ class CheckedComm(Messages):
         """
 
         def make(found: Flow) -> Any:
-            plain = [
-                getattr(self._mpi, arg.upper()) if isinstance(arg, str) else arg for arg in args
-            ]
-            made = getattr(self._raw, form)(*plain, **given)
+            made = getattr(self._raw, form)(*args, **given)
             what = (
                 f"{form} number {next(self._persistent)}"
                 if form.endswith("_init")
@@ -147,7 +144,7 @@ class CheckedComm(Messages):
             if made is None:
                 return None
             request = begun(made, Transfer(self, what))
-            request.memory = plain, given  # mpi4py does not keep the buffers of reductions alive
+            request.memory = args, given  # mpi4py does not keep the buffers of reductions alive
             return request
 
         return self._agree_on(form, args, given, make)

@@ -24,17 +24,10 @@ from sp_core.testing.lockstep import Beginning, Call, Lockstep
 from sp_core.testing.signatures import Edges, Flow, bind, exchange, flow, op_name, op_of, require
 from sp_core.testing.stuck import Family
 
-_ON_OBJECTS: dict[str, Callable[[Any, Any], Any]] = {
-    "SUM": operator.add,
-    "PROD": operator.mul,
-    "MAX": max,
-    "MIN": min,
-}
-
 
 def _reduced(op: Any, objects: Sequence[Any]) -> Any:
-    """Return the reduction of objects in rank order. `op`: a name, None (add) or a function."""
-    return functools.reduce(op if callable(op) else _ON_OBJECTS[op_name(op)], objects)
+    """Return the reduction of objects in rank order. `op` is an operation, or None to add."""
+    return functools.reduce(op or operator.add, objects)
 
 
 class LockstepComm(Observer, ABC):

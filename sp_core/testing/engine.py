@@ -13,6 +13,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,10 @@ __tracebackhide__ = True  # pytest shows no frames of this file
 Body = Callable[..., None]
 MAX_RANKS = 8
 SPMD_SIZES = 4
+RACE = (
+    "raw replay: this example passes with checked communicators and fails without, so its ranks "
+    "race"
+)
 
 
 def given(
@@ -161,20 +166,27 @@ def run(spec: Spec, plan: Plan) -> None:
             follow(current.control, spec)
 
 
-def lead(spec: Spec, plan: Plan, attempt: Callable[[Spec, Example], Result]) -> list[Example]:
-    """Run the examples that the plan chooses, count them, and return those that passed.
+def lead(
+    spec: Spec, plan: Plan, attempt: Callable[[Spec, Example], Result], replays: int = 0
+) -> None:
+    """Run the examples that the plan chooses, and count them.
 
-    `attempt` runs one example on its ranks.
+    Args:
+        spec: the test.
+        plan: chooses the examples.
+        attempt: runs one example on its ranks.
+        replays: run at most so many of the examples that passed once more, on communicators that do
+            not compare calls. The exchanges of the comparison can hide a race.
 
     Raises:
         RankFailure: an example failed. The text has each bug, its example, and the command to
             repeat the test. Other errors of the plan are raised as they are.
     """
-    passed = []
+    passed: dict[str, Example] = {}
 
     def judged(example: Example, keeps: str) -> set[Kind]:
         result = attempt(spec, example)
-        session.current.tally.count(len(example.ranks), result.remarks)
+        session.current.tally.count(len(example.ranks), result.remarks, raw=example.raw)
         session.replay(result.remarks)
         problem = failure(result.outcomes, example.ranks)
         if problem is not None:
@@ -184,20 +196,22 @@ def lead(spec: Spec, plan: Plan, attempt: Callable[[Spec, Example], Result]) -> 
         if kinds == {Kind.SKIP}:
             pytest.skip(result.outcomes[0].message)
         if Kind.REJECT not in kinds:
-            passed.append(example)
+            passed[str(example)] = example
         return kinds
 
     try:
         plan(spec, judged)
+        chosen, step = [*passed.values()], max(len(passed) / max(replays, 1), 1.0)
+        for index in range(min(len(chosen), replays)):
+            again = replace(chosen[int(index * step)], raw=True)
+            judged(again, f"{RACE}\nexample: {spec.function.__name__}({{}})")
     except (RankFailure, ThreadsHung, BaseExceptionGroup) as error:
         if isinstance(error, BaseExceptionGroup) and error.subgroup(RankFailure) is None:
             raise
         own = type(error) if isinstance(error, RankFailure) else None
         kind = own or failure_class(type(error).__name__, "", 0)
         found = kind(f"{_told(error)}\n{rerun(spec)}")
-    else:
-        return passed
-    raise found from None
+        raise found from None
 
 
 def _on_threads(spec: Spec, example: Example) -> Result:

@@ -100,10 +100,6 @@ def decide(records: Sequence[Record]) -> Kind:
     return Kind.CALL if kinds == {Kind.CALL} and same and not _unmatched(calls) else Kind.MISMATCH
 
 
-def _nothing() -> None:
-    """Do nothing."""
-
-
 class Lockstep:
     """One rank's side of the protocol on one communicator.
 
@@ -123,10 +119,7 @@ class Lockstep:
         self.name = name
         # outlives an interruption of the wait, as MPI writes to its memory
         self.open: Ticket | None = None
-        self._then: Callable[[], Any] = _nothing
-        self._promised: Callable[[], Any] = (
-            _nothing  # the call that all ranks have agreed on, until it is made
-        )
+        self._then: Callable[[], Any] | None = None  # makes the call of this exchange
         self.forget()
 
     def forget(self) -> None:
@@ -142,13 +135,13 @@ class Lockstep:
         While the generator yields, this rank can do other work. The ranks compare `call`, which
         `what` describes; the generator's result is that of `then`.
         """
-        self._then, decision = then, Kind.WAIT
         self.calls += 1
         yield from self._settle()
+        decision = Kind.WAIT
         while decision is Kind.WAIT:
-            self.open = self.carrier.share(Record(Kind.CALL, call, what))
-            decision = yield from self._settle()
-        return self._keep_promise()
+            self.open, self._then = self.carrier.share(Record(Kind.CALL, call, what)), then
+            decision, made = yield from self._settle()
+        return made
 
     def waiting(self, what: str) -> None:
         """Raise if a peer has failed while this rank awaits what `what` describes. Do not block."""
@@ -172,11 +165,10 @@ class Lockstep:
                 self.beginning = None
         while self.open is not None:
             yield from self._read()
-        self._keep_promise()
         end = Record(outcome.kind, self.ending("the end"), outcome)
         while True:
             self.open = self.carrier.share(end)
-            decision, records = yield from self._read()
+            decision, records, _ = yield from self._read()
             if decision is Kind.OK:
                 return _outcomes(records)
 
@@ -184,37 +176,35 @@ class Lockstep:
         """Return a call that has all messages of this example on this communicator."""
         return Call(op, sends=Counter(self.sent), receives=Counter(self.received))
 
-    def _keep_promise(self) -> Any:
-        promised, self._promised = self._promised, _nothing
-        return promised()
-
-    def _settle(self) -> Steps[Kind]:
+    def _settle(self) -> Steps[tuple[Kind, Any]]:
         if self.open is None:
-            return Kind.CALL
-        decision, records = yield from self._read()
+            return Kind.CALL, None
+        decision, records, made = yield from self._read()
         said = "; ".join(f"rank {rank}: {record.said}" for rank, record in enumerate(records))
         if decision is Kind.WOKEN:
             raise Woken(said)
         if decision is Kind.MISMATCH:
             calls = [each.call for each in records if each.call and each.kind is Kind.CALL]
             raise Mismatched(f"the ranks do not call the same: {said}{_unmatched(calls)}")
-        return decision
+        return decision, made
 
-    def _read(self) -> Steps[tuple[Kind, list[Record]]]:
+    def _read(self) -> Steps[tuple[Kind, list[Record], Any]]:
+        """Read the records of all ranks, and make the call if all call the same.
+
+        The result is what the ranks do, their records, and the result of the call.
+        """
         assert self.open is not None
         records = yield from until(self.open)
-        self.open, decision = None, decide(records)
-        if decision is Kind.CALL:
-            # `_then` holds the memory that it sends, so it is not kept longer
-            self._promised, self._then = self._then, _nothing
-        return decision, records
+        # `_then` holds the memory that it sends, so it is not kept longer
+        self.open, then, self._then, decision = None, self._then, None, decide(records)
+        return decision, records, then() if then and decision is Kind.CALL else None
 
 
 def meanwhile(comm: Any, steps: Steps[Any]) -> Steps[Any]:
     """Return a generator that runs `steps`, and before each `yield` moves what else was begun.
 
     That is: what the communicator has started, and the comparisons of `sp_core.agreement`, for
-    which nobody waits. MPI makes progress on all requests inside every call, and so must this generator.
+    which nobody waits. MPI makes progress on all requests inside every call, and so must this.
     """
     ask = begun(boxed(steps))
     while (done := ask()) is None:

@@ -7,10 +7,10 @@ launch.
 
 from __future__ import annotations
 
+import functools
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,13 +22,12 @@ from sp_core.testing.checked import CheckedComm
 from sp_core.testing.engine import lead, rerun
 from sp_core.testing.outcome import (
     FINISHED,
-    Catch,
     Kind,
     Outcome,
     capture,
-    failure,
     failure_class,
     first_line,
+    outcome_of,
 )
 from sp_core.testing.plan import Example, Plan, Result, Spec, feed, is_fed
 from sp_core.testing.run import run_body
@@ -81,11 +80,10 @@ def lead_ranks(control: MpiCarrier, spec: Spec, plan: Plan) -> None:
     stop = FINISHED
     try:
         if is_fed():
-            feed(lambda example: _order(control, spec, example))
+            feed(functools.partial(_order, control, spec))
             return
-        passed = lead(spec, plan, lambda spec, example: _order(control, spec, example))
-        if session.current.raw_replay:
-            _replay_raw(control, spec, passed)
+        replays = MAX_RAW_EXAMPLES if session.current.raw_replay else 0
+        lead(spec, plan, functools.partial(_order, control), replays)
     except BaseException as error:
         stop = capture(error)
         raise
@@ -161,34 +159,6 @@ def _ended(spec: Spec, comm: Any, example: Example) -> Outcome:
     """
     watch.note(f"in the body of {spec.function.__name__}")
     values = {**spec.fixtures, **example.values}
-    if example.raw:
-        with Catch() as caught:
-            spec.body(comm, **values)
-        return caught.outcome
-    return run_body(comm.family, lambda: spec.body(comm, **values))[1]
-
-
-def _replay_raw(control: MpiCarrier, spec: Spec, passed: list[Example]) -> None:
-    """Run at most 50 of the passed examples again on communicators that do not compare calls.
-
-    The exchanges of the comparison can hide a race.
-
-    Raises:
-        RankFailure: an example fails without the comparison.
-    """
-    distinct = list({str(example): example for example in passed}.values())
-    step = max(len(distinct) / MAX_RAW_EXAMPLES, 1.0)
-    for example in (
-        distinct[int(index * step)] for index in range(min(len(distinct), MAX_RAW_EXAMPLES))
-    ):
-        session.current.tally.raw += 1
-        result = _order(control, spec, replace(example, raw=True))
-        keep_largest(session.current.tally.ratios, session.ratios_of(result.remarks))
-        problem = failure(result.outcomes, example.ranks)
-        if problem is not None:
-            head = (
-                "raw replay: this example passes with checked communicators and fails without, so "
-                "its ranks race\n"
-            )
-            text = f"{head}{problem}\nexample: {spec.function.__name__}({example})\n{rerun(spec)}"
-            raise type(problem)(text) from None
+    if not example.raw:
+        return run_body(comm.family, lambda: spec.body(comm, **values))[1]
+    return outcome_of(lambda: spec.body(comm, **values))

@@ -9,9 +9,8 @@ from __future__ import annotations
 import enum
 import functools
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 from sp_core.errors import CollectiveMismatch, PeerFailed
 from sp_core.launch.watch import owner, short
@@ -37,8 +36,6 @@ class Kind(enum.Enum):
 
 DONE = frozenset(Kind) - {Kind.CALL, Kind.WAIT}
 """The kinds of ranks that have left the example."""
-QUIET = frozenset({Kind.OK, Kind.REJECT})
-"""The kinds of ranks that have left the example without a problem for the other ranks."""
 _KINDS = {"UnsatisfiedAssumption": Kind.REJECT, "Skipped": Kind.SKIP}
 """Kinds by the class of an error; all other errors are failures."""
 
@@ -87,35 +84,6 @@ class Outcome:
 FINISHED = Outcome(Kind.OK)
 
 
-class Catch:
-    """A context manager that keeps the error of its block, and does not let it out.
-
-    The ranks judge the error together.
-
-    Attributes:
-        error: the exception, or None.
-    """
-
-    error: BaseException | None = None
-
-    def __enter__(self) -> Catch:  # noqa: PYI034
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
-        self.error = error
-        return True
-
-    @property
-    def outcome(self) -> Outcome:
-        """How the block ended, as an `Outcome`."""
-        return capture(self.error)
-
-
 def first_line(text: str) -> str:
     """Return the first non-blank line of a text, without spaces around it; "" if there is none."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "")
@@ -134,6 +102,15 @@ def capture(error: BaseException | None) -> Outcome:
     name = next(kind for kind in type(root).__mro__ if kind not in (Woken, Mismatched)).__name__
     name, file, line = getattr(root, "key", (name, file, line))
     return Outcome(kind, name, str(root), file, line, _traceback(error))
+
+
+def outcome_of(body: Callable[[], object]) -> Outcome:
+    """Call `body`, and return its outcome. Errors do not get out: the ranks judge them together."""
+    try:
+        body()
+    except BaseException as error:  # noqa: BLE001  # the ranks judge it together
+        return capture(error)
+    return FINISHED
 
 
 def _traceback(error: BaseException) -> str:
@@ -233,5 +210,5 @@ def raise_for_peers(error: BaseException | None, outcomes: Sequence[Outcome]) ->
         error: of this rank, or None.
         outcomes: of all ranks.
     """
-    if error is None and any(outcome.kind in DONE - QUIET for outcome in outcomes):
+    if error is None and any(o.kind not in (Kind.OK, Kind.REJECT) for o in outcomes):
         raise PeerFailed(f"another rank has failed:\n{table(outcomes)}")

@@ -15,7 +15,7 @@ from sp_core import progress
 from sp_core.launch import watch
 from sp_core.testing.carriers import Stopped, ThreadCarrier, World
 from sp_core.testing.lockstep import abandon
-from sp_core.testing.outcome import FINISHED, Catch, Mismatched, Outcome, failure
+from sp_core.testing.outcome import FINISHED, Mismatched, Outcome, capture, failure
 from sp_core.testing.session import thread
 from sp_core.testing.stuck import Family
 from sp_core.testing.threads import ThreadComm
@@ -116,12 +116,12 @@ class _Rank(threading.Thread):
         if "torch" in sys.modules:
             # all backward passes on a GPU share one thread, in which ranks would block each other
             sys.modules["torch"].autograd.set_multithreading_enabled(False)  # in this thread alone
-        with Catch() as caught:
+        try:
             self.result, self.outcome = run_body(self._family, lambda: self._body(self.comm))
-        # ranks that wait for each other for ever
-        if isinstance(caught.error, Mismatched):
-            self.outcome = caught.outcome
-        self.crash = None if isinstance(caught.error, (Stopped, Mismatched)) else caught.error
+        except Mismatched as deadlock:
+            self.outcome = capture(deadlock)
+        except BaseException as error:  # noqa: BLE001  # the main thread raises it
+            self.crash = error
         self._world.leave(self.number)
 
 
@@ -135,15 +135,17 @@ def run_body(family: Family, body: Callable[[], T]) -> tuple[T | None, Outcome]:
         Stopped: a rank has hung, so all are to end.
         Mismatched: ranks wait for each other for ever.
     """
-    result = None
-    with Catch() as caught:
+    result, outcome = None, FINISHED
+    try:
         result = body()
         kept = progress.of_this_rank().kept
         abandon(request for question in kept for request in question.requests)
-    if isinstance(caught.error, Stopped):
-        raise caught.error
-    watch.note(f"after the body: {caught.outcome}")
-    return result, family.finish(caught.outcome)[family.members[0].rank]
+    except Stopped:
+        raise
+    except BaseException as error:  # noqa: BLE001  # the ranks judge it together
+        outcome = capture(error)
+    watch.note(f"after the body: {outcome}")
+    return result, family.finish(outcome)[family.members[0].rank]
 
 
 def _join(world: World, ranks: Sequence[_Rank], timeout: float) -> None:

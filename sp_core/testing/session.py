@@ -76,11 +76,16 @@ class Tally:
     features: Counter[str] = field(default_factory=Counter)
     ratios: dict[str, float] = field(default_factory=dict)
 
-    def count(self, ranks: int, remarks: Remarks) -> None:
-        """Count one example and its features; keep the largest error / bound of each result."""
-        self.examples += 1
-        self.sizes[ranks] += 1
-        self.features.update(name for kind, name, *_ in remarks if kind == "feature")
+    def count(self, ranks: int, remarks: Remarks, *, raw: bool = False) -> None:
+        """Count one example and its features; keep the largest error / bound of each result.
+
+        A raw example has been counted before, when its calls were compared.
+        """
+        self.raw += raw
+        if not raw:
+            self.examples += 1
+            self.sizes[ranks] += 1
+            self.features.update(name for kind, name, *_ in remarks if kind == "feature")
         keep_largest(self.ratios, ratios_of(remarks))
 
     def merge(self, other: Tally) -> None:

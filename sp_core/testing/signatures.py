@@ -287,8 +287,6 @@ def op_name(op: Any) -> str:
 
     Operations that the program defines cannot be compared, so all of them have one name.
     """
-    if isinstance(op, str):
-        return op.upper()
     return (
         "SUM"
         if op is None

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from sp_core.testing.carriers import MpiCarrier, Steps, Ticket, begun, patiently
-from sp_core.testing.outcome import FINISHED, Catch, Kind, Mismatched, Outcome
+from sp_core.testing.outcome import FINISHED, Kind, Mismatched, Outcome, outcome_of
 
 Ends = tuple[str, int, int, int]
 """Communicator, source, destination and tag of a message.
@@ -235,10 +235,9 @@ class Family:
             a mismatch if a message was lost on any of its communicators.
         """
         first, *others = self.members
-        with Catch() as left:
-            for member in self.members if outcome == FINISHED else ():
-                member.ensure_complete("the end of the body")
-        outcome = outcome if left.error is None else left.outcome
+        if outcome == FINISHED:
+            end = "the end of the body"
+            outcome = outcome_of(lambda: [each.ensure_complete(end) for each in self.members])
         everyone = first.lockstep.carrier.drive(self._finish(outcome), "has ended", ending=True)
         for member, outcomes in zip(self.members, everyone, strict=True):
             member._complete(any(each.kind is not Kind.OK for each in outcomes))

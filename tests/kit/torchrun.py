@@ -22,7 +22,7 @@ from torch import distributed
 import sp_core
 from sp_core import failing
 from sp_core.testing import session
-from sp_core.testing.outcome import FINISHED, Catch
+from sp_core.testing.outcome import FINISHED, outcome_of
 from sp_core.testing.plan import Example, Result, Spec
 from sp_core.testing.session import Remarks, collected, keep_largest
 from sp_core.transport.groups import GroupComm, over_ranks
@@ -73,9 +73,7 @@ def attempt(spec: Spec, example: Example) -> Result:
     comm, outcome = communicator(example.ranks), FINISHED
     with collected() as sink:
         if comm is not None:
-            with Catch() as caught:
-                spec.body(comm, **spec.fixtures, **example.values)
-            outcome = caught.outcome
+            outcome = outcome_of(lambda: spec.body(comm, **spec.fixtures, **example.values))
     everyone = world().allgather((outcome, sink))
     total = Remarks()
     for _, remarks in everyone:
