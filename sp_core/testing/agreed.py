@@ -81,14 +81,6 @@ class Ranks:
         find_shared_gpu(session, world)
         self.control = session.control = MpiCarrier(world.Dup())
 
-    def leave_result(self, exitstatus: int) -> None:
-        """Write the exit status to the launcher's file, on rank 0.
-
-        The file tells the launcher that the session has ended regularly.
-        """
-        if self.rank == 0:
-            (self._watch.directory / watch.RESULT).write_text(str(exitstatus))
-
     def _usage(self, text: str) -> NoReturn:
         raise pytest.UsageError(
             *([] if self.rank else [text])
@@ -221,11 +213,13 @@ class Ranks:
             text += "" if "rank 0 has the whole report" in last else f"\nrank {rank}: {last}"
         return text
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, object, object]:
         """Set this rank's exit status to the worst of all ranks. Every rank waits for all.
 
         This rank also gets all ranks' notes, and the greatest error over bound of each comparison.
+        At the end rank 0 writes the exit status to the launcher's file, which tells the launcher
+        that the session has ended regularly.
         """
         watch.progress()
         everyone = []
@@ -244,3 +238,7 @@ class Ranks:
         for _, ratios, notes in everyone:
             keep_largest(self._session.tally.ratios, ratios)
             self._session.notes |= notes
+        result = yield
+        if self.rank == 0:
+            (self._watch.directory / watch.RESULT).write_text(str(int(session.exitstatus)))
+        return result

@@ -23,7 +23,7 @@ from sp_core.testing.messages import MESSAGES, PROBES, Messages
 from sp_core.testing.outcome import Kind, Mismatched, capture, raise_for_peers
 from sp_core.testing.requests import UNCHECKED, Transfer, begun, install, say
 from sp_core.testing.signatures import Edges, Flow, op_of
-from sp_core.testing.stuck import Detector, Family
+from sp_core.testing.stuck import Family
 
 AGREED = {
     **dict.fromkeys(
@@ -105,9 +105,9 @@ class CheckedComm(Messages):
             self._shadows[0], lambda what, ending: self.family.look(self, what, ending=ending)
         )
         self._groups, self._persistent = itertools.count(), itertools.count()
-        super().__init__(Lockstep(self._carrier, name), family or Family())
-        if family is None:
-            self.family.detector = Detector(MpiCarrier(self._shadows[1]).share, self.rank)
+        super().__init__(
+            Lockstep(self._carrier, name), family or Family(MpiCarrier(self._shadows[-1]).share)
+        )
 
     def __enter__(self) -> Any:  # Any: its methods are those of mpi4py
         return self

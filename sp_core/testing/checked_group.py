@@ -6,7 +6,6 @@ The comparison is in `lockstep`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -120,23 +119,16 @@ class CheckedGroup:
 
         The sizes that a rank sends must be those that the receiving ranks expect.
         """
-        sends = self._parts(
-            input, input_split_sizes, lambda peer, nbytes: Message(self.rank, peer, 0, nbytes)
+        went, sent = self._split(input, input_split_sizes)
+        came, received = self._split(output, output_split_sizes)
+        self._agree(
+            lambda: dist.all_to_all_single(output, input, came, went, self._group),
+            "all_to_all_single",
+            str(input.dtype),
+            text=f"{sent} bytes to the ranks, {received} from them",
+            sends=[Message(self.rank, peer, 0, nbytes) for peer, nbytes in enumerate(sent)],
+            receives=[Message(peer, self.rank, 0, nbytes) for peer, nbytes in enumerate(received)],
         )
-        receives = self._parts(
-            output, output_split_sizes, lambda peer, nbytes: Message(peer, self.rank, 0, nbytes)
-        )
-        text = (
-            f"{[m.nbytes for m in sends]} bytes to the ranks, {[m.nbytes for m in receives]} from "
-            "them"
-        )
-        came, went = (
-            None if sizes is None else list(sizes)
-            for sizes in (output_split_sizes, input_split_sizes)
-        )
-        made = Call("all_to_all_single", (str(input.dtype),), sends, receives, text)
-        exchange = partial(dist.all_to_all_single, output, input, came, went, self._group)
-        Beginning(self, made, exchange).settle()
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Call torch's `broadcast` from `src`, a rank of the whole world. Every rank calls this."""
@@ -153,10 +145,11 @@ class CheckedGroup:
         At the same time rank `dst` calls `recv`, and all other ranks call `stand_by`.
         """
         message = Message(self.rank, dist.get_group_rank(self._group, dst), 0, tensor.nbytes)
-        self._point_to_point(
-            f"to {dst}, {_size(tensor)}",
+        self._agree(
             lambda: dist.send(tensor, dst, self._group),
-            sends=(message,),
+            "send or recv",
+            text=f"to {dst}, {_size(tensor)}",
+            sends=[message],
         )
 
     def recv(self, tensor: Tensor, src: int) -> None:
@@ -165,10 +158,11 @@ class CheckedGroup:
         At the same time rank `src` calls `send`, and all other ranks call `stand_by`.
         """
         message = Message(dist.get_group_rank(self._group, src), self.rank, 0, tensor.nbytes)
-        self._point_to_point(
-            f"from {src}, {_size(tensor)}",
+        self._agree(
             lambda: dist.recv(tensor, src, self._group),
-            receives=(message,),
+            "send or recv",
+            text=f"from {src}, {_size(tensor)}",
+            receives=[message],
         )
 
     def stand_by(self) -> None:
@@ -176,29 +170,33 @@ class CheckedGroup:
 
         Every rank that neither sends nor receives calls this.
         """
-        self._point_to_point("neither", lambda: None)
+        self._agree(lambda: None, "send or recv", text="neither")
 
     def barrier(self) -> None:
         """Call torch's `barrier`. Every rank calls this."""
         self._agree(lambda: dist.barrier(self._group), "barrier")
 
-    def _agree(self, then: Callable[[], Any], op: str, *equal: str) -> None:
-        """Compare `op` and the texts `equal` over the ranks, waiting for all, then call `then`."""
-        Beginning(self, Call(op, equal, text=", ".join(equal)), then).settle()
-
-    def _point_to_point(
-        self, text: str, then: Callable[[], Any], **messages: tuple[Message, ...]
+    def _agree(
+        self,
+        then: Callable[[], Any],
+        op: str,
+        *equal: str,
+        text: str = "",
+        sends: Sequence[Message] = (),
+        receives: Sequence[Message] = (),
     ) -> None:
-        """Compare the messages sent and received over the ranks, then call `then`."""
-        Beginning(self, Call("send or recv", text=text, **messages), then).settle()
+        """Compare a call over the ranks, waiting for all, then call `then`.
 
-    def _parts(
-        self, tensor: Tensor, sizes: Sequence[int] | None, message: Callable[[int, int], Message]
-    ) -> tuple[Message, ...]:
-        """Return the messages that the rows of a tensor make, one for each rank.
+        `op` and `equal` must be equal on all ranks. Messages sent must be those received. `text`
+        has the arguments, for errors; default: `equal`.
+        """
+        call = Call(op, equal, sends, receives, text or ", ".join(equal))
+        Beginning(self, call, then).settle()
 
-        Rank r's message has `sizes[r]` rows; `sizes` None splits the rows evenly. `message` makes
-        a message of a rank and a number of bytes.
+    def _split(self, tensor: Tensor, sizes: Sequence[int] | None) -> tuple[list[int], list[int]]:
+        """Return how many rows and how many bytes of a tensor go to each rank, or come from it.
+
+        `sizes` are the rows; None splits them evenly.
         """
         rows = len(tensor)
         if sizes is None and rows % self.size:
@@ -213,7 +211,7 @@ class CheckedGroup:
                 f"{rows} rows."
             )
         row = tensor.nbytes // rows if rows else 0
-        return tuple(message(peer, count * row) for peer, count in enumerate(given))
+        return given, [count * row for count in given]
 
 
 def _size(tensor: Tensor) -> str:

@@ -31,7 +31,7 @@ MAX_RANKS = 8
 SPMD_SIZES = 4
 RACE = (
     "raw replay: this example passes with checked communicators and fails without, so its ranks "
-    "race"
+    "race\n"
 )
 
 
@@ -190,6 +190,7 @@ def lead(
         session.replay(result.remarks)
         problem = failure(result.outcomes, example.ranks)
         if problem is not None:
+            problem = type(problem)(f"{RACE if example.raw else ''}{problem}")
             problem.add_note(keeps.format(example))
             raise problem from None
         kinds = {outcome.kind for outcome in result.outcomes}
@@ -204,7 +205,7 @@ def lead(
         chosen, step = [*passed.values()], max(len(passed) / max(replays, 1), 1.0)
         for index in range(min(len(chosen), replays)):
             again = replace(chosen[int(index * step)], raw=True)
-            judged(again, f"{RACE}\nexample: {spec.function.__name__}({{}})")
+            judged(again, f"example: {spec.function.__name__}({{}})")
     except (RankFailure, ThreadsHung, BaseExceptionGroup) as error:
         if isinstance(error, BaseExceptionGroup) and error.subgroup(RankFailure) is None:
             raise

@@ -142,15 +142,13 @@ def pytest_runtest_makereport(
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail the session if a recorded error is too near its bound.
 
-    Hand the counts to pytest-xdist, and the exit status to the launcher.
+    Hand the counts to pytest-xdist.
     """
     config = session.config
     if session.exitstatus == pytest.ExitCode.OK and any(late for _, late in _worst(config)):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     if hasattr(config, "workeroutput"):
         config.workeroutput["sp_core"] = pickle.dumps(kit.current.tally)
-    if ranks := config.pluginmanager.get_plugin("sp_core_ranks"):
-        ranks.leave_result(int(session.exitstatus))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -107,77 +107,25 @@ def _takes(pattern: Ends, message: Ends) -> bool:
     )
 
 
-class Detector:
-    """One rank's part in the search for a deadlock.
-
-    Args:
-        share: begins an all-gather over all ranks of the example, on a communicator used for
-            nothing else.
-        rank: of this process in the example.
-
-    Attributes:
-        rounds: number of exchanges that this rank has begun.
-    """
-
-    def __init__(self, share: Callable[[Report | None], Ticket], rank: int) -> None:
-        self._share = share
-        self._rank = rank
-        self._ticket: Ticket | None = None
-        self._previous: list[Report] | None = None
-        self.rounds = 0
-
-    def look(self, report: Report) -> str:
-        """Take part in the search while this rank waits, without blocking.
-
-        Return text that says where every rank waits if none can go on, else "".
-        """
-        reports = self._take_part(report, True)
-        if reports is None:
-            return ""
-        again, self._previous = reports == self._previous, reports
-        # another rank may have found the deadlock and left; that ends this rank's wait
-        if not again or reports[self._rank] != report or not deadlocked(reports):
-            return ""
-        return "every rank waits and none can go on:" + "".join(
-            f"\n  rank {r}: {said.what}" for r, said in enumerate(reports)
-        )
-
-    def settle(self, rounds: int) -> bool:
-        """Begin exchanges without a report until this rank has begun `rounds`. Do not block.
-
-        Return whether it has begun them all, and the last is complete. Call it until then.
-        """
-        self._previous = None
-        self._take_part(None, self.rounds < rounds)
-        return self._ticket is None and self.rounds >= rounds
-
-    def _take_part(self, report: Report | None, begins: bool) -> list[Report] | None:
-        """Poll the exchange under way. Without one begin it, if `begins`, with `report`.
-
-        Return the reports of all ranks when the exchange is complete, else None.
-        """
-        if self._ticket is None and begins:
-            self._ticket = self._share(report)
-            self.rounds += 1
-        reports = None if self._ticket is None else self._ticket()
-        self._ticket = None if reports is not None else self._ticket
-        return reports
-
-
 class Family:
     """The communicators of one rank in an example, without those that are freed.
 
     The first is the one that the body gets; the others are made from it.
 
+    Args:
+        share: begins an all-gather over all ranks of the example, on a communicator used for
+            nothing else, for the search for deadlocks. None if ranks are threads.
+
     Attributes:
         members: these communicators, in the order in which they were made.
-        detector: searches for deadlocks; only set if ranks are processes.
     """
 
-    detector: Any = None
-
-    def __init__(self) -> None:
+    def __init__(self, share: Callable[[Report | None], Ticket] | None = None) -> None:
         self.members: list[Any] = []
+        self._share = share
+        self._ticket: Ticket | None = None
+        self._previous: list[Report] | None = None
+        self._rounds = 0
 
     def look(
         self,
@@ -212,9 +160,29 @@ class Family:
         waits_on = "" if ending or pending else comm.lockstep.name
         awaits = tuple(transfer.waits() for transfer in pending)
         report = Report(calls, waits_on, comm.size, what, awaits, accepts, sent, received, every)
-        deadlock = self.detector.look(report)
-        if deadlock and not ending:
-            raise Mismatched(deadlock)
+        reports = self._take_part(report, begins=True)
+        if reports is None:
+            return
+        again, self._previous = reports == self._previous, reports
+        # another rank may have found the deadlock and left; that ends this rank's wait
+        mine = reports[self.members[0].rank]
+        if not ending and again and mine == report and deadlocked(reports):
+            raise Mismatched(
+                "every rank waits and none can go on:"
+                + "".join(f"\n  rank {r}: {said.what}" for r, said in enumerate(reports))
+            )
+
+    def _take_part(self, report: Report | None, *, begins: bool) -> list[Report] | None:
+        """Poll the exchange of reports under way. Without one begin it, if `begins`.
+
+        Return the reports of all ranks when the exchange is complete, else None.
+        """
+        if self._ticket is None and begins and self._share is not None:
+            self._ticket = self._share(report)
+            self._rounds += 1
+        reports = None if self._ticket is None else self._ticket()
+        self._ticket = None if reports is not None else self._ticket
+        return reports
 
     def release(self) -> None:
         """Hand over the data of started sends and collectives, so that peers can complete."""
@@ -245,10 +213,15 @@ class Family:
                 everyone[0][first.rank] = outcomes[member.rank]
         for member in others:
             member._free()
-        if self.detector is not None:
+        if self._share is not None:
             polled = MpiCarrier(first.lockstep.carrier.comm)  # takes no part in the search
-            rounds = max(polled.gather(self.detector.rounds))
-            patiently(lambda: self.detector.settle(rounds))
+            rounds, self._previous = max(polled.gather(self._rounds)), None
+
+            def settled() -> bool:
+                self._take_part(None, begins=self._rounds < rounds)
+                return self._ticket is None and self._rounds >= rounds
+
+            patiently(settled)
         # an example names its communicators alike every time
         first.children = itertools.count()
         self.members = [first]
