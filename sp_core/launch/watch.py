@@ -17,7 +17,6 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import functools
-import mmap
 import os
 import runpy
 import shutil
@@ -57,21 +56,19 @@ class Watch:
         hang: file descriptor for stacks at a time limit.
         stack: file descriptor for stacks at a signal.
         flying: file descriptor for the example under way.
-        place: the last place, memory-mapped.
+        place: file descriptor for the last place.
     """
 
     def __init__(self, rank: int) -> None:
         run_dir = os.environ.get(RUN_DIR)
         self.directory = Path(run_dir or tempfile.mkdtemp(prefix="sp_core-"))
         files = [file_of(self.directory, rank, kind) for kind in ("hang", "stack", "place")]
-        self.hang, self.stack, place, self.flying = (
+        self.hang, self.stack, self.place, self.flying = (
             os.open(file, os.O_CREAT | os.O_RDWR) for file in (*files, self.directory / IN_FLIGHT)
         )
         if run_dir is None:
             atexit.register(shutil.rmtree, self.directory, ignore_errors=True)
             self.hang = self.stack = os.dup(2)
-        os.truncate(place, PLACE_BYTES)
-        self.place = mmap.mmap(place, PLACE_BYTES)
         self.enable()
         faulthandler.register(signal.SIGTERM, self.stack, all_threads=True, chain=True)
         signal.signal(
@@ -182,8 +179,7 @@ def progress() -> None:
 def note(text: str) -> None:
     """Write `text`, cut to 511 bytes, to this rank's file "place", which outlives the process."""
     if _watch is not None:
-        raw = text.encode()[: PLACE_BYTES - 1]
-        _watch.place[: len(raw) + 1] = raw + b"\0"
+        os.pwrite(_watch.place, text.encode()[: PLACE_BYTES - 1] + b"\0", 0)
 
 
 def tell(text: str) -> None:

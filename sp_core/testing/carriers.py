@@ -212,8 +212,7 @@ class World:
         self.version = 0
         self.stopped = False
         self.waiting: dict[int, tuple[str, bool]] = {}
-        self._doomed: set[int] = set()
-        self._deadlock = ""
+        self._doomed: dict[int, str] = {}
         self.away: set[int] = set()
         self.kept: dict[Any, Any] = {}
 
@@ -258,8 +257,7 @@ class World:
             if self.stopped:
                 raise Stopped
             if rank in self._doomed:
-                self._doomed.remove(rank)
-                raise Mismatched(self._deadlock)
+                raise Mismatched(self._doomed.pop(rank))
 
     def _find_deadlock(self) -> None:
         if len(self.waiting) + len(self.away) < self.size or self._doomed:
@@ -267,10 +265,10 @@ class World:
         table = "".join(
             f"\n  rank {rank}: {what}" for rank, (what, _) in sorted(self.waiting.items())
         )
-        self._deadlock = "every rank waits and none can go on:" + table
-        stuck = {rank for rank, (_, ending) in self.waiting.items() if not ending}
+        stuck = [rank for rank, (_, ending) in self.waiting.items() if not ending]
         # If every rank only waits for other ranks to end, all of them raise.
-        self._doomed = stuck or {*self.waiting}
+        told = "every rank waits and none can go on:" + table
+        self._doomed = dict.fromkeys(stuck or self.waiting, told)
         self.touch()
 
 

@@ -127,27 +127,18 @@ class CheckedComm(Messages):
     def _edges(self, op: str) -> Edges:
         return self._raw.inoutedges if op.startswith("Neighbor") else ((), ())
 
-    def _collective(self, form: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
-        """Compare a collective on buffers over the ranks, then make it.
-
-        `form` is mpi4py's method, such as "Bcast", "Ibcast" or "Bcast_init". Return the request, or
-        None for a blocking method.
-        """
-
-        def make(found: Flow) -> Any:
-            made = getattr(self._raw, form)(*args, **given)
-            what = (
-                f"{form} number {next(self._persistent)}"
-                if form.endswith("_init")
-                else f"a started {form}"
-            )
-            if made is None:
-                return None
-            request = begun(made, Transfer(self, what))
-            request.memory = args, given  # mpi4py does not keep the buffers of reductions alive
-            return request
-
-        return self._agree_on(form, args, given, make)
+    def _make(self, form: str, flow: Flow, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
+        made = getattr(self._raw, form)(*args, **given)
+        what = (
+            f"{form} number {next(self._persistent)}"
+            if form.endswith("_init")
+            else f"a started {form}"
+        )
+        if made is None:
+            return None
+        request = begun(made, Transfer(self, what))
+        request.memory = args, given  # mpi4py does not keep the buffers of reductions alive
+        return request
 
     def _wrong_root(self, text: str) -> Exception:
         """Return mpi4py's error for a wrong root, with `text`, as MPI says only "invalid root"."""

@@ -67,23 +67,15 @@ class LockstepComm(Observer, ABC):
         self._begun = [request for request in self._begun if not request.done]
         return self._begun
 
-    @property
-    def rank(self) -> int:
-        """The rank of the caller."""
-        return self.lockstep.carrier.rank
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self.lockstep.carrier.size
-
     def Get_rank(self) -> int:
         """Return the rank of the caller."""
-        return self.rank
+        return self.lockstep.carrier.rank
 
     def Get_size(self) -> int:
         """Return the number of ranks."""
-        return self.size
+        return self.lockstep.carrier.size
+
+    rank, size = property(Get_rank), property(Get_size)
 
     def barrier(self) -> None:
         """Wait until every rank has called this, as mpi4py's `barrier`."""
@@ -259,19 +251,15 @@ class LockstepComm(Observer, ABC):
             require(len(objects) == number, f"{len(objects)} objects for {number} ranks")
         return objects
 
-    def _agree_on(
-        self, form: str, args: Sequence[Any], given: Mapping[str, Any], then: Callable[[Flow], Any]
-    ) -> Any:
-        """Compare a collective on buffers over the ranks, and return the result of `then`.
+    def _collective(self, form: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
+        """Compare a collective on buffers over the ranks, make it, and return a request or None.
+
+        After `announce_early`, and for `Iallgather`, return a request at once: the collective is
+        made when all ranks have announced it.
 
         Args:
             form: mpi4py's method, such as "Bcast", "Ibcast" or "Bcast_init".
             args, given: positional and named arguments of the method.
-            then: makes the call, given this rank's part in it.
-
-        Returns:
-            The result of `then`. After `announce_early`, and for `Iallgather`, a request instead:
-            `then` is called when all ranks have announced the collective.
         """
         op = op_of(form)
         with self._named(form):
@@ -282,10 +270,10 @@ class LockstepComm(Observer, ABC):
         what = found.call(form, self.rank)
         early, self._early = self._early or form == "Iallgather", False
         if not early:
-            return self._enter(what, lambda: then(found))
+            return self._enter(what, lambda: self._make(form, found, args, given))
         # do not wait for other ranks here: they may wait for something else from this rank
         self._allow(what)
-        return self._later(Beginning(self, what, lambda: then(found)))
+        return self._later(Beginning(self, what, lambda: self._make(form, found, args, given)))
 
     def _later(self, beginning: Beginning) -> Any:
         """Return the request of a collective that not all ranks have announced yet."""
@@ -308,8 +296,6 @@ class LockstepComm(Observer, ABC):
     def _enter(self, what: Call, then: Callable[[], Any] = lambda: None) -> Any:
         """Compare the call `what` over the ranks, waiting for all; return the result of `then`."""
         self._allow(what)
-        if self.lockstep.beginning is not None:
-            self.lockstep.beginning.settle()
         return Beginning(self, what, then).settle()
 
     def _allow(self, what: Call) -> None:
@@ -326,10 +312,15 @@ class LockstepComm(Observer, ABC):
         self.family.release()
 
     @abstractmethod
-    def _collective(self, form: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
-        """Compare a collective on buffers over the ranks, make it, and return a request or None.
+    def _make(self, form: str, flow: Flow, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
+        """Make a collective on buffers, to which all ranks have agreed.
 
-        `form` is mpi4py's method, such as "Bcast", "Ibcast" or "Bcast_init".
+        Args:
+            form, args, given: as in `_collective`.
+            flow: this rank's part in it.
+
+        Returns:
+            The request, or None for a blocking method.
         """
 
     def _release(self) -> None:

@@ -167,27 +167,18 @@ class ThreadComm(LockstepComm):
             raise Stopped
         super().progress()
 
-    def _collective(
-        self, form: str, args: Sequence[Any], given: Mapping[str, Any]
+    def _make(
+        self, form: str, flow: Flow, args: Sequence[Any], given: Mapping[str, Any]
     ) -> ThreadRequest | None:
-        def make(flow: Flow) -> ThreadRequest | None:
-            op = op_of(form)
-            if form != op:
-                return self._begin(
-                    f"a started {op}", None, flow, partial(deliver, op, self.rank, flow)
-                )
-            mine = {peer: contribution(flow, peer) for peer in dict(flow.gives)}
-            everyone = enumerate(self._carrier.gather(mine))
-            deliver(
-                op,
-                self.rank,
-                flow,
-                {rank: of[self.rank] for rank, of in everyone if self.rank in of},
-            )
-            return None
-
-        made: ThreadRequest | None = self._agree_on(form, args, given, make)
-        return made
+        op = op_of(form)
+        if form != op:
+            then = partial(deliver, op, self.rank, flow)
+            return self._begin(f"a started {op}", None, flow, then)
+        mine = {peer: contribution(flow, peer) for peer in dict(flow.gives)}
+        everyone = enumerate(self._carrier.gather(mine))
+        came = {rank: parts[self.rank] for rank, parts in everyone if self.rank in parts}
+        deliver(op, self.rank, flow, came)
+        return None
 
     def _begin(
         self, what: str, tag: int | None, flow: Flow, then: Callable[[dict[int, Array]], None]
