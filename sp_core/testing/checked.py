@@ -62,7 +62,16 @@ LOCAL = (
         "Compare",
         "Abort",
     ),
-    *("Shift", "Attach_buffer", "Detach_buffer", "Flush_buffer", "Iflush_buffer", "py2f", "toint"),
+    *(
+        "free",
+        "Shift",
+        "Attach_buffer",
+        "Detach_buffer",
+        "Flush_buffer",
+        "Iflush_buffer",
+        "py2f",
+        "toint",
+    ),
 )
 """Beginnings of the names of calls that no other rank need make."""
 
@@ -215,11 +224,6 @@ class CheckedComm(Messages):
 
         self._enter(Call("make_counter"))
         return MpiCounter(self._raw)
-
-    def free(self) -> None:
-        """Free the communicator unless it has been freed. Every rank calls this."""
-        if self:
-            self.Free()
 
     def _complete(self, clean: bool) -> None:
         if clean:

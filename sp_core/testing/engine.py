@@ -22,7 +22,7 @@ from hypothesis import settings, strategies as st
 
 from sp_core.testing import profiles, session
 from sp_core.testing.outcome import Kind, RankFailure, failure, failure_class
-from sp_core.testing.plan import Example, Plan, Result, Spec, search, sweep
+from sp_core.testing.plan import Example, Plan, Result, Spec, Try, search, sweep
 from sp_core.testing.run import ThreadsHung, run_ranks
 
 __tracebackhide__ = True  # pytest shows no frames of this file
@@ -70,9 +70,10 @@ def given(
             an error (class, file, line) has a subclass, by which Hypothesis tells bugs apart.
     """
 
-    def plan() -> Plan:
+    def plan(spec: Spec, attempt: Try) -> None:
         most = min(max_ranks, session.current.world_size or max_ranks)
-        return search(st.integers(1, most) if nprocs is None else nprocs, strategies, max_examples)
+        ranks = st.integers(1, most) if nprocs is None else nprocs
+        search(spec, attempt, ranks, strategies, max_examples)
 
     return lambda body: _as_test(body, tuple(strategies), plan)
 
@@ -98,25 +99,25 @@ def spmd(*sizes: int | tuple[int, ...]) -> Callable[[Body], Body]:
         RankFailure: when the test is called, for the first size that fails.
     """
 
-    def plan() -> Plan:
-        return sweep(sizes or tuple(range(1, 1 + (session.current.world_size or SPMD_SIZES))))
+    def plan(_: Spec, attempt: Try) -> None:
+        sweep(attempt, sizes or range(1, 1 + (session.current.world_size or SPMD_SIZES)))
 
     return lambda body: _as_test(body, (), plan)
 
 
-def _as_test(body: Body, drawn: tuple[str, ...], plan: Callable[[], Plan]) -> Body:
+def _as_test(body: Body, drawn: tuple[str, ...], plan: Plan) -> Body:
     """Return the function that pytest calls, with the body's fixtures as parameters.
 
     Args:
         body: takes the communicator, drawn arguments and fixtures.
         drawn: names of the drawn arguments.
-        plan: called at each run of the test; chooses its examples.
+        plan: chooses the examples.
     """
 
     @functools.wraps(body)
     def test(*instance: Any, **fixtures: Any) -> None:
         spec = Spec(functools.partial(body, *instance), fixtures, body, vars(test))
-        run(spec, plan())
+        run(spec, plan)
 
     vars(test).setdefault(
         "_hypothesis_internal_use_settings", settings(suppress_health_check=profiles.SUPPRESSED)

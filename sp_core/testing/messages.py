@@ -40,6 +40,7 @@ PROBES = {
     start + rest for start in ("P", "Ip", "Mp", "Imp", "p", "ip", "mp", "imp") for rest in ("robe",)
 }
 """Names of mpi4py's methods that probe for a message."""
+_signature = functools.cache(inspect.signature)
 
 
 class Messages(LockstepComm):
@@ -250,8 +251,3 @@ class Messages(LockstepComm):
         while status.tag != last:
             message = patiently(lambda: self._raw.Improbe(source, self._mpi.ANY_TAG, status))
             message.Recv(bytearray(status.Get_count(self._mpi.BYTE)))
-
-
-@functools.cache
-def _signature(call: Any) -> inspect.Signature:
-    return inspect.signature(call)

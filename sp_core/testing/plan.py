@@ -126,44 +126,44 @@ Plan = Callable[[Spec, Try], None]
 
 
 def search(
+    spec: Spec,
+    attempt: Try,
     nprocs: st.SearchStrategy[Any],
     strategies: dict[str, st.SearchStrategy[Any]],
     max_examples: int | None,
-) -> Plan:
-    """Return a plan that lets Hypothesis draw examples and shrink one that fails.
+) -> None:
+    """Let Hypothesis draw examples, and shrink one that fails.
 
     The test is skipped if no drawn ranks exist in the launch.
 
     Args:
+        spec: the test.
+        attempt: runs an example.
         nprocs: draws the ranks.
         strategies: draw the arguments, by name.
         max_examples: overrides the number of the profile, if not None.
     """
+    fitting: list[Nprocs] = []
 
-    def run(spec: Spec, attempt: Try) -> None:
-        fitting: list[Nprocs] = []
+    def is_fitting(nprocs: Nprocs) -> bool:
+        fitting.extend([nprocs] if fits(nprocs) else [])
+        return nprocs in fitting
 
-        def is_fitting(nprocs: Nprocs) -> bool:
-            fitting.extend([nprocs] if fits(nprocs) else [])
-            return nprocs in fitting
+    def driver(**values: Any) -> None:
+        example = Example(ranks_of(values.pop("nprocs")), values)
+        if not is_fitting(example.nprocs):  # of `@example`, for a larger launch
+            hypothesis.reject()
+        if Kind.REJECT in attempt(example, "to keep this example: @example({})"):
+            hypothesis.reject()
 
-        def driver(**values: Any) -> None:
-            example = Example(ranks_of(values.pop("nprocs")), values)
-            if not is_fitting(example.nprocs):  # of `@example`, for a larger launch
-                hypothesis.reject()
-            if Kind.REJECT in attempt(example, "to keep this example: @example({})"):
-                hypothesis.reject()
-
-        drawn = {"nprocs": nprocs.filter(is_fitting), **strategies}
-        try:
-            _decorated(spec, driver, drawn, max_examples)()
-        except (Unsatisfiable, FailedHealthCheck):
-            if fitting:
-                raise
-            size = session.current.world_size
-            pytest.skip(f"no number of ranks that it draws fits a launch of {size}")
-
-    return run
+    drawn = {"nprocs": nprocs.filter(is_fitting), **strategies}
+    try:
+        _decorated(spec, driver, drawn, max_examples)()
+    except (Unsatisfiable, FailedHealthCheck):
+        if fitting:
+            raise
+        size = session.current.world_size
+        pytest.skip(f"no number of ranks that it draws fits a launch of {size}")
 
 
 def _decorated(
@@ -192,24 +192,21 @@ def _decorated(
     return test
 
 
-def sweep(sizes: Sequence[Nprocs]) -> Plan:
-    """Return a plan that tries one example for each size that the launch has.
+def sweep(attempt: Try, sizes: Sequence[Nprocs]) -> None:
+    """Try one example for each size that the launch has.
 
     The test is skipped if the launch has none of them.
 
     Args:
+        attempt: runs an example.
         sizes: numbers of ranks, or tuples of world ranks.
     """
-
-    def run(spec: Spec, attempt: Try) -> None:
-        fitting = [Example(ranks_of(size), {}) for size in sizes if fits(size)]
-        if not fitting:
-            least = min(max(ranks_of(size)) for size in sizes) + 1
-            pytest.skip(f"needs {least} ranks, the launch has {session.current.world_size}")
-        for example in fitting:
-            attempt(example, "failed with {}")
-
-    return run
+    fitting = [Example(ranks_of(size), {}) for size in sizes if fits(size)]
+    if not fitting:
+        least = min(max(ranks_of(size)) for size in sizes) + 1
+        pytest.skip(f"needs {least} ranks, the launch has {session.current.world_size}")
+    for example in fitting:
+        attempt(example, "failed with {}")
 
 
 UNASKED, EXAMPLE, RESULT = "feed", "example.pickle", "example-result.pickle"

@@ -7,8 +7,7 @@ import faulthandler
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from sp_core import progress
@@ -66,63 +65,42 @@ def run_ranks(
     Raises:
         ThreadsHung: a rank hung; the stacks of all ranks are on standard error.
     """
-    world = World(size)
-    ranks = [_Rank(world, rank, body) for rank in range(size)]
-    with _one_thread_each():
+    world, crashes = World(size), list[BaseException]()
+    results: list[Any] = [None] * size
+    outcomes, sink = [FINISHED] * size, getattr(thread, "sink", None)
+    torch: Any = sys.modules.get("torch")
+
+    def run(rank: int) -> None:
+        thread.sink, family = sink, Family()
+        comm = ThreadComm(ThreadCarrier(world, "comm", rank, size, rank), family)
+        if torch:
+            # all backward passes on a GPU share one thread, in which ranks would block each other
+            torch.autograd.set_multithreading_enabled(False)  # in this thread alone
+        try:
+            results[rank], outcomes[rank] = run_body(family, lambda: body(comm))
+        except Mismatched as deadlock:
+            outcomes[rank] = capture(deadlock)
+        except BaseException as error:  # noqa: BLE001  # a fault of the kit, raised below
+            crashes.append(error)
+        world.leave(rank)
+
+    ranks = [
+        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
+        for rank in range(size)
+    ]
+    intra_op = torch and torch.get_num_threads()
+    try:
+        if torch:
+            torch.set_num_threads(1)  # the ranks share the cores
         for rank in ranks:
             rank.start()
         _join(world, ranks, watch.example_seconds() if timeout is None else timeout)
-    return [rank.result for rank in ranks], [rank.outcome for rank in ranks]
-
-
-@contextmanager
-def _one_thread_each() -> Iterator[None]:
-    """Let torch use one thread in each rank, if torch is imported, as the ranks share the cores."""
-    torch: Any = sys.modules.get("torch")
-    intra_op = torch.get_num_threads() if torch else 1
-    if torch:
-        torch.set_num_threads(1)
-    try:
-        yield
     finally:
         if torch:
             torch.set_num_threads(intra_op)
-
-
-class _Rank(threading.Thread):
-    """The thread of one rank. It runs the body, then waits for the other ranks to end.
-
-    Args:
-        world: state shared by the ranks.
-        rank: of this thread.
-        body: called with the communicator.
-    """
-
-    def __init__(self, world: World, rank: int, body: Callable[[Any], Any]) -> None:
-        super().__init__(name=f"rank {rank}", daemon=True)
-        self._world, self._body, self.number = world, body, rank
-        self._family = Family()
-        self.comm = ThreadComm(ThreadCarrier(world, "comm", rank, world.size, rank), self._family)
-        self.result: Any = None
-        self.outcome = FINISHED
-        self.crash: BaseException | None = (
-            None  # a fault of sp_core.testing: the main thread raises it
-        )
-        self._sink = getattr(thread, "sink", None)
-
-    def run(self) -> None:
-        """Run the body, wait until all ranks are done, and keep the result and the outcome."""
-        thread.sink = self._sink
-        if "torch" in sys.modules:
-            # all backward passes on a GPU share one thread, in which ranks would block each other
-            sys.modules["torch"].autograd.set_multithreading_enabled(False)  # in this thread alone
-        try:
-            self.result, self.outcome = run_body(self._family, lambda: self._body(self.comm))
-        except Mismatched as deadlock:
-            self.outcome = capture(deadlock)
-        except BaseException as error:  # noqa: BLE001  # the main thread raises it
-            self.crash = error
-        self._world.leave(self.number)
+    for crash in crashes:
+        raise crash
+    return results, outcomes
 
 
 def run_body(family: Family, body: Callable[[], T]) -> tuple[T | None, Outcome]:
@@ -148,35 +126,31 @@ def run_body(family: Family, body: Callable[[], T]) -> tuple[T | None, Outcome]:
     return result, family.finish(outcome)[family.members[0].rank]
 
 
-def _join(world: World, ranks: Sequence[_Rank], timeout: float) -> None:
-    """Wait for all ranks until the time limit, give up if one is late, and raise a rank's crash."""
+def _join(world: World, ranks: Sequence[threading.Thread], timeout: float) -> None:
+    """Wait for all ranks until the time limit.
+
+    If one is late, print all stacks, end the late ranks as far as possible, and raise
+    `ThreadsHung`.
+    """
     deadline = time.monotonic() + timeout
     for rank in ranks:
         rank.join(max(deadline - time.monotonic(), 0.0))
-    late = [rank for rank in ranks if rank.is_alive()]
-    if late:
-        _give_up(world, late, timeout)
-    for rank in ranks:
-        if rank.crash is not None:
-            raise rank.crash
-
-
-def _give_up(world: World, late: Sequence[_Rank], timeout: float) -> None:
-    """Print all stacks, end the late ranks as far as possible, and raise `ThreadsHung`."""
-    numbers = [rank.number for rank in late]
+    late = {number: rank for number, rank in enumerate(ranks) if rank.is_alive()}
+    if not late:
+        return
     print(
-        f"\nranks {numbers} of {world.size} have not ended after {timeout:g} s; all stacks:",
+        f"\nranks {[*late]} of {world.size} have not ended after {timeout:g} s; all stacks:",
         file=sys.__stderr__,
     )
     faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
     blame = sorted({*range(world.size)} - world.away - world.waiting.keys())
     world.stopped = True
     world.touch()
-    for rank in late:  # an endless loop in Python code ends at its next instruction
+    for rank in late.values():  # an endless loop in Python code ends at its next instruction
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(rank.ident or 0), ctypes.py_object(Stopped)
         )
-    for rank in late:
+    for rank in late.values():
         rank.join(GRACE_SECONDS)
     raise ThreadsHung(
         f"the example has not ended within {timeout:g} s; ranks {blame} of {world.size} were "

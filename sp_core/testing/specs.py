@@ -175,13 +175,12 @@ def _items(spec: Any, form: str) -> tuple[Any, Any, Any, Any]:
 
 def _element(buffer: Any, datatype: Any, writable: bool) -> _Element:
     """Return a buffer with its element type: that of `datatype`, else that of the buffer."""
-    data = np.empty(0, np.uint8)
-    if buffer is not None and type(buffer).__name__ != "BottomType":
-        data = array(buffer)
-        if writable and not data.flags.writeable:
-            raise ValueError("a buffer to receive into is read-only")
-    elif datatype is None:
+    known = buffer is not None and type(buffer).__name__ != "BottomType"
+    if not known and datatype is None:
         raise TypeError(f"a message without a buffer needs a datatype, got {buffer!r} alone")
+    data = array(buffer) if known else np.empty(0, np.uint8)
+    if writable and not data.flags.writeable:
+        raise ValueError("a buffer to receive into is read-only")
     if isinstance(datatype, str):
         from mpi4py.MPI import Datatype
 
@@ -190,11 +189,7 @@ def _element(buffer: Any, datatype: Any, writable: bool) -> _Element:
         except ValueError as unknown:
             raise KeyError(str(unknown)) from None
     if datatype is not None:
-        return _typed(
-            data.view(np.uint8),
-            datatype,
-            buffer is not None and type(buffer).__name__ != "BottomType",
-        )
+        return _typed(data.view(np.uint8), datatype, known)
     if data.dtype.kind not in "?biufcS":
         raise KeyError(f"no datatype of MPI is {data.dtype}")
     return _Element(

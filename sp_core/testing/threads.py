@@ -13,14 +13,15 @@ import itertools
 import pickle
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from sp_core.errors import CollectiveMismatch
-from sp_core.testing.carriers import Steps, Stopped, ThreadCarrier
+from sp_core.testing.carriers import Steps, ThreadCarrier
 from sp_core.testing.comm import LockstepComm, forwarded
 from sp_core.testing.lockstep import Call, Lockstep, Message
 from sp_core.testing.signatures import (
@@ -89,30 +90,6 @@ class ThreadRequest:
         return self.done
 
 
-class _Draws:
-    """A counter that ranks which are threads share; `take` returns 0, 1, 2, ... over all ranks.
-
-    A call of a C iterator's `__next__` is never interrupted by another thread.
-
-    Args:
-        comm: communicator of this rank; a body that ends before `free` fails.
-        numbers: `itertools.count()`, the same object on all ranks.
-    """
-
-    done = False  # listed with the requests: an example must not end before `free`
-
-    def __init__(self, comm: ThreadComm, numbers: Iterator[int]) -> None:
-        self.take = numbers.__next__
-        comm._requests.append(self)
-
-    def __str__(self) -> str:
-        return "a counter"
-
-    def free(self) -> None:
-        """Note that this rank is done with the counter, so that its body may end."""
-        self.done = True
-
-
 def _is_nobody(peer: int | None) -> bool:
     """Return whether `peer` is `MPI.PROC_NULL`, without importing mpi4py.
 
@@ -156,16 +133,6 @@ class ThreadComm(LockstepComm):
             ),
             self.family,
         )
-
-    def progress(self) -> None:
-        """Copy the send buffers that other ranks wait for, so that these ranks can complete.
-
-        Raises:
-            Stopped: a rank has hung, so all are to end.
-        """
-        if self._world.stopped:
-            raise Stopped
-        super().progress()
 
     def _make(
         self, form: str, flow: Flow, args: Sequence[Any], given: Mapping[str, Any]
@@ -328,14 +295,19 @@ class ThreadComm(LockstepComm):
         """Return a communicator of this rank alone, which needs no other rank."""
         return self._made(f"alone[{self._carrier.world_rank}]", 0, 1)
 
-    def make_counter(self) -> _Draws:
+    def make_counter(self) -> Any:
         """Return an object whose `take` gives 0, 1, 2, ... to whichever rank asks next.
 
-        Every rank calls this. `free` has to be called before the end of the body.
+        Every rank calls this. `free` has to be called before the end of the body. A call of a C
+        iterator's `__next__` is never interrupted by another thread.
         """
         self._enter(Call("make_counter"))
         key = self._carrier.name, "counter", next(self.children)
-        return _Draws(self, self._world.shared(key, itertools.count()))
+        freed = ThreadRequest(self, "a counter", lambda: False)
+        return SimpleNamespace(
+            take=self._world.shared(key, itertools.count()).__next__,
+            free=partial(setattr, freed, "done", True),
+        )
 
     def _release(self) -> None:
         pending, self._pending = self._pending, []
