@@ -187,10 +187,6 @@ class MpiCarrier(Carrier):
         return patiently(begun(boxed(steps)), lambda: self._stuck(what, ending))[0]
 
 
-class Stopped(BaseException):
-    """Raised in a rank when all are to end because one hung. The rank itself has made no error."""
-
-
 class World:
     """The state that the ranks of one run of a body share; these ranks are threads.
 
@@ -200,7 +196,6 @@ class World:
     Attributes:
         changed: condition variable that guards the state and wakes ranks.
         version: number of changes so far, which tells a waiting rank that something has happened.
-        stopped: whether a rank has hung, so that all are to end.
         kept: the objects of `shared`, by key.
         waiting: by rank, what it waits for, and whether only for other ranks to end.
         away: the ranks that have ended.
@@ -210,7 +205,6 @@ class World:
         self.size = size
         self.changed = threading.Condition()
         self.version = 0
-        self.stopped = False
         self.waiting: dict[int, tuple[str, bool]] = {}
         self._doomed: dict[int, str] = {}
         self.away: set[int] = set()
@@ -246,16 +240,13 @@ class World:
 
         Raises:
             Mismatched: every rank waits or has ended, and none can go on.
-            Stopped: a rank has hung, so all are to end.
         """
         with self.changed:
-            while self.version == seen and not self.stopped:
+            while self.version == seen:
                 self.waiting[rank] = (what, ending)
                 self._find_deadlock()
                 if self.version == seen:
                     self.changed.wait()
-            if self.stopped:
-                raise Stopped
             if rank in self._doomed:
                 raise Mismatched(self._doomed.pop(rank))
 
@@ -314,7 +305,7 @@ class ThreadCarrier(Carrier):
         """Run a generator to its end and return its result. Sleep whenever the generator yields.
 
         Raises:
-            Mismatched, Stopped: as in `World.sleep`.
+            Mismatched: as in `World.sleep`.
         """
         while True:
             seen = self.world.version

@@ -264,16 +264,14 @@ class LockstepComm(Observer, ABC):
         op = op_of(form)
         with self._named(form):
             values = bind(op, args, given)
-        self._check_root(form, values.get("root"))
-        with self._named(form):
             found = flow(op, self.rank, self.size, values, self._edges(op))
+        self._check_root(form, values.get("root"))
         what = found.call(form, self.rank)
-        early, self._early = self._early or form == "Iallgather", False
-        if not early:
-            return self._enter(what, lambda: self._make(form, found, args, given))
-        # do not wait for other ranks here: they may wait for something else from this rank
         self._allow(what)
-        return self._later(Beginning(self, what, lambda: self._make(form, found, args, given)))
+        beginning = Beginning(self, what, lambda: self._make(form, found, args, given))
+        early, self._early = self._early or form == "Iallgather", False
+        # an early one does not wait: other ranks may wait for something else from this rank
+        return self._later(beginning) if early else beginning.settle()
 
     def _later(self, beginning: Beginning) -> Any:
         """Return the request of a collective that not all ranks have announced yet."""
