@@ -17,7 +17,7 @@ from sp_core.errors import CollectiveMismatch
 from sp_core.testing.carriers import MpiCarrier, patiently
 from sp_core.testing.comm import LockstepComm
 from sp_core.testing.lockstep import UNCOUNTED, Message
-from sp_core.testing.requests import OBJECT, UNCHECKED, Transfer, begun, patient, say
+from sp_core.testing.requests import OBJECT, Transfer, begun, patient, say
 from sp_core.testing.specs import Part, read
 
 _SYNCHRONOUS = {"Isend": "Issend", "Send_init": "Ssend_init"}
@@ -164,8 +164,7 @@ class Messages(LockstepComm):
     def _begin_both(self, name: str, values: list[Any]) -> Any:
         """Make the call "Isendrecv" or "Isendrecv_replace" of mpi4py, and return the request."""
         raw = getattr(self._raw, name)(*values)
-        if name in UNCHECKED:
-            say(name)
+        say(name)
         sides = (self._part(*values[:2]), *values[1:3]), (Part(0, UNCOUNTED), *values[-2:])
         return begun(raw, self._transfer(*sides))
 

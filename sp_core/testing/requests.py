@@ -347,37 +347,29 @@ def install() -> None:
 
     replaced = request_classes(MPI.Request, MPI.Prequest)
     for base in (MPI.Win, MPI.File):
-        names = [name for name in UNCHECKED if name.startswith(f"{base.__name__}.")]
-        replaced[base.__name__] = replacement(
-            base, {name.split(".")[1]: _named(base, name) for name in names}
-        )
+        names = [x.partition(".")[2] for x in UNCHECKED if x.startswith(f"{base.__name__}.")]
+        replaced[base.__name__] = replacement(base, {x: _taking(base, x) for x in names})
     probes = {"Probe": "Mprobe", "Iprobe": "Improbe", "probe": "mprobe", "iprobe": "improbe"}
     replaced["Message"] = replacement(
-        MPI.Message, {name: _probe(MPI.Message, name, own) for name, own in probes.items()}
+        MPI.Message, {name: _taking(MPI.Message, name, own) for name, own in probes.items()}
     )
     vars(MPI).update(replaced)
 
 
-def _named(base: Any, name: str) -> Any:
-    """Return a class method that calls mpi4py's, and prints `name` for a checked communicator."""
+def _taking(base: Any, name: str, of_comm: str = "") -> Any:
+    """Return a class method that replaces one of mpi4py's which takes a communicator.
+
+    For a checked communicator it calls the communicator's method `of_comm`. Without one it prints
+    that the call is unchecked, and calls mpi4py's method.
+    """
 
     def call(cls: type, *args: Any, **given: Any) -> Any:
-        if any(isinstance(each, LockstepComm) for each in (*args, *given.values())):
-            say(name)
-        return vars(base)[name.split(".")[1]].__get__(None, cls)(*args, **given)
+        checked = [each for each in (*args, *given.values()) if isinstance(each, LockstepComm)]
+        if checked and of_comm:
+            rest = {key: value for key, value in given.items() if value is not checked[0]}
+            return getattr(checked[0], of_comm)(*(x for x in args if x is not checked[0]), **rest)
+        if checked:
+            say(f"{base.__name__}.{name}")
+        return vars(base)[name].__get__(None, cls)(*args, **given)
 
     return classmethod(call)
-
-
-def _probe(base: Any, name: str, of_comm: str) -> Any:
-    """Return a class method of `MPI.Message`, which calls `of_comm` of a checked communicator."""
-
-    def probe(cls: type, comm: Any, *args: Any, **given: Any) -> Any:
-        checked = isinstance(comm, LockstepComm)
-        return (
-            getattr(comm, of_comm)(*args, **given)
-            if checked
-            else vars(base)[name].__get__(None, cls)(comm, *args, **given)
-        )
-
-    return classmethod(probe)
