@@ -203,8 +203,8 @@ class Lockstep:
 def meanwhile(comm: Any, steps: Steps[Any]) -> Steps[Any]:
     """Return a generator that runs `steps`, and before each `yield` moves what else was begun.
 
-    That is: what the communicator has started, and the comparisons of `sp_core.agreement`, for
-    which nobody waits. MPI makes progress on all requests inside every call, and so must this.
+    It sends what the communicator has started, and tests the comparisons of `sp_core.agreement`,
+    for which nobody waits. MPI makes progress on all requests inside every call; so must this.
     """
     ask = begun(boxed(steps))
     while (done := ask()) is None:

@@ -168,7 +168,8 @@ class ThreadComm(LockstepComm):
                 view(part).view(np.uint8)[:] = 0xFF  # NaN in floating point
         for slot in (*takes.values(), *(gives.values() if tag is None else ())):
             slot["awaited"] = True
-        self._world.touch()
+        if takes:
+            self._world.touch()
 
         def release() -> bool:
             for dest, slot in gives.items():
