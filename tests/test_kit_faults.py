@@ -155,3 +155,14 @@ def test_a_rank_that_is_interrupted_keeps_its_word(op: str) -> None:
     assert "RankFailure[InterruptedError" in text
     assert stopped(text, 0, 2)
     still_works()
+
+
+def test_a_call_begun_early_ends_with_the_peer_that_never_makes_it() -> None:
+    @spmd(2)
+    def body(comm: Any) -> None:
+        lost(comm)
+        comm.announce_early()
+        comm.Iallreduce(np.ones(1), np.empty(1))
+
+    assert failure_of(body).startswith("RankFailure[LookupError")
+    still_works()

@@ -135,7 +135,10 @@ class Jobs:
     def _ask(self, test: str, example: Example) -> Result:
         """Run an example in the launch of its test, and return the result.
 
-        A lost launch is a failure of the example; the next example then starts a new launch.
+        A lost launch is a failure of the example; the next example then starts a new launch. The
+        rank that died first has failed, or the example's first rank if none of its ranks died; the
+        others were stopped. All lost launches have one class of failure, as not every system tells
+        how.
         """
         if self.lost >= self._most:
             return Result([FINISHED] * len(example.ranks), {})
@@ -149,7 +152,10 @@ class Jobs:
             self.lost += 1
             self._job.close(patience=0.0)
             self._job = None
-            return Result(outcomes(example, lost), {})
+            report, first = lost.args
+            fallen = first if first in example.ranks else example.ranks[0]
+            crash, woken = Outcome(Kind.FAIL, "RankCrashed", report), Outcome(Kind.WOKEN)
+            return Result([crash if rank == fallen else woken for rank in example.ranks], {})
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self) -> None:
@@ -168,18 +174,6 @@ class Jobs:
         terminalreporter.write_line(
             f"{self.launches} launches of {self.ranks} ranks, {self.lost} of them lost"
         )
-
-
-def outcomes(example: Example, lost: Lost) -> list[Outcome]:
-    """Return the outcome of each rank of an example whose launch was lost, in rank order.
-
-    The rank that died first has failed, or the example's first rank if none of its ranks died; the
-    others were stopped. All lost launches have one class of failure, as not every system tells how.
-    """
-    report, first = lost.args
-    fallen = first if first in example.ranks else example.ranks[0]
-    crash = Outcome(Kind.FAIL, "RankCrashed", report)
-    return [crash if rank == fallen else Outcome(Kind.WOKEN) for rank in example.ranks]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
