@@ -76,11 +76,11 @@ def run_ranks(
 
     def run(rank: int) -> None:
         thread.sink, family = sink, Family()
-        comm = ThreadComm(ThreadCarrier(world, "comm", rank, size, rank), family)
-        if torch:
-            # all backward passes on a GPU share one thread, in which ranks would block each other
-            torch.autograd.set_multithreading_enabled(False)  # in this thread alone
         try:
+            comm = ThreadComm(ThreadCarrier(world, "comm", rank, size, rank), family)
+            if torch:
+                # all backward passes on a GPU share one thread; ranks would block each other there
+                torch.autograd.set_multithreading_enabled(False)  # in this thread alone
             results[rank], outcomes[rank] = run_body(family, lambda: body(comm))
         except Mismatched as deadlock:
             outcomes[rank] = capture(deadlock)
