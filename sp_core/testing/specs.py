@@ -6,6 +6,8 @@ returns how many elements of which type go to each rank, and from where.
 
 from __future__ import annotations
 
+import ctypes
+import struct
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from operator import index
@@ -147,7 +149,24 @@ def _foreign(buffer: Any) -> Array:
 
     if hasattr(buffer, "__cuda_array_interface__"):
         return np.asarray(memory(buffer)).view(buffer.__cuda_array_interface__["typestr"])
-    return np.asarray(memory(buffer)).view(np.from_dlpack(buffer).dtype)
+    on_host = buffer.__dlpack_device__()[0] == 1
+    return np.asarray(memory(buffer)).view(
+        _type_of_tensor(buffer.__dlpack__(**({} if on_host else {"stream": -1})))
+    )
+
+
+def _type_of_tensor(capsule: Any) -> str:
+    """Return the element type of a DLPack tensor as NumPy names it, such as "f4".
+
+    In the DLPack structure it lies behind the data pointer, the device and the number of
+    dimensions.
+    """
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    code, bits, lanes = struct.unpack_from(
+        "=BBH", ctypes.string_at(pointer(capsule, b"dltensor"), 24), 20
+    )
+    return f"{'c' if lanes == 2 else 'iufVVcb'[code]}{bits * lanes // 8}"
 
 
 def _items(spec: Any, form: str) -> tuple[Any, Any, Any, Any]:
