@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import statistics
@@ -10,20 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from mpi4py import MPI
 from test_scaling import program as run_program
 
 from benchmarks import launching
 from benchmarks.contests.peers import __main__ as program, contestants as problem
-from benchmarks.contests.peers.__main__ import BALANCED, DUO, LAUNCHES, PEERS, SOLO, peers
+from benchmarks.contests.peers.__main__ import BALANCED, DUO, LAUNCHES, MASKED, PEERS, SOLO, peers
 from benchmarks.contests.peers.contestants import NAMES
+from benchmarks.contests.peers.others import Contestant, masks, plain
 from benchmarks.statistics import Requirement, exact_interval
 from sp_core import transport
+from tests.oracle.reference.dense import visible
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = "ring/zigzag/off"
-CONTESTANTS = 22
+CONTESTANTS = 34
 WHOLE = problem.draw(32, 0, 4, 8)
 FAULTS: dict[str, Any] = {
     "none": lambda x: x,
@@ -51,7 +53,7 @@ def launched(times: dict[str, float], seq: int = 4096) -> dict[str, Any]:
 def test_a_wrong_contestant_is_found(fault: str) -> None:
     """Where tensors lie in memory changes nothing."""
     positions = torch.tensor([*range(8), *range(24, 32)])
-    expected = problem.alone(WHOLE, causal=True)
+    expected = problem.alone(WHOLE, {"causal": True})
     results = FAULTS[fault]([x[:, positions] for x in expected])
     for heads_first in (False, True):
         mine = problem.part(WHOLE, positions, heads_first=heads_first)
@@ -63,20 +65,18 @@ def test_a_wrong_contestant_is_found(fault: str) -> None:
         json.dumps(verdict, allow_nan=False)
 
 
+@pytest.mark.parametrize("backward", [True, False])
+@pytest.mark.parametrize("mask", ["causal", "window", "documents"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_mask_off_by_one_is_found(dtype: torch.dtype) -> None:
-    whole = tuple(x.to(dtype) for x in WHOLE)
-    visible = torch.ones(32, 32, dtype=torch.bool).tril(-1)
-    visible[0, 0] = True
-
-    def attend(*qkv: torch.Tensor) -> torch.Tensor:
-        q, k, v = (x.transpose(1, 2) for x in qkv)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible).transpose(1, 2)
-
-    for name, function, status in (("right", problem.plain, "ok"), ("off by one", attend, "wrong")):
-        check = problem.Heat(MPI.COMM_SELF, whole).check(problem.Contestant(name, function))
+def test_a_mask_off_by_one_is_found(dtype: torch.dtype, mask: str, backward: bool) -> None:
+    heat = problem.Heat(MPI.COMM_SELF, tuple(x.to(dtype) for x in WHOLE))
+    seen = visible(range(32), range(32), **masks(32)[mask])
+    for shift, status in ((0, "ok"), (1, "wrong")):
+        attend = functools.partial(plain, seen=seen.roll(shift, 1))
+        check = heat.check(Contestant("", attend, mask=mask, backward=backward))
         assert check["status"] == status
         assert check["limit"] < 0.1
+        assert [*check["errors"]] == [*NAMES][: 4 if backward else 1]
 
 
 def test_one_rank_that_breaks_fails_the_contestant() -> None:
@@ -138,6 +138,8 @@ GOOD = {
     **{f"{scheme}/{layout}/off/full": 2.0 for scheme, layout in BALANCED.items()},
     **{f"{scheme}/one rank": 2.0 for scheme in BALANCED},
     **dict.fromkeys(PEERS, 1.2),
+    **{f"ulysses/contiguous/off/{form}": 1.0 for form in MASKED},
+    **{f"{peer}/{form}": 1.2 for form, peer in MASKED.items()},
     "ring/contiguous/off": 1.5,
     "allgather_kv/contiguous/off": 1.5,
     SOLO: 2.0,
@@ -153,6 +155,10 @@ BEST = "allgather_kv/zigzag"
         (DUO, 0.5, [f"{BEST}/off / two threads", f"{BEST}/agree / two threads"]),
         (f"{BEST}/agree", 1.1, [f"{BEST}/agree / two threads"]),
         *((peer, 0.8, [f"{peer} / {BEST}/off"]) for peer in PEERS),
+        *(
+            (f"{peer}/{form}", 0.8, [f"{peer}/{form} / ulysses/contiguous/off/{form}"])
+            for form, peer in MASKED.items()
+        ),
         ("ring/contiguous/off", 0.8, ["ring, contiguous / zigzag"]),
         *(
             (f"{scheme}/{layout}/off/full", 0.5, [f"{scheme}, causal / full mask"])
@@ -169,7 +175,7 @@ def test_every_required_line_is_there_and_can_be_short(
         line.text.removesuffix(", 4096 tokens"): line.mark
         for line in program.lines([launched(times)] * LAUNCHES, ["4096"])
     }
-    assert len(found) == 12
+    assert len(found) == 15
     assert [text for text, mark in found.items() if mark == "not reached"] == short
     assert set(found.values()) <= {"reached", "not reached"}
 
@@ -288,7 +294,7 @@ def test_a_contest_keeps_what_is_complete_and_can_be_resumed_but_not_by_another(
 
 
 def test_every_contestant_computes_the_same_and_is_timed(tmp_path: Path) -> None:
-    """The real ones on two ranks. Where DeepSpeed is missing, its row has to say so."""
+    """The real ones on two ranks. One whose library or compiler is missing has to say so."""
     out = tmp_path / "peers.json"
     options = ("--seq", "32", "--launches", "1", "--out", str(out))
     run_program("benchmarks.contests.peers", *options)
@@ -301,5 +307,6 @@ def test_every_contestant_computes_the_same_and_is_timed(tmp_path: Path) -> None
             assert entry["median_s"] == statistics.median(entry["samples_s"]) > 0, name
             assert len(entry["samples_s"]) == problem.MOST
         else:
-            assert (name, entry["status"]) == ("deepspeed ulysses", "not installed")
-            assert "ModuleNotFoundError" in entry["reason"]
+            assert entry["status"] == "not installed"
+            missing = "ModuleNotFoundError" if name == "deepspeed ulysses" else "C++ compiler"
+            assert missing in entry["reason"]

@@ -18,7 +18,7 @@ import importlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,14 +35,15 @@ from benchmarks.contests.peers.__main__ import (
     LEGEND,
     PLACE,
     RANKS,
+    best,
     ratio,
     standings,
-    typical,
 )
-from benchmarks.contests.peers.contestants import BROKEN, GLOO_SECONDS, MISSING, verdict
+from benchmarks.contests.peers.contestants import BROKEN, GLOO_SECONDS, timed, verdict
+from benchmarks.contests.peers.others import MISSING
 from benchmarks.launching import Launch, Record, UsageError, about, main
 from benchmarks.machine import facts
-from benchmarks.sample import Span, makespans, race
+from benchmarks.sample import ABSENT, Span
 from benchmarks.statistics import Requirement
 from benchmarks.worker import Intracomm, Rank
 from sp_core.mesh import Mesh
@@ -191,12 +192,15 @@ def alst(model: Any, given: Given, size: int, count: float) -> Contestant:
     return Contestant(model, step)
 
 
-def check(make: Callable[[], Contestant], want: list[Tensor], world: Intracomm) -> tuple[Any, Any]:
-    """Return a contestant, if it can be made, and its check."""
+def checked(
+    make: Callable[[], Contestant], want: list[Tensor], world: Intracomm
+) -> tuple[Record, Callable[[], Span]]:
+    """Return the check of a contestant, and how to time it if it can be made."""
     try:
         made = make()
     except MISSING as error:
-        return None, {"status": "not installed", "reason": f"{type(error).__name__}: {error}"}
+        reason = f"{type(error).__name__}: {error}"
+        return {"status": "not installed", "reason": reason}, lambda: ABSENT
     broken, found = "", [0.0] * len(want)
     try:
         pairs = zip(made.results(world), want, strict=True)
@@ -204,7 +208,7 @@ def check(make: Callable[[], Contestant], want: list[Tensor], world: Intracomm) 
     except BROKEN as error:
         broken = f"{type(error).__name__}: {error}"
     worst = [x if math.isfinite(x) else math.inf for x in (found[0], max(found[1:]))]
-    return made, verdict(world.allgather((broken, worst)), NAMES)
+    return verdict(world.allgather((broken, worst)), NAMES), functools.partial(made.sample, world)
 
 
 def measure(setting: Record, rank: Rank) -> Record:
@@ -234,18 +238,10 @@ def measure(setting: Record, rank: Rank) -> Record:
             PEERS[1]: functools.partial(alst, **others),
         }
         found = {
-            name: check(functools.partial(make, copy.deepcopy(whole), given), want, world)
+            name: checked(functools.partial(make, copy.deepcopy(whole), given), want, world)
             for name, make in makers.items()
         }
-        record = {name: checked for name, (_, checked) in found.items()}
-        right = {
-            name: functools.partial(made.sample, world)
-            for name, (made, checked) in found.items()
-            if checked["status"] == "ok"
-        }
-        for name, spans in race(world, right, ROUNDS, seed).items():
-            times = makespans(spans)
-            record[name] |= {"samples_s": times, "median_s": statistics.median(times)}
+        record = timed(world, found, ROUNDS, seed)
     return {**facts(world, torch.device("cpu"), "all"), "seqs": {str(seq): record}}
 
 
@@ -268,16 +264,11 @@ def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
 def show(document: Record) -> Iterator[Part]:
     """Yield a table of the contestants and the requirements."""
     launches, seq = document["launches"], document["seq"]
-    timed = [name for name in OURS if typical(launches, seq, name) is not None]
-    best = min(timed, key=lambda name: typical(launches, seq, name) or 0, default=None)
-    yield from standings(launches, seq, best)
-    yield requirements("required", lines(launches, seq, best), LEGEND)
-
-
-def lines(launches: Sequence[Record], seq: int, best: str | None) -> list[Requirement]:
-    """Return the requirements: ours is not slower than any peer."""
-    pairs = [(f"{peer} / {best}", ratio(launches, seq, peer, best)) for peer in PEERS]
-    return [Requirement(text, ">=", 1.0, found, LAUNCHES) for text, found in pairs]
+    ours = best(launches, seq, OURS)
+    yield from standings(launches, seq, ours)
+    pairs = [(f"{peer} / {ours}", ratio(launches, seq, peer, ours)) for peer in PEERS]
+    required = [Requirement(text, ">=", 1.0, found, LAUNCHES) for text, found in pairs]
+    yield requirements("required", required, LEGEND)
 
 
 OPTIONS = {

@@ -1,0 +1,214 @@
+"""Describe contestants, and make those that are not ours: other libraries and one process."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from benchmarks.contests.peers.__main__ import DUO, MASKED, PEERS, SOLO
+from benchmarks.sample import meet_asleep
+from benchmarks.worker import Intracomm
+from tests.conformance.adapters import deepspeed_ulysses, torch_ring
+from tests.oracle.reference.dense import visible
+
+WIDTH = 64
+"""Keys of a sliding window, and tokens of a packed document in the mean; fewer of few tokens."""
+
+FLEX_BLOCK = 32
+"""Of 32, 64 and 128 the quickest for both masks."""
+
+MISSING = (ImportError, AttributeError, RuntimeError, OSError)
+TORCH_RING = "torch.distributed.tensor.experimental._context_parallel._attention"
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Around = Callable[[], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way to compute the attention.
+
+    Args:
+        name: parts separated by "/".
+        attend: from q, k and v of this rank to out; the reason if it is not installed.
+        layout: which tokens a rank has.
+        ranks: how many ranks take part; with 1, rank 0 computes all of it and the others sleep.
+        heads_first: whether tensors lie in memory as (B, H, S, D), not (B, S, H, D).
+        mask: the name of one of `masks`.
+        backward: whether gradients are computed too.
+        threads: of each rank.
+        around: opened before forward and closed after backward; its time does not count.
+    """
+
+    name: str
+    attend: Attend | str
+    layout: str = "contiguous"
+    ranks: int = 1
+    heads_first: bool = False
+    mask: str = "causal"
+    backward: bool = True
+    threads: int = 1
+    around: Around = nullcontext
+
+
+def masks(seq: int) -> dict[str, dict[str, Any]]:
+    """Return the arguments of `Mask`, and of its definition for the checks, by name."""
+    width = min(WIDTH, seq // 2)
+    cuts = sorted(random.Random(seq).sample(range(1, seq), seq // width - 1))
+    return {
+        "causal": {"causal": True},
+        "full": {},
+        "window": {"causal": True, "window": width},
+        "documents": {"documents": (0, *cuts, seq)},
+    }
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, *, seen: Tensor | None = None) -> Tensor:
+    """Compute attention of tensors (B, S, H, D) with torch: causal, or with the keys `seen`."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None)
+    return out.transpose(1, 2)
+
+
+def read(form: str) -> dict[str, Any]:
+    """Return the mask of a form, and whether there is a backward."""
+    mask, _, forward = form.partition("/")
+    return {"mask": mask, "backward": not forward}
+
+
+def processes(device: torch.device) -> Iterator[Contestant]:
+    """Yield plain torch. It is fastest with heads first; `strided` has the schemes' layout."""
+    yield Contestant(SOLO, plain, heads_first=True)
+    if device.type == "cpu":
+        yield Contestant(DUO, plain, heads_first=True, threads=2)
+    yield Contestant(f"{SOLO}/strided", plain)
+
+
+def peers(world: Intracomm, device: torch.device) -> Iterator[Contestant]:
+    """Yield torch's ring and DeepSpeed."""
+    makers: tuple[Callable[[], tuple[Attend, Around]], ...] = (
+        functools.partial(make_torch_ring, "ALL_GATHER", device),
+        functools.partial(make_torch_ring, "ALL_TO_ALL", device),
+        make_deepspeed_ulysses,
+    )
+    for name, make in zip(PEERS, makers, strict=True):
+        attend, around = installed(world, make)
+        ring = name.startswith("torch")
+        layout = "zigzag" if ring else "contiguous"
+        yield Contestant(name, attend, layout, world.size, heads_first=ring, around=around)
+
+
+def masked_peers(world: Intracomm, seq: int) -> Iterator[Contestant]:
+    """Yield FlexAttention and nested tensors in one process of two threads."""
+    for form, name in MASKED.items():
+        how, is_flex = read(form), name.startswith("flex")
+        make = functools.partial(
+            make_flex if is_flex else make_nested, seq, masks(seq)[how["mask"]]
+        )
+        attend, _ = installed(world, make)
+        yield Contestant(f"{name}/{form}", attend, heads_first=is_flex, threads=2, **how)
+
+
+def installed(
+    world: Intracomm, make: Callable[[], tuple[Attend, Around]]
+) -> tuple[Attend | str, Around]:
+    """Make a contestant. One that a rank lacks is not installed on any; return the reason."""
+    made: tuple[Attend | str, Around]
+    try:
+        made = make()
+    except (*MISSING, ValueError) as error:
+        made = f"{type(error).__name__}: {error}", nullcontext
+    meet_asleep(world)  # imports take seconds, and a rank that spins takes them from the other
+    reasons: list[str] = world.allgather(made[0] if isinstance(made[0], str) else "")
+    return next(filter(None, reasons), made[0]), made[1]
+
+
+def make_torch_ring(rotation: str, device: torch.device) -> tuple[Attend, Around]:
+    """Make torch's ring with load balancing; it takes tokens of chunks r and 2P-1-r.
+
+    A GPU has it by the public `context_parallel`, which has no kernel for a CPU.
+
+    Args:
+        rotation: "ALL_GATHER", torch's default, or "ALL_TO_ALL".
+        device: of the tokens.
+
+    Raises:
+        ValueError: torch has no process group for tensors of such a device.
+    """
+    ring: Any = importlib.import_module(TORCH_RING)
+    method = getattr(ring._RotateMethod, rotation)
+    dist.get_default_backend_for_device(device)
+    ranks = dist.get_world_size()
+    mesh = None if device.type == "cpu" else init_device_mesh(device.type, (ranks,))
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        ring._cp_options.rotate_method = method
+        with ExitStack() as stack:
+            if mesh is not None:  # it wants a tensor to shard
+                given = {"buffers": [torch.zeros(2 * ranks, device=device)], "buffer_seq_dims": [0]}
+                stack.enter_context(ring.context_parallel(mesh, **given))
+            yield
+
+    how: Any = {"layout": "zigzag", "causal": True, "softmax_scale": None}
+    return plain if mesh else functools.partial(torch_ring.attend, **how), around
+
+
+def make_deepspeed_ulysses() -> tuple[Attend, Around]:
+    """Make DeepSpeed's DistributedAttention around torch's attention.
+
+    Raises:
+        ImportError: DeepSpeed, or something that it imports, is not installed.
+    """
+    deepspeed_ulysses.prepare(None, "")
+    layer: Any = importlib.import_module("deepspeed.sequence.layer")
+    module = layer.DistributedAttention(plain, dist.group.WORLD, scatter_idx=2, gather_idx=1)
+    return lambda q, k, v: cast("Tensor", module(q, k, v, 0)), nullcontext
+
+
+def make_flex(seq: int, mask: Mapping[str, Any]) -> tuple[Attend, Around]:
+    """Make FlexAttention, compiled; its forward alone, because it has no backward on a CPU.
+
+    Raises:
+        RuntimeError: there is no C++ compiler.
+    """
+    library: Any = importlib.import_module("torch.nn.attention.flex_attention")
+    importlib.import_module("torch._inductor.cpp_builder").get_cpp_compiler()  # raises it here
+    seen = visible(range(seq), range(seq), **mask)
+    begin = seen.int().argmax(1)
+    end = begin + seen.sum(1)
+    blocks = library.create_block_mask(
+        lambda _batch, _head, query, key: (begin[query] <= key) & (key < end[query]),
+        *(None, None, seq, seq, "cpu", FLEX_BLOCK),
+    )
+    compiled = torch.compile(library.flex_attention, fullgraph=True, dynamic=False)
+
+    def attend(*qkv: Tensor) -> Tensor:
+        heads_first = (x.detach().transpose(1, 2) for x in qkv)
+        return cast("Tensor", compiled(*heads_first, block_mask=blocks).transpose(1, 2))
+
+    return attend, nullcontext
+
+
+def make_nested(seq: int, mask: Mapping[str, Any]) -> tuple[Attend, Around]:
+    """Make torch's attention of nested tensors, one for each document."""
+    bounds, jagged = (
+        torch.tensor(mask["documents"]),
+        cast("Any", torch.nested).nested_tensor_from_jagged,
+    )
+
+    def attend(*qkv: Tensor) -> Tensor:
+        q, k, v = (jagged(x[0], bounds).transpose(1, 2) for x in qkv)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).values()[None]
+
+    return attend, nullcontext
