@@ -36,11 +36,11 @@ LAUNCHES = 12  # a verdict needs at least as many
 PEERS = ("torch ring/all-gather", "torch ring/all-to-all", "deepspeed ulysses")
 SOLO, DUO = "sdpa/1 thread", "sdpa/2 threads"
 MASKED = {
-    "window/forward": "flex/2 threads",
-    "documents/forward": "flex/2 threads",
-    "documents": "nested/2 threads",
+    "window/forward": ("flex/2 threads", "window", False),
+    "documents/forward": ("flex/2 threads", "documents", False),
+    "documents": ("nested/2 threads", "documents", True),
 }
-"""What torch has for a mask; "forward" where it has no backward."""
+"""What torch has for other masks: its name, the mask, and whether it has a backward on a CPU."""
 
 LEGEND = (
     "One launch gives one number per contestant, the median of its samples; a ratio is the median "
@@ -70,9 +70,7 @@ def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
 
     seqs = numbers_of_ranks(options.seq, option="--seq")
     counts = numbers_of_ranks(options.ranks)
-    if any(seq % (2 * size) for seq in seqs for size in counts) or options.launches < 1:
-        text = f"--seq {options.seq} --launches {options.launches}: pass at least one launch, and "
-        raise UsageError(text + f"lengths that are multiples of {2 * max(counts)}.")
+    refuse(options, seqs, counts)
     gpus = max(counts) if options.device == "cpu" else count_devices(options.device)
     found = [size for size in counts if size <= gpus]
     left_out = [f"P = {n} needs a GPU for each rank; there are {gpus}." for n in counts if n > gpus]
@@ -88,25 +86,26 @@ def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
     ]
 
 
+def refuse(options: argparse.Namespace, seqs: Iterable[int], counts: Sequence[int]) -> None:
+    """Raise UsageError for no launch, and for lengths that some number of ranks cannot split."""
+    if any(seq % (2 * size) or seq < 1 for seq in seqs for size in counts) or options.launches < 1:
+        text = f"--seq {options.seq} --launches {options.launches}: pass at least one launch, and "
+        raise UsageError(text + f"lengths that are multiples of {2 * max(counts)}.")
+
+
 def show(document: Record) -> Iterator[Part]:
     """Yield a table for each length, its quickest contestant first, and the requirements."""
     yield from document.get("left_out", ())
     everything = document["launches"]
     for ranks in sorted({launch.get("ranks", RANKS) for launch in everything}):
         launches = [launch for launch in everything if launch.get("ranks", RANKS) == ranks]
-        for dtype, heats in by_dtype(launches[0]["seqs"]).items():
+        everywhere = launches[0]["seqs"]
+        for dtype in dict.fromkeys(heat.partition(" ")[2] for heat in everywhere):
+            heats = [heat for heat in everywhere if heat.partition(" ")[2] == dtype]
             for heat in heats:
                 yield from standings(launches, heat, best(launches, heat))
             title = f"required, P = {ranks} {dtype}".rstrip()
             yield requirements(title, lines(launches, heats), LEGEND)
-
-
-def by_dtype(heats: Iterable[str]) -> dict[str, list[str]]:
-    """Group the names of heats by dtype, which is "" for float32."""
-    found: dict[str, list[str]] = {}
-    for heat in heats:
-        found.setdefault(heat.partition(" ")[2], []).append(heat)
-    return found
 
 
 def standings(launches: Sequence[Record], seq: object, winner: str | None) -> Iterator[Part]:
@@ -177,7 +176,7 @@ def lines(launches: Sequence[Record], seqs: Sequence[str]) -> list[Requirement]:
     ]
     for seq in seqs:
         pairs = {peer: best(launches, seq) for peer in PEERS}
-        for form, peer in MASKED.items():
+        for form, (peer, *_) in MASKED.items():
             pairs[f"{peer}/{form}"] = best(launches, seq, [f"{name}/{form}" for name in OURS])
         required += [
             (f"{peer} / {ours}", seq, ">", 1.0, peer, ours) for peer, ours in pairs.items()

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,6 @@ from benchmarks.contests.peers.others import (
     peers,
     plain,
     processes,
-    read,
 )
 from benchmarks.launching import Record
 from benchmarks.machine import device as device_of, facts
@@ -108,11 +107,9 @@ def errors(results: Sequence[Tensor], mine: Part, expected: Sequence[Tensor]) ->
 
     Where a result is not finite, the error is infinite.
     """
-    found = []
-    for x, whole in zip(results, expected, strict=True):
-        difference = float((x.detach() - whole[:, mine.positions]).abs().max() / whole.abs().max())
-        found.append(difference if math.isfinite(difference) else math.inf)
-    return found
+    pairs = ((x.detach() - y[:, mine.positions], y) for x, y in zip(results, expected, strict=True))
+    found = [float(difference.abs().max() / y.abs().max()) for difference, y in pairs]
+    return [error if math.isfinite(error) else math.inf for error in found]
 
 
 def verdict(
@@ -250,18 +247,20 @@ def timed(
 def ours(meshes: dict[str, Mesh], single: Mesh, seq: int, *, extras: bool) -> Iterator[Contestant]:
     """Yield our schemes at one length; with `extras` other masks and single ranks too."""
 
-    def one(name: str, mesh: Mesh, scheme: str, layout: str, form: str = "causal") -> Contestant:
-        sharding: Sharding = getattr(Sharding, layout)(seq, mesh.size)
-        how = read(form)
-        mask = Mask(**masks(seq)[how["mask"]])
-        attend = functools.partial(SCHEMES[scheme], comm=mesh["sp"], sharding=sharding, mask=mask)
-        return Contestant(name, cast("Attend", attend), layout, mesh.size, **how)
+    def one(
+        name: str, mesh: Mesh, scheme: str, layout: str, mask: str = "causal", **how: Any
+    ) -> Contestant:
+        given = {"sharding": getattr(Sharding, layout)(seq, mesh.size), "comm": mesh["sp"]}
+        attend: Any = functools.partial(SCHEMES[scheme], mask=Mask(**masks(seq)[mask]), **given)
+        return Contestant(name, attend, layout, mesh.size, mask=mask, **how)
 
+    forms = {"full": ("", "full", True), **MASKED}
     for check, mesh in meshes.items():
         for scheme, layouts in LAYOUTS.items():
             for layout in layouts:
                 yield one(f"{scheme}/{layout}/{check}", mesh, scheme, layout)
     for scheme, layout in BALANCED.items() if extras else ():
-        for form in ("full", *MASKED) if meshes else ():
-            yield one(f"{scheme}/{layout}/off/{form}", meshes["off"], scheme, layout, form)
+        for form, (_, mask, backward) in forms.items() if meshes else ():
+            name = f"{scheme}/{layout}/off/{form}"
+            yield one(name, meshes["off"], scheme, layout, mask, backward=backward)
         yield one(f"{scheme}/one rank", single, scheme, "contiguous")

@@ -37,11 +37,12 @@ from benchmarks.contests.peers.__main__ import (
     RANKS,
     best,
     ratio,
+    refuse,
     standings,
 )
 from benchmarks.contests.peers.contestants import BROKEN, GLOO_SECONDS, timed, verdict
 from benchmarks.contests.peers.others import MISSING
-from benchmarks.launching import Launch, Record, UsageError, about, main
+from benchmarks.launching import Launch, Record, about, main
 from benchmarks.machine import facts
 from benchmarks.sample import ABSENT, Span
 from benchmarks.statistics import Requirement
@@ -251,9 +252,7 @@ def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
     Raises:
         UsageError: a length that the peers cannot split, or no launch.
     """
-    if options.seq < 1 or options.seq % (2 * RANKS) or options.launches < 1:
-        text = f"--seq {options.seq} --launches {options.launches}: pass at least one launch, and "
-        raise UsageError(text + f"a multiple of {2 * RANKS} tokens.")
+    refuse(options, [options.seq], [RANKS])
     launch, here = Launch(timeout=options.timeout), "benchmarks.contests.peers.models:measure"
     settings = [{"seq": options.seq, "seed": seed} for seed in range(options.launches)]
     return {"seq": options.seq}, [

@@ -32,6 +32,7 @@ MISSING = (ImportError, AttributeError, RuntimeError, OSError)
 TORCH_RING = "torch.distributed.tensor.experimental._context_parallel._attention"
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Around = Callable[[], AbstractContextManager[None]]
+Maker = Callable[[], tuple[Attend, Around]]
 
 
 @dataclass(frozen=True)
@@ -80,12 +81,6 @@ def plain(q: Tensor, k: Tensor, v: Tensor, *, seen: Tensor | None = None) -> Ten
     return out.transpose(1, 2)
 
 
-def read(form: str) -> dict[str, Any]:
-    """Return the mask of a form, and whether there is a backward."""
-    mask, _, forward = form.partition("/")
-    return {"mask": mask, "backward": not forward}
-
-
 def processes(device: torch.device) -> Iterator[Contestant]:
     """Yield plain torch. It is fastest with heads first; `strided` has the schemes' layout."""
     yield Contestant(SOLO, plain, heads_first=True)
@@ -96,33 +91,31 @@ def processes(device: torch.device) -> Iterator[Contestant]:
 
 def peers(world: Intracomm, device: torch.device) -> Iterator[Contestant]:
     """Yield torch's ring and DeepSpeed."""
-    makers: tuple[Callable[[], tuple[Attend, Around]], ...] = (
-        functools.partial(make_torch_ring, "ALL_GATHER", device),
-        functools.partial(make_torch_ring, "ALL_TO_ALL", device),
-        make_deepspeed_ulysses,
-    )
-    for name, make in zip(PEERS, makers, strict=True):
+    rings = [
+        functools.partial(make_torch_ring, way, device) for way in ("ALL_GATHER", "ALL_TO_ALL")
+    ]
+    makers: list[tuple[Maker, str]] = [
+        *((ring, "zigzag") for ring in rings),
+        (make_deepspeed_ulysses, "contiguous"),
+    ]
+    for name, (make, layout) in zip(PEERS, makers, strict=True):
         attend, around = installed(world, make)
-        ring = name.startswith("torch")
-        layout = "zigzag" if ring else "contiguous"
-        yield Contestant(name, attend, layout, world.size, heads_first=ring, around=around)
+        zigzag = layout == "zigzag"
+        yield Contestant(name, attend, layout, world.size, heads_first=zigzag, around=around)
 
 
 def masked_peers(world: Intracomm, seq: int) -> Iterator[Contestant]:
-    """Yield FlexAttention and nested tensors in one process of two threads."""
-    for form, name in MASKED.items():
-        how, is_flex = read(form), name.startswith("flex")
-        make = functools.partial(
-            make_flex if is_flex else make_nested, seq, masks(seq)[how["mask"]]
-        )
-        attend, _ = installed(world, make)
-        yield Contestant(f"{name}/{form}", attend, heads_first=is_flex, threads=2, **how)
+    """Yield what torch has for other masks, in one process of two threads."""
+    makers = {"flex/2 threads": (make_flex, True), "nested/2 threads": (make_nested, False)}
+    for form, (name, mask, backward) in MASKED.items():
+        make, heads_first = makers[name]
+        attend, _ = installed(world, functools.partial(make, seq, masks(seq)[mask]))
+        how: Any = {"heads_first": heads_first, "mask": mask, "backward": backward}
+        yield Contestant(f"{name}/{form}", attend, threads=2, **how)
 
 
-def installed(
-    world: Intracomm, make: Callable[[], tuple[Attend, Around]]
-) -> tuple[Attend | str, Around]:
-    """Make a contestant. One that a rank lacks is not installed on any; return the reason."""
+def installed(world: Intracomm, make: Maker) -> tuple[Attend | str, Around]:
+    """Make a contestant; where a rank lacks it, all ranks return the reason instead."""
     made: tuple[Attend | str, Around]
     try:
         made = make()
@@ -182,8 +175,8 @@ def make_flex(seq: int, mask: Mapping[str, Any]) -> tuple[Attend, Around]:
     Raises:
         RuntimeError: there is no C++ compiler.
     """
-    library: Any = importlib.import_module("torch.nn.attention.flex_attention")
     importlib.import_module("torch._inductor.cpp_builder").get_cpp_compiler()  # raises it here
+    library: Any = importlib.import_module("torch.nn.attention.flex_attention")
     seen = visible(range(seq), range(seq), **mask)
     begin = seen.int().argmax(1)
     end = begin + seen.sum(1)
@@ -191,7 +184,7 @@ def make_flex(seq: int, mask: Mapping[str, Any]) -> tuple[Attend, Around]:
         lambda _batch, _head, query, key: (begin[query] <= key) & (key < end[query]),
         *(None, None, seq, seq, "cpu", FLEX_BLOCK),
     )
-    compiled = torch.compile(library.flex_attention, fullgraph=True, dynamic=False)
+    compiled: Any = torch.compile(library.flex_attention, fullgraph=True, dynamic=False)
 
     def attend(*qkv: Tensor) -> Tensor:
         heads_first = (x.detach().transpose(1, 2) for x in qkv)
@@ -202,13 +195,11 @@ def make_flex(seq: int, mask: Mapping[str, Any]) -> tuple[Attend, Around]:
 
 def make_nested(seq: int, mask: Mapping[str, Any]) -> tuple[Attend, Around]:
     """Make torch's attention of nested tensors, one for each document."""
-    bounds, jagged = (
-        torch.tensor(mask["documents"]),
-        cast("Any", torch.nested).nested_tensor_from_jagged,
-    )
+    bounds = torch.tensor(mask["documents"])
 
     def attend(*qkv: Tensor) -> Tensor:
-        q, k, v = (jagged(x[0], bounds).transpose(1, 2) for x in qkv)
+        jagged = (torch.nested.nested_tensor_from_jagged(x[0], bounds) for x in qkv)
+        q, k, v = (x.transpose(1, 2) for x in jagged)
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).values()[None]
 
     return attend, nullcontext
