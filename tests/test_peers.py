@@ -139,7 +139,7 @@ GOOD = {
     **{f"{scheme}/one rank": 2.0 for scheme in BALANCED},
     **dict.fromkeys(PEERS, 1.2),
     **{f"ulysses/contiguous/off/{form}": 1.0 for form in MASKED},
-    **{f"{peer}/{form}": 1.2 for form, peer in MASKED.items()},
+    **{f"{peer}/{form}": 1.2 for form, (peer, *_) in MASKED.items()},
     "ring/contiguous/off": 1.5,
     "allgather_kv/contiguous/off": 1.5,
     SOLO: 2.0,
@@ -157,7 +157,7 @@ BEST = "allgather_kv/zigzag"
         *((peer, 0.8, [f"{peer} / {BEST}/off"]) for peer in PEERS),
         *(
             (f"{peer}/{form}", 0.8, [f"{peer}/{form} / ulysses/contiguous/off/{form}"])
-            for form, peer in MASKED.items()
+            for form, (peer, *_) in MASKED.items()
         ),
         ("ring/contiguous/off", 0.8, ["ring, contiguous / zigzag"]),
         *(

@@ -121,8 +121,8 @@ def verdict(
         return {"status": "failed", "reason": broken[0]}
     worst = [max(ranks) for ranks in zip(*(found for _, found in answers), strict=True)]
     told = [error if math.isfinite(error) else None for error in worst]  # JSON knows no infinity
-    status = "ok" if max(worst) <= limit else "wrong"
-    return {"status": status, "errors": dict(zip(names, told, strict=True)), "limit": limit}
+    found = {"errors": dict(zip(names, told, strict=True)), "limit": limit}
+    return {"status": "ok" if max(worst) <= limit else "wrong", **found}
 
 
 class Heat:
@@ -130,10 +130,11 @@ class Heat:
 
     def __init__(self, world: Intracomm, whole: tuple[Tensor, ...]) -> None:
         self.world, self._whole = world, whole
-        self._parts: dict[tuple[str, int, bool], Part] = {}
-        self._expected: dict[str, tuple[Tensor, ...]] = {}
-        mine = undivided(whole)
-        single = max(errors(mine.run(plain), mine, self._wanted("causal")))
+        exact, mine = [x.float() for x in whole], undivided(whole)
+        by_name = masks(whole[0].shape[1])
+        self._expected = functools.cache(lambda mask: alone(exact, by_name[mask]))
+        self._part = functools.cache(self._take)  # every sample has the same memory
+        single = max(errors(mine.run(plain), mine, self._expected("causal")))
         self._limit = LIMIT + 2 * single + world.size * torch.finfo(whole[0].dtype).eps / 2
 
     def check(self, contestant: Contestant) -> Record:
@@ -144,10 +145,10 @@ class Heat:
         broken, found = "", [0.0] * len(names)
         with self._taking_part(contestant) as takes_part:
             if takes_part:
-                mine = self._part(contestant)
+                mine = self._part(contestant.layout, contestant.ranks, contestant.heads_first)
                 try:
                     results = mine.run(contestant.attend, backward=contestant.backward)
-                    found = errors(results, mine, self._wanted(contestant.mask)[: len(names)])
+                    found = errors(results, mine, self._expected(contestant.mask)[: len(names)])
                 except BROKEN as error:
                     broken = f"{type(error).__name__}: {error}"
         return verdict(self.world.allgather((broken, found)), names, self._limit)
@@ -157,7 +158,7 @@ class Heat:
         with self._taking_part(contestant) as takes_part:
             if not takes_part or isinstance(contestant.attend, str):
                 return ABSENT
-            mine = self._part(contestant)
+            mine = self._part(contestant.layout, contestant.ranks, contestant.heads_first)
             device = mine.positions.device
             wait_for(device)
             if contestant.ranks > 1:
@@ -167,22 +168,12 @@ class Heat:
             wait_for(device)
             return start, time.perf_counter()
 
-    def _wanted(self, mask: str) -> tuple[Tensor, ...]:
-        """Return what one process computes; made once."""
-        if mask not in self._expected:
-            exact = [x.float() for x in self._whole]
-            self._expected[mask] = alone(exact, masks(exact[0].shape[1])[mask])
-        return self._expected[mask]
-
-    def _part(self, one: Contestant) -> Part:
-        """Return this rank's tokens; made once, so that every sample has the same memory."""
-        key = (one.layout, one.ranks, one.heads_first)
-        if key not in self._parts:
-            sharding: Sharding = getattr(Sharding, one.layout)(self._whole[0].shape[1], one.ranks)
-            positions = sharding.positions(self.world.rank if one.ranks > 1 else 0)
-            chosen = torch.as_tensor(list(positions), device=self._whole[0].device)
-            self._parts[key] = part(self._whole, chosen, heads_first=one.heads_first)
-        return self._parts[key]
+    def _take(self, layout: str, ranks: int, heads_first: bool) -> Part:
+        """Return this rank's tokens."""
+        sharding: Sharding = getattr(Sharding, layout)(self._whole[0].shape[1], ranks)
+        positions = sharding.positions(self.world.rank if ranks > 1 else 0)
+        chosen = torch.as_tensor(list(positions), device=self._whole[0].device)
+        return part(self._whole, chosen, heads_first=heads_first)
 
     @contextmanager
     def _taking_part(self, contestant: Contestant) -> Iterator[bool]:
