@@ -1,9 +1,10 @@
 """Compare our attention schemes with torch's ring, DeepSpeed's Ulysses and one process.
 
-Attention is causal. With --device cuda each rank has a GPU, and torch's ring uses NCCL. On a CPU a
-sliding window and packed documents are compared too, with what torch has for them in one process of
-two threads: FlexAttention, compiled, which has no backward on a CPU, and nested tensors, which no
-causal mask can be added to.
+Attention is causal. With --device cuda each rank has a GPU, and torch's ring uses NCCL.
+
+On a CPU a sliding window and packed documents are compared too. torch computes them in one process
+of two threads. FlexAttention, compiled, has no backward there, so its lines are of forward alone.
+Nested tensors take no causal mask there, so documents are not causal.
 
 All contestants share the processes of a launch and take turns in random order; forward and backward
 are timed. Each is checked against one process before it is timed, and one that is wrong has no
