@@ -23,11 +23,11 @@ from sp_core.agreement import ERRORS, make_alike
 from sp_core.errors import ShapeError
 from sp_core.launch import command
 from sp_core.llama.checkpoint import load
-from sp_core.llama.config import LlamaConfig
+from sp_core.llama.config import LlamaConfig, check_ranks
 from sp_core.llama.decode import Decoder
 from sp_core.llama.generate import Sampling, generate
 from sp_core.llama.grid import AXES
-from sp_core.llama.model import Llama, check_ranks, stage_layers
+from sp_core.llama.model import Llama, stage_layers
 from sp_core.llama.text import (
     Stream,
     chat_prompt,

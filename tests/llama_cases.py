@@ -130,6 +130,8 @@ class Case:
         grid, weights = Grid.of(mesh, None if hybrid else scheme), self.weights()
         model = Llama(self.config, grid, dtype=getattr(torch, self.dtype), tp_sp=tp_sp)
         model.fill(lambda name, placement: placement.take(weights[name], grid.tensor.rank))
+        if self.seed % 2:  # as a `Decoder` has left it
+            model.join_weights()
         return model
 
     def options(self) -> dict[str, Any]:

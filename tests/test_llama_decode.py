@@ -12,6 +12,8 @@ import pytest
 import torch
 from llama_cases import Case
 from tokenizers import Tokenizer, models
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 import sp_core as sp
 from sp_core.llama import Decoder, Sampling, byte_tokenizer, generate
@@ -68,6 +70,51 @@ def test_the_tokenizer_of_the_first_rank_of_a_replica_decides(
         tokenizer = byte_tokenizer() if model.grid.model.rank == 0 else Tokenizer(models.BPE())
         found = call(stop_strings=[bytes(free[0][1:3]).decode()], tokenizer=tokenizer)
     assert found == [free[0][:3], free[1]]
+
+
+class Products(TorchFunctionMode):
+    """Notes shape and strides of the matrices by which torch multiplies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is F.linear:
+            self.found.append((tuple(args[1].shape), args[1].stride()))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@spmd(2)
+def test_weights_of_one_input_are_multiplied_at_once(comm: Any, dtype: str) -> None:
+    """A decoder moves them in memory once; they stay the parameters that they were."""
+    case, ffn, vocab = Case((8, 2), ffn=9, vocab=31, dtype=dtype), 5 - comm.rank, 16 - comm.rank
+    with sp.Mesh(comm, tp=2) as mesh:
+        model = case.model(mesh)
+        before = {name: (x, x.detach().clone()) for name, x in model.named_parameters()}
+        places = []
+        for _ in range(2):
+            decoder = Decoder(model, [9])
+            decoder.prefill([[1] * 5])
+            places.append([x.data_ptr() for x in model.parameters()])
+        assert places[0] == places[1]
+        for name, x in model.named_parameters():
+            assert x is before[name][0]
+            assert torch.equal(x, before[name][1])
+        with Products() as products:
+            decoder.decode([[3]])
+    by_columns = dtype in ("float32", "float64")
+    layer = [
+        ((24, 10), (1, 24) if by_columns else (10, 1)),
+        ((10, 16), (16, 1)),
+        ((2 * ffn, 10), (1, 2 * ffn) if by_columns and not comm.rank else (10, 1)),
+        ((10, ffn), (ffn, 1)),
+    ]
+    head = (vocab, 10), (1, vocab) if by_columns else (10, 1)
+    assert products.found == [*2 * layer, head]
 
 
 def test_each_prompt_of_each_seed_has_random_numbers_of_its_own() -> None:

@@ -222,3 +222,18 @@ def _tokens(value: object) -> tuple[int, ...]:
             f"eos_token_id={value!r} was given, needed a number, a list of numbers, or null."
         )
     return tuple(items)
+
+
+def check_ranks(config: LlamaConfig, size: int) -> None:
+    """Raise an error if some of `size` tensor ranks would hold no part of a weight.
+
+    Raises:
+        ShapeError: more tensor ranks than heads, feed-forward features or tokens in the vocabulary.
+    """
+    for name in ("num_attention_heads", "intermediate_size", "vocab_size"):
+        if getattr(config, name) < size:
+            raise ShapeError(
+                f"{size} tensor ranks are too many for {name}={getattr(config, name)}. Use tp <= "
+                f"{getattr(config, name)}, and more "
+                "ranks along another axis."
+            )

@@ -190,6 +190,7 @@ class Decoder:
         count = model.grid.stages.size if micro_batches is None else micro_batches
         if count < 1:
             raise ShapeError(f"micro_batches={count} was given; needed at least 1.")
+        model.join_weights()
         self.model = model
         self.parts = split_ranges(len(room), max(min(count, len(room)), 1))
         self.caches = [Cache(model, [room[number] for number in part]) for part in self.parts]

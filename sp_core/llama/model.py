@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from sp_core.agreement import make_alike
 from sp_core.collectives.api import all_gather
 from sp_core.collectives.differentiable import copy_to_group
 from sp_core.errors import ShapeError
-from sp_core.llama.config import LlamaConfig
+from sp_core.llama.config import LlamaConfig, check_ranks
 from sp_core.llama.grid import Grid
 from sp_core.mask import Mask, Positions
 from sp_core.mask.definition import document_of
@@ -31,7 +31,7 @@ from sp_core.nn.block import ParallelBlock
 from sp_core.nn.gradients import Placement, placement_of
 from sp_core.nn.loss import check_shard, next_token_loss
 from sp_core.nn.memory import KEEP_ALL, Saving
-from sp_core.nn.parallel import Embedding, Lengths, Norm, Weight, project
+from sp_core.nn.parallel import Embedding, Lengths, Norm, Weight, join, project
 from sp_core.nn.rope import rotation
 from sp_core.scheduling import split_stages
 from sp_core.schemes.heads import split_heads
@@ -129,6 +129,13 @@ class Llama(nn.Module):
         """Set each weight to `read(name in a checkpoint, placement)`, this rank's part."""
         for name, parameter in self.named_parameters():
             parameter.copy_(read(checkpoint_name(name), placement_of(parameter)))
+
+    def join_weights(self) -> None:
+        """Lay out the weights for products with few tokens; `nn.parallel.join` says how."""
+        for number in self.own:
+            cast("ParallelBlock", self.layers[number]).join_weights()
+        if self.is_last and not self.config.tie_word_embeddings:
+            join(self.lm_head)
 
     def forward(self, tokens: Tensor, *, sharding: Sharding, mask: Mask = CAUSAL) -> Tensor:
         """Compute the logits of the next tokens, for this rank's part of the vocabulary.
@@ -325,21 +332,6 @@ def document_positions(positions: Tensor, mask: Mask) -> Tensor:
     if mask.documents is None:
         return positions
     return positions - torch.tensor(mask.documents)[document_of(positions, mask.documents)]
-
-
-def check_ranks(config: LlamaConfig, size: int) -> None:
-    """Raise an error if some of `size` tensor ranks would hold no part of a weight.
-
-    Raises:
-        ShapeError: more tensor ranks than heads, feed-forward features or tokens in the vocabulary.
-    """
-    for name in ("num_attention_heads", "intermediate_size", "vocab_size"):
-        if getattr(config, name) < size:
-            raise ShapeError(
-                f"{size} tensor ranks are too many for {name}={getattr(config, name)}. Use tp <= "
-                f"{getattr(config, name)}, and more "
-                "ranks along another axis."
-            )
 
 
 def create(

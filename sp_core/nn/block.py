@@ -19,7 +19,7 @@ from sp_core.communicator import Communicator
 from sp_core.nn.gradients import Placement
 from sp_core.nn.layers import Function, attended, pre_norm
 from sp_core.nn.memory import tiled
-from sp_core.nn.parallel import Lengths, Norm, Weight, project, sum_over_ranks
+from sp_core.nn.parallel import Lengths, Norm, Weight, join, project, sum_over_ranks
 from sp_core.schemes.heads import split_heads
 from sp_core.sharding import split_sizes
 
@@ -86,6 +86,13 @@ class ParallelBlock(nn.Module):
             "down_proj": held(Placement.split((hidden, ffn_hidden), 1, comm.size)),
         }
         self.post_attention_layernorm, self.mlp = norm(), nn.ModuleDict(weights)
+
+    def join_weights(self) -> None:
+        """Lay out the weights for products with few tokens; `join` says how."""
+        weights: Any = (*self.self_attn.values(), *self.mlp.values())
+        q, k, v, o, gate, up, _ = weights
+        for layers in ((q, k, v), (o,), (gate, up)):
+            join(*layers)
 
     def forward(
         self,

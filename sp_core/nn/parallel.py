@@ -59,6 +59,36 @@ class Weight(nn.Module):
             place(self.get_parameter(name), placement)
 
 
+def join(*layers: Weight) -> None:
+    """Lay out the weights (out/P, E) of layers with the same input side by side in memory.
+
+    `project` then needs one product for all of them while no gradients are recorded. On a CPU wide
+    matrices of float32 or float64 are laid out by columns: a product with one token reads these
+    1.2 to 1.8 times as fast. Values, shapes and names of the parameters stay.
+    """
+    sizes, columns = [len(layer.weight) for layer in layers], layers[0].weight.shape[1]
+    total, like = sum(sizes), layers[0].weight.data
+    by_columns = like.device.type == "cpu" and like.itemsize >= 4 and total >= columns
+    whole = like.new_empty(columns, total).t() if by_columns else like.new_empty(total, columns)
+    before = _side_by_side(layers)
+    if before is not None and before.stride() == whole.stride():
+        return
+    for layer, part in zip(layers, whole.split(sizes), strict=True):
+        layer.weight.data = part.copy_(layer.weight.data)
+
+
+def _side_by_side(layers: Sequence[Weight]) -> Tensor | None:
+    """Return the weights of layers as one matrix if they lie side by side, as `join` puts them."""
+    first = layers[0].weight
+    place, strides = first.data_ptr(), first.stride()
+    begin = first.untyped_storage().data_ptr()
+    for x in (layer.weight for layer in layers):
+        if (x.untyped_storage().data_ptr(), x.data_ptr(), x.stride()) != (begin, place, strides):
+            return None
+        place += len(x) * strides[0] * x.itemsize
+    return first.as_strided((sum(len(layer.weight) for layer in layers), first.shape[1]), strides)
+
+
 def project(x: Tensor, *layers: Weight, lengths: Lengths) -> tuple[Tensor, ...]:
     """Apply each layer to x (B, S or S/P, E). Return this rank's features (B, S, out/P) of each.
 
@@ -69,6 +99,12 @@ def project(x: Tensor, *layers: Weight, lengths: Lengths) -> tuple[Tensor, ...]:
     pairs, comm = [(layer.weight, layer.bias) for layer in layers], layers[0].comm
     if lengths is not None:
         return gather_linears(x, pairs, comm=comm, lengths=lengths)
+    if (
+        len(pairs) > 1
+        and not torch.is_grad_enabled()
+        and (whole := _side_by_side(layers)) is not None
+    ):
+        return tuple(F.linear(x, whole).split([len(weight) for weight, _ in pairs], -1))
     x = x if comm.size == 1 else copy_to_group(x, comm=comm)
     return tuple(F.linear(x, weight, bias) for weight, bias in pairs)
 

@@ -130,6 +130,8 @@ def model_of(case: Case, mesh: Mesh, *, scheme: str | None = None, tp_sp: bool =
     grid = Grid.of(mesh, scheme)
     model = Llama(case.config, grid, dtype=getattr(torch, case.dtype), tp_sp=tp_sp)
     model.fill(lambda name, placement: placement.take(weights_of(case)[name], grid.tensor.rank))
+    if case.seed % 2:  # as a `Decoder` has left it
+        model.join_weights()
     return model
 
 
