@@ -132,6 +132,13 @@ PROGRAMS = {
         "benchmarks.contests.peers.models",
         packages=PEERS_NEED,
         others=("deepspeed",),
+        then="peers_decoding",
+    ),
+    "peers_decoding": Program(
+        "Time tokens of a LLaMA, on one and two tensor ranks, against transformers.",
+        "benchmarks.contests.peers.decoding",
+        packages=PEERS_NEED,
+        others=("deepspeed",),
     ),
     "conformance": Program(
         "Test other libraries with the laws of our own, on CPU over gloo.",

@@ -15,7 +15,7 @@ from mpi4py import MPI
 from test_scaling import program as run_program
 
 from benchmarks import launching
-from benchmarks.contests.peers import __main__ as program, contestants as problem
+from benchmarks.contests.peers import __main__ as program, contestants as problem, decoding
 from benchmarks.contests.peers.__main__ import BALANCED, DUO, LAUNCHES, MASKED, PEERS, SOLO, peers
 from benchmarks.contests.peers.contestants import NAMES
 from benchmarks.contests.peers.others import Contestant, masks, plain
@@ -47,6 +47,32 @@ def launched(times: dict[str, float], seq: int = 4096) -> dict[str, Any]:
         for name, time in times.items()
     }
     return {"status": "ok", "seqs": {str(seq): heat}}
+
+
+def test_a_contestant_with_other_logits_is_found() -> None:
+    """The first says what is right, of the prompt and of a token."""
+
+    def begin(scale: dict[int, float]) -> decoding.Step:
+        return lambda tokens: torch.arange(4.0)[None] * scale.get(len(tokens), 1.0)
+
+    want = list[torch.Tensor]()
+    found = [
+        {
+            heat: check["status"]
+            for heat, check, _ in decoding.Contestant(
+                functools.partial(begin, scale), [1, 2], MPI.COMM_SELF
+            ).timers(want)
+        }
+        for scale in ({}, {}, {1: 1.1}, {2: 1.1})
+    ]
+    bad = "wrong"
+    assert [list(one.values()) for one in found] == [
+        ["ok"] * 2,
+        ["ok"] * 2,
+        ["ok", bad],
+        [bad, "ok"],
+    ]
+    assert list(found[0]) == ["prefill", "decode"]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
