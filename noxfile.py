@@ -13,7 +13,7 @@ import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from zipfile import ZipFile
 
 import nox
@@ -52,6 +52,7 @@ SPREAD = ("-n", str(min((os.cpu_count() or 1) + 1, 4)), "--dist", "worksteal")
 NOTHING_CHOSEN = 5  # pytest's exit code
 HELPED = bool({"-h", "--help"} & {*sys.argv})
 PEERS_NEED = ("transformers", "accelerate", "einops", "hjson", "msgpack", "psutil", "pydantic")
+AMONG_PEERS: Any = {"packages": PEERS_NEED, "others": ("deepspeed",)}
 
 
 class Program(NamedTuple):
@@ -123,22 +124,19 @@ PROGRAMS = {
     "peers": Program(
         "Time our attention against torch's ring, DeepSpeed's Ulysses and one process.",
         "benchmarks.contests.peers",
-        packages=PEERS_NEED,
-        others=("deepspeed",),
+        **AMONG_PEERS,
         then="peers_model",
     ),
     "peers_model": Program(
         "Time a LLaMA of transformers against accelerate's context parallel and ALST.",
         "benchmarks.contests.peers.models",
-        packages=PEERS_NEED,
-        others=("deepspeed",),
+        **AMONG_PEERS,
         then="peers_decoding",
     ),
     "peers_decoding": Program(
         "Time tokens of a LLaMA, on one and two tensor ranks, against transformers.",
         "benchmarks.contests.peers.decoding",
-        packages=PEERS_NEED,
-        others=("deepspeed",),
+        **AMONG_PEERS,
     ),
     "conformance": Program(
         "Test other libraries with the laws of our own, on CPU over gloo.",
@@ -153,8 +151,7 @@ PROGRAMS = {
     "hf": Program(
         "Compare LLaMA and `parallelize` with transformers. Arguments go to pytest.",
         "pytest tests/hf",
-        packages=PEERS_NEED,
-        others=("deepspeed",),
+        **AMONG_PEERS,
     ),
     "domains": Program(
         "Draw every pair of parts of every declared domain; `nox -s explore` runs it too.",
