@@ -153,10 +153,7 @@ PROGRAMS = {
         "pytest tests/hf",
         **AMONG_PEERS,
     ),
-    "domains": Program(
-        "Draw every pair of parts of every declared domain; `nox -s explore` runs it too.",
-        "domains",
-    ),
+    "domains": Program("Draw every pair of parts of each domain, as `nox -s explore`.", "domains"),
     "mutants": Program("Plant each bug of the catalogue; each must turn the suite red.", "mutants"),
     "generic_mutants": Program(
         "Make small wrong edits of the library, or of the kit (`-- --kit`); tests must see them.",
@@ -166,9 +163,7 @@ PROGRAMS = {
     "soak": Program("Run a short profile of the suite 50 times, and under load.", "soak"),
     "deaths": Program("Lose a rank in every way and place; plant faults.", "deaths", MPIS),
     "mpi4py": Program("Run mpi4py's tests through the checked communicator.", "mpi4py_suite", MPIS),
-    "device": Program(
-        "Run the code for CUDA on a device without hardware; needs a C++ compiler.", "device"
-    ),
+    "device": Program("Run the code for CUDA on a device that a compiler makes here.", "device"),
     "docs": Program(
         "Build the documentation into site/; a warning is an error.",
         "mkdocs build --quiet",
