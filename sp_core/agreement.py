@@ -61,8 +61,8 @@ def bytes_sent(size: int, equal: bool) -> int:
 
     Args:
         size: number of ranks.
-        equal: whether the ranks' states, values and calls are equal. If not, each rank also sends
-            its record of 64 bytes to all others.
+        equal: whether the ranks' states, values and calls are equal, as `agree` compares them. If
+            not, each rank also sends its record of 64 bytes to all others.
     """
     return DIGEST_BYTES * (size > 1) + (0 if equal else RECORD_BYTES * (size - 1))
 

@@ -182,7 +182,7 @@ class Sharding:
 
     @cached_property
     def end(self) -> int:
-        """One more than the greatest position.
+        """One more than the greatest position of any rank's tokens.
 
         This is `seq_len` if positions start at 0 without gaps.
         """

@@ -257,8 +257,9 @@ def _additive(allowed: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def _strips(q: Tensor, k: Tensor, kind: str, allowed: Tensor | None) -> Iterator[Strip]:
     """Cut a block into strips of consecutive queries for the plain kernel.
 
+    Yield the slice of queries, that of keys, and which query sees which key (None: all of them).
     Each strip has at most SCORES (on a CPU: CPU_SCORES) elements of q k^T, but at least one query.
-    In a causal block a strip's keys end with the last one that a query of the strip sees.
+    In a causal block, where query i sees keys 0 to i, a strip's keys end with the last one seen.
     """
     most = CPU_SCORES if q.device.type == "cpu" else SCORES
     step = max(1, most // (q.shape[0] * q.shape[1] * k.shape[2]))

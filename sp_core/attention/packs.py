@@ -74,9 +74,11 @@ class Pack(NamedTuple):
         return ((slot >= self.first) & (slot <= self.last)).repeat(batch, 1, 1, 1)
 
     def gather(self, side: Side, x: Tensor) -> Tensor:
-        """Copy tokens of x (B, H, S, D) into tiles, (B * tiles, H, side, D).
+        """Copy tokens of x (B, H, S, D) into tiles of `self.side` tokens: (B * tiles, H, side, D).
 
-        `side` is `queries` or `keys`, whichever tokens x holds.
+        Args:
+            side: `queries` or `keys`; its `source` names the token for each place of each tile.
+            x: the queries, or the keys or values.
         """
         found = x.transpose(1, 2).index_select(1, side.source)
         return found.reshape(-1, self.side, *x.shape[1::2]).transpose(1, 2)

@@ -294,10 +294,10 @@ def describe_all(tensors: Sequence[Tensor], comm: Communicator) -> str:
 
 
 def copy_all(tensors: Sequence[Tensor], comm: Communicator) -> tuple[Tensor, ...]:
-    """Do what `copy_all_to_group` does, but without comparing the arguments between the ranks.
+    """Return the tensors; backward sums their gradients over the ranks, as `copy_all_to_group`.
 
-    Return a tuple of tensors in the given order. Tensors that require no gradient are returned as
-    they are.
+    The ranks do not compare their arguments. Tensors that require no gradient are returned as they
+    are; the order stays.
     """
     apply_all: Any = _CopyAllToGroup.apply
     copies = iter(apply_all(comm, *(x for x in tensors if x.requires_grad)))

@@ -314,7 +314,7 @@ def kill_session(leader: int) -> None:
 
 
 def shared_files(leader: int) -> set[Path]:
-    """Return the files in /dev/shm that an MPI library of a launch has mapped now.
+    """Return the files in /dev/shm that processes of a launch have mapped and MPI has named.
 
     `leader`: id of the process that leads the launch's session.
     """

@@ -100,11 +100,11 @@ def file_of(directory: Path, rank: int, kind: str) -> Path:
 
 
 def hold_life(directory: Path, rank: int) -> int:
-    """Open the rank's end of a pipe, which only the end of this process closes.
+    """Open this rank's end of a named pipe, and leave it open: the end of this process closes it.
 
-    The system first closes a process's files and then reports its death. In between mpiexec, which
-    also watches a connection, can have killed other ranks. The pipe tells the launcher the true
-    order.
+    When a process ends, the system closes its files and then reports its death. mpiexec sees its
+    closed connection to the process, and can kill other ranks before that report. The pipes tell
+    the launcher in which order the ranks really ended.
 
     Args:
         directory: the launch's directory.

@@ -122,7 +122,11 @@ def _run_blocks(
 
 
 def _pair_blocks(q: Piece, kv: Piece, mask: Mask) -> Iterator[Block]:
-    """Yield the blocks of two ranges of tokens: a band of indices if both have equal steps."""
+    """Yield the blocks in which queries of one range of tokens see keys of another.
+
+    If both ranges have the same step, a query sees the keys of a range of indices that moves on by
+    one from query to query. Otherwise the ranges are halved until blocks are full, empty or small.
+    """
     step = (q if len(q.run) > 1 else kv).run.step
     if len(kv.run) == 1 or kv.run.step == step:
         yield from _band_blocks(q.indices, kv.indices, *_index_band(q, kv, step, mask))

@@ -52,9 +52,10 @@ class _Place:
     """Hold which ranks are on which node, and which lanes (parts of the vector) they carry.
 
     A rank carries a lane if it sums that lane over the ranks of its node, and then over the nodes.
+    The ranks of a node carry the lanes in turn.
 
     Args:
-        rank: the rank whose program is made.
+        rank: the rank whose sends, receives and additions are listed.
         groups: for each node, the ranks on it, in ascending order.
         home: index of this rank's node in `groups`.
         lanes: for each lane, its range of the vector.

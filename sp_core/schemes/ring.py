@@ -266,9 +266,9 @@ class Travel:
 class TravellingSums:
     """Sum the gradients of each block's keys and values in messages around the ring.
 
-    In step s rank r adds its gradient of block j = r - s to the sum that it received from rank
-    r - 1. It sends the sum to rank r + 1, or to the owner, rank j, if no later rank adds to it.
-    Call `add` once in every step, then `arrived`, on every rank.
+    In step s rank r adds its gradient of block j = r - s (mod P) to the sum that it received from
+    rank r - 1. It sends the sum to rank r + 1, or to the owner, rank j, if no query of a later rank
+    sees the block. Call `add` once in every step, then `arrived`, on every rank.
 
     Args:
         problem, like: as in `Travel`; `like` has the dtype of the sums.

@@ -76,7 +76,10 @@ class Tokens:
             x[:, rows] = piece
 
     def _rows(self, chunk: Chunk) -> list[slice]:
-        """Return for each rank where its tokens of a chunk are in dim 1 of (B, S, *), a slice."""
+        """Return for each rank the slice of all ranks' tokens, dim 1 of (B, S, *), of a chunk.
+
+        The chunk has some of each rank's tokens; tokens lie in rank order.
+        """
         starts = accumulate(self.lengths[:-1], initial=0)
         return [
             slice(start + r.start, start + r.stop)

@@ -182,7 +182,11 @@ class Exchange:
         return out, lse
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Exchange q, k and v. Return (B, S, this rank's heads, D) of each, with all tokens."""
+        """Exchange q (B, S/P, H, D), k and v (B, S/P, K, D): tokens of all heads for heads.
+
+        Return q, k and v (B, S, heads, D) of all S tokens: this rank's query heads, and the
+        key/value heads that these read.
+        """
         rank = self.comm.rank
         own = [len(self.heads[rank]), *[len(self.kv_heads[rank])] * 2]
         if self.alike:

@@ -218,7 +218,10 @@ class World:
             self.changed.notify_all()
 
     def shared(self, key: Any, new: Any) -> Any:
-        """Return the object stored under `key`. The first rank that asks stores its `new`."""
+        """Return the object that all ranks, which are threads, share under `key`.
+
+        The first rank that asks stores its `new`.
+        """
         with self.changed:
             return self.kept.setdefault(key, new)
 

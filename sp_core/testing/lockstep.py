@@ -69,8 +69,9 @@ class Record(NamedTuple):
 
     Attributes:
         kind: whether the rank is about to make a call, waits for a message, or is done, and how.
-        call: the call; of a rank that is done, one with all messages of the example.
-        said: text with the call and its place, or the outcome.
+        call: the call that the rank is about to make, with its messages; of a rank that is done,
+            all messages of the example. None if the rank waits.
+        said: text with the call, its file and line, or the outcome.
     """
 
     kind: Kind

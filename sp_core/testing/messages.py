@@ -219,8 +219,8 @@ class Messages(LockstepComm):
     def _clear(self) -> None:
         """Complete all messages of a failed example, so that none reaches the next example.
 
-        Every rank calls this. Each rank sends a message to every open receive, then receives all
-        that are left.
+        Every rank calls this. The ranks tell each other their open receives, and each rank sends a
+        message to those that may take one from it. Then it receives all messages that are left.
         """
         last = self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB)
         awaited = MpiCarrier(self._carrier.comm).gather(

@@ -51,7 +51,8 @@ class Mismatched(CollectiveMismatch):
 class RankFailure(AssertionError):
     """An example failed on some rank; the text says what every rank did.
 
-    Each origin of an error (class, file and line) has a subclass of its own.
+    Each origin of an error (class, file and line) has a subclass of its own, so that Hypothesis
+    reports different errors apart.
     """
 
 

@@ -99,7 +99,10 @@ def _runs_on_ranks(item: pytest.Item) -> bool:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Add pytest-mpi's marker to tests on ranks, and let them use function-scoped fixtures."""
+    """Add pytest-mpi's marker to tests that `spmd` runs on ranks.
+
+    Let tests of this kit use function-scoped fixtures, against which Hypothesis has a health check.
+    """
     if _with_mpi(item.config) and _runs_on_ranks(item):
         item.add_marker("mpi")
     if _is_ours(item):

@@ -89,7 +89,10 @@ class Transfer:
 
 
 def begun(raw: Any, transfer: Transfer) -> Any:
-    """Return a request for `raw` whose waits poll; note `transfer` as begun unless persistent."""
+    """Return a request like mpi4py's `raw`, whose `Wait` and `Test` also check for deadlocks.
+
+    Add `transfer` to the transfers under way, unless `raw` is persistent and not yet started.
+    """
     from mpi4py import MPI
 
     persistent = isinstance(raw, MPI.Prequest)

@@ -133,7 +133,10 @@ class Session:
         return self.ranks if self.control is None else int(self.control.size)
 
     def summary(self) -> str:
-        """Return one line of counts, and one more if examples have named their scheme."""
+        """Return a line with the numbers of tests and of examples, in all and by number of ranks.
+
+        If examples have named a scheme with `features`, a second line counts them by scheme.
+        """
         tally = self.tally
         raw = f" (+ {tally.raw} raw)" if tally.raw else ""
         line = f"{tier()}: {tally.tests} tests, {tally.examples} examples{raw}"
@@ -164,11 +167,13 @@ def collected() -> Iterator[Remarks]:
 
 
 def event(value: str, payload: str | float = "") -> None:
-    """Count a class of examples, as Hypothesis' `event` does; may be called on any rank.
+    """Count the examples of a class, as Hypothesis' `event` does.
+
+    Any rank may call this; an example counts once however many ranks do.
 
     Args:
         value: name of the class.
-        payload: more detail, counted separately.
+        payload: more detail; each value of it is a class of its own.
     """
     _say({("event", value, str(payload)): 0.0})
 

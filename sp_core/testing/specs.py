@@ -37,7 +37,7 @@ class Spec(NamedTuple):
 
     Args:
         counts: number of elements for each rank.
-        parts: the bytes for each rank.
+        parts: for each rank its part of the memory, as a view of bytes.
         spans: (begin, end) addresses of the memory in use.
         text: for error messages, such as "4 x float64".
     """

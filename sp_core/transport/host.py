@@ -221,7 +221,7 @@ class OverHost(Transport):
         self._host.announce(sends, recvs)
 
     def close(self, *, together: bool) -> None:
-        """Release the resources of the transport `_host`."""
+        """Release the resources of the transport that moves the bytes; see `Transport.close`."""
         self._host.close(together=together)
 
     def on_host(self, tag: int, sends: Messages, recvs: Messages) -> Handle:

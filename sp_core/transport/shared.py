@@ -151,7 +151,7 @@ class HostMemory:
         return _DONE
 
     def copying(self, into: Tensor, part: Tensor) -> Work:
-        """Return a function that copies `part` into `into`, for use with `launch`.
+        """Return a function that copies `part` into `into`; `launch` calls it.
 
         NumPy copies, because its calls take less time to begin than torch's.
         """

@@ -344,10 +344,10 @@ class WindowRun(NamedTuple):
     what: str
 
     def test(self) -> bool:
-        """Make the steps that can be made now, also of earlier operations; do not wait.
+        """Make the copies and additions that can be made now, also of earlier operations.
 
-        Return True once this rank has made all steps of this operation. While it waits, the
-        communicator's observer may raise `PeerFailed` for a lost rank.
+        Return True once this rank has made all of this operation, else False without waiting. If a
+        rank has been lost, the kit's observer raises `PeerFailed` here.
         """
         if self.window.made < self.end:
             self.window.advance()
