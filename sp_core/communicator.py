@@ -298,7 +298,10 @@ class Communicator(NotCopied):
         self._control.ensure_whole()
 
     def ask_to_free(self, how: str = "") -> list[agreement.Question]:
-        """Return [a started comparison whether all ranks free this in one way]; [] if freed."""
+        """Begin to compare whether all ranks free this communicator, `how` being the same text.
+
+        Return the comparison in a list, which is empty if this communicator is already freed.
+        """
         if self._freed or not self.is_made:
             return []
         self.counters["control"].add(bytes_sent=agreement.bytes_sent(self.size, equal=False))

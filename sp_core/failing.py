@@ -33,8 +33,9 @@ _stop: Callable[[int], Any] = sys.exit
 
 
 def watch_over(rank: int, size: int, stop: Callable[[int], Any]) -> None:
-    """Let an error that ends the program of this rank end all ranks, with the error's exit code.
+    """End all ranks, with the error's exit code, if this rank's program does not catch an error.
 
+    An error that ends a thread or an atexit function counts as well.
     This sets `sys.excepthook`, `threading.excepthook` and `sys.unraisablehook`. An error that the
     program catches ends nothing. In programs of one rank, and in a second call, nothing is set.
 

@@ -332,7 +332,7 @@ def main(options: argparse.Namespace, tuning: Tuning | None) -> str:
 
 
 def link_of(text: str) -> Link:
-    """Read a link from RATE,LATENCY such as "25gbit,10us". LATENCY is the time of an empty message.
+    """Read a link: bits or bytes a second, time of an empty message: "25gbit,10us", "400MB,1ms".
 
     Raises:
         ValueError: the text has another form.

@@ -257,7 +257,8 @@ def _additive(allowed: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def _strips(q: Tensor, k: Tensor, kind: str, allowed: Tensor | None) -> Iterator[Strip]:
     """Cut a block into strips of consecutive queries for the plain kernel.
 
-    Yield the slice of queries, that of keys, and which query sees which key (None: all of them).
+    `kind` is "full", "causal" or "partial"; `allowed` (Sq, Sk) says which query of a partial block
+    sees which key. Yield slices of queries and keys, and which of these see each other (None: all).
     Each strip has at most SCORES (on a CPU: CPU_SCORES) elements of q k^T, but at least one query.
     In a causal block, where query i sees keys 0 to i, a strip's keys end with the last one seen.
     """

@@ -202,9 +202,9 @@ def packed(blocks: tuple[Block, ...], q: Tensor, logits: Logits) -> tuple[tuple[
 
 @lru_cache(maxsize=64)
 def _packed(blocks: tuple[Block, ...], tokens: int) -> tuple[tuple[Block, ...], Packs]:
-    """Put blocks of at most 32 tokens into tiles; return what `packed` returns.
+    """Put blocks of at most 32 queries and 32 keys into tiles.
 
-    `tokens` is the approximate number of tokens after which a new pack is begun.
+    Return the blocks that are left, and packs of about `tokens` tokens each.
     """
     groups: dict[int, list[list[Block]]] = {side: [[]] for side in SIDES}
     for block in _apart(blocks, SIDES[-1]):

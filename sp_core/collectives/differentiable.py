@@ -288,7 +288,10 @@ def copy_all_to_group(tensors: Sequence[Tensor], *, comm: Communicator) -> tuple
 
 
 def describe_all(tensors: Sequence[Tensor], comm: Communicator) -> str:
-    """Return a text of shapes, dtypes and `requires_grad`, for the ranks to compare."""
+    """Describe a call of `copy_all_to_group` by shapes, dtypes and the name of `comm`.
+
+    The ranks compare this text.
+    """
     shown = ", ".join(f"{tuple(x.shape)} {x.dtype} {x.requires_grad}" for x in tensors)
     return f"copy_all_to_group({shown}, grad={torch.is_grad_enabled()}) on {comm.name}"
 

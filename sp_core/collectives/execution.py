@@ -342,8 +342,8 @@ class BoundWindow(Ready):
     """Carry a collective out in memory that the ranks share.
 
     The steps of a run depend on the slot (buffer in shared memory) that it begins with. For each
-    slot the steps are bound to memory when first needed, and kept. `operation.resident` says
-    whether IN lives in shared memory on every rank, at corresponding places.
+    slot the steps are bound to memory when first needed, and kept. If the argument `operation` is
+    `resident`, the input lies in shared memory, at corresponding places on every rank.
     """
 
     def __init__(

@@ -268,7 +268,7 @@ class TravellingSums:
 
     In step s rank r adds its gradient of block j = r - s (mod P) to the sum that it received from
     rank r - 1. It sends the sum to rank r + 1, or to the owner, rank j, if no query of a later rank
-    sees the block. Call `add` once in every step, then `arrived`, on every rank.
+    sees the block. Every rank calls `add` once in every step, and `arrived` once after the last.
 
     Args:
         problem, like: as in `Travel`; `like` has the dtype of the sums.

@@ -76,9 +76,9 @@ class Tokens:
             x[:, rows] = piece
 
     def _rows(self, chunk: Chunk) -> list[slice]:
-        """Return for each rank the slice of all ranks' tokens, dim 1 of (B, S, *), of a chunk.
+        """Return for each rank where its tokens of a chunk lie: a slice of dim 1 of (B, S, *).
 
-        The chunk has some of each rank's tokens; tokens lie in rank order.
+        That tensor has the tokens of all ranks in rank order.
         """
         starts = accumulate(self.lengths[:-1], initial=0)
         return [

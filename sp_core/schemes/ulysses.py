@@ -182,10 +182,10 @@ class Exchange:
         return out, lse
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Exchange q (B, S/P, H, D), k and v (B, S/P, K, D): tokens of all heads for heads.
+        """Send all heads of this rank's tokens, and receive this rank's heads of all tokens.
 
-        Return q, k and v (B, S, heads, D) of all S tokens: this rank's query heads, and the
-        key/value heads that these read.
+        From q (B, S/P, H, D), k and v (B, S/P, K, D) to (B, S, heads, D) each: this rank's query
+        heads, and the key/value heads that these read.
         """
         rank = self.comm.rank
         own = [len(self.heads[rank]), *[len(self.kv_heads[rank])] * 2]

@@ -69,8 +69,8 @@ class Record(NamedTuple):
 
     Attributes:
         kind: whether the rank is about to make a call, waits for a message, or is done, and how.
-        call: the call that the rank is about to make, with its messages; of a rank that is done,
-            all messages of the example. None if the rank waits.
+        call: the call that the rank is about to make, with the messages that it sends or receives;
+            of a rank that is done, those of the whole example. None if the rank waits.
         said: text with the call, its file and line, or the outcome.
     """
 

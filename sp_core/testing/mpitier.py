@@ -68,9 +68,10 @@ def _communicator(control: MpiCarrier, example: Example) -> Any:
 
 
 def lead_ranks(control: MpiCarrier, spec: Spec, plan: Plan) -> None:
-    """Run a test on rank 0: the plan, then passed examples again without comparison of calls.
+    """Lead a test from rank 0: choose examples, and run each with all ranks of it.
 
-    At the end tell the other ranks how the test ended.
+    If the session has `raw_replay`, run some passed examples again without comparing calls. At the
+    end tell the other ranks how the test ended.
 
     Args:
         control: exchanges values between all ranks of the launch.

@@ -232,7 +232,7 @@ def _typed(data: Array, datatype: Any, known: bool) -> _Element:
 
 
 def _leaves(datatype: Any) -> Iterator[np.dtype[Any]]:
-    """Yield the NumPy types of the numbers in a datatype of MPI."""
+    """Yield the NumPy type of each basic datatype of which an MPI datatype is made."""
     if datatype.is_predefined:
         yield np.dtype(datatype.typestr)
         return

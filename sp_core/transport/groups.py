@@ -235,7 +235,10 @@ class GroupComm(Observer):
     def _message(
         self, post: Callable[..., Any], buf: Array, peer: int, tag: int, what: str
     ) -> Request:
-        """Begin one message by `post`, gloo's send or receive. An empty message is not sent."""
+        """Begin one message by `post`, gloo's send or receive; `what` names it in errors.
+
+        For an empty buffer neither side posts anything, and the request is complete.
+        """
         if not buf.size:  # both sides know the length
             return Request([])
         flat = torch.from_numpy(buf.view(np.uint8))

@@ -151,7 +151,7 @@ class HostMemory:
         return _DONE
 
     def copying(self, into: Tensor, part: Tensor) -> Work:
-        """Return a function that copies `part` into `into`; `launch` calls it.
+        """Return a function that copies `part` into `into`, to be passed to `launch`.
 
         NumPy copies, because its calls take less time to begin than torch's.
         """

@@ -346,8 +346,8 @@ class WindowRun(NamedTuple):
     def test(self) -> bool:
         """Make the copies and additions that can be made now, also of earlier operations.
 
-        Return True once this rank has made all of this operation, else False without waiting. If a
-        rank has been lost, the kit's observer raises `PeerFailed` here.
+        Return True once this rank has made all of this operation, else False without waiting. In
+        tests the communicator's observer raises `PeerFailed` here if a rank has been lost.
         """
         if self.window.made < self.end:
             self.window.advance()
