@@ -68,7 +68,6 @@ class Launch:
         variables: NAME=VALUE to set and -uNAME to unset in the environment of the ranks.
         mpi_args: more arguments for mpiexec.
         around: command in front of sp_core's own launcher.
-        python: the interpreter of the ranks.
 
     Raises:
         UsageError: the prefix has no `{ranks}` or no program, or the timeout is not positive.
@@ -79,7 +78,6 @@ class Launch:
     variables: tuple[str, ...] = ()
     mpi_args: tuple[str, ...] = ()
     around: tuple[str, ...] = ()
-    python: str = sys.executable
 
     def __post_init__(self) -> None:
         program, *_ = shlex.split(self.prefix) or [sys.executable]
@@ -96,12 +94,13 @@ class Launch:
     def command(self, ranks: int, *arguments: str) -> list[str]:
         """Return the command line that runs the worker on several ranks."""
         changed = ["env", *self.variables] if self.variables else []
-        program = [*changed, self.python, "-m", "mpi4py", "-m", "benchmarks.worker", *arguments]
+        worker = (sys.executable, "-m", "mpi4py", "-m", "benchmarks.worker")
+        program = [*changed, *worker, *arguments]
         if self.prefix:
             return [*shlex.split(self.prefix.format(ranks=ranks)), *program]
         more = [f"--mpi-args={shlex.join(self.mpi_args)}"] if self.mpi_args else []
         limits = ["-n", str(ranks), "--timeout", f"{self.timeout:g}"]
-        launcher = (*self.around, self.python, "-m", "sp_core.testing.launch")
+        launcher = (*self.around, sys.executable, "-m", "sp_core.testing.launch")
         return [*launcher, *limits, *more, "--", *program]
 
 
@@ -234,6 +233,22 @@ def commit(root: Path = ROOT) -> Record:
     return {"sha": sha, "dirty": None if sha is None or changed is None else bool(changed)}
 
 
+def write_json(path: Path, document: Any) -> None:
+    """Replace a file in one step; make its folder if it is missing.
+
+    Args:
+        path: of the file; a draft lies beside it for a moment, with the suffix ".tmp".
+        document: plain values.
+
+    Raises:
+        ValueError: a number that is not finite.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".tmp")
+    draft.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+    draft.replace(path)
+
+
 def tail(output: str) -> str:
     """Return the last lines of an output."""
     return "\n".join(output.rstrip().splitlines()[-40:])
@@ -333,14 +348,23 @@ def git(root: Path, *arguments: str) -> str | None:
     return answer.stdout.strip()
 
 
-def program(name: str, interrupted: str = "interrupted.") -> Callable[[Main], Main]:
-    """Make a program say in one line why it was refused or interrupted: exit codes 2 and 130."""
+def program(
+    name: str,
+    text: str | None,
+    options: Options,
+    interrupted: str = "interrupted.",
+    **defaults: object,
+) -> Callable[[Callable[[argparse.Namespace], int]], Main]:
+    """Make a program of a function of its options, see `parse`.
 
-    def decorate(run: Main) -> Main:
+    It says in one line why it was refused or interrupted: exit codes 2 and 130.
+    """
+
+    def decorate(run: Callable[[argparse.Namespace], int]) -> Main:
         @functools.wraps(run)
         def guarded(arguments: Sequence[str] | None = None) -> int:
             try:
-                return run(arguments)
+                return run(parse(name, text, options, arguments, **defaults))
             except UsageError as error:
                 print(f"{name}: {error}", file=sys.stderr)
                 return USAGE

@@ -29,7 +29,6 @@ from benchmarks.launching import (
     UsageError,
     about,
     commit,
-    git,
     numbers_of_ranks,
     tail,
     writable,
@@ -73,10 +72,9 @@ OPTIONS: Options = {
 }
 
 
-@launching.program("record")
-def main(arguments: Sequence[str] | None = None) -> int:
+@launching.program("bench", __doc__, OPTIONS)
+def main(options: argparse.Namespace) -> int:
     """Measure; 0 if every case came out well, 1 if one did not, 2 for bad options."""
-    options = launching.parse("bench", __doc__, OPTIONS, arguments)
     ranks = numbers_of_ranks(options.ranks)
     launch, setting = Launch(options.launcher, options.timeout), _setting(options)
     plan = listing(setting, ranks, options.root)
@@ -92,17 +90,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _run_all(plan, setting, launch, options.root)
 
 
-def listing(
-    setting: Setting, ranks: Sequence[int], root: Path, python: str = sys.executable
-) -> Plan:
-    """Return the chosen cases, as the library and the interpreter that will be measured list them.
+def listing(setting: Setting, ranks: Sequence[int], root: Path) -> Plan:
+    """Return the chosen cases, as the library that will be measured lists them.
 
     Raises:
         UsageError: the library cannot be imported, or does not have what the cases need.
     """
     asked = (str(root), msgspec.json.encode(setting).decode(), *map(str, ranks))
     answer = subprocess.run(
-        [python, "-m", "benchmarks.cases.setting", *asked],
+        [sys.executable, "-m", "benchmarks.cases.setting", *asked],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -135,12 +131,12 @@ def run_launch(
     Returns:
         The last lines of the ranks' output if the launch went wrong.
     """
-    before, found = len(_written(setting)), dict(INTERRUPTED)
+    before, found = len(records.read(setting.out).records), dict(INTERRUPTED)
     measure = "benchmarks.cases.session:measure"
     try:
         found = launching.run(ranks, measure, setting, launch, progress, root=root)
     finally:
-        complete(cases, _written(setting)[before:], setting, found)
+        complete(cases, records.read(setting.out).records[before:], setting, found)
     return str(found.get("output", ""))
 
 
@@ -166,21 +162,16 @@ def complete(
             records.append(setting.out, setting.record(case, **note))
 
 
-def _written(setting: Setting) -> list[Record]:
-    out = Path(setting.out)
-    return records.read(out).records if out.exists() else []
-
-
 def _run_all(plan: Plan, setting: Setting, launch: Launch, root: Path) -> int:
     screen = tables.console()
     total, counts = sum(map(len, plan.values())), ", ".join(map(str, plan))
     tables.say(screen, f"{total} measurements: P = {counts}; this machine offers {cores()} cores.")
     warn_of_load(screen)
-    earlier = len(_written(setting))
+    earlier = len(records.read(setting.out).records)
     try:
         for ranks, cases in plan.items():
-            with tables.following(screen, f"P = {ranks}") as heard:
-                output = run_launch(ranks, cases, setting, launch, root, heard)
+            heard = tables.following(screen, f"P = {ranks}")
+            output = run_launch(ranks, cases, setting, launch, root, heard)
             tables.say(screen, f"P = {ranks}: done")
             if output:
                 tables.say(
@@ -189,9 +180,10 @@ def _run_all(plan: Plan, setting: Setting, launch: Launch, root: Path) -> int:
                     "red",
                 )
     except KeyboardInterrupt:
-        complete(chain(*plan.values()), _written(setting)[earlier:], setting, INTERRUPTED)
-        print("\nrecord: interrupted; what is complete is kept.", file=sys.stderr)
-    found = _written(setting)[earlier:]
+        done = records.read(setting.out).records[earlier:]
+        complete(chain(*plan.values()), done, setting, INTERRUPTED)
+        print("\nbench: interrupted; what is complete is kept.", file=sys.stderr)
+    found = records.read(setting.out).records[earlier:]
     for table in [*tables.per_ranks(derive.rows(found)), *tables.failures(found)]:
         tables.show(screen, table)
     tables.say(screen, f"records: {setting.out}")
@@ -218,20 +210,13 @@ def _setting(options: argparse.Namespace) -> Setting:
     return Setting(
         out=str(out.resolve()),
         run_id=f"{now}-{uuid4().hex[:6]}",
-        commit=_commit(root),
+        commit=commit(root),
         only=tuple(options.only),
         layers=tuple(options.layer),
         quick=options.quick,
         device=options.device,
         share_gpu=options.share_gpu,
     )
-
-
-def _commit(root: Path) -> dict[str, Any]:
-    """Return the commit that is checked out there, and where it left the main branch."""
-    bases = (git(root, "merge-base", "HEAD", branch) for branch in ("origin/main", "main"))
-    branch = git(root, "branch", "--show-current")
-    return {**commit(root), "merge_base": next(filter(None, bases), None), "branch": branch or None}
 
 
 if __name__ == "__main__":

@@ -18,15 +18,13 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from benchmarks.files import ForeignError, read_bytes
-
 SCHEMA_VERSION = 1
 MEASURED = ("ok", "skew_limited")
 AXIS = "sp"  # of a mesh with one axis
+MAX_BYTES = 256 << 20  # of a file
 MAX_LINE = 1 << 20  # bytes; 10,000 samples of three kinds are about 600 KiB
 SHOWN = 160  # characters of a value that an error repeats
 CLOSE = 1e-9  # relative; a median that is computed again differs by rounding only
-MAX_PROBLEMS = 20  # of one file that are told; a foreign file has one in every line
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=65536)]
@@ -49,8 +47,12 @@ Measured = float | Text | None
 Bit = Literal[0, 1]
 
 
-class Part(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """A part of a record."""
+class ForeignError(ValueError):
+    """A file that cannot be used; the text names it and says why."""
+
+
+class Part(msgspec.Struct, omit_defaults=True):
+    """A part of a record. Fields that have no name here, as in older records, are not read."""
 
 
 class Pair(Part):
@@ -69,8 +71,6 @@ class Commit(Part):
 
     sha: Sha | None
     dirty: bool | None
-    merge_base: Sha | None = None
-    branch: Text | None = None
 
 
 class Case(Part):
@@ -176,29 +176,20 @@ class Env(Part):
     slurm_job: Text | None
 
 
-class Skew(Part):
-    """Seconds between the first and the last rank that left the barrier."""
-
-    median: Seconds
-    p95: Seconds
-    max: Seconds
-
-
 class Timing(Part):
     """Seconds of one step, from the first rank's start to the last rank's end.
 
-    A sample has `inner` steps.
+    A sample has `inner` steps. The skew is that between the first and the last rank that left the
+    barrier.
     """
 
-    warmup: Count
     iterations: Annotated[int, msgspec.Meta(ge=1, le=10_000)]
     inner: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
     samples_s: Samples
-    max_local_s: Samples
     per_rank_median_s: Samples
     median_s: Seconds
     imbalance: Annotated[float, msgspec.Meta(ge=1, le=65536)]
-    barrier_skew_s: Skew
+    barrier_skew_s: Annotated[dict[Word, Seconds], msgspec.Meta(max_length=8)]
     skew_limited: bool
 
 
@@ -212,10 +203,7 @@ class Phase(Part):
 class Traffic(Part):
     """An operation in one step: bytes over all ranks, seconds of the rank that waited longest."""
 
-    calls: Count
-    messages: Count
     bytes_sent: Count
-    bytes_formula: Count | None
     seconds: Seconds
     bytes_result: Count | None = None
 
@@ -320,8 +308,7 @@ def _contradictions(record: Record) -> Iterator[str]:
         yield "$.phases: there is no total."
     if timing is None:
         return
-    lengths = {"samples_s": timing.iterations, "max_local_s": timing.iterations}
-    for name, length in {**lengths, "per_rank_median_s": case.ranks}.items():
+    for name, length in {"samples_s": timing.iterations, "per_rank_median_s": case.ranks}.items():
         if (found := len(getattr(timing, name))) != length:
             yield f"$.timing.{name} has {found} numbers, the record says {length}."
     median = statistics.median(timing.samples_s)
@@ -336,12 +323,7 @@ def short(value: object) -> str:
 
 
 class Reading(msgspec.Struct):
-    """What a file held.
-
-    Args:
-        records: those that are valid, in the order of the file.
-        problems: one line of text for each thing that is not, with file and line.
-    """
+    """The valid records of a file in its order, and a line of text for each thing that is wrong."""
 
     records: list[Record] = []
     problems: list[str] = []
@@ -381,19 +363,30 @@ def read(path: Path | str) -> Reading:
         Records and problems; never an exception for what the file holds, or because it is not
         there.
     """
-    found, unsaid = Reading(), 0
+    found = Reading()
     try:
         for number, line in enumerate(io.BytesIO(read_bytes(Path(path))), 1):
             try:
                 if line.strip():
                     found.records.append(parse(line.rstrip(b"\r\n")))
             except ForeignError as error:
-                if len(found.problems) < MAX_PROBLEMS:
-                    found.problems.append(f"{path}, line {number}: {error}")
-                else:
-                    unsaid += 1
+                found.problems.append(f"{path}, line {number}: {error}")
     except ForeignError as error:
         found.problems.append(str(error))
-    if unsaid:
-        found.problems.append(f"{path}: {unsaid} more lines cannot be used.")
     return found
+
+
+def read_bytes(path: Path) -> bytes:
+    """Read a file of bounded size.
+
+    Raises:
+        ForeignError: the file is missing, is too large, or is no ordinary file.
+    """
+    try:
+        if path.exists() and not path.is_file():  # a pipe would keep the reader waiting for ever
+            raise OSError(0, "this is no ordinary file.")
+        if (size := path.stat().st_size) > MAX_BYTES:
+            raise OSError(0, f"the file has {size} bytes, {MAX_BYTES} are allowed. Split it.")
+        return path.read_bytes()
+    except OSError as error:
+        raise ForeignError(f"{path}: {error.strerror}") from error

@@ -105,7 +105,6 @@ class Samples:
             "iterations": len(steps),
             "inner": self.inner,
             "samples_s": steps,
-            "max_local_s": [max(together) for together in zip(*self.durations, strict=True)],
             "per_rank_median_s": by_rank,
             "median_s": statistics.median(steps),
             "imbalance": max(by_rank) / statistics.mean(by_rank),

@@ -24,7 +24,6 @@ from benchmarks.cases.setting import (
     Verdict,
     mesh_of,
 )
-from benchmarks.files import write_json
 from benchmarks.launching import (
     REPORTS,
     Launch,
@@ -34,6 +33,7 @@ from benchmarks.launching import (
     commit,
     numbers_of_ranks,
     writable,
+    write_json,
 )
 from benchmarks.record import warn_of_load
 from benchmarks.records import Case, Record, make_case, parse as read_record, reason as reason_of
@@ -55,7 +55,14 @@ SIZES = {
     "seed": "of weights and embedding",
 }
 PRESETS: dict[str, dict[str, Any]] = {
-    "small": {"hidden": 512, "heads": 8, "seq": 2048, "batch": 1, "iterations": 20, "warmup": 3},
+    "small": {
+        "hidden": 512,
+        "heads": 8,
+        "seq": 2048,
+        "batch": 1,
+        "iterations": 20,
+        "warmup": 3,
+    },
     "paper": {
         "hidden": 5120,
         "heads": 40,
@@ -65,7 +72,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "warmup": 2,
         "dtype": "float32,bfloat16",
     },
-    "trace": {"hidden": 256, "heads": 8, "seq": 2048, "batch": 1},
+    "trace": {"hidden": 256, "heads": 8, "seq": 2048, "batch": 1, "iterations": 1, "warmup": 0},
 }
 """Sizes by name; all others follow from them."""
 
@@ -143,9 +150,15 @@ def settings(options: argparse.Namespace) -> list[Setting]:
     Raises:
         UsageError: options that make no case, or that this machine cannot run.
     """
+    from sp_core.transport import NAMES  # it is slow to import
+
+    transports = ("auto", *NAMES.get(options.device, ()))
+    if options.transport not in transports:
+        text = f"transport {options.transport!r} on {options.device}; pass one of "
+        raise UsageError(text + f"{', '.join(transports)}.")
     asked = {name: getattr(options, name) for name in (*SIZES, "dtype")}
     given = {name: value for name, value in asked.items() if value is not None}
-    sizes = {"dtype": DTYPES[0], **PRESETS[options.preset], **given}
+    sizes = {"dtype": DTYPES[0], "seed": 0, **PRESETS[options.preset], **given}
     dtypes = [name.strip() for name in str(sizes.pop("dtype")).split(",")]
     shape = shape_of(sizes, given)
     wrong = [dtype for dtype in dtypes if dtype not in DTYPES]
@@ -154,7 +167,7 @@ def settings(options: argparse.Namespace) -> list[Setting]:
     counts = numbers_of_ranks(options.ranks)
     check_machine(options, max(counts))
     how: dict[str, Any] = {"device": options.device, "share_gpu": options.share_gpu}
-    how |= {name: sizes[name] for name in ("iterations", "warmup", "seed") if name in sizes}
+    how |= {name: sizes[name] for name in ("iterations", "warmup", "seed")}
     what = {"layout": options.sharding, "mask": options.mask, "detail": "block"}
     what["direction"] = "both" if options.backward else "forward"
 
@@ -179,61 +192,39 @@ def shape_of(sizes: dict[str, Any], given: dict[str, Any]) -> dict[str, int]:
     Raises:
         UsageError: the sizes do not fit each other.
     """
-    head_dim = sizes.get("head_dim")
-    if head_dim is not None and "hidden" not in given:
-        sizes["hidden"] = sizes["heads"] * head_dim
+    if "head_dim" in given and "hidden" not in given:
+        sizes["hidden"] = sizes["heads"] * given["head_dim"]
     sizes = {"kv_heads": sizes["heads"], "ffn": 4 * sizes["hidden"], **sizes}
     for name, value in sizes.items():
-        if value < (0 if name in ("warmup", "seed") else 1):
+        if value < (name not in ("warmup", "seed")):
             raise UsageError(f"{name} is {value}; pass more.")
     hidden, heads, kv_heads = sizes["hidden"], sizes["heads"], sizes["kv_heads"]
-    for fails, text in (
-        (
-            head_dim is not None and heads * head_dim != hidden,
-            f"{heads} heads of {head_dim} make {heads * (head_dim or 0)}, hidden is {hidden}. "
-            "Leave one of --hidden, --heads, --head-dim out, or make them fit.",
-        ),
-        (
-            hidden % heads,
-            f"{heads} heads do not divide hidden {hidden}. "
-            "Pass a --hidden that is a multiple of --heads.",
-        ),
-        (
-            heads % kv_heads,
-            f"{kv_heads} key/value heads do not divide {heads} heads. "
-            "Pass a divisor as --kv-heads.",
-        ),
-    ):
-        if fails:
-            raise UsageError(text)
-    sizes["head_dim"] = hidden // heads
+    sizes.setdefault("head_dim", hidden // heads)
+    if hidden != heads * sizes["head_dim"] or heads % kv_heads:
+        raise UsageError(
+            f"hidden is {hidden}, {heads} heads of {sizes['head_dim']} make "
+            f"{heads * sizes['head_dim']}; {kv_heads} key/value heads. --hidden must be --heads "
+            "times --head-dim, and --heads a multiple of --kv-heads: leave one out, or mend it."
+        )
     return {name: sizes[name] for name in SHAPE}
 
 
 def check_machine(options: argparse.Namespace, ranks: int) -> None:
-    """Check what this machine offers, before anything is launched.
+    """Check that there are GPUs for all ranks, before anything is launched.
 
     Raises:
-        UsageError: the transport is not one of the device, or a GPU is missing.
+        UsageError: there are fewer.
     """
-    if options.transport != "auto":
-        from sp_core.transport import NAMES
+    if options.device == "cpu":
+        return
+    from sp_core.transport import count_devices  # it is slow to import
 
-        choices = NAMES.get(options.device, ())
-        if options.transport not in choices:
-            raise UsageError(
-                f"transport {options.transport!r} on {options.device}; "
-                f"pass auto or one of {', '.join(choices)}."
-            )
-    if options.device != "cpu":
-        from sp_core.transport import count_devices  # it is slow to import
-
-        gpus = count_devices(options.device)
-        if ranks > gpus and not (options.share_gpu and gpus):
-            raise UsageError(
-                f"{ranks} ranks, but torch sees {gpus} GPUs here. Pass fewer --ranks, "
-                "--share-gpu to let several ranks use one, or --device cpu."
-            )
+    gpus = count_devices(options.device)
+    if ranks > gpus and not (options.share_gpu and gpus):
+        raise UsageError(
+            f"{ranks} ranks, but torch sees {gpus} GPUs here. Pass fewer --ranks, --share-gpu to "
+            "let several ranks use one, or --device cpu."
+        )
 
 
 def kind(device: str) -> str:
@@ -241,10 +232,9 @@ def kind(device: str) -> str:
     return "cpu" if device == "cpu" else "gpu"
 
 
-@launching.program("scaling")
-def main(arguments: Sequence[str] | None = None) -> int:
+@launching.program("scaling", __doc__, OPTIONS)
+def main(options: argparse.Namespace) -> int:
     """Run the experiment; 0 if every case came out right, 1 if one did not, 2 for bad options."""
-    options = launching.parse("scaling", __doc__, OPTIONS, arguments)
     launch, every = Launch(options.launcher, options.timeout), settings(options)
     paths = [options.out / file_name(one, every[0].case.dtype) for one in every]
     writable(paths[0])
@@ -268,8 +258,8 @@ def run_once(screen: tables.Console, setting: Setting, launch: Launch) -> Outcom
     case = setting.case
     name = f"P = {case.ranks}, {case.dtype}"
     measure = "benchmarks.cases.block:measure"
-    with tables.following(screen, name) as heard:
-        found = launching.run(case.ranks, measure, setting, launch, heard)
+    heard = tables.following(screen, name)
+    found = launching.run(case.ranks, measure, setting, launch, heard)
     outcome = outcome_of(setting, found)
     if outcome.check is None:
         tables.say(
@@ -298,32 +288,32 @@ def outcome_of(setting: Setting, found: dict[str, Any]) -> Outcome:
 
 
 def table(outcomes: list[Outcome], device: str) -> tables.Table:
-    """Return the table of one dtype: a line for each P, also for those that failed."""
-    by_ranks = {outcome.record.case.ranks: outcome for outcome in outcomes}
-    failed = {ranks: one.record.status for ranks, one in by_ranks.items()}
-    dashes = [tables.DASH] * (len(COLUMNS) - 2)
-    lines = {
-        ranks: (str(ranks), *dashes, status)
-        for ranks, status in failed.items()
-        if status != "wrong"
-    }
-    for row in derive.rows(outcome.record for outcome in outcomes):
-        gather, check = by_ranks[row.ranks].all_gather, by_ranks[row.ranks].check or {}
-        lines[row.ranks] = (
-            str(row.ranks),
-            tables.milliseconds(row.seconds),
-            f"{row.speedup:.2f}",
-            f"{row.efficiency:.0%}",
-            tables.count(row.tokens_per_s),
-            tables.percent(row.share),
-            tables.DASH if gather is None else f"{gather['ms']:.3f}",
-            tables.DASH if gather is None else f"{gather['gb_per_s']:.2f}",
-            tables.size(row.peak_bytes),
-            f"{check.get('max_abs_error', 0.0):.1e}",
-            ", ".join(row.flags),
-        )
-    shown = (line for _, line in sorted(lines.items()))
-    return tables.make(title(outcomes[0].record.case, device), COLUMNS, shown)
+    """Return the table of one dtype: a line for each P that was not wrong, also if it failed."""
+    rows = {row.ranks: row for row in derive.rows(outcome.record for outcome in outcomes)}
+    right = [one for one in outcomes if one.record.status != "wrong"]
+    right.sort(key=lambda one: one.record.case.ranks)
+    lines = (cells(one, rows.get(one.record.case.ranks)) for one in right)
+    return tables.make(title(outcomes[0].record.case, device), COLUMNS, lines)
+
+
+def cells(outcome: Outcome, row: derive.Row | None) -> tuple[str, ...]:
+    """Return the texts of COLUMNS."""
+    ranks, gather = str(outcome.record.case.ranks), outcome.all_gather
+    if row is None:
+        return (ranks, *[tables.DASH] * (len(COLUMNS) - 2), outcome.record.status)
+    return (
+        ranks,
+        tables.milliseconds(row.seconds),
+        f"{row.speedup:.2f}",
+        f"{row.efficiency:.0%}",
+        tables.count(row.tokens_per_s),
+        tables.percent(row.share),
+        tables.DASH if gather is None else f"{gather['ms']:.3f}",
+        tables.DASH if gather is None else f"{gather['gb_per_s']:.2f}",
+        tables.size(row.peak_bytes),
+        f"{(outcome.check or {}).get('max_abs_error', 0.0):.1e}",
+        ", ".join(row.flags),
+    )
 
 
 def title(case: Case, device: str) -> str:

@@ -166,9 +166,9 @@ REFUSED: list[tuple[launching.Main, dict[str, str]]] = [
             "--ranks 0": "every number must be 1 or more",
             "--ranks 2,2": "appear once",
             "--ranks two": "not a list of numbers",
-            "--heads 7": "7 heads do not divide hidden 512",
-            "--kv-heads 3": "3 key/value heads do not divide 8 heads",
-            "--head-dim 32 --hidden 512": "8 heads of 32 make 256, hidden is 512",
+            "--heads 7": "7 heads of 73 make 511",
+            "--kv-heads 3": "3 key/value heads. --hidden must be",
+            "--head-dim 32 --hidden 512": "hidden is 512, 8 heads of 32 make 256",
             "--seq 0": "seq is 0",
             "--scheme hybrid --ranks 2": "2 ranks make no hybrid mesh",
             "--dtype float8": "dtype is 'float8'",
@@ -198,7 +198,7 @@ REFUSED: list[tuple[launching.Main, dict[str, str]]] = [
         },
     ),
     (balance, {"--ranks 0": "1 or more", "--rounds -1": "must be at least 0"}),
-    (trace.main, {"--hidden 10 --heads 3": "3 heads do not divide hidden 10"}),
+    (trace.main, {"--hidden 10 --heads 3": "3 heads of 3 make 9"}),
 ]
 
 

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, strategies as st
-from kit.comparison import RING, Machine, compared
 from numpy.typing import NDArray
 
 from benchmarks.compare import selftest
@@ -25,19 +24,18 @@ from benchmarks.compare.rule import (
     MAX_DELTA,
     SCREEN_AGREE,
     SCREEN_PAIRS,
-    Key,
     Result,
     Row,
-    Told,
+    Side,
     Verdict,
     exit_code,
     gateable_share,
     half_width,
     judge,
+    pairs_needed,
     raised_delta,
     suspicion,
 )
-from benchmarks.compare.sides import Side
 from benchmarks.launching import UsageError
 from benchmarks.statistics import MISS, chance, exact_interval
 
@@ -78,7 +76,7 @@ def test_the_whole_rule_over_all_throws_of_its_coins() -> None:
                 [BIG] * k + [-BIG] * (n - k)
                 for k, n in ((slower, SCREEN_PAIRS), (again, CONFIRM_PAIRS))
             )
-            found[judge(screen, confirm, DELTA).verdict] += int(ways) * int(more)
+            found[judge(screen, confirm, DELTA)] += int(ways) * int(more)
     assert sum(found.values()) == 2**30
     assert found[Verdict.REGRESSED] == found[Verdict.IMPROVED] == 56 * 6196
     assert Fraction(6196, 2**CONFIRM_PAIRS) == Fraction(chance(CONFIRM_PAIRS, CONFIRM_AGREE))
@@ -90,20 +88,19 @@ def test_exchanging_base_and_head_mirrors_the_verdict(
 ) -> None:
     there, back = (judge([s * d for d in screen], [s * d for d in confirm], delta) for s in (1, -1))
     mirrored = {Verdict.REGRESSED: Verdict.IMPROVED, Verdict.IMPROVED: Verdict.REGRESSED}
-    if there.verdict in mirrored:
-        assert back.verdict is mirrored[there.verdict]
-    assert (back.interval.low, back.interval.high) == (-there.interval.high, -there.interval.low)
+    if there in mirrored:
+        assert back is mirrored[there]
+    ours, theirs = (exact_interval([s * d for d in confirm]) for s in (1, -1))
+    assert (theirs.low, theirs.high) == (-ours.high, -ours.low)
 
 
 @given(screens, confirms, deltas, st.floats(0, 1))
 def test_a_slower_head_is_never_judged_milder(
     screen: list[float], confirm: list[float], delta: float, more: float
 ) -> None:
-    if judge(screen, confirm, delta).verdict is Verdict.REGRESSED:
-        assert (
-            judge([d + more for d in screen], [d + more for d in confirm], delta).verdict
-            is Verdict.REGRESSED
-        )
+    if judge(screen, confirm, delta) is Verdict.REGRESSED:
+        first, again = ([d + more for d in logs] for logs in (screen, confirm))
+        assert judge(first, again, delta) is Verdict.REGRESSED
 
 
 @given(screens, confirms, deltas)
@@ -111,10 +108,10 @@ def test_a_slower_head_is_never_judged_milder(
 def test_what_a_verdict_says_is_in_its_interval(
     screen: list[float], confirm: list[float], delta: float
 ) -> None:
-    decision = judge(screen, confirm, delta)
-    found, limit = decision.interval, math.log1p(delta)
+    verdict, logs = judge(screen, confirm, delta), confirm if suspicion(screen, delta) else screen
+    found, limit = exact_interval(logs), math.log1p(delta)
     assert found.low <= found.median <= found.high
-    if decision.verdict is Verdict.REGRESSED:
+    if verdict is Verdict.REGRESSED:
         assert (
             found.low > 0,
             found.median >= limit,
@@ -124,10 +121,10 @@ def test_what_a_verdict_says_is_in_its_interval(
             True,
             True,
         )
-    assert (found.high < limit) or decision.verdict is not Verdict.UNCHANGED
-    if decision.verdict is Verdict.INCONCLUSIVE:
+    assert (found.high < limit) or verdict is not Verdict.UNCHANGED
+    if verdict is Verdict.INCONCLUSIVE:
         assert found.high >= limit
-        assert decision.pairs_needed is None or decision.pairs_needed > found.count
+        assert (pairs_needed(logs, delta) or math.inf) > found.count
 
 
 @pytest.mark.parametrize(
@@ -151,12 +148,12 @@ def test_more_pairs_would_decide() -> None:
     """About four times as many where the upper end is twice as far from the median as the limit."""
     limit = math.log1p(DELTA)
     screen = [-2 * limit, -2 * limit, *[0.0] * 6, 2 * limit, 2 * limit]
-    decision = judge(screen, (), DELTA)
-    assert (decision.verdict, decision.pairs_needed) == (Verdict.INCONCLUSIVE, 40)
+    assert judge(screen, (), DELTA) is Verdict.INCONCLUSIVE
+    assert pairs_needed(screen, DELTA) == 40
     beyond = [-0.2, -0.2, -0.2, *[0.15] * 7]
-    assert judge(beyond, (), DELTA).pairs_needed == math.ceil(10 * (0.35 / 0.15) ** 2)
+    assert pairs_needed(beyond, DELTA) == math.ceil(10 * (0.35 / 0.15) ** 2)
     near = [*[-1.0] * 3, *[limit - 1e-4] * 5, 1.0, 1.0]
-    assert judge(near, (), DELTA).pairs_needed is None
+    assert pairs_needed(near, DELTA) is None
 
 
 def test_the_half_width_ignores_a_change_of_speed_and_sees_noise() -> None:
@@ -168,8 +165,8 @@ def test_the_half_width_ignores_a_change_of_speed_and_sees_noise() -> None:
 
 
 def test_a_case_that_is_too_noisy_is_not_judged() -> None:
-    assert judge([BIG] * 10, [BIG] * 20, MAX_DELTA).verdict is Verdict.REGRESSED
-    assert judge([BIG] * 10, (), MAX_DELTA + 1e-9).verdict is Verdict.UNGATEABLE
+    assert judge([BIG] * 10, [BIG] * 20, MAX_DELTA) is Verdict.REGRESSED
+    assert judge([BIG] * 10, (), MAX_DELTA + 1e-9) is Verdict.UNGATEABLE
 
 
 @pytest.mark.parametrize(("screen", "confirm"), [(9, 0), (11, 0), (10, 0), (10, 19), (10, 21)])
@@ -206,54 +203,13 @@ def test_what_counts_as_gateable() -> None:
     assert gateable_share([Verdict.NEW]) == 0
 
 
-@pytest.fixture
-def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[Key, selftest.Stored]:
-    """The launches of three comparisons of a commit with itself."""
-    monkeypatch.setattr(selftest, "PLANTED_CASE", RING)
-    results = []
-    for number in range(3):
-        folder = tmp_path / f"same-{number}"
-        folder.mkdir()
-        results.append(compared(folder, Machine(number, noise=0.02), seed=number))
-    return selftest.load(results, tmp_path)
-
-
-def test_resampling_finds_no_regression_and_a_delay(
-    stored: dict[Key, selftest.Stored], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert selftest.resampled(stored, 50) == []
-    shown = capsys.readouterr().out
-    assert "0 of 50 resampled comparisons of 6 cases say regressed" in shown
-    assert f"{RING}, P=2, 20% more: found 100 of 100" in shown
-
-
-def test_resampling_throws_every_coin_again() -> None:
-    """A second worktree that always looks slower is no change, and must not look like one."""
-    runs = [[(1.0, 1.3)] * 10 for _ in range(3)]
-    draw = random.Random(1)
-    alarms = [selftest.Stored(0.10, runs).again(draw) for _ in range(200)]
-    assert Verdict.REGRESSED not in alarms
-    assert len(set(map(tuple, selftest.thrown(runs[0], draw)))) == 2
-
-
-def test_resampling_can_fail(
-    stored: dict[Key, selftest.Stored], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(selftest, "EXTRA", 0.05)
-    assert [text.split(",")[0] for text in selftest.resampled(stored, 5)] == [RING] * 2
-    alarm = argparse.Namespace(verdict=Verdict.REGRESSED)
-    monkeypatch.setattr(selftest, "judge", lambda *_: alarm)
-    (told,) = selftest.resampled(stored, 5)
-    assert told.startswith("5 of 5 resampled comparisons")
-
-
 def row(case: str, ranks: int, verdict: str) -> Row:
     return Row(case, ranks, Verdict(verdict), delta=0.12)
 
 
 def result(rows: list[Row], gateable_share: float = 1.0) -> Result:
-    told = Told("HEAD", "a" * 40)
-    return Result(base=told, head=told, rows=rows, gateable_share=gateable_share, exit_code=0)
+    side = Side("head", Path(), "HEAD", "a" * 40)
+    return Result(side, side, rows, gateable_share, exit_code=0)
 
 
 PLANTED = selftest.PLANTED_CASE
@@ -302,8 +258,8 @@ def test_the_planted_work_takes_its_share(tmp_path: Path, monkeypatch: pytest.Mo
     path.parent.mkdir(parents=True)
     call = "def ring_attention(*, comm):\n    return [time.perf_counter() for _ in range(10)]\n"
     path.write_text(f"import time\nimport torch\n\n\n{call}")
-    side = selftest.plant(Side("head", tmp_path, "python", Told("HEAD", "a" * 40)), 3.0)
-    assert (side.told.sha, "200% more work" in side.told.ref) == (None, True)
+    side = selftest.plant(Side("head", tmp_path, "HEAD", "a" * 40), 3.0)
+    assert (side.sha, "200% more work" in side.ref) == (None, True)
     clock = itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
     attention = runpy.run_path(str(path))["ring_attention"]

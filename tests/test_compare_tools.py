@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,17 +14,13 @@ from kit.git import commit, git
 
 from benchmarks.cases.setting import Setting
 from benchmarks.compare import __main__ as command, sides as sides_module
-from benchmarks.compare.rule import Told
-from benchmarks.compare.sides import Side, commits, needs, sides
+from benchmarks.compare.rule import Side
+from benchmarks.compare.sides import commits, sides
 from benchmarks.launching import KEEP_MEMORY, Launch, UsageError
 
 pytestmark = pytest.mark.mpi_skip  # no communication
 
-PROJECT = '[project]\nname = "p"\ndependencies = ["torch>=2", "mpi4py"]\n'
-FILES = {
-    "pyproject.toml": PROJECT,
-    "ci/constraints.txt": "torch==2.0\nrich==1\n# note\nmpich==5\n",
-}
+FILES = {"ci/constraints.txt": "torch==2.0\nrich==1\n# note\nmpich==5\n"}
 
 
 @pytest.fixture
@@ -79,7 +74,7 @@ def test_worktrees_go_however_the_block_ends(end: type[BaseException], alike: Pa
     pair = stack.enter_context(sides(*hashes, ("main", "side"), alike))
     roots = [side.root for side in pair]
     for root, side, ref, sha in zip(roots, pair, ("main", "side"), hashes, strict=True):
-        assert side.told == Told(ref, sha, "shared")
+        assert (side.ref, side.sha) == (ref, sha)
         assert (root / "file0").exists()
         assert (root / "file2").exists() == (ref == "side")
         assert not (root / "file1").exists()
@@ -90,39 +85,21 @@ def test_worktrees_go_however_the_block_ends(end: type[BaseException], alike: Pa
     assert len(git(alike, "worktree", "list").splitlines()) == 1
 
 
-def test_a_library_with_other_needs_gets_an_environment_of_its_own(
-    alike: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only the needs of the library count; the harness has those of the present tree."""
-    commands: list[tuple[str, ...]] = []
-    monkeypatch.setattr(sides_module, "_install", lambda *command: commands.append(command))
-    monkeypatch.setattr(sides_module, "_harness_needs", lambda: ["rich", "mpich"])
-    monkeypatch.setattr(
-        Path, "write_text", lambda path, text: commands.append((path.name, *text.split()))
-    )
-    other = alike.parent / "other"
-    shutil.copytree(alike, other)
-    with (other / "ci" / "constraints.txt").open("a") as file:
-        file.write("matplotlib==3\n")
-    assert sides_module._interpreter(other, Path("folder")) == (sys.executable, "shared")
-    with (other / "ci" / "constraints.txt").open("a") as file:
-        file.write("mpi4py==4\n")
-    python, told = sides_module._interpreter(other, Path("folder"))
-    assert (python, told.split(":")[0]) == ("folder/bin/python", "its own")
-    assert commands[0][1:3] == ("-m", "venv")
-    assert commands[1] == (
-        "constraints.txt",
-        "rich==1",
-        "mpi4py==4",
-        "mpich==5",
-        "torch==2.0",
-    )
-    assert commands[2][-4:] == ("mpi4py", "torch>=2", "rich", "mpich")
-
-
-def test_what_a_library_needs_has_to_be_said(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="does not say what it needs"):
-        needs(tmp_path)
+def test_a_commit_with_other_packages_is_refused(alike: Path) -> None:
+    """Only what the library computes with counts, not what the harness needs."""
+    for pin, told in (
+        ("rich==2", None),
+        ("torch==3", "new pins torch==3, but .* pins torch==2.0. Compare commits"),
+    ):
+        package = pin.partition("==")[0]
+        lines = FILES["ci/constraints.txt"].replace(f"{package}==1", pin)
+        lines = lines.replace(f"{package}==2.0", pin)
+        sha = commit(alike, pin, **{"ci/constraints.txt": lines})
+        git(alike, "checkout", "--quiet", f"{sha}~1")
+        refused = pytest.raises(UsageError, match=told) if told else contextlib.nullcontext()
+        with refused, sides(sha, sha, ("new", "new"), alike):
+            pass
+        assert len(git(alike, "worktree", "list").splitlines()) == 1
 
 
 def test_the_harness_is_asked_for_cases_and_launches(
@@ -144,19 +121,19 @@ def test_the_harness_is_asked_for_cases_and_launches(
         return "it broke"
 
     plan = {size: [SimpleNamespace(id="a"), SimpleNamespace(id="b")] for size in (1, 2)}
-    monkeypatch.setattr(sides_module, "listing", lambda setting, ranks, root, python: plan)
+    monkeypatch.setattr(sides_module, "listing", lambda setting, ranks, root: plan)
     monkeypatch.setattr(sides_module, "run_launch", run_launch)
     bench, out, pair = (
         sides_module.Bench(Setting(run_id="run"), Launch()),
         tmp_path / "records.jsonl",
         {"stage": "screen", "index": 3},
     )
-    side = Side("head", tmp_path, "a-python", Told("head", None))
+    side = Side("head", tmp_path, "head", None)
     assert bench.listed(side, [1, 2]) == {("a", 1), ("b", 1), ("a", 2), ("b", 2)}
     bench.launch(side, 2, ["b"], pair, out)
     with pytest.raises(KeyboardInterrupt):
         bench.launch(side, 1, ["a", "b"], pair, out)
-    worker = ["env", KEEP_MEMORY, "a-python", "-m", "mpi4py", "-m", "benchmarks.worker"]
+    worker = ["env", KEEP_MEMORY, sys.executable, "-m", "mpi4py", "-m", "benchmarks.worker"]
     assert asked == [
         (2, ["b"], pair, 0, None, worker, tmp_path),
         (1, ["a", "b"], pair, 1, None, worker, tmp_path),
@@ -164,15 +141,6 @@ def test_the_harness_is_asked_for_cases_and_launches(
     assert out.read_text() == "line 0\nline 1\n"
     assert out.with_suffix(".log").read_text() == "head, P=2, screen pair 3\nit broke\n\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["records.jsonl", "records.log"]
-
-
-def test_a_library_that_cannot_be_listed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def listing(*_: object) -> None:
-        raise UsageError("no sp_core")
-
-    monkeypatch.setattr(sides_module, "listing", listing)
-    with pytest.raises(UsageError, match="base: no sp_core"):
-        sides_module.Bench(Setting(run_id="run"), Launch()).listed(pair_of_sides()[0], [1])
 
 
 @pytest.mark.parametrize(
@@ -223,5 +191,5 @@ def test_an_interruption_keeps_the_records(
     monkeypatch.setattr(command, "sides", lambda *_: contextlib.nullcontext(pair_of_sides()))
     assert command.main(["main", "--out", str(tmp_path)]) == 130
     assert len((tmp_path / "records.jsonl").read_text().splitlines()) == 5 * len(CASES)
-    assert not (tmp_path / "result.json").exists()
+    assert not (tmp_path / "report.md").exists()
     assert "interrupted" in capsys.readouterr().err

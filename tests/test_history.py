@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from kit import records as made
@@ -15,8 +14,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from benchmarks.compare.rule import ORDER, Row
-from benchmarks.reporting import derive, foreign, history, plots
+from benchmarks.compare.rule import ORDER
+from benchmarks.reporting import comparison, derive, history, plots
 from benchmarks.reporting.__main__ import main
 from benchmarks.reporting.history import SIDE, changes
 from benchmarks.reporting.style import Picture, short, styled, svg
@@ -146,7 +145,7 @@ def pictures() -> list[Picture]:
             *plots.bandwidth(rows),
             *plots.shares(rows),
             *history.pictures(history.collect(several)),
-            *foreign.pictures(msgspec.convert(compared, list[Row])),
+            *comparison.pictures(compared),
         ]
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import io
-import json
 import os
-import re
 import statistics
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,13 @@ from kit import records as made
 from markdown_it import MarkdownIt
 from rich.console import Console
 
+from benchmarks.compare.pairs import importance
 from benchmarks.compare.rule import ORDER
-from benchmarks.files import ForeignError
-from benchmarks.records import Record, append, reason
-from benchmarks.reporting import derive, foreign, plots, tables, tables as text
-from benchmarks.reporting.__main__ import main, numbered
-from benchmarks.reporting.page import Page, Section, code, html, markdown
+from benchmarks.records import Record, append, read, reason
+from benchmarks.reporting import derive, plots, tables, tables as text
+from benchmarks.reporting.__main__ import main, newest
+from benchmarks.reporting.comparison import section
+from benchmarks.reporting.page import Page, Section, code, html, markdown, write
 from benchmarks.reporting.style import styled
 from benchmarks.reporting.tables import Table
 
@@ -190,12 +190,16 @@ def test_hostile_words_in_valid_records_and_files_reach_no_browser(tmp_path: Pat
     for record in records:
         record.device.name = record.env.platform = record.transport.mpi.vendor = evil
     records.append(made.failed(what[0], "failed", reason("\n".join(HOSTILE))))
-    words: dict[str, Any] = {"reason": evil, "flags": [evil], "case": evil * 3, "explanation": evil}
-    result = made.result(made.verdict("regressed", **words), problems=[evil])
-    result["base"]["ref"] = evil
-    compared = tmp_path / "result.json"
-    compared.write_text(json.dumps(result))
-    shown, page = report(tmp_path, made.save(tmp_path / "r.jsonl", *records), "--compare", compared)
+    path = made.save(tmp_path / "r.jsonl", *records)
+    report(tmp_path, path)
+    rows = (made.verdict("regressed", case=evil * 3, remarks=(evil,)),)
+    result = made.result(*rows)
+    compared = section(replace(result, base=replace(result.base, ref=evil)))
+    with styled():
+        every = Page("title", (evil,), (compared, *newest(derive.by_setting(read(path).records))))
+        write(every, tmp_path, "report")
+    shown = rendered((tmp_path / "report.md").read_text())
+    page = Seen((tmp_path / "report.html").read_text())
     assert page.tags["script"] == 1  # ours, which the policy names by its digest
     assert not {"img", "iframe", "object", "link", "form"} & set(page.tags)
     assert "alert(1)" in page.words
@@ -234,13 +238,11 @@ def test_what_cannot_be_used_is_named_and_the_rest_is_used(
         "empty.jsonl": b"",
         "other.jsonl": b'{"name": "a package"}',
         "<b>.jsonl": b"[]",
-        "result.json": b'{"rows": NaN}',
     }
     for name, content in foreign.items():
         (tmp_path / name).write_bytes(content)
     names = [tmp_path / name for name in (*foreign, "missing.jsonl", "good.jsonl")]
-    more = ("--compare", tmp_path / "result.json", "--trace", tmp_path / "other.jsonl")
-    shown, page = report(tmp_path, *names, tmp_path, *more)
+    shown, page = report(tmp_path, *names, tmp_path, "--trace", tmp_path / "other.jsonl")
     told = capsys.readouterr().err
     for name in (*foreign, "missing.jsonl", "good.jsonl, line 2"):
         assert name in told, name
@@ -251,7 +253,6 @@ def test_what_cannot_be_used_is_named_and_the_rest_is_used(
 def test_nothing_to_report_is_an_error_and_no_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([]) == 2
     assert main([str(tmp_path / "missing"), "--out", str(tmp_path)]) == 1
     assert "missing" in (tmp_path / "report.md").read_text()
     assert not (tmp_path / "report.png").exists()
@@ -268,34 +269,15 @@ def test_failures_are_listed_with_their_reason() -> None:
     assert tables.failures([good]) == []
 
 
-def test_verdicts_are_sorted_by_importance_and_shown_as_they_are(tmp_path: Path) -> None:
+def test_verdicts_are_sorted_by_importance_and_shown_as_they_are() -> None:
     rows = [made.verdict(name) for name in sorted(ORDER)]
     rows += [made.verdict("regressed", 1.4, case="worst"), made.verdict("missing", None)]
-    (tmp_path / "result.json").write_text(json.dumps(made.result(*rows)))
-    shown = lines(foreign.read_comparison(tmp_path / "result.json").tables[0])
+    shown = lines(section(made.result(*sorted(rows, key=importance))).tables[0])
     places = [list[str](ORDER).index(line["verdict"]) for line in shown]
     assert places == sorted(places)
     worst = (shown[0]["case"], shown[0]["change"], shown[0]["interval"])
     assert worst == ("worst", "+40%", "+36% to +43%")
     assert {line["change"] for line in shown if line["verdict"] == "missing"} == {"+10%", "-"}
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"format": 2},
-        {"rows": [made.verdict("regressed", ratio=-1.0)]},
-        {"rows": [made.verdict("splendid")]},
-        {"rows": [made.verdict("regressed", ranks="2")]},
-        {"rows": "none"},
-        {"exit_code": 7},
-    ],
-)
-def test_a_result_of_another_form_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
-    path = tmp_path / "result.json"
-    path.write_text(json.dumps({**made.result(made.verdict("regressed")), **change}))
-    with pytest.raises(ForeignError, match=re.escape(str(path))):
-        foreign.read_comparison(path)
 
 
 @pytest.mark.parametrize(
@@ -328,20 +310,24 @@ def test_numbers_and_words_are_written_for_people(shown: str, expected: str) -> 
 def test_no_two_pictures_have_one_title_and_no_bar_passes_the_whole(
     shares: dict[str, float],
 ) -> None:
-    """Phases overlap or are medians of their own: their sum may be more than the step."""
+    """Phases overlap or are medians of their own: their sum may be more than the step.
+
+    What must be read with care has a picture of its own.
+    """
     phases = {name: {"max_s": share, "mean_s": share} for name, share in shares.items()}
-    what = [made.case("schemes", "ring", f"{place}/zigzag/forward", 2) for place in range(30)]
-    rows = derive.rows([made.record(case, 0.1, phases=phases) for case in what])
-    with styled():
-        pictures = numbered(plots.shares(rows))
-    assert [picture.title[-9:] for picture in pictures] == [f" ({n} of 3)" for n in (1, 2, 3)]
+    what = [made.case("schemes", "ring", f"{place}/zigzag/forward", 2) for place in range(31)]
+    every = [made.record(case, 0.1, phases=phases) for case in what]
+    every[0] = made.again(every[0], transport={"shared_gpu": True})
+    pictures = list(plots.shares(derive.rows(every)))
+    titles = [*(f" ({number} of 3)" for number in (1, 2, 3)), "with care"]
+    assert [picture.title[-9:] for picture in pictures] == titles
     ends = list[float]()
     for picture in pictures:
         axes: Any = picture.figure.axes[0]
         assert axes.get_xlim() == (0, 100)
         rights = [(bar.get_y(), bar.get_x() + bar.get_width()) for bar in axes.patches]
         ends += dict(sorted(rights)).values()  # of each row, the bar that reaches farthest
-    assert ends == pytest.approx([100.0] * 30)
+    assert ends == pytest.approx([100.0] * 31)
 
 
 def test_a_page_shows_little_until_somebody_asks(tmp_path: Path) -> None:
@@ -356,7 +342,8 @@ def test_a_terminal_of_80_columns_shows_every_column() -> None:
     out = io.StringIO()
     every = tables.per_ranks(derive.rows(made.run()))
     table = next(table for table in every if table.title == "schemes, P = 2")
-    tables.show(Console(file=out, width=80), table)
+    for one in (table, replace(table, rows=()), tables.make("no row", ("case",), ())):
+        tables.show(Console(file=out, width=80), one)
     shown = out.getvalue()
     assert max(map(len, shown.splitlines())) <= 80
     assert all(word in shown for row in (table.columns, *table.rows) for word in row)

@@ -60,22 +60,8 @@ def quick(case: Case) -> bool:
 
 def build(case: Case, mesh: Mesh, sync: Callable[[], None]) -> Work:
     """Make this rank's part of a model and of what it has read."""
-    model = create(
-        config_of(case.shape), mesh, dtype=dtype_of(case), tp_sp=case.id.endswith(f"/{TP_SP}")
-    )
-    step, held = (_decode if case.scheme == DECODE else _prefill)(model, case.shape["seq"])
-    return Work(
-        step,
-        Phases([mesh["tp"]], sync),
-        [*model.parameters(), *held],
-        sent=_sent(case, mesh["tp"].rank) if case.algorithm == LIBRARY else None,
-        tokens=_tokens(case),
-    )
-
-
-def config_of(shape: dict[str, int]) -> LlamaConfig:
-    """Return the architecture of a case."""
-    return LlamaConfig(
+    shape = case.shape
+    config = LlamaConfig(
         vocab_size=shape["vocab"],
         hidden_size=shape["hidden"],
         intermediate_size=shape["ffn"],
@@ -83,6 +69,15 @@ def config_of(shape: dict[str, int]) -> LlamaConfig:
         num_attention_heads=shape["heads"],
         num_key_value_heads=shape["kv_heads"],
         head_dim=shape["head_dim"],
+    )
+    model = create(config, mesh, dtype=dtype_of(case), tp_sp=case.id.endswith(f"/{TP_SP}"))
+    step, held = (_decode if case.scheme == DECODE else _prefill)(model, shape["seq"])
+    return Work(
+        step,
+        Phases([mesh["tp"]], sync),
+        [*model.parameters(), *held],
+        sent=_sent(case, mesh["tp"].rank) if case.algorithm == LIBRARY else None,
+        tokens=_tokens(case),
     )
 
 

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,7 +58,7 @@ def measure(values: Any, rank: Rank) -> dict[str, Any]:
         rank.tell("timing the AllGather")
         found["all_gather"] = time_gather(setting, mesh, sync, world)
         work = bench_layers.work_of(case, phases, made, x)
-        parts, _ = measure_case(work, world, device, counts, partial(plain_loop, tell=rank.tell))
+        parts = measure_case(work, world, device, counts, partial(plain_loop, tell=rank.tell))
     if (wrong := problem(parts)) is not None:
         raise RuntimeError(wrong)
     return {"parts": {**said, **parts}, **found}
@@ -92,19 +91,12 @@ def check(setting: BlockSetting, made: bench_layers.Made, x: Tensor, world: Intr
     shards = world.gather([part.detach().float().cpu().contiguous().numpy() for part in mine])
     if shards is not None:
         whole, upstream = (corpus.tokens(case, every, seed).to(x) for seed in seeds)
-        y, *grad = (_unshard(parts, case).to(x) for parts in zip(*shards, strict=True))
+        tensors = (map(torch.from_numpy, parts) for parts in zip(*shards, strict=True))
+        y, *grad = (sharding_of(case).unshard([*parts], 1).to(x) for parts in tensors)
         verdict = judged(y, grad, whole, upstream, layer.state_dict(), case)
     meet_asleep(world)
     agreed: Verdict = world.bcast(verdict)
     return agreed
-
-
-def _unshard(parts: Sequence[Any], case: Case) -> Tensor:
-    """Return all tokens (B, S, E) from the ranks' shards."""
-    whole = torch.empty(case.shape["batch"], case.shape["seq"], case.shape["hidden"])
-    for rank, part in enumerate(parts):
-        whole[:, sharding_of(case).positions(rank)] = torch.from_numpy(np.asarray(part))
-    return whole
 
 
 def judged(

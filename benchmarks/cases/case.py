@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -101,10 +102,6 @@ class Work:
     result_bytes: int | None = None
     flops: int | None = None
     tokens: int | None = None
-
-
-Build = Callable[[Case, sp.Mesh, Callable[[], None]], Work]
-"""From a case, a mesh with its axes and the device's `sync` to this rank's work."""
 
 
 Named = Callable[[str], AbstractContextManager[Any]]
@@ -204,7 +201,7 @@ def measure(
     loop: Loop,
     *,
     memory: bool = True,
-) -> tuple[Parts, Samples]:
+) -> Parts:
     """Time one rank's work and count what it sends.
 
     Args:
@@ -216,7 +213,7 @@ def measure(
         memory: also find out the peak memory, which on a CPU takes every rank seconds of imports.
 
     Returns:
-        The parts of the record that were measured, the same on all ranks; and the samples.
+        The parts of the record that were measured, the same on all ranks.
     """
     with undisturbed():
         sampler = Sampler(work.step, world, sync=partial(wait_for, device), note=work.phases.note)
@@ -226,16 +223,19 @@ def measure(
             comm.counters.reset()
         # one more step, not timed
         peak, method = peak_memory(work.step, work.held, device) if memory else (0, work.step())
-    mine = {"formula": work.sent, "counts": counts_of(work.phases.comms)}
-    traffic: list[Parts] = world.allgather(mine)
+    sent = {name: count.bytes_sent for name, count in counts_of(work.phases.comms).items()}
+    told: list[dict[str, int]] = world.allgather(sent)
+    formulas: list[int | None] = world.allgather(work.sent)
+    known = [formula for formula in formulas if formula is not None]
+    formula = sum(known) if len(known) == len(formulas) else None
     highest = max(world.allgather(peak))
     return {
-        "timing": {"warmup": counts.warmup, **samples.as_dict()},
+        "timing": samples.as_dict(),
         "phases": _phases(samples, notes),
-        "comm": _comm(traffic, notes, work),
+        "comm": _comm(told, notes, work),
         "memory": {"peak_bytes": highest, "method": method} if memory else None,
-        "work": {"flops": work.flops, "tokens": work.tokens, "bytes_formula": _formula(traffic)},
-    }, samples
+        "work": {"flops": work.flops, "tokens": work.tokens, "bytes_formula": formula},
+    }
 
 
 def problem(parts: Parts) -> str | None:
@@ -258,31 +258,20 @@ def _noted(notes: Notes, name: str) -> list[list[float]]:
     return [[sample.get(name, 0.0) for sample in rank] for rank in notes]
 
 
-def _comm(traffic: list[Parts], notes: Notes, work: Work) -> Parts:
-    """Return by operation: calls of the rank that made most, messages and bytes of all.
+def _comm(told: list[dict[str, int]], notes: Notes, work: Work) -> Parts:
+    """Return by operation the bytes of all ranks, and the seconds of the one that waited longest.
 
-    The seconds are those of the rank that waited longest.
+    Args:
+        told: bytes that each rank sent, by operation.
+        notes: of all ranks.
+        work: of this rank.
     """
-    names = sorted({name for rank in traffic for name in rank["counts"]})
-    only = [name for name in names if name != CONTROL]
-
-    def entry(name: str) -> Parts:
-        ranks = [rank["counts"].get(name, Count()) for rank in traffic]
-        total = sum(ranks, Count())
-        result = {} if name == CONTROL else {"bytes_result": work.result_bytes}
-        return {
-            "calls": max(count.calls for count in ranks),
-            "messages": total.messages,
-            "bytes_sent": total.bytes_sent,
-            "bytes_formula": _formula(traffic) if only == [name] else None,
+    result = {} if work.result_bytes is None else {"bytes_result": work.result_bytes}
+    return {
+        name: {
+            "bytes_sent": sum(rank.get(name, 0) for rank in told),
             "seconds": highest_and_mean(_noted(notes, _OPERATION + name))["max_s"],
-            **({} if work.result_bytes is None else result),
+            **({} if name == CONTROL else result),
         }
-
-    return {name: entry(name) for name in names}
-
-
-def _formula(traffic: list[Parts]) -> int | None:
-    """Return the bytes that all ranks send by formula."""
-    sent = [rank["formula"] for rank in traffic]
-    return None if None in sent else sum(sent)
+        for name in sorted({*chain(*told)})
+    }

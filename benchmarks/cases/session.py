@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from benchmarks.cases.case import Build, measure as measure_case, meshes, problem, wait_for
+from benchmarks.cases.case import Work, measure as measure_case, meshes, problem, wait_for
 from benchmarks.cases.setting import Setting, listed, module_of
 from benchmarks.launching import NO_MEMORY, Record
 from benchmarks.machine import device, facts
@@ -22,12 +22,6 @@ from benchmarks.records import Case, append, reason as reason_of
 from benchmarks.sample import QUICK, Budget
 from benchmarks.worker import Intracomm, Rank
 
-SAVED_BY_RANK_0 = {
-    "benchmark_json": None,
-    "benchmark_save": None,
-    "benchmark_autosave": False,
-    "benchmark_histogram": None,
-}
 PATIENCE_SECONDS = 10.0
 SHOWN = 1500  # characters of an error that a record keeps
 
@@ -37,7 +31,7 @@ class CaseFailed(Exception):
 
 
 class Harness:
-    """A pytest plugin that gives the benchmarks their cases and the fixture `parallel_benchmark`.
+    """A pytest plugin that gives pytest-benchmark the cases, and times them on all ranks.
 
     Args:
         setting: of the launch.
@@ -50,26 +44,14 @@ class Harness:
         self.device = device(setting.device, self.world, share_gpu=setting.share_gpu)
         self.total = self.done = 0
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_configure(self, config: pytest.Config) -> None:
-        """Leave all files to rank 0."""
-        if self.world.rank != 0:
-            for option, value in SAVED_BY_RANK_0.items():
-                setattr(config.option, option, value)
-            config.option.benchmark_quiet = True
-
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Give the suite its cases for this number of ranks."""
+        """Give `bench_case` the cases for this number of ranks."""
         cases = listed(self.world.size, self.setting)
         self.total = len(cases)
-        metafunc.parametrize("case", cases, ids=[case.id for case in cases])
+        runs = [partial(self.run, case) for case in cases]
+        metafunc.parametrize("run", runs, ids=[case.id for case in cases])
 
-    @pytest.fixture
-    def parallel_benchmark(self, benchmark: Any) -> Any:
-        """Time a case on all ranks: `parallel_benchmark(case, build)`."""
-        return lambda case, build: self.run(case, build, benchmark)
-
-    def run(self, case: Case, build: Build, benchmark: Any) -> None:
+    def run(self, case: Case, benchmark: Any) -> None:
         """Measure a case, and have rank 0 write its record, whatever becomes of it.
 
         Raises:
@@ -84,8 +66,9 @@ class Harness:
                 self.setting.pair is None
             )  # a comparison has many launches, and asks for times only
             with meshes(case, self.world, self.device) as mesh:
-                work = build(case, mesh, partial(wait_for, self.device))
-                found, samples = measure_case(
+                sync = partial(wait_for, self.device)
+                work: Work = module_of(case.layer).build(case, mesh, sync)
+                found = measure_case(
                     work, self.world, self.device, budget, benchmark.pedantic, memory=memory
                 )
         except Exception as raised:  # noqa: BLE001  # whatever it is, the other ranks must learn of it
@@ -101,12 +84,12 @@ class Harness:
         # rank 0's own clock sees less
         benchmark.stats.stats.data[:] = found["timing"]["samples_s"]
         benchmark.group = case.layer
-        benchmark.extra_info.update(case=case.id, ranks=case.ranks, inner=samples.inner)
+        benchmark.extra_info.update(case=case.id, ranks=case.ranks, inner=found["timing"]["inner"])
 
 
-def bench_case(parallel_benchmark: Callable[..., None], case: Case) -> None:
+def bench_case(run: Callable[[Any], None], benchmark: Any) -> None:
     """Time one case; pytest collects this."""
-    parallel_benchmark(case, module_of(case.layer).build)
+    run(benchmark)
 
 
 def status_of(found: Record, failures: list[str]) -> tuple[str, str | None]:
@@ -163,7 +146,7 @@ def measure(values: Any, rank: Rank) -> Record:
     # sp_core is imported before the plugin in it is found
     ignored = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
     options = ["-q", "--capture=no", "--no-header", "-p", "no:cacheprovider", *ignored]
-    if setting.pair is None:  # the launches of a comparison leave records only
+    if setting.pair is None and rank.world.rank == 0:  # a comparison leaves records only
         saved = f"{Path(setting.out).with_suffix('')}-p{rank.world.size}.pytest-benchmark.json"
         options.append(f"--benchmark-json={saved}")
     code = pytest.main([*options, __file__], plugins=[Harness(setting, rank)])

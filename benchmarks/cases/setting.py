@@ -29,8 +29,6 @@ NOTHING: dict[str, Any] = dict.fromkeys(
 )
 """The parts of a record that was not measured."""
 
-NO_COMMIT: dict[str, Any] = {"sha": None, "dirty": None}
-
 
 class Setting(msgspec.Struct, frozen=True):
     """One launch.
@@ -52,7 +50,7 @@ class Setting(msgspec.Struct, frozen=True):
     run_id: str = "by-hand"
     launch: int = 0
     pair: dict[str, Any] | None = None
-    commit: dict[str, Any] = msgspec.field(default_factory=lambda: dict(NO_COMMIT))
+    commit: dict[str, Any] = msgspec.field(default_factory=lambda: {"sha": None, "dirty": None})
     only: tuple[str, ...] = ()
     layers: tuple[str, ...] = ()
     quick: bool = False

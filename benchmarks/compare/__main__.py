@@ -17,8 +17,8 @@ from pathlib import Path
 
 from benchmarks.cases.setting import Setting
 from benchmarks.compare.pairs import build
-from benchmarks.compare.rule import RECORDS, Key, Result, summary, table
-from benchmarks.compare.sides import Bench, Session, Side, commits, sides, uncommitted
+from benchmarks.compare.rule import RECORDS, Key, Result, Side, summary, table
+from benchmarks.compare.sides import Bench, Session, commits, sides, uncommitted
 from benchmarks.launching import (
     REPORTS,
     Launch,
@@ -27,12 +27,14 @@ from benchmarks.launching import (
     about,
     main as start,
     numbers_of_ranks,
-    parse,
     program,
     starting,
     writable,
 )
-from benchmarks.reporting import tables
+from benchmarks.reporting import derive, tables
+from benchmarks.reporting.__main__ import newest
+from benchmarks.reporting.comparison import section
+from benchmarks.reporting.page import Page, write
 
 KEPT = "interrupted, so nothing is judged; the records so far are kept."
 MEASURING: Options = {
@@ -55,10 +57,9 @@ OPTIONS: Options = {
 }
 
 
-@program("compare", KEPT)
-def main(arguments: Sequence[str] | None = None) -> int:
+@program("compare", __doc__, OPTIONS, KEPT)
+def main(options: argparse.Namespace) -> int:
     """Run the command line; return the exit code."""
-    options = parse("compare", __doc__, OPTIONS, arguments)
     out = fresh_folder(options.out)
     hashes = commits(options.base, options.head)
     if uncommitted():
@@ -84,7 +85,7 @@ def bench(options: argparse.Namespace, run_id: str) -> Bench:
 def compare(
     pair: tuple[Side, Side], options: argparse.Namespace, measures: Bench, out: Path
 ) -> Result:
-    """Measure two sides, judge, write the result, and show it.
+    """Measure two sides, judge, show the result, and write a report.
 
     Args:
         pair: base and head.
@@ -104,10 +105,11 @@ def compare(
         )
     screen = tables.console()
     tables.say(screen, f"files: {out}")
-    with tables.following(screen, "compare") as heard:
-        Session(measures, pair, seed, out / RECORDS, heard).run(listed["base"] & listed["head"])
-    facts = {"base": pair[0].told, "head": pair[1].told, "seed": seed, "ranks": ranks}
-    result = build(out, strict=options.strict, listed=listed, **facts)
+    heard = tables.following(screen, "compare")
+    Session(measures, pair, seed, out / RECORDS, heard).run(listed["base"] & listed["head"])
+    result = build(out, *pair, listed, strict=options.strict)
+    sections = (section(result), *newest(derive.by_setting(result.records)))
+    write(Page("Comparison of two commits", tuple(result.problems), sections), out, "report")
     tables.show(screen, table(result))
     for line in (*summary(result), *result.problems):
         tables.say(screen, line)

@@ -1,4 +1,4 @@
-"""The decision rule, on plain numbers, and the form of a result in `result.json`.
+"""The decision rule, on plain numbers, and what a comparison results in.
 
 A pair is one launch of base and one of head, in an order that a fair coin chose; its number is d =
 log(head / base). Where nothing has changed, d is as likely above zero as below, whatever the
@@ -11,18 +11,15 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from msgspec import Meta, Struct, field
-
-from benchmarks.files import read_json
-from benchmarks.records import Count, Size
+from benchmarks.records import Record
 from benchmarks.reporting.tables import DASH, Table, make, milliseconds, plain, ratio
-from benchmarks.statistics import MISS, Interval, exact_interval
+from benchmarks.statistics import Interval, exact_interval
 
 SCREEN_PAIRS, SCREEN_AGREE, SCREEN_SHARE = 10, 8, 0.8
 CONFIRM_PAIRS, CONFIRM_AGREE = 20, 16
@@ -55,21 +52,6 @@ class Verdict(StrEnum):
 JUDGED = {Verdict.REGRESSED, Verdict.IMPROVED, Verdict.UNCHANGED, Verdict.INCONCLUSIVE}
 
 
-@dataclass(frozen=True)
-class Decision:
-    """Return the verdict on one case.
-
-    Args:
-        verdict: the answer.
-        interval: of the log-ratios of the pairs that decided.
-        pairs_needed: where inconclusive, how many pairs would decide; None beyond `MANY_PAIRS`.
-    """
-
-    verdict: Verdict
-    interval: Interval
-    pairs_needed: int | None = None
-
-
 def half_width(seconds: Sequence[float]) -> float:
     """Return half the width of the interval of log-ratios of each launch to the one before it."""
     found = exact_interval([math.log(after / before) for before, after in pairwise(seconds)])
@@ -90,7 +72,7 @@ def suspicion(screen: Sequence[float], delta: float) -> int:
     return found if delta <= MAX_DELTA else 0
 
 
-def judge(screen: Sequence[float], confirm: Sequence[float], delta: float) -> Decision:
+def judge(screen: Sequence[float], confirm: Sequence[float], delta: float) -> Verdict:
     """Return the verdict on one case.
 
     Args:
@@ -105,14 +87,12 @@ def judge(screen: Sequence[float], confirm: Sequence[float], delta: float) -> De
     suspected, found = suspicion(screen, delta), 0
     if suspected:
         found = _direction(confirm, CONFIRM_PAIRS, CONFIRM_AGREE, math.log1p(delta))
-    middle, limit = exact_interval(confirm if suspected else screen), math.log1p(delta)
     if delta > MAX_DELTA:
-        return Decision(Verdict.UNGATEABLE, middle)
+        return Verdict.UNGATEABLE
     if suspected and found == suspected:
-        return Decision(Verdict.REGRESSED if found > 0 else Verdict.IMPROVED, middle)
-    if middle.high < limit:
-        return Decision(Verdict.UNCHANGED, middle)
-    return Decision(Verdict.INCONCLUSIVE, middle, _pairs_needed(middle, limit))
+        return Verdict.REGRESSED if found > 0 else Verdict.IMPROVED
+    is_below = exact_interval(confirm if suspected else screen).high < math.log1p(delta)
+    return Verdict.UNCHANGED if is_below else Verdict.INCONCLUSIVE
 
 
 def exit_code(verdicts: Iterable[Verdict], *, strict: bool = False) -> ExitCode:
@@ -145,11 +125,13 @@ def _direction(logs: Sequence[float], pairs: int, agree: int, threshold: float) 
     return -1 if sum(d < 0 for d in logs) >= agree and median <= -threshold else 0
 
 
-def _pairs_needed(found: Interval, limit: float) -> int | None:
-    """Return how many pairs leave the limit outside of the interval, which shrinks as 1/sqrt(n).
+def pairs_needed(logs: Sequence[float], delta: float) -> int | None:
+    """Return how many pairs would decide where these log-ratios do not; None beyond `MANY_PAIRS`.
 
-    If the median is beyond the limit, they leave zero outside.
+    So many leave the limit outside of the interval, which shrinks as 1/sqrt(n). If the median is
+    beyond the limit, they leave zero outside.
     """
+    found, limit = exact_interval(logs), math.log1p(delta)
     beyond = found.median >= limit
     room = found.median if beyond else limit - found.median
     reach = found.median - found.low if beyond else found.high - found.median
@@ -158,24 +140,10 @@ def _pairs_needed(found: Interval, limit: float) -> int | None:
     return max(found.count + 1, math.ceil(found.count * (reach / room) ** 2))
 
 
-RECORDS, RESULT = "records.jsonl", "result.json"
+RECORDS = "records.jsonl"
 Key = tuple[str, int]
 """Case and number of ranks."""
 
-Text = Annotated[str, Meta(max_length=10_000)]
-Ratio = Annotated[float, Meta(gt=1e-9, le=1e9)]
-Share = Annotated[float, Meta(ge=0, le=1e9)]
-RULE = {
-    "screen": {
-        "pairs": SCREEN_PAIRS,
-        "agree": SCREEN_AGREE,
-        "share_of_delta": SCREEN_SHARE,
-    },
-    "confirm": {"pairs": CONFIRM_PAIRS, "agree": CONFIRM_AGREE, "share_of_delta": 1.0},
-    "delta": dict(DELTAS),
-    "max_delta": MAX_DELTA,
-    "miss": MISS,
-}
 COLUMNS = (
     "case",
     "P",
@@ -202,102 +170,78 @@ NOTE = (
 ORDER = list(Verdict)
 
 
-class Row(Struct):
+@dataclass(frozen=True)
+class Row:
     """The comparison of one case on one number of ranks.
 
     Args:
         case, ranks: what was measured.
-        verdict: the answer, and `reason` why there is none.
-        stage, pairs, slower: the pairs that decided, how many they are, and in how many head took
-            longer.
-        ratio, low, high: median of head / base, and its exact interval.
-        delta, half_width: the smallest change that counts, and the noise of base against itself, as
-            shares.
+        verdict: the answer.
+        remarks: why there is no answer, where the time went, and reasons to read with care.
+        change: median of head / base over the pairs that decided, and its exact interval.
+        slower: in how many of them head took longer.
+        delta: the smallest change that counts, as a share.
         base_s, head_s: median seconds of the pairs that decided.
-        pairs_needed: if inconclusive, how many would decide; None if more than are worth it.
-        flags: reasons to read the row with care.
-        explanation: where the time went, for a case that changed.
     """
 
-    case: Text
-    ranks: Size
+    case: str
+    ranks: int
     verdict: Verdict
-    reason: Text | None = None
-    stage: Text | None = None
-    pairs: Count = 0
-    slower: Count = 0
-    ratio: Ratio | None = None
-    low: Ratio | None = None
-    high: Ratio | None = None
-    delta: Share | None = None
-    half_width: Share | None = None
-    base_s: Share | None = None
-    head_s: Share | None = None
-    pairs_needed: Count | None = None
-    flags: Annotated[list[Text], Meta(max_length=20)] = []
-    explanation: Text | None = None
+    remarks: tuple[str, ...] = ()
+    change: Interval | None = None
+    slower: int = 0
+    delta: float | None = None
+    base_s: float | None = None
+    head_s: float | None = None
 
     @property
     def key(self) -> Key:
         """Case and number of ranks."""
         return self.case, self.ranks
 
-    @property
-    def change(self) -> tuple[float, float, float] | None:
-        """Low, middle and high of head / base, if they were measured."""
-        if self.low is None or self.ratio is None or self.high is None:
-            return None
-        return self.low, self.ratio, self.high
+
+@dataclass(frozen=True)
+class Side:
+    """What is measured.
+
+    Args:
+        name: "base" or "head".
+        root: folder with the library.
+        ref: what the caller calls the commit.
+        sha: its hash; None if files differ from it.
+    """
+
+    name: str
+    root: Path
+    ref: str
+    sha: str | None
 
 
-class Told(Struct):
-    """One side of a comparison: the name that was asked for, its commit, and its environment."""
-
-    ref: Text
-    sha: Text | None
-    environment: Text = ""
-
-
-class Result(Struct, kw_only=True):
+@dataclass(frozen=True)
+class Result:
     """A whole comparison.
 
     Args:
         base, head: the sides.
-        seed: of the coins.
-        ranks: the numbers of ranks.
-        cases: the cases that each side has.
-        records, records_sha256: the file of the records, and its hash.
-        problems: what is wrong with the records.
         rows: a row for each case and number of ranks that either side has.
-        counts: how often each verdict was given.
         gateable_share: the share of the cases that was quiet enough to be judged.
+        exit_code: of the program.
+        records: of all launches.
+        problems: what is wrong with the records.
     """
 
-    format: Literal[1] = 1
-    base: Told
-    head: Told
-    same_commit: bool = False
-    seed: int = 0
-    ranks: list[int] = []
-    cases: dict[str, set[Key]] = {}
-    rule: dict[str, Any] = field(default_factory=lambda: dict(RULE))
-    records: Text = RECORDS
-    records_sha256: Text | None = None
-    problems: Annotated[list[Text], Meta(max_length=10_000)] = []
-    rows: Annotated[list[Row], Meta(max_length=10_000)]
-    counts: dict[str, int] = {}
-    gateable_share: Annotated[float, Meta(ge=0, le=1)]
-    strict: bool = False
+    base: Side
+    head: Side
+    rows: list[Row]
+    gateable_share: float
     exit_code: ExitCode
+    records: list[Record] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
 
-
-def load(path: Path) -> Result:
-    """Read a result.
-
-    Raises:
-        ForeignError: the file holds none.
-    """
-    return read_json(path, Result)
+    @property
+    def same_commit(self) -> bool:
+        """Whether both sides are one commit."""
+        return self.base.sha == self.head.sha
 
 
 def table(result: Result) -> Table:
@@ -313,17 +257,16 @@ def table(result: Result) -> Table:
 def cells(row: Row) -> tuple[str, ...]:
     """Return the texts of one line."""
     change, times = row.change, (row.base_s, row.head_s)
-    remarks = [text for text in (row.reason, row.explanation, *row.flags) if text]
     return (
         plain(row.case),
         str(row.ranks),
         row.verdict,
-        DASH if change is None else ratio(change[1]),
-        DASH if change is None else f"{ratio(change[0])} to {ratio(change[2])}",
+        DASH if change is None else ratio(change.median),
+        DASH if change is None else f"{ratio(change.low)} to {ratio(change.high)}",
         DASH if row.delta is None else f"{row.delta:.1%}",
-        f"{row.slower} of {row.pairs}" if row.pairs else DASH,
+        DASH if change is None else f"{row.slower} of {change.count}",
         *(DASH if time is None else milliseconds(time) for time in times),
-        plain("; ".join(remarks), 400),
+        plain("; ".join(row.remarks), 400),
     )
 
 

@@ -1,4 +1,4 @@
-"""Make the two sides of a comparison: a worktree of each commit, and an interpreter for it.
+"""Make the two sides of a comparison: a worktree of each commit.
 
 Harness and cases come from the present tree for both; a worktree gives the library only.
 """
@@ -6,47 +6,23 @@ Harness and cases come from the present tree for both; a worktree gives the libr
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 import tempfile
-import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 from benchmarks.cases.setting import Setting
 from benchmarks.compare.pairs import SIDES, STAGES, coin, grouped
-from benchmarks.compare.rule import Key, Told
+from benchmarks.compare.rule import Key, Side
 from benchmarks.launching import KEEP_MEMORY, ROOT, Launch, Progress, UsageError, commit, git
 from benchmarks.record import Plan, listing, run_launch
 from benchmarks.records import Record, read
 
-MPIS = ("openmpi", "mpich")
-Pins = dict[str, str]
-"""The line of a file of constraints for each package."""
-
-
-@dataclass(frozen=True)
-class Side:
-    """What is measured.
-
-    Args:
-        name: "base" or "head".
-        root: folder with the library.
-        python: the interpreter that runs it.
-        told: what the result says of it.
-    """
-
-    name: str
-    root: Path
-    python: str
-    told: Told
+PACKAGES = ("torch", "numpy", "mpi4py", "openmpi", "mpich")
+"""One environment, that of the present tree, serves both sides: both must pin the same of these."""
 
 
 def commits(base: str, head: str, repository: Path = ROOT) -> tuple[str, str]:
@@ -71,21 +47,24 @@ def commits(base: str, head: str, repository: Path = ROOT) -> tuple[str, str]:
     return left, found[head] or head
 
 
-def uncommitted(repository: Path = ROOT) -> bool:
+def uncommitted() -> bool:
     """Return whether the library in the present tree differs from its commit, which is compared."""
-    return bool(git(repository, "status", "--porcelain", "--", "sp_core"))
+    return bool(git(ROOT, "status", "--porcelain", "--", "sp_core"))
 
 
 @contextlib.contextmanager
 def sides(
     base: str, head: str, refs: tuple[str, str], repository: Path = ROOT
 ) -> Iterator[tuple[Side, Side]]:
-    """Make worktrees of two commits and their environments, which go however the block ends.
+    """Make worktrees of two commits, which go however the block ends.
 
     Args:
         base, head: hashes of commits.
         refs: what the caller calls them.
         repository: the one that has them.
+
+    Raises:
+        UsageError: a commit cannot be checked out, or pins other packages than the present tree.
     """
     with (
         tempfile.TemporaryDirectory(prefix="sp_core-compare-") as name,
@@ -99,78 +78,25 @@ def sides(
             if git(repository, *no_hooks, *add) is None:
                 raise UsageError(f"git cannot check out {sha} into {root}.")
             stack.callback(git, repository, "worktree", "remove", "--force", str(root))
-            python, told = _interpreter(root, Path(name) / f"{side}-environment")
-            made.append(Side(side, root, python, Told(ref, sha, told)))
+            if (asked := pins(root)) != (present := pins(ROOT)):
+                raise UsageError(
+                    f"{ref} pins {_listed(asked - present)}, but both sides run with the packages "
+                    f"of the present tree, which pins {_listed(present - asked)}. Compare commits "
+                    "that pin the same, from a tree that does too."
+                )
+            made.append(Side(side, root, ref, sha))
         yield made[0], made[1]
 
 
-def needs(root: Path) -> tuple[list[str], Pins]:
-    """Return the requirements of the library in a folder, and their pins and those of the MPIs.
-
-    Raises:
-        UsageError: it does not say.
-    """
-    try:
-        project = _project(root)
-        packages = project["dependencies"] + project.get("optional-dependencies", {}).get("mpi", [])
-        pins = _pins(root)
-    except (OSError, KeyError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(
-            f"{root.name} does not say what it needs ({error}); compare commits that do."
-        ) from error
-    wanted = sorted({*map(_name, packages), *MPIS})
-    return sorted(packages), {name: pins[name] for name in wanted if name in pins}
+def pins(root: Path) -> set[str]:
+    """Return the pinned versions of what the library in a folder computes and communicates with."""
+    path = root / "ci" / "constraints.txt"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {line for line in lines if line.partition("==")[0] in PACKAGES}
 
 
-def _interpreter(root: Path, folder: Path) -> tuple[str, str]:
-    """Return this interpreter if the library needs what the present tree needs, else a new one."""
-    packages, own = needs(root)
-    if (packages, own) == needs(ROOT):
-        return sys.executable, "shared"
-    config = Path(sys.prefix) / "pyvenv.cfg"
-    sees_system = config.exists() and "system-site-packages = true" in config.read_text()
-    system = ["--system-site-packages"] * sees_system  # as where torch comes with the machine
-    _install(sys.executable, "-m", "venv", *system, str(folder))
-    python, pins = str(folder / "bin" / "python"), folder / "constraints.txt"
-    named = {*map(_name, packages), *MPIS}
-    others = {name: line for name, line in _pins(ROOT).items() if name not in named}
-    pins.write_text("\n".join({**others, **own}.values()) + "\n")
-    _install(
-        python, "-m", "pip", "install", "--quiet", "-c", str(pins), *packages, *_harness_needs()
-    )
-    return python, "its own: it needs other packages than the present tree"
-
-
-def _pins(root: Path) -> Pins:
-    lines = (root / "ci" / "constraints.txt").read_text().splitlines()
-    return {_name(line): line.strip() for line in lines if line.strip() and line[0] != "#"}
-
-
-def _project(root: Path) -> dict[str, Any]:
-    found: dict[str, Any] = tomllib.loads((root / "pyproject.toml").read_text())["project"]
-    return found
-
-
-def _harness_needs() -> list[str]:
-    """Return what the benchmarks of the present tree need, and the MPI that is in use."""
-    extras = _project(ROOT)["optional-dependencies"]
-    installed = [mpi for mpi in MPIS if any(distributions(name=mpi))]
-    needed = [each for extra in ("llama", "mpi", "test", "bench") for each in extras[extra]]
-    return [*(each for each in needed if not each.startswith("sp-core[")), *installed]
-
-
-def _install(*command: str) -> None:
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
-    if answer.returncode:
-        raise UsageError(
-            f"no environment for a side: {' '.join(command[:4])} failed:\n"
-            f"{answer.stderr.strip()[-1000:]}"
-        )
-
-
-def _name(requirement: str) -> str:
-    """Return the package that a requirement names."""
-    return canonicalize_name(Requirement(requirement).name)
+def _listed(lines: set[str]) -> str:
+    return ", ".join(sorted(lines)) or "nothing else"
 
 
 @dataclass
@@ -179,7 +105,7 @@ class Bench:
 
     Args:
         setting: of every launch.
-        how: ranks are started, but for interpreter and variables.
+        how: ranks are started, but for variables.
     """
 
     setting: Setting
@@ -193,10 +119,7 @@ class Bench:
         Raises:
             UsageError: its library cannot be imported, or lacks what all cases need.
         """
-        try:
-            plan = self.plans[side.name] = listing(self.setting, ranks, side.root, side.python)
-        except UsageError as error:
-            raise UsageError(f"{side.name}: {error}") from error
+        plan = self.plans[side.name] = listing(self.setting, ranks, side.root)
         return {(case.id, size) for size, cases in plan.items() for case in cases}
 
     def launch(
@@ -215,7 +138,7 @@ class Bench:
             case for case in self.plans[side.name][ranks] if any(text in case.id for text in cases)
         ]
         self.launches += 1
-        how = Launch(self.how.prefix, self.how.timeout, (KEEP_MEMORY,), python=side.python)
+        how = Launch(self.how.prefix, self.how.timeout, (KEEP_MEMORY,))
         if printed := run_launch(ranks, planned, setting, how, side.root):
             about = f"{side.name}, P={ranks}, {pair['stage']} pair {pair['index']}"
             with out.with_suffix(".log").open("a") as log:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import launching
-from benchmarks.files import write_json
 from benchmarks.launching import (
     REPORTS,
     Launch,
@@ -21,6 +20,7 @@ from benchmarks.launching import (
     about,
     commit,
     writable,
+    write_json,
 )
 from benchmarks.machine import busy_share
 from benchmarks.reporting import tables
@@ -100,10 +100,10 @@ class Contest:
 
     def __call__(self, arguments: Sequence[str] | None = None) -> int:
         """Return the exit code: 0, 1 if something failed or is wrong, 2 for bad options, 130."""
-        return launching.program(self.name)(self._main)(arguments)
+        made = launching.program(self.name, self.text, self._options())(self._main)
+        return made(arguments)
 
-    def _main(self, arguments: Sequence[str] | None) -> int:
-        options = launching.parse(self.name, self.text, self._options(), arguments)
+    def _main(self, options: argparse.Namespace) -> int:
         if options.show:
             for path in options.show:
                 self._tell(tables.console(), _finished(json.loads(path.read_text())))

@@ -26,7 +26,7 @@ Source: nccl-tests, https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORM
 """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Setting:
     """What must be the same for two times to belong into one table.
 
@@ -101,13 +101,9 @@ def setting_of(record: Record) -> Setting:
 
 def by_setting(records: Iterable[Record]) -> dict[Setting, list[Record]]:
     """Return the records of each setting; the newest run comes last, and head after base."""
-    found: dict[Setting, list[Record]] = {}
-    for record in records:
-        found.setdefault(setting_of(record), []).append(record)
+    found = dict(grouped(records, setting_of))
     newest = {setting: max(record.run_id for record in group) for setting, group in found.items()}
-    order = sorted(
-        found, key=lambda s: (s.fingerprint != "", newest[s], s.side, s.sha, s.dirty, s.fingerprint)
-    )
+    order = sorted(found, key=lambda s: (s.fingerprint != "", newest[s], s.side, s))
     return {setting: found[setting] for setting in order}
 
 

@@ -130,8 +130,9 @@ def pictures(series: Sequence[Series]) -> Iterator[Picture]:
     """Draw a plot for each case on each machine; those with changes first."""
     groups = [group for _, group in grouped(series, lambda one: (one.case, one.fingerprint))]
     for group in sorted(groups, key=lambda group: not any(one.changes for one in group)):
-        for part in parts(group, LINES):
-            yield picture(f"{group[0].case}: time over commits", draw, part)
+        title = f"{group[0].case}: time over commits, machine {group[0].fingerprint[:6]}"
+        for name, part in parts(title, group, LINES):
+            yield picture(name, draw, part)
 
 
 def draw(axes: Axes, group: Sequence[Series]) -> None:
@@ -184,12 +185,11 @@ class Change:
         return self.after / self.before
 
 
-def changes(values: Sequence[float], *, seed: int = 0) -> list[Change]:
+def changes(values: Sequence[float]) -> list[Change]:
     """Find where the level of a series moved.
 
     Args:
         values: positive numbers in the order in which they were measured.
-        seed: of the shuffles.
 
     Returns:
         Changes in the order of the series; each is judged against the values between its
@@ -197,7 +197,7 @@ def changes(values: Sequence[float], *, seed: int = 0) -> list[Change]:
     """
     start = max(0, len(values) - MOST)
     recent = values[start:]
-    splits = sorted(_splits(np.log(recent), 0, len(recent), np.random.default_rng(seed)))
+    splits = sorted(_splits(np.log(recent), 0, len(recent), np.random.default_rng(0)))
     edges = [0, *(at for at, _ in splits), len(recent)]
     levels = pairwise(statistics.median(recent[a:b]) for a, b in pairwise(edges) if a < b)
     return [

@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.reporting.style import Picture, styled, svg
+from benchmarks.reporting.style import SIZE, Picture, styled, svg
 from benchmarks.reporting.tables import Table, plain
 
 if TYPE_CHECKING:
@@ -144,24 +144,22 @@ TITLE = 60  # characters
 
 def overview(pictures: Sequence[Picture]) -> bytes:
     """Return plots as PNG, two in a row, a broad one alone."""
-    from PIL import Image  # comes with matplotlib
+    from matplotlib.figure import Figure
 
-    tiles = []
+    rows, file = list[list[Picture]](), io.BytesIO()
     for picture in pictures:
-        file = io.BytesIO()
-        picture.figure.suptitle(plain(picture.title, TITLE), fontsize=10)
-        with styled():
-            picture.figure.savefig(file, format="png", dpi=130, facecolor="white")
-        tiles.append(Image.open(file).convert("RGB"))
-    widths = [tile.width for tile in tiles]
-    width = max(*widths, 2 * min(widths) * (len(tiles) > 1))
-    canvas = Image.new("RGB", (width, sum(tile.height for tile in tiles)), "white")
-    left = top = height = 0
-    for tile in tiles:
-        if left and left + tile.width > width:
-            left, top, height = 0, top + height, 0
-        canvas.paste(tile, (left, top))
-        left, height = left + tile.width, max(height, tile.height)
-    file = io.BytesIO()
-    canvas.crop((0, 0, width, top + height)).save(file, format="png")
+        if rows and len(rows[-1]) == 1 and not (rows[-1][0].broad or picture.broad):
+            rows[-1].append(picture)
+        else:
+            rows.append([picture])
+    heights = [max(picture.size[1] for picture in row) for row in rows]
+    figure = Figure(figsize=(2 * SIZE[0], sum(heights)), layout="constrained")
+    parts = figure.subfigures(len(rows), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for part, row in zip(parts, rows, strict=True):
+        columns = 1 if row[0].broad else 2
+        for place, picture in zip(part.subfigures(1, columns, squeeze=False)[0], row, strict=False):
+            picture.onto(place)
+            place.suptitle(plain(picture.title, TITLE), fontsize=10)
+    with styled():
+        figure.savefig(file, format="png", dpi=130, facecolor="white")
     return file.getvalue()

@@ -32,6 +32,7 @@ BARS = 12
 OTHER = "other"
 DIRECTIONS = {"both": "forward and backward"}
 MAX_PICTURES = 30  # of one kind
+CARE = ", to be read with care"
 T = TypeVar("T")
 
 Series = dict[str, list[Row]]
@@ -88,11 +89,11 @@ def scaling(rows: Sequence[Row]) -> Iterator[Picture]:
             case: found for case, found in grouped(group, lambda r: r.case.id) if len(found) > 1
         }
         heading = ", ".join(filter(None, (family, DIRECTIONS.get(direction, direction))))
-        for part in parts(list(series), LINES):
+        for name, part in parts(heading, list(series), LINES):
             common = len(_common(part))
             named = {case[common:] or case: series[case] for case in part}
             for what in (TIMES, EFFICIENCIES):
-                yield picture(f"{heading}: {what.name}", draw_scaling, named, what)
+                yield picture(f"{name}: {what.name}", draw_scaling, named, what)
 
 
 def draw_scaling(axes: Axes, series: Series, what: Scaled) -> None:
@@ -117,12 +118,12 @@ def draw_scaling(axes: Axes, series: Series, what: Scaled) -> None:
 def bandwidth(rows: Sequence[Row]) -> Iterator[Picture]:
     """Draw the bandwidths of every collective against its largest buffer, for each P."""
     timed = [row for row in rows if row.algbw is not None]
-    for (_, scheme, ranks), group in grouped(
+    for (doubtful, scheme, ranks), group in grouped(
         timed, lambda row: (bool(row.flags), row.case.scheme, row.ranks)
     ):
-        title = f"{scheme}, P = {ranks}: bandwidth against message size"
-        for part in parts(list(grouped(group, _way)), LINES):
-            yield picture(title, draw_bandwidth, dict(part))
+        title = f"{scheme}, P = {ranks}: bandwidth against message size{CARE * doubtful}"
+        for name, part in parts(title, list(grouped(group, _way)), LINES):
+            yield picture(name, draw_bandwidth, dict(part))
 
 
 def draw_bandwidth(axes: Axes, series: Series) -> None:
@@ -159,12 +160,12 @@ def shares(rows: Sequence[Row]) -> Iterator[Picture]:
         and len(row.phases) > 1
         and row.case.layer != "collectives"
     ]
-    for (_, _, least, family), group in grouped(
+    for (doubtful, _, least, family), group in grouped(
         timed, lambda row: (bool(row.flags), _order(row), -row.ranks, _family(row))
     ):
-        title = f"{family}, P = {-least}: where a step's time goes"
-        for part in parts(group, BARS):
-            yield picture(title, draw_shares, part, size=(SIZE[0], 1.6 + 0.24 * len(part)))
+        title = f"{family}, P = {-least}: where a step's time goes{CARE * doubtful}"
+        for name, part in parts(title, group, BARS):
+            yield picture(name, draw_shares, part, size=(SIZE[0], 1.6 + 0.24 * len(part)))
 
 
 def draw_shares(axes: Axes, rows: Sequence[Row]) -> None:
@@ -220,6 +221,9 @@ def _common(names: Sequence[str]) -> str:
     return "".join(f"{parts[0]}/" for parts in shared)
 
 
-def parts(things: Sequence[T], most: int) -> Iterator[Sequence[T]]:
-    """Cut a sequence into parts of at most so many things."""
-    return (things[start : start + most] for start in range(0, len(things), most))
+def parts(title: str, things: Sequence[T], most: int) -> Iterator[tuple[str, Sequence[T]]]:
+    """Cut a sequence into parts of at most so many things, with a title for each part."""
+    count = -(-len(things) // most)
+    for number in range(count):
+        name = f"{title} ({number + 1} of {count})" if count > 1 else title
+        yield name, things[number * most : (number + 1) * most]

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.reporting.tables import plain
@@ -14,9 +15,9 @@ from benchmarks.reporting.tables import plain
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Axes
     from matplotlib.axis import Axis
-    from matplotlib.figure import Figure as Figure
+    from matplotlib.figure import Figure as Figure, FigureBase
 else:
-    Axes = Axis = Figure = object  # matplotlib is slow to import
+    Axes = Axis = Figure = FigureBase = object  # matplotlib is slow to import
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b07aa1", "#9c7400", "#4aa3df")
 """After Okabe and Ito, jfly.uni-koeln.de/color; yellow and pink are darker, to be seen on white."""
@@ -57,21 +58,6 @@ SETTINGS: Any = {
 }
 
 
-@dataclass(frozen=True)
-class Picture:
-    """A plot with one message.
-
-    Args:
-        title: above it, also for those who do not see it.
-        figure: of matplotlib.
-        broad: whether it needs the whole width of the page.
-    """
-
-    title: str
-    figure: Figure
-    broad: bool = False
-
-
 @contextmanager
 def styled() -> Iterator[None]:
     """Draw and save in the style of this module."""
@@ -81,32 +67,50 @@ def styled() -> Iterator[None]:
         yield
 
 
-def picture(
-    title: str,
-    draw: Callable[..., None],
-    *what: Any,
-    size: tuple[float, float] = SIZE,
-    columns: int = 2,
-) -> Picture:
-    """Draw one pair of axes with a legend below, where it covers nothing.
+@dataclass(frozen=True)
+class Picture:
+    """A plot with one message.
 
     Args:
-        title: of the picture.
-        draw: draws `what` into the axes.
-        what: more arguments of `draw`.
+        title: above it, also for those who do not see it.
+        draw: draws into axes.
         size: in inches.
         columns: of the legend, if its words are short.
     """
-    from matplotlib.figure import Figure as Figure
 
-    figure = Figure(figsize=size, layout="constrained")
-    axes = figure.add_subplot()
-    draw(axes, *what)
-    handles, labels = axes.get_legend_handles_labels()
-    if named := dict(zip(labels, handles, strict=True)):
-        fitting = 1 if max(map(len, named)) > HALF else columns
-        figure.legend(named.values(), named, loc="outside lower center", ncols=fitting)
-    return Picture(plain(title), figure, size[0] > SIZE[0])
+    title: str
+    draw: Callable[[Axes], None]
+    size: tuple[float, float] = SIZE
+    columns: int = 2
+
+    @property
+    def broad(self) -> bool:
+        """Whether it needs the whole width of the page."""
+        return self.size[0] > SIZE[0]
+
+    @cached_property
+    def figure(self) -> Figure:
+        """The plot by itself."""
+        from matplotlib.figure import Figure as Figure
+
+        figure = Figure(figsize=self.size, layout="constrained")
+        self.onto(figure)
+        return figure
+
+    def onto(self, figure: FigureBase) -> None:
+        """Draw one pair of axes with a legend below, where it covers nothing."""
+        with styled():
+            axes = figure.add_subplot()
+            self.draw(axes)
+            handles, labels = axes.get_legend_handles_labels()
+            if named := dict(zip(labels, handles, strict=True)):
+                fitting = 1 if max(map(len, named)) > HALF else self.columns
+                figure.legend(named.values(), named, loc="outside lower center", ncols=fitting)
+
+
+def picture(title: str, draw: Callable[..., None], *what: Any, **looks: Any) -> Picture:
+    """Return a picture into whose axes `draw` draws `what`."""
+    return Picture(plain(title), lambda axes: draw(axes, *what), **looks)
 
 
 def svg(figure: Figure) -> str:

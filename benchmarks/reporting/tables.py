@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from benchmarks.records import Record
 from benchmarks.reporting import derive
@@ -73,10 +72,14 @@ class Table:
 def make(
     title: str, columns: Iterable[str], cells: Iterable[Iterable[str]], note: str = ""
 ) -> Table:
-    """Make a table without empty columns. Cut it after MAX_ROWS rows."""
+    """Make a table without empty columns, if it has rows. Cut it after MAX_ROWS rows."""
     names, lines = tuple(columns), [tuple(line) for line in cells]
     more = f"{len(lines) - MAX_ROWS} more rows are left out." if len(lines) > MAX_ROWS else ""
-    kept = [i for i in range(len(names)) if any(line[i] not in (DASH, "") for line in lines)]
+    kept = [
+        i
+        for i in range(len(names))
+        if not lines or any(line[i] not in (DASH, "") for line in lines)
+    ]
     shown = tuple(tuple(line[i] for i in kept) for line in lines[:MAX_ROWS])
     return Table(title, tuple(names[i] for i in kept), shown, " ".join(filter(None, (note, more))))
 
@@ -255,25 +258,6 @@ WIDTH = 170  # of output that goes into a file
 LINES_EVERY = 10  # steps between two lines of plain progress
 GAP = 3  # characters between columns
 WRAPPED = 60  # characters of a cell before it goes on in the next line
-GOOD, BAD, DOUBTFUL = "green", "red", "yellow"
-STYLES = {
-    "reached": GOOD,
-    "improved": GOOD,
-    "not reached": BAD,
-    "regressed": BAD,
-    "missing": BAD,
-    "mismatch": BAD,
-    "wrong": BAD,
-    "failed": BAD,
-    "oom": BAD,
-    "timeout": BAD,
-    "inconclusive": DOUBTFUL,
-    "ungateable": DOUBTFUL,
-    "not installed": DOUBTFUL,
-    "not measured": DOUBTFUL,
-    "oversubscribed": "dim",
-}
-"""Of a row, by the first words of one of its cells."""
 
 
 def console() -> Console:
@@ -283,27 +267,17 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else WIDTH)
 
 
-@contextlib.contextmanager
-def following(on: Console, name: str) -> Iterator[Callable[..., None]]:
-    """Show progress: a bar on a terminal, else a line now and then.
+def following(on: Console, name: str) -> Callable[..., None]:
+    """Return a function of what is done now, how much is done and of how much: it prints some."""
+    said = -LINES_EVERY
 
-    Yields:
-        A function of what is done now, how much is done, and of how much.
-    """
-    from rich.progress import MofNCompleteColumn, Progress
+    def told(phase: str, done: int, total: int, **_: object) -> None:
+        nonlocal said
+        if abs(done - said) >= LINES_EVERY or 0 < done == total:
+            said = done
+            say(on, f"{name}: {f'{done} of {total}, ' * bool(total)}{phase}")
 
-    columns, said = (*Progress.get_default_columns(), MofNCompleteColumn()), -LINES_EVERY
-    with Progress(*columns, console=on, transient=True, disable=not on.is_terminal) as bar:
-        task = bar.add_task(name)
-
-        def told(phase: str, done: int, total: int, **_: object) -> None:
-            nonlocal said
-            bar.update(task, description=f"{name}: {phase}", completed=done, total=total)
-            if not on.is_terminal and (abs(done - said) >= LINES_EVERY or 0 < done == total):
-                said = done
-                say(on, f"{name}: {done} of {total}, {phase}")
-
-        yield told
+    return told
 
 
 def say(on: Console, text: str, style: str = "") -> None:
@@ -329,18 +303,11 @@ def show(on: Console, table: Table) -> None:
                 no_wrap=not words,
             )
         for row in table.rows:
-            grid.add_row(*(Text(row[place]) for place in part), style=_style(row))
+            grid.add_row(*(Text(row[place]) for place in part))
         on.print(grid)
         title = ""
     if table.note:
         say(on, table.note, "dim")
-
-
-def _style(row: tuple[str, ...]) -> str:
-    found: list[Any] = [
-        STYLES[start] for cell in row if (start := cell.split(",")[0].split(":")[0]) in STYLES
-    ]
-    return found[0] if found else ""
 
 
 def _parts(table: Table, width: int) -> Iterator[list[int]]:

@@ -5,6 +5,7 @@ The trace is for Perfetto. Communication is named; each rank's clock is compared
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import threading
@@ -12,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from benchmarks import launching, scaling
 from benchmarks.cases.block import block
 from benchmarks.cases.case import meshes, training, wait_for
 from benchmarks.cases.setting import BlockSetting
-from benchmarks.launching import Launch, Options, UsageError, about, parse, writable
+from benchmarks.launching import Launch, Options, UsageError, about, writable
 from benchmarks.machine import device
 from benchmarks.records import AXIS
 from benchmarks.reporting.tables import size
@@ -170,10 +171,9 @@ def measure(values: Any, rank: Rank) -> dict[str, Any]:
     path = rank.folder / f"profile-{world.rank}.json"
     profiler.export_chrome_trace(str(path))
     events = [*spans(json.loads(path.read_text())), *log.events]
-    profiles = world.gather(
-        Profile(world.rank, f"{where} of {MPI.Get_processor_name()}", events, ahead)
-    )
-    return {} if profiles is None else {"trace": merge(profiles, described(setting))}
+    place = f"{where} of {MPI.Get_processor_name()}"
+    every = world.gather(shifted(world.rank, place, events, ahead))
+    return {} if every is None else {"trace": merge(every, described(setting))}
 
 
 def stepping(setting: BlockSetting, mesh: sp.Mesh) -> Callable[[], None]:
@@ -201,23 +201,6 @@ def described(setting: BlockSetting) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class Profile:
-    """What one rank brought back.
-
-    Args:
-        rank: which.
-        where: its device and host.
-        events: by this rank's clock.
-        ahead: seconds that this clock is ahead of rank 0's.
-    """
-
-    rank: int
-    where: str
-    events: list[Event]
-    ahead: float
-
-
 def spans(trace: Event) -> Iterator[Event]:
     """Yield the spans of a trace of torch.profiler, without those about the profiler itself."""
     for event in trace["traceEvents"]:
@@ -227,45 +210,47 @@ def spans(trace: Event) -> Iterator[Event]:
             yield {**span, "ts": event["ts"] + trace["baseTimeNanoseconds"] / 1e3}
 
 
-def merge(profiles: Iterable[Profile], about: dict[str, Any]) -> dict[str, Any]:
-    """Return one trace by rank 0's clock, whose time starts with the first event of any rank.
+def shifted(rank: int, place: str, events: Sequence[Event], ahead: float) -> list[Event]:
+    """Return the events of a rank by rank 0's clock, after the names of their rows.
 
     Args:
-        profiles: of all ranks.
+        rank: which.
+        place: its device and host.
+        events: by this rank's clock.
+        ahead: seconds that this clock is ahead of rank 0's.
+    """
+
+    def named(name: str, tid: Any, /, **args: Any) -> Event:
+        return {"ph": "M", "name": name, "pid": rank, "tid": tid, "args": args}
+
+    rows = [named("process_name", 0, name=f"rank {rank}, {place}")]
+    rows.append(named("process_sort_index", 0, sort_index=rank))
+    shown = [event for event in events if event["ph"] == "X"]
+    kernels = ("kernel", "gpu_memcpy", "gpu_memset")
+    streams = {event["tid"] for event in shown if event.get("cat") in kernels}
+    for tid in sorted({event["tid"] for event in shown}, key=str):
+        kind = "stream" if tid in streams else "thread"  # of a GPU, or of the program
+        rows.append(named("thread_name", tid, name=f"{kind} {tid}"))
+    return [*rows, *({**event, "pid": rank, "ts": event["ts"] - ahead * 1e6} for event in events)]
+
+
+def merge(ranks: Iterable[Sequence[Event]], about: dict[str, Any]) -> dict[str, Any]:
+    """Return one trace, whose time starts with the first event of any rank.
+
+    Args:
+        ranks: the events of each rank by one clock; those without a time name rows.
         about: what was traced, for the reader of the file.
 
     Returns:
         The content of trace.json. Times are microseconds.
     """
-    every = sorted(profiles, key=lambda profile: profile.rank)
-    events = [
-        {**event, "pid": one.rank, "ts": event["ts"] - one.ahead * 1e6}
-        for one in every
-        for event in one.events
-    ]
-    start = min((event["ts"] for event in events), default=0.0)
-    for event in events:
+    every = [*chain(*ranks)]
+    timed = [event for event in every if "ts" in event]
+    start = min((event["ts"] for event in timed), default=0.0)
+    for event in timed:
         event["ts"] = round(event["ts"] - start, 3)
-    events.sort(key=lambda event: (event["pid"], event["ts"], -event.get("dur", 0)))
-    rows = [row for profile in every for row in _rows(profile)]
-    return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": rows + events}
-
-
-def _rows(profile: Profile) -> Iterator[Event]:
-    """Name the rows: the rank, and in it the threads of the program and the streams of a GPU."""
-
-    def named(name: str, tid: Any, /, **args: Any) -> Event:
-        return {"ph": "M", "name": name, "pid": profile.rank, "tid": tid, "args": args}
-
-    yield named("process_name", 0, name=f"rank {profile.rank}, {profile.where}")
-    yield named("process_sort_index", 0, sort_index=profile.rank)
-    mine = [event for event in profile.events if event["ph"] == "X"]
-    streams = {
-        event["tid"] for event in mine if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
-    }
-    for tid in sorted({event["tid"] for event in mine}, key=str):
-        kind = "stream" if tid in streams else "thread"
-        yield named("thread_name", tid, name=f"{kind} {tid}")
+    every.sort(key=lambda one: ("ts" in one, one["pid"], one.get("ts", 0.0), -one.get("dur", 0)))
+    return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": every}
 
 
 LEFT_OUT = ("--preset", "--iterations", "--warmup")
@@ -275,13 +260,21 @@ OPTIONS: Options = {
 }
 
 
-@launching.program("trace")
-def main(arguments: Sequence[str] | None = None) -> int:
+@launching.program(
+    "trace",
+    "One step of a transformer block, all ranks side by side.",
+    OPTIONS,
+    scheme="ring",
+    sharding="zigzag",
+    mask="causal",
+    ranks="4",
+    backward=True,
+    preset="trace",
+    iterations=None,
+    warmup=None,
+)
+def main(options: argparse.Namespace) -> int:
     """Write the trace; return 0, 1 for a failed run, 2 for options that cannot be run."""
-    text = "One step of a transformer block, all ranks side by side."
-    usual = {"scheme": "ring", "sharding": "zigzag", "mask": "causal", "ranks": "4"}
-    step = {"backward": True, "preset": "trace", "iterations": 1, "warmup": 0}
-    options = parse("trace", text, OPTIONS, arguments, **usual, **step)
     launch = Launch(options.launcher, options.timeout)
     setting, *others = scaling.settings(options)
     if others or len(setting.case.mesh) > 1:

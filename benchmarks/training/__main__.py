@@ -149,7 +149,6 @@ def draw(document: Record, path: Path) -> None:
         path: of the PNG to write.
     """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter
 
     curves, runs = runs_of(document)
     with styled():
@@ -176,7 +175,7 @@ def draw(document: Record, path: Path) -> None:
             title="to within what one unit in the last place causes",
             yscale="log",
         )
-        right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
+        right.yaxis.set_major_formatter("{x:.0e}")
         left.legend()
         right.legend(loc="center", ncols=2)  # between the curves of the dtypes
         figure.savefig(path, dpi=150)

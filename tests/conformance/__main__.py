@@ -6,6 +6,7 @@ is not shown by its script, or a fault planted in a library is not seen.
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from studies.commands import ROOT, mpi_library
 from studies.records import write
 
 from benchmarks import launching
-from benchmarks.launching import Options, UsageError, commit, parse
+from benchmarks.launching import Options, UsageError, commit
 from benchmarks.machine import environment
 from conformance.launching import (
     CONDEMNED,
@@ -44,10 +45,9 @@ OPTIONS: Options = {
 }
 
 
-@launching.program("conformance")
-def main(arguments: Sequence[str] | None = None) -> int:
+@launching.program("conformance", __doc__, OPTIONS)
+def main(options: argparse.Namespace) -> int:
     """Run the command line; return the exit code."""
-    options = parse("nox -s conformance --", __doc__, OPTIONS, arguments)
     if min(options.ranks) < 2 or options.examples < 1:
         raise UsageError("--ranks are 2 or more, --examples 1 or more")
     if options.script:

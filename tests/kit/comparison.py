@@ -12,8 +12,8 @@ from typing import Any, cast
 from kit import records as made
 
 from benchmarks.compare.pairs import build
-from benchmarks.compare.rule import RECORDS, Key, Result, Row, Told
-from benchmarks.compare.sides import Session, Side
+from benchmarks.compare.rule import RECORDS, Key, Result, Row, Side
+from benchmarks.compare.sides import Session
 
 Json = dict[str, Any]
 RING, ULYSSES, LAYER = "schemes/ring/forward", "schemes/ulysses/forward", "layers/block/forward"
@@ -80,12 +80,11 @@ def record(
     """A record whose attention takes `factor` times as long as it should."""
     attention, waiting = 0.8 * seconds + (factor - 1) * seconds, 0.2 * seconds
     shares = {"total": seconds * factor, "attention": attention, "communication": waiting}
-    sent = {"calls": 1, "messages": ranks, "bytes_sent": 64, "bytes_formula": 64}
     parts: Json = {
         "pair": pair,
-        "commit": {"sha": side.told.sha, "dirty": False},
+        "commit": {"sha": side.sha, "dirty": False},
         "phases": {name: {"max_s": value, "mean_s": value} for name, value in shares.items()},
-        "comm": {"shift": {**sent, "seconds": waiting}},
+        "comm": {"shift": {"bytes_sent": 64, "seconds": waiting}},
     }
     layer, scheme, variant = case.split("/")
     what = made.case(layer, scheme, variant, ranks)
@@ -98,8 +97,8 @@ def pair_of_sides() -> tuple[Side, Side]:
         Side(
             name,
             Path("nowhere"),
-            "python",
-            Told(name, letter * 40, "shared"),
+            name,
+            letter * 40,
         )
         for name, letter in (("base", "b"), ("head", "c"))
     )
@@ -120,8 +119,7 @@ def compared(
     Session(cast("Any", machine), sides, seed, folder / RECORDS, lambda *_: None).run(
         listed["base"] & listed["head"]
     )
-    facts = {"base": sides[0].told, "head": sides[1].told, "seed": seed, "ranks": list(ranks)}
-    return build(folder, strict=strict, listed=listed, **facts)
+    return build(folder, *sides, listed, strict=strict)
 
 
 def rows_of(result: Result) -> dict[Key, Row]:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from benchmarks.cases.setting import NOTHING as NOTHING
+from benchmarks.compare.rule import Result, Row, Side, Verdict
 from benchmarks.machine import fingerprint
 from benchmarks.records import Record
+from benchmarks.statistics import Interval
 
 Values = dict[str, Any]
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22)
@@ -74,27 +77,14 @@ def case(layer: str, scheme: str, variant: str, ranks: int, **changes: Any) -> V
 def timing(ranks: int, seconds: float) -> Values:
     """What three samples make."""
     return {
-        "warmup": 1,
         "iterations": 3,
         "inner": 1,
         "samples_s": [seconds * 0.9, seconds, seconds * 1.2],
-        "max_local_s": [seconds] * 3,
         "per_rank_median_s": [seconds] * ranks,
         "median_s": seconds,
         "imbalance": 1.0,
         "barrier_skew_s": {"median": 1e-6, "p95": 2e-6, "max": 3e-6},
         "skew_limited": False,
-    }
-
-
-def counted(operation: str, sent: int, seconds: float, bytes_result: int, ranks: int) -> Values:
-    """What the ledger of a launch holds: one operation, and the agreement before it."""
-    once = {"calls": 1, "messages": 0}
-    made = {"bytes_sent": sent, "bytes_formula": sent, "seconds": seconds}
-    control = {"bytes_sent": 64 * ranks, "bytes_formula": None, "seconds": 1e-5}
-    return {
-        operation: {**once, **made, "bytes_result": bytes_result},
-        "control": {**once, **control},
     }
 
 
@@ -109,14 +99,14 @@ def record(what: Values, seconds: float, *, bytes_result: int = 1 << 20, **chang
         "oversubscribed": ranks > 2,
         "shared_gpu": False,
     }
-    sent = bytes_result * (ranks - 1)
-    phases = {"total": seconds, "communication": seconds * shared, "attention": seconds * 0.4}
+    sent, waited = bytes_result * (ranks - 1), seconds * shared
+    phases = {"total": seconds, "communication": waited, "attention": seconds * 0.4}
     made: Values = {
         "schema": 1,
         "run_id": "20261120T131500Z-1a2b3c",
         "launch": 0,
         "pair": None,
-        "commit": {"sha": "a" * 40, "merge_base": None, "branch": "main", "dirty": False},
+        "commit": {"sha": "a" * 40, "dirty": False},
         "harness_sha": hashlib.sha256(b"harness").hexdigest(),
         "case": what,
         "device": dict(DEVICE),
@@ -124,7 +114,10 @@ def record(what: Values, seconds: float, *, bytes_result: int = 1 << 20, **chang
         "env": {"fingerprint": fingerprint(ENV, DEVICE, transport), **ENV},
         "timing": timing(ranks, seconds),
         "phases": {name: {"max_s": value, "mean_s": value * 0.9} for name, value in phases.items()},
-        "comm": counted(operation, sent, seconds * shared, bytes_result, ranks),
+        "comm": {
+            operation: {"bytes_sent": sent, "seconds": waited, "bytes_result": bytes_result},
+            "control": {"bytes_sent": 64 * ranks, "seconds": 1e-5},
+        },
         "memory": {"peak_bytes": 3 << 20, "method": "counted"},
         "work": {"flops": 10**9, "tokens": 2048},
         "status": "ok",
@@ -164,8 +157,6 @@ def run(number: int = 0, *, speed: float = 1.0, few: bool = False) -> list[Recor
         "run_id": f"202611{number + 1:02d}T131500Z-1a2b3c",
         "commit": {
             "sha": hashlib.sha1(str(number).encode(), usedforsecurity=False).hexdigest(),
-            "merge_base": None,
-            "branch": "main",
             "dirty": False,
         },
     }
@@ -190,26 +181,14 @@ def run(number: int = 0, *, speed: float = 1.0, few: bool = False) -> list[Recor
     return found
 
 
-def verdict(name: str, ratio: float | None = 1.1, **changes: Any) -> dict[str, Any]:
+def verdict(name: str, ratio: float | None = 1.1, **changes: Any) -> Row:
     """A row of a comparison's result."""
-    known: dict[str, Any] = {
-        "ratio": ratio,
-        "low": ratio and ratio * 0.97,
-        "high": ratio and ratio * 1.02,
-        "delta": 0.1,
-    }
-    row = {
-        "case": f"schemes/{name.replace(' ', '_')}",
-        "ranks": 2,
-        "verdict": name,
-        "reason": None,
-        "stage": "screen",
-    }
-    return {**row, "pairs": 10, "slower": 8, **known, "flags": [], "explanation": None, **changes}
+    change = None if ratio is None else Interval(ratio * 0.97, ratio, ratio * 1.02, 10)
+    case = f"schemes/{name.replace(' ', '_')}"
+    return replace(Row(case, 2, Verdict(name), change=change, slower=8, delta=0.1), **changes)
 
 
-def result(*rows: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """What a comparison writes."""
-    sides = {"base": {"ref": "main", "sha": "b" * 40}, "head": {"ref": "topic", "sha": "c" * 40}}
-    end = {"exit_code": 1, "gateable_share": 0.9}
-    return {"format": 1, **sides, "rows": list(rows), **end, **changes}
+def result(*rows: Row, **changes: Any) -> Result:
+    """What a comparison finds."""
+    base, head = Side("base", Path(), "main", "b" * 40), Side("head", Path(), "topic", "c" * 40)
+    return replace(Result(base, head, list(rows), 0.9, 1), **changes)

@@ -12,14 +12,15 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from kit import records as made
 from playwright.sync_api import Page, sync_playwright
 
-from benchmarks.reporting import derive
-from benchmarks.reporting.__main__ import main
+from benchmarks.reporting import comparison, derive, page as pages
+from benchmarks.reporting.__main__ import main, newest
+from benchmarks.reporting.page import write
+from benchmarks.reporting.style import styled
 from benchmarks.reporting.tables import COLUMNS, cells
 
 SIZES = {"phone": (390, 844), "tablet": (820, 1180), "desktop": (1400, 900)}
@@ -44,7 +45,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     verdicts = [
         made.verdict(name, case="schemes/" + "long/" * 20) for name in ("regressed", "improved")
     ]
-    (folder / "result.json").write_text(msgspec.json.encode(made.result(*verdicts)).decode())
     made.save(folder / "one.jsonl", *RECORDS)
     slower = [
         record for run in range(16) for record in made.run(run, few=True, speed=1 + run // 12)
@@ -53,8 +53,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert main([str(folder / "one.jsonl"), "--history", "--out", str(folder)]) == 1
     (folder / "history.html").rename(folder / "empty.html")
     assert main([str(folder / "many.jsonl"), "--history", "--out", str(folder)]) == 0
-    compared = ("--compare", str(folder / "result.json"))
-    assert main([str(folder / "one.jsonl"), *compared, "--out", str(folder)]) == 0
+    with styled():
+        sections = (comparison.section(made.result(*verdicts)), *newest(derive.by_setting(RECORDS)))
+        write(pages.Page("Comparison of two commits", (), sections), folder, "report")
     return folder
 
 
