@@ -162,7 +162,7 @@ class SharedSums:
         self._sums: list[Tensor] = []
         self._adding: Handle = Done()
 
-    def add(self, step: int, own: Tensor | None) -> None:
+    def add(self, step: int, own: Tensor | None, keys: slice) -> None:
         """Start to add this rank's gradient of one block to the sum of the block's gradients.
 
         In step s the block is the keys and values of rank r - s, on rank r.
@@ -172,8 +172,9 @@ class SharedSums:
 
         Args:
             step: the step of the ring. Step 0 starts the sum of this rank's own block.
-            own: gradients of k and v, (2, B, S_block, K, D); None if no query of this rank sees
+            own: gradients of k and v, (2, B, S_keys, K, D); None if no query of this rank sees
                 the block.
+            keys: the indices of these S_keys keys in the block; in step 0 all keys.
         """
         comm = self._problem.comm
         if step == 0:
@@ -184,7 +185,7 @@ class SharedSums:
         if own is not None:
             total = self._sums[(comm.rank - step) % comm.size]
             _count(comm, "ring", (total[0], total[1]))
-            work.append(partial(total.add_, own))
+            work.append(partial(total[:, :, keys].add_, own))
         self._adding = comm.track(_window(self._problem).start([[], work], "gradients in place"))
 
     def _begin(self, own: Tensor | None) -> None:

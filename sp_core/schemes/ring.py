@@ -162,22 +162,24 @@ def _gradients(
     Arguments and results are those of `Scheme.gradients`. Without `with_kv` no sums are sent.
     """
     _, q, *_ = upstream
-    dq = torch.zeros_like(q, dtype=accumulation_dtype(q.dtype))
+    dq = torch.empty_like(q, dtype=accumulation_dtype(q.dtype))
     like = k[:, :0].to(dq.dtype)
     in_memory = in_place.is_read(problem.comm, "shift")
     sums = in_place.SharedSums(problem, like) if in_memory else TravellingSums(problem, like)
     for step, positions, visited, held in _visits(k, v, problem, groups):
-        own = None
+        own, part = None, problem.part(positions) if step else (slice(None), slice(None))
         if held is not None:
-            i, j = part = problem.part(positions)
-            own = k.new_zeros((2, *held[0].shape), dtype=dq.dtype)
+            i, j = part
+            own = k.new_empty((2, *held[0][:, j].shape), dtype=dq.dtype)
             for h, kv in visited:
                 mine, dk, dv = block_gradients(upstream, held, positions, (h, kv), problem, part)
-                dq[:, h, i] += mine
-                own[0, :, j, kv], own[1, :, j, kv] = dk.transpose(1, 2), dv.transpose(1, 2)
+                dq[:, h, i].add_(mine) if step else dq[:, h].copy_(mine)
+                own[0, :, :, kv], own[1, :, :, kv] = dk.transpose(1, 2), dv.transpose(1, 2)
                 problem.comm.poll()
+        elif step == 0:
+            dq.zero_()
         if with_kv:
-            sums.add(step, own)
+            sums.add(step, own, part[1])
         del held, own
     return dq, *(sums.arrived() if with_kv else (k, v))
 
@@ -280,7 +282,7 @@ class TravellingSums:
         self._coming: Tensor | None = None
         self._mine: Tensor | None = None
 
-    def add(self, step: int, own: Tensor | None) -> None:
+    def add(self, step: int, own: Tensor | None, keys: slice) -> None:
         """Add this rank's gradient of one block to the block's sum, and start to send the sum.
 
         In step s the block is the keys and values of rank r - s, on rank r. First wait for the
@@ -288,8 +290,9 @@ class TravellingSums:
 
         Args:
             step: the step of the ring.
-            own: gradients of k and v, (2, B, S_block, K, D); it may be changed. None if no query
+            own: gradients of k and v, (2, B, S_keys, K, D); it may be changed. None if no query
                 of this rank sees the block.
+            keys: the indices of these S_keys keys in the block; in step 0 all keys.
         """
         travel, rank = self._travel, self._travel.comm.rank
         travel.comm.wait(self._handle, "ring")
@@ -299,7 +302,7 @@ class TravellingSums:
             total = self._mine = travel.empty(block).zero_() if own is None else own
         elif own is not None:
             assert total is not None
-            total.add_(own)
+            total[:, :, keys].add_(own)
         if travel.last == 0:
             return
         going = total if goes_on or ends else None
