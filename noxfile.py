@@ -106,14 +106,8 @@ PROGRAMS = {
         packages=("playwright", "axe-playwright-python"),
     ),
     "trace": Program("Write a step of all ranks as a Chrome trace.", "benchmarks.reporting.trace"),
-    "balance": Program(
-        "Time unequal sequences by policy, and a pipeline's bubble.", "benchmarks.contests.balance"
-    ),
-    "documents": Program(
-        "Time packed documents and a window against plain SDPA.",
-        "benchmarks.contests.documents",
-        MPIS,
-    ),
+    "balance": Program("Time unequal sequences by policy.", "benchmarks.contests.balance"),
+    "documents": Program("Time packed documents.", "benchmarks.contests.documents", MPIS),
     "growth": Program("Fit how costs grow with ranks.", "benchmarks.contests.growth", MPIS),
     "collectives": Program(
         "Time our collectives against the MPI library's and gloo's, and what \"auto\" loses.",
