@@ -20,7 +20,7 @@ from oracle.window_cases import use_window
 
 import sp_core as sp
 from sp_core.schemes import SCHEMES, problem
-from sp_core.schemes.in_place import is_read
+from sp_core.schemes.in_place import SharedSums, is_read
 from sp_core.testing import given, run_threads, spmd
 from sp_core.transport.shared import HostMemory, Offer, Rooms
 
@@ -104,6 +104,29 @@ def test_ranks_that_fall_behind_change_no_bit(comm: Any, name: str, seed: int, c
         mesh["sp"].transport = carries
     for mine, other in zip(found, wanted, strict=True):
         assert all(torch.equal(mine[what], other[what]) for what in other)
+
+
+def test_a_backward_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on a rank that all others wait for in the end: its last two operations end as one."""
+    arrived = SharedSums.arrived
+
+    def last(sums: SharedSums) -> Any:
+        comm = sums._problem.comm
+        window = comm.window
+        assert window is not None
+        while comm.rank == 0 and min(flag[0] for flag in window._others) <= window.begun:
+            window.advance()
+        return arrived(sums)
+
+    def body(comm: Any) -> None:
+        with sp.Mesh(comm, transport="window", check="off", sp=comm.size) as mesh:
+            leave_alone(mesh["sp"])
+            shards = Shards(PLAIN, comm.rank, comm.size, mesh.device)
+            shards.results(functools.partial(sp.ring_attention, comm=mesh["sp"]))
+            assert not mesh["sp"]._pending
+
+    monkeypatch.setattr(SharedSums, "arrived", last)
+    run_threads(2, body)
 
 
 HOMES = ("the first", "the second", "the third", "a part of one", "plain memory")

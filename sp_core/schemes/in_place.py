@@ -210,7 +210,8 @@ class SharedSums:
         Each is a copy, (B, S_block, K, D).
         """
         comm = self._problem.comm
-        comm.wait(_fence(self._problem), "ring")
+        for handle in (self._adding, _fence(self._problem)):
+            comm.wait(handle, "ring")
         dk, dv = self._sums[comm.rank].clone().unbind()
         return dk, dv
 
