@@ -162,24 +162,22 @@ def _gradients(
     Arguments and results are those of `Scheme.gradients`. Without `with_kv` no sums are sent.
     """
     _, q, *_ = upstream
-    dq = torch.empty_like(q, dtype=accumulation_dtype(q.dtype))
+    dq = torch.zeros_like(q, dtype=accumulation_dtype(q.dtype))
     like = k[:, :0].to(dq.dtype)
     in_memory = in_place.is_read(problem.comm, "shift")
     sums = in_place.SharedSums(problem, like) if in_memory else TravellingSums(problem, like)
     for step, positions, visited, held in _visits(k, v, problem, groups):
-        own, part = None, problem.part(positions) if step else (slice(None), slice(None))
+        own, keys = None, slice(None)
         if held is not None:
-            i, j = part
-            own = k.new_empty((2, *held[0][:, j].shape), dtype=dq.dtype)
+            part = i, keys = problem.part(positions) if step else (slice(None), keys)
+            own = k.new_empty((2, *held[0][:, keys].shape), dtype=dq.dtype)
             for h, kv in visited:
                 mine, dk, dv = block_gradients(upstream, held, positions, (h, kv), problem, part)
-                dq[:, h, i].add_(mine) if step else dq[:, h].copy_(mine)
+                dq[:, h, i] += mine
                 own[0, :, :, kv], own[1, :, :, kv] = dk.transpose(1, 2), dv.transpose(1, 2)
                 problem.comm.poll()
-        elif step == 0:
-            dq.zero_()
         if with_kv:
-            sums.add(step, own, part[1])
+            sums.add(step, own, keys)
         del held, own
     return dq, *(sums.arrived() if with_kv else (k, v))
 
