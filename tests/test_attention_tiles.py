@@ -207,6 +207,19 @@ def test_hundreds_of_documents_take_few_kernel_calls(monkeypatch: pytest.MonkeyP
     assert 2 <= len(calls) <= 16
 
 
+def test_tiles_of_a_window_are_not_searched_for_hidden_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The plan has cut them so that there are none, and a search takes as long as small tiles."""
+    searched: list[str] = []
+    monkeypatch.setattr(kernels, "_seen", lambda *given: searched.append(given[0]))
+    q, do = torch.randn(2, 1, 1, 300, 4).unbind()
+    how = {**call((0, 300), 300), "mask": Mask(causal=True, window=20)}
+    out, lse = attend(q, q, q, **how)
+    attend_backward(do, q, q, q, out, lse, **how)
+    assert "partial" not in searched
+
+
 def counted(calls: list[str], name: str) -> Any:
     """Return a kernel that notes its calls."""
     kernel = getattr(kernels, name)

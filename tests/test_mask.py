@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -101,6 +102,7 @@ def coverage(
     for block in blocks:
         visible = visible_in(block, mask, q_positions, kv_positions)
         assert int(visible.sum()) == block.pairs > 0
+        assert block.band is None or (visible.any(0).all() and visible.any(1).all())
         count[block.queries, block.keys] += visible
     return count
 
@@ -121,7 +123,9 @@ def test_blocks_hold_each_visible_pair_once(
     problem: tuple[list[int], list[int], Mask], tile: tuple[int, int], chunk: int
 ) -> None:
     q, kv, mask = problem
-    with patch.object(plans, "TILE", tile), patch.object(plans, "CHUNK", chunk):
+    aligned = plans.ALIGNED if tile == plans.TILE else 1
+    sizes: Any = {"TILE": tile, "CHUNK": chunk, "ALIGNED": aligned}
+    with patch.multiple(plans, **sizes):
         # the cut sizes are constants of the program, so they are not part of the cache's key
         plans._plan.cache_clear()
         blocks = plan_blocks(q, kv, mask)

@@ -52,6 +52,7 @@ def block_attention(
     *,
     kind: str = "full",
     allowed: Tensor | None = None,
+    all_seen: bool = False,
     logits: Logits,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of queries to one block of keys: softmax(logits) v, and its log-sum-exp.
@@ -67,6 +68,8 @@ def block_attention(
         kind: "full" (every pair is visible), "causal" (Sq = Sk, key j is visible to query i when
             j <= i) or "partial" (`allowed` says which pairs are visible).
         allowed: bool (Sq, Sk), True for visible pairs; for "partial" only.
+        all_seen: whether the caller knows that each query sees a key and each key is seen by a
+            query. If not, `allowed` is searched for others.
         logits: how the logits follow from q k^T; with positions if it has ALiBi slopes. Sinks are
             not merged here.
 
@@ -80,7 +83,7 @@ def block_attention(
         return torch.zeros_like(q), q.new_full(
             q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype)
         )
-    if (seen := _seen(kind, allowed, logits, q.device)) is None:
+    if all_seen or (seen := _seen(kind, allowed, logits, q.device)) is None:
         return forward(q, k, v, kind, allowed, logits)
     i, j, inside = seen
     part, part_lse = block_attention(q[:, :, i], k[:, :, j], v[:, :, j], **inside)
@@ -98,6 +101,7 @@ def block_attention_backward(
     *,
     kind: str = "full",
     allowed: Tensor | None = None,
+    all_seen: bool = False,
     logits: Logits,
 ) -> Triple:
     """Compute the gradients of one block: P = exp(s - lse), dS = P * (dO v^T - rowsum(dO * out)).
@@ -111,7 +115,7 @@ def block_attention_backward(
         v: (B, K, Sk, D).
         out: (B, H, Sq, D), the attention of q over all its keys, of which k may be a part.
         lse: (B, H, Sq), the log-sum-exp over the same keys as out.
-        kind, allowed, logits: as in `block_attention`.
+        kind, allowed, all_seen, logits: as in `block_attention`.
 
     Returns:
         dq (B, H, Sq, D), what this block adds to the gradient of q; dk and dv (B, K, Sk, D). The
@@ -122,7 +126,7 @@ def block_attention_backward(
     if _empty(q, k):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     grad_out, out = grad_out.to(q.dtype), out.to(q.dtype)
-    if (seen := _seen(kind, allowed, logits, q.device)) is None:
+    if all_seen or (seen := _seen(kind, allowed, logits, q.device)) is None:
         return backward(grad_out, q, k, v, out, lse, kind, allowed, logits)
     i, j, inside = seen
     tensors = (grad_out[:, :, i], q[:, :, i], k[:, :, j], v[:, :, j], out[:, :, i], lse[:, :, i])

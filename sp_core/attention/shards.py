@@ -101,8 +101,7 @@ def _attend(
 
     def part(block: Block) -> tuple[Tensor, Tensor]:
         i, j = block.queries, block.keys
-        how: Any = {"kind": block.kind, "allowed": allowed(block), "logits": logits.at(i, j)}
-        return block_attention(q[:, :, i], k[:, :, j], v[:, :, j], **how)
+        return block_attention(q[:, :, i], k[:, :, j], v[:, :, j], **_how(block, allowed, logits))
 
     if not packs and len(blocks) == 1 and blocks[0].queries == slice(0, q.shape[2]):
         return part(blocks[0])
@@ -195,8 +194,7 @@ def _gradients(
     def part(block: Block) -> Triple:
         i, j = block.queries, block.keys
         given = (grad_out[:, :, i], q[:, :, i], k[:, :, j], v[:, :, j], out[:, :, i], lse[:, :, i])
-        how: Any = {"kind": block.kind, "allowed": allowed(block), "logits": logits.at(i, j)}
-        return block_attention_backward(*given, **how)
+        return block_attention_backward(*given, **_how(block, allowed, logits))
 
     if not packs and len(blocks) == 1 and blocks[0][:4] == (0, q.shape[2], 0, k.shape[2]):
         return part(blocks[0])
@@ -248,6 +246,16 @@ def _dense_masks(q_positions: Positions, kv_positions: Positions, mask: Mask | N
         return mask.allowed(q[block.queries], kv[block.keys])
 
     return allowed
+
+
+def _how(block: Block, allowed: Allowed, logits: Logits) -> dict[str, Any]:
+    """Return the keyword arguments of `block_attention` for a block."""
+    return {
+        "kind": block.kind,
+        "allowed": allowed(block),
+        "all_seen": block.band is not None,
+        "logits": logits.at(block.queries, block.keys),
+    }
 
 
 def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:

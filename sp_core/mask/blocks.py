@@ -42,9 +42,9 @@ class Block(NamedTuple):
         kind: "full": every pair is visible. "causal": as many keys as queries, and key j is
             visible to query i if j <= i. "partial": some pairs are visible.
         pairs: the number of visible pairs.
-        band: (lo, hi) if the pairs with lo <= i - j <= hi are the visible ones. None for a partial
-            block: compute them from the positions. Here and in `kind`, i and j are counted from
-            the block's first query and key.
+        band: (lo, hi) if the pairs with lo <= i - j <= hi are the visible ones; each query then
+            sees a key, and each key is seen. None for a partial block: compute the pairs from the
+            positions. Here and in `kind`, i and j are counted from the block's first query and key.
     """
 
     q_start: int
