@@ -106,6 +106,21 @@ def test_ranks_that_fall_behind_change_no_bit(comm: Any, name: str, seed: int, c
         assert all(torch.equal(mine[what], other[what]) for what in other)
 
 
+@pytest.mark.parametrize("storage", ["transposed", "padded"])
+@spmd(2)
+def test_keys_that_lie_otherwise_in_memory_change_no_bit(comm: Any, storage: str) -> None:
+    """Of a ring, against messages: also on the last rank, which sends its keys to no other."""
+    changes: Any = {"seq_len": 37, "kv_len": 37, "head_dim": 5, "mask": sp.Mask(causal=True)}
+    changes |= {"layout": "contiguous", "kv_layout": "contiguous", "storage": storage}
+    results = list[Results]()
+    for transport in ("host", "window"):
+        with sp.Mesh(comm, transport=transport, sp=comm.size) as mesh:
+            shards = Shards(replace(PLAIN, **changes), comm.rank, comm.size, mesh.device)
+            scheme = functools.partial(sp.ring_attention, comm=mesh["sp"])
+            results.append(shards.results(scheme))
+    assert all(torch.equal(x, results[1][what]) for what, x in results[0].items())
+
+
 def test_a_backward_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also on a rank that all others wait for in the end: its last two operations end as one."""
     arrived = SharedSums.arrived

@@ -129,7 +129,7 @@ def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int
     """
     if in_place.is_read(problem.comm, "shift"):
         return in_place.circulate(k, v, problem)
-    return Travel(problem, k.detach()).circulate([torch.stack((k.detach(), v.detach()))])
+    return Travel(problem, k.detach()).circulate(k.detach(), v.detach())
 
 
 def _visits(k: Tensor, v: Tensor, problem: Problem, groups: Sequence[Group]) -> Iterator[Visit]:
@@ -240,17 +240,18 @@ class Travel:
         sends, recvs = ([(peer, x.view(-1)) for peer, x in some] for some in messages)
         return self.comm.exchange(sends, recvs, "ring", longest=self._longest)
 
-    def circulate(self, held: list[Tensor | None]) -> Iterator[tuple[int, int, Block | None]]:
+    def circulate(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, int, Block | None]]:
         """Yield the blocks (a rank's keys and values) that reach this rank, and receive the next.
 
         Args:
-            held: a list of this rank's own block only. The block is removed from the list, so its
-                memory is freed after its step.
+            k, v: this rank's own block. It is copied if it is sent or not contiguous.
 
         Yields:
             (step, rank that owns the block, (k, v)), with None if the block is not received.
         """
-        present = held.pop()
+        present = torch.stack((k, v)) if self.goes_on(self.comm.rank, 0) else None
+        # contiguous on every rank, so that the kernels round alike
+        held: Block | None = _halves(present) or (k.contiguous(), v.contiguous())
         for step in range(self.last + 1):
             arriving, block = self.arriving(step), self.block(step)
             going = present if self.goes_on(block, step) else None
@@ -258,9 +259,15 @@ class Travel:
             recvs = [] if arriving is None else [(self.left, arriving)]
             handle = self.exchange(sends, recvs) if step < self.last else _DONE
             del going, sends
-            yield step, block, None if present is None else (present[0], present[1])
+            yield step, block, held
             self.comm.wait(handle, "ring")
             present = arriving
+            held = _halves(present)
+
+
+def _halves(block: Tensor | None) -> Block | None:
+    """Return the keys and the values of a block (2, B, S_block, K, D); None if there is none."""
+    return None if block is None else (block[0], block[1])
 
 
 class TravellingSums:
