@@ -232,7 +232,7 @@ def test_every_program_names_a_function_that_its_ranks_can_call() -> None:
         for path, text in texts.items()
         for name in re.findall(r'"([\w.{}]+):measure"', text)
     ]
-    assert len(named) == 11
+    assert len(named) == 12
     for path, name in named:
         package = ".".join(path.parent.relative_to(ROOT).parts)
         assert callable(importlib.import_module(name.replace("{__package__}", package)).measure), (
