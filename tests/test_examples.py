@@ -57,9 +57,9 @@ def test_an_example_runs(comm: Any, name: str) -> None:
 @pytest.mark.parametrize("tokens", [2048, 4096])
 @spmd(2, 4)
 def test_a_step_on_a_long_sequence_needs_what_its_formula_says(comm: Any, tokens: int) -> None:
-    """Within 2 % at several lengths, so that it holds for lengths that no test can afford."""
+    """Within 5 % at several lengths, so that it holds for lengths that no test can afford."""
     _, peak, formula = load("long_sequence").measured(comm, tokens)
-    assert 0.98 * formula <= peak <= 1.02 * formula
+    assert 0.95 * formula <= peak <= 1.05 * formula
 
 
 def test_examples_are_short() -> None:
