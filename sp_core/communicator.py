@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -91,7 +92,7 @@ class Communicator(NotCopied):
         self.counters = Counters()
         self._pending: list[Handle] = []
         self._progress = progress.of_this_rank()
-        self._tags = self._numbers = 0
+        self._tags, self._numbers = itertools.count(), itertools.count()
         self._freed = False
 
     def _open(self, comm: Intracomm, owned: Sequence[Intracomm]) -> None:
@@ -174,8 +175,7 @@ class Communicator(NotCopied):
 
     def next_tag(self) -> int:
         """Return the MPI tag of the next collective, equal on all ranks: they keep one order."""
-        self._tags = self._tags % (MAX_TAG - 1) + 1
-        return self._tags
+        return 1 + next(self._tags) % MAX_TAG
 
     def wait(self, handle: Handle, name: str) -> None:
         """Block until `handle` is complete. Add the time to the counts of the operation `name`.
@@ -280,8 +280,7 @@ class Communicator(NotCopied):
             A function to call before each use of the object with a name of that use, such as "the
             backward of all_reduce". Unless check="off", the ranks then compare name and number.
         """
-        self._numbers += 1
-        number = self._numbers
+        number = next(self._numbers)
 
         def compare(what: str) -> None:
             self.agree_on(lambda: f"{what}, number {number} on {self.name}", always=False)

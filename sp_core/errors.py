@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from os.path import commonprefix
 
 AGREED = "rank_of_agreement"
 """Name of an attribute of errors that all ranks raise. It is true on a rank if another rank prints
@@ -61,17 +62,16 @@ def joined(told: Sequence[tuple[str, str]]) -> str:
     """Join (head, text) pairs to one line each, such as ("rank 3: ", "shape ...").
 
     If there are more than MOST_CHARACTERS, keep MOST_LINES lines. Of a long text, keep the
-    beginning and the place where the texts differ.
+    beginning and the place where the texts differ, or the end if they do not.
     """
     whole = "\n".join(map("".join, told))
     if len(whole) <= MOST_CHARACTERS:
         return whole
-    letters = enumerate(zip(*(text for _, text in told), strict=False))
-    start = max(next((place for place, each in letters if len({*each}) > 1), 0) - 40, 80)
+    start = max(len(commonprefix([text for _, text in told])) - 40, 80)  # noqa: RUF071
     lines = [
         (head if len(head) < 40 else f"{head[:34]} ...: ")
         + (text if len(text) < 300 else f"{text[:80]} ... {text[start : start + 180]} ...")
         for head, text in told[:MOST_LINES]
     ]
-    more = [f"  and {len(told) - MOST_LINES} more"] * (len(told) > MOST_LINES)
-    return "\n".join([*lines, *more])
+    more = f"\n  and {len(told) - MOST_LINES} more" * (len(told) > MOST_LINES)
+    return "\n".join(lines) + more

@@ -169,8 +169,8 @@ class Mesh(NotCopied):
         """
         if self._freed:
             return
-        # a `Reordered` before its `other`; all ranks last: there they hear of one that has stopped
-        order = sorted(self._made, key=lambda x: (len(x), x == self._in_order(x), x))
+        # all ranks last: there they hear of one that has stopped
+        order = sorted(self._made, key=lambda names: (len(names), names))
         try:
             asked = (self._made[names].ask_to_free(" with its mesh") for names in order)
             questions = list(chain.from_iterable(asked))
@@ -240,14 +240,10 @@ class Mesh(NotCopied):
 
                 own = MPI.COMM_SELF.Dup()
             return self._make(names, cast("Intracomm", own))
-        usual = self._in_order(names)
+        usual = tuple(axis for axis in self.axes if axis in names)  # in the order of the mesh
         ranks, mine = self._members(usual), self._members(names)
         order = [ranks.index(rank) for rank in mine]
         return Reordered(self._made[usual], order, _title(names), self._nodes_of(mine))
-
-    def _in_order(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return some axes in the order of the mesh."""
-        return tuple(axis for axis in self.axes if axis in names)
 
     def _groups(self, names: tuple[str, ...]) -> np.ndarray[Any, Any]:
         """Return the ranks of all groups along some axes: integers (groups, ranks of a group)."""
@@ -293,14 +289,14 @@ def _ranks_of(given: Any, axes: dict[str, int]) -> tuple[Intracomm, dict[str, in
         if type(given).__module__ == "mpi4py.MPI":
             from mpi4py.MPI import COMM_WORLD as world
 
-            failing.watch_over(world.rank, world.size, world.Abort)
+            failing.watch_over(rank=world.rank, size=world.size, stop=world.Abort)
         return given, axes
     from sp_core.transport import groups
 
     comm = groups.communicator_of(given)
     arguments.check(comm=comm or given)
     group = torch.distributed
-    failing.watch_over(group.get_rank(), group.get_world_size(), os._exit)
+    failing.watch_over(rank=group.get_rank(), size=group.get_world_size(), stop=os._exit)
     names = getattr(given, "mesh_dim_names", None)
     if names and not axes:
         axes = dict(zip(names, given.shape, strict=True))

@@ -37,8 +37,7 @@ class Progress:
 
     def keep(self, questions: Sequence[Any]) -> None:
         """Hold comparisons whose result nobody waits for, and let go of those that are complete."""
-        self.kept = [question for question in self.kept if not _has_ended(question)]
-        self.kept += questions
+        self.kept = [*filter(_goes_on, self.kept), *questions]
 
     def settle(self, seconds: float) -> None:
         """Complete the comparisons in `kept` before this program ends: other ranks may need them.
@@ -68,11 +67,11 @@ class Progress:
                 self._busy.pop(source, None)
 
 
-def _has_ended(question: Any) -> bool:
+def _goes_on(question: Any) -> bool:
     try:
-        return bool(question.test())
+        return not question.test()
     except RankError:  # over gloo, if other ranks have closed their connections
-        return True
+        return False
 
 
 _RANK = threading.local()

@@ -25,28 +25,22 @@ class Scratch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._free: list[Tensor] = []
+        self._free: list[Tensor] = []  # the smallest first
 
     def take(self, nbytes: int) -> Tensor:
-        """Return a flat uint8 tensor of at least `nbytes` bytes, with any content.
+        """Return a flat uint8 tensor of at least `nbytes` bytes, at least 1, with any content.
 
         Pass it to `give` after use.
         """
-        if nbytes == 0:
-            return torch.empty(0, dtype=torch.uint8, device=self._device)
-        fitting = [block for block in self._free if block.numel() >= nbytes]
-        if not fitting:
-            if len(self._free) == KEPT:  # the smallest
-                del self._free[0]
+        fitting = (place for place, block in enumerate(self._free) if block.numel() >= nbytes)
+        place = next(fitting, None)
+        if place is None:
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        best = min(fitting, key=Tensor.numel)
-        self._free = [block for block in self._free if block is not best]
-        return best
+        return self._free.pop(place)
 
     def give(self, block: Tensor) -> None:
-        """Keep a block that `take` gave for later calls. Of more than KEPT, drop the smallest."""
-        if block.numel():
-            self._free = sorted([*self._free, block], key=Tensor.numel)[-KEPT:]
+        """Keep a block for later calls, also an empty one. Of more than KEPT, drop the smallest."""
+        self._free = sorted([*self._free, block], key=Tensor.numel)[-KEPT:]
 
     def clear(self) -> None:
         """Let go of all blocks that are kept."""

@@ -247,7 +247,6 @@ class Sharding:
         Raises:
             ShapeError: `x` has another length along `dim`, or there is no such rank.
         """
-        self._checked(rank)
         if x.shape[dim] != self.seq_len:
             raise ShapeError(
                 f"this sharding covers {self.seq_len} tokens, but dim {dim} of the tensor with "
@@ -255,9 +254,9 @@ class Sharding:
                 f"{x.shape[dim]}. Make the sharding for {x.shape[dim]} tokens, or pass the "
                 f"sequence dimension."
             )
-        owned = self.segments[rank]
-        if self._is_dense and len(owned) == 1 and owned[0].step == 1 and len(owned[0]):
-            return x.narrow(dim, owned[0].start - self._first, len(owned[0]))
+        match self.segments[self._checked(rank)]:
+            case (range(step=1) as owned,) if owned and self._is_dense:
+                return x.narrow(dim, owned.start - self._first, len(owned))
         return x.index_select(dim, self._places(rank).to(x.device))
 
     def unshard(self, shards: Sequence[Tensor], dim: int) -> Tensor:
@@ -335,12 +334,12 @@ class Sharding:
     @torch.inference_mode(False)
     def _restore_index(self) -> Tensor | None:
         """For each token, by position, the index in an all-gather; None if these are 0, 1, ..."""
-        positions = concatenated(self.gathered_segments)
-        return None if (positions.diff() > 0).all() else positions.argsort()
+        order = concatenated(self.gathered_segments).argsort()
+        return None if torch.equal(order, torch.arange(len(order))) else order
 
     @cached_property
     def _first(self) -> int:
-        return min((s.start for s in self.gathered_segments if len(s)), default=0)
+        return min((s.start for s in self.gathered_segments if len(s)), default=self.end)
 
     @cached_property
     def _is_dense(self) -> bool:

@@ -19,6 +19,7 @@ from oracle.window_cases import use_window
 import sp_core as sp
 from sp_core.collectives import combining
 from sp_core.schedules import ALGORITHMS, HALF, cost, table
+from sp_core.scratch import Scratch
 from sp_core.testing import device, given, spmd
 
 CALLS = [(op, name) for op, names in ALGORITHMS.items() for name in names if name != "auto"]
@@ -73,7 +74,23 @@ def test_an_algorithm_equals_the_definition(
                 != inputs[comm.rank].untyped_storage().data_ptr()
             )
             assert new or case.op == "copy_to_group" or not result.numel()
-            assert len(group.scratch._free) >= 3  # what was taken is there for the next call
+            kept = [block for block in group.scratch._free if block.numel()]
+            assert len(kept) >= 3  # what was taken is there for the next call
+
+
+def test_scratch_lends_the_smallest_block_that_fits_and_keeps_the_largest() -> None:
+    scratch = Scratch(torch.device("cpu"))
+    given = [torch.empty(length, dtype=torch.uint8) for length in (5, 0, 3, 9, 7, 4)]
+    for block in given:
+        scratch.give(block)
+    lent = [scratch.take(length) for length in (5, 5, 1, 10, 9, 1)]
+    assert [(block.numel(), block.dtype) for block in lent] == [
+        (length, torch.uint8) for length in (5, 7, 4, 10, 9, 1)
+    ]
+    assert [any(block is one for one in given) for block in lent] == [1, 1, 1, 0, 1, 0]
+    scratch.give(given[0])
+    scratch.clear()
+    assert scratch.take(1) is not given[0]
 
 
 @spmd(2, 3)

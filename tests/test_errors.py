@@ -23,7 +23,7 @@ from torch import Tensor
 
 import sp_core as sp
 from sp_core.arguments import check, check_tensor
-from sp_core.errors import differences
+from sp_core.errors import differences, joined
 from sp_core.testing import spmd
 
 DEVICES = ("cpu", "cuda", "cuda:0", "cuda:1", "meta")
@@ -122,6 +122,22 @@ def test_a_message_of_many_ranks_names_some_of_them() -> None:
     assert "\n  rank 0, 1, 2" in text
     assert text.count("\n  rank ") == 5
     assert text.endswith("\n  and 6 more")
+
+
+def test_a_long_message_keeps_of_each_text_the_beginning_and_what_differs() -> None:
+    """Of a single text the end. Short heads and texts are whole, and so is a short message."""
+    text = "".join(map(chr, range(0x100, 0x100 + 1800)))
+    other = text[:500] + "?" + text[501:]
+    assert joined([("", text)]) == text
+    assert joined([("a", text)]) == f"a{text[:80]} ... {text[-40:]} ..."
+    assert joined([("h" * 39, text), ("h" * 40, other)]) == (
+        f"{'h' * 39}{text[:80]} ... {text[460:640]} ...\n"
+        f"{'h' * 34} ...: {text[:80]} ... {other[460:640]} ..."
+    )
+    lines = [f"{text[:80]} ... {text[80:260]} ..."] * 2 + ["y" * 299] * 3
+    for more, end in ((0, ""), (2, "\n  and 2 more")):
+        told = [("", text), ("", text[:300]), *[("", "y" * 299)] * (3 + more)]
+        assert joined(told) == "\n".join(lines) + end
 
 
 def differing(mine: Any, others: Any) -> Callable[[bool], Any]:

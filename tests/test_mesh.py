@@ -60,8 +60,10 @@ def test_nobody_leaves_a_fence_before_all_have_come(transport: str) -> None:
 @spmd()
 def test_a_communicator_is_freed_once_however_often_it_is_asked_for(comm: Any) -> None:
     with sp.Mesh(comm, a=comm.size, b=1) as mesh:
+        mesh["a"].scratch.give(torch.ones(1))
         mesh["a"].free()
         mesh["a"].free()
+        assert mesh["a"].scratch.take(0).numel() == 0  # nothing is kept
         with pytest.raises(sp.RankError, match="freed"):
             sp.all_reduce(torch.ones(1), comm=mesh["a"])
         assert sp.all_reduce(torch.ones(1), comm=mesh["a", "b"]).item() == comm.size
@@ -143,9 +145,11 @@ def test_the_environment_says_what_no_argument_does(
 
 
 @spmd(1)
-def test_a_transport_of_the_environment_that_is_none_is_refused(
+def test_no_axes_and_a_transport_of_the_environment_that_is_none_are_refused(
     comm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with pytest.raises(sp.ShapeError, match="of no axes"):
+        sp.Mesh(comm)
     monkeypatch.setenv("SP_TRANSPORT", "magic")
     with pytest.raises(sp.DeviceError, match="magic"):
         sp.Mesh(comm, sp=1)
@@ -284,7 +288,7 @@ def test_errors_end_all_ranks_of_mpi_and_no_other_ones(
 ) -> None:
     """A communicator that checks messages in a test is none of MPI's, nor is a rank of it alone."""
     watched: list[int] = []
-    monkeypatch.setattr("sp_core.failing.watch_over", lambda *given: watched.append(comm.rank))
+    monkeypatch.setattr("sp_core.failing.watch_over", lambda **given: watched.append(comm.rank))
     with sp.Mesh(comm, a=2) as mesh:
         assert type(mesh[()]._comm) is type(comm)
     assert bool(watched) == (type(comm).__module__ == "mpi4py.MPI")

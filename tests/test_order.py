@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from random import Random
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from oracle.collective_cases import Case, cases
 from torch import Tensor
 
 import sp_core as sp
+from sp_core import progress
 from sp_core.progress import Progress
 from sp_core.schemes import SCHEMES
 from sp_core.testing import given, spmd
@@ -194,3 +197,34 @@ def test_a_failed_comparison_that_nobody_waits_for_is_no_error_of_another() -> N
     found.keep([waits])
     found.keep([])
     assert found.kept == [waits]
+
+
+@pytest.mark.parametrize(("lasts", "ends"), [(0.02, 0.02), (9.0, 0.05)])
+def test_comparisons_are_completed_before_the_end_for_so_many_seconds(
+    lasts: float, ends: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is incomplete then stays in memory, and so does what an error has ended."""
+    now, found = [0.0], Progress()
+
+    def passes(seconds: float = 1e-6) -> float:
+        now[0] += seconds
+        return now[0]
+
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=passes, sleep=passes))
+    question = MagicMock(**{"test.side_effect": lambda: now[0] > lasts})
+    found.keep([question])
+    found.settle(0.05)
+    assert found.kept == [question] * (lasts > ends)
+    assert now[0] == pytest.approx(ends, abs=2e-3)
+    assert question.test.call_count < 100  # it does not spin
+    assert (sys.getrefcount(found.kept), sys.getrefcount(found.lost)) == (3, 3)  # one for good
+
+
+def test_what_a_rank_has_begun_is_advanced_until_it_is_complete() -> None:
+    found, source = Progress(), MagicMock(**{"advance.side_effect": [True, False]})
+    assert found.idle
+    found.add(source)
+    for idle in (False, True, True):
+        found.poll()
+        assert found.idle == idle
+    assert source.advance.call_count == 2

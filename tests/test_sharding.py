@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from sp_core.mask import Mask
+from sp_core.segments import deal_chunks
 from sp_core.sharding import Sharding
 
 LAYOUTS: dict[str, Any] = {
@@ -74,6 +75,21 @@ def test_chunks_are_halved_only_until_the_work_is_even(bounds: tuple[int, ...]) 
     even = [max(loads(x, mask)) * 4 <= 1.02 * sum(loads(x, mask)) for x in made]
     assert not even[0]
     assert Sharding.balanced(4096, 4, mask) == made[even.index(True)]
+
+
+@pytest.mark.parametrize(("seq_len", "chunk"), [(128, 32), (132, 17)])
+def test_chunks_of_32_tokens_are_not_halved_even_if_the_work_is_uneven(
+    seq_len: int, chunk: int
+) -> None:
+    mask = Mask(causal=True, documents=(0, 64, *range(65, seq_len + 1)))
+    made = Sharding.balanced(seq_len, 2, mask)
+    assert made == Sharding.balanced(seq_len, 2, mask, chunk=chunk)
+    assert max(loads(made, mask)) * 2 > 1.02 * sum(loads(made, mask))
+
+
+@pytest.mark.parametrize(("work", "even"), [([510, 490], True), ([511, 489], False)])
+def test_work_is_even_if_no_rank_has_more_than_102_percent(work: list[int], even: bool) -> None:
+    assert deal_chunks(torch.tensor(work).cumsum(0), 2, 1) == ([[0], [1]], even)
 
 
 def test_zigzag_is_what_causal_work_needs() -> None:

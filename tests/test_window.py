@@ -201,12 +201,16 @@ def test_tensors_in_shared_memory_are_read_in_one_step(op: str) -> None:
 
 @spmd()
 def test_tensors_of_the_others_outlive_the_communicator_and_others_are_refused(comm: Any) -> None:
-    with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
+    with (
+        sp.Mesh(comm, transport="window", sp=comm.size) as mesh,
+        sp.Mesh(comm, transport="host", sp=comm.size) as other,
+    ):
         group = mesh["sp"]
         x = sp.shared_empty((2, 2), comm=group).fill_(comm.rank)
         assert sp.peer(x, comm.rank, comm=group) is x
-        with pytest.raises(sp.RankError, match="shared_empty"):
-            sp.peer(torch.ones(2), 0, comm=group)
+        for used, why in ((group, r"\(it has shared memory\)"), (other["sp"], "='host'")):
+            with pytest.raises(sp.RankError, match=why):
+                sp.peer(torch.ones(2), 0, comm=used)
         with pytest.raises(sp.RankError, match="rank 99"):
             sp.peer(x, 99, comm=group)
         with pytest.raises(sp.DtypeError, match="rank 0"):

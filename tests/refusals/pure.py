@@ -100,8 +100,10 @@ ROWS: list[Row] = [
             partial(sp.Sharding.striped, 4, 2, -1),
             partial(sp.Sharding.from_positions, []),
             partial(sp.Sharding.from_positions, [[0, 1], [1]]),
-            partial(sp.Sharding.from_positions, [[-1]]),
+            partial(sp.Sharding.balanced, 4, 2, sp.Mask(), chunk=0),
+            partial(sp.Sharding.from_positions, [[-1, 3]]),
             partial(TWO.shard, torch.zeros(5), 0, 0),
+            *(partial(TWO.shard, torch.zeros(4), rank, 0) for rank in (-1, 2)),
             partial(TWO.unshard, [torch.zeros(1), torch.zeros(3)], 0),
             partial(TWO.group, [[0], [0, 1]]),
         )
