@@ -100,8 +100,11 @@ def test_what_is_too_long_for_one_call_is_moved_in_parts(comm: Any) -> None:
         for op, algorithm in CALLS:
             case = Case(op, 0, 1, "float32", "plain", 1, False, False, 3, algorithm)
             inputs = case.inputs(comm.size)
-            found = case.call(inputs[comm.rank], mesh["sp"])
-            assert torch.equal(found, case.expected(inputs, comm.rank, comm.size)), case
+            x, expected = inputs[comm.rank], case.expected(inputs, comm.rank, comm.size)
+            assert torch.equal(case.call(x, mesh["sp"]), expected), case
+            if algorithm == "mpi":
+                plan = sp.plan(op, x, comm=mesh["sp"], **case.arguments(comm.size))
+                assert torch.equal(plan.run(), expected), case
 
 
 @pytest.mark.explore

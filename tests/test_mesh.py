@@ -21,18 +21,23 @@ from sp_core.transport.distributed import DistributedTransport
 
 
 @pytest.mark.parametrize(
-    ("asked", "found"),
+    ("asked", "sees", "found"),
     [
-        ("cuda", "cuda:1"),
-        ("cuda:0", "cuda:0"),
-        ("cuda:2", "there are 2 CUDA devices, cuda:0 to cuda:1"),
+        ("cuda", "cuda", "cuda:1"),
+        ("cuda:0", "cuda", "cuda:0"),
+        ("cuda:2", "cuda", "there are 2 CUDA devices, cuda:0 to cuda:1"),
+        ("cuda", "mps", "torch sees no CUDA device"),
+        ("cuda", "", "torch sees no CUDA device"),
     ],
 )
 def test_a_gpu_is_the_current_one_unless_it_is_numbered(
-    asked: str, found: str, monkeypatch: pytest.MonkeyPatch
+    asked: str, sees: str, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cuda, answers = torch.device("cuda"), {"device_count": 2, "current_device_index": 1}
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: cuda)
+    answers = {"device_count": 2, "current_device_index": 1}
+    accelerator = torch.device(sees) if sees else None
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available: accelerator
+    )
     for name, value in answers.items():
         monkeypatch.setattr(torch.accelerator, name, lambda value=value: value)
     if found.startswith("cuda"):

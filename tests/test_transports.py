@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ from sp_core import transport
 from sp_core.schedules import operation
 from sp_core.schemes import SCHEMES
 from sp_core.testing import given, run_threads, session, spmd
-from sp_core.transport import HostTransport, cuda, cuda_aware, distributed, wait
+from sp_core.transport import HostTransport, base, cuda, cuda_aware, distributed, wait
 from sp_core.transport.cuda_aware import (
     DeviceTransport,
     no_device_memory,
@@ -49,19 +51,21 @@ def by_distributed(comm: sp.Communicator, seconds: float = 60) -> None:
     )
 
 
+@pytest.mark.parametrize("part", ["_served", "_connected"])
 @spmd()
 def test_a_group_that_cannot_connect_is_the_same_error_on_every_rank(
-    comm: Any, monkeypatch: pytest.MonkeyPatch
+    comm: Any, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the ranks go on with another transport."""
+    broken = comm.size - 1 if part == "_connected" else 0
 
-    def fails(store: Any, made_for: Any, *rest: Any) -> Any:
-        if made_for.rank == made_for.size - 1:
-            raise RuntimeError("no route to host")
+    def fails(*given: Any) -> Any:
+        if part == "_served" or given[1].rank == broken:
+            raise OSError("no route to host")
 
-    monkeypatch.setattr(distributed, "_connected", fails)
+    monkeypatch.setattr(distributed, part, fails)
     with pytest.raises(
-        sp.DeviceError, match=rf"rank {comm.size - 1} has none: no route.*Pass another transport"
+        sp.DeviceError, match=rf"rank {broken} has none: no route.*Pass another transport"
     ):
         sp.Mesh(comm, transport="distributed", sp=comm.size)
     with sp.Mesh(comm, sp=comm.size) as mesh:
@@ -128,19 +132,52 @@ def test_nccl_is_not_asked_to_share_a_gpu() -> None:
         distributed.refuse_shared_gpus(["a", "b", "a", "a"])
 
 
+@pytest.mark.parametrize("near", [False, True])
 @pytest.mark.parametrize(("device", "name"), [("cuda", "NCCL"), ("cpu", "Gloo")])
 def test_a_group_gets_the_store_the_rank_the_size_and_the_limit(
-    device: str, name: str, monkeypatch: pytest.MonkeyPatch
+    device: str, name: str, near: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def made(store: str, rank: int, size: int, options: SimpleNamespace) -> tuple[object, ...]:
-        return store, rank, size, options._timeout
-
-    members = dict.fromkeys(("Options", "_Options", "create_default_device"), SimpleNamespace)
-    group = type(name, (), {**members, "__new__": lambda cls, *arguments: made(*arguments)})
+    """Over gloo also the interface: if all are near, the one that no other machine reaches."""
+    group = Mock(**{"create_default_device.return_value": ""})
+    group.create_device = lambda hostname: hostname
     monkeypatch.setattr(_distributed_c10d, f"ProcessGroup{name}", group, raising=False)
     comm, limit = cast("Any", SimpleNamespace(rank=1, size=4)), timedelta(seconds=7)
-    found = distributed._connected("store", comm, torch.device(device), False, limit)
-    assert found == ("store", 1, 4, limit)
+    found = distributed._connected("store", comm, torch.device(device), near, limit)
+    assert found is group.return_value
+    *told, options = group.call_args.args
+    assert (told, options._timeout) == (["store", 1, 4], limit)
+    assert device == "cuda" or options._devices == ["127.0.0.1" * near]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("near", [False, True])
+def test_ranks_find_each_other_at_the_store_of_rank_0(
+    near: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other machines reach it only if a rank is there."""
+    server = Mock(**{"getsockname.return_value": ("", 1234), "detach.return_value": 5})
+    sockets, names = Mock(**{"create_server.return_value": server}), Mock(node=lambda: "here")
+    for name, stand_in in {
+        "socket": sockets,
+        "platform": names,
+        "this_machine": lambda: 0 if near else threading.get_ident(),
+        "uuid_of": lambda _: threading.get_ident(),
+        "_store": lambda *given: given,
+        "_connected": lambda store, comm, *given: (store, *given),
+    }.items():
+        monkeypatch.setattr(distributed, name, stand_in)
+    kind, host = torch.device(device), "127.0.0.1" if near else "here"
+
+    def found() -> list[Any]:
+        return run_threads(3, lambda comm: distributed.make_group(comm, kind, 9))
+
+    rest = kind, near, timedelta(seconds=9)
+    assert found() == [((host, 1234, 5), *rest), *[((host, 1234), *rest)] * 2]
+    sockets.create_server.assert_called_once_with(("127.0.0.1" * near, 0))
+    monkeypatch.setattr(distributed, "uuid_of", lambda _: "one")
+    refused = pytest.raises(Exception, match="3 ranks have 1")
+    with refused if device == "cuda" else nullcontext():
+        found()
 
 
 @pytest.mark.parametrize("name", ["auto", "ipc", "pinned", "pipelined", "staged"])
@@ -387,6 +424,44 @@ def test_a_failed_transfer_fails_everything_behind_it_and_again_when_asked_again
                     wait(handle)
 
     run_threads(1, body)
+
+
+def test_messages_of_a_group_are_packed_only_if_there_are_several() -> None:
+    """In the order of the ranks. A single one is sent and received where it lies."""
+    group: Any = Mock(**{"alltoall_base.return_value.is_completed.return_value": True})
+    made = DistributedTransport(cast("Any", Mock(size=4)), group, Mock(), CPU)
+    made._say = Mock()
+    a, b, c, d = (torch.full((length,), float(length)) for length in (2, 3, 4, 5))
+    for sends, recvs, sent, received in (
+        ([(1, a)], [(2, b)], [0, 8, 0, 0], [0, 0, 12, 0]),
+        ([(3, a), (1, b)], [(2, c), (0, d)], [0, 12, 0, 8], [20, 0, 16, 0]),
+        ([], [], [0] * 4, [0] * 4),
+    ):
+        handle = made.exchange(sends, recvs)
+        room, packed, *lengths = group.alltoall_base.call_args.args
+        assert lengths == [received, sent]
+        made._say.assert_called_with("messages by torch.distributed")
+        if len(sends) == 1:
+            assert (packed.data_ptr(), room.data_ptr()) == (a.data_ptr(), b.data_ptr())
+            continue
+        assert packed.view(torch.float32).tolist() == ([3.0] * 3 + [2.0] * 2) * bool(sends)
+        room.view(torch.float32).copy_(torch.tensor([6.0] * 5 + [7.0] * 4)[: room.numel() // 4])
+        assert handle.test()
+    assert (c.tolist(), d.tolist()) == ([7.0] * 4, [6.0] * 5)
+
+
+def test_a_wait_spins_for_20_us_yields_up_to_200_us_and_then_sleeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = iter([Fraction(5) + Fraction(moment) for moment in (0, 2e-5, 2.1e-5, 2e-4, 2.1e-4)])
+    did: list[object] = []
+    clock = SimpleNamespace(perf_counter=times.__next__, sleep=did.append)
+    monkeypatch.setattr(base, "time", clock)
+    monkeypatch.setattr(base, "os", SimpleNamespace(sched_yield=lambda: did.append("yields")))
+    handle, poll = Mock(**{"test.side_effect": [False] * 5 + [True]}), Mock()
+    wait(handle, poll)
+    assert did == ["yields", "yields", 5e-5]
+    assert poll.call_count == 5
 
 
 def test_a_transfer_that_fails_without_a_text_names_its_error() -> None:

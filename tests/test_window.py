@@ -105,6 +105,28 @@ def test_a_step_waits_for_the_other_ranks(comm: Any) -> None:
         window.close(together=True)
 
 
+@spmd(2, 3)
+def test_shared_memory_is_zeroed_and_as_long_as_each_rank_asks(comm: Any) -> None:
+    """In multiples of 8 bytes, as a slot of a window."""
+    for more in (0, 1, 8, 9):
+        parts = shared.share(comm, shared.HOST, more + 16 * comm.rank)
+        assert [part.tolist() for part in parts] == [
+            [0] * (-(-more // 8) * 8 + 16 * rank) for rank in range(comm.size)
+        ]
+        comm.Barrier()
+        parts[comm.rank].fill_(comm.rank + 1)
+        comm.Barrier()
+        assert all((part == rank + 1).all() for rank, part in enumerate(parts))
+    least = 8 * comm.size
+    for asked, given_ in ((1, least), (least + 15, least + 8), (None, 1 << 19)):
+        window = Window(comm) if asked is None else Window(comm, asked)
+        assert window.slot_bytes == given_
+        window.close(together=True)
+    window = Window(comm)
+    if comm.rank == 0:
+        window.close(together=False)  # waits for nobody
+
+
 @spmd(2)
 def test_two_uses_of_rooms_in_a_row_share_no_memory(comm: Any) -> None:
     """A late rank may still read what the use before has left there, also after many uses."""
@@ -211,6 +233,11 @@ def test_tensors_of_the_others_outlive_the_communicator_and_others_are_refused(c
         for used, why in ((group, r"\(it has shared memory\)"), (other["sp"], "='host'")):
             with pytest.raises(sp.RankError, match=why):
                 sp.peer(torch.ones(2), 0, comm=used)
+        assert group.window is not None
+        assert group.window.number(x.view(-1)[1:]) == -1
+        for part in (x[1:], x[:1], x.t(), x.view(torch.int32)):
+            with pytest.raises(sp.RankError, match="shared_empty"):
+                sp.peer(part, comm.rank, comm=group)
         with pytest.raises(sp.RankError, match="rank 99"):
             sp.peer(x, 99, comm=group)
         with pytest.raises(sp.DtypeError, match="rank 0"):

@@ -101,9 +101,8 @@ def make_transport(
             here.
     """
     chosen, kind = choose(name, device), device.type
-    called = str(chosen) if chosen in NAMES["cpu"] else "host"
-    of_group = observer_of(comm).make_transport(called, poll)
-    host = of_group or HostTransport(comm, called)
+    of_group = observer_of(comm).make_transport(str(chosen), poll)
+    host = of_group or HostTransport(comm, str(chosen))
     if isinstance(chosen, HostWrapper):
         return chosen.over(host)
     if kind == "cpu" and (of_group or chosen != "distributed"):

@@ -110,12 +110,11 @@ class DistributedTransport(OverHost):
             for peer, x in messages:
                 counts[peer] += x.nbytes
         work = self._group.alltoall_base(room, packed, received, sent)
-        after: Calls = ()
-        if len(incoming) > 1:
-            after = [
-                partial(x.copy_, part)
-                for x, part in zip(incoming, room.split(lengths), strict=True)
-            ]
+        after = [
+            partial(x.copy_, part)
+            for x, part in zip(incoming, room.split(lengths), strict=True)
+            if x is not room
+        ]
         return self._transfer(what, work, (room, packed), after)
 
     def bind(self, messages: Messages) -> Bound:
@@ -138,7 +137,7 @@ class DistributedTransport(OverHost):
         held, self._group = [self._group], None
         if together:  # without a shutdown NCCL aborts transfers of other ranks
             self._comm.Barrier()
-            held[0].shutdown()
+            held.pop().shutdown()
         else:  # the end of a group waits for its transfers, or for their time limit
             threading.Thread(target=held.clear, daemon=True).start()
 
@@ -276,19 +275,13 @@ def make_group(comm: Intracomm, device: torch.device, seconds: float = LIMIT_SEC
     if device.type == "cuda":
         refuse_shared_gpus(comm.allgather(f"GPU {uuid_of(device)} of {platform.node()}"))
     near = len(set(comm.allgather(this_machine()))) == 1
-    store = group = None
-    address, problem = ("", 0), ""
-    if comm.rank == 0:
-        listening, problem = _tried(lambda: socket.create_server((LOOPBACK if near else "", 0)))
-        if listening is not None:
-            address = LOOPBACK if near else platform.node(), listening.getsockname()[1]
-            store, problem = _tried(partial(_store, *address, listening.detach()))
-    address, problem = comm.bcast((address, problem))
-    if not problem and store is None:
-        store, problem = _tried(partial(_store, *address))
+    served, problem = _tried(partial(_served, near)) if comm.rank == 0 else (None, "")
+    address, problem = comm.bcast((served and served[0], problem))
+    group, limit = None, timedelta(seconds=seconds)
     if not problem:
-        limit = timedelta(seconds=seconds)
-        group, problem = _tried(lambda: _connected(store, comm, device, near, limit))
+        group, problem = _tried(
+            lambda: _connected(served[1] if served else _store(*address), comm, device, near, limit)
+        )
     problems = {rank: text for rank, text in enumerate(comm.allgather(problem)) if text}
     if problems:
         rank, text = next(iter(problems.items()))
@@ -327,6 +320,17 @@ def _tried(make: Callable[[], T]) -> tuple[T | None, str]:
         return make(), ""
     except (RuntimeError, ImportError, OSError) as error:
         return None, short_text(error)
+
+
+def _served(near: bool) -> tuple[tuple[str, int], Any]:
+    """Return (address, store) of a TCP store whose server runs in this process.
+
+    Args:
+        near: whether all ranks are on this machine; then other machines cannot connect.
+    """
+    listening = socket.create_server((LOOPBACK if near else "", 0))
+    address = LOOPBACK if near else platform.node(), listening.getsockname()[1]
+    return address, _store(*address, listening.detach())
 
 
 def _store(host: str, port: int, listening: int | None = None) -> Any:

@@ -190,6 +190,7 @@ class HostTransport(Transport):
         before: Calls = ()
         after: Calls = ()
         if operation.reduces:
+            assert send is not None
             send, recv, before, after = widened(send, recv)
         name, arguments = (_EVEN_METHODS if are_equal(operation) else _METHODS)[operation.op]
         keywords: dict[str, Any] = {}
@@ -235,29 +236,28 @@ class OverHost(Transport):
 
 
 def widened(
-    send: Tensor | None, recv: Tensor | None, wider: Mapping[torch.dtype, torch.dtype] = WIDER
-) -> tuple[Tensor | None, Tensor | None, Calls, Calls]:
+    send: Tensor, recv: Tensor | None, wider: Mapping[torch.dtype, torch.dtype] = WIDER
+) -> tuple[Tensor, Tensor | None, Calls, Calls]:
     """Return float32 buffers to sum half types in, and the calls that copy into and out of them.
 
     MPI can sum float32 but no half type. The result is rounded only once, at the end.
 
     Args:
-        send, recv: flat buffers, or None.
+        send, recv: flat buffers; `recv` may be None.
         wider: for each dtype that cannot be summed, the dtype to sum in.
 
     Returns:
         (send, recv, before, after): buffers that can be summed, if possible the given ones; then
         the calls to make before the sum (copy send) and after it (round into recv).
     """
-    given = send if send is not None else recv
-    if given is None or given.dtype not in wider:
-        return send, recv, [], []
-    wide_send, wide_recv = (
-        None if x is None else torch.empty_like(x, dtype=wider[given.dtype]) for x in (send, recv)
-    )
-    before = [] if send is None or wide_send is None else [partial(wide_send.copy_, send)]
-    after = [] if recv is None or wide_recv is None else [partial(recv.copy_, wide_recv)]
-    return wide_send, wide_recv, before, after
+    if send.dtype not in wider:
+        return send, recv, (), ()
+    wide_send = torch.empty_like(send, dtype=wider[send.dtype])
+    before = [partial(wide_send.copy_, send)]
+    if recv is None:
+        return wide_send, None, before, ()
+    wide_recv = torch.empty_like(recv, dtype=wide_send.dtype)
+    return wide_send, wide_recv, before, [partial(recv.copy_, wide_recv)]
 
 
 def are_equal(operation: Operation) -> bool:
@@ -312,14 +312,14 @@ _EVEN_METHODS = _METHODS | {
 
 
 HOME = 0
-"""The rank whose memory holds the number of an `MpiCounter`."""
+"""The rank in whose memory an `MpiCounter` counts."""
 
 
 class MpiCounter:
     """Hand out the numbers 0, 1, 2, ..., each to only one rank: the one that asks next.
 
-    The next number lives in the memory of rank 0, in an MPI window of eight bytes. `take` reads it
-    and adds 1 by one-sided communication.
+    The next number lives in the memory of rank 0, in an MPI window with eight bytes of each rank.
+    `take` reads it and adds 1 by one-sided communication.
 
     Args:
         comm: an mpi4py communicator; all ranks of it make the counter together.
@@ -331,11 +331,10 @@ class MpiCounter:
         from mpi4py import MPI
 
         self._sum = MPI.SUM
-        self._window = MPI.Win.Allocate(8 if comm.rank == HOME else 0, 8, comm=comm)
-        if comm.rank == HOME:
-            self._window.Lock(HOME, MPI.LOCK_EXCLUSIVE)
-            np.frombuffer(cast("bytes", self._window.tomemory()), np.int64)[:] = 0
-            self._window.Unlock(HOME)
+        self._window = MPI.Win.Allocate(8, comm=comm)
+        self._window.Lock(comm.rank)
+        np.frombuffer(cast("bytes", self._window.tomemory()), np.int64)[:] = 0
+        self._window.Unlock(comm.rank)
         comm.Barrier()
         self._window.Lock_all(MPI.MODE_NOCHECK)
 

@@ -20,7 +20,7 @@ import platform
 import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -336,13 +336,13 @@ class Rooms:
 
     Args:
         comm: an mpi4py communicator whose ranks share memory.
-        count: the number of regions.
+        number: of regions.
     """
 
-    def __init__(self, comm: Intracomm, count: int) -> None:
+    def __init__(self, comm: Intracomm, number: int) -> None:
         self._comm = comm
-        self._rooms = [torch.empty(0, dtype=torch.uint8) for _ in range(count)]
-        self._uses = 0
+        self._rooms = [torch.empty(0, dtype=torch.uint8) for _ in range(number)]
+        self._uses = count()
 
     def enter(self, specs: Sequence[Spec]) -> list[Tensor]:
         """Return tensors in the next region, with any content. Every rank calls this.
@@ -358,7 +358,7 @@ class Rooms:
         """
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in specs]
         starts = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
-        number, self._uses = self._uses % len(self._rooms), self._uses + 1
+        number = next(self._uses) % len(self._rooms)
         if self._rooms[number].numel() < starts[-1]:  # tensors in the old one keep it
             nbytes = starts[-1] if self._comm.rank == 0 else 0
             self._rooms[number] = demand(self._comm, HOST, nbytes)[0]

@@ -98,7 +98,7 @@ class Window:
     Args:
         comm: an mpi4py communicator.
         slot_bytes: bytes of a slot, a buffer for data on their way; each rank has `SLOTS`. At least
-            8 bytes per rank are taken. The default is `SLOT_BYTES`.
+            8 bytes per rank are taken, and a multiple of 8 bytes.
         memory: allocates and maps the slots, in host memory or on this rank's device.
 
     Attributes:
@@ -117,9 +117,9 @@ class Window:
     """
 
     def __init__(
-        self, comm: Intracomm, slot_bytes: int | None = None, memory: HostMemory = HOST
+        self, comm: Intracomm, slot_bytes: int = SLOT_BYTES, memory: HostMemory = HOST
     ) -> None:
-        self.slot_bytes = max(slot_bytes or SLOT_BYTES, 8 * comm.size) // 8 * 8
+        self.slot_bytes = 8 * max(slot_bytes // 8, comm.size)
         self._comm, self.memory, self.has_rooms = comm, memory, memory is HOST
         self.blocks, self.sums = Rooms(comm, 2), Rooms(comm, 1)
         flags = [part.numpy().data.cast("q") for part in share(comm, HOST, FLAG_BYTES)]
@@ -130,7 +130,6 @@ class Window:
         self.begun = 0  # steps of all operations started so far
         self.made = 0  # steps that this rank has made
         self._launched = 0
-        self._reached = 0  # steps that all ranks are known to have made
         self._queue: deque[tuple[int, Sequence[Work]]] = deque()  # to launch: (step, work)
         self._under_way: deque[Handle] = deque()  # launched steps that are not complete
         self._numbers = itertools.count()  # of allocations; the same on all ranks
@@ -195,8 +194,9 @@ class Window:
                 return
             place, step = self._queue[0]
             reached = self._launched if place else self._launched - 1
-            if reached > self._reached and not self._have_made(reached):
-                return
+            for flag in self._others:
+                if flag[0] < reached:
+                    return
             self._queue.popleft()
             self._launched += 1
             self._under_way.append(self.memory.launch(step))
@@ -261,8 +261,10 @@ class Window:
         that was.
         """
         found = self._allocation(x)
-        is_whole = found and x.shape == found.shape and x.is_contiguous() and self.place(x) >= 0
-        return self._all_of(x) if is_whole and x.storage_offset() == 0 else []
+        is_whole = found and (x.shape, x.dtype, x.storage_offset(), x.is_contiguous()) == (
+            *(found.shape, found.dtype, 0, True),
+        )
+        return self._all_of(x) if is_whole else []
 
     def number(self, x: Tensor) -> int:
         """Return the index of the allocation at whose start the flat tensor x begins, or -1.
@@ -313,20 +315,11 @@ class Window:
         """
         if together:
             self._give_back_unused()
-        if together and self.slots:
             give_back(self._comm, self.memory, self.slots[self._comm.rank], self.slots)
         self.blocks.clear()
         self.sums.clear()
         self._queue.clear()
         self.slots, self._others, self._mine = [], [], memoryview(bytes(8)).cast("q")
-
-    def _have_made(self, steps: int) -> bool:
-        """Return whether every other rank has made at least `steps` steps, by the flags."""
-        for flag in self._others:
-            if flag[0] < steps:
-                return False
-        self._reached = steps
-        return True
 
 
 class WindowRun(NamedTuple):
@@ -349,9 +342,8 @@ class WindowRun(NamedTuple):
         Return True once this rank has made all of this operation, else False without waiting. In
         tests the communicator's observer raises `PeerFailed` here if a rank has been lost.
         """
+        self.window.advance()
         if self.window.made < self.end:
-            self.window.advance()
-            if self.window.made < self.end:
-                self.window.watch(self.what)  # may raise if a rank has left
-                return False
+            self.window.watch(self.what)  # may raise if a rank has left
+            return False
         return True

@@ -103,7 +103,8 @@ ROWS: list[Row] = [
             partial(sp.Sharding.balanced, 4, 2, sp.Mask(), chunk=0),
             partial(sp.Sharding.from_positions, [[-1, 3]]),
             partial(TWO.shard, torch.zeros(5), 0, 0),
-            *(partial(TWO.shard, torch.zeros(4), rank, 0) for rank in (-1, 2)),
+            partial(TWO.shard, torch.zeros(4), -1, 0),
+            partial(TWO.shard, torch.zeros(4), 2, 0),
             partial(TWO.unshard, [torch.zeros(1), torch.zeros(3)], 0),
             partial(TWO.group, [[0], [0, 1]]),
         )
