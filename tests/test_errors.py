@@ -25,6 +25,7 @@ import sp_core as sp
 from sp_core.arguments import check, check_tensor
 from sp_core.errors import differences, joined
 from sp_core.testing import spmd
+from sp_core.testing.comm import LockstepComm
 
 DEVICES = ("cpu", "cuda", "cuda:0", "cuda:1", "meta")
 
@@ -175,6 +176,9 @@ def test_a_mesh_that_cannot_be(
     mine = {name: value(here) if callable(value) else value for name, value in given.items()}
     with pytest.raises(kind, match=text):
         sp.Mesh(comm, **mine)
+    if isinstance(comm, LockstepComm):
+        members = comm.family.members
+        assert [str(made) for made in members if "freed" not in str(made)] == [str(comm)]
     with sp.Mesh(comm, sp=2) as mesh:
         assert sp.all_reduce(torch.ones(1), comm=mesh["sp"]).item() == 2
 

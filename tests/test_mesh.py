@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -261,10 +264,13 @@ def test_wrong_axes_of_a_hybrid_on_a_mesh_with_three_are_an_error_on_all(
 @spmd(4, 6)
 def test_a_product_in_another_order_is_asked_for_by_one_rank(comm: Any) -> None:
     """Also that of no axes. Asking sends nothing; a rank alone can use the latter."""
-    with sp.Mesh(comm, a=2, b=comm.size // 2) as mesh:
+    with sp.Mesh(comm, transport="window", a=2, b=comm.size // 2) as mesh:
         if comm.rank == 1:
             assert mesh["b", "a"].rank == mesh["b"].rank * 2 + mesh["a"].rank
             assert sp.all_reduce(torch.ones(1), comm=mesh[()]).item() == 1
+        wrong = torch.complex64 if comm.rank == 0 else torch.float32
+        with pytest.raises(sp.DtypeError, match="rank 0"):  # in its first use
+            sp.all_reduce(torch.ones(1, dtype=wrong), comm=mesh["b", "a"], algorithm="window")
         assert sp.all_reduce(torch.ones(1), comm=mesh["a", "b"]).item() == comm.size
         order = sp.all_gather(torch.tensor([comm.rank]), comm=mesh["b", "a"]).tolist()
         assert order == [rank for b in range(comm.size // 2) for rank in (b, b + comm.size // 2)]
@@ -285,6 +291,21 @@ def test_a_group_is_shut_down_when_every_rank_has_done_with_it() -> None:
         assert seen == [comm.size]
 
     run_threads(3, body)
+
+
+def test_a_rank_that_leaves_alone_does_not_wait_for_the_end_of_a_group() -> None:
+    """Which waits for its transfers: it ends in a thread of its own."""
+    ended = Queue[threading.Thread]()
+
+    class Group:
+        def __del__(self) -> None:
+            ended.put(threading.current_thread())
+
+    comm: Any = MagicMock()
+    made = DistributedTransport(comm, Group(), MagicMock(), torch.device("cpu"))
+    made.close(together=False)
+    assert ended.get(timeout=60) is not threading.current_thread()
+    comm.Barrier.assert_not_called()
 
 
 @spmd(2)

@@ -87,6 +87,12 @@ def test_chunks_of_32_tokens_are_not_halved_even_if_the_work_is_uneven(
     assert max(loads(made, mask)) * 2 > 1.02 * sum(loads(made, mask))
 
 
+def test_work_is_that_of_keys_in_documents_of_other_lengths() -> None:
+    mask = Mask(documents=(0, 2, 4, 6, 8), kv_documents=(0, 30, 31, 61, 62))
+    made, work = Sharding.balanced(8, 2, mask, chunk=2), mask.allowed(range(8), range(62)).sum(1)
+    assert [int(work[made.positions(rank)].sum()) for rank in range(2)] == [62, 62]
+
+
 @pytest.mark.parametrize(("work", "even"), [([510, 490], True), ([511, 489], False)])
 def test_work_is_even_if_no_rank_has_more_than_102_percent(work: list[int], even: bool) -> None:
     assert deal_chunks(torch.tensor(work).cumsum(0), 2, 1) == ([[0], [1]], even)

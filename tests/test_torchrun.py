@@ -18,13 +18,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from studies.commands import outside, printed
+from torch import distributed
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh
 
-from sp_core.errors import PeerFailed
+from sp_core.errors import PeerFailed, RankError
 from sp_core.testing import run_threads
 from sp_core.transport import groups
-from sp_core.transport.groups import GroupComm
+from sp_core.transport.groups import GroupComm, communicator_of, over_ranks
 
 pytestmark = pytest.mark.mpi_skip
 TESTS = Path(__file__).parent
@@ -99,6 +102,23 @@ def test_methods_of_mpi4py_do_over_gloo_what_they_do_over_mpi() -> None:
         assert comm._near == dict.fromkeys({*range(size)} - {rank}, os.getpid())
 
     run_threads(4, body)
+
+
+def test_whatever_torch_calls_a_group_is_a_communicator_of_its_ranks() -> None:
+    assert communicator_of(None) is None
+    limit, made = timedelta(seconds=33), list[Any]()
+    distributed.init_process_group("gloo", timeout=limit, store=HashStore(), rank=0, world_size=1)
+    try:
+        for given in (None, distributed.group.WORLD, DeviceMesh("cpu", torch.tensor([[0]]))):
+            made.append(communicator_of(given))
+            assert (made[-1].rank, made[-1].size, made[-1].allgather(7)) == (0, 1, [7])
+        assert communicator_of(object()) is None
+        with pytest.raises(RankError, match=r"rank 0 is not one of the ranks \[1\] of"):
+            over_ranks([1], limit)
+    finally:
+        distributed.destroy_process_group()
+    assert [comm._limit for comm in made] == [limit, limit, distributed.default_pg_timeout]
+    assert len({comm._name for comm in made}) == 3
 
 
 def test_a_rank_that_waits_looks_ten_times_a_second_for_one_that_is_lost(

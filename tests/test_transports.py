@@ -9,9 +9,10 @@ from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from fractions import Fraction
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import MagicMock, Mock
+from unittest.mock import MagicMock, Mock, call
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ from sp_core.transport.cuda_aware import (
     refuse_host_only,
 )
 from sp_core.transport.distributed import DistributedTransport, is_complete
+from sp_core.transport.host import TAG
 from sp_core.transport.staged import PipelinedTransport, StagedTransport
 from sp_core.transport.window import Window
 
@@ -99,6 +101,10 @@ def test_a_transfer_that_fails_in_the_group_says_so() -> None:
         sp.PeerFailed, match=r"an all_gather failed: Connection closed by peer \[127.0.0.1\]:1 See"
     ):
         is_complete(work, "an all_gather", lambda what: None)
+    work, told = MagicMock(**{"is_completed.return_value": False}), list[str]()
+    assert not is_complete(work, "an all_gather", told.append)
+    assert told == ["an all_gather"]
+    work.wait.assert_not_called()
 
 
 def test_a_transport_that_some_ranks_of_a_mesh_cannot_have_is_refused_by_all(
@@ -285,7 +291,8 @@ def test_the_child_is_no_rank() -> None:
         "OMPI_MCA_btl": "self",
         "PYTHONPATH": "",
     }
-    assert outside_of_job(environment)["PYTHONPATH"].endswith(":/p")
+    here, given_ = outside_of_job(environment)["PYTHONPATH"].split(":")
+    assert (Path(here, "sp_core").is_dir(), given_) == (True, "/p")
 
 
 @given(
@@ -426,6 +433,41 @@ def test_a_failed_transfer_fails_everything_behind_it_and_again_when_asked_again
     run_threads(1, body)
 
 
+def test_what_a_transport_leaves_to_another_is_passed_on() -> None:
+    host, group = Mock(), Mock(size=2)
+    for made in (
+        StagedTransport(host),
+        PipelinedTransport(host, DelayedStreams(), 2),
+        DistributedTransport(cast("Any", group), group, host, CPU),
+    ):
+        host.reset_mock()
+        made.announce("sends", "recvs")  # type: ignore[arg-type]
+        made.close(together=False)
+        assert host.mock_calls == [call.announce("sends", "recvs"), call.close(together=False)]
+    copying = PipelinedTransport(host, DelayedStreams(), 2)
+    for together, buffers in ((False, 2), (True, 0)):  # MPI may use them until all have left
+        copying.close(together=together)
+        assert len(copying._slots) == buffers
+
+
+def test_messages_are_announced_and_posted_in_parts_that_mpi_can_count() -> None:
+    comm, said = Mock(), list[Any]()
+    made = HostTransport(comm, max_count=3)
+    made._observer = Mock()
+    made._observer.announce_exchange = lambda *messages, later: said.append(
+        ([[*each] for each in messages], later)
+    )
+    given_: Any = [(1, torch.arange(5.0))], [(0, torch.zeros(2))]
+    made.exchange(*given_)
+    made.announce(*given_)
+    assert said == [([[(1, 12), (1, 8)], [(0, 8)]], later) for later in (False, True)]
+    posted = [
+        [(x.tolist(), *rest) for x, *rest in (each.args for each in calls.call_args_list)]
+        for calls in (comm.Isend, comm.Irecv)
+    ]
+    assert posted == [[([0, 1, 2], 1, TAG), ([3, 4], 1, TAG)], [([0, 0], 0, TAG)]]
+
+
 def test_messages_of_a_group_are_packed_only_if_there_are_several() -> None:
     """In the order of the ranks. A single one is sent and received where it lies."""
     group: Any = Mock(**{"alltoall_base.return_value.is_completed.return_value": True})
@@ -448,6 +490,8 @@ def test_messages_of_a_group_are_packed_only_if_there_are_several() -> None:
         room.view(torch.float32).copy_(torch.tensor([6.0] * 5 + [7.0] * 4)[: room.numel() // 4])
         assert handle.test()
     assert (c.tolist(), d.tolist()) == ([7.0] * 4, [6.0] * 5)
+    assert made.start(operation("all_reduce", 0, 4, (0,)), a[:0], b[:0]).test()
+    made._say.assert_called_with("all_reduce by torch.distributed")
 
 
 def test_a_wait_spins_for_20_us_yields_up_to_200_us_and_then_sleeps(

@@ -128,6 +128,24 @@ def test_shared_memory_is_zeroed_and_as_long_as_each_rank_asks(comm: Any) -> Non
 
 
 @spmd(2)
+def test_messages_in_a_row_are_read_before_their_slots_are_written_again(comm: Any) -> None:
+    """The ranks advance in turn, each as far as it may."""
+    window, lengths = Window(comm, 16), [48, 16, 33, 0, 5, 64, 1, 100]
+    window._announce = lambda what: None  # the ranks begin at different times
+    sent = [torch.full((n,), turn, dtype=torch.uint8) for turn, n in enumerate(lengths)]
+    received = [torch.full_like(x, 0xFF) for x in sent]
+    for turn in range(100):
+        if comm.rank == turn % 2:
+            for x, y in zip(sent, received, strict=True) if turn < 2 else ():
+                messages = ([(1, x)], []) if comm.rank == 0 else ([], [(0, y)])
+                window.exchange(*messages, longest=len(x))
+            window.advance()
+        comm.Barrier()
+    assert comm.rank == 0 or all(map(torch.equal, sent, received))
+    window.close(together=True)
+
+
+@spmd(2)
 def test_two_uses_of_rooms_in_a_row_share_no_memory(comm: Any) -> None:
     """A late rank may still read what the use before has left there, also after many uses."""
     rooms, last = shared.Rooms(comm, 2), 0
@@ -235,7 +253,7 @@ def test_tensors_of_the_others_outlive_the_communicator_and_others_are_refused(c
                 sp.peer(torch.ones(2), 0, comm=used)
         assert group.window is not None
         assert group.window.number(x.view(-1)[1:]) == -1
-        for part in (x[1:], x[:1], x.t(), x.view(torch.int32)):
+        for part in (x[1:], x[:1], x.t(), x.view(torch.int32), x.to_sparse()):
             with pytest.raises(sp.RankError, match="shared_empty"):
                 sp.peer(part, comm.rank, comm=group)
         with pytest.raises(sp.RankError, match="rank 99"):

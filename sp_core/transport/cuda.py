@@ -169,17 +169,16 @@ class CudaMemory(CudaStream):
         Raises:
             OSError: the runtime cannot allocate the memory or make an IPC handle for it.
         """
-        pointer, handle = ctypes.c_void_p(), Handle()
+        address, handle = ctypes.c_size_t(), Handle()
         with torch.accelerator.device_index(self._device.index):
-            _call("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(nbytes))
+            _call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(nbytes))
             try:
-                _call("cudaIpcGetMemHandle", ctypes.byref(handle), pointer)
+                _call("cudaIpcGetMemHandle", ctypes.byref(handle), address)
             except OSError:
-                _call("cudaFree", pointer)
+                _call("cudaFree", address)
                 raise
-        address = int(pointer.value or 0)
-        offer = Offer(os.getpid(), address, nbytes, handle=bytes(handle))
-        return tensor_at(address, nbytes, self._device).zero_(), offer
+        offer = Offer(os.getpid(), address.value, nbytes, handle=bytes(handle))
+        return tensor_at(address.value, nbytes, self._device).zero_(), offer
 
     def open(self, offer: Offer) -> Tensor:
         """Map the memory of another rank, and return it as uint8 of shape (nbytes,), until `close`.
@@ -192,11 +191,11 @@ class CudaMemory(CudaStream):
         """
         if offer.process == os.getpid():
             return tensor_at(offer.address, offer.nbytes, self._device)
-        pointer, handle = ctypes.c_void_p(), Handle.from_buffer_copy(offer.handle)
+        address, handle = ctypes.c_size_t(), Handle.from_buffer_copy(offer.handle)
         with torch.accelerator.device_index(self._device.index):
-            _call("cudaIpcOpenMemHandle", ctypes.byref(pointer), handle, ctypes.c_uint(PEER_ACCESS))
-        self._opened.add(int(pointer.value or 0))
-        return tensor_at(int(pointer.value or 0), offer.nbytes, self._device)
+            _call("cudaIpcOpenMemHandle", ctypes.byref(address), handle, ctypes.c_uint(PEER_ACCESS))
+        self._opened.add(address.value)
+        return tensor_at(address.value, offer.nbytes, self._device)
 
     def close(self, x: Tensor) -> None:
         """Unmap memory that `open` has mapped. Memory of this process stays."""
@@ -277,7 +276,7 @@ def tensor_at(address: int, nbytes: int, device: torch.device) -> Tensor:
     The caller frees the memory when the tensor is no longer used.
     """
     storage: Any = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))
+    return torch.tensor((), dtype=torch.uint8, device=device).set_(storage)
 
 
 @functools.cache

@@ -88,18 +88,16 @@ class DeviceTransport(HostTransport):
         self.prepare(operation, send, recv)()
         return Done()
 
-    def _memory(self, x: Tensor | None) -> np.ndarray[Any, Any]:
+    def _memory(self, x: Tensor) -> np.ndarray[Any, Any]:
         return memory(x)
 
 
-def memory(x: Tensor | None) -> np.ndarray[Any, Any]:
+def memory(x: Tensor) -> np.ndarray[Any, Any]:
     """Return a NumPy array whose address is the memory of a flat tensor, on any device.
 
     Only MPI may read it: for a device tensor the address is not host memory. The array keeps the
-    tensor alive. None becomes an empty array.
+    tensor alive.
     """
-    if x is None:
-        return as_numpy(None)
     kind = as_numpy(torch.empty(0, dtype=x.dtype)).dtype
     if not x.numel():
         return np.empty(0, kind)

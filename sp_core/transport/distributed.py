@@ -300,7 +300,7 @@ def refuse_shared_gpus(gpus: Sequence[str]) -> None:
     Args:
         gpus: for each rank, a text that names its GPU.
     """
-    gpu, count = Counter(gpus).most_common(1)[0]
+    gpu, count = max(Counter(gpus).items(), key=itemgetter(1))
     if count > 1:
         ranks = ", ".join(str(rank) for rank, other in enumerate(gpus) if other == gpu)
         raise DeviceError(

@@ -33,7 +33,6 @@ this transport uses, and MPI keeps the order."""
 Array = np.ndarray[Any, Any]
 Calls = Sequence[Callable[[], object]]
 """Functions to call one after the other."""
-_EMPTY = np.empty(0, np.uint8)
 _SUMMABLE = {
     torch.float32,
     torch.float64,
@@ -50,13 +49,11 @@ _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """For each size of an element in bytes, the integer dtype of that size."""
 
 
-def as_numpy(x: Tensor | None) -> Array:
-    """Return a flat CPU tensor as a NumPy array over the same memory; None becomes an empty array.
+def as_numpy(x: Tensor) -> Array:
+    """Return a flat CPU tensor as a NumPy array over the same memory.
 
     Types that MPI or NumPy lacks, such as bfloat16, become integers of the same width.
     """
-    if x is None:
-        return _EMPTY
     x = x.detach()
     if x.dtype not in _SUMMABLE:
         x = x.view(_SAME_WIDTH[x.itemsize])
@@ -129,7 +126,7 @@ class HostTransport(Transport):
         requests += [self._comm.Isend(x, peer, tag) for peer, x in sends]
         return Transfer([request.Test for request in requests], (sends, recvs))
 
-    def _memory(self, x: Tensor | None) -> Array:
+    def _memory(self, x: Tensor) -> Array:
         """Return the array that MPI gets in place of a flat tensor."""
         return as_numpy(x)
 
@@ -201,7 +198,8 @@ class HostTransport(Transport):
 
             keywords["op"] = {"max": MPI.MAX, "min": MPI.MIN}[operation.reduction]
         method = getattr(self._comm, name if blocking else "I" + name.lower())
-        given = arguments(operation, self._memory(send), self._memory(recv))
+        memory = [None if x is None else self._memory(x) for x in (send, recv)]
+        given = arguments(operation, *memory)
         return [*before, *self._first], partial(method, *given, **keywords), after
 
 
@@ -288,7 +286,7 @@ def pieces(flat: Tensor, sizes: Sequence[int], offset: int, lengths: Sequence[in
     return [piece[offset : offset + n] for piece, n in zip(whole, lengths, strict=True)]
 
 
-_METHODS: dict[str, tuple[str, Callable[[Operation, Array, Array], tuple[Any, ...]]]] = {
+_METHODS: dict[str, tuple[str, Callable[[Operation, Any, Any], tuple[Any, ...]]]] = {
     "all_gather": ("Allgatherv", lambda o, send, recv: (send, [recv, list(o.recv)])),
     "reduce_scatter": ("Reduce_scatter", lambda o, send, recv: (send, recv, list(o.send))),
     "all_reduce": ("Allreduce", lambda o, send, recv: (send, recv)),
@@ -330,7 +328,6 @@ class MpiCounter:
     def __init__(self, comm: Intracomm) -> None:
         from mpi4py import MPI
 
-        self._sum = MPI.SUM
         self._window = MPI.Win.Allocate(8, comm=comm)
         self._window.Lock(comm.rank)
         np.frombuffer(cast("bytes", self._window.tomemory()), np.int64)[:] = 0
@@ -340,8 +337,9 @@ class MpiCounter:
 
     def take(self) -> int:
         """Return the next number, which no other rank gets. Other ranks need not call anything."""
+        # sums, by mpi4py's default
         one, got = np.ones(1, np.int64), np.empty(1, np.int64)
-        self._window.Fetch_and_op(one, got, HOME, 0, self._sum)
+        self._window.Fetch_and_op(one, got, HOME)
         self._window.Flush(HOME)
         return int(got[0])
 
