@@ -6,11 +6,9 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
-from itertools import count
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, call
 
 import pytest
 import torch
@@ -96,43 +94,28 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
 def test_copies_wait_on_streams_of_their_own_for_what_was_queued_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    did: list[Any] = []
-    event = MagicMock(**{"query.side_effect": [False, True] * 3})
-
-    def stream(name: int | str) -> Any:
-        def recorded() -> Any:
-            did.append(f"event of {name}")
-            return event
-
-        return SimpleNamespace(
-            name=name,
-            wait_stream=lambda other: did.append(f"{name} waits for {other.name}"),
-            record_event=recorded,
-        )
-
-    def on(entered: Any) -> Any:
-        did.append(f"on {entered.name}")
-        return nullcontext()
-
-    now, names = stream("now"), count()
-    monkeypatch.setattr(torch, "Stream", lambda _: stream(next(names)))
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: now)
-    monkeypatch.setattr(cuda, "on_stream", on)
-    streams, memory, host, device = cuda.CudaStreams(CPU), CudaMemory(CPU), MagicMock(), MagicMock()
+    m, into, out = MagicMock(), [call.on().__enter__()], [call.on().__exit__(None, None, None)]
+    monkeypatch.setattr(torch, "Stream", MagicMock(side_effect=[m.down, m.up, m.window]))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: m.now)
+    monkeypatch.setattr(cuda, "on_stream", m.on)
+    streams, memory = cuda.CudaStreams(CPU), CudaMemory(CPU)
     streams.begin()
-    streams.download(host, device)
-    streams.upload(device, host)
-    host.copy_.assert_called_once_with(device, non_blocking=True)
-    device.copy_.assert_called_once_with(host, non_blocking=True)
-    handles = [streams.downloaded(), streams.uploaded()]
+    streams.download(m.host, m.device)
+    streams.upload(m.device, m.host)
     streams.finish()
     memory.begin()
-    handles.append(memory.launch([lambda: did.append("work")]))
-    assert [[handle.test(), handle.test()] for handle in handles] == [[False, True]] * 3
-    assert did == [
-        *("0 waits for now", "1 waits for now", "on 0", "on 1", "event of 0", "event of 1"),
-        *("now waits for 1", "2 waits for now", "on 2", "work", "event of 2"),
+    handles = [streams.downloaded(), streams.uploaded(), memory.launch([m.work])]
+    assert m.mock_calls == [
+        *(call.down.wait_stream(m.now), call.up.wait_stream(m.now)),
+        *(call.on(m.down), *into, call.host.copy_(m.device, non_blocking=True), *out),
+        *(call.on(m.up), *into, call.device.copy_(m.host, non_blocking=True), *out),
+        *(call.now.wait_stream(m.up), call.window.wait_stream(m.now)),
+        *(call.down.record_event(), call.up.record_event()),
+        *(call.on(m.window), *into, call.work(), *out, call.window.record_event()),
     ]
+    for stream, handle in zip((m.down, m.up, m.window), handles, strict=True):
+        stream.record_event().query.side_effect = [False, True]
+        assert [handle.test(), handle.test()] == [False, True]
 
 
 def test_what_a_handle_leads_to_is_the_memory_it_was_made_for(runtime: Runtime) -> None:

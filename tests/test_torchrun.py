@@ -5,18 +5,15 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 from contextlib import ExitStack
 from datetime import timedelta
-from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from studies.commands import outside, printed
@@ -25,7 +22,6 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from sp_core.errors import PeerFailed, RankError
-from sp_core.testing import run_threads
 from sp_core.transport import groups
 from sp_core.transport.groups import GroupComm, communicator_of, over_ranks
 
@@ -61,47 +57,6 @@ def test_the_laws_hold_over_gloo_without_mpi4py(processes: int, files: tuple[str
     code, output = torchrun(processes, *files)
     assert (code, output.count(" passed in ")) == (0, processes), output
     assert "skipped" not in output
-
-
-def test_methods_of_mpi4py_do_over_gloo_what_they_do_over_mpi() -> None:
-    """Ranks are threads here, each with connections of its own."""
-    store = HashStore()
-
-    def body(lockstep: Any) -> None:
-        rank, size = lockstep.rank, lockstep.size
-        comm = GroupComm(store, "all", rank, size, timedelta(seconds=30))
-        assert comm.allgather("x" * rank * 100) == ["x" * other * 100 for other in range(size)]
-        assert (comm.bcast(rank), comm.bcast(rank, size - 1)) == (0, size - 1)
-        rows, total = np.zeros((size, 2)), np.zeros(2)
-        comm.Iallgather(mine := np.array([rank, 0.5]), rows.reshape(-1)).Wait()
-        comm.Iallreduce(mine, total).Wait()
-        assert rows.tolist() == [[other, 0.5] for other in range(size)]
-        assert total.tolist() == [sum(range(size)), size / 2]
-        last, following = (rank - 1) % size, (rank + 1) % size
-        got = {tag: np.zeros(2 * tag) for tag in (2, 1, 0)}  # received in another order than sent
-        requests = [comm.Irecv(x, last, tag) for tag, x in got.items()]
-        requests += [comm.Isend(np.full(2 * n, rank + n / 4), following, n) for n in range(3)]
-        for request in requests:
-            request.Wait()
-        assert [{*x} for x in got.values()] == [{last + 0.5}, {last + 0.25}, set()]
-        odd = [other for other in range(size) if other % 2 == rank % 2]
-        for made, ranks in (
-            (comm.Dup(), range(size)),
-            (comm.Split(), range(size)),
-            (comm.Split(rank % 2, -rank), odd[::-1]),
-            (comm.Split(rank % 2, 7), odd),
-            (comm.alone(), [rank]),
-        ):
-            assert (made.rank, made.size) == (ranks.index(rank), len(ranks))
-            assert made.allgather(rank) == [*ranks]
-            made.Free()
-        counters = [comm.make_counter() for _ in range(2)]
-        for counter in counters:
-            everyone = comm.allgather([counter.take() for _ in range(3)])
-            assert sorted(chain(*everyone)) == [*range(3 * size)]
-        assert comm._near == dict.fromkeys({*range(size)} - {rank}, os.getpid())
-
-    run_threads(4, body)
 
 
 def test_whatever_torch_calls_a_group_is_a_communicator_of_its_ranks() -> None:

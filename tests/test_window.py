@@ -12,7 +12,6 @@ from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given as plain_given, strategies as st
@@ -275,22 +274,6 @@ def test_a_rank_that_leaves_is_noticed_by_one_that_waits_for_its_flag() -> None:
 
     with pytest.raises(RankFailure, match="lost"):
         run_threads(3, body)
-
-
-@pytest.mark.parametrize("steps", [1, 2, 3])
-@spmd(1)
-def test_a_rank_goes_only_as_far_ahead_as_the_slots_allow(comm: Any, steps: int) -> None:
-    """Of a step of an operation, the others have made all steps before; of its first, but one."""
-    window, flag = Window(comm), np.zeros(1, np.int64)
-    window._others = [flag.data]
-    for _ in range(4):
-        window.start([()] * steps, "nothing")
-    for made in range(4 * steps):
-        flag[0] = made
-        window.advance()
-        waits = (n for n in range(4 * steps) if n - (n % steps == 0) > made)
-        assert window.made == next(waits, 4 * steps)
-    window.close(together=True)
 
 
 @spmd(2)

@@ -105,11 +105,11 @@ class GroupComm(Observer):
         """Wait until every rank has called this, as mpi4py's `Barrier`."""
         self.allgather(None)
 
-    def Isend(self, buf: Array, dest: int, tag: int = 0) -> Request:
+    def Isend(self, buf: Array, dest: int, tag: int) -> Request:
         """Begin to send a flat array, as mpi4py's `Isend`."""
         return self._message(self.group.send, buf, dest, tag, f"a message to rank {dest}")
 
-    def Irecv(self, buf: Array, source: int, tag: int = 0) -> Request:
+    def Irecv(self, buf: Array, source: int, tag: int) -> Request:
         """Begin to receive a flat array, as mpi4py's `Irecv`.
 
         The message must be exactly as long as the array.
@@ -123,7 +123,7 @@ class GroupComm(Observer):
         """
         return self._made(f"{next(self._children)}", self.rank, self.size)
 
-    def Split(self, color: int = 0, key: int = 0) -> GroupComm:
+    def Split(self, color: int, key: int) -> GroupComm:
         """Return a communicator of the ranks with the same color, ordered by key.
 
         Every rank calls this.
