@@ -9,21 +9,10 @@ import signal
 import subprocess
 import sys
 from contextlib import ExitStack
-from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 from studies.commands import outside, printed
-from torch import distributed
-from torch._C._distributed_c10d import HashStore
-from torch.distributed.device_mesh import DeviceMesh
-
-from sp_core.errors import PeerFailed, RankError
-from sp_core.transport import groups
-from sp_core.transport.groups import GroupComm, communicator_of, over_ranks
 
 pytestmark = pytest.mark.mpi_skip
 TESTS = Path(__file__).parent
@@ -57,46 +46,6 @@ def test_the_laws_hold_over_gloo_without_mpi4py(processes: int, files: tuple[str
     code, output = torchrun(processes, *files)
     assert (code, output.count(" passed in ")) == (0, processes), output
     assert "skipped" not in output
-
-
-def test_whatever_torch_calls_a_group_is_a_communicator_of_its_ranks() -> None:
-    assert communicator_of(None) is None
-    limit, made = timedelta(seconds=33), list[Any]()
-    distributed.init_process_group("gloo", timeout=limit, store=HashStore(), rank=0, world_size=1)
-    try:
-        for given in (None, distributed.group.WORLD, DeviceMesh("cpu", torch.tensor([[0]]))):
-            made.append(communicator_of(given))
-            assert (made[-1].rank, made[-1].size, made[-1].allgather(7)) == (0, 1, [7])
-        assert communicator_of(object()) is None
-        with pytest.raises(RankError, match=r"rank 0 is not one of the ranks \[1\] of"):
-            over_ranks([1], limit)
-    finally:
-        distributed.destroy_process_group()
-    assert [comm._limit for comm in made] == [limit, limit, distributed.default_pg_timeout]
-    assert len({comm._name for comm in made}) == 3
-
-
-def test_a_rank_that_waits_looks_ten_times_a_second_for_one_that_is_lost(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now, states = [5.0], {11: ["S", "1"], 12: ["R"]}
-    monkeypatch.setattr(groups, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(groups, "stat", states.__getitem__)
-    comm = GroupComm(HashStore(), "all", 0, 1, timedelta(seconds=30))
-    vars(comm)["_near"] = {1: 11, 2: 12}
-    comm.watch("a call")
-    for state in (["Z", "1"], ["X"], []):
-        states[12] = state
-        now[0] += 0.09
-        comm.watch("a call")
-        now[0] += 0.02
-        with pytest.raises(PeerFailed, match="a call cannot end: rank 2 has died"):
-            comm.watch("a call")
-    for comm.rank in (3, 4):
-        comm.abandoned()
-    now[0] += 0.11
-    with pytest.raises(PeerFailed, match="a call cannot end: rank 3 has left"):
-        comm.watch("a call")
 
 
 LOSSES = (("exit", "gloo"), ("kill", "window"), ("error", "ring"), ("error", "fence"))

@@ -1,0 +1,236 @@
+"""Process groups of torch.distributed: how ranks make them, send, and notice who is lost."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from contextlib import nullcontext
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import MagicMock, Mock
+
+import pytest
+import torch
+from torch import distributed as torch_distributed
+from torch._C import _distributed_c10d
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh
+
+import sp_core as sp
+from sp_core.schedules import operation
+from sp_core.testing import run_threads, spmd
+from sp_core.transport import HostTransport, distributed, groups
+from sp_core.transport.distributed import DistributedTransport, is_complete
+from sp_core.transport.groups import GroupComm, communicator_of, over_ranks
+
+CPU = torch.device("cpu")
+
+
+def by_distributed(comm: sp.Communicator, seconds: float = 60) -> None:
+    """Let a communicator use torch.distributed; it gives the group up in the end."""
+    made = distributed.make_group(comm._comm, CPU, seconds)
+    comm.transport = DistributedTransport(
+        comm._comm, made, HostTransport(comm._comm), CPU, comm.poll
+    )
+
+
+@pytest.mark.parametrize("part", ["_served", "_connected"])
+@spmd()
+def test_a_group_that_cannot_connect_is_the_same_error_on_every_rank(
+    comm: Any, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the ranks go on with another transport."""
+    broken = comm.size - 1 if part == "_connected" else 0
+
+    def fails(*given: Any) -> Any:
+        if part == "_served" or given[1].rank == broken:
+            raise OSError("no route to host")
+
+    monkeypatch.setattr(distributed, part, fails)
+    with pytest.raises(
+        sp.DeviceError, match=rf"rank {broken} has none: no route.*Pass another transport"
+    ):
+        sp.Mesh(comm, transport="distributed", sp=comm.size)
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        assert sp.all_reduce(torch.ones(2), comm=mesh["sp"])[0] == comm.size
+
+
+@spmd()
+def test_half_types_are_added_in_float32_by_torch_distributed_too(comm: Any) -> None:
+    """Bitwise where the pieces are added here, within a rounding where the group adds."""
+    inputs = [
+        torch.randn(64 * comm.size, generator=torch.Generator().manual_seed(rank)).bfloat16()
+        for rank in range(comm.size)
+    ]
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        by_distributed(mesh["sp"])
+        part = sp.reduce_scatter(inputs[comm.rank], comm=mesh["sp"])
+        whole = sp.all_reduce(inputs[comm.rank], comm=mesh["sp"])
+    total = functools.reduce(torch.add, (x.float() for x in inputs))
+    assert torch.equal(part, total.bfloat16().chunk(comm.size)[comm.rank])
+    exact = torch.stack([x.double() for x in inputs])
+    allowed = exact.sum(0).abs() * 2.0**-8 + exact.abs().sum(0) * comm.size * 2.0**-23
+    assert ((whole.double() - exact.sum(0)).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("Connection closed by peer [127.0.0.1]:1\nmore", r"peer \[127.0.0.1\]:1"),
+        ("", "RuntimeError"),
+    ],
+)
+def test_a_transfer_that_fails_in_the_group_says_so(text: str, said: str) -> None:
+    """While it goes on, lost ranks are looked for."""
+    work: Any = MagicMock(**{"wait.side_effect": RuntimeError(text)})
+    work.is_completed.side_effect, watch = [False, True], Mock()
+    assert not is_complete(work, "an all_gather", watch)
+    watch.assert_called_once_with("an all_gather")
+    with pytest.raises(sp.PeerFailed, match=rf"an all_gather failed: .*{said} See"):
+        is_complete(work, "an all_gather", watch)
+
+
+def test_a_transport_that_some_ranks_of_a_mesh_cannot_have_is_refused_by_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A group along an axis fails: the ranks of the other groups must not go on alone."""
+
+    def made(made_for: Any, device: torch.device) -> Any:
+        if made_for.size == 2 and "rank 3" in made_for.allgather(threading.current_thread().name):
+            raise sp.DeviceError("rank 3 has no way out")
+        return SimpleNamespace(shutdown=int)
+
+    def body(comm: Any) -> None:
+        with pytest.raises(sp.DeviceError, match="no way out"):
+            sp.Mesh(comm, transport="distributed", a=2, b=2)
+        assert [str(made) for made in comm.family.members if "freed" not in str(made)] == [
+            str(comm)
+        ]
+        with sp.Mesh(comm, a=2, b=2) as mesh:
+            assert sp.all_reduce(torch.ones(2), comm=mesh["a", "b"])[0] == comm.size
+
+    monkeypatch.setattr(distributed, "make_group", made)
+    run_threads(4, body)
+
+
+@pytest.mark.parametrize("near", [False, True])
+@pytest.mark.parametrize(("device", "name"), [("cuda", "NCCL"), ("cpu", "Gloo")])
+def test_a_group_gets_the_store_the_rank_the_size_and_the_limit(
+    device: str, name: str, near: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over gloo also the interface: if all are near, the one that no other machine reaches."""
+    group = Mock(**{"create_default_device.return_value": ""})
+    group.create_device = lambda hostname: hostname
+    monkeypatch.setattr(_distributed_c10d, f"ProcessGroup{name}", group, raising=False)
+    comm, limit = cast("Any", SimpleNamespace(rank=1, size=4)), timedelta(seconds=7)
+    found = distributed._connected("store", comm, torch.device(device), near, limit)
+    assert found is group.return_value
+    *told, options = group.call_args.args
+    assert (told, options._timeout) == (["store", 1, 4], limit)
+    assert device == "cuda" or options._devices == ["127.0.0.1" * near]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("near", [False, True])
+def test_ranks_find_each_other_at_the_store_of_rank_0(
+    near: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other machines reach it only if a rank is there. NCCL is not asked to share a GPU."""
+    server = Mock(**{"getsockname.return_value": ("", 1234), "detach.return_value": 5})
+    sockets, names = Mock(**{"create_server.return_value": server}), Mock(node=lambda: "here")
+    for name, stand_in in {
+        "socket": sockets,
+        "platform": names,
+        "this_machine": lambda: 0 if near else threading.get_ident(),
+        "uuid_of": lambda _: threading.get_ident(),
+        "_store": lambda *given: given,
+        "_connected": lambda store, comm, *given: (store, *given),
+    }.items():
+        monkeypatch.setattr(distributed, name, stand_in)
+    kind, host = torch.device(device), "127.0.0.1" if near else "here"
+
+    def found() -> list[Any]:
+        limit = (9,) if near else ()
+        return run_threads(3, lambda comm: distributed.make_group(comm, kind, *limit))
+
+    rest = kind, near, timedelta(seconds=9 if near else 300)
+    assert found() == [((host, 1234, 5), *rest), *[((host, 1234), *rest)] * 2]
+    sockets.create_server.assert_called_once_with(("127.0.0.1" * near, 0))
+    monkeypatch.setattr(
+        distributed, "uuid_of", lambda _: threading.current_thread().name == "rank 1"
+    )
+    refused = pytest.raises(
+        Exception, match=r"3 ranks have 2 \(ranks 0, 2: GPU False of here\).*'ipc'"
+    )
+    with refused if device == "cuda" else nullcontext():
+        found()
+
+
+def test_messages_of_a_group_are_packed_only_if_there_are_several() -> None:
+    """In the order of the ranks. A single one is sent and received where it lies."""
+    group: Any = Mock(**{"alltoall_base.return_value.is_completed.return_value": True})
+    made = DistributedTransport(cast("Any", Mock(size=4)), group, Mock(), CPU)
+    made._say = Mock()
+    a, b, c, d = (torch.full((length,), float(length)) for length in (2, 3, 4, 5))
+    for sends, recvs, sent, received in (
+        ([(1, a)], [(2, b)], [0, 8, 0, 0], [0, 0, 12, 0]),
+        ([(3, a), (1, b)], [(2, c), (0, d)], [0, 12, 0, 8], [20, 0, 16, 0]),
+        ([], [], [0] * 4, [0] * 4),
+    ):
+        handle = made.exchange(sends, recvs)
+        room, packed, *lengths = group.alltoall_base.call_args.args
+        assert lengths == [received, sent]
+        made._say.assert_called_with("messages by torch.distributed")
+        if len(sends) == 1:
+            assert (packed.data_ptr(), room.data_ptr()) == (a.data_ptr(), b.data_ptr())
+            continue
+        assert packed.view(torch.float32).tolist() == ([3.0] * 3 + [2.0] * 2) * bool(sends)
+        room.view(torch.float32).copy_(torch.tensor([6.0] * 5 + [7.0] * 4)[: room.numel() // 4])
+        assert handle.test()
+    assert (c.tolist(), d.tolist()) == ([7.0] * 4, [6.0] * 5)
+    assert made.start(operation("all_reduce", 0, 4, (0,)), a[:0], b[:0]).test()
+    made._say.assert_called_with("all_reduce by torch.distributed")
+    group.allreduce.assert_not_called()
+
+
+def test_whatever_torch_calls_a_group_is_a_communicator_of_its_ranks() -> None:
+    assert communicator_of(None) is None
+    limit, made = timedelta(seconds=33), list[Any]()
+    torch_distributed.init_process_group(
+        "gloo", timeout=limit, store=HashStore(), rank=0, world_size=1
+    )
+    try:
+        for given in (None, torch_distributed.group.WORLD, DeviceMesh("cpu", torch.tensor([[0]]))):
+            made.append(communicator_of(given))
+            assert (made[-1].rank, made[-1].size, made[-1].allgather(7)) == (0, 1, [7])
+        assert communicator_of(object()) is None
+        with pytest.raises(sp.RankError, match=r"rank 0 is not one of the ranks \[1\] of"):
+            over_ranks([1], limit)
+    finally:
+        torch_distributed.destroy_process_group()
+    assert [comm._limit for comm in made] == [limit, limit, torch_distributed.default_pg_timeout]
+    assert len({comm._name for comm in made}) == 3
+
+
+def test_a_rank_that_waits_looks_ten_times_a_second_for_one_that_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, states = [5.0], {11: ["S", "1"], 12: ["R"]}
+    monkeypatch.setattr(groups, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(groups, "stat", states.__getitem__)
+    comm = GroupComm(HashStore(), "all", 0, 1, timedelta(seconds=30))
+    vars(comm)["_near"] = {1: 11, 2: 12}
+    comm.watch("a call")
+    for state in (["Z", "1"], ["X"], []):
+        states[12] = state
+        now[0] += 0.09
+        comm.watch("a call")
+        now[0] += 0.02
+        with pytest.raises(sp.PeerFailed, match="a call cannot end: rank 2 has died"):
+            comm.watch("a call")
+    for comm.rank in (3, 4):
+        comm.abandoned()
+    now[0] += 0.11
+    with pytest.raises(sp.PeerFailed, match="a call cannot end: rank 3 has left"):
+        comm.watch("a call")
