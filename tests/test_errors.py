@@ -119,10 +119,8 @@ def test_a_message_is_short_and_shows_where_the_calls_of_the_ranks_differ(comm: 
 
 def test_a_message_of_many_ranks_names_some_of_them() -> None:
     text = differences([f"f({rank // 100})" * 40 for rank in range(1024)])
-    assert len(text) <= 2000
-    assert "\n  rank 0, 1, 2" in text
-    assert text.count("\n  rank ") == 5
-    assert text.endswith("\n  and 6 more")
+    assert (len(text) <= 2000, "\n  rank 0, 1, 2" in text) == (True, True)
+    assert (text.count("\n  rank "), text[-13:]) == (5, "\n  and 6 more")
 
 
 def test_a_long_message_keeps_of_each_text_the_beginning_and_what_differs() -> None:

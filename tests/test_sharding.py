@@ -64,6 +64,8 @@ def test_chunks_are_chosen_so_that_work_is_even_within_2_percent(mask: Mask, siz
 def test_a_last_chunk_that_is_short_and_heavy_is_dealt_last() -> None:
     made = Sharding.balanced(11, 2, Mask(causal=True), chunk=4)
     assert sorted(made.lengths) == [4, 7]
+    alone = Sharding.balanced(11, 1, Mask(causal=True), chunk=4)
+    assert alone.segments == ((range(11),),)  # chunks side by side are one
 
 
 @pytest.mark.parametrize("bounds", [(0, 3000, 4096), (0, 700, 800, 2000, 2050, 4096)])
@@ -88,7 +90,7 @@ def test_chunks_of_32_tokens_are_not_halved_even_if_the_work_is_uneven(
 
 
 def test_work_is_that_of_keys_in_documents_of_other_lengths() -> None:
-    mask = Mask(documents=(0, 2, 4, 6, 8), kv_documents=(0, 30, 31, 61, 62))
+    mask = Mask(documents=(0, 2, 4, 6, 8), kv_documents=(0, 1, 31, 32, 62))
     made, work = Sharding.balanced(8, 2, mask, chunk=2), mask.allowed(range(8), range(62)).sum(1)
     assert [int(work[made.positions(rank)].sum()) for rank in range(2)] == [62, 62]
 
