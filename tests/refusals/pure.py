@@ -32,6 +32,11 @@ DROPPED = {"x": torch.ones(1, 4, 3), "p": 0.5, "seed": 1, "positions": range(4)}
 DOCUMENTS = sp.Mask(documents=(0, 3, 8))
 
 
+def balanced_by(chunk: Any) -> object:
+    """Deal chunks of so many tokens."""
+    return sp.Sharding.balanced(4, 2, sp.Mask(), chunk=chunk)
+
+
 def dropout(**changes: Any) -> object:
     """Call `dropout` with changed arguments."""
     given: dict[str, Any] = DROPPED | changes
@@ -85,6 +90,7 @@ ROWS: list[Row] = [
         for shape in ((1, 3, 2, 6), (1, 4, 2, 4), (3, 2, 4))
     ),
     (sp.DtypeError, "floating", lambda: ROPE.apply(torch.ones(1, 3, 2, 4).long(), range(3))),
+    (TypeError, "chunk='2'", partial(balanced_by, "2")),
     (ValueError, "p=1.0", partial(dropout, p=1.0)),
     (ValueError, "seed=-1", partial(dropout, seed=-1)),
     (TypeError, r"seed=0\.5", partial(dropout, seed=0.5)),
@@ -100,7 +106,7 @@ ROWS: list[Row] = [
             partial(sp.Sharding.striped, 4, 2, -1),
             partial(sp.Sharding.from_positions, []),
             partial(sp.Sharding.from_positions, [[0, 1], [1]]),
-            partial(sp.Sharding.balanced, 4, 2, sp.Mask(), chunk=0),
+            partial(balanced_by, 0),
             partial(sp.Sharding.from_positions, [[-1, 3]]),
             partial(TWO.shard, torch.zeros(5), 0, 0),
             partial(TWO.shard, torch.zeros(4), -1, 0),
