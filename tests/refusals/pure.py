@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -91,6 +91,7 @@ ROWS: list[Row] = [
     ),
     (sp.DtypeError, "floating", lambda: ROPE.apply(torch.ones(1, 3, 2, 4).long(), range(3))),
     (TypeError, "chunk='2'", partial(balanced_by, "2")),
+    (TypeError, "comm=3 was given", partial(cast("Any", sp.Mesh), 3, sp=1)),
     (ValueError, "p=1.0", partial(dropout, p=1.0)),
     (ValueError, "seed=-1", partial(dropout, seed=-1)),
     (TypeError, r"seed=0\.5", partial(dropout, seed=0.5)),
