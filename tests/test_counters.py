@@ -30,7 +30,7 @@ def test_what_is_counted_is_what_the_table_says(comm: Any) -> None:
     assert counters.differences(found, {name: table[name] for name in found}) == []
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "window", "mpi"])
+@pytest.mark.parametrize("algorithm", ["ring", "window", "mpi"], ids="by {}".format)
 @spmd(2)
 def test_no_call_counts_more_seconds_than_the_clock(comm: Any, algorithm: Any) -> None:
     with sp.Mesh(comm, transport="window", sp=2) as mesh:
