@@ -244,19 +244,22 @@ def test_tensors_of_the_others_outlive_the_communicator_and_others_are_refused(c
         sp.Mesh(comm, transport="window", sp=comm.size) as mesh,
         sp.Mesh(comm, transport="host", sp=comm.size) as other,
     ):
-        group = mesh["sp"]
+        group, freed = mesh["sp"], other[()]
+        freed.free()
         x = sp.shared_empty((2, 2), comm=group).fill_(comm.rank)
         assert sp.peer(x, comm.rank, comm=group) is x
-        for used, why in ((group, r"\(it has shared memory\)"), (other["sp"], "='host'")):
-            with pytest.raises(sp.RankError, match=why):
-                sp.peer(torch.ones(2), 0, comm=used)
         assert group.window is not None
         assert group.window.number(x.view(-1)[1:]) == -1
-        for part in (x[1:], x[:1], x.t(), x.view(torch.int32), x.to_sparse()):
-            with pytest.raises(sp.RankError, match="shared_empty"):
-                sp.peer(part, comm.rank, comm=group)
-        with pytest.raises(sp.RankError, match="rank 99"):
-            sp.peer(x, 99, comm=group)
+        given_: Any = (x[1:], x[:1], x.t(), x.view(torch.int32), x.to_sparse(), torch.ones(2))
+        for kind, text, wrong in (
+            *((sp.RankError, r"\(it has shared memory\)", (part, 0, group)) for part in given_),
+            (sp.RankError, "='host'", (x, 0, other["sp"])),
+            (sp.RankError, "rank 99", (x, 99, group)),
+            (TypeError, "Pass what shared_empty gave", (3, 0, group)),
+            (sp.RankError, "has been freed", (x, 0, freed)),
+        ):
+            with pytest.raises(kind, match=text):
+                sp.peer(*wrong[:2], comm=wrong[2])
         with pytest.raises(sp.DtypeError, match="rank 0"):
             sp.shared_empty((1,), dtype=torch.complex64, comm=group)
     assert x[0, 0].item() == comm.rank
