@@ -47,7 +47,7 @@ CALLS: list[tuple[list[Any], type[Exception], str]] = [
     (
         ["f", "f", ValueError(LETTERS * 2)],
         ValueError,
-        f"rank 2: {LETTERS[:80]} ... {LETTERS[80:260]} ...",
+        f"rank 2: {LETTERS[:80]} ... {LETTERS[-40:]} ...",
     ),
 ]
 

@@ -303,6 +303,8 @@ def test_what_a_transport_leaves_to_another_is_passed_on() -> None:
         made.close(together=False)
         assert host.mock_calls == [call.announce("sends", "recvs"), call.close(together=False)]
     copying = PipelinedTransport(host, DelayedStreams(), 2)
+    PipelinedTransport(host, DelayedStreams(polls=0), 2).exchange([], [])  # begins at once
+    host.exchange.assert_called_once_with([], [])
     for together, left in ((False, 2), (True, 0)):  # MPI may use them until all have left
         copying.close(together=together)
         assert len(copying._slots) == left

@@ -118,7 +118,7 @@ def test_shared_memory_is_zeroed_and_as_long_as_each_rank_asks(comm: Any) -> Non
         assert all((part == rank + 1).all() for rank, part in enumerate(parts))
     least = 8 * comm.size
     for asked, given_ in ((1, least), (least + 15, least + 8), (None, 1 << 19)):
-        window = Window(comm) if asked is None else Window(comm, asked)
+        window = Window(comm, asked)
         assert window.slot_bytes == given_
         window.close(together=True)
     window = Window(comm)

@@ -190,7 +190,7 @@ def _device_transport(comm: Intracomm, device: torch.device, why_not: str) -> Tr
         comm, lambda: why_not or (cuda_aware.no_device_memory(device.type) if first else "")
     )
     return cuda_aware.DeviceTransport(
-        comm, lambda: torch.accelerator.current_stream(device).synchronize()
+        comm, settle=lambda: torch.accelerator.current_stream(device).synchronize()
     )
 
 

@@ -177,7 +177,7 @@ class PipelinedTransport(OverHost):
             return Done()
 
         return lambda: wait(
-            self._enqueue(self._collective(operation, send, recv, on_host)), self._poll
+            self._enqueue(self._collective(operation, send, recv, on_host), self._queue), self._poll
         )
 
     def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
@@ -187,18 +187,15 @@ class PipelinedTransport(OverHost):
         The reason is that all ranks must call MPI in the same order. Transfers advance only in
         `test` of a handle.
         """
-        handle = self._enqueue(self._collective(operation, send, recv, self._host.start))
-        handle.test()
-        return handle
+        steps = self._collective(operation, send, recv, self._host.start)
+        return self._enqueue(steps, self._queue)
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         """Begin messages and return their handle.
 
         The messages advance after all transfers of this transport that began before.
         """
-        handle = self._enqueue(self._messages(sends, recvs, self._host.exchange))
-        handle.test()
-        return handle
+        return self._enqueue(self._messages(sends, recvs, self._host.exchange), self._queue)
 
     def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
         """Begin messages that each rank posts when it is ready, and return their handle.
@@ -206,13 +203,8 @@ class PipelinedTransport(OverHost):
         The messages do not wait for transfers that began before, so ranks may call this at
         different times. The tag tells the messages from all others.
         """
-        alone: deque[_Steps] = deque()
-        handle = _Steps(
-            self._messages(sends, recvs, partial(self.on_host, tag)), alone, self._streams
-        )
-        alone.append(handle)
-        handle.test()
-        return handle
+        messages = self._messages(sends, recvs, partial(self.on_host, tag))
+        return self._enqueue(messages, deque())
 
     def close(self, *, together: bool) -> None:
         """Close the transport that sends and, with `together`, release the host buffers.
@@ -223,10 +215,14 @@ class PipelinedTransport(OverHost):
         if together:
             self._slots.clear()
 
-    def _enqueue(self, steps: Iterator[None]) -> _Steps:
-        """Put a transfer into the queue, behind those that began before. Return its handle."""
-        handle = _Steps(steps, self._queue, self._streams)
-        self._queue.append(handle)
+    def _enqueue(self, steps: Iterator[None], queue: deque[_Steps]) -> _Steps:
+        """Put a transfer into a queue, behind those that began before. Return its handle.
+
+        It advances as far as it can without waiting.
+        """
+        handle = _Steps(steps, queue, self._streams)
+        queue.append(handle)
+        handle.test()
         return handle
 
     def _collective(

@@ -98,7 +98,7 @@ class Window:
     Args:
         comm: an mpi4py communicator.
         slot_bytes: bytes of a slot, a buffer for data on their way; each rank has `SLOTS`. At least
-            8 bytes per rank are taken, and a multiple of 8 bytes.
+            8 bytes per rank are taken, and a multiple of 8 bytes. The default is `SLOT_BYTES`.
         memory: allocates and maps the slots, in host memory or on this rank's device.
 
     Attributes:
@@ -117,9 +117,9 @@ class Window:
     """
 
     def __init__(
-        self, comm: Intracomm, slot_bytes: int = SLOT_BYTES, memory: HostMemory = HOST
+        self, comm: Intracomm, slot_bytes: int | None = None, memory: HostMemory = HOST
     ) -> None:
-        self.slot_bytes = 8 * max(slot_bytes // 8, comm.size)
+        self.slot_bytes = 8 * max((slot_bytes or SLOT_BYTES) // 8, comm.size)
         self._comm, self.memory, self.has_rooms = comm, memory, memory is HOST
         self.blocks, self.sums = Rooms(comm, 2), Rooms(comm, 1)
         flags = [part.numpy().data.cast("q") for part in share(comm, HOST, FLAG_BYTES)]
