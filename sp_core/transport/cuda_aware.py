@@ -99,8 +99,6 @@ def memory(x: Tensor) -> np.ndarray[Any, Any]:
     tensor alive.
     """
     kind = as_numpy(torch.empty(0, dtype=x.dtype)).dtype
-    if not x.numel():
-        return np.empty(0, kind)
     place: Any = (ctypes.c_ubyte * x.nbytes).from_address(x.data_ptr())
     place.tensor = x  # keeps the memory alive while MPI reads it
     return np.frombuffer(place, kind)

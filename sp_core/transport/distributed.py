@@ -102,9 +102,9 @@ class DistributedTransport(OverHost):
             [_bytes(x) for _, x in sorted(messages, key=itemgetter(0))]
             for messages in (sends, recvs)
         )
-        packed = outgoing[0] if len(outgoing) == 1 else torch.cat([self._nothing, *outgoing])
+        (packed,) = outgoing if len(outgoing) == 1 else [torch.cat([self._nothing, *outgoing])]
         lengths = [part.numel() for part in incoming]
-        room = incoming[0] if len(incoming) == 1 else self._nothing.new_empty(sum(lengths))
+        (room,) = incoming if len(incoming) == 1 else [self._nothing.new_empty(sum(lengths))]
         received, sent = ([0] * self._comm.size for _ in range(2))
         for messages, counts in ((recvs, received), (sends, sent)):
             for peer, x in messages:
