@@ -14,7 +14,7 @@ from refusals.calls import hybrid
 
 import sp_core as sp
 from sp_core import progress
-from sp_core.mesh import _device
+from sp_core.mesh import _device, read_nodes
 from sp_core.testing import run_threads, spmd
 from sp_core.transport import HostTransport
 from sp_core.transport.distributed import DistributedTransport
@@ -155,6 +155,7 @@ def test_no_axes_and_a_transport_of_the_environment_that_is_none_are_refused(
 ) -> None:
     with pytest.raises(sp.ShapeError, match="of no axes"):
         sp.Mesh(comm)
+    assert read_nodes(["1", 2], 2) == [1, 2]
     monkeypatch.setenv("SP_TRANSPORT", "magic")
     with pytest.raises(sp.DeviceError, match="magic"):
         sp.Mesh(comm, sp=1)

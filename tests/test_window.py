@@ -260,8 +260,13 @@ def test_tensors_of_the_others_outlive_the_communicator_and_others_are_refused(c
         ):
             with pytest.raises(kind, match=text):
                 sp.peer(*wrong[:2], comm=wrong[2])
-        with pytest.raises(sp.DtypeError, match="rank 0"):
-            sp.shared_empty((1,), dtype=torch.complex64, comm=group)
+        assert sp.shared_empty((0, 2), comm=group).shape == (0, 2)
+        for kind, text, shape, dtype in (
+            (sp.DtypeError, "no complex numbers", (1,), torch.complex64),
+            (sp.ShapeError, "pass lengths >= 0", (-1,), torch.float32),
+        ):
+            with pytest.raises(kind, match=f"rank 0: .*{text}"):
+                sp.shared_empty(shape, dtype=dtype, comm=group)
     assert x[0, 0].item() == comm.rank
 
 

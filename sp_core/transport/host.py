@@ -341,7 +341,7 @@ class MpiCounter:
         one, got = np.ones(1, np.int64), np.empty(1, np.int64)
         self._window.Fetch_and_op(one, got, HOME)
         self._window.Flush(HOME)
-        return int(got[0])
+        return int(got.item())
 
     def free(self) -> None:
         """Free the MPI window. Every rank calls this and waits for the others."""
