@@ -227,9 +227,7 @@ def _causal_blocks(rows: range, columns: range, lo: int) -> Iterator[Block]:
     size = columns.stop - corner
     if corner > columns.start:
         yield _full(rows[:size], range(columns.start, corner))
-    yield Block(
-        rows.start, rows.start + size, corner, columns.stop, "causal", size * (size + 1) // 2
-    )
+    yield Block(rows.start, rows.start + size, corner, columns.stop, "causal", _triangle(size))
     if size < len(rows):
         yield _full(rows[size:], columns)
 
@@ -252,32 +250,18 @@ def _tile(rows: range, columns: range, lo: int, hi: int) -> Iterator[Block]:
     """Yield the block of the queries `rows` and all keys in `columns` that any of them sees."""
     columns = range(max(columns.start, rows.start - hi), min(columns.stop, rows.stop - lo))
     shift = rows.start - columns.start
-    band = (max(lo - shift, -len(columns)), min(hi - shift, len(rows)))
-    pairs = _band_pairs(len(rows), len(columns), *band)
-    if pairs == len(rows) * len(columns):
-        yield _full(rows, columns)
+    lo, hi = max(lo - shift, -len(columns)), min(hi - shift, len(rows))
+    hidden = _triangle(len(rows) - 1 - hi) + _triangle(len(columns) - 1 + lo)
+    if hidden:
+        pairs = len(rows) * len(columns) - hidden
+        yield Block(rows.start, rows.stop, columns.start, columns.stop, "partial", pairs, (lo, hi))
     else:
-        yield Block(rows.start, rows.stop, columns.start, columns.stop, "partial", pairs, band)
+        yield _full(rows, columns)
 
 
-def _band_pairs(rows: int, columns: int, lo: int, hi: int) -> int:
-    """Count the pairs 0 <= i < rows, 0 <= j < columns with lo <= i - j <= hi."""
-    return _below(rows, columns, hi) - _below(rows, columns, lo - 1)
-
-
-def _below(rows: int, columns: int, limit: int) -> int:
-    """Count the pairs 0 <= i < rows, 0 <= j < columns with i - j <= limit.
-
-    In column j these are the rows i from 0 to limit + j.
-    """
-    first = max(0, -limit)  # the first column that has such a row
-    whole = min(columns, max(first, rows - limit - 1))  # from here on every row counts
-    ramp = whole - first
-    return (
-        ramp * (limit + 1 + first)
-        + ramp * (ramp - 1) // 2
-        + max(0, columns - max(whole, first)) * rows
-    )
+def _triangle(length: int) -> int:
+    """Return 1 + 2 + ... + length; 0 if the length is negative."""
+    return max(length, 0) * (length + 1) // 2
 
 
 def _full(rows: range, columns: range) -> Block:
@@ -303,10 +287,10 @@ def _joined(blocks: Iterable[Block]) -> list[Block]:
     """Join adjacent full blocks, first along the keys, then along the queries."""
     found = list(blocks)
     full = sorted(block for block in found if block.kind == "full")
-    wide = _join(full, lambda a, b: a[:2] == b[:2] and a.kv_stop == b.kv_start)
+    wide = _join(full, lambda a, b: a.queries == b.queries and a.kv_stop == b.kv_start)
     tall = _join(
-        sorted(wide, key=lambda b: (b[2:4], b[:2])),
-        lambda a, b: a[2:4] == b[2:4] and a.q_stop == b.q_start,
+        sorted(wide, key=lambda b: (b.kv_start, b.q_start)),
+        lambda a, b: a.keys == b.keys and a.q_stop == b.q_start,
     )
     return tall + [block for block in found if block.kind != "full"]
 

@@ -149,7 +149,7 @@ def position_tensor(positions: Positions, device: torch.device | str | None = No
         TypeError: positions that are not integers.
     """
     if isinstance(positions, range):
-        tensor = torch.arange(positions.start, positions.stop, positions.step, device=device)
+        tensor = positions.start + positions.step * torch.arange(len(positions), device=device)
     elif isinstance(positions, Tensor):
         kind = positions.dtype
         if kind.is_floating_point or kind.is_complex or kind == torch.bool:

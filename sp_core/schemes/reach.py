@@ -81,7 +81,7 @@ def seen_blocks(
     begin, end = blocks.between(low, high)
     covered = np.zeros(len(blocks.owner) + 1, np.int64)
     np.add.at(covered, begin, 1)
-    np.add.at(covered, np.maximum(begin, end), -1)
+    np.add.at(covered, end, -1)
     seen = np.zeros(sharding.size, bool)
     seen[blocks.owner[covered[:-1].cumsum() > 0]] = True
     return tuple(seen.tolist())
@@ -104,12 +104,12 @@ def _longest_step(mask: Mask) -> int:
     """Return the greatest step with which `_runs` keeps a range of positions as one run.
 
     A run whose step is at most the window's width sees a single interval in each document. A run
-    whose step is at most the mean length of a document is cut at documents into few pieces. The
-    smaller of both lengths is returned.
+    whose step is at most about the mean length of a document is cut at documents into few pieces.
+    The smaller of both lengths is returned.
     """
     least, greatest = limits(mask, FAR64)
     bounds = mask.documents or (0, FAR64)
-    return min(greatest - least + 1, max(bounds[-1] // max(len(bounds) - 1, 1), 1))
+    return min(greatest - least + 1, 1 + bounds[-1] // len(bounds))
 
 
 def _runs(shards: Sequence[Sequence[Segment]], longest_step: int) -> Ints:
@@ -161,13 +161,10 @@ def _visible(
     first, last, step, rank = np.repeat(runs, count, axis=0).T
     inside = np.arange(len(rank)) - np.repeat(count.cumsum() - count, count)
     document = np.repeat(document, count) + inside
-    late, early = (
-        np.maximum(bounds[document] - first, 0),
-        np.maximum(last - bounds[document + 1] + 1, 0),
-    )
+    late, early = (bounds[document] - first).clip(0), (last - bounds[document + 1] + 1).clip(0)
     first, last = first - (-late // step) * step, last + (-early // step) * step
-    low = np.maximum(first + least, far[document])
-    high = np.minimum(last + greatest, far[document + 1] - 1)
+    low = (first + least).clip(far[document])
+    high = (last + greatest).clip(max=far[document + 1] - 1)
     kept = first <= last
     return low[kept], high[kept], rank[kept]
 
@@ -203,11 +200,11 @@ class _Owners:
             s: rank for rank, owned in enumerate(sharding.segments) for s in owned if len(s)
         }
         self._begin = begin = min((s.start for s in segments), default=0)
-        self._end = max((s[-1] for s in segments), default=-1)
+        self._end = sharding.end - 1
         self._period = period = len(segments)
-        table = {s.start - begin: rank for s, rank in segments.items() if s.step == period > 1}
-        complete = all(s[-1] + period > self._end for s in segments)
-        if complete and sorted(table) == [*range(period)]:
+        table = {s.start - begin: rank for s, rank in segments.items() if s.step == period}
+        gapless = sharding.seq_len == self._end + 1 - begin
+        if gapless and sorted(table) == [*range(period)]:
             self.first = self.last = np.arange(2 * period)
             self.owner = np.array([table[place % period] for place in range(2 * period)], np.int64)
         else:
@@ -247,22 +244,22 @@ class _Owners:
         size = longest[start]
         first, last = np.repeat(start, size), np.repeat(start + size - 1, size)
         key = first + np.arange(len(first)) - np.repeat(size.cumsum() - size, size)
-        low, high = np.maximum(key + least, first), np.minimum(key + greatest, last)
+        low, high = (key + least).clip(first), (key + greatest).clip(max=last)
         self._end = FAR64  # arcs may be longer than the sequence
         return low + begin, high + begin, self.owner[key % period]
 
     def between(self, low: Ints, high: Ints) -> tuple[Ints, Ints]:
         """Return arrays (begin, end): owner[begin[i]:end[i]] own positions low[i] to high[i].
 
-        begin[i] >= end[i] if no rank owns any of these positions.
+        begin[i] == end[i] if no rank owns any of these positions.
         """
-        low, high = np.maximum(low, self._begin), np.minimum(high, self._end)
+        low, high = low.clip(self._begin), high.clip(max=self._end)
+        met, distance = low <= high, high - low
         if self._period:
-            place = (low - self._begin) % self._period
-            high = np.where(low > high, -1, place + np.minimum(high - low, self._period - 1))
-            low = place
-        high = np.where(low > high, -1, high)
-        return np.searchsorted(self.last, low), np.searchsorted(self.first, high, "right")
+            low = (low - self._begin) % self._period
+            high = low + distance.clip(max=self._period)
+        begin = np.searchsorted(self.last, low)
+        return begin, np.where(met, np.searchsorted(self.first, high, "right"), begin)
 
 
 class _Wavelet:

@@ -204,12 +204,12 @@ class _LinearScatter(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, saved: Saved, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, saved: Saved, grad: Tensor) -> tuple[Tensor | None, ...]:
         ctx.agree("the backward of linear_scatter")
         y, weight = saved
         tokens = ctx.tokens
         dy, dw = torch.empty_like(y), _zeros(weight)
-        for chunk, gathered in _gathered(grads[0], tokens):
+        for chunk, gathered in _gathered(grad, tokens):
             tokens.put(dy, chunk, gathered @ weight)
             _add(dw, gathered, tokens.take(y, chunk))
         return dy, dw.to(weight.dtype), None
