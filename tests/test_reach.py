@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from itertools import product
+from random import Random
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, strategies as st
 from oracle.strategies import SHARDINGS, masks
 
 from sp_core import Mask, Sharding
-from sp_core.schemes.reach import _Owners, hops, seen_blocks
+from sp_core.mask.blocks import FAR64
+from sp_core.schemes.reach import _longest_step, _Owners, hops, next_owner_distances, seen_blocks
 
 pytestmark = pytest.mark.mpi_skip
 
@@ -40,7 +43,7 @@ def defined(queries: Sharding, keys: Sharding, mask: Mask) -> list[list[bool]]:
 
 
 def check(queries: Sharding, keys: Sharding, mask: Mask) -> None:
-    """Compare what is seen with the definition, and how far a block travels with who sees it."""
+    """Compare what is seen, and how far blocks and the tokens after own ones travel."""
     seen = defined(queries, keys, mask)
     ranks = range(len(seen))
     assert [[*seen_blocks(queries, keys, mask, rank)] for rank in ranks] == seen
@@ -49,6 +52,9 @@ def check(queries: Sharding, keys: Sharding, mask: Mask) -> None:
         for block in ranks
     ]
     assert [*hops(queries, keys, mask)] == expected, (queries, keys, mask)
+    owner = {p: rank for rank in ranks for p in queries.positions(rank).tolist()}
+    ways = {(owner[p + 1] - owner[p]) % len(seen) for p in owner if p + 1 in owner}
+    assert [*next_owner_distances(queries)] == sorted(ways - {0})
 
 
 @given(cases())
@@ -63,24 +69,33 @@ def test_documents_over_stripes_are_seen_as_others(size: int) -> None:
     """They are counted in another way: short ones, some of more than three turns, and both."""
     stripes = [Sharding.striped(17, size), Sharding.striped(17, size, 5)]
     stripes.append(stripes[1].group([[rank] for rank in reversed(range(size))]))
+    alike = [[*range(0, 17, 2)], [*range(3, 17, 4), *range(1, 17, 4)]]  # and are none
+    listed = [*alike, *[[]] * (size - 2)], [*[[]] * (size - 2), [0], [*range(1, 17)]]
+    stripes += map(Sharding.from_positions, listed)
     cuts: list[tuple[int, ...]] = [(), (1,), (5,), (2, 3), (1, 2, 4, 9), (8, 16)]
     cuts += [tuple(range(1, 17, step)) for step in (1, 2, 3)]
-    for sharding, inner in product(stripes, cuts):
-        documents = (0, *inner, sharding.end)
+    for sharding, inner, moved in product(stripes, cuts, (0, 1)):
+        documents, others = ((0, *(p + by for p in inner), sharding.end) for by in (0, moved))
         for causal, window in product((False, True), (None, 1, 2, 5)):
-            check(sharding, sharding, Mask(causal, window, documents))
+            check(sharding, sharding, Mask(causal, window, documents, others))
 
 
-@pytest.mark.parametrize("documents", [None, 2000])
+def test_long_steps_are_longer_than_the_window_or_the_mean_document() -> None:
+    documents = (0, 7, 7, 32)
+    masks = [Mask(), Mask(True, 5), Mask(window=5), Mask(window=9, documents=documents)]
+    assert [_longest_step(mask) for mask in masks] == [FAR64, 5, 9, 8]
+
+
+@pytest.mark.parametrize("documents", [0, 10_000])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-def test_the_work_grows_with_runs_and_not_with_pairs_of_ranks(
-    layout: str, documents: int | None
-) -> None:
+def test_the_work_grows_with_runs_and_not_with_pairs_of_ranks(layout: str, documents: int) -> None:
     """A million tokens on 1024 ranks: pairs of ranks, or of documents, would take minutes."""
     length = 1 << 20
-    bounds = documents and tuple(range(0, length, length // documents))
-    mask = Mask(causal=True, documents=(*bounds, length) if bounds else None)
+    cuts = sorted(Random(0).sample(range(length), documents))
+    mask = Mask(causal=True, documents=(0, *cuts, length) if cuts else None)
     sharding = SHARDINGS[layout](length, 1024, 0)
     assert len(_Owners(sharding).owner) <= 2 * 1024
-    assert len(hops(sharding, sharding, mask)) == 1024
-    assert seen_blocks(sharding, sharding, mask, 0)[0]
+    with patch.object(_Owners, "between", autospec=True, side_effect=_Owners.between) as between:
+        assert len(hops(sharding, sharding, mask)) == 1024
+        assert seen_blocks(sharding, sharding, mask, 0)[0]
+    assert all(len(call.args[1]) <= 16 * 1024 for call in between.call_args_list)

@@ -108,8 +108,8 @@ def _longest_step(mask: Mask) -> int:
     The smaller of both lengths is returned.
     """
     least, greatest = limits(mask, FAR64)
-    bounds = mask.documents or (0, FAR64)
-    return min(greatest - least + 1, 1 + bounds[-1] // len(bounds))
+    bounds = mask.documents or (FAR64,)
+    return min(greatest - least + 1, bounds[-1] // len(bounds))
 
 
 def _runs(shards: Sequence[Sequence[Segment]], longest_step: int) -> Ints:
@@ -123,12 +123,12 @@ def _runs(shards: Sequence[Sequence[Segment]], longest_step: int) -> Ints:
     """
     owned = [(s, rank) for rank, shard in enumerate(shards) for s in shard if len(s)]
     whole = [(s[0], s[-1], s.step, rank) for s, rank in owned if s.step <= longest_step]
-    rows = [np.array(whole, np.int64).reshape(-1, 4)]
+    rows = [np.array(whole, np.int64).reshape(len(whole), 4)]
     for segment, rank in owned:
         if segment.step > longest_step:
             positions = np.arange(segment.start, segment.stop, segment.step)
-            ones = np.ones_like(positions)
-            rows.append(np.stack([positions, positions, ones, rank * ones], axis=1))
+            ones, owner = np.ones_like(positions), np.full_like(positions, rank)
+            rows.append(np.stack([positions, positions, ones, owner], axis=1))
     return np.concatenate(rows)
 
 
@@ -196,17 +196,13 @@ class _Owners:
     """
 
     def __init__(self, sharding: Sharding) -> None:
-        segments = {
-            s: rank for rank, owned in enumerate(sharding.segments) for s in owned if len(s)
-        }
-        self._begin = begin = min((s.start for s in segments), default=0)
-        self._end = sharding.end - 1
-        self._period = period = len(segments)
-        table = {s.start - begin: rank for s, rank in segments.items() if s.step == period}
-        gapless = sharding.seq_len == self._end + 1 - begin
-        if gapless and sorted(table) == [*range(period)]:
+        self._begin, self._end = sharding.end - sharding.seq_len, sharding.end - 1
+        owned = [(s, rank) for rank, shard in enumerate(sharding.segments) for s in shard]
+        self._period = period = len(owned)
+        table = {s.start - self._begin: rank for s, rank in owned if s.step == period}
+        if sorted(table) == [*range(period)]:
             self.first = self.last = np.arange(2 * period)
-            self.owner = np.array([table[place % period] for place in range(2 * period)], np.int64)
+            self.owner = np.array([table[place % period] for place in self.first], np.int64)
         else:
             self._period = 0
             runs = _runs(sharding.segments, 1)
@@ -234,10 +230,10 @@ class _Owners:
             least, greatest: limits of (query position) - (key position).
         """
         period, begin = self._period, self._begin
-        bounds = np.clip(np.array(mask.documents), begin, self._end + 1) - begin
+        bounds = (np.array(mask.documents) - begin).clip(0)
         length = np.diff(bounds)
         longest = np.zeros(period, np.int64)
-        np.maximum.at(longest, bounds[:-1] % period, np.minimum(length, 2 * period))
+        np.maximum.at(longest, bounds[:-1] % period, length.clip(max=2 * period))
         reach = np.tile(longest, 3) + np.arange(-2 * period, period)
         covered = np.maximum.accumulate(reach)[2 * period - 1 : -1]
         start = np.flatnonzero(reach[2 * period :] > covered)
@@ -245,7 +241,6 @@ class _Owners:
         first, last = np.repeat(start, size), np.repeat(start + size - 1, size)
         key = first + np.arange(len(first)) - np.repeat(size.cumsum() - size, size)
         low, high = (key + least).clip(first), (key + greatest).clip(max=last)
-        self._end = FAR64  # arcs may be longer than the sequence
         return low + begin, high + begin, self.owner[key % period]
 
     def between(self, low: Ints, high: Ints) -> tuple[Ints, Ints]:
@@ -253,13 +248,12 @@ class _Owners:
 
         begin[i] == end[i] if no rank owns any of these positions.
         """
-        low, high = low.clip(self._begin), high.clip(max=self._end)
-        met, distance = low <= high, high - low
         if self._period:
-            low = (low - self._begin) % self._period
-            high = low + distance.clip(max=self._period)
-        begin = np.searchsorted(self.last, low)
-        return begin, np.where(met, np.searchsorted(self.first, high, "right"), begin)
+            low, high = low.clip(self._begin), high.clip(max=self._end)
+            turns = (low - self._begin) // self._period * self._period + self._begin
+            low, high = low - turns, high - turns
+        begin, end = np.searchsorted(self.last, low), np.searchsorted(self.first, high, "right")
+        return begin, np.where(low <= high, end, begin)
 
 
 class _Wavelet:
