@@ -152,6 +152,8 @@ def test_keys_and_values_may_live_elsewhere_on_every_rank(
         window = mesh["sp"].window
         assert window is not None
         leave_alone(mesh["sp"])
+        kind, backward = {"ring": ("ring", 2), "allgather_kv": ("all_gather", 1)}[name]
+        times, rows = 1 + backward * training, len(PLAIN.tensors()[1][0]) - given_[0].shape[1]
         for turn in range(2):
             comm.Barrier()
             rooms = [
@@ -165,7 +167,11 @@ def test_keys_and_values_may_live_elsewhere_on_every_rank(
                 mine.copy_(x)
             shards.local[1:] = [mine.requires_grad_(training) for mine in moved]
             uses = window.blocks._uses
+            mesh["sp"].counters.reset()
             found = shards.results(scheme)
+            counted = mesh["sp"].counters[kind]
+            assert counted.messages == times * (comm.size - 1)
+            assert counted.bytes_sent == times * rows * 2 * given_[0][:, :1].nbytes
             assert (window.blocks._uses == uses) == (reads or comm.size == 1)
             for mine in moved:
                 mine.data.fill_(torch.nan)

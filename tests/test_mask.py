@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import chain
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings, strategies as st
@@ -180,6 +181,13 @@ def test_causal_shards_need_no_dense_mask(layout: Sequence[int]) -> None:
         "full",
         "causal",
     }
+
+
+def test_whole_numbers_of_any_type_make_one_mask() -> None:
+    """As its text is compared over the ranks."""
+    tensor, array = torch.tensor([0, 3, 8]), np.array([0, 3, 8])
+    mask, same = Mask(True, np.int64(3), tensor, array), Mask(True, 3, (0, 3, 8), (0, 3, 8))  # type: ignore[arg-type]
+    assert (mask, repr(mask)) == (same, repr(same))
 
 
 def test_one_block_is_enough_where_one_is() -> None:

@@ -14,7 +14,7 @@ from oracle.strategies import AttentionProblem, attention_problems
 
 import sp_core as sp
 from sp_core.schemes import SCHEMES
-from sp_core.schemes.heads import split_heads
+from sp_core.schemes.heads import parts_of, split_heads
 from sp_core.testing import device, given
 
 pytestmark = [pytest.mark.explore, pytest.mark.usefixtures("short_slots")]
@@ -72,6 +72,13 @@ def test_a_rank_receives_a_head_once_unless_it_reads_heads_unequally_often(
     heads: int, kv_heads: int, received: tuple[tuple[int, ...], ...]
 ) -> None:
     assert split_heads(heads, kv_heads, len(received))[1] == received
+
+
+def test_heads_are_taken_in_their_order_in_the_fewest_ranges() -> None:
+    for heads, ranges in (((), 0), ((3,), 1), ((0, 1, 2), 1), ((1, 1, 2), 2), ((0, 2, 3, 5), 3)):
+        parts = parts_of(7, heads)
+        assert [head for _, part in parts for head in part] == [*heads]
+        assert [tensor for tensor, _ in parts] == [7] * ranges
 
 
 @EVERY_SCHEME

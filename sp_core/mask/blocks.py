@@ -186,7 +186,7 @@ def count_visible(mask: Mask, queries: range, keys: range) -> Tensor:
     q = position_tensor(queries)
     least, greatest = limits(mask, FAR64)
     low, high = (q - greatest).clamp(min=keys.start), (q - least).clamp(max=keys.stop - 1)
-    if mask.documents is not None and mask.key_documents is not None:
+    if mask.documents is not None:
         document, bounds = document_of(q, mask.documents), torch.tensor(mask.key_documents)
         low = low.maximum(bounds[document])
         high = high.minimum(bounds[document + 1] - 1)

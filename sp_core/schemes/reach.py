@@ -153,7 +153,7 @@ def _visible(
         For each piece: the first and last position that the piece sees, and the run's rank.
     """
     first, last, step, rank = runs.T
-    if documents is None or others is None:
+    if documents is None:
         return first + least, last + greatest, rank
     bounds, far = np.array(documents), np.array(others)
     document = np.searchsorted(bounds, first, "right") - 1
@@ -202,7 +202,7 @@ class _Owners:
         table = {s.start - self._begin: rank for s, rank in owned if s.step == period}
         if sorted(table) == [*range(period)]:
             self.first = self.last = np.arange(2 * period)
-            self.owner = np.array([table[place % period] for place in self.first], np.int64)
+            self.owner = np.array([table[place % period] for place in range(2 * period)], np.int64)
         else:
             self._period = 0
             runs = _runs(sharding.segments, 1)

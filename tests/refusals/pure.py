@@ -114,6 +114,7 @@ ROWS: list[Row] = [
             (TypeError, "window=True", {"window": True}),
             (TypeError, "needed", {"documents": (0, 1.5)}),
             (TypeError, "needed", {"documents": (False, 4)}),
+            (TypeError, "needed", {"documents": torch.tensor([False, True])}),
             (sp.ShapeError, "needed boundaries", {"documents": ()}),
             (sp.ShapeError, "needed boundaries", {"documents": (1, 4)}),
             (sp.ShapeError, "needed boundaries", {"documents": (0, 5, 4)}),
