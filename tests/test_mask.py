@@ -197,16 +197,24 @@ def test_one_block_is_enough_where_one_is() -> None:
     assert plan_blocks(gathered, gathered, Mask()) == (Block(0, 64, 0, 64, "full", 4096),)
     assert plan_blocks(range(9), range(9), Mask(causal=True)) == (Block(0, 9, 0, 9, "causal", 45),)
     assert plan_blocks(range(5), range(5, 9), Mask(causal=True)) == ()
+    assert plan_blocks([7], range(0, 40, 4), Mask(True)) == (Block(0, 1, 0, 2, "full", 2),)
+    assert plan_blocks(range(0, 40, 4), [7], Mask(True)) == (Block(2, 10, 0, 1, "full", 8),)
     assert plan_blocks(range(5, 9), range(5), Mask(causal=True)) == (Block(0, 4, 0, 5, "full", 20),)
 
 
-@pytest.mark.parametrize("window", [1, 16, 300, 1000])
-@pytest.mark.parametrize("causal", [True, False])
-def test_a_window_costs_its_width_and_not_the_sequence(window: int, causal: bool) -> None:
-    length = 20_000
-    blocks = plan_blocks(range(length), range(length), Mask(causal, window))
-    done = sum(a * b for a, b in (block.shape for block in blocks))
-    assert done <= length * (2 * window + 2 * plans.TILE[1])
+@pytest.mark.parametrize(
+    ("window", "causal", "rows"),
+    [(1, True, 64), (16, False, 64), (600, True, 75), (600, False, 149), (9000, True, 256)],
+)
+def test_a_window_costs_its_width_and_an_eighth_more(window: int, causal: bool, rows: int) -> None:
+    """But tiles have 64 to 256 rows: fewer make many calls."""
+    tokens, mask = range(20_000), Mask(causal, window)
+    blocks = plan_blocks(tokens, tokens, mask)
+    assert sum(block.pairs for block in blocks) == plans.count_visible(mask, tokens, tokens).sum()
+    tiles = [block for block in blocks if block.kind == "partial"]
+    assert max(tile.shape[0] for tile in tiles) == rows
+    assert sum(math.prod(tile.shape) - tile.pairs for tile in tiles) <= len(tokens) * rows
+    assert len(tiles) <= len(tokens) // rows + 1
 
 
 def test_equal_lengths_of_runs_are_not_equal_plans() -> None:

@@ -140,16 +140,20 @@ def multiply(mesh: sp.Mesh) -> Callable[[], object]:
     return functools.partial(layer, torch.ones(1, 12, 4))
 
 
+NOTHING_SEEN = sp.Mask(documents=(0, 0, 12), kv_documents=(0, 12, 12))
 CASES: dict[
     str, tuple[Any, str, Callable[[sp.Mesh], Callable[[], object]], tuple[int, int, int]]
 ] = {
     **{
-        f"{name} {mask}": (problem, "attend", functools.partial(attend, name, mask), pieces)
-        for name, mask, pieces in (
-            ("ring", sp.Mask(), (SIZE, GROUPS, 0)),
-            ("ring", sp.Mask(window=12), (SIZE, 1, 0)),
-            ("ring", sp.Mask(documents=(0, 12)), (SIZE, 1, 0)),
-            ("allgather_kv", sp.Mask(), (GROUPS, 1, 1)),
+        f"{name} {what} {mask}": (problem, what, functools.partial(attend, name, mask), pieces)
+        for name, what, mask, pieces in (
+            ("ring", "attend", sp.Mask(), (SIZE, GROUPS, 0)),
+            ("ring", "attend", sp.Mask(window=12), (SIZE, 1, 0)),
+            ("ring", "attend", sp.Mask(documents=(0, 12)), (SIZE, 1, 0)),
+            ("ring", "merge_into", sp.Mask(), (SIZE - 1, GROUPS, 1)),
+            ("allgather_kv", "attend", sp.Mask(), (GROUPS, 1, 1)),
+            ("allgather_kv", "attend", NOTHING_SEEN, (GROUPS, 1, 1)),
+            ("allgather_kv", "merge_into", sp.Mask(), (0, 0, 1)),
         )
     },
     "column parallel": (torch.nn.functional, "linear", multiply, (tp_sp.CHUNKS, 1, 1)),

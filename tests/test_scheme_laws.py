@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from oracle.strategies import AttentionProblem, attention_problems
 
 import sp_core as sp
 from sp_core.schemes import SCHEMES
-from sp_core.schemes.heads import parts_of, split_heads
+from sp_core.schemes.heads import head_groups, parts_of, split_heads
 from sp_core.testing import device, given
 
 pytestmark = [pytest.mark.explore, pytest.mark.usefixtures("short_slots")]
@@ -72,6 +74,22 @@ def test_a_rank_receives_a_head_once_unless_it_reads_heads_unequally_often(
     heads: int, kv_heads: int, received: tuple[tuple[int, ...], ...]
 ) -> None:
     assert split_heads(heads, kv_heads, len(received))[1] == received
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("kv_heads", "most"), [(0, 1), (1, 1), (3, 3), (4, 4), (9, 4)])
+def test_groups_hold_each_head_once_beside_the_head_that_it_reads(
+    size: int, kv_heads: int, most: int
+) -> None:
+    groups = head_groups(
+        2 * kv_heads, kv_heads, cast("sp.Communicator", SimpleNamespace(size=size))
+    )
+    read = [[*range(2 * kv_heads)[heads]] for heads, _ in groups]
+    assert [*chain(*read)] == [*range(2 * kv_heads)]
+    assert read == [
+        [2 * kv + own for kv in range(kv_heads)[own_kv] for own in (0, 1)] for _, own_kv in groups
+    ]
+    assert len(groups) == (most if size > 1 else 1)
 
 
 def test_heads_are_taken_in_their_order_in_the_fewest_ranges() -> None:

@@ -37,6 +37,7 @@ PLAIN = AttentionProblem(
     needs_grad=(True, True, True),
     storage="plain",
     seed=7,
+    sinks=1.0,
 )
 
 
