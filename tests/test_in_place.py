@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
-from oracle.attention_check import Results, Shards
+from oracle.attention_check import Results, Shards, check_attention
 from oracle.strategies import AttentionProblem
 from oracle.window_cases import use_window
 
@@ -127,19 +127,17 @@ def of_k_and_v(homes: list[list[str]], alike: str) -> list[list[str]]:
         lambda some: st.lists(st.permutations(some), min_size=3, max_size=3)
     ),
     alike=st.sampled_from(("k v", "k", "v", "")),
-    training=st.booleans(),
+    needs=st.sampled_from([(False,) * 3, (True, False, False), (True,) * 3]),
 )
 def test_keys_and_values_may_live_elsewhere_on_every_rank(
-    comm: Any, name: str, homes: list[list[str]], alike: str, training: bool
+    comm: Any, name: str, homes: list[list[str]], alike: str, needs: tuple[bool, bool, bool]
 ) -> None:
     """The bits are those of plain memory. The tensors are free once the results are there.
 
     A ring copies nothing that lies in the same allocations on every rank.
     """
     with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
-        shards = Shards(
-            replace(PLAIN, needs_grad=(training,) * 3), comm.rank, comm.size, mesh.device
-        )
+        shards = Shards(replace(PLAIN, needs_grad=needs), comm.rank, comm.size, mesh.device)
         scheme = functools.partial(SCHEMES[name], comm=mesh["sp"])
         wanted, given_ = shards.results(scheme), [x.detach() for x in shards.local[1:]]
         made = {
@@ -152,8 +150,8 @@ def test_keys_and_values_may_live_elsewhere_on_every_rank(
         window = mesh["sp"].window
         assert window is not None
         leave_alone(mesh["sp"])
-        kind, backward = {"ring": ("ring", 2), "allgather_kv": ("all_gather", 1)}[name]
-        times, rows = 1 + backward * training, len(PLAIN.tensors()[1][0]) - given_[0].shape[1]
+        times = 1 + needs[0] + (name == "ring" and needs[1])
+        rows = PLAIN.kv_len - given_[0].shape[1]
         for turn in range(2):
             comm.Barrier()
             rooms = [
@@ -165,11 +163,11 @@ def test_keys_and_values_may_live_elsewhere_on_every_rank(
             ]
             for x, mine in zip(given_, moved, strict=True):
                 mine.copy_(x)
-            shards.local[1:] = [mine.requires_grad_(training) for mine in moved]
+            shards.local[1:] = [mine.requires_grad_(needs[1]) for mine in moved]
             uses = window.blocks._uses
             mesh["sp"].counters.reset()
             found = shards.results(scheme)
-            counted = mesh["sp"].counters[kind]
+            counted = mesh["sp"].counters["ring" if name == "ring" else "all_gather"]
             assert counted.messages == times * (comm.size - 1)
             assert counted.bytes_sent == times * rows * 2 * given_[0][:, :1].nbytes
             assert (window.blocks._uses == uses) == (reads or comm.size == 1)
@@ -193,6 +191,11 @@ def test_another_algorithm_is_respected_and_other_transports_have_messages(comm:
                 is_read(mesh["sp"], "shift"),
             ) == in_place
             assert not is_read(mesh["one"], "shift")
+            if (transport, algorithm) == ("window", "mpi"):
+                vars(mesh["sp"].window)["exchange"] = None
+                check_attention(
+                    "ring", functools.partial(sp.ring_attention, comm=mesh["sp"]), PLAIN, mesh["sp"]
+                )
 
 
 def test_no_memory_for_a_room_is_an_error_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

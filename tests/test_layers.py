@@ -6,6 +6,7 @@ import copy
 import pickle
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 import sp_core as sp
 from sp_core.llama import LlamaConfig, create
 from sp_core.nn.gradients import reduce_gradients
+from sp_core.schemes.tp_sp import gather_linears
 from sp_core.testing import device, spmd
 from sp_core.testing.tolerance import unit_roundoff
 
@@ -94,6 +96,27 @@ def pairs(
     layer: torch.nn.Module, other: torch.nn.Module
 ) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
     return list(zip(layer.parameters(), other.parameters(), strict=True))
+
+
+@spmd(1, 2)
+def test_layers_that_share_an_input_give_the_gradients_that_are_needed(comm: Any) -> None:
+    shapes = [(1, 3, 4), (2, 4), (2,), (5, 4), (5,)]
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        for needs in [*product((False, True), repeat=5)][1:]:
+            x, *layers = (
+                torch.rand(x).requires_grad_(y) for x, y in zip(shapes, needs, strict=True)
+            )
+            whole, pairs = (
+                sp.all_gather(x, comm=mesh["sp"], dim=1),
+                [(layers[0], layers[1]), (layers[2], layers[3])],
+            )
+            given = {"comm": mesh["sp"], "lengths": (3,) * comm.size}
+            ways = gather_linears(x, pairs, **given), [F.linear(whole, *pair) for pair in pairs]
+            leaves = [leaf for leaf in (x, *layers) if leaf.requires_grad]
+            found, wanted = (
+                torch.autograd.grad(torch.cat(way, 2).square().sum(), leaves) for way in ways
+            )
+            torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -68,6 +68,7 @@ def test_the_same_call_gives_the_same_bits_again_and_on_every_replica(
         (9, 3, ((0,), (1,), (1, 2), (2,))),
         (10, 2, ((0,), (0, 1, 1), (1,))),
         (4, 4, ((0, 1), (2, 3))),
+        (0, 0, ((), ())),
     ],
 )
 def test_a_rank_receives_a_head_once_unless_it_reads_heads_unequally_often(

@@ -182,18 +182,20 @@ def test_a_block_travels_only_as_far_as_it_is_seen(comm: Any) -> None:
         PLAIN, seq_len=4 * size, kv_len=4 * size, layout="contiguous", kv_layout="contiguous"
     )
     with sp.Mesh(comm, device=device(), sp=size) as mesh:
-        for mask, messages in (
-            (sp.Mask(causal=True), [rank + 1 if rank < size - 1 else 0 for rank in range(size)]),
-            (sp.Mask(documents=tuple(range(0, 4 * size + 1, 4))), [0] * size),
-            (sp.Mask(causal=True, window=2), [1 if rank < size - 1 else 0 for rank in range(size)]),
+        rank, passes = comm.rank, comm.rank < size - 1
+        for mask, blocks, sums in (
+            (sp.Mask(causal=True), (rank + 1) * passes, rank + passes),
+            (sp.Mask(documents=tuple(range(0, 4 * size + 1, 4))), 0, 0),
+            (sp.Mask(causal=True, window=2), passes, passes + (rank > 0)),
         ):
             mesh["sp"].counters.reset()
-            Shards(replace(problem, mask=mask), comm.rank, size, mesh["sp"].device).run(
-                on(mesh, "ring")
-            )
+            shards = Shards(replace(problem, mask=mask), rank, size, mesh["sp"].device)
+            out, lse = shards.run(on(mesh, "ring"))
             count = mesh["sp"].counters["ring"]
-            assert count.messages == messages[comm.rank]
-            assert count.bytes_sent == messages[comm.rank] * 2 * 2 * 4 * 2 * 4 * 8
+            assert count.messages == blocks
+            shards.gradients(out, lse)
+            assert count.messages == 2 * blocks + sums
+            assert count.bytes_sent == count.messages * 2 * 2 * 4 * 2 * 4 * 8
 
 
 @spmd(2, 3)

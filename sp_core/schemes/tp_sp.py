@@ -42,8 +42,6 @@ Chunk = tuple[tuple[range, ...], tuple[int, ...]]
 class Tokens:
     """Divide the tokens of all ranks into chunks. Iterating yields each `Chunk` that has tokens.
 
-    There is at least one chunk, which is empty if no rank has tokens.
-
     Args:
         comm: the ranks.
         lengths: for each rank its number of tokens.
@@ -58,7 +56,7 @@ class Tokens:
         cuts = [split_ranges(length, self.chunks) for length in self.lengths]
         for number in range(self.chunks):
             ranges = tuple(cut[number] for cut in cuts)
-            if number == 0 or any(ranges):
+            if any(ranges):
                 yield ranges, tuple(map(len, ranges))
 
     def own(self, x: Tensor, chunk: Chunk) -> Tensor:
