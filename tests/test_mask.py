@@ -212,6 +212,7 @@ def test_a_window_costs_its_width_and_an_eighth_more(window: int, causal: bool, 
     blocks = plan_blocks(tokens, tokens, mask)
     assert sum(block.pairs for block in blocks) == plans.count_visible(mask, tokens, tokens).sum()
     tiles = [block for block in blocks if block.kind == "partial"]
+    assert min(tile.q_start for tile in tiles) == window
     assert max(tile.shape[0] for tile in tiles) == rows
     assert sum(math.prod(tile.shape) - tile.pairs for tile in tiles) <= len(tokens) * rows
     assert len(tiles) <= len(tokens) // rows + 1
