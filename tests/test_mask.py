@@ -65,7 +65,8 @@ def problems(draw: st.DrawFn) -> tuple[list[int], list[int], Mask]:
 @st.composite
 def regular_problems(draw: st.DrawFn) -> tuple[list[int], list[int], Mask]:
     """Queries and keys at regular distances, mostly other ones, and a mask without documents."""
-    q, kv = (list(range(draw(st.integers(0, 12)), 60, draw(st.integers(1, 6)))) for _ in range(2))
+    begin, end, step = st.integers(0, 12), st.integers(13, 60), st.integers(1, 6)
+    q, kv = (list(range(draw(begin), draw(end), draw(step))) for _ in range(2))
     return q, kv, Mask(draw(st.booleans()), draw(st.none() | st.integers(1, 70)))
 
 
@@ -167,6 +168,8 @@ def test_runs_are_the_positions_in_order_whatever_their_container(positions: Seq
         ([0, 9, 10, 11], [range(1), range(9, 12)]),  # a lone token leaves the run whole
         ([0, 1, 4, 9, 10, 11], [range(2), range(4, 5), range(9, 12)]),
         ([4, 4], [range(4, 5), range(4, 5)]),
+        ([0, 5, 5, 5], [range(0, 6, 5), range(5, 6), range(5, 6)]),
+        ([0, 1, 2, 9, 20, 21, 22], [range(3), range(9, 10), range(20, 23)]),
     ],
 )
 def test_runs_are_maximal(positions: Sequence[int], expected: list[range]) -> None:
@@ -199,7 +202,7 @@ def test_one_block_is_enough_where_one_is() -> None:
     assert plan_blocks(range(5), range(5, 9), Mask(causal=True)) == ()
     assert plan_blocks([7], range(0, 40, 4), Mask(True)) == (Block(0, 1, 0, 2, "full", 2),)
     assert plan_blocks(range(0, 40, 4), [7], Mask(True)) == (Block(2, 10, 0, 1, "full", 8),)
-    assert plan_blocks(range(5, 9), range(5), Mask(causal=True)) == (Block(0, 4, 0, 5, "full", 20),)
+    assert plan_blocks(range(4, 8), range(5), Mask(causal=True)) == (Block(0, 4, 0, 5, "full", 20),)
 
 
 @pytest.mark.parametrize(
@@ -246,9 +249,14 @@ def test_a_million_positions_are_planned_from_their_runs(mask: Mask) -> None:
 
 def test_positions_without_structure_stay_dense_chunks() -> None:
     positions = torch.randperm(1000, generator=torch.Generator().manual_seed(0))
-    mask = Mask(causal=True)
-    for keys, most in ((positions, 64), (positions[:100], 8)):
-        blocks = plan_blocks(positions, keys, mask)
+    ordered, mask = torch.arange(1000), Mask(causal=True)
+    for q, k, most in (
+        (positions, positions[:100], 8),
+        (positions, ordered, 64),
+        (ordered, positions, 64),
+    ):
+        blocks = plan_blocks(q, k, mask)
         assert len(blocks) <= most
-        count = coverage(blocks, mask, positions.tolist(), keys.tolist())
-        assert torch.equal(count, mask.allowed(positions, keys).long())
+        assert all(max(block.shape) <= 128 for block in blocks if block.kind == "partial")
+        count = coverage(blocks, mask, q.tolist(), k.tolist())
+        assert torch.equal(count, mask.allowed(q, k).long())

@@ -239,24 +239,20 @@ def _window_blocks(rows: range, columns: range, lo: int, hi: int) -> Iterator[Bl
     diagonal follow.
     """
     uncut = min(max(hi + columns.start + 1, rows.start), rows.stop) - rows.start
-    if uncut:
-        yield from _band_blocks(rows[:uncut], columns, lo, hi)
+    yield from _band_blocks(rows[:uncut], columns, lo, hi)
     height = min(max((hi - lo + 1) // 8, TILE[0]), TILE[1])
     for start in range(uncut, len(rows), height):
-        yield from _tile(rows[start : start + height], columns, lo, hi)
+        yield _tile(rows[start : start + height], columns, lo, hi)
 
 
-def _tile(rows: range, columns: range, lo: int, hi: int) -> Iterator[Block]:
-    """Yield the block of the queries `rows` and all keys in `columns` that any of them sees."""
+def _tile(rows: range, columns: range, lo: int, hi: int) -> Block:
+    """Return the block of the queries `rows` and all keys in `columns` that any of them sees."""
     columns = range(max(columns.start, rows.start - hi), min(columns.stop, rows.stop - lo))
     shift = rows.start - columns.start
     lo, hi = max(lo - shift, -len(columns)), min(hi - shift, len(rows))
     hidden = _triangle(len(rows) - 1 - hi) + _triangle(len(columns) - 1 + lo)
-    if hidden:
-        pairs = len(rows) * len(columns) - hidden
-        yield Block(rows.start, rows.stop, columns.start, columns.stop, "partial", pairs, (lo, hi))
-    else:
-        yield _full(rows, columns)
+    pairs = len(rows) * len(columns) - hidden
+    return Block(rows.start, rows.stop, columns.start, columns.stop, "partial", pairs, (lo, hi))
 
 
 def _triangle(length: int) -> int:

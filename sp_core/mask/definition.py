@@ -156,7 +156,7 @@ def position_tensor(positions: Positions, device: torch.device | str | None = No
                 f"positions have dtype {positions.dtype}, needed an integer dtype; pass global "
                 f"token positions"
             )
-        tensor = positions.to(device=device or positions.device, dtype=torch.int64)
+        tensor = positions.to(device=device, dtype=torch.int64)
     else:
         tensor = torch.tensor([*map(index, positions)], dtype=torch.int64, device=device)
     if tensor.dim() != 1:

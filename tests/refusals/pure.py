@@ -119,7 +119,8 @@ ROWS: list[Row] = [
             (sp.ShapeError, "needed boundaries", {"documents": (1, 4)}),
             (sp.ShapeError, "needed boundaries", {"documents": (0, 5, 4)}),
             (sp.ShapeError, "same number", {"kv_documents": (0,)}),
-            (sp.ShapeError, "same number", {"documents": (0, 2, 4), "kv_documents": (0, 4)}),
+            (TypeError, "causal=1", {"causal": 1}),
+            (sp.ShapeError, "2 doc.* 1 kv_doc", {"documents": (0, 2, 4), "kv_documents": (0, 4)}),
         )
     ),
     (
