@@ -169,6 +169,8 @@ def test_keys_and_values_may_live_elsewhere_on_every_rank(
             counted = mesh["sp"].counters["ring" if name == "ring" else "all_gather"]
             assert counted.messages == times * (comm.size - 1)
             assert counted.bytes_sent == times * others
+            sums = mesh["sp"].counters["reduce_scatter"].calls > 0
+            assert sums == (needs[1] and name != "ring" and comm.size > 1)
             assert (window.blocks._uses == uses) == (reads or comm.size == 1)
             for mine in moved:
                 mine.data.fill_(torch.nan)
@@ -236,7 +238,7 @@ def test_ring_attention_sends_nothing_through_the_host_beside_a_window_on_a_devi
                 vars(group.transport)["exchange"] = None
             sharding = sp.Sharding.contiguous(7 * size + 1, size)
             length, random = sharding.local_len(comm.rank), torch.Generator().manual_seed(comm.rank)
-            q, k, v = (torch.randn(2, length, 2, 4, generator=random) for _ in range(3))
+            q, k, v = (torch.randn(4, length, 2, 2, generator=random) for _ in range(3))
             leaves = [x.requires_grad_() for x in (q, k, v)]
             for window in (None, 9):
                 mask = sp.Mask(causal=True, window=window)

@@ -162,6 +162,10 @@ def test_checkpointing_and_no_grad(comm: Any, name: str) -> None:
             return shards.run(on(mesh, name))[0]
 
         inputs = shards.local
+        out_again, lse = shards.run(on(mesh, name))
+        alone = torch.autograd.grad(lse.sum(), inputs, retain_graph=True)
+        beside = torch.autograd.grad(lse.sum() + 0 * out_again.sum(), inputs)
+        assert all(map(torch.equal, alone, beside))
         kept = checkpoint(again, *inputs, use_reentrant=False)
         with torch.no_grad():
             bare = again(*inputs)
@@ -174,20 +178,26 @@ def test_checkpointing_and_no_grad(comm: Any, name: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, grads.values(), strict=True))
 
 
+@pytest.mark.parametrize("transport", ["host", "window"])
 @spmd()
-def test_a_block_travels_only_as_far_as_it_is_seen(comm: Any) -> None:
-    """Causal: rank r's keys go to the ranks behind it. Documents of one shard go nowhere."""
+def test_a_block_travels_only_as_far_as_it_is_seen(comm: Any, transport: str) -> None:
+    """Causal: rank r's keys go to the ranks behind it. Documents of one shard go nowhere.
+
+    In shared memory a rank reads what it sees, and adds to its sum.
+    """
     size = comm.size
     problem = replace(
         PLAIN, seq_len=4 * size, kv_len=4 * size, layout="contiguous", kv_layout="contiguous"
     )
-    with sp.Mesh(comm, device=device(), sp=size) as mesh:
+    with sp.Mesh(comm, device=device(), transport=transport, sp=size) as mesh:
         rank, passes = comm.rank, comm.rank < size - 1
-        for mask, blocks, sums in (
-            (sp.Mask(causal=True), (rank + 1) * passes, rank + passes),
-            (sp.Mask(documents=tuple(range(0, 4 * size + 1, 4))), 0, 0),
-            (sp.Mask(causal=True, window=2), passes, passes + (rank > 0)),
+        for mask, blocks, sums, read in (
+            (sp.Mask(causal=True), (rank + 1) * passes, rank + passes, rank),
+            (sp.Mask(documents=tuple(range(0, 4 * size + 1, 4))), 0, 0, 0),
+            (sp.Mask(causal=True, window=2), passes, passes + (rank > 0), int(rank > 0)),
         ):
+            if transport == "window":
+                blocks, sums = read, read
             mesh["sp"].counters.reset()
             shards = Shards(replace(problem, mask=mask), rank, size, mesh["sp"].device)
             out, lse = shards.run(on(mesh, "ring"))

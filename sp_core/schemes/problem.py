@@ -343,7 +343,7 @@ def _attend(
                 del given, part
                 poll()
         del visit
-    outs, lses = zip(*(results or {0: _nothing(q, dtype)}).values(), strict=True)
+    outs, lses = zip(*(results.values() or [_nothing(q, dtype)]), strict=True)
     return joined([out.transpose(1, 2) for out in outs], 2), joined(lses, 1)
 
 

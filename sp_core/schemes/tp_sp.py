@@ -239,7 +239,7 @@ def _scattered(products: Sequence[tuple[Tensor, Tensor]], tokens: Tokens, featur
     Returns:
         (B, S/P, features) of the sum of all products of all ranks.
     """
-    first = products[0][0]
+    (first, _), *_ = products
     out = first.new_empty(first.shape[0], tokens.lengths[tokens.comm.rank], features)
     chunks = list(tokens)
     calls = (
