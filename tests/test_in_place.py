@@ -167,8 +167,8 @@ def test_keys_and_values_may_live_elsewhere_on_every_rank(
             mesh["sp"].counters.reset()
             found = shards.results(scheme)
             counted = mesh["sp"].counters["ring" if name == "ring" else "all_gather"]
-            assert counted.messages == times * (comm.size - 1)
-            assert counted.bytes_sent == times * others
+            told = (times * (comm.size - 1), times * others)
+            assert (counted.messages, counted.bytes_sent) == told
             sums = mesh["sp"].counters["reduce_scatter"].calls > 0
             assert sums == (needs[1] and name != "ring" and comm.size > 1)
             assert (window.blocks._uses == uses) == (reads or comm.size == 1)

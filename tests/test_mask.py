@@ -132,15 +132,6 @@ def test_blocks_hold_each_visible_pair_once(
     assert list(blocks) == sorted(blocks)
 
 
-def test_coverage_sees_a_missing_and_a_doubled_block() -> None:
-    mask, positions = Mask(causal=True), list(range(4, 12))
-    blocks = plan_blocks(positions, range(12), mask)
-    expected = mask.allowed(positions, range(12)).long()
-    assert torch.equal(coverage(blocks, mask, positions, range(12)), expected)
-    for wrong in (blocks[1:], blocks + blocks[:1]):
-        assert not torch.equal(coverage(wrong, mask, positions, range(12)), expected)
-
-
 @settings(deadline=None)
 @given(
     positions=st.lists(st.integers(-3, 30), max_size=30)
