@@ -158,10 +158,9 @@ def test_keys_and_values_may_live_elsewhere_on_every_rank(
                 for home in chosen
             ]
             moved = [
-                room.to(x)[: x.numel()].view(x.shape) for room, x in zip(rooms, given_, strict=True)
+                room.to(x)[: x.numel()].view(x.shape).copy_(x)
+                for room, x in zip(rooms, given_, strict=True)
             ]
-            for x, mine in zip(given_, moved, strict=True):
-                mine.copy_(x)
             shards.local[1:] = [mine.requires_grad_(needs[1]) for mine in moved]
             uses = window.blocks._uses
             mesh["sp"].counters.reset()
