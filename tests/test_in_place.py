@@ -22,6 +22,7 @@ import sp_core as sp
 from sp_core.schemes import SCHEMES, problem
 from sp_core.schemes.in_place import is_read
 from sp_core.testing import given, run_threads, spmd
+from sp_core.transport import Window
 from sp_core.transport.shared import HostMemory, Offer, Rooms
 
 pytestmark = pytest.mark.usefixtures("short_slots", "dawdling")
@@ -61,10 +62,11 @@ class NoMessages:
         raise AssertionError(f"{what} was asked for, where ranks share memory")
 
 
-def leave_alone(comm: sp.Communicator) -> None:
+def leave_alone(comm: sp.Communicator) -> Window:
     """Turn the kit's comparison of operations off: it makes ranks wait for each other."""
     assert comm.window is not None
     comm.window._announce = lambda what: None
+    return comm.window
 
 
 def several(comm: Any, mesh: sp.Mesh, name: str, seed: int) -> list[Results]:
@@ -147,8 +149,7 @@ def test_keys_and_values_may_live_elsewhere_on_every_rank(
         of_ranks = of_k_and_v(homes[: comm.size], alike)
         chosen, same = of_ranks[comm.rank], of_ranks == [of_ranks[0]] * comm.size
         reads = name == "ring" and same and {*chosen} <= {*HOMES[:3]}
-        window: Any = mesh["sp"].window
-        leave_alone(mesh["sp"])
+        window = leave_alone(mesh["sp"])
         times = 1 + needs[0] + (name == "ring" and needs[1])
         others = 2 * shards.whole[1].to(given_[0]).nbytes - 2 * given_[0].nbytes
         for turn in range(2):
@@ -162,14 +163,14 @@ def test_keys_and_values_may_live_elsewhere_on_every_rank(
                 for room, x in zip(rooms, given_, strict=True)
             ]
             shards.local[1:] = [mine.requires_grad_(needs[1]) for mine in moved]
-            uses = window.blocks._uses
-            mesh["sp"].counters.reset()
+            counters, uses = mesh["sp"].counters, window.blocks._uses
+            counters.reset()
             found = shards.results(scheme)
-            counted = mesh["sp"].counters["ring" if name == "ring" else "all_gather"]
+            counted = counters["ring" if name == "ring" else "all_gather"]
             told = (times * (comm.size - 1), times * others)
             assert (counted.messages, counted.bytes_sent) == told
-            sums = mesh["sp"].counters["reduce_scatter"].calls > 0
-            assert sums == (needs[1] and name != "ring" and comm.size > 1)
+            summed = needs[1] and name != "ring" and comm.size > 1
+            assert (counters["reduce_scatter"].calls > 0) == summed
             assert (window.blocks._uses == uses) == (reads or comm.size == 1)
             for mine in moved:
                 mine.data.fill_(torch.nan)
