@@ -119,6 +119,8 @@ def coverage(
 @example(
     problem=(list(range(0, 40, 3)), list(range(1, 40, 2)), Mask(True, 7)), tile=plans.TILE, chunk=3
 )
+@example(problem=([10, 12, 14, 16], [0, 3, 6, 9], Mask(True, 2)), tile=plans.TILE, chunk=3)
+@example(problem=([0, 2, 4, 6], [6, 9, 12, 15], Mask(True)), tile=plans.TILE, chunk=3)
 def test_blocks_hold_each_visible_pair_once(
     problem: tuple[list[int], list[int], Mask], tile: tuple[int, int], chunk: int
 ) -> None:

@@ -67,7 +67,7 @@ def test_a_block_travels_to_the_last_rank_that_sees_it(
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_documents_over_stripes_are_seen_as_others(size: int) -> None:
     """They are counted in another way: short ones, some of more than three turns, and both."""
-    positions = [
+    listed = [
         [[*range(rank, 17, size)] for rank in range(size)],
         [[*range(rank, 22, size)][1:] for rank in reversed(range(size))],
         [[rank, size + rank] for rank in range(size)],
@@ -75,14 +75,14 @@ def test_documents_over_stripes_are_seen_as_others(size: int) -> None:
         [[*range(0, 17, 2)], [*range(3, 17, 4), *range(1, 17, 4)], *[[]] * (size - 2)],
         [*[[]] * (size - 2), [0], [*range(1, 17)]],
     ]
-    cuts: list[tuple[int, ...]] = [(), (1,), (5,), (1, 2, 4, 9), (1, size + 1, size + 2)]
+    cuts: list[tuple[int, ...]] = [(), (1,), (5,), (22,), (1, 2, 4, 9), (1, size + 1, size + 2)]
     cuts += [tuple(range(step, 17, step)) for step in (1, 2, 3)]
-    for owned, inner, moved in product(positions, cuts, (0, 1)):
-        sharding = Sharding.from_positions(owned)
+    stripes = [Sharding.striped(size, size), *map(Sharding.from_positions, listed)]
+    for sharding, inner, moved in product(stripes, cuts, (0, 1)):
         end = sharding.end
-        documents, others = ((0, *(min(p + by, end) for p in inner), end) for by in (0, moved))
-        for causal, window in product((False, True), (None, 1, 5)):
-            check(sharding, sharding, Mask(causal, window, documents, others))
+        bounds = [(0, *(min(p + by, end) for p in inner), end) for by in (0, moved)]
+        for causal, window in product((False, True), (None, 1, 2, 5)):
+            check(sharding, sharding, Mask(causal, window, *(bounds if inner else ())))
 
 
 def test_long_steps_are_longer_than_the_window_or_the_mean_document() -> None:

@@ -153,7 +153,10 @@ def _halved(rows: range, columns: range, q: Tensor, kv: Tensor, mask: Mask) -> I
     if least <= low and high <= greatest and mask.documents is None:
         yield _full(rows, columns)
     elif max(len(rows), len(columns)) <= CHUNK:
-        yield from _counted(rows, columns, mask.allowed(q, kv))
+        pairs = int(mask.allowed(q, kv).sum())
+        kind: Kind = "full" if pairs == len(rows) * len(columns) else "partial"
+        if pairs:
+            yield Block(rows.start, rows.stop, columns.start, columns.stop, kind, pairs)
     elif low <= greatest and high >= least:
         for i in _halves(len(rows)):
             for j in _halves(len(columns)):
@@ -265,18 +268,6 @@ def _full(rows: range, columns: range) -> Block:
     return Block(
         rows.start, rows.stop, columns.start, columns.stop, "full", len(rows) * len(columns)
     )
-
-
-def _counted(rows: range, columns: range, visible: Tensor) -> Iterator[Block]:
-    """Yield the block of `rows` and `columns`, full or partial; nothing if no pair is visible.
-
-    `visible` is bool (rows, columns).
-    """
-    pairs = int(visible.sum())
-    if pairs == len(rows) * len(columns):
-        yield _full(rows, columns)
-    elif pairs:
-        yield Block(rows.start, rows.stop, columns.start, columns.stop, "partial", pairs)
 
 
 def _joined(blocks: Iterable[Block]) -> list[Block]:
