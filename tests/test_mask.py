@@ -65,7 +65,7 @@ def problems(draw: st.DrawFn) -> tuple[list[int], list[int], Mask]:
 @st.composite
 def regular_problems(draw: st.DrawFn) -> tuple[list[int], list[int], Mask]:
     """Queries and keys at regular distances, mostly other ones, and a mask without documents."""
-    begin, end, step = st.integers(0, 12), st.integers(13, 60), st.integers(1, 6)
+    begin, end, step = st.integers(-40, 12), st.integers(13, 60), st.integers(1, 6)
     q, kv = (list(range(draw(begin), draw(end), draw(step))) for _ in range(2))
     return q, kv, Mask(draw(st.booleans()), draw(st.none() | st.integers(1, 70)))
 
@@ -116,6 +116,8 @@ def coverage(
 @example(problem=([0, 3, 6, 9], [1, 4, 7], Mask(window=1)), tile=plans.TILE, chunk=plans.CHUNK)
 @example(problem=([], SCRAMBLED, Mask(True)), tile=plans.TILE, chunk=plans.CHUNK)
 @example(problem=(SCRAMBLED, [], Mask(True)), tile=plans.TILE, chunk=plans.CHUNK)
+@example(problem=(SCRAMBLED, SCRAMBLED, Mask(documents=(0, 20, 41))), tile=plans.TILE, chunk=3)
+@example(problem=([*range(-40, 0, 3)], [*range(-40, 0, 2)], Mask(True)), tile=plans.TILE, chunk=3)
 @example(
     problem=(list(range(0, 40, 3)), list(range(1, 40, 2)), Mask(True, 7)), tile=plans.TILE, chunk=3
 )

@@ -184,8 +184,7 @@ def _widest(begin: Ints, end: Ints, block: Ints, places: int) -> tuple[Ints, Int
     key, end = (block * places + begin)[met], end[met]
     order = key.argsort(kind="stable")
     key, starts = np.unique(key[order], return_index=True)
-    longest = np.maximum.reduceat(end[order], starts) if len(starts) else end
-    return key % places, longest, key // places
+    return key % places, np.maximum.reduceat(end[order], starts), key // places
 
 
 class _Owners:
