@@ -22,6 +22,8 @@ from sp_core.mask.runs import runs
 
 SCRAMBLED = [17 * n % 41 for n in range(41)]
 """Positions without structure."""
+SPREAD = [*range(4), *range(12, 21)]
+"""Two ranges."""
 
 
 @st.composite
@@ -116,6 +118,8 @@ def coverage(
 @example(problem=([0, 3, 6, 9], [1, 4, 7], Mask(window=1)), tile=plans.TILE, chunk=plans.CHUNK)
 @example(problem=([], SCRAMBLED, Mask(True)), tile=plans.TILE, chunk=plans.CHUNK)
 @example(problem=(SCRAMBLED, [], Mask(True)), tile=plans.TILE, chunk=plans.CHUNK)
+@example(problem=(SPREAD[4:], SPREAD, Mask(True, 3)), tile=(2, 8), chunk=plans.CHUNK)
+@example(problem=(SPREAD, SPREAD[4:], Mask(window=3)), tile=(2, 8), chunk=plans.CHUNK)
 @example(problem=(SCRAMBLED, SCRAMBLED, Mask(documents=(0, 20, 41))), tile=plans.TILE, chunk=3)
 @example(problem=([*range(-40, 0, 3)], [*range(-40, 0, 2)], Mask(True)), tile=plans.TILE, chunk=3)
 @example(
