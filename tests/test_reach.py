@@ -77,12 +77,16 @@ def test_documents_over_stripes_are_seen_as_others(size: int) -> None:
     ]
     cuts: list[tuple[int, ...]] = [(), (1,), (5,), (22,), (1, 2, 4, 9), (1, size + 1, size + 2)]
     cuts += [tuple(range(step, 17, step)) for step in (1, 2, 3)]
-    stripes = [Sharding.striped(size, size), *map(Sharding.from_positions, listed)]
+    turned = [[0], *([rank] for rank in range(size - 2, 0, -1)), [size - 1]]
+    stripes = [Sharding.striped(size, size).group(turned), *map(Sharding.from_positions, listed)]
     for sharding, inner, moved in product(stripes, cuts, (0, 1)):
         end = sharding.end
         bounds = [(0, *(min(p + by, end) for p in inner), end) for by in (0, moved)]
-        for causal, window in product((False, True), (None, 1, 2, 5)):
-            check(sharding, sharding, Mask(causal, window, *(bounds if inner else ())))
+        for causal, window in product((False, True), (None, 1, 5)):
+            mask = Mask(causal, window, *(bounds if inner else ()))
+            check(sharding, sharding, mask)
+            if not moved:
+                check(sharding, Sharding.contiguous(end, size), mask)
 
 
 def test_long_steps_are_longer_than_the_window_or_the_mean_document() -> None:

@@ -191,7 +191,8 @@ class _Owners:
     """Store which rank owns which positions, as runs of step 1 in ascending order.
 
     Run i covers positions first[i] to last[i], and rank owner[i] owns them. In a striped sharding
-    the owners repeat with a period. Then only two periods are stored, as runs of one position.
+    the owners repeat with a period. If the positions are more than a period, only two periods are
+    stored, as runs of one position.
     """
 
     def __init__(self, sharding: Sharding) -> None:
@@ -199,7 +200,7 @@ class _Owners:
         owned = [(s, rank) for rank, shard in enumerate(sharding.segments) for s in shard]
         self._period = period = len(owned)
         table = {s.start - self._begin: rank for s, rank in owned if s.step == period}
-        if sorted(table) == [*range(period)]:
+        if sharding.seq_len > period and sorted(table) == [*range(period)]:
             self.first = self.last = np.arange(2 * period)
             self.owner = np.array([table[place % period] for place in range(2 * period)], np.int64)
         else:
