@@ -69,24 +69,25 @@ def test_documents_over_stripes_are_seen_as_others(size: int) -> None:
     """They are counted in another way: short ones, some of more than three turns, and both."""
     listed = [
         [[*range(rank, 17, size)] for rank in range(size)],
-        [[*range(rank, 22, size)][1:] for rank in reversed(range(size))],
+        [[*range(rank + 1, 23, size)][1:] for rank in reversed(range(size))],
         [[rank, size + rank] for rank in range(size)],
         [[rank, size + rank, 60 + rank] for rank in range(size)],
         [[*range(0, 17, 2)], [*range(3, 17, 4), *range(1, 17, 4)], *[[]] * (size - 2)],
         [*[[]] * (size - 2), [0], [*range(1, 17)]],
     ]
     cuts: list[tuple[int, ...]] = [(), (1,), (5,), (22,), (1, 2, 4, 9), (1, size + 1, size + 2)]
-    cuts += [tuple(range(step, 17, step)) for step in (1, 2, 3)]
+    cuts += [*(tuple(range(by, 17, by)) for by in (1, 2, 3)), tuple(range(size + 2, 23))]
     turned = [[0], *([rank] for rank in range(size - 2, 0, -1)), [size - 1]]
     stripes = [Sharding.striped(size, size).group(turned), *map(Sharding.from_positions, listed)]
     for sharding, inner, moved in product(stripes, cuts, (0, 1)):
         end = sharding.end
+        keys = Sharding.from_positions([[*range(end - 1)], *[[]] * (size - 2), [end - 1]])
         bounds = [(0, *(min(p + by, end) for p in inner), end) for by in (0, moved)]
-        for causal, window in product((False, True), (None, 1, 5)):
+        for causal, window in product((False, True), (None, 1, 2, 5)):
             mask = Mask(causal, window, *(bounds if inner else ()))
             check(sharding, sharding, mask)
             if not moved:
-                check(sharding, Sharding.contiguous(end, size), mask)
+                check(sharding, keys, mask)
 
 
 def test_long_steps_are_longer_than_the_window_or_the_mean_document() -> None:
@@ -101,8 +102,8 @@ def test_the_work_grows_with_runs_and_not_with_pairs_of_ranks(layout: str, docum
     """A million tokens on 1024 ranks: pairs of ranks, or of documents, would take minutes."""
     length = 1 << 20
     cuts = sorted(Random(0).sample(range(length), documents))
-    mask = Mask(causal=True, documents=(0, *cuts, length) if cuts else None)
-    sharding = SHARDINGS[layout](length, 1024, 0)
+    sharding = SHARDINGS[layout](length, 1024, 5)
+    mask = Mask(causal=True, documents=(0, *cuts, sharding.end) if cuts else None)
     assert len(_Owners(sharding).owner) <= 2 * 1024
     with patch.object(_Owners, "between", autospec=True, side_effect=_Owners.between) as between:
         assert len(hops(sharding, sharding, mask)) == 1024
