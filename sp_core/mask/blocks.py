@@ -249,13 +249,15 @@ def _window_blocks(rows: range, columns: range, lo: int, hi: int) -> Iterator[Bl
 
 
 def _tile(rows: range, columns: range, lo: int, hi: int) -> Block:
-    """Return the block of the queries `rows` and all keys in `columns` that any of them sees."""
-    columns = range(max(columns.start, rows.start - hi), min(columns.stop, rows.stop - lo))
-    shift = rows.start - columns.start
-    lo, hi = max(lo - shift, -len(columns)), min(hi - shift, len(rows))
-    hidden = _triangle(len(rows) - 1 - hi) + _triangle(len(columns) - 1 + lo)
+    """Return the block of the queries `rows` and all keys in `columns` that any of them sees.
+
+    The window hides a key of `columns` before those that the first query sees.
+    """
+    columns = range(rows.start - hi, min(columns.stop, rows.stop - lo))
+    lo = max(lo - hi, -len(columns))
+    hidden = _triangle(len(rows) - 1) + _triangle(len(columns) - 1 + lo)
     pairs = len(rows) * len(columns) - hidden
-    return Block(rows.start, rows.stop, columns.start, columns.stop, "partial", pairs, (lo, hi))
+    return Block(rows.start, rows.stop, columns.start, columns.stop, "partial", pairs, (lo, 0))
 
 
 def _triangle(length: int) -> int:
