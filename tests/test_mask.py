@@ -23,7 +23,6 @@ from sp_core.mask.runs import runs
 SCRAMBLED = [17 * n % 41 for n in range(41)]
 """Positions without structure."""
 SPREAD = [*range(4), *range(12, 21)]
-"""Two ranges."""
 
 
 @st.composite

@@ -91,8 +91,7 @@ def test_documents_over_stripes_are_seen_as_others(size: int) -> None:
 
 
 def test_long_steps_are_longer_than_the_window_or_the_mean_document() -> None:
-    documents = (0, 7, 7, 32)
-    masks = [Mask(), Mask(True, 5), Mask(window=5), Mask(window=9, documents=documents)]
+    masks = [Mask(), Mask(True, 5), Mask(window=5), Mask(window=9, documents=(0, 7, 7, 32))]
     assert [_longest_step(mask) for mask in masks] == [FAR64, 5, 9, 8]
 
 
