@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
-from oracle.attention_check import Results, Shards
+from oracle.attention_check import Results, Shards, check_attention
 from oracle.strategies import AttentionProblem
 from oracle.window_cases import use_window
 
@@ -22,6 +22,7 @@ import sp_core as sp
 from sp_core.schemes import SCHEMES, problem
 from sp_core.schemes.in_place import SharedSums, is_read
 from sp_core.testing import given, run_threads, spmd
+from sp_core.transport import Window
 from sp_core.transport.shared import HostMemory, Offer, Rooms
 
 pytestmark = pytest.mark.usefixtures("short_slots", "dawdling")
@@ -61,10 +62,11 @@ class NoMessages:
         raise AssertionError(f"{what} was asked for, where ranks share memory")
 
 
-def leave_alone(comm: sp.Communicator) -> None:
+def leave_alone(comm: sp.Communicator) -> Window:
     """Turn the kit's comparison of operations off: it makes ranks wait for each other."""
     assert comm.window is not None
     comm.window._announce = lambda what: None
+    return comm.window
 
 
 def several(comm: Any, mesh: sp.Mesh, name: str, seed: int) -> list[Results]:
@@ -73,7 +75,7 @@ def several(comm: Any, mesh: sp.Mesh, name: str, seed: int) -> list[Results]:
     for turn, changes in enumerate(
         (
             dict[str, Any](),
-            {"mask": sp.Mask(causal=True)},
+            {"mask": sp.Mask(causal=True), "storage": "transposed"},
             {"layout": "contiguous", "mask": sp.Mask(window=1)},
         )
     ):
@@ -165,19 +167,17 @@ def of_k_and_v(homes: list[list[str]], alike: str) -> list[list[str]]:
         lambda some: st.lists(st.permutations(some), min_size=3, max_size=3)
     ),
     alike=st.sampled_from(("k v", "k", "v", "")),
-    training=st.booleans(),
+    needs=st.sampled_from([(False,) * 3, (True, False, False), (True,) * 3]),
 )
 def test_keys_and_values_may_live_elsewhere_on_every_rank(
-    comm: Any, name: str, homes: list[list[str]], alike: str, training: bool
+    comm: Any, name: str, homes: list[list[str]], alike: str, needs: tuple[bool, bool, bool]
 ) -> None:
     """The bits are those of plain memory. The tensors are free once the results are there.
 
     A ring copies nothing that lies in the same allocations on every rank.
     """
     with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
-        shards = Shards(
-            replace(PLAIN, needs_grad=(training,) * 3), comm.rank, comm.size, mesh.device
-        )
+        shards = Shards(replace(PLAIN, needs_grad=needs), comm.rank, comm.size, mesh.device)
         scheme = functools.partial(SCHEMES[name], comm=mesh["sp"])
         wanted, given_ = shards.results(scheme), [x.detach() for x in shards.local[1:]]
         made = {
@@ -187,9 +187,9 @@ def test_keys_and_values_may_live_elsewhere_on_every_rank(
         of_ranks = of_k_and_v(homes[: comm.size], alike)
         chosen, same = of_ranks[comm.rank], of_ranks == [of_ranks[0]] * comm.size
         reads = name == "ring" and same and {*chosen} <= {*HOMES[:3]}
-        window = mesh["sp"].window
-        assert window is not None
-        leave_alone(mesh["sp"])
+        window = leave_alone(mesh["sp"])
+        times = 1 + needs[0] + (name == "ring" and needs[1])
+        others = 2 * shards.whole[1].to(given_[0]).nbytes - 2 * given_[0].nbytes
         for turn in range(2):
             comm.Barrier()
             rooms = [
@@ -197,13 +197,18 @@ def test_keys_and_values_may_live_elsewhere_on_every_rank(
                 for home in chosen
             ]
             moved = [
-                room.to(x)[: x.numel()].view(x.shape) for room, x in zip(rooms, given_, strict=True)
+                room.to(x)[: x.numel()].view(x.shape).copy_(x)
+                for room, x in zip(rooms, given_, strict=True)
             ]
-            for x, mine in zip(given_, moved, strict=True):
-                mine.copy_(x)
-            shards.local[1:] = [mine.requires_grad_(training) for mine in moved]
-            uses = repr(window.blocks._uses)
+            shards.local[1:] = [mine.requires_grad_(needs[1]) for mine in moved]
+            counters, uses = mesh["sp"].counters, repr(window.blocks._uses)
+            counters.reset()
             found = shards.results(scheme)
+            counted = counters["ring" if name == "ring" else "all_gather"]
+            summed = needs[1] and name != "ring" and comm.size > 1
+            told = (times * (comm.size - 1), times * others, summed)
+            sums = counters["reduce_scatter"].calls > 0
+            assert (counted.messages, counted.bytes_sent, sums) == told
             assert (repr(window.blocks._uses) == uses) == (reads or comm.size == 1)
             for mine in moved:
                 mine.data.fill_(torch.nan)
@@ -225,6 +230,11 @@ def test_another_algorithm_is_respected_and_other_transports_have_messages(comm:
                 is_read(mesh["sp"], "shift"),
             ) == in_place
             assert not is_read(mesh["one"], "shift")
+            if (transport, algorithm) == ("window", "mpi"):
+                vars(mesh["sp"].window)["exchange"] = None
+                check_attention(
+                    "ring", functools.partial(sp.ring_attention, comm=mesh["sp"]), PLAIN, mesh["sp"]
+                )
 
 
 def test_no_memory_for_a_room_is_an_error_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +276,7 @@ def test_ring_attention_sends_nothing_through_the_host_beside_a_window_on_a_devi
                 vars(group.transport)["exchange"] = None
             sharding = sp.Sharding.contiguous(7 * size + 1, size)
             length, random = sharding.local_len(comm.rank), torch.Generator().manual_seed(comm.rank)
-            q, k, v = (torch.randn(2, length, 2, 4, generator=random) for _ in range(3))
+            q, k, v = (torch.randn(4, length, 2, 2, generator=random) for _ in range(3))
             leaves = [x.requires_grad_() for x in (q, k, v)]
             for window in (None, 9):
                 mask = sp.Mask(causal=True, window=window)

@@ -6,6 +6,7 @@ import copy
 import pickle
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 import sp_core as sp
 from sp_core.llama import LlamaConfig, create
 from sp_core.nn.gradients import reduce_gradients
+from sp_core.schemes.tp_sp import gather_linears
 from sp_core.testing import device, spmd
 from sp_core.testing.tolerance import unit_roundoff
 
@@ -94,6 +96,22 @@ def pairs(
     layer: torch.nn.Module, other: torch.nn.Module
 ) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
     return list(zip(layer.parameters(), other.parameters(), strict=True))
+
+
+@spmd(2)
+def test_layers_that_share_an_input_give_the_gradients_that_are_needed(comm: Any) -> None:
+    """And gather or sum only for these."""
+    shapes = [(1, 3, 4), (2, 4), (2,), (5, 4), (5,)]
+    with sp.Mesh(comm, sp=2) as mesh:
+        for needs in [*product((False, True), repeat=5)][1:]:
+            x, w, b, v, c = leaves = [
+                torch.rand(shape).requires_grad_(y) for shape, y in zip(shapes, needs, strict=True)
+            ]
+            outs = gather_linears(x, [(w, b), (v, c)], comm=mesh["sp"], lengths=(3, 3))
+            mesh["sp"].counters.reset()
+            torch.autograd.grad(torch.cat(outs, 2).sum(), [x for x in leaves if x.requires_grad])
+            calls = [mesh["sp"].counters[op].calls for op in ("reduce_scatter", "all_gather")]
+            assert calls == [3 * needs[0], 3 * (needs[1] or needs[3])]  # a token in each
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

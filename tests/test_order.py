@@ -127,7 +127,7 @@ def attention(scheme: Any, x: Tensor, comm: sp.Communicator) -> Tensor:
 
 def parallel(kind: Any, x: Tensor, comm: sp.Communicator) -> Tensor:
     sharding = sp.Sharding.contiguous(2 * comm.size, comm.size)
-    layer = kind.from_linear(torch.nn.Linear(4, 4), comm=comm, sharding=sharding)
+    layer = kind.from_linear(torch.nn.Linear(4, 4, bias=False), comm=comm, sharding=sharding)
     tokens, features = (
         (2, 4) if kind is sp.ColumnParallelLinear else (2 * comm.size, layer.weight.shape[1])
     )

@@ -6,7 +6,7 @@ import functools
 import threading
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import pytest
@@ -126,9 +126,9 @@ def check_order(log: list[tuple[str, int]], pieces: int, per_piece: int, first: 
         assert log.index(("wait", first + piece)) > end
 
 
-def attend(name: str, mesh: sp.Mesh) -> Callable[[], object]:
+def attend(name: str, mask: sp.Mask, mesh: sp.Mesh) -> Callable[[], object]:
     """Prepare attention by a scheme."""
-    shards = Shards(PLAIN, mesh.rank, mesh.size, mesh.device)
+    shards = Shards(replace(PLAIN, mask=mask), mesh.rank, mesh.size, mesh.device)
     return functools.partial(shards.run, functools.partial(SCHEMES[name], comm=mesh["sp"]))
 
 
@@ -140,11 +140,22 @@ def multiply(mesh: sp.Mesh) -> Callable[[], object]:
     return functools.partial(layer, torch.ones(1, 12, 4))
 
 
+NOTHING_SEEN = sp.Mask(documents=(0, 0, 12), kv_documents=(0, 12, 12))
 CASES: dict[
     str, tuple[Any, str, Callable[[sp.Mesh], Callable[[], object]], tuple[int, int, int]]
 ] = {
-    "ring": (problem, "attend", functools.partial(attend, "ring"), (SIZE, GROUPS, 0)),
-    "allgather_kv": (problem, "attend", functools.partial(attend, "allgather_kv"), (GROUPS, 1, 1)),
+    **{
+        f"{name} {what} {mask}": (problem, what, functools.partial(attend, name, mask), pieces)
+        for name, what, mask, pieces in (
+            ("ring", "attend", sp.Mask(), (SIZE, GROUPS, 0)),
+            ("ring", "attend", sp.Mask(window=12), (SIZE, 1, 0)),
+            ("ring", "attend", sp.Mask(documents=(0, 12)), (SIZE, 1, 0)),
+            ("ring", "merge_into", sp.Mask(), (SIZE - 1, GROUPS, 1)),
+            ("allgather_kv", "attend", sp.Mask(), (GROUPS, 1, 1)),
+            ("allgather_kv", "attend", NOTHING_SEEN, (GROUPS, 1, 1)),
+            ("allgather_kv", "merge_into", sp.Mask(), (0, 0, 1)),
+        )
+    },
     "column parallel": (torch.nn.functional, "linear", multiply, (tp_sp.CHUNKS, 1, 1)),
 }
 """What computes, what is prepared, and how many pieces and computations there are."""

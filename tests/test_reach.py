@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from itertools import product
+from random import Random
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, strategies as st
 from oracle.strategies import SHARDINGS, masks
 
 from sp_core import Mask, Sharding
-from sp_core.schemes.reach import hops, seen_blocks
+from sp_core.mask.blocks import FAR64
+from sp_core.schemes.reach import _longest_step, _Owners, hops, next_owner_distances, seen_blocks
 
 pytestmark = pytest.mark.mpi_skip
 
@@ -39,51 +42,69 @@ def defined(queries: Sharding, keys: Sharding, mask: Mask) -> list[list[bool]]:
     return [[bool(mask.allowed(q[r], k[b]).any()) for b in ranks] for r in ranks]
 
 
-@given(cases())
-def test_a_rank_sees_the_blocks_of_the_definition(case: tuple[Sharding, Sharding, Mask]) -> None:
-    expected = defined(*case)
-    assert [list(seen_blocks(*case, rank)) for rank in range(len(expected))] == expected
-
-
-def check_hops(queries: Sharding, keys: Sharding, mask: Mask) -> None:
-    """Compare with the last rank around the ring that sees a block."""
+def check(queries: Sharding, keys: Sharding, mask: Mask) -> None:
+    """Compare what is seen, and how far blocks and the tokens after own ones travel."""
     seen = defined(queries, keys, mask)
-    size = len(seen)
+    ranks = range(len(seen))
+    assert [[*seen_blocks(queries, keys, mask, rank)] for rank in ranks] == seen
     expected = [
-        max((s for s in range(size) if seen[(block + s) % size][block]), default=0)
-        for block in range(size)
+        max((s for s in ranks if seen[(block + s) % len(seen)][block]), default=0)
+        for block in ranks
     ]
-    assert list(hops(queries, keys, mask)) == expected, (queries, keys, mask)
+    assert [*hops(queries, keys, mask)] == expected, (queries, keys, mask)
+    owner = {p: rank for rank in ranks for p in queries.positions(rank).tolist()}
+    ways = {(owner[p + 1] - owner[p]) % len(seen) for p in owner if p + 1 in owner}
+    assert [*next_owner_distances(queries)] == sorted(ways - {0})
 
 
 @given(cases())
 def test_a_block_travels_to_the_last_rank_that_sees_it(
     case: tuple[Sharding, Sharding, Mask],
 ) -> None:
-    check_hops(*case)
+    check(*case)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_documents_over_stripes_are_seen_as_others(size: int) -> None:
     """They are counted in another way: short ones, some of more than three turns, and both."""
-    stripes = [Sharding.striped(17, size), Sharding.striped(17, size, 5)]
-    stripes.append(stripes[1].group([[rank] for rank in reversed(range(size))]))
-    cuts: list[tuple[int, ...]] = [(), (1,), (5,), (2, 3), (1, 2, 4, 9), (8, 16)]
-    for sharding, inner in product(stripes, cuts):
-        documents = (0, *inner, sharding.end)
+    listed = [
+        [[*range(rank, 17, size)] for rank in range(size)],
+        [[*range(rank + 1, 23, size)][1:] for rank in reversed(range(size))],
+        [[rank, size + rank] for rank in range(size)],
+        [[rank, size + rank, 60 + rank] for rank in range(size)],
+        [[*range(0, 17, 2)], [*range(3, 17, 4), *range(1, 17, 4)], *[[]] * (size - 2)],
+        [*[[]] * (size - 2), [0], [*range(1, 17)]],
+    ]
+    cuts: list[tuple[int, ...]] = [(), (1,), (5,), (22,), (1, 2, 4, 9), (1, size + 1, size + 2)]
+    cuts += [*(tuple(range(by, 17, by)) for by in (1, 2, 3)), tuple(range(size + 2, 23))]
+    turned = [[0], *([rank] for rank in range(size - 2, 0, -1)), [size - 1]]
+    stripes = [Sharding.striped(size, size).group(turned), *map(Sharding.from_positions, listed)]
+    for sharding, inner, moved in product(stripes, cuts, (0, 1)):
+        end = sharding.end
+        keys = Sharding.from_positions([[*range(end - 1)], *[[]] * (size - 2), [end - 1]])
+        bounds = [(0, *(min(p + by, end) for p in inner), end) for by in (0, moved)]
         for causal, window in product((False, True), (None, 1, 2, 5)):
-            check_hops(sharding, sharding, Mask(causal, window, documents))
+            mask = Mask(causal, window, *(bounds if inner else ()))
+            check(sharding, sharding, mask)
+            if not moved:
+                check(sharding, keys, mask)
 
 
-@pytest.mark.parametrize("documents", [None, 2000])
+def test_long_steps_are_longer_than_the_window_or_the_mean_document() -> None:
+    masks = [Mask(), Mask(True, 5), Mask(window=5), Mask(window=9, documents=(0, 7, 7, 32))]
+    assert [_longest_step(mask) for mask in masks] == [FAR64, 5, 9, 8]
+
+
+@pytest.mark.parametrize("documents", [0, 10_000])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-def test_the_work_grows_with_runs_and_not_with_pairs_of_ranks(
-    layout: str, documents: int | None
-) -> None:
+def test_the_work_grows_with_runs_and_not_with_pairs_of_ranks(layout: str, documents: int) -> None:
     """A million tokens on 1024 ranks: pairs of ranks, or of documents, would take minutes."""
     length = 1 << 20
-    bounds = documents and tuple(range(0, length, length // documents))
-    mask = Mask(causal=True, documents=(*bounds, length) if bounds else None)
-    sharding = SHARDINGS[layout](length, 1024, 0)
-    assert len(hops(sharding, sharding, mask)) == 1024
-    assert seen_blocks(sharding, sharding, mask, 0)[0]
+    cuts = sorted(Random(0).sample(range(length), documents))
+    sharding = SHARDINGS[layout](length, 1024, 5)
+    mask = Mask(causal=True, documents=(0, *cuts, sharding.end) if cuts else None)
+    assert len(_Owners(sharding).owner) <= 2 * 1024
+    with patch.object(_Owners, "between", autospec=True, side_effect=_Owners.between) as between:
+        assert len(hops(sharding, sharding, mask)) == 1024
+        assert seen_blocks(sharding, sharding, mask, 0)[0]
+    assert all(len(call.args[1]) <= 16 * 1024 for call in between.call_args_list)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,8 +16,8 @@ from oracle.strategies import AttentionProblem, attention_problems
 
 import sp_core as sp
 from sp_core.schemes import SCHEMES
-from sp_core.schemes.heads import split_heads
-from sp_core.testing import device, given
+from sp_core.schemes.heads import head_groups, parts_of, split_heads
+from sp_core.testing import device, given, spmd
 
 pytestmark = [pytest.mark.explore, pytest.mark.usefixtures("short_slots")]
 EVERY_SCHEME = pytest.mark.parametrize("name", sorted(SCHEMES))
@@ -66,12 +68,46 @@ def test_the_same_call_gives_the_same_bits_again_and_on_every_replica(
         (9, 3, ((0,), (1,), (1, 2), (2,))),
         (10, 2, ((0,), (0, 1, 1), (1,))),
         (4, 4, ((0, 1), (2, 3))),
+        (0, 0, ((), ())),
+        (6, 3, ((0, 1), (2,))),
     ],
 )
 def test_a_rank_receives_a_head_once_unless_it_reads_heads_unequally_often(
     heads: int, kv_heads: int, received: tuple[tuple[int, ...], ...]
 ) -> None:
     assert split_heads(heads, kv_heads, len(received))[1] == received
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("kv_heads", "most"), [(0, 1), (1, 1), (3, 3), (4, 4), (9, 4)])
+def test_groups_hold_each_head_once_beside_the_head_that_it_reads(
+    size: int, kv_heads: int, most: int
+) -> None:
+    groups = head_groups(
+        2 * kv_heads, kv_heads, cast("sp.Communicator", SimpleNamespace(size=size))
+    )
+    read = [[*range(2 * kv_heads)[heads]] for heads, _ in groups]
+    assert ([*chain(*read)], len(groups)) == ([*range(2 * kv_heads)], most if size > 1 else 1)
+    assert read == [
+        [2 * kv + own for kv in range(kv_heads)[own_kv] for own in (0, 1)] for _, own_kv in groups
+    ]
+
+
+@spmd(2)
+def test_ulysses_exchanges_what_is_asked_for_at_once(comm: Any) -> None:
+    with sp.Mesh(comm, sp=2) as mesh:
+        whole, part = sp.Sharding.contiguous(4, 2), sp.Sharding.contiguous(6, 2)
+        for keys, return_lse, calls in ((whole, False, 2), (whole, True, 3), (part, False, 3)):
+            mesh["sp"].counters.reset()
+            q, kv = torch.ones(1, 2, 2, 4), torch.ones(1, keys.seq_len // 2, 2, 4)
+            on(mesh, "ulysses")(q, kv, kv, sharding=whole, kv_sharding=keys, return_lse=return_lse)
+            assert mesh["sp"].counters["all_to_all"].calls == calls
+
+
+def test_heads_are_taken_in_their_order_in_the_fewest_ranges() -> None:
+    for heads, ranges in (((), 0), ((3,), 1), ((0, 1, 2), 1), ((1, 1, 2), 2), ((0, 2, 3, 5), 3)):
+        parts = parts_of(7, heads)
+        assert ([head for _, part in parts for head in part], len(parts)) == ([*heads], ranges)
 
 
 @EVERY_SCHEME

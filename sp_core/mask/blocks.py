@@ -156,7 +156,10 @@ def _halved(rows: range, columns: range, q: Tensor, kv: Tensor, mask: Mask) -> I
     if least <= low and high <= greatest and mask.documents is None:
         yield _full(rows, columns)
     elif max(len(rows), len(columns)) <= CHUNK:
-        yield from _counted(rows, columns, mask.allowed(q, kv))
+        pairs = int(mask.allowed(q, kv).sum())
+        kind: Kind = "full" if pairs == len(rows) * len(columns) else "partial"
+        if pairs:
+            yield Block(rows.start, rows.stop, columns.start, columns.stop, kind, pairs)
     elif low <= greatest and high >= least:
         for i in _halves(len(rows)):
             for j in _halves(len(columns)):
@@ -189,7 +192,7 @@ def count_visible(mask: Mask, queries: range, keys: range) -> Tensor:
     q = position_tensor(queries)
     least, greatest = limits(mask, FAR64)
     low, high = (q - greatest).clamp(min=keys.start), (q - least).clamp(max=keys.stop - 1)
-    if mask.documents is not None and mask.key_documents is not None:
+    if mask.documents is not None:
         document, bounds = document_of(q, mask.documents), torch.tensor(mask.key_documents)
         low = low.maximum(bounds[document])
         high = high.minimum(bounds[document + 1] - 1)
@@ -230,9 +233,7 @@ def _causal_blocks(rows: range, columns: range, lo: int) -> Iterator[Block]:
     size = columns.stop - corner
     if corner > columns.start:
         yield _full(rows[:size], range(columns.start, corner))
-    yield Block(
-        rows.start, rows.start + size, corner, columns.stop, "causal", size * (size + 1) // 2
-    )
+    yield Block(rows.start, rows.start + size, corner, columns.stop, "causal", _triangle(size))
     if size < len(rows):
         yield _full(rows[size:], columns)
 
@@ -244,44 +245,28 @@ def _window_blocks(rows: range, columns: range, lo: int, hi: int) -> Iterator[Bl
     diagonal follow.
     """
     uncut = min(max(hi + columns.start + 1, rows.start), rows.stop) - rows.start
-    if uncut:
-        yield from _band_blocks(rows[:uncut], columns, lo, hi)
+    yield from _band_blocks(rows[:uncut], columns, lo, hi)
     height = min(max((hi - lo + 1) // 8, TILE[0]), TILE[1])
     height += -(height + hi - lo) % ALIGNED
     for start in range(uncut, len(rows), height):
-        yield from _tile(rows[start : start + height], columns, lo, hi)
+        yield _tile(rows[start : start + height], columns, lo, hi)
 
 
-def _tile(rows: range, columns: range, lo: int, hi: int) -> Iterator[Block]:
-    """Yield the block of the queries `rows` and all keys in `columns` that any of them sees."""
-    columns = range(max(columns.start, rows.start - hi), min(columns.stop, rows.stop - lo))
-    shift = rows.start - columns.start
-    band = (max(lo - shift, -len(columns)), min(hi - shift, len(rows)))
-    pairs = _band_pairs(len(rows), len(columns), *band)
-    if pairs == len(rows) * len(columns):
-        yield _full(rows, columns)
-    else:
-        yield Block(rows.start, rows.stop, columns.start, columns.stop, "partial", pairs, band)
+def _tile(rows: range, columns: range, lo: int, hi: int) -> Block:
+    """Return the block of the queries `rows` and all keys in `columns` that any of them sees.
 
-
-def _band_pairs(rows: int, columns: int, lo: int, hi: int) -> int:
-    """Count the pairs 0 <= i < rows, 0 <= j < columns with lo <= i - j <= hi."""
-    return _below(rows, columns, hi) - _below(rows, columns, lo - 1)
-
-
-def _below(rows: int, columns: int, limit: int) -> int:
-    """Count the pairs 0 <= i < rows, 0 <= j < columns with i - j <= limit.
-
-    In column j these are the rows i from 0 to limit + j.
+    The window hides a key of `columns` before those that the first query sees.
     """
-    first = max(0, -limit)  # the first column that has such a row
-    whole = min(columns, max(first, rows - limit - 1))  # from here on every row counts
-    ramp = whole - first
-    return (
-        ramp * (limit + 1 + first)
-        + ramp * (ramp - 1) // 2
-        + max(0, columns - max(whole, first)) * rows
-    )
+    columns = range(rows.start - hi, min(columns.stop, rows.stop - lo))
+    lo = max(lo - hi, -len(columns))
+    hidden = _triangle(len(rows) - 1) + _triangle(len(columns) - 1 + lo)
+    pairs = len(rows) * len(columns) - hidden
+    return Block(rows.start, rows.stop, columns.start, columns.stop, "partial", pairs, (lo, 0))
+
+
+def _triangle(length: int) -> int:
+    """Return 1 + 2 + ... + length; 0 if the length is negative."""
+    return max(length, 0) * (length + 1) // 2
 
 
 def _full(rows: range, columns: range) -> Block:
@@ -291,26 +276,14 @@ def _full(rows: range, columns: range) -> Block:
     )
 
 
-def _counted(rows: range, columns: range, visible: Tensor) -> Iterator[Block]:
-    """Yield the block of `rows` and `columns`, full or partial; nothing if no pair is visible.
-
-    `visible` is bool (rows, columns).
-    """
-    pairs = int(visible.sum())
-    if pairs == len(rows) * len(columns):
-        yield _full(rows, columns)
-    elif pairs:
-        yield Block(rows.start, rows.stop, columns.start, columns.stop, "partial", pairs)
-
-
 def _joined(blocks: Iterable[Block]) -> list[Block]:
     """Join adjacent full blocks, first along the keys, then along the queries."""
     found = list(blocks)
     full = sorted(block for block in found if block.kind == "full")
-    wide = _join(full, lambda a, b: a[:2] == b[:2] and a.kv_stop == b.kv_start)
+    wide = _join(full, lambda a, b: a.queries == b.queries and a.kv_stop == b.kv_start)
     tall = _join(
-        sorted(wide, key=lambda b: (b[2:4], b[:2])),
-        lambda a, b: a[2:4] == b[2:4] and a.q_stop == b.q_start,
+        sorted(wide, key=lambda b: (b.kv_start, b.q_start)),
+        lambda a, b: a.keys == b.keys and a.q_stop == b.q_start,
     )
     return tall + [block for block in found if block.kind != "full"]
 

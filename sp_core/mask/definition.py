@@ -71,7 +71,7 @@ class Mask:
     @property
     def key_documents(self) -> tuple[int, ...] | None:
         """Return the boundaries of the keys' documents: kv_documents if given, else documents."""
-        return self.documents if self.kv_documents is None else self.kv_documents
+        return self.kv_documents or self.documents
 
     def difference_range(self) -> tuple[int | None, int | None]:
         """Return the least and greatest q - k that causal and window allow; None: no limit."""
@@ -103,11 +103,10 @@ class Mask:
             visible &= difference >= least
         if greatest is not None:
             visible &= difference <= greatest
-        if self.documents is not None and self.key_documents is not None:
-            visible &= (
-                document_of(q, self.documents)[:, None]
-                == document_of(k, self.key_documents)[None, :]
-            )
+        if self.documents is not None:
+            of_q = document_of(q, self.documents)
+            of_k = document_of(k, self.kv_documents or self.documents)
+            visible &= of_q[:, None] == of_k[None, :]
         return visible
 
     def check_lengths(self, seq_len: int, kv_seq_len: int | None = None) -> None:
@@ -149,7 +148,7 @@ def position_tensor(positions: Positions, device: torch.device | str | None = No
         TypeError: positions that are not integers.
     """
     if isinstance(positions, range):
-        tensor = torch.arange(positions.start, positions.stop, positions.step, device=device)
+        tensor = positions.start + positions.step * torch.arange(len(positions), device=device)
     elif isinstance(positions, Tensor):
         kind = positions.dtype
         if kind.is_floating_point or kind.is_complex or kind == torch.bool:
@@ -157,7 +156,7 @@ def position_tensor(positions: Positions, device: torch.device | str | None = No
                 f"positions have dtype {positions.dtype}, needed an integer dtype; pass global "
                 f"token positions"
             )
-        tensor = positions.to(device=device or positions.device, dtype=torch.int64)
+        tensor = positions.to(device=device, dtype=torch.int64)
     else:
         tensor = torch.tensor([*map(index, positions)], dtype=torch.int64, device=device)
     if tensor.dim() != 1:
@@ -213,7 +212,7 @@ def _window(window: int | None) -> int | None:
             f"window is {window}, needed at least 1, because a query counts itself; use None for "
             f"no window"
         )
-    return None if window is None else int(window)
+    return window and int(window)
 
 
 def _boundaries(name: str, values: Sequence[int] | Tensor | None) -> tuple[int, ...] | None:

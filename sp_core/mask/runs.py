@@ -7,7 +7,6 @@ usually has a few runs. An index is the place of a token in its shard, from 0 on
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -57,10 +56,10 @@ def _greedy(values: Tensor) -> Iterator[range]:
     steps, counts = torch.unique_consecutive(values.diff(), return_counts=True)
     first = 0  # index of the first token that is in no run yet
     stop = 0  # index of the last token of the current stretch
-    stretches = [*zip(steps.tolist(), counts.tolist(), strict=True), (0, 0)]
-    for (step, count), (next_step, next_count) in pairwise(stretches):
+    longer = ((steps >= 1) & (counts > 1)).tolist()
+    follows = [*longer, False][1:]
+    for step, count, longer_follows in zip(steps.tolist(), counts.tolist(), follows, strict=True):
         stop += count
-        longer_follows = next_step >= 1 and next_count > 1
         if step < 1 or (stop - first == 1 and longer_follows):
             yield from _single(values[first:stop])
             first = stop

@@ -10,7 +10,6 @@ Shapes: B batch, S sequence, H heads, K key/value heads, D head dim, P ranks.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Unpack
 
@@ -160,7 +159,8 @@ def _gradients(
     if with_kv:
         dk, dv = (joined(x, 2) for x in zip(*_reduced(gradients(), problem), strict=True))
         return joined(dqs, 1), dk, dv
-    deque(gradients(), maxlen=0)  # only dqs is wanted
+    for _ in gradients():  # only dqs is wanted
+        pass
     return joined(dqs, 1), k, v
 
 

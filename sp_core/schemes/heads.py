@@ -116,12 +116,12 @@ class _SideBySide(torch.autograd.Function):
         )
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        pieces = grads[0].split([len(heads) for _, heads in ctx.parts], 2)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        pieces = grad.split([len(heads) for _, heads in ctx.parts], 2)
         found: list[list[tuple[range, Tensor]]] = [[] for _ in ctx.heads]
         for (i, heads), piece in zip(ctx.parts, pieces, strict=True):
             found[i].append((heads, piece))
-        empty = grads[0][:, :, :0]
+        empty = grad[:, :, :0]
         wanted = zip(found, ctx.heads, ctx.needs_input_grad[1:], strict=True)
         return None, *(
             _summed(own, number, empty) if needed else None for own, number, needed in wanted

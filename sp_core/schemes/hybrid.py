@@ -127,6 +127,13 @@ def _product(
         ShapeError: wrong axes or `ulysses`, or a `comm` that is not `mesh[axes]`.
     """
     check_type("mesh", mesh, Mesh, "Pass the mesh itself, which has both axes.")
+
+    def refuse() -> str:
+        raise ShapeError(
+            f"{axes=}, {ulysses=} and {comm=} were given for a mesh with {mesh.axes}. Name two axes"
+            " of the mesh, and one of them as ulysses; comm is mesh[axes], or is left out."
+        )
+
     names = list(axes) if isinstance(axes, Sequence) else []
     fits = (
         len(names) == 2
@@ -137,19 +144,11 @@ def _product(
     if not fits and len(mesh.axes) > 2:
         for pair in combinations(mesh.axes, 2):
             mesh[pair].decline(f"{axes=}, {ulysses=}")
-        _refuse(mesh, axes, ulysses, comm)
+        refuse()
     product = mesh[axes] if fits else mesh[tuple(mesh.axes)]
     if not fits or (comm is not None and comm is not product):
-        product.agree_on(partial(_refuse, mesh, axes, ulysses, comm))
+        product.agree_on(refuse)
     return product
-
-
-def _refuse(mesh: Mesh, axes: tuple[str, str], ulysses: str, comm: Communicator | None) -> str:
-    """Raise ShapeError about the arguments. Never return."""
-    raise ShapeError(
-        f"axes={axes!r}, ulysses={ulysses!r} and {comm=} were given for a mesh with {mesh.axes}. "
-        "Name two axes of the mesh, and one of them as ulysses; comm is mesh[axes], or is left out."
-    )
 
 
 def groups_of(slow: int, fast: int, *, ulysses_fastest: bool) -> list[list[int]]:

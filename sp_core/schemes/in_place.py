@@ -52,7 +52,7 @@ def is_read(comm: Communicator, op: str) -> bool:
     return comm.size > 1 and has_rooms and may_share(comm, op)
 
 
-def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int, Block | None]]:
+def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int, Block]]:
     """Yield each rank's keys and values in the order of the ring, own first, without a message.
 
     Such a block is valid until the next one is asked for. All ranks iterate to the end: they wait
@@ -60,22 +60,19 @@ def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int
     (`Problem.resident`), they wait once more after the last.
 
     Yields:
-        (step, rank that owns the block, (k, v) of (B, S_block, K, D) each). None stands for (k, v)
-        if no query of this rank sees the block.
+        (step, rank that owns the block, (k, v) of (B, S_block, K, D) each).
     """
     comm = problem.comm
     blocks, written = (
         _resident(k, v, problem) if problem.resident else _written(k.detach(), v.detach(), problem)
     )
-    for step in range(max(problem.hops) + 1):
-        block = (comm.rank - step) % comm.size
-        if step == 1:
-            comm.wait(written, "ring")
-        seen = problem.sees(block)
-        if seen and step:
-            _count(comm, "ring", blocks[block])
-        yield step, block, blocks[block] if seen else None
+    yield 0, comm.rank, blocks[comm.rank]
     comm.wait(written, "ring")
+    for step in range(1, max(problem.hops) + 1):
+        block = (comm.rank - step) % comm.size
+        if problem.sees(block):
+            _count(comm, "ring", blocks[block])
+        yield step, block, blocks[block]
     if problem.resident:
         comm.fence()  # then all ranks have read k and v, and the caller may change them
 

@@ -43,6 +43,9 @@ from sp_core.sharding import Sharding, check_sharding
 Part = tuple[slice, slice]
 """(queries, keys): a range of this rank's queries and a range of a block's keys, as indices."""
 
+Block = tuple[Tensor, Tensor]
+"""Keys and values, or the gradients of keys and values: a pair of (B, S_block, K, D) tensors."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -95,11 +98,11 @@ class Problem:
         """Return a range of this rank's queries and one of keys that contain all visible pairs.
 
         `kv_positions` are the keys' global positions, int64 (S_block,). Without any visible pair
-        both ranges are empty.
+        both ranges are whole.
         """
         planned = plan_blocks(self.sharding.positions(self.comm.rank), kv_positions, self.mask)
         if not planned:
-            return slice(0), slice(0)
+            return slice(None), slice(None)
         q_start, q_stop, kv_start, kv_stop, *_ = zip(*planned, strict=True)
         return slice(min(q_start), max(q_stop)), slice(min(kv_start), max(kv_stop))
 
@@ -159,10 +162,10 @@ def agree(
         check_qkv(q, k, v)
         _check_lengths(q, k, problem)
         problem = replace(problem, logits=Logits.of(q, softmax_scale=softmax_scale, **terms))
-        return _home(k, v, comm)
+        return _home((k, v), comm)
 
     homes = comm.agree_on(lambda: _signature(name, (q, k, v), problem, return_lse), check)
-    return replace(problem, resident=homes[0] >= 0 and len(set(homes)) == 1)
+    return replace(problem, resident=min(homes) == max(homes) >= 0)
 
 
 def _signature(
@@ -187,16 +190,16 @@ def _signature(
     )
 
 
-def _home(k: Tensor, v: Tensor, comm: Communicator) -> int:
+def _home(kv: Block, comm: Communicator) -> int:
     """Return a number >= 0 that identifies the shared-memory allocations of k and of v.
 
-    Return -1 if k or v is not at the start of such memory. Ranks number their allocations alike, so
-    equal numbers mean tensors of the same calls of `shared_empty`.
+    Return a number < 0 if k or v is not at the start of such memory. Ranks number their allocations
+    alike, so equal numbers mean tensors of the same calls of `shared_empty`.
     """
-    if comm.window is None or not (k.is_contiguous() and v.is_contiguous()):
+    if comm.window is None or not all(x.is_contiguous() for x in kv):
         return -1
-    numbers = [comm.window.number(x.view(-1)) for x in (k, v)]
-    return -1 if -1 in numbers else numbers[0] << 31 | numbers[1]
+    of_k, of_v = (comm.window.number(x.view(-1)) for x in kv)
+    return of_k << 31 | of_v
 
 
 def _check_lengths(q: Tensor, k: Tensor, problem: Problem) -> None:
@@ -214,10 +217,6 @@ def _check_lengths(q: Tensor, k: Tensor, problem: Problem) -> None:
                 "sharding.shard(x, rank, dim=1) of x (batch, tokens, heads, head_dim)."
             )
     problem.mask.check_lengths(problem.sharding.end, problem.kv_sharding.end)
-
-
-Block = tuple[Tensor, Tensor]
-"""Keys and values, or the gradients of keys and values: a pair of (B, S_block, K, D) tensors."""
 
 
 class Visit(NamedTuple):
@@ -312,8 +311,8 @@ class _Blockwise(torch.autograd.Function):
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         upstream = (grad_out.transpose(1, 2), q.transpose(1, 2), out.transpose(1, 2), lse, grad_lse)
         groups = head_groups(q.shape[2], k.shape[2], ctx.problem.comm)
-        with_kv = any(ctx.needs_input_grad[1:3])
-        dq, dk, dv = ctx.scheme.gradients(upstream, k, v, ctx.problem, groups, with_kv)
+        _, of_k, of_v, *_ = ctx.needs_input_grad
+        dq, dk, dv = ctx.scheme.gradients(upstream, k, v, ctx.problem, groups, of_k or of_v)
         do, _, o, *_ = upstream
         dsinks = sinks_gradient(do, o, lse, grad_lse, sinks)
         return dq.transpose(1, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None
@@ -344,7 +343,7 @@ def _attend(
                 del given, part
                 poll()
         del visit
-    outs, lses = zip(*(results or {0: _nothing(q, dtype)}).values(), strict=True)
+    outs, lses = zip(*(results.values() or [_nothing(q, dtype)]), strict=True)
     return joined([out.transpose(1, 2) for out in outs], 2), joined(lses, 1)
 
 

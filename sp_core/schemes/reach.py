@@ -81,7 +81,7 @@ def seen_blocks(
     begin, end = blocks.between(low, high)
     covered = np.zeros(len(blocks.owner) + 1, np.int64)
     np.add.at(covered, begin, 1)
-    np.add.at(covered, np.maximum(begin, end), -1)
+    np.add.at(covered, end, -1)
     seen = np.zeros(sharding.size, bool)
     seen[blocks.owner[covered[:-1].cumsum() > 0]] = True
     return tuple(seen.tolist())
@@ -104,12 +104,12 @@ def _longest_step(mask: Mask) -> int:
     """Return the greatest step with which `_runs` keeps a range of positions as one run.
 
     A run whose step is at most the window's width sees a single interval in each document. A run
-    whose step is at most the mean length of a document is cut at documents into few pieces. The
-    smaller of both lengths is returned.
+    whose step is at most about the mean length of a document is cut at documents into few pieces.
+    The smaller of both lengths is returned.
     """
     least, greatest = limits(mask, FAR64)
-    bounds = mask.documents or (0, FAR64)
-    return min(greatest - least + 1, max(bounds[-1] // max(len(bounds) - 1, 1), 1))
+    bounds = mask.documents or (FAR64,)
+    return min(greatest - least + 1, bounds[-1] // len(bounds))
 
 
 def _runs(shards: Sequence[Sequence[Segment]], longest_step: int) -> Ints:
@@ -123,12 +123,12 @@ def _runs(shards: Sequence[Sequence[Segment]], longest_step: int) -> Ints:
     """
     owned = [(s, rank) for rank, shard in enumerate(shards) for s in shard if len(s)]
     whole = [(s[0], s[-1], s.step, rank) for s, rank in owned if s.step <= longest_step]
-    rows = [np.array(whole, np.int64).reshape(-1, 4)]
+    rows = [np.array(whole, np.int64).reshape(len(whole), 4)]
     for segment, rank in owned:
         if segment.step > longest_step:
             positions = np.arange(segment.start, segment.stop, segment.step)
-            ones = np.ones_like(positions)
-            rows.append(np.stack([positions, positions, ones, rank * ones], axis=1))
+            ones, owner = np.ones_like(positions), np.full_like(positions, rank)
+            rows.append(np.stack([positions, positions, ones, owner], axis=1))
     return np.concatenate(rows)
 
 
@@ -153,7 +153,7 @@ def _visible(
         For each piece: the first and last position that the piece sees, and the run's rank.
     """
     first, last, step, rank = runs.T
-    if documents is None or others is None:
+    if documents is None:
         return first + least, last + greatest, rank
     bounds, far = np.array(documents), np.array(others)
     document = np.searchsorted(bounds, first, "right") - 1
@@ -161,13 +161,10 @@ def _visible(
     first, last, step, rank = np.repeat(runs, count, axis=0).T
     inside = np.arange(len(rank)) - np.repeat(count.cumsum() - count, count)
     document = np.repeat(document, count) + inside
-    late, early = (
-        np.maximum(bounds[document] - first, 0),
-        np.maximum(last - bounds[document + 1] + 1, 0),
-    )
+    late, early = (bounds[document] - first).clip(0), (last - bounds[document + 1] + 1).clip(0)
     first, last = first - (-late // step) * step, last + (-early // step) * step
-    low = np.maximum(first + least, far[document])
-    high = np.minimum(last + greatest, far[document + 1] - 1)
+    low = (first + least).clip(far[document])
+    high = (last + greatest).clip(max=far[document + 1] - 1)
     kept = first <= last
     return low[kept], high[kept], rank[kept]
 
@@ -187,27 +184,23 @@ def _widest(begin: Ints, end: Ints, block: Ints, places: int) -> tuple[Ints, Int
     key, end = (block * places + begin)[met], end[met]
     order = key.argsort(kind="stable")
     key, starts = np.unique(key[order], return_index=True)
-    longest = np.maximum.reduceat(end[order], starts) if len(starts) else end
-    return key % places, longest, key // places
+    return key % places, np.maximum.reduceat(end[order], starts), key // places
 
 
 class _Owners:
     """Store which rank owns which positions, as runs of step 1 in ascending order.
 
     Run i covers positions first[i] to last[i], and rank owner[i] owns them. In a striped sharding
-    the owners repeat with a period. Then only two periods are stored, as runs of one position.
+    the owners repeat with a period. If the positions are more than a period, only two periods are
+    stored, as runs of one position.
     """
 
     def __init__(self, sharding: Sharding) -> None:
-        segments = {
-            s: rank for rank, owned in enumerate(sharding.segments) for s in owned if len(s)
-        }
-        self._begin = begin = min((s.start for s in segments), default=0)
-        self._end = max((s[-1] for s in segments), default=-1)
-        self._period = period = len(segments)
-        table = {s.start - begin: rank for s, rank in segments.items() if s.step == period > 1}
-        complete = all(s[-1] + period > self._end for s in segments)
-        if complete and sorted(table) == [*range(period)]:
+        self._begin, self._end = sharding.end - sharding.seq_len, sharding.end - 1
+        owned = [(s, rank) for rank, shard in enumerate(sharding.segments) for s in shard]
+        self._period = period = len(owned)
+        table = {s.start - self._begin: rank for s, rank in owned if s.step == period}
+        if sharding.seq_len > period and sorted(table) == [*range(period)]:
             self.first = self.last = np.arange(2 * period)
             self.owner = np.array([table[place % period] for place in range(2 * period)], np.int64)
         else:
@@ -237,32 +230,30 @@ class _Owners:
             least, greatest: limits of (query position) - (key position).
         """
         period, begin = self._period, self._begin
-        bounds = np.clip(np.array(mask.documents), begin, self._end + 1) - begin
+        bounds = (np.array(mask.documents) - begin).clip(0)
         length = np.diff(bounds)
         longest = np.zeros(period, np.int64)
-        np.maximum.at(longest, bounds[:-1] % period, np.minimum(length, 2 * period))
+        np.maximum.at(longest, bounds[:-1] % period, length.clip(max=2 * period))
         reach = np.tile(longest, 3) + np.arange(-2 * period, period)
         covered = np.maximum.accumulate(reach)[2 * period - 1 : -1]
         start = np.flatnonzero(reach[2 * period :] > covered)
         size = longest[start]
         first, last = np.repeat(start, size), np.repeat(start + size - 1, size)
         key = first + np.arange(len(first)) - np.repeat(size.cumsum() - size, size)
-        low, high = np.maximum(key + least, first), np.minimum(key + greatest, last)
-        self._end = FAR64  # arcs may be longer than the sequence
+        low, high = (key + least).clip(first), (key + greatest).clip(max=last)
         return low + begin, high + begin, self.owner[key % period]
 
     def between(self, low: Ints, high: Ints) -> tuple[Ints, Ints]:
         """Return arrays (begin, end): owner[begin[i]:end[i]] own positions low[i] to high[i].
 
-        begin[i] >= end[i] if no rank owns any of these positions.
+        begin[i] == end[i] if no rank owns any of these positions.
         """
-        low, high = np.maximum(low, self._begin), np.minimum(high, self._end)
         if self._period:
-            place = (low - self._begin) % self._period
-            high = np.where(low > high, -1, place + np.minimum(high - low, self._period - 1))
-            low = place
-        high = np.where(low > high, -1, high)
-        return np.searchsorted(self.last, low), np.searchsorted(self.first, high, "right")
+            low, high = low.clip(self._begin), high.clip(max=self._end)
+            turns = (low - self._begin) // self._period * self._period + self._begin
+            low, high = low - turns, high - turns
+        begin, end = np.searchsorted(self.last, low), np.searchsorted(self.first, high, "right")
+        return begin, np.where(low <= high, end, begin)
 
 
 class _Wavelet:

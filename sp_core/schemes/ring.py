@@ -125,7 +125,7 @@ def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int
 
     Yields:
         (step, rank that owns the block, (k, v) of (B, S_block, K, D) each). None stands for (k, v)
-        if this rank does not receive the block, or in shared memory sees none of its keys.
+        if this rank does not receive the block.
     """
     if in_place.is_read(problem.comm, "shift"):
         return in_place.circulate(k, v, problem)

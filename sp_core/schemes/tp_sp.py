@@ -42,8 +42,6 @@ Chunk = tuple[tuple[range, ...], tuple[int, ...]]
 class Tokens:
     """Divide the tokens of all ranks into chunks. Iterating yields each `Chunk` that has tokens.
 
-    There is at least one chunk, which is empty if no rank has tokens.
-
     Args:
         comm: the ranks.
         lengths: for each rank its number of tokens.
@@ -58,7 +56,7 @@ class Tokens:
         cuts = [split_ranges(length, self.chunks) for length in self.lengths]
         for number in range(self.chunks):
             ranges = tuple(cut[number] for cut in cuts)
-            if number == 0 or any(ranges):
+            if any(ranges):
                 yield ranges, tuple(map(len, ranges))
 
     def own(self, x: Tensor, chunk: Chunk) -> Tensor:
@@ -204,12 +202,12 @@ class _LinearScatter(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, saved: Saved, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, saved: Saved, grad: Tensor) -> tuple[Tensor | None, ...]:
         ctx.agree("the backward of linear_scatter")
         y, weight = saved
         tokens = ctx.tokens
         dy, dw = torch.empty_like(y), _zeros(weight)
-        for chunk, gathered in _gathered(grads[0], tokens):
+        for chunk, gathered in _gathered(grad, tokens):
             tokens.put(dy, chunk, gathered @ weight)
             _add(dw, gathered, tokens.take(y, chunk))
         return dy, dw.to(weight.dtype), None
@@ -241,7 +239,7 @@ def _scattered(products: Sequence[tuple[Tensor, Tensor]], tokens: Tokens, featur
     Returns:
         (B, S/P, features) of the sum of all products of all ranks.
     """
-    first = products[0][0]
+    (first, _), *_ = products
     out = first.new_empty(first.shape[0], tokens.lengths[tokens.comm.rank], features)
     chunks = list(tokens)
     calls = (

@@ -78,6 +78,14 @@ EVERYWHERE: Table = {
             "13",
             scheme(mask=sp.Mask(documents=(0, 5, 13))),
         ),
+        **{
+            f"attention with {wrong}": (TypeError, text, scheme(sp.ulysses_attention, **wrong))
+            for text, wrong in (
+                ("return_lse='no'", {"return_lse": "no"}),
+                ("inner=3", {"inner": 3}),
+                ("a Mask is needed", {"mask": True}),
+            )
+        },
         "a K/V sharding of another type": (
             TypeError,
             "kv_sharding='even' was given",

@@ -124,11 +124,13 @@ ROWS: list[Row] = [
             (TypeError, "window=True", {"window": True}),
             (TypeError, "needed", {"documents": (0, 1.5)}),
             (TypeError, "needed", {"documents": (False, 4)}),
+            (TypeError, "needed", {"documents": torch.tensor([False, True])}),
             (sp.ShapeError, "needed boundaries", {"documents": ()}),
             (sp.ShapeError, "needed boundaries", {"documents": (1, 4)}),
             (sp.ShapeError, "needed boundaries", {"documents": (0, 5, 4)}),
             (sp.ShapeError, "same number", {"kv_documents": (0,)}),
-            (sp.ShapeError, "same number", {"documents": (0, 2, 4), "kv_documents": (0, 4)}),
+            (TypeError, "causal=1", {"causal": 1}),
+            (sp.ShapeError, "2 doc.* 1 kv_doc", {"documents": (0, 2, 4), "kv_documents": (0, 4)}),
         )
     ),
     (
