@@ -178,6 +178,8 @@ def test_a_feed_forward_holds_the_features_of_one_chunk(comm: Any) -> None:
         group, one = mesh["tp"], ffn // comm.size
         heads, kind = (comm.size, comm.size), torch.float32
         split = ParallelBlock(hidden, ffn, heads, 1, 1e-6, comm=group, dtype=kind, tp_sp=False)
+        for weight in split.parameters():  # which are uninitialised
+            torch.nn.init.ones_(weight)
         layers: list[tuple[int, Any]] = [
             (ffn, sp.FeedForward(hidden, ffn, comm=group, gated=True, chunk=chunk)),
             (one, lambda x: split(x, lambda q: q, lambda q, k, v: q, None, chunk)),

@@ -79,7 +79,7 @@ def next_token_labels(
         met = sent if distance == 0 else shift(sent, comm=comm, offset=-distance, dim=1)
         labels[:, _owned(own + 1, sharding, after).to(tokens.device)] = met
     if mask is not None and mask.documents is not None:
-        ends = torch.isin(own + 1, torch.tensor(mask.documents[1:]))
+        ends = torch.isin(own + 1, torch.tensor(mask.documents))
         labels[:, ends.to(tokens.device)] = IGNORED
     return labels
 

@@ -76,11 +76,7 @@ class ReplicatedLayer(nn.Module):
             )
 
         self.comm.agree_on(call)
-        if (
-            self.comm.size > 1
-            and torch.is_grad_enabled()
-            and any(p.requires_grad for p in parameters)
-        ):
+        if self.comm.size > 1:
             parameters = copy_all(parameters, self.comm)
         return dict(zip(names, parameters, strict=True))
 

@@ -136,12 +136,10 @@ def _frequencies(head_dim: int, base: float, scaling: Mapping[str, Any]) -> Tens
     kind = _kind(scaling)
     if kind == "default":
         return plain
-    missing = [field for field in _FIELDS.get(kind, ("rope_type",)) if field not in scaling]
-    if kind not in _FIELDS or missing:
-        lacks = f" and lacks {', '.join(missing)}" if missing else ""
+    if kind not in _FIELDS or any(field not in scaling for field in _FIELDS[kind]):
         raise ValueError(
-            f"scaling has rope_type {kind!r}{lacks}; needed one of {_FIELDS}, or None. For another "
-            "one use `parallelize`, with a model of transformers."
+            f"{scaling=} was given; needed None, or a rope_type with its entries, of {_FIELDS}. "
+            "For another one use `parallelize`, with a model of transformers."
         )
     if not (factor := float(scaling["factor"])) > 0:
         raise ValueError(f"scaling has factor={factor}, needed a positive number.")

@@ -130,6 +130,7 @@ def attended(
 def block(x: Tensor, weights: Weights, drawn: Values, positions: Tensor, rounding: Any) -> Tensor:
     """A transformer block on the whole sequence."""
     check_weights(weights, drawn)
+    layers.check_fed_forward(weights, drawn, "feed_forward.")
     kept: tuple[Tensor | float, ...] = (1.0, 1.0)
     if p := drawn["dropout"] * drawn["(training)"]:
         places = [range(x.shape[0]), positions.tolist(), range(x.shape[2])]
