@@ -166,14 +166,15 @@ def _(scene: Scene) -> None:
 def _(scene: Scene) -> None:
     """Recompute: each layer's two all-reduces once more. Two chunks: three more, as many bytes."""
     model, sent = llama.create(CONFIG, scene.mesh), list[Book]()
-    for how in ({}, {"recompute": True}, {"offload": True}, {"chunk": TOKENS // 2}):
+    for how in ({}, {"recompute": True}, {"offload": True}, {"chunk": TOKENS // 2}, {"chunk": 99}):
         scene.comm.counters.reset()
         train.backward(model, [[1] * TOKENS], **how)
         sent.append(scene.now)
-    once, twice, offloaded, chunked = sent
+    once, twice, offloaded, chunked, whole = sent
     calls, nbytes = (int(number or 0) for number in once["all_reduce"])
     times, each = LAYERS * scene.others, TOKENS * HIDDEN * 4
     more = (calls + 2 * times, nbytes + 2 * times * each)
+    assert whole == once
     assert twice == offloaded == once | {"all_reduce": more}
     # of a feed-forward two forward instead of one, as many in its backward, two repeated
     assert chunked["all_reduce"] == (calls + 4 * times, nbytes + times * each)

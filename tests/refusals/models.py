@@ -39,14 +39,17 @@ def clipped(mesh: sp.Mesh, max_norm: Any = 1.0, *, grad: float = 1.0, placed: bo
     return clip_gradient_norm([parameter], max_norm, tensor=mesh["ulysses"], stages=mesh["ring"])
 
 
-def loss(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], *, everywhere: bool) -> Any:
-    """The loss of changed labels."""
+LOSS = ("x", "labels", "head")
+
+
+def loss(change: Callable[[Tensor, Tensor], tuple[Tensor, ...]], *, everywhere: bool) -> Any:
+    """The loss of changed x and labels, and with a head."""
 
     def compute(mesh: sp.Mesh, here: bool) -> Tensor:
         tensor, data = mesh["ulysses"], mesh["ring"]
         good = torch.ones(1, 3, 4 // tensor.size), torch.zeros(1, 3, dtype=torch.int64)
         bad = change(*good) if everywhere or data.rank == data.size - 1 else good
-        return next_token_loss(*bad, tensor=tensor, data=data)
+        return next_token_loss(**dict(zip(LOSS, bad, strict=False)), tensor=tensor, data=data)
 
     return compute
 
@@ -377,7 +380,7 @@ ON_ONE_RANK: Table = {
         ),
         "labels of another shape": (
             sp.ShapeError,
-            "needed (..., V/T",
+            "needed x (..., V/T",
             loss(lambda x, y: (x, y[:, 1:]), everywhere=False),
         ),
         "labels of another dtype": (
@@ -385,6 +388,23 @@ ON_ONE_RANK: Table = {
             "int64",
             loss(lambda x, y: (x, y.int()), everywhere=False),
         ),
+        "a label below the vocabulary": (
+            ValueError,
+            "label -1",
+            loss(lambda x, y: (x, y - 1), everywhere=False),
+        ),
+        **{
+            f"a loss of {what}": (error, "needed", loss(change, everywhere=False))
+            for what, error, change in (
+                ("whole numbers", sp.DtypeError, lambda x, y: (x.int(), y)),
+                ("no numbers", sp.ShapeError, lambda x, y: (x[..., :0], y)),
+                ("a number", sp.ShapeError, lambda x, y: (x[0, 0, 0], y[0, 0])),
+                ("a head of another dtype", sp.DtypeError, lambda x, y: (x, y, x[0].double())),
+                ("a head for others", sp.ShapeError, lambda x, y: (x, y, x[0, :, :-1])),
+                ("a head of 3 dims", sp.ShapeError, lambda x, y: (x, y, x)),
+                ("a head without rows", sp.ShapeError, lambda x, y: (x, y, x[0, :0])),
+            )
+        },
         "no valid label": (
             ValueError,
             "none of the labels",
