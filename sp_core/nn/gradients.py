@@ -188,7 +188,7 @@ def reduce_gradients(
 
 
 def _own_gradient(parameter: nn.Parameter) -> Tensor:
-    """Return `parameter.grad`, made contiguous, or zeros that are now the gradient if it is None."""
+    """Return `parameter.grad`, after making it contiguous, or zeros if it is None."""
     grad = parameter.grad
     parameter.grad = torch.zeros_like(parameter) if grad is None else grad.contiguous()
     return parameter.grad
