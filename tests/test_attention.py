@@ -25,8 +25,9 @@ from sp_core.attention import (
     kernels,
     local_attention,
     merge,
+    shards,
 )
-from sp_core.attention.shards import _with_lse_columns
+from sp_core.attention.shards import LSE_COLUMNS, _with_lse_columns
 from sp_core.mask import Mask, plan_blocks
 from sp_core.testing.tolerance import bound, check_close
 
@@ -321,6 +322,23 @@ def test_one_causal_block_is_one_kernel_call_and_the_result_of_torch(
         assert torch.equal(a, b)
 
 
+def test_the_result_of_a_single_block_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Tensor] = []
+
+    def noted(run: Callable[..., tuple[Tensor, ...]], *given: Any, **named: Any) -> Any:
+        found = run(*given, **named)
+        made.extend(found)
+        return found
+
+    for name in ("block_attention", "block_attention_backward"):
+        monkeypatch.setattr(shards, name, partial(noted, getattr(shards, name)))
+    (q, do), (k, v) = torch.randn(2, 1, 2, 6, 4), torch.randn(2, 1, 1, 7, 4)
+    call: dict[str, Any] = {"q_positions": range(6), "kv_positions": range(7)}
+    found = attend(q, k, v, **call, logits=Logits(0.3))
+    grads = attend_backward(do, q, k, v, *found, **call, logits=Logits(0.3))
+    assert [x.data_ptr() for x in (*found, *grads)] == [x.data_ptr() for x in made]
+
+
 def test_a_row_whose_lse_is_minus_infinity_has_no_gradient() -> None:
     """exp(s - lse) of such a row would be infinite.
 
@@ -341,6 +359,7 @@ def test_the_gradient_of_the_lse_is_not_rounded_to_the_heads_dtype(dtype: torch.
     q, k = torch.randn(1, 2, 5, 3).to(dtype), torch.randn(1, 1, 7, 3).to(dtype)
     grad_lse = torch.randn(1, 2, 5)
     do, wide_q, wide_k, wide_v, out = _with_lse_columns(q, q, k, k, q, grad_lse)
+    assert LSE_COLUMNS % 8 == 0  # as the kernels for CUDA need heads
     smallest = 2.0**-24 if dtype == torch.float16 else 0.0  # float16 ends there
     assert ((do * out)[..., 3:].double().sum(-1) + grad_lse.double()).abs().max() <= smallest
     assert (wide_q[..., 3:] == 0).all()

@@ -44,6 +44,7 @@ def attention(*shapes: tuple[int, ...], **changes: Any) -> object:
     return sp.local_attention(q, k, k, **changes)
 
 
+ONES = torch.ones(1, 3, 2, 4)
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
 ROWS: list[Row] = [
     *((sp.ShapeError, "even", partial(sp.Rope, dim)) for dim in (3, 0)),
@@ -157,6 +158,22 @@ ROWS: list[Row] = [
             ((3, 2, 4), (3, 2, 4)),
             ((1, 3, 2, 4), (1, 3, 0, 4)),
             ((1, 3, 2, 0), (1, 3, 2, 0)),
+            ((3, 2, 4), (1, 3, 2, 4)),
+            ((1, 3, 2, 4), (3, 2, 4)),
+        )
+    ),
+    (sp.ShapeError, "one shape", partial(sp.local_attention, ONES, ONES, ONES[:, 1:])),
+    *(
+        (sp.DeviceError, "needed one device", partial(sp.local_attention, ONES, *others))
+        for others in ((ONES.to("meta"), ONES), (ONES, ONES.to("meta")))
+    ),
+    *(
+        (error, text, partial(attention, (1, 3, 1, 2), sinks=sinks))
+        for error, text, sinks in (
+            (sp.ShapeError, "needed a dense tensor", torch.ones(2)),
+            (sp.ShapeError, "needed a dense tensor", torch.ones(1).to_sparse()),
+            (sp.DtypeError, "needed floating", torch.ones(1, dtype=torch.int64)),
+            (sp.DeviceError, "needed cpu", torch.ones(1, device="meta")),
         )
     ),
     *(
