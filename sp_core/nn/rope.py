@@ -68,7 +68,6 @@ class Rope:
             )
         if not base > 0:
             raise ValueError(f"base is {base}, needed a positive number; 10000 is the usual one")
-        self.head_dim = head_dim
         known = {name: value for name, value in (scaling or {}).items() if value is not None}
         self.frequencies = _frequencies(head_dim, float(base), known)
         self.amplitude = _amplitude(known)
