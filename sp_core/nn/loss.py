@@ -224,7 +224,7 @@ def _cross_entropy(
     shifted = logits - greatest.unsqueeze(-1)
     places = labels - list(accumulate(sizes, initial=0))[tensor.rank]
     here = (places >= 0) & (places < logits.shape[-1])
-    picked = shifted.gather(-1, places.where(here, 0).unsqueeze(-1)).squeeze(-1)
+    picked = shifted.gather(-1, (places * here).unsqueeze(-1)).squeeze(-1)
     sums = torch.stack((shifted.exp().sum(-1), torch.where(here, picked, 0.0)))
     total, target = reduce_from_group(sums, comm=tensor).unbind()
     return total.log() - target

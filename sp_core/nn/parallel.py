@@ -164,7 +164,7 @@ class Embedding(Weight):
         """
         (own,) = placement_of(self.weight).held[self.comm.rank]
         here = (tokens >= own.start) & (tokens < own.stop)
-        vectors = F.embedding((tokens - own.start).where(here, 0), self.weight)
+        vectors = F.embedding((tokens - own.start) * here, self.weight)
         vectors = vectors.where(here.unsqueeze(-1), 0.0)
         if lengths is not None:
             return reduce_scatter(vectors, comm=self.comm, dim=1, sizes=lengths)

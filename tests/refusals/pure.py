@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 import sp_core as sp
 from sp_core.llama import Sampling
 from sp_core.mask import plan_blocks
+from sp_core.nn import gradients, loss
 from sp_core.scheduling import (
     POLICIES,
     Plan,
@@ -44,6 +46,8 @@ def attention(*shapes: tuple[int, ...], **changes: Any) -> object:
     return sp.local_attention(q, k, k, **changes)
 
 
+HERE: Any = None
+THERE: Any = SimpleNamespace(agree_on=str)
 ONES = torch.ones(1, 3, 2, 4)
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
 ROWS: list[Row] = [
@@ -86,6 +90,18 @@ ROWS: list[Row] = [
         for shape in ((1, 3, 2, 6), (1, 4, 2, 4), (3, 2, 4))
     ),
     (sp.DtypeError, "floating", lambda: ROPE.apply(torch.ones(1, 3, 2, 4).long(), range(3))),
+    (ValueError, "chunk=0", partial(sp.FeedForward, 4, comm=HERE, chunk=0)),
+    *(
+        (TypeError, "None was given; a Communicator", call)
+        for call in (
+            partial(sp.RowParallelLinear.from_linear, torch.nn.Linear(2, 2), comm=HERE),
+            partial(gradients.reduce_gradients, [], data=HERE),
+            partial(gradients.clip_gradient_norm, [], 1.0, tensor=HERE),
+            partial(loss.next_token_labels, ONES, comm=HERE, sharding=TWO),
+            partial(loss.next_token_loss, ONES, ONES, tensor=HERE, data=HERE),
+            partial(loss.next_token_loss, ONES, ONES, tensor=THERE, data=HERE),
+        )
+    ),
     (ValueError, "p=1.0", partial(dropout, p=1.0)),
     (ValueError, "seed=-1", partial(dropout, seed=-1)),
     (TypeError, r"seed=0\.5", partial(dropout, seed=0.5)),
