@@ -300,6 +300,7 @@ def test_repeated_keys_are_gathered_again() -> None:
     wide = cuda.repeated(k, 6)
     assert all(torch.equal(wide[:, head], k[:, head // 2]) for head in range(6))
     assert torch.equal(cuda.gathered(wide, 3), 2 * k.float())
+    assert cuda.repeated(k, 3) is cuda.gathered(k, 3) is k
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from oracle.strategies import AttentionProblem
 from torch import Tensor
 
 import sp_core as sp
+from sp_core.attention import Logits, kernels
 from sp_core.llama.train import backward
 from sp_core.nn import memory
 from sp_core.nn.block import ParallelBlock
@@ -167,6 +168,16 @@ def test_the_loss_from_hidden_states_holds_the_logits_of_one_chunk(comm: Any) ->
         logits = chunk * len(head) * x.itemsize
         every = logits * tokens // chunk
         assert live.peak <= 6 * logits + 4 * (x.nbytes + head.nbytes) < every
+
+
+def test_the_plain_kernel_holds_the_scores_of_one_strip() -> None:
+    q = torch.ones(1, 2, 2048, 4)
+    strip = kernels.CPU_SCORES * q.itemsize
+    with LiveBytes((q,)) as live:
+        out, lse = kernels.block_attention(q, q, q, logits=Logits(0.3, 5.0))
+        assert strip <= live.peak <= 2 * strip + 8 * q.nbytes
+        kernels.block_attention_backward(q, q, q, q, out, lse, logits=Logits(0.3, 5.0))
+    assert live.peak <= 5 * strip + 12 * q.nbytes < 2 * 2048 * 2048 * q.itemsize
 
 
 @spmd(1, 2)

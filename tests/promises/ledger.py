@@ -221,7 +221,7 @@ def _(scene: Scene) -> None:
     """As the ranks that split the vocabulary, and as those that have other tokens."""
     alone, logits, labels = scene.mesh[()], leaf(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64)
     with scene.sends(agreements=1, all_reduce=(2, 4 * (2 * 6 + 2 * 6))):
-        mean = loss.next_token_loss(logits, labels, tensor=scene.comm, data=alone)
+        mean = loss.next_token_loss(logits, labels, tensor=scene.comm, data=alone, chunk=4)
     with scene.sends():
         mean.backward()
     head: dict[str, Any] = {"head": leaf(2, 4), "chunk": 4}
