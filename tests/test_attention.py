@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 from oracle import reference
 from oracle.strategies import SLOPES, slopes
 from torch import Tensor
@@ -161,7 +161,12 @@ def check_problem(
         check_close(name, actual, expected.values[name], allowed)
 
 
+CAUSAL = {"causal": True, "window": None, "documents": None}
+
+
 @settings(deadline=None)
+@example(Problem(1, 1, 2, 3, [*range(7)], [*range(7)], CAUSAL, -0.5, 1.0, torch.float32, 0), True)
+@example(Problem(1, 1, 2, 3, [*range(7)], [*range(7)], CAUSAL, 0.0, 1.0, torch.float32, 0), True)
 @given(problem=problems(), use_lse=st.booleans())
 def test_attention_is_the_reference(problem: Problem, use_lse: bool) -> None:
     check_problem(problem, use_lse=use_lse)
