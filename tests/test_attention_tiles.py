@@ -169,6 +169,7 @@ def written(batch: int, q: list[int], kv: list[int], documents: tuple[int, ...])
 @settings(deadline=None)
 @example(problem=written(2, [*range(12)], [*range(12)], (0, 3, 5, 9, 12)), use_lse=True)
 @example(problem=written(1, [*range(9, 13)], [0, 1, *range(9, 13)], (0, 20)), use_lse=True)
+@example(problem=written(1, [*range(4, 12)], [*range(8)], (0, 3, 5, 8, 12)), use_lse=True)
 @given(problem=packed_problems() | problems(), use_lse=st.booleans())
 def test_any_problem_with_packs_is_the_reference(problem: Problem, use_lse: bool) -> None:
     check_problem(problem, use_lse=use_lse)
