@@ -25,7 +25,6 @@ from sp_core.attention import (
     kernels,
     local_attention,
     merge,
-    shards,
 )
 from sp_core.attention.shards import LSE_COLUMNS, _with_lse_columns
 from sp_core.mask import Mask, plan_blocks
@@ -256,18 +255,17 @@ def test_a_second_derivative_is_refused_and_not_wrong() -> None:
 
 
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The directions of the kernels that run, in order."""
-    calls: list[str] = []
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, ...]]:
+    """The results of the kernels that run, in order."""
+    results: list[tuple[Tensor, ...]] = []
 
-    def noted(direction: str, run: Callable[..., Any], *given: Any) -> Any:
-        calls.append(direction)
-        return run(*given)
+    def noted(run: Callable[..., Any], *given: Any) -> Any:
+        results.append(run(*given))
+        return results[-1]
 
     for direction in ("forward", "backward"):
-        run = getattr(kernels, direction)
-        monkeypatch.setattr(kernels, direction, partial(noted, direction, run))
-    return calls
+        monkeypatch.setattr(kernels, direction, partial(noted, getattr(kernels, direction)))
+    return results
 
 
 def test_merge_keeps_what_the_other_side_did_not_see_bitwise() -> None:
@@ -312,36 +310,21 @@ def test_nothing_to_compute_is_not_given_to_a_kernel(empty: int) -> None:
 
 
 def test_one_causal_block_is_one_kernel_call_and_the_result_of_torch(
-    ran: list[str],
+    ran: list[tuple[Tensor, ...]],
 ) -> None:
+    """And no copy of what the kernel returns."""
     q, k, v = (torch.randn(1, 150, 2, 16, requires_grad=True) for _ in range(3))
     do = torch.randn(1, 150, 2, 16)
     out: Any = local_attention(q, k, v, mask=Mask(causal=True))
     grads = torch.autograd.grad(out, (q, k, v), do)
-    assert ran == ["forward", "backward"]
+    (made, _), made_grads = ran
+    assert [x.data_ptr() for x in (out, *grads)] == [x.data_ptr() for x in (made, *made_grads)]
     fused = scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
     ).transpose(1, 2)
     assert torch.equal(out, fused)
     for a, b in zip(grads, torch.autograd.grad(fused, (q, k, v), do), strict=True):
         assert torch.equal(a, b)
-
-
-def test_the_result_of_a_single_block_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Tensor] = []
-
-    def noted(run: Callable[..., tuple[Tensor, ...]], *given: Any, **named: Any) -> Any:
-        found = run(*given, **named)
-        made.extend(found)
-        return found
-
-    for name in ("block_attention", "block_attention_backward"):
-        monkeypatch.setattr(shards, name, partial(noted, getattr(shards, name)))
-    (q, do), (k, v) = torch.randn(2, 1, 2, 6, 4), torch.randn(2, 1, 1, 7, 4)
-    call: dict[str, Any] = {"q_positions": range(6), "kv_positions": range(7)}
-    found = attend(q, k, v, **call, logits=Logits(0.3))
-    grads = attend_backward(do, q, k, v, *found, **call, logits=Logits(0.3))
-    assert [x.data_ptr() for x in (*found, *grads)] == [x.data_ptr() for x in made]
 
 
 def test_a_row_whose_lse_is_minus_infinity_has_no_gradient() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_core.attention import (
@@ -35,6 +35,8 @@ def tensor_on(device: str, dtype: torch.dtype, head_dim: int) -> Any:
     return SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(head_dim,))
 
 
+@example(head_dim=256, dtype=torch.bfloat16)
+@example(head_dim=264, dtype=torch.bfloat16)
 @given(
     head_dim=st.integers(1, 300) | st.integers(1, 38).map(lambda n: 8 * n),
     dtype=st.sampled_from(DTYPES),
@@ -164,6 +166,7 @@ def test_the_mask_that_a_cuda_kernel_adds(rows: int, columns: int, dtype: torch.
     assert torch.equal(bias == 0, allowed.expand_as(bias))
     assert torch.equal(bias == -torch.inf, ~allowed.expand_as(bias))
     assert rows_at(bias) == {0}
+    assert bias.stride(2) < columns + 16
     assert cuda.added(None, bias) is None
 
 

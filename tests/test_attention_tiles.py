@@ -6,7 +6,7 @@ Tiles show every visible pair once, in an order that the merging relies on.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -194,8 +194,8 @@ def test_a_block_follows_the_one_before_it_in_its_tile_and_its_pack(
         (1, 3),
         (1, 2),
     )
-    q_ends, kv_ends = ((0, *accumulate(sizes)) for sizes in zip(*shapes, strict=True))
-    blocks = [Block(*each, "full", 1) for each in zip(*pairs(q_ends), *pairs(kv_ends), strict=True)]
+    rows, columns = (pairwise(accumulate(sizes, initial=0)) for sizes in zip(*shapes, strict=True))
+    blocks = [Block(*q, *kv, "full", 1) for q, kv in zip(rows, columns, strict=True)]
     blocks[7] = blocks[7]._replace(kind="partial")
     left, made = packs._packed.__wrapped__(tuple(blocks), 6)
     assert left == (blocks[3], blocks[7], blocks[9])
@@ -208,10 +208,6 @@ def test_a_block_follows_the_one_before_it_in_its_tile_and_its_pack(
         (8, [0, 1, 2, 4, 5, 6, 7], [2, 3, 4, 12, 13, 14, 15]),
         (8, [0, 1, 2, 3, 4], [1, 2, 3, 4, 9]),
     ]
-
-
-def pairs(ends: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return ends[:-1], ends[1:]
 
 
 def call(bounds: tuple[int, ...], length: int) -> dict[str, Any]:

@@ -283,10 +283,10 @@ def normalised(x: Tensor, weights: Weights, drawn: Values, _: Tensor, rounding: 
 def check_fed_forward(weights: Weights, drawn: Values, of: str = "") -> None:
     """Compare the weights of a feed-forward with what was asked for."""
     hidden, inner = drawn["hidden"], drawn["ffn_hidden"]
-    shapes = {"up": (4 * hidden if inner == "default" else inner, hidden)}
-    shapes |= {"gate": shapes["up"]} if drawn["gated"] else {}
+    inner = 4 * hidden if inner == "default" else inner
+    shapes = {"up": (inner, hidden), "down": (hidden, inner), "gate": (inner, hidden)}
+    wanted = {name: shapes[name] for name in shapes if name != "gate" or drawn["gated"]}
     found = {name: tuple(x.shape) for name, x in weights.items() if x.dim() == 2 and of in name}
-    wanted = shapes | {"down": shapes["up"][::-1]}
     assert found == {f"{of}{name}.weight": shape for name, shape in wanted.items()}
     assert (f"{of}up.bias" in weights) == drawn["bias"]
 
