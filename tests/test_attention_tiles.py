@@ -77,6 +77,7 @@ def test_tiles_show_each_visible_pair_once(
         int(coverage((tile,), *whole.shape).sum()) for tile in blocks
     ]
     assert all(tile.kind == "full" or tile.shape[0] == tile.shape[1] for tile in blocks)
+    assert all(tile.pairs for tile in blocks)
 
 
 @given(size=st.integers(1, 1500))

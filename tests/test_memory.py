@@ -175,7 +175,7 @@ def test_the_plain_kernel_holds_the_scores_of_one_strip() -> None:
     strip = 2**20 * q.itemsize
     with LiveBytes((q,)) as live:
         out, lse = kernels.block_attention(q, q, q, logits=Logits(0.3, 5.0))
-        assert strip <= live.peak <= 2 * strip + 8 * q.nbytes
+        assert 2 * strip < live.peak <= 2 * strip + 8 * q.nbytes  # and of the next one
         kernels.block_attention_backward(q, q, q, q, out, lse, logits=Logits(0.3, 5.0))
     assert live.peak <= 5 * strip + 12 * q.nbytes < 2 * 2048 * 2048 * q.itemsize
 
