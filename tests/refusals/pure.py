@@ -103,7 +103,9 @@ ROWS: list[Row] = [
         )
     ),
     (ValueError, "p=1.0", partial(dropout, p=1.0)),
+    (ValueError, "p=-0.5", partial(dropout, p=-0.5)),
     (ValueError, "seed=-1", partial(dropout, seed=-1)),
+    (ValueError, "seed=4611686018427387904", partial(dropout, seed=2**62)),
     (TypeError, r"seed=0\.5", partial(dropout, seed=0.5)),
     (sp.ShapeError, "3 positions", partial(dropout, positions=range(3))),
     (sp.ShapeError, "4 positions", partial(dropout, x=torch.ones(3, 4))),
