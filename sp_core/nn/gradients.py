@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from sp_core import arguments
 from sp_core.agreement import agreeing_in_turn
 from sp_core.collectives.api import all_reduce
+from sp_core.collectives.maps import overlaps
 from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
 from sp_core.segments import concatenated, split_ranges
@@ -188,9 +189,11 @@ def reduce_gradients(
 
 
 def _own_gradient(parameter: nn.Parameter) -> Tensor:
-    """Return `parameter.grad`, after making it contiguous, or zeros if it is None."""
-    grad = parameter.grad
-    parameter.grad = torch.zeros_like(parameter) if grad is None else grad.contiguous()
+    """Return `parameter.grad`, after replacing None by zeros and overlapping memory by a copy."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    elif overlaps(parameter.grad):
+        parameter.grad = parameter.grad.contiguous()
     return parameter.grad
 
 
