@@ -301,7 +301,9 @@ ON_ONE_RANK: Table = {
             TypeError,
             "sizes=",
             lambda mesh, here: sp.ColumnParallelLinear.from_linear(
-                nn.Linear(4, 6), comm=comm_of(mesh), sizes=[6.0] + [0.0] * (mesh.size - 1)
+                nn.Linear(4, 6),
+                comm=comm_of(mesh),
+                sizes=[6.0] + [0.0] * (mesh.size - 1),  # type: ignore[arg-type]
             ),
         ),
         "tokens of a layer": (
