@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 from oracle import reference
 from oracle.strategies import SLOPES, slopes
 from torch import Tensor
@@ -26,7 +26,7 @@ from sp_core.attention import (
     local_attention,
     merge,
 )
-from sp_core.attention.shards import _with_lse_columns
+from sp_core.attention.shards import LSE_COLUMNS, _with_lse_columns
 from sp_core.mask import Mask, plan_blocks
 from sp_core.testing.tolerance import bound, check_close
 
@@ -160,7 +160,12 @@ def check_problem(
         check_close(name, actual, expected.values[name], allowed)
 
 
+CAUSAL = {"causal": True, "window": None, "documents": None}
+
+
 @settings(deadline=None)
+@example(Problem(1, 1, 2, 3, [*range(7)], [*range(7)], CAUSAL, -0.5, 1.0, torch.float32, 0), True)
+@example(Problem(1, 1, 2, 3, [*range(7)], [*range(7)], CAUSAL, 0.0, 1.0, torch.float32, 0), True)
 @given(problem=problems(), use_lse=st.booleans())
 def test_attention_is_the_reference(problem: Problem, use_lse: bool) -> None:
     check_problem(problem, use_lse=use_lse)
@@ -250,18 +255,17 @@ def test_a_second_derivative_is_refused_and_not_wrong() -> None:
 
 
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The directions of the kernels that run, in order."""
-    calls: list[str] = []
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, ...]]:
+    """The results of the kernels that run, in order."""
+    results: list[tuple[Tensor, ...]] = []
 
-    def noted(direction: str, run: Callable[..., Any], *given: Any) -> Any:
-        calls.append(direction)
-        return run(*given)
+    def noted(run: Callable[..., Any], *given: Any) -> Any:
+        results.append(run(*given))
+        return results[-1]
 
     for direction in ("forward", "backward"):
-        run = getattr(kernels, direction)
-        monkeypatch.setattr(kernels, direction, partial(noted, direction, run))
-    return calls
+        monkeypatch.setattr(kernels, direction, partial(noted, getattr(kernels, direction)))
+    return results
 
 
 def test_merge_keeps_what_the_other_side_did_not_see_bitwise() -> None:
@@ -306,13 +310,15 @@ def test_nothing_to_compute_is_not_given_to_a_kernel(empty: int) -> None:
 
 
 def test_one_causal_block_is_one_kernel_call_and_the_result_of_torch(
-    ran: list[str],
+    ran: list[tuple[Tensor, ...]],
 ) -> None:
+    """And no copy of what the kernel returns."""
     q, k, v = (torch.randn(1, 150, 2, 16, requires_grad=True) for _ in range(3))
     do = torch.randn(1, 150, 2, 16)
     out: Any = local_attention(q, k, v, mask=Mask(causal=True))
     grads = torch.autograd.grad(out, (q, k, v), do)
-    assert ran == ["forward", "backward"]
+    (made, _), made_grads = ran
+    assert [x.data_ptr() for x in (out, *grads)] == [x.data_ptr() for x in (made, *made_grads)]
     fused = scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
     ).transpose(1, 2)
@@ -341,6 +347,7 @@ def test_the_gradient_of_the_lse_is_not_rounded_to_the_heads_dtype(dtype: torch.
     q, k = torch.randn(1, 2, 5, 3).to(dtype), torch.randn(1, 1, 7, 3).to(dtype)
     grad_lse = torch.randn(1, 2, 5)
     do, wide_q, wide_k, wide_v, out = _with_lse_columns(q, q, k, k, q, grad_lse)
+    assert LSE_COLUMNS % 8 == 0  # as the kernels for CUDA need heads
     smallest = 2.0**-24 if dtype == torch.float16 else 0.0  # float16 ends there
     assert ((do * out)[..., 3:].double().sum(-1) + grad_lse.double()).abs().max() <= smallest
     assert (wide_q[..., 3:] == 0).all()

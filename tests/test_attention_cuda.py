@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_core.attention import (
@@ -35,6 +35,8 @@ def tensor_on(device: str, dtype: torch.dtype, head_dim: int) -> Any:
     return SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(head_dim,))
 
 
+@example(head_dim=256, dtype=torch.bfloat16)
+@example(head_dim=264, dtype=torch.bfloat16)
 @given(
     head_dim=st.integers(1, 300) | st.integers(1, 38).map(lambda n: 8 * n),
     dtype=st.sampled_from(DTYPES),
@@ -100,8 +102,8 @@ def test_the_cuda_kernels_get_each_argument_under_its_own_name(
 ) -> None:
     sq, sk = (40, 40) if kind == "causal" else (40, 33)
     is_flash = KINDS[dtype] == "flash"
-    q, do = (torch.empty(2, 4, sq, 16, dtype=dtype, device="meta") for _ in range(2))
-    kv = (2, 4 if is_flash else 2, sk, 16)
+    q, do = (torch.empty(3, 4, sq, 16, dtype=dtype, device="meta") for _ in range(2))
+    kv = (3, 4 if is_flash else 2, sk, 16)
     k, v = (torch.empty(kv, dtype=dtype, device="meta") for _ in range(2))
     call: dict[str, Any] = {"kind": kind, "logits": Logits(0.3)}
     with Passed() as passed:
@@ -109,7 +111,7 @@ def test_the_cuda_kernels_get_each_argument_under_its_own_name(
         grads = block_attention_backward(do, q, k, v, out, lse, **call)
     assert (out.shape, lse.shape, [grad.shape for grad in grads]) == (
         q.shape,
-        (2, 4, sq),
+        (3, 4, sq),
         [q.shape, k.shape, v.shape],
     )
     (forward_name, forward, (_, made, *others)), (backward_name, backward, _) = passed.calls
@@ -119,7 +121,7 @@ def test_the_cuda_kernels_get_each_argument_under_its_own_name(
         assert [
             passed.source(given_[name]) is x for name, x in (("query", q), ("key", k), ("value", v))
         ] == [True] * 3
-        assert given_["key"].shape == given_["value"].shape == (2, 4, sk, 16)
+        assert given_["key"].shape == given_["value"].shape == (3, 4, sk, 16)
         assert (given_["is_causal"], given_["scale"], given_["dropout_p"]) == (
             kind == "causal",
             0.3,
@@ -164,6 +166,7 @@ def test_the_mask_that_a_cuda_kernel_adds(rows: int, columns: int, dtype: torch.
     assert torch.equal(bias == 0, allowed.expand_as(bias))
     assert torch.equal(bias == -torch.inf, ~allowed.expand_as(bias))
     assert rows_at(bias) == {0}
+    assert bias.stride(2) < columns + 16
     assert cuda.added(None, bias) is None
 
 
@@ -283,7 +286,8 @@ def test_the_cuda_kernels_get_nothing_that_they_read_in_their_own_way(dtype: tor
             for stride in x.stride()[:-1]
         )
     if KINDS[dtype] == "efficient":
-        assert passed.calls[1][1]["out"].transpose(1, 2).is_contiguous()
+        laid = passed.calls[1][1]["out"]
+        assert (laid.shape, laid.transpose(1, 2).is_contiguous()) == (q.shape, True)
 
 
 def test_the_lse_of_the_cuda_kernels_is_padded() -> None:
@@ -300,6 +304,8 @@ def test_repeated_keys_are_gathered_again() -> None:
     wide = cuda.repeated(k, 6)
     assert all(torch.equal(wide[:, head], k[:, head // 2]) for head in range(6))
     assert torch.equal(cuda.gathered(wide, 3), 2 * k.float())
+    assert cuda.repeated(k, 3) is cuda.gathered(k, 3) is k
+    assert (row := torch.empty(1, 1, 1, 9)[..., :8]) is cuda.aligned(row)
 
 
 @pytest.mark.parametrize(

@@ -261,7 +261,7 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
         "'dynamic'",
         {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
     ),
-    "a scaling without its factor": ("lacks", {"rope_scaling": {"rope_type": "linear"}}),
+    "a scaling without its factor": ("scaling=", {"rope_scaling": {"rope_type": "linear"}}),
     "a size in words": (r"says \{'hidden_size': '8'\};", {"hidden_size": "8", "head_dim": None}),
     "no number of layers": ("lacks num_hidden_layers", {"num_hidden_layers": None}),
     "heads that do not divide": ("multiple", {"num_key_value_heads": 4}),

@@ -14,6 +14,7 @@ from oracle.strategies import AttentionProblem
 from torch import Tensor
 
 import sp_core as sp
+from sp_core.attention import Logits, kernels
 from sp_core.llama.train import backward
 from sp_core.nn import memory
 from sp_core.nn.block import ParallelBlock
@@ -169,6 +170,16 @@ def test_the_loss_from_hidden_states_holds_the_logits_of_one_chunk(comm: Any) ->
         assert live.peak <= 6 * logits + 4 * (x.nbytes + head.nbytes) < every
 
 
+def test_the_plain_kernel_holds_the_scores_of_one_strip() -> None:
+    q = torch.ones(1, 2, 2048, 4)
+    strip = 2**20 * q.itemsize
+    with LiveBytes((q,)) as live:
+        out, lse = kernels.block_attention(q, q, q, logits=Logits(0.3, 5.0))
+        assert 2 * strip < live.peak <= 2 * strip + 8 * q.nbytes  # and of the next one
+        kernels.block_attention_backward(q, q, q, q, out, lse, logits=Logits(0.3, 5.0))
+    assert live.peak <= 5 * strip + 12 * q.nbytes < 2 * 2048 * 2048 * q.itemsize
+
+
 @spmd(1, 2)
 def test_a_feed_forward_holds_the_features_of_one_chunk(comm: Any) -> None:
     """Forward and backward, of a layer that every rank holds and of one that is split."""
@@ -178,6 +189,8 @@ def test_a_feed_forward_holds_the_features_of_one_chunk(comm: Any) -> None:
         group, one = mesh["tp"], ffn // comm.size
         heads, kind = (comm.size, comm.size), torch.float32
         split = ParallelBlock(hidden, ffn, heads, 1, 1e-6, comm=group, dtype=kind, tp_sp=False)
+        for weight in split.parameters():  # which are uninitialised
+            torch.nn.init.ones_(weight)
         layers: list[tuple[int, Any]] = [
             (ffn, sp.FeedForward(hidden, ffn, comm=group, gated=True, chunk=chunk)),
             (one, lambda x: split(x, lambda q: q, lambda q, k, v: q, None, chunk)),

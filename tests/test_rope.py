@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ MORE = {
     "yarn, one weight": YARN | {"mscale": 0.7},
     "yarn, shorter": YARN | {"factor": 0.25},
     "yarn, no pair between": YARN | {"original_max_position_embeddings": 7},
+    "yarn, the first pair": YARN | {"original_max_position_embeddings": 2 * math.pi},
 }
 TABLE = {name: x for name, x in SCALINGS.items() if x and "rope_type" in x and len(x) > 1} | MORE
 

@@ -97,14 +97,15 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ShapeError(
             f"{shapes} given, needed q (B, Sq, H, D) and k, v of one shape (B, Sk, K, D)"
         )
-    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[3] == 0:
+    (batch, _, heads, head_dim), (kv_batch, _, kv_heads, kv_dim) = q.shape, k.shape
+    if (batch, head_dim) != (kv_batch, kv_dim) or head_dim == 0:
         raise ShapeError(
             f"{shapes} given, needed the same batch and the same head dim of at least 1"
         )
-    if q.shape[2] % max(k.shape[2], 1) or (k.shape[2] == 0 and q.shape[2] > 0):
+    if heads % kv_heads if kv_heads else heads:
         raise ShapeError(
-            f"{q.shape[2]} query heads on {k.shape[2]} key/value heads, needed a multiple; repeat "
-            f"or drop heads"
+            f"{heads} query heads on {kv_heads} key/value heads, needed a multiple; repeat or drop "
+            f"heads"
         )
     if not (q.dtype == k.dtype == v.dtype) or q.dtype not in FLOATS:
         raise DtypeError(
@@ -126,7 +127,7 @@ class _Refuse(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *causes: Tensor | None) -> Tensor:
-        return x.view_as(x)
+        return x
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
@@ -160,8 +161,6 @@ def differentiable_once(backward: Backward) -> Backward:
         saved = ctx.saved_tensors  # read once, because a checkpoint unpacks them only once
         with torch.no_grad(), exact(saved[0]):
             results = backward(ctx, saved, *grads)
-        if not torch.is_grad_enabled():
-            return results
         apply: Any = _Refuse.apply
         return tuple(apply(x, *grads, *saved) if isinstance(x, Tensor) else x for x in results)
 

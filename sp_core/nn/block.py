@@ -129,7 +129,8 @@ class ParallelBlock(nn.Module):
 
         def feed_forward(y: Tensor) -> Tensor:
             tokens = (y.shape[1],) if lengths is None else lengths
-            count = 1 if chunk is None else max(1, -(-max(tokens) // chunk))
+            longest = max(1, *tokens)
+            count = -(-longest // (chunk or longest))
             cuts = zip(*(split_sizes(n, count) for n in tokens), strict=True)
             return tiled(transform, y.split(split_sizes(y.shape[1], count), 1), cuts, dim=1)
 

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -240,7 +241,7 @@ def clip_gradient_norm(
 
     call = f"clip_gradient_norm({max_norm=})"
     _agree_in_turn(lambda: call, check, tensor, *others, own=lambda: _listed(wanted))
-    gradients = [(p.grad, placement) for p, placement in wanted if p.grad is not None]
+    gradients: list[tuple[Any, Placement]] = [(p.grad, placement) for p, placement in wanted]
     total = torch.zeros((), dtype=torch.float64, device=tensor.device)
     for x, placement in gradients:
         counted = placement.counted(x, tensor.rank)
@@ -306,8 +307,8 @@ def _agree_in_turn(
 ) -> None:
     """Check arguments, and compare the ranks' calls over `first`, then over each of `others`.
 
-    The communicators are axes of one grid; those of `others` with one rank are skipped. An error on
-    one rank is raised on every rank of the grid.
+    The communicators are axes of one grid. An error on one rank is raised on every rank of the
+    grid.
 
     Args:
         call: the text to compare over all communicators.
@@ -320,8 +321,7 @@ def _agree_in_turn(
     with agreeing_in_turn() as agree_on:
         agree_on(first, lambda: f"{call()} on {first.name} {own()}", check)
         for comm in others:
-            if comm.size > 1:
-                agree_on(comm, partial("{0} on {1.name}".format, call(), comm))
+            agree_on(comm, partial("{0} on {1.name}".format, call(), comm))
 
 
 def _listed(parameters: Placed) -> str:

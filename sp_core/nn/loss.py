@@ -12,7 +12,6 @@ split the vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -79,7 +78,7 @@ def next_token_labels(
         met = sent if distance == 0 else shift(sent, comm=comm, offset=-distance, dim=1)
         labels[:, _owned(own + 1, sharding, after).to(tokens.device)] = met
     if mask is not None and mask.documents is not None:
-        ends = torch.isin(own + 1, torch.tensor(mask.documents[1:]))
+        ends = torch.isin(own + 1, torch.tensor(mask.documents))
         labels[:, ends.to(tokens.device)] = IGNORED
     return labels
 
@@ -225,7 +224,7 @@ def _cross_entropy(
     shifted = logits - greatest.unsqueeze(-1)
     places = labels - list(accumulate(sizes, initial=0))[tensor.rank]
     here = (places >= 0) & (places < logits.shape[-1])
-    picked = shifted.gather(-1, places.where(here, 0).unsqueeze(-1)).squeeze(-1)
+    picked = shifted.gather(-1, (places * here).unsqueeze(-1)).squeeze(-1)
     sums = torch.stack((shifted.exp().sum(-1), torch.where(here, picked, 0.0)))
     total, target = reduce_from_group(sums, comm=tensor).unbind()
     return total.log() - target
@@ -256,20 +255,19 @@ def _check_loss(
     """
     arguments.check(count=count)
     arguments.check_chunk(chunk)
-    for given in (x, labels) if head is None else (x, labels, head):
+    floats = [x] if head is None else [x, head]
+    for given in (labels, *floats):
         check_tensor(given, comm)
-    shape = tuple(x.shape[-1:]) if head is None else tuple(head.shape)
-    if x.shape[:-1] != labels.shape or not math.prod(shape):
+    shape = tuple(x.shape[-1:]) * 2 if head is None else tuple(head.shape)
+    if x.shape[:-1] != labels.shape or len(shape) != 2 or shape[1:] != x.shape[-1:] or 0 in shape:
         raise ShapeError(
-            f"x {tuple(x.shape)} and labels {tuple(labels.shape)} given; needed (..., V/T > 0) or "
-            f"(..., E > 0), and (...)."
+            f"x and head of shapes {[tuple(each.shape) for each in floats]} and labels "
+            f"{tuple(labels.shape)} given; needed x (..., V/T > 0), or x (..., E > 0) and a head "
+            f"(V/T > 0, E), and labels (...)."
         )
-    if head is not None and (head.dim() != 2 or head.shape[1] != x.shape[-1]):
-        raise ShapeError(f"head {shape} given for x {tuple(x.shape)}; needed (V/T > 0, E).")
-    if labels.dtype != torch.int64 or not x.is_floating_point():
+    if labels.dtype != torch.int64 or not x.is_floating_point() or floats[-1].dtype != x.dtype:
         raise DtypeError(
-            f"x of {x.dtype} and labels of {labels.dtype} given; needed floating ones and int64."
+            f"x and head of {[each.dtype for each in floats]} and labels of {labels.dtype} given; "
+            f"needed one floating dtype and int64."
         )
-    if head is not None and head.dtype != x.dtype:
-        raise DtypeError(f"head of {head.dtype} given for x of {x.dtype}; needed the same.")
     return shape[0]

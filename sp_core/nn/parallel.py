@@ -162,9 +162,9 @@ class Embedding(Weight):
         Communication:
             One all-reduce of (B, S, E), with `lengths` (the S/P of each rank) a reduce-scatter.
         """
-        own = placement_of(self.weight).held[self.comm.rank][0]
+        (own,) = placement_of(self.weight).held[self.comm.rank]
         here = (tokens >= own.start) & (tokens < own.stop)
-        vectors = F.embedding((tokens - own.start).where(here, 0), self.weight)
+        vectors = F.embedding((tokens - own.start) * here, self.weight)
         vectors = vectors.where(here.unsqueeze(-1), 0.0)
         if lengths is not None:
             return reduce_scatter(vectors, comm=self.comm, dim=1, sizes=lengths)
@@ -249,7 +249,7 @@ class _ParallelLinear(Weight):
                 x, self.comm, type(self).__name__, self.weight, self.weight.shape[1], tokens
             )
             shape = tuple(x.shape[:-1]) if tokens is None else f"batch {x.shape[0]}"
-            grad = torch.is_grad_enabled() and (x.requires_grad, self.weight.requires_grad)
+            grad = torch.is_grad_enabled(), x.requires_grad, self.weight.requires_grad
             return (
                 f"{type(self).__name__}({shape}, {x.dtype}, requires_grad={grad}) on "
                 f"{self.comm.name}"

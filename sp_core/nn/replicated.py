@@ -76,11 +76,7 @@ class ReplicatedLayer(nn.Module):
             )
 
         self.comm.agree_on(call)
-        if (
-            self.comm.size > 1
-            and torch.is_grad_enabled()
-            and any(p.requires_grad for p in parameters)
-        ):
+        if self.comm.size > 1:
             parameters = copy_all(parameters, self.comm)
         return dict(zip(names, parameters, strict=True))
 
@@ -112,12 +108,8 @@ def check_input(
         DtypeError, DeviceError, ShapeError: what x has and what is needed.
     """
     check_tensor(x, comm)
-    needed = f"(..., {features})" if tokens is None else f"(batch, {tokens}, {features})"
-    if (
-        x.dim() == 0
-        or x.shape[-1] != features
-        or (tokens is not None and (x.dim() != 3 or x.shape[1] != tokens))
-    ):
+    before = x.shape[:-1] if tokens is None else (*x.shape[:1], tokens)
+    if x.shape != (needed := (*before, features)):
         raise ShapeError(
             f"{layer}: x has shape {tuple(x.shape)}; {needed} is needed on rank {comm.rank}."
         )

@@ -68,7 +68,6 @@ class Rope:
             )
         if not base > 0:
             raise ValueError(f"base is {base}, needed a positive number; 10000 is the usual one")
-        self.head_dim = head_dim
         known = {name: value for name, value in (scaling or {}).items() if value is not None}
         self.frequencies = _frequencies(head_dim, float(base), known)
         self.amplitude = _amplitude(known)
@@ -136,12 +135,10 @@ def _frequencies(head_dim: int, base: float, scaling: Mapping[str, Any]) -> Tens
     kind = _kind(scaling)
     if kind == "default":
         return plain
-    missing = [field for field in _FIELDS.get(kind, ("rope_type",)) if field not in scaling]
-    if kind not in _FIELDS or missing:
-        lacks = f" and lacks {', '.join(missing)}" if missing else ""
+    if kind not in _FIELDS or any(field not in scaling for field in _FIELDS[kind]):
         raise ValueError(
-            f"scaling has rope_type {kind!r}{lacks}; needed one of {_FIELDS}, or None. For another "
-            "one use `parallelize`, with a model of transformers."
+            f"{scaling=} was given; needed None, or a rope_type with its entries, of {_FIELDS}. "
+            "For another one use `parallelize`, with a model of transformers."
         )
     if not (factor := float(scaling["factor"])) > 0:
         raise ValueError(f"scaling has factor={factor}, needed a positive number.")

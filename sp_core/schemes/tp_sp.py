@@ -173,21 +173,15 @@ class _GatherLinears(torch.autograd.Function):
         ctx.agree("the backward of gather_linear")
         x, *weights = saved
         needs = ctx.needs_input_grad
-        dx = (
-            _scattered(list(zip(grads, weights, strict=True)), ctx.tokens, x.shape[2])
-            if needs[1]
-            else None
-        )
-        sums = {
-            number: _zeros(weight) for number, weight in enumerate(weights) if needs[2 + 2 * number]
-        }
-        for chunk, gathered in _gathered(x, ctx.tokens) if sums else ():
-            for number, total in sums.items():
-                _add(total, ctx.tokens.take(grads[number], chunk), gathered)
+        products = list(zip(grads, weights, strict=True))
+        dx = _scattered(products, ctx.tokens, x.shape[2]) if needs[1] else None
+        sums = [_zeros(weight) for weight in weights]
+        for chunk, gathered in _gathered(x, ctx.tokens) if any(needs[2::2]) else ():
+            for grad, total in zip(grads, sums, strict=True):
+                _add(total, ctx.tokens.take(grad, chunk), gathered)
         found: list[Tensor | None] = []
-        for number, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
-            found.append(sums[number].to(weight.dtype) if number in sums else None)
-            found.append(_bias_gradient(grad) if needs[3 + 2 * number] else None)
+        for (grad, weight), total, bias_learns in zip(products, sums, needs[3::2], strict=True):
+            found += total.to(weight.dtype), _bias_gradient(grad) if bias_learns else None
         return None, dx, *found
 
 

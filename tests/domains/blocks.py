@@ -130,6 +130,7 @@ def attended(
 def block(x: Tensor, weights: Weights, drawn: Values, positions: Tensor, rounding: Any) -> Tensor:
     """A transformer block on the whole sequence."""
     check_weights(weights, drawn)
+    layers.check_fed_forward(weights, drawn, "feed_forward.")
     kept: tuple[Tensor | float, ...] = (1.0, 1.0)
     if p := drawn["dropout"] * drawn["(training)"]:
         places = [range(x.shape[0]), positions.tolist(), range(x.shape[2])]
@@ -197,9 +198,13 @@ MANY_OF_ONE_SIGN = {
 """Every token has about the same gradient of the norm's bias: their sum in float16 stagnates."""
 SATURATED = {"alibi": "8.0", "x.magnitude": "large", "mask.causal": "False", "hidden": "65 to 130"}
 """One weight of each row is almost 1 in the plain kernel: gradients are left over from 1 - 1."""
-KINDS: tuple[tuple[dict[str, Parts], Kind], ...] = (
+KINDS: tuple[tuple[Any, ...], ...] = (
     ({}, Kind(sp.SelfAttention, HEADS, attended, ("x", "sharding", "mask"))),
-    (BLOCK, Kind(sp.TransformerBlock, NAMES, block, ("x", "sharding", "mask", "seed"))),
+    (
+        BLOCK,
+        Kind(sp.TransformerBlock, NAMES, block, ("x", "sharding", "mask", "seed")),
+        {"dropout": "0.4"},
+    ),
 )
 SUBJECTS = [
     on_group(
@@ -207,7 +212,7 @@ SUBJECTS = [
         TOKENS | ATTENTION | MASK | more | COMMON | LOWER,
         partial(masked, kind),
         covers=(f"{kind.made.__name__}.forward",),
-        together=({"rope": "given"}, MANY_OF_ONE_SIGN, SATURATED),
+        together=({"rope": "given"}, MANY_OF_ONE_SIGN, SATURATED, *dropped),
     )
-    for more, kind in KINDS
+    for more, kind, *dropped in KINDS
 ]

@@ -168,7 +168,7 @@ def reductions(comm: Any, drawn: Values) -> Iterator[Call]:
         given = {"parameters": case.given(), "data": data, "tensor": tensor}
         if drawn["tensor"] == "none":
             given["tensor"] = None
-            for parameter in case.list[::2]:
+            for parameter in case.list[1::2]:
                 del parameter.placement  # type: ignore[attr-defined]
         yield Call(partial(case.again, reduce_gradients, gradients), given, judge)
 

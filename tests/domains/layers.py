@@ -280,8 +280,20 @@ def normalised(x: Tensor, weights: Weights, drawn: Values, _: Tensor, rounding: 
     return rounding(reference.rms_norm(rounding(x), weights["weight"], **eps, rounding=rounding))
 
 
-def fed_forward(x: Tensor, weights: Weights, _: Values, __: Tensor, rounding: Any) -> Tensor:
+def check_fed_forward(weights: Weights, drawn: Values, of: str = "") -> None:
+    """Compare the weights of a feed-forward with what was asked for."""
+    hidden, inner = drawn["hidden"], drawn["ffn_hidden"]
+    inner = 4 * hidden if inner == "default" else inner
+    shapes = {"up": (inner, hidden), "down": (hidden, inner), "gate": (inner, hidden)}
+    wanted = {name: shapes[name] for name in shapes if name != "gate" or drawn["gated"]}
+    found = {name: tuple(x.shape) for name, x in weights.items() if x.dim() == 2 and of in name}
+    assert found == {f"{of}{name}.weight": shape for name, shape in wanted.items()}
+    assert (f"{of}up.bias" in weights) == drawn["bias"]
+
+
+def fed_forward(x: Tensor, weights: Weights, drawn: Values, _: Tensor, rounding: Any) -> Tensor:
     """Two or three linear layers."""
+    check_fed_forward(weights, drawn)
     return rounding(reference.feed_forward(rounding(x), weights, rounding))
 
 

@@ -186,6 +186,7 @@ SUBJECTS = [
             }
         },
         partial(on_ranks, name),
+        together=({"(tokens)": "all on every rank"},),
         covers=tuple(f"{name}.{method}" for method in ("from_linear", "to_linear", "forward")),
     )
     for name, of in SPLIT.items()

@@ -57,11 +57,11 @@ def tokens_of(scene: Scene, length: int = TOKENS) -> Tensor:
 
 @row("tp", "Llama.forward")
 def _(scene: Scene) -> None:
-    model, times = llama.create(CONFIG, scene.mesh), 2 * LAYERS + 1
+    model, times = llama.create(CONFIG, scene.mesh), 2 * LAYERS * scene.others + 1
     everywhere = sp.Sharding.contiguous(TOKENS, 1)
     with scene.sends(agreements=1, all_reduce=(times, times * TOKENS * HIDDEN * 4)):
         out = model(tokens_of(scene), sharding=everywhere)
-    with scene.sends(all_reduce=(times, times * TOKENS * HIDDEN * 4)):
+    with scene.sends(all_reduce=(times * scene.others, times * TOKENS * HIDDEN * 4)):
         out.sum().backward()
     model = llama.create(CONFIG, scene.mesh, tp_sp=True)
     scatter, gather = (
@@ -77,7 +77,7 @@ def _(scene: Scene) -> None:
 @row("tp", "Decoder.prefill", "Decoder.decode", "generate")
 def _(scene: Scene) -> None:
     """Over the tensor ranks."""
-    model, times = llama.create(CONFIG, scene.mesh), 2 * LAYERS + 1
+    model, times = llama.create(CONFIG, scene.mesh), 2 * LAYERS * scene.others + 1
     decoder = llama.Decoder(model, [9, 9])
 
     def step(length: int, sequences: int) -> dict[str, tuple[int, int]]:
@@ -107,7 +107,7 @@ def _(scene: Scene) -> None:
     keys = LAYERS * scene.to_others(scene.own * KV)
     with scene.sends(agreements=1 + LAYERS, all_gather=(None, keys + last)):
         decoder.prefill([[1] * TOKENS])
-    with scene.sends(agreements=1, all_gather=(LAYERS, LAYERS * more)):
+    with scene.sends(agreements=1, all_gather=(LAYERS * scene.others, LAYERS * more)):
         decoder.decode([[1]])
 
 
@@ -133,7 +133,7 @@ def _(scene: Scene) -> None:
     sent: Book = {"pipeline": (3 * way, 10 * HIDDEN * 4 * way), "broadcast": (1, mean)}
     with scene.sends(agreements=3, **sent):
         pipeline.loss_and_gradients(model, batches)
-    ends = scene.rank in (0, scene.size - 1)
+    ends = scene.others and scene.rank in (0, scene.size - 1)
     with scene.sends(tied=(1, VOCAB * HIDDEN * 4)) if ends else scene.sends():
         pipeline.sum_tied_gradients(model)
     assert stages.rank == scene.rank
@@ -141,11 +141,11 @@ def _(scene: Scene) -> None:
 
 @row("tp", "backward", "train_step", "Llama.loss")
 def _(scene: Scene) -> None:
-    """What the parts of a step send, and no more."""
+    """What the parts of a step send, and no more; a single rank calls some with no other."""
     model, tensor, text = llama.create(CONFIG, scene.mesh), scene.comm, tokens_of(scene)
     alone, sharding = scene.mesh[()], sp.Sharding.zigzag(TOKENS, 1)
     optimizer: Any = SimpleNamespace(step=lambda: None)
-    for clips in (False, True):
+    for clips in (False, True) if scene.others else ():
         tensor.counters.reset()
         labels = loss.next_token_labels(text, comm=alone, sharding=sharding)
         logits = model(text, sharding=sharding)
@@ -166,14 +166,15 @@ def _(scene: Scene) -> None:
 def _(scene: Scene) -> None:
     """Recompute: each layer's two all-reduces once more. Two chunks: three more, as many bytes."""
     model, sent = llama.create(CONFIG, scene.mesh), list[Book]()
-    for how in ({}, {"recompute": True}, {"offload": True}, {"chunk": TOKENS // 2}):
+    for how in ({}, {"recompute": True}, {"offload": True}, {"chunk": TOKENS // 2}, {"chunk": 99}):
         scene.comm.counters.reset()
         train.backward(model, [[1] * TOKENS], **how)
         sent.append(scene.now)
-    once, twice, offloaded, chunked = sent
+    once, twice, offloaded, chunked, whole = sent
     calls, nbytes = (int(number or 0) for number in once["all_reduce"])
-    times, each = LAYERS * (scene.size > 1), TOKENS * HIDDEN * 4
+    times, each = LAYERS * scene.others, TOKENS * HIDDEN * 4
     more = (calls + 2 * times, nbytes + 2 * times * each)
+    assert whole == once
     assert twice == offloaded == once | {"all_reduce": more}
     # of a feed-forward two forward instead of one, as many in its backward, two repeated
     assert chunked["all_reduce"] == (calls + 4 * times, nbytes + times * each)
@@ -185,7 +186,7 @@ def _(scene: Scene) -> None:
 @row("tp", "prefill_unequal")
 def _(scene: Scene) -> None:
     """Over the tensor ranks: two sequences together, and three that wait."""
-    model, times = llama.create(CONFIG, scene.mesh), 2 * LAYERS + 1
+    model, times = llama.create(CONFIG, scene.mesh), 2 * LAYERS * scene.others + 1
     plan = scheduling.Plan((3, 1, 2, 4, 2), (), ((0, 1),), waiting=(2, 3, 4))
     runs, length = 1 + 3, 3 + 1 + 2 + 4 + 2
     drawn = 4 * 8 * (scene.size - 1) * (scene.rank == 0)

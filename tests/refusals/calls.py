@@ -305,6 +305,15 @@ ON_ONE_RANK: Table = {
                 nn.Linear(4, 6 + here), comm=comm_of(mesh), sharding=sp.Sharding.contiguous(6, 2)
             ),
         ),
+        "features of a layer that are no integers": (
+            TypeError,
+            "sizes=",
+            lambda mesh, here: sp.ColumnParallelLinear.from_linear(
+                nn.Linear(4, 6),
+                comm=comm_of(mesh),
+                sizes=[6.0] + [0.0] * (mesh.size - 1),  # type: ignore[arg-type]
+            ),
+        ),
         "tokens of a layer": (
             sp.ShapeError,
             "is needed on rank",

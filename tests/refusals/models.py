@@ -39,14 +39,15 @@ def clipped(mesh: sp.Mesh, max_norm: Any = 1.0, *, grad: float = 1.0, placed: bo
     return clip_gradient_norm([parameter], max_norm, tensor=mesh["ulysses"], stages=mesh["ring"])
 
 
-def loss(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], *, everywhere: bool) -> Any:
-    """The loss of changed labels."""
+def loss(change: Callable[[Tensor, Tensor], tuple[Tensor, ...]], *, everywhere: bool) -> Any:
+    """The loss of changed x and labels, and with a head."""
 
     def compute(mesh: sp.Mesh, here: bool) -> Tensor:
         tensor, data = mesh["ulysses"], mesh["ring"]
         good = torch.ones(1, 3, 4 // tensor.size), torch.zeros(1, 3, dtype=torch.int64)
         bad = change(*good) if everywhere or data.rank == data.size - 1 else good
-        return next_token_loss(*bad, tensor=tensor, data=data)
+        head = bad[2] if len(bad) > 2 else None
+        return next_token_loss(*bad[:2], tensor=tensor, data=data, head=head)
 
     return compute
 
@@ -370,21 +371,22 @@ ON_ONE_RANK: Table = {
             )
             for wrong in (0.0, -1.0, True)
         },
-        "a label beyond the vocabulary": (
-            ValueError,
-            "vocabulary has 0..3",
-            loss(lambda x, y: (x, y + 4), everywhere=False),
-        ),
-        "labels of another shape": (
-            sp.ShapeError,
-            "needed (..., V/T",
-            loss(lambda x, y: (x, y[:, 1:]), everywhere=False),
-        ),
-        "labels of another dtype": (
-            sp.DtypeError,
-            "int64",
-            loss(lambda x, y: (x, y.int()), everywhere=False),
-        ),
+        **{
+            f"a loss of {what}": (error, text, loss(change, everywhere=False))
+            for what, error, text, change in (
+                ("labels too great", ValueError, "has 0..3", lambda x, y: (x, y + 4)),
+                ("labels below 0", ValueError, "label -1", lambda x, y: (x, y - 1)),
+                ("labels of another shape", sp.ShapeError, "x (..., V", lambda x, y: (x, y[:, 1:])),
+                ("labels of int32", sp.DtypeError, "int64", lambda x, y: (x, y.int())),
+                ("whole numbers", sp.DtypeError, "floating", lambda x, y: (x.int(), y)),
+                ("no numbers", sp.ShapeError, "V/T > 0", lambda x, y: (x[..., :0], y)),
+                ("one number", sp.ShapeError, "V/T > 0", lambda x, y: (x[0, 0, 0], y[0, 0])),
+                ("a double head", sp.DtypeError, "one", lambda x, y: (x, y, x[0].double())),
+                ("a head for others", sp.ShapeError, "head", lambda x, y: (x, y, x[0, :, :-1])),
+                ("a head of 3 dims", sp.ShapeError, "head", lambda x, y: (x, y, x)),
+                ("a head without rows", sp.ShapeError, "head", lambda x, y: (x, y, x[0, :0])),
+            )
+        },
         "no valid label": (
             ValueError,
             "none of the labels",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -12,6 +13,7 @@ import torch
 import sp_core as sp
 from sp_core.llama import Sampling
 from sp_core.mask import plan_blocks
+from sp_core.nn import gradients, loss
 from sp_core.scheduling import (
     POLICIES,
     Plan,
@@ -49,6 +51,9 @@ def attention(*shapes: tuple[int, ...], **changes: Any) -> object:
     return sp.local_attention(q, k, k, **changes)
 
 
+HERE: Any = None
+THERE: Any = SimpleNamespace(agree_on=str)
+ONES = torch.ones(1, 3, 2, 4)
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
 ROWS: list[Row] = [
     *((sp.ShapeError, "even", partial(sp.Rope, dim)) for dim in (3, 0)),
@@ -92,8 +97,22 @@ ROWS: list[Row] = [
     (sp.DtypeError, "floating", lambda: ROPE.apply(torch.ones(1, 3, 2, 4).long(), range(3))),
     (TypeError, "chunk='2'", partial(balanced_by, "2")),
     (TypeError, "comm=3 was given", partial(cast("Any", sp.Mesh), 3, sp=1)),
+    (ValueError, "chunk=0", partial(sp.FeedForward, 4, comm=HERE, chunk=0)),
+    *(
+        (TypeError, "None was given; a Communicator", call)
+        for call in (
+            partial(sp.RowParallelLinear.from_linear, torch.nn.Linear(2, 2), comm=HERE),
+            partial(gradients.reduce_gradients, [], data=HERE),
+            partial(gradients.clip_gradient_norm, [], 1.0, tensor=HERE),
+            partial(loss.next_token_labels, ONES, comm=HERE, sharding=TWO),
+            partial(loss.next_token_loss, ONES, ONES, tensor=HERE, data=HERE),
+            partial(loss.next_token_loss, ONES, ONES, tensor=THERE, data=HERE),
+        )
+    ),
     (ValueError, "p=1.0", partial(dropout, p=1.0)),
+    (ValueError, "p=-0.5", partial(dropout, p=-0.5)),
     (ValueError, "seed=-1", partial(dropout, seed=-1)),
+    (ValueError, "seed=4611686018427387904", partial(dropout, seed=2**62)),
     (TypeError, r"seed=0\.5", partial(dropout, seed=0.5)),
     (sp.ShapeError, "3 positions", partial(dropout, positions=range(3))),
     (sp.ShapeError, "4 positions", partial(dropout, x=torch.ones(3, 4))),
@@ -169,6 +188,22 @@ ROWS: list[Row] = [
             ((3, 2, 4), (3, 2, 4)),
             ((1, 3, 2, 4), (1, 3, 0, 4)),
             ((1, 3, 2, 0), (1, 3, 2, 0)),
+            ((3, 2, 4), (1, 3, 2, 4)),
+            ((1, 3, 2, 4), (3, 2, 4)),
+        )
+    ),
+    (sp.ShapeError, "one shape", partial(sp.local_attention, ONES, ONES, ONES[:, 1:])),
+    *(
+        (sp.DeviceError, "needed one device", partial(sp.local_attention, ONES, *others))
+        for others in ((ONES.to("meta"), ONES), (ONES, ONES.to("meta")))
+    ),
+    *(
+        (error, text, partial(attention, (1, 3, 1, 2), sinks=sinks))
+        for error, text, sinks in (
+            (sp.ShapeError, "needed a dense tensor", torch.ones(2)),
+            (sp.ShapeError, "needed a dense tensor", torch.ones(1).to_sparse()),
+            (sp.DtypeError, "needed floating", torch.ones(1, dtype=torch.int64)),
+            (sp.DeviceError, "needed cpu", torch.ones(1, device="meta")),
         )
     ),
     *(
