@@ -267,6 +267,8 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
     "heads that do not divide": ("multiple", {"num_key_value_heads": 4}),
     "an odd head dim": ("even number", {"head_dim": 3}),
     "a base that is no number": ("rope_theta='big'", {"rope_theta": "big"}),
+    "an end in words": ("eos_token_id='2'", {"eos_token_id": "2"}),
+    "an end that is no number": (r"eos_token_id=\[1, True\]", {"eos_token_id": [1, True]}),
 }
 
 

@@ -68,6 +68,12 @@ class Training:
                 late = isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
                 self.scheduler.step(*[1.0] * late)
             rates.append(self.optimizer.param_groups[0]["lr"])
+            state: dict[str, Any] = {
+                "count": self.step,
+                "rates": [*rates],
+                "last": {"a": rates[-1]},
+            }
+            self.optimizer.state[next(self.model.parameters())] |= state
         self.step += steps
         return rates
 
@@ -208,14 +214,19 @@ def odd(training: Training) -> None:
     training.optimizer.state[weight]["rows"] = torch.ones(3)
 
 
-def odd_rate(training: Training) -> None:
-    training.optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
+def odd_rate(training: Training, rate: object) -> None:
+    training.optimizer.param_groups[0]["lr"] = rate
 
 
 OTHERS: dict[str, tuple[type[Exception], str, Callable[[Training], None]]] = {
     "parameters that are not the model's": (sp.CheckpointError, "that the model lacks", frozen),
     "a state of another shape": (sp.CheckpointError, r"float32 of shape \(3,\)", odd),
-    "a rate in a tensor": (sp.CheckpointError, "Saved are numbers", odd_rate),
+    "a rate in a tensor": (
+        sp.CheckpointError,
+        r"float32 of shape \(\)",
+        partial(odd_rate, rate=torch.tensor(0.1)),
+    ),
+    "a set of rates": (sp.CheckpointError, r"holds \{0\.1\}", partial(odd_rate, rate={0.1})),
     "no optimizer": (TypeError, "model.parameters()", lambda x: setattr(x, "optimizer", None)),
     "no step": (TypeError, "a whole number", lambda x: setattr(x, "step", None)),
 }

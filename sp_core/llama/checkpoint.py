@@ -7,7 +7,6 @@ renamed when it is complete. `train` stores the state of an optimizer in the sam
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import uuid
@@ -15,6 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -107,10 +107,7 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """Return the number of tensors and a hash of their names, shapes and dtypes."""
         text = repr([(name, self.shape(name), self.dtype(name)) for name in sorted(self.names)])
-        return (
-            f"{len(self.names)} tensors "
-            f"#{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
-        )
+        return f"{len(self.names)} tensors #{crc32(text.encode()):08x}"
 
     def _slice(self, name: str) -> Any:
         """Return a tensor as a slice of safetensors, which reads the elements that are indexed."""

@@ -84,7 +84,7 @@ class Cache:
         self.rows = torch.zeros(shape, dtype=model.dtype, device=comm.device)
         self.positions = torch.zeros(tokens, dtype=torch.int64, device=comm.device)
 
-    def place(self, tokens: Tokens, first: int = 0) -> list[int]:
+    def place(self, tokens: Tokens, first: int) -> list[int]:
         """Return the positions in the cache that new tokens will get, sequence after sequence.
 
         Args:

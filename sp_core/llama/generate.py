@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -69,7 +70,8 @@ class Sampling:
 
     def random(self, prompt: int) -> torch.Generator:
         """Return the random generator of the prompt with this index, equal on any mesh."""
-        return torch.Generator().manual_seed((self.seed * 1_000_003 + prompt) % 2**63)
+        # torch uses the last 32 bits of a seed only
+        return torch.Generator().manual_seed(crc32(f"{self.seed} {prompt}".encode()))
 
     def choose(self, logits: Tensor, random: torch.Generator) -> int:
         """Return a token chosen from logits (V,).

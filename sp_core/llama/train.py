@@ -12,12 +12,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -165,27 +165,28 @@ def _backward(
 ) -> float:
     """Do what `backward` does, for the function named `call`; also check its arguments `others`."""
     check_model(model)
-    grid, dealt, given = model.grid, list[Sharding](), list[Any]()
-    count, place = (1, 0) if own is True else (model.grid.replicas.size, model.grid.replicas.rank)
+    grid, replicas, given = model.grid, model.grid.replicas, list[Any]()
 
     def check() -> int:
         arguments.check(sequences=sequences, layout=layout, own=own, **others)
         saving.check()
-        dealt.extend(_dealt(sequences, layout, count, grid.sequence.size))
+        shares = split_ranges(len(sequences), 1 if own else replicas.size)
+        dealt = _dealt(sequences, layout, shares, grid.sequence.size)
+        place = replicas.rank % len(shares)
+        row, mask = packed([sequences[number] for number in shares[place]], window)
         deal = [sharding.fingerprint for sharding in dealt]
-        mine = [sequences[number] for number in split_ranges(len(sequences), count)[place]]
-        given.extend((f"{list(map(list, sequences))} dealt as {deal}", *packed(mine, window)))
-        digest = blake2b(given[0].encode(), digest_size=4).hexdigest()
-        return grid.replicas.rank << 32 | int(digest, 16)
+        text = f"{list(map(list, sequences))} dealt as {deal}"
+        given.extend((text, row, mask, dealt[place]))
+        return crc32(f"{replicas.rank} {text}".encode())
 
     seen = grid.everyone.agree_on(
         lambda: f"{call} of {'own' if own else given[0]}, window={given[2].window}, {saving}", check
     )
-    if len(set(seen)) > grid.replicas.size:
+    if len(set(seen)) > replicas.size:
         raise CollectiveMismatch(
             f"{call}: ranks of one replica have other sequences or layouts. Pass them alike to all."
         )
-    (_, row, mask), sharding = given, dealt[place]
+    _, row, mask, sharding = given
     tokens = sharding.shard(row, grid.sequence.rank, 1).to(grid.everyone.device)
     model.zero_grad()
     one = model.begin(tokens, sharding, mask, saving)
@@ -196,15 +197,17 @@ def _backward(
     return float(loss.detach())
 
 
-def _dealt(sequences: Tokens, layout: Layout, replicas: int, ranks: int) -> list[Sharding]:
-    """Return for each replica the sharding, by `layout`, of the tokens of all its sequences."""
+def _dealt(
+    sequences: Tokens, layout: Layout, shares: Sequence[range], ranks: int
+) -> list[Sharding]:
+    """Return for each share of the sequences the sharding, by `layout`, of its tokens."""
     for number, sequence in enumerate(sequences):
         if not sequence:
             raise ValueError(
                 f"sequence {number} is empty; leave it out, or give it at least one token."
             )
     dealt = []
-    for share in split_ranges(len(sequences), replicas):
+    for share in shares:
         dealt.append(layout(sum(len(sequences[number]) for number in share), ranks))
         remedy = "Pass a function that makes one, such as Sharding.zigzag."
         arguments.check_type("a layout's result", dealt[-1], Sharding, remedy)
@@ -239,8 +242,8 @@ def save_training(
     Args:
         model: on any mesh without the axis "pp".
         folder: a path where nothing is yet, or an empty folder; a new one for each checkpoint.
-        optimizer: of parameters of the model, with a state of numbers, texts, lists, and floating
-            tensors as large as their parameters.
+        optimizer: of parameters of the model, with a state of numbers, lists, and floating tensors
+            as large as their parameters.
         step: how many steps were done; `load_training` returns this number.
         scheduler: of the learning rate, if there is one.
         generator: of the random numbers that order the data, if there is one, in the same state on

@@ -13,9 +13,9 @@ Shapes: N sequences, S tokens, E model dim, V vocabulary, P sequence ranks, T te
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -94,10 +94,10 @@ def prefill_unequal(
 
     def call() -> str:
         _check(model, sequences, plan, pass_tokens)
-        digest = hashlib.blake2b(
-            repr((list(map(list, sequences)), plan)).encode(), digest_size=8
-        ).hexdigest()
-        return f"prefill_unequal({len(sequences)} sequences and a plan #{digest}, {pass_tokens=})"
+        digest = crc32(f"{list(map(list, sequences))} {plan}".encode())
+        return (
+            f"prefill_unequal({len(sequences)} sequences and a plan #{digest:08x}, {pass_tokens=})"
+        )
 
     model.grid.everyone.agree_on(call)
     return collect(model, compute(model, sequences, plan, pass_tokens=pass_tokens), len(sequences))
