@@ -98,11 +98,11 @@ class Checkpoint:
                 "Weights and config.json belong to different models."
             )
         view = self._slice(name)
-        cut: list[Any] = [
+        *others, last = (
             view[part.start : part.stop] if placement.dim == 0 else view[:, part.start : part.stop]
             for part in placement.held[rank]
-        ]
-        return cut[0] if len(cut) == 1 else torch.cat(cut, placement.dim)
+        )
+        return torch.cat([*others, last], placement.dim) if others else last
 
     def fingerprint(self) -> str:
         """Return the number of tensors and a hash of their names, shapes and dtypes."""
@@ -224,9 +224,8 @@ def _dtype(checkpoint: Checkpoint, asked: torch.dtype | None) -> torch.dtype:
 def check_names(checkpoint: Checkpoint, model: Llama) -> None:
     """Raise CheckpointError if names of tensors are missing, or are none of the model's."""
     expected, names = parameter_names(model), set(checkpoint.names)
-    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
     missing = sorted(expected - names)
-    extra = sorted(name for name in names - expected - tied if not name.endswith(_UNUSED))
+    extra = sorted(x for x in names - expected - {"lm_head.weight"} if not x.endswith(_UNUSED))
     if missing or extra:
         raise CheckpointError(
             f"of the tensors of a model with its config.json {len(missing)} are missing from "

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from sp_core import arguments
 from sp_core.collectives.api import all_gather, broadcast
+from sp_core.llama.config import Tokens, check_sequences
 from sp_core.llama.decode import Decoder
-from sp_core.llama.model import Llama, Tokens, check_model, check_tokens
+from sp_core.llama.model import Llama, check_model
 from sp_core.segments import split_ranges
 
 if TYPE_CHECKING:
@@ -225,15 +226,10 @@ def _check(model: Llama, prompts: Tokens, max_tokens: int, sampling: Sampling, *
     limit = model.config.max_position_embeddings
     if max_tokens < 0:
         raise ValueError(f"max_tokens={max_tokens} was given; pass at least 0.")
+    check_sequences(prompts, model.config, "prompt")
     for number, prompt in enumerate(prompts):
-        if not prompt:
-            raise ValueError(
-                f"prompt {number} is empty; give at least one token, such as the one that begins "
-                f"a text."
-            )
         if len(prompt) + max_tokens > limit:
             raise ValueError(
                 f"prompt {number} has {len(prompt)} tokens; with {max_tokens} more it exceeds the "
                 f"model's {limit} positions."
             )
-        check_tokens(torch.tensor(prompt), model.config)

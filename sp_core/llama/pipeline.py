@@ -25,7 +25,8 @@ from sp_core import arguments
 from sp_core.agreement import agreeing_in_turn
 from sp_core.collectives.api import all_reduce, broadcast
 from sp_core.errors import ShapeError
-from sp_core.llama.model import CAUSAL, Llama, Pass, check_model, check_tokens
+from sp_core.llama.config import check_tokens
+from sp_core.llama.model import CAUSAL, Llama, Pass, check_model
 from sp_core.mask import Mask
 from sp_core.nn.loss import IGNORED
 from sp_core.nn.memory import Saving

@@ -26,8 +26,8 @@ from sp_core import arguments
 from sp_core.agreement import make_alike
 from sp_core.errors import CheckpointError, CollectiveMismatch
 from sp_core.llama.checkpoint import Beside, Checkpoint, check_names, parts_of, write
-from sp_core.llama.config import read_json
-from sp_core.llama.model import Llama, Tokens, check_model, flat
+from sp_core.llama.config import Tokens, check_sequences, flat, read_json
+from sp_core.llama.model import Llama, check_model
 from sp_core.llama.record import (
     Scheduler,
     digests,
@@ -169,6 +169,7 @@ def _backward(
 
     def check() -> int:
         arguments.check(sequences=sequences, layout=layout, own=own, **others)
+        check_sequences(sequences, model.config)
         saving.check()
         shares = split_ranges(len(sequences), 1 if own else replicas.size)
         dealt = _dealt(sequences, layout, shares, grid.sequence.size)
@@ -201,11 +202,6 @@ def _dealt(
     sequences: Tokens, layout: Layout, shares: Sequence[range], ranks: int
 ) -> list[Sharding]:
     """Return for each share of the sequences the sharding, by `layout`, of its tokens."""
-    for number, sequence in enumerate(sequences):
-        if not sequence:
-            raise ValueError(
-                f"sequence {number} is empty; leave it out, or give it at least one token."
-            )
     dealt = []
     for share in shares:
         dealt.append(layout(sum(len(sequences[number]) for number in share), ranks))

@@ -102,7 +102,7 @@ PROMPTS: dict[str, Parts] = {
     "tp_sp": values(False, True),
     "grid.scheme": values(*SCHEMES),
     "prompts.count": spans((2, 3), (0, 0), (1, 1), (7, 9)),
-    "prompts.lengths": values("unequal", "one token", "equal", "long"),
+    "prompts.lengths": values("unequal", "one token", "equal", "long", "as long as can be"),
     "max_tokens": spans((2, 4), (0, 0), (1, 1), (8, 10)),
     "stop": {
         "default": lambda c, v: None,
@@ -137,6 +137,8 @@ def texts(case: Case, drawn: Values, parameter: str) -> list[list[int]]:
     """Prompts or sequences of the lengths that were drawn."""
     chance, count = Random(drawn["seed"]), drawn[f"{parameter}.count"]
     bounds = {"unequal": (1, 9), "one token": (1, 1), "equal": (4, 4), "long": (30, 50)}
+    most = case.config.max_position_embeddings - drawn.get("max_tokens", 0)
+    bounds["as long as can be"] = (most, most)
     return models.text(
         case, [chance.randint(*bounds[drawn[f"{parameter}.lengths"]]) for _ in range(count)]
     )

@@ -229,7 +229,7 @@ ON_ONE_RANK: Table = {
         ),
         "a sequence without tokens": (
             ValueError,
-            "sequence 1 without tokens",
+            "sequence 1 is empty",
             unequal([TEXTS[0], []], Plan((3, 0), (), ((0,), (1,)))),
         ),
         "a sequence beyond the vocabulary": (
