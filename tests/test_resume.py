@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -260,10 +261,13 @@ def test_ranks_with_another_random_state_are_told(comm: Any, tmp_path: Path) -> 
 
 @spmd(2, 4)
 def test_ranks_of_a_replica_must_know_the_same_tokens(comm: Any) -> None:
-    """The error reaches the other replicas, too."""
+    """Each replica takes a part of them. The error reaches the other replicas, too."""
     axes = {"dp": comm.size // 2, "ring": 2}
     with sp.Mesh(comm, **axes) as mesh:
-        model = CASE.model(mesh)
+        model, layout = CASE.model(mesh), Mock(side_effect=sp.Sharding.zigzag)
+        backward(model, [[1, 2, 3], [4, 5]], layout=layout)
+        dealt = [call(5, 2)] if comm.size == 2 else [call(3, 2), call(2, 2)]
+        assert layout.call_args_list == dealt
         with pytest.raises(sp.CollectiveMismatch, match="alike"):
             backward(model, [[1, 2, 3 + (comm.rank == 1)]], own=True)
         with pytest.raises(sp.CollectiveMismatch, match="of own"):

@@ -85,13 +85,11 @@ class Sampling:
         order = logits.double().sort(descending=True, stable=True)
         # differences are at most 0, so no quotient is infinity
         p = ((order.values - order.values[0]) / self.temperature).softmax(0)
-        if self.top_k is not None:
-            p[self.top_k :] = 0
+        sums = p[: self.top_k].cumsum(0)
         if self.top_p is not None:
-            p[p.cumsum(0) - p >= self.top_p * p.sum()] = 0
-        chances = p.cumsum(0)
-        uniform = torch.rand((), generator=random, dtype=torch.float64).to(chances.device)
-        return int(order.indices[torch.searchsorted(chances, uniform * chances[-1], right=True)])
+            sums = sums[: torch.searchsorted(sums, self.top_p * sums[-1]) + 1]
+        uniform = torch.rand((), generator=random, dtype=torch.float64).to(sums.device)
+        return int(order.indices[torch.searchsorted(sums, uniform * sums[-1], right=True)])
 
 
 def generate(

@@ -27,6 +27,7 @@ from sp_core.agreement import make_alike
 from sp_core.errors import CheckpointError, CollectiveMismatch
 from sp_core.llama.checkpoint import Beside, Checkpoint, check_names, parts_of, write
 from sp_core.llama.config import Tokens, check_sequences, flat, read_json
+from sp_core.llama.grid import Grid
 from sp_core.llama.model import Llama, check_model
 from sp_core.llama.record import (
     Scheduler,
@@ -172,13 +173,8 @@ def _backward(
         check_sequences(sequences, model.config)
         saving.check()
         shares = split_ranges(len(sequences), 1 if own else replicas.size)
-        dealt = _dealt(sequences, layout, shares, grid.sequence.size)
-        place = replicas.rank % len(shares)
-        row, mask = packed([sequences[number] for number in shares[place]], window)
-        deal = [sharding.fingerprint for sharding in dealt]
-        text = f"{list(map(list, sequences))} dealt as {deal}"
-        given.extend((text, row, mask, dealt[place]))
-        return crc32(f"{replicas.rank} {text}".encode())
+        given.extend(_dealt(sequences, layout, window, shares, grid))
+        return crc32(f"{replicas.rank} {given[0]}".encode())
 
     seen = grid.everyone.agree_on(
         lambda: f"{call} of {'own' if own else given[0]}, window={given[2].window}, {saving}", check
@@ -199,15 +195,20 @@ def _backward(
 
 
 def _dealt(
-    sequences: Tokens, layout: Layout, shares: Sequence[range], ranks: int
-) -> list[Sharding]:
-    """Return for each share of the sequences the sharding, by `layout`, of its tokens."""
+    sequences: Tokens, layout: Layout, window: int | None, shares: Sequence[range], grid: Grid
+) -> tuple[str, Tensor, Mask, Sharding]:
+    """Deal each share of the sequences by `layout`; return all as text, and one share's tokens.
+
+    The share is that of this rank's replica, or the only one.
+    """
     dealt = []
     for share in shares:
-        dealt.append(layout(sum(len(sequences[number]) for number in share), ranks))
+        dealt.append(layout(sum(len(sequences[number]) for number in share), grid.sequence.size))
         remedy = "Pass a function that makes one, such as Sharding.zigzag."
         arguments.check_type("a layout's result", dealt[-1], Sharding, remedy)
-    return dealt
+    place = grid.replicas.rank % len(shares)
+    text = f"{list(map(list, sequences))} dealt as {[sharding.fingerprint for sharding in dealt]}"
+    return text, *packed([sequences[number] for number in shares[place]], window), dealt[place]
 
 
 def packed(sequences: Tokens, window: int | None = None) -> tuple[Tensor, Mask]:
