@@ -289,7 +289,7 @@ def write(
         everyone.agree_on(call, partial(_attempt, act, Path(folder), everyone.rank))
 
     everyone.agree_on(call)
-    target, (_, tensors, texts) = Path(folder), found[0]
+    target, ((_, tensors, texts),) = Path(folder), found
     files = _files(".", parts_of(model), max_file_bytes, texts)
     files |= _files(STATE, tensors, max_file_bytes, texts)
     draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
@@ -327,8 +327,9 @@ def _files(
     """
     groups: list[Parts] = []
     for name, part in tensors.items():
-        together = sum(map(_size, (*groups[-1].values(), part))) if groups else 0
-        if not groups or (limit is not None and together > limit):
+        if not groups or (
+            limit is not None and sum(map(_size, (*groups[-1].values(), part))) > limit
+        ):
             groups.append({})
         groups[-1][name] = part
     if len(groups) < 2:
@@ -393,4 +394,4 @@ def _end(model: Llama, texts: Mapping[str, str], draft: Path, target: Path) -> N
 
 
 def _json(values: object) -> str:
-    return json.dumps(values, indent=2, allow_nan=False) + "\n"
+    return json.dumps(values, indent="  ", allow_nan=False) + "\n"

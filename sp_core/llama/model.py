@@ -201,7 +201,8 @@ class Llama(nn.Module):
 
     def logits(self, hidden: Tensor, lengths: Lengths = None) -> Tensor:
         """Compute logits (B, S, V/T) of hidden states (B, S, E); with `lengths` (B, S/T, E)."""
-        return project(hidden, self.head, lengths=lengths)[0]
+        (logits,) = project(hidden, self.head, lengths=lengths)
+        return logits
 
     @property
     def head(self) -> Weight:
@@ -283,7 +284,7 @@ def checkpoint_name(name: str) -> str:
 
 def parameter_names(model: Llama) -> set[str]:
     """Return the names of the parameters of all stages in a Hugging Face checkpoint."""
-    layer = [name for name, _ in model.layers[model.own[0]].named_parameters()]
+    layer = [name for name, _ in model.layers[next(iter(model.own))].named_parameters()]
     names = [
         f"layers.{number}.{name}"
         for number in range(model.config.num_hidden_layers)

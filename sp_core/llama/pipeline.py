@@ -335,7 +335,7 @@ def _agree(
             (grid.everyone, call),
         ):
             agree_on(comm, text)
-    return orders[0]
+    return next(iter(orders))
 
 
 def _check(model: Llama, batches: Sequence[MicroBatch], ordering: Ordering) -> None:

@@ -203,9 +203,10 @@ def _dealt(
     """
     dealt = []
     for share in shares:
-        dealt.append(layout(sum(len(sequences[number]) for number in share), grid.sequence.size))
+        made = layout(sum(len(sequences[number]) for number in share), grid.sequence.size)
         remedy = "Pass a function that makes one, such as Sharding.zigzag."
-        arguments.check_type("a layout's result", dealt[-1], Sharding, remedy)
+        arguments.check_type("a layout's result", made, Sharding, remedy)
+        dealt.append(made)
     place = grid.replicas.rank % len(shares)
     text = f"{list(map(list, sequences))} dealt as {[sharding.fingerprint for sharding in dealt]}"
     return text, *packed([sequences[number] for number in shares[place]], window), dealt[place]
@@ -216,7 +217,7 @@ def packed(sequences: Tokens, window: int | None = None) -> tuple[Tensor, Mask]:
 
     With `window` a token sees that many tokens of its document: itself and those before it.
     """
-    ends = (0, *accumulate(map(len, sequences))) if sequences else None
+    ends = (0, *accumulate(map(len, sequences)))
     return flat(sequences).unsqueeze(0), Mask(causal=True, window=window, documents=ends)
 
 
