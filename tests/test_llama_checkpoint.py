@@ -19,7 +19,7 @@ from llama_cases import Case, mesh_of
 from safetensors.torch import save_file
 
 import sp_core as sp
-from sp_core.llama import Decoder, LlamaConfig, checkpoint, create, load, save
+from sp_core.llama import Checkpoint, Decoder, LlamaConfig, checkpoint, create, load, save
 from sp_core.testing import LiveBytes, spmd
 
 CASE = Case((6, 3), layers=1)
@@ -241,6 +241,8 @@ def test_a_folder_that_is_broken_on_one_rank_is_an_error_on_all(comm: Any, tmp_p
         with pytest.raises(sp.CollectiveMismatch, match="load"):
             load(folder, mesh, dtype=torch.float64 if comm.rank else torch.float32)
         assert load(folder, mesh).dtype == torch.float64
+    with pytest.raises(sp.CheckpointError, match="lost is missing from the weights"):
+        Checkpoint(folder).shape("lost")
 
 
 UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -315,6 +317,10 @@ def test_what_is_there_is_never_written_over(comm: Any, tmp_path: Path) -> None:
             save(model, folder / "file" / "model")
         with pytest.raises(sp.CheckpointError, match=r"max_file_bytes=0 was given"):
             save(model, folder / "other", max_file_bytes=0)
+        size = sum(x.numel() * x.element_size() for x in CASE.weights().values()) // 2
+        for limit, files in ((size, 1), (size - 1, 2)):
+            save(model, folder / f"{limit}", max_file_bytes=limit)
+            assert len([*(folder / f"{limit}").glob("*.safetensors")]) == files
         assert contents(folder / "empty") == before
         assert (folder / "file").read_text() == "notes"
         with pytest.raises(sp.CollectiveMismatch, match="save"):

@@ -102,7 +102,7 @@ PROMPTS: dict[str, Parts] = {
     "tp_sp": values(False, True),
     "grid.scheme": values(*SCHEMES),
     "prompts.count": spans((2, 3), (0, 0), (1, 1), (7, 9)),
-    "prompts.lengths": values("unequal", "one token", "equal", "long", "as long as can be"),
+    "prompts.lengths": values("unequal", "one token", "equal", "long"),
     "max_tokens": spans((2, 4), (0, 0), (1, 1), (8, 10)),
     "stop": {
         "default": lambda c, v: None,
@@ -136,9 +136,8 @@ def with_special_tokens() -> Any:
 def texts(case: Case, drawn: Values, parameter: str) -> list[list[int]]:
     """Prompts or sequences of the lengths that were drawn."""
     chance, count = Random(drawn["seed"]), drawn[f"{parameter}.count"]
-    bounds = {"unequal": (1, 9), "one token": (1, 1), "equal": (4, 4), "long": (30, 50)}
     most = case.config.max_position_embeddings - drawn.get("max_tokens", 0)
-    bounds["as long as can be"] = (most, most)
+    bounds = {"unequal": (1, 9), "one token": (1, 1), "equal": (4, 4), "long": (most, most)}
     return models.text(
         case, [chance.randint(*bounds[drawn[f"{parameter}.lengths"]]) for _ in range(count)]
     )
@@ -275,6 +274,8 @@ STAGED = (
     "dp, ulysses",
     "pp, ring, tp",
 )
+ENDING = {"stop": "some", "max_tokens": "8 to 10", "prompts.count": "7 to 9"}
+ENDING["sampling.temperature"] = "50.0"
 LATE = {"(lateness)": "a rank in each pass", "sequences.count": "8 to 12", "pass_tokens": "8"}
 SUBJECTS = [
     *(
@@ -295,6 +296,7 @@ SUBJECTS = [
         | FEW_CALLS,
         generated,
         allowed=("stop=too many", "stop_strings=too many", "on_token=gpipe", "on_token=contiguous"),
+        together=(ENDING,),
     ),
     on_model(
         "llama.prefill_unequal",

@@ -132,6 +132,7 @@ EVERYWHERE: Table = {
             "vocabulary has 0..12",
             generated([[13]], 1),
         ),
+        "a prompt below the vocabulary": (ValueError, "token -1 was given", generated([[-1]], 1)),
         "stop strings without a tokenizer": (
             ValueError,
             "without a tokenizer",
