@@ -78,7 +78,6 @@ class _Mail:
         self, model: Llama, forward: Sequence[Pass], backward: Sequence[Pass] = ()
     ) -> None:
         self._comm = stages = model.grid.stages
-        stages.ensure_open()
         self._tag, self._dtype = stages.next_tag(), model.dtype
         self._sent: list[Handle] = []
         self._coming: dict[bool, tuple[Handle, Tensor]] = {}
@@ -205,7 +204,7 @@ def loss_and_gradients(
     """
     check_model(model)
     grid = model.grid
-    saving = Saving(recompute, offload, chunk)
+    saving = Saving(recompute=recompute, offload=offload, chunk=chunk)
     order = _agree(model, batches, ordering, saving)[grid.stages.rank]
     count = _count_valid(model, batches)
     passes = [model.one_pass(one.tokens, one.sharding, one.mask, saving) for one in batches]

@@ -96,7 +96,7 @@ def train_step(
             `clip_gradient_norm`, on every rank. The weights are then unchanged.
     """
     call = f"train_step({max_norm=})"
-    saving = Saving(recompute, offload, chunk)
+    saving = Saving(recompute=recompute, offload=offload, chunk=chunk)
     loss = _backward(call, model, sequences, layout, own, window, saving, optimizer=optimizer)
     norm = clip_gradient_norm(model.parameters(), max_norm, tensor=model.grid.tensor)
     optimizer.step()
@@ -150,7 +150,7 @@ def backward(
             stages.
         CollectiveMismatch: ranks with different sequences. All on every rank.
     """
-    saving = Saving(recompute, offload, chunk)
+    saving = Saving(recompute=recompute, offload=offload, chunk=chunk)
     return _backward("backward()", model, sequences, layout, own, window, saving)
 
 

@@ -28,8 +28,9 @@ ALL_DTYPES = {"dtype": values("float64", "float32", "bfloat16", "float16")}
 
 
 def new(chance: Random, drawn: Values, *, low: int, high: int) -> list[int]:
-    """How many tokens each sequence gets, at least one in all."""
+    """How many tokens each sequence gets, at least one in all; the last none if some may."""
     found = [chance.randint(low, high) for _ in range(drawn["room.sequences"])]
+    found[-1] *= low > 0
     return found if any(found) else [1, *found[1:]]
 
 
@@ -274,6 +275,7 @@ STAGED = (
     "dp, ulysses",
     "pp, ring, tp",
 )
+LATER = {"tokens": "none for some", "(history)": "prefill"}
 ENDING = {"stop": "some", "max_tokens": "8 to 10", "prompts.count": "7 to 9"}
 ENDING["sampling.temperature"] = "50.0"
 LATE = {"(lateness)": "a rank in each pass", "sequences.count": "8 to 12", "pass_tokens": "8"}
@@ -284,6 +286,7 @@ SUBJECTS = [
             MODEL | meshes(*STAGED) | DECODER | models.SITUATIONS,
             partial(decoder, name),
             covers=covers,
+            together=(LATER,),
         )
         for name, covers in (("prefill", ("llama.Decoder",)), ("decode", ()))
     ),

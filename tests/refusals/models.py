@@ -218,6 +218,13 @@ ON_ONE_RANK: Table = {
             "pass_tokens=2",
             lambda mesh, here: prefill_unequal(CASE.model(mesh), TEXTS, PLAN, pass_tokens=1 + here),
         ),
+        "rows of no token": (
+            ValueError,
+            "pass_tokens=0 was given",
+            lambda mesh, here: prefill_unequal(
+                CASE.model(mesh), TEXTS, PLAN, pass_tokens=int(not here)
+            ),
+        ),
         "a plan for other lengths": (
             sp.ShapeError,
             "Make a plan for these",
