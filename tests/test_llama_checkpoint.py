@@ -200,6 +200,10 @@ BROKEN: dict[str, tuple[str, Callable[[Path], object]]] = {
         rf"1 are missing .*\['{NORM}'\]",
         lambda f: edit(f / INDEX, lambda x: x["weight_map"].pop(NORM)),
     ),
+    "a missing head": (
+        r"1 are missing .*\['lm_head.weight'\]",
+        lambda f: edit(f / INDEX, lambda x: x["weight_map"].pop("lm_head.weight")),
+    ),
     "no weights": ("has neither", lambda f: [drop(name)(f) for name in (INDEX, FIRST, SECOND)]),
     "pickled weights": (
         r"the pickled files \['pytorch_model.bin'\] none is ever unpickled",
@@ -263,6 +267,7 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
         "'dynamic'",
         {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
     ),
+    "a scaling that is a list": (r"rotary embedding is \[1\]", {"rope_scaling": [1]}),
     "a scaling without its factor": ("lacks", {"rope_scaling": {"rope_type": "linear"}}),
     "a size in words": (r"says \{'hidden_size': '8'\};", {"hidden_size": "8", "head_dim": None}),
     "no number of layers": ("lacks num_hidden_layers", {"num_hidden_layers": None}),

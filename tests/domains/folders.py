@@ -13,7 +13,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import torch
 from llama_cases import Case
@@ -38,6 +38,7 @@ from domains.models import (
 from sp_core.llama import Checkpoint, Grid, Llama, LlamaConfig, byte_tokenizer, create, load, save
 from sp_core.llama.model import checkpoint_name
 from sp_core.nn.gradients import Placement, placement_of
+from sp_core.schemes import SCHEMES as SCHEMES_BY_NAME
 from sp_core.testing import run_threads
 
 AXES = (
@@ -296,11 +297,19 @@ def gridded(comm: Any, drawn: Values) -> Iterator[Call]:
     """The groups of a mesh."""
     with situations.opened(comm, drawn, models.lengths(drawn)) as mesh:
         given = {"mesh": mesh, "scheme": drawn["scheme"]}
-        yield Call(Grid.of, given, partial(judge_grid, mesh, comm.rank))
+        yield Call(Grid.of, given, partial(judge_grid, mesh, comm.rank, drawn["scheme"]))
 
 
-def judge_grid(mesh: sp.Mesh, rank: int, grid: Grid) -> None:
+DEFAULTS = {"": "allgather_kv", "ring": "ring", "ulysses": "ulysses"}
+"""By the axes that split a sequence the name of a scheme; else it is "hybrid"."""
+
+
+def judge_grid(mesh: sp.Mesh, rank: int, scheme: str | None, grid: Grid) -> None:
     """Compare the ranks of each group with those that differ from this one along its axes only."""
+    axes = tuple(axis for axis in mesh.axes if axis in DEFAULTS)
+    name, chosen = scheme or DEFAULTS.get(" ".join(axes), "hybrid"), cast("Any", grid.attention)
+    assert chosen.func is (SCHEMES_BY_NAME | {"hybrid": sp.hybrid_attention})[name]
+    assert chosen.keywords.get("axes", axes) == axes
     places = torch.arange(mesh.size).view(*mesh.axes.values())
     own = dict(zip(mesh.axes, (int(x) for x in (places == rank).nonzero()[0]), strict=True))
     inside = {
