@@ -164,6 +164,10 @@ BROKEN: dict[str, tuple[str, Callable[[Path], object]]] = {
         "config.json cannot be read",
         lambda f: (f / "config.json").write_text("{"),
     ),
+    "a configuration that is a list": (
+        "config.json holds a list",
+        lambda f: (f / "config.json").write_text("[]"),
+    ),
     "a missing shard": (f"{FIRST} is missing, of 2", drop(FIRST)),
     "a shard that is cut off": (f"{SECOND} is broken", cut),
     "a shard that is something else": (

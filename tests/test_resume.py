@@ -229,6 +229,7 @@ OTHERS: dict[str, tuple[type[Exception], str, Callable[[Training], None]]] = {
     ),
     "a set of rates": (sp.CheckpointError, r"holds \{0\.1\}", partial(odd_rate, rate={0.1})),
     "no optimizer": (TypeError, "model.parameters()", lambda x: setattr(x, "optimizer", None)),
+    "no scheduler": (TypeError, "a scheduler of", lambda x: setattr(x, "scheduler", 3)),
     "no step": (TypeError, "a whole number", lambda x: setattr(x, "step", None)),
 }
 

@@ -127,11 +127,7 @@ EVERYWHERE: Table = {
             "exceeds the model's 128 positions",
             generated([[1]], 128),
         ),
-        "a prompt beyond the vocabulary": (
-            ValueError,
-            "vocabulary has 0..12",
-            generated([[13]], 1),
-        ),
+        "a prompt beyond the vocabulary": (ValueError, "has 0..12", generated([[13]], 1)),
         "a prompt below the vocabulary": (ValueError, "token -1 was given", generated([[-1]], 1)),
         "stop strings without a tokenizer": (
             ValueError,
