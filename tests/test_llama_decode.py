@@ -6,6 +6,7 @@ Any split into prefill and decode gives what one device gives for the whole sequ
 from __future__ import annotations
 
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import sp_core as sp
-from sp_core.llama import Decoder, Sampling, byte_tokenizer, generate
+from sp_core.llama import Decoder, Sampling, byte_tokenizer, create, generate
 from sp_core.testing import spmd
 
 pytestmark = pytest.mark.usefixtures("short_slots")
@@ -124,6 +125,7 @@ def test_each_prompt_of_each_seed_has_random_numbers_of_its_own() -> None:
         for prompt in range(3)
     ]
     assert len({*drawn}) == 12
+    assert (Sampling().seed, signature(create).parameters["seed"].default) == (0, 0)
 
 
 @pytest.mark.parametrize(("limits", "count"), [({"top_k": 3}, 3), ({"top_p": 0.5}, 2)])

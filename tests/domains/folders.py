@@ -351,6 +351,7 @@ SUBJECTS = [
         | FEW_CALLS,
         loaded,
         models.ranks,
+        together=({"folder.more": "angles and a tied head", "dtype": "of the file"},),
     ),
     Subject(
         "llama.Checkpoint.read",
