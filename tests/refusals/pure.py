@@ -222,7 +222,7 @@ ROWS: list[Row] = [
     ),
     *((ValueError, "temperature", partial(Sampling, x)) for x in (-1.0, math.inf, math.nan)),
     (ValueError, "top_k", partial(Sampling, 1.0, 0)),
-    (ValueError, "top_p", partial(Sampling, 1.0, None, 0.0)),
+    *((ValueError, "top_p", partial(Sampling, 1.0, None, x)) for x in (-0.5, 0.0, 1.5)),
     *(
         (sp.ShapeError, "size >= 1", partial(policy, lengths, size, Work(1, 1)))
         for lengths, size in (([1], 0), ([-1], 2))
