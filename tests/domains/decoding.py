@@ -277,7 +277,7 @@ STAGED = (
 )
 LATER = {"tokens": "none for some", "(history)": "prefill"}
 ENDING = {"stop": "some", "max_tokens": "8 to 10", "prompts.count": "7 to 9"}
-ENDING["sampling.temperature"] = "50.0"
+ENDING |= {"sampling.temperature": "50.0", "prompts.lengths": "long"}
 LATE = {"(lateness)": "a rank in each pass", "sequences.count": "8 to 12", "pass_tokens": "8"}
 SUBJECTS = [
     *(
