@@ -25,7 +25,7 @@ from torch import Tensor
 from sp_core import arguments
 from sp_core.agreement import make_alike
 from sp_core.errors import CheckpointError, CollectiveMismatch
-from sp_core.llama.checkpoint import Beside, Checkpoint, check_names, parts_of, write
+from sp_core.llama.checkpoint import Beside, Checkpoint, parts_of, write
 from sp_core.llama.config import Tokens, check_sequences, flat, read_json
 from sp_core.llama.grid import Grid
 from sp_core.llama.model import Llama, check_model
@@ -321,7 +321,6 @@ def load_training(
                 f"{folder} is of another training: {'; '.join(wrong)}. Make model, optimizer, "
                 "scheduler and generator as they were then."
             )
-        check_names(weights, model)
         text = f"load_training({digests(record)}, {weights.fingerprint()})"
         return (record, *read_parts(model, weights, record)), text
 
