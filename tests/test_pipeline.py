@@ -18,7 +18,7 @@ import sp_core as sp
 from sp_core.llama import model as llama_model
 from sp_core.llama.pipeline import forward, sum_tied_gradients
 from sp_core.nn.memory import KEEP_ALL
-from sp_core.scheduling import POLICIES, Work
+from sp_core.scheduling import POLICIES, Work, split_stages
 from sp_core.scheduling.plan import passes
 from sp_core.testing import spmd
 
@@ -36,6 +36,7 @@ def test_stages_are_split_by_the_number_of_weights(monkeypatch: pytest.MonkeyPat
         for number in range(3)
     ]
     assert [*llama_model.stage_layers(case.config, 2)] == [layers, 2, sizes["lm_head.weight"]]
+    assert [split_stages([1] * n, 2)[0] for n in (3, 4)] == [range(1), range(2)]
 
 
 @pytest.mark.parametrize("without", ["neither", "first", "last"])

@@ -75,7 +75,7 @@ def generated(prompts: list[list[int]], count: int) -> Any:
     return lambda mesh, here: generate(CASE.model(mesh), prompts, max_tokens=count)
 
 
-def decoded(tokens: list[list[int]]) -> Any:
+def decoded(tokens: Any) -> Any:
     def decode(mesh: sp.Mesh, here: bool) -> object:
         decoder = Decoder(CASE.model(mesh), [3, 2])
         decoder.prefill([[1, 2], []])
@@ -147,6 +147,7 @@ EVERYWHERE: Table = {
             "sequence 0 has 2 tokens and room for 3",
             sending(decoded([[1, 2], [3]])),
         ),
+        "tokens in no list": (TypeError, "a list with a list of", sending(decoded([1, 2]))),
         "tokens of one sequence": (sp.ShapeError, "there are 2", sending(decoded([[1]]))),
         "no token to decode": (ValueError, "no token", sending(decoded([[], []]))),
         "an empty sequence": (
