@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -225,7 +226,7 @@ def loss_and_gradients(
         x, y = held.pop(number)
         y.backward(None if model.is_last else mail.receive(backward=True))
         if not model.is_first:
-            mail.send(torch.zeros_like(x) if x.grad is None else x.grad, backward=True)
+            mail.send(cast("Tensor", x.grad), backward=True)
 
     for slot in order:
         (go_on if slot.direction == "F" else go_back)(slot.batch)
