@@ -19,7 +19,7 @@ from llama_cases import Case, mesh_of
 from safetensors.torch import save_file
 
 import sp_core as sp
-from sp_core.llama import Decoder, LlamaConfig, checkpoint, create, load, save
+from sp_core.llama import Checkpoint, Decoder, LlamaConfig, checkpoint, create, load, save
 from sp_core.testing import LiveBytes, spmd
 
 CASE = Case((6, 3), layers=1)
@@ -164,6 +164,10 @@ BROKEN: dict[str, tuple[str, Callable[[Path], object]]] = {
         "config.json cannot be read",
         lambda f: (f / "config.json").write_text("{"),
     ),
+    "a configuration that is a list": (
+        "config.json holds a list",
+        lambda f: (f / "config.json").write_text("[]"),
+    ),
     "a missing shard": (f"{FIRST} is missing, of 2", drop(FIRST)),
     "a shard that is cut off": (f"{SECOND} is broken", cut),
     "a shard that is something else": (
@@ -199,6 +203,10 @@ BROKEN: dict[str, tuple[str, Callable[[Path], object]]] = {
     "a missing tensor": (
         rf"1 are missing .*\['{NORM}'\]",
         lambda f: edit(f / INDEX, lambda x: x["weight_map"].pop(NORM)),
+    ),
+    "a missing head": (
+        r"1 are missing .*\['lm_head.weight'\]",
+        lambda f: edit(f / INDEX, lambda x: x["weight_map"].pop("lm_head.weight")),
     ),
     "no weights": ("has neither", lambda f: [drop(name)(f) for name in (INDEX, FIRST, SECOND)]),
     "pickled weights": (
@@ -241,6 +249,8 @@ def test_a_folder_that_is_broken_on_one_rank_is_an_error_on_all(comm: Any, tmp_p
         with pytest.raises(sp.CollectiveMismatch, match="load"):
             load(folder, mesh, dtype=torch.float64 if comm.rank else torch.float32)
         assert load(folder, mesh).dtype == torch.float64
+    with pytest.raises(sp.CheckpointError, match="lost is missing from the weights"):
+        Checkpoint(folder).shape("lost")
 
 
 UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -262,11 +272,18 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
     ),
     "a scaling without its factor": ("scaling=", {"rope_scaling": {"rope_type": "linear"}}),
+    "a scaling that is a list": (r"rotary embedding is \[1\]", {"rope_scaling": [1]}),
     "a size in words": (r"says \{'hidden_size': '8'\};", {"hidden_size": "8", "head_dim": None}),
     "no number of layers": ("lacks num_hidden_layers", {"num_hidden_layers": None}),
+    "no tokens": (r"says \{'vocab_size': 0\};", {"vocab_size": 0}),
+    "a layer that is no number": ("'num_hidden_layers': True", {"num_hidden_layers": True}),
+    "a negative epsilon": ("rms_norm_eps=-0.5", {"rms_norm_eps": -0.5}),
+    "an epsilon that is no number": ("rms_norm_eps=True", {"rms_norm_eps": True}),
     "heads that do not divide": ("multiple", {"num_key_value_heads": 4}),
     "an odd head dim": ("even number", {"head_dim": 3}),
     "a base that is no number": ("rope_theta='big'", {"rope_theta": "big"}),
+    "an end in words": ("eos_token_id='2'", {"eos_token_id": "2"}),
+    "an end that is no number": (r"eos_token_id=\[1, True\]", {"eos_token_id": [1, True]}),
 }
 
 
@@ -309,6 +326,10 @@ def test_what_is_there_is_never_written_over(comm: Any, tmp_path: Path) -> None:
             save(model, folder / "file" / "model")
         with pytest.raises(sp.CheckpointError, match=r"max_file_bytes=0 was given"):
             save(model, folder / "other", max_file_bytes=0)
+        size = sum(x.numel() * x.element_size() for x in CASE.weights().values()) // 2
+        for limit, files in ((size, 1), (size - 1, 2)):
+            save(model, folder / f"{limit}", max_file_bytes=limit)
+            assert len([*(folder / f"{limit}").glob("*.safetensors")]) == files
         assert contents(folder / "empty") == before
         assert (folder / "file").read_text() == "notes"
         with pytest.raises(sp.CollectiveMismatch, match="save"):

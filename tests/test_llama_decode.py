@@ -6,6 +6,7 @@ Any split into prefill and decode gives what one device gives for the whole sequ
 from __future__ import annotations
 
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import sp_core as sp
-from sp_core.llama import Decoder, Sampling, byte_tokenizer, generate
+from sp_core.llama import Decoder, Sampling, byte_tokenizer, create, generate
 from sp_core.testing import spmd
 
 pytestmark = pytest.mark.usefixtures("short_slots")
@@ -119,8 +120,17 @@ def test_weights_of_one_input_are_multiplied_at_once(comm: Any, dtype: str) -> N
 
 def test_each_prompt_of_each_seed_has_random_numbers_of_its_own() -> None:
     drawn = [
-        Sampling(1.0, seed=seed).random(prompt).initial_seed()
-        for seed in (0, 1, 2**62)
+        float(torch.rand((), generator=Sampling(1.0, seed=seed).random(prompt)))
+        for seed in (0, 1, 2**32, 2**62)
         for prompt in range(3)
     ]
-    assert len({*drawn}) == 9
+    assert len({*drawn}) == 12
+    assert (Sampling().seed, signature(create).parameters["seed"].default) == (0, 0)
+
+
+@pytest.mark.parametrize(("limits", "count"), [({"top_k": 3}, 3), ({"top_p": 0.5}, 2)])
+def test_as_many_tokens_are_chosen_from_as_the_limits_leave(limits: Any, count: int) -> None:
+    """Of four tokens that are equally likely."""
+    rule = Sampling(1.0, **limits)
+    drawn = {rule.choose(torch.zeros(4), rule.random(prompt)) for prompt in range(50)}
+    assert drawn == {*range(count)}

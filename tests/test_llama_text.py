@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sp_core.errors import CheckpointError
 from sp_core.llama import byte_tokenizer
-from sp_core.llama.text import Stream, chat_prompt, read_tokenizer
+from sp_core.llama.text import Stream, chat_prompt, read_stop_strings, read_tokenizer
 
 pytestmark = pytest.mark.mpi_skip
 FAMILY = "a \U0001f469 b"
@@ -37,6 +39,24 @@ def test_a_stream_holds_back_half_a_character() -> None:
     assert stream.rest() == ""
     stream.add(tokenizer.encode("\U0001f469").ids[0])
     assert stream.rest() == "\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("said", "texts"),
+    [
+        (None, []),
+        ({}, []),
+        ({"stop_strings": None}, []),
+        ({"stop_strings": "end"}, ["end"]),
+        ({"stop_strings": ["a", "b"]}, ["a", "b"]),
+        *(({"stop_strings": wrong}, None) for wrong in (["a", ""], ["a", 3], 3, {"a": "b"})),
+    ],
+)
+def test_stop_strings_are_a_text_or_several(tmp_path: Path, said: Any, texts: Any) -> None:
+    if said is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    with nullcontext() if texts is not None else pytest.raises(CheckpointError, match="stop_str"):
+        assert read_stop_strings(tmp_path) == texts
 
 
 @pytest.mark.parametrize(

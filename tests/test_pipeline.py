@@ -12,11 +12,13 @@ import pytest
 import torch
 from hypothesis import example, given, strategies as st
 from llama_cases import Case
+from oracle.link import LinkModel
 
 import sp_core as sp
 from sp_core.llama import model as llama_model
-from sp_core.llama.pipeline import sum_tied_gradients
-from sp_core.scheduling import POLICIES, Work
+from sp_core.llama.pipeline import forward, sum_tied_gradients
+from sp_core.nn.memory import KEEP_ALL
+from sp_core.scheduling import POLICIES, Work, split_stages
 from sp_core.scheduling.plan import passes
 from sp_core.testing import spmd
 
@@ -34,6 +36,7 @@ def test_stages_are_split_by_the_number_of_weights(monkeypatch: pytest.MonkeyPat
         for number in range(3)
     ]
     assert [*llama_model.stage_layers(case.config, 2)] == [layers, 2, sizes["lm_head.weight"]]
+    assert [split_stages([1] * n, 2)[0] for n in (3, 4)] == [range(1), range(2)]
 
 
 @pytest.mark.parametrize("without", ["neither", "first", "last"])
@@ -66,6 +69,22 @@ def test_a_stage_holds_its_own_weights_only(comm: Any, tied: bool) -> None:
         }
     ends = {"norm", "embed_tokens" if tied else "lm_head"}
     assert names - {"layers"} == [{"embed_tokens"}, set(), ends][comm.rank]
+
+
+@spmd(3)
+def test_a_pipeline_returns_when_its_messages_have_left(comm: Any) -> None:
+    link = LinkModel(0.0, 2000.0)
+    with sp.Mesh(comm, pp=3, transport=link, algorithm={"all_reduce": "ring"}) as mesh:
+        model, sharding = Case((2, 2), layers=3).model(mesh), sp.Sharding.contiguous(5, 1)
+        tokens = torch.ones(1, 5, dtype=torch.int64)
+        forward(model, [model.one_pass(tokens, sharding, sp.Mask(causal=True), KEEP_ALL)])
+        assert link.clock() >= link._out
+        sent, count = comm.rank < 2, mesh["pp"].counters["pipeline"]
+        assert (count.calls, count.messages, count.bytes_sent) == (
+            1,
+            sent,
+            sent * tokens.nbytes * 10,
+        )
 
 
 @given(lengths=LENGTHS, size=st.integers(1, 8), most=st.integers(1, 200))

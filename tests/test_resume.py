@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -68,6 +69,12 @@ class Training:
                 late = isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
                 self.scheduler.step(*[1.0] * late)
             rates.append(self.optimizer.param_groups[0]["lr"])
+            state: dict[str, Any] = {
+                "count": self.step,
+                "rates": [*rates],
+                "last": {"a": rates[-1]},
+            }
+            self.optimizer.state[next(self.model.parameters())] |= state
         self.step += steps
         return rates
 
@@ -194,6 +201,8 @@ def test_a_broken_checkpoint_is_refused_on_every_rank_and_changes_nothing(
         with pytest.raises(kind, match=text) as caught:
             training.load(folder / "good")
         assert len(set(comm.allgather(str(caught.value)))) == 1
+        with pytest.raises(TypeError, match="a name or a Path"):
+            training.load(3)  # type: ignore[arg-type]
         training.step = 2
         training.save(folder / "later")
         assert contents(folder / "now") == contents(folder / "later")
@@ -208,15 +217,21 @@ def odd(training: Training) -> None:
     training.optimizer.state[weight]["rows"] = torch.ones(3)
 
 
-def odd_rate(training: Training) -> None:
-    training.optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
+def odd_rate(training: Training, rate: object) -> None:
+    training.optimizer.param_groups[0]["lr"] = rate
 
 
 OTHERS: dict[str, tuple[type[Exception], str, Callable[[Training], None]]] = {
     "parameters that are not the model's": (sp.CheckpointError, "that the model lacks", frozen),
     "a state of another shape": (sp.CheckpointError, r"float32 of shape \(3,\)", odd),
-    "a rate in a tensor": (sp.CheckpointError, "Saved are numbers", odd_rate),
+    "a rate in a tensor": (
+        sp.CheckpointError,
+        r"float32 of shape \(\)",
+        partial(odd_rate, rate=torch.tensor(0.1)),
+    ),
+    "a set of rates": (sp.CheckpointError, r"holds \{0\.1\}", partial(odd_rate, rate={0.1})),
     "no optimizer": (TypeError, "model.parameters()", lambda x: setattr(x, "optimizer", None)),
+    "no scheduler": (TypeError, "a scheduler of", lambda x: setattr(x, "scheduler", 3)),
     "no step": (TypeError, "a whole number", lambda x: setattr(x, "step", None)),
 }
 
@@ -249,10 +264,13 @@ def test_ranks_with_another_random_state_are_told(comm: Any, tmp_path: Path) -> 
 
 @spmd(2, 4)
 def test_ranks_of_a_replica_must_know_the_same_tokens(comm: Any) -> None:
-    """The error reaches the other replicas, too."""
+    """Each replica takes a part of them. The error reaches the other replicas, too."""
     axes = {"dp": comm.size // 2, "ring": 2}
     with sp.Mesh(comm, **axes) as mesh:
-        model = CASE.model(mesh)
+        model, layout = CASE.model(mesh), Mock(side_effect=sp.Sharding.zigzag)
+        backward(model, [[1, 2, 3], [4, 5]], layout=layout)
+        dealt = [call(5, 2)] if comm.size == 2 else [call(3, 2), call(2, 2)]
+        assert layout.call_args_list == dealt
         with pytest.raises(sp.CollectiveMismatch, match="alike"):
             backward(model, [[1, 2, 3 + (comm.rank == 1)]], own=True)
         with pytest.raises(sp.CollectiveMismatch, match="of own"):

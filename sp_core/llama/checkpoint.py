@@ -7,7 +7,6 @@ renamed when it is complete. `train` stores the state of an optimizer in the sam
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import uuid
@@ -15,6 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -98,19 +98,16 @@ class Checkpoint:
                 "Weights and config.json belong to different models."
             )
         view = self._slice(name)
-        cut: list[Any] = [
+        *others, last = (
             view[part.start : part.stop] if placement.dim == 0 else view[:, part.start : part.stop]
             for part in placement.held[rank]
-        ]
-        return cut[0] if len(cut) == 1 else torch.cat(cut, placement.dim)
+        )
+        return torch.cat([*others, last], placement.dim) if others else last
 
     def fingerprint(self) -> str:
         """Return the number of tensors and a hash of their names, shapes and dtypes."""
         text = repr([(name, self.shape(name), self.dtype(name)) for name in sorted(self.names)])
-        return (
-            f"{len(self.names)} tensors "
-            f"#{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
-        )
+        return f"{len(self.names)} tensors #{crc32(text.encode()):08x}"
 
     def _slice(self, name: str) -> Any:
         """Return a tensor as a slice of safetensors, which reads the elements that are indexed."""
@@ -227,9 +224,8 @@ def _dtype(checkpoint: Checkpoint, asked: torch.dtype | None) -> torch.dtype:
 def check_names(checkpoint: Checkpoint, model: Llama) -> None:
     """Raise CheckpointError if names of tensors are missing, or are none of the model's."""
     expected, names = parameter_names(model), set(checkpoint.names)
-    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
     missing = sorted(expected - names)
-    extra = sorted(name for name in names - expected - tied if not name.endswith(_UNUSED))
+    extra = sorted(x for x in names - expected - {"lm_head.weight"} if not x.endswith(_UNUSED))
     if missing or extra:
         raise CheckpointError(
             f"of the tensors of a model with its config.json {len(missing)} are missing from "
@@ -293,7 +289,7 @@ def write(
         everyone.agree_on(call, partial(_attempt, act, Path(folder), everyone.rank))
 
     everyone.agree_on(call)
-    target, (_, tensors, texts) = Path(folder), found[0]
+    target, ((_, tensors, texts),) = Path(folder), found
     files = _files(".", parts_of(model), max_file_bytes, texts)
     files |= _files(STATE, tensors, max_file_bytes, texts)
     draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
@@ -331,8 +327,9 @@ def _files(
     """
     groups: list[Parts] = []
     for name, part in tensors.items():
-        together = sum(map(_size, (*groups[-1].values(), part))) if groups else 0
-        if not groups or (limit is not None and together > limit):
+        if not groups or (
+            limit is not None and sum(map(_size, (*groups[-1].values(), part))) > limit
+        ):
             groups.append({})
         groups[-1][name] = part
     if len(groups) < 2:
@@ -397,4 +394,4 @@ def _end(model: Llama, texts: Mapping[str, str], draft: Path, target: Path) -> N
 
 
 def _json(values: object) -> str:
-    return json.dumps(values, indent=2, allow_nan=False) + "\n"
+    return json.dumps(values, indent="  ", allow_nan=False) + "\n"

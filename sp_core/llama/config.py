@@ -6,23 +6,28 @@ Entries that would change the results of the model and are not supported raise a
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from sp_core.errors import CheckpointError, ShapeError
 from sp_core.nn.rope import Rope
 
+Tokens = Sequence[Sequence[int]]
+"""For each sequence its tokens; lengths may differ."""
 ARCHITECTURE = "LlamaForCausalLM"
-_ONLY: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "attention_dropout": (0,),
-    "quantization_config": (None,),
+_ONLY = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "attention_dropout": 0,
+    "quantization_config": None,
 }
-"""For some entries of `config.json` the supported values; the first is the default."""
+"""For some entries of `config.json` the one supported value, which is the default."""
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -139,9 +144,9 @@ class LlamaConfig:
                 f"only {ARCHITECTURE} is."
             )
         for name, supported in _ONLY.items():
-            if values.get(name, supported[0]) not in (*supported, None):
+            if values.get(name) not in (supported, None):
                 raise CheckpointError(
-                    f"{name}={values[name]!r} is not supported; only {supported[0]!r} is."
+                    f"{name}={values[name]!r} is not supported; only {supported!r} is."
                 )
         names = cls.__dataclass_fields__
         given = {name: values[name] for name in names if values.get(name) is not None}
@@ -237,3 +242,34 @@ def check_ranks(config: LlamaConfig, size: int) -> None:
                 f"{getattr(config, name)}, and more "
                 "ranks along another axis."
             )
+
+
+def flat(sequences: Tokens) -> Tensor:
+    """Return the tokens of all sequences, one after the other, as a 1-dim int64 tensor."""
+    return torch.tensor([token for tokens in sequences for token in tokens], dtype=torch.int64)
+
+
+def check_sequences(sequences: Tokens, config: LlamaConfig, what: str = "sequence") -> None:
+    """Raise ValueError for a sequence without tokens, or a token outside the vocabulary.
+
+    `what` names a sequence in the error.
+    """
+    for number, tokens in enumerate(sequences):
+        if not tokens:
+            raise ValueError(
+                f"{what} {number} is empty; leave it out, or give it at least one token, such as "
+                f"the one that begins a text."
+            )
+    check_tokens(flat(sequences), config)
+
+
+def check_tokens(tokens: Tensor, config: LlamaConfig, what: str = "token") -> None:
+    """Raise ValueError if a token is outside the vocabulary; `what` names it in the error.
+
+    A split embedding would return zeros for such a token.
+    """
+    wrong = tokens[(tokens < 0) | (tokens >= config.vocab_size)]
+    if wrong.numel():
+        raise ValueError(
+            f"{what} {int(wrong[0])} was given; the vocabulary has 0..{config.vocab_size - 1}."
+        )

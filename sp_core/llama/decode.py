@@ -30,7 +30,8 @@ from sp_core.collectives.api import all_gather, broadcast
 from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
 from sp_core.llama import pipeline
-from sp_core.llama.model import LayerAttend, Llama, Pass, Tokens, check_tokens, flat
+from sp_core.llama.config import Tokens, check_tokens, flat
+from sp_core.llama.model import LayerAttend, Llama, Pass
 from sp_core.mask import Mask
 from sp_core.nn.parallel import Lengths
 from sp_core.sharding import Sharding, split_ranges, split_sizes
@@ -84,7 +85,7 @@ class Cache:
         self.rows = torch.zeros(shape, dtype=model.dtype, device=comm.device)
         self.positions = torch.zeros(tokens, dtype=torch.int64, device=comm.device)
 
-    def place(self, tokens: Tokens, first: int = 0) -> list[int]:
+    def place(self, tokens: Tokens, first: int) -> list[int]:
         """Return the positions in the cache that new tokens will get, sequence after sequence.
 
         Args:
@@ -126,7 +127,7 @@ class Cache:
         stop = len(self.owned[self.rank])
         start = stop - k.shape[1]
         keys, values = self.rows[layer, :, :, start:stop]
-        keys[:], values[:] = k[0].transpose(0, 1), v[0].transpose(0, 1)
+        keys[:], values[:] = k.transpose(1, 2), v.transpose(1, 2)
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return views of k and v (1, tokens, K/T, D) of a layer for all tokens of this rank."""
@@ -192,7 +193,7 @@ class Decoder:
             raise ShapeError(f"micro_batches={count} was given; needed at least 1.")
         model.join_weights()
         self.model = model
-        self.parts = split_ranges(len(room), max(min(count, len(room)), 1))
+        self.parts = split_ranges(len(room), count)
         self.caches = [Cache(model, [room[number] for number in part]) for part in self.parts]
 
     def prefill(self, tokens: Tokens) -> Tensor:
@@ -247,7 +248,7 @@ class Decoder:
             number = sum(map(bool, tokens))
             logits = torch.empty(number, vocab, dtype=model.dtype, device=stages.device)
             if model.is_last:
-                rows = torch.cat([last(x) for last, x in zip(lasts, hidden, strict=True)])
+                rows = torch.cat([last(row) for last, (row,) in zip(lasts, hidden, strict=True)])
                 sizes = split_sizes(vocab, grid.tensor.size)
                 logits = all_gather(model.logits(rows), comm=grid.tensor, dim=1, sizes=sizes)
             return broadcast(logits, comm=stages, root=stages.size - 1)
@@ -268,7 +269,7 @@ class Decoder:
             )
 
         one = self._pass(cache, new, mine, attend, self.model.lengths(len(mine)))
-        return one, lambda hidden: self._last(hidden, new, one.lengths)
+        return one, lambda row: self._last(row, new, one.lengths)
 
     def _everywhere(self, cache: Cache, new: New) -> Step:
         """Prepare `decode` of a micro-batch with few new tokens.
@@ -297,7 +298,7 @@ class Decoder:
             return _merged(*part, comm).transpose(1, 2).to(q.dtype)
 
         one = self._pass(cache, new, range(len(new.positions)), attend)
-        return one, lambda hidden: hidden[0, new.ends()]
+        return one, lambda row: row[new.ends()]
 
     def _add(self, what: str, tokens: Tokens) -> list[tuple[Cache, New]]:
         """Check and compare a call over the ranks of a replica, and add the tokens to the caches.
@@ -340,32 +341,30 @@ class Decoder:
         tokens = flat(new.tokens)[list(places)].unsqueeze(0).to(self.model.grid.everyone.device)
         return Pass(tokens, where, attend, lengths)
 
-    def _last(self, hidden: Tensor, new: New, lengths: Lengths) -> Tensor:
+    def _last(self, row: Tensor, new: New, lengths: Lengths) -> Tensor:
         """Gather the hidden state of each sequence's last new token: (N', E) on every rank.
 
-        `hidden` is the result of the layers for this rank's new tokens. With `lengths` (TP-SP) the
+        `row` is the result of the layers for this rank's new tokens. With `lengths` (TP-SP) the
         tensor ranks gather first, then the sequence ranks.
         """
         tensor, comm, ends = self.model.grid.tensor, self.model.grid.sequence, set(new.ends())
         held = [[place for place in share if place in ends] for share in new.shares]
         mine = [index for index, place in enumerate(new.shares[comm.rank]) if place in ends]
         if lengths is None:
-            rows = hidden[0, mine]
+            rows = row[mine]
         else:
             parts = [
                 [index - part.start for index in mine if index in part]
                 for part in split_ranges(sum(lengths), tensor.size)
             ]
-            rows = all_gather(
-                hidden[0, parts[tensor.rank]], comm=tensor, sizes=list(map(len, parts))
-            )
+            rows = all_gather(row[parts[tensor.rank]], comm=tensor, sizes=list(map(len, parts)))
         rows = all_gather(rows, comm=comm, sizes=list(map(len, held)))
         order = torch.tensor([place for part in held for place in part]).argsort()
         return rows[order.to(rows.device)]
 
 
 Step = tuple[Pass, Callable[[Tensor], Tensor]]
-"""The pass of a micro-batch, and a function from the result (1, S, E) of the layers to the hidden
+"""The pass of a micro-batch, and a function from the result (S, E) of the layers to the hidden
 states (N', E) of the sequences' last new tokens."""
 
 

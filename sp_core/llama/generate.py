@@ -11,14 +11,16 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from sp_core import arguments
 from sp_core.collectives.api import all_gather, broadcast
+from sp_core.llama.config import Tokens, check_sequences
 from sp_core.llama.decode import Decoder
-from sp_core.llama.model import Llama, Tokens, check_model, check_tokens
+from sp_core.llama.model import Llama, check_model
 from sp_core.segments import split_ranges
 
 if TYPE_CHECKING:
@@ -69,7 +71,8 @@ class Sampling:
 
     def random(self, prompt: int) -> torch.Generator:
         """Return the random generator of the prompt with this index, equal on any mesh."""
-        return torch.Generator().manual_seed((self.seed * 1_000_003 + prompt) % 2**63)
+        # torch uses the last 32 bits of a seed only
+        return torch.Generator().manual_seed(crc32(f"{self.seed} {prompt}".encode()))
 
     def choose(self, logits: Tensor, random: torch.Generator) -> int:
         """Return a token chosen from logits (V,).
@@ -82,13 +85,11 @@ class Sampling:
         order = logits.double().sort(descending=True, stable=True)
         # differences are at most 0, so no quotient is infinity
         p = ((order.values - order.values[0]) / self.temperature).softmax(0)
-        if self.top_k is not None:
-            p[self.top_k :] = 0
+        sums = p[: self.top_k].cumsum(0)
         if self.top_p is not None:
-            p[p.cumsum(0) - p >= self.top_p * p.sum()] = 0
-        chances = p.cumsum(0)
-        uniform = torch.rand((), generator=random, dtype=torch.float64).to(chances.device)
-        return int(order.indices[torch.searchsorted(chances, uniform * chances[-1], right=True)])
+            sums = sums[: torch.searchsorted(sums, self.top_p * sums[-1]) + 1]
+        uniform = torch.rand((), generator=random, dtype=torch.float64).to(sums.device)
+        return int(order.indices[torch.searchsorted(sums, uniform * sums[-1], right=True)])
 
 
 def generate(
@@ -223,15 +224,10 @@ def _check(model: Llama, prompts: Tokens, max_tokens: int, sampling: Sampling, *
     limit = model.config.max_position_embeddings
     if max_tokens < 0:
         raise ValueError(f"max_tokens={max_tokens} was given; pass at least 0.")
+    check_sequences(prompts, model.config, "prompt")
     for number, prompt in enumerate(prompts):
-        if not prompt:
-            raise ValueError(
-                f"prompt {number} is empty; give at least one token, such as the one that begins "
-                f"a text."
-            )
         if len(prompt) + max_tokens > limit:
             raise ValueError(
                 f"prompt {number} has {len(prompt)} tokens; with {max_tokens} more it exceeds the "
                 f"model's {limit} positions."
             )
-        check_tokens(torch.tensor(prompt), model.config)

@@ -8,11 +8,11 @@ products with split weights each tensor rank has only some of the tokens.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from sp_core.agreement import make_alike
 from sp_core.collectives.api import all_gather
 from sp_core.collectives.differentiable import copy_to_group
 from sp_core.errors import ShapeError
-from sp_core.llama.config import LlamaConfig, check_ranks
+from sp_core.llama.config import LlamaConfig, check_ranks, check_tokens
 from sp_core.llama.grid import Grid
 from sp_core.mask import Mask, Positions
 from sp_core.mask.definition import document_of
@@ -40,8 +40,6 @@ from sp_core.sharding import Sharding, split_sizes
 LayerAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Attention of one layer: from the index among this stage's layers, q, k and v to the result."""
 CAUSAL = Mask(causal=True)
-Tokens = Sequence[Sequence[int]]
-"""For each sequence its tokens; lengths may differ."""
 DEVIATION = 0.02
 """Standard deviation of random weights, as `initializer_range` of Hugging Face's LLaMA."""
 
@@ -203,7 +201,8 @@ class Llama(nn.Module):
 
     def logits(self, hidden: Tensor, lengths: Lengths = None) -> Tensor:
         """Compute logits (B, S, V/T) of hidden states (B, S, E); with `lengths` (B, S/T, E)."""
-        return project(hidden, self.head, lengths=lengths)[0]
+        (logits,) = project(hidden, self.head, lengths=lengths)
+        return logits
 
     @property
     def head(self) -> Weight:
@@ -278,23 +277,6 @@ def check_model(model: object) -> None:
     arguments.check_type("model", model, Llama, "Make one with load or create.")
 
 
-def flat(sequences: Tokens) -> Tensor:
-    """Return the tokens of all sequences, one after the other, as a 1-dim int64 tensor."""
-    return torch.tensor([token for tokens in sequences for token in tokens], dtype=torch.int64)
-
-
-def check_tokens(tokens: Tensor, config: LlamaConfig, what: str = "token") -> None:
-    """Raise ValueError if a token is outside the vocabulary; `what` names it in the error.
-
-    A split embedding would return zeros for such a token.
-    """
-    wrong = tokens[(tokens < 0) | (tokens >= config.vocab_size)]
-    if wrong.numel():
-        raise ValueError(
-            f"{what} {int(wrong[0])} was given; the vocabulary has 0..{config.vocab_size - 1}."
-        )
-
-
 def checkpoint_name(name: str) -> str:
     """Return the name of a parameter in a Hugging Face checkpoint."""
     return name if name.startswith("lm_head.") else f"model.{name}"
@@ -302,7 +284,7 @@ def checkpoint_name(name: str) -> str:
 
 def parameter_names(model: Llama) -> set[str]:
     """Return the names of the parameters of all stages in a Hugging Face checkpoint."""
-    layer = [name for name, _ in model.layers[model.own[0]].named_parameters()]
+    layer = [name for name, _ in model.layers[next(iter(model.own))].named_parameters()]
     names = [
         f"layers.{number}.{name}"
         for number in range(model.config.num_hidden_layers)
@@ -386,6 +368,5 @@ def random_weight(name: str, placement: Placement, seed: int) -> Tensor:
     """Return a random whole weight in float64, which depends on name, shape and seed only."""
     if len(placement.shape) == 1:  # the weight of a norm
         return torch.ones(placement.shape, dtype=torch.float64)
-    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
-    random = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    random = torch.Generator().manual_seed(crc32(f"{seed} {name}".encode()))
     return torch.randn(placement.shape, generator=random, dtype=torch.float64) * DEVIATION

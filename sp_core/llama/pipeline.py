@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -25,7 +26,8 @@ from sp_core import arguments
 from sp_core.agreement import agreeing_in_turn
 from sp_core.collectives.api import all_reduce, broadcast
 from sp_core.errors import ShapeError
-from sp_core.llama.model import CAUSAL, Llama, Pass, check_model, check_tokens
+from sp_core.llama.config import check_tokens
+from sp_core.llama.model import CAUSAL, Llama, Pass, check_model
 from sp_core.mask import Mask
 from sp_core.nn.loss import IGNORED
 from sp_core.nn.memory import Saving
@@ -77,7 +79,6 @@ class _Mail:
         self, model: Llama, forward: Sequence[Pass], backward: Sequence[Pass] = ()
     ) -> None:
         self._comm = stages = model.grid.stages
-        stages.ensure_open()
         self._tag, self._dtype = stages.next_tag(), model.dtype
         self._sent: list[Handle] = []
         self._coming: dict[bool, tuple[Handle, Tensor]] = {}
@@ -204,7 +205,7 @@ def loss_and_gradients(
     """
     check_model(model)
     grid = model.grid
-    saving = Saving(recompute, offload, chunk)
+    saving = Saving(recompute=recompute, offload=offload, chunk=chunk)
     order = _agree(model, batches, ordering, saving)[grid.stages.rank]
     count = _count_valid(model, batches)
     passes = [model.one_pass(one.tokens, one.sharding, one.mask, saving) for one in batches]
@@ -225,7 +226,7 @@ def loss_and_gradients(
         x, y = held.pop(number)
         y.backward(None if model.is_last else mail.receive(backward=True))
         if not model.is_first:
-            mail.send(torch.zeros_like(x) if x.grad is None else x.grad, backward=True)
+            mail.send(cast("Tensor", x.grad), backward=True)
 
     for slot in order:
         (go_on if slot.direction == "F" else go_back)(slot.batch)
@@ -334,7 +335,7 @@ def _agree(
             (grid.everyone, call),
         ):
             agree_on(comm, text)
-    return orders[0]
+    return next(iter(orders))
 
 
 def _check(model: Llama, batches: Sequence[MicroBatch], ordering: Ordering) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from hashlib import blake2b
 from itertools import chain
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -28,7 +28,8 @@ def record_of(
 
     Entries: "of", the kinds of model, optimizer, scheduler and generator, which have to be equal in
     `load_training`; "groups" of parameters; "state" of the optimizer by name of parameter, with {}
-    for a large tensor and [x] for a tensor of one number x; "schedule"; "random", as hexadecimal.
+    for a large tensor and {"": x} for a tensor of one number x; "schedule"; "random", as
+    hexadecimal.
     """
     remedy = "Make one of model.parameters()."
     arguments.check_type("optimizer", optimizer, torch.optim.Optimizer, remedy)
@@ -48,7 +49,7 @@ def record_of(
         names[weight]: {
             kind: {}
             if is_cut(x, weight)
-            else [x.item()]
+            else {"": x.item()}
             if isinstance(x, Tensor) and not x.dim()
             else x
             for kind, x in held.items()
@@ -81,7 +82,7 @@ def read_parts(
     def value(name: str, kind: str, x: Any) -> Any:
         if x == {}:
             return moments.read(f"{name}.{kind}", placements[name], rank)
-        return torch.tensor(x[0]) if isinstance(x, list) else x
+        return torch.tensor(x[""]) if isinstance(x, dict) and "" in x else x
 
     state = {
         number: {kind: value(name, kind, x) for kind, x in held[name].items()}
@@ -99,7 +100,7 @@ def keyed(pairs: list[tuple[str, Any]]) -> dict[Any, Any]:
 def digests(record: dict[str, Any]) -> str:
     """Return a text with a short hash of each entry of a record, to compare over ranks."""
     texts = {key: json.dumps(x, default=refuse).encode() for key, x in record.items()}
-    return ", ".join(f"{key} #{blake2b(x, digest_size=4).hexdigest()}" for key, x in texts.items())
+    return ", ".join(f"{key} #{crc32(x):08x}" for key, x in texts.items())
 
 
 def refuse(x: object) -> None:

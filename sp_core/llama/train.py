@@ -12,12 +12,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -25,9 +25,10 @@ from torch import Tensor
 from sp_core import arguments
 from sp_core.agreement import make_alike
 from sp_core.errors import CheckpointError, CollectiveMismatch
-from sp_core.llama.checkpoint import Beside, Checkpoint, check_names, parts_of, write
-from sp_core.llama.config import read_json
-from sp_core.llama.model import Llama, Tokens, check_model, flat
+from sp_core.llama.checkpoint import Beside, Checkpoint, parts_of, write
+from sp_core.llama.config import Tokens, check_sequences, flat, read_json
+from sp_core.llama.grid import Grid
+from sp_core.llama.model import Llama, check_model
 from sp_core.llama.record import (
     Scheduler,
     digests,
@@ -95,7 +96,7 @@ def train_step(
             `clip_gradient_norm`, on every rank. The weights are then unchanged.
     """
     call = f"train_step({max_norm=})"
-    saving = Saving(recompute, offload, chunk)
+    saving = Saving(recompute=recompute, offload=offload, chunk=chunk)
     loss = _backward(call, model, sequences, layout, own, window, saving, optimizer=optimizer)
     norm = clip_gradient_norm(model.parameters(), max_norm, tensor=model.grid.tensor)
     optimizer.step()
@@ -149,7 +150,7 @@ def backward(
             stages.
         CollectiveMismatch: ranks with different sequences. All on every rank.
     """
-    saving = Saving(recompute, offload, chunk)
+    saving = Saving(recompute=recompute, offload=offload, chunk=chunk)
     return _backward("backward()", model, sequences, layout, own, window, saving)
 
 
@@ -165,27 +166,24 @@ def _backward(
 ) -> float:
     """Do what `backward` does, for the function named `call`; also check its arguments `others`."""
     check_model(model)
-    grid, dealt, given = model.grid, list[Sharding](), list[Any]()
-    count, place = (1, 0) if own is True else (model.grid.replicas.size, model.grid.replicas.rank)
+    grid, replicas, given = model.grid, model.grid.replicas, list[Any]()
 
     def check() -> int:
         arguments.check(sequences=sequences, layout=layout, own=own, **others)
+        check_sequences(sequences, model.config)
         saving.check()
-        dealt.extend(_dealt(sequences, layout, count, grid.sequence.size))
-        deal = [sharding.fingerprint for sharding in dealt]
-        mine = [sequences[number] for number in split_ranges(len(sequences), count)[place]]
-        given.extend((f"{list(map(list, sequences))} dealt as {deal}", *packed(mine, window)))
-        digest = blake2b(given[0].encode(), digest_size=4).hexdigest()
-        return grid.replicas.rank << 32 | int(digest, 16)
+        shares = split_ranges(len(sequences), 1 if own else replicas.size)
+        given.extend(_dealt(sequences, layout, window, shares, grid))
+        return crc32(f"{replicas.rank} {given[0]}".encode())
 
     seen = grid.everyone.agree_on(
         lambda: f"{call} of {'own' if own else given[0]}, window={given[2].window}, {saving}", check
     )
-    if len(set(seen)) > grid.replicas.size:
+    if len(set(seen)) > replicas.size:
         raise CollectiveMismatch(
             f"{call}: ranks of one replica have other sequences or layouts. Pass them alike to all."
         )
-    (_, row, mask), sharding = given, dealt[place]
+    _, row, mask, sharding = given
     tokens = sharding.shard(row, grid.sequence.rank, 1).to(grid.everyone.device)
     model.zero_grad()
     one = model.begin(tokens, sharding, mask, saving)
@@ -196,19 +194,22 @@ def _backward(
     return float(loss.detach())
 
 
-def _dealt(sequences: Tokens, layout: Layout, replicas: int, ranks: int) -> list[Sharding]:
-    """Return for each replica the sharding, by `layout`, of the tokens of all its sequences."""
-    for number, sequence in enumerate(sequences):
-        if not sequence:
-            raise ValueError(
-                f"sequence {number} is empty; leave it out, or give it at least one token."
-            )
+def _dealt(
+    sequences: Tokens, layout: Layout, window: int | None, shares: Sequence[range], grid: Grid
+) -> tuple[str, Tensor, Mask, Sharding]:
+    """Deal each share of the sequences by `layout`; return all as text, and one share's tokens.
+
+    The share is that of this rank's replica, or the only one.
+    """
     dealt = []
-    for share in split_ranges(len(sequences), replicas):
-        dealt.append(layout(sum(len(sequences[number]) for number in share), ranks))
+    for share in shares:
+        made = layout(sum(len(sequences[number]) for number in share), grid.sequence.size)
         remedy = "Pass a function that makes one, such as Sharding.zigzag."
-        arguments.check_type("a layout's result", dealt[-1], Sharding, remedy)
-    return dealt
+        arguments.check_type("a layout's result", made, Sharding, remedy)
+        dealt.append(made)
+    place = grid.replicas.rank % len(shares)
+    text = f"{list(map(list, sequences))} dealt as {[sharding.fingerprint for sharding in dealt]}"
+    return text, *packed([sequences[number] for number in shares[place]], window), dealt[place]
 
 
 def packed(sequences: Tokens, window: int | None = None) -> tuple[Tensor, Mask]:
@@ -216,7 +217,7 @@ def packed(sequences: Tokens, window: int | None = None) -> tuple[Tensor, Mask]:
 
     With `window` a token sees that many tokens of its document: itself and those before it.
     """
-    ends = (0, *accumulate(map(len, sequences))) if sequences else None
+    ends = (0, *accumulate(map(len, sequences)))
     return flat(sequences).unsqueeze(0), Mask(causal=True, window=window, documents=ends)
 
 
@@ -239,8 +240,8 @@ def save_training(
     Args:
         model: on any mesh without the axis "pp".
         folder: a path where nothing is yet, or an empty folder; a new one for each checkpoint.
-        optimizer: of parameters of the model, with a state of numbers, texts, lists, and floating
-            tensors as large as their parameters.
+        optimizer: of parameters of the model, with a state of numbers, lists, and floating tensors
+            as large as their parameters.
         step: how many steps were done; `load_training` returns this number.
         scheduler: of the learning rate, if there is one.
         generator: of the random numbers that order the data, if there is one, in the same state on
@@ -320,7 +321,6 @@ def load_training(
                 f"{folder} is of another training: {'; '.join(wrong)}. Make model, optimizer, "
                 "scheduler and generator as they were then."
             )
-        check_names(weights, model)
         text = f"load_training({digests(record)}, {weights.fingerprint()})"
         return (record, *read_parts(model, weights, record)), text
 

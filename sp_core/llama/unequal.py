@@ -13,9 +13,10 @@ Shapes: N sequences, S tokens, E model dim, V vocabulary, P sequence ranks, T te
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import cycle, islice
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -24,17 +25,8 @@ from sp_core import arguments
 from sp_core.attention import local_attention
 from sp_core.collectives.api import all_gather, broadcast
 from sp_core.errors import ShapeError
-from sp_core.llama.config import LlamaConfig
-from sp_core.llama.model import (
-    CAUSAL,
-    Llama,
-    Pass,
-    Tokens,
-    check_model,
-    check_tokens,
-    document_positions,
-    flat,
-)
+from sp_core.llama.config import LlamaConfig, Tokens, check_sequences
+from sp_core.llama.model import CAUSAL, Llama, Pass, check_model, document_positions
 from sp_core.llama.train import packed
 from sp_core.nn.memory import KEEP_ALL
 from sp_core.scheduling import Plan, Work
@@ -94,10 +86,10 @@ def prefill_unequal(
 
     def call() -> str:
         _check(model, sequences, plan, pass_tokens)
-        digest = hashlib.blake2b(
-            repr((list(map(list, sequences)), plan)).encode(), digest_size=8
-        ).hexdigest()
-        return f"prefill_unequal({len(sequences)} sequences and a plan #{digest}, {pass_tokens=})"
+        digest = crc32(f"{list(map(list, sequences))} {plan}".encode())
+        return (
+            f"prefill_unequal({len(sequences)} sequences and a plan #{digest:08x}, {pass_tokens=})"
+        )
 
     model.grid.everyone.agree_on(call)
     return collect(model, compute(model, sequences, plan, pass_tokens=pass_tokens), len(sequences))
@@ -153,11 +145,11 @@ def _shared(model: Llama, number: int, tokens: Sequence[int], length: int) -> Ro
     comm = model.grid.sequence
     sharding = Sharding.zigzag(len(tokens), comm.size)
     mine = sharding.shard(torch.tensor([tokens], dtype=torch.int64), comm.rank, 1).to(comm.device)
-    hidden = model.hidden(
+    (row,) = model.hidden(
         mine, replace(model.one_pass(mine, sharding, CAUSAL, KEEP_ALL), lengths=None)
     )
     last = sharding.positions(comm.rank) == length - 1
-    return {number: hidden[0, last].squeeze(0)} if last.any() else {}
+    return dict(zip([number], row[last], strict=False))
 
 
 def _packed(model: Llama, numbers: Sequence[int], sequences: Tokens, plan: Plan) -> Rows:
@@ -166,19 +158,19 @@ def _packed(model: Llama, numbers: Sequence[int], sequences: Tokens, plan: Plan)
     Returns:
         The hidden state of the last token of each.
     """
-    row, mask = packed([_filled(sequences, plan, number) for number in numbers])
-    tokens = row.to(model.grid.sequence.device)
+    tokens, mask = packed([_filled(sequences, plan, number) for number in numbers])
+    tokens = tokens.to(model.grid.sequence.device)
 
     def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = local_attention(q, model.spread(k), model.spread(v), mask=mask)
         assert isinstance(out, Tensor)
         return out
 
-    hidden = model.hidden(
+    (row,) = model.hidden(
         tokens, Pass(tokens, document_positions(torch.arange(tokens.shape[1]), mask), attend)
     )
     starts = zip(numbers, mask.documents or (), strict=False)
-    return {number: hidden[0, start + len(sequences[number]) - 1] for number, start in starts}
+    return {number: row[start + len(sequences[number]) - 1] for number, start in starts}
 
 
 def _taken(model: Llama, waiting: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
@@ -190,12 +182,10 @@ def _taken(model: Llama, waiting: Sequence[tuple[int, ...]]) -> Iterator[tuple[i
     """
     if not waiting:
         return
-    counter = model.grid.sequence.counter()
+    tensor, counter = model.grid.tensor, model.grid.sequence.counter()
     while True:
-        drawn = torch.tensor(
-            [counter.take() if model.grid.tensor.rank == 0 else 0], device=model.grid.tensor.device
-        )
-        place = int(broadcast(drawn, comm=model.grid.tensor))
+        number = tensor.rank or counter.take()  # the broadcast takes that of rank 0
+        place = int(broadcast(torch.tensor([number], device=tensor.device), comm=tensor))
         if place >= len(waiting):
             break
         yield waiting[place]
@@ -203,11 +193,11 @@ def _taken(model: Llama, waiting: Sequence[tuple[int, ...]]) -> Iterator[tuple[i
 
 
 def _filled(sequences: Tokens, plan: Plan, number: int) -> list[int]:
-    """Return sequence `number`, filled up with tokens 0 to the length in the plan.
+    """Return sequence `number`, repeated up to the length in the plan.
 
     A causal mask hides this padding from the sequence's tokens.
     """
-    return [*sequences[number], *[0] * (plan.tokens(number) - len(sequences[number]))]
+    return list(islice(cycle(sequences[number]), plan.tokens(number)))
 
 
 def _check(model: Llama, sequences: Tokens, plan: Plan, pass_tokens: int) -> None:
@@ -230,11 +220,6 @@ def _check(model: Llama, sequences: Tokens, plan: Plan, pass_tokens: int) -> Non
             f"{len(lengths)} of {sum(lengths)} on {grid.sequence.size} sequence ranks. Make a "
             f"plan for these."
         )
-    if pass_tokens < 1 or 0 in lengths:
-        what = (
-            f"pass_tokens={pass_tokens}"
-            if pass_tokens < 1
-            else f"sequence {lengths.index(0)} without tokens"
-        )
-        raise ValueError(f"{what} was given; needed at least 1.")
-    check_tokens(flat(sequences), model.config)
+    if pass_tokens < 1:
+        raise ValueError(f"pass_tokens={pass_tokens} was given; needed at least 1.")
+    check_sequences(sequences, model.config)

@@ -12,7 +12,6 @@ import heapq
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from operator import add
 
 from sp_core.errors import ShapeError
 from sp_core.segments import split_ranges
@@ -119,9 +118,14 @@ class Plan:
 
         A waiting sequence is counted for the rank with the fewest operations so far.
         """
-        alone = [sum(work.of(self.tokens(number)) for number in numbers) for numbers in self.packed]
-        shared = _shared_loads(map(self.tokens, self.sharded), self.size, work)
-        loads = [*map(add, alone, shared)]
+        loads = [
+            load + sum(work.of(self.tokens(number)) for number in numbers)
+            for load, numbers in zip(
+                _shared_loads(map(self.tokens, self.sharded), self.size, work),
+                self.packed,
+                strict=True,
+            )
+        ]
         taken = deal([work.of(self.tokens(number)) for number in self.waiting], loads)
         for place, number in enumerate(self.waiting):
             loads[taken[place]] += work.of(self.tokens(number))

@@ -28,8 +28,9 @@ ALL_DTYPES = {"dtype": values("float64", "float32", "bfloat16", "float16")}
 
 
 def new(chance: Random, drawn: Values, *, low: int, high: int) -> list[int]:
-    """How many tokens each sequence gets, at least one in all."""
+    """How many tokens each sequence gets, at least one in all; the last none if some may."""
     found = [chance.randint(low, high) for _ in range(drawn["room.sequences"])]
+    found[-1] *= low > 0
     return found if any(found) else [1, *found[1:]]
 
 
@@ -136,7 +137,8 @@ def with_special_tokens() -> Any:
 def texts(case: Case, drawn: Values, parameter: str) -> list[list[int]]:
     """Prompts or sequences of the lengths that were drawn."""
     chance, count = Random(drawn["seed"]), drawn[f"{parameter}.count"]
-    bounds = {"unequal": (1, 9), "one token": (1, 1), "equal": (4, 4), "long": (30, 50)}
+    most = case.config.max_position_embeddings - drawn.get("max_tokens", 0)
+    bounds = {"unequal": (1, 9), "one token": (1, 1), "equal": (4, 4), "long": (most, most)}
     return models.text(
         case, [chance.randint(*bounds[drawn[f"{parameter}.lengths"]]) for _ in range(count)]
     )
@@ -273,6 +275,9 @@ STAGED = (
     "dp, ulysses",
     "pp, ring, tp",
 )
+LATER = {"tokens": "none for some", "(history)": "prefill"}
+ENDING = {"stop": "some", "max_tokens": "8 to 10", "prompts.count": "7 to 9"}
+ENDING |= {"sampling.temperature": "50.0", "prompts.lengths": "long"}
 LATE = {"(lateness)": "a rank in each pass", "sequences.count": "8 to 12", "pass_tokens": "8"}
 SUBJECTS = [
     *(
@@ -281,6 +286,7 @@ SUBJECTS = [
             MODEL | meshes(*STAGED) | DECODER | models.SITUATIONS,
             partial(decoder, name),
             covers=covers,
+            together=(LATER,),
         )
         for name, covers in (("prefill", ("llama.Decoder",)), ("decode", ()))
     ),
@@ -293,6 +299,7 @@ SUBJECTS = [
         | FEW_CALLS,
         generated,
         allowed=("stop=too many", "stop_strings=too many", "on_token=gpipe", "on_token=contiguous"),
+        together=(ENDING,),
     ),
     on_model(
         "llama.prefill_unequal",

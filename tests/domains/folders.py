@@ -13,7 +13,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import torch
 from llama_cases import Case
@@ -38,6 +38,7 @@ from domains.models import (
 from sp_core.llama import Checkpoint, Grid, Llama, LlamaConfig, byte_tokenizer, create, load, save
 from sp_core.llama.model import checkpoint_name
 from sp_core.nn.gradients import Placement, placement_of
+from sp_core.schemes import SCHEMES as SCHEMES_BY_NAME
 from sp_core.testing import run_threads
 
 AXES = (
@@ -271,20 +272,15 @@ def judge_saved(case: Case, target: Path, given: Values) -> None:
     """Compare what another reader finds in the folder."""
     limit, files = given["max_file_bytes"], sorted(target.glob("*.safetensors"))
     weights, found = models.weights_of(case), dict[str, Tensor]()
-    sizes = [0] * len(files)
-    for number, file in enumerate(files):
+    sizes = list[list[int]]()
+    for file in files:
         with safe_open(file, framework="pt") as opened:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # not a dict
-        sizes[number] = sum(x.nbytes for x in tensors.values())
-        assert limit is None or len(tensors) == 1 or sizes[number] <= limit
+        sizes.append([x.nbytes for x in tensors.values()])
+        assert limit is None or len(tensors) == 1 or sum(sizes[-1]) <= limit
         assert not found.keys() & tensors.keys()
         found |= tensors
-    assert (
-        limit is None
-        or all(a + b > limit for a, b in pairwise(sizes))
-        or len(files) == 1
-        or limit > 1
-    )
+    assert limit is None or all(sum(a) + max(b) > limit for a, b in pairwise(sizes))
     assert found.keys() == weights.keys()
     assert all(
         torch.equal(x, weights[name].to(x.dtype)) and x.dtype == getattr(torch, case.dtype)
@@ -301,11 +297,19 @@ def gridded(comm: Any, drawn: Values) -> Iterator[Call]:
     """The groups of a mesh."""
     with situations.opened(comm, drawn, models.lengths(drawn)) as mesh:
         given = {"mesh": mesh, "scheme": drawn["scheme"]}
-        yield Call(Grid.of, given, partial(judge_grid, mesh, comm.rank))
+        yield Call(Grid.of, given, partial(judge_grid, mesh, comm.rank, drawn["scheme"]))
 
 
-def judge_grid(mesh: sp.Mesh, rank: int, grid: Grid) -> None:
+DEFAULTS = {"": "allgather_kv", "ring": "ring", "ulysses": "ulysses"}
+"""By the axes that split a sequence the name of a scheme; else it is "hybrid"."""
+
+
+def judge_grid(mesh: sp.Mesh, rank: int, scheme: str | None, grid: Grid) -> None:
     """Compare the ranks of each group with those that differ from this one along its axes only."""
+    axes = tuple(axis for axis in mesh.axes if axis in DEFAULTS)
+    name, chosen = scheme or DEFAULTS.get(" ".join(axes), "hybrid"), cast("Any", grid.attention)
+    assert chosen.func is (SCHEMES_BY_NAME | {"hybrid": sp.hybrid_attention})[name]
+    assert chosen.keywords.get("axes", axes) == axes
     places = torch.arange(mesh.size).view(*mesh.axes.values())
     own = dict(zip(mesh.axes, (int(x) for x in (places == rank).nonzero()[0]), strict=True))
     inside = {
@@ -347,6 +351,7 @@ SUBJECTS = [
         | FEW_CALLS,
         loaded,
         models.ranks,
+        together=({"folder.more": "angles and a tied head", "dtype": "of the file"},),
     ),
     Subject(
         "llama.Checkpoint.read",

@@ -118,6 +118,7 @@ SUBJECTS = [
         "llama.Llama.forward",
         architecture("config", ARCHITECTURE) | meshes(*AXES) | FORWARD | models.SITUATIONS,
         forward,
+        together=({"mesh.axes": "tp", "mesh.lengths": "3 along the last"},),
         covers=tuple(
             f"llama.Llama{name}"
             for name in (

@@ -46,7 +46,7 @@ HEAD_DIMS = {
 }
 ARCHITECTURE: dict[str, Parts] = {
     "heads": {
-        "groups": lambda c, v: (2 * c.randint(2, 3), 2),
+        "groups": lambda c, v: (10, 2),
         "one key head": lambda c, v: (c.randint(3, 6), 1),
         "three groups": lambda c, v: (3 * c.randint(2, 3), 3),
         "a key head each": lambda c, v: (c.choice([4, 5, 7]),) * 2,

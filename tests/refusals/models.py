@@ -76,7 +76,7 @@ def generated(prompts: list[list[int]], count: int) -> Any:
     return lambda mesh, here: generate(CASE.model(mesh), prompts, max_tokens=count)
 
 
-def decoded(tokens: list[list[int]]) -> Any:
+def decoded(tokens: Any) -> Any:
     def decode(mesh: sp.Mesh, here: bool) -> object:
         decoder = Decoder(CASE.model(mesh), [3, 2])
         decoder.prefill([[1, 2], []])
@@ -128,11 +128,8 @@ EVERYWHERE: Table = {
             "exceeds the model's 128 positions",
             generated([[1]], 128),
         ),
-        "a prompt beyond the vocabulary": (
-            ValueError,
-            "vocabulary has 0..12",
-            generated([[13]], 1),
-        ),
+        "a prompt beyond the vocabulary": (ValueError, "has 0..12", generated([[13]], 1)),
+        "a prompt below the vocabulary": (ValueError, "token -1 was given", generated([[-1]], 1)),
         "stop strings without a tokenizer": (
             ValueError,
             "without a tokenizer",
@@ -151,6 +148,7 @@ EVERYWHERE: Table = {
             "sequence 0 has 2 tokens and room for 3",
             sending(decoded([[1, 2], [3]])),
         ),
+        "tokens in no list": (TypeError, "a list with a list of", sending(decoded([1, 2]))),
         "tokens of one sequence": (sp.ShapeError, "there are 2", sending(decoded([[1]]))),
         "no token to decode": (ValueError, "no token", sending(decoded([[], []]))),
         "an empty sequence": (
@@ -218,6 +216,13 @@ ON_ONE_RANK: Table = {
             "pass_tokens=2",
             lambda mesh, here: prefill_unequal(CASE.model(mesh), TEXTS, PLAN, pass_tokens=1 + here),
         ),
+        "rows of no token": (
+            ValueError,
+            "pass_tokens=0 was given",
+            lambda mesh, here: prefill_unequal(
+                CASE.model(mesh), TEXTS, PLAN, pass_tokens=int(not here)
+            ),
+        ),
         "a plan for other lengths": (
             sp.ShapeError,
             "Make a plan for these",
@@ -230,7 +235,7 @@ ON_ONE_RANK: Table = {
         ),
         "a sequence without tokens": (
             ValueError,
-            "sequence 1 without tokens",
+            "sequence 1 is empty",
             unequal([TEXTS[0], []], Plan((3, 0), (), ((0,), (1,)))),
         ),
         "a sequence beyond the vocabulary": (

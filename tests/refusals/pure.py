@@ -11,7 +11,9 @@ from typing import Any, cast
 import torch
 
 import sp_core as sp
-from sp_core.llama import Sampling
+from sp_core.llama import Sampling, generate, prefill_unequal, save
+from sp_core.llama.pipeline import loss_and_gradients
+from sp_core.llama.train import backward, load_training
 from sp_core.mask import plan_blocks
 from sp_core.nn import gradients, loss
 from sp_core.scheduling import (
@@ -55,6 +57,15 @@ HERE: Any = None
 THERE: Any = SimpleNamespace(agree_on=str)
 ONES = torch.ones(1, 3, 2, 4)
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+MODELS: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]] = [
+    (generate, (), {"max_tokens": 1}),
+    (prefill_unequal, (None,), {}),
+    (backward, (), {}),
+    (loss_and_gradients, (), {}),
+    (save, (), {}),
+    (load_training, (), {"optimizer": None}),
+]
+"""Calls of functions of a model, without one."""
 ROWS: list[Row] = [
     *((sp.ShapeError, "even", partial(sp.Rope, dim)) for dim in (3, 0)),
     *(
@@ -258,11 +269,15 @@ ROWS: list[Row] = [
     ),
     *((ValueError, "temperature", partial(Sampling, x)) for x in (-1.0, math.inf, math.nan)),
     (ValueError, "top_k", partial(Sampling, 1.0, 0)),
-    (ValueError, "top_p", partial(Sampling, 1.0, None, 0.0)),
+    *((ValueError, "top_p", partial(Sampling, 1.0, None, x)) for x in (-0.5, 0.0, 1.5)),
     *(
         (sp.ShapeError, "size >= 1", partial(policy, lengths, size, Work(1, 1)))
         for lengths, size in (([1], 0), ([-1], 2))
         for policy in POLICIES.values()
+    ),
+    *(
+        (TypeError, "Make one with load or create", partial(call, None, [[1]], *more, **named))
+        for call, more, named in MODELS
     ),
     (sp.ShapeError, "exactly once", partial(Plan, (3, 4), (0,), ((), (0, 1)))),
     (sp.ShapeError, "lengths >= 0", partial(Plan, (-1,), (), ((0,),))),
