@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from kit.narrow import narrow_transport
 from oracle.collective_cases import DTYPES, Case, cases, part_of
 from oracle.proof import replay
 from oracle.schedule_cases import SUMS, Vectors, pieces, vectors
-from oracle.window_cases import use_window
+from oracle.window_cases import in_rank_order, use_window
 
 import sp_core as sp
 from sp_core.collectives import combining
@@ -182,7 +184,7 @@ def test_deterministic_is_bitwise_the_sum_in_the_order_of_the_ranks(
 ) -> None:
     """Also where the mesh was made with another algorithm; a half type is added in float32."""
     inputs = problem.inputs(comm.size)
-    total = in_order(inputs)
+    total = in_rank_order(inputs)
     name = f"{problem.op}_start" if start else problem.op
     with sp.Mesh(
         comm,
@@ -201,12 +203,35 @@ def test_deterministic_is_bitwise_the_sum_in_the_order_of_the_ranks(
     assert torch.equal(result, part_of(total, counts, 0, comm.rank) if arguments else total)
 
 
-def in_order(inputs: list[torch.Tensor]) -> torch.Tensor:
-    """The sum by a loop over the ranks; half types in float32, rounded once."""
-    total = inputs[0].to(torch.promote_types(inputs[0].dtype, torch.float32))
-    for x in inputs[1:]:
-        total = total + x
-    return total.to(inputs[0].dtype)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [1, 3, 7])
+def test_a_sum_is_that_of_a_loop_wherever_it_is_written(length: int, dtype: torch.dtype) -> None:
+    """Into memory of its own or into that of an addend. Beside it nothing changes."""
+    for count, place in product(range(1, 5), range(5)):
+        draws = torch.randn(5, length + 2, generator=torch.Generator().manual_seed(count))
+        memory = (draws * torch.tensor([[1e6], [1], [-1e6], [10], [1]])).to(dtype)
+        wanted, rooms = memory.clone(), torch.full((2 * length + 2,), torch.nan)
+        parts, wide = [*memory[:count, 1:-1]], (rooms[1 : length + 1], rooms[length + 1 : -1])
+        wanted[place, 1:-1] = in_rank_order(parts)
+        work = combining.combination(
+            memory[place, 1:-1], parts, wide, "sum", lambda into, part: partial(into.copy_, part)
+        )
+        assert bool([one() for one in work]) == (count > 1 or place > 0)
+        first = int(2 <= place < count and dtype == torch.float32)  # then it adds in the first one
+        assert torch.equal(memory[first:], wanted[first:])
+        assert rooms[[0, -1]].isnan().all()
+
+
+def test_sends_need_not_be_complete_where_the_result_has_memory_of_its_own() -> None:
+    """And all of them before the next step where it begins in the middle of the input."""
+    memory = torch.zeros(8, dtype=torch.int16)
+    made = Vectors("all_reduce", "ring", 5, 0, "float32", 0).schedule(3, None).programs[0]
+    places = [range(0), *(range(*ends) for ends in combinations(range(5), 2))]
+    for send, recv in product(places, repeat=2):
+        views = (memory[place.start : place.stop] if place else None for place in (send, recv))
+        found = combining.rewritten(made, *views)
+        begun = made.rewritten_in_place if send.start == recv.start else range(len(made.steps))
+        assert found == (made.rewritten if {*send}.isdisjoint(recv) else begun)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -214,10 +239,10 @@ def in_order(inputs: list[torch.Tensor]) -> torch.Tensor:
 def test_another_order_of_the_ranks_would_give_other_bits(comm: Any, dtype: str) -> None:
     """Make the law above fail: these numbers tell every order from the promised one."""
     inputs = Vectors("all_reduce", "pairwise", 5, 0, dtype, 3).inputs(comm.size)
-    wanted = in_order(inputs)
+    wanted = in_rank_order(inputs)
     for first in range(1, comm.size):
-        assert not torch.equal(in_order([*inputs[first:], *inputs[:first]]), wanted)
-    assert not torch.equal(in_order(inputs[:1] + inputs[:0:-1]), wanted)
+        assert not torch.equal(in_rank_order([*inputs[first:], *inputs[:first]]), wanted)
+    assert not torch.equal(in_rank_order(inputs[:1] + inputs[:0:-1]), wanted)
     with sp.Mesh(comm, sp=comm.size) as mesh:
         assert torch.equal(
             sp.all_reduce(inputs[comm.rank], comm=mesh["sp"], deterministic=True), wanted
@@ -228,22 +253,22 @@ def test_another_order_of_the_ranks_would_give_other_bits(comm: Any, dtype: str)
     max_examples=20,
     case=cases(DTYPES, ["all_reduce"]),
     algorithm=st.sampled_from(ALGORITHMS["all_reduce"]),
-    op=st.sampled_from(["max", "min"]),
 )
-def test_greatest_and_least_with_nan(comm: Any, case: Case, algorithm: str, op: str) -> None:
+def test_greatest_and_least_with_nan(comm: Any, case: Case, algorithm: str) -> None:
     case = replace(case, dtype="float32" if case.dtype == "bool" else case.dtype)
     inputs = case.inputs(comm.size)
     if inputs[0].is_floating_point() and inputs[0].numel():
         inputs = [x.clone(memory_format=torch.contiguous_format) for x in inputs]
         inputs[case.seed % comm.size].view(-1)[case.seed % inputs[0].numel()] = torch.nan
+    stacked = torch.stack(inputs)
     with sp.Mesh(comm, sp=comm.size) as mesh:
         if algorithm == "window":
             use_window(mesh["sp"])
-        result = sp.all_reduce(inputs[comm.rank], comm=mesh["sp"], op=op, algorithm=algorithm)
-    stacked = torch.stack(inputs)
-    assert torch.equal(result.isnan(), stacked.isnan().any(0))
-    wanted = stacked.nan_to_num().amax(0) if op == "max" else stacked.nan_to_num().amin(0)
-    assert torch.equal(result[~result.isnan()], wanted[~result.isnan()])
+        for name, op in product((algorithm, "mpi"), ("max", "min")):
+            result = sp.all_reduce(inputs[comm.rank], comm=mesh["sp"], op=op, algorithm=name)
+            assert torch.equal(result.isnan(), stacked.isnan().any(0))
+            wanted = getattr(stacked.nan_to_num(), f"a{op}")(0)
+            assert torch.equal(result[~result.isnan()], wanted[~result.isnan()])
 
 
 @pytest.mark.explore

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 import sp_core as sp
 from sp_core import arguments
+from sp_core.collectives.build import KINDS, NEEDED
 
 LAYER = torch.nn.Linear(1, 1)
 OPTIMIZER = torch.optim.SGD(LAYER.parameters())
@@ -105,7 +107,7 @@ HALF: Any = 0.5
 ANY_LIST: Any = [1]
 DTensor = type("DTensor", (torch.Tensor,), {})
 FLOATS = torch.float32, torch.float64
-SAID: list[tuple[Callable[[], None], Exception | None]] = [
+SAID: list[tuple[Callable[[], object], Exception | None]] = [
     (lambda: arguments.check(dim=1, op="x"), None),
     (
         lambda: arguments.check(dim=1, op=X),
@@ -124,6 +126,10 @@ SAID: list[tuple[Callable[[], None], Exception | None]] = [
     (
         lambda: arguments.check_communicator("a" * 79, "group"),
         TypeError(f"group=str '{'a' * 59}... was given; a Communicator is needed. Pass one of"),
+    ),
+    (
+        lambda: sp.plan("", X, comm=ANY_LIST),
+        TypeError("comm=[1] was given; a Communicator is needed. Pass one of"),
     ),
     (lambda: arguments.check_tensor(X, HERE, dtypes=FLOATS), None),
     (lambda: arguments.check_tensor(X, HERE), None),
@@ -161,3 +167,14 @@ def test_one_value_is_taken_or_refused_with_these_words(call: Any, error: Except
         call()
     assert type(caught.value) is type(error)
     assert str(caught.value).startswith(str(error))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gather_replicated", *(name for name in dir(sp) if name.removesuffix("_start") in KINDS)],
+)
+def test_a_plan_and_a_start_fill_in_what_the_function_does(name: str) -> None:
+    op = "all_gather" if name == "gather_replicated" else name.removesuffix("_start")
+    given = inspect.signature(getattr(sp, name)).parameters.values()
+    found = {each.name: NEEDED if each.default is each.empty else each.default for each in given}
+    assert found == KINDS[op].arguments | {"x": NEEDED, "comm": NEEDED, "algorithm": "auto"}

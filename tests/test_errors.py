@@ -23,6 +23,7 @@ from torch import Tensor
 
 import sp_core as sp
 from sp_core.arguments import check, check_tensor
+from sp_core.collectives.maps import AllReduce
 from sp_core.errors import differences, joined
 from sp_core.testing import spmd
 from sp_core.testing.comm import LockstepComm
@@ -94,7 +95,7 @@ def test_sizes_are_those_of_the_tensors_of_all_ranks(
     comm: Any, collective: str, sizes: str
 ) -> None:
     dims = {"split_dim": 0, "concat_dim": 1} if collective == "all_to_all" else {}
-    for wrong in ([1] * comm.size, [9] * (comm.size + 1), [-9] + [9] * (comm.size - 1), []):
+    for wrong in ([1] * comm.size, [9] * (comm.size + 1), [-1, 10, 0][: comm.size], []):
         named = calls.call(collective, torch.ones(9, 9), **dims, **{sizes: wrong})
         check_refused(comm, "sp", (sp.ShapeError, f"{sizes}=", named))
 
@@ -211,12 +212,17 @@ def test_an_error_shows_an_argument_of_80_letters_and_cuts_a_longer_one() -> Non
 
 @spmd()
 def test_a_freed_communicator(comm: Any) -> None:
+    """What its ranks began ends. Nothing begins, also where nothing is compared before."""
     mesh = sp.Mesh(comm, sp=comm.size)
     pending = sp.all_reduce_start(torch.ones(3), comm=mesh["sp"])
     gather = partial(sp.all_gather, torch.ones(2), comm=mesh["sp"])
+    agreed = partial(AllReduce(mesh["sp"], algorithm="ring").run, torch.ones(2))
+    counters = mesh["sp"].counters
     mesh.free()
     mesh.free()
     assert pending.wait().tolist() == [float(comm.size)] * 3
-    for use in (gather, lambda: mesh["sp"]):
+    counters.reset()
+    for use in (gather, agreed, lambda: mesh["sp"]):
         with pytest.raises(sp.RankError, match="freed"):
             use()
+    assert counters.total().calls == 0

@@ -117,13 +117,17 @@ class Listening:
 
 
 def check_order(log: list[tuple[str, int]], pieces: int, per_piece: int, first: int) -> None:
-    """The transfer of piece i + 1 starts before piece i is computed, and is waited for after it."""
+    """The transfer of piece i + 1 starts before piece i is computed, and is waited for after it.
+
+    That of piece i + 2 starts after it.
+    """
     computed = [place for place, (event, _) in enumerate(log) if event == "compute"]
     assert len(computed) == pieces * per_piece
     for piece in range(pieces - 1):
         begin, end = computed[piece * per_piece], computed[(piece + 1) * per_piece - 1]
         assert log.index(("start", first + piece)) < begin
         assert log.index(("wait", first + piece)) > end
+        assert ("start", first + piece + 1) not in log[:begin]
 
 
 def attend(name: str, mask: sp.Mask, mesh: sp.Mesh) -> Callable[[], object]:

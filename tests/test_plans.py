@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
 from hypothesis import strategies as st
 from oracle.fake_device import DelayedStreams
-from oracle.schedule_cases import vectors
+from oracle.schedule_cases import NAMES, schedule, vectors
 from oracle.window_cases import use_window
 
 import sp_core as sp
@@ -23,6 +23,7 @@ from sp_core import measuring
 from sp_core.collectives import execution, maps
 from sp_core.collectives.execution import BoundProgram
 from sp_core.schedules import ALGORITHMS, SCHEDULED, operation
+from sp_core.scratch import Scratch
 from sp_core.testing import given, run_threads, spmd
 from sp_core.transport.host import HostTransport
 from sp_core.transport.staged import PipelinedTransport
@@ -114,30 +115,49 @@ def test_a_run_on_a_device_stays_on_its_stream_and_its_user_waits_for_that(
             here.stream = other
             mesh["sp"].wait(running, "all_reduce")
             assert seen == [first] * len(bound.steps)
-            other.wait_stream.assert_called_with(first)
+            other.wait_stream.assert_called_once_with(first)
             assert torch.equal(plan.run(), torch.full((40,), 2.0))
 
     run_threads(2, body)
 
 
+@pytest.mark.parametrize(("op", "algorithm"), NAMES)
+def test_a_rank_goes_on_before_its_sends_are_complete(op: str, algorithm: str) -> None:
+    """Up to the step that overwrites what they read: here they never complete."""
+    comm, memory = MagicMock(), torch.zeros(2, 16, dtype=torch.int64)
+    comm.transport.bind, comm.transport.post = list, lambda *sent: Mock(test=lambda: not sent[0])
+    for rank, made in enumerate(schedule(op, algorithm, (2,) * 4, segment=1).programs):
+        task, scratch = operation(op, rank, 4, (2,) * 4), Scratch(torch.device("cpu"))
+        running = BoundProgram(comm, task, memory[0], memory[1], scratch, made).begin()
+        told = [
+            [(peer, len(x)) for peer, x in each] for each in comm.transport.announce.call_args[0]
+        ]
+        assert told == [
+            [(each.peer, len(each.region)) for step in made.steps for each in getattr(step, kind)]
+            for kind in ("sends", "receives")
+        ]
+        assert running._posted > 0
+        running.test()  # what has arrived is added at once, and what follows begins
+        waits = [(made.rewritten[n], n + 1) for n, step in enumerate(made.steps) if step.sends]
+        assert running._posted == min(map(max, waits), default=len(made.steps))
+        assert bool(running._under_way) == any(first < n <= running._posted for first, n in waits)
+
+
 @pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce", "shift"])
-@pytest.mark.parametrize("length", [16, 1 << 14])
-@spmd(2, 3)
+@pytest.mark.parametrize("lacking", [0, 1])
+@spmd(2, 4)
 def test_auto_reads_in_place_what_lives_in_shared_memory_and_is_not_small(
-    comm: Any, op: str, length: int
+    comm: Any, op: str, lacking: int
 ) -> None:
-    """Without constants. If only one rank has its tensor there, no rank reads in place."""
+    """Of 16 KiB in all. If only one rank has its tensor there, no rank reads in place."""
     with sp.Mesh(comm, transport="window", tuning="off", sp=comm.size) as mesh:
-        group, shape = mesh["sp"], (length * comm.size,)
-        shared, values = (
-            sp.shared_empty(shape, comm=group),
-            torch.arange(float(length * comm.size)) + comm.rank,
-        )
-        shared.copy_(values)
+        group, count = mesh["sp"], (1 << 12) // (comm.size if op == "all_gather" else 1) - lacking
+        values = torch.arange(float(count)) + comm.rank
+        shared = sp.shared_empty((count,), comm=group).copy_(values)
         mixed = shared if comm.rank == 0 else values
         plans = [sp.plan(op, x, comm=group) for x in (shared, values, mixed)]
         assert [made.algorithm for made in plans] == [
-            "window" if length > 16 else "mpi",
+            "mpi" if lacking else "window",
             "mpi",
             "mpi",
         ]
@@ -159,7 +179,9 @@ def test_what_was_not_measured_is_left_to_the_library(comm: Any, transport: str)
             for op in SCHEDULED if tuning == "off" else ("shift",):
                 for nbytes in (0, 1 << 10, 1 << 16, 1 << 20):
                     x, how = measuring.vector(op, nbytes, group), measuring.arguments(op)
-                    assert sp.plan(op, x, comm=group, **how).algorithm == "mpi", (op, nbytes)
+                    made = sp.plan(op, x, comm=group, **how)
+                    assert made.algorithm == "mpi", (op, nbytes)
+                    assert made._prepared.refresh is maps.nothing, "it is read where it is"
 
 
 @spmd(2, 3)
@@ -238,3 +260,8 @@ def test_a_vector_is_moved_by_one_call_that_does_not_block() -> None:
     task = operation("all_reduce", 0, 2, (len(x),), itemsize=4)
     HostTransport(comm).start(task, x, torch.empty_like(x))
     assert (comm.Iallreduce.call_count, comm.Allreduce.call_count) == (1, 0)
+
+
+def test_the_backward_of_a_shift_takes_lengths_as_they_arrived() -> None:
+    shift = maps.Shift(Mock(size=3), 0, (1, 2, 4), offset=1)
+    assert shift.transpose == replace(shift, offset=-1, sizes=(4, 1, 2))

@@ -7,21 +7,32 @@ import mmap
 import os
 import re
 import threading
+from collections.abc import Collection
 from contextlib import suppress
-from itertools import accumulate, product
+from itertools import accumulate, chain, product
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from hypothesis import given as plain_given, strategies as st
 from oracle import window_cases
+from oracle.proof import possible
 from oracle.window_cases import OPS, Node, Problem, inputs_of, use_window
 
 import sp_core as sp
 from sp_core import measuring
 from sp_core.collectives.execution import BoundWindow
-from sp_core.schedules import SLOTS, WIDE_BLOCK, cost, program_of, window as programs
+from sp_core.schedules import (
+    SLOTS,
+    WIDE_BLOCK,
+    Buffer,
+    cost,
+    operation,
+    program_of,
+    window as programs,
+)
 from sp_core.testing import given, run_threads, spmd
 from sp_core.testing.comm import LockstepComm
 from sp_core.testing.outcome import RankFailure
@@ -39,17 +50,10 @@ problems = st.builds(
 )
 
 
-@plain_given(
-    problems=st.lists(problems, min_size=1, max_size=4),
-    size=st.integers(1, 5),
-    slot=st.integers(5, 40),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    seed=st.integers(0, 999),
-)
-def test_no_order_of_the_ranks_changes_a_result(
+def check_bits(
     problems: list[Problem], size: int, slot: int, dtype: torch.dtype, seed: int
 ) -> None:
-    """Bitwise the sums in the order of the ranks, whoever is first."""
+    """Compare with the sums in the order of the ranks, whoever is first."""
     inputs = [
         inputs_of(problem, size, slot, dtype, seed + turn) for turn, problem in enumerate(problems)
     ]
@@ -60,26 +64,31 @@ def test_no_order_of_the_ranks_changes_a_result(
             assert torch.equal(x, problem.expected(tasks, given_, rank)), (problem, rank)
 
 
+test_no_order_of_the_ranks_changes_a_result = plain_given(
+    problems=st.lists(problems, min_size=1, max_size=4),
+    size=st.integers(1, 5),
+    slot=st.integers(5, 40),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 999),
+)(check_bits)
+
+
 def test_fewer_slots_would_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """The law above can fail: with a slot less a rank overwrites what another still reads."""
-    long = [Problem("all_reduce", 5, 0, False, False, 10)] * 3
-    inputs = [inputs_of(problem, 3, 8, torch.float32, turn) for turn, problem in enumerate(long)]
+    sums = [Problem("all_reduce", 5, 0, False, False, scale) for scale in (10, 10, 10, 1, 1, 1)]
+    others = [Problem(op, 5, 1, False, False, 6) for op in ("all_gather", *OPS)]
+    several = [*sums, *others[:1] * 2, *others]
 
-    def right(slots: int) -> bool:
-        for module in (programs, window_cases):
-            monkeypatch.setattr(module, "SLOTS", slots)
+    def play() -> None:
         programs.in_window.cache_clear()
-        played = (Node(3, 8, torch.float32, seed).play(long, inputs) for seed in range(10))
-        wanted = [window_cases.in_rank_order(given_) for given_ in inputs]
-        return all(
-            torch.equal(x, total)
-            for found in played
-            for total, xs in zip(wanted, found, strict=True)
-            for x in xs
-        )
+        for seed in range(20):
+            check_bits(several, 3, 15, torch.float32, seed)
 
-    assert right(SLOTS)
-    assert not right(SLOTS - 1)
+    play()
+    for module in (programs, window_cases):
+        monkeypatch.setattr(module, "SLOTS", SLOTS - 1)
+    with pytest.raises(AssertionError):
+        play()
     programs.in_window.cache_clear()
 
 
@@ -201,6 +210,20 @@ def test_what_is_read_and_used_is_what_the_program_says(
             )
 
 
+@spmd(3)
+def test_a_plan_in_a_window_takes_scratch_once_and_only_for_half_types(comm: Any) -> None:
+    """Two numbers of 4 bytes for each element that is added up in float32."""
+    with sp.Mesh(comm, transport="window", sp=3) as mesh:
+        for dtype, taken in ((torch.bfloat16, 40), (torch.float32, 0)):
+            plan = sp.plan(
+                "all_reduce", torch.ones(5, dtype=dtype), comm=mesh["sp"], algorithm="window"
+            )
+            plan._bound._scratch = scratch = Mock(wraps=mesh["sp"].scratch)
+            for _ in range(SLOTS):
+                plan.run()
+            assert sum(call.args[0] for call in scratch.take.call_args_list) == taken
+
+
 def provided(part: torch.Tensor) -> int:
     """The bytes for which the system has provided pages, read or not, by whichever rank."""
     lines = (line.split() for line in Path("/proc/self/maps").read_text().splitlines())
@@ -230,12 +253,42 @@ def test_memory_of_a_window_grows_with_what_passes_through_it(comm: Any) -> None
         assert provided(slots) >= SLOTS * group.window.slot_bytes
 
 
-@pytest.mark.parametrize("op", sorted({*OPS} - {"all_to_all"}))
-def test_tensors_in_shared_memory_are_read_in_one_step(op: str) -> None:
-    """However small a slot is."""
-    tasks = [Problem(op, 5, 1, True, False, 10).task(0, 3, slot) for slot in (9, 9000)]
-    small, large = (len(program_of(task, "window").steps) for task in tasks)
-    assert small == large
+STEPS: list[tuple[int, Collection[str], tuple[int, ...], int, dict[str, bool]]] = [
+    *((2, OPS, (count,) * 3, 12, {}) for count in (0, 1, 4)),
+    (4, ["all_gather", "broadcast", "reduce", "shift"], (33, 0, 0), 12, {}),
+    (4, ["all_to_all", "reduce_scatter"], (9, 1, 1), 12, {}),
+    *((3, {*OPS} - {"all_to_all"}, (count, 5, 0), 12, {"resident": True}) for count in (0, 33)),
+    (2, ["all_reduce"], (4096, 0, 0), 4096, {}),
+    (3, ["all_reduce"], (4097, 0, 0), 4097, {}),
+    (4, ["all_reduce"], (8, 0, 0), 7, {}),
+    (3, ["all_reduce"], (4096, 0, 0), 7, {"resident": True}),
+    (4, ["all_reduce"], (4097, 0, 0), 4097, {"resident": True}),
+    (3, ["all_reduce"], (4097, 4097), 7, {"resident": True}),
+    (4, ["all_reduce"], (8, 0, 0), 8, {"resident": True, "in_place": True}),
+    (5, ["all_reduce"], (8, 0, 0), 7, {"resident": True, "in_place": True}),
+    (4, ["all_reduce"], (1 << 18, 0), 7, {"resident": True, "in_place": True}),
+    (5, ["all_reduce"], (1 << 18, 1), 7, {"resident": True, "in_place": True}),
+    (4, ["all_reduce"], (1 << 18, 1), 1 << 19, {"resident": True, "in_place": True}),
+]
+"""Steps, counted by hand, of operations on float32 with pieces of these lengths and slots of this
+one. 32 KiB are read in one shot, and 1 MiB at a time where two ranks sum in place."""
+
+
+@pytest.mark.parametrize(("steps", "ops", "counts", "slot", "how"), STEPS)
+def test_ranks_wait_for_each_other_no_more_often_than_needed(
+    steps: int, ops: Collection[str], counts: tuple[int, ...], slot: int, how: dict[str, bool]
+) -> None:
+    """And add up in no memory of another rank."""
+    for op, rank in product(ops, range(len(counts))):
+        task = operation(op, rank, len(counts), counts, 1, itemsize=4, slot=slot, **how)
+        made = program_of(task, "window")
+        assert len(made.steps) == steps, (op, rank)
+        written = [0]
+        for combine in chain(*(step.then for step in made.steps)):
+            possible(combine, op, task.in_place)
+            assert rank not in [part.rank for part in combine.parts], "its own memory is `OWN`"
+            written.append(len(combine.into) * (combine.into.buffer is Buffer.TMP))
+        assert max(written) <= made.scratch <= (steps - 1) * min(slot, len(counts) * task.longest)
 
 
 @spmd()

@@ -197,7 +197,7 @@ def _checked(kind: Kind, x: Tensor, comm: Communicator, given: dict[str, Any]) -
                 f"dim {dim} was given for a tensor with {x.dim()} dims, shape {tuple(x.shape)}. "
                 "Pass a dim that it has."
             )
-    if len(dims) == 2 and dims[0] == dims[1]:
+    if len({*dims}) < len(dims):
         raise ShapeError(
             f"{kind.map.name} was asked to split and concatenate dim {dims[0]}. "
             "Pass two different dims."

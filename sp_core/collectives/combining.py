@@ -26,20 +26,17 @@ def rewritten(program: Program, send: Tensor | None, recv: Tensor | None) -> Seq
         program: the steps of this rank.
         send, recv: flat input and output (IN and OUT of the program); None if this rank has none.
     """
-    if send is None or recv is None or not _overlap(send, recv):
+    if (
+        send is None
+        or recv is None
+        or send.data_ptr() + send.nbytes <= recv.data_ptr()
+        or recv.data_ptr() + recv.nbytes <= send.data_ptr()
+    ):
         return program.rewritten
     return (
         program.rewritten_in_place
         if send.data_ptr() == recv.data_ptr()
         else range(len(program.steps))
-    )
-
-
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Return whether two contiguous tensors share any byte."""
-    return (
-        one.data_ptr() < other.data_ptr() + other.nbytes
-        and other.data_ptr() < one.data_ptr() + one.nbytes
     )
 
 
@@ -61,20 +58,14 @@ def combination(
     """
     together = REDUCTIONS[reduction]
     if len(parts) == 1:
-        if not _same(into, parts[0]):
-            yield copying(into, parts[0])
+        yield from (copying(into, part) for part in parts if part.data_ptr() != into.data_ptr())
     elif len(parts) > 2 and into.dtype in HALF:
         yield partial(_add_wide, into, parts, wide, together)
     else:
-        total = parts[0] if any(_same(into, part) for part in parts[2:]) else into
+        total = parts[0] if into.data_ptr() in [part.data_ptr() for part in parts[2:]] else into
         for place, part in enumerate(parts[1:]):
             left = total if place else parts[0]
             yield partial(together, left, part, out=into if place == len(parts) - 2 else total)
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two vectors begin at the same address and are not empty."""
-    return one.data_ptr() == other.data_ptr() and one.numel() > 0
 
 
 def _add_wide(

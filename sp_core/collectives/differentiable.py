@@ -70,9 +70,7 @@ class _Apply(torch.autograd.Function):
         transpose: Map | _Local,
         run: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        ctx.mapping, ctx.transpose = mapping, transpose
-        if isinstance(transpose, Map):
-            ctx.agree = mapping.comm.numbered()
+        ctx.mapping, ctx.transpose, ctx.agree = mapping, transpose, mapping.comm.numbered()
         return run(x)
 
     @staticmethod

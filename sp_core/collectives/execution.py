@@ -72,7 +72,7 @@ def bind(
         return Library(comm, operation, send, recv, scratch)
     if algorithm == "window":
         return BoundWindow(comm, operation._replace(resident=resident), send, recv, scratch)
-    segment = segment_length(operation.elements, comm.size, operation.itemsize)
+    segment = segment_length(count=operation.elements, size=comm.size, itemsize=operation.itemsize)
     program = program_of(operation._replace(segment=segment, nodes=comm.nodes), algorithm)
     return BoundProgram(comm, operation, send, recv, scratch, program)
 
@@ -154,7 +154,8 @@ class Ready(ABC):
             copying: returns the call that copies its second argument into its first.
         """
         length = wide_length(program, self.dtype)
-        nbytes = 8 * length + (0 if program.shared else program.scratch * self.dtype.itemsize)
+        own = 0 if (OWN, Buffer.TMP) in self._memory else program.scratch
+        nbytes = 8 * length + own * self.dtype.itemsize
         if self._block.numel() < nbytes:
             self._block = self._scratch.take(nbytes)
         room = self._block[: 8 * length].view(torch.float32)
@@ -245,7 +246,7 @@ class BoundProgram(Ready):
         recvs = [self._messages(step.receives) for step in program.steps]
         self._sends, self._recvs = list(chain(*sends)), list(chain(*recvs))
         bound = (map(comm.transport.bind, messages) for messages in (sends, recvs))
-        self.steps = list(map(BoundStep, *bound, work, rewritten(program, send, recv)))
+        self.steps = list(map(BoundStep, *bound, work, rewritten(program, *self._buffers)))
 
     def _messages(self, messages: Iterable[Message]) -> list[tuple[int, Tensor]]:
         return [(message.peer, self._view(message.region)) for message in messages]

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -145,18 +145,10 @@ class Map(ABC):
         among = usable(comm.nodes, self.name, window=comm.window is not None)
         return decide(comm.tuning, self.name, comm.nodes, nbytes, among=among, planned=self.planned)
 
-    def operation(
-        self, x: Tensor, counts: tuple[int, ...], root: int = 0, reduction: str = "sum"
-    ) -> Operation:
+    def operation(self, x: Tensor, counts: tuple[int, ...], **more: Any) -> Operation:
         """Return this rank's `Operation`; the arguments are as in `schedules.operation`."""
         return operation(
-            self.name,
-            self.comm.rank,
-            self.comm.size,
-            counts,
-            root,
-            reduction=reduction,
-            itemsize=x.itemsize,
+            self.name, self.comm.rank, self.comm.size, counts, itemsize=x.itemsize, **more
         )
 
 
@@ -171,10 +163,10 @@ class _AlongDim(Map):
     def prepare(self, x: Tensor) -> Prepared:
         rows = x.movedim(self.dim, 0)
         width = math.prod(rows.shape[1:])
-        received = sum(self.operation(x, self.sizes, self.offset).recv)
+        received = sum(self.operation(x, self.sizes, root=self.offset).recv)
         recv = x.new_empty((received, *rows.shape[1:]))
         send, refresh = flattened(rows)
-        moves = self.operation(x, tuple(size * width for size in self.sizes), self.offset)
+        moves = self.operation(x, tuple(size * width for size in self.sizes), root=self.offset)
         out = recv.movedim(0, self.dim) if self.dim else recv  # for dim 0: recv, no view of it
         return Prepared(moves, send, recv.view(-1), out, refresh)
 
@@ -253,9 +245,9 @@ class AllReduce(Map):
         )
 
     def _marked(self, x: Tensor) -> Tensor:
-        """Stack x, with 0 in place of NaN, and a tensor that is not 0 where x is NaN."""
-        marks = x.isnan().to(x.dtype) * (1 if self.op == "max" else -1)
-        return torch.stack((x.detach().masked_fill(x.isnan(), 0), marks))
+        """Stack x and a tensor that is not 0 where x is NaN."""
+        marks = x.isnan().to(x.dtype)
+        return torch.stack((x.detach(), marks if self.op == "max" else -marks))
 
 
 @dataclass(frozen=True)
@@ -332,7 +324,7 @@ class Broadcast(Map):
         return Reduce(self.comm, self.root, algorithm=self.algorithm)
 
     def prepare(self, x: Tensor) -> Prepared:
-        moves = self.operation(x, (x.numel(),), self.root)
+        moves = self.operation(x, (x.numel(),), root=self.root)
         if self.comm.rank == self.root:
             (send, refresh), out = flattened(x), torch.empty_like(x)
             return Prepared(moves, send, None, out, refresh, partial(out.copy_, x.detach()))
@@ -355,7 +347,7 @@ class Reduce(Map):
         out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
         send, refresh = flattened(x)
         recv = out.view(-1) if self.comm.rank == self.root else None
-        return Prepared(self.operation(x, (x.numel(),), self.root), send, recv, out, refresh)
+        return Prepared(self.operation(x, (x.numel(),), root=self.root), send, recv, out, refresh)
 
 
 def one_ahead(calls: Iterable[tuple[Map, Tensor]]) -> Iterator[Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from sp_core.arguments import check_communicator
 from sp_core.collectives import execution
 from sp_core.collectives.build import KINDS, NEEDED, build
-from sp_core.collectives.maps import Map, Prepared, nothing
+from sp_core.collectives.maps import Map, Prepared
 from sp_core.communicator import Communicator
 from sp_core.scratch import Scratch
 from sp_core.transport import Handle
@@ -91,7 +91,7 @@ def _resident(mapping: Map, prepared: Prepared) -> bool:
         return False
     if asked == "auto" and moves.nbytes < RESIDENT_BYTES:
         return False
-    mine = comm.window.place(prepared.send) if prepared.refresh is nothing else -1
+    mine = comm.window.place(prepared.send)
     places = comm.agree_on(lambda: "where the input of a plan lives", lambda: mine)
     return len(set(places)) == 1 and mine >= 0
 

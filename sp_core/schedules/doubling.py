@@ -207,7 +207,7 @@ def _all_reduce(t: Operation, pieces: Sequence[range], *, halving: bool) -> Prog
         steps.append(Step((), (Message(t.rank - 1, landed),), (summed,)))
         have = out
     for m in reversed(range(fold.levels)) if halving else range(fold.levels):
-        peer, width = fold.rank(place ^ (1 << m)), 1 << m if halving else 1
+        peer, width = fold.rank(place ^ (1 << m)), 1 << m
         keep, give = (
             joined(pieces[first], pieces[first + width - 1])
             for first in ((place >> m) << m, (place >> m ^ 1) << m)
@@ -217,7 +217,7 @@ def _all_reduce(t: Operation, pieces: Sequence[range], *, halving: bool) -> Prog
         steps.append(exchange(peer, have(give), peer, landed, Combine(out(keep), parts)))
         back.append(exchange(peer, out(keep), peer, out(give)))
         have = out
-    scratch = max((len(message.region) for step in steps for message in step.receives), default=0)
+    scratch = max(len(message.region) for step in steps for message in step.receives)
     gathers = reversed(back) if halving else ()
     return program([*steps, *gathers, *fold.served(t.rank, out(whole))], scratch)
 
@@ -256,13 +256,11 @@ def bruck(t: Operation) -> Program:
     rank, size, counts = t.rank, t.size, t.recv
     places = spans([*counts[rank:], *counts[:rank]])
     steps = [Step(then=(copy(inp(range(counts[rank])), tmp(0, counts[rank])),))]
-    have = 1
-    while have < size:
+    for have in (1 << step for step in range((size - 1).bit_length())):
         more = min(have, size - have)
         going, coming = (joined(places[first], places[first + more - 1]) for first in (0, have))
         sent, received = (tmp(places.start, len(places)) for places in (going, coming))
         steps.append(exchange((rank - have) % size, sent, (rank + have) % size, received))
-        have += more
     total, before = sum(counts), sum(counts[:rank])
     rotated = (
         copy(tmp(0, total - before), out(range(before, total))),

@@ -161,8 +161,8 @@ def operation(
             receives from each rank. Else: of pieces whose total is the vector.
         more: other fields of `Operation`.
     """
-    send, recv, longest = _PIECES[op](counts, rank, root)
-    return Operation(op, rank, size, send, recv, longest, root % size, **more)
+    root %= size
+    return Operation(op, rank, size, *_PIECES[op](counts, rank, root), root, **more)
 
 
 _PIECES: dict[
@@ -256,14 +256,12 @@ class Program:
     Args:
         steps: in order. Empty messages are left out.
         scratch: how many elements of TMP the steps use.
-        depth: how many steps may be under way at the same time.
-        shared: whether the ranks read each other's memory instead of sending messages.
+        depth: how many steps may be under way at the same time, if they send messages.
     """
 
     steps: tuple[Step, ...]
-    scratch: int = 0
+    scratch: int
     depth: int = 1
-    shared: bool = False
 
     @cached_property
     def figures(self) -> tuple[int, int, int, int, int]:
@@ -344,20 +342,18 @@ def overlap(one: Region, other: Region, in_place: bool) -> bool:
 
 
 def program(steps: Iterable[Step], scratch: int = 0, depth: int = 1) -> Program:
-    """Return a `Program` without empty messages, empty combinations and, with depth 1, empty steps.
+    """Return a `Program` without empty messages and empty combinations.
 
-    With a larger depth empty steps stay: how far apart two steps are decides whether they overlap.
+    Empty steps stay: how far apart two steps are decides whether they overlap.
     """
-    kept = [
+    kept = (
         Step(
             tuple(message for message in step.sends if len(message.region)),
             tuple(message for message in step.receives if len(message.region)),
             tuple(combine for combine in step.then if len(combine.into)),
         )
         for step in steps
-    ]
-    if depth == 1:  # with a larger depth the number of steps between two counts
-        kept = [step for step in kept if step != Step()]
+    )
     return Program(tuple(kept), scratch, depth)
 
 

@@ -88,20 +88,21 @@ def in_window(t: Operation) -> Program:
     Args:
         t: this rank's view of the collective; its `slot`, `first` and `resident` are used.
     """
+    if t.resident and t.op != "all_reduce":  # goes through no slot: one chunk holds everything
+        t = t._replace(slot=t.size * max(t.longest, 1))
     chunks = list(_BUILDERS[t.op](t))
     depth = len(chunks[0])
     steps = []
     for number in range(len(chunks) + depth - 1):  # stage s of chunk k in step k + s
         stages = [chunks[number - s][s] for s in range(depth) if 0 <= number - s < len(chunks)]
         steps.append(Step(then=tuple(combine for combine in chain(*stages) if len(combine.into))))
-    used: dict[int, int] = {}
-    for region in (
-        combine.into for step in steps for combine in step.then if combine.into.buffer is Buffer.TMP
-    ):
-        slot, start = divmod(region.start, t.slot)
-        used[slot] = max(used.get(slot, 0), start + len(region))
+    into = [combine.into for step in steps for combine in step.then]
+    written = sorted(region.stop for region in into if region.buffer is Buffer.TMP)
+    used = {(stop - 1) // t.slot: stop for stop in written}  # for each slot the largest
     around = [Step()] if t.resident else []
-    return Program((*around, *steps, *around), sum(used.values()), shared=True)
+    return Program(
+        (*around, *steps, *around), sum(stop - slot * t.slot for slot, stop in used.items())
+    )
 
 
 def _others(t: Operation) -> list[int]:
@@ -167,7 +168,7 @@ def _one_piece(t: Operation, sources: Mapping[int, tuple[range, range]], *, writ
             rank).
         writes: whether other ranks read from this rank.
     """
-    for slot, chunk in _chunks(t, max(t.longest, 1) if t.resident else t.slot):
+    for slot, chunk in _chunks(t, t.slot):
         mine = _cut(range(sum(t.send)), chunk)
         write = (copy(inp(mine), tmp(slot, len(mine))),) if writes else ()
         read = tuple(
@@ -213,7 +214,7 @@ def _many_pieces(
     """
     room = min(t.slot // t.size, max(t.longest, 1))  # short pieces share pages
     pieces = spans(t.send)
-    for slot, chunk in _chunks(t, max(t.longest, 1) if t.resident else room):
+    for slot, chunk in _chunks(t, room):
         cuts = [(rank, _cut(pieces[rank], chunk)) for rank in _others(t)]
         write = tuple(copy(inp(part), tmp(slot + rank * room, len(part))) for rank, part in cuts)
         mine = _cut(pieces[t.rank], chunk)
@@ -247,7 +248,7 @@ def _all_to_all(t: Operation) -> Stages:
 
 def _reduce(t: Operation) -> Stages:
     """Yield, for each chunk of a reduction, its work by step: the root adds up, others write."""
-    for slot, chunk in _chunks(t, max(t.longest, 1) if t.resident else t.slot):
+    for slot, chunk in _chunks(t, t.slot):
         part = _cut(range(t.elements), chunk)
         write = copy(inp(part), tmp(slot, len(part)))
         total = Combine(

@@ -162,7 +162,7 @@ def _no_conflicts(schedule: Schedule, rank: int, aliased: bool) -> None:
             if overlap(region, other, aliased):
                 raise ScheduleError(f"{where}: {region} is used while {other} is under way")
         for combine in step.then:
-            _possible(combine, where, aliased)
+            possible(combine, where, aliased)
 
 
 def _under_way(step: Step, flying: Sequence[Step]) -> Iterator[tuple[Region, Region]]:
@@ -180,7 +180,7 @@ def _under_way(step: Step, flying: Sequence[Step]) -> Iterator[tuple[Region, Reg
         yield from ((region, other) for other in coming)
 
 
-def _possible(combine: Combine, where: str, aliased: bool) -> None:
+def possible(combine: Combine, where: str, aliased: bool) -> None:
     """Raise if the result may not be written while the parts are read one after the other."""
     shared = [part for part in combine.parts if overlap(part, combine.into, aliased)]
     if any((part.start, part.stop) != (combine.into.start, combine.into.stop) for part in shared):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import sp_core as sp
 from oracle.proof import Schedule, schedule_of
-from sp_core.schedules import ALGORITHMS, LIBRARY
+from sp_core.schedules import ALGORITHMS, LIBRARY, operation
 from sp_core.segments import split_sizes
 
 NAMES = [(op, name) for op, names in ALGORITHMS.items() for name in names if name not in LIBRARY]
@@ -30,21 +30,10 @@ def schedule(
     nodes: tuple[int, ...] = (),
 ) -> Schedule:
     """Return a schedule with pieces of `counts`, or of their products in an all-to-all."""
-    size, ranks = len(counts), range(len(counts))
-    whole = ((sum(counts),),) * size
-    square = tuple(tuple(counts[a] * counts[b] for b in ranks) for a in ranks)
-    every = (counts,) * size
-    own = tuple((count,) for count in counts)
-    at_root = tuple((sum(counts),) if rank == root else () for rank in ranks)
-    elsewhere = tuple(() if rank == root else (sum(counts),) for rank in ranks)
-    send, recv = {
-        "all_gather": (own, every),
-        "reduce_scatter": (every, own),
-        "all_reduce": (whole, whole),
-        "all_to_all": (square, square),
-        "broadcast": (at_root, elsewhere),
-        "reduce": (whole, at_root),
-    }[op]
+    tasks = [operation(op, rank, len(counts), counts, root) for rank in range(len(counts))]
+    send, recv = tuple(task.send for task in tasks), tuple(task.recv for task in tasks)
+    if op == "all_to_all":
+        send = recv = tuple(tuple(a * b for b in counts) for a in counts)
     return schedule_of(op, algorithm, send, recv, root, segment, nodes)
 
 

@@ -22,6 +22,7 @@ from sp_core.schedules import (
     Program,
     Region,
     in_window,
+    operation,
 )
 from sp_core.transport import Window
 from sp_core.transport.shared import HOST
@@ -51,22 +52,13 @@ class Problem:
     def task(self, rank: int, size: int, slot: int) -> Operation:
         """What it is for one rank."""
         counts = tuple(count * self.long for count in pieces(size, self.shape))
-        whole, source = (sum(counts),), (rank - self.place) % size
-        square = [tuple(counts[a] * (counts[b] % 3) for b in range(size)) for a in range(size)]
-        root = self.place % size
-        send, recv, longest = {
-            "all_gather": ((counts[rank],), counts, max(counts)),
-            "reduce_scatter": (counts, (counts[rank],), max(counts)),
-            "all_reduce": (whole, whole, whole[0]),
-            "all_to_all": (square[rank], tuple(row[rank] for row in square), max(map(max, square))),
-            "broadcast": (whole if rank == root else (), () if rank == root else whole, whole[0]),
-            "reduce": (whole, whole if rank == root else (), whole[0]),
-            "shift": ((counts[rank],), (counts[source],), max(counts)),
-        }[self.op]
+        made = operation(self.op, rank, size, counts, self.place, itemsize=4, slot=slot)
+        if self.op == "all_to_all":
+            square = [tuple(count * (other % 3) for other in counts) for count in counts]
+            recv = tuple(row[rank] for row in square)
+            return made._replace(send=square[rank], recv=recv, longest=max(map(max, square)))
         in_place = self.in_place and self.op == "all_reduce"
-        resident = self.resident and self.op != "all_to_all"
-        made = Operation(self.op, rank, size, send, recv, longest, root, itemsize=4)
-        return made._replace(slot=slot, resident=resident, in_place=in_place)
+        return made._replace(resident=self.resident, in_place=in_place)
 
     def expected(self, tasks: Sequence[Operation], inputs: Sequence[Tensor], rank: int) -> Tensor:
         """What a rank gets."""
@@ -169,6 +161,7 @@ class Node:
             whole = (
                 self._tmp[owner] if region.buffer is Buffer.TMP else buffers[owner][region.buffer]
             )
+            assert region.stop <= len(whole)
             return whole[region.start : region.stop]
 
         memory(combine.into).copy_(in_rank_order([memory(part) for part in combine.parts]))

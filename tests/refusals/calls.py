@@ -125,8 +125,13 @@ EVERYWHERE: Table = {
         ),
         "a dim that is not there": (
             sp.ShapeError,
-            "dim 3",
-            call("all_gather", torch.ones(2), dim=3),
+            "dim 1 was given",
+            call("all_gather", torch.ones(2), dim=1),
+        ),
+        "a dim of a single number": (
+            sp.ShapeError,
+            "dim -1",
+            call("all_gather", torch.ones(()), dim=-1),
         ),
         "a complex sum": (
             sp.DtypeError,
@@ -142,8 +147,15 @@ EVERYWHERE: Table = {
         ),
         "a root that is not there": (
             sp.ShapeError,
-            "root=9",
-            call("broadcast", torch.ones(2), root=9),
+            "root=",
+            lambda mesh, here: sp.broadcast(
+                torch.ones(2), comm=comm_of(mesh), root=comm_of(mesh).size
+            ),
+        ),
+        "a root before the first rank": (
+            sp.ShapeError,
+            "root=-1",
+            call("reduce", torch.ones(2), root=-1),
         ),
         "one dim twice": (
             sp.ShapeError,
@@ -187,8 +199,13 @@ EVERYWHERE: Table = {
         ),
         "no such plan": (
             ValueError,
-            "all_swap",
+            "a plan of 'all_swap' was asked for; there are",
             lambda mesh, here: sp.plan("all_swap", torch.ones(1), comm=comm_of(mesh)),
+        ),
+        "a plan without its dims": (
+            ValueError,
+            "needs ['concat_dim', 'split_dim']",
+            lambda mesh, here: sp.plan("all_to_all", torch.ones(2, 2), comm=comm_of(mesh)),
         ),
         "an axis that is not there": (sp.ShapeError, "axes", lambda mesh, here: mesh["c"]),
         "an axis twice": (sp.ShapeError, "axes", lambda mesh, here: mesh["ring", "ring"]),
