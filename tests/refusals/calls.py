@@ -36,7 +36,6 @@ def attention(mesh: sp.Mesh, scheme: Any = sp.allgather_kv_attention, **changes:
 
 
 def scheme(change: Any = sp.allgather_kv_attention, **changes: Any) -> Any:
-    """Attention with changes on every rank."""
     return lambda mesh, here: attention(mesh, change, **changes)
 
 
@@ -46,7 +45,6 @@ def hybrid(**changes: Any) -> Any:
 
 
 def call(name: str, x: Any, **named: Any) -> Any:
-    """A collective of all ranks."""
     return lambda mesh, here: getattr(sp, name)(x, comm=comm_of(mesh), **named)
 
 

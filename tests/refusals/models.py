@@ -40,7 +40,6 @@ def clipped(mesh: sp.Mesh, max_norm: Any = 1.0, *, grad: float = 1.0, placed: bo
 
 
 def loss(change: Callable[[Tensor, Tensor], tuple[Tensor, ...]], *, everywhere: bool) -> Any:
-    """The loss of changed x and labels, and with a head."""
 
     def compute(mesh: sp.Mesh, here: bool) -> Tensor:
         tensor, data = mesh["ulysses"], mesh["ring"]
@@ -93,7 +92,6 @@ def unequal(texts: list[list[int]], plan: Plan) -> Any:
 
 
 def micro_batches(change: Callable[[MicroBatch], list[MicroBatch]], *, everywhere: bool) -> Any:
-    """A step of a pipeline with changed micro-batches."""
 
     def step(mesh: sp.Mesh, here: bool) -> Tensor:
         model = CASE.model(mesh)
