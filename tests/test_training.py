@@ -17,7 +17,7 @@ from benchmarks.training.runs import DTYPES, Place, Setting, places, run_alone, 
 from sp_core.testing import run_threads
 
 SMALL = Setting(
-    steps=4,
+    steps=6,
     every=2,
     shortest=3,
     longest=9,

@@ -108,7 +108,6 @@ def test_a_step_waits_for_the_other_ranks(comm: Any) -> None:
 
 @spmd(2, 3)
 def test_shared_memory_is_zeroed_and_as_long_as_each_rank_asks(comm: Any) -> None:
-    """In multiples of 8 bytes, as a slot of a window."""
     for more in (0, 1, 8, 9):
         parts = shared.share(comm, shared.HOST, more + 16 * comm.rank)
         assert [part.tolist() for part in parts] == [
@@ -130,7 +129,6 @@ def test_shared_memory_is_zeroed_and_as_long_as_each_rank_asks(comm: Any) -> Non
 
 @spmd(2)
 def test_messages_in_a_row_are_read_before_their_slots_are_written_again(comm: Any) -> None:
-    """The ranks advance in turn, each as far as it may."""
     window, lengths = Window(comm, 16), [48, 16, 33, 0, 5, 64, 1, 100]
     window._announce = lambda what: None  # the ranks begin at different times
     sent = [torch.full((n,), turn, dtype=torch.uint8) for turn, n in enumerate(lengths)]
