@@ -177,7 +177,7 @@ def test_checkpointing_and_no_grad(comm: Any, name: str) -> None:
 def test_a_block_travels_only_as_far_as_it_is_seen(comm: Any, kind: str) -> None:
     """Causal: rank r's keys go to the ranks behind it. Documents of one shard go nowhere.
 
-    In shared memory a rank reads what it sees, and adds to its sum.
+    In the host's shared memory a rank reads what it sees, and adds to its sum.
     """
     names = ("host", "window") if device().type == "cpu" else ("staged", "ipc")
     size, transport = comm.size, names[kind == "shared memory"]
@@ -191,7 +191,7 @@ def test_a_block_travels_only_as_far_as_it_is_seen(comm: Any, kind: str) -> None
             (sp.Mask(documents=tuple(range(0, 4 * size + 1, 4))), 0, 0, 0),
             (sp.Mask(causal=True, window=2), passes, passes + (rank > 0), int(rank > 0)),
         ):
-            if kind == "shared memory":
+            if transport == "window":
                 blocks, sums = read, read
             mesh["sp"].counters.reset()
             shards = Shards(replace(problem, mask=mask), rank, size, mesh["sp"].device)
