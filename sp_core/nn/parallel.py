@@ -67,12 +67,12 @@ def join(*layers: Weight) -> None:
     1.2 to 1.8 times as fast. Values, shapes and names of the parameters stay.
     """
     sizes, columns = [len(layer.weight) for layer in layers], layers[0].weight.shape[1]
-    total, like = sum(sizes), layers[0].weight.data
+    total, like, before = sum(sizes), layers[0].weight.data, _side_by_side(layers)
     by_columns = like.device.type == "cpu" and like.itemsize >= 4 and total >= columns
-    whole = like.new_empty(columns, total).t() if by_columns else like.new_empty(total, columns)
-    before = _side_by_side(layers)
-    if before is not None and before.stride() == whole.stride():
+    strides = (1, total) if by_columns else (columns, 1)
+    if before is not None and before.stride() == strides:
         return
+    whole = like.new_empty_strided((total, columns), strides)
     for layer, part in zip(layers, whole.split(sizes), strict=True):
         layer.weight.data = part.copy_(layer.weight.data)
 
