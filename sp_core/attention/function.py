@@ -161,6 +161,8 @@ def differentiable_once(backward: Backward) -> Backward:
         saved = ctx.saved_tensors  # read once, because a checkpoint unpacks them only once
         with torch.no_grad(), exact(saved[0]):
             results = backward(ctx, saved, *grads)
+        if not torch.is_grad_enabled():
+            return results
         apply: Any = _Refuse.apply
         return tuple(apply(x, *grads, *saved) if isinstance(x, Tensor) else x for x in results)
 
