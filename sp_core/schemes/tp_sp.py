@@ -175,13 +175,21 @@ class _GatherLinears(torch.autograd.Function):
         needs = ctx.needs_input_grad
         products = list(zip(grads, weights, strict=True))
         dx = _scattered(products, ctx.tokens, x.shape[2]) if needs[1] else None
-        sums = [_zeros(weight) for weight in weights]
-        for chunk, gathered in _gathered(x, ctx.tokens) if any(needs[2::2]) else ():
+        learn, biases_learn = needs[2::2], needs[3::2]
+        sums = [
+            _zeros(weight) if learns else None
+            for weight, learns in zip(weights, learn, strict=True)
+        ]
+        for chunk, gathered in _gathered(x, ctx.tokens) if any(learn) else ():
             for grad, total in zip(grads, sums, strict=True):
-                _add(total, ctx.tokens.take(grad, chunk), gathered)
+                if total is not None:
+                    _add(total, ctx.tokens.take(grad, chunk), gathered)
         found: list[Tensor | None] = []
-        for (grad, weight), total, bias_learns in zip(products, sums, needs[3::2], strict=True):
-            found += total.to(weight.dtype), _bias_gradient(grad) if bias_learns else None
+        for (grad, weight), total, learns in zip(products, sums, biases_learn, strict=True):
+            found += (
+                None if total is None else total.to(weight.dtype),
+                _bias_gradient(grad) if learns else None,
+            )
         return None, dx, *found
 
 
