@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 import sp_core as sp
-from device.faults import DOCUMENTS, FAULTS, HALF_MASKED, PIPELINED, WINDOW, attention, backward
+from device.faults import (
+    DOCUMENTS,
+    FAULTS,
+    HALF_MASKED,
+    PIPELINED,
+    WINDOW,
+    attention,
+    backward,
+    message,
+)
 from sp_core.machine import bounded
 from sp_core.testing import spmd
 
@@ -19,6 +28,8 @@ LAWS: dict[str, Any] = {
     "attention": attention,
     "ring in a window": partial(attention, transport="ipc"),
     "masked": partial(attention, mask=sp.Mask(window=5)),
+    "message": partial(message, transport="ipc"),
+    "pinned message": partial(message, transport="pinned"),
     "documents": DOCUMENTS,
     "half": partial(attention, head_dim=8, dtype="bfloat16"),
     "half, masked": HALF_MASKED,
