@@ -187,6 +187,10 @@ class MpiCarrier(Carrier):
         return patiently(begun(boxed(steps)), lambda: self._stuck(what, ending))[0]
 
 
+class Stopped(BaseException):
+    """Raised in a rank when all are to end because one hung. The rank itself has made no error."""
+
+
 class World:
     """The state that the ranks of one run of a body share; these ranks are threads.
 
@@ -209,6 +213,12 @@ class World:
         self._doomed: dict[int, str] = {}
         self.away: set[int] = set()
         self.kept: dict[Any, Any] = {}
+        self._stopped = False
+
+    def stop(self) -> None:
+        """End all ranks that wait, now or later."""
+        self._stopped = True
+        self.touch()
 
     def touch(self) -> None:
         """Count a change of the state, and wake all ranks that wait."""
@@ -243,6 +253,7 @@ class World:
 
         Raises:
             Mismatched: every rank waits or has ended, and none can go on.
+            Stopped: `stop` was called.
         """
         with self.changed:
             while self.version == seen:
@@ -250,6 +261,8 @@ class World:
                 self._find_deadlock()
                 if self.version == seen:
                     self.changed.wait()
+            if self._stopped:
+                raise Stopped
             if rank in self._doomed:
                 raise Mismatched(self._doomed.pop(rank))
 
@@ -308,7 +321,7 @@ class ThreadCarrier(Carrier):
         """Run a generator to its end and return its result. Sleep whenever the generator yields.
 
         Raises:
-            Mismatched: as in `World.sleep`.
+            Mismatched, Stopped: as in `World.sleep`.
         """
         while True:
             seen = self.world.version

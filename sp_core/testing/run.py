@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from sp_core import progress
 from sp_core.launch import watch
-from sp_core.testing.carriers import ThreadCarrier, World
+from sp_core.testing.carriers import Stopped, ThreadCarrier, World
 from sp_core.testing.lockstep import abandon
 from sp_core.testing.outcome import FINISHED, Mismatched, Outcome, capture, failure
 from sp_core.testing.session import thread
@@ -21,10 +21,6 @@ from sp_core.testing.threads import ThreadComm
 
 T = TypeVar("T")
 GRACE_SECONDS = 2.0
-
-
-class Stopped(BaseException):
-    """Raised in a rank when all are to end because one hung. The rank itself has made no error."""
 
 
 class ThreadsHung(BaseException):
@@ -148,11 +144,11 @@ def _join(world: World, ranks: Sequence[threading.Thread], timeout: float) -> No
     )
     faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
     blame = sorted({*range(world.size)} - world.away - world.waiting.keys())
-    for rank in late.values():  # an endless loop in Python code ends at its next instruction
+    for number in blame:  # an endless loop in Python code ends at its next instruction
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(rank.ident or 0), ctypes.py_object(Stopped)
+            ctypes.c_ulong(ranks[number].ident or 0), ctypes.py_object(Stopped)
         )
-    world.touch()  # wakes those that wait
+    world.stop()
     for rank in late.values():
         rank.join(GRACE_SECONDS)
     raise ThreadsHung(
