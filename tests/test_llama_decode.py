@@ -62,13 +62,16 @@ def test_a_token_costs_one_comparison(comm: Any, axes: dict[str, Any]) -> None:
 def test_the_tokenizer_of_the_first_rank_of_a_replica_decides(
     comm: Any, axes: dict[str, Any]
 ) -> None:
-    """The others have one without any text."""
+    """It finds special tokens too. The others have a tokenizer without any text."""
     case = Case((6, 3), layers=2, vocab=31, seed=11)
     with sp.Mesh(comm, **axes) as mesh:
         model = case.model(mesh)
         call = partial(generate, model, [[5, 1, 4], [2]], max_tokens=9, sampling=Sampling(1.5))
         free = call()
-        tokenizer = byte_tokenizer() if model.grid.model.rank == 0 else Tokenizer(models.BPE())
+        tokenizer = Tokenizer(models.BPE())
+        if model.grid.model.rank == 0:
+            tokenizer = byte_tokenizer()
+            tokenizer.add_special_tokens([tokenizer.id_to_token(token) for token in free[0]])
         found = call(stop_strings=[bytes(free[0][1:3]).decode()], tokenizer=tokenizer)
     assert found == [free[0][:3], free[1]]
 
