@@ -11,8 +11,9 @@ mask these are the bytes, with own = B * (S/P) * D * e for one head of one rank'
     hybrid         (U-1)/U * (2H + 2K) own + (R-1) * 2K own  as in ulysses and ring
     tp_sp          2 (P-1) * B * (S/P) * E * e               3 (P-1) * B * (S/P) * E * e
 
-"Wide" bytes are those of summed gradients, whose elements have max(e, 4) bytes. A block is the keys
-and values of one rank. tp_sp is a column-parallel layer followed by a row-parallel one.
+A ring sends only keys and values that other ranks see; a full mask shows all. "Wide" bytes are
+those of summed gradients, whose elements have max(e, 4) bytes. A block is the keys and values of
+one rank. tp_sp is a column-parallel layer followed by a row-parallel one.
 
 These are bytes of payload. If a mesh uses an algorithm of this library for a collective,
 `sp_core.schedules.cost` gives the bytes sent. With `shared`, ranks read keys and values in each
@@ -30,7 +31,7 @@ from dataclasses import dataclass, replace
 
 from sp_core.mask import Mask
 from sp_core.schemes.heads import split_heads
-from sp_core.schemes.reach import hops, seen_blocks
+from sp_core.schemes.reach import hops, seen_blocks, shown_keys
 from sp_core.sharding import Sharding
 
 
@@ -82,16 +83,9 @@ class Attention:
         """Bytes per element of a summed gradient or of the log-sum-exp, 4 (float32) or more."""
         return max(self.itemsize, 4)
 
-    def kv_block(self, rank: int, itemsize: int) -> int:
-        """Return the bytes of the keys and values of `rank` at `itemsize` bytes per element."""
-        return (
-            2
-            * self.batch
-            * self.kv_sharding.local_len(rank)
-            * self.num_kv_heads
-            * self.head_dim
-            * itemsize
-        )
+    def kv_block(self, tokens: int, itemsize: int) -> int:
+        """Return the bytes of some tokens' keys and values at `itemsize` bytes per element."""
+        return 2 * self.batch * tokens * self.num_kv_heads * self.head_dim * itemsize
 
 
 Both = tuple[Traffic, Traffic]
@@ -101,11 +95,13 @@ Both = tuple[Traffic, Traffic]
 def allgather_kv(problem: Attention, rank: int) -> Both:
     """Return the traffic of `rank` in `allgather_kv_attention`: (forward, backward)."""
     others = [other for other in range(problem.kv_sharding.size) if other != rank]
-    gathered, summed = (_blocks(problem, others, size) for size in (problem.itemsize, problem.wide))
+    lengths = problem.kv_sharding.lengths
+    tokens = [lengths[other] for other in others]
+    gathered, summed = (_blocks(problem, tokens, size) for size in (problem.itemsize, problem.wide))
     if problem.shared:
-        own = problem.kv_block(rank, problem.wide)
+        own = problem.kv_block(lengths[rank], problem.wide)
         return _both(problem, gathered, Traffic(0, len(others) * own))
-    own = problem.kv_block(rank, problem.itemsize)
+    own = problem.kv_block(lengths[rank], problem.itemsize)
     return _both(problem, Traffic(0, len(others) * own), Traffic(0, summed.bytes_sent))
 
 
@@ -119,18 +115,21 @@ def _both(problem: Attention, keys: Traffic, sums: Traffic) -> Both:
     return keys, backward + sums if any(problem.needs_grad[1:]) else backward
 
 
-def _blocks(problem: Attention, ranks: Sequence[int], itemsize: int) -> Traffic:
-    """Return the traffic of some ranks' keys and values: a message for each rank with tokens."""
-    filled = [rank for rank in ranks if problem.kv_sharding.local_len(rank)]
-    return Traffic(len(filled), sum(problem.kv_block(rank, itemsize) for rank in filled))
+def _blocks(problem: Attention, tokens: Sequence[int], itemsize: int) -> Traffic:
+    """Return the traffic of blocks of keys and values with these numbers of tokens.
+
+    A block without tokens is no message.
+    """
+    filled = [problem.kv_block(number, itemsize) for number in tokens if number]
+    return Traffic(len(filled), sum(filled))
 
 
 def ring(problem: Attention, rank: int) -> Both:
     """Return the traffic of `rank` in `ring_attention`: (forward, backward).
 
-    The block of a rank, its keys and values, is passed on until it has reached the last rank that
-    sees any of the keys. The gradient of the block takes one message more, back to that rank. With
-    `problem.shared` only blocks that `rank` sees are read.
+    The block of a rank is its keys and values that other ranks see. It is passed on until it has
+    reached the last rank that sees any of the keys. The gradient of the block takes one message
+    more, back to that rank. With `problem.shared` only blocks that `rank` sees are read.
     """
     seen_by = problem.sharding, problem.kv_sharding, problem.mask
     way, size = hops(*seen_by), problem.sharding.size
@@ -141,7 +140,11 @@ def ring(problem: Attention, rank: int) -> Both:
         passing = [(step, (rank - step) % size) for step in range(size)]
         keys = [block for step, block in passing if way[block] > step]
         sums = [block for step, block in passing if way[block] > step or way[block] == step > 0]
-    sent = _blocks(problem, keys, problem.itemsize), _blocks(problem, sums, problem.wide)
+    lengths = shown_keys(*seen_by).lengths
+    sent = (
+        _blocks(problem, [lengths[block] for block in blocks], itemsize)
+        for blocks, itemsize in ((keys, problem.itemsize), (sums, problem.wide))
+    )
     return _both(problem, *sent)
 
 

@@ -92,10 +92,10 @@ class Problem:
     flops: float
 
     def attention(self, seq_len: int, ranks: int) -> cost.Attention:
-        """Return the sizes of unmasked attention of `seq_len` tokens over `ranks` ranks."""
-        sharding = Sharding.contiguous(seq_len, ranks)
+        """Return the sizes of causal attention of `seq_len` tokens over `ranks` ranks, zigzag."""
+        sharding = Sharding.zigzag(seq_len, ranks)
         sizes = self.batch, self.num_heads, self.num_kv_heads, self.head_dim, self.itemsize
-        return cost.Attention(sharding, sharding, Mask(), *sizes)
+        return cost.Attention(sharding, sharding, Mask(causal=True), *sizes)
 
     @property
     def compute(self) -> float:
@@ -181,8 +181,8 @@ def _mesh(problem: Problem, ring: int, ulysses: int) -> Projection:
     _, shares = split_heads(problem.num_heads, problem.num_kv_heads, ulysses)
     exchanges = [cost.ulysses(inside, place) for place in range(ulysses)]
     rings = [replace(around, num_kv_heads=len(share)) for share in shares]
-    sent = [
-        [one + other for one, other in zip(exchange, cost.ring(each, 0), strict=True)]
+    sent = [  # the last rank of the ring sends most: all blocks but the half of the first rank's
+        [one + other for one, other in zip(exchange, cost.ring(each, ring - 1), strict=True)]
         for exchange, each in zip(exchanges, rings, strict=True)
     ]
     busiest = [
@@ -192,8 +192,9 @@ def _mesh(problem: Problem, ring: int, ulysses: int) -> Projection:
         _exchange(problem, ulysses, max(one.bytes_sent for one in traffics))
         for traffics in zip(*exchanges, strict=True)
     )
+    tokens = around.sharding.local_len(0)
     step, wide_step = (
-        _step(problem, ring, ulysses, max(each.kv_block(0, itemsize) for each in rings))
+        _step(problem, ring, ulysses, max(each.kv_block(tokens, itemsize) for each in rings))
         for itemsize in (around.itemsize, around.wide)
     )
     forward = _around(problem.compute, ring, step)
@@ -206,8 +207,9 @@ def _mesh(problem: Problem, ring: int, ulysses: int) -> Projection:
 
 def _allgather_kv(problem: Problem) -> Projection:
     whole = problem.attention(problem.seq_len, problem.ranks)
+    tokens = whole.sharding.local_len(0)
     gather, scatter = (
-        (problem.ranks - 1) * _step(problem, problem.ranks, 1, whole.kv_block(0, itemsize))
+        (problem.ranks - 1) * _step(problem, problem.ranks, 1, whole.kv_block(tokens, itemsize))
         for itemsize in (whole.itemsize, whole.wide)
     )
     exposed = 2 * gather + scatter

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import astuple, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -45,7 +46,8 @@ def test_every_projection_sends_what_its_formula_says(
     sizes = cost.Attention(sharding, sharding, sp.Mask(causal=True), 2, 12, kv_heads, 8, itemsize)
     for found in project(problem):
         groups = groups_of(found.ring, found.ulysses, ulysses_fastest=True)
-        sent = [cost.hybrid(sizes, 0, place, groups) for place in range(found.ulysses)]
+        places = product(range(found.ring), range(found.ulysses))
+        sent = [cost.hybrid(sizes, *place, groups) for place in places]
         if found.scheme == "allgather_kv":
             sent = [cost.allgather_kv(sizes, 0)]
         busiest = [max(both, key=lambda one: one.bytes_sent) for both in zip(*sent, strict=True)]

@@ -7,12 +7,21 @@ from random import Random
 from unittest.mock import patch
 
 import pytest
+import torch
 from hypothesis import given, strategies as st
 from oracle.strategies import SHARDINGS, masks
 
 from sp_core import Mask, Sharding
 from sp_core.mask.blocks import FAR64
-from sp_core.schemes.reach import _longest_step, _Owners, hops, next_owner_distances, seen_blocks
+from sp_core.mask.runs import cut
+from sp_core.schemes.reach import (
+    _longest_step,
+    _Owners,
+    hops,
+    next_owner_distances,
+    seen_blocks,
+    shown_keys,
+)
 
 pytestmark = pytest.mark.mpi_skip
 
@@ -42,8 +51,34 @@ def defined(queries: Sharding, keys: Sharding, mask: Mask) -> list[list[bool]]:
     return [[bool(mask.allowed(q[r], k[b]).any()) for b in ranks] for r in ranks]
 
 
+def check_shown(queries: Sharding, keys: Sharding, mask: Mask) -> None:
+    """Compare the keys that are sent with those that other ranks see.
+
+    A run of keys in a document is sent from the first to the last such key, with stripes the whole
+    block.
+    """
+    shown, has_stripes = shown_keys(queries, keys, mask), bool(_Owners(queries).period)
+    has_stripes |= any(len(s) > 1 < s.step for x in (queries, keys) for s in x.gathered_segments)
+    for rank, length in enumerate(keys.lengths):
+        others = [queries.positions(other) for other in range(queries.size) if other != rank]
+        q, k = torch.cat([*others, torch.empty(0, dtype=torch.int64)]), keys.positions(rank)
+        seen = mask.allowed(q, k).any(0)
+        sent = torch.arange(length)[shown.of(rank)]
+        wanted, begin = torch.zeros(length, dtype=torch.bool), 0
+        pieces = cut(tuple(s for s in keys.segments[rank] if len(s)), mask.key_documents)
+        for stop in [length] if has_stripes else [piece.indices.stop for piece in pieces]:
+            places = begin + seen[begin:stop].nonzero()[:, 0]
+            if len(places):
+                wanted[slice(begin, stop) if has_stripes else slice(places[0], places[-1] + 1)] = (
+                    True
+                )
+            begin = stop
+        assert sent.tolist() == wanted.nonzero()[:, 0].tolist(), (queries, keys, mask, rank)
+        assert shown.lengths[rank] == len(sent)
+
+
 def check(queries: Sharding, keys: Sharding, mask: Mask) -> None:
-    """Compare what is seen, and how far blocks and the tokens after own ones travel."""
+    """Compare what is seen and sent, and how far blocks and the tokens after own ones travel."""
     seen = defined(queries, keys, mask)
     ranks = range(len(seen))
     assert [[*seen_blocks(queries, keys, mask, rank)] for rank in ranks] == seen
@@ -52,6 +87,7 @@ def check(queries: Sharding, keys: Sharding, mask: Mask) -> None:
         for block in ranks
     ]
     assert [*hops(queries, keys, mask)] == expected, (queries, keys, mask)
+    check_shown(queries, keys, mask)
     owner = {p: rank for rank in ranks for p in queries.positions(rank).tolist()}
     ways = {(owner[p + 1] - owner[p]) % len(seen) for p in owner if p + 1 in owner}
     assert [*next_owner_distances(queries)] == sorted(ways - {0})

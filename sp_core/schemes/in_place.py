@@ -2,7 +2,8 @@
 
 The ring and AllGather-KV use this module if `is_read` says so. The ring then works like this:
 
-    step 0     rank r copies k_r and v_r to shared memory, and attends to them
+    step 0     rank r copies its keys and values that other ranks see to shared memory, and attends
+               to k_r and v_r
     fence      all ranks have written
     step s     rank r reads the block (keys and values) of rank j = r - s in place; in the backward
                it adds its gradient to the sum of dk_j and dv_j, also in shared memory, after rank
@@ -20,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from sp_core.communicator import Communicator
@@ -60,36 +60,44 @@ def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int
     (`Problem.resident`), they wait once more after the last.
 
     Yields:
-        (step, rank that owns the block, (k, v) of (B, S_block, K, D) each).
+        (step, rank that owns the block, (k, v) of (B, S_block, K, D) each). After the first block
+        these are only the keys that other ranks than the owner see (`Problem.shown`).
     """
-    comm = problem.comm
-    blocks, written = (
-        _resident(k, v, problem) if problem.resident else _written(k.detach(), v.detach(), problem)
-    )
-    yield 0, comm.rank, blocks[comm.rank]
+    comm, k, v = problem.comm, k.detach(), v.detach()
+    blocks, written = (_resident if problem.resident else _written)(k, v, problem)
+    # contiguous on every rank, so that the kernels round alike
+    yield 0, comm.rank, (k.contiguous(), v.contiguous())
     comm.wait(written, "ring")
     for step in range(1, max(problem.hops) + 1):
         block = (comm.rank - step) % comm.size
+        keys, values = blocks[block]
+        if problem.resident:
+            keys, values = (x[:, problem.shown.of(block)] for x in (keys, values))
         if problem.sees(block):
-            _count(comm, "ring", blocks[block])
-        yield step, block, blocks[block]
+            _count(comm, "ring", (keys, values))
+        yield step, block, (keys, values)
     if problem.resident:
         comm.fence()  # then all ranks have read k and v, and the caller may change them
 
 
 def _written(k: Tensor, v: Tensor, problem: Problem) -> tuple[list[Block], Handle]:
-    """Copy this rank's k and v into shared memory.
+    """Copy this rank's keys and values that other ranks see into shared memory.
 
     Returns:
-        The blocks of all ranks by rank, views of shared memory; a handle that completes when every
-        rank has written its block.
+        These keys and values of all ranks by rank, views of shared memory; a handle that completes
+        when every rank has written.
     """
-    comm, window = problem.comm, _window(problem)
+    comm, window, shown = problem.comm, _window(problem), problem.shown
     batch, _, heads, head_dim = k.shape
-    shapes = [(2, batch, length, heads, head_dim) for length in problem.kv_sharding.lengths]
-    room = window.blocks.enter([(shape, k.dtype) for shape in shapes])
+    room = window.blocks.enter(
+        [((2, batch, length, heads, head_dim), k.dtype) for length in shown.lengths]
+    )
     what = f"blocks of {problem.kv_sharding.fingerprint} in place"
-    wait(window.start([[lambda: torch.stack((k, v), out=room[comm.rank])]], what), comm.poll)
+    mine = shown.of(comm.rank)
+    writes = [
+        partial(into.copy_, x[:, mine]) for into, x in zip(room[comm.rank], (k, v), strict=True)
+    ]
+    wait(window.start([writes], what), comm.poll)
     return [(both[0], both[1]) for both in room], _fence(problem)
 
 
@@ -103,7 +111,7 @@ def _resident(k: Tensor, v: Tensor, problem: Problem) -> tuple[list[Block], Hand
     window, lengths = _window(problem), problem.kv_sharding.lengths
 
     def of_all(x: Tensor) -> list[Tensor]:
-        places = zip(window.peers(x.detach().view(-1)), lengths, strict=True)
+        places = zip(window.peers(x.view(-1)), lengths, strict=True)
         return [
             place[: batch * length * heads * head_dim].view(batch, length, heads, head_dim)
             for place, length in places
@@ -156,10 +164,12 @@ class SharedSums:
 
     def __init__(self, problem: Problem, like: Tensor) -> None:
         self._problem, self._like = problem, like[:, :0]
+        self._shown = problem.shown.of(problem.comm.rank)
         self._sums: list[Tensor] = []
+        self._mine: Block | None = None
         self._adding: Handle = Done()
 
-    def add(self, step: int, own: Tensor | None, keys: slice) -> None:
+    def add(self, step: int, own: Block | None, keys: slice) -> None:
         """Start to add this rank's gradient of one block to the sum of the block's gradients.
 
         In step s the block is the keys and values of rank r - s, on rank r.
@@ -169,8 +179,8 @@ class SharedSums:
 
         Args:
             step: the step of the ring. Step 0 starts the sum of this rank's own block.
-            own: gradients of k and v, (2, B, S_keys, K, D); None if no query of this rank sees
-                the block.
+            own: gradients of k and v, (B, S_keys, K, D) each; None if no query of this rank sees
+                the block. In step 0 `arrived` returns these tensors.
             keys: the indices of these S_keys keys in the block; in step 0 all keys.
         """
         comm = self._problem.comm
@@ -182,35 +192,50 @@ class SharedSums:
         if own is not None:
             total = self._sums[(comm.rank - step) % comm.size]
             _count(comm, "ring", (total[0], total[1]))
-            work.append(partial(total[:, :, keys].add_, own))
+            work = [partial(x[:, keys].add_, y) for x, y in zip(total, own, strict=True)]
         self._adding = comm.track(_window(self._problem).start([[], work], "gradients in place"))
 
-    def _begin(self, own: Tensor | None) -> None:
-        """Write the first addend, `own` or zeros, of the sum of this rank's own block.
+    def _begin(self, own: Block | None) -> None:
+        """Start the sums of this rank's own block with `own`, or with zeros.
 
-        No lock is needed: no other rank has used this memory since all ranks waited for each other
-        in `arrived`, in the previous backward.
+        Gradients of keys that other ranks see are summed in shared memory. No lock is needed: no
+        other rank has used this memory since all ranks waited for each other in `arrived`, in the
+        previous backward.
         """
         batch, _, heads, head_dim = self._like.shape
-        shapes = [
-            (2, batch, length, heads, head_dim) for length in self._problem.kv_sharding.lengths
-        ]
-        self._sums = _window(self._problem).sums.enter(
-            [(shape, self._like.dtype) for shape in shapes]
+        problem, rank = self._problem, self._problem.comm.rank
+        self._sums = _window(problem).sums.enter(
+            [
+                ((2, batch, length, heads, head_dim), self._like.dtype)
+                for length in problem.shown.lengths
+            ]
         )
-        mine = self._sums[self._problem.comm.rank]
-        mine.zero_() if own is None else mine.copy_(own)
+        self._mine = own or zeros(self._like, problem.kv_sharding.local_len(rank))
+        for shared, x in zip(self._sums[rank], self._mine, strict=True):
+            shared.copy_(x[:, self._shown])
 
     def arrived(self) -> Block:
         """Wait until all ranks have added their gradients. Return dk and dv of this rank's tokens.
 
-        Each is a copy, (B, S_block, K, D).
+        Each is (B, S_block, K, D), and not in shared memory.
         """
         comm = self._problem.comm
         for handle in (self._adding, _fence(self._problem)):
             comm.wait(handle, "ring")
-        dk, dv = self._sums[comm.rank].clone().unbind()
-        return dk, dv
+        assert self._mine is not None
+        for shared, x in zip(self._sums[comm.rank], self._mine, strict=True):
+            x[:, self._shown] = shared
+        return self._mine
+
+
+def zeros(like: Tensor, length: int) -> Block:
+    """Return zeros as the gradients of `length` keys and values, (B, length, K, D) each.
+
+    `like` is any tensor (B, *, K, D) of their dtype, on their device.
+    """
+    batch, _, heads, head_dim = like.shape
+    dk, dv = like.new_zeros((2, batch, length, heads, head_dim))
+    return dk, dv
 
 
 def _window(problem: Problem) -> Window:

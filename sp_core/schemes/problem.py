@@ -37,7 +37,7 @@ from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
 from sp_core.mask import Mask, plan_blocks
 from sp_core.schemes.heads import Group, head_groups
-from sp_core.schemes.reach import hops, seen_blocks
+from sp_core.schemes.reach import Shown, hops, seen_blocks, shown_keys
 from sp_core.sharding import Sharding, check_sharding
 
 Part = tuple[slice, slice]
@@ -93,6 +93,11 @@ class Problem:
     def sees(self, block: int) -> bool:
         """Return whether any query of this rank sees any key of rank `block`."""
         return seen_blocks(self.sharding, self.kv_sharding, self.mask, self.comm.rank)[block]
+
+    @property
+    def shown(self) -> Shown:
+        """Return which keys of each rank other ranks see (`reach.shown_keys`)."""
+        return shown_keys(self.sharding, self.kv_sharding, self.mask)
 
     def part(self, kv_positions: Tensor) -> Part:
         """Return a range of this rank's queries and one of keys that contain all visible pairs.

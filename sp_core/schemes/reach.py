@@ -1,8 +1,9 @@
 """Find which ranks see which blocks of keys, from shardings and mask. No communication.
 
-`hops` and `seen_blocks` are for the ring, `next_owner_distances` for labels of next tokens. Block j
-is the keys of rank j. A rank sees a key if any of its queries sees that key under the mask. A run
-is a range of positions with a constant step that one rank owns. The time is O(n log n) for n runs.
+`hops`, `seen_blocks` and `shown_keys` are for the ring, `next_owner_distances` for labels of next
+tokens. Block j is the keys of rank j. A rank sees a key if any of its queries sees that key under
+the mask. A run is a range of positions with a constant step that one rank owns. The time is O(n log
+n) for n runs.
 
 The keys that a query sees are one interval of positions, and so are the queries that see a key. So
 a run of keys is seen by the owners of one range in the sorted list of query runs. Which of these
@@ -14,10 +15,14 @@ Source: Claude, Navarro and Ordonez 2015, The wavelet matrix, Information System
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from sp_core.mask import Mask
 from sp_core.mask.blocks import FAR64, limits
@@ -48,7 +53,8 @@ def hops(sharding: Sharding, kv_sharding: Sharding, mask: Mask) -> tuple[int, ..
         low, high, block = queries.arcs(mask, least, greatest)
     else:
         keys = _runs(kv_sharding.segments, _longest_step(mask))
-        low, high, block = _visible(keys, least, greatest, mask.key_documents, mask.documents)
+        low, high, keys = _visible(keys, least, greatest, mask.key_documents, mask.documents)
+        block = keys[:, 3]
     begin, end = queries.between(low, high)
     begin, end, block = _widest(begin, end, block, len(queries.owner))
     order = _Wavelet(queries.owner, sharding.size)
@@ -87,6 +93,68 @@ def seen_blocks(
     return tuple(seen.tolist())
 
 
+@dataclass(frozen=True)
+class Shown:
+    """Name the keys of each rank that a ring sends, as ranges of indices in the rank's shard.
+
+    Args:
+        lengths: the number of these keys, by rank.
+        starts, stops: the ranges, sorted by rank and index.
+        first: for each rank the place of its first range; the number of ranges as last item.
+    """
+
+    lengths: tuple[int, ...]
+    starts: Ints
+    stops: Ints
+    first: Ints
+
+    def of(self, rank: int) -> slice | Tensor:
+        """Return the indices of the keys of `rank`: a slice, or an int64 tensor if it has gaps."""
+        ranges = slice(self.first[rank], self.first[rank + 1])
+        starts, stops = self.starts[ranges], self.stops[ranges]
+        if not len(starts):
+            return slice(0, 0)
+        if stops[-1] - starts[0] == self.lengths[rank]:
+            return slice(int(starts[0]), int(stops[-1]))
+        return torch.from_numpy(np.concatenate([*map(np.arange, starts, stops)]))
+
+
+@lru_cache(maxsize=64)
+def shown_keys(sharding: Sharding, kv_sharding: Sharding, mask: Mask) -> Shown:
+    """Find the keys of each rank that queries of other ranks see.
+
+    Of each run of keys in a document these are the keys from the first to the last one that another
+    rank sees. If a sharding has stripes, or one range of all queries, they are all keys of each
+    block that another rank sees.
+
+    Args:
+        sharding: the positions of each rank's queries.
+        kv_sharding: the positions of each rank's keys.
+        mask: which keys a query sees.
+    """
+    size, queries = sharding.size, _Owners(sharding)
+    segments = (*sharding.gathered_segments, *kv_sharding.gathered_segments)
+    if queries.period or any(len(s) > 1 and s.step > 1 for s in segments):
+        ways = hops(sharding, kv_sharding, mask)
+        stops = np.where(np.array(ways) > 0, kv_sharding.lengths, 0)
+        return Shown(tuple(stops.tolist()), np.zeros_like(stops), stops, np.arange(size + 1))
+    least, greatest = limits(mask, FAR64)
+    runs = _runs(kv_sharding.segments, 1)
+    low, high, keys = _visible(runs, least, greatest, mask.key_documents, mask.documents)
+    begin, end = queries.between(low, high)
+    begin, end = queries.others(begin, end, keys[:, 3])
+    met = begin < end
+    low, high, begin, end = low[met], high[met], begin[met], end[met]
+    first, last, _, rank, index = keys[met].T
+    start = index + (queries.first[begin].clip(low) - greatest - first).clip(0)
+    stop = index + (queries.last[end - 1].clip(max=high) - least - first).clip(max=last - first) + 1
+    order = np.lexsort((start, rank))
+    start, stop, rank = start[order], stop[order], rank[order]
+    lengths = np.bincount(rank, stop - start, size).astype(np.int64)
+    first = np.searchsorted(rank, np.arange(size + 1))
+    return Shown(tuple(lengths.tolist()), start, stop, first)
+
+
 @lru_cache(maxsize=64)
 def next_owner_distances(sharding: Sharding) -> tuple[int, ...]:
     """Return all distances (owner of position p + 1) - (owner of p) that occur, modulo P.
@@ -113,22 +181,29 @@ def _longest_step(mask: Mask) -> int:
 
 
 def _runs(shards: Sequence[Sequence[Segment]], longest_step: int) -> Ints:
-    """Return the runs of all shards as an int64 array of rows (first, last, step, rank).
+    """Return the runs of all shards as an int64 array of rows (first, last, step, rank, index).
 
-    A run is a range of positions with a constant step that one rank owns.
+    A run is a range of positions with a constant step that one rank owns. `index` is that of its
+    first position in the shard.
 
     Args:
         shards: for each rank its segments, ranges of positions.
         longest_step: segments of a greater step are cut into single positions.
     """
-    owned = [(s, rank) for rank, shard in enumerate(shards) for s in shard if len(s)]
-    whole = [(s[0], s[-1], s.step, rank) for s, rank in owned if s.step <= longest_step]
-    rows = [np.array(whole, np.int64).reshape(len(whole), 4)]
-    for segment, rank in owned:
+    owned = [
+        (s, rank, stop - len(s))
+        for rank, shard in enumerate(shards)
+        for s, stop in zip(shard, accumulate(map(len, shard)), strict=True)
+        if len(s)
+    ]
+    whole = [(s[0], s[-1], s.step, *at) for s, *at in owned if s.step <= longest_step]
+    rows = [np.array(whole, np.int64).reshape(len(whole), 5)]
+    for segment, rank, index in owned:
         if segment.step > longest_step:
             positions = np.arange(segment.start, segment.stop, segment.step)
             ones, owner = np.ones_like(positions), np.full_like(positions, rank)
-            rows.append(np.stack([positions, positions, ones, owner], axis=1))
+            indices = index + np.arange(len(positions))
+            rows.append(np.stack([positions, positions, ones, owner, indices], axis=1))
     return np.concatenate(rows)
 
 
@@ -144,29 +219,31 @@ def _visible(
     The runs are of queries and the other side holds keys, or the other way round.
 
     Args:
-        runs: rows (first, last, step, rank).
+        runs: rows (first, last, step, rank, index).
         least, greatest: limits of (position on the other side) - (own position), in one document.
         documents: boundaries of the documents of the runs; None without documents.
         others: boundaries of the documents of the other side.
 
     Returns:
-        For each piece: the first and last position that the piece sees, and the run's rank.
+        For each piece: the first and the last position that the piece sees; the pieces, as runs.
     """
-    first, last, step, rank = runs.T
+    first, last, *_ = runs.T
     if documents is None:
-        return first + least, last + greatest, rank
+        return first + least, last + greatest, runs
     bounds, far = np.array(documents), np.array(others)
     document = np.searchsorted(bounds, first, "right") - 1
     count = np.searchsorted(bounds, last, "right") - document
-    first, last, step, rank = np.repeat(runs, count, axis=0).T
+    first, last, step, rank, index = np.repeat(runs, count, axis=0).T
     inside = np.arange(len(rank)) - np.repeat(count.cumsum() - count, count)
     document = np.repeat(document, count) + inside
     late, early = (bounds[document] - first).clip(0), (last - bounds[document + 1] + 1).clip(0)
-    first, last = first - (-late // step) * step, last + (-early // step) * step
+    skipped = -(-late // step)
+    first, last = first + skipped * step, last + (-early // step) * step
     low = (first + least).clip(far[document])
     high = (last + greatest).clip(max=far[document + 1] - 1)
     kept = first <= last
-    return low[kept], high[kept], rank[kept]
+    pieces = np.stack([first, last, step, rank, index + skipped], axis=1)
+    return low[kept], high[kept], pieces[kept]
 
 
 def _widest(begin: Ints, end: Ints, block: Ints, places: int) -> tuple[Ints, Ints, Ints]:
@@ -198,22 +275,22 @@ class _Owners:
     def __init__(self, sharding: Sharding) -> None:
         self._begin, self._end = sharding.end - sharding.seq_len, sharding.end - 1
         owned = [(s, rank) for rank, shard in enumerate(sharding.segments) for s in shard]
-        self._period = period = len(owned)
+        self.period = period = len(owned)
         table = {s.start - self._begin: rank for s, rank in owned if s.step == period}
         if sharding.seq_len > period and sorted(table) == [*range(period)]:
             self.first = self.last = np.arange(2 * period)
             self.owner = np.array([table[place % period] for place in range(2 * period)], np.int64)
         else:
-            self._period = 0
+            self.period = 0
             runs = _runs(sharding.segments, 1)
-            self.first, self.last, _, self.owner = runs[runs[:, 0].argsort()].T
+            self.first, self.last, _, self.owner, _ = runs[runs[:, 0].argsort()].T
 
     def repeats(self, mask: Mask) -> bool:
         """Return whether the owners repeat with a period and the mask has documents.
 
         If so, `arcs` can replace `_visible`.
         """
-        return bool(self._period) and mask.documents is not None
+        return bool(self.period) and mask.documents is not None
 
     def arcs(self, mask: Mask, least: int, greatest: int) -> tuple[Ints, Ints, Ints]:
         """Return for some keys the first and last query position that sees the key, and its owner.
@@ -229,7 +306,7 @@ class _Owners:
             mask: the mask, with documents.
             least, greatest: limits of (query position) - (key position).
         """
-        period, begin = self._period, self._begin
+        period, begin = self.period, self._begin
         bounds = (np.array(mask.documents) - begin).clip(0)
         length = np.diff(bounds)
         longest = np.zeros(period, np.int64)
@@ -248,12 +325,26 @@ class _Owners:
 
         begin[i] == end[i] if no rank owns any of these positions.
         """
-        if self._period:
+        if self.period:
             low, high = low.clip(self._begin), high.clip(max=self._end)
-            turns = (low - self._begin) // self._period * self._period + self._begin
+            turns = (low - self._begin) // self.period * self.period + self._begin
             low, high = low - turns, high - turns
         begin, end = np.searchsorted(self.last, low), np.searchsorted(self.first, high, "right")
         return begin, np.where(low <= high, end, begin)
+
+    def others(self, begin: Ints, end: Ints, rank: Ints) -> tuple[Ints, Ints]:
+        """Drop the runs of rank[i] at both ends of the range of runs begin[i] to end[i] - 1.
+
+        Return begin and end of the shorter ranges; begin[i] >= end[i] if no run is left. There must
+        be no period.
+        """
+        changes = np.flatnonzero(np.diff(self.owner))  # the next run has another owner
+        owner, count = np.append(self.owner, -1), len(self.owner)
+        after, before = np.append(changes + 1, count), np.insert(changes, 0, -1)
+        is_own = owner[begin] == rank, owner[end - 1] == rank
+        first = np.where(is_own[0], after[np.searchsorted(changes, begin)], begin)
+        last = np.where(is_own[1], before[np.searchsorted(changes, end - 1)], end - 1)
+        return first, last + 1
 
 
 class _Wavelet:

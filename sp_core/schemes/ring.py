@@ -3,12 +3,13 @@
     step s: rank r holds the keys of rank j = r - s      send k_j v_j --> r+1
             out, lse = merge(out, lse, attend(q_r, k_j, v_j))
 
-Block j is the keys and values of rank j. Ranks are counted modulo P, so rank P-1 sends to rank 0.
-While a rank computes on one block, some heads at a time, it receives the block of the next step. A
-block is passed on until it has reached every rank whose queries see any of its keys. In the
-backward all blocks are passed on again, each followed by the sum of its gradients. The last rank
-that adds to a sum sends the sum to the owner of the block. Ranks that share memory send no
-messages: in step s they read block j in its owner's memory (`in_place`).
+Block j is the keys and values of rank j; only those that other ranks see are sent. Ranks are
+counted modulo P, so rank P-1 sends to rank 0. While a rank computes on one block, some heads at a
+time, it receives the block of the next step. A block is passed on until it has reached every rank
+whose queries see any of its keys. In the backward all blocks are passed on again, each followed by
+the sum of its gradients. The last rank that adds to a sum sends the sum to the owner of the block.
+Ranks that share memory send no messages: in step s they read block j in its owner's memory
+(`in_place`).
 Shapes: B batch, S sequence, H heads, K key/value heads, D head dim, P ranks.
 """
 
@@ -78,9 +79,9 @@ def ring_attention(
     Communication:
         First one agreement: the ranks compare their arguments, and each waits for all. They do so
         again in the backward unless the communicator has `check="off"`. Forward a rank sends P-1
-        messages of `2*B*(S/P)*K*D` elements, fewer if the mask hides whole blocks. Backward the
-        same messages, and up to P messages of as many elements in float32 or wider. A single rank
-        sends nothing.
+        messages of `2*B*(S/P)*K*D` elements. Only keys and values that other ranks see are sent, so
+        a window or documents make fewer and shorter messages. Backward the same messages, and up to
+        P messages of as many elements in float32 or wider. A single rank sends nothing.
 
         In shared memory (`Mesh(transport="window")`) a rank sends no message. It writes its k and
         v once, or never if both are tensors of `shared_empty` on `comm`, and reads those of P-1
@@ -125,7 +126,8 @@ def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int
 
     Yields:
         (step, rank that owns the block, (k, v) of (B, S_block, K, D) each). None stands for (k, v)
-        if this rank does not receive the block.
+        if this rank does not receive the block. After the first block these are only the keys that
+        other ranks than the owner see (`Problem.shown`).
     """
     if in_place.is_read(problem.comm, "shift"):
         return in_place.circulate(k, v, problem)
@@ -144,6 +146,7 @@ def _visits(k: Tensor, v: Tensor, problem: Problem, groups: Sequence[Group]) -> 
 
     def visit(step: int, block: int, held: Block | None) -> Visit:
         positions = problem.kv_sharding.positions(block)
+        positions = positions[problem.shown.of(block)] if step else positions
         return Visit(step, positions, groups, held if problem.sees(block) else None)
 
     return starmap(visit, circulate(k, v, problem))
@@ -162,31 +165,60 @@ def _gradients(
     Arguments and results are those of `Scheme.gradients`. Without `with_kv` no sums are sent.
     """
     _, q, *_ = upstream
-    dq = torch.zeros_like(q, dtype=accumulation_dtype(q.dtype))
-    like = k[:, :0].to(dq.dtype)
+    dq: Tensor | None = None
+    like = k[:, :0].to(accumulation_dtype(q.dtype))
     in_memory = in_place.is_read(problem.comm, "shift")
     sums = in_place.SharedSums(problem, like) if in_memory else TravellingSums(problem, like)
     for step, positions, visited, held in _visits(k, v, problem, groups):
         own, keys = None, slice(None)
+        if step and dq is None:
+            dq = torch.zeros_like(q, dtype=like.dtype)
         if held is not None:
             part = i, keys = problem.part(positions) if step else (slice(None), keys)
-            own = k.new_empty((2, *held[0][:, keys].shape), dtype=dq.dtype)
+            dk: Tensor | None = None
+            dv: Tensor | None = None
             for h, kv in visited:
-                mine, dk, dv = block_gradients(upstream, held, positions, (h, kv), problem, part)
-                dq[:, h, i] += mine
-                own[0, :, :, kv], own[1, :, :, kv] = dk.transpose(1, 2), dv.transpose(1, 2)
+                mine, *found = block_gradients(upstream, held, positions, (h, kv), problem, part)
+                if dq is None or step == 0:
+                    dq = _with_heads(dq, h, mine, q.shape[1])
+                else:
+                    dq[:, h, i] += mine
+                dk, dv = (
+                    _with_heads(total, kv, one, k.shape[2])
+                    for total, one in zip((dk, dv), found, strict=True)
+                )
                 problem.comm.poll()
+            assert dk is not None
+            assert dv is not None
+            own = dk.transpose(1, 2).contiguous(), dv.transpose(1, 2).contiguous()
+            del mine, found, dk, dv
         if with_kv:
             sums.add(step, own, keys)
         del held, own
+    dq = torch.zeros_like(q, dtype=like.dtype) if dq is None else dq
     return dq, *(sums.arrived() if with_kv else (k, v))
+
+
+def _with_heads(whole: Tensor | None, heads: slice, part: Tensor, count: int) -> Tensor:
+    """Write `part` (B, some heads, S, D) over these heads of `whole` (B, count, S, D); return it.
+
+    None stands for a tensor that is not yet there. A part with all heads is returned uncopied.
+    """
+    batch, some, tokens, head_dim = part.shape
+    if some == count:
+        return part
+    if whole is None:
+        whole = part.new_empty((batch, tokens, count, head_dim)).transpose(1, 2)
+    whole[:, heads] = part
+    return whole
 
 
 class Travel:
     """Send and receive the blocks of a ring on this rank.
 
-    Block j is a tensor (2, B, S_j, K, D): of keys and values, or of their gradients. In step s it
-    is on rank j + s, unless it has stopped earlier (`hops`).
+    Block j is a tensor (2, B, S_j, K, D): of keys and values, or of their gradients. S_j counts the
+    keys of rank j that other ranks see. In step s the block is on rank j + s, unless it has stopped
+    earlier (`hops`).
 
     Args:
         problem: the attention call; its communicator carries the messages.
@@ -196,7 +228,11 @@ class Travel:
     def __init__(self, problem: Problem, like: Tensor) -> None:
         self.comm = comm = problem.comm
         self.right, self.left = ((comm.rank + way) % comm.size for way in (1, -1))
-        self._lengths = problem.kv_sharding.lengths
+        self.shown = problem.shown.of(comm.rank)
+        self.sends_all = problem.shown.lengths[comm.rank] == problem.kv_sharding.local_len(
+            comm.rank
+        )
+        self._lengths = problem.shown.lengths
         self._hops = problem.hops
         self.last = max(self._hops)  # the step in which every block has reached its last rank
         self._like = like[:, :0].clone()  # not the tensor itself, which would stay alive
@@ -244,14 +280,16 @@ class Travel:
         """Yield the blocks (a rank's keys and values) that reach this rank, and receive the next.
 
         Args:
-            k, v: this rank's own block. It is copied if it is sent or not contiguous.
+            k, v: this rank's own keys and values. Copied are those that are sent, and all that are
+                not contiguous.
 
         Yields:
             (step, rank that owns the block, (k, v)), with None if the block is not received.
         """
-        present = torch.stack((k, v)) if self.goes_on(self.comm.rank, 0) else None
+        goes_on = self.goes_on(self.comm.rank, 0)
+        present = torch.stack((k[:, self.shown], v[:, self.shown])) if goes_on else None
         # contiguous on every rank, so that the kernels round alike
-        held: Block | None = _halves(present) or (k.contiguous(), v.contiguous())
+        held: Block | None = (k.contiguous(), v.contiguous())
         for step in range(self.last + 1):
             arriving, block = self.arriving(step), self.block(step)
             going = present if self.goes_on(block, step) else None
@@ -266,7 +304,7 @@ class Travel:
 
 
 def _halves(block: Tensor | None) -> Block | None:
-    """Return the keys and the values of a block (2, B, S_block, K, D); None if there is none."""
+    """Return both halves of a block (2, B, S_block, K, D), such as k and v; None if it is None."""
     return None if block is None else (block[0], block[1])
 
 
@@ -285,9 +323,11 @@ class TravellingSums:
         self._travel = Travel(problem, like)
         self._handle: Handle = _DONE
         self._coming: Tensor | None = None
-        self._mine: Tensor | None = None
+        self._mine: Block | None = None
+        self._shown: Tensor | None = None
+        self._like, self._length = like[:, :0], problem.kv_sharding.local_len(problem.comm.rank)
 
-    def add(self, step: int, own: Tensor | None, keys: slice) -> None:
+    def add(self, step: int, own: Block | None, keys: slice) -> None:
         """Add this rank's gradient of one block to the block's sum, and start to send the sum.
 
         In step s the block is the keys and values of rank r - s, on rank r. First wait for the
@@ -295,7 +335,7 @@ class TravellingSums:
 
         Args:
             step: the step of the ring.
-            own: gradients of k and v, (2, B, S_keys, K, D); it may be changed. None if no query
+            own: gradients of k and v, (B, S_keys, K, D) each; they may be changed. None if no query
                 of this rank sees the block.
             keys: the indices of these S_keys keys in the block; in step 0 all keys.
         """
@@ -303,11 +343,14 @@ class TravellingSums:
         travel.comm.wait(self._handle, "ring")
         block, total = travel.block(step), self._coming
         goes_on, ends = travel.goes_on(block, step), travel.ends(block, step)
-        if step == 0:  # the result, if no other rank sees this rank's block
-            total = self._mine = travel.empty(block).zero_() if own is None else own
+        if step == 0:
+            own = own or in_place.zeros(self._like, self._length)
+            total = torch.stack([x[:, travel.shown] for x in own]) if goes_on else None
+            self._mine = None if goes_on and travel.sends_all else own
         elif own is not None:
             assert total is not None
-            total[:, :, keys].add_(own)
+            for half, addend in zip(total, own, strict=True):
+                half[:, keys].add_(addend)
         if travel.last == 0:
             return
         going = total if goes_on or ends else None
@@ -315,8 +358,8 @@ class TravellingSums:
         self._coming = travel.arriving(step)
         recvs = [] if self._coming is None else [(travel.left, self._coming)]
         if travel.ends(rank, step):
-            self._mine = travel.empty(rank)
-            recvs.append(((rank + step) % travel.comm.size, self._mine))
+            self._shown = travel.empty(rank)
+            recvs.append(((rank + step) % travel.comm.size, self._shown))
         self._handle = travel.exchange(sends, recvs)
 
     def arrived(self) -> Block:
@@ -325,9 +368,12 @@ class TravellingSums:
         Each is (B, S_block, K, D).
         """
         self._travel.comm.wait(self._handle, "ring")
-        assert self._mine is not None
-        dk, dv = self._mine.unbind()
-        return dk, dv
+        mine, shown = self._mine, _halves(self._shown)
+        for x, part in zip(mine or (), shown or (), strict=False):
+            x[:, self._travel.shown] = part
+        found = mine or shown
+        assert found is not None
+        return found
 
 
 _SCHEME = Scheme("ring_attention", _visits, _gradients)
