@@ -235,9 +235,9 @@ def test_a_figure_of_this_machine_is_told_unless_it_was_given(
 SHORT = ["--seq", "49152", "--ranks", "4", "--heads", "4", "--flops", "1e12"]
 TOLD = """\
 scheme         ring x ulysses          ms  waiting    MB sent   messages
-ring                    4 x 1     2216.00       2%      352.3         10
+ring                    4 x 1     2216.00       2%      327.2         10
 ulysses                 1 x 4     2258.16       4%       75.5          0
-hybrid                  2 x 2     2272.33       5%      201.3          4
+hybrid                  2 x 2     2272.33       5%      176.2          4
 allgather_kv            4 x 1     2475.65      13%      302.0          0
 One layer, forward and backward; 1000.0 Gflop/s per rank, 4 ranks, """
 

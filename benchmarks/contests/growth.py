@@ -88,16 +88,21 @@ def documents(count: int, length: int) -> sp.Mask:
 
 
 def plan_ring(sharding: sp.Sharding, mask: sp.Mask) -> object:
-    """Plan which blocks travel, and which of them the middle rank sees."""
+    """Plan which keys travel how far, and which blocks the middle rank sees."""
     both = (sharding, sharding, mask)
-    return reach.hops(*both), reach.seen_blocks(*both, sharding.size // 2)
+    seen = reach.seen_blocks(*both, sharding.size // 2)
+    return reach.hops(*both), reach.shown_keys(*both), seen
 
 
 def plan_visits(sharding: sp.Sharding, mask: sp.Mask) -> object:
     """Plan the attention of the middle rank to every block that it sees."""
-    rank = sharding.size // 2
+    rank, shown = sharding.size // 2, reach.shown_keys(sharding, sharding, mask)
     seen = enumerate(reach.seen_blocks(sharding, sharding, mask, rank))
-    shards = [sharding.positions(other) for other, is_seen in seen if is_seen]
+    shards = [
+        sharding.positions(other)[slice(None) if other == rank else shown.of(other)]
+        for other, is_seen in seen
+        if is_seen
+    ]
     return [blocks.plan_blocks(sharding.positions(rank), shard, mask) for shard in shards]
 
 
@@ -108,8 +113,9 @@ def plan_sum(sharding: sp.Sharding, _: sp.Mask) -> object:
 
 def forget() -> None:
     """Clear the caches of plans."""
-    for cached in (reach.hops, reach.seen_blocks, blocks._plan, table._of_messages):
+    for cached in (reach.hops, reach.seen_blocks, reach.shown_keys, blocks._plan):
         cached.cache_clear()
+    table._of_messages.cache_clear()
 
 
 def timed(plan: Plan, sharding: sp.Sharding, mask: sp.Mask) -> Span:
