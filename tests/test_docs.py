@@ -129,13 +129,36 @@ def test_every_page_can_be_found() -> None:
     assert sorted(listed) == [str(page.relative_to(ROOT / "docs")) for page in PAGES]
 
 
+def texts() -> list[Path]:
+    """Return all Markdown files."""
+    folders = ("docs", "benchmarks", "tests", ".github", "examples")
+    return [*ROOT.glob("*.md"), *(f for name in folders for f in (ROOT / name).rglob("*.md"))]
+
+
+def test_files_that_a_text_names_are_there() -> None:
+    """Check paths with a folder, from the root or from the folder of the text."""
+    named = [
+        (file, path)
+        for file in texts()
+        for path in re.findall(
+            r"`([\w./*-]+/[\w*.-]+\.(?:py|sh|toml|sbatch|yml|md))`", file.read_text()
+        )
+        if not path.startswith("reports/")  # what a command writes
+    ]
+    assert len(named) > 50
+    lost = [
+        (file, path)
+        for file, path in named
+        if not any([*base.glob(path)] for base in (ROOT, file.parent, ROOT / "sp_core"))
+    ]
+    assert lost == []
+
+
 def test_links_between_files_lead_somewhere() -> None:
     """Check all Markdown files; mkdocs checks anchors and the pictures that it makes."""
-    folders = ("docs", "benchmarks", "tests", ".github", "examples")
-    files = [*ROOT.glob("*.md"), *(f for name in folders for f in (ROOT / name).rglob("*.md"))]
     links = [
         (file, link)
-        for file in files
+        for file in texts()
         for link in re.findall(r"\]\((?!https?:|#|pictures/|{{)([^)#\s]+)", file.read_text())
     ]
     assert len(links) > 20
