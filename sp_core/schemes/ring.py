@@ -179,9 +179,9 @@ def _gradients(
             dv: Tensor | None = None
             for h, kv in visited:
                 mine, *found = block_gradients(upstream, held, positions, (h, kv), problem, part)
-                if dq is None or step == 0:
+                if step == 0:
                     dq = _with_heads(dq, h, mine, q.shape[1])
-                else:
+                elif dq is not None:
                     dq[:, h, i] += mine
                 dk, dv = (
                     _with_heads(total, kv, one, k.shape[2])
