@@ -76,10 +76,9 @@ class _GlobalMap(torch.autograd.Function):
         shards, size = ctx.saved_tensors, ctx.size
         local = len(shards) // size
 
-        def pullback(comm: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        def pullback(comm: Any, *tensors: Tensor) -> Any:
             f, inputs, grads = functools.partial(ctx.f, comm), tensors[:local], tensors[local:]
-            found: tuple[Tensor, ...] = vjp(f, inputs, grads, create_graph=True)[1]
-            return found
+            return vjp(f, inputs, grads, create_graph=True)[1]
 
         both = [
             t
