@@ -21,10 +21,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import settings, strategies as st
+from hypothesis import strategies as st
 
 from sp_core.launch import watch
-from sp_core.testing import profiles, session
+from sp_core.testing import session
 from sp_core.testing.carriers import MpiCarrier
 from sp_core.testing.checked import CheckedComm
 from sp_core.testing.outcome import (
@@ -145,9 +145,6 @@ def _as_test(body: Body, drawn: tuple[str, ...], plan: Plan) -> Body:
         spec = Spec(functools.partial(body, *instance), fixtures, body, vars(test))
         run(spec, plan)
 
-    vars(test).setdefault(
-        "_hypothesis_internal_use_settings", settings(suppress_health_check=profiles.SUPPRESSED)
-    )
     vars(test).update(__signature__=_signature(body, drawn), sp_core_ranks=True)
     # Hypothesis' pytest plugin requires these attributes for @settings and @example
     vars(test).update(is_hypothesis_test=True, hypothesis=SimpleNamespace(inner_test=test))
@@ -232,8 +229,11 @@ def _lead(
     except (RankFailure, ThreadsHung, BaseExceptionGroup) as error:
         if isinstance(error, BaseExceptionGroup) and error.subgroup(RankFailure) is None:
             raise
-        is_one = isinstance(error, RankFailure)
-        kind = type(error) if is_one else failure_class(type(error).__name__, "", 0)
+        kind = (
+            type(error)
+            if isinstance(error, RankFailure)
+            else failure_class(type(error).__name__, "", 0)
+        )
         raise kind(f"{_told(error)}\n{_rerun(spec)}") from None
 
 
