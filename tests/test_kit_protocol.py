@@ -190,7 +190,7 @@ def test_a_deadlock_of_messages_needs_that_none_is_under_way() -> None:
 
 
 ALWAYS = ("", ".plugin", ".launch")
-WITH_TESTS = (".engine", ".checked", ".threads", ".carriers", ".agreed", ".mpitier", ".adjoint")
+WITH_TESTS = (".engine", ".checked", ".threads", ".carriers", ".agreed", ".adjoint")
 
 
 @pytest.mark.parametrize(

@@ -270,9 +270,8 @@ def _status_of(fd: int) -> int | None:
     return int(status) if mask & _INFO_EXIT else None
 
 
-FOLDER = Path("/dev/shm")
-NAMES = ("mpich_shm_", "ucx_shm_posix_", "sm_segment.")
-"""Beginnings of the names that MPICH, UCX and Open MPI give to files in shared memory."""
+_SHARED = re.compile(r".* (/dev/shm/(mpich_shm_|ucx_shm_posix_|sm_segment\.)[^/]*)")
+"""A line of /proc/PID/maps with a file in shared memory, as MPICH, UCX and Open MPI name it."""
 
 
 def stat(pid: int | str) -> list[str]:
@@ -331,9 +330,5 @@ def mpi_file(line: str) -> Path | None:
 
     Return None for every other line.
     """
-    _, found, name = line.partition(f"{FOLDER}/")
-    return (
-        FOLDER / name
-        if found and name.startswith(NAMES) and "/" not in name and not name.endswith(" (deleted)")
-        else None
-    )
+    found = _SHARED.fullmatch(line)
+    return Path(found[1]) if found and not line.endswith(" (deleted)") else None

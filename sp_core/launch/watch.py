@@ -24,10 +24,10 @@ import signal
 import sys
 import sysconfig
 import tempfile
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 LIBRARY = Path(__file__).parent.parent
 KIT = tuple(f"{LIBRARY / name}{os.sep}" for name in ("launch", "testing"))
@@ -270,16 +270,13 @@ def here() -> str:
     the kit and foreign frames are skipped. Without any place return "an unknown place".
     """
     inner = ""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        filename = frame.f_code.co_filename
-        who = owner(filename)
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
+        who = owner(frame.f_code.co_filename)
         if who == "test" or (who == "library" and not inner):
-            place = f"{short(filename)}:{frame.f_lineno}"
+            place = f"{short(frame.f_code.co_filename)}:{line}"
             if who == "test":
                 return f"{inner} (called from {place})" if inner else place
             inner = place
-        frame = frame.f_back
     return inner or "an unknown place"
 
 

@@ -6,12 +6,14 @@ derivatives of any order with finite differences.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.functional import vjp
 
 from sp_core.testing.run import run_threads
 
@@ -72,42 +74,18 @@ class _GlobalMap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         shards, size = ctx.saved_tensors, ctx.size
-        local, given = len(shards) // size, len(grads) // size
+        local = len(shards) // size
+
+        def pullback(comm: Any, *tensors: Tensor) -> Any:
+            f, inputs, grads = functools.partial(ctx.f, comm), tensors[:local], tensors[local:]
+            return vjp(f, inputs, grads, create_graph=True)[1]
+
         both = [
             t
             for rank in range(size)
             for t in (*_of_rank(shards, rank, size), *_of_rank(grads, rank, size))
         ]
-        return (None, None, *global_map(_pullback(ctx.f, local, given), size)(*both))
-
-
-def _pullback(f: RankFunction, local: int, given: int) -> RankFunction:
-    """Return one rank's backward pass as a function that can be differentiated.
-
-    That function takes the communicator, `local` inputs and `given` output gradients, and returns
-    the input gradients.
-    """
-
-    def pullback(comm: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        inputs, grads = tensors[:local], tensors[local : local + given]
-        outputs = _tuple(f(comm, *inputs))
-        pairs = [
-            (output, grad)
-            for output, grad in zip(outputs, grads, strict=True)
-            if output.requires_grad
-        ]
-        if not pairs:
-            return tuple(torch.zeros_like(x) for x in inputs)
-        differentiable, directions = zip(*pairs, strict=True)
-        found = torch.autograd.grad(
-            differentiable, inputs, directions, create_graph=True, allow_unused=True
-        )
-        return tuple(
-            torch.zeros_like(x) if grad is None else grad
-            for x, grad in zip(inputs, found, strict=True)
-        )
-
-    return pullback
+        return (None, None, *global_map(pullback, size)(*both))
 
 
 def _of_rank(values: Sequence[Any], rank: int, size: int) -> Sequence[Any]:

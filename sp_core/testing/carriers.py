@@ -323,11 +323,8 @@ class ThreadCarrier(Carrier):
         Raises:
             Mismatched, Stopped: as in `World.sleep`.
         """
-        while True:
-            seen = self.world.version
-            try:
-                next(steps)
-            except StopIteration as stop:
-                result: T = stop.value
-                return result
+        ask, seen = begun(boxed(steps)), self.world.version
+        while (done := ask()) is None:
             self.world.sleep(self.world_rank, seen, what, ending)
+            seen = self.world.version
+        return done[0]

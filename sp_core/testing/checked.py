@@ -96,8 +96,6 @@ class CheckedComm(Messages):
         block, not when they begin. A wait for a message polls.
     """
 
-    _raw: Any
-
     def __new__(cls, raw: Any = None, family: Family | None = None, name: str = "comm") -> Self:
         install()
         base: Any = next(kind for kind in type(raw).__mro__ if kind.__module__ == "mpi4py.MPI")
@@ -231,8 +229,7 @@ class CheckedComm(Messages):
         super()._complete(clean)
 
     def _free(self) -> None:
-        base: Any = next(kind for kind in type(self).__mro__ if kind.__module__ == "mpi4py.MPI")
-        base.Free(self)
+        type(self._raw).Free(self)
         self._give_back()
 
     def _give_back(self) -> None:

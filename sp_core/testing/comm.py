@@ -26,8 +26,8 @@ from sp_core.testing.stuck import Family
 
 
 def _reduced(op: Any, objects: Sequence[Any]) -> Any:
-    """Return the reduction of objects in rank order. `op` is an operation, or None to add."""
-    return functools.reduce(op or operator.add, objects)
+    """Return the reduction of objects in rank order, None without objects. `op` None adds."""
+    return functools.reduce(op or operator.add, objects) if objects else None
 
 
 class LockstepComm(Observer, ABC):
@@ -129,8 +129,7 @@ class LockstepComm(Observer, ABC):
 
         Return None on rank 0.
         """
-        objects = self._on_objects("exscan", sendobj, None, op)[: self.rank]
-        return _reduced(op, objects) if objects else None
+        return _reduced(op, self._on_objects("exscan", sendobj, None, op)[: self.rank])
 
     def announce_exchange(
         self,

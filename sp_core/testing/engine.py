@@ -2,8 +2,9 @@
 
 An example is one choice of ranks and arguments. One engine (Hypothesis) draws it, every rank runs
 the body, and all ranks' outcomes decide. Without MPI the ranks are threads. Under mpiexec rank 0 of
-the world draws the examples and the other ranks receive them, because engines of their own would
-draw different examples.
+the world draws the examples (`_lead_ranks`) and the other ranks receive them (`_follow`), because
+engines of their own would draw different examples. There `control` is a carrier that exchanges
+values between all ranks of the launch.
 """
 
 from __future__ import annotations
@@ -11,19 +12,34 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import settings, strategies as st
+from hypothesis import strategies as st
 
-from sp_core.testing import profiles, session
-from sp_core.testing.outcome import Kind, RankFailure, failure, failure_class
-from sp_core.testing.plan import Example, Plan, Result, Spec, Try, search, sweep
-from sp_core.testing.run import ThreadsHung, run_ranks
+from sp_core.launch import watch
+from sp_core.testing import session
+from sp_core.testing.carriers import MpiCarrier
+from sp_core.testing.checked import CheckedComm
+from sp_core.testing.outcome import (
+    FINISHED,
+    Kind,
+    RankFailure,
+    capture,
+    failure,
+    failure_class,
+    first_line,
+    outcome_of,
+)
+from sp_core.testing.plan import Example, Plan, Result, Spec, Try, feed, is_fed, search, sweep
+from sp_core.testing.run import ThreadsHung, run_body, run_ranks
+from sp_core.testing.session import Remarks, keep_largest
 
 __tracebackhide__ = True  # pytest shows no frames of this file
 Body = Callable[..., None]
@@ -33,6 +49,16 @@ RACE = (
     "raw replay: this example passes with checked communicators and fails without, so its ranks "
     "race\n"
 )
+MAX_COMMUNICATORS = 64
+MAX_RAW_EXAMPLES = 50
+ABORTED = 70  # exit code of a launch after a failure of sp_core.testing itself
+
+
+_pool: dict[tuple[tuple[int, ...], bool], Any] = {}
+"""Communicators by world ranks and `raw`, kept for later examples; None where not a member.
+
+All ranks change this together.
+"""
 
 
 def given(
@@ -119,9 +145,6 @@ def _as_test(body: Body, drawn: tuple[str, ...], plan: Plan) -> Body:
         spec = Spec(functools.partial(body, *instance), fixtures, body, vars(test))
         run(spec, plan)
 
-    vars(test).setdefault(
-        "_hypothesis_internal_use_settings", settings(suppress_health_check=profiles.SUPPRESSED)
-    )
     vars(test).update(__signature__=_signature(body, drawn), sp_core_ranks=True)
     # Hypothesis' pytest plugin requires these attributes for @settings and @example
     vars(test).update(is_hypothesis_test=True, hypothesis=SimpleNamespace(inner_test=test))
@@ -151,23 +174,19 @@ def run(spec: Spec, plan: Plan) -> None:
     """
     current = session.current
     current.tally.tests += 1
-    attempt = current.attempt or _on_threads
     with warnings.catch_warnings():
         # Hypothesis knows only the thread that draws; `assume` works on the other ranks all the
         # same
         warnings.filterwarnings("ignore", "Using `(assume|reject)` outside a property-based test")
         if current.control is None:
-            lead(spec, plan, attempt)
-            return
-        from sp_core.testing.mpitier import follow, lead_ranks
-
-        if current.control.rank == 0:
-            lead_ranks(current.control, spec, plan)
+            _lead(spec, plan, current.attempt or _on_threads)
+        elif current.control.rank == 0:
+            _lead_ranks(current.control, spec, plan)
         else:
-            follow(current.control, spec)
+            _follow(current.control, spec)
 
 
-def lead(
+def _lead(
     spec: Spec, plan: Plan, attempt: Callable[[Spec, Example], Result], replays: int = 0
 ) -> None:
     """Run the examples that the plan chooses, and count them.
@@ -210,10 +229,12 @@ def lead(
     except (RankFailure, ThreadsHung, BaseExceptionGroup) as error:
         if isinstance(error, BaseExceptionGroup) and error.subgroup(RankFailure) is None:
             raise
-        own = type(error) if isinstance(error, RankFailure) else None
-        kind = own or failure_class(type(error).__name__, "", 0)
-        found = kind(f"{_told(error)}\n{rerun(spec)}")
-        raise found from None
+        kind = (
+            type(error)
+            if isinstance(error, RankFailure)
+            else failure_class(type(error).__name__, "", 0)
+        )
+        raise kind(f"{_told(error)}\n{_rerun(spec)}") from None
 
 
 def _on_threads(spec: Spec, example: Example) -> Result:
@@ -237,7 +258,7 @@ def _told(error: BaseException) -> str:
     return "\n".join([*lines, *filter(None, map(str.rstrip, getattr(error, "__notes__", [])))])
 
 
-def rerun(spec: Spec) -> str:
+def _rerun(spec: Spec) -> str:
     """Return text with the command that runs this test again."""
     given = {name: os.environ.get(name) for name in ("SP_PROFILE", "SP_EXAMPLES")}
     prefix = "".join(f"{name}={value} " for name, value in given.items() if value)
@@ -252,3 +273,113 @@ def rerun(spec: Spec) -> str:
     chosen = "".join(f"{option} " for option, wanted in options.items() if wanted)
     head = f"run it again: {prefix}{launch if current.world_size else ''}python -m pytest "
     return f'{head}{chosen}"{spec.test_id}"'
+
+
+def _communicator(control: MpiCarrier, example: Example) -> Any:
+    """Return the communicator of an example, or None on a rank that is not one of its ranks.
+
+    Every rank of the launch calls this. The communicator compares calls unless `example.raw`.
+    """
+    ranks, key = example.ranks, (example.ranks, example.raw)
+    if key not in _pool:
+        from mpi4py import MPI
+
+        if len(_pool) >= MAX_COMMUNICATORS:
+            oldest = _pool.pop(next(iter(_pool)))
+            if oldest is not None:
+                (oldest._free if isinstance(oldest, CheckedComm) else oldest.Free)()
+        member = control.rank in ranks
+        made = control.comm.Split(
+            0 if member else MPI.UNDEFINED, ranks.index(control.rank) if member else 0
+        )
+        _pool[key] = None if not member else made if example.raw else CheckedComm(made)
+    return _pool[key]
+
+
+def _lead_ranks(control: MpiCarrier, spec: Spec, plan: Plan) -> None:
+    """Lead a test from rank 0: choose examples, and run each with all ranks of it.
+
+    If the session has `raw_replay`, run some passed examples again without comparing calls. At the
+    end tell the other ranks how the test ended.
+
+    Args:
+        control: exchanges values between all ranks of the launch.
+        spec: the test.
+        plan: chooses the examples.
+    """
+    stop = FINISHED
+    try:
+        if is_fed():
+            feed(functools.partial(_order, control, spec))
+            return
+        replays = MAX_RAW_EXAMPLES if session.current.raw_replay else 0
+        _lead(spec, plan, functools.partial(_order, control), replays)
+    except BaseException as error:
+        stop = capture(error)
+        raise
+    finally:
+        watch.in_flight("")
+        control.gather(stop)
+
+
+def _follow(control: MpiCarrier, spec: Spec) -> None:
+    """Run a test on a rank other than 0: its part of each example that rank 0 sends.
+
+    When rank 0 sends an outcome instead, end the test with that outcome.
+    """
+    with _or_abort(control):
+        while isinstance(told := control.gather(None)[0], Example):
+            _take_part(control, spec, told)
+    if told.kind is Kind.SKIP:
+        pytest.skip(told.message)
+    if told.kind is not Kind.OK:
+        text = f"{first_line(told.message)} (rank 0 has the whole report)"
+        raise failure_class(told.type, told.file, told.line)(text)
+
+
+@contextmanager
+def _or_abort(control: MpiCarrier) -> Iterator[None]:
+    """Abort all ranks if the `with` block raises, because sp_core.testing itself has failed.
+
+    A rank that left the test now would let the other ranks wait for ever.
+    """
+    try:
+        yield
+    except BaseException:
+        watch.tell(
+            f"the testing kit itself has failed on rank {control.rank}:\n{traceback.format_exc()}"
+        )
+        control.comm.Abort(ABORTED)
+        raise
+
+
+def _order(control: MpiCarrier, spec: Spec, example: Example) -> Result:
+    """Have every rank run its part of an example, and return the result. Rank 0 calls this."""
+    with _or_abort(control):
+        raw = "raw replay of " if example.raw else ""
+        call = f"{spec.function.__name__}({example})"
+        watch.in_flight(f"{raw}{spec.test_id}\n  {call}\n  {_rerun(spec)}")
+        control.gather(example)
+        return _take_part(control, spec, example)
+
+
+def _take_part(control: MpiCarrier, spec: Spec, example: Example) -> Result:
+    """Run this rank's part of an example. Return the outcomes and remarks of all ranks.
+
+    Every rank of the launch calls this and waits for all; ranks outside the example run no body.
+    """
+    comm, outcome, total = _communicator(control, example), FINISHED, Remarks()
+    with session.collected() as sink, watch.limit(watch.example_seconds()):
+        if comm is not None:
+            watch.note(f"in the body of {spec.function.__name__}")
+            body = functools.partial(spec.body, comm, **spec.fixtures, **example.values)
+            # a rank of a raw example waits for nobody
+            outcome = outcome_of(body) if example.raw else run_body(comm.family, body)[1]
+        everyone = control.gather((outcome, sink))
+    watch.note(f"waits for the next example of {spec.function.__name__}")
+    for _, remarks in everyone:
+        keep_largest(total, remarks)
+    outcomes = [everyone[rank][0] for rank in example.ranks]
+    if example.raw and any(outcome.kind is not Kind.OK for outcome in outcomes):
+        _pool.pop((example.ranks, True), None)  # messages may be left in it
+    return Result(outcomes, total)

@@ -25,20 +25,14 @@ _SYNCHRONOUS = {"Isend": "Issend", "Send_init": "Ssend_init"}
 
 A synchronous send completes only when its receive has begun, as MPI does with long messages.
 """
-_MODES = ("send", "bsend", "ssend", "rsend")
-_ONE_WAY = {*_MODES, "recv", *(f"i{name}" for name in (*_MODES, "recv"))} - {"rsend", "irsend"}
 MESSAGES = {
-    *_ONE_WAY | {"sendrecv"},
-    *(
-        name.capitalize()
-        for name in _ONE_WAY | {"rsend", "irsend"} | {f"{name}_init" for name in (*_MODES, "recv")}
-    ),
+    *("send", "bsend", "ssend", "recv", "isend", "ibsend", "issend", "irecv", "sendrecv"),
+    *("Send", "Bsend", "Ssend", "Rsend", "Recv", "Isend", "Ibsend", "Issend", "Irsend", "Irecv"),
+    *("Send_init", "Bsend_init", "Ssend_init", "Rsend_init", "Recv_init"),
     *("Sendrecv", "Isendrecv", "Sendrecv_replace", "Isendrecv_replace"),
 }
 """Names of mpi4py's methods that send or receive."""
-PROBES = {
-    start + rest for start in ("P", "Ip", "Mp", "Imp", "p", "ip", "mp", "imp") for rest in ("robe",)
-}
+PROBES = {"Probe", "Iprobe", "Mprobe", "Improbe", "probe", "iprobe", "mprobe", "improbe"}
 """Names of mpi4py's methods that probe for a message."""
 _signature = functools.cache(inspect.signature)
 

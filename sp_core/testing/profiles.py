@@ -89,10 +89,10 @@ def allow_fixtures(test: Any) -> None:
     pytest sets such a fixture up once for all examples of the test.
 
     Args:
-        test: function or method; its settings are changed.
+        test: function or method; its settings are changed, and made if it has none.
     """
     function = getattr(test, "__func__", test)
-    own = function._hypothesis_internal_use_settings
+    own = getattr(function, "_hypothesis_internal_use_settings", settings())
     suppressed = {*own.suppress_health_check, HealthCheck.function_scoped_fixture}
     function._hypothesis_internal_use_settings = settings(own, suppress_health_check=suppressed)
 

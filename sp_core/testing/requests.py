@@ -277,13 +277,12 @@ def _hear(transfers: Sequence[Transfer]) -> None:
             transfer.comm.lockstep.waiting(transfer.what)
 
 
-_ENDS = "it returns an intercommunicator, whose calls go to mpi4py unchecked"
-_FAULTS = "it serves programs whose ranks may die, and the check needs all ranks"
-_PARTS = "its partitions are marked ready by calls of the request, not of a communicator"
-_ONE_SIDED = "in one-sided communication the target rank makes no call that could be compared"
 UNCHECKED = {
     "Create_group": "only members of the group call it; the new communicator is checked",
-    **dict.fromkeys(("Create_intercomm", "Accept", "Connect", "Spawn", "Spawn_multiple"), _ENDS),
+    **dict.fromkeys(
+        ("Create_intercomm", "Accept", "Connect", "Spawn", "Spawn_multiple"),
+        "it returns an intercommunicator, whose calls go to mpi4py unchecked",
+    ),
     **dict.fromkeys(
         (
             "Revoke",
@@ -295,11 +294,15 @@ UNCHECKED = {
             "Ack_failed",
             "Is_revoked",
         ),
-        _FAULTS,
+        "it serves programs whose ranks may die, and the check needs all ranks",
     ),
-    **dict.fromkeys(("Psend_init", "Precv_init"), _PARTS),
     **dict.fromkeys(
-        ("Win.Create", "Win.Allocate", "Win.Allocate_shared", "Win.Create_dynamic"), _ONE_SIDED
+        ("Psend_init", "Precv_init"),
+        "its partitions are marked ready by calls of the request, not of a communicator",
+    ),
+    **dict.fromkeys(
+        ("Win.Create", "Win.Allocate", "Win.Allocate_shared", "Win.Create_dynamic"),
+        "in one-sided communication the target rank makes no call that could be compared",
     ),
     **dict.fromkeys(
         ("Isendrecv", "Isendrecv_replace"),

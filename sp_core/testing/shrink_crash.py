@@ -21,12 +21,13 @@ import pytest
 
 from sp_core.launch.command import Launch
 from sp_core.testing import session
-from sp_core.testing.carriers import patiently
 from sp_core.testing.outcome import FINISHED, Kind, Outcome
 from sp_core.testing.plan import EXAMPLE, RESULT, UNASKED, Example, Result, Spec, hand_over, taken
 
 LOSSES = 25
 """Launches that may be lost before the search ends."""
+POLL_SECONDS = 5e-3
+"""Time between two looks for the result of an example, in seconds."""
 END_SECONDS = 20.0
 """Time that a launch has to end by itself, in seconds."""
 # this module and its package are imported before pytest can rewrite assertions
@@ -73,29 +74,19 @@ class Job:
             NotStarted: the launch has ended before it asked for an example.
         """
         hand_over(self._directory / EXAMPLE, example)
-        result: Result = patiently(self._answer)[0]
-        return result
-
-    def _answer(self) -> tuple[Result] | None:
-        """Return the result in a tuple, or None if it is not there yet.
-
-        Raises:
-            Lost, NotStarted: as in `ask`.
-        """
-        if (result := taken(self._directory / RESULT)) is not None:
-            return result
-        reason = self._launch.trouble(0.0)
-        if not reason and self._launch.process.poll() is not None:
-            reason = f"a rank died (mpiexec: exit code {self._launch.process.returncode})"
-        if reason:
-            report = self._launch.report(reason)
-            if not (self._directory / UNASKED).exists():
-                raise Lost(report, self._launch.deaths.first())
-            raise NotStarted(
-                f"the launch has ended before it asked for an "
-                f"example:\n{self._printed.read_text()}\n{report}"
-            )
-        return None
+        while (result := taken(self._directory / RESULT)) is None:
+            reason = self._launch.trouble(POLL_SECONDS)
+            if not reason and self._launch.process.poll() is not None:
+                reason = f"a rank died (mpiexec: exit code {self._launch.process.returncode})"
+            if reason and (self._directory / UNASKED).exists():
+                raise NotStarted(
+                    f"the launch has ended before it asked for an "
+                    f"example:\n{self._printed.read_text()}\n{self._launch.report(reason)}"
+                )
+            if reason:
+                raise Lost(self._launch.report(reason), self._launch.deaths.first())
+        answer: Result = result[0]
+        return answer
 
     def close(self, patience: float = END_SECONDS) -> None:
         """End the launch. Before that it has `patience` seconds to end by itself."""

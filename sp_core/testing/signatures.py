@@ -7,6 +7,7 @@ carry it out for ranks that are threads.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -278,7 +279,10 @@ def _check_self(gives: Part | None, takes: Part | None) -> None:
 
 def _check_apart(sent: Spec, received: Spec) -> None:
     """Refuse buffers of one call that overlap in memory, as MPI does."""
-    shared = any(a < d and c < b for a, b in sent.spans for c, d in received.spans)
+    parts = itertools.product(sent.parts, received.parts)
+    views = [(a.view, b.view) for a, b in parts if a.view is not None and b.view is not None]
+    # only the addresses are compared: memory on a device cannot be read
+    shared = any(np.may_share_memory(a, b, max_work=0) for a, b in views)
     require(not shared, "two buffers of this call share memory")
 
 

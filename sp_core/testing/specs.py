@@ -38,13 +38,11 @@ class Spec(NamedTuple):
     Args:
         counts: number of elements for each rank.
         parts: for each rank its part of the memory, as a view of bytes.
-        spans: (begin, end) addresses of the memory in use.
         text: for error messages, such as "4 x float64".
     """
 
     counts: tuple[int, ...]
     parts: tuple[Part, ...]
-    spans: tuple[tuple[int, int], ...]
     text: str
 
 
@@ -90,7 +88,7 @@ def read(spec: Any, form: str, n: int, *, writable: bool = False) -> Spec:
         == (n if form else 1)
     ):
         raise ValueError(f"{len(counts)} counts and {len(displs)} displacements for {n} ranks")
-    parts, spans = [], []
+    parts = []
     for element, count, displ in zip(
         elements if form == "W" else elements * len(counts), counts, displs, strict=True
     ):
@@ -105,8 +103,6 @@ def read(spec: Any, form: str, n: int, *, writable: bool = False) -> Spec:
             )
         view = None if element.dtype is None else inside.view(element.dtype)
         parts.append(Part(count * element.size, element.kind, view))
-        address = element.data.ctypes.data
-        spans += [(address + start, address + stop)] if inside.size and view is not None else []
     shown = (
         list(counts)
         if form == "V"
@@ -114,9 +110,7 @@ def read(spec: Any, form: str, n: int, *, writable: bool = False) -> Spec:
         if form != "W"
         else [part.nbytes for part in parts]
     )
-    return Spec(
-        tuple(counts), tuple(parts), tuple(spans), f"{shown} x {elements[0].kind or 'byte'}"
-    )
+    return Spec(tuple(counts), tuple(parts), f"{shown} x {elements[0].kind or 'byte'}")
 
 
 def array(buffer: Any) -> Array:
