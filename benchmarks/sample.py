@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.worker import Intracomm
+from benchmarks.worker import THREADS, Intracomm
 
 OVERHEAD = 0.01  # share of a sample that sync and barrier may cost
 PILOT_STEPS, PILOT_BARRIERS = 3, 10
@@ -250,6 +250,41 @@ def makespans(by_rank: Sequence[Sequence[Span]]) -> list[float]:
         max(end for _, end in spans) - min(start for start, _ in spans)
         for spans in zip(*by_rank, strict=True)
     ]
+
+
+def turn(
+    world: Intracomm,
+    act: Callable[[], object],
+    *,
+    alone: bool = False,
+    threads: int = THREADS,
+    sync: Callable[[], None] = lambda: None,
+) -> Span:
+    """Time `act` on all ranks after a barrier, or `alone` on rank 0 while the others sleep.
+
+    Args:
+        world: all ranks.
+        act: is timed.
+        alone: whether rank 0 acts by itself.
+        threads: of torch, while a rank acts.
+        sync: waits until the device is idle.
+    """
+    if alone and world.rank:
+        meet_asleep(world)
+        return ABSENT
+    torch.set_num_threads(threads)
+    try:
+        sync()
+        if not alone:
+            world.Barrier()
+        start = time.perf_counter()
+        act()
+        sync()
+        return start, time.perf_counter()
+    finally:
+        torch.set_num_threads(THREADS)
+        if alone:
+            meet_asleep(world)
 
 
 @contextlib.contextmanager

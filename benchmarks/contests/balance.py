@@ -25,7 +25,7 @@ from benchmarks.corpus import source_files
 from benchmarks.launching import Launch, Record, UsageError, about, main, numbers_of_ranks
 from benchmarks.machine import facts
 from benchmarks.reporting.tables import make
-from benchmarks.sample import Span, makespans, race
+from benchmarks.sample import makespans, race, turn
 from benchmarks.statistics import Interval, Requirement, exact_interval
 from benchmarks.worker import Intracomm, Rank
 from sp_core.llama import Decoder, Llama, LlamaConfig, create
@@ -127,15 +127,11 @@ def measure(setting: Record, rank: Rank) -> Record:
             }
             for name, (operations, logits) in counted.items()
         }
-
-        def sample(plan: Plan) -> Span:
-            world.Barrier()
-            start = time.perf_counter()
-            compute(model, sequences, plan)
-            return start, time.perf_counter()
-
         if setting["rounds"]:
-            runners = {name: partial(sample, made[name]) for name in sorted(made)}
+            runners = {
+                name: partial(turn, world, partial(compute, model, sequences, made[name]))
+                for name in sorted(made)
+            }
             for name, spans in race(world, runners, setting["rounds"], 0).items():
                 policies[name]["spans_s"] = spans
     stages = bubbles(world) if setting["rounds"] else []
