@@ -81,58 +81,38 @@ def choose(step_s: float, meeting_s: float, budget: Budget) -> Counts:
     )
 
 
-@dataclass(frozen=True)
-class Samples:
-    """Starts and ends of each sample by one clock, `[rank][sample]`; a sample has `inner` steps."""
-
-    spans: list[list[Span]]
-    inner: int = 1
-
-    @property
-    def durations(self) -> list[list[float]]:
-        """Return the seconds of one step on each rank."""
-        return [[(end - start) / self.inner for start, end in rank] for rank in self.spans]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the timing of a record: seconds of one step, and how evenly the ranks started."""
-        whole = makespans(self.spans)
-        steps = [seconds / self.inner for seconds in whole]
-        by_rank = [statistics.median(durations) for durations in self.durations]
-        starts = [[start for start, _ in ranks] for ranks in zip(*self.spans, strict=True)]
-        skews = sorted(max(ranks) - min(ranks) for ranks in starts)
-        p95 = skews[math.ceil(0.95 * len(skews)) - 1]
-        return {
-            "iterations": len(steps),
-            "inner": self.inner,
-            "samples_s": steps,
-            "per_rank_median_s": by_rank,
-            "median_s": statistics.median(steps),
-            "imbalance": max(by_rank) / statistics.mean(by_rank),
-            "barrier_skew_s": {"median": statistics.median(skews), "p95": p95, "max": skews[-1]},
-            "skew_limited": p95 > SKEW_LIMIT * statistics.median(whole),
-        }
+def step_seconds(spans: Sequence[Sequence[Span]], inner: int) -> list[list[float]]:
+    """Return the seconds of one step, `[rank][sample]`; a sample has `inner` steps."""
+    return [[(end - start) / inner for start, end in rank] for rank in spans]
 
 
-Loop = Callable[..., object]
-"""Calls `target` a number of times, `setup` before each: pytest-benchmark's `pedantic` or such."""
+def timing(spans: Sequence[Sequence[Span]], inner: int) -> dict[str, Any]:
+    """Return the timing of a record: seconds of one step, and how evenly the ranks started.
+
+    Args:
+        spans: starts and ends of each sample by one clock, `[rank][sample]`.
+        inner: steps of a sample.
+    """
+    whole = makespans(spans)
+    steps = [seconds / inner for seconds in whole]
+    by_rank = [statistics.median(seconds) for seconds in step_seconds(spans, inner)]
+    starts = [[start for start, _ in ranks] for ranks in zip(*spans, strict=True)]
+    skews = sorted(max(ranks) - min(ranks) for ranks in starts)
+    p95 = skews[math.ceil(0.95 * len(skews)) - 1]
+    return {
+        "iterations": len(steps),
+        "inner": inner,
+        "samples_s": steps,
+        "per_rank_median_s": by_rank,
+        "median_s": statistics.median(steps),
+        "imbalance": max(by_rank) / statistics.mean(by_rank),
+        "barrier_skew_s": {"median": statistics.median(skews), "p95": p95, "max": skews[-1]},
+        "skew_limited": p95 > SKEW_LIMIT * statistics.median(whole),
+    }
+
 
 Notes = list[list[dict[str, float]]]
 """Plain values by name, `[rank][sample]`."""
-
-
-def plain_loop(
-    target: Callable[[], object],
-    *,
-    setup: Callable[[], None],
-    rounds: int,
-    warmup_rounds: int,
-    tell: Callable[[str, int, int], None] = lambda *_: None,
-) -> None:
-    """Do as pytest-benchmark's `pedantic`, without pytest; tell how many samples there are."""
-    for number in range(1 - warmup_rounds, 1 + rounds):
-        setup()
-        target()
-        tell("timing the step", max(0, number), rounds)
 
 
 class Sampler:
@@ -178,26 +158,26 @@ class Sampler:
         agreed: Counts = self._world.bcast(choose(max(steps), max(meetings), budget))
         return agreed
 
-    def run(self, counts: Counts, loop: Loop = plain_loop) -> tuple[Samples, Notes]:
-        """Take all samples.
+    def run(
+        self, counts: Counts, tell: Callable[[str, int, int], None] = lambda *_: None
+    ) -> tuple[list[list[Span]], Notes]:
+        """Take all samples; tell how many there are.
 
         Returns:
-            The samples, and the growth of each rank's notes in one step of each sample.
+            The spans, `[rank][sample]`, and the growth of each rank's notes in one step of each
+            sample.
 
         Communication:
             One barrier per sample, and one gathering at the end.
         """
         self._inner = counts.inner
-        loop(self._take, setup=self._meet, rounds=counts.samples, warmup_rounds=counts.warmup)
-        if len(self._taken) != counts.warmup + counts.samples:
-            raise RuntimeError(
-                f"{len(self._taken)} samples were taken, {counts.warmup + counts.samples} were "
-                "agreed on. Leave --benchmark-disable and the other options that change how often "
-                "pytest-benchmark calls out."
-            )
+        for number in range(1 - counts.warmup, 1 + counts.samples):
+            self._meet()
+            self._take()
+            tell("timing the step", max(0, number), counts.samples)
         by_rank = self._world.allgather(self._taken[counts.warmup :])
         spans = [[span for span, _ in rank] for rank in by_rank]
-        return Samples(spans, counts.inner), [[note for _, note in rank] for rank in by_rank]
+        return spans, [[note for _, note in rank] for rank in by_rank]
 
     def _meet(self) -> None:
         self._before = self._note()

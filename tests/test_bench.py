@@ -26,7 +26,7 @@ from benchmarks.contests.balance import balance
 from benchmarks.machine import fingerprint
 from benchmarks.records import Case
 from benchmarks.reporting import trace
-from benchmarks.sample import OVERHEAD, Budget, Sampler, choose
+from benchmarks.sample import OVERHEAD, Budget, Sampler, choose, timing as timing_of
 from benchmarks.training.__main__ import train
 from sp_core.testing import spmd
 
@@ -70,10 +70,10 @@ def test_ranks_with_unequal_work_take_the_same_steps_and_the_slowest_one_counts(
 
         sampler = Sampler(step, comm, sync=lambda: None, note=lambda: {"steps": float(steps)})
         counts = sampler.agree(SHORT)
-        samples, notes = sampler.run(counts)
+        spans, notes = sampler.run(counts)
     assert comm.allgather(counts) == [counts] * comm.size
     assert comm.allgather(steps) == [steps] * comm.size
-    timing = samples.as_dict()
+    timing = timing_of(spans, counts.inner)
     assert min(timing["samples_s"]) >= SLEEP
     assert timing["per_rank_median_s"][-1] >= SLEEP
     assert len(timing["samples_s"]) == counts.samples

@@ -13,9 +13,9 @@ from kit.comparison import CASES, Machine, pair_of_sides
 from kit.git import commit, git
 
 from benchmarks.cases.setting import Setting
-from benchmarks.compare import __main__ as command, sides as sides_module
+from benchmarks.compare import __main__ as command
+from benchmarks.compare.__main__ import commits, sides
 from benchmarks.compare.rule import Side
-from benchmarks.compare.sides import commits, sides
 from benchmarks.launching import KEEP_MEMORY, Launch, UsageError
 
 pytestmark = pytest.mark.mpi_skip  # no communication
@@ -40,7 +40,7 @@ def repository(tmp_path: Path) -> Path:
 @pytest.fixture
 def alike(monkeypatch: pytest.MonkeyPatch, repository: Path) -> Path:
     """The made-up repository counts as the present tree."""
-    monkeypatch.setattr(sides_module, "ROOT", repository)
+    monkeypatch.setattr(command, "ROOT", repository)
     return repository
 
 
@@ -121,10 +121,10 @@ def test_the_harness_is_asked_for_cases_and_launches(
         return "it broke"
 
     plan = {size: [SimpleNamespace(id="a"), SimpleNamespace(id="b")] for size in (1, 2)}
-    monkeypatch.setattr(sides_module, "listing", lambda setting, ranks, root: plan)
-    monkeypatch.setattr(sides_module, "run_launch", run_launch)
+    monkeypatch.setattr(command, "listing", lambda setting, ranks, root: plan)
+    monkeypatch.setattr(command, "run_launch", run_launch)
     bench, out, pair = (
-        sides_module.Bench(Setting(run_id="run"), Launch()),
+        command.Bench(Setting(run_id="run"), Launch()),
         tmp_path / "records.jsonl",
         {"stage": "screen", "index": 3},
     )
@@ -168,7 +168,6 @@ def test_bad_options_are_refused(
     monkeypatch.setattr(command, "Bench", lambda *_: Machine())
     monkeypatch.setattr(command, "REPORTS", alike.parent)
     monkeypatch.setattr(command, "commits", lambda base, head: commits(base, head, alike))
-    monkeypatch.setattr(command, "uncommitted", lambda: True)
     monkeypatch.setattr(command, "sides", lambda base, head, refs: sides(base, head, refs, alike))
     assert command.main(arguments.split()) == 2
     assert complaint in capsys.readouterr().err

@@ -59,9 +59,9 @@ def test_a_contestant_with_other_logits_is_found() -> None:
     found = [
         {
             heat: check["status"]
-            for heat, check, _ in decoding.Contestant(
-                functools.partial(begin, scale), [1, 2], MPI.COMM_SELF
-            ).timers(want)
+            for heat, check, _ in decoding.timers(
+                MPI.COMM_SELF, functools.partial(begin, scale), [1, 2], want
+            )
         }
         for scale in ({}, {}, {1: 1.1}, {2: 1.1})
     ]

@@ -13,7 +13,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.compare.__main__ import KEPT, MEASURING, bench, compare, fresh_folder
+from benchmarks.compare.__main__ import (
+    KEPT,
+    MEASURING,
+    bench,
+    commits,
+    compare,
+    fresh_folder,
+    sides,
+)
 from benchmarks.compare.rule import (
     DELTAS,
     GATEABLE_SHARE,
@@ -22,7 +30,6 @@ from benchmarks.compare.rule import (
     Side,
     Verdict,
 )
-from benchmarks.compare.sides import commits, sides
 from benchmarks.launching import Options, UsageError, about, main as start, program
 
 PLANTED_CASE = "schemes/ring/zigzag/causal/forward"

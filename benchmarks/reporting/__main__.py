@@ -49,7 +49,7 @@ def main(options: argparse.Namespace) -> int:
         print(f"not used: {problem}", file=sys.stderr)
     if options.history:
         for table in (table for section in sections for table in section.tables):
-            tables.show(tables.console(), table)
+            tables.show(table)
     print(*paths, sep="\n")
     return 0 if sections else 1
 

@@ -11,9 +11,9 @@ from typing import Any, cast
 
 from kit import records as made
 
+from benchmarks.compare.__main__ import Session
 from benchmarks.compare.pairs import build
 from benchmarks.compare.rule import RECORDS, Key, Result, Row, Side
-from benchmarks.compare.sides import Session
 
 Json = dict[str, Any]
 RING, ULYSSES, LAYER = "schemes/ring/forward", "schemes/ulysses/forward", "layers/block/forward"

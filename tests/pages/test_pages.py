@@ -17,7 +17,8 @@ from axe_playwright_python.sync_playwright import Axe
 from kit import records as made
 from playwright.sync_api import Page, sync_playwright
 
-from benchmarks.reporting import comparison, derive, page as pages
+from benchmarks.compare import rule
+from benchmarks.reporting import derive, page as pages
 from benchmarks.reporting.__main__ import main, newest
 from benchmarks.reporting.page import write
 from benchmarks.reporting.style import styled
@@ -54,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "history.html").rename(folder / "empty.html")
     assert main([str(folder / "many.jsonl"), "--history", "--out", str(folder)]) == 0
     with styled():
-        sections = (comparison.section(made.result(*verdicts)), *newest(derive.by_setting(RECORDS)))
+        sections = (rule.section(made.result(*verdicts)), *newest(derive.by_setting(RECORDS)))
         write(pages.Page("Comparison of two commits", (), sections), folder, "report")
     return folder
 
