@@ -214,7 +214,3 @@ def _setting(options: argparse.Namespace) -> Setting:
         device=options.device,
         share_gpu=options.share_gpu,
     )
-
-
-if __name__ == "__main__":
-    launching.main(main)

@@ -115,86 +115,71 @@ Notes = list[list[dict[str, float]]]
 """Plain values by name, `[rank][sample]`."""
 
 
-class Sampler:
-    """One rank's part in timing a step.
+def agree(
+    step: Callable[[], object], world: Intracomm, budget: Budget, *, sync: Callable[[], None]
+) -> Counts:
+    """Take a few steps, and let rank 0 choose by the slowest rank's time.
 
     Args:
         step: is timed.
         world: the ranks.
+        budget: how long all samples may take.
         sync: waits until the device is idle.
-        note: read before the first step of a sample and after the last one; plain values by name.
+
+    Communication:
+        As many barriers as steps and `PILOT_BARRIERS` more, two gatherings, one broadcast.
     """
+    step()  # the first touches all memory
+    spans, _ = take(step, world, Counts(0, 1, PILOT_STEPS), sync=sync)
+    slowest = max(statistics.median(seconds) for seconds in step_seconds(spans, 1))
+    start = time.perf_counter()
+    for _ in range(PILOT_BARRIERS):
+        sync()
+        world.Barrier()
+    meeting = (time.perf_counter() - start) / PILOT_BARRIERS
+    agreed: Counts = world.bcast(choose(slowest, max(world.allgather(meeting)), budget))
+    return agreed
 
-    def __init__(
-        self,
-        step: Callable[[], object],
-        world: Intracomm,
-        *,
-        sync: Callable[[], None],
-        note: Callable[[], dict[str, float]] = dict,
-    ) -> None:
-        self._step, self._world, self._sync, self._note = step, world, sync, note
-        self._taken: list[tuple[Span, dict[str, float]]] = []
-        self._before: dict[str, float] = {}
-        self._inner = 1
 
-    def agree(self, budget: Budget) -> Counts:
-        """Take a few steps, and let rank 0 choose by the slowest rank's time.
+def take(
+    step: Callable[[], object],
+    world: Intracomm,
+    counts: Counts,
+    *,
+    sync: Callable[[], None],
+    note: Callable[[], dict[str, float]] = dict,
+    tell: Callable[[str, int, int], None] = lambda *_: None,
+) -> tuple[list[list[Span]], Notes]:
+    """Take all samples of a step.
 
-        Communication:
-            As many barriers as steps and `PILOT_BARRIERS` more, one gathering, one broadcast.
-        """
-        self._step()  # the first touches all memory
-        for _ in range(PILOT_STEPS):
-            self._meet()
-            self._take()
-        step = statistics.median(end - start for (start, end), _ in self._taken)
-        self._taken.clear()
+    Args:
+        step, world, sync: as in `agree`.
+        counts: the same on all ranks.
+        note: read before the first step of a sample and after the last one; plain values by name.
+        tell: hears how many samples there are.
+
+    Returns:
+        The spans, `[rank][sample]`, and the growth of each rank's notes in one step of each sample.
+
+    Communication:
+        One barrier per sample, and one gathering at the end.
+    """
+    taken: list[tuple[Span, dict[str, float]]] = []
+    for number in range(1 - counts.warmup, 1 + counts.samples):
+        before = note()
+        sync()
+        world.Barrier()
         start = time.perf_counter()
-        for _ in range(PILOT_BARRIERS):
-            self._meet()
-        meeting = (time.perf_counter() - start) / PILOT_BARRIERS
-        steps, meetings = zip(*self._world.allgather((step, meeting)), strict=True)
-        agreed: Counts = self._world.bcast(choose(max(steps), max(meetings), budget))
-        return agreed
-
-    def run(
-        self, counts: Counts, tell: Callable[[str, int, int], None] = lambda *_: None
-    ) -> tuple[list[list[Span]], Notes]:
-        """Take all samples; tell how many there are.
-
-        Returns:
-            The spans, `[rank][sample]`, and the growth of each rank's notes in one step of each
-            sample.
-
-        Communication:
-            One barrier per sample, and one gathering at the end.
-        """
-        self._inner = counts.inner
-        for number in range(1 - counts.warmup, 1 + counts.samples):
-            self._meet()
-            self._take()
-            tell("timing the step", max(0, number), counts.samples)
-        by_rank = self._world.allgather(self._taken[counts.warmup :])
-        spans = [[span for span, _ in rank] for rank in by_rank]
-        return spans, [[note for _, note in rank] for rank in by_rank]
-
-    def _meet(self) -> None:
-        self._before = self._note()
-        self._sync()
-        self._world.Barrier()
-
-    def _take(self) -> None:
-        start = time.perf_counter()
-        for _ in range(self._inner):
-            self._step()
-        self._sync()
-        end = time.perf_counter()
-        grown = {
-            name: (value - self._before.get(name, 0.0)) / self._inner
-            for name, value in self._note().items()
-        }
-        self._taken.append(((start, end), grown))
+        for _ in range(counts.inner):
+            step()
+        sync()
+        span, after = (start, time.perf_counter()), note()
+        grown = {name: (after[name] - before.get(name, 0.0)) / counts.inner for name in after}
+        taken.append((span, grown))
+        tell("timing the step", max(0, number), counts.samples)
+    by_rank = world.allgather(taken[counts.warmup :])
+    spans = [[span for span, _ in rank] for rank in by_rank]
+    return spans, [[grown for _, grown in rank] for rank in by_rank]
 
 
 def highest_and_mean(values: Sequence[Sequence[float]]) -> dict[str, Any]:

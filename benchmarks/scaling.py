@@ -364,7 +364,3 @@ def file_name(setting: Setting, first: str) -> str:
     case = setting.case
     suffix = "" if case.dtype == first else f"_{case.dtype}"
     return f"strong_scaling_sp_{kind(setting.device)}_p{case.ranks}{suffix}.json"
-
-
-if __name__ == "__main__":
-    launching.main(main)

@@ -26,8 +26,8 @@ from benchmarks.contests.balance import balance
 from benchmarks.machine import fingerprint
 from benchmarks.records import Case
 from benchmarks.reporting import trace
-from benchmarks.sample import OVERHEAD, Budget, Sampler, choose, timing as timing_of
-from benchmarks.training.__main__ import train
+from benchmarks.sample import OVERHEAD, Budget, agree, choose, take, timing as timing_of
+from benchmarks.training.contest import train
 from sp_core.testing import spmd
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,9 +68,9 @@ def test_ranks_with_unequal_work_take_the_same_steps_and_the_slowest_one_counts(
             if last:
                 time.sleep(SLEEP)
 
-        sampler = Sampler(step, comm, sync=lambda: None, note=lambda: {"steps": float(steps)})
-        counts = sampler.agree(SHORT)
-        spans, notes = sampler.run(counts)
+        how: Any = {"sync": lambda: None}
+        counts = agree(step, comm, SHORT, **how)
+        spans, notes = take(step, comm, counts, note=lambda: {"steps": float(steps)}, **how)
     assert comm.allgather(counts) == [counts] * comm.size
     assert comm.allgather(steps) == [steps] * comm.size
     timing = timing_of(spans, counts.inner)
@@ -270,7 +270,7 @@ def test_a_run_from_end_to_end(tmp_path: Path) -> None:
     out = tmp_path / "bench.jsonl"
     choice = ("--only", "schemes/ring", "--only", "collectives/all_gather")
     options = ("--ranks", "2", "--quick", *choice, "--out", str(out))
-    shown = program("benchmarks.record", *options)
+    shown = program("bench", *options)
     found = records.read(out)
     assert found.problems == []
     assert len(found.records) == 3

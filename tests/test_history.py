@@ -17,8 +17,8 @@ from matplotlib.text import Text
 from benchmarks.compare import rule
 from benchmarks.compare.rule import ORDER
 from benchmarks.reporting import derive, history, plots
-from benchmarks.reporting.__main__ import main
 from benchmarks.reporting.history import SIDE, changes
+from benchmarks.reporting.report import main
 from benchmarks.reporting.style import Picture, short, styled, svg
 
 pytestmark = pytest.mark.mpi_skip  # nothing here needs ranks

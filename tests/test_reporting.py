@@ -23,8 +23,8 @@ from benchmarks.compare.pairs import importance
 from benchmarks.compare.rule import ORDER, section
 from benchmarks.records import Record, append, read, reason
 from benchmarks.reporting import derive, plots, tables, tables as text
-from benchmarks.reporting.__main__ import main, newest
 from benchmarks.reporting.page import Page, Section, code, html, markdown, write
+from benchmarks.reporting.report import main, newest
 from benchmarks.reporting.style import styled
 from benchmarks.reporting.tables import Table
 
@@ -215,7 +215,7 @@ def keeps(record: Record) -> bool:
 def test_a_report_is_the_same_each_time(tmp_path: Path) -> None:
     records = [record for number in (0, 1) for record in made.run(number, few=True)]
     path = made.save(tmp_path / "r.jsonl", *filter(keeps, records))
-    other = ("-m", "benchmarks.reporting", str(path), "--out", str(tmp_path / "other"))
+    other = ("-m", "benchmarks", "report", str(path), "--out", str(tmp_path / "other"))
     paths = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
     environment = {"PYTHONPATH": paths, "PYTHONHASHSEED": "7", "PATH": "/usr/bin:/bin"}
     report(tmp_path, path)

@@ -34,7 +34,7 @@ from benchmarks.cases.case import (
 from benchmarks.cases.setting import BlockSetting, Verdict
 from benchmarks.machine import device as device_of, facts
 from benchmarks.records import AXIS, Case
-from benchmarks.sample import Counts, Sampler, makespans, meet_asleep
+from benchmarks.sample import Counts, makespans, meet_asleep, take
 from benchmarks.worker import Intracomm, Rank
 
 LEAST_GATHERS, FIRST_GATHERS = 10, 3
@@ -148,7 +148,7 @@ def time_gather(
     )
     gather = partial(sp.all_gather, mine, comm=comm, sizes=sharding.lengths)
     rounds = Counts(FIRST_GATHERS, 1, max(setting.iterations, LEAST_GATHERS))
-    spans, _ = Sampler(gather, world, sync=sync).run(rounds)
+    spans, _ = take(gather, world, rounds, sync=sync)
     result = math.prod((shape["seq"], *tokens)) * mine.itemsize
     received = result * (case.ranks - 1) / case.ranks
     times = makespans(spans)

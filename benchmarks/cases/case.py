@@ -19,11 +19,12 @@ from benchmarks.sample import (
     Budget,
     Counts,
     Notes,
-    Sampler,
     Span,
+    agree,
     highest_and_mean,
     peak_memory,
     step_seconds,
+    take,
     timing,
     undisturbed,
 )
@@ -217,9 +218,10 @@ def measure(
         The parts of the record that were measured, the same on all ranks.
     """
     with undisturbed():
-        sampler = Sampler(work.step, world, sync=partial(wait_for, device), note=work.phases.note)
-        counts = sampler.agree(budget) if isinstance(budget, Budget) else budget
-        spans, notes = sampler.run(counts, tell)
+        step, sync, counts = work.step, partial(wait_for, device), budget
+        if isinstance(counts, Budget):
+            counts = agree(step, world, counts, sync=sync)
+        spans, notes = take(step, world, counts, sync=sync, note=work.phases.note, tell=tell)
         for comm in work.phases.comms:
             comm.counters.reset()
         # one more step, not timed

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.contests.contest import Contest, Entry, Part, Wrong
 from benchmarks.corpus import source_files
-from benchmarks.launching import Launch, Record, UsageError, about, main, numbers_of_ranks
+from benchmarks.launching import Launch, Record, UsageError, about, numbers_of_ranks
 from benchmarks.machine import facts
 from benchmarks.reporting.tables import make
 from benchmarks.sample import makespans, race, turn
@@ -169,13 +168,11 @@ def waiting(model: Llama, count: int, world: Intracomm) -> float:
     ]
     counters = model.grid.stages.counters
     counters.reset()
-    world.Barrier()
-    start = time.perf_counter()
-    decoder.prefill(tokens)
-    end = time.perf_counter()
+    span = turn(world, partial(decoder.prefill, tokens))
     waited = sum(counters[name].seconds for name in ("pipeline", "broadcast"))
-    starts, ends, waits = zip(*world.allgather((start, end, waited)), strict=True)
-    return float(sum(waits) / ((max(ends) - min(starts)) * world.size))
+    spans, waits = zip(*world.allgather((span, waited)), strict=True)
+    (whole,) = makespans([[one] for one in spans])
+    return float(sum(waits) / (whole * world.size))
 
 
 BALANCED = "balanced"
@@ -288,6 +285,3 @@ OPTIONS = {
     "--rounds": about(type=int, default=6, metavar="N", help="timed rounds (default: %(default)s)"),
 }
 balance = Contest("balance", __doc__, OPTIONS, plan, show, "balance.json", timeout=600.0)
-
-if __name__ == "__main__":
-    main(balance)

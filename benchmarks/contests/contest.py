@@ -100,8 +100,7 @@ class Contest:
 
     def __call__(self, arguments: Sequence[str] | None = None) -> int:
         """Return the exit code: 0, 1 if something failed or is wrong, 2 for bad options, 130."""
-        made = launching.program(self.name, self.text, self._options())(self._main)
-        return made(arguments)
+        return launching.program(self.name, self.text, self._options())(self._main)(arguments)
 
     def _main(self, options: argparse.Namespace) -> int:
         if options.show:

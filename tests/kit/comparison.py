@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from kit import records as made
 
-from benchmarks.compare.__main__ import Session
+from benchmarks.compare.command import Session
 from benchmarks.compare.pairs import build
 from benchmarks.compare.rule import RECORDS, Key, Result, Row, Side
 

@@ -19,8 +19,8 @@ from playwright.sync_api import Page, sync_playwright
 
 from benchmarks.compare import rule
 from benchmarks.reporting import derive, page as pages
-from benchmarks.reporting.__main__ import main, newest
 from benchmarks.reporting.page import write
+from benchmarks.reporting.report import main, newest
 from benchmarks.reporting.style import styled
 from benchmarks.reporting.tables import COLUMNS, cells
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import sp_core as sp
-from benchmarks.contests.collectives.__main__ import MEDIAN, MICROSECONDS, OURS, WORST, heats
+from benchmarks.contests.collectives.table import MEDIAN, MICROSECONDS, OURS, WORST, heats
 from benchmarks.launching import Record
 from benchmarks.machine import facts
 from benchmarks.worker import Intracomm, Rank

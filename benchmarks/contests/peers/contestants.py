@@ -16,14 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.cases.case import wait_for
-from benchmarks.contests.peers.__main__ import (
-    BALANCED,
-    HEADS,
-    LAYOUTS,
-    MASKED,
-    PLACE,
-    heat_name,
-)
 from benchmarks.contests.peers.others import (
     Attend,
     Contestant,
@@ -32,6 +24,14 @@ from benchmarks.contests.peers.others import (
     peers,
     plain,
     processes,
+)
+from benchmarks.contests.peers.table import (
+    BALANCED,
+    HEADS,
+    LAYOUTS,
+    MASKED,
+    PLACE,
+    heat_name,
 )
 from benchmarks.launching import Record
 from benchmarks.machine import device as device_of, facts

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.contests.contest import Part, requirements
-from benchmarks.contests.peers.__main__ import LAUNCHES, LEGEND, by_seeds, ratio, standings
 from benchmarks.contests.peers.contestants import distance, timed, verdict
-from benchmarks.launching import Record, main
+from benchmarks.contests.peers.table import LAUNCHES, LEGEND, by_seeds, ratio, standings
+from benchmarks.launching import Record
 from benchmarks.machine import facts
 from benchmarks.sample import Span, turn
 from benchmarks.statistics import Requirement
@@ -156,6 +156,3 @@ def show(document: Record) -> Iterator[Part]:
 
 HERE = "benchmarks.contests.peers.decoding:measure"
 decoding = by_seeds("peers_decoding", __doc__, HERE, show, PROMPT, 1, timeout=900.0)
-
-if __name__ == "__main__":
-    main(decoding)

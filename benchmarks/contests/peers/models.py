@@ -25,7 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.contests.contest import Part, requirements
-from benchmarks.contests.peers.__main__ import (
+from benchmarks.contests.peers.contestants import GLOO_SECONDS, attempt, distance, timed
+from benchmarks.contests.peers.others import MISSING
+from benchmarks.contests.peers.table import (
     BALANCED,
     LAUNCHES,
     LEGEND,
@@ -36,9 +38,7 @@ from benchmarks.contests.peers.__main__ import (
     ratio,
     standings,
 )
-from benchmarks.contests.peers.contestants import GLOO_SECONDS, attempt, distance, timed
-from benchmarks.contests.peers.others import MISSING
-from benchmarks.launching import Record, main
+from benchmarks.launching import Record
 from benchmarks.machine import facts
 from benchmarks.sample import ABSENT, Span, turn
 from benchmarks.statistics import Requirement
@@ -247,6 +247,3 @@ def show(document: Record) -> Iterator[Part]:
 
 HERE = "benchmarks.contests.peers.models:measure"
 models = by_seeds("peers_model", __doc__, HERE, show, PLACE, RANKS, timeout=1800.0)
-
-if __name__ == "__main__":
-    main(models)

