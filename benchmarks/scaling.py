@@ -37,7 +37,7 @@ from benchmarks.launching import (
 )
 from benchmarks.record import warn_of_load
 from benchmarks.records import Case, Record, make_case, parse as read_record, reason as reason_of
-from benchmarks.reporting import derive, plots, style, tables
+from benchmarks.reporting import derive, page, plots, tables
 
 SCHEMES = ("allgather_kv", "ring", "ulysses", HYBRID)
 DTYPES = ("float32", "bfloat16", "float16")  # float64 is what these are judged against
@@ -348,7 +348,7 @@ def draw(records: Sequence[Record], path: Path, device: str) -> None:
 
     by_dtype = derive.grouped(records, lambda record: record.case.dtype)
     series = {dtype: derive.rows(found) for dtype, found in by_dtype}
-    with style.styled():
+    with page.styled():
         figure = Figure(figsize=(10, 4.8), layout="constrained")
         for axes, kind in zip(figure.subplots(1, 2), (plots.TIMES, plots.SPEEDUPS), strict=True):
             plots.draw_scaling(axes, series, kind)

@@ -18,8 +18,8 @@ from benchmarks.compare import rule
 from benchmarks.compare.rule import ORDER
 from benchmarks.reporting import derive, history, plots
 from benchmarks.reporting.history import SIDE, changes
+from benchmarks.reporting.page import Picture, short, styled, svg
 from benchmarks.reporting.report import main
-from benchmarks.reporting.style import Picture, short, styled, svg
 
 pytestmark = pytest.mark.mpi_skip  # nothing here needs ranks
 

@@ -23,9 +23,8 @@ from benchmarks.compare.pairs import importance
 from benchmarks.compare.rule import ORDER, section
 from benchmarks.records import Record, append, read, reason
 from benchmarks.reporting import derive, plots, tables, tables as text
-from benchmarks.reporting.page import Page, Section, code, html, markdown, write
+from benchmarks.reporting.page import Page, Section, code, html, markdown, styled, write
 from benchmarks.reporting.report import main, newest
-from benchmarks.reporting.style import styled
 from benchmarks.reporting.tables import Table
 
 pytestmark = pytest.mark.mpi_skip  # nothing here needs ranks

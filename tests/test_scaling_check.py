@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 import sp_core as sp
-from benchmarks import corpus
 from benchmarks.cases import block
 from benchmarks.cases.setting import BlockSetting
 from benchmarks.corpus import source_bytes
@@ -45,7 +44,7 @@ def outputs(
     weights: dict[str, Tensor], dtype: torch.dtype, case: Case = TINY
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
     """Input, single-device output and float64 output in a dtype."""
-    x = corpus.tokens(case, torch.arange(case.shape["seq"])).to(dtype)
+    x = block.tokens(case, torch.arange(case.shape["seq"])).to(dtype)
     cast = {name: weight.to(dtype) for name, weight in weights.items()}
     return x, block.alone(x, cast, case), block.exact(x, cast, case)
 

@@ -15,11 +15,10 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import sp_core as sp
-from benchmarks import corpus
 from benchmarks.cases import bench_layers
 from benchmarks.cases.bench_schemes import communicators, sharding_of
 from benchmarks.cases.case import (
@@ -32,12 +31,16 @@ from benchmarks.cases.case import (
     wait_for,
 )
 from benchmarks.cases.setting import BlockSetting, Verdict
+from benchmarks.corpus import source_bytes
 from benchmarks.machine import device as device_of, facts
 from benchmarks.records import AXIS, Case
 from benchmarks.sample import Counts, makespans, meet_asleep, take
 from benchmarks.worker import Intracomm, Rank
 
 LEAST_GATHERS, FIRST_GATHERS = 10, 3
+LOGIT_GAIN = 1.5
+BIAS_WIDTH = 0.1
+WAVELENGTH = 10_000.0
 QUERY_CHUNK = 512  # keeps the score matrix of one chunk small: H * 512 * S elements
 EXACT_FLOPS = {
     "cpu": 1e12,
@@ -82,8 +85,8 @@ def block(setting: BlockSetting, mesh: sp.Mesh, phases: Named) -> tuple[bench_la
     """Return the block with its weights, and this rank's tokens (B, S/P, E)."""
     case = setting.case
     made = bench_layers.block(case, mesh, phases)
-    corpus.fill(made[0], setting.seed)
-    x = corpus.tokens(case, sharding_of(case).positions(mesh.rank), setting.seed)
+    fill(made[0], setting.seed)
+    x = tokens(case, sharding_of(case).positions(mesh.rank), setting.seed)
     return made, x.to(mesh.device, dtype_of(case))
 
 
@@ -100,11 +103,11 @@ def check(setting: BlockSetting, made: bench_layers.Made, x: Tensor, world: Intr
     with torch.set_grad_enabled(both):
         mine = [forward(x.requires_grad_(both))]
         if both:
-            upstream = corpus.tokens(case, sharding_of(case).positions(world.rank), seeds[1]).to(x)
+            upstream = tokens(case, sharding_of(case).positions(world.rank), seeds[1]).to(x)
             mine += torch.autograd.grad(mine[0], x, upstream)
     shards = world.gather([part.detach().float().cpu().contiguous().numpy() for part in mine])
     if shards is not None:
-        whole, upstream = (corpus.tokens(case, every, seed).to(x) for seed in seeds)
+        whole, upstream = (tokens(case, every, seed).to(x) for seed in seeds)
         tensors = (map(torch.from_numpy, parts) for parts in zip(*shards, strict=True))
         y, *grad = (sharding_of(case).unshard([*parts], 1).to(x) for parts in tensors)
         verdict = judged(y, grad, whole, upstream, layer.state_dict(), case)
@@ -142,14 +145,14 @@ def time_gather(
         return None
     comm = mesh[AXIS]
     sharding, shape = sharding_of(case), case.shape
-    tokens = (2, shape["batch"], shape["kv_heads"], shape["head_dim"])
+    token = (2, shape["batch"], shape["kv_heads"], shape["head_dim"])
     mine = torch.ones(
-        (sharding.local_len(comm.rank), *tokens), device=mesh.device, dtype=dtype_of(case)
+        (sharding.local_len(comm.rank), *token), device=mesh.device, dtype=dtype_of(case)
     )
     gather = partial(sp.all_gather, mine, comm=comm, sizes=sharding.lengths)
     rounds = Counts(FIRST_GATHERS, 1, max(setting.iterations, LEAST_GATHERS))
     spans, _ = take(gather, world, rounds, sync=sync)
-    result = math.prod((shape["seq"], *tokens)) * mine.itemsize
+    result = math.prod((shape["seq"], *token)) * mine.itemsize
     received = result * (case.ranks - 1) / case.ranks
     times = makespans(spans)
     median = statistics.median(times)
@@ -160,6 +163,50 @@ def time_gather(
         "ms": median * 1e3,
         "gb_per_s": received / median / 1e9,
     }
+
+
+def tokens(case: Case, positions: Tensor, seed: int = 0) -> Tensor:
+    """Embed the text at the given positions.
+
+    Args:
+        case: batch, sequence and width.
+        positions: int64 (N,), places in the sequence.
+        seed: of the embedding.
+
+    Returns:
+        float32 (B, N, E).
+
+    Source: the positions are those of Vaswani et al. 2017, Attention Is All You Need,
+    arXiv:1706.03762, section 3.5.
+    """
+    batch, seq, hidden = (case.shape[name] for name in ("batch", "seq", "hidden"))
+    text = torch.frombuffer(bytearray(source_bytes(batch * seq)), dtype=torch.uint8).view(
+        batch, seq
+    )
+    table = torch.randn(256, hidden, generator=torch.Generator().manual_seed(seed))
+    embedded: Tensor = nn.Embedding.from_pretrained(table)(text[:, positions].long())
+    return embedded + _waves(positions, hidden)
+
+
+def fill(block: nn.Module, seed: int) -> None:
+    """Draw all weights from one seed: matrices normal, 1/sqrt(fan in) wide.
+
+    Those of queries and keys are LOGIT_GAIN wider.
+    """
+    for number, (name, parameter) in enumerate(block.named_parameters()):
+        if parameter.ndim == 1 and name.endswith("weight"):
+            continue  # of a norm: ones
+        gain = LOGIT_GAIN if "q_proj" in name or "k_proj" in name else 1.0
+        width = gain / parameter.shape[1] ** 0.5 if parameter.ndim == 2 else BIAS_WIDTH
+        generator = torch.Generator(parameter.device).manual_seed(seed + number)
+        with torch.no_grad():
+            parameter.normal_(0.0, width, generator=generator)
+
+
+def _waves(positions: Tensor, hidden: int) -> Tensor:
+    rates = WAVELENGTH ** -(torch.arange(0, hidden, 2) / hidden)
+    angles = positions[:, None] * rates
+    return torch.stack((angles.sin(), angles.cos()), -1).flatten(1)[:, :hidden]
 
 
 def causal(case: Case) -> bool:

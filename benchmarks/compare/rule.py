@@ -18,9 +18,18 @@ from pathlib import Path
 from typing import Literal
 
 from benchmarks.records import Record
-from benchmarks.reporting.page import Section
+from benchmarks.reporting.page import (
+    COLOURS,
+    GRID,
+    INK,
+    Axes,
+    Picture,
+    Section,
+    case_rows,
+    picture,
+    short,
+)
 from benchmarks.reporting.plots import parts
-from benchmarks.reporting.style import COLOURS, GRID, INK, Axes, Picture, case_rows, picture, short
 from benchmarks.reporting.tables import DASH, Table, make, milliseconds, plain, ratio
 from benchmarks.statistics import Interval, exact_interval
 

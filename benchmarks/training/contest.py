@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.contests.contest import Contest, Entry, Part, Wrong
 from benchmarks.launching import REPORTS, Launch, Record, UsageError, about, numbers_of_ranks
-from benchmarks.reporting.style import COLOURS, styled
+from benchmarks.reporting.page import COLOURS, styled
 from benchmarks.reporting.tables import make
 from benchmarks.training.runs import DTYPES, FAULTS, Setting, places
 

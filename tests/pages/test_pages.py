@@ -19,9 +19,8 @@ from playwright.sync_api import Page, sync_playwright
 
 from benchmarks.compare import rule
 from benchmarks.reporting import derive, page as pages
-from benchmarks.reporting.page import write
+from benchmarks.reporting.page import styled, write
 from benchmarks.reporting.report import main, newest
-from benchmarks.reporting.style import styled
 from benchmarks.reporting.tables import COLUMNS, cells
 
 SIZES = {"phone": (390, 844), "tablet": (820, 1180), "desktop": (1400, 900)}
