@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +121,8 @@ def compare(
             "`nox -s bench -- --list` names all."
         )
     tables.say(f"files: {out}")
-    heard = tables.following("compare")
-    Session(measures, pair, seed, out / RECORDS, heard).run(listed["base"] & listed["head"])
+    how: Any = {"seed": seed, "out": out / RECORDS, "heard": tables.following("compare")}
+    measure(measures, pair, listed["base"] & listed["head"], **how)
     result = build(out, *pair, listed, strict=options.strict)
     sections = (section(result), *newest(derive.by_setting(result.records)))
     write(Page("Comparison of two commits", tuple(result.problems), sections), out, "report")
@@ -267,51 +268,59 @@ class Bench:
                 log.write(f"{about}\n{printed}\n\n")
 
 
-@dataclass
-class Session:
-    """The launches of one comparison.
+def measure(
+    bench: Bench,
+    pair: tuple[Side, Side],
+    keys: set[Key],
+    *,
+    seed: int,
+    out: Path,
+    heard: Progress,
+) -> None:
+    """Measure both stages: all cases in the first, those that look changed in the second.
 
     Args:
         bench: what measures.
-        sides: base and head.
+        pair: base and head.
+        keys: the cases.
         seed: of the coins.
         out: file of records.
         heard: hears what every launch was, how many are done, and of how many.
     """
+    run = partial(_stage, bench, pair, seed, out, heard)
+    run("screen", keys)
+    groups = grouped(read(out).records)
+    run("confirm", {key for key in groups if groups[key].is_suspicious} & keys)
 
-    bench: Bench
-    sides: tuple[Side, Side]
-    seed: int
-    out: Path
-    heard: Progress
 
-    def run(self, keys: set[Key]) -> None:
-        """Measure both stages: all cases in the first, those that look changed in the second."""
-        self._stage("screen", keys)
-        groups = grouped(read(self.out).records)
-        self._stage("confirm", {key for key in groups if groups[key].is_suspicious} & keys)
+def _stage(
+    bench: Bench,
+    pair: tuple[Side, Side],
+    seed: int,
+    out: Path,
+    heard: Progress,
+    stage: str,
+    keys: set[Key],
+) -> None:
+    """Measure all pairs of a stage, one after the other for every number of ranks in turn."""
+    living: dict[int, list[str]] = {}
+    for case, ranks in sorted(keys, key=lambda key: (key[1], key[0])):
+        living.setdefault(ranks, []).append(case)
+    total, done = 2 * STAGES[stage] * len(living), 0
+    for index in range(STAGES[stage]):
+        for ranks, names in list(living.items()):
+            thrown = coin(seed, stage, ranks, index)
+            about = {"index": index, "stage": stage, "coin": thrown, "seed": seed}
+            for slot, side in enumerate(pair if thrown == 0 else pair[::-1]):
+                bench.launch(side, ranks, names, {**about, "side": side.name, "slot": slot}, out)
+                done += 1
+                heard(f"{stage} pair {index + 1}, P={ranks}, {side.name}", done, total)
+            if index == 0 and _hopeless(out, ranks):
+                del living[ranks]
+                total -= 2 * (STAGES[stage] - 1)
 
-    def _stage(self, stage: str, keys: set[Key]) -> None:
-        """Measure all pairs of a stage, one after the other for every number of ranks in turn."""
-        living: dict[int, list[str]] = {}
-        for case, ranks in sorted(keys, key=lambda key: (key[1], key[0])):
-            living.setdefault(ranks, []).append(case)
-        total, done = 2 * STAGES[stage] * len(living), 0
-        for index in range(STAGES[stage]):
-            for ranks, names in list(living.items()):
-                thrown = coin(self.seed, stage, ranks, index)
-                about = {"index": index, "stage": stage, "coin": thrown, "seed": self.seed}
-                for slot, side in enumerate(self.sides if thrown == 0 else self.sides[::-1]):
-                    self.bench.launch(
-                        side, ranks, names, {**about, "side": side.name, "slot": slot}, self.out
-                    )
-                    done += 1
-                    self.heard(f"{stage} pair {index + 1}, P={ranks}, {side.name}", done, total)
-                if index == 0 and self._hopeless(ranks):
-                    del living[ranks]
-                    total -= 2 * (STAGES[stage] - 1)
 
-    def _hopeless(self, ranks: int) -> bool:
-        """Return whether a side has no time for any case: more pairs would not change that."""
-        mine = [record for record in read(self.out).records if record.case.ranks == ranks]
-        return {record.pair.side for record in mine if record.timing and record.pair} != set(SIDES)
+def _hopeless(out: Path, ranks: int) -> bool:
+    """Return whether a side has no time for any case: more pairs would not change that."""
+    mine = [record for record in read(out).records if record.case.ranks == ranks]
+    return {record.pair.side for record in mine if record.timing and record.pair} != set(SIDES)
