@@ -26,7 +26,7 @@ import sp_core as sp
 from benchmarks.contests.contest import Contest, Entry, Part, Wrong
 from benchmarks.launching import Launch, Record, about, numbers_of_ranks
 from benchmarks.reporting.tables import make, significant
-from benchmarks.sample import Span, meet_asleep, peak_memory, race
+from benchmarks.sample import Span, peak_memory, race
 from benchmarks.statistics import Requirement, exact_interval
 from benchmarks.worker import Rank
 from sp_core import agreement, cost
@@ -259,7 +259,7 @@ def together(_: Record, rank: Rank) -> Record:
     def on_first(*tensors: Any, **options: Any) -> Any:
         """Compute the reference, of 250 MB with 64 heads, on rank 0 for all ranks."""
         found = None if world.rank else dense(*tensors, **options)
-        meet_asleep(world)  # waiting in MPI would take time from the rank that computes
+        meet(world)
         return world.bcast(found)
 
     terms = ("float64", "zigzag", "zigzag", sp.Mask(causal=True), None, 1.0)
@@ -280,9 +280,17 @@ def together(_: Record, rank: Rank) -> Record:
                 rank.tell(f"{name}, transport {transport}")
                 oracle.check_attention(name, scheme, problem, comm)
                 peak = live(name, scheme, ranks) if transport == "host" else 0
-                meet_asleep(world)
+                meet(world)
                 peaks[name] = max(peaks.get(name, 0), *world.allgather(peak))
     return {"peaks": peaks, "own": max(world.allgather(own_bytes()))}
+
+
+def meet(world: Any) -> None:
+    """Wait for all ranks asleep: waiting in MPI would take time from a rank that computes.
+
+    Many ranks must look more seldom than `meet_asleep` does.
+    """
+    base.wait(base.Transfer([world.Ibarrier().Test]))
 
 
 def live(name: str, scheme: Callable[..., Any], ranks: sp.Mesh) -> int:
