@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import pkgutil
 import re
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from test_scaling import program
 
 import sp_core as sp
 from benchmarks import launching, record, records, scaling
+from benchmarks.__main__ import PROGRAMS
 from benchmarks.cases import bench_collectives, bench_layers, bench_llama, bench_schemes
 from benchmarks.cases.session import meet
 from benchmarks.cases.setting import NOTHING, Setting
@@ -238,6 +240,12 @@ def test_every_program_names_a_function_that_its_ranks_can_call() -> None:
         assert callable(importlib.import_module(name.replace("{__package__}", package)).measure), (
             path
         )
+
+
+def test_every_session_of_the_benchmarks_is_a_program() -> None:
+    named = re.findall(r'"benchmarks (\w+)[ "]', (ROOT / "noxfile.py").read_text())
+    assert {*named} == {*PROGRAMS} - {"gpu"}
+    assert all(callable(pkgutil.resolve_name(name)) for name in PROGRAMS.values())
 
 
 @pytest.mark.parametrize(("first", "code"), [("", 0), ("import sp_core\n", 1)])
