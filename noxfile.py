@@ -78,63 +78,63 @@ class Program(NamedTuple):
 
 
 PROGRAMS = {
-    "scaling": Program("Time one transformer block on several ranks.", "benchmarks.scaling"),
-    "bench": Program("Write a record for every case and number of ranks.", "benchmarks.record"),
+    "scaling": Program("Time one transformer block on several ranks.", "benchmarks scaling"),
+    "bench": Program("Write a record for every case and number of ranks.", "benchmarks bench"),
     "counters": Program(
         "Compare messages, bytes and memory of fixed cases with benchmarks/counters.json.",
-        "benchmarks.counters",
+        "benchmarks counters",
         variables={"SP_TUNING": "off"},
     ),
     "compare": Program(
-        "Decide whether a commit made a case slower: `-- BASE [HEAD]`.", "benchmarks.compare"
+        "Decide whether a commit made a case slower: `-- BASE [HEAD]`.", "benchmarks compare"
     ),
     "bench_selftest": Program(
         "Compare a commit with itself, and with a copy that does more work on one rank.",
-        "benchmarks.compare.selftest",
+        "benchmarks bench_selftest",
     ),
     "report": Program(
         "Show benchmark records as tables and plots: `-- RECORDS.jsonl...`.",
-        "benchmarks.reporting",
+        "benchmarks report",
     ),
     "history": Program(
         "Plot times over commits, and print where their level changed: `-- RECORDS.jsonl`.",
-        "benchmarks.reporting --history",
+        "benchmarks report --history",
     ),
     "pages": Program(
         "Try report and history pages in a Chromium that is installed. Arguments go to pytest.",
         "pytest tests/pages",
         packages=("playwright", "axe-playwright-python"),
     ),
-    "trace": Program("Write a step of all ranks as a Chrome trace.", "benchmarks.reporting.trace"),
-    "balance": Program("Time unequal sequences by policy.", "benchmarks.contests.balance"),
-    "documents": Program("Time packed documents.", "benchmarks.contests.documents", MPIS),
-    "growth": Program("Fit how costs grow with ranks.", "benchmarks.contests.growth", MPIS),
+    "trace": Program("Write a step of all ranks as a Chrome trace.", "benchmarks trace"),
+    "balance": Program("Time unequal sequences by policy.", "benchmarks balance"),
+    "documents": Program("Time packed documents.", "benchmarks documents", MPIS),
+    "growth": Program("Fit how costs grow with ranks.", "benchmarks growth", MPIS),
     "collectives": Program(
         "Time our collectives against the MPI library's and gloo's, and what \"auto\" loses.",
-        "benchmarks.contests.collectives",
+        "benchmarks collectives",
         MPIS,
         then="netlab",
     ),
     "netlab": Program(
         "Time algorithms and overlap over an emulated network; needs root.",
-        "benchmarks.contests.netlab",
+        "benchmarks netlab",
         MPIS[::-1],
     ),
     "peers": Program(
         "Time our attention against torch's ring, DeepSpeed's Ulysses and one process.",
-        "benchmarks.contests.peers",
+        "benchmarks peers",
         **AMONG_PEERS,
         then="peers_model",
     ),
     "peers_model": Program(
         "Time a LLaMA of transformers against accelerate's context parallel and ALST.",
-        "benchmarks.contests.peers.models",
+        "benchmarks peers_model",
         **AMONG_PEERS,
         then="peers_decoding",
     ),
     "peers_decoding": Program(
         "Time tokens of a LLaMA, on one and two tensor ranks, against transformers.",
-        "benchmarks.contests.peers.decoding",
+        "benchmarks peers_decoding",
         **AMONG_PEERS,
     ),
     "conformance": Program(
@@ -145,7 +145,7 @@ PROGRAMS = {
     ),
     "train": Program(
         "Train a LLaMA on every mesh of 1 to 4 ranks, and compare each with one rank.",
-        "benchmarks.training",
+        "benchmarks train",
     ),
     "hf": Program(
         "Compare LLaMA and `parallelize` with transformers. Arguments go to pytest.",

@@ -7,7 +7,6 @@ change the table with it, by `--write`: a reviewer sees the numbers.
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from benchmarks.cases.case import CONTROL, Watched, counts_of, meshes
 from benchmarks.cases.setting import module_of
 from benchmarks.launching import about, parse
 from benchmarks.records import Case
-from benchmarks.sample import peak_memory
+from benchmarks.sample import peak_memory, undisturbed
 
 TABLE = Path(__file__).with_name("counters.json")
 SIZES = (1, 2, 3, 4)
@@ -78,13 +77,8 @@ def count_on_threads(ranks: int) -> Table:
     """Count all chosen cases, with ranks as threads of this process."""
     from sp_core.testing import run_threads
 
-    gc.collect()
-    # a cycle that happens to be collected in the middle of a step would change its peak
-    gc.disable()
-    try:
+    with undisturbed():  # a cycle that is collected in the middle of a step would change its peak
         return run_threads(ranks, lambda comm: count(chosen(ranks), comm), timeout=SECONDS)[0]
-    finally:
-        gc.enable()
 
 
 def differences(found: Table, table: Table) -> list[str]:
@@ -165,7 +159,3 @@ def _entry(by_rank: list[Entry]) -> Entry:
         name: values[0] if all(v == values[0] for v in values) else values
         for name, values in together.items()
     }
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

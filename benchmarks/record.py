@@ -163,19 +163,17 @@ def complete(
 
 
 def _run_all(plan: Plan, setting: Setting, launch: Launch, root: Path) -> int:
-    screen = tables.console()
     total, counts = sum(map(len, plan.values())), ", ".join(map(str, plan))
-    tables.say(screen, f"{total} measurements: P = {counts}; this machine offers {cores()} cores.")
-    warn_of_load(screen)
+    tables.say(f"{total} measurements: P = {counts}; this machine offers {cores()} cores.")
+    warn_of_load()
     earlier = len(records.read(setting.out).records)
     try:
         for ranks, cases in plan.items():
-            heard = tables.following(screen, f"P = {ranks}")
+            heard = tables.following(f"P = {ranks}")
             output = run_launch(ranks, cases, setting, launch, root, heard)
-            tables.say(screen, f"P = {ranks}: done")
+            tables.say(f"P = {ranks}: done")
             if output:
                 tables.say(
-                    screen,
                     f"P = {ranks} went wrong; the last lines of its output:\n{output}",
                     "red",
                 )
@@ -185,16 +183,15 @@ def _run_all(plan: Plan, setting: Setting, launch: Launch, root: Path) -> int:
         print("\nbench: interrupted; what is complete is kept.", file=sys.stderr)
     found = records.read(setting.out).records[earlier:]
     for table in [*tables.per_ranks(derive.rows(found)), *tables.failures(found)]:
-        tables.show(screen, table)
-    tables.say(screen, f"records: {setting.out}")
+        tables.show(table)
+    tables.say(f"records: {setting.out}")
     return 0 if all(record.status in MEASURED for record in found) else 1
 
 
-def warn_of_load(screen: tables.Console) -> None:
+def warn_of_load() -> None:
     """Say that the machine is busy with something else; a timing cannot tell."""
     if (busy := busy_share()) > BUSY_SHARE:
         tables.say(
-            screen,
             f"note: other work keeps {busy:.0%} of this machine busy; timings will suffer.",
             "yellow",
         )
@@ -217,7 +214,3 @@ def _setting(options: argparse.Namespace) -> Setting:
         device=options.device,
         share_gpu=options.share_gpu,
     )
-
-
-if __name__ == "__main__":
-    launching.main(main)

@@ -12,7 +12,6 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,6 +19,9 @@ import msgspec
 
 SCHEMA_VERSION = 1
 MEASURED = ("ok", "skew_limited")
+NEEDED = ("device", "transport", "env", "timing", "phases", "comm")
+"""Parts of a record that has a time."""
+
 AXIS = "sp"  # of a mesh with one axis
 MAX_BYTES = 256 << 20  # of a file
 MAX_LINE = 1 << 20  # bytes; 10,000 samples of three kinds are about 600 KiB
@@ -192,6 +194,14 @@ class Timing(Part):
     barrier_skew_s: Annotated[dict[Word, Seconds], msgspec.Meta(max_length=8)]
     skew_limited: bool
 
+    def __post_init__(self) -> None:
+        """Refuse numbers that do not fit together."""
+        if (found := len(self.samples_s)) != self.iterations:
+            raise ValueError(f"samples_s has {found} numbers, the record says {self.iterations}.")
+        median = statistics.median(self.samples_s)
+        if not math.isclose(self.median_s, median, rel_tol=CLOSE):
+            raise ValueError(f"median_s is {self.median_s}, the median of the samples is {median}.")
+
 
 class Phase(Part):
     """Seconds of a part of a step, on the slowest rank and on average."""
@@ -247,6 +257,22 @@ class Record(Part):
     status: Literal["ok", "failed", "oom", "timeout", "wrong", "skew_limited", "missing"]
     reason: Reason | None
 
+    def __post_init__(self) -> None:
+        """Refuse parts that do not fit together."""
+        case, is_timed = self.case, self.status in MEASURED
+        if math.prod(case.mesh.values()) != case.ranks:
+            raise ValueError(f"$.case: the mesh {case.mesh} has not {case.ranks} ranks.")
+        for name in NEEDED if is_timed else ("reason",):
+            if getattr(self, name) in (None, ""):
+                raise ValueError(f"$.{name}: a record whose status is {self.status} needs it.")
+        if self.phases is not None and "total" not in self.phases:
+            raise ValueError("$.phases: there is no total.")
+        found = len(self.timing.per_rank_median_s) if self.timing else case.ranks
+        if found != case.ranks:
+            raise ValueError(
+                f"per_rank_median_s has {found} numbers, the record says {case.ranks}."
+            )
+
     @property
     def key(self) -> tuple[str, int]:
         """Case id and number of ranks."""
@@ -271,14 +297,11 @@ def parse(line: bytes) -> Record:
     if len(line) > MAX_LINE:
         raise ForeignError(f"the line has {len(line)} bytes, {MAX_LINE} are allowed.")
     try:
-        record = msgspec.json.decode(line, type=Record)
+        return msgspec.json.decode(line, type=Record)
     except msgspec.ValidationError as error:
         raise ForeignError(short(error)) from error
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ForeignError(f"no JSON: {short(error)}") from error
-    for contradiction in _contradictions(record):
-        raise ForeignError(contradiction)
-    return record
 
 
 def reason(told: str) -> str:
@@ -288,32 +311,6 @@ def reason(told: str) -> str:
         "".join(c if c == "\n" or c.isprintable() else " " for c in plain).strip()[:4000]
         or "no text"
     )
-
-
-def _contradictions(record: Record) -> Iterator[str]:
-    """Parts of a well-formed record that do not fit together."""
-    case, timing = record.case, record.timing
-    if math.prod(case.mesh.values()) != case.ranks:
-        yield f"$.case: the mesh {case.mesh} has not {case.ranks} ranks."
-    if record.status not in MEASURED:
-        if not record.reason:
-            yield f"$.reason: a record whose status is {record.status} needs one."
-    else:
-        parts = ("device", "transport", "env", "timing", "phases", "comm")
-        missing = [name for name in parts if getattr(record, name) is None]
-        yield from (
-            f"$.{name}: a record whose status is {record.status} needs it." for name in missing
-        )
-    if record.phases is not None and "total" not in record.phases:
-        yield "$.phases: there is no total."
-    if timing is None:
-        return
-    for name, length in {"samples_s": timing.iterations, "per_rank_median_s": case.ranks}.items():
-        if (found := len(getattr(timing, name))) != length:
-            yield f"$.timing.{name} has {found} numbers, the record says {length}."
-    median = statistics.median(timing.samples_s)
-    if not math.isclose(timing.median_s, median, rel_tol=CLOSE):
-        yield f"$.timing.median_s is {timing.median_s}, the median of the samples is {median}."
 
 
 def short(value: object) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.worker import Intracomm
+from benchmarks.worker import THREADS, Intracomm
 
 OVERHEAD = 0.01  # share of a sample that sync and barrier may cost
 PILOT_STEPS, PILOT_BARRIERS = 3, 10
@@ -81,140 +81,105 @@ def choose(step_s: float, meeting_s: float, budget: Budget) -> Counts:
     )
 
 
-@dataclass(frozen=True)
-class Samples:
-    """Starts and ends of each sample by one clock, `[rank][sample]`; a sample has `inner` steps."""
-
-    spans: list[list[Span]]
-    inner: int = 1
-
-    @property
-    def durations(self) -> list[list[float]]:
-        """Return the seconds of one step on each rank."""
-        return [[(end - start) / self.inner for start, end in rank] for rank in self.spans]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the timing of a record: seconds of one step, and how evenly the ranks started."""
-        whole = makespans(self.spans)
-        steps = [seconds / self.inner for seconds in whole]
-        by_rank = [statistics.median(durations) for durations in self.durations]
-        starts = [[start for start, _ in ranks] for ranks in zip(*self.spans, strict=True)]
-        skews = sorted(max(ranks) - min(ranks) for ranks in starts)
-        p95 = skews[math.ceil(0.95 * len(skews)) - 1]
-        return {
-            "iterations": len(steps),
-            "inner": self.inner,
-            "samples_s": steps,
-            "per_rank_median_s": by_rank,
-            "median_s": statistics.median(steps),
-            "imbalance": max(by_rank) / statistics.mean(by_rank),
-            "barrier_skew_s": {"median": statistics.median(skews), "p95": p95, "max": skews[-1]},
-            "skew_limited": p95 > SKEW_LIMIT * statistics.median(whole),
-        }
+def step_seconds(spans: Sequence[Sequence[Span]], inner: int) -> list[list[float]]:
+    """Return the seconds of one step, `[rank][sample]`; a sample has `inner` steps."""
+    return [[(end - start) / inner for start, end in rank] for rank in spans]
 
 
-Loop = Callable[..., object]
-"""Calls `target` a number of times, `setup` before each: pytest-benchmark's `pedantic` or such."""
+def timing(spans: Sequence[Sequence[Span]], inner: int) -> dict[str, Any]:
+    """Return the timing of a record: seconds of one step, and how evenly the ranks started.
+
+    Args:
+        spans: starts and ends of each sample by one clock, `[rank][sample]`.
+        inner: steps of a sample.
+    """
+    whole = makespans(spans)
+    steps = [seconds / inner for seconds in whole]
+    by_rank = [statistics.median(seconds) for seconds in step_seconds(spans, inner)]
+    starts = [[start for start, _ in ranks] for ranks in zip(*spans, strict=True)]
+    skews = sorted(max(ranks) - min(ranks) for ranks in starts)
+    p95 = skews[math.ceil(0.95 * len(skews)) - 1]
+    return {
+        "iterations": len(steps),
+        "inner": inner,
+        "samples_s": steps,
+        "per_rank_median_s": by_rank,
+        "median_s": statistics.median(steps),
+        "imbalance": max(by_rank) / statistics.mean(by_rank),
+        "barrier_skew_s": {"median": statistics.median(skews), "p95": p95, "max": skews[-1]},
+        "skew_limited": p95 > SKEW_LIMIT * statistics.median(whole),
+    }
+
 
 Notes = list[list[dict[str, float]]]
 """Plain values by name, `[rank][sample]`."""
 
 
-def plain_loop(
-    target: Callable[[], object],
-    *,
-    setup: Callable[[], None],
-    rounds: int,
-    warmup_rounds: int,
-    tell: Callable[[str, int, int], None] = lambda *_: None,
-) -> None:
-    """Do as pytest-benchmark's `pedantic`, without pytest; tell how many samples there are."""
-    for number in range(1 - warmup_rounds, 1 + rounds):
-        setup()
-        target()
-        tell("timing the step", max(0, number), rounds)
-
-
-class Sampler:
-    """One rank's part in timing a step.
+def agree(
+    step: Callable[[], object], world: Intracomm, budget: Budget, *, sync: Callable[[], None]
+) -> Counts:
+    """Take a few steps, and let rank 0 choose by the slowest rank's time.
 
     Args:
         step: is timed.
         world: the ranks.
+        budget: how long all samples may take.
         sync: waits until the device is idle.
-        note: read before the first step of a sample and after the last one; plain values by name.
+
+    Communication:
+        As many barriers as steps and `PILOT_BARRIERS` more, two gatherings, one broadcast.
     """
+    step()  # the first touches all memory
+    spans, _ = take(step, world, Counts(0, 1, PILOT_STEPS), sync=sync)
+    slowest = max(statistics.median(seconds) for seconds in step_seconds(spans, 1))
+    start = time.perf_counter()
+    for _ in range(PILOT_BARRIERS):
+        sync()
+        world.Barrier()
+    meeting = (time.perf_counter() - start) / PILOT_BARRIERS
+    agreed: Counts = world.bcast(choose(slowest, max(world.allgather(meeting)), budget))
+    return agreed
 
-    def __init__(
-        self,
-        step: Callable[[], object],
-        world: Intracomm,
-        *,
-        sync: Callable[[], None],
-        note: Callable[[], dict[str, float]] = dict,
-    ) -> None:
-        self._step, self._world, self._sync, self._note = step, world, sync, note
-        self._taken: list[tuple[Span, dict[str, float]]] = []
-        self._before: dict[str, float] = {}
-        self._inner = 1
 
-    def agree(self, budget: Budget) -> Counts:
-        """Take a few steps, and let rank 0 choose by the slowest rank's time.
+def take(
+    step: Callable[[], object],
+    world: Intracomm,
+    counts: Counts,
+    *,
+    sync: Callable[[], None],
+    note: Callable[[], dict[str, float]] = dict,
+    tell: Callable[[str, int, int], None] = lambda *_: None,
+) -> tuple[list[list[Span]], Notes]:
+    """Take all samples of a step.
 
-        Communication:
-            As many barriers as steps and `PILOT_BARRIERS` more, one gathering, one broadcast.
-        """
-        self._step()  # the first touches all memory
-        for _ in range(PILOT_STEPS):
-            self._meet()
-            self._take()
-        step = statistics.median(end - start for (start, end), _ in self._taken)
-        self._taken.clear()
+    Args:
+        step, world, sync: as in `agree`.
+        counts: the same on all ranks.
+        note: read before the first step of a sample and after the last one; plain values by name.
+        tell: hears how many samples there are.
+
+    Returns:
+        The spans, `[rank][sample]`, and the growth of each rank's notes in one step of each sample.
+
+    Communication:
+        One barrier per sample, and one gathering at the end.
+    """
+    taken: list[tuple[Span, dict[str, float]]] = []
+    for number in range(1 - counts.warmup, 1 + counts.samples):
+        before = note()
+        sync()
+        world.Barrier()
         start = time.perf_counter()
-        for _ in range(PILOT_BARRIERS):
-            self._meet()
-        meeting = (time.perf_counter() - start) / PILOT_BARRIERS
-        steps, meetings = zip(*self._world.allgather((step, meeting)), strict=True)
-        agreed: Counts = self._world.bcast(choose(max(steps), max(meetings), budget))
-        return agreed
-
-    def run(self, counts: Counts, loop: Loop = plain_loop) -> tuple[Samples, Notes]:
-        """Take all samples.
-
-        Returns:
-            The samples, and the growth of each rank's notes in one step of each sample.
-
-        Communication:
-            One barrier per sample, and one gathering at the end.
-        """
-        self._inner = counts.inner
-        loop(self._take, setup=self._meet, rounds=counts.samples, warmup_rounds=counts.warmup)
-        if len(self._taken) != counts.warmup + counts.samples:
-            raise RuntimeError(
-                f"{len(self._taken)} samples were taken, {counts.warmup + counts.samples} were "
-                "agreed on. Leave --benchmark-disable and the other options that change how often "
-                "pytest-benchmark calls out."
-            )
-        by_rank = self._world.allgather(self._taken[counts.warmup :])
-        spans = [[span for span, _ in rank] for rank in by_rank]
-        return Samples(spans, counts.inner), [[note for _, note in rank] for rank in by_rank]
-
-    def _meet(self) -> None:
-        self._before = self._note()
-        self._sync()
-        self._world.Barrier()
-
-    def _take(self) -> None:
-        start = time.perf_counter()
-        for _ in range(self._inner):
-            self._step()
-        self._sync()
-        end = time.perf_counter()
-        grown = {
-            name: (value - self._before.get(name, 0.0)) / self._inner
-            for name, value in self._note().items()
-        }
-        self._taken.append(((start, end), grown))
+        for _ in range(counts.inner):
+            step()
+        sync()
+        span, after = (start, time.perf_counter()), note()
+        grown = {name: (after[name] - before.get(name, 0.0)) / counts.inner for name in after}
+        taken.append((span, grown))
+        tell("timing the step", max(0, number), counts.samples)
+    by_rank = world.allgather(taken[counts.warmup :])
+    spans = [[span for span, _ in rank] for rank in by_rank]
+    return spans, [[grown for _, grown in rank] for rank in by_rank]
 
 
 def highest_and_mean(values: Sequence[Sequence[float]]) -> dict[str, Any]:
@@ -250,6 +215,41 @@ def makespans(by_rank: Sequence[Sequence[Span]]) -> list[float]:
         max(end for _, end in spans) - min(start for start, _ in spans)
         for spans in zip(*by_rank, strict=True)
     ]
+
+
+def turn(
+    world: Intracomm,
+    act: Callable[[], object],
+    *,
+    alone: bool = False,
+    threads: int = THREADS,
+    sync: Callable[[], None] = lambda: None,
+) -> Span:
+    """Time `act` on all ranks after a barrier, or `alone` on rank 0 while the others sleep.
+
+    Args:
+        world: all ranks.
+        act: is timed.
+        alone: whether rank 0 acts by itself.
+        threads: of torch, while a rank acts.
+        sync: waits until the device is idle.
+    """
+    if alone and world.rank:
+        meet_asleep(world)
+        return ABSENT
+    torch.set_num_threads(threads)
+    try:
+        sync()
+        if not alone:
+            world.Barrier()
+        start = time.perf_counter()
+        act()
+        sync()
+        return start, time.perf_counter()
+    finally:
+        torch.set_num_threads(THREADS)
+        if alone:
+            meet_asleep(world)
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ from benchmarks.launching import (
 )
 from benchmarks.record import warn_of_load
 from benchmarks.records import Case, Record, make_case, parse as read_record, reason as reason_of
-from benchmarks.reporting import derive, plots, style, tables
+from benchmarks.reporting import derive, page, plots, tables
 
 SCHEMES = ("allgather_kv", "ring", "ulysses", HYBRID)
 DTYPES = ("float32", "bfloat16", "float16")  # float64 is what these are judged against
@@ -238,38 +238,36 @@ def main(options: argparse.Namespace) -> int:
     launch, every = Launch(options.launcher, options.timeout), settings(options)
     paths = [options.out / file_name(one, every[0].case.dtype) for one in every]
     writable(paths[0])
-    screen, interrupted, done = tables.console(), False, list[Outcome]()
-    warn_of_load(screen)
+    interrupted, done = False, list[Outcome]()
+    warn_of_load()
     try:
         for setting, path in zip(every, paths, strict=True):
             path.unlink(missing_ok=True)  # an older result must not pass for this one
-            done.append(run_once(screen, setting, launch))
+            done.append(run_once(setting, launch))
             write_json(path, msgspec.to_builtins(done[-1]))
     except KeyboardInterrupt:
         print("\nscaling: interrupted; what is complete follows.", file=sys.stderr)
         interrupted = True
-    show(screen, done, options)
+    show(done, options)
     right = all(outcome.record.seconds for outcome in done)
     return launching.INTERRUPTED if interrupted else int(not right)
 
 
-def run_once(screen: tables.Console, setting: Setting, launch: Launch) -> Outcome:
+def run_once(setting: Setting, launch: Launch) -> Outcome:
     """Run one P, and say in a line how it came out."""
     case = setting.case
     name = f"P = {case.ranks}, {case.dtype}"
     measure = "benchmarks.cases.block:measure"
-    heard = tables.following(screen, name)
-    found = launching.run(case.ranks, measure, setting, launch, heard)
+    found = launching.run(case.ranks, measure, setting, launch, tables.following(name))
     outcome = outcome_of(setting, found)
     if outcome.check is None:
         tables.say(
-            screen,
             f"{name}: {found['status'].upper()}: {found['reason']}\n{found['output']}",
             "red",
         )
     else:
         word, style = ("correct", "") if found["status"] == "ok" else ("WRONG", "red")
-        tables.say(screen, f"{name}: {word}. {Verdict(**outcome.check)}", style)
+        tables.say(f"{name}: {word}. {Verdict(**outcome.check)}", style)
     return outcome
 
 
@@ -333,15 +331,15 @@ def step(case: Case) -> str:
     return f"{case.scheme}, {plots.DIRECTIONS.get(str(case.direction), case.direction)}"
 
 
-def show(screen: tables.Console, done: Sequence[Outcome], options: argparse.Namespace) -> None:
+def show(done: Sequence[Outcome], options: argparse.Namespace) -> None:
     """Print the tables and where the files are, and draw the plot."""
     for _, outcomes in derive.grouped(done, lambda one: DTYPES.index(one.record.case.dtype)):
-        tables.show(screen, table(outcomes, options.device))
+        tables.show(table(outcomes, options.device))
     timed = [outcome.record for outcome in done if outcome.record.seconds]
     if timed:
-        tables.say(screen, LEGEND, "dim")
+        tables.say(LEGEND, "dim")
         draw(timed, options.out / f"strong_scaling_sp_{kind(options.device)}.png", options.device)
-    tables.say(screen, f"files: {options.out}")
+    tables.say(f"files: {options.out}")
 
 
 def draw(records: Sequence[Record], path: Path, device: str) -> None:
@@ -350,7 +348,7 @@ def draw(records: Sequence[Record], path: Path, device: str) -> None:
 
     by_dtype = derive.grouped(records, lambda record: record.case.dtype)
     series = {dtype: derive.rows(found) for dtype, found in by_dtype}
-    with style.styled():
+    with page.styled():
         figure = Figure(figsize=(10, 4.8), layout="constrained")
         for axes, kind in zip(figure.subplots(1, 2), (plots.TIMES, plots.SPEEDUPS), strict=True):
             plots.draw_scaling(axes, series, kind)
@@ -366,7 +364,3 @@ def file_name(setting: Setting, first: str) -> str:
     case = setting.case
     suffix = "" if case.dtype == first else f"_{case.dtype}"
     return f"strong_scaling_sp_{kind(setting.device)}_p{case.ranks}{suffix}.json"
-
-
-if __name__ == "__main__":
-    launching.main(main)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import pkgutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,8 +71,7 @@ def main(folder: Path) -> None:
         )
     torch.set_num_threads(THREADS)
     torch.set_float32_matmul_precision("highest")  # no TF32
-    module, _, name = job["measure"].partition(":")
-    record = getattr(importlib.import_module(module), name)(job["setting"], Rank(world, folder))
+    record = pkgutil.resolve_name(job["measure"])(job["setting"], Rank(world, folder))
     if world.rank == 0:
         (folder / "record.json").write_text(json.dumps(record, allow_nan=False))
 

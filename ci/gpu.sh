@@ -127,7 +127,7 @@ install() {
 }
 
 experiment() {
-    step "$1" python -m benchmarks.scaling "${sizes[@]}" --device "$on" --share-gpu --ranks 1,2,4 --transport "$1" --out "$results/$1"
+    step "$1" python -m benchmarks scaling "${sizes[@]}" --device "$on" --share-gpu --ranks 1,2,4 --transport "$1" --out "$results/$1"
 }
 
 suite() {
@@ -147,14 +147,14 @@ for name in $steps; do
         doctor) step doctor python -m sp_core.testing.launch -n 2 -- python -m sp_core doctor "${must[@]}" ;;
         smoke) suite smoke --only test_schemes ;;
         kernels) step kernels python -m device.kernels --on "$on" ;;
-        table) step table python -m benchmarks.contests.gpu "${gathered[@]}" --device "$on" --out "$results/gpu_table.json" ;;
+        table) step table python -m benchmarks gpu "${gathered[@]}" --device "$on" --out "$results/gpu_table.json" ;;
         threads | processes) suite "$name" --ranks "$name" ;;
         tests-*) SP_TRANSPORT=${name#tests-} suite "$name" ;;
         peers)
-            step peers python -m benchmarks.contests.peers "${attention[@]}" --device "$on" --ranks 1,2,4 --timeout 150 --resume \
+            step peers python -m benchmarks peers "${attention[@]}" --device "$on" --ranks 1,2,4 --timeout 150 --resume \
                 --out "$results/peers.json"
             ;;
-        records) step records python -m benchmarks.record "${cases[@]}" --device "$on" --share-gpu --ranks 1,2,4 --out "$results/records.jsonl" ;;
+        records) step records python -m benchmarks bench "${cases[@]}" --device "$on" --share-gpu --ranks 1,2,4 --out "$results/records.jsonl" ;;
         ipc | pinned | pipelined | staged) experiment "$name" ;;
         *) fail "unknown step $name" 2 ;;
     esac

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import pkgutil
 import re
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from test_scaling import program
 
 import sp_core as sp
 from benchmarks import launching, record, records, scaling
+from benchmarks.__main__ import PROGRAMS
 from benchmarks.cases import bench_collectives, bench_layers, bench_llama, bench_schemes
 from benchmarks.cases.session import meet
 from benchmarks.cases.setting import NOTHING, Setting
@@ -26,8 +28,8 @@ from benchmarks.contests.balance import balance
 from benchmarks.machine import fingerprint
 from benchmarks.records import Case
 from benchmarks.reporting import trace
-from benchmarks.sample import OVERHEAD, Budget, Sampler, choose
-from benchmarks.training.__main__ import train
+from benchmarks.sample import OVERHEAD, Budget, agree, choose, take, timing as timing_of
+from benchmarks.training.contest import train
 from sp_core.testing import spmd
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,12 +70,12 @@ def test_ranks_with_unequal_work_take_the_same_steps_and_the_slowest_one_counts(
             if last:
                 time.sleep(SLEEP)
 
-        sampler = Sampler(step, comm, sync=lambda: None, note=lambda: {"steps": float(steps)})
-        counts = sampler.agree(SHORT)
-        samples, notes = sampler.run(counts)
+        how: Any = {"sync": lambda: None}
+        counts = agree(step, comm, SHORT, **how)
+        spans, notes = take(step, comm, counts, note=lambda: {"steps": float(steps)}, **how)
     assert comm.allgather(counts) == [counts] * comm.size
     assert comm.allgather(steps) == [steps] * comm.size
-    timing = samples.as_dict()
+    timing = timing_of(spans, counts.inner)
     assert min(timing["samples_s"]) >= SLEEP
     assert timing["per_rank_median_s"][-1] >= SLEEP
     assert len(timing["samples_s"]) == counts.samples
@@ -240,6 +242,12 @@ def test_every_program_names_a_function_that_its_ranks_can_call() -> None:
         )
 
 
+def test_every_session_of_the_benchmarks_is_a_program() -> None:
+    named = re.findall(r'"benchmarks (\w+)[ "]', (ROOT / "noxfile.py").read_text())
+    assert {*named} == {*PROGRAMS} - {"gpu"}
+    assert all(callable(pkgutil.resolve_name(name)) for name in PROGRAMS.values())
+
+
 @pytest.mark.parametrize(("first", "code"), [("", 0), ("import sp_core\n", 1)])
 def test_the_library_comes_from_the_checkout_that_was_named_or_not_at_all(
     first: str, code: int, tmp_path: Path
@@ -270,7 +278,7 @@ def test_a_run_from_end_to_end(tmp_path: Path) -> None:
     out = tmp_path / "bench.jsonl"
     choice = ("--only", "schemes/ring", "--only", "collectives/all_gather")
     options = ("--ranks", "2", "--quick", *choice, "--out", str(out))
-    shown = program("benchmarks.record", *options)
+    shown = program("bench", *options)
     found = records.read(out)
     assert found.problems == []
     assert len(found.records) == 3

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import sp_core as sp
-from benchmarks.contests.collectives import __main__ as program, contestants as timed
-from benchmarks.contests.collectives.__main__ import KIB, MIB, ROWS, Row, heat_of, heats, judged
+from benchmarks.contests.collectives import contestants as timed, table as program
 from benchmarks.contests.collectives.contestants import CONTESTANTS, error_of
+from benchmarks.contests.collectives.table import KIB, MIB, ROWS, Row, heat_of, heats, judged
 from sp_core.testing import run_threads
 from sp_core.tuning import Curve, Tuning
 

@@ -40,24 +40,22 @@ def launch(ranks: int, **milliseconds: float) -> dict[str, Any]:
     }
 
 
-def marks(found: dict[str, Any]) -> dict[str, str]:
-    return {row[0]: row[-1] for row in rows(found, on_gpu=True)}
+YES, NO = "reached", "not reached"
 
 
-def test_what_counts_as_reached() -> None:
-    assert marks(launch(2, naive=9, staged=5, pipelined=0.9, ipc=0.18)) == {
-        "naive": "",
-        "staged": "",
-        "pipelined": "reached",
-        "ipc": "reached",
-    }
-    assert marks(launch(2, pipelined=1.1, ipc=0.23)) == {
-        "pipelined": "not reached",
-        "ipc": "not reached",
-    }
-    assert marks(launch(4, pipelined=2.1)) == {"pipelined": "reached"}  # 1.5 ms of the link: 71 %
-    assert marks(launch(4, pipelined=2.2)) == {"pipelined": "not reached"}
-    assert {row[-1] for row in rows(launch(2, pipelined=0.1), on_gpu=False)} == {""}
+@pytest.mark.parametrize(
+    ("found", "on_gpu", "marks"),
+    [
+        (launch(2, naive=9, staged=5, pipelined=0.9, ipc=0.18), True, ["", "", YES, YES]),
+        (launch(2, pipelined=1.1, ipc=0.23), True, [NO, NO]),
+        (launch(4, pipelined=2.1), True, [YES]),  # 1.5 ms of the link: 71 %
+        (launch(4, pipelined=2.2), True, [NO]),
+        (launch(2, pipelined=0.1), False, [""]),
+    ],
+)
+def test_what_counts_as_reached(found: dict[str, Any], on_gpu: bool, marks: list[str]) -> None:
+    shown = {row[0]: row[-1] for row in rows(found, on_gpu=on_gpu)}
+    assert shown == dict(zip(found["samples"], marks, strict=True))
 
 
 def test_what_the_link_needs_and_how_fairly_a_gpu_is_shared() -> None:

@@ -14,11 +14,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+from benchmarks.compare import rule
 from benchmarks.compare.rule import ORDER
-from benchmarks.reporting import comparison, derive, history, plots
-from benchmarks.reporting.__main__ import main
+from benchmarks.reporting import derive, history, plots
 from benchmarks.reporting.history import SIDE, changes
-from benchmarks.reporting.style import Picture, short, styled, svg
+from benchmarks.reporting.page import Picture, short, styled, svg
+from benchmarks.reporting.report import main
 
 pytestmark = pytest.mark.mpi_skip  # nothing here needs ranks
 
@@ -145,7 +146,7 @@ def pictures() -> list[Picture]:
             *plots.bandwidth(rows),
             *plots.shares(rows),
             *history.pictures(history.collect(several)),
-            *comparison.pictures(compared),
+            *rule.pictures(compared),
         ]
 
 

@@ -13,9 +13,9 @@ import pytest
 
 import sp_core as sp
 from benchmarks import launching
-from benchmarks.contests.netlab import __main__ as program, hosts
-from benchmarks.contests.netlab.__main__ import netlab, rows
+from benchmarks.contests.netlab import hosts, table as program
 from benchmarks.contests.netlab.measure import check_all
+from benchmarks.contests.netlab.table import netlab, rows
 from sp_core.schedules import ALGORITHMS
 from sp_core.testing import run_threads
 
@@ -73,7 +73,7 @@ def test_root_without_the_programs_is_red(
     """It does not fall back to the model."""
     monkeypatch.setattr(launching, "run", lambda *_: pytest.fail("ranks were started"))
     monkeypatch.setattr(program, "installed", lambda: "mpich")
-    monkeypatch.setattr("benchmarks.contests.netlab.__main__.os.geteuid", lambda: 0)
+    monkeypatch.setattr("benchmarks.contests.netlab.table.os.geteuid", lambda: 0)
     monkeypatch.setenv("PATH", "/nowhere")
     assert netlab([]) == 2
     assert "ip, tc not found on the PATH. Install iproute2" in capsys.readouterr().err
@@ -92,7 +92,7 @@ def test_without_root_the_output_says_that_the_link_is_a_model(
         launched.append(setting)
         return answers.pop(0)
 
-    monkeypatch.setattr("benchmarks.contests.netlab.__main__.os.geteuid", lambda: 1000)
+    monkeypatch.setattr("benchmarks.contests.netlab.table.os.geteuid", lambda: 1000)
     monkeypatch.setattr(launching, "run", run)
     monkeypatch.setattr(program, "installed", lambda: "mpich")
     out = tmp_path / "out.json"

@@ -15,10 +15,10 @@ from mpi4py import MPI
 from test_scaling import program as run_program
 
 from benchmarks import launching
-from benchmarks.contests.peers import __main__ as program, contestants as problem, decoding
-from benchmarks.contests.peers.__main__ import BALANCED, DUO, LAUNCHES, MASKED, PEERS, SOLO, peers
+from benchmarks.contests.peers import contestants as problem, decoding, table as program
 from benchmarks.contests.peers.contestants import NAMES
 from benchmarks.contests.peers.others import Contestant, masks, plain
+from benchmarks.contests.peers.table import BALANCED, DUO, LAUNCHES, MASKED, PEERS, SOLO, peers
 from benchmarks.statistics import Requirement, exact_interval
 from sp_core import transport
 from tests.oracle.reference.dense import visible
@@ -59,9 +59,9 @@ def test_a_contestant_with_other_logits_is_found() -> None:
     found = [
         {
             heat: check["status"]
-            for heat, check, _ in decoding.Contestant(
-                functools.partial(begin, scale), [1, 2], MPI.COMM_SELF
-            ).timers(want)
+            for heat, check, _ in decoding.timers(
+                MPI.COMM_SELF, functools.partial(begin, scale), [1, 2], want
+            )
         }
         for scale in ({}, {}, {1: 1.1}, {2: 1.1})
     ]
@@ -323,7 +323,7 @@ def test_every_contestant_computes_the_same_and_is_timed(tmp_path: Path) -> None
     """The real ones on two ranks. One whose library or compiler is missing has to say so."""
     out = tmp_path / "peers.json"
     options = ("--seq", "32", "--launches", "1", "--out", str(out))
-    run_program("benchmarks.contests.peers", *options)
+    run_program("peers", *options)
     (launch,) = json.loads(out.read_text())["launches"]
     assert {"cpu_model", "cores", "torch"} <= set(launch["env"])
     heat = launch["seqs"]["32"]

@@ -20,13 +20,11 @@ from markdown_it import MarkdownIt
 from rich.console import Console
 
 from benchmarks.compare.pairs import importance
-from benchmarks.compare.rule import ORDER
+from benchmarks.compare.rule import ORDER, section
 from benchmarks.records import Record, append, read, reason
 from benchmarks.reporting import derive, plots, tables, tables as text
-from benchmarks.reporting.__main__ import main, newest
-from benchmarks.reporting.comparison import section
-from benchmarks.reporting.page import Page, Section, code, html, markdown, write
-from benchmarks.reporting.style import styled
+from benchmarks.reporting.page import Page, Section, code, html, markdown, styled, write
+from benchmarks.reporting.report import main, newest
 from benchmarks.reporting.tables import Table
 
 pytestmark = pytest.mark.mpi_skip  # nothing here needs ranks
@@ -216,7 +214,7 @@ def keeps(record: Record) -> bool:
 def test_a_report_is_the_same_each_time(tmp_path: Path) -> None:
     records = [record for number in (0, 1) for record in made.run(number, few=True)]
     path = made.save(tmp_path / "r.jsonl", *filter(keeps, records))
-    other = ("-m", "benchmarks.reporting", str(path), "--out", str(tmp_path / "other"))
+    other = ("-m", "benchmarks", "report", str(path), "--out", str(tmp_path / "other"))
     paths = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
     environment = {"PYTHONPATH": paths, "PYTHONHASHSEED": "7", "PATH": "/usr/bin:/bin"}
     report(tmp_path, path)
@@ -338,12 +336,13 @@ def test_a_page_shows_little_until_somebody_asks(tmp_path: Path) -> None:
     assert "Not everything" not in page.words  # the records of these tests are valid
 
 
-def test_a_terminal_of_80_columns_shows_every_column() -> None:
+def test_a_terminal_of_80_columns_shows_every_column(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
+    monkeypatch.setattr(tables, "console", lambda: Console(file=out, width=80))
     every = tables.per_ranks(derive.rows(made.run()))
     table = next(table for table in every if table.title == "schemes, P = 2")
     for one in (table, replace(table, rows=()), tables.make("no row", ("case",), ())):
-        tables.show(Console(file=out, width=80), one)
+        tables.show(one)
     shown = out.getvalue()
     assert max(map(len, shown.splitlines())) <= 80
     assert all(word in shown for row in (table.columns, *table.rows) for word in row)

@@ -22,7 +22,7 @@ from studies.commands import ROOT, outside, printed
 from test_llama_checkpoint import shared
 
 import sp_core as sp
-from benchmarks.training.__main__ import divergence
+from benchmarks.training.contest import divergence
 from sp_core.launch.command import AS_ROOT, ENVIRONMENT, find_mpiexec
 from sp_core.llama import Llama, create
 from sp_core.llama.train import RECORD, backward, load_training, save_training, train_step

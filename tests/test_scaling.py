@@ -51,10 +51,10 @@ def mpi_environment() -> dict[str, str]:
     }
 
 
-def program(module: str, *options: str) -> str:
+def program(name: str, *options: str) -> str:
     """The output of a program that must come out well."""
     answer = subprocess.run(
-        [sys.executable, "-m", module, *options],
+        [sys.executable, "-m", "benchmarks", name, *options],
         cwd=ROOT,
         env=mpi_environment(),
         capture_output=True,
@@ -219,7 +219,7 @@ def test_a_step_with_its_backward_under_another_scheme(tmp_path: Path) -> None:
 def experiment(folder: Path, ranks: str, *options: str) -> tuple[list[dict[str, Any]], str]:
     """Run the real thing; return the documents and the output."""
     more = ("--ranks", ranks, "--out", str(folder))
-    shown = program("benchmarks.scaling", *TINY, *options, *more)
+    shown = program("scaling", *TINY, *options, *more)
     assert (folder / "strong_scaling_sp_cpu.png").read_bytes().startswith(b"\x89PNG")
     names = [f"strong_scaling_sp_cpu_p{p}.json" for p in ranks.split(",")]
     return [json.loads((folder / name).read_text()) for name in names], shown

@@ -246,7 +246,7 @@ case "$*" in
     *) echo "${SP_TRANSPORT:-} $*" >>"$CALLS" ;;
 esac
 case "$*" in *" install "*) exit "${PIP_ENDS:-0}" ;; esac
-case "$*" in *contests.gpu*) tar -tf "$OUT/sp_core-gpu.tar.gz" >>"$CALLS" ;; esac
+case "$*" in *"benchmarks gpu"*) tar -tf "$OUT/sp_core-gpu.tar.gz" >>"$CALLS" ;; esac
 case "$*" in *"${SLOW:-nothing}"*) exec sleep 60 ;; *"${WRONG:-nothing}"*) exit 3 ;; esac
 """
 
@@ -285,7 +285,7 @@ def test_the_gpu_command_installs_once_and_keeps_every_step(gpu: dict[str, str])
     suites = [line for line in rest if line.endswith("-m device --on cuda")]
     assert [line.split()[0] for line in suites] == ["ipc", "pinned"]
     assert "./tests-ipc.log" in rest
-    (peers,) = (line for line in rest if "contests.peers" in line)
+    (peers,) = (line for line in rest if "benchmarks peers" in line)
     assert "--dtype float32,bfloat16 --launches 4 --samples 12 --device cuda --ranks 1,2,4" in peers
 
 
@@ -306,7 +306,7 @@ def test_the_gpu_command_goes_on_with_what_has_not_ended_well(gpu: dict[str, str
     told = gpu_steps(gpu, steps)
     done = [line.split(":")[0] for line in told.splitlines() if line.endswith("done before")]
     assert done == ["== table", "== smoke", "== threads"]
-    names = ("contests.gpu", "test_schemes", "scaling", "--ranks threads")
+    names = ("benchmarks gpu", "test_schemes", "scaling", "--ranks threads")
     made = [name for line in called(gpu) for name in names if name in line]
     assert made == [*names, *names[1:3], names[2]]
     told = gpu_steps({**gpu, "SP_ALL_S": "0"}, f"{steps} records", 1)

@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 
 import sp_core as sp
 from benchmarks.records import ForeignError
-from benchmarks.reporting import timeline
+from benchmarks.reporting import report
 from benchmarks.reporting.tables import size
 from benchmarks.reporting.trace import Event, Log, difference, main, merge, shifted, spans
 from sp_core.testing import spmd
@@ -85,16 +85,16 @@ def test_a_step_of_two_ranks_is_traced(tmp_path: Path, capfd: pytest.CaptureFixt
     inside = next(event for event in mine if event["name"] == "forward")
     assert inside["tid"] == started["tid"]
     assert inside["ts"] < started["ts"] < inside["ts"] + inside["dur"]
-    table = timeline.read_trace(tmp_path / "trace.json").tables[0]
+    table = report.read_trace(tmp_path / "trace.json").tables[0]
     assert [line[0] for line in table.rows] == ["0", "1"]
 
 
 @given(st.lists(st.tuples(st.integers(0, 120), st.integers(0, 120)), max_size=6))
 def test_communication_is_counted_once_and_inside_its_step(spans: list[tuple[int, int]]) -> None:
-    step = timeline.Event("X", "step", 0, ts=10.0, dur=100.0)
-    calls = [timeline.Event("X", "call", 0, ts=start, dur=length) for start, length in spans]
+    step = report.Event("X", "step", 0, ts=10.0, dur=100.0)
+    calls = [report.Event("X", "call", 0, ts=start, dur=length) for start, length in spans]
     ticks = {tick for start, length in spans for tick in range(start, start + length)}
-    assert timeline.covered(step, calls) == len(ticks & {*range(10, 110)})
+    assert report.covered(step, calls) == len(ticks & {*range(10, 110)})
 
 
 @spmd(2)
@@ -123,13 +123,13 @@ def test_a_file_that_is_no_trace_is_refused(content: str, tmp_path: Path) -> Non
     path = tmp_path / "trace.json"
     path.write_text(content)
     with pytest.raises(ForeignError, match=r"trace\.json"):
-        timeline.read_trace(path)
+        report.read_trace(path)
 
 
 def test_the_timeline_adds_up_what_each_rank_sent_and_waited(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text(json.dumps(merge([profile(0, ahead=0.0)], {"scheme": "<b>"})))
-    section = timeline.read_trace(path)
+    section = report.read_trace(path)
     assert section.tables[0].rows == (("0", "500", "110", "22%", "3", "2.01 KiB"),)
     axes: Any = section.pictures[0].figure.axes[0]
     assert axes.get_xlabel().endswith("(ms)")

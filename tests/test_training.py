@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import launching
 from benchmarks.training import runs as faults
-from benchmarks.training.__main__ import allowed, complaints, divergence, train, yardstick
+from benchmarks.training.contest import allowed, complaints, divergence, train, yardstick
 from benchmarks.training.runs import DTYPES, Place, Setting, places, run_alone, run_place
 from sp_core.testing import run_threads
 

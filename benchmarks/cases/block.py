@@ -1,21 +1,25 @@
-"""Check a transformer block against a single device, then time it: the step of the experiment."""
+"""Check a transformer block against a single device, then time it: the step of the experiment.
+
+The single device computes in plain torch, with nothing of sp_core. Shapes: B batch, S sequence, Q
+queries, E model dim, H heads, K key/value heads, D head dim.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import sp_core as sp
-from benchmarks import corpus
-from benchmarks.cases import bench_layers, single
+from benchmarks.cases import bench_layers
 from benchmarks.cases.bench_schemes import communicators, sharding_of
 from benchmarks.cases.case import (
     Named,
@@ -27,12 +31,25 @@ from benchmarks.cases.case import (
     wait_for,
 )
 from benchmarks.cases.setting import BlockSetting, Verdict
+from benchmarks.corpus import source_bytes
 from benchmarks.machine import device as device_of, facts
 from benchmarks.records import AXIS, Case
-from benchmarks.sample import Counts, Sampler, makespans, meet_asleep, plain_loop
+from benchmarks.sample import Counts, makespans, meet_asleep, take
 from benchmarks.worker import Intracomm, Rank
 
 LEAST_GATHERS, FIRST_GATHERS = 10, 3
+LOGIT_GAIN = 1.5
+BIAS_WIDTH = 0.1
+WAVELENGTH = 10_000.0
+QUERY_CHUNK = 512  # keeps the score matrix of one chunk small: H * 512 * S elements
+EXACT_FLOPS = {
+    "cpu": 1e12,
+    "cuda": 2e13,
+}  # about half a minute of float64 on one core, and on a GPU
+SAMPLED_TOKENS = 64
+ROUND_OFFS = 2  # the output is rounded when attention and when the feed-forward are added
+
+Weights = Mapping[str, Tensor]
 
 
 def measure(values: Any, rank: Rank) -> dict[str, Any]:
@@ -58,7 +75,7 @@ def measure(values: Any, rank: Rank) -> dict[str, Any]:
         rank.tell("timing the AllGather")
         found["all_gather"] = time_gather(setting, mesh, sync, world)
         work = bench_layers.work_of(case, phases, made, x)
-        parts = measure_case(work, world, device, counts, partial(plain_loop, tell=rank.tell))
+        parts = measure_case(work, world, device, counts, tell=rank.tell)
     if (wrong := problem(parts)) is not None:
         raise RuntimeError(wrong)
     return {"parts": {**said, **parts}, **found}
@@ -68,8 +85,8 @@ def block(setting: BlockSetting, mesh: sp.Mesh, phases: Named) -> tuple[bench_la
     """Return the block with its weights, and this rank's tokens (B, S/P, E)."""
     case = setting.case
     made = bench_layers.block(case, mesh, phases)
-    corpus.fill(made[0], setting.seed)
-    x = corpus.tokens(case, sharding_of(case).positions(mesh.rank), setting.seed)
+    fill(made[0], setting.seed)
+    x = tokens(case, sharding_of(case).positions(mesh.rank), setting.seed)
     return made, x.to(mesh.device, dtype_of(case))
 
 
@@ -86,11 +103,11 @@ def check(setting: BlockSetting, made: bench_layers.Made, x: Tensor, world: Intr
     with torch.set_grad_enabled(both):
         mine = [forward(x.requires_grad_(both))]
         if both:
-            upstream = corpus.tokens(case, sharding_of(case).positions(world.rank), seeds[1]).to(x)
+            upstream = tokens(case, sharding_of(case).positions(world.rank), seeds[1]).to(x)
             mine += torch.autograd.grad(mine[0], x, upstream)
     shards = world.gather([part.detach().float().cpu().contiguous().numpy() for part in mine])
     if shards is not None:
-        whole, upstream = (corpus.tokens(case, every, seed).to(x) for seed in seeds)
+        whole, upstream = (tokens(case, every, seed).to(x) for seed in seeds)
         tensors = (map(torch.from_numpy, parts) for parts in zip(*shards, strict=True))
         y, *grad = (sharding_of(case).unshard([*parts], 1).to(x) for parts in tensors)
         verdict = judged(y, grad, whole, upstream, layer.state_dict(), case)
@@ -104,18 +121,18 @@ def judged(
     grad: Sequence[Tensor],
     whole: Tensor,
     upstream: Tensor,
-    weights: single.Weights,
+    weights: Weights,
     case: Case,
 ) -> Verdict:
     """Judge the ranks' output y and the gradient of the tokens, which may not be there."""
     with torch.no_grad():
-        alone, truth = single.block(whole, weights, case), single.exact(whole, weights, case)
-    verdicts = [single.judge(y, alone, truth, case)]
+        single, truth = alone(whole, weights, case), exact(whole, weights, case)
+    verdicts = [judge(y, single, truth, case)]
     for found in grad:
-        alone = single.gradient(whole, weights, case, upstream)
-        exact = single.gradient(whole.double(), single.widened(weights), case, upstream)
+        single = gradient(whole, weights, case, upstream)
+        wanted = gradient(whole.double(), widened(weights), case, upstream)
         rows, positions = (torch.arange(n, device=whole.device) for n in whole.shape[:2])
-        verdicts.append(single.judge(found, alone, (rows, positions, exact), case))
+        verdicts.append(judge(found, single, (rows, positions, wanted), case))
     return min(verdicts, key=lambda verdict: verdict.passed)
 
 
@@ -128,16 +145,16 @@ def time_gather(
         return None
     comm = mesh[AXIS]
     sharding, shape = sharding_of(case), case.shape
-    tokens = (2, shape["batch"], shape["kv_heads"], shape["head_dim"])
+    token = (2, shape["batch"], shape["kv_heads"], shape["head_dim"])
     mine = torch.ones(
-        (sharding.local_len(comm.rank), *tokens), device=mesh.device, dtype=dtype_of(case)
+        (sharding.local_len(comm.rank), *token), device=mesh.device, dtype=dtype_of(case)
     )
     gather = partial(sp.all_gather, mine, comm=comm, sizes=sharding.lengths)
     rounds = Counts(FIRST_GATHERS, 1, max(setting.iterations, LEAST_GATHERS))
-    samples, _ = Sampler(gather, world, sync=sync).run(rounds)
-    result = math.prod((shape["seq"], *tokens)) * mine.itemsize
+    spans, _ = take(gather, world, rounds, sync=sync)
+    result = math.prod((shape["seq"], *token)) * mine.itemsize
     received = result * (case.ranks - 1) / case.ranks
-    times = makespans(samples.spans)
+    times = makespans(spans)
     median = statistics.median(times)
     sizes = {"bytes_result": result, "bytes_received_per_rank": received}
     return {
@@ -146,3 +163,183 @@ def time_gather(
         "ms": median * 1e3,
         "gb_per_s": received / median / 1e9,
     }
+
+
+def tokens(case: Case, positions: Tensor, seed: int = 0) -> Tensor:
+    """Embed the text at the given positions.
+
+    Args:
+        case: batch, sequence and width.
+        positions: int64 (N,), places in the sequence.
+        seed: of the embedding.
+
+    Returns:
+        float32 (B, N, E).
+
+    Source: the positions are those of Vaswani et al. 2017, Attention Is All You Need,
+    arXiv:1706.03762, section 3.5.
+    """
+    batch, seq, hidden = (case.shape[name] for name in ("batch", "seq", "hidden"))
+    text = torch.frombuffer(bytearray(source_bytes(batch * seq)), dtype=torch.uint8).view(
+        batch, seq
+    )
+    table = torch.randn(256, hidden, generator=torch.Generator().manual_seed(seed))
+    embedded: Tensor = nn.Embedding.from_pretrained(table)(text[:, positions].long())
+    return embedded + _waves(positions, hidden)
+
+
+def fill(block: nn.Module, seed: int) -> None:
+    """Draw all weights from one seed: matrices normal, 1/sqrt(fan in) wide.
+
+    Those of queries and keys are LOGIT_GAIN wider.
+    """
+    for number, (name, parameter) in enumerate(block.named_parameters()):
+        if parameter.ndim == 1 and name.endswith("weight"):
+            continue  # of a norm: ones
+        gain = LOGIT_GAIN if "q_proj" in name or "k_proj" in name else 1.0
+        width = gain / parameter.shape[1] ** 0.5 if parameter.ndim == 2 else BIAS_WIDTH
+        generator = torch.Generator(parameter.device).manual_seed(seed + number)
+        with torch.no_grad():
+            parameter.normal_(0.0, width, generator=generator)
+
+
+def _waves(positions: Tensor, hidden: int) -> Tensor:
+    rates = WAVELENGTH ** -(torch.arange(0, hidden, 2) / hidden)
+    angles = positions[:, None] * rates
+    return torch.stack((angles.sin(), angles.cos()), -1).flatten(1)[:, :hidden]
+
+
+def causal(case: Case) -> bool:
+    """Return whether a token sees only itself and those before it."""
+    return case.mask == "causal"
+
+
+def alone(x: Tensor, weights: Weights, case: Case, queries: Tensor | None = None) -> Tensor:
+    """Compute a pre-norm transformer block.
+
+    Args:
+        x: (B, S, E), all tokens.
+        weights: by the names that `TransformerBlock.state_dict()` has.
+        case: heads and mask.
+        queries: int64 (Q,), the positions whose output is wanted; all if not given.
+
+    Returns:
+        (B, Q, E), or (B, S, E).
+    """
+    chosen = x if queries is None else x[:, queries]
+    q = _heads(_linear(_norm(chosen, weights, "norm1"), weights, "attention.q_proj"), case)
+    normed = _norm(x, weights, "norm1")
+    k, v = (
+        _heads(_linear(normed, weights, f"attention.{name}"), case) for name in ("k_proj", "v_proj")
+    )
+    out = _attention(q, k, v, case, queries)
+    y = chosen + _linear(out.transpose(1, 2).flatten(2), weights, "attention.o_proj")
+    inner = F.gelu(_linear(_norm(y, weights, "norm2"), weights, "feed_forward.up"))
+    return y + _linear(inner, weights, "feed_forward.down")
+
+
+def gradient(x: Tensor, weights: Weights, case: Case, upstream: Tensor) -> Tensor:
+    """Return the gradient of all tokens x (B, S, E), in their dtype."""
+    leaf = x.detach().requires_grad_()
+    return torch.autograd.grad(alone(leaf, weights, case), leaf, upstream.to(x))[0]
+
+
+def exact(x: Tensor, weights: Weights, case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the block in float64, for all tokens or for a sample of the first sequence.
+
+    Returns:
+        Rows int64 (R,) and positions int64 (Q,) that were computed, and the output (R, Q, E).
+    """
+    whole = bench_layers.flops(case) <= EXACT_FLOPS.get(x.device.type, EXACT_FLOPS["cuda"])
+    rows = torch.arange(case.shape["batch"] if whole else 1, device=x.device)
+    count = case.shape["seq"] if whole else min(SAMPLED_TOKENS, case.shape["seq"])
+    positions = (
+        torch.linspace(0, case.shape["seq"] - 1, count, dtype=torch.float64, device=x.device)
+        .round()
+        .long()
+    )
+    wide = widened(weights)
+    outputs = [
+        torch.cat(
+            [
+                alone(x[row : row + 1].double(), wide, case, chunk)
+                for chunk in positions.split(QUERY_CHUNK)
+            ],
+            1,
+        )
+        for row in rows.tolist()
+    ]
+    return rows, positions, torch.cat(outputs)
+
+
+def widened(weights: Weights) -> Weights:
+    """Return the weights in float64."""
+    return {name: weight.double() for name, weight in weights.items()}
+
+
+def judge(
+    ranks: Tensor, single: Tensor, truth: tuple[Tensor, Tensor, Tensor], case: Case
+) -> Verdict:
+    """Compare the output of the ranks with that of a single device.
+
+    The ranks may be twice as far from the float64 result as the single device is, and a few
+    roundings more. Tokens without a float64 result must be as near to the single device as these
+    distances together allow. All that means nothing where the single device is far off itself, as
+    with TF32: rounding makes a sum of n terms wrong by about sqrt(n) u, and it may not be further
+    off.
+
+    Args:
+        ranks: (B, S, E), gathered.
+        single: (B, S, E), in the same dtype.
+        truth: what `exact` returned.
+        case: its sizes give the longest sum: a linear layer's, or that over the keys.
+    """
+    rows, positions, wanted = truth
+    scale, unit = float(wanted.abs().max()), torch.finfo(single.dtype).eps / 2
+    single_error, ranks_error = (_distance(y[rows][:, positions], wanted) for y in (single, ranks))
+    error, tokens = _distance(ranks, single), wanted.shape[0] * wanted.shape[1]
+    terms = max(case.shape[name] for name in ("hidden", "ffn", "seq"))
+    single_bound = math.sqrt(terms) * unit * scale
+    if error is None or single_error is None or ranks_error is None:
+        return Verdict(
+            error, single_error, ranks_error, 0.0, single_bound, scale, tokens, passed=False
+        )
+    bound = 2 * single_error + ROUND_OFFS * unit * scale
+    passed = (
+        single_error <= single_bound and ranks_error <= bound and error <= bound + 2 * single_error
+    )
+    return Verdict(error, single_error, ranks_error, bound, single_bound, scale, tokens, passed)
+
+
+def _distance(y: Tensor, wanted: Tensor) -> float | None:
+    """Return the largest difference, None where one is not finite.
+
+    It goes row by row, because a float64 copy of all may not fit.
+    """
+    largest = max(
+        float((a.double() - b.double()).abs().max()) for a, b in zip(y, wanted, strict=True)
+    )
+    finite = all(bool((a - b).isfinite().all()) for a, b in zip(y, wanted, strict=True))
+    return largest if finite else None
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, case: Case, queries: Tensor | None) -> Tensor:
+    """(B, H, Q, D) from heads-first q, and k and v with K heads."""
+    k, v = (x.repeat_interleave(case.shape["heads"] // case.shape["kv_heads"], 1) for x in (k, v))
+    if queries is None or not causal(case):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal(case))
+    seen: Tensor = queries[:, None] >= torch.arange(case.shape["seq"], device=q.device)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+
+def _heads(x: Tensor, case: Case) -> Tensor:
+    heads: Tensor = x.unflatten(2, (-1, case.shape["head_dim"]))
+    return heads.transpose(1, 2)
+
+
+def _norm(x: Tensor, weights: Weights, name: str) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"])
+
+
+def _linear(x: Tensor, weights: Weights, name: str) -> Tensor:
+    return F.linear(x, weights[f"{name}.weight"], weights[f"{name}.bias"])

@@ -18,12 +18,14 @@ from benchmarks.records import Case
 from benchmarks.sample import (
     Budget,
     Counts,
-    Loop,
     Notes,
-    Sampler,
-    Samples,
+    Span,
+    agree,
     highest_and_mean,
     peak_memory,
+    step_seconds,
+    take,
+    timing,
     undisturbed,
 )
 from benchmarks.worker import Intracomm
@@ -198,8 +200,8 @@ def measure(
     world: Intracomm,
     device: torch.device,
     budget: Budget | Counts,
-    loop: Loop,
     *,
+    tell: Callable[[str, int, int], None] = lambda *_: None,
     memory: bool = True,
 ) -> Parts:
     """Time one rank's work and count what it sends.
@@ -209,16 +211,17 @@ def measure(
         world: all ranks, on a communicator that the work does not use.
         device: where tensors live.
         budget: how long it may take, or how many samples there are.
-        loop: calls the step.
+        tell: hears how many samples were taken, and of how many.
         memory: also find out the peak memory, which on a CPU takes every rank seconds of imports.
 
     Returns:
         The parts of the record that were measured, the same on all ranks.
     """
     with undisturbed():
-        sampler = Sampler(work.step, world, sync=partial(wait_for, device), note=work.phases.note)
-        counts = sampler.agree(budget) if isinstance(budget, Budget) else budget
-        samples, notes = sampler.run(counts, loop)
+        step, sync, counts = work.step, partial(wait_for, device), budget
+        if isinstance(counts, Budget):
+            counts = agree(step, world, counts, sync=sync)
+        spans, notes = take(step, world, counts, sync=sync, note=work.phases.note, tell=tell)
         for comm in work.phases.comms:
             comm.counters.reset()
         # one more step, not timed
@@ -230,8 +233,8 @@ def measure(
     formula = sum(known) if len(known) == len(formulas) else None
     highest = max(world.allgather(peak))
     return {
-        "timing": samples.as_dict(),
-        "phases": _phases(samples, notes),
+        "timing": timing(spans, counts.inner),
+        "phases": _phases(spans, counts.inner, notes),
         "comm": _comm(told, notes, work),
         "memory": {"peak_bytes": highest, "method": method} if memory else None,
         "work": {"flops": work.flops, "tokens": work.tokens, "bytes_formula": formula},
@@ -247,11 +250,11 @@ def problem(parts: Parts) -> str | None:
     return f"the ranks sent {counted} bytes in one step; by formula it is {expected}."
 
 
-def _phases(samples: Samples, notes: Notes) -> Parts:
+def _phases(spans: list[list[Span]], inner: int, notes: Notes) -> Parts:
     noted = {name for rank in notes for sample in rank for name in sample}
     names = sorted(name for name in noted if not name.startswith(_OPERATION))
     named = {name: highest_and_mean(_noted(notes, name)) for name in names}
-    return {"total": highest_and_mean(samples.durations), **named}
+    return {"total": highest_and_mean(step_seconds(spans, inner)), **named}
 
 
 def _noted(notes: Notes, name: str) -> list[list[float]]:

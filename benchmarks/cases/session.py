@@ -68,9 +68,7 @@ class Harness:
             with meshes(case, self.world, self.device) as mesh:
                 sync = partial(wait_for, self.device)
                 work: Work = module_of(case.layer).build(case, mesh, sync)
-                found = measure_case(
-                    work, self.world, self.device, budget, benchmark.pedantic, memory=memory
-                )
+                found = measure_case(work, self.world, self.device, budget, memory=memory)
         except Exception as raised:  # noqa: BLE001  # whatever it is, the other ranks must learn of it
             error = raised
         failures = meet(self.world, error)
@@ -81,7 +79,7 @@ class Harness:
         self.done += 1
         if reason is not None:
             raise CaseFailed(reason) from error
-        # rank 0's own clock sees less
+        benchmark.pedantic(lambda: None)  # makes the statistics, whose samples are replaced
         benchmark.stats.stats.data[:] = found["timing"]["samples_s"]
         benchmark.group = case.layer
         benchmark.extra_info.update(case=case.id, ranks=case.ranks, inner=found["timing"]["inner"])

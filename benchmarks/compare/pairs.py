@@ -36,8 +36,6 @@ Place = tuple[str, int, str]
 
 SIDES = ("base", "head")
 STAGES = {"screen": SCREEN_PAIRS, "confirm": CONFIRM_PAIRS}
-Obstacle = tuple[Verdict, str]
-"""A verdict that needs no times, and its reason."""
 
 
 class Group:
@@ -172,14 +170,13 @@ def _reason(verdict: Verdict, logs: Sequence[float], delta: float) -> str:
     return f"{f'about {needed} pairs' if needed else 'more pairs than are worth it'} would decide"
 
 
-def obstacle(group: Group, stage: str) -> Obstacle | None:
-    """Return why the times of a stage cannot be judged."""
+def obstacle(group: Group, stage: str) -> tuple[Verdict, str] | None:
+    """Return a verdict that needs no times of a stage and its reason, if there is one."""
     told = ((place, _complaint(group.at.get(place))) for place in places(stage))
     if bad := [(place, text) for place, text in told if text]:
-        return (
-            Verdict.MISSING,
-            f"{len(bad)} of {2 * STAGES[stage]} launches; {_where(bad[0][0])}: {bad[0][1]}",
-        )
+        (in_stage, index, side), text = bad[0]
+        first = f"{side} in pair {index} of the {in_stage} stage: {text}"
+        return Verdict.MISSING, f"{len(bad)} of {2 * STAGES[stage]} launches; {first}"
     stages = ("screen",) if stage == "screen" else STAGES
     if difference := _difference([record for one in stages for record in group.of(one)]):
         return Verdict.MISMATCH, difference
@@ -196,10 +193,6 @@ def _complaint(record: Record | None) -> str | None:
     if record.status not in MEASURED:  # an uneven start is noise, which the half-width includes
         return f"{record.status}: {record.reason}"
     return None if record.seconds else "a time of 0 s"
-
-
-def _where(place: Place) -> str:
-    return f"{place[2]} in pair {place[1]} of the {place[0]} stage"
 
 
 def _difference(records: Sequence[Record]) -> str | None:

@@ -1,4 +1,4 @@
-"""Does the comparison see what is there, and nothing else? `python -m benchmarks.compare.selftest`.
+"""Does the comparison see what is there, and nothing else? `nox -s bench_selftest`.
 
 A commit against itself must show nothing. Then the head's worktree gets more work on one rank,
 twice the smallest change that counts, in one scheme: that must be found at every P whose times are
@@ -13,7 +13,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.compare.__main__ import KEPT, MEASURING, bench, compare, fresh_folder
+from benchmarks.compare.command import (
+    KEPT,
+    MEASURING,
+    bench,
+    commits,
+    compare,
+    fresh_folder,
+    sides,
+)
 from benchmarks.compare.rule import (
     DELTAS,
     GATEABLE_SHARE,
@@ -22,8 +30,7 @@ from benchmarks.compare.rule import (
     Side,
     Verdict,
 )
-from benchmarks.compare.sides import commits, sides
-from benchmarks.launching import Options, UsageError, about, main as start, program
+from benchmarks.launching import Options, UsageError, about, program
 
 PLANTED_CASE = "schemes/ring/zigzag/causal/forward"
 PLANTED_IN = Path("sp_core") / "schemes" / "ring.py"
@@ -56,18 +63,11 @@ OPTIONS: Options = {
 @program("bench_selftest", __doc__, OPTIONS, KEPT, strict=False)
 def main(options: argparse.Namespace) -> int:
     """Return 0 if the comparison is right, 1 if it is not, 2 for usage."""
-    complaints = _run(options, fresh_folder(options.out))
-    print("\n".join(complaints) or "the comparison finds what is there, and nothing else")
-    return int(bool(complaints))
-
-
-def _run(options: argparse.Namespace, out: Path) -> list[str]:
-    """Make all comparisons; return what is wrong with them."""
+    out, head = fresh_folder(options.out), commits("HEAD", "HEAD")[1]
 
     def compared(pair: tuple[Side, Side], name: str) -> Result:
         return compare(pair, options, bench(options, name), fresh_folder(out / name))
 
-    head = commits("HEAD", "HEAD")[1]
     names = [f"same-{n}" for n in range(options.same)]
     with sides(head, head, ("HEAD", "HEAD")) as pair:
         same = [compared(pair, name) for name in names]
@@ -75,7 +75,8 @@ def _run(options: argparse.Namespace, out: Path) -> list[str]:
         slower = (pair[0], plant(pair[1], 1 + 2 * planted_delta(same)))
         for n in range(options.slower):
             complaints += planted_found(compared(slower, f"slower-{n}"))
-    return complaints
+    print("\n".join(complaints) or "the comparison finds what is there, and nothing else")
+    return int(bool(complaints))
 
 
 def plant(side: Side, factor: float) -> Side:
@@ -123,7 +124,3 @@ def planted_found(result: Result) -> list[str]:
     if not any(row.verdict is Verdict.REGRESSED for row in planted):
         found.append("found at no P")
     return [f"more work in {PLANTED_CASE}: {text}" for text in found]
-
-
-if __name__ == "__main__":
-    start(main)

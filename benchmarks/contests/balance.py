@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,10 +21,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.contests.contest import Contest, Entry, Part, Wrong
 from benchmarks.corpus import source_files
-from benchmarks.launching import Launch, Record, UsageError, about, main, numbers_of_ranks
+from benchmarks.launching import Launch, Record, UsageError, about, numbers_of_ranks
 from benchmarks.machine import facts
 from benchmarks.reporting.tables import make
-from benchmarks.sample import Span, makespans, race
+from benchmarks.sample import makespans, race, turn
 from benchmarks.statistics import Interval, Requirement, exact_interval
 from benchmarks.worker import Intracomm, Rank
 from sp_core.llama import Decoder, Llama, LlamaConfig, create
@@ -127,15 +126,11 @@ def measure(setting: Record, rank: Rank) -> Record:
             }
             for name, (operations, logits) in counted.items()
         }
-
-        def sample(plan: Plan) -> Span:
-            world.Barrier()
-            start = time.perf_counter()
-            compute(model, sequences, plan)
-            return start, time.perf_counter()
-
         if setting["rounds"]:
-            runners = {name: partial(sample, made[name]) for name in sorted(made)}
+            runners = {
+                name: partial(turn, world, partial(compute, model, sequences, made[name]))
+                for name in sorted(made)
+            }
             for name, spans in race(world, runners, setting["rounds"], 0).items():
                 policies[name]["spans_s"] = spans
     stages = bubbles(world) if setting["rounds"] else []
@@ -173,13 +168,11 @@ def waiting(model: Llama, count: int, world: Intracomm) -> float:
     ]
     counters = model.grid.stages.counters
     counters.reset()
-    world.Barrier()
-    start = time.perf_counter()
-    decoder.prefill(tokens)
-    end = time.perf_counter()
+    span = turn(world, partial(decoder.prefill, tokens))
     waited = sum(counters[name].seconds for name in ("pipeline", "broadcast"))
-    starts, ends, waits = zip(*world.allgather((start, end, waited)), strict=True)
-    return float(sum(waits) / ((max(ends) - min(starts)) * world.size))
+    spans, waits = zip(*world.allgather((span, waited)), strict=True)
+    (whole,) = makespans([[one] for one in spans])
+    return float(sum(waits) / (whole * world.size))
 
 
 BALANCED = "balanced"
@@ -292,6 +285,3 @@ OPTIONS = {
     "--rounds": about(type=int, default=6, metavar="N", help="timed rounds (default: %(default)s)"),
 }
 balance = Contest("balance", __doc__, OPTIONS, plan, show, "balance.json", timeout=600.0)
-
-if __name__ == "__main__":
-    main(balance)

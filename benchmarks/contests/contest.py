@@ -100,13 +100,12 @@ class Contest:
 
     def __call__(self, arguments: Sequence[str] | None = None) -> int:
         """Return the exit code: 0, 1 if something failed or is wrong, 2 for bad options, 130."""
-        made = launching.program(self.name, self.text, self._options())(self._main)
-        return made(arguments)
+        return launching.program(self.name, self.text, self._options())(self._main)(arguments)
 
     def _main(self, options: argparse.Namespace) -> int:
         if options.show:
             for path in options.show:
-                self._tell(tables.console(), _finished(json.loads(path.read_text())))
+                self._tell(_finished(json.loads(path.read_text())))
             return 0
         known, entries = self.plan(options)
         entries = [one for one in entries if one.needed or options.only in one.name]
@@ -146,41 +145,40 @@ class Contest:
 
     def _run(self, entries: Iterable[Entry], document: Record, out: Path) -> int:
         """Run the launches that the document does not hold, and write it after each of them."""
-        screen, interrupted = tables.console(), False
-        document = _finished(document)
+        document, interrupted = _finished(document), False
         have = {record["name"] for record in document["launches"]}
         try:
             for entry in (one for one in entries if one.name not in have):
                 record = {"name": entry.name, **entry.about, **entry.run()}
                 document["launches"].append(record)
                 told = f"{record['status']}, {record.get('took_s', 0.0):.0f} s"
-                tables.say(screen, f"{self.name}: {entry.name}: {told}")
+                tables.say(f"{self.name}: {entry.name}: {told}")
                 write_json(out, document)
                 if record["status"] != "ok":
-                    tables.say(screen, f"{record['reason']}\n{record.get('output', '')}", "red")
+                    tables.say(f"{record['reason']}\n{record.get('output', '')}", "red")
                     if entry.needed:
                         break
         except KeyboardInterrupt:
             interrupted = True
             print(f"\n{self.name}: interrupted; what is complete follows.", file=sys.stderr)
         done = _finished(document)
-        wrong = self._tell(screen, done)
+        wrong = self._tell(done)
         if self.draw is not None and done["launches"]:
             self.draw(done, out.with_suffix(".png"))
         failed = len(done["launches"]) < len(document["launches"])
         return launching.INTERRUPTED if interrupted else int(wrong or failed)
 
-    def _tell(self, screen: tables.Console, document: Record) -> bool:
+    def _tell(self, document: Record) -> bool:
         """Print what a document says; return whether something is wrong."""
         nothing = [Wrong("no launch was completed.")]
         parts = list(self.show(document)) if document["launches"] else nothing
         for part in sorted(parts, key=lambda part: isinstance(part, Wrong)):
             if isinstance(part, tables.Table):
-                tables.show(screen, part)
+                tables.show(part)
             elif isinstance(part, Wrong):
-                tables.say(screen, f"{self.name}: {part}", "red")
+                tables.say(f"{self.name}: {part}", "red")
             else:
-                tables.say(screen, part)
+                tables.say(part)
         return any(isinstance(part, Wrong) for part in parts)
 
 

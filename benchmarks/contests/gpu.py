@@ -12,6 +12,7 @@ import argparse
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from torch import Tensor
 import sp_core as sp
 from benchmarks.cases.case import wait_for
 from benchmarks.contests.contest import Contest, Entry, Part
-from benchmarks.launching import Launch, Record, about, main, numbers_of_ranks
+from benchmarks.launching import Launch, Record, about, numbers_of_ranks
 from benchmarks.machine import device as device_of, facts
 from benchmarks.reporting.tables import make
 from benchmarks.statistics import Requirement, exact_interval
@@ -77,6 +78,12 @@ def beside(world: Intracomm, nbytes: int, side: int, device: torch.device) -> di
     return {**alone, **{f"{name}, all ranks": call for name, call in calls.items()}}
 
 
+def finish(call: Call, device: torch.device) -> None:
+    """Carry out a call to its end on the device."""
+    call()
+    wait_for(device)
+
+
 def measured(
     world: Intracomm,
     device: torch.device,
@@ -99,16 +106,9 @@ def measured(
     wanted = torch.arange(float(world.size)).repeat_interleave(piece)
     missing: dict[str, str] = {}
 
-    def settled(call: Call) -> Call:
-        def run() -> None:
-            call()
-            wait_for(device)
-
-        return run
-
     def timed(calls: dict[str, Any]) -> dict[str, list[float]]:
-        waited = {name: settled(call) for name, call in calls.items()}
-        return interleaved(world, waited, seconds, LEAST_ROUNDS)
+        whole: dict[str, Call] = {n: partial(finish, call, device) for n, call in calls.items()}
+        return interleaved(world, whole, seconds, LEAST_ROUNDS)
 
     with ExitStack() as stack:
         calls = gathers(world, x, stack, missing)
@@ -208,6 +208,3 @@ OPTIONS = {
     ),
 }
 gpu = Contest("gpu", __doc__, OPTIONS, plan, show, "gpu_table.json", timeout=150.0)
-
-if __name__ == "__main__":
-    main(gpu)

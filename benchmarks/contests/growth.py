@@ -24,7 +24,7 @@ import torch
 
 import sp_core as sp
 from benchmarks.contests.contest import Contest, Entry, Part, Wrong
-from benchmarks.launching import Launch, Record, about, main, numbers_of_ranks
+from benchmarks.launching import Launch, Record, about, numbers_of_ranks
 from benchmarks.reporting.tables import make, significant
 from benchmarks.sample import Span, peak_memory, race
 from benchmarks.statistics import Requirement, exact_interval
@@ -292,7 +292,10 @@ def together(_: Record, rank: Rank) -> Record:
 
 
 def meet(world: Any) -> None:
-    """Wait for all ranks asleep: waiting in MPI would take time from a rank that computes."""
+    """Wait for all ranks asleep: waiting in MPI would take time from a rank that computes.
+
+    Many ranks must look more seldom than `meet_asleep` does.
+    """
     base.wait(base.Transfer([world.Ibarrier().Test]))
 
 
@@ -382,6 +385,3 @@ OPTIONS = {
     "--rounds": about(type=int, default=5, metavar="N", help="timed rounds (default: %(default)s)"),
 }
 growth = Contest("growth", __doc__, OPTIONS, plan, show, "growth_{mpi}.json", timeout=1200.0)
-
-if __name__ == "__main__":
-    main(growth)

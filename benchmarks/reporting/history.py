@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 
 from benchmarks.records import Record
 from benchmarks.reporting.derive import flags, grouped, setting_of
-from benchmarks.reporting.plots import LINES, parts
-from benchmarks.reporting.style import (
+from benchmarks.reporting.page import (
     INK,
     Axes,
     Picture,
@@ -37,6 +36,7 @@ from benchmarks.reporting.style import (
     picture,
     plain_ticks,
 )
+from benchmarks.reporting.plots import LINES, parts
 from benchmarks.reporting.tables import Table, make, milliseconds, plain, ratio
 
 LABELS = 8  # commits that are named on an axis

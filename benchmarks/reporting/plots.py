@@ -9,7 +9,7 @@ from itertools import takewhile
 from typing import TypeVar
 
 from benchmarks.reporting.derive import Row, grouped
-from benchmarks.reporting.style import (
+from benchmarks.reporting.page import (
     COLOURS,
     GRID,
     PRETENDED,

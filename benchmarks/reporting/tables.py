@@ -267,7 +267,7 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else WIDTH)
 
 
-def following(on: Console, name: str) -> Callable[..., None]:
+def following(name: str) -> Callable[..., None]:
     """Return a function of what is done now, how much is done and of how much: it prints some."""
     said = -LINES_EVERY
 
@@ -275,23 +275,23 @@ def following(on: Console, name: str) -> Callable[..., None]:
         nonlocal said
         if abs(done - said) >= LINES_EVERY or 0 < done == total:
             said = done
-            say(on, f"{name}: {f'{done} of {total}, ' * bool(total)}{phase}")
+            say(f"{name}: {f'{done} of {total}, ' * bool(total)}{phase}")
 
     return told
 
 
-def say(on: Console, text: str, style: str = "") -> None:
+def say(text: str, style: str = "") -> None:
     """Print a text as it is, without markup and without line breaks of the terminal's width."""
-    on.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+    console().print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
-def show(on: Console, table: Table) -> None:
+def show(table: Table) -> None:
     """Print a table; columns that do not fit follow below, under the first one again."""
     from rich import box
     from rich.table import Table as Grid
     from rich.text import Text
 
-    title = table.title
+    on, title = console(), table.title
     for part in _parts(table, on.width):
         grid = Grid(box=box.SIMPLE_HEAD, title=Text(title, "bold"), title_justify="left")
         for place in part:
@@ -307,7 +307,7 @@ def show(on: Console, table: Table) -> None:
         on.print(grid)
         title = ""
     if table.note:
-        say(on, table.note, "dim")
+        say(table.note, "dim")
 
 
 def _parts(table: Table, width: int) -> Iterator[list[int]]:

@@ -1,4 +1,4 @@
-"""Trace one step of a transformer block on all ranks: `python -m benchmarks.reporting.trace`.
+"""Trace one step of a transformer block on all ranks: `nox -s trace`.
 
 The trace is for Perfetto. Communication is named; each rank's clock is compared with rank 0's.
 """
@@ -290,7 +290,3 @@ def main(options: argparse.Namespace) -> int:
     what = f"{setting.case.ranks} ranks, {scaling.step(setting.case)}"
     print(f"{out}: {what}. Open it in ui.perfetto.dev or chrome://tracing.")
     return 0
-
-
-if __name__ == "__main__":
-    launching.main(main)

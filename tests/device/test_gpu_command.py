@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.contests.peers.__main__ import PEERS
+from benchmarks.contests.peers.table import PEERS
 from device.build import NAME
 
 pytestmark = pytest.mark.mpi_skip  # it starts mpiexec

@@ -13,7 +13,7 @@ from benchmarks.contests.peers.models import NAMES, OURS, PEERS
 def test_every_contestant_computes_the_same_and_is_timed(tmp_path: Path) -> None:
     """Each on two ranks; DeepSpeed is installed here."""
     out = tmp_path / "peers.json"
-    command = (sys.executable, "-m", "benchmarks.contests.peers.models", "--seq", "64")
+    command = (sys.executable, "-m", "benchmarks", "peers_model", "--seq", "64")
     subprocess.run([*command, "--launches", "1", "--out", str(out)], check=True, timeout=600)
     (launch,) = json.loads(out.read_text())["launches"]
     heat = launch["seqs"]["64"]

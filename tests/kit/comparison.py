@@ -11,9 +11,9 @@ from typing import Any, cast
 
 from kit import records as made
 
+from benchmarks.compare.command import measure
 from benchmarks.compare.pairs import build
 from benchmarks.compare.rule import RECORDS, Key, Result, Row, Side
-from benchmarks.compare.sides import Session
 
 Json = dict[str, Any]
 RING, ULYSSES, LAYER = "schemes/ring/forward", "schemes/ulysses/forward", "layers/block/forward"
@@ -116,9 +116,8 @@ def compared(
     """The result of a whole comparison on a made-up machine."""
     sides = pair_of_sides()
     listed = {side.name: machine.listed(side, ranks) for side in sides}
-    Session(cast("Any", machine), sides, seed, folder / RECORDS, lambda *_: None).run(
-        listed["base"] & listed["head"]
-    )
+    how: Any = {"seed": seed, "out": folder / RECORDS, "heard": lambda *_: None}
+    measure(cast("Any", machine), sides, listed["base"] & listed["head"], **how)
     return build(folder, *sides, listed, strict=strict)
 
 

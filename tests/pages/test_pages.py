@@ -17,10 +17,10 @@ from axe_playwright_python.sync_playwright import Axe
 from kit import records as made
 from playwright.sync_api import Page, sync_playwright
 
-from benchmarks.reporting import comparison, derive, page as pages
-from benchmarks.reporting.__main__ import main, newest
-from benchmarks.reporting.page import write
-from benchmarks.reporting.style import styled
+from benchmarks.compare import rule
+from benchmarks.reporting import derive, page as pages
+from benchmarks.reporting.page import styled, write
+from benchmarks.reporting.report import main, newest
 from benchmarks.reporting.tables import COLUMNS, cells
 
 SIZES = {"phone": (390, 844), "tablet": (820, 1180), "desktop": (1400, 900)}
@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "history.html").rename(folder / "empty.html")
     assert main([str(folder / "many.jsonl"), "--history", "--out", str(folder)]) == 0
     with styled():
-        sections = (comparison.section(made.result(*verdicts)), *newest(derive.by_setting(RECORDS)))
+        sections = (rule.section(made.result(*verdicts)), *newest(derive.by_setting(RECORDS)))
         write(pages.Page("Comparison of two commits", (), sections), folder, "report")
     return folder
 

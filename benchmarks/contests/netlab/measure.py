@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import sp_core as sp
-from benchmarks.contests.netlab.__main__ import LIBRARY, STREAM, STREAM_BYTES, Setting
+from benchmarks.contests.netlab.table import LIBRARY, STREAM, STREAM_BYTES, Setting
 from benchmarks.launching import Record
 from benchmarks.machine import environment
 from benchmarks.sample import Span, makespans, race

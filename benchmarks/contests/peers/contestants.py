@@ -6,9 +6,8 @@ import functools
 import itertools
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.cases.case import wait_for
-from benchmarks.contests.peers.__main__ import (
-    BALANCED,
-    HEADS,
-    LAYOUTS,
-    MASKED,
-    PLACE,
-    heat_name,
-)
 from benchmarks.contests.peers.others import (
     Attend,
     Contestant,
@@ -34,10 +25,18 @@ from benchmarks.contests.peers.others import (
     plain,
     processes,
 )
+from benchmarks.contests.peers.table import (
+    BALANCED,
+    HEADS,
+    LAYOUTS,
+    MASKED,
+    PLACE,
+    heat_name,
+)
 from benchmarks.launching import Record
 from benchmarks.machine import device as device_of, facts
-from benchmarks.sample import ABSENT, Span, makespans, meet_asleep, race
-from benchmarks.worker import THREADS, Intracomm, Rank
+from benchmarks.sample import Span, makespans, race, turn
+from benchmarks.worker import Intracomm, Rank
 from sp_core.mask import Mask
 from sp_core.mesh import Mesh
 from sp_core.schemes import SCHEMES
@@ -107,9 +106,30 @@ def errors(results: Sequence[Tensor], mine: Part, expected: Sequence[Tensor]) ->
 
     Where a result is not finite, the error is infinite.
     """
-    pairs = ((x.detach() - y[:, mine.positions], y) for x, y in zip(results, expected, strict=True))
-    found = [float(difference.abs().max() / y.abs().max()) for difference, y in pairs]
-    return [error if math.isfinite(error) else math.inf for error in found]
+    pairs = zip(results, expected, strict=True)
+    return [distance(x.detach(), y[:, mine.positions]) for x, y in pairs]
+
+
+def distance(x: Tensor, y: Tensor) -> float:
+    """Return the largest |x - y| over the largest |y|; infinity where x is not finite."""
+    found = float((x - y).abs().max() / y.abs().max())
+    return found if math.isfinite(found) else math.inf
+
+
+def attempt(
+    world: Intracomm,
+    act: Callable[[], object],
+    found: list[float],
+    names: Sequence[str] = NAMES,
+    limit: float = LIMIT,
+) -> Record:
+    """Let each rank act, which fills `found` with its errors; return the check of all ranks."""
+    broken = ""
+    try:
+        act()
+    except BROKEN as error:
+        broken = f"{type(error).__name__}: {error}"
+    return verdict(world.allgather((broken, found)), names, limit)
 
 
 def verdict(
@@ -142,31 +162,28 @@ class Heat:
         if isinstance(contestant.attend, str):
             return {"status": "not installed", "reason": contestant.attend}
         names = NAMES if contestant.backward else NAMES[:1]
-        broken, found = "", [0.0] * len(names)
-        with self._taking_part(contestant) as takes_part:
-            if takes_part:
-                mine = self._part(contestant.layout, contestant.ranks, contestant.heads_first)
-                try:
-                    results = mine.run(contestant.attend, backward=contestant.backward)
-                    found = errors(results, mine, self._expected(contestant.mask)[: len(names)])
-                except BROKEN as error:
-                    broken = f"{type(error).__name__}: {error}"
-        return verdict(self.world.allgather((broken, found)), names, self._limit)
+        found = [0.0] * len(names)
 
-    def sample(self, contestant: Contestant) -> Span:
-        """Time one forward and backward on this rank."""
-        with self._taking_part(contestant) as takes_part:
-            if not takes_part or isinstance(contestant.attend, str):
-                return ABSENT
+        def compare(mine: Part, results: Sequence[Tensor]) -> None:
+            found[:] = errors(results, mine, self._expected(contestant.mask)[: len(names)])
+
+        act = functools.partial(self.sample, contestant, compare)
+        return attempt(self.world, act, found, names, self._limit)
+
+    def sample(
+        self, contestant: Contestant, use: Callable[[Part, Any], None] = lambda *_: None
+    ) -> Span:
+        """Time one forward and backward on this rank, and use its results."""
+        attend: Any = contestant.attend
+
+        def act() -> None:
             mine = self._part(contestant.layout, contestant.ranks, contestant.heads_first)
-            device = mine.positions.device
-            wait_for(device)
-            if contestant.ranks > 1:
-                self.world.Barrier()
-            start = time.perf_counter()
-            mine.run(contestant.attend, backward=contestant.backward)
-            wait_for(device)
-            return start, time.perf_counter()
+            use(mine, mine.run(attend, backward=contestant.backward))
+
+        how: Any = {"alone": contestant.ranks == 1, "threads": contestant.threads}
+        sync = functools.partial(wait_for, self._whole[0].device)
+        with contestant.around():
+            return turn(self.world, act, **how, sync=sync)
 
     def _take(self, layout: str, ranks: int, heads_first: bool) -> Part:
         """Return this rank's tokens."""
@@ -174,18 +191,6 @@ class Heat:
         positions = sharding.positions(self.world.rank if ranks > 1 else 0)
         chosen = torch.as_tensor(list(positions), device=self._whole[0].device)
         return part(self._whole, chosen, heads_first=heads_first)
-
-    @contextmanager
-    def _taking_part(self, contestant: Contestant) -> Iterator[bool]:
-        """Give whether this rank computes; one that does not sleeps until the others are done."""
-        torch.set_num_threads(contestant.threads)
-        try:
-            with contestant.around():
-                yield contestant.ranks > 1 or self.world.rank == 0
-        finally:
-            torch.set_num_threads(THREADS)
-        if contestant.ranks == 1:
-            meet_asleep(self.world)
 
 
 def measure(setting: Record, rank: Rank) -> Record:

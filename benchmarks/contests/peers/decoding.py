@@ -7,26 +7,23 @@ take turns, and logits are compared before they are timed. Exit code as of `nox 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.contests.contest import Contest, Entry, Part, requirements
-from benchmarks.contests.peers.__main__ import LAUNCHES, LEGEND, RANKS, ratio, refuse, standings
-from benchmarks.contests.peers.contestants import timed, verdict
-from benchmarks.launching import Launch, Record, about, main
+from benchmarks.contests.contest import Part, requirements
+from benchmarks.contests.peers.contestants import distance, timed, verdict
+from benchmarks.contests.peers.table import LAUNCHES, LEGEND, by_seeds, ratio, standings
+from benchmarks.launching import Record
 from benchmarks.machine import facts
-from benchmarks.sample import ABSENT, Span, meet_asleep
+from benchmarks.sample import Span, turn
 from benchmarks.statistics import Requirement
-from benchmarks.worker import THREADS, Intracomm, Rank
+from benchmarks.worker import Intracomm, Rank
 from sp_core.llama import Decoder, Grid, Llama, LlamaConfig
 from sp_core.mesh import Mesh
 from sp_core.nn.gradients import Placement
@@ -77,63 +74,39 @@ def part(weights: dict[str, Tensor], rank: int, name: str, placement: Placement)
     return placement.take(weights[name], rank)
 
 
-@dataclass(frozen=True)
-class Contestant:
-    """One way to continue a text.
+def timers(
+    world: Intracomm,
+    begin: Callable[[], Step],
+    prompt: list[int],
+    want: list[Tensor],
+    **how: Any,
+) -> Iterator[tuple[str, Record, Callable[[], Span]]]:
+    """Yield for each kind of work its name, the check against `want`, and how to time it.
 
     Args:
+        world: the ranks.
         begin: begins a sequence.
         prompt: its first tokens.
-        world: the ranks; those that take no part sleep.
-        threads: of each rank.
-        ranks: 1 if rank 0 alone takes part, else all.
+        want: logits after them and after a token; the first contestant appends its own.
+        how: who takes part, as `turn` has it.
     """
+    steps, found = list[Step](), list[Tensor]()
 
-    begin: Callable[[], Step]
-    prompt: list[int]
-    world: Intracomm
-    threads: int = THREADS
-    ranks: int = 1
+    def begun() -> None:
+        steps[:] = [begin()]
+        found[:] = [steps[0](prompt)]
 
-    def turn(self, act: Callable[[], object]) -> Span:
-        """Time `act` on the ranks that take part."""
-        torch.set_num_threads(self.threads)
-        try:
-            if self.ranks == 1 and self.world.rank:
-                return ABSENT
-            if self.ranks > 1:
-                self.world.Barrier()
-            start = time.perf_counter()
-            act()
-            return start, time.perf_counter()
-        finally:
-            torch.set_num_threads(THREADS)
-            if self.ranks == 1:
-                meet_asleep(self.world)
+    def decoded() -> None:
+        for token in range(TOKENS):
+            found[:] = [steps[0]([token])]
 
-    def timers(self, want: list[Tensor]) -> Iterator[tuple[str, Record, Callable[[], Span]]]:
-        """Yield for each kind of work its name, the check against `want`, and how to time it.
-
-        The first contestant appends its logits to `want`.
-        """
-        steps, found = list[Step](), list[Tensor]()
-
-        def begun() -> None:
-            steps[:] = [self.begin()]
-            found[:] = [steps[0](self.prompt)]
-
-        def decoded() -> None:
-            for token in range(TOKENS):
-                found[:] = [steps[0]([token])]
-
-        for name, act in (("prefill", begun), ("decode", decoded)):
-            self.turn(act)
-            if len(want) < 2 and self.world.rank == 0:
-                want += found
-            pairs = zip(found, want[name == "decode" :], strict=False)
-            errors = [float((x - y).abs().max() / y.abs().max()) for x, y in pairs]
-            answers = self.world.allgather(("", errors or [0.0]))
-            yield name, verdict(answers, ("logits",)), functools.partial(self.turn, act)
+    for name, act in (("prefill", begun), ("decode", decoded)):
+        turn(world, act, **how)
+        if len(want) < 2 and world.rank == 0:
+            want += found
+        errors = [*map(distance, found, want[name == "decode" :])] or [0.0]
+        check = verdict(world.allgather(("", errors)), ("logits",))
+        yield name, check, functools.partial(turn, world, act, **how)
 
 
 def measure(setting: Record, rank: Rank) -> Record:
@@ -148,39 +121,24 @@ def measure(setting: Record, rank: Rank) -> Record:
     weights = model.state_dict()
     room = len(prompt) + (ROUNDS + 2) * TOKENS
     with ExitStack() as stack:
-        found = {
-            name: Contestant(functools.partial(theirs, model), prompt, world, threads)
+        contestants: dict[str, tuple[Callable[[], Step], Record]] = {
+            name: (functools.partial(theirs, model), {"alone": True, "threads": threads})
             for threads, name in enumerate(THEIRS, 1)
         }
         for name, comm in zip(OURS, (MPI.COMM_SELF, world), strict=True):
             mesh = stack.enter_context(Mesh(comm, check="off", tp=comm.size))
             own = Llama(LlamaConfig(**SIZES), Grid.of(mesh))
             own.fill(functools.partial(part, weights, mesh.rank))
-            begin = functools.partial(ours, own, room)
-            found[name] = Contestant(begin, prompt, world, ranks=comm.size)
+            contestants[name] = functools.partial(ours, own, room), {"alone": comm.size == 1}
         want = list[Tensor]()
         heats: dict[str, Any] = {"decode": {}, "prefill": {}}
-        for name, contestant in found.items():
-            for heat, check, sample in contestant.timers(want):
+        for name, (begin, how) in contestants.items():
+            for heat, check, sample in timers(world, begin, prompt, want, **how):
                 heats[heat][name] = check, sample
         seqs = {
             heat: timed(world, checked, ROUNDS, setting["seed"]) for heat, checked in heats.items()
         }
     return {**facts(world, torch.device("cpu"), "all"), "seqs": seqs}
-
-
-def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
-    """Return the launches, one for each seed.
-
-    Raises:
-        UsageError: an odd prompt, or no launch.
-    """
-    refuse(options, [options.seq], [1])
-    launch, here = Launch(timeout=options.timeout), "benchmarks.contests.peers.decoding:measure"
-    settings = [{"seq": options.seq, "seed": seed} for seed in range(options.launches)]
-    return {"seq": options.seq}, [
-        Entry(f"seed {setting['seed']}", RANKS, here, setting, launch) for setting in settings
-    ]
 
 
 def show(document: Record) -> Iterator[Part]:
@@ -196,15 +154,5 @@ def show(document: Record) -> Iterator[Part]:
     yield requirements("required", required, LEGEND.partition(" Times:")[0])
 
 
-OPTIONS = {
-    "--launches": about(
-        type=int, default=LAUNCHES, metavar="N", help="how often processes start (%(default)s)"
-    ),
-    "--seq": about(
-        type=int, default=PROMPT, metavar="S", help="tokens of the prompt (default: %(default)s)"
-    ),
-}
-decoding = Contest("peers_decoding", __doc__, OPTIONS, plan, show, "peers_decoding.json", 900.0)
-
-if __name__ == "__main__":
-    main(decoding)
+HERE = "benchmarks.contests.peers.decoding:measure"
+decoding = by_seeds("peers_decoding", __doc__, HERE, show, PROMPT, 1, timeout=900.0)

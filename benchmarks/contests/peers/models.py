@@ -11,16 +11,12 @@ DeepSpeed's engine. Exit code as of `nox -s peers`.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import functools
 import importlib
-import math
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,23 +24,23 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.contests.contest import Contest, Entry, Part, requirements
-from benchmarks.contests.peers.__main__ import (
+from benchmarks.contests.contest import Part, requirements
+from benchmarks.contests.peers.contestants import GLOO_SECONDS, attempt, distance, timed
+from benchmarks.contests.peers.others import MISSING
+from benchmarks.contests.peers.table import (
     BALANCED,
     LAUNCHES,
     LEGEND,
     PLACE,
     RANKS,
     best,
+    by_seeds,
     ratio,
-    refuse,
     standings,
 )
-from benchmarks.contests.peers.contestants import BROKEN, GLOO_SECONDS, timed, verdict
-from benchmarks.contests.peers.others import MISSING
-from benchmarks.launching import Launch, Record, about, main
+from benchmarks.launching import Record
 from benchmarks.machine import facts
-from benchmarks.sample import ABSENT, Span
+from benchmarks.sample import ABSENT, Span, turn
 from benchmarks.statistics import Requirement
 from benchmarks.worker import Intracomm, Rank
 from sp_core.mesh import Mesh
@@ -67,31 +63,25 @@ ROUNDS = 6
 Given = Mapping[str, Tensor]
 """`input_ids`, `position_ids` and `shift_labels`, (1, S) each."""
 
+Made = tuple[Any, Callable[[], Tensor]]
+"""A model and its step, which returns a loss whose mean over the ranks is that of all tokens.
 
-@dataclass(frozen=True)
-class Contestant:
-    """A model and its step, which returns a loss whose mean over the ranks is that of all tokens.
+After a step the gradients are those of that mean.
+"""
 
-    After a step the gradients are those of that mean.
-    """
 
-    model: Any
-    step: Callable[[], Tensor]
+def sample(world: Intracomm, model: Any, step: Callable[[], Tensor]) -> Span:
+    """Time one step on this rank."""
+    model.zero_grad()
+    return turn(world, step)
 
-    def sample(self, world: Intracomm) -> Span:
-        """Time one step on this rank."""
-        self.model.zero_grad()
-        world.Barrier()
-        start = time.perf_counter()
-        self.step()
-        return start, time.perf_counter()
 
-    def results(self, world: Intracomm) -> list[Tensor]:
-        """Return the loss of a step and all gradients, whole ones."""
-        losses = world.allgather(float(self.step().detach()))
-        grads = [parameter.grad for parameter in self.model.parameters()]
-        whole = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in grads]
-        return [torch.tensor(statistics.fmean(losses)), *whole]
+def results(world: Intracomm, model: Any, step: Callable[[], Tensor]) -> list[Tensor]:
+    """Return the loss of a step and all gradients, whole ones."""
+    losses = world.allgather(float(step().detach()))
+    grads = [parameter.grad for parameter in model.parameters()]
+    whole = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in grads]
+    return [torch.tensor(statistics.fmean(losses)), *whole]
 
 
 def drawn(seed: int, seq: int) -> tuple[Any, dict[str, Tensor]]:
@@ -116,7 +106,7 @@ def loss_of(model: Any, given: Given, count: float) -> Tensor:
     return loss
 
 
-def ours(scheme: str, model: Any, given: Given, mesh: Mesh) -> Contestant:
+def ours(scheme: str, model: Any, given: Given, mesh: Mesh) -> Made:
     """Split it with `parallelize`."""
     integration = importlib.import_module("sp_core.integrations.transformers")
     parallel = integration.parallelize(model, mesh, scheme, BALANCED[scheme])
@@ -127,7 +117,7 @@ def ours(scheme: str, model: Any, given: Given, mesh: Mesh) -> Contestant:
         loss.backward()
         return loss.detach()
 
-    return Contestant(parallel, step)
+    return parallel, step
 
 
 @contextmanager
@@ -148,7 +138,7 @@ def ring(module: object, *qkv: Tensor, scaling: float, **others: object) -> tupl
     return torch_ring.attend(*heads_last, **how), None
 
 
-def accelerated(model: Any, given: Given, size: int, count: float) -> Contestant:
+def accelerated(model: Any, given: Given, size: int, count: float) -> Made:
     """Prepare it with an `Accelerator`, which averages gradients over the ranks."""
     accelerate_context_parallel.prepare(None, "")
     library, utils = (importlib.import_module(f"accelerate{name}") for name in ("", ".utils"))
@@ -169,10 +159,10 @@ def accelerated(model: Any, given: Given, size: int, count: float) -> Contestant
             loss.backward()
         return loss
 
-    return Contestant(prepared, step)
+    return prepared, step
 
 
-def alst(model: Any, given: Given, size: int, count: float) -> Contestant:
+def alst(model: Any, given: Given, size: int, count: float) -> Made:
     """Put UlyssesSPAttentionHF in the place of transformers' attention during a forward."""
     alst_ulysses.prepare(None, "")
     attention = alst_ulysses._registered(model.config, "sdpa", 1)
@@ -190,11 +180,11 @@ def alst(model: Any, given: Given, size: int, count: float) -> Contestant:
             x.copy_(total.view_as(x)).div_(size)
         return loss
 
-    return Contestant(model, step)
+    return model, step
 
 
 def checked(
-    make: Callable[[], Contestant], want: list[Tensor], world: Intracomm
+    make: Callable[[], Made], want: list[Tensor], world: Intracomm
 ) -> tuple[Record, Callable[[], Span]]:
     """Return the check of a contestant, and how to time it if it can be made."""
     try:
@@ -202,14 +192,13 @@ def checked(
     except MISSING as error:
         reason = f"{type(error).__name__}: {error}"
         return {"status": "not installed", "reason": reason}, lambda: ABSENT
-    broken, found = "", [0.0] * len(want)
-    try:
-        pairs = zip(made.results(world), want, strict=True)
-        found = [float((x - y).abs().max() / y.abs().max()) for x, y in pairs]
-    except BROKEN as error:
-        broken = f"{type(error).__name__}: {error}"
-    worst = [x if math.isfinite(x) else math.inf for x in (found[0], max(found[1:]))]
-    return verdict(world.allgather((broken, worst)), NAMES), functools.partial(made.sample, world)
+    found = [0.0] * len(NAMES)
+
+    def compare() -> None:
+        loss, *grads = map(distance, results(world, *made), want)
+        found[:] = loss, max(grads)
+
+    return attempt(world, compare, found, NAMES), functools.partial(sample, world, *made)
 
 
 def measure(setting: Record, rank: Rank) -> Record:
@@ -246,20 +235,6 @@ def measure(setting: Record, rank: Rank) -> Record:
     return {**facts(world, torch.device("cpu"), "all"), "seqs": {str(seq): record}}
 
 
-def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
-    """Return the launches, one for each seed.
-
-    Raises:
-        UsageError: a length that the peers cannot split, or no launch.
-    """
-    refuse(options, [options.seq], [RANKS])
-    launch, here = Launch(timeout=options.timeout), "benchmarks.contests.peers.models:measure"
-    settings = [{"seq": options.seq, "seed": seed} for seed in range(options.launches)]
-    return {"seq": options.seq}, [
-        Entry(f"seed {setting['seed']}", RANKS, here, setting, launch) for setting in settings
-    ]
-
-
 def show(document: Record) -> Iterator[Part]:
     """Yield a table of the contestants and the requirements."""
     launches, seq = document["launches"], document["seq"]
@@ -270,13 +245,5 @@ def show(document: Record) -> Iterator[Part]:
     yield requirements("required", required, LEGEND)
 
 
-OPTIONS = {
-    "--launches": about(
-        type=int, default=LAUNCHES, metavar="N", help="how often processes start (%(default)s)"
-    ),
-    "--seq": about(type=int, default=PLACE, metavar="S", help="tokens (default: %(default)s)"),
-}
-models = Contest("peers_model", __doc__, OPTIONS, plan, show, "peers_model.json", timeout=1800.0)
-
-if __name__ == "__main__":
-    main(models)
+HERE = "benchmarks.contests.peers.models:measure"
+models = by_seeds("peers_model", __doc__, HERE, show, PLACE, RANKS, timeout=1800.0)

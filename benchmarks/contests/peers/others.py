@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.contests.peers.__main__ import DUO, MASKED, PEERS, SOLO
+from benchmarks.contests.peers.table import DUO, MASKED, PEERS, SOLO
 from benchmarks.sample import meet_asleep
 from benchmarks.worker import Intracomm
 from tests.conformance.adapters import deepspeed_ulysses, torch_ring

@@ -18,8 +18,15 @@ import argparse
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 
-from benchmarks.contests.contest import Contest, Entry, Part, Wrong, requirements
-from benchmarks.launching import Launch, Record, UsageError, about, main, numbers_of_ranks
+from benchmarks.contests.contest import Contest, Entry, Part, Show, Wrong, requirements
+from benchmarks.launching import (
+    Launch,
+    Options,
+    Record,
+    UsageError,
+    about,
+    numbers_of_ranks,
+)
 from benchmarks.reporting.tables import make
 from benchmarks.statistics import Interval, Requirement, exact_interval
 
@@ -34,6 +41,11 @@ BALANCED = {"allgather_kv": "zigzag", "ring": "zigzag", "ulysses": "contiguous"}
 HEADS = 8
 PLACE = 4096  # tokens; unmasked attention and single ranks are measured up to this length
 LAUNCHES = 12  # a verdict needs at least as many
+HOW_OFTEN: Options = {
+    "--launches": about(
+        type=int, default=LAUNCHES, metavar="N", help="how often processes start (%(default)s)"
+    )
+}
 PEERS = ("torch ring/all-gather", "torch ring/all-to-all", "deepspeed ulysses")
 SOLO, DUO = "sdpa/1 thread", "sdpa/2 threads"
 MASKED = {
@@ -85,6 +97,31 @@ def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
         for seed in range(options.launches)
         for n in found
     ]
+
+
+def by_seeds(
+    name: str, text: str | None, measure: str, show: Show, seq: int, multiple: int, timeout: float
+) -> Contest:
+    """Return a contest of two ranks at one length, whose launches differ by their seeds.
+
+    Args:
+        name, text, show, timeout: of the contest.
+        measure: "module:function" that each rank calls.
+        seq: the length, if no other one is asked for.
+        multiple: lengths must be multiples of twice this.
+    """
+
+    def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
+        refuse(options, [options.seq], [multiple])
+        launch, known = Launch(timeout=options.timeout), {"seq": options.seq}
+        return known, [
+            Entry(f"seed {seed}", RANKS, measure, {**known, "seed": seed}, launch)
+            for seed in range(options.launches)
+        ]
+
+    tokens = about(type=int, default=seq, metavar="S", help="tokens (default: %(default)s)")
+    options = {**HOW_OFTEN, "--seq": tokens}
+    return Contest(name, text, options, plan, show, f"{name}.json", timeout)
 
 
 def refuse(options: argparse.Namespace, seqs: Iterable[int], counts: Sequence[int]) -> None:
@@ -208,9 +245,7 @@ peers = Contest(
     "peers",
     __doc__,
     {
-        "--launches": about(
-            type=int, default=LAUNCHES, metavar="N", help="how often processes start (%(default)s)"
-        ),
+        **HOW_OFTEN,
         "--seq": about(
             default="1024,4096,8192", metavar="S,S,...", help="lengths (default: %(default)s)"
         ),
@@ -231,6 +266,3 @@ peers = Contest(
     "peers.json",
     timeout=1800.0,
 )
-
-if __name__ == "__main__":
-    main(peers)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.contests.contest import Contest, Entry, Part
-from benchmarks.launching import KEEP_MEMORY, Launch, Record, about, main
+from benchmarks.launching import KEEP_MEMORY, Launch, Record, about
 from benchmarks.reporting.tables import Table, make, size
 from benchmarks.statistics import Requirement, exact_interval
 from sp_core.machine import cores
@@ -292,6 +292,3 @@ OPTIONS = {
 collectives = Contest(
     "collectives", __doc__, OPTIONS, plan, show, "collectives_{mpi}.json", timeout=150.0
 )
-
-if __name__ == "__main__":
-    main(collectives)

@@ -23,7 +23,7 @@ import msgspec
 
 from benchmarks.contests.contest import Contest, Entry, Part, installed, requirements
 from benchmarks.contests.netlab.hosts import AGENT, ALONE, names
-from benchmarks.launching import Launch, Record, UsageError, about, main
+from benchmarks.launching import Launch, Record, UsageError, about
 from benchmarks.statistics import Interval, Requirement, exact_interval
 
 MODEL = (
@@ -225,6 +225,3 @@ OPTIONS = {
     "--link-model": about(action="store_true", help="the model of the link, as without root"),
 }
 netlab = Contest("netlab", __doc__, OPTIONS, plan, show, "netlab-{mpi}.json", timeout=90.0)
-
-if __name__ == "__main__":
-    main(netlab)

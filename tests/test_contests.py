@@ -1,0 +1,185 @@
+"""Contests of growth, packed documents and balance: what each derives, and what makes it fail."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch.utils.flop_counter import FlopCounterMode
+
+import sp_core as sp
+from benchmarks.contests import balance, documents, growth
+from benchmarks.contests.contest import Wrong
+from sp_core.llama import create
+from sp_core.llama.unequal import compute
+from sp_core.scheduling.plan import imbalance
+from sp_core.testing import run_threads
+
+SIZES = (64, 256, 1024, 4096)
+SOME = balance.workload()[::18]
+
+
+def wrong(contest: Any, *launches: dict[str, Any]) -> list[Wrong]:
+    """The complaints of a contest about its launches."""
+    shown = contest.show({"launches": launches})
+    return [part for part in shown if isinstance(part, Wrong)]
+
+
+@pytest.mark.parametrize("degree", [-1.0, 0.0, 0.5, 1.0, 2.0])
+def test_the_exponent_of_a_power_is_found_beside_a_constant_at_small_sizes(degree: float) -> None:
+    values = [1e9, *(3 * size**degree for size in SIZES[1:])]
+    assert growth.exponent(SIZES, values) == pytest.approx(degree)
+
+
+LINEAR, QUADRATIC = [float(P) for P in SIZES], [1e-6 * P * P for P in SIZES]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "more", "texts"),
+    [
+        ([LINEAR, LINEAR], {"allowed": growth.LINEAR}, []),
+        ([QUADRATIC, LINEAR, QUADRATIC], {"allowed": 1.1}, ["2.000"]),
+        ([[21.0] * 4], {"allowed": growth.FLAT, "bound": 20.0}, ["at 4096"]),
+    ],
+    ids=("linear", "quadratic", "slow, though it grows slowly"),
+)
+def test_a_cost_above_its_limit_or_bound_is_told(
+    rounds: list[list[float]], more: dict[str, float], texts: list[str]
+) -> None:
+    lines = [growth.line("a cost", SIZES, *rounds, **more)]
+    told = wrong(growth, {"name": "computed", "lines": lines})
+    assert [text in one for text, one in zip(texts, told, strict=True)] == [True] * len(texts)
+
+
+@pytest.mark.parametrize(
+    ("name", "peaks", "complaints"),
+    [
+        ("ring", (400, 205, 105), 0),
+        ("ring", (400, 300, 200), 1),
+        ("allgather_kv", (400, 400, 400), 0),
+        ("allgather_kv", (400, 800, 1600), 1),
+    ],
+)
+def test_live_bytes_must_fall_with_the_ranks(
+    name: str, peaks: tuple[float, ...], complaints: int
+) -> None:
+    """A tenth more of S/P is allowed; of keys that each rank gathers no more than that of S."""
+    launches = [
+        {"name": f"P = {size}", "ranks": size, "peaks": {name: peak}, "own": 1}
+        for size, peak in zip((16, 32, 64), peaks, strict=True)
+    ]
+    assert len(wrong(growth, {"name": "computed", "lines": []}, *launches)) == complaints
+
+
+def test_costs_of_one_rank_follow_their_limits() -> None:
+    """Of fewer ranks than the command takes; nothing is timed."""
+    found = [growth.computed_for(size) for size in (64, 256)]
+    for key, first in found[0].items():
+        if not key[0].startswith("bytes"):  # constants rule sizes of objects of few ranks
+            slope = growth.exponent((64, 256), (first, found[1][key]))
+            assert slope <= key[1] + 0.05, key
+
+
+@pytest.mark.parametrize(
+    ("mask", "quickest", "others", "complaints"),
+    [
+        ("8 documents", 1.1, {}, 0),
+        ("8 documents", 1.2, {}, len(documents.LAYOUTS)),
+        ("8 documents", 1.1, {"ring/striped": 1.2}, 1),
+        ("8 documents", 0.4, {}, 1),  # a wrong result
+        ("window", 1.15, {}, 0),  # twice the ideal on one rank is the time of `ALONE` here
+        ("window", 1.25, {}, 1),
+        ("skewed", 1.0, {}, 0),
+        ("skewed", 1.0, {"ring/zigzag": 0.9}, 1),  # quicker than balanced
+    ],
+)
+def test_the_quickest_scheme_of_each_layout_is_judged(
+    mask: str, quickest: float, others: dict[str, float], complaints: int
+) -> None:
+    """All contestants but `slow` and `others` take `quickest` times the ideal."""
+    times = {f"ring/{layout}": quickest for layout in documents.LAYOUTS}
+    times |= {f"slow/{layout}": 9.0 for layout in documents.LAYOUTS}
+    times |= {documents.IDEAL: 1.0, documents.ALONE: 2.0, **others}
+    checks = {"ring/zigzag": {"status": "wrong" if quickest < 0.5 else "ok"}}
+    samples = {name: [seconds] * 3 for name, seconds in times.items()}
+    launch = {"ranks": 2, "mask": mask, "checks": checks, "samples_s": samples}
+    assert len(wrong(documents, launch)) == complaints
+
+
+def test_balanced_shares_the_work() -> None:
+    for name, mask in documents.masks().items():
+        assert documents.work("balanced", 2, mask) <= documents.WORK, name
+    assert documents.work("contiguous", 2, documents.masks()["1 documents"]) > 1.4
+
+
+def test_what_is_counted_while_computing_is_what_the_cost_model_says() -> None:
+    """For every policy, to the last operation, on one rank; a plan that leaves one out is seen."""
+    few = SOME[::7]
+
+    def body(comm: Any) -> None:
+        with sp.Mesh(comm, ring=1, check="off") as mesh:
+            model = create(balance.CONFIG, mesh)
+            for plan in balance.plans(few, 1).values():
+                known = {balance.ATTENTION: balance.attention_operations}
+                with FlopCounterMode(display=False, custom_mapping=known) as counter:
+                    compute(model, few, plan)
+                assert [counter.get_total_flops()] == balance.predicted(plan)["loads"]
+
+    run_threads(1, body)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_workload_is_balanced_by_plan_and_naive_policies_are_not(ranks: int) -> None:
+    found = balance.planned(balance.workload(), ranks)["planned"]
+    shares = {name: imbalance(policy["loads"]) for name, policy in found.items()}
+    assert max(shares["balanced"], shares["dynamic"]) < balance.BOUND
+    assert min(shares["contiguous"], shares["round_robin"]) > balance.BOUND
+
+
+@pytest.fixture
+def balanced() -> dict[str, Any]:
+    """The record of a launch in which the balanced policy took half the time of the others."""
+    known = {"setting": {"ranks": 2}, **balance.planned(SOME, 2)}
+    policies = {
+        name: {
+            "counted": plan["loads"],
+            "error": 0.0,
+            "limit": 1e-6,
+            "spans_s": [
+                [(0.0, 1.0), (5.0, 6.0)],
+                [(0.5, 1.0 + (name != "balanced")), (5.0, 6.0 + (name != "balanced"))],
+            ],
+        }
+        for name, plan in known["planned"].items()
+        if name != "padded"
+    }
+    bubbles = [{"micro_batches": 1, "measured": 0.6, "counted": 0.5, "formula": 0.5}]
+    return {**known, "policies": policies, "bubbles": bubbles}
+
+
+def test_throughput_is_a_ratio_of_the_same_round_and_tables_show_it(
+    balanced: dict[str, Any],
+) -> None:
+    found = balance.throughput(balanced, "round_robin")
+    assert found is not None
+    assert (found.median, found.low, found.high) == (2.0, 2.0, 2.0)
+    assert balance.throughput(balanced, "padded") is None
+    assert wrong(balance, balanced) == []
+    shown = str(list(balance.show({"launches": [balanced]})))
+    assert "2.000 [2.000, 2.000]" in shown
+    assert "bubble: 20.0%" in shown
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "text"),
+    [
+        ("error", 1.0, "differ by 1.00e+00"),
+        ("error", float("nan"), "differ by nan"),
+        ("counted", [3, 1], "is 1.5000"),
+    ],
+)
+def test_a_wrong_result_and_an_unbalanced_count_are_told(
+    part: str, value: Any, text: str, balanced: dict[str, Any]
+) -> None:
+    balanced["policies"]["balanced"][part] = value
+    assert text in wrong(balance, balanced)[0]
