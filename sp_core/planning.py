@@ -181,7 +181,7 @@ def _mesh(problem: Problem, ring: int, ulysses: int) -> Projection:
     _, shares = split_heads(problem.num_heads, problem.num_kv_heads, ulysses)
     exchanges = [cost.ulysses(inside, place) for place in range(ulysses)]
     rings = [replace(around, num_kv_heads=len(share)) for share in shares]
-    sent = [  # the last rank of the ring sends most: all blocks but the half of the first rank's
+    sent = [  # the last rank of the ring sends most
         [one + other for one, other in zip(exchange, cost.ring(each, ring - 1), strict=True)]
         for exchange, each in zip(exchanges, rings, strict=True)
     ]
@@ -192,10 +192,10 @@ def _mesh(problem: Problem, ring: int, ulysses: int) -> Projection:
         _exchange(problem, ulysses, max(one.bytes_sent for one in traffics))
         for traffics in zip(*exchanges, strict=True)
     )
-    tokens = around.sharding.local_len(0)
+    most, tokens = max(rings, key=lambda each: each.num_kv_heads), around.sharding.local_len(0)
     step, wide_step = (
-        _step(problem, ring, ulysses, max(each.kv_block(tokens, itemsize) for each in rings))
-        for itemsize in (around.itemsize, around.wide)
+        _step(problem, ring, ulysses, most.kv_block(tokens, size))
+        for size in (most.itemsize, most.wide)
     )
     forward = _around(problem.compute, ring, step)
     backward = _around(BACKWARD * problem.compute, ring, step + wide_step) + wide_step
@@ -212,9 +212,8 @@ def _allgather_kv(problem: Problem) -> Projection:
         (problem.ranks - 1) * _step(problem, problem.ranks, 1, whole.kv_block(tokens, itemsize))
         for itemsize in (whole.itemsize, whole.wide)
     )
-    exposed = 2 * gather + scatter
+    exposed, traffic = 2 * gather + scatter, cost.allgather_kv(whole, 0)
     seconds = (1 + BACKWARD) * problem.compute + exposed
-    traffic = cost.allgather_kv(whole, 0)
     return Projection("allgather_kv", problem.ranks, 1, seconds, exposed, *traffic)
 
 
@@ -329,8 +328,7 @@ def main(options: argparse.Namespace, tuning: Tuning | None) -> str:
         assumed.append(f"the speed of attention in float32 here, with {threads} threads (--flops)")
     if options.ranks_per_node > 1 and not options.node_link:
         assumed.append("the links inside of a node as measured here (--node-link)")
-    lines = _lines(problem, project(problem)[: options.show], assumed, tuning)
-    return "\n".join(lines)
+    return "\n".join(_lines(problem, project(problem)[: options.show], assumed, tuning))
 
 
 def link_of(text: str) -> Link:
