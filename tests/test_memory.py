@@ -136,7 +136,8 @@ def test_offload_moves_the_input_of_each_layer_and_nothing_else(comm: Any) -> No
 
     def spy(pin: bool, kind: str) -> torch.autograd.graph.saved_tensors_hooks:
         def pack(x: Tensor) -> Tensor:
-            moved.append((pin, kind, *x.shape))
+            if x.numel():  # torch 2.11 also saves a tensor without elements
+                moved.append((pin, kind, *x.shape))
             return x.clone()
 
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
