@@ -238,6 +238,8 @@ def rows_at(x: torch.Tensor) -> set[int]:
     return {x[index].data_ptr() % 16 for index in product(*map(range, x.shape[:-1]))}
 
 
+@example(dims=(2, 2, 2, 8), order=[0, 1, 2], cut=(0, 0, 0, 1), step=1, dtype=torch.float32)
+@example(dims=(2, 2, 2, 8), order=[0, 1, 2], cut=(0, 0, 0, 4), step=1, dtype=torch.bfloat16)
 @given(
     dims=st.tuples(*[st.integers(1, 3)] * 3, st.sampled_from([8, 16])),
     order=st.permutations(range(3)),
