@@ -310,14 +310,15 @@ def test_repeated_keys_are_gathered_again() -> None:
     assert (row := torch.empty(1, 1, 1, 9)[..., :8]) is cuda.aligned(row)
 
 
+@pytest.mark.parametrize("in_order", [True, False])
 @pytest.mark.parametrize(
     "mask", [Mask(window=3), Mask(causal=True, documents=(0, 5, 40)), Mask(causal=True, window=7)]
 )
-def test_a_gpu_is_not_asked_what_a_mask_leaves(mask: Mask) -> None:
+def test_a_gpu_is_not_asked_what_a_mask_leaves(mask: Mask, in_order: bool) -> None:
     """Tensors on the meta device have no values, so none can decide what a kernel gets."""
     q, k, v = (torch.empty(2, 4, 40, 16, device="meta") for _ in range(3))
     here: dict[str, Any] = {
-        "q_positions": range(40),
+        "q_positions": range(40) if in_order else torch.arange(40) * 7 % 40,
         "kv_positions": range(20, 60) if mask.documents is None else range(40),
     }
     out, lse = attend(q, k, v, **here, mask=mask, logits=Logits(0.3))
