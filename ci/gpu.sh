@@ -118,11 +118,12 @@ install() {
     rm -rf "$venv"
     # Debian's Python cannot put pip there. That of the interpreter installs into it.
     "$python" -m venv --without-pip --system-site-packages "$venv"
-    # An interpreter that is itself in a virtual environment keeps its torch there.
+    # An interpreter that is itself in a virtual environment keeps its torch there. What it has beside torch is installed again: pip would
+    # leave out an MPI that lies there, and this environment would have no mpiexec.
     local where='import sysconfig; print(sysconfig.get_path("purelib"))' site
     site=$("$venv/bin/python" -c "$where")
     "$python" -c "$where" >"$site/machine.pth"
-    "$python" -m pip --python "$venv/bin/python" install --quiet --no-index --no-deps --find-links "$wheels" "$wheels"/*.whl "$root" &&
+    "$python" -m pip --python "$venv/bin/python" install --quiet --ignore-installed --no-index --no-deps --find-links "$wheels" "$wheels"/*.whl "$root" &&
         touch "$venv/complete"
 }
 
