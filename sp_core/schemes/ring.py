@@ -175,23 +175,18 @@ def _gradients(
             dq = torch.zeros_like(q, dtype=like.dtype)
         if held is not None:
             part = i, keys = problem.part(positions) if step else (slice(None), keys)
-            dk: Tensor | None = None
-            dv: Tensor | None = None
+            both: list[Tensor | None] = [None, None]
             for h, kv in visited:
                 mine, *found = block_gradients(upstream, held, positions, (h, kv), problem, part)
                 if step == 0:
                     dq = _with_heads(dq, h, mine, q.shape[1])
                 elif dq is not None:
                     dq[:, h, i] += mine
-                dk, dv = (
-                    _with_heads(total, kv, one, k.shape[2])
-                    for total, one in zip((dk, dv), found, strict=True)
-                )
+                both = [_with_heads(x, kv, y, k.shape[2]) for x, y in zip(both, found, strict=True)]
                 problem.comm.poll()
-            assert dk is not None
-            assert dv is not None
-            own = dk.transpose(1, 2).contiguous(), dv.transpose(1, 2).contiguous()
-            del mine, found, dk, dv
+            dk, dv = (x.transpose(1, 2).contiguous() for x in both if x is not None)
+            own = dk, dv
+            del mine, found, both, dk, dv
         if with_kv:
             sums.add(step, own, keys)
         del held, own

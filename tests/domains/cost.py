@@ -147,8 +147,8 @@ def judge(
 ) -> None:
     """Compare message by message and byte by byte."""
     assert formula == (forward, backward), (formula, forward, backward)
-    own = sum(x.numel() for x in shards.local[1:])
-    assert [sizes.kv_block(shards.rank, itemsize) for itemsize in (2, 8)] == [2 * own, 8 * own]
+    own, tokens = sum(x.numel() for x in shards.local[1:]), shards.local[1].shape[1]
+    assert [sizes.kv_block(tokens, itemsize) for itemsize in (2, 8)] == [2 * own, 8 * own]
 
 
 @contextmanager
@@ -279,7 +279,7 @@ SUBJECTS = [
         partial(alone, name),
         lambda drawn: int(drawn["rank.comm.ranks"]),
         covers=("cost.Attention", "cost.Attention.kv_block"),
-        outside=dict.fromkeys((*SIZES, *FLAGS), "an aspect of problem"),
+        outside=dict.fromkeys((*SIZES, *FLAGS, "tokens"), "an aspect of problem"),
     )
     for name in ("allgather_kv", "ring", "ulysses")
 ]
