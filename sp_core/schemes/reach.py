@@ -108,15 +108,15 @@ class Shown:
     stops: Ints
     first: Ints
 
-    def of(self, rank: int) -> slice | Tensor:
-        """Return the indices of the keys of `rank`: a slice, or an int64 tensor if it has gaps."""
+    def of(self, rank: int, device: str | torch.device = "cpu") -> slice | Tensor:
+        """Return the indices of the keys of `rank`: a slice; with gaps, int64 on `device`."""
         ranges = slice(self.first[rank], self.first[rank + 1])
         starts, stops = self.starts[ranges], self.stops[ranges]
         if not len(starts):
             return slice(0, 0)
         if stops[-1] - starts[0] == self.lengths[rank]:
             return slice(int(starts[0]), int(stops[-1]))
-        return torch.from_numpy(np.concatenate([*map(np.arange, starts, stops)]))
+        return torch.from_numpy(np.concatenate([*map(np.arange, starts, stops)])).to(device)
 
 
 @lru_cache(maxsize=64)

@@ -223,7 +223,7 @@ class Travel:
     def __init__(self, problem: Problem, like: Tensor) -> None:
         self.comm = comm = problem.comm
         self.right, self.left = ((comm.rank + way) % comm.size for way in (1, -1))
-        self.shown = problem.shown.of(comm.rank)
+        self.shown = problem.shown.of(comm.rank, like.device)
         self.sends_all = problem.shown.lengths[comm.rank] == problem.kv_sharding.local_len(
             comm.rank
         )
