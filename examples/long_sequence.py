@@ -29,7 +29,7 @@ def peak_bytes(config: llama.LlamaConfig, weights: int, tokens: int, ranks: int)
     """Return the bytes of tensors that a step in float32 needs at most, on each of some ranks."""
     embed, heads, dim = config.hidden_size, config.num_attention_heads, config.head_dim
     queries, keys = heads * dim, config.num_key_value_heads * dim
-    each = dim + heads + max(3 * embed + 5 * queries + 12 * keys, 8 * embed + 2 * (queries + keys))
+    each = dim + heads + max(2 * embed + 4 * (queries + keys), 8 * embed + 2 * (queries + keys))
     layers, inputs = config.num_hidden_layers, 4 * embed * tokens // ranks
     kept = max(layers * inputs + weights // layers, inputs + weights)  # in the last layer or first
     return weights + kept + 4 * each * tokens // ranks + 8 * tokens
