@@ -28,11 +28,11 @@ CONFIG = llama.LlamaConfig(
 def peak_bytes(config: llama.LlamaConfig, weights: int, tokens: int, ranks: int) -> int:
     """Return the bytes of tensors that a step in float32 needs at most, on each of some ranks."""
     embed, heads, dim = config.hidden_size, config.num_attention_heads, config.head_dim
-    queries, keys = heads * dim, config.num_key_value_heads * dim
-    each = dim + heads + max(2 * embed + 4 * (queries + keys), 8 * embed + 2 * (queries + keys))
-    layers, inputs = config.num_hidden_layers, 4 * embed * tokens // ranks
-    kept = max(layers * inputs + weights // layers, inputs + weights)  # in the last layer or first
-    return weights + kept + 4 * each * tokens // ranks + 8 * tokens
+    both, layers = (heads + config.num_key_value_heads) * dim, config.num_hidden_layers
+    each, local = dim + heads + 2 * max(embed + 2 * both, 4 * embed + both), 4 * tokens // ranks
+    kept = max(layers * embed * local + weights // layers, embed * local + weights)
+    in_layer = weights + kept + each * local + 8 * tokens
+    return max(in_layer, 4 * weights + 12 * tokens)  # or when gradients are summed
 
 
 def measured(world: MPI.Intracomm, tokens: int) -> tuple[float, int, int]:
