@@ -30,9 +30,9 @@ def peak_bytes(config: llama.LlamaConfig, weights: int, tokens: int, ranks: int)
     embed, heads, dim = config.hidden_size, config.num_attention_heads, config.head_dim
     both, layers = (heads + config.num_key_value_heads) * dim, config.num_hidden_layers
     each, local = dim + heads + 2 * max(embed + 2 * both, 4 * embed + both), 4 * tokens // ranks
-    kept = max(layers * embed * local + weights // layers, embed * local + weights)
-    in_layer = weights + kept + each * local + 8 * tokens
-    return max(in_layer, 4 * weights + 12 * tokens)  # or when gradients are summed
+    last, first = layers * embed * local + weights // layers, embed * local + weights
+    summing = 4 * weights + 12 * tokens  # gradients over the ranks
+    return max(weights + max(last, first) + each * local + 8 * tokens, summing)
 
 
 def measured(world: MPI.Intracomm, tokens: int) -> tuple[float, int, int]:

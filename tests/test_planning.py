@@ -46,8 +46,8 @@ def test_every_projection_sends_what_its_formula_says(
     sizes = cost.Attention(sharding, sharding, sp.Mask(causal=True), 2, 12, kv_heads, 8, itemsize)
     for found in project(problem):
         groups = groups_of(found.ring, found.ulysses, ulysses_fastest=True)
-        ranks_of = product(range(found.ring), range(found.ulysses))
-        sent = [cost.hybrid(sizes, *rank, groups) for rank in ranks_of]
+        places = product(range(found.ring), range(found.ulysses))
+        sent = [cost.hybrid(sizes, *place, groups) for place in places]
         if found.scheme == "allgather_kv":
             sent = [cost.allgather_kv(sizes, 0)]
         busiest = [max(both, key=lambda one: one.bytes_sent) for both in zip(*sent, strict=True)]
@@ -312,15 +312,11 @@ def test_a_number_that_help_calls_the_default_is_the_default(command: str) -> No
         for option in commands[command]._actions
         for number in re.findall(r"\(default: ([\d.]+)\)", option.help or "")
     ]
-    assert named == [(default, default) for _, default in named] != []
+    assert named
+    assert all(number == default for number, default in named), named
 
 
-WORDS = {
-    "run": ["-n", "2"],
-    "doctor": [],
-    "plan": ARGUMENTS[1:],
-    "logits": ["--model", "dir"],
-}
+WORDS = {"run": ["-n", "2"], "doctor": [], "plan": ARGUMENTS[1:], "logits": ["--model", "dir"]}
 TARGETS = {
     "run": "launch.command.main",
     "doctor": "doctor.main",
@@ -335,7 +331,8 @@ def test_a_command_gets_its_words_and_gives_its_exit_code(
     command: str, given: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Words that are given, or those of this process."""
-    words, called = [command, *WORDS[command]], {name: Mock(return_value=7) for name in TARGETS}
+    words = [command, *WORDS[command]]
+    called = {name: Mock(return_value=7) for name in TARGETS}
     for name, carry_out in called.items():
         monkeypatch.setattr(f"sp_core.{TARGETS[name]}", carry_out)
     monkeypatch.setattr(sys, "argv", ["sp-core", *(["none"] if given else words)])

@@ -63,7 +63,7 @@ def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int
         (step, rank that owns the block, (k, v) of (B, S_block, K, D) each). After the first block
         these are only the keys that other ranks than the owner see (`Problem.shown`).
     """
-    comm, k, v = problem.comm, k.detach(), v.detach()
+    comm, shown, k, v = problem.comm, problem.shown, k.detach(), v.detach()
     blocks, written = (_resident if problem.resident else _written)(k, v, problem)
     # contiguous on every rank, so that the kernels round alike
     yield 0, comm.rank, (k.contiguous(), v.contiguous())
@@ -72,7 +72,7 @@ def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int
         block = (comm.rank - step) % comm.size
         keys, values = blocks[block]
         if problem.resident:
-            keys, values = (x[:, problem.shown.of(block)] for x in (keys, values))
+            keys, values = (x[:, shown.of(block)] for x in (keys, values))
         if problem.sees(block):
             _count(comm, "ring", (keys, values))
         yield step, block, (keys, values)

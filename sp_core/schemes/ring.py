@@ -144,10 +144,16 @@ def _visits(k: Tensor, v: Tensor, problem: Problem, groups: Sequence[Group]) -> 
     if problem.mask.window is not None or problem.mask.documents is not None:
         groups = [(slice(None), slice(None))]
 
+    shown = problem.shown
+
     def visit(step: int, block: int, held: Block | None) -> Visit:
-        positions = problem.kv_sharding.positions(block)
-        positions = positions[problem.shown.of(block)] if step else positions
-        return Visit(step, positions, groups, held if problem.sees(block) else None)
+        held, positions = (
+            held if problem.sees(block) else None,
+            problem.kv_sharding.positions(block),
+        )
+        if step and held is not None:
+            positions = positions[shown.of(block)]
+        return Visit(step, positions, groups, held)
 
     return starmap(visit, circulate(k, v, problem))
 
@@ -223,11 +229,9 @@ class Travel:
     def __init__(self, problem: Problem, like: Tensor) -> None:
         self.comm = comm = problem.comm
         self.right, self.left = ((comm.rank + way) % comm.size for way in (1, -1))
-        self.shown = problem.shown.of(comm.rank, like.device)
-        self.sends_all = problem.shown.lengths[comm.rank] == problem.kv_sharding.local_len(
-            comm.rank
-        )
-        self._lengths = problem.shown.lengths
+        shown, own = problem.shown, problem.kv_sharding.local_len(comm.rank)
+        self.shown, self._lengths = shown.of(comm.rank, like.device), shown.lengths
+        self.sends_all = self._lengths[comm.rank] == own
         self._hops = problem.hops
         self.last = max(self._hops)  # the step in which every block has reached its last rank
         self._like = like[:, :0].clone()  # not the tensor itself, which would stay alive
@@ -275,8 +279,8 @@ class Travel:
         """Yield the blocks (a rank's keys and values) that reach this rank, and receive the next.
 
         Args:
-            k, v: this rank's own keys and values. Copied are those that are sent, and all that are
-                not contiguous.
+            k, v: this rank's own keys and values. Those that are sent are copied; if k or v is not
+                contiguous, all of it is copied too.
 
         Yields:
             (step, rank that owns the block, (k, v)), with None if the block is not received.
@@ -363,12 +367,14 @@ class TravellingSums:
         Each is (B, S_block, K, D).
         """
         self._travel.comm.wait(self._handle, "ring")
-        mine, shown = self._mine, _halves(self._shown)
-        for x, part in zip(mine or (), shown or (), strict=False):
-            x[:, self._travel.shown] = part
-        found = mine or shown
-        assert found is not None
-        return found
+        shown = _halves(self._shown)
+        if self._mine is None:  # all gradients were sent
+            assert shown is not None
+            return shown
+        if shown is not None:
+            for x, part in zip(self._mine, shown, strict=True):
+                x[:, self._travel.shown] = part
+        return self._mine
 
 
 _SCHEME = Scheme("ring_attention", _visits, _gradients)
