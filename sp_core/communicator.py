@@ -107,7 +107,7 @@ class Communicator(NotCopied):
             for each in owned:
                 each.Free()
             raise
-        self.window, why_not = make_window(self.transport.name, comm, self.device)
+        self.window, why_not = make_window(self.transport, comm, self.device)
         without = "" if self.window else f"it was made with transport={self._asked!r}"
         self.no_window = why_not or without
 
@@ -165,7 +165,15 @@ class Communicator(NotCopied):
         Every rank calls this, which compares the calls, and at the end the counter's `free`.
         """
         self.agree_on(lambda: f"counter() on {self.name}")
+        self.settle()
         return observer_of(self._comm).make_counter() or MpiCounter(self._comm)
+
+    def settle(self) -> None:
+        """Wait until this rank has called MPI for all collectives that it has begun.
+
+        Every rank calls this before another collective call of MPI on the same communicator.
+        """
+        wait(self.transport.in_order(lambda: None), self.poll)
 
     def track(self, handle: Handle) -> Handle:
         """Test `handle` in each `poll` and `wait` of this rank until complete. Return `handle`."""
@@ -380,6 +388,7 @@ class Reordered(Communicator):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         self._other.ensure_open()
         self._other._agree(f"first use of {self.name}", 0, None)
+        self._other.settle()
         comm = cast("Intracomm", self._other._comm.Split(0, self.rank))
         self._open(comm, (comm,))
         return vars(self)[name]

@@ -51,6 +51,7 @@ def shared_empty(
     comm.agree_on(lambda: f"shared_empty({dtype}) on {comm.name}", lambda: _check(shape, dtype))
     if comm.window is None:
         return torch.zeros(tuple(shape), dtype=dtype, device=comm.device)
+    comm.settle()
     return comm.window.allocate(shape, dtype)
 
 

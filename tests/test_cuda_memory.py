@@ -230,15 +230,15 @@ def test_each_transport_shares_memory_of_its_own_kind(monkeypatch: pytest.Monkey
     monkeypatch.setattr(transport, "Window", lambda comm, *given: given)
     monkeypatch.setattr(cuda, "PinnedMemory", lambda device: "of the host")
     monkeypatch.setattr(cuda, "CudaMemory", lambda device: "of the device")
-    made: dict[str, Any] = {
-        name: transport.make_window(name, MagicMock(), torch.device("cpu"))[0]
-        for name in ("host", "window", "pinned", "ipc")
-    }
+    made: dict[str, Any] = {}
+    for name in ("host", "window", "pinned", "ipc"):
+        messages: Any = SimpleNamespace(name=name, in_order="in order")
+        made[name], _ = transport.make_window(messages, MagicMock(), torch.device("cpu"))
     assert made == {
         "host": None,
         "window": (),
-        "pinned": (PINNED_SLOT_BYTES, "of the host"),
-        "ipc": (DEVICE_SLOT_BYTES, "of the device"),
+        "pinned": (PINNED_SLOT_BYTES, "of the host", "in order"),
+        "ipc": (DEVICE_SLOT_BYTES, "of the device", "in order"),
     }
 
 

@@ -257,8 +257,9 @@ class BoundProgram(Ready):
         Tell the communicator's observer, which checks calls in tests, what will be sent.
         """
         self._count(self._cost)
-        self.comm.transport.announce(self._sends, self._recvs)
-        return Running(self)
+        transport = self.comm.transport
+        told = transport.in_order(partial(transport.announce, self._sends, self._recvs))
+        return Running(self, told)
 
 
 class Running:
@@ -266,14 +267,19 @@ class Running:
 
     On a device, `test` may be called on any stream. The work of the run follows what was queued
     before it began. The stream on which `test` returns True waits for the results.
+
+    Args:
+        bound: what is run.
+        told: complete once the communicator's observer knows what will be sent.
     """
 
-    def __init__(self, bound: BoundProgram) -> None:
+    def __init__(self, bound: BoundProgram, told: Handle) -> None:
         self._bound = bound
         self._tag = bound.comm.next_tag()
         self._posted = 0
         self._under_way: deque[tuple[Handle, tuple[Work, ...]]] = deque()
-        self._leaving: list[tuple[int, Handle]] = []  # (step that must wait, its sends)
+        # (step that must wait, for what); the step after the last is the end
+        self._leaving = [(len(bound.steps), told)]
         self._stream = (
             None if bound.device.type == "cpu" else torch.accelerator.current_stream(bound.device)
         )

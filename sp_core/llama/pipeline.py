@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import cast
 
 import torch
@@ -80,7 +80,7 @@ class _Mail:
     ) -> None:
         self._comm = stages = model.grid.stages
         self._tag, self._dtype = stages.next_tag(), model.dtype
-        self._sent: list[Handle] = []
+        self._sent: list[Handle] = []  # what `finish` waits for
         self._coming: dict[bool, tuple[Handle, Tensor]] = {}
         there, back = ([_shape(model, one) for one in passes] for passes in (forward, backward))
         blank = torch.empty(1, dtype=model.dtype, device=stages.device)
@@ -93,10 +93,10 @@ class _Mail:
                 else []
             )
 
-        stages.transport.announce(
-            [*listed(after, there), *listed(before, back)],
-            [*listed(before, there), *listed(after, back)],
-        )
+        sends = [*listed(after, there), *listed(before, back)]
+        recvs = [*listed(before, there), *listed(after, back)]
+        told = stages.transport.in_order(partial(stages.transport.announce, sends, recvs))
+        self._sent.append(stages.track(told))
         stages.counters[NAME].add()
         self._left = (there if before >= 0 else [], back if after < stages.size else [])
         for way in (False, True):

@@ -194,11 +194,13 @@ def _device_transport(comm: Intracomm, device: torch.device, why_not: str) -> Tr
     )
 
 
-def make_window(transport: str, comm: Intracomm, device: torch.device) -> tuple[Window | None, str]:
+def make_window(
+    transport: Transport, comm: Intracomm, device: torch.device
+) -> tuple[Window | None, str]:
     """Make the memory that the ranks share, if this transport has any. Every rank calls this.
 
     Args:
-        transport: a name. Only "window", "ipc" and "pinned" have shared memory.
+        transport: of these ranks. Only "window", "ipc" and "pinned" have shared memory.
         comm: the communicator of the ranks.
         device: the device whose memory ("ipc") or pinned host memory ("pinned") is shared.
 
@@ -207,14 +209,17 @@ def make_window(transport: str, comm: Intracomm, device: torch.device) -> tuple[
         transport without a window. Alike on every rank.
     """
     try:
-        if transport == "window":
+        if transport.name == "window":
             return Window(comm), ""
-        if transport in ("ipc", "pinned"):
+        if transport.name in ("ipc", "pinned"):
             from sp_core.transport import cuda
 
-            if transport == "pinned":
-                return Window(comm, PINNED_SLOT_BYTES, cuda.PinnedMemory(device)), ""
-            return Window(comm, DEVICE_SLOT_BYTES, cuda.CudaMemory(device)), ""
+            nbytes, kind = (
+                (PINNED_SLOT_BYTES, cuda.PinnedMemory)
+                if transport.name == "pinned"
+                else (DEVICE_SLOT_BYTES, cuda.CudaMemory)
+            )
+            return Window(comm, nbytes, kind(device), transport.in_order), ""
     except NotShared as reason:
         return None, str(reason)
     return None, ""

@@ -87,11 +87,19 @@ class Transport(Protocol):
         """
         ...
 
+    def in_order(self, call: Callable[[], object]) -> Handle:
+        """Make a call that all ranks make in the order of their collectives, such as one of MPI.
+
+        A transport that has begun collectives but not yet called MPI for them makes it after those.
+        The handle is complete once the call has been made.
+        """
+        return at_once(call)
+
     def announce(self, sends: Messages, recvs: Messages) -> None:
         """Tell the communicator's observer which messages this rank will `post`. Nothing is sent.
 
         An observer checks in tests that the calls of the ranks match; usually there is none. All
-        ranks call this at the same point of their programs, before they post the messages.
+        ranks call this at the same point of their programs, through `in_order`.
 
         Args:
             sends, recvs: the messages, for each peer in the order in which they will be posted.
@@ -198,6 +206,12 @@ YIELD_SECONDS = 2e-4
 """How long `wait` yields the core between tests, counted from its beginning."""
 PAUSE_SECONDS = 5e-5
 """How long `wait` sleeps between two tests once it no longer yields."""
+
+
+def at_once(call: Callable[[], object]) -> Handle:
+    """Make a call, and return a handle that is complete."""
+    call()
+    return Done()
 
 
 def wait(handle: Handle, poll: Callable[[], None] = lambda: None) -> None:

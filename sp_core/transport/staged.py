@@ -197,6 +197,17 @@ class PipelinedTransport(OverHost):
         """
         return self._enqueue(self._messages(sends, recvs, self._host.exchange), self._queue)
 
+    def in_order(self, call: Callable[[], object]) -> Handle:
+        """Make a call after all transfers in the queue, at once if there is none."""
+
+        def steps() -> Iterator[None]:
+            call()
+            yield from ()
+
+        if self._queue:
+            return self._enqueue(steps(), self._queue)
+        return super().in_order(call)
+
     def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
         """Begin messages that each rank posts when it is ready, and return their handle.
 

@@ -27,7 +27,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_core.observer import observer_of
 from sp_core.schedules import SLOTS
-from sp_core.transport.base import Handle, Messages, Transfer, wait
+from sp_core.transport.base import Handle, Messages, Transfer, at_once, wait
 from sp_core.transport.shared import (
     GROWING,
     HOST,
@@ -100,6 +101,7 @@ class Window:
         slot_bytes: bytes of a slot, a buffer for data on their way; each rank has `SLOTS`. At least
             8 bytes per rank are taken, and a multiple of 8 bytes. The default is `SLOT_BYTES`.
         memory: allocates and maps the slots, in host memory or on this rank's device.
+        in_order: makes a call in the order of the collectives of all ranks (`Transport.in_order`).
 
     Attributes:
         memory: as given; its `copying` makes the copies of a step.
@@ -117,7 +119,11 @@ class Window:
     """
 
     def __init__(
-        self, comm: Intracomm, slot_bytes: int | None = None, memory: HostMemory = HOST
+        self,
+        comm: Intracomm,
+        slot_bytes: int | None = None,
+        memory: HostMemory = HOST,
+        in_order: Callable[[Callable[[], object]], Handle] = at_once,
     ) -> None:
         self.slot_bytes = 8 * max((slot_bytes or SLOT_BYTES) // 8, comm.size)
         self._comm, self.memory, self.has_rooms = comm, memory, memory is HOST
@@ -135,6 +141,7 @@ class Window:
         self._numbers = itertools.count()  # of allocations; the same on all ranks
         self._lent: dict[int, tuple[list[Tensor], list[StorageWeakRef]]] = {}  # on a device
         self._token = object()  # identifies its allocations
+        self._in_order = in_order
         self._announce, self.watch = observer_of(comm).announce_call, observer_of(comm).watch
 
     def start(self, steps: Steps, what: str) -> WindowRun:
@@ -148,11 +155,11 @@ class Window:
             what: names the operation in errors and checks; the same on every rank.
         """
         self.memory.begin()
-        self._announce(what)
+        told = self._in_order(partial(self._announce, what))
         self.begun += len(steps)
         self._queue.extend(enumerate(steps))
         self.advance()
-        return WindowRun(self, self.begun, what)
+        return WindowRun(self, self.begun, what, told)
 
     def exchange(self, sends: Messages, recvs: Messages, longest: int) -> Handle:
         """Begin messages through the slots and return their handle. Every rank calls this.
@@ -330,11 +337,13 @@ class WindowRun(NamedTuple):
         end: how many steps this rank has made when the operation is complete, those of earlier
             operations included.
         what: names the operation in errors.
+        told: complete once the communicator's observer knows of the operation.
     """
 
     window: Window
     end: int
     what: str
+    told: Handle
 
     def test(self) -> bool:
         """Make the copies and additions that can be made now, also of earlier operations.
@@ -343,7 +352,8 @@ class WindowRun(NamedTuple):
         tests the communicator's observer raises `PeerFailed` here if a rank has been lost.
         """
         self.window.advance()
+        is_told = self.told.test()
         if self.window.made < self.end:
             self.window.watch(self.what)  # may raise if a rank has left
             return False
-        return True
+        return is_told

@@ -322,8 +322,21 @@ Tensor& set_whole_storage(Tensor& x, at::Storage source) {
   return set_storage(x, std::move(source), 0, {count}, {1});
 }
 
+// CUDA's kernels take from the host only scalars, and positions of `index`.
+void demand_one_device(const std::string& name, const c10::IValue& given) {
+  if (given.isTensorList()) {
+    for (const Tensor& x : given.toTensorVector()) demand_one_device(name, x);
+  } else if (given.isTensor() && given.toTensor().defined()) {
+    const Tensor& x = given.toTensor();
+    bool is_scalar = x.is_cpu() && x.dim() == 0, is_index = name.rfind("aten::index", 0) == 0;
+    TORCH_CHECK(!x.is_cpu() || is_scalar || is_index, name, ": Expected all tensors to be on the same device");
+  }
+}
+
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   InFallback now;
+  for (auto place = stack->size() - op.schema().arguments().size(); place < stack->size(); place++)
+    demand_one_device(op.schema().name(), (*stack)[place]);
   for (auto place = stack->size() - op.schema().arguments().size(); place < stack->size(); place++)
     if ((*stack)[place].isGenerator() && (*stack)[place].toGenerator().device().type() == LATE)
       (*stack)[place] = (*stack)[place].toGenerator().get<Generator>()->inside;
