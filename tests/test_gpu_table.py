@@ -30,6 +30,7 @@ def launch(ranks: int, **milliseconds: float) -> dict[str, Any]:
         for who in ("one rank", "all ranks")
     }
     timed["computation, all ranks"] = [2e-3 * ranks * 1.5] * 5
+    timed[gpu.GATHER] = [3e-3] * 5
     return {
         "ranks": ranks,
         "status": "ok",
@@ -89,7 +90,7 @@ def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_shown() -> None:
     good = {**launch(2, naive=9, pipelined=0.9), "device": {"name": "a GPU"}}
     shown = str(list(gpu.show({"kind": "cuda", "launches": [good]})))
-    for text in ("pipelined", "reached", "device: it says no", "1.50 times as long"):
+    for text in ("pipelined", "reached", "device: it says no", "1.50 times as long", "3.000 ms"):
         assert text in shown
 
 

@@ -35,11 +35,11 @@ def test_weights_that_no_rank_splits_need_no_placement_to_sum_their_gradients(co
     with grid(comm) as mesh:
         tokens = mesh["ring", "ulysses"]
         scale = torch.nn.Parameter(torch.ones((), device=device()))
-        weights = [scale, *sp.TransformerBlock(8, 2, comm=tokens).parameters()]
+        weights = [scale, *sp.TransformerBlock(8, 2, comm=tokens).to(device()).parameters()]
         for number, weight in enumerate(weights):
             weight.grad = torch.full_like(weight, number + comm.rank)
         # of one number, which is in memory once
-        one = torch.full((), len(weights) - 1.0 + comm.rank)
+        one = torch.full((), len(weights) - 1.0 + comm.rank, device=device())
         weights[-1].grad = one.expand_as(weights[-1])
         reduce_gradients(weights, data=tokens)
         for number, weight in enumerate(weights):
@@ -49,6 +49,10 @@ def test_weights_that_no_rank_splits_need_no_placement_to_sum_their_gradients(co
         split = sp.ColumnParallelLinear.from_linear(torch.nn.Linear(8, 8), comm=tokens)
         with nullcontext() if comm.size == 1 else pytest.raises(sp.ShapeError, match="as `tensor`"):
             reduce_gradients(split.parameters(), data=tokens)
+        elsewhere = torch.nn.Parameter(torch.ones(1, device="meta"))
+        mixed = [scale, elsewhere] if comm.rank == 0 else [scale]
+        with pytest.raises(sp.DeviceError, match="a parameter is on meta"):
+            reduce_gradients(mixed, data=tokens)
 
 
 @pytest.mark.parametrize("kind", ["block", "hybrid", "column", "llama"])

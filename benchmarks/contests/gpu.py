@@ -1,8 +1,8 @@
-"""Time AllGather between ranks that share a GPU: naive, staged, pipelined, ipc, device-aware MPI.
+"""Time AllGather between ranks that share a GPU: naive, and over each transport for a GPU.
 
 All ways to gather take turns in the same processes, and each is checked before it is timed. Beside
-them stand the rate of the link between host and device, and the cost of sharing one GPU for a
-computation that sends nothing. Exit code: 0 whatever the times, 1 if a result was wrong or a launch
+them stand the rate of the link between host and device, the same gather by MPI in host memory, and
+the cost of sharing one GPU for a computation that sends nothing. Exit code: 0 whatever the times, 1 if a result was wrong or a launch
 failed, 2 for options that cannot be run.
 """
 
@@ -29,9 +29,10 @@ from benchmarks.statistics import Requirement, exact_interval
 from benchmarks.worker import Intracomm, Rank
 from sp_core.measuring import interleaved
 
-ON_GPU, ON_CPU = ("staged", "pipelined", "ipc", "device"), ("host", "window")
+ON_GPU, ON_CPU = ("staged", "pipelined", "pinned", "ipc", "device"), ("host", "window")
 SECONDS, LEAST_ROUNDS = 3.0, 15
 SIDE = 2048  # of the matrices of a computation
+GATHER = "gather in host memory"
 Call = Callable[[], object]
 
 
@@ -47,7 +48,7 @@ def gathers(
         except sp.DeviceError as error:
             missing[name] = str(error)
             continue
-        if name in ("ipc", "window") and mesh["all"].window is None:
+        if name in ("pinned", "ipc", "window") and mesh["all"].window is None:
             missing[name] = mesh["all"].no_window
         else:
             found[name] = sp.plan("all_gather", x, comm=mesh["all"]).run
@@ -64,7 +65,8 @@ def naive(world: Intracomm, x: Tensor) -> Tensor:
 def beside(world: Intracomm, nbytes: int, side: int, device: torch.device) -> dict[str, Call]:
     """Return copies of so many bytes, and a computation, by rank 0 alone and by all ranks.
 
-    The copies down and up go through page-locked memory.
+    The copies down and up go through page-locked memory. The last call gathers so many bytes by
+    MPI, between buffers in host memory.
     """
     there = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     here = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
@@ -75,7 +77,9 @@ def beside(world: Intracomm, nbytes: int, side: int, device: torch.device) -> di
         "computation": lambda: torch.mm(a, a),
     }
     alone = {f"{n}, one rank": f if world.rank == 0 else int for n, f in calls.items()}
-    return {**alone, **{f"{name}, all ranks": call for name, call in calls.items()}}
+    together = {f"{name}, all ranks": call for name, call in calls.items()}
+    piece = np.zeros(nbytes // world.size, np.uint8)
+    return {**alone, **together, GATHER: partial(world.Allgather, piece, piece.repeat(world.size))}
 
 
 def finish(call: Call, device: torch.device) -> None:
@@ -185,6 +189,8 @@ def show(document: Record) -> Iterator[Part]:
         text = (
             f"P = {launch['ranks']}: {launch['device']['name']}, {launch['nbytes'] / 2**20:g} MiB"
         )
+        by_mpi = statistics.median(launch["beside"][GATHER])
+        text += f"; by MPI in host memory alone {by_mpi * 1e3:.3f} ms"
         text += f"; a computation by all ranks takes {slicing(launch):.2f} times as long as its "
         missing = (f"\n  {name}: {reason}" for name, reason in launch["missing"].items())
         yield "".join((text, "share of the device", *missing))

@@ -162,6 +162,7 @@ def reduce_gradients(
 
     Raises:
         ShapeError: with `tensor` a parameter without a placement, or with one for other ranks.
+        DeviceError: a parameter on another device than `data`.
         TypeError: something that is no parameter.
         CollectiveMismatch: ranks with different parameters.
 
@@ -172,7 +173,7 @@ def reduce_gradients(
     wanted: Placed = []
     _agree_in_turn(
         lambda: f"reduce_gradients({_listed(wanted)}, tensor={tensor and 'given'})",
-        lambda: wanted.extend(_placed(parameters, tensor, lambda p: p.requires_grad)),
+        lambda: wanted.extend(_placed(parameters, data, tensor, lambda p: p.requires_grad)),
         # data first: only there a rank that was called without `tensor` can be told
         *((data,) if tensor is None else (data, tensor)),
     )
@@ -225,6 +226,7 @@ def clip_gradient_norm(
     Raises:
         ValueError: max_norm is not above 0, or the norm is not finite.
         ShapeError: a parameter without a `placement` (see `place`), or with one for other ranks.
+        DeviceError: a parameter on another device than `tensor`.
         CollectiveMismatch: the ranks' max_norm differ, or ranks of `tensor` have other parameters.
 
     All of these errors are raised on every rank.
@@ -237,7 +239,7 @@ def clip_gradient_norm(
             raise ValueError(
                 f"{max_norm=} was given; pass a number above 0, or infinity to only measure."
             )
-        wanted.extend(_placed(parameters, tensor, lambda p: p.grad is not None))
+        wanted.extend(_placed(parameters, tensor, tensor, lambda p: p.grad is not None))
 
     call = f"clip_gradient_norm({max_norm=})"
     _agree_in_turn(lambda: call, check, tensor, *others, own=lambda: _listed(wanted))
@@ -261,6 +263,7 @@ def clip_gradient_norm(
 
 def _placed(
     parameters: Iterable[nn.Parameter],
+    comm: Communicator,
     tensor: Communicator | None,
     is_wanted: Callable[[nn.Parameter], bool],
 ) -> Placed:
@@ -269,6 +272,7 @@ def _placed(
     If `tensor` is None, a parameter without a placement gets a placement without slices.
 
     Raises:
+        DeviceError: on this rank: a parameter on another device than `comm`.
         ShapeError: on this rank: a placement is missing, or is for other ranks or another part.
         TypeError: on this rank: something that is no parameter.
     """
@@ -283,6 +287,7 @@ def _placed(
         )
         if not is_wanted(parameter):
             continue
+        arguments.check_tensor(parameter, comm, "a parameter")
         if tensor is None and "placement" not in vars(parameter):
             found.append((parameter, Placement(tuple(parameter.shape), 0, ())))
             continue

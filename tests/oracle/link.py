@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sp_core.errors import DeviceError
 from sp_core.schedules import Operation
-from sp_core.transport.base import Bound, Handle, Messages
+from sp_core.transport.base import Bound, Handle, Messages, Transport
 from sp_core.transport.host import TAG, HostTransport
 
 
@@ -67,7 +67,7 @@ class LinkModel:
         return self._into
 
 
-class LinkTransport:
+class LinkTransport(Transport):
     """Host messages, each held back until the wire would have brought it.
 
     Args:
