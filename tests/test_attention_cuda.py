@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import example, given, strategies as st
+from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_core.attention import (
@@ -68,7 +69,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "FUSED", {"meta"})
 
 
-KINDS = {torch.bfloat16: "flash", torch.float32: "efficient"}
+KERNELS = {"flash": torch.bfloat16, "cudnn": torch.bfloat16, "efficient": torch.float32}
 
 
 class Passed(TorchDispatchMode):
@@ -96,12 +97,13 @@ class Passed(TorchDispatchMode):
 
 @pytest.mark.usefixtures("fused")
 @pytest.mark.parametrize("kind", ["causal", "full"])
-@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_the_cuda_kernels_get_each_argument_under_its_own_name(
-    dtype: torch.dtype, kind: str
+    kernel: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(cuda, "prefers_cudnn", lambda *given: kernel == "cudnn")
     sq, sk = (40, 40) if kind == "causal" else (40, 33)
-    is_flash = KINDS[dtype] == "flash"
+    is_flash, dtype = kernel != "efficient", KERNELS[kernel]
     q, do = (torch.empty(3, 4, sq, 16, dtype=dtype, device="meta") for _ in range(2))
     kv = (3, 4 if is_flash else 2, sk, 16)
     k, v = (torch.empty(kv, dtype=dtype, device="meta") for _ in range(2))
@@ -115,7 +117,7 @@ def test_the_cuda_kernels_get_each_argument_under_its_own_name(
         [q.shape, k.shape, v.shape],
     )
     (forward_name, forward, (_, made, *others)), (backward_name, backward, _) = passed.calls
-    assert KINDS[dtype] in forward_name
+    assert kernel in forward_name
     assert backward_name.partition("_attention")[0] == forward_name.partition("_attention")[0]
     for given_ in (forward, backward):
         assert [
@@ -132,14 +134,14 @@ def test_the_cuda_kernels_get_each_argument_under_its_own_name(
     assert passed.source(backward["logsumexp"]) is passed.source(lse)
     assert backward["logsumexp"].shape == made.shape
     assert (backward.get("max_q", sq), backward.get("max_k", sk)) == (sq, sk)
-    states = others[4:6] if is_flash else others[:2]
+    states = others[:2] if kernel == "efficient" else others[4:6]
     assert [(x.shape, x.dtype) for x in states] == [
         (backward[name].shape, backward[name].dtype) for name in ("philox_seed", "philox_offset")
     ]
 
 
 @pytest.mark.usefixtures("fused")
-@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_cuda_kernel_of_a_partial_block_gets_its_mask(dtype: torch.dtype) -> None:
     """As numbers of q's dtype that are added, for all heads, in rows of whole pieces."""
     q, k = (torch.empty(2, 4, length, 16, dtype=dtype, device="meta") for length in (40, 33))
@@ -267,9 +269,13 @@ def test_the_cuda_kernels_get_rows_that_begin_at_multiples_of_16_bytes(
 
 
 @pytest.mark.usefixtures("fused")
-@pytest.mark.parametrize("dtype", KINDS)
-def test_the_cuda_kernels_get_nothing_that_they_read_in_their_own_way(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_cuda_kernels_get_nothing_that_they_read_in_their_own_way(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither rows between pieces of 16 bytes, nor another layout of out."""
+    monkeypatch.setattr(cuda, "prefers_cudnn", lambda *given: kernel == "cudnn")
+    dtype = KERNELS[kernel]
     wide = torch.empty(2, 5, 40, 17, dtype=dtype, device="meta")
     q, k, v, do, out = (wide[:, :4, :, :16] for _ in range(5))
     lse = torch.empty(2, 4, 40, device="meta")
@@ -287,9 +293,26 @@ def test_the_cuda_kernels_get_nothing_that_they_read_in_their_own_way(dtype: tor
             for x in tensors.values()
             for stride in x.stride()[:-1]
         )
-    if KINDS[dtype] == "efficient":
+    if kernel == "efficient":
         laid = passed.calls[1][1]["out"]
         assert (laid.shape, laid.transpose(1, 2).is_contiguous()) == (q.shape, True)
+
+
+def test_cudnn_is_asked_where_torch_itself_asks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def choose(*given: Any, **named: Any) -> int:
+        asked.append((*given[4:], named))
+        return int(SDPBackend.CUDNN_ATTENTION.value)
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
+    q, k = (torch.empty(1, heads, 2, 128) for heads in (4, 2))
+    assert cuda.prefers_cudnn(q, k, k, True, 0.3)
+    assert asked == [(0.0, True, {"scale": 0.3, "enable_gqa": True})]
+    wide = torch.empty(1, 4, 2, 136)
+    assert not cuda.prefers_cudnn(wide, wide, wide, True, 0.3)
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *given, **named: 1)
+    assert not cuda.prefers_cudnn(q, q, q, False, 0.3)
 
 
 def test_the_lse_of_the_cuda_kernels_is_padded() -> None:

@@ -11,6 +11,7 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 from torch.nn.functional import pad
 
 from sp_core.attention.merge import accumulation_dtype
@@ -19,6 +20,7 @@ from sp_core.attention.merge import accumulation_dtype
 LSE_ALIGNMENT = 32
 # the kernels read and write this many bytes at a time, at addresses that are multiples of it
 LOAD_BYTES = 16
+CUDNN, CUDNN_HEAD_DIM = SDPBackend.CUDNN_ATTENTION.value, 128
 
 Triple = tuple[Tensor, Tensor, Tensor]
 """(dq, dk, dv)."""
@@ -46,7 +48,12 @@ def forward(
     """
     aten = torch.ops.aten
     q, k, v = (aligned(x) for x in (q, k, v))
-    if backend == "flash_cuda":
+    if backend == "flash_cuda" and prefers_cudnn(q, k, v, causal, scale):
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, causal, False, scale=scale
+        )
+        lse = lse.view(q.shape[:3])
+    elif backend == "flash_cuda":
         out, lse, *_ = aten._scaled_dot_product_flash_attention(
             q, k, v, 0.0, causal, False, scale=scale
         )
@@ -80,21 +87,43 @@ def backward(
     """
     aten = torch.ops.aten
     grad_out, q, k, v, out = (aligned(x) for x in (grad_out, q, k, v, out))
-    lengths = (q.shape[2], k.shape[2])
-    if backend == "flash_cuda":
-        given: tuple[object, ...] = (grad_out, q, k, v, out, lse.contiguous(), None, None, *lengths)
+    lengths, tensors = (q.shape[2], k.shape[2]), (grad_out, q, k, v, out)
+    given: tuple[object, ...]
+    if backend == "flash_cuda" and prefers_cudnn(q, k, v, causal, scale):
+        given = (*tensors, lse[..., None].contiguous(), *_no_state(q), None, None, None, *lengths)
+        dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
+            *given, 0.0, causal, scale=scale
+        )
+    elif backend == "flash_cuda":
+        given = (*tensors, lse.contiguous(), None, None, *lengths)
         dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
             *given, 0.0, causal, *_flash_state(q), scale=scale
         )
     else:
-        seed, offset = (q.new_zeros((), dtype=torch.int64) for _ in range(2))
         heads, (k, v) = k.shape[1], (repeated(t, q.shape[1]) for t in (k, v))
         given = (grad_out, q, k, v, added(allowed, q), tokens_first(out), padded_lse(lse))
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-            *given, seed, offset, 0.0, [True, True, True, False], causal, scale=scale
+            *given, *_no_state(q), 0.0, [True, True, True, False], causal, scale=scale
         )
         dk, dv = (gathered(t, heads) for t in (dk, dv))
     return dq, dk, dv
+
+
+def prefers_cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> bool:
+    """Return whether torch itself would run cuDNN's kernel on a block that flash takes.
+
+    It does on GPUs for which cuDNN has the faster kernel, such as an H200. Its backward takes at
+    most CUDNN_HEAD_DIM elements of a head.
+    """
+    gqa = q.shape[1] != k.shape[1]
+    return q.shape[3] <= CUDNN_HEAD_DIM and CUDNN == torch._fused_sdp_choice(
+        q, k, v, None, 0.0, causal, scale=scale, enable_gqa=gqa
+    )
+
+
+def _no_state(like: Tensor) -> Iterator[Tensor]:
+    """Yield zeros for the random seed and offset, which only dropout would read."""
+    return (like.new_zeros((), dtype=torch.int64) for _ in range(2))
 
 
 def _flash_state(like: Tensor) -> Iterator[Tensor]:

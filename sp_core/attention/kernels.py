@@ -12,6 +12,8 @@ Facts about the fused kernels of torch 2.13 that the rest of the package relies 
 - CUDA flash and efficient: rows at multiples of 16 bytes, which is not checked.
 - CUDA flash: half precision, head dim a multiple of 8 up to 256, causal only for Sq = Sk, takes
   K < H.
+- CUDA cuDNN: as flash, head dim up to 128; its lse is (B, H, Sq, 1). On an H200 with bfloat16,
+  8192 tokens and 32 heads of 64, it takes 0.6 times flash's time.
 - CUDA efficient: K = H only, so keys are repeated for it; takes an additive mask of q's dtype. Its
   lse is padded to a multiple of 32 queries, as its backward needs it. The backward reads `out` as
   if it lay in memory as (B, S, H, D).

@@ -412,6 +412,26 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(
   return attend_backward(grad, q, k, v, out, lse, causal, scale);
 }
 
+// As flash, but the lse has a dim of length 1 at the end.
+std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor> cudnn(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Maybe& bias, bool with_lse, double,
+    bool causal, bool, Scale scale) {
+  TORCH_CHECK(at::isReducedFloatingType(q.scalar_type()), "late: cudnn takes half precision only");
+  TORCH_CHECK(q.size(3) % 8 == 0 && q.size(3) <= 128, "late: no such head dim in cudnn");
+  TORCH_CHECK(with_lse && !bias, "late: cudnn is called otherwise");
+  auto [out, lse] = attend(q, k, v, causal, scale);
+  return {up(out, q.device()), up(lse.unsqueeze(-1), q.device()), Tensor(),   Tensor(), q.size(2),
+          k.size(2),           nothing(q),                        nothing(q), Tensor()};
+}
+
+std::tuple<Tensor, Tensor, Tensor> cudnn_backward(
+    const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+    const Tensor& lse, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+    c10::SymInt, c10::SymInt, double, bool causal, Scale scale) {
+  TORCH_CHECK(lse.dim() == 4 && lse.is_contiguous(), "late: cudnn reads the lse as (B, H, Sq, 1)");
+  return attend_backward(grad, q, k, v, out, lse.squeeze(-1), causal, scale);
+}
+
 // What the kernels of sequences get: (tokens, H, D), and where the sequences end. Their other
 // arguments differ by the version of torch, so these kernels take a stack.
 struct Sequences {
@@ -511,14 +531,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_backward(
   return {dq, dk, dv, Tensor()};
 }
 
-// Whether torch's own attention takes the efficient kernel; it would call flash on CUDA alone.
+// Which kernel torch's own attention takes; it would call flash on CUDA alone. cuDNN's is chosen for
+// some head dims, so that all kernels are tried.
 std::int64_t choose_kernel(
     const Tensor& q, const Tensor& k, const Tensor&, const Maybe& bias, double dropout,
     bool causal, Scale, bool) {
   bool plain = bias || dropout > 0 || q.scalar_type() == at::kDouble || q.size(1) != k.size(1) ||
       q.size(3) % 8 != 0 || (causal && q.size(2) != k.size(2));
+  bool has_cudnn = at::isReducedFloatingType(q.scalar_type()) && q.size(3) % 16 == 0 &&
+      q.size(3) <= 128 && !bias && dropout == 0 && !(causal && q.size(2) != k.size(2));
   return static_cast<std::int64_t>(
-      plain ? at::SDPBackend::math : at::SDPBackend::efficient_attention);
+      has_cudnn ? at::SDPBackend::cudnn_attention
+      : plain   ? at::SDPBackend::math
+                : at::SDPBackend::efficient_attention);
 }
 
 } // namespace
@@ -550,6 +575,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl(
       "_flash_attention_backward",
       torch::CppFunction::makeFromBoxedFunction<&flash_sequences_backward>());
+  m.impl("_fused_sdp_choice", &choose_kernel);
+  m.impl("_scaled_dot_product_cudnn_attention", &cudnn);
+  m.impl("_scaled_dot_product_cudnn_attention_backward", &cudnn_backward);
   m.impl("_scaled_dot_product_efficient_attention", &efficient);
   m.impl("_scaled_dot_product_efficient_attention_backward", &efficient_backward);
 }

@@ -53,7 +53,7 @@ class Asked(TorchDispatchMode):
         name = func.name().removeprefix("aten::_")
         if "attention" in name:
             form = " (sequences)" if name.startswith("flash_attention") else ""
-            kind = "flash" if "flash" in name else "efficient"
+            kind = next(kind for kind in ("flash", "cudnn", "efficient") if kind in name)
             self.names.add(kind + form)
         return func(*args, **(kwargs or {}))
 
