@@ -123,10 +123,7 @@ class Communicator(NotCopied):
     def prepare(
         self, operation: Operation, send: Tensor | None, recv: Tensor | None
     ) -> Callable[[], None]:
-        """Return a function that carries out a collective and returns when it is complete.
-
-        Each call of the function sends `send` and fills `recv`. All ranks call it equally often.
-        """
+        """Return a function that sends `send` and fills `recv` at each call, on every rank."""
         call, bytes_sent = self.transport.prepare(operation, send, recv), operation.bytes_sent
 
         def run() -> None:
@@ -169,10 +166,7 @@ class Communicator(NotCopied):
         return observer_of(self._comm).make_counter() or MpiCounter(self._comm)
 
     def settle(self) -> None:
-        """Wait until this rank has called MPI for all collectives that it has begun.
-
-        Every rank calls this before another collective call of MPI on the same communicator.
-        """
+        """Wait until this rank has called MPI for all that it began, before other calls of MPI."""
         wait(self.transport.in_order(lambda: None), self.poll)
 
     def track(self, handle: Handle) -> Handle:
@@ -284,9 +278,8 @@ class Communicator(NotCopied):
     def numbered(self) -> Callable[[str], object]:
         """Give a number to an object, such as a plan, which all ranks make in the same order.
 
-        Returns:
-            A function to call before each use of the object with a name of that use, such as "the
-            backward of all_reduce". Unless check="off", the ranks then compare name and number.
+        Return a function to call before each use of the object with a name of that use, such as
+        "the backward of all_reduce". Unless check="off", the ranks then compare name and number.
         """
         number = next(self._numbers)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from itertools import chain
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -78,16 +77,11 @@ def test_a_rank_receives_a_head_once_unless_it_reads_heads_unequally_often(
     assert split_heads(heads, kv_heads, len(received))[1] == received
 
 
-@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(("kv_heads", "most"), [(0, 1), (1, 1), (3, 3), (4, 4), (9, 4)])
-def test_groups_hold_each_head_once_beside_the_head_that_it_reads(
-    size: int, kv_heads: int, most: int
-) -> None:
-    groups = head_groups(
-        2 * kv_heads, kv_heads, cast("sp.Communicator", SimpleNamespace(size=size))
-    )
+def test_groups_hold_each_head_once_beside_the_head_that_it_reads(kv_heads: int, most: int) -> None:
+    groups = head_groups(2 * kv_heads, kv_heads)
     read = [[*range(2 * kv_heads)[heads]] for heads, _ in groups]
-    assert ([*chain(*read)], len(groups)) == ([*range(2 * kv_heads)], most if size > 1 else 1)
+    assert ([*chain(*read)], len(groups)) == ([*range(2 * kv_heads)], most)
     assert read == [
         [2 * kv + own for kv in range(kv_heads)[own_kv] for own in (0, 1)] for _, own_kv in groups
     ]

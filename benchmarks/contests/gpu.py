@@ -2,8 +2,8 @@
 
 All ways to gather take turns in the same processes, and each is checked before it is timed. Beside
 them stand the rate of the link between host and device, the same gather by MPI in host memory, and
-the cost of sharing one GPU for a computation that sends nothing. Exit code: 0 whatever the times, 1 if a result was wrong or a launch
-failed, 2 for options that cannot be run.
+the cost of sharing one GPU for a computation that sends nothing. Exit code: 0 whatever the times, 1
+if a result was wrong or a launch failed, 2 for options that cannot be run.
 """
 
 from __future__ import annotations

@@ -116,8 +116,10 @@ def prefers_cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -
     most CUDNN_HEAD_DIM elements of a head.
     """
     gqa = q.shape[1] != k.shape[1]
-    return q.shape[3] <= CUDNN_HEAD_DIM and CUDNN == torch._fused_sdp_choice(
-        q, k, v, None, 0.0, causal, scale=scale, enable_gqa=gqa
+    return (
+        q.shape[3] <= CUDNN_HEAD_DIM
+        and torch._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=gqa)
+        == CUDNN
     )
 
 

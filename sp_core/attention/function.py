@@ -79,7 +79,15 @@ def local_attention(
         range(q.shape[1]) if q_positions is None else q_positions,
         range(k.shape[1]) if kv_positions is None else kv_positions,
     )
-    out, lse = _apply(q, k, v, logits.sinks, *positions, mask, logits)
+    out, lse = attention(
+        *(q, k, v, logits.sinks),
+        {
+            "q_positions": positions[0],
+            "kv_positions": positions[1],
+            "mask": mask,
+            "logits": logits,
+        },
+    )
     return (out, lse) if return_lse else out
 
 
@@ -179,22 +187,14 @@ class _Attention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
-        q_positions: Positions,
-        kv_positions: Positions,
-        mask: Mask | None,
-        logits: Logits,
+        call: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
         """Compute out (B, Sq, H, D) and lse (B, H, Sq). An unused output has gradient None."""
         ctx.set_materialize_grads(False)
-        ctx.call = {
-            "q_positions": q_positions,
-            "kv_positions": kv_positions,
-            "mask": mask,
-            "logits": logits,
-        }
-        dtype = accumulation_dtype(q.dtype)
+        ctx.call = call
+        dtype = q.dtype if sinks is None else accumulation_dtype(q.dtype)
         with exact(q):
-            out, lse = attend(*(t.transpose(1, 2) for t in (q, k, v)), **ctx.call, out_dtype=dtype)
+            out, lse = attend(*(t.transpose(1, 2) for t in (q, k, v)), **call, out_dtype=dtype)
             add_sinks(out, lse, sinks)
         out = out.transpose(1, 2).to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
@@ -205,13 +205,15 @@ class _Attention(torch.autograd.Function):
     def backward(
         ctx: Any, saved: Saved, grad_out: Tensor | None, grad_lse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Compute the gradients in float32 or wider, and round each once to its input's dtype."""
+        """Compute the gradients, summed in float32 or wider, and rounded once to q's dtype."""
         q, k, v, out, lse, sinks = saved
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         do, q_, k_, v_, o = (t.transpose(1, 2) for t in (grad_out, q, k, v, out))
-        grads = attend_backward(do, q_, k_, v_, o, lse, grad_lse=grad_lse, **ctx.call)
+        given = {**ctx.call, "grad_lse": grad_lse, "out_dtype": q.dtype}
+        grads = attend_backward(do, q_, k_, v_, o, lse, **given)
         dsinks = sinks_gradient(do, o, lse, grad_lse, sinks)
-        return *(grad.transpose(1, 2).to(q.dtype) for grad in grads), dsinks, *[None] * 4
+        return *(grad.transpose(1, 2) for grad in grads), dsinks, None
 
 
-_apply: Callable[..., tuple[Tensor, Tensor]] = _Attention.apply
+attention: Callable[..., tuple[Tensor, Tensor]] = _Attention.apply
+"""Compute attention on one device from q, k, v, sinks and the keyword arguments of `attend`."""

@@ -138,6 +138,7 @@ def attend_backward(
     mask: Mask | None = None,
     logits: Logits,
     grad_lse: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     between: Callable[[], object] | None = None,
 ) -> Triple:
     """Compute the gradients of attention between two shards.
@@ -151,17 +152,17 @@ def attend_backward(
         lse: (B, H, Sq), the log-sum-exp over the same keys as out.
         q_positions, kv_positions, mask, logits: as in `attend`.
         grad_lse: (B, H, Sq), gradient of lse; None for zero.
+        out_dtype: dtype of the gradients; float32 or wider if None, for a caller that sums them.
         between: a function called after each of several blocks.
 
     Returns:
-        dq (B, H, Sq, D), what these keys add to the gradient of q; dk and dv (B, K, Sk, D). All in
-        float32 or wider.
+        dq (B, H, Sq, D), what these keys add to the gradient of q; dk and dv (B, K, Sk, D).
 
     Raises:
         ShapeError: another number of positions than tokens, or positions outside the mask's
             documents.
     """
-    head_dim, dtype = q.shape[-1], accumulation_dtype(q.dtype)
+    head_dim, dtype = q.shape[-1], out_dtype or accumulation_dtype(q.dtype)
     if grad_lse is not None:
         grad_out, q, k, v, out = _with_lse_columns(grad_out, q, k, v, out, grad_lse)
     planned = _blocks(q, k, q_positions, kv_positions, mask)

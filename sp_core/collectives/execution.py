@@ -252,10 +252,7 @@ class BoundProgram(Ready):
         return [(message.peer, self._view(message.region)) for message in messages]
 
     def begin(self) -> Running:
-        """Begin to carry the program out, and return its handle.
-
-        Tell the communicator's observer, which checks calls in tests, what will be sent.
-        """
+        """Tell the communicator's observer what will be sent, begin, and return the handle."""
         self._count(self._cost)
         transport = self.comm.transport
         told = transport.in_order(partial(transport.announce, self._sends, self._recvs))
@@ -266,11 +263,8 @@ class Running:
     """Represent one execution (run) of a `BoundProgram`; a `Handle`. It advances only in `test`.
 
     On a device, `test` may be called on any stream. The work of the run follows what was queued
-    before it began. The stream on which `test` returns True waits for the results.
-
-    Args:
-        bound: what is run.
-        told: complete once the communicator's observer knows what will be sent.
+    before it began. The stream on which `test` returns True waits for the results. The run ends
+    after `told`, which is complete once the communicator's observer knows what will be sent.
     """
 
     def __init__(self, bound: BoundProgram, told: Handle) -> None:

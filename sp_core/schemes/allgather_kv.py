@@ -118,9 +118,7 @@ def _gathered(k: Tensor, v: Tensor, problem: Problem, groups: Sequence[Group]) -
     started before a group is yielded.
     """
     comm, sharding = problem.comm, problem.kv_sharding
-    if comm.size == 1:
-        yield sharding.sort_segments(k, 1), sharding.sort_segments(v, 1)
-    elif in_place.is_read(comm, "all_gather"):
+    if in_place.is_read(comm, "all_gather"):
         keys, values = (x.transpose(1, 2) for x in in_place.whole(k, v, problem))
         yield from ((keys[:, :, kv], values[:, :, kv]) for _, kv in groups)
     else:
@@ -180,11 +178,6 @@ def _reduced(
         For each group dk and dv of this rank's tokens, (B, S/P, heads, D) each.
     """
     sharding = problem.kv_sharding
-    if problem.comm.size == 1:
-        for grads in gradients:
-            dk, dv = (sharding.unsort_segments(x.transpose(1, 2), 1) for x in grads)
-            yield dk, dv
-        return
     scatter = ReduceScatter(problem.comm, 0, sharding.lengths)
     calls = (
         (scatter, sharding.unsort_segments(torch.stack(x).permute(3, 0, 1, 2, 4), 0))

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from sp_core.attention import accumulation_dtype
-from sp_core.communicator import Communicator
 from sp_core.sharding import split_ranges
 
 Part = tuple[int, range]
@@ -28,13 +27,13 @@ GROUPS = 4
 """The greatest number of groups of heads. Communication makes progress between two groups."""
 
 
-def head_groups(num_heads: int, num_kv_heads: int, comm: Communicator) -> list[Group]:
+def head_groups(num_heads: int, num_kv_heads: int) -> list[Group]:
     """Divide the heads into groups that are computed one after the other.
 
-    There are min(GROUPS, num_kv_heads) groups, or a single group for a single rank.
+    There are min(GROUPS, num_kv_heads) groups.
     """
     readers = num_heads // max(num_kv_heads, 1)  # a rank of a hybrid may have no heads at all
-    parts = split_ranges(num_kv_heads, max(min(GROUPS, num_kv_heads), 1) if comm.size > 1 else 1)
+    parts = split_ranges(num_kv_heads, max(min(GROUPS, num_kv_heads), 1))
     return [
         (slice(part.start * readers, part.stop * readers), slice(part.start, part.stop))
         for part in parts

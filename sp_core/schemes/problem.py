@@ -32,12 +32,13 @@ from sp_core.attention import (
     merge_into,
     sinks_gradient,
 )
-from sp_core.attention.function import Saved, differentiable_once, exact
+from sp_core.attention.function import Saved, attention, differentiable_once, exact
 from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
-from sp_core.mask import Mask, plan_blocks
+from sp_core.mask import Mask, Positions, plan_blocks
 from sp_core.schemes.heads import Group, head_groups
 from sp_core.schemes.reach import Shown, hops, seen_blocks, shown_keys
+from sp_core.segments import positions_of
 from sp_core.sharding import Sharding, check_sharding
 
 Part = tuple[slice, slice]
@@ -66,20 +67,17 @@ class Problem:
     resident: bool = False
 
     def against(
-        self, kv_positions: Tensor, heads: slice, part: Part = (slice(None), slice(None))
+        self, kv_positions: Positions, heads: slice, part: Part = (slice(None), slice(None))
     ) -> dict[str, Any]:
         """Return the keyword arguments of `attend` for some of this rank's queries.
 
         Args:
-            kv_positions: global positions of the block's keys, int64 (S_block,).
+            kv_positions: global positions of the block's keys.
             heads: the query heads.
             part: (range of this rank's queries, range of the block's keys).
-
-        Returns:
-            Name -> value of q_positions, kv_positions, mask and logits.
         """
         return {
-            "q_positions": self.sharding.positions(self.comm.rank)[part[0]],
+            "q_positions": positions_of(self.sharding.segments[self.comm.rank])[part[0]],
             "kv_positions": kv_positions[part[1]],
             "mask": self.mask,
             "logits": self.logits.of_heads(heads),
@@ -99,13 +97,14 @@ class Problem:
         """Return which keys of each rank other ranks see (`reach.shown_keys`)."""
         return shown_keys(self.sharding, self.kv_sharding, self.mask)
 
-    def part(self, kv_positions: Tensor) -> Part:
+    def part(self, kv_positions: Positions) -> Part:
         """Return a range of this rank's queries and one of keys that contain all visible pairs.
 
-        `kv_positions` are the keys' global positions, int64 (S_block,). Without any visible pair
+        `kv_positions` are the global positions of the block's keys. Without any visible pair
         both ranges are whole.
         """
-        planned = plan_blocks(self.sharding.positions(self.comm.rank), kv_positions, self.mask)
+        held = positions_of(self.sharding.segments[self.comm.rank])
+        planned = plan_blocks(held, kv_positions, self.mask)
         if not planned:
             return slice(None), slice(None)
         q_start, q_stop, kv_start, kv_stop, *_ = zip(*planned, strict=True)
@@ -229,7 +228,7 @@ class Visit(NamedTuple):
 
     Args:
         step: number of the visit, from 0 on.
-        positions: global positions of the block's keys, int64 (S_block,).
+        positions: global positions of the block's S_block keys.
         groups: what to compute: pairs of query heads and the key/value heads of `held` that these
             read.
         held: the block, k and v (B, S_block, K, D); None if no query of this rank sees any of its
@@ -237,7 +236,7 @@ class Visit(NamedTuple):
     """
 
     step: int
-    positions: Tensor
+    positions: Positions
     groups: Sequence[Group]
     held: Block | None
 
@@ -271,11 +270,12 @@ class Scheme(NamedTuple):
 def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, scheme: Scheme) -> tuple[Tensor, Tensor]:
     """Compute attention by a scheme, differentiably. `agree` has checked the arguments.
 
-    All ranks call this together, because the functions of `scheme` communicate.
-
-    Returns:
-        out (B, S/P, H, D) in the dtype of q, and lse (B, H, S/P) in float32 or wider.
+    All ranks call this together, because the functions of `scheme` communicate. Return out
+    (B, S/P, H, D) in the dtype of q, and lse (B, H, S/P) in float32 or wider.
     """
+    if problem.comm.size == 1:
+        call = problem.against(positions_of(problem.kv_sharding.segments[0]), slice(None))
+        return attention(q, k, v, problem.logits.sinks, {**call, "between": problem.comm.poll})
     apply: Any = _Blockwise.apply
     out, lse = apply(q, k, v, problem.logits.sinks, problem, scheme)
     return out, lse
@@ -315,7 +315,7 @@ class _Blockwise(torch.autograd.Function):
         q, k, v, out, lse, sinks = saved
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         upstream = (grad_out.transpose(1, 2), q.transpose(1, 2), out.transpose(1, 2), lse, grad_lse)
-        groups = head_groups(q.shape[2], k.shape[2], ctx.problem.comm)
+        groups = head_groups(q.shape[2], k.shape[2])
         _, of_k, of_v, *_ = ctx.needs_input_grad
         dq, dk, dv = ctx.scheme.gradients(upstream, k, v, ctx.problem, groups, of_k or of_v)
         do, _, o, *_ = upstream
@@ -333,7 +333,7 @@ def _attend(
     """
     dtype, poll = accumulation_dtype(q.dtype), problem.comm.poll
     results: dict[int, tuple[Tensor, Tensor]] = {}
-    for visit in scheme.visits(k, v, problem, head_groups(q.shape[1], k.shape[2], problem.comm)):
+    for visit in scheme.visits(k, v, problem, head_groups(q.shape[1], k.shape[2])):
         if visit.held is not None:
             i, j = problem.part(visit.positions)
             for heads, kv in visit.groups:
@@ -355,7 +355,7 @@ def _attend(
 def block_gradients(
     upstream: Upstream,
     held: Block,
-    positions: Tensor,
+    positions: Positions,
     group: Group,
     problem: Problem,
     part: Part = (slice(None), slice(None)),
@@ -365,7 +365,7 @@ def block_gradients(
     Args:
         upstream: gradients of the outputs, and what the forward saved.
         held: the block, k and v (B, S_block, K, D).
-        positions: global positions of the block's keys, int64 (S_block,).
+        positions: global positions of the block's S_block keys.
         group: the query heads, and the key/value heads of `held` that these read.
         problem: what `agree` returned.
         part: (range of this rank's queries, range of the block's keys); all if not given.

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sp_core.attention import Terms, accumulation_dtype
 from sp_core.communicator import Communicator
-from sp_core.mask import Mask
+from sp_core.mask import Mask, position_tensor
 from sp_core.schemes import in_place
 from sp_core.schemes.heads import Group
 from sp_core.schemes.problem import (
@@ -37,6 +37,7 @@ from sp_core.schemes.problem import (
     block_gradients,
     run,
 )
+from sp_core.segments import positions_of
 from sp_core.sharding import Sharding
 from sp_core.transport import Done, Handle
 
@@ -147,12 +148,12 @@ def _visits(k: Tensor, v: Tensor, problem: Problem, groups: Sequence[Group]) -> 
     shown = problem.shown
 
     def visit(step: int, block: int, held: Block | None) -> Visit:
-        held, positions = (
-            held if problem.sees(block) else None,
-            problem.kv_sharding.positions(block),
-        )
+        if not problem.sees(block):
+            held = None
+        positions = positions_of(problem.kv_sharding.segments[block])
         if step and held is not None:
-            positions = positions[shown.of(block)]
+            at = shown.of(block)
+            positions = positions[at] if isinstance(at, slice) else position_tensor(positions)[at]
         return Visit(step, positions, groups, held)
 
     return starmap(visit, circulate(k, v, problem))

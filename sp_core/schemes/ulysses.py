@@ -25,6 +25,7 @@ from sp_core.communicator import Communicator
 from sp_core.mask import Mask
 from sp_core.schemes.heads import Part, parts_of, side_by_side, split_heads
 from sp_core.schemes.problem import Problem, agree
+from sp_core.segments import positions_of
 from sp_core.sharding import Sharding
 
 Inner = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -101,19 +102,14 @@ def ulysses_attention(
     attend: Callable[..., Any] = inner or local_attention
     whole = partial(
         attend,
-        q_positions=_gathered_positions(problem.sharding),
-        kv_positions=_gathered_positions(problem.kv_sharding),
+        q_positions=positions_of(problem.sharding.gathered_segments),
+        kv_positions=positions_of(problem.kv_sharding.gathered_segments),
         mask=problem.mask,
         return_lse=True,
         **problem.logits.of_heads(exchange.heads[comm.rank]).given(),
     )
     out, lse = exchange.run(q, k, v, whole, return_lse=return_lse)
     return (out, lse) if return_lse else out
-
-
-def _gathered_positions(sharding: Sharding) -> Tensor:
-    """Return the global positions of all tokens, rank after rank, int64 (S,)."""
-    return sharding.group([range(sharding.size)]).positions(0)
 
 
 @dataclass(frozen=True)
