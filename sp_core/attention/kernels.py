@@ -252,12 +252,16 @@ def _readable(x: Tensor) -> Tensor:
 
 
 def _additive(allowed: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return 0 for visible and -inf for hidden pairs, (Sq, Sk), which the CPU kernel adds."""
-    return (
-        None
-        if allowed is None
-        else torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, -torch.inf)
-    )
+    """Return 0 for visible and -inf for hidden pairs, (Sq, Sk), which the CPU kernel adds.
+
+    The result is kept on the mask: equal tiles of a window share it, forward and backward.
+    """
+    if allowed is None:
+        return None
+    kept: dict[torch.dtype, Tensor] = vars(allowed).setdefault("additive", {})
+    if dtype not in kept:
+        kept[dtype] = torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, -torch.inf)
+    return kept[dtype]
 
 
 def _strips(q: Tensor, k: Tensor, kind: str, allowed: Tensor | None) -> Iterator[Strip]:
