@@ -38,6 +38,9 @@ ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "MPI4PY_RC_FAST_REDUCE": "false",
     "OMP_NUM_THREADS": "1",
+    # keep the memory of freed tensors, else the system maps and clears that of each large one anew
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 25),
     # allow more ranks than cores, bind no rank to a core, let a rank that waits yield its core
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
