@@ -273,7 +273,7 @@ class Running:
         self._posted = 0
         self._under_way: deque[tuple[Handle, tuple[Work, ...]]] = deque()
         # (step that must wait, for what); the step after the last is the end
-        self._leaving = [(len(bound.steps), told)]
+        self._leaving = [] if told.test() else [(len(bound.steps), told)]
         self._stream = (
             None if bound.device.type == "cpu" else torch.accelerator.current_stream(bound.device)
         )
