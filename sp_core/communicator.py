@@ -123,7 +123,7 @@ class Communicator(NotCopied):
     def prepare(
         self, operation: Operation, send: Tensor | None, recv: Tensor | None
     ) -> Callable[[], None]:
-        """Return a function that sends `send` and fills `recv` at each call, on every rank."""
+        """Return a function that carries out the collective from `send` into `recv` each time."""
         call, bytes_sent = self.transport.prepare(operation, send, recv), operation.bytes_sent
 
         def run() -> None:

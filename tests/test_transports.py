@@ -270,6 +270,21 @@ def test_schemes_do_not_know_that_they_share_memory_of_a_device(
         )
 
 
+@spmd(3, 4)
+def test_ranks_whose_copies_take_longer_call_in_the_same_order(comm: Any) -> None:
+    """A collective whose input is still copied is not overtaken by what begins after it."""
+    with sp.Mesh(comm, check="off", sp=comm.size) as mesh:
+        group, x = mesh["sp"], torch.ones(9)
+        group.transport = pipelined(group, DelayedStreams(polls=1 + 99 * (comm.rank % 2)), 256)
+        group.window = Window(group._comm, 256, DelayedMemory(), group.transport.in_order)
+        begin = functools.partial(sp.all_reduce_start, comm=group)
+        begun = [begin(x, algorithm=way) for way in ("mpi", "ring", "mpi", "window", "mpi")]
+        shared = sp.shared_empty((9,), comm=group)
+        begun.append(begin(shared + 1, algorithm="mpi"))
+        sp.fence(comm=group)
+        assert {each.wait()[0].item() for each in begun} == {float(comm.size)}
+
+
 class Failing(HostTransport):
     """A host transport that fails."""
 

@@ -13,13 +13,9 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
-#include <utility>
 #include <vector>
 
 namespace late {
-
-thread_local int patience = 1;
-
 namespace {
 
 constexpr std::size_t ARENA = std::size_t{4} << 30; // bytes of the memory of this process
@@ -103,7 +99,7 @@ void run_to(Stream* stream, std::uint64_t point) {
     finished.back()();
     stream->done++;
   }
-  stream->polls = patience;
+  stream->polls = POLLS;
 }
 
 void run_all(Stream* stream) {
@@ -127,7 +123,7 @@ void run_device(int device) {
 
 void record(Event& event, Stream* stream) {
   std::lock_guard lock(running);
-  event = {stream, stream->asked, patience};
+  event = {stream, stream->asked, POLLS};
 }
 
 void block(const Event& event, Stream* stream) {
@@ -259,9 +255,6 @@ void late_report_faults() {
 }
 
 int late_devices() { return late::DEVICES; }
-
-// Let events of this thread answer "not yet" so often. Return how often they did so before.
-int late_patience(int polls) { return std::exchange(late::patience, polls); }
 
 // Count pieces of memory of so many bytes: allocated here, opened from other processes, registered.
 int late_blocks(std::size_t least) {

@@ -18,7 +18,7 @@ namespace late {
 
 constexpr int DEVICES = 2;
 constexpr int ALIGNMENT = 16; // bytes; what kernels of attention demand of each row
-extern thread_local int patience; // an event answers "not yet" so often before its work runs
+constexpr int POLLS = 1;      // an event answers "not yet" so often before its work runs
 constexpr int POISON = 0xFF;  // NaN in every floating dtype
 
 using Task = std::function<void()>;
@@ -28,13 +28,13 @@ struct Stream {
   std::int64_t id; // 0 is the default stream, which all threads share as CUDA's do
   std::deque<Task> tasks;
   std::uint64_t asked = 0, done = 0;
-  int polls = patience;
+  int polls = POLLS;
 };
 
 struct Event {
   Stream* stream = nullptr; // none before it was recorded
   std::uint64_t point = 0;
-  int polls = patience;
+  int polls = POLLS;
 };
 
 Stream* stream_of(int device, std::int64_t id);

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -152,29 +151,6 @@ def test_shared_memory_is_given_back(comm: Any, transport: str) -> None:
             assert beside.cpu().tolist() == [turn + number for number in range(9)]
     assert counts == [*counts[:2], counts[1], counts[1]]
     assert counts[1] > counts[0]
-
-
-@pytest.mark.parametrize("transport", ["ipc", "pipelined"])
-@spmd(3, 4)
-def test_ranks_whose_copies_take_longer_call_in_the_same_order(comm: Any, transport: str) -> None:
-    """A collective whose input is still copied is not overtaken by what begins after it."""
-    before = load().late_patience(1 + 99 * (comm.rank % 2))
-    quick: Any = {"transport": transport, "check": "off"}
-    try:
-        with sp.Mesh(comm, device=device(), **quick, sp=comm.size) as mesh:
-            x, group = torch.full((9,), 1.0, device=mesh.device), mesh["sp"]
-            begin = partial(sp.all_reduce_start, comm=group)
-            ways = ("mpi", "ring", "mpi", "window" if group.window else "recursive_doubling", "mpi")
-            begun = [begin(x, algorithm=way) for way in ways]
-            shared = sp.shared_empty((9,), comm=group)
-            begun.append(begin(shared + 1, algorithm="mpi"))
-            counter = group.counter()
-            begun.append(begin(x, algorithm="mpi"))
-            sp.fence(comm=group)
-            assert {each.wait().cpu()[0].item() for each in begun} == {float(comm.size)}
-            counter.free()
-    finally:
-        load().late_patience(before)
 
 
 @given(case=cases(), way=ways(), turns=st.integers(1, 2))
