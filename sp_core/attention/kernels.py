@@ -254,7 +254,7 @@ def _readable(x: Tensor) -> Tensor:
 def _additive(allowed: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Return 0 for visible and -inf for hidden pairs, (Sq, Sk), which the CPU kernel adds.
 
-    The result is kept on the mask: equal tiles of a window share it, forward and backward.
+    The result is kept on the mask, which equal tiles of a window share.
     """
     if allowed is None:
         return None

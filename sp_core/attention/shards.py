@@ -8,6 +8,7 @@ communication. Shapes as in `sp_core.attention`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -235,13 +236,14 @@ def _dense_masks(q_positions: Positions, kv_positions: Positions, mask: Mask | N
     The function returns None for full and causal blocks. For equal tiles of a window it returns the
     same tensor.
     """
+    band = cache(band_mask)
     q, kv = position_tensor(q_positions, "cpu"), position_tensor(kv_positions, "cpu")
 
     def allowed(block: Block) -> Tensor | None:
         if block.kind != "partial" or mask is None:
             return None
         if block.band is not None:
-            return band_mask(*block.shape, *block.band)
+            return band(*block.shape, *block.band)
         return mask.allowed(q[block.queries], kv[block.keys])
 
     return allowed

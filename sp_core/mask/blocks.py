@@ -90,12 +90,8 @@ def plan_blocks(
     return _plan(tuple(runs(q_positions)), tuple(runs(kv_positions)), mask or Mask())
 
 
-@lru_cache(maxsize=16)
 def band_mask(rows: int, columns: int, lo: int, hi: int) -> Tensor:
-    """Return a bool tensor (rows, columns), True at row i and column j if lo <= i - j <= hi.
-
-    Equal calls return one tensor, which nobody may change.
-    """
+    """Return a bool tensor (rows, columns), True at row i and column j if lo <= i - j <= hi."""
     visible = torch.ones(rows, columns, dtype=torch.bool)
     return visible.tril_(max(-lo, -rows)).triu_(min(max(-hi, -rows), columns))
 
