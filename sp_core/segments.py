@@ -68,13 +68,13 @@ def chunk_slices(hand: list[int], chunk: int) -> Iterator[slice]:
         yield slice(numbers[0] * chunk, (numbers[-1] + 1) * chunk)
 
 
-# Callers keep the result. A tensor of inference mode could not take part in training.
-@torch.inference_mode(False)
 def positions_of(segments: Sequence[Segment]) -> Segment | Tensor:
     """Return the positions of segments: the range itself if there is one, else int64 (tokens,)."""
     return segments[0] if len(segments) == 1 else concatenated(segments)
 
 
+# Callers keep the result. A tensor of inference mode could not take part in training.
+@torch.inference_mode(False)
 def concatenated(segments: Sequence[Segment]) -> Tensor:
     """Return all positions of some segments, one segment after the other, int64 (positions,)."""
     pieces = [torch.arange(s.start, max(s.start, s.stop), s.step) for s in segments]

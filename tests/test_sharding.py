@@ -114,3 +114,11 @@ def test_fingerprints_tell_shardings_apart() -> None:
     ]
     assert len({sharding.fingerprint for sharding in different}) == len(different)
     assert Sharding.zigzag(24, 3).fingerprint == Sharding.zigzag(24, 3).fingerprint
+
+
+def test_positions_that_are_kept_can_take_part_in_training() -> None:
+    """Also if they are made first where torch is told that nothing will be trained."""
+    sharding = Sharding.zigzag(8, 2)
+    with torch.inference_mode():
+        made = sharding.positions(0), sharding.sorted_positions
+    assert [x.is_inference() for x in made] == [False, False]
