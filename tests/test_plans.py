@@ -25,7 +25,6 @@ from sp_core.collectives.execution import BoundProgram
 from sp_core.schedules import ALGORITHMS, SCHEDULED, operation
 from sp_core.scratch import Scratch
 from sp_core.testing import given, run_threads, spmd
-from sp_core.transport.base import at_once
 from sp_core.transport.host import HostTransport
 from sp_core.transport.staged import PipelinedTransport
 from sp_core.tuning import Curve, Tuning
@@ -127,7 +126,6 @@ def test_a_rank_goes_on_before_its_sends_are_complete(op: str, algorithm: str) -
     """Up to the step that overwrites what they read: here they never complete."""
     comm, memory = MagicMock(), torch.zeros(2, 16, dtype=torch.int64)
     comm.transport.bind, comm.transport.post = list, lambda *sent: Mock(test=lambda: not sent[0])
-    comm.transport.in_order = at_once
     for rank, made in enumerate(schedule(op, algorithm, (2,) * 4, segment=1).programs):
         task, scratch = operation(op, rank, 4, (2,) * 4), Scratch(torch.device("cpu"))
         running = BoundProgram(comm, task, memory[0], memory[1], scratch, made).begin()

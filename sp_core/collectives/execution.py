@@ -254,9 +254,7 @@ class BoundProgram(Ready):
     def begin(self) -> Running:
         """Tell the communicator's observer what will be sent, begin, and return the handle."""
         self._count(self._cost)
-        transport = self.comm.transport
-        told = transport.in_order(partial(transport.announce, self._sends, self._recvs))
-        return Running(self, told)
+        return Running(self, self.comm.transport.announce(self._sends, self._recvs))
 
 
 class Running:

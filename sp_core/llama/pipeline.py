@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import cast
 
 import torch
@@ -93,9 +93,10 @@ class _Mail:
                 else []
             )
 
-        sends = [*listed(after, there), *listed(before, back)]
-        recvs = [*listed(before, there), *listed(after, back)]
-        told = stages.transport.in_order(partial(stages.transport.announce, sends, recvs))
+        told = stages.transport.announce(
+            [*listed(after, there), *listed(before, back)],
+            [*listed(before, there), *listed(after, back)],
+        )
         self._sent.append(stages.track(told))
         stages.counters[NAME].add()
         self._left = (there if before >= 0 else [], back if after < stages.size else [])

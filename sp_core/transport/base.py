@@ -95,11 +95,12 @@ class Transport(Protocol):
         """
         return at_once(call)
 
-    def announce(self, sends: Messages, recvs: Messages) -> None:
+    def announce(self, sends: Messages, recvs: Messages) -> Handle:
         """Tell the communicator's observer which messages this rank will `post`. Nothing is sent.
 
         An observer checks in tests that the calls of the ranks match; usually there is none. All
-        ranks call this at the same point of their programs, through `in_order`.
+        ranks call this at the same point of their programs, before they post the messages. The
+        handle is complete once the observer has been told.
 
         Args:
             sends, recvs: the messages, for each peer in the order in which they will be posted.

@@ -105,12 +105,12 @@ class HostTransport(Transport):
         self._say(sends, recvs, later=False)
         return self.post(self.bind(sends), self.bind(recvs), TAG)
 
-    def announce(self, sends: Messages, recvs: Messages) -> None:
+    def announce(self, sends: Messages, recvs: Messages) -> Handle:
         """Tell the communicator's observer which messages this rank will post later.
 
         Nothing is sent. An observer checks in tests that the calls of the ranks match.
         """
-        self._say(sends, recvs, later=True)
+        return self.in_order(partial(self._say, sends, recvs, later=True))
 
     def bind(self, messages: Messages) -> Bound:
         """Return (rank of the peer, NumPy view) for each message.
@@ -212,12 +212,12 @@ class OverHost(Transport):
 
     _host: Transport
 
-    def announce(self, sends: Messages, recvs: Messages) -> None:
+    def announce(self, sends: Messages, recvs: Messages) -> Handle:
         """Tell the communicator's observer which messages this rank will post later.
 
         Nothing is sent. An observer checks in tests that the calls of the ranks match.
         """
-        self._host.announce(sends, recvs)
+        return self.in_order(partial(self._host.announce, sends, recvs))
 
     def close(self, *, together: bool) -> None:
         """Release the resources of the transport that moves the bytes; see `Transport.close`."""

@@ -95,9 +95,9 @@ class LinkTransport(Transport):
         self._host.announce(_with_times(sends), _with_times(recvs))
         return self.post(self.bind(sends), self.bind(recvs), TAG)
 
-    def announce(self, sends: Messages, recvs: Messages) -> None:
+    def announce(self, sends: Messages, recvs: Messages) -> Handle:
         """Say which messages will be posted, those with the times included."""
-        self._host.announce(_with_times(sends), _with_times(recvs))
+        return self._host.announce(_with_times(sends), _with_times(recvs))
 
     def bind(self, messages: Messages) -> Bound:
         """Each message with room for its time."""
