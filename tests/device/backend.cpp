@@ -335,11 +335,12 @@ void demand_one_device(const std::string& name, const c10::IValue& given) {
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   InFallback now;
-  for (auto place = stack->size() - op.schema().arguments().size(); place < stack->size(); place++)
-    demand_one_device(op.schema().name(), (*stack)[place]);
-  for (auto place = stack->size() - op.schema().arguments().size(); place < stack->size(); place++)
-    if ((*stack)[place].isGenerator() && (*stack)[place].toGenerator().device().type() == LATE)
-      (*stack)[place] = (*stack)[place].toGenerator().get<Generator>()->inside;
+  for (auto place = stack->size() - op.schema().arguments().size(); place < stack->size(); place++) {
+    auto& given = (*stack)[place];
+    demand_one_device(op.schema().name(), given);
+    if (given.isGenerator() && given.toGenerator().device().type() == LATE)
+      given = given.toGenerator().get<Generator>()->inside;
+  }
   at::native::cpu_fallback(op, stack, /*error_on_views=*/true);
 }
 

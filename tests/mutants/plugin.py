@@ -99,6 +99,7 @@ def file_of(test: str) -> str:
 
 
 ENDING = ("test_an_endless_loop_ends",)
+"""Tests that end a thread from outside, which may then hold a lock of coverage for good."""
 
 
 class Reach:
@@ -112,7 +113,7 @@ class Reach:
         os.environ[TEST] = ""
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Leave out tests that end a thread from outside: it may hold a lock of coverage."""
+        """Leave out the tests of ENDING."""
         items[:] = [item for item in items if item.name not in ENDING]
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
