@@ -69,20 +69,11 @@ def leave_alone(comm: sp.Communicator) -> Window:
     return comm.window
 
 
-def several(comm: Any, mesh: sp.Mesh, name: str, seed: int) -> list[Results]:
+def several(mesh: sp.Mesh, name: str, problems: list[AttentionProblem]) -> list[Results]:
     """Return the results of several attentions, and then of their backwards."""
     under_way = []
-    for turn, changes in enumerate(
-        (
-            dict[str, Any](),
-            {"mask": sp.Mask(causal=True), "storage": "transposed"},
-            {"layout": "contiguous", "mask": sp.Mask(window=1)},
-        )
-    ):
-        problem = replace(
-            PLAIN, seed=seed + turn, **changes
-        )  # in the last, ranks see others' keys but not their own
-        shards = Shards(problem, comm.rank, comm.size, mesh.device)
+    for one in problems:
+        shards = Shards(one, mesh["sp"].rank, mesh["sp"].size, mesh.device)
         under_way.append((shards, *shards.run(functools.partial(SCHEMES[name], comm=mesh["sp"]))))
     return [
         {"out": out.detach(), "lse": lse.detach(), **shards.gradients(out, lse)}
@@ -97,15 +88,44 @@ def test_ranks_that_fall_behind_change_no_bit(comm: Any, name: str, seed: int, c
 
     With `check="off"` the ranks do not wait for each other before a backward.
     """
+    problems = [
+        replace(PLAIN, seed=seed),
+        replace(PLAIN, seed=seed + 1, mask=sp.Mask(causal=True), storage="transposed"),
+        # here ranks see others' keys but not their own
+        replace(PLAIN, seed=seed + 2, layout="contiguous", mask=sp.Mask(window=1)),
+    ]
     with sp.Mesh(comm, algorithm=IN_RANK_ORDER, sp=comm.size) as mesh:
-        wanted = several(comm, mesh, name, seed)
+        wanted = several(mesh, name, problems)
     with sp.Mesh(comm, transport="window", check=check, sp=comm.size) as mesh:
         carries, mesh["sp"].transport = mesh["sp"].transport, NoMessages()
         leave_alone(mesh["sp"])
-        found = several(comm, mesh, name, seed)
+        found = several(mesh, name, problems)
         mesh["sp"].transport = carries
     for mine, other in zip(found, wanted, strict=True):
         assert all(torch.equal(mine[what], other[what]) for what in other)
+
+
+def test_sums_are_read_before_another_rank_writes_its_next() -> None:
+    """Also if this rank reads them late, and those of the next backward lie at other places."""
+    changes: dict[str, Any] = {"needs_grad": (False, True, True)}
+    problems = [replace(PLAIN, seq_len=n, kv_len=n, **changes) for n in (13, 3)]
+
+    def late(wait: Callable[..., None], *args: Any) -> None:
+        wait(*args)
+        time.sleep(0.05)
+
+    def body(comm: Any) -> list[Results]:
+        with sp.Mesh(comm, transport="window", check="off", sp=comm.size) as mesh:
+            leave_alone(mesh["sp"])
+            if comm.rank == 0:
+                mesh["sp"].wait = functools.partial(late, mesh["sp"].wait)  # type: ignore[method-assign]
+            found = several(mesh, "ring", problems)
+        with sp.Mesh(comm, sp=comm.size) as mesh:
+            return [found, several(mesh, "ring", problems)]
+
+    for found, wanted in run_threads(2, body):
+        for mine, other in zip(found, wanted, strict=True):
+            assert all(torch.equal(mine[what], x) for what, x in other.items())
 
 
 @pytest.mark.parametrize("storage", ["transposed", "padded"])

@@ -18,7 +18,7 @@ Shapes: B batch, S sequence, K key/value heads, D head dim, P ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from torch import Tensor
@@ -175,7 +175,9 @@ class SharedSums:
         In step s the block is the keys and values of rank r - s, on rank r.
 
         First wait for this rank's addition of the previous step. The new addition begins when all
-        ranks have called `add` for this step, so every addition of the previous step is done.
+        ranks have called `add` for this step, so every addition of the previous step is done. The
+        same holds for step 0: by then every rank has read its sums of the previous backward, which
+        may lie elsewhere in the shared memory.
 
         Args:
             step: the step of the ring. Step 0 starts the sum of this rank's own block.
@@ -184,23 +186,20 @@ class SharedSums:
             keys: the indices of these S_keys keys in the block; in step 0 all keys.
         """
         comm = self._problem.comm
-        if step == 0:
-            self._begin(own)
-            return
         comm.wait(self._adding, "ring")
         work = []
-        if own is not None:
+        if step == 0:
+            work = self._begin(own)
+        elif own is not None:
             total = self._sums[(comm.rank - step) % comm.size]
             _count(comm, "ring", (total[0], total[1]))
             work = [partial(x[:, keys].add_, y) for x, y in zip(total, own, strict=True)]
         self._adding = comm.track(_window(self._problem).start([[], work], "gradients in place"))
 
-    def _begin(self, own: Block | None) -> None:
-        """Start the sums of this rank's own block with `own`, or with zeros.
+    def _begin(self, own: Block | None) -> list[Callable[[], object]]:
+        """Return the copies that start the sums of this rank's own block: `own`, or zeros.
 
-        Gradients of keys that other ranks see are summed in shared memory. No lock is needed: no
-        other rank has used this memory since all ranks waited for each other in `arrived`, in the
-        previous backward.
+        Gradients of keys that other ranks see are summed in shared memory.
         """
         batch, _, heads, head_dim = self._like.shape
         problem, rank = self._problem, self._problem.comm.rank
@@ -211,8 +210,10 @@ class SharedSums:
             ]
         )
         self._mine = own or zeros(self._like, problem.kv_sharding.local_len(rank))
-        for shared, x in zip(self._sums[rank], self._mine, strict=True):
-            shared.copy_(x[:, self._shown])
+        return [
+            partial(shared.copy_, x[:, self._shown])
+            for shared, x in zip(self._sums[rank], self._mine, strict=True)
+        ]
 
     def arrived(self) -> Block:
         """Wait until all ranks have added their gradients. Return dk and dv of this rank's tokens.
