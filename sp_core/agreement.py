@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from enum import IntEnum
 from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -30,15 +30,11 @@ from sp_core import errors, progress
 from sp_core.errors import AGREED, CollectiveMismatch, PeerFailed, RankError, differences, joined
 from sp_core.observer import observer_of
 from sp_core.progress import Progress
-from sp_core.transport.base import wait
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+from sp_core.transport.base import Intracomm, wait
 
 T = TypeVar("T")
 _RECORD = struct.Struct("q8sq40s")
 RECORD_BYTES = _RECORD.size
-DIGEST = np.dtype("<u4")
 DIGEST_BYTES = 32
 """Bytes of a digest in the all-reduce: four numbers, each in an int64, so that sums do not
 overflow."""
@@ -186,7 +182,7 @@ class Question:
         state = state if error is None else State.REFUSES
         named, beginning = call.encode(), (_text(error) if error else call).encode()
         head = struct.pack("qq", state, value)
-        words = np.frombuffer(blake2b(head + named, digest_size=16).digest(), DIGEST)
+        words = np.frombuffer(blake2b(head + named, digest_size=16).digest(), "<u4")
         digest = blake2b(named).digest()  # packed are its first 8 bytes
         # MPI knows only the addresses of these arrays: keep them alive
         self._mine, self._sum = words.astype(np.int64), np.empty(words.size, np.int64)
@@ -275,7 +271,9 @@ class Questions:
 
 def _raise(comm: Intracomm, call: str, error: Exception | None, failed: Sequence[bool]) -> None:
     is_told = AGREED in vars(error or Exception())  # its text names the rank of another axis
-    mine = (_kind(error), call if error is None else _text(error), is_told)
+    # the index in ERRORS of the error's class; of any other error the last: a RankError
+    kind = next((place for place, kind in enumerate(ERRORS) if isinstance(error, kind)), -1)
+    mine = (kind, call if error is None else _text(error), is_told)
     kinds, texts, are_told = zip(*comm.allgather(mine), strict=True)
     if not any(failed):
         raise _of_all(CollectiveMismatch(differences(texts)), comm)
@@ -304,9 +302,13 @@ def _parted(records: np.ndarray[Any, np.dtype[np.int64]]) -> RankError:
     Args:
         records: of all ranks, int64 (ranks, 8), the same on all ranks. So is the error.
     """
-    beginnings = [record[3:].tobytes().decode(errors="ignore") for record in records]
-    texts = [text.rstrip("\0") + "..." * (text[-1:] != "\0") for text in beginnings]
-    lines = joined([(f"  rank {rank}: ", text) for rank, text in enumerate(texts)])
+    texts = [record[3:].tobytes().decode(errors="ignore") for record in records]
+    lines = joined(
+        [
+            (f"  rank {rank}: ", text.rstrip("\0") + "..." * (text[-1:] != "\0"))
+            for rank, text in enumerate(texts)
+        ]
+    )
     if (failed := np.flatnonzero(records[:, 0] >= State.FAILS)).size:
         return PeerFailed(
             f"rank {failed[0]} has left because of an error; read the error that it printed. "
@@ -314,16 +316,6 @@ def _parted(records: np.ndarray[Any, np.dtype[np.int64]]) -> RankError:
         )
     return CollectiveMismatch(
         f"some ranks leave and others do not; nothing was sent. Make these calls equal:\n{lines}"
-    )
-
-
-def _kind(error: Exception | None) -> int:
-    """Return the index in ERRORS of an error's class.
-
-    For any other error, and None, it is the last index: other ranks then raise a RankError.
-    """
-    return next(
-        (place for place, kind in enumerate(ERRORS) if isinstance(error, kind)), len(ERRORS) - 1
     )
 
 
@@ -359,11 +351,8 @@ def make_alike(comm: Any, make: Callable[[], tuple[T, str]]) -> T:
     return made.pop()
 
 
-AgreeOn = Callable[..., tuple[int, ...]]
-
-
 @contextmanager
-def agreeing_in_turn() -> Iterator[AgreeOn]:
+def agreeing_in_turn() -> Iterator[Callable[..., tuple[int, ...]]]:
     """Give a `with` block a function that compares calls along several axes of a grid in turn.
 
     The error of one rank is raised on all ranks of the grid. It reaches the ranks along the first
@@ -389,8 +378,7 @@ def agreeing_in_turn() -> Iterator[AgreeOn]:
             return check() if check else None
 
         try:
-            told: tuple[int, ...] = comm.agree_on(call, checked)
-            return told
+            return tuple(comm.agree_on(call, checked))
         except ERRORS as error:
             found = error
         return ()

@@ -94,15 +94,16 @@ Both = tuple[Traffic, Traffic]
 
 def allgather_kv(problem: Attention, rank: int) -> Both:
     """Return the traffic of `rank` in `allgather_kv_attention`: (forward, backward)."""
-    others = [other for other in range(problem.kv_sharding.size) if other != rank]
     lengths = problem.kv_sharding.lengths
-    tokens = [lengths[other] for other in others]
-    gathered, summed = (_blocks(problem, tokens, size) for size in (problem.itemsize, problem.wide))
+    others = [*lengths[:rank], *lengths[rank + 1 :]]
+    gathered, summed = (_blocks(problem, others, size) for size in (problem.itemsize, problem.wide))
+    own, wide = (
+        Traffic(0, len(others) * problem.kv_block(lengths[rank], size))
+        for size in (problem.itemsize, problem.wide)
+    )
     if problem.shared:
-        own = problem.kv_block(lengths[rank], problem.wide)
-        return _both(problem, gathered, Traffic(0, len(others) * own))
-    own = problem.kv_block(lengths[rank], problem.itemsize)
-    return _both(problem, Traffic(0, len(others) * own), Traffic(0, summed.bytes_sent))
+        return _both(problem, gathered, wide)
+    return _both(problem, own, Traffic(0, summed.bytes_sent))
 
 
 def _both(problem: Attention, keys: Traffic, sums: Traffic) -> Both:
@@ -141,11 +142,11 @@ def ring(problem: Attention, rank: int) -> Both:
         keys = [block for step, block in passing if way[block] > step]
         sums = [block for step, block in passing if way[block] > step or way[block] == step > 0]
     lengths = shown_keys(*seen_by).lengths
-    sent = (
-        _blocks(problem, [lengths[block] for block in blocks], itemsize)
-        for blocks, itemsize in ((keys, problem.itemsize), (sums, problem.wide))
+    return _both(
+        problem,
+        _blocks(problem, [lengths[block] for block in keys], problem.itemsize),
+        _blocks(problem, [lengths[block] for block in sums], problem.wide),
     )
-    return _both(problem, *sent)
 
 
 def ulysses(problem: Attention, rank: int) -> Both:

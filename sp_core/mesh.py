@@ -21,11 +21,18 @@ from sp_core.errors import DeviceError, RankError, ShapeError, short_text
 from sp_core.machine import cpu_model, node_cores, node_name, node_number
 from sp_core.observer import observer_of
 from sp_core.schedules import defaults
-from sp_core.transport import MAY_BE_REFUSED, NAMES, HostWrapper, choose, count_devices, wait
+from sp_core.transport import (
+    MAY_BE_REFUSED,
+    NAMES,
+    HostWrapper,
+    Intracomm,
+    choose,
+    count_devices,
+    wait,
+)
 from sp_core.tuning import Tuning, find
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -158,8 +165,8 @@ class Mesh(NotCopied):
                 "a DeviceMesh needs torch.distributed. Call init_process_group() before, on every "
                 "rank."
             )
-        ranks = np.array(self._comm.allgather(distributed.get_rank()))
-        grid = torch.from_numpy(ranks.reshape(tuple(self.axes.values())))
+        ranks = torch.tensor(self._comm.allgather(distributed.get_rank()))
+        grid = ranks.view(tuple(self.axes.values()))
         return DeviceMesh(self.device.type, grid, mesh_dim_names=tuple(self.axes))
 
     def free(self) -> None:
@@ -173,8 +180,7 @@ class Mesh(NotCopied):
         order = sorted(self._made, key=lambda names: (len(names), names))
         try:
             asked = (self._made[names].ask_to_free(" with its mesh") for names in order)
-            questions = list(chain.from_iterable(asked))
-            wait(agreement.Questions(questions), progress.of_this_rank().poll)
+            wait(agreement.Questions([*chain(*asked)]), progress.of_this_rank().poll)
             for names in order:
                 self._made[names].free(is_agreed=True)
         except RankError as error:
@@ -209,11 +215,10 @@ class Mesh(NotCopied):
 
         If the transport cannot be used on some ranks, raise a DeviceError on all ranks.
         """
-        error = None
-        groups = self._groups(names)
-        color, key = map(int, np.argwhere(groups == self.rank)[0])
+        error, ranks = None, self._members(names)
         try:
-            self._made[names] = self._make(names, cast("Intracomm", self._comm.Split(color, key)))
+            split = self._comm.Split(ranks[0], ranks.index(self.rank))
+            self._made[names] = self._make(names, cast("Intracomm", split))
         except DeviceError as found:
             error = found
         if self._transport in MAY_BE_REFUSED:
@@ -242,20 +247,17 @@ class Mesh(NotCopied):
             return self._make(names, cast("Intracomm", own))
         usual = tuple(axis for axis in self.axes if axis in names)  # in the order of the mesh
         ranks, mine = self._members(usual), self._members(names)
-        order = [ranks.index(rank) for rank in mine]
+        order = list(map(ranks.index, mine))
         return Reordered(self._made[usual], order, _title(names), self._nodes_of(mine))
 
-    def _groups(self, names: tuple[str, ...]) -> np.ndarray[Any, Any]:
-        """Return the ranks of all groups along some axes: integers (groups, ranks of a group)."""
+    def _members(self, names: tuple[str, ...]) -> list[int]:
+        """Return the ranks of this rank's group along some axes; the last one varies fastest."""
         others = [axis for axis in self.axes if axis not in names]
         places = [list(self.axes).index(axis) for axis in (*others, *names)]
-        count = math.prod(self.axes[axis] for axis in names)
         grid = np.arange(self.size).reshape(tuple(self.axes.values())).transpose(places)
-        return grid.reshape(-1, count)
-
-    def _members(self, names: tuple[str, ...]) -> list[int]:
-        """Return the ranks of this rank's group along some axes."""
-        return next(row for row in self._groups(names).tolist() if self.rank in row)
+        count = math.prod(self.axes[axis] for axis in names)
+        groups = grid.reshape(-1, count).tolist()
+        return next(ranks for ranks in groups if self.rank in ranks)
 
     def _nodes_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """Return the node of each of some ranks, numbered from 0 in order of first appearance."""

@@ -139,9 +139,11 @@ def project(problem: Problem) -> list[Projection]:
         ValueError: sizes that cannot be split evenly, or that are not positive.
     """
     _check(problem)
-    most = min(problem.ranks, problem.num_heads)
-    meshes = [u for u in range(1, most + 1) if problem.ranks % u == 0]
-    found = [_mesh(problem, problem.ranks // u, u) for u in meshes]
+    found = [
+        _mesh(problem, problem.ranks // ulysses, ulysses)
+        for ulysses in range(1, min(problem.ranks, problem.num_heads) + 1)
+        if problem.ranks % ulysses == 0
+    ]
     return sorted([*found, _allgather_kv(problem)], key=lambda projection: projection.seconds)
 
 
@@ -316,12 +318,12 @@ def main(options: argparse.Namespace, tuning: Tuning | None) -> str:
         raise ValueError(
             f"--flops is {options.flops}: pass the operations per second of a rank, such as 100e12."
         )
-    itemsize = getattr(torch, options.dtype).itemsize
-    flops = options.flops or timed_flops(options.head_dim)
-    heads = options.heads, options.kv_heads or options.heads
-    sizes = options.seq, options.batch, *heads, options.head_dim, itemsize
-    nodes = options.ranks, options.ranks_per_node
-    problem = Problem(*sizes, *nodes, inside or network, network, flops)
+    sizes = options.seq, options.batch, options.heads, options.kv_heads or options.heads
+    problem = Problem(
+        *(*sizes, options.head_dim, getattr(torch, options.dtype).itemsize),
+        *(options.ranks, options.ranks_per_node, inside or network, network),
+        options.flops or timed_flops(options.head_dim),
+    )
     assumed = []
     if options.flops is None:
         threads = torch.get_num_threads()
@@ -370,8 +372,7 @@ def timed_flops(head_dim: int) -> float:
 def _lines(
     problem: Problem, found: Sequence[Projection], assumed: list[str], tuning: Tuning | None
 ) -> Iterator[str]:
-    head = f"{'scheme':<14}{'ring x ulysses':>15}{'ms':>12}"
-    yield f"{head}{'waiting':>9}{'MB sent':>11}{'messages':>11}"
+    yield "scheme         ring x ulysses          ms  waiting    MB sent   messages"
     for one in found:
         total = one.forward + one.backward
         mesh = f"{one.ring} x {one.ulysses}"

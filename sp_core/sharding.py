@@ -257,7 +257,10 @@ class Sharding:
         match self.segments[self._checked(rank)]:
             case (range(step=1) as owned,) if owned and self._is_dense:
                 return x.narrow(dim, owned.start - self._first, len(owned))
-        return x.index_select(dim, self._places(rank).to(x.device))
+        places = self.positions(rank) - self._first
+        if not self._is_dense:
+            places = torch.searchsorted(self._ascending, self.positions(rank))
+        return x.index_select(dim, places.to(x.device))
 
     def unshard(self, shards: Sequence[Tensor], dim: int) -> Tensor:
         """Reverse `shard`: put all tokens together in ascending order of position.
@@ -345,14 +348,6 @@ class Sharding:
     def _is_dense(self) -> bool:
         """Whether the positions have no gaps, so that position - first position is an index."""
         return self.end - self._first == self.seq_len
-
-    def _places(self, rank: int) -> Tensor:
-        positions = self.positions(rank)
-        return (
-            positions - self._first
-            if self._is_dense
-            else torch.searchsorted(self._ascending, positions)
-        )
 
 
 def check_sharding(sharding: Sharding, comm: Any, what: str, argument: str = "sharding") -> None:

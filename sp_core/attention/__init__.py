@@ -16,8 +16,9 @@ from sp_core.attention.kernels import (
     block_attention,
     block_attention_backward,
 )
-from sp_core.attention.logits import Logits, Terms
-from sp_core.attention.merge import (
+from sp_core.attention.logits import (
+    Logits,
+    Terms,
     accumulation_dtype,
     add_sinks,
     merge,

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from sp_core.arguments import check, check_type
 from sp_core.attention.kernels import FLOATS
-from sp_core.attention.logits import Logits, Terms
-from sp_core.attention.merge import accumulation_dtype, add_sinks, sinks_gradient
+from sp_core.attention.logits import Logits, Terms, accumulation_dtype, add_sinks, sinks_gradient
 from sp_core.attention.shards import attend, attend_backward
 from sp_core.errors import DeviceError, DtypeError, ShapeError
 from sp_core.mask import Mask, Positions
@@ -75,15 +74,11 @@ def local_attention(
     logits = Logits.of(q, softmax_scale=softmax_scale, **terms)
     if mask is not None and q_positions is None and kv_positions is None:
         mask.check_lengths(q.shape[1], k.shape[1])
-    positions = (
-        range(q.shape[1]) if q_positions is None else q_positions,
-        range(k.shape[1]) if kv_positions is None else kv_positions,
-    )
     out, lse = attention(
         *(q, k, v, logits.sinks),
         {
-            "q_positions": positions[0],
-            "kv_positions": positions[1],
+            "q_positions": range(q.shape[1]) if q_positions is None else q_positions,
+            "kv_positions": range(k.shape[1]) if kv_positions is None else kv_positions,
             "mask": mask,
             "logits": logits,
         },
@@ -145,6 +140,9 @@ class _Refuse(torch.autograd.Function):
         )
 
 
+_refuse: Callable[..., Tensor] = _Refuse.apply
+
+
 def exact(x: Tensor) -> torch.autocast:
     """Return a context manager that turns autocast off on the device of x.
 
@@ -171,8 +169,7 @@ def differentiable_once(backward: Backward) -> Backward:
             results = backward(ctx, saved, *grads)
         if not torch.is_grad_enabled():
             return results
-        apply: Any = _Refuse.apply
-        return tuple(apply(x, *grads, *saved) if isinstance(x, Tensor) else x for x in results)
+        return tuple(_refuse(x, *grads, *saved) if isinstance(x, Tensor) else x for x in results)
 
     return refusing
 

@@ -28,16 +28,13 @@ import torch
 from torch import Tensor
 
 from sp_core.attention import cuda
-from sp_core.attention.logits import Logits
-from sp_core.attention.merge import accumulation_dtype
+from sp_core.attention.cuda import Triple
+from sp_core.attention.logits import Logits, accumulation_dtype
 
 HALF = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float64, torch.float32, *HALF)
 FUSED = {"cuda"}
 """Kinds of device that have torch's CUDA kernels."""
-
-Triple = tuple[Tensor, Tensor, Tensor]
-"""(dq, dk, dv)."""
 
 Strip = tuple[slice, slice, Tensor | None]
 """(queries, keys, bool mask (queries, keys) of visible pairs). None: every pair is visible."""

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sp_core.attention.cuda import Triple
 from sp_core.attention.kernels import block_attention, block_attention_backward
-from sp_core.attention.logits import Logits
-from sp_core.attention.merge import accumulation_dtype, merge_into
+from sp_core.attention.logits import Logits, accumulation_dtype, merge_into
 from sp_core.attention.packs import Packs, packed
 from sp_core.attention.tiles import halves, on_cpu, rows, strips, tiled
 from sp_core.errors import ShapeError
@@ -27,11 +27,9 @@ from sp_core.mask.blocks import band_mask
 # columns added to each head for the gradient of lse; the CUDA kernels need multiples of 8
 LSE_COLUMNS = 8
 
-Triple = tuple[Tensor, Tensor, Tensor]
 Allowed = Callable[[Block], Tensor | None]
 """Function of a block that returns its bool mask (queries, keys), or None if it needs none."""
-Quintuple = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-Sextuple = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Tensors = tuple[Tensor, ...]
 
 
 def attend(
@@ -181,7 +179,7 @@ def _gradients(
     blocks: tuple[Block, ...],
     packs: Packs,
     allowed: Allowed,
-    tensors: Sextuple,
+    tensors: Tensors,
     logits: Logits,
     between: Callable[[], object] | None,
 ) -> Sequence[Tensor]:
@@ -270,7 +268,7 @@ def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _with_lse_columns(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad_lse: Tensor
-) -> Quintuple:
+) -> Tensors:
     """Widen the heads so that every kernel's rowsum(dO * out) becomes rowsum(dO * out) - grad_lse.
 
     The new columns of q, k and v are 0, so scores and dO v^T do not change. Those of out are 1, and

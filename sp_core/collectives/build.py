@@ -60,7 +60,7 @@ class Kind:
             the argument for their lengths). Parts are even if no lengths are given.
     """
 
-    map: type[Any]
+    map: type[maps.Map]
     dtypes: tuple[torch.dtype, ...]
     arguments: dict[str, Any]
     joined: tuple[str, str] | None = None
@@ -143,8 +143,7 @@ def build(name: str, which: str, x: Tensor, comm: Communicator, /, **given: Any)
         )
     if given.pop("deterministic", False) and given["algorithm"] == "auto":
         given["algorithm"] = "pairwise" if comm.window is None else "window"
-    made: maps.Map = kind.map(comm, **given)
-    return made
+    return kind.map(comm, **given)
 
 
 def _normal(x: Tensor, dim: int) -> int:
@@ -179,8 +178,8 @@ def _call(
         "any" if dim in free_dims else str(length) for dim, length in enumerate(x.shape)
     )
     grad = x.requires_grad and torch.is_grad_enabled()
-    call = f"tensor of shape ({shape}), {x.dtype}, requires_grad={grad}, {shown}"
-    return f"{name}({call}) on {comm.name}"
+    call = f"{name}(tensor of shape ({shape}), {x.dtype}, requires_grad={grad}, {shown})"
+    return f"{call} on {comm.name}"
 
 
 def _checked(kind: Kind, x: Tensor, comm: Communicator, given: dict[str, Any]) -> int:

@@ -88,9 +88,10 @@ class Map(ABC):
     planned: bool = field(default=False, kw_only=True)
 
     @property
-    @abstractmethod
     def transpose(self) -> Map:
         """Return the collective that the gradients go through in backward."""
+        fields = {**vars(self), "planned": False}
+        return _TRANSPOSED[self.name](**fields)
 
     @abstractmethod
     def prepare(self, x: Tensor) -> Prepared:
@@ -109,9 +110,8 @@ class Map(ABC):
         return Started(self, handle, prepared.out, prepared.finish)
 
     def _bind(self, prepared: Prepared) -> Ready:
-        moves, scratch = prepared.operation, self.comm.scratch
-        algorithm = self.chosen(moves.nbytes)
-        return bind(self.comm, moves, prepared.send, prepared.recv, algorithm, scratch)
+        moves, buffers = prepared.operation, (prepared.send, prepared.recv)
+        return bind(self.comm, moves, *buffers, self.chosen(moves.nbytes), self.comm.scratch)
 
     @property
     def named(self) -> str:
@@ -163,10 +163,10 @@ class _AlongDim(Map):
     def prepare(self, x: Tensor) -> Prepared:
         rows = x.movedim(self.dim, 0)
         width = math.prod(rows.shape[1:])
-        received = sum(self.operation(x, self.sizes, root=self.offset).recv)
-        recv = x.new_empty((received, *rows.shape[1:]))
         send, refresh = flattened(rows)
         moves = self.operation(x, tuple(size * width for size in self.sizes), root=self.offset)
+        received = self.operation(x, self.sizes, root=self.offset).recv
+        recv = x.new_empty((sum(received), *rows.shape[1:]))
         out = recv.movedim(0, self.dim) if self.dim else recv  # for dim 0: recv, no view of it
         return Prepared(moves, send, recv.view(-1), out, refresh)
 
@@ -180,20 +180,12 @@ class AllGather(_AlongDim):
 
     name = "all_gather"
 
-    @property
-    def transpose(self) -> Map:
-        return ReduceScatter(self.comm, self.dim, self.sizes, algorithm=self.algorithm)
-
 
 @dataclass(frozen=True)
 class ReduceScatter(_AlongDim):
     """Map `(sum(sizes), *)` on every rank to rank r's rows of the sum, `(sizes[r], *)`."""
 
     name = "reduce_scatter"
-
-    @property
-    def transpose(self) -> Map:
-        return AllGather(self.comm, self.dim, self.sizes, algorithm=self.algorithm)
 
 
 @dataclass(frozen=True)
@@ -225,8 +217,7 @@ class AllReduce(Map):
         return self
 
     def prepare(self, x: Tensor) -> Prepared:
-        library = self.chosen(x.nbytes) == "mpi"
-        if library and self.op != "sum" and x.is_floating_point():
+        if self.op != "sum" and x.is_floating_point() and self.chosen(x.nbytes) == "mpi":
             return self._prepare_extremum(x)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         send, refresh = flattened(x)
@@ -319,10 +310,6 @@ class Broadcast(Map):
     name = "broadcast"
     root: int
 
-    @property
-    def transpose(self) -> Map:
-        return Reduce(self.comm, self.root, algorithm=self.algorithm)
-
     def prepare(self, x: Tensor) -> Prepared:
         moves = self.operation(x, (x.numel(),), root=self.root)
         if self.comm.rank == self.root:
@@ -339,15 +326,20 @@ class Reduce(Map):
     name = "reduce"
     root: int
 
-    @property
-    def transpose(self) -> Map:
-        return Broadcast(self.comm, self.root, algorithm=self.algorithm)
-
     def prepare(self, x: Tensor) -> Prepared:
         out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
         send, refresh = flattened(x)
         recv = out.view(-1) if self.comm.rank == self.root else None
         return Prepared(self.operation(x, (x.numel(),), root=self.root), send, recv, out, refresh)
+
+
+_TRANSPOSED: dict[str, type[Map]] = {
+    "all_gather": ReduceScatter,
+    "reduce_scatter": AllGather,
+    "broadcast": Reduce,
+    "reduce": Broadcast,
+}
+"""By name of a collective, its transpose, if that has the same fields."""
 
 
 def one_ahead(calls: Iterable[tuple[Map, Tensor]]) -> Iterator[Tensor]:

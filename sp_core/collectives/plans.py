@@ -158,8 +158,10 @@ def all_reduce_(
         ShapeError: elements of x share memory, as in an expanded tensor.
         All others: as `all_reduce`.
     """
-    given = {"op": op, "algorithm": algorithm, "deterministic": deterministic}
-    return build("all_reduce_", "all_reduce_", x, comm, **given).run(x)
+    name = "all_reduce_"
+    return build(
+        *(name, name, x, comm), op=op, algorithm=algorithm, deterministic=deterministic
+    ).run(x)
 
 
 def _problem(op: str, given: Mapping[str, Any]) -> str:

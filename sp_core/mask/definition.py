@@ -7,7 +7,6 @@ positions b_i to b_(i+1) - 1.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -197,11 +196,6 @@ def check_inside(first: int, last: int, boundaries: tuple[int, ...]) -> None:
             f"0..{boundaries[-1] - 1}; "
             "let the last boundary be the sequence length (give padding a document of its own)"
         )
-
-
-def document_number(position: int, boundaries: tuple[int, ...]) -> int:
-    """Return the number of the document that holds `position`, counted from 0."""
-    return bisect_right(boundaries, position) - 1
 
 
 def _window(window: int | None) -> int | None:

@@ -6,13 +6,14 @@ usually has a few runs. An index is the place of a token in its shard, from 0 on
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sp_core.mask.definition import Positions, check_inside, document_number, position_tensor
+from sp_core.mask.definition import Positions, check_inside, position_tensor
 
 
 class Piece(NamedTuple):
@@ -86,19 +87,13 @@ def cut(shard: tuple[range, ...], boundaries: tuple[int, ...] | None) -> Iterato
     """
     offset = 0
     for run in shard:
-        if boundaries is None:
-            yield Piece(offset, run, 0)
-        else:
-            yield from _cut_run(offset, run, boundaries)
-        offset += len(run)
-
-
-def _cut_run(offset: int, run: range, boundaries: tuple[int, ...]) -> Iterator[Piece]:
-    """Cut a run, which begins at index `offset` of the shard, at documents; yield the pieces."""
-    check_inside(run[0], run[-1], boundaries)
-    done = 0
-    while done < len(run):
-        document = document_number(run[done], boundaries)
-        count = -(-(boundaries[document + 1] - run[done]) // run.step)
-        yield Piece(offset + done, run[done : done + count], document)
-        done += count
+        if boundaries is not None:
+            check_inside(run[0], run[-1], boundaries)
+        while run:
+            document, count = 0, len(run)
+            if boundaries is not None:
+                document = bisect_right(boundaries, run[0]) - 1
+                count = -(-(boundaries[document + 1] - run[0]) // run.step)
+            yield Piece(offset, run[:count], document)
+            offset += len(run[:count])
+            run = run[count:]

@@ -218,8 +218,8 @@ def _all_reduce(t: Operation, pieces: Sequence[range], *, halving: bool) -> Prog
         back.append(exchange(peer, out(keep), peer, out(give)))
         have = out
     scratch = max(len(message.region) for step in steps for message in step.receives)
-    gathers = reversed(back) if halving else ()
-    return program([*steps, *gathers, *fold.served(t.rank, out(whole))], scratch)
+    steps += reversed(back) if halving else ()
+    return program([*steps, *fold.served(t.rank, out(whole))], scratch)
 
 
 def all_gather(t: Operation) -> Program:

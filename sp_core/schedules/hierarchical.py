@@ -100,8 +100,9 @@ def all_reduce(t: Operation) -> Program:
     if len(place.mates) == 1:
         widths = [-(-width // len(groups)) for width in widths]
     slots = dict(zip(place.carried_by(t.rank), (span.start for span in spans(widths)), strict=True))
-    steps = [*_sums(place, slots), *_rings(place, slots), _copies(place, slots)]
-    return program(steps, sum(widths))
+    return program(
+        [*_sums(place, slots), *_rings(place, slots), _copies(place, slots)], sum(widths)
+    )
 
 
 def _sums(place: _Place, slots: dict[int, int]) -> list[Step]:

@@ -155,37 +155,17 @@ def _gradients(
             yield dk, dv
 
     if with_kv:
-        dk, dv = (joined(x, 2) for x in zip(*_reduced(gradients(), problem), strict=True))
-        return joined(dqs, 1), dk, dv
-    for _ in gradients():  # only dqs is wanted
-        pass
+        sharding = problem.kv_sharding
+        scatter = ReduceScatter(problem.comm, 0, sharding.lengths)
+        calls = (
+            (scatter, sharding.unsort_segments(torch.stack(x).permute(3, 0, 1, 2, 4), 0))
+            for x in gradients()
+        )
+        k, v = joined([mine.movedim(0, 2) for mine in one_ahead(calls)], 3)  # dk and dv
+    else:
+        for _ in gradients():  # only dqs is wanted
+            pass
     return joined(dqs, 1), k, v
-
-
-def _reduced(
-    gradients: Iterator[tuple[Tensor, Tensor]], problem: Problem
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Sum gradients over the ranks, and yield those of this rank's tokens.
-
-    The reduce-scatter of a group of heads runs while the gradients of the next group are computed.
-
-    Args:
-        gradients: for each group dk and dv of all tokens, (B, heads, S, D) each; an iterator that
-            computes them when asked.
-        problem: the attention call.
-
-    Yields:
-        For each group dk and dv of this rank's tokens, (B, S/P, heads, D) each.
-    """
-    sharding = problem.kv_sharding
-    scatter = ReduceScatter(problem.comm, 0, sharding.lengths)
-    calls = (
-        (scatter, sharding.unsort_segments(torch.stack(x).permute(3, 0, 1, 2, 4), 0))
-        for x in gradients
-    )
-    for mine in one_ahead(calls):
-        dk, dv = mine.movedim(0, 2).unbind()
-        yield dk, dv
 
 
 _SCHEME = Scheme("allgather_kv_attention", _visits, _gradients)

@@ -6,7 +6,7 @@ H / K query heads. Shapes: B batch, S sequence, H heads, K key/value heads, D he
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -91,9 +91,7 @@ def side_by_side(tensors: Sequence[Tensor], parts: Sequence[Part]) -> Tensor:
     A part is (index in `tensors`, range of heads). Differentiable: if a head is taken more than
     once, the gradients of all its copies are summed.
     """
-    apply: Any = _SideBySide.apply
-    joined: Tensor = apply(parts, *tensors)
-    return joined
+    return _side_by_side(parts, *tensors)
 
 
 class _SideBySide(torch.autograd.Function):
@@ -125,6 +123,9 @@ class _SideBySide(torch.autograd.Function):
         return None, *(
             _summed(own, number, empty) if needed else None for own, number, needed in wanted
         )
+
+
+_side_by_side: Callable[..., Tensor] = _SideBySide.apply
 
 
 def _summed(pieces: list[tuple[range, Tensor]], number: int, empty: Tensor) -> Tensor:

@@ -276,9 +276,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, scheme: Scheme) -> tu
     if problem.comm.size == 1:
         call = problem.against(positions_of(problem.kv_sharding.segments[0]), slice(None))
         return attention(q, k, v, problem.logits.sinks, {**call, "between": problem.comm.poll})
-    apply: Any = _Blockwise.apply
-    out, lse = apply(q, k, v, problem.logits.sinks, problem, scheme)
-    return out, lse
+    return _blockwise(q, k, v, problem.logits.sinks, problem, scheme)
 
 
 class _Blockwise(torch.autograd.Function):
@@ -321,6 +319,9 @@ class _Blockwise(torch.autograd.Function):
         do, _, o, *_ = upstream
         dsinks = sinks_gradient(do, o, lse, grad_lse, sinks)
         return dq.transpose(1, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None
+
+
+_blockwise: Callable[..., tuple[Tensor, Tensor]] = _Blockwise.apply
 
 
 def _attend(

@@ -110,16 +110,8 @@ def ring_attention(
         return_lse=return_lse,
         **terms,
     )
-    out, lse = run_ring(q, k, v, problem)
+    out, lse = run(q, k, v, problem, SCHEME)
     return (out, lse) if return_lse else out
-
-
-def run_ring(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-    """Compute ring attention of arguments that `agree` has checked.
-
-    Return out (B, S/P, H, D) and lse (B, H, S/P). All ranks of `problem.comm` call this together.
-    """
-    return run(q, k, v, problem, _SCHEME)
 
 
 def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int, Block | None]]:
@@ -378,4 +370,4 @@ class TravellingSums:
         return self._mine
 
 
-_SCHEME = Scheme("ring_attention", _visits, _gradients)
+SCHEME = Scheme("ring_attention", _visits, _gradients)

@@ -13,7 +13,7 @@ only x, not the gathered tokens. Shapes: B batch, S sequence, E and F features, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -27,9 +27,6 @@ from sp_core.attention.function import Saved, differentiable_once
 from sp_core.collectives.maps import AllGather, ReduceScatter, one_ahead
 from sp_core.communicator import Communicator
 from sp_core.sharding import split_ranges
-
-Linear = tuple[Tensor, Tensor | None]
-"""(weight, bias or None) of a layer."""
 
 CHUNKS = 4
 """The number of chunks of a sequence."""
@@ -86,7 +83,11 @@ class Tokens:
 
 
 def gather_linears(
-    x: Tensor, layers: Sequence[Linear], *, comm: Communicator, lengths: tuple[int, ...]
+    x: Tensor,
+    layers: Sequence[tuple[Tensor, Tensor | None]],
+    *,
+    comm: Communicator,
+    lengths: tuple[int, ...],
 ) -> tuple[Tensor, ...]:
     """Gather the tokens of all ranks once, and apply several linear layers to them.
 
@@ -113,11 +114,8 @@ def gather_linears(
     Source: Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer Models,
     arXiv:2205.05198, section 4.2.
     """
-    apply: Any = _GatherLinears.apply
-    results: tuple[Tensor, ...] = apply(
-        Tokens(comm, lengths), x, *(tensor for layer in layers for tensor in layer)
-    )
-    return results
+    tensors = (tensor for layer in layers for tensor in layer)
+    return _gather_linears(Tokens(comm, lengths), x, *tensors)
 
 
 def linear_scatter(
@@ -146,9 +144,7 @@ def linear_scatter(
 
     Source: as `gather_linears`.
     """
-    apply: Any = _LinearScatter.apply
-    result: Tensor = apply(y, weight, Tokens(comm, lengths))
-    return result
+    return _linear_scatter(y, weight, Tokens(comm, lengths))
 
 
 class _GatherLinears(torch.autograd.Function):
@@ -213,6 +209,10 @@ class _LinearScatter(torch.autograd.Function):
             tokens.put(dy, chunk, gathered @ weight)
             _add(dw, gathered, tokens.take(y, chunk))
         return dy, dw.to(weight.dtype), None
+
+
+_gather_linears: Callable[..., tuple[Tensor, ...]] = _GatherLinears.apply
+_linear_scatter: Callable[..., Tensor] = _LinearScatter.apply
 
 
 def _gathered(x: Tensor, tokens: Tokens) -> Iterator[tuple[Chunk, Tensor]]:

@@ -9,7 +9,6 @@ tensors. A window (`Window`) is memory that all ranks of one machine map.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,6 +19,7 @@ from sp_core.transport.base import (
     Done,
     Handle,
     HostWrapper,
+    Intracomm,
     Messages,
     Transfer,
     Transport,
@@ -30,9 +30,6 @@ from sp_core.transport.host import HostTransport
 from sp_core.transport.shared import NotShared, this_machine
 from sp_core.transport.window import DEVICE_SLOT_BYTES, PINNED_SLOT_BYTES, Window
 
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
-
 __all__ = [
     "MAY_BE_REFUSED",
     "MESSAGES",
@@ -42,6 +39,7 @@ __all__ = [
     "Handle",
     "HostTransport",
     "HostWrapper",
+    "Intracomm",
     "Messages",
     "Transfer",
     "Transport",

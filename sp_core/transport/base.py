@@ -9,12 +9,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from sp_core.schedules import Operation
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm as Intracomm
+else:  # annotations need no MPI
+    Intracomm = Any
 
 Messages = Sequence[tuple[int, Tensor]]
 """Point-to-point messages: for each (rank of the peer, flat contiguous tensor to send or fill)."""

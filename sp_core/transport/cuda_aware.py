@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,11 +22,8 @@ from torch import Tensor
 from sp_core.errors import DeviceError
 from sp_core.machine import bounded, last_line
 from sp_core.schedules import Operation
-from sp_core.transport.base import Done, Handle
+from sp_core.transport.base import Done, Handle, Intracomm
 from sp_core.transport.host import MAX_COUNT, HostTransport, as_numpy
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 PROBE_SECONDS = 60.0
 """Time limit of the child process that tries the MPI library."""

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,13 +30,19 @@ from torch import Tensor
 from sp_core.errors import DeviceError, PeerFailed, short_text
 from sp_core.observer import observer_of
 from sp_core.schedules import Operation
-from sp_core.transport.base import Bound, Done, Handle, Messages, Transfer, Transport, wait
+from sp_core.transport.base import (
+    Bound,
+    Done,
+    Handle,
+    Intracomm,
+    Messages,
+    Transfer,
+    Transport,
+    wait,
+)
 from sp_core.transport.cuda import uuid_of
 from sp_core.transport.host import WIDER, Calls, OverHost, in_turn, widened
 from sp_core.transport.shared import this_machine
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 _WIDER = {**WIDER, torch.int16: torch.int32}
 """For each dtype that gloo or NCCL cannot add, or would round after each addition, the dtype of the

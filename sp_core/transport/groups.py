@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from functools import cached_property, partial
 from threading import Thread
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -27,13 +27,10 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo
 from sp_core.errors import PeerFailed, RankError, short_text
 from sp_core.launch.deaths import stat
 from sp_core.observer import Observer, observer_of
-from sp_core.transport.base import Transfer, wait
+from sp_core.transport.base import Intracomm, Transfer, wait
 from sp_core.transport.distributed import DistributedTransport, is_complete
 from sp_core.transport.host import Array, HostTransport
 from sp_core.transport.shared import this_machine
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 CPU = torch.device("cpu")
 WATCH_SECONDS = 0.1

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,10 +18,7 @@ from torch import Tensor
 
 from sp_core.observer import observer_of
 from sp_core.schedules import Operation
-from sp_core.transport.base import Bound, Done, Handle, Messages, Transfer, Transport
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+from sp_core.transport.base import Bound, Done, Handle, Intracomm, Messages, Transfer, Transport
 
 MAX_COUNT = 2**30
 """Most elements per MPI call. Open MPI 5.0 has no large-count calls, so counts and displacements

@@ -21,7 +21,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, count
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,11 +29,8 @@ from torch import Tensor
 
 from sp_core.errors import RankError
 from sp_core.machine import node_number
-from sp_core.transport.base import Done, Handle, wait
+from sp_core.transport.base import Done, Handle, Intracomm, wait
 from sp_core.transport.host import as_numpy
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 ORDERED = ("x86_64", "amd64", "i686", "i386")
 """Values of `platform.machine()` whose processors show the writes of a core in order.

@@ -29,7 +29,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_core.observer import observer_of
 from sp_core.schedules import SLOTS
-from sp_core.transport.base import Handle, Messages, Transfer, at_once, wait
+from sp_core.transport.base import Handle, Intracomm, Messages, Transfer, at_once, wait
 from sp_core.transport.shared import (
     GROWING,
     HOST,
@@ -49,9 +49,6 @@ from sp_core.transport.shared import (
     shaped,
     share,
 )
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
 
 SLOT_BYTES = 1 << 19
 """Bytes of a slot in host memory: half of a core's L2 cache, where readers then find the data."""

@@ -180,9 +180,9 @@ def modelled(tuning: Tuning, op: str, algorithm: str, nodes: Nodes, nbytes: int)
     """
     if algorithm not in SCHEDULED[op]:
         return min(modelled(tuning, op, name, nodes, nbytes) for name in SCHEDULED[op])
-    programs = _programs(op, algorithm, nodes, nbytes)
     return tuning.start + max(
-        _seconds(tuning, program, rank, nodes) for rank, program in programs.items()
+        _seconds(tuning, program, rank, nodes)
+        for rank, program in _programs(op, algorithm, nodes, nbytes).items()
     )
 
 
@@ -236,7 +236,7 @@ def _travel(tuning: Tuning, step: Step, rank: int, nodes: Nodes) -> float:
     The slowest kind of link counts; infinity if a kind that is used was not measured.
     """
     slowest = 0.0
-    for kind in ("node", "network"):
+    for kind in LINKS:
         sent, received = (
             sum(
                 len(m.region)
@@ -246,11 +246,8 @@ def _travel(tuning: Tuning, step: Step, rank: int, nodes: Nodes) -> float:
             for messages in (step.sends, step.receives)
         )
         if sent or received:
-            curve = tuning.links.get(kind)
-            slowest = max(
-                slowest,
-                float("inf") if curve is None else curve(max(sent, received) * DTYPE.itemsize),
-            )
+            curve = tuning.links.get(kind, lambda nbytes: math.inf)
+            slowest = max(slowest, curve(max(sent, received) * DTYPE.itemsize))
     return slowest
 
 
@@ -259,11 +256,8 @@ def _work(tuning: Tuning, step: Step) -> float:
     seconds = 0.0
     for combine in step.then:
         nbytes = len(combine.into) * DTYPE.itemsize
-        seconds += (
-            tuning.copy(nbytes)
-            if len(combine.parts) == 1
-            else (len(combine.parts) - 1) * tuning.add(nbytes)
-        )
+        sums = len(combine.parts) - 1
+        seconds += sums * tuning.add(nbytes) if sums else tuning.copy(nbytes)
     return seconds
 
 
