@@ -223,11 +223,13 @@ def _threads(level: int) -> Finding:
         MPI.THREAD_MULTIPLE: "multiple",
     }
     if level < MPI.THREAD_SERIALIZED and torch.cuda.is_available():
-        remedy = (
+        return Finding(
+            "threads",
+            "broken",
+            names[level],
             "backward on CUDA calls MPI from a thread of its own: "
-            "unset MPI4PY_RC_THREAD_LEVEL, or set it to serialized"
+            "unset MPI4PY_RC_THREAD_LEVEL, or set it to serialized",
         )
-        return Finding("threads", "broken", names[level], remedy)
     return Finding("threads", "ok", names[level])
 
 
@@ -274,11 +276,13 @@ def _gpus(device: str | None) -> Finding:
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         return Finding("GPUs", "ok", f"{len(names)}: {', '.join(names)}")
     if device == "cuda":
-        remedy = (
+        return Finding(
+            "GPUs",
+            "broken",
+            f"none that torch {torch.__version__} sees",
             "install a torch with CUDA on a machine with a GPU and its driver, "
-            "or leave --device cuda out"
+            "or leave --device cuda out",
         )
-        return Finding("GPUs", "broken", f"none that torch {torch.__version__} sees", remedy)
     return Finding("GPUs", "note", "none")
 
 
@@ -358,11 +362,13 @@ def _try(world: Intracomm, kind: str, name: str) -> Finding:
             subject, "note", f"{kind}: not available here: {problems[0].partition(': ')[2]}"
         )
     if problems:
-        remedy = (
+        return Finding(
+            subject,
+            "broken",
+            f"{kind}: {problems[0]}",
             f"it is not usable here: pass another transport of {NAMES[kind]}, "
-            "or another device; please report what you see"
+            "or another device; please report what you see",
         )
-        return Finding(subject, "broken", f"{kind}: {problems[0]}", remedy)
     if fallback:
         return Finding(
             subject,

@@ -167,9 +167,9 @@ def sequences_backward(
         lse: (tokens, H), as `sequences` returned it.
         lengths, causal, scale: as in `sequences`.
     """
-    ends = _ends(lengths, lse)
+    given = *tensors, lse.T.contiguous(), *_ends(lengths, lse)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        *tensors, lse.T.contiguous(), *ends, 0.0, causal, *_flash_state(lse), scale=scale
+        *given, 0.0, causal, *_flash_state(lse), scale=scale
     )
     return dq, dk, dv
 
@@ -254,5 +254,4 @@ def padded_lse(lse: Tensor) -> Tensor:
 
     A query with lse = +inf has weight 0 for every key.
     """
-    missing = -lse.shape[-1] % LSE_ALIGNMENT
-    return pad(lse, (0, missing), value=torch.inf).contiguous()
+    return pad(lse, (0, -lse.shape[-1] % LSE_ALIGNMENT), value=torch.inf).contiguous()

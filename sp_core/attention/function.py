@@ -206,8 +206,9 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse, sinks = saved
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         do, q_, k_, v_, o = (t.transpose(1, 2) for t in (grad_out, q, k, v, out))
-        given = {**ctx.call, "grad_lse": grad_lse, "out_dtype": q.dtype}
-        grads = attend_backward(do, q_, k_, v_, o, lse, **given)
+        grads = attend_backward(
+            do, q_, k_, v_, o, lse, **ctx.call, grad_lse=grad_lse, out_dtype=q.dtype
+        )
         dsinks = sinks_gradient(do, o, lse, grad_lse, sinks)
         return *(grad.transpose(1, 2) for grad in grads), dsinks, None
 

@@ -232,9 +232,10 @@ def backward(
     scale = logits.softmax_scale
     if backend == "flash_cpu":
         grad_out, q, k, v, out = (_readable(t) for t in (grad_out, q, k, v, out))
-        added = _additive(allowed, q.dtype)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, q, k, v, out, lse, 0.0, kind == "causal", attn_mask=added, scale=scale
+            *(grad_out, q, k, v, out, lse, 0.0, kind == "causal"),
+            attn_mask=_additive(allowed, q.dtype),
+            scale=scale,
         )
         return dq, dk, dv
     return cuda.backward(backend, grad_out, q, k, v, out, lse, kind == "causal", allowed, scale)
@@ -372,6 +373,5 @@ def _masked(scores: Tensor, visible: Tensor | None, logits: Logits) -> Tensor:
     """
     logits.add_bias(scores)
     if visible is not None:
-        by_query = scores.view(*scores.shape[:2], -1, *visible.shape)
-        by_query.masked_fill_(~visible, -torch.inf)
+        scores.view(*scores.shape[:2], -1, *visible.shape).masked_fill_(~visible, -torch.inf)
     return scores

@@ -132,8 +132,9 @@ class Logits:
         """
         if self.alibi is None:
             return self
-        places = position_tensor(queries, device), position_tensor(keys, device)
-        return replace(self, positions=places)
+        return replace(
+            self, positions=(position_tensor(queries, device), position_tensor(keys, device))
+        )
 
     def at(self, queries: slice | Tensor, keys: slice | Tensor) -> Logits:
         """Return a copy that keeps only the positions of these queries and keys, given by index."""

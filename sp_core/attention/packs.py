@@ -80,8 +80,8 @@ class Pack(NamedTuple):
             side: `queries` or `keys`; its `source` names the token for each place of each tile.
             x: the queries, or the keys or values.
         """
-        found = x.transpose(1, 2).index_select(1, side.source)
-        return found.reshape(-1, self.side, *x.shape[1::2]).transpose(1, 2)
+        slots = x.transpose(1, 2).index_select(1, side.source)
+        return slots.reshape(-1, self.side, *x.shape[1::2]).transpose(1, 2)
 
     def scatter(self, side: Side, part: Tensor, into: Tensor) -> None:
         """Copy tiles `part` (B * tiles, H, side, D) back to the tokens `into` (B, H, S, D).
@@ -125,8 +125,8 @@ class Pack(NamedTuple):
         sides = (self.queries, self.queries, self.keys, self.keys, self.queries)
         do, q, k, v, out = (self.gather(side, x) for side, x in zip(sides, tensors, strict=False))
         lse = self.gather(self.queries, tensors[-1].unsqueeze(-1)).squeeze(-1).contiguous()
-        allowed = self.allowed(len(tensors[0]))
-        parts = kernels.backward(do, q, k, v, out, lse, "partial", allowed, logits)
+        given = do, q, k, v, out, lse, "partial", self.allowed(len(do))
+        parts = kernels.backward(*given, logits)
         for side, part, into in zip(sides[1:], parts, grads, strict=False):
             self.scatter(side, part, into)
 
@@ -161,8 +161,7 @@ class Sequences(NamedTuple):
         sides = (self.queries, self.queries, self.keys, self.keys, self.queries)
         given = [_tokens(x, side) for x, side in zip(tensors, sides, strict=False)]
         lse = _tokens(tensors[-1].unsqueeze(-1), self.queries).squeeze(-1)
-        how = self.lengths, self.causal, logits.softmax_scale
-        parts = cuda.sequences_backward(given, lse, *how)
+        parts = cuda.sequences_backward(given, lse, self.lengths, self.causal, logits.softmax_scale)
         for part, side, into in zip(parts, sides[1:], grads, strict=False):
             _put(part, side, into)
 
@@ -196,8 +195,9 @@ def packed(blocks: tuple[Block, ...], q: Tensor, logits: Logits) -> tuple[tuple[
         return blocks, ()
     if on_cpu(q):
         return _packed(blocks, ELEMENTS * q.shape[2] // q.numel())
-    kernel = kernels.backend_for(q, "full", logits)
-    return _sequences(blocks) if kernel == "flash_cuda" else (blocks, ())
+    if kernels.backend_for(q, "full", logits) == "flash_cuda":
+        return _sequences(blocks)
+    return blocks, ()
 
 
 @lru_cache(maxsize=64)

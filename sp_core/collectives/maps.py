@@ -199,9 +199,8 @@ class Shift(_AlongDim):
 
     @property
     def transpose(self) -> Map:
-        moved = tuple(
-            self.sizes[(rank - self.offset) % self.comm.size] for rank in range(self.comm.size)
-        )
+        size = self.comm.size
+        moved = tuple(self.sizes[(rank - self.offset) % size] for rank in range(size))
         return replace(self, offset=-self.offset, sizes=moved)
 
 

@@ -103,9 +103,8 @@ class Mask:
         if greatest is not None:
             visible &= difference <= greatest
         if self.documents is not None:
-            of_q = document_of(q, self.documents)
             of_k = document_of(k, self.kv_documents or self.documents)
-            visible &= of_q[:, None] == of_k[None, :]
+            visible &= document_of(q, self.documents)[:, None] == of_k[None, :]
         return visible
 
     def check_lengths(self, seq_len: int, kv_seq_len: int | None = None) -> None:

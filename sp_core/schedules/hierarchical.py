@@ -185,9 +185,8 @@ def _passed_on(
         going, coming: lane -> region to send, or to receive into.
         then: sums to make after the messages.
     """
-    sends = tuple(Message(place.carrier(lane, 1), region) for lane, region in going.items())
     return Step(
-        sends,
+        tuple(Message(place.carrier(lane, 1), region) for lane, region in going.items()),
         tuple(Message(place.carrier(lane, -1), region) for lane, region in coming.items()),
         then,
     )

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -346,14 +346,14 @@ def program(steps: Iterable[Step], scratch: int = 0, depth: int = 1) -> Program:
 
     Empty steps stay: how far apart two steps are decides whether they overlap.
     """
-    kept = (
+    kept = [
         Step(
             tuple(message for message in step.sends if len(message.region)),
             tuple(message for message in step.receives if len(message.region)),
             tuple(combine for combine in step.then if len(combine.into)),
         )
         for step in steps
-    )
+    ]
     return Program(tuple(kept), scratch, depth)
 
 
@@ -384,8 +384,7 @@ def copy(source: Region, into: Region) -> Combine:
 
 def spans(counts: Iterable[int], start: int = 0) -> tuple[range, ...]:
     """Return consecutive ranges of lengths `counts`; the first one begins at `start`."""
-    edges = accumulate(counts, initial=start)
-    return tuple(range(first, stop) for first, stop in pairwise(edges))
+    return tuple(starmap(range, pairwise(accumulate(counts, initial=start))))
 
 
 def joined(first: range, last: range) -> range:

@@ -200,8 +200,8 @@ def pairwise_reduce_scatter(t: Operation) -> Program:
     in rank order.
     """
     parts = cut(t.send, t.segment)
-    steps = _pairwise_sums(t, parts, -parts.parts[t.rank][0].start)
-    return program(steps, parts.depth * (t.size - 1) * parts.longest, parts.depth)
+    sums = _pairwise_sums(t, parts, -parts.parts[t.rank][0].start)
+    return program(sums, parts.depth * (t.size - 1) * parts.longest, parts.depth)
 
 
 def pairwise_all_reduce(t: Operation) -> Program:

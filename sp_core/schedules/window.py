@@ -181,8 +181,10 @@ def _one_piece(t: Operation, sources: Mapping[int, tuple[range, range]], *, writ
 def _all_gather(t: Operation) -> Stages:
     """Yield, for each chunk of an all-gather, its copies by step, the own piece included."""
     places = spans(t.recv)
-    sources = {rank: (range(len(places[rank])), places[rank]) for rank in (t.rank, *_others(t))}
-    return _one_piece(t, sources, writes=True)
+    ranks = (t.rank, *_others(t))
+    return _one_piece(
+        t, {rank: (range(len(places[rank])), places[rank]) for rank in ranks}, writes=True
+    )
 
 
 def _broadcast(t: Operation) -> Stages:
@@ -228,9 +230,10 @@ def _many_pieces(
 def _reduce_scatter(t: Operation) -> Stages:
     """Yield, for each chunk of a reduce-scatter, its copies and sums by step."""
     mine = range(t.send[t.rank])
-    there = [spans(t.send)[t.rank]] * t.size
     return _many_pieces(
-        t, lambda chunk, offered: (Combine(out(_cut(mine, chunk)), tuple(offered)),), there
+        t,
+        lambda chunk, offered: (Combine(out(_cut(mine, chunk)), tuple(offered)),),
+        [spans(t.send)[t.rank]] * t.size,
     )
 
 

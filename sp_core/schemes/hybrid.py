@@ -100,7 +100,7 @@ def hybrid_attention(
     )
     ring = axes[0] if axes[1] == ulysses else axes[1]
     groups = groups_of(mesh.axes[axes[0]], mesh.axes[axes[1]], ulysses_fastest=axes[1] == ulysses)
-    exchange = Exchange.of(mesh[ulysses], problem, groups[mesh[ring].rank], q, k)
+    exchange = Exchange(mesh[ulysses], problem, groups[mesh[ring].rank], q, k)
     inner = replace(
         problem,
         comm=mesh[ring],

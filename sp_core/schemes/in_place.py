@@ -92,11 +92,11 @@ def _written(k: Tensor, v: Tensor, problem: Problem) -> tuple[list[Block], Handl
     room = window.blocks.enter(
         [((2, batch, length, heads, head_dim), k.dtype) for length in shown.lengths]
     )
-    what = f"blocks of {problem.kv_sharding.fingerprint} in place"
     mine = shown.of(comm.rank)
     writes = [
         partial(into.copy_, x[:, mine]) for into, x in zip(room[comm.rank], (k, v), strict=True)
     ]
+    what = f"blocks of {problem.kv_sharding.fingerprint} in place"
     wait(window.start([writes], what), comm.poll)
     return [(both[0], both[1]) for both in room], _fence(problem)
 
@@ -140,8 +140,8 @@ def whole(k: Tensor, v: Tensor, problem: Problem) -> Block:
             ranges, x.detach().transpose(1, 2).split(list(map(len, ranges)), 2), strict=True
         )
     ]
-    what = f"keys and values of {sharding.fingerprint} in place"
-    comm.wait(comm.track(window.start([writes, []], what)), "all_gather")
+    written = window.start([writes, []], f"keys and values of {sharding.fingerprint} in place")
+    comm.wait(comm.track(written), "all_gather")
     others = [
         length for rank, length in enumerate(sharding.lengths) if length and rank != comm.rank
     ]

@@ -103,8 +103,8 @@ class Problem:
         `kv_positions` are the global positions of the block's keys. Without any visible pair
         both ranges are whole.
         """
-        held = positions_of(self.sharding.segments[self.comm.rank])
-        planned = plan_blocks(held, kv_positions, self.mask)
+        queries = positions_of(self.sharding.segments[self.comm.rank])
+        planned = plan_blocks(queries, kv_positions, self.mask)
         if not planned:
             return slice(None), slice(None)
         q_start, q_stop, kv_start, kv_stop, *_ = zip(*planned, strict=True)
@@ -275,7 +275,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, scheme: Scheme) -> tu
     """
     if problem.comm.size == 1:
         call = problem.against(positions_of(problem.kv_sharding.segments[0]), slice(None))
-        return attention(q, k, v, problem.logits.sinks, {**call, "between": problem.comm.poll})
+        return attention(q, k, v, problem.logits.sinks, call | {"between": problem.comm.poll})
     return _blockwise(q, k, v, problem.logits.sinks, problem, scheme)
 
 
@@ -316,8 +316,7 @@ class _Blockwise(torch.autograd.Function):
         groups = head_groups(q.shape[2], k.shape[2])
         _, of_k, of_v, *_ = ctx.needs_input_grad
         dq, dk, dv = ctx.scheme.gradients(upstream, k, v, ctx.problem, groups, of_k or of_v)
-        do, _, o, *_ = upstream
-        dsinks = sinks_gradient(do, o, lse, grad_lse, sinks)
+        dsinks = sinks_gradient(upstream[0], upstream[2], lse, grad_lse, sinks)
         return dq.transpose(1, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None
 
 
@@ -378,16 +377,17 @@ def block_gradients(
     do, q, out, lse, grad_lse = upstream
     heads, kv = group
     at = (slice(None), heads, part[0])
-    given = (do[at], q[at], *heads_first(held, kv, part[1]), out[at], lse[at])
-    gl = None if grad_lse is None else grad_lse[at]
-    among = problem.against(positions, heads, part)
-    return attend_backward(*given, **among, grad_lse=gl, between=problem.comm.poll)
+    return attend_backward(
+        *(do[at], q[at], *heads_first(held, kv, part[1]), out[at], lse[at]),
+        **problem.against(positions, heads, part),
+        grad_lse=None if grad_lse is None else grad_lse[at],
+        between=problem.comm.poll,
+    )
 
 
 def _nothing(q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return out = 0 (B, H, S, D) and lse = -inf (B, H, S), as for queries q that see no key."""
-    lse = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
-    return torch.zeros_like(q, dtype=dtype), lse
+    return torch.zeros_like(q, dtype=dtype), q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
 
 
 def joined(parts: Sequence[Tensor], dim: int) -> Tensor:

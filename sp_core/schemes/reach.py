@@ -135,8 +135,7 @@ def shown_keys(sharding: Sharding, kv_sharding: Sharding, mask: Mask) -> Shown:
     size, queries = sharding.size, _Owners(sharding)
     segments = (*sharding.gathered_segments, *kv_sharding.gathered_segments)
     if queries.period or any(len(s) > 1 and s.step > 1 for s in segments):
-        ways = hops(sharding, kv_sharding, mask)
-        stops = np.where(np.array(ways) > 0, kv_sharding.lengths, 0)
+        stops = np.where(np.array(hops(sharding, kv_sharding, mask)) > 0, kv_sharding.lengths, 0)
         return Shown(tuple(stops.tolist()), np.zeros_like(stops), stops, np.arange(size + 1))
     least, greatest = limits(mask, FAR64)
     runs = _runs(kv_sharding.segments, 1)
@@ -202,8 +201,11 @@ def _runs(shards: Sequence[Sequence[Segment]], longest_step: int) -> Ints:
         if segment.step > longest_step:
             positions = np.arange(segment.start, segment.stop, segment.step)
             ones, owner = np.ones_like(positions), np.full_like(positions, rank)
-            indices = index + np.arange(len(positions))
-            rows.append(np.stack([positions, positions, ones, owner, indices], axis=1))
+            rows.append(
+                np.stack(
+                    [positions, positions, ones, owner, index + np.arange(len(positions))], axis=1
+                )
+            )
     return np.concatenate(rows)
 
 

@@ -41,8 +41,6 @@ from sp_core.segments import positions_of
 from sp_core.sharding import Sharding
 from sp_core.transport import Done, Handle
 
-_DONE: Handle = Done()
-
 
 def ring_attention(
     q: Tensor,
@@ -166,8 +164,8 @@ def _gradients(
     _, q, *_ = upstream
     dq: Tensor | None = None
     like = k[:, :0].to(accumulation_dtype(q.dtype))
-    in_memory = in_place.is_read(problem.comm, "shift")
-    sums = in_place.SharedSums(problem, like) if in_memory else TravellingSums(problem, like)
+    summing = in_place.SharedSums if in_place.is_read(problem.comm, "shift") else TravellingSums
+    sums = summing(problem, like)
     for step, positions, visited, held in _visits(k, v, problem, groups):
         own, keys = None, slice(None)
         if step and dq is None:
@@ -256,16 +254,18 @@ class Travel:
         coming = self.block(step + 1)
         return self.empty(coming) if self.goes_on(coming, step) else None
 
-    def exchange(self, *messages: list[tuple[int, Tensor]]) -> Handle:
+    def exchange(self, *messages: list[tuple[int, Tensor | None]]) -> Handle:
         """Start the messages of a step. Return a handle that completes with all of them.
 
         Every rank calls this in every step, also without messages.
 
         Args:
             messages: two lists, the sends and the receives; each holds (other rank, contiguous
-                tensor).
+                tensor), with None for a message that is not needed.
         """
-        sends, recvs = ([(peer, x.view(-1)) for peer, x in some] for some in messages)
+        sends, recvs = (
+            [(peer, x.view(-1)) for peer, x in some if x is not None] for some in messages
+        )
         return self.comm.exchange(sends, recvs, "ring", longest=self._longest)
 
     def circulate(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, int, Block | None]]:
@@ -284,11 +284,11 @@ class Travel:
         held: Block | None = (k.contiguous(), v.contiguous())
         for step in range(self.last + 1):
             arriving, block = self.arriving(step), self.block(step)
-            going = present if self.goes_on(block, step) else None
-            sends = [] if going is None else [(self.right, going)]
-            recvs = [] if arriving is None else [(self.left, arriving)]
-            handle = self.exchange(sends, recvs) if step < self.last else _DONE
-            del going, sends
+            handle: Handle = Done()
+            if step < self.last:
+                going = present if self.goes_on(block, step) else None
+                handle = self.exchange([(self.right, going)], [(self.left, arriving)])
+                del going
             yield step, block, held
             self.comm.wait(handle, "ring")
             present = arriving
@@ -313,7 +313,7 @@ class TravellingSums:
 
     def __init__(self, problem: Problem, like: Tensor) -> None:
         self._travel = Travel(problem, like)
-        self._handle: Handle = _DONE
+        self._handle: Handle = Done()
         self._coming: Tensor | None = None
         self._mine: Block | None = None
         self._shown: Tensor | None = None
@@ -334,7 +334,7 @@ class TravellingSums:
         travel, rank = self._travel, self._travel.comm.rank
         travel.comm.wait(self._handle, "ring")
         block, total = travel.block(step), self._coming
-        goes_on, ends = travel.goes_on(block, step), travel.ends(block, step)
+        goes_on = travel.goes_on(block, step)
         if step == 0:
             own = own or in_place.zeros(self._like, self._length)
             total = torch.stack([x[:, travel.shown] for x in own]) if goes_on else None
@@ -345,14 +345,13 @@ class TravellingSums:
                 half[:, keys].add_(addend)
         if travel.last == 0:
             return
-        going = total if goes_on or ends else None
-        sends = [] if going is None else [(travel.right if goes_on else block, going)]
+        going = total if goes_on or travel.ends(block, step) else None
         self._coming = travel.arriving(step)
-        recvs = [] if self._coming is None else [(travel.left, self._coming)]
+        recvs = [(travel.left, self._coming)]
         if travel.ends(rank, step):
             self._shown = travel.empty(rank)
             recvs.append(((rank + step) % travel.comm.size, self._shown))
-        self._handle = travel.exchange(sends, recvs)
+        self._handle = travel.exchange([(travel.right if goes_on else block, going)], recvs)
 
     def arrived(self) -> Block:
         """Wait for the last messages. Return the summed dk and dv of this rank's block.

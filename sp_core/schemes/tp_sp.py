@@ -29,7 +29,7 @@ from sp_core.communicator import Communicator
 from sp_core.sharding import split_ranges
 
 CHUNKS = 4
-"""The number of chunks of a sequence."""
+"""The number of chunks of a sequence: the tokens of each rank are cut into as many parts."""
 
 Chunk = tuple[tuple[range, ...], tuple[int, ...]]
 """(ranges, lengths): for each rank which of its tokens are in the chunk, and how many."""
@@ -42,17 +42,14 @@ class Tokens:
     Args:
         comm: the ranks.
         lengths: for each rank its number of tokens.
-        chunks: into how many parts the tokens of each rank are cut.
     """
 
     comm: Communicator
     lengths: tuple[int, ...]
-    chunks: int = CHUNKS
 
     def __iter__(self) -> Iterator[Chunk]:
-        cuts = [split_ranges(length, self.chunks) for length in self.lengths]
-        for number in range(self.chunks):
-            ranges = tuple(cut[number] for cut in cuts)
+        cuts = [split_ranges(length, CHUNKS) for length in self.lengths]
+        for ranges in zip(*cuts, strict=True):
             if any(ranges):
                 yield ranges, tuple(map(len, ranges))
 

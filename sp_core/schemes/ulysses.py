@@ -12,7 +12,6 @@ gradients. Shapes: B batch, S sequence, H heads, K key/value heads, D head dim, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Unpack
 
@@ -27,9 +26,6 @@ from sp_core.schemes.heads import Part, parts_of, side_by_side, split_heads
 from sp_core.schemes.problem import Problem, agree
 from sp_core.segments import positions_of
 from sp_core.sharding import Sharding
-
-Inner = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Function of (q, k, v) with all tokens and h heads, (B, S, h, D), that returns (out, lse)."""
 
 
 def ulysses_attention(
@@ -98,10 +94,9 @@ def ulysses_attention(
         inner=inner,
         **terms,
     )
-    exchange = Exchange.of(problem.comm, problem, range(problem.comm.size), q, k)
-    attend: Callable[..., Any] = inner or local_attention
-    whole = partial(
-        attend,
+    exchange = Exchange(comm, problem, range(comm.size), q, k)
+    whole: Callable[..., Any] = partial(
+        inner or local_attention,
         q_positions=positions_of(problem.sharding.gathered_segments),
         kv_positions=positions_of(problem.kv_sharding.gathered_segments),
         mask=problem.mask,
@@ -112,12 +107,16 @@ def ulysses_attention(
     return (out, lse) if return_lse else out
 
 
-@dataclass(frozen=True)
 class Exchange:
     """Define the all-to-alls of Ulysses: which heads and tokens go to which rank.
 
     Args:
-        comm: the ranks that exchange heads.
+        comm: the ranks that exchange heads, some or all of those of `problem`.
+        problem: the attention call.
+        ranks: for each rank of `comm` its number in the shardings of `problem`.
+        q, k: this rank's tensors (B, S/P, H or K, D); only the numbers of heads are used.
+
+    Attributes:
         lengths, kv_lengths: for each rank its number of queries, and of keys.
         heads: for each rank the query heads that it computes.
         kv_heads: for each rank the key/value heads that it receives. A head that several ranks
@@ -127,41 +126,32 @@ class Exchange:
             ring must send the same gradients.
     """
 
-    comm: Communicator
-    lengths: tuple[int, ...]
-    kv_lengths: tuple[int, ...]
-    heads: tuple[range, ...]
-    kv_heads: tuple[tuple[int, ...], ...]
-    alike: bool
-
-    @classmethod
-    def of(
-        cls, comm: Communicator, problem: Problem, ranks: Sequence[int], q: Tensor, k: Tensor
-    ) -> Exchange:
-        """Define the exchange among the ranks of `comm`, which are some or all of `problem`'s.
-
-        Args:
-            comm: the ranks that exchange heads.
-            problem: the attention call.
-            ranks: for each rank of `comm` its number in the shardings of `problem`.
-            q, k: this rank's tensors (B, S/P, H or K, D); only the numbers of heads are used.
-        """
-        lengths, kv_lengths = (
+    def __init__(
+        self, comm: Communicator, problem: Problem, ranks: Sequence[int], q: Tensor, k: Tensor
+    ) -> None:
+        self.comm = comm
+        self.lengths, self.kv_lengths = (
             tuple(sharding.local_len(rank) for rank in ranks)
             for sharding in (problem.sharding, problem.kv_sharding)
         )
-        shares = split_heads(q.shape[2], k.shape[2], comm.size)
-        alike = problem.sharding.lengths == problem.kv_sharding.lengths
-        return cls(comm, lengths, kv_lengths, *shares, alike=alike)
+        self.heads, self.kv_heads = split_heads(q.shape[2], k.shape[2], comm.size)
+        self.alike = problem.sharding.lengths == problem.kv_sharding.lengths
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, inner: Inner, *, return_lse: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        inner: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
+        *,
+        return_lse: bool,
     ) -> tuple[Tensor, Tensor]:
         """Exchange heads, call `inner`, and exchange the result back; every rank calls this.
 
         Args:
             q, k, v: (B, S/P, H or K, D), this rank's tokens of all heads.
-            inner: attention of this rank's heads over all tokens.
+            inner: attention of this rank's h heads over all tokens: a function of q, k and v,
+                (B, S, h, D) each, that returns (out, lse).
             return_lse: whether lse is needed; otherwise it is not exchanged back.
 
         Returns:

@@ -114,6 +114,11 @@ class CudaStream(HostMemory):
         self._device = device
         self._stream = torch.Stream(device)
 
+    def _call(self, name: str, *arguments: object) -> None:
+        """Call a function of the CUDA runtime while this object's device is the current one."""
+        with torch.accelerator.device_index(self._device.index):
+            _call(name, *arguments)
+
     def begin(self) -> None:
         """Make later `launch` calls wait for the work queued on the current stream so far."""
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
@@ -170,13 +175,12 @@ class CudaMemory(CudaStream):
             OSError: the runtime cannot allocate the memory or make an IPC handle for it.
         """
         address, handle = ctypes.c_size_t(), Handle()
-        with torch.accelerator.device_index(self._device.index):
-            _call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(nbytes))
-            try:
-                _call("cudaIpcGetMemHandle", ctypes.byref(handle), address)
-            except OSError:
-                _call("cudaFree", address)
-                raise
+        self._call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(nbytes))
+        try:
+            self._call("cudaIpcGetMemHandle", ctypes.byref(handle), address)
+        except OSError:
+            self._call("cudaFree", address)
+            raise
         offer = Offer(os.getpid(), address.value, nbytes, handle=bytes(handle))
         return tensor_at(address.value, nbytes, self._device).zero_(), offer
 
@@ -192,8 +196,8 @@ class CudaMemory(CudaStream):
         if offer.process == os.getpid():
             return tensor_at(offer.address, offer.nbytes, self._device)
         address, handle = ctypes.c_size_t(), Handle.from_buffer_copy(offer.handle)
-        with torch.accelerator.device_index(self._device.index):
-            _call("cudaIpcOpenMemHandle", ctypes.byref(address), handle, ctypes.c_uint(PEER_ACCESS))
+        lazily = ctypes.c_uint(PEER_ACCESS)
+        self._call("cudaIpcOpenMemHandle", ctypes.byref(address), handle, lazily)
         self._opened.add(address.value)
         return tensor_at(address.value, offer.nbytes, self._device)
 
@@ -201,13 +205,11 @@ class CudaMemory(CudaStream):
         """Unmap memory that `open` has mapped. Memory of this process stays."""
         if x.data_ptr() in self._opened:
             self._opened.remove(x.data_ptr())
-            with torch.accelerator.device_index(self._device.index):
-                _call("cudaIpcCloseMemHandle", _pointer(x))
+            self._call("cudaIpcCloseMemHandle", _pointer(x))
 
     def free(self, x: Tensor) -> None:
         """Free memory of `allocate` by cudaFree."""
-        with torch.accelerator.device_index(self._device.index):
-            _call("cudaFree", _pointer(x))
+        self._call("cudaFree", _pointer(x))
 
 
 _REGISTERED: dict[int, Tensor] = {}
@@ -251,17 +253,15 @@ class PinnedMemory(CudaStream):
 
     def close(self, x: Tensor) -> None:
         """Unregister memory that `allocate` or `open` returned, and let go of it."""
-        with torch.accelerator.device_index(self._device.index):
-            _call("cudaHostUnregister", _pointer(x))
+        self._call("cudaHostUnregister", _pointer(x))
         del _REGISTERED[x.data_ptr()]
 
     free = close
 
     def _registered(self, host: Tensor) -> Tensor:
         """Register host memory, and return it as a tensor of the device."""
-        flags = ctypes.c_uint(0)
-        with torch.accelerator.device_index(self._device.index):
-            _call("cudaHostRegister", _pointer(host), ctypes.c_size_t(host.nbytes), flags)
+        nbytes, flags = ctypes.c_size_t(host.nbytes), ctypes.c_uint(0)
+        self._call("cudaHostRegister", _pointer(host), nbytes, flags)
         _REGISTERED[host.data_ptr()] = host
         return tensor_at(host.data_ptr(), host.nbytes, self._device)
 

@@ -150,10 +150,6 @@ def _tuning(found: dict[str, Any]) -> Tuning:
 
     A damaged object raises KeyError, TypeError, ValueError or AttributeError.
     """
-    times = {
-        op: {name: _curve(curve) for name, curve in by_name.items()}
-        for op, by_name in found["times"].items()
-    }
     return Tuning(
         fingerprint={str(key): str(value) for key, value in found["fingerprint"].items()},
         nodes=tuple(int(node) for node in found["nodes"]),
@@ -162,7 +158,10 @@ def _tuning(found: dict[str, Any]) -> Tuning:
         copy=_curve(found["copy"]),
         start=float(found["start"]),
         bind=_pair(found["bind"]),
-        times=times,
+        times={
+            op: {name: _curve(curve) for name, curve in by_name.items()}
+            for op, by_name in found["times"].items()
+        },
         error=_pair(found["error"]),
         measured_at=str(found["measured_at"]),
     )
