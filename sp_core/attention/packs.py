@@ -125,8 +125,8 @@ class Pack(NamedTuple):
         sides = (self.queries, self.queries, self.keys, self.keys, self.queries)
         do, q, k, v, out = (self.gather(side, x) for side, x in zip(sides, tensors, strict=False))
         lse = self.gather(self.queries, tensors[-1].unsqueeze(-1)).squeeze(-1).contiguous()
-        given = do, q, k, v, out, lse, "partial", self.allowed(len(do))
-        parts = kernels.backward(*given, logits)
+        allowed = self.allowed(len(tensors[0]))
+        parts = kernels.backward(do, q, k, v, out, lse, "partial", allowed, logits)
         for side, part, into in zip(sides[1:], parts, grads, strict=False):
             self.scatter(side, part, into)
 

@@ -73,7 +73,6 @@ class Kind:
 
 
 _SUM = {"op": "sum", "deterministic": False}
-_EXCHANGED = {"split_dim": NEEDED, "concat_dim": NEEDED, "split_sizes": None, "concat_sizes": None}
 KINDS = {
     "all_gather": Kind(maps.AllGather, MOVABLE, {"dim": 0, "sizes": None}, joined=("dim", "sizes")),
     "reduce_scatter": Kind(
@@ -87,7 +86,10 @@ KINDS = {
     "all_to_all": Kind(
         maps.AllToAll,
         MOVABLE,
-        _EXCHANGED,
+        {
+            **dict.fromkeys(("split_dim", "concat_dim"), NEEDED),
+            **dict.fromkeys(("split_sizes", "concat_sizes")),
+        },
         joined=("concat_dim", "concat_sizes"),
         cut=("split_dim", "split_sizes"),
     ),

@@ -72,7 +72,7 @@ def bind(
         return Library(comm, operation, send, recv, scratch)
     if algorithm == "window":
         return BoundWindow(comm, operation._replace(resident=resident), send, recv, scratch)
-    segment = segment_length(count=operation.elements, size=comm.size, itemsize=operation.itemsize)
+    segment = segment_length(operation.elements, comm.size, operation.itemsize)
     program = program_of(operation._replace(segment=segment, nodes=comm.nodes), algorithm)
     return BoundProgram(comm, operation, send, recv, scratch, program)
 
@@ -365,24 +365,19 @@ class BoundWindow(Ready):
         }
         self._memory[OWN, Buffer.TMP] = self._memory[comm.rank, Buffer.TMP]
         if operation.resident and send is not None:
-            peers = enumerate(window.peers(send))
             self._memory |= {
                 (rank, buffer): memory
-                for rank, memory in peers
+                for rank, memory in enumerate(window.peers(send))
                 for buffer in (Buffer.IN, Buffer.OUT)
             }
-        vector = f"{operation.longest} x {self.dtype}"
         self._what = (
-            f"{operation.op} in a window: {operation.reduction}, {vector}, {operation.root}"
+            f"{operation.op} in a window: {operation.reduction}, {operation.longest} x "
+            f"{self.dtype}, {operation.root}"
         )
         self._bound: dict[int, tuple[list[tuple[Work, ...]], Cost]] = {}
 
     def begin(self) -> Handle:
         """Begin to carry the collective out, and return its handle. All ranks use one order."""
-        return self._window.start(self._next(), self._what)
-
-    def _next(self) -> list[tuple[Work, ...]]:
-        """Return the calls of each step for a run that begins now. Count what the run will send."""
         first = self._window.begun % SLOTS
         if first not in self._bound:
             program = program_of(self._operation._replace(first=first), "window")
@@ -392,7 +387,7 @@ class BoundWindow(Ready):
             )
         steps, figures = self._bound[first]
         self._count(figures)
-        return steps
+        return self._window.start(steps, self._what)
 
 
 _DONE = Done()

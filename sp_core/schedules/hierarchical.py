@@ -27,8 +27,6 @@ IEEE Cluster 2020: the full-lane all-reduce.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from sp_core.schedules.program import (
     Combine,
     Message,
@@ -44,10 +42,7 @@ from sp_core.schedules.program import (
 )
 from sp_core.segments import split_sizes
 
-Group = tuple[int, ...]
 
-
-@dataclass(frozen=True)
 class _Place:
     """Hold which ranks are on which node, and which lanes (parts of the vector) they carry.
 
@@ -55,21 +50,25 @@ class _Place:
     The ranks of a node carry the lanes in turn.
 
     Args:
+        t: the operation.
+
+    Attributes:
         rank: the rank whose sends, receives and additions are listed.
         groups: for each node, the ranks on it, in ascending order.
         home: index of this rank's node in `groups`.
+        mates: the ranks on the node of this rank, ascending, with this rank among them.
         lanes: for each lane, its range of the vector.
     """
 
-    rank: int
-    groups: tuple[Group, ...]
-    home: int
-    lanes: tuple[range, ...]
-
-    @property
-    def mates(self) -> Group:
-        """Return the ranks on the node of this rank, ascending, with this rank among them."""
-        return self.groups[self.home]
+    def __init__(self, t: Operation) -> None:
+        nodes = t.nodes or (0,) * t.size
+        self.rank = t.rank
+        self.groups = tuple(
+            tuple(r for r in range(t.size) if nodes[r] == node) for node in dict.fromkeys(nodes)
+        )
+        self.home = next(n for n, group in enumerate(self.groups) if t.rank in group)
+        self.mates = self.groups[self.home]
+        self.lanes = spans(split_sizes(t.elements, max(map(len, self.groups))))
 
     def carrier(self, lane: int, node: int) -> int:
         """Return the rank that sums lane number `lane` on another node.
@@ -90,15 +89,10 @@ def all_reduce(t: Operation) -> Program:
     The vector is cut into lanes, of which each rank of a node sums its own over the node. A ring of
     the nodes all-reduces each lane. Then the ranks of each node send each other the results.
     """
-    nodes = t.nodes or (0,) * t.size
-    groups = tuple(
-        tuple(r for r in range(t.size) if nodes[r] == node) for node in dict.fromkeys(nodes)
-    )
-    home = next(number for number, group in enumerate(groups) if t.rank in group)
-    place = _Place(t.rank, groups, home, spans(split_sizes(t.elements, max(map(len, groups)))))
+    place = _Place(t)
     widths = [len(place.lanes[lane]) for lane in place.carried_by(t.rank)]
     if len(place.mates) == 1:
-        widths = [-(-width // len(groups)) for width in widths]
+        widths = [-(-width // len(place.groups)) for width in widths]
     slots = dict(zip(place.carried_by(t.rank), (span.start for span in spans(widths)), strict=True))
     return program(
         [*_sums(place, slots), *_rings(place, slots), _copies(place, slots)], sum(widths)

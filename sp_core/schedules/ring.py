@@ -59,8 +59,7 @@ Rabenseifner and Gropp, "Optimization of collective communication operations in 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
 from sp_core.schedules.program import (
     Combine,
@@ -82,24 +81,29 @@ WINDOW = 4
 """How many steps of an all-to-all are under way at once: no message depends on another."""
 
 
-@dataclass(frozen=True)
 class Cut:
     """Hold the pieces of a vector, each cut into the same number of segments.
 
-    One segment is under way while another is added.
+    The number is 1, or even, so that segments go in pairs: one is under way while another is added.
 
     Args:
+        counts: elements of each piece.
+        segment: most elements of a segment; None: each piece is one segment.
+
+    Attributes:
         parts: for each piece, the ranges of its segments in the vector.
         depth: how many steps may be under way at the same time: 2, or 1 for pieces of one segment.
+        longest: elements of the longest segment.
     """
 
-    parts: tuple[tuple[range, ...], ...]
-    depth: int
-
-    @cached_property
-    def longest(self) -> int:
-        """Return the number of elements of the longest segment."""
-        return max(len(part) for piece in self.parts for part in piece)
+    def __init__(self, counts: Sequence[int], segment: int | None = None) -> None:
+        most = max(counts)
+        number = 1 if segment is None or most <= segment else 2 * -(-most // (2 * segment))
+        self.parts = tuple(
+            tuple(moved(part, piece.start) for part in split_ranges(len(piece), number))
+            for piece in spans(counts)
+        )
+        self.depth, self.longest = min(number, 2), -(-most // number)
 
     def sums(self, rank: int) -> Iterator[tuple[int, range, range]]:
         """Yield (k, range sent, range received) for each step of a rank in a ring reduce-scatter.
@@ -115,24 +119,6 @@ class Cut:
                     yield k, going, coming
 
 
-def cut(counts: Sequence[int], segment: int | None = None) -> Cut:
-    """Cut the pieces of a vector into segments.
-
-    Every piece has the same number of segments: 1, or an even number, so that segments go in pairs.
-
-    Args:
-        counts: elements of each piece.
-        segment: most elements of a segment; None: each piece is one segment.
-    """
-    longest = max(counts)
-    number = 1 if segment is None or longest <= segment else 2 * -(-longest // (2 * segment))
-    parts = tuple(
-        tuple(moved(part, piece.start) for part in split_ranges(len(piece), number))
-        for piece in spans(counts)
-    )
-    return Cut(parts, 1 if number == 1 else 2)
-
-
 def _onward(t: Operation, sent: Region, received: Region, *then: Combine) -> Step:
     """Return a step: send to the next rank, receive from the rank before, then combine."""
     return exchange((t.rank + 1) % t.size, sent, (t.rank - 1) % t.size, received, *then)
@@ -140,7 +126,7 @@ def _onward(t: Operation, sent: Region, received: Region, *then: Combine) -> Ste
 
 def all_reduce(t: Operation) -> Program:
     """Return the program of a ring all-reduce: a reduce-scatter into OUT, then an all-gather."""
-    parts = cut(split_sizes(t.elements, t.size), t.segment)
+    parts = Cut(split_sizes(t.elements, t.size), t.segment)
     steps: list[Step] = []
     for k, going, coming in parts.sums(t.rank):
         landed = tmp(len(steps) % parts.depth * parts.longest, len(coming))
@@ -170,7 +156,7 @@ def reduce_scatter(t: Operation) -> Program:
     Partial sums are in scratch: one segment is received while another is sent. The last sum goes to
     OUT.
     """
-    parts = cut(t.send, t.segment)
+    parts = Cut(t.send, t.segment)
     slots, first = parts.depth * (1 if t.size == 2 else 2), parts.parts[t.rank][0].start
     steps: list[Step] = []
     for k, going, coming in parts.sums(t.rank):
@@ -190,7 +176,7 @@ def all_gather(t: Operation) -> Program:
     Every message is received at its final place in OUT.
     """
     own = copy(inp(range(t.recv[t.rank])), out(spans(t.recv)[t.rank]))
-    return program([Step(then=(own,)), *_gathered(t, cut(t.recv))])
+    return program([Step(then=(own,)), *_gathered(t, Cut(t.recv))])
 
 
 def pairwise_reduce_scatter(t: Operation) -> Program:
@@ -199,14 +185,14 @@ def pairwise_reduce_scatter(t: Operation) -> Program:
     For one segment (part of a piece) after the other, the ranks exchange all addends and add them
     in rank order.
     """
-    parts = cut(t.send, t.segment)
+    parts = Cut(t.send, t.segment)
     sums = _pairwise_sums(t, parts, -parts.parts[t.rank][0].start)
     return program(sums, parts.depth * (t.size - 1) * parts.longest, parts.depth)
 
 
 def pairwise_all_reduce(t: Operation) -> Program:
     """Return the program of an all-reduce: a pairwise reduce-scatter, then a ring all-gather."""
-    parts = cut(split_sizes(t.elements, t.size), t.segment)
+    parts = Cut(split_sizes(t.elements, t.size), t.segment)
     steps = [*_pairwise_sums(t, parts, 0), *_gathered(t, parts)]
     return program(steps, parts.depth * (t.size - 1) * parts.longest, parts.depth)
 

@@ -220,9 +220,8 @@ class Travel:
     def __init__(self, problem: Problem, like: Tensor) -> None:
         self.comm = comm = problem.comm
         self.right, self.left = ((comm.rank + way) % comm.size for way in (1, -1))
-        shown, own = problem.shown, problem.kv_sharding.local_len(comm.rank)
+        shown = problem.shown
         self.shown, self._lengths = shown.of(comm.rank, like.device), shown.lengths
-        self.sends_all = self._lengths[comm.rank] == own
         self._hops = problem.hops
         self.last = max(self._hops)  # the step in which every block has reached its last rank
         self._like = like[:, :0].clone()  # not the tensor itself, which would stay alive
@@ -300,7 +299,7 @@ def _halves(block: Tensor | None) -> Block | None:
     return None if block is None else (block[0], block[1])
 
 
-class TravellingSums:
+class TravellingSums(Travel):
     """Sum the gradients of each block's keys and values in messages around the ring.
 
     In step s rank r adds its gradient of block j = r - s (mod P) to the sum that it received from
@@ -312,12 +311,12 @@ class TravellingSums:
     """
 
     def __init__(self, problem: Problem, like: Tensor) -> None:
-        self._travel = Travel(problem, like)
+        super().__init__(problem, like)
+        self._length = problem.kv_sharding.local_len(self.comm.rank)
         self._handle: Handle = Done()
         self._coming: Tensor | None = None
         self._mine: Block | None = None
-        self._shown: Tensor | None = None
-        self._like, self._length = like[:, :0], problem.kv_sharding.local_len(problem.comm.rank)
+        self._sum: Tensor | None = None
 
     def add(self, step: int, own: Block | None, keys: slice) -> None:
         """Add this rank's gradient of one block to the block's sum, and start to send the sum.
@@ -331,41 +330,40 @@ class TravellingSums:
                 of this rank sees the block.
             keys: the indices of these S_keys keys in the block; in step 0 all keys.
         """
-        travel, rank = self._travel, self._travel.comm.rank
-        travel.comm.wait(self._handle, "ring")
-        block, total = travel.block(step), self._coming
-        goes_on = travel.goes_on(block, step)
+        self.comm.wait(self._handle, "ring")
+        block, total, rank = self.block(step), self._coming, self.comm.rank
+        goes_on = self.goes_on(block, step)
         if step == 0:
             own = own or in_place.zeros(self._like, self._length)
-            total = torch.stack([x[:, travel.shown] for x in own]) if goes_on else None
-            self._mine = None if goes_on and travel.sends_all else own
+            total = torch.stack([x[:, self.shown] for x in own]) if goes_on else None
+            self._mine = None if goes_on and self._lengths[rank] == self._length else own
         elif own is not None:
             assert total is not None
             for half, addend in zip(total, own, strict=True):
                 half[:, keys].add_(addend)
-        if travel.last == 0:
+        if self.last == 0:
             return
-        going = total if goes_on or travel.ends(block, step) else None
-        self._coming = travel.arriving(step)
-        recvs = [(travel.left, self._coming)]
-        if travel.ends(rank, step):
-            self._shown = travel.empty(rank)
-            recvs.append(((rank + step) % travel.comm.size, self._shown))
-        self._handle = travel.exchange([(travel.right if goes_on else block, going)], recvs)
+        going = total if goes_on or self.ends(block, step) else None
+        self._coming = self.arriving(step)
+        recvs = [(self.left, self._coming)]
+        if self.ends(rank, step):
+            self._sum = self.empty(rank)
+            recvs.append(((rank + step) % self.comm.size, self._sum))
+        self._handle = self.exchange([(self.right if goes_on else block, going)], recvs)
 
     def arrived(self) -> Block:
         """Wait for the last messages. Return the summed dk and dv of this rank's block.
 
         Each is (B, S_block, K, D).
         """
-        self._travel.comm.wait(self._handle, "ring")
-        shown = _halves(self._shown)
+        self.comm.wait(self._handle, "ring")
+        shown = _halves(self._sum)
         if self._mine is None:  # all gradients were sent
             assert shown is not None
             return shown
         if shown is not None:
             for x, part in zip(self._mine, shown, strict=True):
-                x[:, self._travel.shown] = part
+                x[:, self.shown] = part
         return self._mine
 
 

@@ -220,6 +220,11 @@ class OverHost(Transport):
         """Release the resources of the transport that moves the bytes; see `Transport.close`."""
         self._host.close(together=together)
 
+    def blocking(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
+        """Carry out a collective between buffers in host memory, and return a complete handle."""
+        self._host.prepare(operation, send, recv)()
+        return Done()
+
     def on_host(self, tag: int, sends: Messages, recvs: Messages) -> Handle:
         """Begin messages between buffers in host memory and return their handle.
 

@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,12 +54,8 @@ class StagedTransport(OverHost):
         self, operation: Operation, send: Tensor | None, recv: Tensor | None
     ) -> Callable[[], object]:
         """Return a function that copies to the host, makes the blocking call, and copies back."""
-
-        def run(host_send: Tensor | None, host_recv: Tensor | None) -> Handle:
-            self._host.prepare(operation, host_send, host_recv)()
-            return Done()
-
-        return lambda: self._collective(run, send, recv).test()
+        on_host = partial(self.blocking, operation)
+        return lambda: self._collective(on_host, send, recv).test()
 
     def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
         """Copy the input to the host, begin the collective there, and return its handle.
@@ -172,13 +167,11 @@ class PipelinedTransport(OverHost):
         That function first completes the transfers that this rank began before.
         """
 
-        def on_host(*chunk: Any) -> Handle:
-            self._host.prepare(*chunk)()
-            return Done()
+        def run() -> None:
+            steps = self._collective(operation, send, recv, self.blocking)
+            wait(self._enqueue(steps, self._queue), self._poll)
 
-        return lambda: wait(
-            self._enqueue(self._collective(operation, send, recv, on_host), self._queue), self._poll
-        )
+        return run
 
     def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
         """Begin a collective and return its handle, without waiting for other ranks.
@@ -214,8 +207,8 @@ class PipelinedTransport(OverHost):
         The messages do not wait for transfers that began before, so ranks may call this at
         different times. The tag tells the messages from all others.
         """
-        messages = self._messages(sends, recvs, partial(self.on_host, tag))
-        return self._enqueue(messages, deque())
+        on_host = partial(self.on_host, tag)
+        return self._enqueue(self._messages(sends, recvs, on_host), deque())
 
     def close(self, *, together: bool) -> None:
         """Close the transport that sends and, with `together`, release the host buffers.

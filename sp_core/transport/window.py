@@ -127,8 +127,8 @@ class Window:
         self._comm, self.memory, self.has_rooms = comm, memory, memory is HOST
         self.blocks, self.sums = Rooms(comm, 2), Rooms(comm, 1)
         flags = [part.numpy().data.cast("q") for part in share(comm, HOST, FLAG_BYTES)]
-        slots = GROWING if memory is HOST else memory
-        self.slots = share(comm, slots, SLOTS * self.slot_bytes)
+        slots = SLOTS * self.slot_bytes
+        self.slots = share(comm, GROWING if memory is HOST else memory, slots)
         self._mine = flags[comm.rank]
         self._others = [flag for rank, flag in enumerate(flags) if rank != comm.rank]
         self.begun = 0  # steps of all operations started so far
