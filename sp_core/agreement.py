@@ -186,8 +186,7 @@ class Question:
         digest = blake2b(named).digest()  # packed are its first 8 bytes
         # MPI knows only the addresses of these arrays: keep them alive
         self._mine, self._sum = words.astype(np.int64), np.empty(words.size, np.int64)
-        packed = _RECORD.pack(state, digest, value, beginning)
-        self._record = np.frombuffer(packed, np.int64)
+        self._record = np.frombuffer(_RECORD.pack(state, digest, value, beginning), np.int64)
         self._records: np.ndarray[Any, np.dtype[np.int64]] | None = None
         observer_of(comm).announce_early()
         self.requests = [comm.Iallreduce(self._mine, self._sum)]

@@ -205,9 +205,8 @@ def _exchange(problem: Attention, rank: int, whole: Attention) -> Both:
         rank: the index, among those ranks, of the rank whose traffic is returned.
         whole: the attention of all ranks of the scheme.
     """
-    shares = split_heads(problem.num_heads, problem.num_kv_heads, problem.sharding.size)
-    heads, slots = ([len(share) for share in part] for part in shares)
-    slots = [2 * number for number in slots]  # of k and v
+    shares, kv_shares = split_heads(problem.num_heads, problem.num_kv_heads, problem.sharding.size)
+    heads, slots = [len(share) for share in shares], [2 * len(share) for share in kv_shares]
     unit = problem.batch * problem.head_dim * problem.itemsize
     lse_unit = problem.batch * problem.wide
     own, kv_own = problem.sharding.local_len(rank), problem.kv_sharding.local_len(rank)

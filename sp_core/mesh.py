@@ -138,8 +138,7 @@ class Mesh(NotCopied):
         if self._freed:
             raise RankError("this mesh has been freed. Use it inside its `with Mesh(...)` block.")
         names = (axes,) if isinstance(axes, str) else tuple(axes)
-        unknown = [name for name in names if name not in self.axes]
-        if unknown or len(set(names)) != len(names):
+        if not set(names) <= self.axes.keys() or len(set(names)) != len(names):
             raise ShapeError(
                 f"axes {names} were asked for; this mesh has {tuple(self.axes)}. Pass names "
                 "of this mesh, each once."

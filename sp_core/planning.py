@@ -228,8 +228,9 @@ def _exchange(problem: Problem, ulysses: int, nbytes: float) -> float:
         return 0.0
     inside = min(problem.per_node, ulysses)
     away = nbytes * (ulysses - inside) / (ulysses - 1)
-    near = problem.node(nbytes - away, 3 * (inside - 1))
-    return near + problem.network(away * inside, 3 * (ulysses - inside))
+    return problem.node(nbytes - away, 3 * (inside - 1)) + problem.network(
+        away * inside, 3 * (ulysses - inside)
+    )
 
 
 def _step(problem: Problem, ring: int, ulysses: int, nbytes: float) -> float:

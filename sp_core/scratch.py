@@ -32,11 +32,10 @@ class Scratch:
 
         Pass it to `give` after use.
         """
-        fitting = (place for place, block in enumerate(self._free) if block.numel() >= nbytes)
-        place = next(fitting, None)
-        if place is None:
-            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        return self._free.pop(place)
+        for place, block in enumerate(self._free):
+            if block.numel() >= nbytes:
+                return self._free.pop(place)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def give(self, block: Tensor) -> None:
         """Keep a block for later calls, also an empty one. Of more than KEPT, drop the smallest."""

@@ -221,15 +221,17 @@ class Sharding:
     def unsort_segments(self, x: Tensor, dim: int) -> Tensor:
         """Reorder x from the order of `sort_segments` to that of an all-gather."""
         order = self._segment_order
-        lengths = (len(self.gathered_segments[place]) for place in order)
-        return _permuted(x, dim, lengths, sorted(range(len(order)), key=order.__getitem__))
+        return _permuted(
+            *(x, dim, (len(self.gathered_segments[place]) for place in order)),
+            sorted(range(len(order)), key=order.__getitem__),
+        )
 
     def sorted_ranges(self, rank: int) -> list[range]:
         """Return for each segment of `rank` the range to which `sort_segments` moves it."""
         order, lengths = self._segment_order, [len(segment) for segment in self.gathered_segments]
         stops = dict(zip(order, accumulate(lengths[place] for place in order), strict=True))
-        first_place = sum(map(len, self.segments[: self._checked(rank)]))
-        places = range(first_place, first_place + len(self.segments[rank]))
+        before = sum(map(len, self.segments[: self._checked(rank)]))
+        places = range(before, before + len(self.segments[rank]))
         return [range(stops[place] - lengths[place], stops[place]) for place in places]
 
     def shard(self, x: Tensor, rank: int, dim: int) -> Tensor:

@@ -209,8 +209,11 @@ class _Attention(torch.autograd.Function):
         grads = attend_backward(
             do, q_, k_, v_, o, lse, **ctx.call, grad_lse=grad_lse, out_dtype=q.dtype
         )
-        dsinks = sinks_gradient(do, o, lse, grad_lse, sinks)
-        return *(grad.transpose(1, 2) for grad in grads), dsinks, None
+        return (
+            *(grad.transpose(1, 2) for grad in grads),
+            sinks_gradient(do, o, lse, grad_lse, sinks),
+            None,
+        )
 
 
 attention: Callable[..., tuple[Tensor, Tensor]] = _Attention.apply

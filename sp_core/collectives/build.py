@@ -125,8 +125,9 @@ def build(name: str, which: str, x: Tensor, comm: Communicator, /, **given: Any)
     arguments.check_communicator(comm)
     kind = KINDS[which]
     given = {**kind.arguments, "algorithm": "auto", **given}
-    for dim in kind.dims:
-        given[dim] = _normal(x, given[dim])
+    for dim in kind.dims:  # `_checked` refuses what is then no dimension of x
+        if isinstance(x, Tensor) and isinstance(given[dim], int) and -x.dim() <= given[dim] < 0:
+            given[dim] += x.dim()
     joined, lengths = kind.joined or ("", "")
     free, tell = (given.get(joined),), bool(joined) and given[lengths] is None
     told = comm.agree_on(
@@ -146,18 +147,6 @@ def build(name: str, which: str, x: Tensor, comm: Communicator, /, **given: Any)
     if given.pop("deterministic", False) and given["algorithm"] == "auto":
         given["algorithm"] = "pairwise" if comm.window is None else "window"
     return kind.map(comm, **given)
-
-
-def _normal(x: Tensor, dim: int) -> int:
-    """Return a negative `dim` counted from the front, and anything else as it is.
-
-    `_checked` refuses what is then no dimension of x.
-    """
-    return (
-        dim + x.dim()
-        if isinstance(x, Tensor) and isinstance(dim, int) and -x.dim() <= dim < 0
-        else dim
-    )
 
 
 def _call(

@@ -229,9 +229,10 @@ class AllReduce(Map):
         send = self._marked(x)
         recv, out = torch.empty_like(send), torch.empty(x.shape, dtype=x.dtype, device=x.device)
         moves = self.operation(x, (send.numel(),), reduction=self.op)
-        unmark = lambda: out.copy_(recv[0]).masked_fill_(recv[1] != 0, torch.nan)  # noqa: E731
         return Prepared(
-            moves, send.view(-1), recv.view(-1), out, lambda: send.copy_(self._marked(x)), unmark
+            *(moves, send.view(-1), recv.view(-1), out),
+            refresh=lambda: send.copy_(self._marked(x)),
+            finish=lambda: out.copy_(recv[0]).masked_fill_(recv[1] != 0, torch.nan),
         )
 
     def _marked(self, x: Tensor) -> Tensor:

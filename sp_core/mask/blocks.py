@@ -134,9 +134,8 @@ def _pair_blocks(q: Piece, kv: Piece, mask: Mask) -> Iterator[Block]:
     if len(kv.run) == 1 or kv.run.step == step:
         yield from _band_blocks(q.indices, kv.indices, *_index_band(q, kv, step, mask))
     else:
-        inside = Mask(mask.causal, mask.window)
         positions = concatenated([q.run]), concatenated([kv.run])
-        yield from _halved(q.indices, kv.indices, *positions, inside)
+        yield from _halved(q.indices, kv.indices, *positions, Mask(mask.causal, mask.window))
 
 
 def _halved(rows: range, columns: range, q: Tensor, kv: Tensor, mask: Mask) -> Iterator[Block]:

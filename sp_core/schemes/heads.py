@@ -33,10 +33,9 @@ def head_groups(num_heads: int, num_kv_heads: int) -> list[Group]:
     There are min(GROUPS, num_kv_heads) groups.
     """
     readers = num_heads // max(num_kv_heads, 1)  # a rank of a hybrid may have no heads at all
-    parts = split_ranges(num_kv_heads, max(min(GROUPS, num_kv_heads), 1))
     return [
         (slice(part.start * readers, part.stop * readers), slice(part.start, part.stop))
-        for part in parts
+        for part in split_ranges(num_kv_heads, max(min(GROUPS, num_kv_heads), 1))
     ]
 
 
@@ -75,8 +74,8 @@ def _slots(kv_of_head: list[int]) -> tuple[int, ...]:
     entry for each query head, because attention needs K to divide H.
     """
     distinct = sorted(set(kv_of_head))
-    equal = {kv_of_head.count(head) for head in distinct}
-    return tuple(distinct) if len(equal) == 1 else tuple(kv_of_head)
+    is_equal = len({kv_of_head.count(head) for head in distinct}) == 1
+    return tuple(distinct if is_equal else kv_of_head)
 
 
 def parts_of(tensor: int, heads: Sequence[int]) -> list[Part]:

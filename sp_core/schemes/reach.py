@@ -49,7 +49,8 @@ def hops(sharding: Sharding, kv_sharding: Sharding, mask: Mask) -> tuple[int, ..
     """
     least, greatest = limits(mask, FAR64)
     queries = _Owners(sharding)
-    if sharding == kv_sharding and mask.documents == mask.key_documents and queries.repeats(mask):
+    alike = sharding == kv_sharding and mask.documents == mask.key_documents
+    if queries.period and mask.documents and alike:
         low, high, block = queries.arcs(mask, least, greatest)
     else:
         keys = _runs(kv_sharding.segments, _longest_step(mask))
@@ -138,10 +139,9 @@ def shown_keys(sharding: Sharding, kv_sharding: Sharding, mask: Mask) -> Shown:
         stops = np.where(np.array(hops(sharding, kv_sharding, mask)) > 0, kv_sharding.lengths, 0)
         return Shown(tuple(stops.tolist()), np.zeros_like(stops), stops, np.arange(size + 1))
     least, greatest = limits(mask, FAR64)
-    runs = _runs(kv_sharding.segments, 1)
-    low, high, keys = _visible(runs, least, greatest, mask.key_documents, mask.documents)
-    begin, end = queries.between(low, high)
-    begin, end = queries.others(begin, end, keys[:, 3])
+    keys = _runs(kv_sharding.segments, 1)
+    low, high, keys = _visible(keys, least, greatest, mask.key_documents, mask.documents)
+    begin, end = queries.others(*queries.between(low, high), keys[:, 3])
     met = begin < end
     low, high, begin, end = low[met], high[met], begin[met], end[met]
     first, last, _, rank, index = keys[met].T
@@ -287,17 +287,11 @@ class _Owners:
             runs = _runs(sharding.segments, 1)
             self.first, self.last, _, self.owner, _ = runs[runs[:, 0].argsort()].T
 
-    def repeats(self, mask: Mask) -> bool:
-        """Return whether the owners repeat with a period and the mask has documents.
-
-        If so, `arcs` can replace `_visible`.
-        """
-        return bool(self.period) and mask.documents is not None
-
     def arcs(self, mask: Mask, least: int, greatest: int) -> tuple[Ints, Ints, Ints]:
         """Return for some keys the first and last query position that sees the key, and its owner.
 
-        This replaces `_visible` when the same ranks own keys and queries.
+        This replaces `_visible` if the owners repeat with a period, the mask has documents, and the
+        same ranks own keys and queries.
 
         Only a few documents are looked at. Modulo the period P, a document is an arc of a circle.
         A rank sees in an arc at least what it sees in any shorter arc inside. Arcs are cut at two

@@ -179,9 +179,10 @@ class _GatherLinears(torch.autograd.Function):
                     _add(total, ctx.tokens.take(grad, chunk), gathered)
         found: list[Tensor | None] = []
         for (grad, weight), total, learns in zip(products, sums, biases_learn, strict=True):
+            dtype = accumulation_dtype(grad.dtype)
             found += (
                 None if total is None else total.to(weight.dtype),
-                _bias_gradient(grad) if learns else None,
+                grad.sum((0, 1), dtype=dtype).to(grad.dtype) if learns else None,
             )
         return None, dx, *found
 
@@ -270,8 +271,3 @@ def _add(total: Tensor, grad: Tensor, x: Tensor) -> None:
     grad is (B, tokens, out) and x is (B, tokens, in).
     """
     total += grad.flatten(0, 1).T @ x.flatten(0, 1)
-
-
-def _bias_gradient(grad: Tensor) -> Tensor:
-    """Sum grad (B, S, F) to (F,) in float32 or wider. Return the sum in the dtype of grad."""
-    return grad.sum((0, 1), dtype=accumulation_dtype(grad.dtype)).to(grad.dtype)

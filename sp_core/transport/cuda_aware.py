@@ -23,7 +23,7 @@ from sp_core.errors import DeviceError
 from sp_core.machine import bounded, last_line
 from sp_core.schedules import Operation
 from sp_core.transport.base import Done, Handle, Intracomm
-from sp_core.transport.host import MAX_COUNT, HostTransport, as_numpy
+from sp_core.transport.host import HostTransport, as_numpy
 
 PROBE_SECONDS = 60.0
 """Time limit of the child process that tries the MPI library."""
@@ -69,15 +69,12 @@ class DeviceTransport(HostTransport):
     Args:
         comm: an mpi4py communicator that nobody else sends on.
         settle: waits until the device has done the work queued on the current stream.
-        max_count: most elements per MPI call.
 
     Source: Open MPI 5 documentation, "CUDA": non-blocking collectives do not take device buffers.
     """
 
-    def __init__(
-        self, comm: Intracomm, settle: Callable[[], object], *, max_count: int = MAX_COUNT
-    ) -> None:
-        super().__init__(comm, "device", max_count=max_count)
+    def __init__(self, comm: Intracomm, settle: Callable[[], object]) -> None:
+        super().__init__(comm, "device")
         self._first = [settle]
 
     def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
@@ -137,11 +134,8 @@ def outside_of_job(environment: Mapping[str, str]) -> dict[str, str]:
         environment: of this process; it is not changed.
     """
     kept = {name: value for name, value in environment.items() if not name.startswith(OF_A_JOB)}
-    here = str(Path(__file__).resolve().parents[2])
-    return {
-        **kept,
-        "PYTHONPATH": os.pathsep.join(filter(None, (here, environment.get("PYTHONPATH")))),
-    }
+    places = str(Path(__file__).resolve().parents[2]), environment.get("PYTHONPATH")
+    return kept | {"PYTHONPATH": os.pathsep.join(filter(None, places))}
 
 
 def refuse_host_only(comm: Intracomm, reason: Callable[[], str]) -> None:

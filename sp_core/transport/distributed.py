@@ -230,8 +230,8 @@ def is_complete(work: Any, what: str, watch: Callable[[str], object]) -> bool:
 
 def _bytes(x: Tensor) -> Tensor:
     """Return the memory of a contiguous tensor as a flat uint8 vector."""
-    flat = x.detach().as_strided((x.numel(),), (1,))  # one element may have any stride
-    return flat.view(torch.uint8)
+    # one element may have any stride
+    return x.detach().as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 def _add(into: Tensor, parts: Tensor) -> None:

@@ -327,8 +327,8 @@ def over_ranks(ranks: Sequence[int], limit: timedelta) -> GroupComm:
             f"own ranks only."
         )
     store = distributed.distributed_c10d._get_default_store()
-    number = store.add(f"{name}/{rank}", 1)
-    return GroupComm(store, f"{name}/{number}", ranks.index(rank), len(ranks), limit)
+    name = f"{name}/{store.add(f'{name}/{rank}', 1)}"
+    return GroupComm(store, name, ranks.index(rank), len(ranks), limit)
 
 
 def communicator_of(given: object) -> GroupComm | None:
@@ -356,5 +356,5 @@ def communicator_of(given: object) -> GroupComm | None:
     group = distributed.group.WORLD if given is None else given
     if not isinstance(group, distributed.ProcessGroup):
         return None
-    backend = group._get_backend(group._device_types[0])
-    return over_ranks(distributed.get_process_group_ranks(group), backend.options._timeout)
+    options = group._get_backend(group._device_types[0]).options
+    return over_ranks(distributed.get_process_group_ranks(group), options._timeout)

@@ -196,8 +196,8 @@ class HostTransport(Transport):
             keywords["op"] = {"max": MPI.MAX, "min": MPI.MIN}[operation.reduction]
         method = getattr(self._comm, name if blocking else "I" + name.lower())
         memory = [None if x is None else self._memory(x) for x in (send, recv)]
-        given = arguments(operation, *memory)
-        return [*before, *self._first], partial(method, *given, **keywords), after
+        call = partial(method, *arguments(operation, *memory), **keywords)
+        return [*before, *self._first], call, after
 
 
 class OverHost(Transport):
@@ -284,8 +284,10 @@ def pieces(flat: Tensor, sizes: Sequence[int], offset: int, lengths: Sequence[in
         offset: where the range begins, counted from the start of each piece.
         lengths: elements of each range.
     """
-    whole = flat.split(list(sizes))
-    return [piece[offset : offset + n] for piece, n in zip(whole, lengths, strict=True)]
+    return [
+        piece[offset : offset + n]
+        for piece, n in zip(flat.split(list(sizes)), lengths, strict=True)
+    ]
 
 
 _METHODS: dict[str, tuple[str, Callable[[Operation, Any, Any], tuple[Any, ...]]]] = {

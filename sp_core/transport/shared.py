@@ -273,8 +273,10 @@ def _excluded(told: Sequence[tuple[Any, str, Any, Any]]) -> str:
             "or in containers that do not see each other"
         )
     if platform.machine().lower() not in ORDERED:
-        kind = platform.machine()
-        return f"a processor of type {kind} may show writes to other cores in another order"
+        return (
+            f"a processor of type {platform.machine()} may show writes to other cores in another "
+            "order"
+        )
     return next((problem for _, problem, *_ in told if problem), "")
 
 

@@ -154,8 +154,9 @@ class PipelinedTransport(OverHost):
         self.name, self._host, self._streams, self._size = name, host, streams, size
         self._poll = poll
         # at least one element of the widest type per piece
-        chosen = chunk_bytes or min(PIECE_BYTES * size, MOST_BYTES)
-        self._chunk_bytes = nbytes = max(chosen, size * 8)
+        self._chunk_bytes = nbytes = max(
+            chunk_bytes or min(PIECE_BYTES * size, MOST_BYTES), size * 8
+        )
         self._slots = [_Slot(streams.buffer(nbytes), streams.buffer(nbytes)) for _ in range(2)]
         self._queue: deque[_Steps] = deque()
 
@@ -180,8 +181,7 @@ class PipelinedTransport(OverHost):
         The reason is that all ranks must call MPI in the same order. Transfers advance only in
         `test` of a handle.
         """
-        steps = self._collective(operation, send, recv, self._host.start)
-        return self._enqueue(steps, self._queue)
+        return self._enqueue(self._collective(operation, send, recv, self._host.start), self._queue)
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         """Begin messages and return their handle.
@@ -343,9 +343,8 @@ class _Steps:
             BaseException: the error of this transfer, or of one before it in the queue.
         """
         while self in self._queue:
-            head = self._queue[0]
             try:
-                next(head._steps)
+                next(self._queue[0]._steps)
             except StopIteration:
                 self._queue.popleft()
             except BaseException as error:  # noqa: BLE001  # raised again in `test` of each of them
