@@ -80,8 +80,8 @@ class Pack(NamedTuple):
             side: `queries` or `keys`; its `source` names the token for each place of each tile.
             x: the queries, or the keys or values.
         """
-        slots = x.transpose(1, 2).index_select(1, side.source)
-        return slots.reshape(-1, self.side, *x.shape[1::2]).transpose(1, 2)
+        found = x.transpose(1, 2).index_select(1, side.source)
+        return found.reshape(-1, self.side, *x.shape[1::2]).transpose(1, 2)
 
     def scatter(self, side: Side, part: Tensor, into: Tensor) -> None:
         """Copy tiles `part` (B * tiles, H, side, D) back to the tokens `into` (B, H, S, D).
@@ -195,9 +195,8 @@ def packed(blocks: tuple[Block, ...], q: Tensor, logits: Logits) -> tuple[tuple[
         return blocks, ()
     if on_cpu(q):
         return _packed(blocks, ELEMENTS * q.shape[2] // q.numel())
-    if kernels.backend_for(q, "full", logits) == "flash_cuda":
-        return _sequences(blocks)
-    return blocks, ()
+    kernel = kernels.backend_for(q, "full", logits)
+    return _sequences(blocks) if kernel == "flash_cuda" else (blocks, ())
 
 
 @lru_cache(maxsize=64)

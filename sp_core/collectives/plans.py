@@ -158,10 +158,8 @@ def all_reduce_(
         ShapeError: elements of x share memory, as in an expanded tensor.
         All others: as `all_reduce`.
     """
-    name = "all_reduce_"
-    return build(
-        *(name, name, x, comm), op=op, algorithm=algorithm, deterministic=deterministic
-    ).run(x)
+    given = {"op": op, "algorithm": algorithm, "deterministic": deterministic}
+    return build("all_reduce_", "all_reduce_", x, comm, **given).run(x)
 
 
 def _problem(op: str, given: Mapping[str, Any]) -> str:

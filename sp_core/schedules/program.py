@@ -346,14 +346,14 @@ def program(steps: Iterable[Step], scratch: int = 0, depth: int = 1) -> Program:
 
     Empty steps stay: how far apart two steps are decides whether they overlap.
     """
-    kept = [
+    kept = (
         Step(
             tuple(message for message in step.sends if len(message.region)),
             tuple(message for message in step.receives if len(message.region)),
             tuple(combine for combine in step.then if len(combine.into)),
         )
         for step in steps
-    ]
+    )
     return Program(tuple(kept), scratch, depth)
 
 

@@ -181,10 +181,8 @@ def _one_piece(t: Operation, sources: Mapping[int, tuple[range, range]], *, writ
 def _all_gather(t: Operation) -> Stages:
     """Yield, for each chunk of an all-gather, its copies by step, the own piece included."""
     places = spans(t.recv)
-    ranks = (t.rank, *_others(t))
-    return _one_piece(
-        t, {rank: (range(len(places[rank])), places[rank]) for rank in ranks}, writes=True
-    )
+    sources = {rank: (range(len(places[rank])), places[rank]) for rank in (t.rank, *_others(t))}
+    return _one_piece(t, sources, writes=True)
 
 
 def _broadcast(t: Operation) -> Stages:

@@ -25,8 +25,8 @@ from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
 from sp_core.mask import Mask
 from sp_core.mesh import Mesh
-from sp_core.schemes import ring as around
 from sp_core.schemes.problem import agree, run
+from sp_core.schemes.ring import SCHEME
 from sp_core.schemes.ulysses import Exchange
 from sp_core.sharding import Sharding
 
@@ -109,7 +109,7 @@ def hybrid_attention(
         kv_sharding=problem.kv_sharding.group(groups),
         resident=False,  # the all-to-all has put k and v elsewhere
     )
-    attend = partial(run, problem=inner, scheme=around.SCHEME)
+    attend = partial(run, problem=inner, scheme=SCHEME)
     out, lse = exchange.run(q, k, v, attend, return_lse=return_lse)
     return (out, lse) if return_lse else out
 

@@ -207,8 +207,8 @@ def predict(
     seconds = modelled(tuning, op, algorithm, nodes, nbytes)
     measured = tuning.times.get(op, {}).get(algorithm)
     if measured is not None:
-        # the ratio is 1 for the ranks and nodes measured
-        seconds *= measured(nbytes) / modelled(tuning, op, algorithm, tuning.nodes, nbytes)
+        there = modelled(tuning, op, algorithm, tuning.nodes, nbytes)
+        seconds = measured(nbytes) * (seconds / there)  # 1 for the ranks and nodes measured
     if planned or algorithm not in SCHEDULED[op]:
         return seconds
     programs = _programs(op, algorithm, nodes, nbytes).values()
