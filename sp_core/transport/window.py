@@ -142,7 +142,7 @@ class Window:
         self._in_order = in_order
         self._announce, self.watch = observer_of(comm).announce_call, observer_of(comm).watch
 
-    def start(self, steps: Steps, what: str) -> Handle:
+    def start(self, steps: Steps, what: str) -> WindowRun:
         """Begin an operation and return its handle, without waiting. Every rank calls this.
 
         On a device the copies begin after the work queued on the current stream so far.
@@ -157,21 +157,7 @@ class Window:
         self.begun += len(steps)
         self._queue.extend(enumerate(steps))
         self.advance()
-        return Transfer([partial(self._has_made, self.begun, what), told.test])
-
-    def _has_made(self, end: int, what: str) -> bool:
-        """Make the copies and sums that can be made now, and return whether `end` steps are made.
-
-        In tests the communicator's observer raises `PeerFailed` here if a rank has been lost.
-
-        Args:
-            end: steps of an operation and of all operations before it.
-            what: names the operation in errors.
-        """
-        self.advance()
-        if self.made < end:
-            self.watch(what)  # may raise if a rank has left
-        return self.made >= end
+        return WindowRun(self, self.begun, what, told)
 
     def exchange(self, sends: Messages, recvs: Messages, longest: int) -> Handle:
         """Begin messages through the slots and return their handle. Every rank calls this.
@@ -339,3 +325,33 @@ class Window:
         self.sums.clear()
         self._queue.clear()
         self.slots, self._others, self._mine = [], [], memoryview(bytes(8)).cast("q")
+
+
+class WindowRun(NamedTuple):
+    """Represent an operation that a window has begun; a `Handle`.
+
+    Args:
+        window: the window that carries the operation out.
+        end: how many steps this rank has made when the operation is complete, those of earlier
+            operations included.
+        what: names the operation in errors.
+        told: complete once the communicator's observer knows of the operation.
+    """
+
+    window: Window
+    end: int
+    what: str
+    told: Handle
+
+    def test(self) -> bool:
+        """Make the copies and additions that can be made now, also of earlier operations.
+
+        Return True once this rank has made all of this operation, else False without waiting. In
+        tests the communicator's observer raises `PeerFailed` here if a rank has been lost.
+        """
+        self.window.advance()
+        is_told = self.told.test()
+        if self.window.made < self.end:
+            self.window.watch(self.what)  # may raise if a rank has left
+            return False
+        return is_told
