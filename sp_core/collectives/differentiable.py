@@ -58,8 +58,9 @@ class _Local:
 class _Apply(torch.autograd.Function):
     """Carry out or begin a collective (a map) in forward, and its transpose in backward.
 
-    `forward` takes x, the map, its transpose, and the function that carries out or begins the map.
-    In `backward` the ranks first compare which backward each is about to run.
+    `forward` takes x, the map, its transpose (None for that of `Map.transpose`), and the function
+    that carries out or begins the map. In `backward` the ranks first compare which backward each is
+    about to run.
     """
 
     @staticmethod
@@ -67,7 +68,7 @@ class _Apply(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         mapping: Map | _Local,
-        transpose: Map | _Local,
+        transpose: Map | _Local | None,
         run: Callable[[Tensor], Tensor],
     ) -> Tensor:
         ctx.mapping, ctx.transpose, ctx.agree = mapping, transpose, mapping.comm.numbered()
@@ -75,19 +76,20 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        if isinstance(ctx.transpose, Map):
+        transpose = ctx.transpose or ctx.mapping.transpose
+        if isinstance(transpose, Map):
             ctx.agree(f"the backward of {ctx.mapping.name}")
-        return _apply(grads[0], ctx.transpose, ctx.mapping, ctx.transpose.run), None, None, None
+        return _apply(grads[0], transpose, ctx.mapping, transpose.run), None, None, None
 
 
-_apply: Callable[[Tensor, Map | _Local, Map | _Local, Callable[[Tensor], Tensor]], Tensor] = (
-    _Apply.apply
-)
+_apply: Callable[
+    [Tensor, Map | _Local, Map | _Local | None, Callable[[Tensor], Tensor]], Tensor
+] = _Apply.apply
 
 
 def apply(x: Tensor, mapping: Map) -> Tensor:
     """Carry out a collective on x, and return the result as a differentiable function of x."""
-    return _apply(x, mapping, mapping.transpose, mapping.run)
+    return _apply(x, mapping, None, mapping.run)
 
 
 class Pending:
@@ -101,7 +103,7 @@ class Pending:
         self._mapping = mapping
         self._started: Started | None = None
         # `wait` returns this tensor; it has no values before
-        self._result = _apply(x, mapping, mapping.transpose, self._start)
+        self._result = _apply(x, mapping, None, self._start)
 
     def _start(self, x: Tensor) -> Tensor:
         """Begin the collective on x, and return the result tensor, which has no values yet."""
