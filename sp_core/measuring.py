@@ -335,14 +335,11 @@ def told() -> tuple[bool, str]:
             f"{reason}; algorithm='auto' uses the MPI library's algorithms. "
             "To measure: python -m sp_core doctor --measure",
         )
-    speeds = (
-        f"alpha {tuning.alpha * 1e6:.1f} us, 1/beta {1e-9 / tuning.beta:.1f} GB/s, "
-        f"1/gamma {1e-9 / tuning.add.per_byte:.1f} GB/s"
-    )
     median, worst = tuning.error
     return (
         True,
-        f"{speeds} ({', '.join(tuning.links)}), "
+        f"alpha {tuning.alpha * 1e6:.1f} us, 1/beta {1e-9 / tuning.beta:.1f} GB/s, "
+        f"1/gamma {1e-9 / tuning.add.per_byte:.1f} GB/s ({', '.join(tuning.links)}), "
         f"measured {tuning.measured_at} on {len(tuning.nodes)} ranks; {path}; "
         f"times that were not measured are predicted to {median:.0%} (median) or "
         f"{worst:.0%} (95th percentile)",

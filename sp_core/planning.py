@@ -327,8 +327,10 @@ def main(options: argparse.Namespace, tuning: Tuning | None) -> str:
     )
     assumed = []
     if options.flops is None:
-        threads = torch.get_num_threads()
-        assumed.append(f"the speed of attention in float32 here, with {threads} threads (--flops)")
+        assumed.append(
+            "the speed of attention in float32 here, with "
+            f"{torch.get_num_threads()} threads (--flops)"
+        )
     if options.ranks_per_node > 1 and not options.node_link:
         assumed.append("the links inside of a node as measured here (--node-link)")
     return "\n".join(_lines(problem, project(problem)[: options.show], assumed, tuning))
@@ -382,9 +384,10 @@ def _lines(
             f"{one.seconds * 1e3:>11.2f}{one.exposed / one.seconds:>9.0%}"
             f" {total.bytes_sent / 1e6:>10.1f} {total.messages:>10}"
         )
-    speed = f"{problem.flops / 1e9:.1f} Gflop/s per rank"
-    machine = f"{problem.ranks} ranks, {problem.per_node} to a node"
-    yield f"One layer, forward and backward; {speed}, {machine}."
+    yield (
+        f"One layer, forward and backward; {problem.flops / 1e9:.1f} Gflop/s per rank, "
+        f"{problem.ranks} ranks, {problem.per_node} to a node."
+    )
     for figure in assumed:
         yield f"Assumed, because it was not given: {figure}."
     if tuning is None:

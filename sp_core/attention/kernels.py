@@ -128,8 +128,10 @@ def block_attention_backward(
     if all_seen or (seen := _seen(kind, allowed, logits, q.device)) is None:
         return backward(grad_out, q, k, v, out, lse, kind, allowed, logits)
     i, j, inside = seen
-    tensors = (grad_out[:, :, i], q[:, :, i], k[:, :, j], v[:, :, j], out[:, :, i], lse[:, :, i])
-    parts = block_attention_backward(*tensors, **inside)
+    parts = block_attention_backward(
+        *(grad_out[:, :, i], q[:, :, i], k[:, :, j], v[:, :, j], out[:, :, i], lse[:, :, i]),
+        **inside,
+    )
     dq, dk, dv = (
         torch.zeros_like(x, dtype=part.dtype).index_copy_(2, at, part)
         for x, at, part in zip((q, k, v), (i, j, j), parts, strict=True)

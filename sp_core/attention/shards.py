@@ -192,8 +192,10 @@ def _gradients(
 
     def part(block: Block) -> Triple:
         i, j = block.queries, block.keys
-        given = (grad_out[:, :, i], q[:, :, i], k[:, :, j], v[:, :, j], out[:, :, i], lse[:, :, i])
-        return block_attention_backward(*given, **_how(block, allowed, logits))
+        return block_attention_backward(
+            *(grad_out[:, :, i], q[:, :, i], k[:, :, j], v[:, :, j], out[:, :, i], lse[:, :, i]),
+            **_how(block, allowed, logits),
+        )
 
     if not packs and len(blocks) == 1 and blocks[0][:4] == (0, q.shape[2], 0, k.shape[2]):
         return part(blocks[0])
@@ -282,6 +284,8 @@ def _with_lse_columns(
     for column in range(3):
         columns[..., column] = rest
         rest = rest - columns[..., column]
-    wide_q, wide_k, wide_v = (pad(t, (0, LSE_COLUMNS)) for t in (q, k, v))
-    wide_out = pad(out.to(q.dtype), (0, LSE_COLUMNS), value=1.0)
-    return torch.cat((grad_out.to(q.dtype), columns), dim=-1), wide_q, wide_k, wide_v, wide_out
+    return (
+        torch.cat((grad_out.to(q.dtype), columns), dim=-1),
+        *(pad(t, (0, LSE_COLUMNS)) for t in (q, k, v)),
+        pad(out.to(q.dtype), (0, LSE_COLUMNS), value=1.0),
+    )

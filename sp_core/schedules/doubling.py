@@ -66,7 +66,6 @@ section 4.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from sp_core.schedules.program import (
     Combine,
@@ -87,7 +86,6 @@ from sp_core.schedules.program import (
 from sp_core.segments import split_sizes
 
 
-@dataclass(frozen=True)
 class Fold:
     """Reduce any number of ranks to a power of two that take part in exchanges.
 
@@ -100,19 +98,15 @@ class Fold:
 
     Args:
         size: the number of ranks.
+
+    Attributes:
+        levels: the number of exchanges: log2 of the number of ranks that take part.
+        extra: how many ranks take no part in the exchanges: other ranks act for them.
     """
 
-    size: int
-
-    @property
-    def levels(self) -> int:
-        """Return the number of exchanges: log2 of the number of ranks that take part."""
-        return self.size.bit_length() - 1
-
-    @property
-    def extra(self) -> int:
-        """Return how many ranks take no part in the exchanges: other ranks act for them."""
-        return self.size - (1 << self.levels)
+    def __init__(self, size: int) -> None:
+        self.levels = size.bit_length() - 1
+        self.extra = size - (1 << self.levels)
 
     def place(self, rank: int) -> int | None:
         """Return the place (0, 1, ...) of a rank in the exchanges; None if it takes no part."""

@@ -176,8 +176,11 @@ class GroupComm(Observer):
     @cached_property
     def _near(self) -> dict[int, int]:
         """Map each other rank on this machine to its process id, read from torch's store."""
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        told = {rank: pickle.loads(self._store.get(f"{self._name}/{rank}")) for rank in others}
+        told = {
+            rank: pickle.loads(self._store.get(f"{self._name}/{rank}"))
+            for rank in range(self.size)
+            if rank != self.rank
+        }
         return {rank: pid for rank, (place, pid) in told.items() if place == this_machine()}
 
     def make_counter(self) -> StoreCounter:
