@@ -17,15 +17,8 @@ from sp_core.errors import DeviceError, RankError, short_text
 from sp_core.observer import observer_of
 from sp_core.schedules import Operation, defaults
 from sp_core.scratch import Scratch
-from sp_core.transport import (
-    Handle,
-    HostWrapper,
-    Intracomm,
-    Messages,
-    make_transport,
-    make_window,
-    wait,
-)
+from sp_core.transport import Handle, HostWrapper, Messages, make_transport, make_window, wait
+from sp_core.transport.base import Intracomm
 from sp_core.transport.host import MpiCounter
 
 if TYPE_CHECKING:

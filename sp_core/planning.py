@@ -100,15 +100,8 @@ class Problem:
     @property
     def compute(self) -> float:
         """Seconds of one rank's share of the forward, without communication."""
-        return (
-            2
-            * self.batch
-            * self.seq_len**2
-            * self.num_heads
-            * self.head_dim
-            / self.ranks
-            / self.flops
-        )
+        operations = 2 * self.batch * self.seq_len**2 * self.num_heads * self.head_dim
+        return operations / self.ranks / self.flops
 
 
 @dataclass(frozen=True)

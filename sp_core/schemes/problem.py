@@ -172,12 +172,7 @@ def agree(
     return replace(problem, resident=min(homes) == max(homes) >= 0)
 
 
-def _signature(
-    name: str,
-    tensors: tuple[Tensor, ...],
-    problem: Problem,
-    return_lse: bool,
-) -> str:
+def _signature(name: str, tensors: tuple[Tensor, ...], problem: Problem, return_lse: bool) -> str:
     """Return a text of the arguments that all ranks must pass alike; "S" replaces shard lengths."""
 
     def shown(x: Tensor | None) -> str:
