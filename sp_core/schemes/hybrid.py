@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import combinations
 from typing import Unpack
 
@@ -109,8 +108,7 @@ def hybrid_attention(
         kv_sharding=problem.kv_sharding.group(groups),
         resident=False,  # the all-to-all has put k and v elsewhere
     )
-    attend = partial(run, problem=inner, scheme=SCHEME)
-    out, lse = exchange.run(q, k, v, attend, return_lse=return_lse)
+    out, lse = exchange.run(q, k, v, lambda *x: run(*x, inner, SCHEME), return_lse=return_lse)
     return (out, lse) if return_lse else out
 
 
