@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from typing import Unpack
 
@@ -87,8 +88,7 @@ def hybrid_attention(
     section 4.
     """
     problem = agree(
-        f"hybrid_attention[{axes}, {ulysses}]",
-        *(q, k, v),
+        *(f"hybrid_attention[{axes}, {ulysses}]", q, k, v),
         comm=_product(mesh, axes, ulysses, comm),
         sharding=sharding,
         kv_sharding=kv_sharding,
@@ -108,7 +108,8 @@ def hybrid_attention(
         kv_sharding=problem.kv_sharding.group(groups),
         resident=False,  # the all-to-all has put k and v elsewhere
     )
-    out, lse = exchange.run(q, k, v, lambda *x: run(*x, inner, SCHEME), return_lse=return_lse)
+    around = partial(run, problem=inner, scheme=SCHEME)
+    out, lse = exchange.run(q, k, v, around, return_lse=return_lse)
     return (out, lse) if return_lse else out
 
 
