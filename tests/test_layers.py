@@ -8,12 +8,12 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from domains.numeric import uniform
-from torch import nn
+from torch import Tensor, nn
 
 import sp_core as sp
 from sp_core.llama import LlamaConfig, create
@@ -34,23 +34,17 @@ def grid(comm: Any) -> sp.Mesh:
 def test_weights_that_no_rank_splits_need_no_placement_to_sum_their_gradients(comm: Any) -> None:
     with grid(comm) as mesh:
         tokens = mesh["ring", "ulysses"]
-        scale = nn.Parameter(torch.ones((), device=device()))
-        weights = [scale, *sp.TransformerBlock(8, 2, comm=tokens).to(device()).parameters()]
-        for number, weight in enumerate(weights):
-            weight.grad = torch.full_like(weight, number + comm.rank)
-        # of one number, which is in memory once
-        one = torch.full((), len(weights) - 1.0 + comm.rank, device=device())
-        weights[-1].grad = one.expand_as(weights[-1])
+        weights = [nn.Parameter(torch.ones(shape, device=device())) for shape in ((), (2, 3))]
+        for weight in weights:  # the gradient is one number, which is in memory once
+            weight.grad = torch.full((), 1.0 + comm.rank, device=device()).expand_as(weight)
         reduce_gradients(weights, data=tokens)
-        for number, weight in enumerate(weights):
-            total = comm.size * number + sum(range(comm.size))
-            assert weight.grad is not None
-            assert weight.grad.eq(total).all()
+        total = float(sum(range(comm.size + 1)))
+        assert all(torch.equal(cast("Tensor", x.grad), torch.full_like(x, total)) for x in weights)
         split = sp.ColumnParallelLinear.from_linear(nn.Linear(8, 8), comm=tokens)
         with nullcontext() if comm.size == 1 else pytest.raises(sp.ShapeError, match="as `tensor`"):
             reduce_gradients(split.parameters(), data=tokens)
         elsewhere = nn.Parameter(torch.ones(1, device="meta"))
-        mixed = [scale, elsewhere] if comm.rank == 0 else [scale]
+        mixed = [*weights, elsewhere] if comm.rank == 0 else weights
         with pytest.raises(sp.DeviceError, match="a parameter is on meta"):
             reduce_gradients(mixed, data=tokens)
 

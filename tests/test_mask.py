@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings, strategies as st
-from oracle.strategies import DRAWN, boundaries
+from oracle import strategies
+from oracle.strategies import DRAWN
 from torch import Tensor
 
 from sp_core.mask import Block, Mask, blocks as plans, plan_blocks
@@ -32,14 +33,9 @@ def masks(draw: st.DrawFn, length: int, kv_length: int) -> Mask:
 
     Empty documents at the beginning give the others large numbers.
     """
-    documents = draw(st.none() | st.integers(1, 4))
-    pair: tuple[tuple[int, ...] | None, tuple[int, ...] | None] = (None, None)
-    if documents is not None:
-        empty = (0,) * draw(st.sampled_from((0, 64, 300)))
-        separate = length != kv_length or draw(st.booleans())
-        kv = (*empty, *draw(boundaries(kv_length, documents))) if separate else None
-        pair = ((*empty, *draw(boundaries(length, documents))), kv)
-    return Mask(draw(st.booleans()), draw(st.none() | st.integers(1, 50)), *pair)
+    mask, empty = draw(strategies.masks(length, kv_length)), draw(st.sampled_from((0, 64, 300)))
+    both = (mask.documents, mask.kv_documents)
+    return Mask(mask.causal, mask.window, *(ends and ((0,) * empty + ends) for ends in both))
 
 
 @st.composite

@@ -260,7 +260,7 @@ def test_ranks_of_a_replica_must_know_the_same_tokens(comm: Any) -> None:
             backward(model, [[1, 2]], own=comm.rank == 1)
 
 
-STEPS = int(os.environ.get("SP_TRAINING_STEPS", "20"))
+STEPS = int(os.environ.get("SP_TRAINING_STEPS", "10"))
 KILLED, EVERY = STEPS * 3 // 5, STEPS // 5
 """With 200 steps it is killed after step 120."""
 MESHES: tuple[dict[str, int], ...] = ({"ring": 2, "tp": 2}, {"dp": 3})

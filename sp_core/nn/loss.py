@@ -181,8 +181,7 @@ def next_token_loss(
     count = int(all_reduce(valid.sum(), comm=data)) if count is None else count
     if count == 0:
         raise ValueError(
-            f"none of the labels of all ranks is valid (all are {IGNORED}); the mean of nothing "
-            f"is not defined."
+            f"none of the labels of all ranks is valid (all are {IGNORED}), so there is no mean."
         )
     size = max(labels.numel(), 1) if head is None or chunk is None else chunk
     parts = x.reshape(-1, x.shape[-1]).split(size), labels.flatten().split(size)
