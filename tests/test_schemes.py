@@ -127,8 +127,8 @@ def test_groups_of_a_hybrid_with_other_lengths_agree_on_the_gradients_that_trave
     comm: Any, needs: tuple[bool, bool, bool]
 ) -> None:
     """One pair of ranks in a 2 x 2 grid has as many queries as keys, the other has not."""
-    sizes = {"batch": 1, "seq_len": 2, "kv_len": 3, "kv_heads": 1, "group": 1, "head_dim": 1}
-    problem = replace(WHOLE, **sizes, needs_grad=needs, seed=0, sinks=None)
+    sizes: dict[str, Any] = {"batch": 1, "kv_heads": 1, "group": 1, "head_dim": 1}
+    problem = replace(WHOLE, seq_len=2, kv_len=3, **sizes, needs_grad=needs, seed=0, sinks=None)
     axes = ("ring", "ulysses")
     with sp.Mesh(comm, device=device(), ring=2, ulysses=2) as mesh:
         scheme = functools.partial(sp.hybrid_attention, mesh=mesh, axes=axes)

@@ -315,7 +315,7 @@ class Decoder:
                     f"tokens for {len(tokens)} sequences were given; there are {len(shown)}. Give "
                     f"an empty list for none."
                 )
-            owns = [[tokens[number] for number in part] for part in self.parts]
+            owns: list[Tokens] = [[tokens[n] for n in part] for part in self.parts]
             parts = zip(self.caches, owns, self.parts, strict=True)
             placed = [(cache, own, cache.place(own, part.start)) for cache, own, part in parts]
             check_tokens(flat(tokens), self.model.config)
