@@ -242,13 +242,13 @@ def test_a_broken_folder_is_the_same_error_on_every_rank(
 @spmd(3)
 def test_a_folder_that_is_broken_on_one_rank_is_an_error_on_all(comm: Any, tmp_path: Path) -> None:
     folder = saved(comm, tmp_path)
-    with (
-        mesh_of(comm, 0) as mesh,
-        pytest.raises(
+    with mesh_of(comm, 0) as mesh:
+        with pytest.raises(
             sp.CheckpointError, match=f"rank {comm.size - 1}: .*config.json is not there"
-        ),
-    ):
-        load(folder if comm.rank < comm.size - 1 else folder / "elsewhere", mesh)
+        ):
+            load(folder if comm.rank < comm.size - 1 else folder / "elsewhere", mesh)
+        with pytest.raises(sp.CollectiveMismatch, match="load"):
+            load(folder, mesh, dtype=torch.float64 if comm.rank else torch.float32)
     with pytest.raises(sp.CheckpointError, match="lost is missing from the weights"):
         Checkpoint(folder).shape("lost")
 

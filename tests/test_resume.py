@@ -187,6 +187,8 @@ def test_a_broken_checkpoint_is_refused_on_every_rank_and_changes_nothing(
             with pytest.raises(kind, match=text) as caught:
                 training.load(folder / what)
             assert len(set(comm.allgather(str(caught.value)))) == 1
+        with pytest.raises(TypeError, match="a name or a Path"):
+            training.load(3)  # type: ignore[arg-type]
         training.step = 2
         training.save(folder / "later")
         assert contents(folder / "now") == contents(folder / "later")
