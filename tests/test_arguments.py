@@ -113,6 +113,7 @@ SAID: list[tuple[Callable[[], object], Exception | None]] = [
         lambda: arguments.check(dim=1, op=X),
         TypeError("op=tensor of shape (2, 3) was given; pass a name."),
     ),
+    (lambda: arguments.check(dim="x" * 78), TypeError(f"dim={'x' * 78!r} was given; pass")),
     (lambda: arguments.check_chunk(None), None),
     (lambda: arguments.check_chunk(1), None),
     (lambda: arguments.check_chunk(0), ValueError("chunk=0 was given; pass how many tokens, 1 or")),
