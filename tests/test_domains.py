@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -180,19 +180,13 @@ def check_upstream(subject: Subject, drawn: Values, comm: Any) -> None:
             numbers = [normal(1, y.shape, dtype) for y, dtype in zip(results, dtypes, strict=True)]
             upstream = [lying(x, memory) for x in numbers]
             before = [stored(x).clone() for x in upstream]
-            wanted = gradients(results, leaves, [x.clone(memory_format=PLAIN) for x in upstream])
-            found = gradients(results, leaves, upstream)
+            plain = [x.clone(memory_format=torch.contiguous_format) for x in upstream]
+            wanted, found = (
+                torch.autograd.grad(results, leaves, given, retain_graph=True)
+                for given in (plain, upstream)
+            )
             torch.testing.assert_close(found, wanted, msg=f"{{}} {memory}".format)
             assert all(map(torch.equal, map(stored, upstream), before)), memory
-
-
-PLAIN = torch.contiguous_format
-
-
-def gradients(
-    results: list[Tensor], leaves: list[Tensor], upstream: Sequence[Tensor]
-) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(results, leaves, upstream, retain_graph=True)
 
 
 def leaves_of(results: list[Tensor]) -> list[Tensor]:

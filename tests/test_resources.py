@@ -19,6 +19,7 @@ from domains import attention, collectives, meshes as made, plans, situations
 from domains.declared import Subject
 from domains.public import code_of, everything
 from domains.subjects import SUBJECTS
+from oracle.collective_cases import NEEDED
 from resources.calls import Meshes, turns_of, use, use_others
 from resources.held import COMMUNICATORS, MEMORY, caches, counts, left_behind, outside
 
@@ -30,11 +31,7 @@ from sp_core.testing import run_threads, spmd, tier
 from sp_core.transport import NAMES
 
 ROUNDS = 12  # the memory of a single call settles late
-PLANS: dict[str, dict[str, int]] = {
-    **{op: {} for op in (*SCHEDULED, "all_reduce_")},
-    "all_to_all": {"split_dim": 0, "concat_dim": 1},
-}
-"""Every collective of which a plan can be made, with the arguments that it needs."""
+
 
 pytestmark = pytest.mark.usefixtures("short_slots")
 
@@ -161,9 +158,11 @@ def test_the_thousandth_call_is_like_the_first(comm: Any) -> None:
 def test_runs_of_one_plan_leave_nothing_behind(comm: Any) -> None:
     with sp.Mesh(comm, transport="window", sp=2) as mesh:
         made = [
-            sp.plan(op, torch.ones(9, 9), comm=mesh["sp"], algorithm=algorithm, **arguments)
-            for op, arguments in PLANS.items()
-            for algorithm in ALGORITHMS[op.removesuffix("_")]
+            sp.plan(
+                op, torch.ones(9, 9), comm=mesh["sp"], algorithm=name, **NEEDED.get(op, {})
+            )
+            for op in (*SCHEDULED, "all_reduce_")
+            for name in ALGORITHMS[op.removesuffix("_")]
         ]
 
         def run_all() -> None:
