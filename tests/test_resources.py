@@ -158,9 +158,7 @@ def test_the_thousandth_call_is_like_the_first(comm: Any) -> None:
 def test_runs_of_one_plan_leave_nothing_behind(comm: Any) -> None:
     with sp.Mesh(comm, transport="window", sp=2) as mesh:
         made = [
-            sp.plan(
-                op, torch.ones(9, 9), comm=mesh["sp"], algorithm=name, **NEEDED.get(op, {})
-            )
+            sp.plan(op, torch.ones(9, 9), comm=mesh["sp"], algorithm=name, **NEEDED.get(op, {}))
             for op in (*SCHEDULED, "all_reduce_")
             for name in ALGORITHMS[op.removesuffix("_")]
         ]

@@ -18,7 +18,7 @@ from llama_cases import Case
 
 from domains import decoding
 from domains.config import SAMPLING
-from domains.declared import Call, Parts, Subject, Values, pure, spans, values
+from domains.declared import Call, Parts, Subject, Values, judged, spans, values
 from domains.folders import folder_of, written
 from domains.models import DTYPES, SCHEMES, SMALL, architecture, case_of
 from sp_core.__main__ import main
@@ -250,12 +250,6 @@ PLAN: dict[str, Parts] = {
 }
 
 
-def projected(drawn: Values) -> Call:
-    """Project a problem, on a machine that was not measured."""
-    given = {option: value for option, value in drawn.items() if option.startswith("--")}
-    return Call(planned, given, partial(judge_plan, given))
-
-
 def planned(**options: Any) -> str:
     """What `sp-core plan` prints."""
     out = io.StringIO()
@@ -303,5 +297,5 @@ SUBJECTS = [
     Subject(
         "sp-core logits", INFERENCE | LOGITS, partial(inferred, "logits"), ranks, outside=BY_RANKS
     ),
-    pure("sp-core plan", PLAN, projected),
+    judged("sp-core plan", planned, PLAN, judge_plan),
 ]

@@ -10,17 +10,16 @@ from typing import Any, cast
 
 import torch
 from oracle.attention_check import Shards
-from oracle.strategies import LAYOUTS, AttentionProblem
+from oracle.strategies import LAYOUTS
 from torch import nn
 
 import sp_core as sp
 from domains import attention
-from domains.declared import Call, Draw, Parts, Subject, Values, pure, spans, values
+from domains.declared import Call, Draw, Parts, Subject, Values, judged, same, spans, values
 from sp_core import cost
 from sp_core.schemes import SCHEMES
 from sp_core.testing import device
 
-TRANSPORT = {False: "host", True: "window"}
 MATTERS = (
     *(
         "q.seq_len",
@@ -82,26 +81,6 @@ GRID = {
 }
 
 
-def sizes_of(
-    problem: AttentionProblem, size: int, *, shared: bool, return_lse: bool = True
-) -> cost.Attention:
-    """The sizes of a problem on so many ranks."""
-    return cost.Attention(
-        sharding=problem.sharding(size),
-        kv_sharding=problem.kv_sharding(size),
-        mask=problem.mask,
-        batch=problem.batch,
-        num_heads=problem.kv_heads * problem.group,
-        num_kv_heads=problem.kv_heads,
-        head_dim=problem.head_dim,
-        itemsize=problem.torch_dtype.itemsize,
-        return_lse=return_lse,
-        needs_grad=problem.needs_grad,
-        lse_grad=problem.upstream_lse_gradient() is not None,
-        shared=shared,
-    )
-
-
 COLLECTIVES = ("all_to_all", "reduce_scatter")
 
 
@@ -122,7 +101,7 @@ def called(
     """Run a scheme over some ranks, and compare a formula with what these communicators sent."""
     problem = attention.problem_of(inner(drawn))
     shards = Shards(problem, tokens.rank, tokens.size, tokens.device)
-    asked, shared = drawn["problem.return_lse"] != "not asked", drawn["problem.shared"]
+    asked = drawn["problem.return_lse"] != "not asked"
     results: Any = scheme(
         *shards.local,
         sharding=shards.sharding,
@@ -132,21 +111,27 @@ def called(
     )
     forward = drained(*comms)
     shards.gradients(*(results if asked else (results, results)))
-    sizes = sizes_of(problem, tokens.size, shared=shared, return_lse=asked)
-    return Call(
-        function, {"problem": sizes}, partial(judge, sizes, shards, forward, drained(*comms))
+    sizes = cost.Attention(
+        sharding=shards.sharding,
+        kv_sharding=shards.kv_sharding,
+        mask=problem.mask,
+        batch=problem.batch,
+        num_heads=problem.kv_heads * problem.group,
+        num_kv_heads=problem.kv_heads,
+        head_dim=problem.head_dim,
+        itemsize=problem.torch_dtype.itemsize,
+        return_lse=asked,
+        needs_grad=problem.needs_grad,
+        lse_grad=problem.upstream_lse_gradient() is not None,
+        shared=drawn["problem.shared"],
     )
+    both = (forward, drained(*comms))
+    return Call(function, {"problem": sizes}, partial(judge, sizes, shards, both))
 
 
-def judge(
-    sizes: cost.Attention,
-    shards: Shards,
-    forward: cost.Traffic,
-    backward: cost.Traffic,
-    formula: cost.Both,
-) -> None:
+def judge(sizes: cost.Attention, shards: Shards, sent: cost.Both, formula: cost.Both) -> None:
     """Compare message by message and byte by byte."""
-    assert formula == (forward, backward), (formula, forward, backward)
+    assert formula == sent
     own, tokens = sum(x.numel() for x in shards.local[1:]), shards.local[1].shape[1]
     assert [sizes.kv_block(tokens, itemsize) for itemsize in (2, 8)] == [2 * own, 8 * own]
 
@@ -154,7 +139,7 @@ def judge(
 @contextmanager
 def alone(name: str, comm: Any, drawn: Values) -> Iterator[Call]:
     """A scheme on one axis."""
-    transport = TRANSPORT[drawn["problem.shared"]]
+    transport: Any = "window" if drawn["problem.shared"] else "host"
     with sp.Mesh(comm, device=device(), transport=transport, sp=comm.size) as mesh:
         scheme = partial(SCHEMES[name], comm=mesh["sp"])
         call = called(getattr(cost, name), drawn, mesh["sp"], scheme, mesh["sp"])
@@ -167,7 +152,7 @@ def gridded(comm: Any, drawn: Values) -> Iterator[Call]:
     """A hybrid on two axes; along a third one the same problem."""
     (lengths, axes), heads = attention.grid_of(inner(drawn)), drawn["groups.ulysses"]
     (around,) = {*axes} - {heads}
-    transport: Any = TRANSPORT[drawn["problem.shared"]]
+    transport: Any = "window" if drawn["problem.shared"] else "host"
     with sp.Mesh(comm, device=device(), transport=transport, **lengths) as mesh:
         scheme = partial(sp.hybrid_attention, mesh=mesh, axes=cast("Any", axes), ulysses=heads)
         call = called(cost.hybrid, drawn, mesh[axes], scheme, mesh[around], mesh[heads])
@@ -176,11 +161,6 @@ def gridded(comm: Any, drawn: Values) -> Iterator[Call]:
         ranks = {"ring_rank": mesh[around].rank, "ulysses_rank": mesh[heads].rank}
         call.arguments |= {**ranks, "groups": groups.tolist()}
         yield call
-
-
-def grid_ranks(drawn: Values) -> int:
-    """How many ranks the whole mesh has."""
-    return attention.grid_ranks(inner(drawn))
 
 
 LAYERS: dict[str, Parts] = {
@@ -222,23 +202,13 @@ def layers(comm: Any, drawn: Values) -> Iterator[Call]:
         out = row(column(x.requires_grad_()))
         forward = group.counters.total().bytes_sent
         out.backward(torch.ones_like(out))
-        found = (forward, group.counters.total().bytes_sent - forward)
+        backward = group.counters.total().bytes_sent - forward
+        wanted = (cost.Traffic(0, forward), cost.Traffic(0, backward))
         given = {name: drawn[name] for name in ("batch", "hidden", "itemsize")} | {
             "sharding": sharding,
             "rank": comm.rank,
         }
-        yield Call(cost.tp_sp, given, partial(judge_layers, found))
-
-
-def judge_layers(found: tuple[int, int], formula: cost.Both) -> None:
-    """Compare byte by byte."""
-    assert formula == tuple(cost.Traffic(0, sent) for sent in found)
-
-
-def added(drawn: Values) -> Call:
-    """Make the traffic of one rank."""
-    given = {"messages": drawn["messages"], "bytes_sent": drawn["bytes_sent"]}
-    return Call(cost.Traffic, given, partial(judge_sum, given))
+        yield Call(cost.tp_sp, given, partial(same, wanted=wanted))
 
 
 def judge_sum(given: Values, traffic: cost.Traffic) -> None:
@@ -288,12 +258,12 @@ SUBJECTS += [
         "cost.hybrid",
         GRID | FORMULA,
         gridded,
-        grid_ranks,
+        lambda drawn: attention.grid_ranks(inner(drawn)),
         together=(
             *({**UNEVEN, "problem.k.heads": heads} for heads in ("5", "2 to 4", "1")),
             *(inside | some for some in SOME for inside in (ALIKE_INSIDE, ALONE)),
         ),
     ),
     Subject("cost.tp_sp", LAYERS, layers, lambda drawn: int(drawn["rank.comm.ranks"])),
-    pure("cost.Traffic", TRAFFIC, added),
+    judged("cost.Traffic", cost.Traffic, TRAFFIC, judge_sum),
 ]

@@ -359,7 +359,7 @@ MERGE: dict[str, Parts] = {
 }
 
 SUBJECTS = [
-    pure("Rope", SHAPE | ROPE, rope, "Rope.apply"),
+    pure("Rope", SHAPE | ROPE, rope, covers=("Rope.apply",)),
     pure("dropout", DROPOUT, dropped),
     pure("local_attention", LOCAL, attended, together=(*attention.TOGETHER, STRIPS)),
     pure("merge", MERGE, merged, together=({"lse_b.memory": "every second"},)),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import pairwise
 from random import Random
 from typing import Any
 
-from domains.declared import Parts, Values, spans, values
-from domains.scheduling import LEFT_OUT, subject
+from domains.declared import LEFT_OUT, Parts, Values, spans, values
+from domains.scheduling import subject
 from sp_core.scheduling import (
     Slot,
     Timeline,
@@ -92,7 +92,7 @@ def judge_1f1b(given: Values, orders: Sequence[Order]) -> None:
 
 def judge_bubble(given: Values, share: float) -> None:
     """Compare with the time line of a schedule of equal slots."""
-    made = starts_of(gpipe(given["stages"], given["batches"]), lambda stage, slot: 1.0)
+    made = starts_of(gpipe(given["stages"], given["batches"]), one_second)
     end = max(stop for slots in made for _, _, stop in slots)
     assert abs(share - (1 - 2 * given["batches"] / end)) < 1e-12
 
@@ -100,9 +100,14 @@ def judge_bubble(given: Values, share: float) -> None:
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_forward_one_backward, "forward": prefill_only}
 
 
-def orders_of(chance: Random, drawn: Values, *, name: str) -> Sequence[Order]:
+def orders_of(chance: Random, drawn: Values, *, made: Callable[..., Sequence[Order]]) -> Any:
     """The orders of a schedule."""
-    return SCHEDULES[name](drawn["orders.stages"], drawn["orders.batches"])
+    return made(drawn["orders.stages"], drawn["orders.batches"])
+
+
+def one_second(stage: int, slot: Slot) -> float:
+    """How long a slot takes by default."""
+    return 1.0
 
 
 def one_by_one(_: Random, drawn: Values) -> Sequence[Order]:
@@ -125,7 +130,7 @@ ORDERS: dict[str, Parts] = {
     "orders.stages": spans((2, 4), (1, 1), (5, 8)),
     "orders.batches": spans((2, 5), (1, 1), (6, 12)),
     "orders": {
-        **{name: partial(orders_of, name=name) for name in SCHEDULES},
+        **{name: partial(orders_of, made=made) for name, made in SCHEDULES.items()},
         "one by one": one_by_one,
         "nothing to do": lambda c, v: ((),) * v["orders.stages"],
         "no stage": lambda c, v: (),
@@ -139,22 +144,13 @@ ORDERS: dict[str, Parts] = {
 }
 
 
-def seconds_given(given: Values) -> Any:
-    """How long slots take."""
-    return (lambda stage, slot: 1.0) if given["seconds"] is LEFT_OUT else given["seconds"]
-
-
 def judge_timeline(given: Values, made: Timeline) -> None:
     """Compare all starts and ends; busy and idle time follow from them."""
-    wanted = starts_of(given["orders"], seconds_given(given))
+    each_one = given["seconds"] is LEFT_OUT
+    wanted = starts_of(given["orders"], one_second if each_one else given["seconds"])
     assert [list(slots) for slots in made.stages] == wanted
-    judge_times(
-        {
-            "stages": made.stages,
-            "end": max((stop for slots in wanted for *_, stop in slots), default=0.0),
-        },
-        made,
-    )
+    end = max((stop for slots in wanted for *_, stop in slots), default=0.0)
+    judge_times({"stages": made.stages, "end": end}, made)
 
 
 def judge_times(given: Values, made: Timeline) -> None:
