@@ -243,7 +243,7 @@ def leaf(x: Tensor, memory: str, *, learns: bool = True) -> Tensor:
 
 def same(found: Any, wanted: Any) -> None:
     """Compare two results bit for bit."""
-    if isinstance(wanted, Tensor) or (wanted and isinstance(wanted, tuple)):
+    if isinstance(wanted, Tensor) or (isinstance(wanted, tuple) and isinstance(wanted[0], Tensor)):
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
     else:
         assert found == wanted

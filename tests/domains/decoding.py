@@ -24,7 +24,6 @@ from sp_core.llama.unequal import work_of
 from sp_core.scheduling import POLICIES, Plan
 
 COUNTS = spans((2, 3), (1, 1), (7, 9))
-ALL_DTYPES = {"dtype": values("float64", "float32", "bfloat16", "float16")}
 
 
 def new(chance: Random, drawn: Values, *, low: int, high: int) -> list[int]:
@@ -85,17 +84,13 @@ def decoder(name: str, case: Case, model: Llama, drawn: Values) -> Call:
         made.prefill([past[:-1] for past in old])
         made.decode([past[-1:] for past in old])
     given = {"tokens": new}
-    return Call(getattr(made, name), given, partial(judge_decoder, case, given, old, calls))
 
+    def judge(logits: Tensor) -> None:
+        both = zip(old, given["tokens"], strict=True)
+        sequences = [past + calls * list(more) for past, more in both if more]
+        last_logits("llama decoder", case, sequences).check("logits", logits)
 
-def judge_decoder(
-    case: Case, given: Values, old: Sequence[list[int]], calls: int, logits: Tensor
-) -> None:
-    """Compare the logits after all tokens so far, of the sequences that got any."""
-    sequences = [
-        past + calls * list(more) for past, more in zip(old, given["tokens"], strict=True) if more
-    ]
-    last_logits("llama decoder", case, sequences).check("logits", logits)
+    return Call(getattr(made, name), given, judge)
 
 
 PROMPTS: dict[str, Parts] = {
@@ -242,7 +237,11 @@ def unequal(case: Case, model: Llama, drawn: Values) -> Call:
     plan = planned(drawn, list(map(len, sequences)), model.grid.sequence.size, case)
     given = {"model": model, "sequences": sequences, "plan": plan}
     given["pass_tokens"] = drawn["pass_tokens"]
-    return Call(prefill_unequal, given, partial(judge_unequal, case, given))
+
+    def judge(logits: Tensor) -> None:
+        last_logits("llama unequal", case, given["sequences"]).check("logits", logits)
+
+    return Call(prefill_unequal, given, judge)
 
 
 def slow_counter(make: Callable[[], Any]) -> Any:
@@ -258,12 +257,7 @@ def slow_counter(make: Callable[[], Any]) -> Any:
     return counter
 
 
-def judge_unequal(case: Case, given: Values, logits: Tensor) -> None:
-    """Compare the logits after the last token of each sequence."""
-    last_logits("llama unequal", case, given["sequences"]).check("logits", logits)
-
-
-MODEL = architecture("model", SMALL | ALL_DTYPES)
+MODEL = architecture("model", SMALL | {"dtype": values(*models.DTYPES)})
 EXACT = architecture("model", SMALL | {"dtype": values("float64", "float32")})
 STAGED = (
     "ring, ulysses",

@@ -29,6 +29,7 @@ from domains.models import (
     ARCHITECTURE,
     DTYPES,
     FEW_CALLS,
+    ONE_CALL,
     SCHEMES,
     SMALL,
     architecture,
@@ -92,22 +93,14 @@ def check_parts(model: Llama, whole: dict[str, Tensor]) -> None:
 @contextmanager
 def created(comm: Any, drawn: Values) -> Iterator[Call]:
     """A model with random weights."""
-    with situations.opened(comm, drawn, models.lengths(drawn)) as mesh:
-        given = {
-            "config": case_of(drawn).config,
-            "mesh": mesh,
-            **{name: drawn[name] for name in ("seed", *MADE)},
-        }
+    given = {"config": case_of(drawn).config, **{name: drawn[name] for name in ("seed", *MADE)}}
+    with situations.opened(comm, drawn, models.lengths(drawn)) as given["mesh"]:
         yield Call(create, given, partial(judge_created, given))
 
 
 def judge_created(given: Values, model: Llama) -> None:
     """Compare the weights with those of one rank alone, and those with their distribution."""
-    assert (model.config, model.dtype, model.tp_sp) == (
-        given["config"],
-        given["dtype"],
-        given["tp_sp"],
-    )
+    assert all(getattr(model, name) == given[name] for name in ("config", "dtype", "tp_sp"))
     key = ("create", repr(given["config"]), given["seed"])
     whole = once(key, lambda: run_threads(1, partial(alone, given["config"], given["seed"]))[0])
     check_parts(model, whole)
@@ -170,14 +163,13 @@ def loaded(comm: Any, drawn: Values) -> Iterator[Call]:
             "mesh": mesh,
             **{name: drawn[name] for name in MADE},
         }
-        yield Call(load, given, partial(judge_loaded, case, given, tensors))
 
+        def judge(model: Llama) -> None:
+            assert model.config == case.config
+            assert model.dtype == (given["dtype"] or getattr(torch, case.dtype))
+            check_parts(model, {name: x.to(model.dtype) for name, x in tensors.items()})
 
-def judge_loaded(case: Case, given: Values, tensors: dict[str, Tensor], model: Llama) -> None:
-    """Compare every parameter with what the files hold."""
-    assert model.config == case.config
-    assert model.dtype == (given["dtype"] or getattr(torch, case.dtype))
-    check_parts(model, {name: x.to(model.dtype) for name, x in tensors.items()})
+        yield Call(load, given, judge)
 
 
 READ: dict[str, Parts] = {
@@ -189,7 +181,6 @@ READ: dict[str, Parts] = {
     "placement": values("replicated", "split", "pieces of rows", "pieces of columns"),
     "rank": spans((0, 0), (1, 3)),
 }
-DTYPE_OR_FILE: Parts = {**MADE["dtype"], "of the file": lambda c, v: None}
 
 
 @contextmanager
@@ -202,11 +193,8 @@ def read(_: Any, drawn: Values) -> Iterator[Call]:
         checkpoint = Checkpoint(drawn["folder.type"](folder))
         (folder / "other").mkdir()
         written(replace(case, layers=case.layers + 1), folder / "other", drawn)
-        shape, dim = (
-            tensors[drawn["name"]].shape,
-            0 if drawn["placement"] == "pieces of rows" else -1,
-        )
-        cuts = sorted(chance.randint(0, shape[dim]) for _ in range(8))
+        shape, by_rows = tensors[drawn["name"]].shape, drawn["placement"] == "pieces of rows"
+        cuts = sorted(chance.randint(0, shape[0 if by_rows else -1]) for _ in range(8))
         pieces = tuple(
             (range(a, b), range(c, d)) for a, b, c, d in zip(*[iter(cuts)] * 4, strict=True)
         )
@@ -217,11 +205,8 @@ def read(_: Any, drawn: Values) -> Iterator[Call]:
             "pieces of rows": Placement(shape, 0, pieces * size),
             "pieces of columns": Placement(shape, len(shape) - 1, pieces * size),
         }
-        given = {
-            "name": drawn["name"],
-            "placement": placements[drawn["placement"]],
-            "rank": drawn["rank"],
-        }
+        given = {name: drawn[name] for name in ("name", "rank")}
+        given["placement"] = placements[drawn["placement"]]
         yield Call(checkpoint.read, given, partial(judge_read, checkpoint, tensors, given))
 
 
@@ -259,12 +244,9 @@ def saved(comm: Any, drawn: Values) -> Iterator[Call]:
         if comm.rank == 0 and drawn["folder"] == "there and empty":
             target.mkdir()
         comm.Barrier()
-        given = {
-            "model": models.model_of(case, mesh, tp_sp=drawn["tp_sp"]),
-            "folder": drawn["folder.type"](target),
-            "tokenizer": drawn["tokenizer"],
-            "max_file_bytes": drawn["max_file_bytes"],
-        }
+        given = {name: drawn[name] for name in ("tokenizer", "max_file_bytes")}
+        given["model"] = models.model_of(case, mesh, tp_sp=drawn["tp_sp"])
+        given["folder"] = drawn["folder.type"](target)
         yield Call(save, given, lambda _: judge_saved(case, target, given))
 
 
@@ -328,7 +310,6 @@ def judge_grid(mesh: sp.Mesh, rank: int, scheme: str | None, grid: Grid) -> None
         assert found.tolist() == places[index].flatten().tolist(), name
 
 
-WITHOUT_CALLS = {name: parts for name, parts in FEW_CALLS.items() if name != "(call)"}
 SUBJECTS = [
     Subject(
         "llama.create",
@@ -347,7 +328,7 @@ SUBJECTS = [
         | FOLDER
         | meshes(*AXES)
         | MADE
-        | {"dtype": DTYPE_OR_FILE}
+        | {"dtype": {**MADE["dtype"], "of the file": lambda c, v: None}}
         | FEW_CALLS,
         loaded,
         models.ranks,
@@ -367,7 +348,7 @@ SUBJECTS = [
         architecture("model", SMALL | {"dtype": values(*DTYPES)})
         | meshes(*UNSTAGED)
         | SAVED
-        | WITHOUT_CALLS,
+        | ONE_CALL,
         saved,
         models.ranks,
         allowed=("max_file_bytes=far out",),

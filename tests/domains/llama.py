@@ -107,7 +107,7 @@ def judge(
     model.zero_grad()
     logits.backward(part(upstream).to(logits))
     reduce_gradients(model.parameters(), data=model.grid.data, tensor=model.grid.tensor)
-    wanted.check_gradients(model)
+    wanted.check_weights(model, gradients=True)
 
 
 MADE = dict.fromkeys(

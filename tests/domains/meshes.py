@@ -88,15 +88,13 @@ def meshed(comm: Any, drawn: Values) -> Iterator[Call]:
     given |= {
         name: drawn[name] for name in ("device", "algorithm", "nodes") if drawn[name] is not None
     }
+    if isinstance(drawn["tuning"], Tuning) and ranks.rank:
+        given["tuning"] = replace(TUNING, measured_at="of another rank")
     with tempfile.TemporaryDirectory() as folder:
         if isinstance(drawn["tuning"], Path):
             given["tuning"] = Path(folder) / drawn["tuning"]
-        if isinstance(drawn["tuning"], Tuning) and ranks.rank:
-            given["tuning"] = replace(TUNING, measured_at="of another rank")
-        if (
-            isinstance(drawn["tuning"], Path) and ranks.rank == 0
-        ):  # the other ranks have no such file
-            save(TUNING, given["tuning"])
+            if ranks.rank == 0:  # the other ranks have no such file
+                save(TUNING, given["tuning"])
         yield Call(
             sp.Mesh, {"comm": ranks, **given, **drawn["axes"]}, partial(judge_mesh, ranks, drawn)
         )
@@ -221,15 +219,11 @@ def shared(name: str, group: sp.Communicator, drawn: Values) -> Call:
     x = sp.shared_empty(**given).copy_(content(drawn, group.rank, 0))
     if name == "fence":
         return Call(sp.fence, {"comm": group}, partial(judge_fence, group, drawn, x))
-    others: dict[Any, int] = {
-        "own": group.rank,
-        "next": (group.rank + 1) % group.size,
-        "last": group.size - 1,
-    }
-    other = others[drawn["rank"]]
+    size = group.size
+    others = {"own": group.rank, "next": (group.rank + 1) % size, "last": size - 1}
     sp.fence(comm=group)
-    given = {"x": x, "rank": other, "comm": group}
-    return Call(sp.peer, given, partial(judge_peer, group, drawn, x, other))
+    given = {"x": x, "rank": others[drawn["rank"]], "comm": group}
+    return Call(sp.peer, given, partial(judge_peer, group, drawn, x, given["rank"]))
 
 
 def judge_empty(group: sp.Communicator, drawn: Values, x: torch.Tensor) -> None:

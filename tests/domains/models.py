@@ -15,14 +15,14 @@ from llama_cases import SCALINGS, Case
 from oracle import reference
 from oracle.once import once
 from oracle.reference.block import Outputs, Rounding
-from torch import Tensor, nn
+from torch import Tensor
 
 from domains import situations
 from domains.declared import Call, Parts, Subject, Values, near, spans, values
 from sp_core.llama import Grid, Llama
 from sp_core.llama.model import checkpoint_name
 from sp_core.mesh import Mesh
-from sp_core.nn.gradients import placement_of
+from sp_core.nn.gradients import Placement, placement_of
 from sp_core.testing.tolerance import bound
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -33,6 +33,7 @@ SITUATIONS = situations.situations() | {
 }
 """Fewer than those of a collective: what a model calls is drawn for itself, by every algorithm."""
 FEW_CALLS = SITUATIONS | {"(call)": values("first", "second")}
+ONE_CALL = {name: parts for name, parts in SITUATIONS.items() if name != "(call)"}
 
 
 def even(chance: Random, _: Values, *, low: int, high: int) -> int:
@@ -160,11 +161,10 @@ class Expected:
         case: the model.
         run: as in `reference.sensitivity`.
         key: everything that `run` depends on besides.
-        tokens: the longest sequence; without it the errors of long sums are not allowed for.
+        tokens: the longest sequence.
         positions: one more than the greatest position: an angle of p radians has an error of its
             round-off times p.
         dtype: in which the result is computed; that of the case if not given.
-        samples: how often the function is perturbed to find how far rounding moves its results.
     """
 
     def __init__(
@@ -174,17 +174,16 @@ class Expected:
         run: Callable[[Rounding, Tensors], Outputs],
         key: object,
         *,
-        tokens: int | None = None,
+        tokens: int,
         positions: int = 1,
         dtype: str = "",
-        samples: int = 2,
     ) -> None:
         self.what, self._positions = what, positions
         self._dtype: torch.dtype = getattr(torch, dtype or case.dtype)
         widths = (case.hidden, case.ffn, case.heads[0] * case.head_dim, case.vocab)
-        self._longest_sum = None if tokens is None else max(*widths, tokens)
-        self._weights = weights = weights_of(case)
-        made = partial(reference.sensitivity, run, weights, samples)
+        self._longest_sum = max(*widths, tokens)
+        weights = weights_of(case)
+        made = partial(reference.sensitivity, run, weights, samples=2)
         self.values, self._scales, _ = once((what, case, key), made)
 
     def check(
@@ -197,34 +196,18 @@ class Expected:
     def allowed(self, name: str) -> Tensor:
         """Return how far a result may be off."""
         scale = self._scales[name]
-        if self._longest_sum is None:
-            return bound(scale, self._dtype)
         return bound(scale, self._dtype, self._longest_sum) + bound(
             scale, torch.float64, self._positions
         )
 
-    def check_gradients(self, model: Llama) -> None:
-        """Compare the gradient of every parameter of this rank."""
+    def check_weights(self, model: Llama, *, gradients: bool = False) -> None:
+        """Compare every parameter of this rank, or its gradient."""
         for name, parameter in model.named_parameters():
-            assert parameter.grad is not None, name
-            self._check_part(model, name, parameter, parameter.grad)
+            result = parameter.grad if gradients else parameter
+            assert result is not None, name
+            self._check_part(model, name, placement_of(parameter), result)
 
-    def check_weights(self, model: Llama) -> None:
-        """Compare every parameter of this rank."""
-        for name, parameter in model.named_parameters():
-            self._check_part(model, name, parameter, parameter)
-
-    def check_norm(self, norm: float) -> None:
-        """Compare the norm of the gradients of all weights together."""
-        want, scale = (
-            torch.cat([x[n].flatten() for n in self._weights]).norm().reshape(1)
-            for x in (self.values, self._scales)
-        )
-        found = torch.tensor([norm], dtype=torch.float64)
-        near(f"{self.what} norm", found, want, bound(scale, self._dtype))
-
-    def _check_part(self, model: Llama, name: str, parameter: nn.Parameter, result: Tensor) -> None:
-        placement = placement_of(parameter)
+    def _check_part(self, model: Llama, name: str, placement: Placement, result: Tensor) -> None:
         times = sum(map(len, sum(placement.held, ()))) / placement.shape[placement.dim]
         assert times > 1 or not placement.partial or model.grid.tensor.size == 1, name
         self.check(

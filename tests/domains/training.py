@@ -25,6 +25,7 @@ from domains.folders import folder_of
 from domains.llama import own
 from domains.models import (
     FEW_CALLS,
+    ONE_CALL,
     SMALL,
     Expected,
     architecture,
@@ -52,18 +53,11 @@ def one_by_one(stages: int, batches: int) -> tuple[tuple[Slot, ...], ...]:
     ) * stages
 
 
-def counts(*, low: int, high: int) -> Any:
-    """Lengths between two, one for each of so many."""
-    return lambda chance, drawn: [
-        chance.randint(low, high) for _ in range(models.aspect(drawn, "count"))
-    ]
-
-
 LENGTHS: Parts = {
-    "unequal": counts(low=2, high=9),
+    "unequal": lambda c, v: [c.randint(2, 9) for _ in range(models.aspect(v, "count"))],
     "equal": lambda c, v: [4] * models.aspect(v, "count"),
     "one token": lambda c, v: [5] + [1] * (models.aspect(v, "count") - 1),
-    "long": counts(low=20, high=33),
+    "long": lambda c, v: [c.randint(20, 33) for _ in range(models.aspect(v, "count"))],
 }
 SAVING: dict[str, Parts] = {
     "recompute": values(False, True),
@@ -120,9 +114,9 @@ def mean_loss(
     """The mean over all labels that count, of whole micro-batches."""
     total, number = torch.zeros((), dtype=torch.float64), 0
     for tokens, labels, sharding, mask in batches:
-        seen: dict[str, Any] = {"positions": ascending(sharding), "documents": mask.documents}
-        seen["window"] = mask.window
-        logits = reference.llama(tokens, leaves, rounding=rounding, **case.options(), **seen)
+        seen: dict[str, Any] = {"documents": mask.documents, "window": mask.window}
+        seen |= case.options() | {"positions": ascending(sharding), "rounding": rounding}
+        logits = reference.llama(tokens, leaves, **seen)
         total = total + cross_entropy(
             logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
         )
@@ -194,7 +188,7 @@ def judge_pipelined(
     wanted.check("loss", loss.reshape(1))
     sum_tied_gradients(model)
     reduce_gradients(model.parameters(), data=grid.data, tensor=grid.tensor)
-    wanted.check_gradients(model)
+    wanted.check_weights(model, gradients=True)
     norm = clip_gradient_norm(model.parameters(), 1e-3, tensor=grid.tensor, stages=grid.stages)
     wanted.check("norm", torch.tensor([norm], dtype=torch.float64))
 
@@ -246,8 +240,8 @@ def stepped(case: Case, model: Llama, drawn: Values) -> Call:
         given["sequences"] = [sequences[number] for number in share]
     if "optimizer" not in drawn:
         return Call(backward, given, judge)
-    step = {"optimizer": drawn["optimizer"](model.parameters()), "max_norm": drawn["max_norm"]}
-    return Call(train_step, given | step, judge)
+    given |= {"optimizer": drawn["optimizer"](model.parameters()), "max_norm": drawn["max_norm"]}
+    return Call(train_step, given, judge)
 
 
 def judge_stepped(
@@ -258,7 +252,7 @@ def judge_stepped(
     if "optimizer" not in drawn:
         wanted = trained(case, wholes)
         wanted.check("loss", torch.tensor([result], dtype=torch.float64))
-        wanted.check_gradients(model)
+        wanted.check_weights(model, gradients=True)
         return
     options = {name: drawn[name] for name in STEP}
     wanted = trained(case, wholes, steps=CALLS[drawn["(call)"]], **options)
@@ -280,11 +274,10 @@ SEQUENCES, MILESTONES = [[1, 2, 3, 4], [5, 6, 7]], (1, 3)
 def made(model: Llama, drawn: Values) -> Values:
     """Return the parts of a training that a checkpoint has beside the model."""
     optimizer = drawn["optimizer"](model.parameters())
-    with_schedule = drawn["scheduler"] == "milestones"
-    scheduler = torch.optim.lr_scheduler.MultiStepLR
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, MILESTONES)
     return {
         "optimizer": optimizer,
-        "scheduler": scheduler(optimizer, MILESTONES) if with_schedule else None,
+        "scheduler": scheduler if drawn["scheduler"] == "milestones" else None,
         "generator": torch.Generator() if drawn["generator"] != "none" else None,
     }
 
@@ -383,7 +376,7 @@ SUBJECTS = [
         | meshes(*AXES)
         | KEPT
         | {"step": spans((1, 99), (0, 0)), "max_file_bytes": values(None, 1, 10**12)}
-        | {name: parts for name, parts in FEW_CALLS.items() if name != "(call)"},
+        | ONE_CALL,
         partial(kept, save_training),
         models.ranks,
         allowed=("step=far out", "max_file_bytes=far out"),
