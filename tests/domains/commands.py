@@ -19,8 +19,9 @@ from llama_cases import Case
 from domains import decoding
 from domains.config import SAMPLING
 from domains.declared import Call, Parts, Subject, Values, judged, spans, values
-from domains.folders import folder_of, written
+from domains.folders import written
 from domains.models import DTYPES, SCHEMES, SMALL, architecture, case_of
+from domains.situations import folder_of
 from sp_core.__main__ import main
 from sp_core.llama import Sampling, byte_tokenizer
 from sp_core.planning import Problem, link_of, project

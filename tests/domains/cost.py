@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -258,7 +259,7 @@ SUBJECTS += [
         "cost.hybrid",
         GRID | FORMULA,
         gridded,
-        lambda drawn: attention.grid_ranks(inner(drawn)),
+        lambda drawn: math.prod(attention.grid_of(inner(drawn))[0].values()),
         together=(
             *({**UNEVEN, "problem.k.heads": heads} for heads in ("5", "2 to 4", "1")),
             *(inside | some for some in SOME for inside in (ALIKE_INSIDE, ALONE)),

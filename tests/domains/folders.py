@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import sp_core as sp
-from domains import models, situations
+from domains import models
 from domains.declared import Call, Parts, Subject, Values, spans, values
 from domains.models import (
     ARCHITECTURE,
@@ -36,6 +35,7 @@ from domains.models import (
     case_of,
     meshes,
 )
+from domains.situations import on_mesh
 from sp_core.llama import Checkpoint, Grid, Llama, LlamaConfig, byte_tokenizer, create, load, save
 from sp_core.llama.model import checkpoint_name
 from sp_core.nn.gradients import Placement, placement_of
@@ -64,18 +64,6 @@ SEEDS: Parts = {**values(0, 10**30, -7), "1 to 99": lambda c, v: c.randint(1, 99
 WEIGHTS = "model.safetensors"
 
 
-@contextmanager
-def folder_of(comm: Any) -> Iterator[Path]:
-    """A new folder, the same one for all ranks; it goes when all are done."""
-    made: Path = comm.bcast(Path(tempfile.mkdtemp()) if comm.rank == 0 else None, root=0)
-    try:
-        yield made
-    finally:
-        comm.Barrier()
-        if comm.rank == 0:
-            shutil.rmtree(made)
-
-
 def check_parts(model: Llama, whole: dict[str, Tensor]) -> None:
     """Compare every parameter of this rank with its part of a whole tensor, bit for bit."""
     held = dict(model.named_parameters())
@@ -90,12 +78,11 @@ def check_parts(model: Llama, whole: dict[str, Tensor]) -> None:
     assert ("norm.weight" in held) == model.is_last
 
 
-@contextmanager
-def created(comm: Any, drawn: Values) -> Iterator[Call]:
+def created(mesh: sp.Mesh, drawn: Values) -> Call:
     """A model with random weights."""
-    given = {"config": case_of(drawn).config, **{name: drawn[name] for name in ("seed", *MADE)}}
-    with situations.opened(comm, drawn, models.lengths(drawn)) as given["mesh"]:
-        yield Call(create, given, partial(judge_created, given))
+    given = {"config": case_of(drawn).config, "mesh": mesh, "seed": drawn["seed"]}
+    given |= {name: drawn[name] for name in MADE}
+    return Call(create, given, partial(judge_created, given))
 
 
 def judge_created(given: Values, model: Llama) -> None:
@@ -152,24 +139,19 @@ FOLDER: dict[str, Parts] = {
 }
 
 
-@contextmanager
-def loaded(comm: Any, drawn: Values) -> Iterator[Call]:
+def loaded(mesh: sp.Mesh, drawn: Values) -> Call:
     """A folder that one rank writes and all ranks load."""
-    case = case_of(drawn)
-    with folder_of(comm) as folder, situations.opened(comm, drawn, models.lengths(drawn)) as mesh:
-        tensors = comm.bcast(written(case, folder, drawn) if comm.rank == 0 else None, root=0)
-        given = {
-            "folder": drawn["folder.type"](folder),
-            "mesh": mesh,
-            **{name: drawn[name] for name in MADE},
-        }
+    case, comm, folder = case_of(drawn), mesh._comm, drawn["(folder)"]
+    tensors = comm.bcast(written(case, folder, drawn) if comm.rank == 0 else None, root=0)
+    given = {"folder": drawn["folder.type"](folder), "mesh": mesh}
+    given |= {name: drawn[name] for name in MADE}
 
-        def judge(model: Llama) -> None:
-            assert model.config == case.config
-            assert model.dtype == (given["dtype"] or getattr(torch, case.dtype))
-            check_parts(model, {name: x.to(model.dtype) for name, x in tensors.items()})
+    def judge(model: Llama) -> None:
+        assert model.config == case.config
+        assert model.dtype == (given["dtype"] or getattr(torch, case.dtype))
+        check_parts(model, {name: x.to(model.dtype) for name, x in tensors.items()})
 
-        yield Call(load, given, judge)
+    return Call(load, given, judge)
 
 
 READ: dict[str, Parts] = {
@@ -235,19 +217,17 @@ SAVED: dict[str, Parts] = {
 }
 
 
-@contextmanager
-def saved(comm: Any, drawn: Values) -> Iterator[Call]:
+def saved(mesh: sp.Mesh, drawn: Values) -> Call:
     """A model that all ranks write together."""
-    case = case_of(drawn)
-    with folder_of(comm) as folder, situations.opened(comm, drawn, models.lengths(drawn)) as mesh:
-        target = folder / "a" / "b" / "c" if "below" in drawn["folder"] else folder / "model"
-        if comm.rank == 0 and drawn["folder"] == "there and empty":
-            target.mkdir()
-        comm.Barrier()
-        given = {name: drawn[name] for name in ("tokenizer", "max_file_bytes")}
-        given["model"] = models.model_of(case, mesh, tp_sp=drawn["tp_sp"])
-        given["folder"] = drawn["folder.type"](target)
-        yield Call(save, given, lambda _: judge_saved(case, target, given))
+    case, folder = case_of(drawn), drawn["(folder)"]
+    target = folder / "a" / "b" / "c" if "below" in drawn["folder"] else folder / "model"
+    if mesh.rank == 0 and drawn["folder"] == "there and empty":
+        target.mkdir()
+    mesh._comm.Barrier()
+    given = {name: drawn[name] for name in ("tokenizer", "max_file_bytes")}
+    given["model"] = models.model_of(case, mesh, tp_sp=drawn["tp_sp"])
+    given["folder"] = drawn["folder.type"](target)
+    return Call(save, given, lambda _: judge_saved(case, target, given))
 
 
 def judge_saved(case: Case, target: Path, given: Values) -> None:
@@ -274,26 +254,24 @@ def judge_saved(case: Case, target: Path, given: Values) -> None:
     assert (target / f"{WEIGHTS}.index.json").exists() == (len(files) > 1)
 
 
-@contextmanager
-def gridded(comm: Any, drawn: Values) -> Iterator[Call]:
+def gridded(mesh: sp.Mesh, drawn: Values) -> Call:
     """The groups of a mesh."""
-    with situations.opened(comm, drawn, models.lengths(drawn)) as mesh:
-        given = {"mesh": mesh, "scheme": drawn["scheme"]}
-        yield Call(Grid.of, given, partial(judge_grid, mesh, comm.rank, drawn["scheme"]))
+    given = {"mesh": mesh, "scheme": drawn["scheme"]}
+    return Call(Grid.of, given, partial(judge_grid, mesh, drawn["scheme"]))
 
 
 DEFAULTS = {"": "allgather_kv", "ring": "ring", "ulysses": "ulysses"}
 """By the axes that split a sequence the name of a scheme; else it is "hybrid"."""
 
 
-def judge_grid(mesh: sp.Mesh, rank: int, scheme: str | None, grid: Grid) -> None:
+def judge_grid(mesh: sp.Mesh, scheme: str | None, grid: Grid) -> None:
     """Compare the ranks of each group with those that differ from this one along its axes only."""
     axes = tuple(axis for axis in mesh.axes if axis in DEFAULTS)
     name, chosen = scheme or DEFAULTS.get(" ".join(axes), "hybrid"), cast("Any", grid.attention)
     assert chosen.func is (SCHEMES_BY_NAME | {"hybrid": sp.hybrid_attention})[name]
     assert chosen.keywords.get("axes", axes) == axes
     places = torch.arange(mesh.size).view(*mesh.axes.values())
-    own = dict(zip(mesh.axes, (int(x) for x in (places == rank).nonzero()[0]), strict=True))
+    own = dict(zip(mesh.axes, (int(x) for x in (places == mesh.rank).nonzero()[0]), strict=True))
     inside = {
         "tensor": ("tp",),
         "sequence": ("ring", "ulysses"),
@@ -306,23 +284,23 @@ def judge_grid(mesh: sp.Mesh, rank: int, scheme: str | None, grid: Grid) -> None
     for name, axes in inside.items():
         index = tuple(slice(None) if axis in axes else own[axis] for axis in mesh.axes)
         group = getattr(grid, name)
-        found = sp.all_gather(torch.tensor([rank], device=group.device), comm=group)
+        found = sp.all_gather(torch.tensor([mesh.rank], device=group.device), comm=group)
         assert found.tolist() == places[index].flatten().tolist(), name
 
 
 SUBJECTS = [
-    Subject(
+    on_mesh(
         "llama.create",
         architecture("config", ARCHITECTURE | {"layers": SMALL["layers"]})
         | meshes(*AXES)
         | MADE
         | {"seed": SEEDS}
         | FEW_CALLS,
+        models.lengths,
         created,
-        models.ranks,
         allowed=("seed=far out",),
     ),
-    Subject(
+    on_mesh(
         "llama.load",
         architecture("folder", SMALL)
         | FOLDER
@@ -330,8 +308,9 @@ SUBJECTS = [
         | MADE
         | {"dtype": {**MADE["dtype"], "of the file": lambda c, v: None}}
         | FEW_CALLS,
+        models.lengths,
         loaded,
-        models.ranks,
+        in_folder=True,
         together=({"folder.more": "angles and a tied head", "dtype": "of the file"},),
     ),
     Subject(
@@ -343,21 +322,22 @@ SUBJECTS = [
             f"llama.Checkpoint{name}" for name in ("", ".shape", ".dtype", ".fingerprint")
         ),
     ),
-    Subject(
+    on_mesh(
         "llama.save",
         architecture("model", SMALL | {"dtype": values(*DTYPES)})
         | meshes(*UNSTAGED)
         | SAVED
         | ONE_CALL,
+        models.lengths,
         saved,
-        models.ranks,
+        in_folder=True,
         allowed=("max_file_bytes=far out",),
     ),
-    Subject(
+    on_mesh(
         "llama.Grid.of",
         meshes(*AXES, "ulysses, ring") | {"scheme": MADE["scheme"]} | FEW_CALLS,
+        models.lengths,
         gridded,
-        models.ranks,
         covers=("llama.Grid",),
         outside=dict.fromkeys(
             ("tensor", "sequence", "stages", "replicas", "data", "model", "everyone", "attention"),

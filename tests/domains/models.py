@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -97,11 +96,6 @@ def lengths(drawn: Values) -> dict[str, int]:
     return found | ({chosen[which]: int(number)} if which else {})
 
 
-def ranks(drawn: Values) -> int:
-    """Return how many ranks the mesh has."""
-    return math.prod(lengths(drawn).values())
-
-
 def sequence_ranks(drawn: Values) -> int:
     """Return over how many ranks a sequence is split."""
     return math.prod(
@@ -144,13 +138,11 @@ def on_model(
 ) -> Subject:
     """Return the subject of a call with a model over a mesh."""
 
-    @contextmanager
-    def prepare(comm: Any, drawn: Values) -> Iterator[Call]:
+    def with_model(mesh: Mesh, drawn: Values) -> Call:
         case, scheme = case_of(drawn), drawn.get("grid.scheme")
-        with situations.opened(comm, drawn, lengths(drawn)) as mesh:
-            yield make(case, model_of(case, mesh, scheme=scheme, tp_sp=drawn["tp_sp"]), drawn)
+        return make(case, model_of(case, mesh, scheme=scheme, tp_sp=drawn["tp_sp"]), drawn)
 
-    return Subject(name, factors, prepare, ranks, **more)
+    return situations.on_mesh(name, factors, lengths, with_model, **more)
 
 
 class Expected:

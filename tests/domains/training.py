@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -19,9 +18,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import sp_core as sp
-from domains import models, situations
-from domains.declared import Call, Parts, Subject, Values, spans, values
-from domains.folders import folder_of
+from domains import models
+from domains.declared import Call, Parts, Values, spans, values
 from domains.llama import own
 from domains.models import (
     FEW_CALLS,
@@ -32,7 +30,7 @@ from domains.models import (
     meshes,
     on_model,
 )
-from domains.situations import CALLS
+from domains.situations import CALLS, on_mesh
 from sp_core.llama import Llama
 from sp_core.llama.pipeline import MicroBatch, loss_and_gradients, sum_tied_gradients
 from sp_core.llama.train import backward, load_training, save_training, train_step
@@ -273,11 +271,14 @@ SEQUENCES, MILESTONES = [[1, 2, 3, 4], [5, 6, 7]], (1, 3)
 
 def made(model: Llama, drawn: Values) -> Values:
     """Return the parts of a training that a checkpoint has beside the model."""
-    optimizer = drawn["optimizer"](model.parameters())
-    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, MILESTONES)
+    optimizer, scheduler = (
+        drawn["optimizer"](model.parameters()),
+        torch.optim.lr_scheduler.MultiStepLR,
+    )
+    has_schedule = drawn["scheduler"] == "milestones"
     return {
         "optimizer": optimizer,
-        "scheduler": scheduler if drawn["scheduler"] == "milestones" else None,
+        "scheduler": scheduler(optimizer, MILESTONES) if has_schedule else None,
         "generator": torch.Generator() if drawn["generator"] != "none" else None,
     }
 
@@ -298,22 +299,19 @@ def save_alone(case: Case, drawn: Values, folder: Path, comm: Any) -> None:
         save_training(model, folder, step=1, **parts)
 
 
-@contextmanager
-def kept(function: Any, comm: Any, drawn: Values) -> Iterator[Call]:
+def kept(function: Any, mesh: sp.Mesh, drawn: Values) -> Call:
     """A training that all ranks save together, or a checkpoint of one rank that all read."""
-    case = models.case_of(drawn)
-    with folder_of(comm) as folder, situations.opened(comm, drawn, models.lengths(drawn)) as mesh:
-        model = models.model_of(case, mesh, tp_sp=drawn["tp_sp"])
-        parts = made(model, drawn)
-        place = folder / "step"
-        given = {"model": model, "folder": drawn["folder.type"](place), **parts}
-        if function is save_training:
-            gone_on(model, parts)
-            given |= {"step": drawn["step"], "max_file_bytes": drawn["max_file_bytes"]}
-        elif comm.rank == 0:
-            run_threads(1, partial(save_alone, case, drawn, place))
-        comm.Barrier()
-        yield Call(function, given, partial(judge_kept, case, drawn, mesh, place, given))
+    case, place = models.case_of(drawn), drawn["(folder)"] / "step"
+    model = models.model_of(case, mesh, tp_sp=drawn["tp_sp"])
+    parts = made(model, drawn)
+    given = {"model": model, "folder": drawn["folder.type"](place), **parts}
+    if function is save_training:
+        gone_on(model, parts)
+        given |= {"step": drawn["step"], "max_file_bytes": drawn["max_file_bytes"]}
+    elif mesh.rank == 0:
+        run_threads(1, partial(save_alone, case, drawn, place))
+    mesh._comm.Barrier()
+    return Call(function, given, partial(judge_kept, case, drawn, mesh, place, given))
 
 
 def judge_kept(
@@ -370,21 +368,23 @@ SUBJECTS = [
         outside=dict.fromkeys(("loss", "norm"), "`train_step` gives it"),
         together=OWN,
     ),
-    Subject(
+    on_mesh(
         "llama.train.save_training",
         MODEL
         | meshes(*AXES)
         | KEPT
         | {"step": spans((1, 99), (0, 0)), "max_file_bytes": values(None, 1, 10**12)}
         | ONE_CALL,
+        models.lengths,
         partial(kept, save_training),
-        models.ranks,
+        in_folder=True,
         allowed=("step=far out", "max_file_bytes=far out"),
     ),
-    Subject(
+    on_mesh(
         "llama.train.load_training",
         MODEL | meshes(*AXES) | KEPT | FEW_CALLS,
+        models.lengths,
         partial(kept, load_training),
-        models.ranks,
+        in_folder=True,
     ),
 ]

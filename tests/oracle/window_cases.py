@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from random import Random
 
 import torch
@@ -78,14 +79,9 @@ class Problem:
 
 def in_rank_order(parts: Sequence[Tensor]) -> Tensor:
     """The sum by a loop; half types in float32, rounded once."""
-    total = (
-        parts[0].to(torch.promote_types(parts[0].dtype, torch.float32))
-        if parts[0].dtype in HALF
-        else parts[0]
-    )
-    for part in parts[1:]:
-        total = total + part
-    return total.to(parts[0].dtype)
+    dtype = parts[0].dtype
+    wide = torch.float32 if dtype in HALF else dtype
+    return reduce(torch.add, (part.to(wide) for part in parts)).to(dtype)
 
 
 class Node:
