@@ -70,7 +70,7 @@ def held_by_a_ring(comm: Any, tokens: int) -> float:
     with sp.Mesh(comm, check="off", sp=comm.size) as mesh, LiveBytes((q, k, v, grad)) as live:
         out = sp.ring_attention(q, k, v, comm=mesh["sp"], sharding=sharding, mask=mask)
         torch.autograd.grad(out, (q, k, v), grad)
-    return max(comm.allgather(live.peak / tokens))
+    return float(max(comm.allgather(live.peak / tokens)))
 
 
 @spmd(3, 4, 6, 8)

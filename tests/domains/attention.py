@@ -15,8 +15,6 @@ from domains.declared import Call, Draw, Parts, Values, spans, values
 from domains.situations import SITUATIONS, on_group, on_mesh
 from sp_core.schemes import SCHEMES
 
-MAGNITUDES = (1.0, 30.0, 1e3)
-
 
 def seq_len(chance: Random, drawn: Values, *, shards: int) -> int:
     """A length that `shards` shards divide evenly."""
@@ -77,7 +75,7 @@ COMMON: dict[str, Parts] = {
     "q.head_dim": spans((2, 16), (1, 1), (17, 64), (65, 128), (129, 256), (257, 300)),
     "q.dtype": values(*DTYPES),
     "q.memory": values(*STORAGES),
-    "q.magnitude": values(*MAGNITUDES),
+    "q.magnitude": values(*(1.0, 30.0, 1e3)),
     "q.group": spans((1, 1), (2, 3), (7, 9)) | several(10, 17),
     "k.heads": spans((2, 4), (1, 1), (5, 9)) | several(10, 33),
     "k.gradients": {
@@ -212,7 +210,6 @@ def by_hand(*given: Any, **named: Any) -> Any:
     return sp.local_attention(*given, **named)
 
 
-INNER: Parts = {"default": lambda c, v: sp.local_attention, "the user's own": lambda c, v: by_hand}
 GRID: dict[str, Parts] = {
     "mesh.ring": spans((2, 2), (1, 1), (3, 3), (4, 5)),
     "mesh.ulysses": spans((2, 2), (1, 1), (3, 3), (4, 5)),
@@ -235,7 +232,19 @@ SUBJECTS = [
         allowed=RAISED,
         together=TOGETHER,
     )
-    for name, more in (("allgather_kv", {}), ("ring", {}), ("ulysses", {"inner": INNER}))
+    for name, more in (
+        ("allgather_kv", {}),
+        ("ring", {}),
+        (
+            "ulysses",
+            {
+                "inner": {
+                    "default": lambda c, v: sp.local_attention,
+                    "the user's own": lambda c, v: by_hand,
+                }
+            },
+        ),
+    )
 ]
 SUBJECTS.append(
     on_mesh(

@@ -185,7 +185,7 @@ BLOCK: dict[str, Parts] = {
     }
     | spans((0, 99), (2**31, 2**40)),
 }
-NAMES = (*HEADS, "ffn_hidden", "gated", "chunk", "norm", "mask", "dropout")
+
 MANY_OF_ONE_SIGN = {
     "comm.ranks": "1",
     "dtype": "float16",
@@ -202,7 +202,12 @@ KINDS: tuple[tuple[Any, ...], ...] = (
     ({}, Kind(sp.SelfAttention, HEADS, attended, ("x", "sharding", "mask"))),
     (
         BLOCK,
-        Kind(sp.TransformerBlock, NAMES, block, ("x", "sharding", "mask", "seed")),
+        Kind(
+            sp.TransformerBlock,
+            (*HEADS, "ffn_hidden", "gated", "chunk", "norm", "mask", "dropout"),
+            block,
+            ("x", "sharding", "mask", "seed"),
+        ),
         {"dropout": "0.4"},
     ),
 )

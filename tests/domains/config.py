@@ -72,7 +72,7 @@ ONE_ENTRY: dict[str, Any] = {"rope_theta": None, "rope_scaling": None}
 ONE_ENTRY |= {"rope_parameters": {**SCALING, "rope_theta": 7.0}}
 HEADS = {"num_key_value_heads": 8, "head_dim": 12}
 PLAIN = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 2048}
-SUPPORTED = {"attention_bias": False, "attention_dropout": 0.0}
+
 Meaning = tuple[Settings, Settings, tuple[str, ...]]
 MEANINGS: dict[str, dict[str, Meaning]] = {
     "values.rope": {
@@ -96,18 +96,12 @@ MEANINGS: dict[str, dict[str, Meaning]] = {
     },
     "values.more": {
         "nothing": ({}, {}, ()),
-        "supported settings": (SUPPORTED, {}, ()),
+        "supported settings": ({"attention_bias": False, "attention_dropout": 0.0}, {}, ()),
         "unknown settings": ({"use_cache": True}, {}, ()),
         "defaults missing": ({}, PLAIN, (*PLAIN, "architectures", "hidden_act")),
     },
 }
 """By factor and part: what a file says, the fields that it means, and entries that it lacks."""
-
-
-WRITTEN: dict[str, Parts] = {
-    "folder.type": {"Path": lambda c, v: Path, "str": lambda c, v: str},
-    **{factor: values(*parts) for factor, parts in MEANINGS.items()},
-}
 
 
 def written(config: LlamaConfig, drawn: Values) -> tuple[Settings, Settings]:
@@ -143,18 +137,6 @@ def from_folder(_: Any, drawn: Values) -> Iterator[Call]:
         yield Call(LlamaConfig.from_folder, given, partial(same, wanted=wanted))
 
 
-TEXTS: Parts = {
-    "ascii": lambda c, v: "def f(x): return 2 * x",
-    "empty": lambda c, v: "",
-    "spaces and lines": lambda c, v: "  a\t\n\r\n  b ",
-    "control characters": lambda c, v: "".join(map(chr, range(128))),
-    "other scripts": lambda c, v: "für \u4e16\u754c \U0001f469\u200d\U0001f52c",
-    "any": lambda c, v: "".join(
-        chr(c.choice([c.randrange(0xD800), c.randrange(0xE000, 0x110000)])) for _ in range(60)
-    ),
-}
-
-
 def tokenized(drawn: Values) -> Call:
     """Make a tokenizer."""
     return Call(byte_tokenizer, {}, partial(judge_tokenizer, drawn["(text)"]))
@@ -174,14 +156,6 @@ SAMPLING: dict[str, Parts] = {
     "seed": {**values(0, 10**18, -7), "1 to 99": lambda c, v: c.randint(1, 99)},
 }
 """Parameters of `Sampling`, in their order."""
-
-LOGITS: dict[str, Parts] = {
-    "logits.size": spans((5, 9), (1, 1), (1000, 2000)),
-    "logits.values": values("normal", "large", "equal", "some -inf"),
-    "logits.dtype": values("float64", "float32", "bfloat16"),
-    "random": values("fresh", "used"),
-    "prompt": spans((0, 0), (1, 1000)),
-}
 
 
 def sampled(drawn: Values) -> Call:
@@ -236,15 +210,41 @@ SUBJECTS = [
     ),
     Subject(
         "llama.LlamaConfig.from_folder",
-        WRITTEN,
+        {
+            "folder.type": {"Path": lambda c, v: Path, "str": lambda c, v: str},
+            **{factor: values(*parts) for factor, parts in MEANINGS.items()},
+        },
         from_folder,
         lambda _: 1,
         covers=("llama.LlamaConfig.from_dict",),
     ),
-    pure("llama.byte_tokenizer", {"(text)": TEXTS}, tokenized),
+    pure(
+        "llama.byte_tokenizer",
+        {
+            "(text)": {
+                "ascii": lambda c, v: "def f(x): return 2 * x",
+                "empty": lambda c, v: "",
+                "spaces and lines": lambda c, v: "  a\t\n\r\n  b ",
+                "control characters": lambda c, v: "".join(map(chr, range(128))),
+                "other scripts": lambda c, v: "für \u4e16\u754c \U0001f469\u200d\U0001f52c",
+                "any": lambda c, v: "".join(
+                    chr(c.choice([c.randrange(0xD800), c.randrange(0xE000, 0x110000)]))
+                    for _ in range(60)
+                ),
+            }
+        },
+        tokenized,
+    ),
     pure(
         "llama.Sampling.choose",
-        SAMPLING | LOGITS,
+        SAMPLING
+        | {
+            "logits.size": spans((5, 9), (1, 1), (1000, 2000)),
+            "logits.values": values("normal", "large", "equal", "some -inf"),
+            "logits.dtype": values("float64", "float32", "bfloat16"),
+            "random": values("fresh", "used"),
+            "prompt": spans((0, 0), (1, 1000)),
+        },
         sampled,
         covers=("llama.Sampling", "llama.Sampling.random"),
         together=tuple(

@@ -72,14 +72,6 @@ FORMULA["problem.shared"] = values(False, True)
 FORMULA["problem.q.head_dim"] = spans((2, 16), (1, 1), (65, 80))
 FORMULA["problem.k.heads"] = spans((2, 4), (1, 1), (5, 5), (6, 9))
 RANKS = under("rank", {"comm.ranks": spans((2, 2), (1, 1), (3, 3), (4, 4), (5, 8))})
-GRID = {
-    **under("ring_rank", {"mesh.ring": spans((2, 2), (1, 1), (3, 3))}),
-    **under("ulysses_rank", {"mesh.ulysses": spans((2, 2), (1, 1), (3, 4))}),
-    **under(
-        "groups",
-        {name: attention.GRID[name] for name in ("mesh.axes", "mesh.order", "axes", "ulysses")},
-    ),
-}
 
 
 COLLECTIVES = ("all_to_all", "reduce_scatter")
@@ -164,17 +156,6 @@ def gridded(comm: Any, drawn: Values) -> Iterator[Call]:
         yield call
 
 
-LAYERS: dict[str, Parts] = {
-    **RANKS,
-    "sharding.layout": values(*LAYOUTS),
-    "sharding.seq_len": spans((9, 20), (0, 0), (1, 3), (100, 130)),
-    "batch": spans((1, 3), (5, 9)),
-    "hidden": spans((3, 8), (1, 1), (65, 90)),
-    "itemsize": values(8, 4, 2),
-    "(features)": values("even", "uneven"),
-}
-
-
 @contextmanager
 def layers(comm: Any, drawn: Values) -> Iterator[Call]:
     """A column-parallel layer and the row-parallel one after it."""
@@ -219,19 +200,6 @@ def judge_sum(given: Values, traffic: cost.Traffic) -> None:
     )
 
 
-SIZES = (
-    "sharding",
-    "kv_sharding",
-    "mask",
-    "batch",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "itemsize",
-)
-TRAFFIC = {"messages": spans((0, 9), (1000, 9999)), "bytes_sent": spans((0, 9), (10**9, 10**12))}
-FLAGS = ("return_lse", "needs_grad", "lse_grad", "shared")
-UNEVEN = {"ring_rank.mesh.ring": "2", "ulysses_rank.mesh.ulysses": "3 to 4"}
 ALIKE_INSIDE = {
     "ulysses_rank.mesh.ulysses": "3 to 4",
     "groups.ulysses": "ring",
@@ -241,7 +209,7 @@ ALIKE_INSIDE = {
 """In some groups that exchange heads, shards of queries and keys are of equal lengths."""
 SOME = ({"problem.k.gradients": some} for some in ("q", "k", "k and v"))
 """Which gradients travel depends on which are wanted."""
-ALONE = {"ulysses_rank.mesh.ulysses": "1"}
+
 
 SUBJECTS = [
     Subject(
@@ -250,21 +218,77 @@ SUBJECTS = [
         partial(alone, name),
         lambda drawn: int(drawn["rank.comm.ranks"]),
         covers=("cost.Attention", "cost.Attention.kv_block"),
-        outside=dict.fromkeys((*SIZES, *FLAGS, "tokens"), "an aspect of problem"),
+        outside=dict.fromkeys(
+            (
+                *(
+                    "sharding",
+                    "kv_sharding",
+                    "mask",
+                    "batch",
+                    "num_heads",
+                    "num_kv_heads",
+                    "head_dim",
+                    "itemsize",
+                ),
+                *("return_lse", "needs_grad", "lse_grad", "shared"),
+                "tokens",
+            ),
+            "an aspect of problem",
+        ),
     )
     for name in ("allgather_kv", "ring", "ulysses")
 ]
 SUBJECTS += [
     Subject(
         "cost.hybrid",
-        GRID | FORMULA,
+        {
+            **under("ring_rank", {"mesh.ring": spans((2, 2), (1, 1), (3, 3))}),
+            **under("ulysses_rank", {"mesh.ulysses": spans((2, 2), (1, 1), (3, 4))}),
+            **under(
+                "groups",
+                {
+                    name: attention.GRID[name]
+                    for name in ("mesh.axes", "mesh.order", "axes", "ulysses")
+                },
+            ),
+        }
+        | FORMULA,
         gridded,
         lambda drawn: math.prod(attention.grid_of(inner(drawn))[0].values()),
         together=(
-            *({**UNEVEN, "problem.k.heads": heads} for heads in ("5", "2 to 4", "1")),
-            *(inside | some for some in SOME for inside in (ALIKE_INSIDE, ALONE)),
+            *(
+                {
+                    "ring_rank.mesh.ring": "2",
+                    "ulysses_rank.mesh.ulysses": "3 to 4",
+                    "problem.k.heads": heads,
+                }
+                for heads in ("5", "2 to 4", "1")
+            ),
+            *(
+                inside | some
+                for some in SOME
+                for inside in (ALIKE_INSIDE, {"ulysses_rank.mesh.ulysses": "1"})
+            ),
         ),
     ),
-    Subject("cost.tp_sp", LAYERS, layers, lambda drawn: int(drawn["rank.comm.ranks"])),
-    judged("cost.Traffic", cost.Traffic, TRAFFIC, judge_sum),
+    Subject(
+        "cost.tp_sp",
+        {
+            **RANKS,
+            "sharding.layout": values(*LAYOUTS),
+            "sharding.seq_len": spans((9, 20), (0, 0), (1, 3), (100, 130)),
+            "batch": spans((1, 3), (5, 9)),
+            "hidden": spans((3, 8), (1, 1), (65, 90)),
+            "itemsize": values(8, 4, 2),
+            "(features)": values("even", "uneven"),
+        },
+        layers,
+        lambda drawn: int(drawn["rank.comm.ranks"]),
+    ),
+    judged(
+        "cost.Traffic",
+        cost.Traffic,
+        {"messages": spans((0, 9), (1000, 9999)), "bytes_sent": spans((0, 9), (10**9, 10**12))},
+        judge_sum,
+    ),
 ]

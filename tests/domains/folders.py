@@ -53,13 +53,13 @@ AXES = (
     "pp, ring, tp",
     "tp, ulysses, pp",
 )
-UNSTAGED = ("ring, ulysses", "tp", "dp", "ring, tp", "tp, dp, ring")
+
 MADE: dict[str, Parts] = {
     "dtype": values(*(getattr(torch, name) for name in DTYPES)),
     "scheme": values(*SCHEMES),
     "tp_sp": values(False, True),
 }
-SEEDS: Parts = {**values(0, 10**30, -7), "1 to 99": lambda c, v: c.randint(1, 99)}
+
 
 WEIGHTS = "model.safetensors"
 
@@ -154,17 +154,6 @@ def loaded(mesh: sp.Mesh, drawn: Values) -> Call:
     return Call(load, given, judge)
 
 
-READ: dict[str, Parts] = {
-    "name": values(
-        *(f"model.layers.0.self_attn.{name}_proj.weight" for name in "qo"),
-        "model.embed_tokens.weight",
-        "model.norm.weight",
-    ),
-    "placement": values("replicated", "split", "pieces of rows", "pieces of columns"),
-    "rank": spans((0, 0), (1, 3)),
-}
-
-
 @contextmanager
 def read(_: Any, drawn: Values) -> Iterator[Call]:
     """A part of one tensor of a folder."""
@@ -206,15 +195,6 @@ def judge_read(
         for folder in (checkpoint.folder, checkpoint.folder / "other")
     )
     assert again == checkpoint.fingerprint() != other
-
-
-SAVED: dict[str, Parts] = {
-    "tp_sp": values(False, True),
-    "folder": values("new", "there and empty", "below folders that are missing"),
-    "folder.type": FOLDER["folder.type"],
-    "tokenizer": {"none": lambda c, v: None, "of bytes": lambda c, v: byte_tokenizer()},
-    "max_file_bytes": {**values(None, 1, 10**12), "some": lambda c, v: c.randint(500, 4000)},
-}
 
 
 def saved(mesh: sp.Mesh, drawn: Values) -> Call:
@@ -294,7 +274,7 @@ SUBJECTS = [
         architecture("config", ARCHITECTURE | {"layers": SMALL["layers"]})
         | meshes(*AXES)
         | MADE
-        | {"seed": SEEDS}
+        | {"seed": {**values(0, 10**30, -7), "1 to 99": lambda c, v: c.randint(1, 99)}}
         | FEW_CALLS,
         models.lengths,
         created,
@@ -315,7 +295,17 @@ SUBJECTS = [
     ),
     Subject(
         "llama.Checkpoint.read",
-        architecture("folder", SMALL) | FOLDER | READ,
+        architecture("folder", SMALL)
+        | FOLDER
+        | {
+            "name": values(
+                *(f"model.layers.0.self_attn.{name}_proj.weight" for name in "qo"),
+                "model.embed_tokens.weight",
+                "model.norm.weight",
+            ),
+            "placement": values("replicated", "split", "pieces of rows", "pieces of columns"),
+            "rank": spans((0, 0), (1, 3)),
+        },
         read,
         lambda drawn: 1,
         covers=tuple(
@@ -325,8 +315,17 @@ SUBJECTS = [
     on_mesh(
         "llama.save",
         architecture("model", SMALL | {"dtype": values(*DTYPES)})
-        | meshes(*UNSTAGED)
-        | SAVED
+        | meshes(*("ring, ulysses", "tp", "dp", "ring, tp", "tp, dp, ring"))
+        | {
+            "tp_sp": values(False, True),
+            "folder": values("new", "there and empty", "below folders that are missing"),
+            "folder.type": FOLDER["folder.type"],
+            "tokenizer": {"none": lambda c, v: None, "of bytes": lambda c, v: byte_tokenizer()},
+            "max_file_bytes": {
+                **values(None, 1, 10**12),
+                "some": lambda c, v: c.randint(500, 4000),
+            },
+        }
         | ONE_CALL,
         models.lengths,
         saved,

@@ -203,6 +203,8 @@ OVER_RANKS: dict[str, Parts] = {
     "parameters.frozen": values("none", "some"),
     "parameters.missing": values("none", "some", "some on a rank"),
 }
+
+
 REDUCED: dict[str, Parts] = {
     "data.size": spans((2, 2), (1, 1), (3, 3)),
     "tensor": values("given", "none"),
@@ -210,14 +212,6 @@ REDUCED: dict[str, Parts] = {
         name: lambda c, v, size=size: size(c, v) if v["tensor"] == "given" else 1  # type: ignore[misc]
         for name, size in TENSOR["tensor.size"].items()
     },
-}
-CLIPPED: dict[str, Parts] = {
-    "stages.size": {
-        "1": lambda c, v: 1,
-        "2 to 3": lambda c, v: c.randint(2, 3) if v["stages"] == "given" else 1,
-    },
-    "parameters.magnitude": values(1, 1e-3, 1e4),
-    "max_norm": values("below", "above", "infinity", "a whole number"),
 }
 SUBJECTS = [
     on_mesh(
@@ -228,7 +222,18 @@ SUBJECTS = [
     ),
     on_mesh(
         "gradients.clip_gradient_norm",
-        {"stages": values("given", "none")} | CLIPPED | TENSOR | OVER_RANKS | SITUATIONS,
+        {"stages": values("given", "none")}
+        | {
+            "stages.size": {
+                "1": lambda c, v: 1,
+                "2 to 3": lambda c, v: c.randint(2, 3) if v["stages"] == "given" else 1,
+            },
+            "parameters.magnitude": values(1, 1e-3, 1e4),
+            "max_norm": values("below", "above", "infinity", "a whole number"),
+        }
+        | TENSOR
+        | OVER_RANKS
+        | SITUATIONS,
         partial(axes_of, "stages"),
         clipped,
         allowed=("max_norm=infinity", "stages=None"),

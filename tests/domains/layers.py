@@ -281,18 +281,26 @@ NORM = TOKENS | {
     "hidden": WIDTHS,
     "eps": values("default", 1e-3, 1.0),
 }
-FORWARD = {
-    "x.dims": values("three", "two", "four"),
-    "hidden": WIDTHS,
-    "ffn_hidden": values("default") | WIDTHS,
-    "gated": values(False, True),
-    "bias": values(True, False),
-} | CHUNK
-FED = ("hidden", "ffn_hidden", "gated", "bias", "chunk")
+
+
 KINDS = (
     (NORM, Kind(sp.LayerNorm, ("hidden", "eps"), normalised)),
     (NORM, Kind(sp.RMSNorm, ("hidden", "eps"), normalised)),
-    (TOKENS | FORWARD | LOWER, Kind(sp.FeedForward, FED, fed_forward)),
+    (
+        TOKENS
+        | (
+            {
+                "x.dims": values("three", "two", "four"),
+                "hidden": WIDTHS,
+                "ffn_hidden": values("default") | WIDTHS,
+                "gated": values(False, True),
+                "bias": values(True, False),
+            }
+            | CHUNK
+        )
+        | LOWER,
+        Kind(sp.FeedForward, ("hidden", "ffn_hidden", "gated", "bias", "chunk"), fed_forward),
+    ),
 )
 SUBJECTS = [
     on_group(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import sp_core as sp
 from domains import layers
-from domains.declared import Call, Parts, Values, leaf, same, spans, values, whole
+from domains.declared import Call, Values, leaf, same, spans, values, whole
 from domains.exact import places
 from domains.layers import MODES, TOKENS
 from domains.situations import on_group
@@ -147,33 +147,35 @@ def on_ranks(name: str, group: sp.Communicator, drawn: Values) -> Call:
     return Call(partial(forward, layer), {"x": case.x}, partial(case.judge, layer))
 
 
-LINEAR: dict[str, Parts] = {
-    name: TOKENS[name]
-    for name in (
-        "x.seq_len",
-        "x.batch",
-        "x.memory",
-        "x.upstream",
-        "x.gradient",
-        "sharding.layout",
-        "sharding.start",
-    )
-} | {
-    "(tokens)": values("split", "all on every rank"),
-    "linear.in_features": spans((2, 9), (1, 1), (17, 40)),
-    "linear.out_features": spans((2, 9), (1, 1), (17, 40)),
-    "linear.bias": values(True, False),
-    "linear.dtype": values(*DTYPES),
-    "linear.frozen": values("none", "weight", "bias", "all"),
-    "linear.memory": values(*MEMORIES),
-    "(autocast)": values("off", "on"),
-    "(mode)": values(*MODES),
-    "(called)": values("forward", "from_linear", "constructor", "to_linear"),
-}
 SUBJECTS = [
     on_group(
         name,
-        LINEAR
+        (
+            {
+                name: TOKENS[name]
+                for name in (
+                    "x.seq_len",
+                    "x.batch",
+                    "x.memory",
+                    "x.upstream",
+                    "x.gradient",
+                    "sharding.layout",
+                    "sharding.start",
+                )
+            }
+            | {
+                "(tokens)": values("split", "all on every rank"),
+                "linear.in_features": spans((2, 9), (1, 1), (17, 40)),
+                "linear.out_features": spans((2, 9), (1, 1), (17, 40)),
+                "linear.bias": values(True, False),
+                "linear.dtype": values(*DTYPES),
+                "linear.frozen": values("none", "weight", "bias", "all"),
+                "linear.memory": values(*MEMORIES),
+                "(autocast)": values("off", "on"),
+                "(mode)": values(*MODES),
+                "(called)": values("forward", "from_linear", "constructor", "to_linear"),
+            }
+        )
         | {
             "sizes": {
                 "default": lambda c, v: None,

@@ -15,7 +15,7 @@ from torch import Tensor
 import sp_core as sp
 from domains import models
 from domains.blocks import mask_of
-from domains.declared import Call, Parts, Values, normal, spans, values
+from domains.declared import Call, Values, normal, spans, values
 from domains.layers import sharding_of
 from domains.masks import documents
 from domains.models import ARCHITECTURE, DTYPES, SCHEMES, Expected, architecture, meshes, on_model
@@ -40,24 +40,6 @@ LENGTH = "tokens.seq_len"
 def tokens_of(drawn: Values) -> tuple[int, int]:
     """Return the first position at which a document may begin, and the end of all."""
     return 0, sharding_of(drawn, models.sequence_ranks(drawn), LENGTH).end
-
-
-FORWARD: dict[str, Parts] = {
-    "config.dtype": values(*DTYPES),
-    "tp_sp": values(False, True),
-    "grid.scheme": values(*SCHEMES),
-    "tokens.batch": spans((2, 3), (1, 1)),
-    "tokens.seq_len": spans((5, 12), (1, 1), (2, 4), (33, 40)),
-    "sharding.layout": values(*EVERY_LAYOUT),
-    "sharding.start": spans((0, 0), (1, 9), (1000, 100_000)),
-    "mask.causal": values(True, False),
-    "mask.window": {
-        "none": lambda c, v: None,
-        "1": lambda c, v: 1,
-        "2 to 30": lambda c, v: c.randint(2, 30),
-    },
-    "mask.documents": documents(tokens_of, (1, 1), (2, 6), (7, 64)),
-}
 
 
 def expected(
@@ -110,13 +92,28 @@ def judge(
     wanted.check_weights(model, gradients=True)
 
 
-MADE = dict.fromkeys(
-    ("hidden", "lengths", "one", "count", "q", "k", "v", "kv_sharding", "x"), "`forward` makes it"
-)
 SUBJECTS = [
     on_model(
         "llama.Llama.forward",
-        architecture("config", ARCHITECTURE) | meshes(*AXES) | FORWARD | models.SITUATIONS,
+        architecture("config", ARCHITECTURE)
+        | meshes(*AXES)
+        | {
+            "config.dtype": values(*DTYPES),
+            "tp_sp": values(False, True),
+            "grid.scheme": values(*SCHEMES),
+            "tokens.batch": spans((2, 3), (1, 1)),
+            "tokens.seq_len": spans((5, 12), (1, 1), (2, 4), (33, 40)),
+            "sharding.layout": values(*EVERY_LAYOUT),
+            "sharding.start": spans((0, 0), (1, 9), (1000, 100_000)),
+            "mask.causal": values(True, False),
+            "mask.window": {
+                "none": lambda c, v: None,
+                "1": lambda c, v: 1,
+                "2 to 30": lambda c, v: c.randint(2, 30),
+            },
+            "mask.documents": documents(tokens_of, (1, 1), (2, 6), (7, 64)),
+        }
+        | models.SITUATIONS,
         forward,
         together=({"mesh.axes": "tp", "mesh.lengths": "3 along the last"},),
         covers=tuple(
@@ -135,7 +132,10 @@ SUBJECTS = [
             )
         ),
         outside={
-            **MADE,
+            **dict.fromkeys(
+                ("hidden", "lengths", "one", "count", "q", "k", "v", "kv_sharding", "x"),
+                "`forward` makes it",
+            ),
             "read": "every row fills its model",
             "dtype": "config.dtype",
             "grid": "mesh.axes",

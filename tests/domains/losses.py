@@ -198,38 +198,6 @@ def judge_gradients(
         near("gradient of the loss", grad, value.reshape(grad.shape), allowed)
 
 
-LOSS: dict[str, Parts] = {
-    "data.size": spans((2, 2), (1, 1), (3, 4)),
-    "tensor.size": spans((1, 1), (2, 2), (3, 4)),
-    "(third)": {
-        "1": lambda c, v: 1,
-        "2": lambda c, v: 2 if v["data.size"] * v["tensor.size"] <= 4 else 1,
-    },
-    "(order)": values("sorted", "reversed"),
-    "logits.vocab": spans((4, 16), (0, 0), (100, 300)),
-    "logits.parts": {
-        "even": partial(parts_of, uneven=False),
-        "uneven": partial(parts_of, uneven=True),
-    },
-    "logits.dtype": values(*DTYPES),
-    "logits.memory": values(*MEMORIES),
-    "logits.magnitude": values(1.0, 0.0, 30.0, 1000.0),
-    "logits.gradient": values(True, False),
-    "labels.shape": {
-        "2 dims": partial(shapes, dims=2, empty=False),
-        "1 dim": partial(shapes, dims=1, empty=False),
-        "3 dims": partial(shapes, dims=3, empty=False),
-        "none on a rank": partial(shapes, dims=2, empty=True),
-        "a number": lambda c, v: [()] * v["data.size"],
-    },
-    "labels.memory": values("contiguous", "every second"),
-    "labels.ignored": values(0.3, 0.0, 1.0),
-    "count": {"of these labels": lambda c, v: None} | spans((1, 1), (50, 10**6)),
-    "head": values("none", "given"),
-    "chunk": spans((1024, 1024), (1, 1), (2, 5)) | values(None),
-    "(upstream)": values(1.0, 0.5),
-}
-
 # next_token_labels
 
 
@@ -264,6 +232,37 @@ def labels(name: str, group: sp.Communicator, drawn: Values) -> Call:
 LABELS: dict[str, Parts] = {
     name: TOKENS[name] for name in ("x.seq_len", "x.batch", "sharding.layout", "sharding.start")
 } | {"tokens.memory": values(*MEMORIES)}
+LOSS: dict[str, Parts] = {
+    "data.size": spans((2, 2), (1, 1), (3, 4)),
+    "tensor.size": spans((1, 1), (2, 2), (3, 4)),
+    "(third)": {
+        "1": lambda c, v: 1,
+        "2": lambda c, v: 2 if v["data.size"] * v["tensor.size"] <= 4 else 1,
+    },
+    "(order)": values("sorted", "reversed"),
+    "logits.vocab": spans((4, 16), (0, 0), (100, 300)),
+    "logits.parts": {
+        "even": partial(parts_of, uneven=False),
+        "uneven": partial(parts_of, uneven=True),
+    },
+    "logits.dtype": values(*DTYPES),
+    "logits.memory": values(*MEMORIES),
+    "logits.magnitude": values(1.0, 0.0, 30.0, 1000.0),
+    "logits.gradient": values(True, False),
+    "labels.shape": {
+        "2 dims": partial(shapes, dims=2, empty=False),
+        "1 dim": partial(shapes, dims=1, empty=False),
+        "3 dims": partial(shapes, dims=3, empty=False),
+        "none on a rank": partial(shapes, dims=2, empty=True),
+        "a number": lambda c, v: [()] * v["data.size"],
+    },
+    "labels.memory": values("contiguous", "every second"),
+    "labels.ignored": values(0.3, 0.0, 1.0),
+    "count": {"of these labels": lambda c, v: None} | spans((1, 1), (50, 10**6)),
+    "head": values("none", "given"),
+    "chunk": spans((1024, 1024), (1, 1), (2, 5)) | values(None),
+    "(upstream)": values(1.0, 0.5),
+}
 SUBJECTS = [
     on_mesh(
         "loss.next_token_loss",

@@ -40,10 +40,6 @@ def even(chance: Random, _: Values, *, low: int, high: int) -> int:
     return 2 * chance.randint(low // 2, high // 2)
 
 
-HEAD_DIMS = {
-    f"{low} to {high}": partial(even, low=low, high=high)
-    for low, high in ((4, 16), (18, 64), (66, 128), (130, 160))
-}
 ARCHITECTURE: dict[str, Parts] = {
     "heads": {
         "groups": lambda c, v: (10, 2),
@@ -53,7 +49,13 @@ ARCHITECTURE: dict[str, Parts] = {
         "large groups": lambda c, v: (7 * c.randint(4, 6), 7),
     },
     "layers": spans((2, 2), (1, 1), (3, 4)),
-    "head_dim": {**HEAD_DIMS, "2": lambda c, v: 2},
+    "head_dim": {
+        **{
+            f"{low} to {high}": partial(even, low=low, high=high)
+            for low, high in ((4, 16), (18, 64), (66, 128), (130, 160))
+        },
+        "2": lambda c, v: 2,
+    },
     "hidden": spans((5, 16), (33, 64), (65, 90)),
     "ffn": spans((4, 9), (33, 90)),
     "vocab": spans((8, 31), (100, 300)),

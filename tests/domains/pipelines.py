@@ -97,9 +97,6 @@ def judge_bubble(given: Values, share: float) -> None:
     assert abs(share - (1 - 2 * given["batches"] / end)) < 1e-12
 
 
-SCHEDULES = {"gpipe": gpipe, "1f1b": one_forward_one_backward, "forward": prefill_only}
-
-
 def orders_of(chance: Random, drawn: Values, *, made: Callable[..., Sequence[Order]]) -> Any:
     """The orders of a schedule."""
     return made(drawn["orders.stages"], drawn["orders.batches"])
@@ -124,24 +121,6 @@ def seconds_of(chance: Random, _: Values, *, longest: int) -> Any:
     """A whole number of seconds for each slot of each stage, 0 included."""
     seed = chance.randrange(2**16)
     return lambda stage, slot: float(Random(f"{seed} {stage} {slot}").randint(0, longest))
-
-
-ORDERS: dict[str, Parts] = {
-    "orders.stages": spans((2, 4), (1, 1), (5, 8)),
-    "orders.batches": spans((2, 5), (1, 1), (6, 12)),
-    "orders": {
-        **{name: partial(orders_of, made=made) for name, made in SCHEDULES.items()},
-        "one by one": one_by_one,
-        "nothing to do": lambda c, v: ((),) * v["orders.stages"],
-        "no stage": lambda c, v: (),
-    },
-    "seconds": {
-        "default": lambda c, v: LEFT_OUT,
-        "unequal": partial(seconds_of, longest=5),
-        "long": partial(seconds_of, longest=10**6),
-        "none": partial(seconds_of, longest=0),
-    },
-}
 
 
 def judge_timeline(given: Values, made: Timeline) -> None:
@@ -232,29 +211,6 @@ def layers_of(
     return [chance.choice(cost) for _ in range(chance.randint(*count) + drawn["stages"] - 1)]
 
 
-SPLIT: dict[str, Parts] = {
-    "stages": spans((2, 4), (1, 1), (5, 8)),
-    "layers": {
-        "few": partial(layers_of, count=(1, 6), cost=(1, 2, 3, 9)),
-        "as many as stages": partial(layers_of, count=(1, 1), cost=(1, 2, 3, 9)),
-        "equal": partial(layers_of, count=(4, 9), cost=(5,)),
-        "many": partial(layers_of, count=(60, 120), cost=(1.5, 2.0, 40.0)),
-        "of no cost": partial(layers_of, count=(3, 5), cost=(0,)),
-        "large": partial(layers_of, count=(3, 5), cost=(3 * 10**11, 10**12)),
-    },
-    "first": {
-        "default": lambda c, v: LEFT_OUT,
-        "some": lambda c, v: c.randint(1, 9),
-        "most": lambda c, v: 10**9,
-    },
-    "last": {
-        "default": lambda c, v: LEFT_OUT,
-        "some": lambda c, v: c.randint(1, 9),
-        "most": lambda c, v: 10**9,
-    },
-}
-
-
 def least_worst(layers: Sequence[float], stages: int, first: float, last: float) -> float:
     """Return the cost of the dearest stage in the best of all splits."""
 
@@ -300,7 +256,35 @@ SUBJECTS = [
     subject("gpipe", COUNTS, judge_gpipe),
     subject("one_forward_one_backward", COUNTS, judge_1f1b),
     subject("bubble_share", COUNTS, judge_bubble),
-    subject("timeline", ORDERS, judge_timeline, "orders", "seconds"),
+    subject(
+        "timeline",
+        {
+            "orders.stages": spans((2, 4), (1, 1), (5, 8)),
+            "orders.batches": spans((2, 5), (1, 1), (6, 12)),
+            "orders": {
+                **{
+                    name: partial(orders_of, made=made)
+                    for name, made in {
+                        "gpipe": gpipe,
+                        "1f1b": one_forward_one_backward,
+                        "forward": prefill_only,
+                    }.items()
+                },
+                "one by one": one_by_one,
+                "nothing to do": lambda c, v: ((),) * v["orders.stages"],
+                "no stage": lambda c, v: (),
+            },
+            "seconds": {
+                "default": lambda c, v: LEFT_OUT,
+                "unequal": partial(seconds_of, longest=5),
+                "long": partial(seconds_of, longest=10**6),
+                "none": partial(seconds_of, longest=0),
+            },
+        },
+        judge_timeline,
+        "orders",
+        "seconds",
+    ),
     subject("Slot", SLOTS, judge_slot),
     subject("Timeline", SLOTS | TIMES, judge_times, "stages", "end"),
     subject(
@@ -314,5 +298,29 @@ SUBJECTS = [
         judge_picture,
         *("shown", "unit"),
     ),
-    subject("split_stages", SPLIT, judge_split),
+    subject(
+        "split_stages",
+        {
+            "stages": spans((2, 4), (1, 1), (5, 8)),
+            "layers": {
+                "few": partial(layers_of, count=(1, 6), cost=(1, 2, 3, 9)),
+                "as many as stages": partial(layers_of, count=(1, 1), cost=(1, 2, 3, 9)),
+                "equal": partial(layers_of, count=(4, 9), cost=(5,)),
+                "many": partial(layers_of, count=(60, 120), cost=(1.5, 2.0, 40.0)),
+                "of no cost": partial(layers_of, count=(3, 5), cost=(0,)),
+                "large": partial(layers_of, count=(3, 5), cost=(3 * 10**11, 10**12)),
+            },
+            "first": {
+                "default": lambda c, v: LEFT_OUT,
+                "some": lambda c, v: c.randint(1, 9),
+                "most": lambda c, v: 10**9,
+            },
+            "last": {
+                "default": lambda c, v: LEFT_OUT,
+                "some": lambda c, v: c.randint(1, 9),
+                "most": lambda c, v: 10**9,
+            },
+        },
+        judge_split,
+    ),
 ]

@@ -17,16 +17,6 @@ from domains.collectives import DTYPES, SITUATIONS, tensor
 from domains.declared import Call, Parts, Values, same, spans, values, whole
 from domains.situations import on_group
 
-PLANNED = (
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-    "all_reduce_",
-    "all_to_all",
-    "shift",
-    "broadcast",
-    "reduce",
-)
 RUNS = {"1": (0,), "3": (0, 0, 0), "100": (0, 98)}
 """How often a plan runs before each run that is judged."""
 
@@ -219,20 +209,6 @@ def judge_copies(
         same(found, total(parts))
 
 
-COPIES: dict[str, Parts] = {
-    "tensors.number": spans((2, 6), (0, 0), (1, 1), (30, 40)),
-    "tensors.dtypes": values(*KINDS),
-    "tensors.shapes": values("alike", "any"),
-    "tensors.memory": values(*MEMORIES),
-    "tensors.gradients": values("all", "some", "none"),
-    "tensors.upstream": values(*MEMORIES),
-    "(used)": values("all", "some", "one"),
-}
-SUMMED = {
-    name: parts
-    for name, parts in plan_factors("all_reduce_").items()
-    if name not in ("op.name", "arguments", "(runs)", "(form)")
-}
 SUBJECTS = [
     *(
         on_group(
@@ -243,8 +219,39 @@ SUBJECTS = [
             covers=("plan",),
             allowed=("x=longer at the end", "offset=far out") if op in UNEVEN else (),
         )
-        for op in PLANNED
+        for op in (
+            "all_gather",
+            "reduce_scatter",
+            "all_reduce",
+            "all_reduce_",
+            "all_to_all",
+            "shift",
+            "broadcast",
+            "reduce",
+        )
     ),
-    on_group("all_reduce_", SUMMED, in_place, SITUATIONS),
-    on_group("copy_all_to_group", COPIES, copies, allowed=("tensors=in another order",)),
+    on_group(
+        "all_reduce_",
+        {
+            name: parts
+            for name, parts in plan_factors("all_reduce_").items()
+            if name not in ("op.name", "arguments", "(runs)", "(form)")
+        },
+        in_place,
+        SITUATIONS,
+    ),
+    on_group(
+        "copy_all_to_group",
+        {
+            "tensors.number": spans((2, 6), (0, 0), (1, 1), (30, 40)),
+            "tensors.dtypes": values(*KINDS),
+            "tensors.shapes": values("alike", "any"),
+            "tensors.memory": values(*MEMORIES),
+            "tensors.gradients": values("all", "some", "none"),
+            "tensors.upstream": values(*MEMORIES),
+            "(used)": values("all", "some", "one"),
+        },
+        copies,
+        allowed=("tensors=in another order",),
+    ),
 ]

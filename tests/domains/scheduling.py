@@ -79,24 +79,6 @@ def placed(chance: Random, drawn: Values, *, kinds: Sequence[int]) -> list[list[
     return found
 
 
-PLAN: dict[str, Parts] = {
-    "lengths": LENGTHS,
-    "packed.size": SIZES,
-    "packed": {
-        "mixed": partial(placed, kinds=(0, 1, 2)),
-        "all shared": partial(placed, kinds=(0,)),
-        "all waiting": partial(placed, kinds=(1,)),
-        "all packed": partial(placed, kinds=(2,)),
-    },
-    "padded_to": {
-        "none": lambda c, v: None,
-        "the longest": lambda c, v: max(v["lengths"], default=0),
-        "more": lambda c, v: max(v["lengths"], default=0) + c.randint(1, 50),
-    },
-    "work": WORKS,
-}
-
-
 def plan(drawn: Values) -> Call:
     """Make a plan that deals sequences out by chance."""
     shared, waiting, *packed = map(tuple, drawn["packed"])
@@ -233,7 +215,22 @@ SUBJECTS = [
     ),
     pure(
         "scheduling.Plan",
-        PLAN,
+        {
+            "lengths": LENGTHS,
+            "packed.size": SIZES,
+            "packed": {
+                "mixed": partial(placed, kinds=(0, 1, 2)),
+                "all shared": partial(placed, kinds=(0,)),
+                "all waiting": partial(placed, kinds=(1,)),
+                "all packed": partial(placed, kinds=(2,)),
+            },
+            "padded_to": {
+                "none": lambda c, v: None,
+                "the longest": lambda c, v: max(v["lengths"], default=0),
+                "more": lambda c, v: max(v["lengths"], default=0) + c.randint(1, 50),
+            },
+            "work": WORKS,
+        },
         plan,
         covers=tuple(f"scheduling.Plan.{name}" for name in ("tokens", "loads", "useful")),
         outside={"sharded": "by packed", "waiting": "by packed", "number": "all are tried"},

@@ -62,7 +62,7 @@ SAVING: dict[str, Parts] = {
     "offload": values(False, True),
     "chunk": values(None) | spans((1, 1), (2, 5), (100, 200)),
 }
-DTYPES: dict[str, Parts] = {"dtype": values("float64", "float32", "bfloat16")}
+
 PIPELINE: dict[str, Parts] = {
     "tp_sp": values(False, True),
     "batches.count": spans((3, 3), (1, 1), (2, 2), (4, 6)),
@@ -329,26 +329,34 @@ def judge_kept(
     trained(case, unsplit(SEQUENCES), steps=2, **options).check_weights(parts["model"])
 
 
-MODEL = architecture("model", SMALL | DTYPES)
+MODEL = architecture("model", SMALL | {"dtype": values("float64", "float32", "bfloat16")})
 AXES = ("dp, ring", "tp", "ring, ulysses", "dp", "dp, tp", "tp, dp, ring")
-STAGED = ("pp, ring", "pp", "ring, pp", "pp, tp", "dp, pp", "pp, ulysses", "pp, ring, tp", "tp")
+
 UNEQUAL = {"mesh.axes": "pp, ring", "tokens.lengths": "unequal"}
-UNEVEN = {
-    "mesh.axes": "pp, ring, tp",
-    "model.heads": "three groups",
-    "model.tied": "True",
-    "tokens.lengths": "unequal",
-}
+
 OWN = ({"own": "True", "mesh.axes": "dp, ring"},)
 """Only replicas have sequences of their own."""
 SUBJECTS = [
     on_model(
         "llama.pipeline.loss_and_gradients",
-        MODEL | meshes(*STAGED) | PIPELINE | FEW_CALLS,
+        MODEL
+        | meshes(
+            *("pp, ring", "pp", "ring, pp", "pp, tp", "dp, pp", "pp, ulysses", "pp, ring, tp", "tp")
+        )
+        | PIPELINE
+        | FEW_CALLS,
         pipelined,
         covers=("llama.pipeline.MicroBatch", "llama.pipeline.sum_tied_gradients"),
         allowed=("chunk=far out",),
-        together=(*({**UNEQUAL, "ordering": name} for name in PIPELINE["ordering"]), UNEVEN),
+        together=(
+            *({**UNEQUAL, "ordering": name} for name in PIPELINE["ordering"]),
+            {
+                "mesh.axes": "pp, ring, tp",
+                "model.heads": "three groups",
+                "model.tied": "True",
+                "tokens.lengths": "unequal",
+            },
+        ),
     ),
     on_model(
         "llama.train.backward",
