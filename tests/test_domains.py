@@ -107,14 +107,25 @@ def test_a_fault_among_thousands_of_tokens_is_seen(
         Tried().row(subject, subject.base | {"x.seq_len": "thousands"}, SEED)
 
 
-ONE = ("batch", "dp", "offset", "pp", "ranks_per_node", "ring", "tp", "ulysses", "unit")
-NOTHING = (
-    *("bytes_sent", "dim", "dropout", "first", "kv_heads", "last", "longest", "messages", "root"),
-    *("seed", "start", "temperature"),
-)
 DEFAULTS: dict[str, set[float]] = {
-    **{name: {1} for name in ONE},
-    **{name: {0} for name in NOTHING},
+    **{
+        x: {1}
+        for x in ["batch", "dp", "offset", "pp", "ranks_per_node", "ring", "tp", "ulysses", "unit"]
+    },
+    **{
+        x: {0}
+        for x in [
+            "bytes_sent",
+            "dim",
+            "dropout",
+            "first",
+            "kv_heads",
+            "last",
+            "longest",
+            "messages",
+        ]
+    },
+    **{x: {0} for x in ["root", "seed", "start", "temperature"]},
     "base": {1e4},
     "chunk": {1024},
     "eps": {1e-5, 1e-6},

@@ -25,7 +25,6 @@ from domains.declared import Call, Parts, Values, same, spans, values, whole
 from domains.situations import on_group
 from sp_core.schedules import ALGORITHMS, SCHEDULED
 
-SUMMING = (*SUMS, "all_reduce_", "copy_all_to_group")
 DTYPES = {name: getattr(torch, name) for name in NAMES}
 
 COUNTS_ONCE = ("reduce_from_group", "gather_replicated")
@@ -186,7 +185,7 @@ def factors(op: str) -> dict[str, Parts]:
     algorithm = {} if op == "copy_to_group" else {"algorithm": values(*ALGORITHMS[of])}
     held: dict[str, Parts] = {
         "x.shape": shapes(op),
-        "x.dtype": values(*(name for name in DTYPES if name != "bool" or op not in SUMMING)),
+        "x.dtype": values(*(name for name in DTYPES if name != "bool" or op not in SUMS)),
         "x.memory": values(*MEMORIES),
         "x.gradient": values(False, True),
         "x.upstream": values(*MEMORIES),

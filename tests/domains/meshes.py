@@ -40,11 +40,6 @@ def cut(chance: Random, drawn: Values, *, number: int) -> dict[str, int]:
     return dict(zip(chance.sample("abcd", number), [*sizes, left], strict=True))
 
 
-def numbered(chance: Random, drawn: Values) -> list[int]:
-    """Return the node of each rank, any numbers."""
-    return [chance.choice([-3, 0, 7]) for _ in range(drawn["comm.ranks"])]
-
-
 @contextmanager
 def meshed(comm: Any, drawn: Values) -> Iterator[Call]:
     """A mesh over a communicator, whose ranks may be in another order than they were."""
@@ -252,7 +247,7 @@ SUBJECTS = [
                 "default": lambda c, v: None,
                 "one": lambda c, v: [5] * v["comm.ranks"],
                 "one for each rank": lambda c, v: range(v["comm.ranks"]),
-                "any": numbered,
+                "any": lambda c, v: [c.choice([-3, 0, 7]) for _ in range(v["comm.ranks"])],
             },
             "tuning": {
                 "off": lambda c, v: "off",

@@ -20,7 +20,6 @@ from torch.nn.functional import cross_entropy
 import sp_core as sp
 from domains import models
 from domains.declared import Call, Parts, Values, spans, values
-from domains.llama import own
 from domains.models import (
     FEW_CALLS,
     ONE_CALL,
@@ -169,7 +168,7 @@ def pipelined(case: Case, model: Llama, drawn: Values) -> Call:
     """Call `loss_and_gradients`; each replica has its own sequences of each micro-batch."""
     wholes = micro_batches(case, drawn)
     batches = [
-        MicroBatch(own(model, s, x).contiguous(), own(model, s, y).contiguous(), s, m)
+        MicroBatch(models.own(model, s, x).contiguous(), models.own(model, s, y).contiguous(), s, m)
         for x, y, s, m in wholes
     ]
     given = {"model": model, "batches": batches, "ordering": drawn["ordering"]}
