@@ -96,11 +96,11 @@ def test_of_many_calls_five_are_told_and_of_many_ranks_some() -> None:
 
 
 LEFT = "rank {} has left because of an error; read the error that it printed. Nothing was sent."
-PARTED = "some ranks leave and others do not; nothing was sent. Make these calls equal:"
 LEAVING: list[tuple[list[tuple[str, str]], str]] = [
     (
         [("call", "x" * 40), ("call", "y" * 39), ("free", "")],
-        f"{PARTED}\n  rank 0: {'x' * 40}...\n  rank 1: {'y' * 39}\n  rank 2: free() of mesh['a']",
+        "some ranks leave and others do not; nothing was sent. Make these calls equal:\n"
+        f"  rank 0: {'x' * 40}...\n  rank 1: {'y' * 39}\n  rank 2: free() of mesh['a']",
     ),
     (
         [("call", "same"), ("leave", "same"), ("leave", "z" + "é" * 20)],

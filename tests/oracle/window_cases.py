@@ -119,18 +119,13 @@ class Node:
                 self._steps[rank] += [
                     (number, step == 0, program, step) for step in range(len(program.steps))
                 ]
-            self._buffers.append(
-                [self._of(problem, rank, x) for rank, x in enumerate(inputs[number])]
-            )
+            self._buffers.append([])
+            for rank, x in enumerate(inputs[number]):
+                task, mine = problem.task(rank, self.size, self.slot), x.clone()
+                result = mine if task.in_place else x.new_full((sum(task.recv),), 99)
+                self._buffers[-1].append({Buffer.IN: mine, Buffer.OUT: result})
         self._run()
         return [[buffers[Buffer.OUT] for buffers in of_ranks] for of_ranks in self._buffers]
-
-    def _of(self, problem: Problem, rank: int, x: Tensor) -> dict[Buffer, Tensor]:
-        task, mine = problem.task(rank, self.size, self.slot), x.clone()
-        return {
-            Buffer.IN: mine,
-            Buffer.OUT: mine if task.in_place else x.new_full((sum(task.recv),), 99),
-        }
 
     def _run(self) -> None:
         made = [0] * self.size

@@ -185,19 +185,9 @@ def _dense(
     shift = lse.masked_fill(lse == -math.inf, math.inf)
     p, p_sink = torch.exp(logits - shift.unsqueeze(-1)), torch.exp(sink - shift)
     p_scale = (p + floor) * seen
-    return SimpleNamespace(
-        q=q,
-        k=k,
-        v=v,
-        lse=lse,
-        p=p,
-        p_scale=p_scale,
-        floor=floor,
-        slope=slope,
-        slope_scale=slope_scale,
-        p_sink=p_sink,
-        growth=growth,
-    )
+    tensors = {"q": q, "k": k, "v": v, "lse": lse, "p": p, "p_sink": p_sink}
+    sizes = {"p_scale": p_scale, "floor": floor, "slope": slope, "slope_scale": slope_scale}
+    return SimpleNamespace(**tensors, **sizes, growth=growth)
 
 
 def _capped(
