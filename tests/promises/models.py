@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from promises.alike import MODEL
-from promises.ledger import KV, ROWS, TOKENS, Book, Scene, row
+from promises.ledger import KV, ROWS as ROWS, TOKENS, Book, Scene, row
 from torch import Tensor
 
 import sp_core as sp

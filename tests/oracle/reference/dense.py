@@ -157,15 +157,14 @@ def _dense(
     Returns:
         Among others, `p_scale`: p and the size below which a kernel's p has no relative precision,
         where visible; `floor`: the error of numbers that are too small for the dtype, over one
-        round-off; `slope`: the derivative of the logits.
+        round-off; `slope`: the derivative of the logits. Kernels flush below the smallest normal
+        number to 0, an error of 1 and not of u; but float16 underflows gradually.
     """
     at = range(q.shape[1]) if q_positions is None else q_positions
     kv_at = range(k.shape[1]) if kv_positions is None else kv_positions
     seen, apart = visible(at, kv_at, **mask).to(q.device), distances(at, kv_at).to(q.device)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     group = q.shape[2] // max(k.shape[2], 1)
-    # Kernels flush below the smallest normal number to 0, an error of 1 and not of u; but float16
-    # underflows gradually.
     limits = torch.finfo(q.dtype)
     floor = limits.tiny if q.dtype == torch.float16 else limits.tiny / limits.eps
     q, k, v = (t.detach().double().transpose(1, 2) for t in (q, k, v))
