@@ -17,8 +17,7 @@ import sp_core as sp
 from sp_core import arguments
 from sp_core.collectives.build import KINDS, NEEDED
 
-LAYER = torch.nn.Linear(1, 1)
-OPTIMIZER = torch.optim.SGD(LAYER.parameters())
+OPTIMIZER = torch.optim.SGD([torch.ones(1)])
 VALUES: dict[str, Any] = {
     "none": None,
     "flag": True,

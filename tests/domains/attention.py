@@ -210,6 +210,7 @@ def by_hand(*given: Any, **named: Any) -> Any:
     return sp.local_attention(*given, **named)
 
 
+INNER: Parts = {"default": lambda c, v: sp.local_attention, "the user's own": lambda c, v: by_hand}
 GRID: dict[str, Parts] = {
     "mesh.ring": spans((2, 2), (1, 1), (3, 3), (4, 5)),
     "mesh.ulysses": spans((2, 2), (1, 1), (3, 3), (4, 5)),
@@ -225,33 +226,21 @@ TOGETHER = ({"q.head_dim": "129 to 256"},)
 """Wide heads with the default scale, and tokens that see several others."""
 
 SUBJECTS = [
-    on_group(
-        f"{name}_attention",
-        COMMON | more,
-        partial(on_a_communicator, name),
-        allowed=RAISED,
-        together=TOGETHER,
-    )
-    for name, more in (
-        ("allgather_kv", {}),
-        ("ring", {}),
-        (
-            "ulysses",
-            {
-                "inner": {
-                    "default": lambda c, v: sp.local_attention,
-                    "the user's own": lambda c, v: by_hand,
-                }
-            },
-        ),
-    )
-]
-SUBJECTS.append(
+    *(
+        on_group(
+            f"{name}_attention",
+            COMMON | more,
+            partial(on_a_communicator, name),
+            allowed=RAISED,
+            together=TOGETHER,
+        )
+        for name, more in (("allgather_kv", {}), ("ring", {}), ("ulysses", {"inner": INNER}))
+    ),
     on_mesh(
         "hybrid_attention",
         GRID | COMMON | SITUATIONS,
         lambda drawn: grid_of(drawn)[0],
         on_a_grid,
         together=TOGETHER,
-    )
-)
+    ),
+]

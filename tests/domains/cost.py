@@ -211,34 +211,22 @@ SOME = ({"problem.k.gradients": some} for some in ("q", "k", "k and v"))
 """Which gradients travel depends on which are wanted."""
 
 
+ASPECTS = """
+    sharding kv_sharding mask batch num_heads num_kv_heads head_dim itemsize
+    return_lse needs_grad lse_grad shared tokens
+"""
 SUBJECTS = [
-    Subject(
-        f"cost.{name}",
-        RANKS | FORMULA,
-        partial(alone, name),
-        lambda drawn: int(drawn["rank.comm.ranks"]),
-        covers=("cost.Attention", "cost.Attention.kv_block"),
-        outside=dict.fromkeys(
-            (
-                *(
-                    "sharding",
-                    "kv_sharding",
-                    "mask",
-                    "batch",
-                    "num_heads",
-                    "num_kv_heads",
-                    "head_dim",
-                    "itemsize",
-                ),
-                *("return_lse", "needs_grad", "lse_grad", "shared"),
-                "tokens",
-            ),
-            "an aspect of problem",
-        ),
-    )
-    for name in ("allgather_kv", "ring", "ulysses")
-]
-SUBJECTS += [
+    *(
+        Subject(
+            f"cost.{name}",
+            RANKS | FORMULA,
+            partial(alone, name),
+            lambda drawn: int(drawn["rank.comm.ranks"]),
+            covers=("cost.Attention", "cost.Attention.kv_block"),
+            outside=dict.fromkeys(ASPECTS.split(), "an aspect of problem"),
+        )
+        for name in ("allgather_kv", "ring", "ulysses")
+    ),
     Subject(
         "cost.hybrid",
         {

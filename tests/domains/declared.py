@@ -251,5 +251,4 @@ def same(found: Any, wanted: Any) -> None:
 
 def near(name: str, found: Tensor, wanted: Tensor, allowed: Tensor, what: str = "") -> None:
     """Compare a result with the reference, and record under its name how far it is off."""
-    ratio = check_close(what or name, found.detach().cpu(), wanted, allowed)
-    record_ratio(name, ratio)
+    record_ratio(name, check_close(what or name, found.detach().cpu(), wanted, allowed))
