@@ -73,8 +73,7 @@ ONE_ENTRY |= {"rope_parameters": {**SCALING, "rope_theta": 7.0}}
 HEADS = {"num_key_value_heads": 8, "head_dim": 12}
 PLAIN = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 2048}
 
-Meaning = tuple[Settings, Settings, tuple[str, ...]]
-MEANINGS: dict[str, dict[str, Meaning]] = {
+MEANINGS: dict[str, dict[str, tuple[Settings, Settings, tuple[str, ...]]]] = {
     "values.rope": {
         "two entries": (BOTH, BOTH, ()),
         "one entry": (ONE_ENTRY, {"rope_theta": 7.0, "rope_scaling": SCALING}, ()),

@@ -19,7 +19,6 @@ from domains.layers import MODES, TOKENS
 from domains.situations import on_group
 from sp_core.segments import split_sizes
 
-Parallel = sp.ColumnParallelLinear | sp.RowParallelLinear
 SPLIT = {"ColumnParallelLinear": "linear.out_features", "RowParallelLinear": "linear.in_features"}
 """The features that the ranks share."""
 
@@ -90,7 +89,7 @@ class Case:
         """Return all tokens, in the order of an all-gather, with this rank's features."""
         return whole.index_select(1, self.gathered).split(self.sizes, 2)[self.rank]
 
-    def judge(self, layer: Parallel, out: Tensor) -> None:
+    def judge(self, layer: sp.ColumnParallelLinear | sp.RowParallelLinear, out: Tensor) -> None:
         """Compare result and gradients with the ordinary layer's, and that layer itself."""
         x = self.whole.double().requires_grad_()
         weight, bias = (

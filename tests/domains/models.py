@@ -174,7 +174,7 @@ class Expected:
         self,
         what: str,
         case: Case,
-        run: Callable[[Rounding, Tensors], Outputs],
+        run: Callable[[Rounding, dict[str, Tensor]], Outputs],
         key: object,
         *,
         tokens: int,
@@ -216,9 +216,6 @@ class Expected:
         self.check(
             checkpoint_name(name), result, lambda x: placement.take(x, model.grid.tensor.rank)
         )
-
-
-Tensors = dict[str, Tensor]
 
 
 def text(case: Case, lengths: Sequence[int]) -> list[list[int]]:

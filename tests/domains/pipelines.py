@@ -24,10 +24,9 @@ COUNTS: dict[str, Parts] = {
     "stages": spans((2, 4), (1, 1), (5, 8), (30, 40)),
     "batches": spans((2, 5), (1, 1), (6, 9), (30, 40)),
 }
-Starts = list[list[tuple[Slot, float, float]]]
 
 
-def starts_of(orders: Sequence[Order], seconds: Any) -> Starts:
+def starts_of(orders: Sequence[Order], seconds: Any) -> list[list[tuple[Slot, float, float]]]:
     """Return when each slot starts and ends, by moving starts back until none must move."""
     ends: dict[tuple[int, Slot], float] = {}
     begins = {(stage, slot): 0.0 for stage, order in enumerate(orders) for slot in order}
