@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import json
+import pkgutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def test_a_launch_that_dies_takes_one_cell_with_it(
         with (folder / "verdicts.jsonl").open("w") as file:
             for _, capability in cells:
                 tried.append((size, capability))
-                file.write(json.dumps({**cell(capability, size), "begins": True}) + "\n")
+                (folder / "in_flight.json").write_text(json.dumps(cell(capability, size)))
                 if capability == "causal":
                     return "rank 1 died first: killed by SIGSEGV; last place: in the body of body"
                 file.write(
@@ -276,10 +276,7 @@ def test_a_fault_planted_in_a_library_is_seen(
 ) -> None:
     """The one fault whose library is torch itself."""
     fault = next(fault for fault in FAULTS if fault.library == "torch ring")
-    module = importlib.import_module(fault.module)
-    monkeypatch.setattr(
-        module, fault.function, getattr(module, fault.function)
-    )  # is put back afterwards
+    monkeypatch.setattr(fault.function, pkgutil.resolve_name(fault.function))  # put back afterwards
     problem = {**told(EXAMPLE), "shards": [[0, 1, 2, 3]]}
     verdict = condemned(problem)
     text = script(named(fault.library), verdict, "1.0")
