@@ -60,7 +60,8 @@ def test_cell(gloo: Gloo, name: str, capability: str) -> None:
     for number in SETTING["planted"]:
         FAULTS[number].plant()
     gloo.serve(lambda comm: adapter.prepare(comm, library.variant))
-    strategy = subject.problems(capability, world.size, library.needs, gradients, library.full)
+    masked = "full" in library.excluded()
+    strategy = subject.problems(capability, world.size, library.needs, gradients, not masked)
     trial = Trial(
         subject, adapter, library.variant, gloo.renew, announce, CELL_SECONDS * SETTING["patience"]
     )
