@@ -11,7 +11,7 @@ from typing import Any
 from deaths.programs import BOUND, PLACES as PROGRAMS, STARTS
 from deaths.trial import EXAMPLE_SECONDS, MORE_SECONDS, PHASE_SECONDS, RANKS
 from deaths.ways import PLACES, WAYS
-from studies.records import table, write
+from studies.records import named, table, write
 
 from benchmarks.launching import commit
 
@@ -87,7 +87,7 @@ def markdown(everything: dict[str, Rows]) -> list[str]:
 
 def _summary(rows: list[dict[str, Any]]) -> str:
     good = sum(not row["faults"] for row in rows)
-    commits = ", ".join(sorted({(row["commit"]["sha"] or "unknown")[:10] for row in rows}))
+    commits = ", ".join(sorted({named(row["commit"]) for row in rows}))
     return (
         f"{good} of {len(rows)} as they should be; {max(row['cores'] for row in rows)} cores; "
         f"commit {commits}."
