@@ -36,16 +36,14 @@ def document(
             "about": one.about,
             "package": one.package,
             "version": versions[one.name],
+            "examples": examples,
+            "adapter_sha256": digest(one),
+            "run": dict(run),
         }
-        | {"examples": examples, "adapter_sha256": digest(one)}
         for one in libraries
     ]
-    return {
-        "schema_version": SCHEMA,
-        "libraries": [{**column, "run": dict(run)} for column in columns],
-        "verdicts": dict(verdicts),
-        "planted": list(planted),
-    }
+    found = {"verdicts": dict(verdicts), "planted": list(planted)}
+    return {"schema_version": SCHEMA, "libraries": columns, **found}
 
 
 def digest(library: Library) -> str:

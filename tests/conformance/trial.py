@@ -78,55 +78,49 @@ class Trial:
         Raises:
             AssertionError: on every rank: a wrong result, or ranks that did not end alike.
         """
-        if repr(problem) in self.failures:
-            self._fail(problem, self.failures[repr(problem)])
-        if self.closed:
-            return
+        name = repr(problem)
+        if name not in self.failures and not self.closed:
+            failure = self._tried(comm, problem)
+            if failure:
+                self.failures[name] = {"problem": self.subject.told(problem), **failure}
+        if name in self.failures:  # fail whenever this problem comes again, also without time
+            self.failure = self.failures[name]
+            raise AssertionError(f"{self.failure['verdict']}: {problem}")
+
+    def _tried(self, comm: Any, problem: Any) -> dict[str, Any]:
+        """Try a problem on all ranks; return what went wrong."""
         self._began = self._began or time.monotonic()
         if comm.rank == 0:
+            self.examples += 1
             self.announce(self.subject.told(problem))
         case = self.subject.Case(problem, comm.rank, comm.size)
-        mine, results = self._attempt(case, comm)
+        call, attempt, results = getattr(self.adapter, self.subject.CALL), (FINE, ""), {}
+        try:
+            results = case.results(call, self.variant, comm)
+        except Exception as error:  # noqa: BLE001 - whatever a library raises is an answer
+            attempt = _caught(error)
         late = time.monotonic() - self._began > self.seconds
-        everyone, lates = zip(*comm.allgather((mine, late)), strict=True)
+        mine = (attempt, late, worst(case, results, comm.rank))
+        everyone, lates, errors = zip(*comm.allgather(mine), strict=True)
         self.closed = any(lates)
-        if comm.rank == 0:
-            self.examples += 1
         if any(status != FINE for status, _ in everyone):
             # Also if every rank has refused: messages under way would meet the next problem's.
             self.renew(comm)
-            self._not_fine(problem, everyone)
-            return
-        errors = comm.allgather(worst(case, results, comm.rank))
+            return self._not_fine(everyone)
         error = max(errors, key=lambda error: error["ratio"])
         self.worst = max(self.worst, min(error["ratio"], 1.0))
-        if not error["ratio"] <= 1.0:
-            said = {name: x if x != math.inf else None for name, x in error.items()}  # as in JSON
-            self._fail(problem, {"verdict": "wrong", **said})
+        said = {name: x if x != math.inf else None for name, x in error.items()}  # as in JSON
+        return {} if error["ratio"] <= 1.0 else {"verdict": "wrong", **said}
 
-    def _not_fine(self, problem: Any, everyone: Sequence[Attempt]) -> None:
+    def _not_fine(self, everyone: Sequence[Attempt]) -> dict[str, Any]:
+        """Count a refusal by all ranks; return any other end than a result."""
         statuses = {status for status, _ in everyone}
         if statuses == {RAISED}:
             self.refusals[everyone[0][1]] += 1
-            return
-        states = "; ".join(
-            f"rank {rank}: {status} {text}".strip() for rank, (status, text) in enumerate(everyone)
-        )
+            return {}
+        states = (f"rank {rank}: {' '.join(one)}".strip() for rank, one in enumerate(everyone))
         verdict = "crashed" if RAISED in statuses else "hung"
-        self._fail(problem, {"verdict": verdict, "states": states})
-
-    def _fail(self, problem: Any, failure: dict[str, Any]) -> None:
-        """Fail in the same way whenever this problem comes again, also without time to try it."""
-        told = {"problem": self.subject.told(problem), **failure}
-        self.failure = self.failures[repr(problem)] = told
-        raise AssertionError(f"{failure['verdict']}: {problem}")
-
-    def _attempt(self, case: Any, comm: Any) -> tuple[Attempt, dict[str, Tensor]]:
-        call = getattr(self.adapter, self.subject.CALL)
-        try:
-            return (FINE, ""), case.results(call, self.variant, comm)
-        except Exception as error:  # noqa: BLE001 - whatever a library raises is an answer
-            return _caught(error), {}
+        return {"verdict": verdict, "states": "; ".join(states)}
 
     def verdict(self) -> dict[str, Any]:
         """What was found, as plain data."""
