@@ -13,7 +13,7 @@ from typing import Any
 
 from conformance import attention, flash_standin, layers
 from conformance.adapters.yunchang_usp import degrees
-from conformance.attention import Needs, Positions
+from conformance.attention import Needs, PlacesOf, Positions
 
 SUBJECTS: dict[str, ModuleType] = {"attention": attention, "layers": layers}
 NOT_OFFERED = "not offered"
@@ -113,7 +113,7 @@ def _yunchang_zigzag(
     return tuple(shards)
 
 
-PLACES = {
+PLACES: dict[str, PlacesOf] = {
     "pieces of documents": partial(_in_documents, 1),
     "zigzag of documents": partial(_in_documents, 2),
     "yunchang zigzag": _yunchang_zigzag,

@@ -107,10 +107,10 @@ class Trial:
             # Also if every rank has refused: messages under way would meet the next problem's.
             self.renew(comm)
             return self._not_fine(everyone)
-        error = max(errors, key=lambda error: error["ratio"])
-        self.worst = max(self.worst, min(error["ratio"], 1.0))
-        said = {name: x if x != math.inf else None for name, x in error.items()}  # as in JSON
-        return {} if error["ratio"] <= 1.0 else {"verdict": "wrong", **said}
+        most = max(errors, key=lambda one: one["ratio"])
+        self.worst = max(self.worst, min(most["ratio"], 1.0))
+        said = {name: x if x != math.inf else None for name, x in most.items()}  # as in JSON
+        return {} if most["ratio"] <= 1.0 else {"verdict": "wrong", **said}
 
     def _not_fine(self, everyone: Sequence[Attempt]) -> dict[str, Any]:
         """Count a refusal by all ranks; return any other end than a result."""

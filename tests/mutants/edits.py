@@ -193,10 +193,10 @@ def constants(node: ast.AST, _: Scope) -> Variants:
 
 def arithmetic(node: ast.AST, _: Scope) -> Variants:
     """The other operation."""
-    known = isinstance(node, ast.BinOp | ast.AugAssign) and type(node.op) in ARITHMETIC
     sides = [getattr(node, name, None) for name in ("left", "right", "value")]
-    if known and not any(isinstance(side, SEQUENCES) for side in sides):
-        yield node, _text(node, op=ARITHMETIC[type(node.op)]())
+    if isinstance(node, ast.BinOp | ast.AugAssign) and type(node.op) in ARITHMETIC:
+        if not any(isinstance(side, SEQUENCES) for side in sides):
+            yield node, _text(node, op=ARITHMETIC[type(node.op)]())
 
 
 def logic(node: ast.AST, _: Scope) -> Variants:
