@@ -194,9 +194,9 @@ def constants(node: ast.AST, _: Scope) -> Variants:
 def arithmetic(node: ast.AST, _: Scope) -> Variants:
     """The other operation."""
     sides = [getattr(node, name, None) for name in ("left", "right", "value")]
-    if isinstance(node, ast.BinOp | ast.AugAssign) and type(node.op) in ARITHMETIC:
-        if not any(isinstance(side, SEQUENCES) for side in sides):
-            yield node, _text(node, op=ARITHMETIC[type(node.op)]())
+    added = any(isinstance(side, SEQUENCES) for side in sides)
+    if isinstance(node, ast.BinOp | ast.AugAssign) and type(node.op) in ARITHMETIC and not added:
+        yield node, _text(node, op=ARITHMETIC[type(node.op)]())
 
 
 def logic(node: ast.AST, _: Scope) -> Variants:
