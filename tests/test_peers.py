@@ -15,7 +15,7 @@ from mpi4py import MPI
 from test_scaling import program as run_program
 
 from benchmarks import launching
-from benchmarks.contests.peers import contestants as problem, decoding, table as program
+from benchmarks.contests.peers import contestants as problem, models, table as program
 from benchmarks.contests.peers.contestants import NAMES
 from benchmarks.contests.peers.others import Contestant, masks, plain
 from benchmarks.contests.peers.table import BALANCED, DUO, LAUNCHES, MASKED, PEERS, SOLO, peers
@@ -52,14 +52,14 @@ def launched(times: dict[str, float], seq: int = 4096) -> dict[str, Any]:
 def test_a_contestant_with_other_logits_is_found() -> None:
     """The first says what is right, of the prompt and of a token."""
 
-    def begin(scale: dict[int, float]) -> decoding.Step:
+    def begin(scale: dict[int, float]) -> models.Step:
         return lambda tokens: torch.arange(4.0)[None] * scale.get(len(tokens), 1.0)
 
     want = list[torch.Tensor]()
     found = [
         {
             heat: check["status"]
-            for heat, check, _ in decoding.timers(
+            for heat, check, _ in models.timers(
                 MPI.COMM_SELF, functools.partial(begin, scale), [1, 2], want
             )
         }

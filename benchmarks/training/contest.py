@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.contests.contest import Contest, Entry, Part, Wrong
-from benchmarks.launching import REPORTS, Launch, Record, UsageError, about, numbers_of_ranks
+from benchmarks.launching import REPORTS, Record, UsageError, about, numbers_of_ranks
 from benchmarks.reporting.page import COLOURS, styled
 from benchmarks.reporting.tables import make
 from benchmarks.training.runs import DTYPES, FAULTS, Setting, places
@@ -43,14 +43,10 @@ def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
     setting, folder = Setting(steps=options.steps), options.folder.resolve()
     if options.plant:
         options.out = folder / "planted.json"
-    launch, measure = Launch(timeout=options.timeout), f"{__package__}.runs:measure"
     job = {"setting": setting, "folder": str(folder), "fault": options.plant, "place": None}
-    entries = [Entry(ALONE, len(DTYPES), measure, job, launch, needed=True)]
+    entries = [Entry(ALONE, len(DTYPES), job, needed=True)]
     for ranks in numbers_of_ranks(options.ranks, least=2):
-        entries += [
-            Entry(place.name, ranks, measure, {**job, "place": place}, launch)
-            for place in places(ranks)
-        ]
+        entries += [Entry(one.name, ranks, {**job, "place": one}) for one in places(ranks)]
     if not any(options.only in one.name for one in entries):
         raise UsageError(f"no mesh of these ranks has {options.only!r} in its name.")
     return {"setting": msgspec.structs.asdict(setting), "fault": options.plant}, entries
@@ -217,4 +213,9 @@ OPTIONS = {
         help="for weights and gradients (default: reports/train)",
     ),
 }
-train = Contest("train", __doc__, OPTIONS, plan, show, "train.json", timeout=1800.0, draw=draw)
+train = Contest(
+    *("train", __doc__, OPTIONS, plan, f"{__package__}.runs:measure", show),
+    file="train.json",
+    timeout=1800.0,
+    draw=draw,
+)

@@ -258,13 +258,14 @@ def variables(kind: str) -> tuple[str, ...]:
 
 def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
     """Return the launches: `--launches` of each kind in turn, and one for the choices of "auto"."""
-    entries = []
-    for number in range(options.launches):
-        for kind in KINDS if number == 0 else KINDS[:-1]:
-            launch = Launch(timeout=options.timeout, variables=variables(kind))
-            name, measure = f"{kind} {number + 1}", f"{__package__}.contestants:measure"
-            entries.append(Entry(name, RANKS, measure, kind, launch, {"kind": kind}))
-    return {"ranks": RANKS}, entries
+    return {"ranks": RANKS}, [
+        Entry(
+            *(f"{kind} {number + 1}", RANKS, kind, {"kind": kind}),
+            launch=Launch(variables=variables(kind)),
+        )
+        for number in range(options.launches)
+        for kind in (KINDS if number == 0 else KINDS[:-1])
+    ]
 
 
 def show(document: Record) -> Iterator[Part]:
@@ -290,5 +291,7 @@ OPTIONS = {
     )
 }
 collectives = Contest(
-    "collectives", __doc__, OPTIONS, plan, show, "collectives_{mpi}.json", timeout=150.0
+    *("collectives", __doc__, OPTIONS, plan, f"{__package__}.contestants:measure", show),
+    file="collectives_{mpi}.json",
+    timeout=150.0,
 )

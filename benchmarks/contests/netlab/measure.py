@@ -69,29 +69,24 @@ class Stream:
 
     def __init__(self, world: Intracomm, address: str) -> None:
         self._buffer = bytearray(STREAM_BYTES)
-        self._end: socket.socket | None = None
-        self._sends = world.rank == 0
+        self._sends, self._receives = world.rank == 0, world.rank == world.size - 1
         listener = socket.create_server((address, PORT)) if self._sends else None
         world.Barrier()
-        if world.rank == world.size - 1:
+        if self._receives:
             self._end = socket.create_connection((address, PORT), timeout=30)
         if listener is not None:
-            listener.settimeout(30)
             self._end = listener.accept()[0]
-            listener.close()
 
     def __call__(self) -> None:
         """Carry the bytes once; ranks at neither end do nothing."""
-        if self._end is None:
-            return
         if self._sends:
             self._end.sendall(self._buffer)
             self._end.recv(1)  # else the next stream would begin while this one still arrives
-            return
-        view = memoryview(self._buffer)
-        while view:
-            view = view[self._end.recv_into(view) :]
-        self._end.sendall(b".")
+        if self._receives:
+            left = memoryview(self._buffer)
+            while left:
+                left = left[self._end.recv_into(left) :]
+            self._end.sendall(b".")
 
 
 class _Nowhere(HostTransport):
@@ -148,13 +143,6 @@ def sample(world: Intracomm, step: Step) -> Span:
     return start, end
 
 
-def rounds(setting: Setting, world: Intracomm, steps: dict[str, Step]) -> dict[str, list[float]]:
-    """Return samples of all contestants, who take turns; the first round only warms up."""
-    runners = {name: partial(sample, world, step) for name, step in steps.items()}
-    spans = race(world, runners, setting.rounds + 1, seed=0)
-    return {name: makespans(by_rank)[1:] for name, by_rank in spans.items()}
-
-
 def check_all(comm: sp.Communicator, *, library: bool) -> int:
     """Compare every collective by every algorithm with its definition; return their number."""
     absent = (*(() if library else ("auto", "mpi")), *(("window",) if comm.window is None else ()))
@@ -179,11 +167,7 @@ def measure(values: Any, rank: Rank) -> Record:
     setting, world = msgspec.convert(values, Setting), rank.world
     hosts = sorted(set(world.allgather(socket.gethostname())))
     library = MPI.Get_library_version().splitlines()[0].strip("\0 ")
-    return {"mpi": library, "env": environment(), "hosts": hosts, **found_by(setting, world)}
-
-
-def found_by(setting: Setting, world: Intracomm) -> Record:
-    """Return the results or the samples that a setting asks for; the same on every rank."""
+    known = {"mpi": library, "env": environment(), "hosts": hosts}
     make = partial(sp.Mesh, world, hosts=setting.hosts, ranks=setting.per_host)
     carrier: Any = LinkModel(setting.delay, setting.rate / 8) if setting.modelled else "auto"
     usual = "ring" if setting.modelled else "auto"  # the model carries no collective of the library
@@ -193,14 +177,19 @@ def found_by(setting: Setting, world: Intracomm) -> Record:
         make(check="off") as idle,
     ):
         if setting.kind == "check":
-            return {"checked": check_all(mesh["hosts", "ranks"], library=not setting.modelled)}
+            checked = check_all(mesh["hosts", "ranks"], library=not setting.modelled)
+            return {**known, "checked": checked}
         steps = (
             all_reduces(setting, quick)
             if setting.kind == "all_reduce"
             else overlaps(world, quick, idle)
         )
-        if setting.modelled:
-            stream = [STREAM_BYTES * 8 / setting.rate] * setting.rounds
-            return {"seconds": {STREAM: stream, **rounds(setting, world, steps)}}
-        address: str = world.bcast(socket.gethostbyname(socket.gethostname()))  # of rank 0
-        return {"seconds": rounds(setting, world, {STREAM: Stream(world, address), **steps})}
+        if not setting.modelled:
+            address: str = world.bcast(socket.gethostbyname(socket.gethostname()))  # of rank 0
+            steps = {STREAM: Stream(world, address), **steps}
+        runners = {name: partial(sample, world, step) for name, step in steps.items()}
+        spans = race(world, runners, setting.rounds + 1, seed=0)
+    # contestants take turns; the first round only warms up
+    seconds = {name: makespans(by_rank)[1:] for name, by_rank in spans.items()}
+    modelled = {STREAM: [STREAM_BYTES * 8 / setting.rate] * setting.rounds}
+    return {**known, "seconds": {**modelled, **seconds}}

@@ -115,20 +115,19 @@ def check_system() -> None:
     """Raise `UsageError` where root lacks what hosts are made with."""
     missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
     if missing:
-        text = f"{', '.join(missing)} not found on the PATH. Install iproute2 with apt-get."
-        raise UsageError(text)
+        names = ", ".join(missing)
+        raise UsageError(f"{names} not found on the PATH. Install iproute2 with apt-get.")
     if not Path("/dev/net/tun").exists():
-        text = "there is no /dev/net/tun, which links with a delay need. Load the module tun."
-        raise UsageError(text)
+        raise UsageError("/dev/net/tun, which links with a delay need, is not there. Load tun.")
 
 
-def hosted(setting: Setting, mpi: str, options: argparse.Namespace) -> Launch:
+def hosted(setting: Setting, mpi: str) -> Launch:
     """Return how ranks are started on emulated hosts, which exist as long as the launch."""
     module = (sys.executable, "-m", "benchmarks.contests.netlab.hosts")
     hosts = (*ALONE, *module, str(setting.hosts), str(setting.rate), str(setting.delay), "env")
     variables = [f"{name}={value}" for name, value in TCP[mpi].items()]
     mpi_args = across(mpi, setting.hosts, setting.per_host)
-    return Launch(timeout=options.timeout, mpi_args=mpi_args, around=(*hosts, *variables))
+    return Launch(mpi_args=mpi_args, around=(*hosts, *variables))
 
 
 def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
@@ -146,11 +145,11 @@ def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
             setting = msgspec.structs.replace(
                 one, modelled=modelled, rounds=options.rounds or one.rounds
             )
-            launch = Launch(timeout=options.timeout) if modelled else hosted(setting, mpi, options)
+            launch = Launch() if modelled else hosted(setting, mpi)
             known = {"setting": msgspec.structs.asdict(setting)}
-            work = (one.hosts * one.per_host, f"{__package__}.measure:measure", setting)
+            work = (one.name, one.hosts * one.per_host, setting, known, launch)
             # MPICH's launcher now and then dies while it starts; no result was wrong then
-            entries.append(Entry(one.name, *work, launch, known, again="demux engine error"))
+            entries.append(Entry(*work, again="demux engine error"))
     return {"mpi": mpi, "net": MODEL if modelled else "network namespaces"}, entries
 
 
@@ -160,11 +159,10 @@ def show(document: Record) -> Iterator[Part]:
     yield f"{document['mpi']} over {document['net']}"
     for name, launch in launches.items():
         if "checked" in launch:
-            text = f"{launch['checked']} algorithms right on {', '.join(launch['hosts'])}"
+            yield f"{name}: {launch['checked']} algorithms right on {', '.join(launch['hosts'])}"
         else:
             seconds = launch["seconds"].items()
-            text = "ms: " + ", ".join(f"{who} {median(x) * 1e3:.2f}" for who, x in seconds)
-        yield f"{name}: {text}"
+            yield f"{name}: ms: {', '.join(f'{who} {median(x) * 1e3:.2f}' for who, x in seconds)}"
     title = "over the link" if document["mpi"] == "mpich" else "over the link (required of MPICH)"
     yield requirements(title, rows(launches))
 
@@ -224,4 +222,8 @@ OPTIONS = {
     "--rounds": about(type=int, metavar="N", help="samples of each contestant"),
     "--link-model": about(action="store_true", help="the model of the link, as without root"),
 }
-netlab = Contest("netlab", __doc__, OPTIONS, plan, show, "netlab-{mpi}.json", timeout=90.0)
+netlab = Contest(
+    *("netlab", __doc__, OPTIONS, plan, f"{__package__}.measure:measure", show),
+    file="netlab-{mpi}.json",
+    timeout=90.0,
+)
