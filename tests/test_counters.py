@@ -99,7 +99,7 @@ def test_differences_name_what_is_new_gone_or_changed() -> None:
     found = {"b": {"messages": 2, "bytes_sent": 4}, "c": {"messages": 1}}
     assert counters.differences(found, table) == [
         "a: no longer measured",
+        "c: not in the table",
         "b: bytes_sent: None -> 4",
         "b: messages: 1 -> 2",
-        "c: not in the table",
     ]
