@@ -85,7 +85,7 @@ def test_a_wrong_contestant_is_found(fault: str) -> None:
         mine = problem.part(WHOLE, positions, heads_first=heads_first)
         assert torch.equal(mine.qkv[0], WHOLE[0][:, positions])
         assert mine.grad.transpose(1, 2).is_contiguous() == heads_first
-        found = problem.errors(results, mine, expected)
+        found = problem.errors(results, mine.positions, expected)
         verdict = problem.verdict([("", [0.0] * len(NAMES)), ("", found)])
         assert verdict["status"] == ("ok" if fault == "none" else "wrong")
         json.dumps(verdict, allow_nan=False)

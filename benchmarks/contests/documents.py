@@ -86,7 +86,7 @@ def measure(setting: Record, rank: Rank) -> Record:
             mine = part(whole, sharding.positions(world.rank), heads_first=False)
             how: Record = {"comm": ranks["sp"], "sharding": sharding, "mask": mask}
             attend: Any = partial(SCHEMES[scheme], **how)
-            one, wrong = f"{scheme}/{layout}", errors(mine.run(attend), mine, want)
+            one, wrong = f"{scheme}/{layout}", errors(mine.run(attend), mine.positions, want)
             checks[one] = verdict(world.allgather(("", wrong)))
             steps[one] = partial(mine.run, attend)
         del want
