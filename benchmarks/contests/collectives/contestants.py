@@ -314,16 +314,18 @@ def judged(bare: Tuning, samples: measuring.Samples) -> list[Record]:
             )
             name = decide(tuning, op, tuning.nodes, nbytes, among=tuple(by_name), planned=True)
             best = min(seconds, key=lambda other: seconds[other])
-            found.append({
-                "op": op,
-                "nbytes": nbytes,
-                "chosen": name,
-                "best": best,
-                "seconds": seconds[name],
-                "least": seconds[best],
-                "predicted": predict(tuning, op, name, tuning.nodes, nbytes),
-                "plain": modelled(tuning, op, name, tuning.nodes, nbytes),
-            })
+            found.append(
+                {
+                    "op": op,
+                    "nbytes": nbytes,
+                    "chosen": name,
+                    "best": best,
+                    "seconds": seconds[name],
+                    "least": seconds[best],
+                    "predicted": predict(tuning, op, name, tuning.nodes, nbytes),
+                    "plain": modelled(tuning, op, name, tuning.nodes, nbytes),
+                }
+            )
     return found
 
 

@@ -231,12 +231,9 @@ def regrets(launch: Record) -> Table:
         f"{told['p95_beyond_microseconds']:.1%} where more than {MICROSECONDS:g} us "
         f"(<= {WORST:.0%}): {'reached' if told['reached'] else 'not reached'}"
     )
-    note = (
-        "prediction off by {median:.0%} (median), {p95:.0%} (95th); ".format(
-            **told["prediction_error"]
-        )
-        + "the model without corrections by {median:.0%}, {p95:.0%}".format(**told["model_error"])
-    )
+    note = "prediction off by {median:.0%} (median), {p95:.0%} (95th); ".format(
+        **told["prediction_error"]
+    ) + "the model without corrections by {median:.0%}, {p95:.0%}".format(**told["model_error"])
     worst = sorted(launch["cases"], key=lambda case: case["least"] / case["seconds"])[:SHOWN]
     rows = [
         (

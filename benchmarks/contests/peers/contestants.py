@@ -101,9 +101,7 @@ def alone(whole: Sequence[Tensor], mask: Mapping[str, Any] | None) -> tuple[Tens
     return tuple(x.detach() for x in mine.run(functools.partial(plain, seen=seen)))
 
 
-def errors(
-    results: Sequence[Tensor], positions: Tensor, expected: Sequence[Tensor]
-) -> list[float]:
+def errors(results: Sequence[Tensor], positions: Tensor, expected: Sequence[Tensor]) -> list[float]:
     """Return the `distance` of out, dq, dk and dv at some positions from those of all tokens."""
     pairs = zip(results, expected, strict=True)
     return [distance(x.detach(), y[:, positions]) for x, y in pairs]
