@@ -269,7 +269,16 @@ def test_the_library_comes_from_the_checkout_that_was_named_or_not_at_all(
 def test_a_run_from_end_to_end(tmp_path: Path) -> None:
     """One launch of the real thing: records, pytest-benchmark's file of rank 0, the table."""
     out = tmp_path / "bench.jsonl"
-    choice = "--ranks 2 --quick --only schemes/ring --only collectives/all_gather --out".split()
+    choice = [
+        "--ranks",
+        "2",
+        "--quick",
+        "--only",
+        "schemes/ring",
+        "--only",
+        "collectives/all_gather",
+        "--out",
+    ]
     shown, found = program("bench", *choice, str(out)), records.read(out)
     assert (found.problems, len(found.records)) == ([], 3)
     for one in found.records:

@@ -12,31 +12,27 @@ import torch
 
 import sp_core as sp
 from benchmarks.contests import gpu
-from benchmarks.contests.gpu import link_seconds, rows, slicing
+from benchmarks.contests.gpu import rows
 from benchmarks.machine import device, facts
 from sp_core import transport
 from sp_core.testing import run_threads, session
-
-CPU = torch.device("cpu")
 
 
 def launch(ranks: int, **milliseconds: float) -> dict[str, Any]:
     """Five rounds of each way; the link takes 0.25 ms for the whole vector down and 0.5 ms up."""
     samples = {name: [ms * 1e-3] * 5 for name, ms in milliseconds.items()}
-    beside = {"down": 0.25e-3, "up": 0.5e-3, "computation": 2e-3}
+    beside = {"down": (0.25, 0.25), "up": (0.5, 0.5), "computation": (2.0, 3.0 * ranks)}
     timed = {
-        f"{name}, {who}": [seconds] * 5
-        for name, seconds in beside.items()
-        for who in ("one rank", "all ranks")
+        f"{name}, {who}": [ms * 1e-3] * 5
+        for name, both in beside.items()
+        for who, ms in zip(("one rank", "all ranks"), both, strict=True)
     }
-    timed["computation, all ranks"] = [2e-3 * ranks * 1.5] * 5
-    timed[gpu.GATHER] = [3e-3] * 5
     return {
         "ranks": ranks,
         "status": "ok",
         "nbytes": 2**24,
         "samples": samples,
-        "beside": timed,
+        "beside": {**timed, gpu.GATHER: [3e-3] * 5},
         "missing": {"device": "it says no"},
     }
 
@@ -59,32 +55,22 @@ def test_what_counts_as_reached(found: dict[str, Any], on_gpu: bool, marks: list
     assert shown == dict(zip(found["samples"], marks, strict=True))
 
 
-def test_what_the_link_needs_and_how_fairly_a_gpu_is_shared() -> None:
-    assert link_seconds(launch(2)) == pytest.approx(0.5e-3)
-    assert link_seconds(launch(4)) == pytest.approx(1.5e-3)
-    assert slicing(launch(4)) == pytest.approx(1.5)
+def small(comm: Any) -> dict[str, Any]:
+    return gpu.measured(comm, torch.device("cpu"), 4096, side=8, seconds=0.0)
 
 
 def test_every_way_is_checked_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "ON_CPU", ("host", "window", "ipc"))
     monkeypatch.setattr(gpu, "LEAST_ROUNDS", 2)
-    found = run_threads(2, lambda comm: gpu.measured(comm, CPU, 4096, side=8, seconds=0.0))[0]
-    assert {name: len(samples) for name, samples in found["samples"].items()} == {
-        "naive": 2,
-        "host": 2,
-        "window": 2,
-    }
+    found = run_threads(2, small)[0]
+    lengths = {name: len(samples) for name, samples in found["samples"].items()}
+    assert lengths == {"naive": 2, "host": 2, "window": 2}
     assert set(found["beside"]) == set(launch(2)["beside"])
     assert "ipc" in found["missing"]["ipc"]
-    assert {row[0] for row in rows(found, on_gpu=False)} == {"naive", "host", "window"}
-
-
-def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        gpu, "naive", lambda world, x: torch.zeros(world.size * x.numel()) + world.rank
-    )
+    assert {row[0] for row in rows(found, on_gpu=False)} == {*lengths}
+    monkeypatch.setattr(gpu, "naive", lambda world, x: x.new_zeros(world.size * x.numel()))
     with pytest.raises(Exception, match="naive: the gathered numbers are not the ones"):
-        run_threads(2, lambda comm: gpu.measured(comm, CPU, 4096, side=8, seconds=0.0))
+        run_threads(2, small)
 
 
 def test_what_is_shown() -> None:

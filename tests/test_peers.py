@@ -275,7 +275,7 @@ def test_a_contest_keeps_what_is_complete_and_can_be_resumed_but_not_by_another(
 def test_every_contestant_computes_the_same_and_is_timed(tmp_path: Path) -> None:
     """The real ones on two ranks. One whose library or compiler is missing has to say so."""
     out = tmp_path / "peers.json"
-    run_program("peers", *"--seq 32 --launches 1 --samples 2 --out".split(), str(out))
+    run_program("peers", *["--seq", "32", "--launches", "1", "--samples", "2", "--out"], str(out))
     (launch,) = json.loads(out.read_text())["launches"]
     assert {"cpu_model", "cores", "torch"} <= set(launch["env"])
     assert len(launch["seqs"]["32"]) == CONTESTANTS

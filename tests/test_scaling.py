@@ -29,7 +29,22 @@ from sp_core.testing import run_threads
 pytestmark = pytest.mark.mpi_skip  # these start mpiexec, which must not be done inside mpiexec
 
 ROOT = Path(__file__).resolve().parent.parent
-TINY = "--hidden 64 --heads 4 --kv-heads 2 --seq 33 --batch 2 --iterations 3 --warmup 0".split()
+TINY = [
+    "--hidden",
+    "64",
+    "--heads",
+    "4",
+    "--kv-heads",
+    "2",
+    "--seq",
+    "33",
+    "--batch",
+    "2",
+    "--iterations",
+    "3",
+    "--warmup",
+    "0",
+]
 
 
 def mpi_environment() -> dict[str, str]:
