@@ -80,69 +80,44 @@ def test_what_is_shown() -> None:
         assert text in shown
 
 
-SEEN = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     ("seen", "share", "numbers"),
     [
         (["a b", "a b"], False, [0, 1]),
         (["a", "b"], False, [0, 0]),  # as `--gpus-per-task` has it: every rank sees one
         (["a", "a"], True, [0, 0]),
-        (["a", "a"], False, None),
-        (["", ""], True, None),
+        (["a", "a"], False, []),
+        (["", ""], True, []),
     ],
 )
-"""The GPUs that each of two ranks sees, whether it may share one, and the number it takes."""
-
-
-@SEEN
-def test_the_kit_knows_a_gpu_by_its_uuid_too(
-    seen: list[str], share: bool, numbers: list[int] | None, monkeypatch: pytest.MonkeyPatch
+def test_a_gpu_is_known_by_its_uuid(
+    seen: list[str], share: bool, numbers: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rank = 0
-
-    def uuid(rank: int) -> str:
-        names = seen[rank].split()
-        return names[rank % len(names)] if names else f"none of rank {rank}"
+    """Ranks of a node each take a GPU that no other has, unless they share; in the kit too."""
+    gpus = [names.split() for names in seen]
+    uuids = [names[rank % len(names)] if names else None for rank, names in enumerate(gpus)]
+    told = [uuid or f"none of rank {rank}" for rank, uuid in enumerate(uuids)]
+    local = MagicMock(size=2, **{"allgather.return_value": uuids})
+    world = MagicMock(Split_type=lambda kind: local, **{"allgather.return_value": told})
 
     def properties(device: torch.device) -> SimpleNamespace:
-        return SimpleNamespace(uuid=seen[rank].split()[device.index])
+        return SimpleNamespace(uuid=gpus[local.rank][device.index])
 
-    monkeypatch.setattr(transport, "count_devices", lambda kind: len(seen[rank].split()))
+    monkeypatch.setattr(transport, "count_devices", lambda kind: len(gpus[local.rank]))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus[local.rank]))
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     for rank in range(2):
+        local.rank = world.rank = rank
+        with nullcontext() if numbers else pytest.raises(SystemExit, match="Pass --share-gpu"):
+            assert device("cuda", world, share_gpu=share).index == numbers[rank]
+        local.allgather.assert_called_with(uuids[rank])
         monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", str(rank))
         monkeypatch.setattr(session, "current", session.Session(device="cuda", share_gpu=share))
-        told = MagicMock(return_value=[uuid(0), uuid(1)])
-        session.find_shared_gpu(session.current, MagicMock(rank=rank, allgather=told))
-        told.assert_called_once_with(uuid(rank))
+        session.find_shared_gpu(session.current, world)
+        world.allgather.assert_called_with(told[rank])
         with nullcontext() if numbers else pytest.raises(sp.DeviceError, match="--sp-share-gpu"):
-            assert session.device().index == (numbers or [-1, -1])[rank]
-
-
-@SEEN
-def test_a_gpu_is_known_by_its_uuid(
-    seen: list[str], share: bool, numbers: list[int] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ranks of a node each take a GPU that no other has, unless they share."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(seen[local.rank].split()))
-    monkeypatch.setattr(
-        torch.cuda,
-        "get_device_properties",
-        lambda d: SimpleNamespace(uuid=seen[local.rank].split()[d.index]),
-    )
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-
-    def taken(place: int) -> str | None:
-        names = seen[place].split()
-        return names[place % len(names)] if names else None
-
-    local: Any = MagicMock(size=2)
-    local.allgather.return_value = [taken(0), taken(1)]
-    world: Any = SimpleNamespace(Split_type=lambda kind: local)
-    for rank in range(2):
-        local.rank = rank
-        with nullcontext() if numbers else pytest.raises(SystemExit, match="Pass --share-gpu"):
-            assert device("cuda", world, share_gpu=share).index == (numbers or [-1, -1])[rank]
-        local.allgather.assert_called_with(taken(rank))
+            assert session.device().index == numbers[rank]
 
 
 @pytest.mark.parametrize(("gpus", "count"), [("ab", 2), ("aa", 1)])
