@@ -16,8 +16,7 @@ import pytest
 import sp_core as sp
 from benchmarks import launching
 from benchmarks.contests.netlab import hosts, table as program
-from benchmarks.contests.netlab.measure import check_all
-from benchmarks.contests.netlab.table import netlab, rows
+from benchmarks.contests.netlab.table import check_all, netlab, rows
 from sp_core.schedules import ALGORITHMS
 from sp_core.testing import run_threads
 
