@@ -19,8 +19,8 @@ from sp_core.testing import run_threads
 
 pytestmark = pytest.mark.mpi_skip
 SMALL = Setting(
-    steps=6,
-    every=2,
+    steps=4,
+    every=4,
     shortest=3,
     longest=9,
     perturbed=2,
