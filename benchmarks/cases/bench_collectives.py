@@ -105,8 +105,9 @@ def _input(
         return torch.ones(sizes[rank], device=mesh.device, dtype=dtype), {"sizes": sizes}
     x = torch.ones(elements // WIDTH, WIDTH, device=mesh.device, dtype=dtype)
     lengths = (len(x),) * size
-    split = {"split_dim": 1, "concat_dim": 0, "concat_sizes": lengths}
-    return x, {"all_to_all": split, "shift": {"sizes": lengths}}.get(operation, {})
+    if operation == "all_to_all":
+        return x, {"split_dim": 1, "concat_dim": 0, "concat_sizes": lengths}
+    return x, {"sizes": lengths} if operation == "shift" else {}
 
 
 def _others(x: Tensor, rank: int, size: int, dim: int) -> int:

@@ -119,11 +119,13 @@ def sent(case: Case, mesh: sp.Mesh) -> int | None:
         *(*owned, mask, case.shape["batch"], *widths(case), dtype_of(case).itemsize),
         shared=case.transport == WINDOW,
     )
-    formula, place = getattr(cost, case.scheme, None), (mesh.rank,)
+    formula = getattr(cost, case.scheme, None)
+    if formula is None:
+        return None
     if case.scheme == HYBRID:
         groups = groups_of(case.mesh["ring"], case.mesh["ulysses"], ulysses_fastest=True)
-        place = (mesh["ring"].rank, mesh["ulysses"].rank, groups)
-    return None if formula is None else bytes_of(formula(sizes, *place), case)
+        return bytes_of(formula(sizes, mesh["ring"].rank, mesh["ulysses"].rank, groups), case)
+    return bytes_of(formula(sizes, mesh.rank), case)
 
 
 def bytes_of(both: cost.Both, case: Case) -> int:

@@ -51,6 +51,7 @@ from benchmarks.statistics import Requirement
 from benchmarks.worker import Intracomm, Rank
 from sp_core.llama import Decoder, Grid, Llama, LlamaConfig
 from sp_core.mesh import Mesh
+from sp_core.nn.gradients import Placement
 from sp_core.sharding import Sharding
 from tests.conformance.adapters import accelerate_context_parallel, alst_ulysses, torch_ring
 from tests.conformance.gloo import Gloo
@@ -288,6 +289,11 @@ def theirs(model: Any) -> Step:
     return step
 
 
+def part(weights: dict[str, Tensor], rank: int, name: str, placement: Placement) -> Tensor:
+    """Return a rank's part of a weight."""
+    return placement.take(weights[name], rank)
+
+
 def continued(model: Llama, room: int) -> Step:
     """Begin a sequence with `Decoder`."""
     decoder = Decoder(model, [room])
@@ -348,7 +354,7 @@ def measure_decoding(setting: Record, rank: Rank) -> Record:
         for name, comm in zip(DECODERS, (MPI.COMM_SELF, world), strict=True):
             mesh = stack.enter_context(Mesh(comm, check="off", tp=comm.size))
             own = Llama(LlamaConfig(**LARGE), Grid.of(mesh))
-            own.fill(lambda key, placement, rank=mesh.rank: placement.take(weights[key], rank))
+            own.fill(functools.partial(part, weights, mesh.rank))
             contestants[name] = functools.partial(continued, own, room), {"alone": comm.size == 1}
         want = list[Tensor]()
         heats: dict[str, Any] = {"decode": {}, "prefill": {}}
