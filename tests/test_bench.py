@@ -18,22 +18,18 @@ from test_records import GOOD
 from test_scaling import program
 
 import sp_core as sp
-from benchmarks import launching, record, records, scaling
+from benchmarks import launching, record, records
 from benchmarks.__main__ import PROGRAMS
 from benchmarks.cases import bench_collectives, bench_layers, bench_llama, bench_schemes
 from benchmarks.cases.session import meet
 from benchmarks.cases.setting import NOTHING, Setting
-from benchmarks.contests.balance import balance
 from benchmarks.contests.contest import Contest
-from benchmarks.contests.peers.table import peers
 from benchmarks.machine import fingerprint
-from benchmarks.records import Case
-from benchmarks.reporting import trace
 from benchmarks.sample import OVERHEAD, Budget, agree, choose, take, timing as timing_of
-from benchmarks.training.contest import train
 from sp_core.testing import spmd
 
 ROOT = Path(__file__).resolve().parent.parent
+PROGRAM: dict[str, Any] = {name: pkgutil.resolve_name(path) for name, path in PROGRAMS.items()}
 starts_processes = pytest.mark.mpi_skip
 SLEEP = 0.004
 SHORT = Budget(seconds=0.03, warmup_s=0.0, fewest=3, most=4)
@@ -108,9 +104,9 @@ def test_ids_are_unique_and_fit_the_schema() -> None:
 UNREACHED = "the launch ended before this case"
 
 
-def planned(*names: str, ranks: int) -> list[Case]:
+def planned(*names: str, ranks: int) -> list[records.Case]:
     changed = {"ranks": ranks, "mesh": {"sp": ranks}}
-    return [msgspec.convert(GOOD["case"] | changed | {"id": name}, Case) for name in names]
+    return [msgspec.convert(GOOD["case"] | changed | {"id": name}, records.Case) for name in names]
 
 
 DIED = "killed, most likely because memory ran out, while measuring b"
@@ -148,70 +144,58 @@ def test_an_end_in_the_middle_loses_nothing(
     assert [(r.case.id, r.status, r.reason) for r in records.read(out).records] == told
 
 
-REFUSED: list[tuple[launching.Main, dict[str, str]]] = [
-    (
-        scaling.main,
-        {
-            "--ranks 0": "every number must be 1 or more",
-            "--ranks 2,2": "appear once",
-            "--ranks two": "not a list of numbers",
-            "--heads 7": "7 heads of 73 make 511",
-            "--kv-heads 3": "3 key/value heads. --hidden must be",
-            "--head-dim 32 --hidden 512": "hidden is 512, 8 heads of 32 make 256",
-            "--seq 0": "seq is 0",
-            "--scheme hybrid --ranks 2": "2 ranks make no hybrid mesh",
-            "--dtype float8": "dtype is 'float8'",
-            "--transport pigeon": "transport 'pigeon' on cpu",
-            "--timeout 0": "pass more than 0",
-            "--launcher srun": "write {ranks} in it",
-            "--launcher no-such-program{ranks}": "no no-such-program",
-            "--device cuda --share-gpu": "torch sees 0 GPUs",
-            "--out file": "cannot be written",
-        },
-    ),
-    (
-        record.main,
-        {
-            "--ranks two": "not a list of numbers",
-            "--timeout 0": "pass more than 0",
-            "--launcher srun": "write {ranks} in it",
-            "--root /": "has no folder sp_core",
-        },
-    ),
-    (
-        train,
-        {
-            "--ranks 1": "every number must be 2 or more",
-            "--only pp": "no mesh",
-            "--steps 0": "--steps 0",
-        },
-    ),
-    (balance, {"--ranks 0": "1 or more", "--rounds -1": "must be at least 0"}),
-    (
-        peers,
-        {
-            "--seq 30": "multiples of 4",
-            "--seq 64,64": "appear once",
-            "--seq many": "not a list of numbers",
-            "--launches 0": "at least one launch",
-            "--device cuda --ranks 2,4": "P = 2 needs a GPU for each rank; there are 0. P = 4",
-            "--only nothing": "--list prints all",
-            "--timeout 0": "pass more than 0",
-            "--out /": "cannot be written",
-            "--out /proc/nope": "cannot be written",  # where root may write, but nobody can
-        },
-    ),
-    (trace.main, {"--hidden 10 --heads 3": "3 heads of 3 make 9"}),
-]
+REFUSED = {
+    "scaling": {
+        "--ranks 0": "every number must be 1 or more",
+        "--ranks 2,2": "appear once",
+        "--ranks two": "not a list of numbers",
+        "--heads 7": "7 heads of 73 make 511",
+        "--kv-heads 3": "3 key/value heads. --hidden must be",
+        "--head-dim 32 --hidden 512": "hidden is 512, 8 heads of 32 make 256",
+        "--seq 0": "seq is 0",
+        "--scheme hybrid --ranks 2": "2 ranks make no hybrid mesh",
+        "--dtype float8": "dtype is 'float8'",
+        "--transport pigeon": "transport 'pigeon' on cpu",
+        "--timeout 0": "pass more than 0",
+        "--launcher srun": "write {ranks} in it",
+        "--launcher no-such-program{ranks}": "no no-such-program",
+        "--device cuda --share-gpu": "torch sees 0 GPUs",
+        "--out file": "cannot be written",
+    },
+    "bench": {
+        "--ranks two": "not a list of numbers",
+        "--timeout 0": "pass more than 0",
+        "--launcher srun": "write {ranks} in it",
+        "--root /": "has no folder sp_core",
+    },
+    "train": {
+        "--ranks 1": "every number must be 2 or more",
+        "--only pp": "no mesh",
+        "--steps 0": "--steps 0",
+    },
+    "balance": {"--ranks 0": "1 or more", "--rounds -1": "must be at least 0"},
+    "peers": {
+        "--seq 30": "multiples of 4",
+        "--seq 64,64": "appear once",
+        "--seq many": "not a list of numbers",
+        "--launches 0": "at least one launch",
+        "--device cuda --ranks 2,4": "P = 2 needs a GPU for each rank; there are 0. P = 4",
+        "--only nothing": "--list prints all",
+        "--timeout 0": "pass more than 0",
+        "--out /": "cannot be written",
+        "--out /proc/nope": "cannot be written",  # where root may write, but nobody can
+    },
+    "trace": {"--hidden 10 --heads 3": "3 heads of 3 make 9"},
+}
 
 
 @starts_processes
 @pytest.mark.parametrize(
-    ("main", "options", "complaint"),
-    [(main, *row) for main, rows in REFUSED for row in rows.items()],
+    ("program", "options", "complaint"),
+    [(name, *row) for name, rows in REFUSED.items() for row in rows.items()],
 )
 def test_bad_options_are_refused_before_anything_starts(
-    main: launching.Main,
+    program: str,
     options: str,
     complaint: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -223,20 +207,18 @@ def test_bad_options_are_refused_before_anything_starts(
     monkeypatch.setattr(launching, "run", lambda *_, **__: pytest.fail("a launch began"))
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("")
-    assert main(["--out", "folder/out", *options.split()]) == 2
+    assert PROGRAM[program](["--out", "folder/out", *options.split()]) == 2
     assert complaint in capsys.readouterr().err
     assert [path.name for path in Path().iterdir()] == ["file"]
 
 
 def test_every_program_names_a_function_that_its_ranks_can_call() -> None:
     """And every session of nox is a program."""
-    programs = {name: pkgutil.resolve_name(path) for name, path in PROGRAMS.items()}
-    assert all(map(callable, programs.values()))
     sessions = re.findall(r'"benchmarks (\w+)[ "]', (ROOT / "noxfile.py").read_text())
     assert {*sessions} == {*PROGRAMS} - {"gpu"}
     texts = "".join(path.read_text() for path in (ROOT / "benchmarks").rglob("*.py"))
     named = re.findall(r'"(benchmarks[\w.]+:\w+)"', texts)
-    named += [one.measure for one in programs.values() if isinstance(one, Contest)]
+    named += [one.measure for one in PROGRAM.values() if isinstance(one, Contest)]
     assert len({*named} - {*PROGRAMS.values()}) == 14
     assert all(callable(pkgutil.resolve_name(name)) for name in named)
 
