@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -20,23 +19,17 @@ LATENCY, RATE = 1e-3, 1e6
 SIZES = st.lists(st.integers(0, 10_000), min_size=1, max_size=6)
 
 
-class Instant:
-    """A host whose messages are there at once; what is sent is what is received."""
+def instant() -> Mock:
+    """Make a host whose messages are there at once; what is sent is what is received."""
+    mail = list[torch.Tensor]()
 
-    def __init__(self) -> None:
-        self._mail: list[Any] = []
-
-    def announce(self, sends: Any, recvs: Any) -> None:
-        pass
-
-    def bind(self, messages: Sequence[tuple[int, torch.Tensor]]) -> Any:
-        return messages
-
-    def post(self, sends: Any, recvs: Any, tag: int) -> Done:
-        self._mail += [x.clone() for _, x in sends]
+    def post(sends: Any, recvs: Any, tag: int) -> Done:
+        mail.extend(x.clone() for _, x in sends)
         for _, x in recvs:
-            x.copy_(self._mail.pop(0))
+            x.copy_(mail.pop(0))
         return Done()
+
+    return Mock(post=post, bind=lambda messages: messages)
 
 
 def wires(count: int) -> tuple[Mock, list[LinkModel]]:
@@ -66,7 +59,7 @@ def test_one_message_after_the_other_on_a_wire(senders: int, sizes: list[int]) -
 
 def test_a_message_is_there_when_its_time_has_come_and_not_before() -> None:
     """It is complete for its sender when it has left, for its receiver when it has arrived."""
-    (clock, links), host = wires(2), cast("Any", Instant())
+    (clock, links), host = wires(2), instant()
     one, other = (link.over(host) for link in links)
     x, y = torch.arange(250.0), torch.zeros(250)
     sent, received = one.exchange([(1, x)], []), other.exchange([], [(0, y)])
