@@ -132,8 +132,7 @@ def measure(setting: Record, rank: Rank) -> Record:
             }
             for name, spans in race(world, runners, setting["rounds"], 0).items():
                 policies[name]["spans_s"] = spans
-    stages = bubbles(world) if setting["rounds"] else []
-    return {**said, "policies": policies, "bubbles": stages}
+    return {**said, "policies": policies, "bubbles": bubbles(world) if setting["rounds"] else []}
 
 
 def bubbles(world: Intracomm) -> list[Record]:
@@ -142,9 +141,8 @@ def bubbles(world: Intracomm) -> list[Record]:
     The waiting of a stage is what its counters say: of hidden states, and in the end of the logits,
     which the last stage hands out.
     """
-    config = replace(CONFIG, num_hidden_layers=2 * world.size)
     with Mesh(world, check="off", pp=world.size) as mesh:
-        model = create(config, mesh)
+        model = create(replace(CONFIG, num_hidden_layers=2 * world.size), mesh)
         return [
             {
                 "micro_batches": count,

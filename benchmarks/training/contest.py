@@ -61,8 +61,7 @@ def allowed(curve: Mapping[str, Any]) -> list[float]:
     alone = np.array(curve["losses"])
     least = np.spacing(alone.astype(curve["dtype"])).astype(float)
     seen = np.abs(np.array(curve["perturbed"]) - alone).max(0)
-    limits: list[float] = (FACTOR * np.maximum.accumulate(np.maximum(seen, least))).tolist()
-    return limits
+    return [float(FACTOR * x) for x in np.maximum.accumulate(np.maximum(seen, least))]
 
 
 def divergence(losses: Sequence[float], curve: Mapping[str, Any]) -> float:

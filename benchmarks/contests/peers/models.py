@@ -23,7 +23,7 @@ import importlib
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -109,9 +109,8 @@ def drawn(seed: int, seq: int) -> tuple[Any, dict[str, Tensor]]:
 
 def loss_of(model: Any, given: Given, count: float) -> Tensor:
     """Return the sum over these tokens, divided by `count`."""
-    labels = {"labels": given["shift_labels"], "num_items_in_batch": count}
-    loss: Tensor = model(**given, **labels, use_cache=False).loss
-    return loss
+    how = {"labels": given["shift_labels"], "num_items_in_batch": count, "use_cache": False}
+    return cast("Tensor", model(**given, **how).loss)
 
 
 def ours(scheme: str, model: Any, given: Given, mesh: Mesh) -> Made:
@@ -283,8 +282,7 @@ def theirs(model: Any) -> Step:
     @torch.no_grad()
     def step(tokens: list[int]) -> Tensor:
         how = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
-        logits: Tensor = model(torch.tensor([tokens]), **how).logits[0]
-        return logits
+        return cast("Tensor", model(torch.tensor([tokens]), **how).logits[0])
 
     return step
 
