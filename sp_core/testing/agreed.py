@@ -187,7 +187,7 @@ class Ranks:
             self._lost = True
             lines = ["the ranks are at different points of the session:"]
             for rank, (place, complaints, _) in enumerate(everyone):
-                lines.append("\n".join([f"  rank {rank} is at {place}", *complaints]))
+                lines += [f"  rank {rank} is at {place}", *complaints]
             pytest.exit("\n".join(lines), returncode=pytest.ExitCode.INTERNAL_ERROR)
         return [value for *_, value in everyone]
 
@@ -222,14 +222,13 @@ class Ranks:
         that the session has ended regularly.
         """
         watch.progress()
-        everyone = []
         try:
-            if not self._lost:
-                mine = int(session.exitstatus), self._session.tally.ratios, self._session.notes
-                everyone = self._everyone("the end of the session", mine)
+            mine = int(session.exitstatus), self._session.tally.ratios, self._session.notes
+            everyone = [] if self._lost else self._everyone("the end of the session", mine)
         except (
             pytest.exit.Exception
         ) as lost:  # raised here, it would keep other plugins from writing their files
+            everyone = []
             if self.rank == 0:
                 print(lost, file=sys.__stderr__)
         session.exitstatus = max(

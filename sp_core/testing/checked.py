@@ -22,7 +22,7 @@ from sp_core.testing.lockstep import Beginning, Call, Lockstep
 from sp_core.testing.messages import MESSAGES, PROBES, Messages
 from sp_core.testing.outcome import Kind, Mismatched, capture, raise_for_peers
 from sp_core.testing.requests import UNCHECKED, Transfer, begun, install, say
-from sp_core.testing.signatures import Edges, Flow, op_of
+from sp_core.testing.signatures import Flow, op_of
 from sp_core.testing.stuck import Family
 
 AGREED = {
@@ -131,9 +131,6 @@ class CheckedComm(Messages):
             raise Mismatched(outcomes[self.rank].message)
         raise_for_peers(error, outcomes)
 
-    def _edges(self, op: str) -> Edges:
-        return self._raw.inoutedges if op.startswith("Neighbor") else ((), ())
-
     def _make(self, form: str, flow: Flow, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
         made = getattr(self._raw, form)(*args, **given)
         what = (
@@ -147,7 +144,7 @@ class CheckedComm(Messages):
         request.memory = args, given  # mpi4py does not keep the buffers of reductions alive
         return request
 
-    def _wrong_root(self, text: str) -> Exception:
+    def _root_error(self, text: str) -> Exception:
         """Return mpi4py's error for a wrong root, with `text`, as MPI says only "invalid root"."""
         kind = type("RootError", (self._mpi.Exception, ValueError), {"__str__": lambda _: text})
         error: Exception = kind(self._mpi.ERR_ROOT)
@@ -222,11 +219,6 @@ class CheckedComm(Messages):
 
         self._enter(Call("make_counter"))
         return MpiCounter(self._raw)
-
-    def _complete(self, clean: bool) -> None:
-        if clean:
-            self._clear()
-        super()._complete(clean)
 
     def _free(self) -> None:
         type(self._raw).Free(self)

@@ -44,15 +44,11 @@ from sp_core.testing.session import Remarks, keep_largest
 __tracebackhide__ = True  # pytest shows no frames of this file
 Body = Callable[..., None]
 MAX_RANKS = 8
-SPMD_SIZES = 4
 RACE = (
     "raw replay: this example passes with checked communicators and fails without, so its ranks "
     "race\n"
 )
 MAX_COMMUNICATORS = 64
-MAX_RAW_EXAMPLES = 50
-ABORTED = 70  # exit code of a launch after a failure of sp_core.testing itself
-
 
 _pool: dict[tuple[tuple[int, ...], bool], Any] = {}
 """Communicators by world ranks and `raw`, kept for later examples; None where not a member.
@@ -126,7 +122,7 @@ def spmd(*sizes: int | tuple[int, ...]) -> Callable[[Body], Body]:
     """
 
     def plan(_: Spec, attempt: Try) -> None:
-        sweep(attempt, sizes or range(1, 1 + (session.current.world_size or SPMD_SIZES)))
+        sweep(attempt, sizes or range(1, 1 + (session.current.world_size or 4)))
 
     return lambda body: _as_test(body, (), plan)
 
@@ -208,9 +204,8 @@ def _lead(
         result = attempt(spec, example)
         session.current.tally.count(len(example.ranks), result.remarks, raw=example.raw)
         session.replay(result.remarks)
-        problem = failure(result.outcomes, example.ranks)
+        problem = failure(result.outcomes, example.ranks, RACE if example.raw else "")
         if problem is not None:
-            problem = type(problem)(f"{RACE if example.raw else ''}{problem}")
             problem.add_note(keeps.format(example))
             raise problem from None
         kinds = {outcome.kind for outcome in result.outcomes}
@@ -312,8 +307,8 @@ def _lead_ranks(control: MpiCarrier, spec: Spec, plan: Plan) -> None:
         if is_fed():
             feed(functools.partial(_order, control, spec))
             return
-        replays = MAX_RAW_EXAMPLES if session.current.raw_replay else 0
-        _lead(spec, plan, functools.partial(_order, control), replays)
+        order = functools.partial(_order, control)
+        _lead(spec, plan, order, replays=50 if session.current.raw_replay else 0)
     except BaseException as error:
         stop = capture(error)
         raise
@@ -349,7 +344,7 @@ def _or_abort(control: MpiCarrier) -> Iterator[None]:
         watch.tell(
             f"the testing kit itself has failed on rank {control.rank}:\n{traceback.format_exc()}"
         )
-        control.comm.Abort(ABORTED)
+        control.comm.Abort(70)  # the exit code of the launch
         raise
 
 

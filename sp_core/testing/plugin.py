@@ -181,12 +181,8 @@ def pytest_terminal_summary(
     if not current.tally.tests and not current.tally.ratios and not current.notes:
         return
     terminalreporter.section("sp_core.testing")
-    terminalreporter.write_line(current.summary())
-    if current.seed is not None:
-        terminalreporter.write_line(
-            f"seed: {current.seed} (again with --hypothesis-seed={current.seed})"
-        )
-    for note in current.notes:
-        terminalreporter.write_line(note)
+    seed = f"seed: {current.seed} (again with --hypothesis-seed={current.seed})"
+    for line in (current.summary(), *([] if current.seed is None else [seed]), *current.notes):
+        terminalreporter.write_line(line)
     for text, late in _worst(config):
         terminalreporter.write_line(text, red=late)

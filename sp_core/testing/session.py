@@ -33,13 +33,11 @@ def replay(remarks: Remarks) -> None:
     hypothesis = sys.modules.get("hypothesis")
     if hypothesis is None or not hypothesis.currently_in_test_context():
         return
-    for (kind, text, *detail), number in remarks.items():
-        if kind in ("event", "feature"):
-            hypothesis.event(text, *detail)
-        elif kind == "target":
-            hypothesis.target(number, label=text)
-        elif kind == "note":
-            hypothesis.note(text)
+    for (kind, *said), number in remarks.items():
+        if kind == "target":
+            hypothesis.target(number, label=said[0])
+        elif kind != "ratio":
+            getattr(hypothesis, "event" if kind == "feature" else kind)(*said)
 
 
 def ratios_of(remarks: Remarks) -> dict[str, float]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from sp_core.testing.lockstep import Call, Message
-from sp_core.testing.specs import Array, Part, Spec, read
+from sp_core.testing.specs import Array, Part, Spec, read, require
 
 Values = Mapping[str, Any]
 """Arguments of a call, by parameter."""
@@ -298,12 +298,6 @@ def op_name(op: Any) -> str:
         if getattr(op, "is_predefined", False)
         else "an operation of the program"
     )
-
-
-def require(condition: bool, problem: str) -> None:
-    """Raise a ValueError with the text `problem` unless the condition holds."""
-    if not condition:
-        raise ValueError(problem)
 
 
 def exchange(

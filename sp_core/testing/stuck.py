@@ -234,9 +234,7 @@ class Family:
         peer may wait on any of them.
         """
         asked = [begun(member.lockstep.finish(outcome)) for member in self.members]
-        found = [ask() for ask in asked]
-        while None in found:
+        while not all(found := [ask() for ask in asked]):
             self.release()
             yield
-            found = [ask() for ask in asked]
-        return [outcomes for outcomes in found if outcomes is not None]
+        return [outcomes for (outcomes,) in found]

@@ -30,10 +30,9 @@ from sp_core.testing.signatures import (
     contribution,
     deliver,
     op_of,
-    require,
     view,
 )
-from sp_core.testing.specs import Array, Part, read
+from sp_core.testing.specs import Array, Part, read, require
 from sp_core.testing.stuck import Family
 
 
