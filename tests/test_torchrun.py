@@ -45,7 +45,9 @@ def test_a_rank_that_is_lost_is_an_error_on_all_others(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     with ExitStack() as stack:
         processes = [
-            stack.enter_context(subprocess.Popen([*command, number, "4", tmp_path], env=variables()))
+            stack.enter_context(
+                subprocess.Popen([*command, number, "4", tmp_path], env=variables())
+            )
             for number in "0123"
         ]
         for process in processes:

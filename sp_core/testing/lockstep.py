@@ -234,7 +234,9 @@ def _unmatched(calls: Sequence[Call]) -> str:
             lost.remove(message)
             missed.remove(other)
     unread = [f"rank {m.source} sends {m} to rank {m.dest}, which does not expect" for m in lost]
-    unsent = [f"rank {m.dest} expects {m} from rank {m.source}, which does not send" for m in missed]
+    unsent = [
+        f"rank {m.dest} expects {m} from rank {m.source}, which does not send" for m in missed
+    ]
     return "".join(f"\n  {line} them" for line in [*unread, *unsent][:8])
 
 

@@ -259,8 +259,7 @@ def _places(
         return counts, displs
     blocks, first = (n if form == "B" else 1), index(displs or 0)
     require(
-        counts is not None
-        or not (element.data.size % element.extent or (length - first) % blocks),
+        counts is not None or not (element.data.size % element.extent or (length - first) % blocks),
         f"{element.data.size} bytes are not {blocks} blocks of elements of {element.extent} bytes",
     )
     count = (length - first) // blocks if counts is None else index(counts)
