@@ -259,6 +259,12 @@ def crossed(comm: Any, peer: int) -> None:
     MPI.Request.Waitall(requests)
 
 
+def barriers(*comms: Any) -> None:
+    """Wait on one communicator after the other."""
+    for comm in comms:
+        comm.Barrier()
+
+
 def started(request: Any) -> Any:
     """A persistent request, started."""
     request.Start()
@@ -292,6 +298,11 @@ CALLS_THAT_DIFFER: dict[str, tuple[tuple[str, ...] | str, Call, Call]] = {
         BOTH,
         lambda c: c.Alltoallv([sent(), [1, 1]], [sent(), [1, 1]]),
         lambda c: c.Alltoallv([sent(3), [2, 1]], [sent(), [1, 1]]),
+    ),
+    "the order of communicators": (
+        (STUCK, "rank 0: Barrier() on comm.0", "rank 1: Barrier() on comm.1"),
+        lambda c: barriers(c.Dup(), c.Dup()),
+        lambda c: barriers(*[c.Dup(), c.Dup()][::-1]),
     ),
     "announcement": (
         (
