@@ -154,21 +154,19 @@ class Deaths:
         These are the stopped ranks, else the rank that died first. If no rank died in a test
         session, they are the ranks whose stacks show that they did not wait for other ranks.
         """
-        first = self.first()
         if self._stopped:
             return [
                 f"rank {rank} is stopped by a signal{self._place(rank, '; ')}"
                 for rank in sorted(self._stopped)
             ]
-        if first is not None:
+        if (first := self.first()) is not None:
             return [f"rank {first} died first: {self.dead[first]}{self._place(first, '; ')}"]
         if not (self._dir / STARTED).exists():  # a plain program's waits look like work
             return []
-        busy = {rank: innermost(self._stacks(rank)) for rank in range(self.ranks)}
         return [
             f"rank {rank} waits for nobody: it is at {place}"
-            for rank, place in busy.items()
-            if place
+            for rank in range(self.ranks)
+            if (place := innermost(self._stacks(rank)))
         ]
 
     def _place(self, rank: int, separator: str) -> str:
@@ -288,15 +286,12 @@ def stat(pid: int | str) -> list[str]:
 def processes_of(leader: int) -> set[int]:
     """Return the ids of the processes in the session of `leader`, and of their descendants."""
     stats = {int(path.name): stat(path.name) for path in Path("/proc").glob("[0-9]*")}
-    found = {
-        pid
-        for pid, fields in stats.items()
-        if pid == leader or (fields and int(fields[3]) == leader)
-    }
-    while (
-        new := {pid for pid, fields in stats.items() if fields and int(fields[1]) in found} - found
-    ):
+    living = {pid: fields for pid, fields in stats.items() if fields}
+    new = {pid for pid, fields in living.items() if int(fields[3]) == leader} | {leader}
+    found = set[int]()
+    while new:
         found |= new
+        new = {pid for pid, fields in living.items() if int(fields[1]) in new} - found
     return found
 
 

@@ -133,14 +133,10 @@ class CheckedComm(Messages):
 
     def _make(self, form: str, flow: Flow, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
         made = getattr(self._raw, form)(*args, **given)
-        what = (
-            f"{form} number {next(self._persistent)}"
-            if form.endswith("_init")
-            else f"a started {form}"
-        )
         if made is None:
             return None
-        request = begun(made, Transfer(self, what))
+        number = f"{form} number {next(self._persistent)}" if form.endswith("_init") else ""
+        request = begun(made, Transfer(self, number or f"a started {form}"))
         request.memory = args, given  # mpi4py does not keep the buffers of reductions alive
         return request
 
@@ -202,11 +198,8 @@ class CheckedComm(Messages):
 
     def alone(self) -> CheckedComm:
         """Return a communicator of this rank alone, which needs no other rank."""
-        from mpi4py import MPI
-
-        return CheckedComm(
-            MPI.COMM_SELF.Dup(), self.family, f"{self.lockstep.name}.alone[{self.rank}]"
-        )
+        name = f"{self.lockstep.name}.alone[{self.rank}]"
+        return CheckedComm(self._mpi.COMM_SELF.Dup(), self.family, name)
 
     def make_counter(self) -> Any:
         """Return an object whose `take` gives 0, 1, 2, ... to whichever rank asks next.

@@ -37,9 +37,19 @@ from sp_core.testing.outcome import (
     first_line,
     outcome_of,
 )
-from sp_core.testing.plan import Example, Plan, Result, Spec, Try, feed, is_fed, search, sweep
+from sp_core.testing.plan import (
+    Example,
+    Plan,
+    Result,
+    Spec,
+    Try,
+    combined,
+    feed,
+    is_fed,
+    search,
+    sweep,
+)
 from sp_core.testing.run import ThreadsHung, run_body, run_ranks
-from sp_core.testing.session import Remarks, keep_largest
 
 __tracebackhide__ = True  # pytest shows no frames of this file
 Body = Callable[..., None]
@@ -204,8 +214,8 @@ def _lead(
         result = attempt(spec, example)
         session.current.tally.count(len(example.ranks), result.remarks, raw=example.raw)
         session.replay(result.remarks)
-        problem = failure(result.outcomes, example.ranks, RACE if example.raw else "")
-        if problem is not None:
+        begin = RACE if example.raw else ""
+        if (problem := failure(result.outcomes, example.ranks, begin)) is not None:
             problem.add_note(keeps.format(example))
             raise problem from None
         kinds = {outcome.kind for outcome in result.outcomes}
@@ -363,7 +373,7 @@ def _take_part(control: MpiCarrier, spec: Spec, example: Example) -> Result:
 
     Every rank of the launch calls this and waits for all; ranks outside the example run no body.
     """
-    comm, outcome, total = _communicator(control, example), FINISHED, Remarks()
+    comm, outcome = _communicator(control, example), FINISHED
     with session.collected() as sink, watch.limit(watch.example_seconds()):
         if comm is not None:
             watch.note(f"in the body of {spec.function.__name__}")
@@ -372,9 +382,7 @@ def _take_part(control: MpiCarrier, spec: Spec, example: Example) -> Result:
             outcome = outcome_of(body) if example.raw else run_body(comm.family, body)[1]
         everyone = control.gather((outcome, sink))
     watch.note(f"waits for the next example of {spec.function.__name__}")
-    for _, remarks in everyone:
-        keep_largest(total, remarks)
-    outcomes = [everyone[rank][0] for rank in example.ranks]
-    if example.raw and any(outcome.kind is not Kind.OK for outcome in outcomes):
+    result = combined(example, everyone)
+    if example.raw and any(outcome.kind is not Kind.OK for outcome in result.outcomes):
         _pool.pop((example.ranks, True), None)  # messages may be left in it
-    return Result(outcomes, total)
+    return result

@@ -40,11 +40,6 @@ def replay(remarks: Remarks) -> None:
             getattr(hypothesis, "event" if kind == "feature" else kind)(*said)
 
 
-def ratios_of(remarks: Remarks) -> dict[str, float]:
-    """Return the errors divided by their bounds, by name."""
-    return {name: number for (kind, name, *_), number in remarks.items() if kind == "ratio"}
-
-
 def keep_largest(mine: dict[Any, float], theirs: Mapping[Any, float]) -> None:
     """Add the numbers of `theirs` to `mine`, by name; of two numbers the larger stays.
 
@@ -84,7 +79,12 @@ class Tally:
             self.examples += 1
             self.sizes[ranks] += 1
             self.features.update(name for kind, name, *_ in remarks if kind == "feature")
-        keep_largest(self.ratios, ratios_of(remarks))
+        self.keep_ratios(remarks)
+
+    def keep_ratios(self, remarks: Remarks) -> None:
+        """Keep the largest error / bound of each result."""
+        ratios = {name: number for (kind, name, *_), number in remarks.items() if kind == "ratio"}
+        keep_largest(self.ratios, ratios)
 
     def merge(self, other: Tally) -> None:
         """Add another session's counts; keep the largest error / bound of each result."""
@@ -228,7 +228,7 @@ def _say(remarks: Remarks) -> None:
         if (sink := getattr(thread, "sink", None)) is not None:
             keep_largest(sink, remarks)
             return
-        keep_largest(current.tally.ratios, ratios_of(remarks))
+        current.tally.keep_ratios(remarks)
     replay(remarks)
 
 
@@ -273,6 +273,5 @@ def find_shared_gpu(session: Session, world: Any) -> None:
     from sp_core.transport import count_devices
     from sp_core.transport.cuda import uuid_of
 
-    has_any = count_devices(session.device) > 0
-    mine = uuid_of(device()) if has_any else f"none of rank {world.rank}"
+    mine = uuid_of(device()) if count_devices(session.device) else f"none of rank {world.rank}"
     session.gpu_is_shared = world.allgather(mine).count(mine) > 1
