@@ -84,12 +84,6 @@ def test_of_those_that_were_gone_before_they_were_seen_it_says_that_it_knows_not
     assert watch.failed()
 
 
-def test_without_a_launcher_nothing_is_held(tmp_path: Path) -> None:
-    assert hold_life(tmp_path, 0) == -1
-    Deaths(tmp_path, 1).close()
-    assert hold_life(tmp_path, 0) == -1
-
-
 @pytest.mark.parametrize(
     ("given", "expected"),
     [

@@ -20,7 +20,6 @@ from sp_core.testing.outcome import (
     capture,
     failure,
 )
-from sp_core.testing.signatures import exchange
 from sp_core.testing.stuck import Ends, Report, deadlocked
 
 pytestmark = pytest.mark.mpi_skip  # one process is enough
@@ -52,33 +51,6 @@ def test_a_round_means_the_same_in_any_order_of_ranks(
 )
 def test_ranks_that_do_not_call_the_same(records: tuple[Record, ...], decision: Kind) -> None:
     assert decide(records) is decision
-
-
-MATRICES = st.integers(1, 5).flatmap(
-    lambda p: st.lists(st.lists(st.integers(0, 3), min_size=p, max_size=p), min_size=p, max_size=p)
-)
-
-
-@given(MATRICES, st.data())
-def test_messages_agree_iff_what_is_sent_is_received(
-    sizes: list[list[int]], data: st.DataObject
-) -> None:
-    p = len(sizes)
-
-    def records(expected: list[list[int]]) -> list[Record]:
-        return [
-            Record(
-                Kind.CALL,
-                exchange(r, p, [*enumerate(sizes[r])], [(s, expected[s][r]) for s in range(p)]),
-            )
-            for r in range(p)
-        ]
-
-    assert decide(records(sizes)) is Kind.CALL
-    source, dest = data.draw(st.integers(0, p - 1)), data.draw(st.integers(0, p - 1))
-    wrong = [list(row) for row in sizes]
-    wrong[source][dest] += 1
-    assert decide(records(wrong)) is Kind.MISMATCH
 
 
 @given(st.lists(st.sampled_from(sorted(DONE, key=str)), min_size=1, max_size=4))

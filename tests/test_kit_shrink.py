@@ -110,22 +110,23 @@ def test_what_is_known_of_a_lost_launch_becomes_a_junit_file(tmp_path: Path) -> 
         "c": ["passed", "passed", "error"],
         "TestC::d": ["passed"],
     }.items():
-        test = f"tests/test_x.py::{name}"
-        ledger.pytest_runtest_logstart(test)
+        ledger.pytest_runtest_logstart(f"tests/test_x.py::{name}")
         for phase, outcome in zip(("setup", "call", "teardown"), phases, strict=False):
             ledger.pytest_runtest_logreport(phase_of(phase, outcome))
         if name != "TestC::d":
             ledger.pytest_runtest_logfinish()
     with (tmp_path / results.FILE).open("a") as file:
         file.write('{"test": "tests/test_x.py::e"')  # the last thing that the rank did
-    lines = results.told(tmp_path)
-    assert lines[0] == "tests that had ended: 1 passed, 1 failed, 1 error"
-    assert lines[-1] == "test under way: tests/test_x.py::TestC::d"
+    assert results.told(tmp_path) == [
+        "tests that had ended: 1 passed, 1 failed, 1 error",
+        "  failed: tests/test_x.py::b",
+        "  error: tests/test_x.py::c",
+        "test under way: tests/test_x.py::TestC::d",
+    ]
     results.write_junit(tmp_path, "rank 1 died first")
     (suite,) = ET.parse(tmp_path / "new" / "junit.xml").getroot()
-    assert suite.get("name") == "a suite"
-    counts = {name: suite.get(name) for name in ("tests", "failures", "errors", "skipped")}
-    assert counts == {"tests": "4", "failures": "1", "errors": "2", "skipped": "0"}
+    expected = {"name": "a suite", "tests": "4", "failures": "1", "errors": "2", "skipped": "0"}
+    assert suite.attrib == expected
     found = {(case.get("classname"), case.get("name")): [bad.tag for bad in case] for case in suite}
     assert found == {
         ("tests.test_x", "a"): [],

@@ -174,10 +174,8 @@ class Family:
         # another rank may have found the deadlock and left; that ends this rank's wait
         is_same = again and reports[self.members[0].rank] == report
         if not ending and is_same and deadlocked(reports):
-            raise Mismatched(
-                "every rank waits and none can go on:"
-                + "".join(f"\n  rank {r}: {said.what}" for r, said in enumerate(reports))
-            )
+            table = "".join(f"\n  rank {r}: {said.what}" for r, said in enumerate(reports))
+            raise Mismatched(f"every rank waits and none can go on:{table}")
 
     def _take_part(self, report: Report | None, *, begins: bool) -> list[Report] | None:
         """Poll the exchange of reports under way. Without one begin it, if `begins`.
