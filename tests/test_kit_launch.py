@@ -124,9 +124,7 @@ def test_a_rank_that_is_lost_ends_the_launch(fault: str, cause: str, place: str)
         "run it again: python -m sp_core.testing.launch -n 3",
     )
     assert [said for said in told if not re.search(said, text)] == [], text
-    if fault == "loop":
-        assert "sut.py" in text
-        assert text.count("Timeout (0:00:02)!") == 3
+    assert fault != "loop" or text.count("Timeout (0:00:02)!") == 3
 
 
 def test_ranks_that_collect_different_tests_are_refused() -> None:
@@ -178,9 +176,8 @@ def test_a_single_process_may_be_a_launch_that_selects_what_has_ranks() -> None:
     options = ("--only-mpi", "-v", "--sp-expect-ranks", "1")
     code, text = run(*PYTEST, *options, "case_small.py", SP_PROFILE="explore")
     assert code == 0, text
-    assert "mpi: 1 tests, 1 examples (+ 1 raw)" in text
-    assert "test_ranks PASSED" in text
-    assert "test_ordinary SKIPPED" in text
+    said = ("mpi: 1 tests, 1 examples (+ 1 raw)", "test_ranks PASSED", "test_ordinary SKIPPED")
+    assert [words for words in said if words not in text] == []
     assert re.search(r"seed: \d+ \(again with --hypothesis-seed=\d+\)", text)
 
 

@@ -259,13 +259,11 @@ def _status_of(fd: int) -> int | None:
 
     This is `PIDFD_GET_INFO` with `PIDFD_INFO_EXIT` of linux/pidfd.h, since Linux 6.15.
     """
-    info = bytearray(_INFO.pack(_INFO_EXIT, 0))
-    try:
-        fcntl.ioctl(fd, _GET_INFO, info)
-    except OSError:
-        return None
-    mask, status = _INFO.unpack(info)
-    return int(status) if mask & _INFO_EXIT else None
+    with contextlib.suppress(OSError):
+        info = fcntl.ioctl(fd, _GET_INFO, _INFO.pack(_INFO_EXIT, 0))
+        mask, status = _INFO.unpack(info)
+        return int(status) if mask & _INFO_EXIT else None
+    return None
 
 
 _SHARED = re.compile(r".* (/dev/shm/(mpich_shm_|ucx_shm_posix_|sm_segment\.)[^/]*)")
@@ -315,8 +313,8 @@ def shared_files(leader: int) -> set[Path]:
     found: set[Path] = set()
     for pid in processes_of(leader):
         with contextlib.suppress(OSError):
-            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-            found.update(filter(None, map(mpi_file, lines)))
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            found.update(filter(None, map(mpi_file, maps.splitlines())))
     return found
 
 

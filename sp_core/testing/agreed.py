@@ -22,7 +22,6 @@ from sp_core.testing.carriers import MpiCarrier
 from sp_core.testing.session import Session, find_shared_gpu, keep_largest
 
 _RESULT_FILES = {"xmlpath", "benchmark_json", "benchmark_save", "benchmark_autosave"}
-_MAX_LISTED = 5
 
 
 class Ranks:
@@ -142,7 +141,7 @@ class Ranks:
             lines = ["the ranks collected different tests, or in another order:"]
             for rank, (ids, complaints) in enumerate(everyone):
                 lines += [f"rank {rank} {text}" for text in complaints]
-                only = [name for name in ids if name not in common][:_MAX_LISTED]
+                only = [name for name in ids if name not in common][:5]
                 lines += [f"  not on all ranks, but on rank {rank}: {name}" for name in only]
             self._usage("\n".join(lines))
 

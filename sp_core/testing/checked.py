@@ -167,8 +167,9 @@ class CheckedComm(Messages):
             f"{key}={value if value is None else np.asarray(value).tolist()}"
             for key, value in values
         )
-        what = Call(name, (text,), text=text)
-        made = self._enter(what, lambda: getattr(self._raw, name)(*args, **given))
+        made = self._enter(
+            Call(name, (text,), text=text), lambda: getattr(self._raw, name)(*args, **given)
+        )
         if name.startswith(
             "Idup"
         ):  # the communicator may be used only when the request is complete

@@ -204,7 +204,7 @@ class LockstepComm(Observer, ABC):
         if self._requests:
             raise CollectiveMismatch(
                 f"{before} before these were found complete by Test or Wait, or freed: "
-                f"{', '.join(map(str, self._requests))}"
+                f"{', '.join(request.what for request in self._requests)}"
             )
 
     @contextmanager

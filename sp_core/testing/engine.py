@@ -151,9 +151,13 @@ def _as_test(body: Body, drawn: tuple[str, ...], plan: Plan) -> Body:
         spec = Spec(functools.partial(body, *instance), fixtures, body, vars(test))
         run(spec, plan)
 
-    vars(test).update(__signature__=_signature(body, drawn), sp_core_ranks=True)
-    # Hypothesis' pytest plugin requires these attributes for @settings and @example
-    vars(test).update(is_hypothesis_test=True, hypothesis=SimpleNamespace(inner_test=test))
+    vars(test).update(
+        __signature__=_signature(body, drawn),
+        sp_core_ranks=True,
+        # Hypothesis' pytest plugin requires these attributes for @settings and @example
+        is_hypothesis_test=True,
+        hypothesis=SimpleNamespace(inner_test=test),
+    )
     return test
 
 
@@ -265,8 +269,8 @@ def _told(error: BaseException) -> str:
 
 def _rerun(spec: Spec) -> str:
     """Return text with the command that runs this test again."""
-    given = {name: os.environ.get(name) for name in ("SP_PROFILE", "SP_EXAMPLES")}
-    prefix = "".join(f"{name}={value} " for name, value in given.items() if value)
+    variables = [name for name in ("SP_PROFILE", "SP_EXAMPLES") if os.environ.get(name)]
+    prefix = "".join(f"{name}={os.environ[name]} " for name in variables)
     current = session.current
     launch = f"python -m sp_core.testing.launch -n {current.world_size} -- "
     options = {

@@ -137,10 +137,15 @@ class Session:
         """
         tally = self.tally
         raw = f" (+ {tally.raw} raw)" if tally.raw else ""
-        line = f"{tier()}: {tally.tests} tests, {tally.examples} examples{raw}"
-        line += f"; examples by ranks {_listed(tally.sizes)}"
-        named = {tuple(name.split("=")): number for name, number in tally.features.items()}
-        schemes = {rest[0]: number for (key, *rest), number in named.items() if key == "scheme"}
+        line = (
+            f"{tier()}: {tally.tests} tests, {tally.examples} examples{raw}; "
+            f"examples by ranks {_listed(tally.sizes)}"
+        )
+        schemes = {
+            name.removeprefix("scheme="): number
+            for name, number in tally.features.items()
+            if name.startswith("scheme=")
+        }
         return f"{line}\nexamples by scheme {_listed(schemes)}" if schemes else line
 
 
