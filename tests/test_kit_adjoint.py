@@ -36,19 +36,22 @@ class Sum(torch.autograd.Function):
         return None, ctx.call(grad.contiguous()), None
 
 
+apply: Callable[..., Tensor] = Sum.apply
+
+
 def right(comm: Any, x: Tensor) -> Tensor:
     """A sum over ranks; its adjoint is itself."""
-    return Sum.apply(comm, x, right)
+    return apply(comm, x, right)
 
 
 def halved(comm: Any, x: Tensor) -> Tensor:
     """Its backward pass forgets half."""
-    return Sum.apply(comm, x, lambda comm, grad: summed(comm, grad) / 2)
+    return apply(comm, x, lambda comm, grad: summed(comm, grad) / 2)
 
 
 def of_rank_only(comm: Any, x: Tensor) -> Tensor:
     """Its backward pass forgets the other ranks."""
-    return Sum.apply(comm, x, lambda comm, grad: grad)
+    return apply(comm, x, lambda comm, grad: grad)
 
 
 def shards(*sizes: int) -> list[Tensor]:

@@ -108,9 +108,8 @@ def test_one_report_one_result_file_one_exit_code(tmp_path: Path) -> None:
 )
 @pytest.mark.every_mpi
 def test_a_rank_that_is_lost_ends_the_launch(fault: str, cause: str, place: str) -> None:
-    begin = time.monotonic()
-    limit = {"SUT_FAULT": fault, "SP_WATCHDOG_S": "2"}
-    code, text = launched(3, *PYTEST, "--with-mpi", "-q", "case_deaths.py", **limit)
+    begin, options = time.monotonic(), ("--with-mpi", "-q", "case_deaths.py")
+    code, text = launched(3, *PYTEST, *options, SUT_FAULT=fault, SP_WATCHDOG_S="2")
     assert code not in (0, 5), text
     assert time.monotonic() - begin < 60
     told = (

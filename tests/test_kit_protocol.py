@@ -97,10 +97,11 @@ def calls(on: str, a: int, b: int) -> Report:
     return Report({"a": a, "b": b}, on, 2, "")
 
 
-def waits(turn: int, ends: Ends, **more: tuple[Ends, ...]) -> Report:
+def waits(
+    turn: int, ends: Ends, sent: tuple[Ends, ...] = (), received: tuple[Ends, ...] = ()
+) -> Report:
     """A rank that waits to receive a message, or for the receive of its message number `turn`."""
-    accepts = () if turn else (ends,)
-    return NO_CALLS._replace(**{"awaits": ((turn, ends),), "accepts": accepts, **more})
+    return Report({}, "", 2, "", ((turn, ends),), () if turn else (ends,), sent, received)
 
 
 SENDS, RECEIVES = waits(1, MINE, sent=(MINE,)), waits(0, MINE)

@@ -109,13 +109,13 @@ def write_junit(directory: Path, report: str) -> None:
     outcomes = Counter(case["outcome"] for case in cases.values())
     counts = {name: str(outcomes[outcome]) for outcome, name in _COUNTS.items()}
     root = ET.Element("testsuites")
-    number = str(len(cases))
-    suite = ET.SubElement(root, "testsuite", name=wanted["suite"], tests=number, **counts)
+    head = {"name": wanted["suite"], "tests": str(len(cases)), **counts}
+    suite = ET.SubElement(root, "testsuite", head)
     for name, case in cases.items():
         path, *parts = name.split("::")
         classname = ".".join([path.removesuffix(".py").replace("/", "."), *parts[:-1]])
-        made = ET.SubElement(suite, "testcase", classname=classname, name=(parts or [path])[-1])
-        made.set("time", f"{case['seconds']:.3f}")
+        told = {"classname": classname, "name": (parts or [path])[-1]}
+        made = ET.SubElement(suite, "testcase", told, time=f"{case['seconds']:.3f}")
         if tag := _TAGS.get(case["outcome"]):
             text = "".join(
                 letter for letter in case["text"] if letter.isprintable() or letter in "\n\t"
