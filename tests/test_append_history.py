@@ -6,6 +6,7 @@ import base64
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from kit.git import git as run_git
@@ -156,12 +157,11 @@ def test_the_token_goes_to_its_server_alone_and_is_never_shown(
     ask = ("config", "--get-urlmatch", "http.extraheader")
     shown = git(*ask, "https://forge.example/a", settings=dict(access))
     assert shown.decode().strip() == value
-    with pytest.raises(GitFailed):
-        git(*ask, "https://other.example/a", settings=dict(access))
-    with pytest.raises(GitFailed) as failed:
-        git("push", "nowhere", settings=dict(access))
-    assert "s3cret" not in str(failed.value)
-    assert value.split()[-1] not in str(failed.value)
+    for elsewhere in ((*ask, "https://other.example/a"), ("push", "nowhere")):
+        with pytest.raises(GitFailed) as failed:
+            git(*elsewhere, settings=dict(access))
+        assert "s3cret" not in str(failed.value)
+        assert value.split()[-1] not in str(failed.value)
 
 
 def test_every_call_that_talks_to_the_server_shows_the_token(
@@ -169,14 +169,12 @@ def test_every_call_that_talks_to_the_server_shows_the_token(
 ) -> None:
     monkeypatch.setenv("GITHUB_TOKEN", "s3cret")
     monkeypatch.setenv("GITHUB_SERVER_URL", "https://forge.example")
-    shown = {}
-
-    def watched(*arguments: str, **options: Any) -> bytes:
-        shown[arguments[0]] = options.get("settings")
-        return git(*arguments, **options)
-
+    watched = Mock(side_effect=git)
     monkeypatch.setattr(append_history, "git", watched)
     for launch in (0, 1):
         assert branch.append(record(launch=launch)) == 0
+    names = {"ls-remote", "fetch", "push"}
+    made = [call for call in watched.mock_calls if call.args[0] in names]
+    assert {call.args[0] for call in made} == names
     access = append_history.authorisation()
-    assert [shown[name] == access for name in ("ls-remote", "fetch", "push")] == [True] * 3
+    assert all(call.kwargs["settings"] == access for call in made)

@@ -7,7 +7,6 @@ import platform
 import subprocess
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -98,38 +97,27 @@ def test_a_launcher_says_how_many_ranks_it_has_started(
 
 
 @pytest.mark.parametrize(
-    ("script", "seconds", "answer", "ending"),
+    ("script", "limit", "answer", "ending"),
     [
-        ("echo said; echo told >&2; echo $X; exit 3", None, (3, "said\ntold\nso\n"), 3),
-        ("echo said; sleep 5", 1.0, (None, "said\n"), -9),
+        ("echo said; echo told >&2; echo $X; exit 3", {}, (3, "said\ntold\nso\n"), 3),
+        ("echo said; sleep 5", {"seconds": 1.0}, (None, "said\n"), -9),
     ],
 )
 def test_a_program_is_ended_after_its_time(
-    script: str,
-    seconds: float | None,
-    answer: tuple[int | None, str],
-    ending: int,
-    monkeypatch: pytest.MonkeyPatch,
+    script: str, limit: Any, answer: tuple[int | None, str], ending: int, monkeypatch: Any
 ) -> None:
     """It has no input, a session of its own, and, unless told otherwise, a minute."""
-    started: list[subprocess.Popen[bytes]] = []
+    waited: list[tuple[float | None, subprocess.Popen[bytes]]] = []
 
     class Told(subprocess.Popen[bytes]):
-        def __init__(self, *given: Any, **more: Any) -> None:
-            super().__init__(*given, **more)
-            started.append(self)
+        def wait(self, timeout: float | None = None) -> int:
+            waited.append((timeout, self))
+            return super().wait(timeout)
 
     monkeypatch.setattr(subprocess, "Popen", Told)
-    limit = {} if seconds is None else {"seconds": seconds}
     assert machine.bounded(["sh", "-c", script], env={**os.environ, "X": "so"}, **limit) == answer
-    assert [process.returncode for process in started] == [ending]
-
-
-def test_a_program_gets_a_minute_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    process = Mock(**{"wait.return_value": 0})
-    monkeypatch.setattr(subprocess, "Popen", Mock(return_value=process))
-    machine.bounded(["true"])
-    process.wait.assert_called_once_with(60)
+    assert waited[0][0] == limit.get("seconds", 60)
+    assert waited[0][1].returncode == ending
 
 
 TWO = "two ranks did not start within 60 s"
