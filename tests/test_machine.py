@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sp_core import machine
-from sp_core.machine import JOB_VARIABLES, LAUNCH_PROBLEMS
+from sp_core.machine import JOB_SIZES, JOB_VARIABLES, LAUNCH_PROBLEMS
 
 HOSTNAME = "run this and read its error: mpiexec -n 2 hostname"
 
@@ -74,26 +74,22 @@ def test_the_number_of_a_node_is_that_of_its_host_and_boot(monkeypatch: pytest.M
     assert machine.node_number() == 193650345241001  # by b2sum
 
 
-@pytest.mark.parametrize("name", JOB_VARIABLES)
-def test_a_variable_of_a_launcher_says_that_this_is_a_job(
-    name: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "job", "tasks"),
+    [
+        (None, False, 1),
+        *((name, True, 1) for name in JOB_VARIABLES),
+        *((name, False, 4) for name in JOB_SIZES),
+    ],
+)
+def test_a_launcher_says_that_this_is_a_job_or_how_many_ranks_it_has_started(
+    name: str | None, job: bool, tasks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for other in JOB_VARIABLES:
-        monkeypatch.delenv(other, raising=False)
-    assert not machine.in_job()
-    monkeypatch.setenv(name, "0")
-    assert machine.in_job()
-
-
-@pytest.mark.parametrize("name", [None, "SLURM_STEP_NUM_TASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"])
-def test_a_launcher_says_how_many_ranks_it_has_started(
-    name: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for other in machine.JOB_SIZES:
+    for other in (*JOB_VARIABLES, *JOB_SIZES):
         monkeypatch.delenv(other, raising=False)
     if name:
         monkeypatch.setenv(name, "4")
-    assert machine.started_tasks() == (4 if name else 1)
+    assert (machine.in_job(), machine.started_tasks()) == (job, tasks)
 
 
 @pytest.mark.parametrize(
