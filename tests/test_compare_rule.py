@@ -88,6 +88,7 @@ def test_a_slower_head_is_never_judged_milder(
 
 @given(screens, confirms, deltas)
 @example([0.09] * 10, [0.09] * 20, DELTA)
+@example([0.3] * 10, [0.01] * 19 + [3.0], DELTA)  # a mean would be red
 def test_what_a_verdict_says_is_in_its_interval(
     screen: list[float], confirm: list[float], delta: float
 ) -> None:

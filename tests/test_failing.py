@@ -28,7 +28,7 @@ OF_MPI = (
 """Launches that depend on whose MPI it is."""
 OTHERS = (
     *(("inside", "torchrun"), ("thread", "torchrun"), ("atexit", "mpiexec")),
-    *(("wait", "mpiexec"), ("backward", "mpiexec"), ("SIGTERM", "mpiexec")),
+    *(("wait", "mpiexec"), ("SIGTERM", "mpiexec")),
     ("slow", "torchrun"),  # the others end after it though it ends late
 )
 
