@@ -83,7 +83,7 @@ def test_series_hold_the_median_of_each_run_in_the_order_of_recording() -> None:
     records = runs(3)
     again = [made.again(r, timing=made.timing(2, r.seconds * 3)) for r in records]
     (series,) = history.collect([*records, *again])
-    wanted = [((r.commit.sha or "")[:10], pytest.approx(2 * r.seconds)) for r in records]
+    wanted: list[Any] = [((r.commit.sha or "")[:10], pytest.approx(2 * r.seconds)) for r in records]
     assert [(point.commit, point.seconds) for point in series.points] == wanted
 
 

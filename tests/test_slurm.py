@@ -142,10 +142,18 @@ def test_the_job_runs_doctor_and_the_experiment_through_srun(
     cluster: dict[str, str], tmp_path: Path
 ) -> None:
     """It stops where the doctor finds something broken."""
-    more = ("--device", "cpu", *TINY, "--ranks", "2", "--out", tmp_path / "out")
-    run({**cluster, "BROKEN": "1"}, JOB, *more, code=1)
+    more: tuple[str | Path, ...] = (
+        "--device",
+        "cpu",
+        *TINY,
+        "--ranks",
+        "2",
+        "--out",
+        tmp_path / "out",
+    )
+    run({**cluster, "BROKEN": "1"}, JOB, "--device", "cpu", *tiny, code=1)
     assert called(cluster)[-1].endswith("-m sp_core doctor --device cpu")
-    assert run(cluster, JOB, *more).count("correct. ") == 1
+    assert run(cluster, JOB, "--device", "cpu", *tiny).count("correct. ") == 1
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {"strong_scaling_sp_cpu_p2.json", "strong_scaling_sp_cpu.png"}
     steps = [call.split()[:2] for call in called(cluster) if "benchmarks.worker" in call]

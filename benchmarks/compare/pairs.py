@@ -40,7 +40,9 @@ class Group:
 
     def __init__(self, records: Iterable[Record]) -> None:
         placed = ((record, record.pair) for record in records)
-        self.at = {(p.stage, p.index, p.side): record for record, p in placed if p}
+        self.at: dict[tuple[str, int, str], Record] = {
+            (pair.stage, pair.index, pair.side): record for record, pair in placed if pair
+        }
 
     def of(self, stage: str, *sides: str) -> list[Record]:
         """Return the records of some sides of a complete stage, in the order of its pairs."""

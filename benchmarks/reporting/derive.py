@@ -129,7 +129,7 @@ def _row(group: list[Record], fewest: int, slowest: float) -> Row:
     traffic = [count for name, count in (last.comm or {}).items() if name != "control"]
     moves = case.layer == "collectives" and case.ranks > 1 and traffic  # not only agreement
     algbw = _rate(traffic[0].bytes_result, seconds) if moves else None
-    busy = BUS.get(case.scheme, lambda _: 1.0)(case.ranks)
+    busy = BUS[case.scheme](case.ranks) if case.scheme in BUS else 1.0
     shares = [
         found["communication"].max_s / found["total"].max_s
         for found in phases

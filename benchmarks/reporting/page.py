@@ -19,7 +19,7 @@ from typing import Any
 import matplotlib
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup, escape
-from matplotlib.axes import Axes
+from matplotlib.axes import Axes as Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.ticker import LogLocator, NullLocator

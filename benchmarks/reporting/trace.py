@@ -104,8 +104,10 @@ class Log:
             setattr(comm, method, functools.partial(self._span, method, getattr(comm, method)))
         prepare = comm.prepare
 
-        def prepared(operation: Operation, *tensors: torch.Tensor | None) -> Callable[[], None]:
-            run = prepare(operation, *tensors)
+        def prepared(
+            operation: Operation, send: torch.Tensor | None, recv: torch.Tensor | None
+        ) -> Callable[[], None]:
+            run = prepare(operation, send, recv)
             return functools.partial(self._span, "run", lambda _: run(), operation)
 
         comm.prepare = prepared  # type: ignore[method-assign]
