@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -120,17 +121,14 @@ def test_help_of_coverage_needs_no_coverage(
     assert "Arguments go to pytest" in capsys.readouterr().out
 
 
-def test_coverage_is_told_also_of_tests_that_are_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps: list[list[str]] = []
-
-    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        steps.append(command[1:])
-        return subprocess.CompletedProcess(command, int("pytest" in command and red))
-
+@pytest.mark.parametrize("red", [False, True])
+def test_coverage_is_told_also_of_tests_that_are_red(
+    red: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Mock(side_effect=lambda command, **_: Mock(returncode=int("pytest" in command and red)))
     monkeypatch.setattr("ci.measure_coverage.subprocess.run", run)
-    for red in (False, True):
-        steps.clear()
-        assert measure_coverage.main(["tests/test_x.py"]) == int(red)
-        told = [step[2] for step in steps if step[1] == "coverage"]
-        assert told == ["erase", "run", "combine", "report", "xml"]
-        assert [step[-1] for step in steps if "pytest" in step] == ["tests/test_x.py"] * 2
+    assert measure_coverage.main(["tests/test_x.py"]) == int(red)
+    steps = [call.args[0][1:] for call in run.mock_calls]
+    told = [step[2] for step in steps if step[1] == "coverage"]
+    assert told == ["erase", "run", "combine", "report", "xml"]
+    assert [step[-1] for step in steps if "pytest" in step] == ["tests/test_x.py"] * 2

@@ -61,16 +61,6 @@ def test_a_reviewed_commit_is_pushed(server: Server, capsys: pytest.CaptureFixtu
     assert git(server.maintainer, "status", "--porcelain") == ""
 
 
-def test_a_pull_request_that_moved_is_refused(
-    server: Server, capsys: pytest.CaptureFixture[str]
-) -> None:
-    reviewed = server.propose(**{"sp_core/a.py": "2"})
-    moved = server.propose(**{"sp_core/a.py": "evil"})
-    assert promote_pr.main(["7", reviewed]) == 1
-    assert f"you reviewed {reviewed}, it is now {moved}" in capsys.readouterr().err
-    assert server.promoted() == ""
-
-
 def test_a_second_promotion_replaces_the_first_also_after_a_rebase(
     server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -103,15 +93,19 @@ def test_what_ci_runs_is_guarded_and_nothing_else() -> None:
     assert list(promote_pr.guarded([*GUARDED, *FREE])) == GUARDED
 
 
-def test_changes_of_what_ci_runs_are_refused(
+def test_changes_of_what_ci_runs_and_of_what_was_reviewed_are_refused(
     server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server.propose(**{"ci/\x1b[2J": "evil"})
+    reviewed = server.propose(**{"ci/\x1b[2J": "evil"})
     head = server.propose(**{"sp_core/a.py": "2"})
-    assert promote_pr.main(["7", head]) == 1
-    shown = capsys.readouterr()
-    assert "changes how CI runs" in shown.err
-    assert "\x1b" not in shown.err + shown.out
+    for arguments, told in (
+        ([head], "changes how CI runs"),
+        ([reviewed, "--allow-ci"], f"you reviewed {reviewed}, it is now {head}"),
+    ):
+        assert promote_pr.main(["7", *arguments]) == 1
+        shown = capsys.readouterr()
+        assert told in shown.err
+        assert "\x1b" not in shown.err + shown.out
     assert server.promoted() == ""
     assert promote_pr.main(["7", head, "--allow-ci"]) == 0
     assert server.promoted() == head

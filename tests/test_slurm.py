@@ -142,15 +142,7 @@ def test_the_job_runs_doctor_and_the_experiment_through_srun(
     cluster: dict[str, str], tmp_path: Path
 ) -> None:
     """It stops where the doctor finds something broken."""
-    more: tuple[str | Path, ...] = (
-        "--device",
-        "cpu",
-        *TINY,
-        "--ranks",
-        "2",
-        "--out",
-        tmp_path / "out",
-    )
+    tiny = (*TINY, "--ranks", "2", "--out", str(tmp_path / "out"))
     run({**cluster, "BROKEN": "1"}, JOB, "--device", "cpu", *tiny, code=1)
     assert called(cluster)[-1].endswith("-m sp_core doctor --device cpu")
     assert run(cluster, JOB, "--device", "cpu", *tiny).count("correct. ") == 1

@@ -10,21 +10,24 @@ import io
 import re
 from base64 import b64encode
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup, escape
-from matplotlib.axes import Axes as Axes
-from matplotlib.axis import Axis
-from matplotlib.figure import Figure, FigureBase
-from matplotlib.ticker import LogLocator, NullLocator
 
 from benchmarks.reporting.tables import Table, plain
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes as Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure, FigureBase
+else:
+    Axes = object  # matplotlib is slow to import
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b07aa1", "#9c7400", "#4aa3df")
 """After Okabe and Ito, jfly.uni-koeln.de/color; yellow and pink are darker, to be seen on white."""
@@ -65,8 +68,11 @@ SETTINGS: Any = {
 }
 
 
-styled = partial(matplotlib.rc_context, SETTINGS)
-"""Draw and save in the style of this module."""
+def styled() -> AbstractContextManager[None]:
+    """Draw and save in the style of this module."""
+    import matplotlib
+
+    return matplotlib.rc_context(SETTINGS)
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,8 @@ class Picture:
     @cached_property
     def figure(self) -> Figure:
         """The plot by itself."""
+        from matplotlib.figure import Figure
+
         figure = Figure(figsize=self.size, layout="constrained")
         self.onto(figure)
         return figure
@@ -150,15 +158,15 @@ def case_rows(axes: Axes, labels: Sequence[str], name: str) -> None:
 
 def log_axis(axis: Axis) -> None:
     """Make the y axis logarithmic, with few, plain numbers."""
-    axis.axes.set_yscale("log")
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_minor_locator(NullLocator())
+    axis.axes.set_yscale("log", subs=[])
+    locator: Any = axis.get_major_locator()
+    locator.set_params(subs=(1, 2, 5))
     axis.set_major_formatter("{x:,g}")
 
 
 def plain_ticks(axis: Axis, places: Sequence[float], labels: Sequence[str] | None = None) -> None:
     """Set ticks at these places and nowhere else."""
-    axis.set_minor_locator(NullLocator())
+    axis.set_ticks([], minor=True)
     axis.set_ticks(list(places), list(labels or (f"{place:g}" for place in places)))
 
 
@@ -288,6 +296,8 @@ TITLE = 60  # characters
 
 def overview(pictures: Sequence[Picture]) -> bytes:
     """Return plots as PNG, two in a row, a broad one alone."""
+    from matplotlib.figure import Figure
+
     rows, file = list[list[Picture]](), io.BytesIO()
     for picture in pictures:
         if rows and len(rows[-1]) == 1 and not (rows[-1][0].broad or picture.broad):
