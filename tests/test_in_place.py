@@ -16,7 +16,6 @@ import torch
 from hypothesis import strategies as st
 from oracle.attention_check import Results, Shards, check_attention
 from oracle.strategies import AttentionProblem
-from oracle.window_cases import use_window
 
 import sp_core as sp
 from sp_core.schemes import SCHEMES, problem
@@ -31,6 +30,8 @@ PLAIN = AttentionProblem(
     *("normal", "normal", (True, True, True), "plain", 7),
     late=True,
 )
+ODD: dict[str, Any] = {"head_dim": 5, "layout": "contiguous", "kv_layout": "contiguous"}
+ODD |= {"mask": sp.Mask(causal=True), "seq_len": 37, "kv_len": 37}
 IN_RANK_ORDER = {"reduce_scatter": "pairwise"}
 SECONDS = 2e-3
 
@@ -93,6 +94,8 @@ def test_ranks_that_fall_behind_change_no_bit(comm: Any, name: str, seed: int, c
         replace(PLAIN, seed=seed + 1, mask=sp.Mask(causal=True), storage="transposed"),
         # here ranks see others' keys but not their own
         replace(PLAIN, seed=seed + 2, layout="contiguous", mask=sp.Mask(window=1)),
+        # the last rank sends its keys to no other
+        *(replace(PLAIN, **ODD, storage=storage) for storage in ("transposed", "padded")),
     ]
     with sp.Mesh(comm, algorithm=IN_RANK_ORDER, sp=comm.size) as mesh:
         wanted = several(mesh, name, problems)
@@ -126,21 +129,6 @@ def test_sums_are_read_before_another_rank_writes_its_next() -> None:
     for found, wanted in run_threads(2, body):
         for mine, other in zip(found, wanted, strict=True):
             assert all(torch.equal(mine[what], x) for what, x in other.items())
-
-
-@pytest.mark.parametrize("storage", ["transposed", "padded"])
-@spmd(2)
-def test_keys_that_lie_otherwise_in_memory_change_no_bit(comm: Any, storage: str) -> None:
-    """Of a ring, against messages: also on the last rank, which sends its keys to no other."""
-    changes: Any = {"seq_len": 37, "kv_len": 37, "head_dim": 5, "mask": sp.Mask(causal=True)}
-    changes |= {"layout": "contiguous", "kv_layout": "contiguous", "storage": storage}
-    results = list[Results]()
-    for transport in ("host", "window"):
-        with sp.Mesh(comm, transport=transport, sp=comm.size) as mesh:
-            shards = Shards(replace(PLAIN, **changes), comm.rank, comm.size, mesh.device)
-            scheme = functools.partial(sp.ring_attention, comm=mesh["sp"])
-            results.append(shards.results(scheme))
-    assert all(torch.equal(x, results[1][what]) for what, x in results[0].items())
 
 
 def test_a_backward_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,31 +268,3 @@ def test_no_memory_for_a_room_is_an_error_on_all_ranks(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(HostMemory, "allocate", small)
     run_threads(3, body)
-
-
-@spmd()
-def test_ring_attention_sends_nothing_through_the_host_beside_a_window_on_a_device(
-    comm: Any,
-) -> None:
-    """Blocks and their gradients go through the window, with the bits and counts of messages."""
-    seen = []
-    for name in ("host", "window"):
-        with sp.Mesh(comm, sp=comm.size) as mesh:
-            group, size = mesh["sp"], comm.size
-            if name == "window":
-                use_window(group, 40 * size, on_device=True)
-                vars(group.transport)["exchange"] = None
-            sharding = sp.Sharding.contiguous(7 * size + 1, size)
-            length, random = sharding.local_len(comm.rank), torch.Generator().manual_seed(comm.rank)
-            q, k, v = (torch.randn(4, length, 2, 2, generator=random) for _ in range(3))
-            leaves = [x.requires_grad_() for x in (q, k, v)]
-            for window in (None, 9):
-                mask = sp.Mask(causal=True, window=window)
-                out = sp.ring_attention(*leaves, comm=group, sharding=sharding, mask=mask)
-                assert isinstance(out, torch.Tensor)
-                grads = torch.autograd.grad(out.square().sum(), leaves)
-                counts = group.counters["ring"]
-                figures = torch.tensor([counts.messages, counts.bytes_sent])
-                seen.append([out, *grads, figures])
-    for others, found in zip(seen[:2], seen[2:], strict=True):
-        assert all(map(torch.equal, others, found))

@@ -214,21 +214,6 @@ def test_every_rank_chooses_by_the_bytes_of_the_whole_vector(
     assert seen == [{72 * (3 if op == "all_gather" else 1)}] * 3
 
 
-def test_the_default_of_a_mesh_is_used_where_a_call_says_auto() -> None:
-    def body(comm: Any) -> list[int]:
-        with sp.Mesh(comm, algorithm="all_gather=bruck, all_reduce=mpi", sp=comm.size) as mesh:
-            group = mesh["sp"]
-            sent = []
-            for algorithm in ("auto", "ring", "mpi"):
-                group.counters.reset()
-                sp.all_gather(torch.ones(3), comm=group, algorithm=algorithm)
-                sp.all_reduce(torch.ones(3), comm=group)
-                sent.append(group.counters.total().messages)
-            return sent
-
-    assert run_threads(5, body) == [[3, 4, 0]] * 5
-
-
 def test_the_gradient_goes_by_an_algorithm_of_that_name_or_by_the_default() -> None:
     def body(comm: Any) -> tuple[int, int]:
         with sp.Mesh(comm, algorithm={"reduce_scatter": "pairwise"}, sp=comm.size) as mesh:
@@ -260,8 +245,3 @@ def test_a_vector_is_moved_by_one_call_that_does_not_block() -> None:
     task = operation("all_reduce", 0, 2, (len(x),), itemsize=4)
     HostTransport(comm).start(task, x, torch.empty_like(x))
     assert (comm.Iallreduce.call_count, comm.Allreduce.call_count) == (1, 0)
-
-
-def test_the_backward_of_a_shift_takes_lengths_as_they_arrived() -> None:
-    shift = maps.Shift(Mock(size=3), 0, (1, 2, 4), offset=1)
-    assert shift.transpose == replace(shift, offset=-1, sizes=(4, 1, 2))
