@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -357,20 +358,17 @@ def test_the_doctor_says_what_auto_decides_by(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SP_TUNING_DIR", str(tmp_path))
-    there, text = measuring.told()
-    assert not there
-    assert text.startswith("none; ")
-    assert "doctor --measure" in text
     path = default_path(fingerprint())
-    path.write_text("{")
-    there, text = measuring.told()
-    assert not there
-    assert "cannot be read" in text
-    save(replace(PLAIN, fingerprint=fingerprint(), error=(0.25, 0.5)), path)
-    there, text = measuring.told()
-    assert there
-    assert "1/beta 10.0 GB/s" in text
-    assert "25% (median) or 50%" in text
+    known = replace(PLAIN, fingerprint=fingerprint(), error=(0.25, 0.5))
+    for prepare, usable_, texts in (
+        (str, False, ("none; ", "doctor --measure")),
+        (partial(path.write_text, "{"), False, ("cannot be read",)),
+        (partial(save, known, path), True, ("1/beta 10.0 GB/s", "25% (median) or 50%")),
+    ):
+        prepare()
+        there, text = measuring.told()
+        assert there == usable_
+        assert [part in text for part in texts] == [True] * len(texts)
 
 
 def test_an_error_names_the_variable_that_chose_the_file(
