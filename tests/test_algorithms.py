@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from itertools import combinations, product
 from typing import Any
 
@@ -171,6 +172,25 @@ def test_deterministic_is_bitwise_the_sum_in_the_order_of_the_ranks(
         )
         result = result.wait() if start else result
     assert torch.equal(result, part_of(total, counts, 0, comm.rank) if arguments else total)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [1, 3, 7])
+def test_a_sum_is_that_of_a_loop_wherever_it_is_written(length: int, dtype: torch.dtype) -> None:
+    """Into memory of its own or into that of an addend. Beside it nothing changes."""
+    for count, place in product(range(1, 5), range(5)):
+        draws = torch.randn(5, length + 2, generator=torch.Generator().manual_seed(count))
+        memory = (draws * torch.tensor([[1e6], [1], [-1e6], [10], [1]])).to(dtype)
+        wanted, rooms = memory.clone(), torch.full((2 * length + 2,), torch.nan)
+        parts, wide = [*memory[:count, 1:-1]], (rooms[1 : length + 1], rooms[length + 1 : -1])
+        wanted[place, 1:-1] = in_rank_order(parts)
+        work = combining.combination(
+            memory[place, 1:-1], parts, wide, "sum", lambda into, part: partial(into.copy_, part)
+        )
+        assert bool([one() for one in work]) == (count > 1 or place > 0)
+        first = int(2 <= place < count and dtype == torch.float32)  # then it adds in the first one
+        assert torch.equal(memory[first:], wanted[first:])
+        assert rooms[[0, -1]].isnan().all()
 
 
 def test_sends_need_not_be_complete_where_the_result_has_memory_of_its_own() -> None:

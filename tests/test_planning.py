@@ -169,7 +169,7 @@ def test_a_figure_of_this_machine_is_told_unless_it_was_given(
     here = Tuning(fingerprint(), (0, 0), {"node": curve}, curve, curve)
     save(here, default_path(here.fingerprint))
     monkeypatch.setattr(planning, "timed_flops", lambda head_dim: 1e9)
-    figures = ["--flops", "1e14", "--node-link", "100gbit,1us"] if given else []
+    figures = ["--flops", "1e-3", "--node-link", "100gbit,1us"] if given else []
     sizes = ["plan", "--seq", "65536", "--ranks", "64", "--heads", "32", "--ranks-per-node", "2"]
     assert main([*sizes, "--link", "25gbit,10us", *figures]) == 0
     told = re.findall(r"Assumed.* here.*\((--[a-z-]+)\)", capsys.readouterr().out)
@@ -287,6 +287,19 @@ def test_a_command_gets_its_words_and_gives_its_exit_code(
     }
     for one, what in zip(call.args, wanted[command], strict=True):
         assert isinstance(one, what) if isinstance(what, type) else one == what
+
+
+def test_a_reader_that_has_gone_ends_a_command_without_a_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is left to print goes nowhere."""
+    system = Mock(**{"open.return_value": 77})
+    monkeypatch.setattr("sp_core.doctor.main", Mock(side_effect=BrokenPipeError))
+    monkeypatch.setattr("sp_core.__main__.os", system)
+    monkeypatch.setattr(sys, "stdout", Mock(**{"fileno.return_value": 5}))
+    assert main(["doctor"]) == 1
+    system.open.assert_called_once_with(system.devnull, system.O_WRONLY)
+    system.dup2.assert_called_once_with(77, 5)
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
