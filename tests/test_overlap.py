@@ -18,7 +18,7 @@ import sp_core as sp
 from sp_core.attention import tiles
 from sp_core.schemes import SCHEMES, problem, tp_sp
 from sp_core.schemes.heads import GROUPS
-from sp_core.testing import run_threads
+from sp_core.testing import run_threads, spmd
 
 SIZE = 3
 PLAIN = AttentionProblem(
@@ -148,29 +148,20 @@ def test_the_next_piece_travels_while_this_one_is_computed(
     run_threads(SIZE, body)
 
 
+@spmd(SIZE)
 def test_what_is_under_way_is_asked_after_between_pieces_of_the_computation(
-    monkeypatch: pytest.MonkeyPatch,
+    comm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In each step twice in each piece, and once after it."""
     monkeypatch.setattr(tiles, "POLLED_ROWS", 2)  # of the 4 queries of a rank
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        log, asked, poll = Log(), list[int](), mesh["sp"].poll
+        log.listen(mesh["sp"])
 
-    def body(comm: Any) -> None:
-        with sp.Mesh(comm, sp=comm.size) as mesh:
-            log = Log()
-            log.listen(mesh["sp"])
-            asked: list[int] = []
-            poll = mesh["sp"].poll
+        def counted() -> None:
+            asked.append(sum(event == "start" for event, _ in log.mine))
+            poll()
 
-            def counted() -> None:
-                asked.append(sum(event == "start" for event, _ in log.mine))
-                poll()
-
-            mesh["sp"].poll = counted  # type: ignore[method-assign]
-            Shards(PLAIN, comm.rank, comm.size, mesh.device).run(
-                functools.partial(sp.ring_attention, comm=mesh["sp"])
-            )
-            assert (
-                asked.count(1) >= 3 * GROUPS
-            )  # in the first step, twice in each piece and once after it
-            assert asked.count(2) >= 3 * GROUPS
-
-    run_threads(SIZE, body)
+        mesh["sp"].poll = counted  # type: ignore[method-assign]
+        attend("ring", sp.Mask(), mesh)()
+        assert min(asked.count(1), asked.count(2)) >= 3 * GROUPS

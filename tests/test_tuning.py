@@ -20,7 +20,7 @@ import sp_core as sp
 from sp_core import measuring, schedules
 from sp_core.mesh import fingerprint
 from sp_core.schedules import ALGORITHMS, SCHEDULED, operation, program_of, usable
-from sp_core.testing import given, run_threads, spmd
+from sp_core.testing import given, spmd
 from sp_core.tuning import (
     Curve,
     FileError,
@@ -342,16 +342,15 @@ def test_a_named_file_that_is_not_there_is_an_error_on_every_rank(comm: Any) -> 
         sp.Mesh(comm, tuning="/nonexistent/tuning.json", sp=2)
 
 
-def test_the_environment_names_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@spmd(2)
+def test_the_environment_names_a_file(
+    comm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "mine.json"
     save(timed({"all_reduce": {"mpi": 1.0, "ring": 0.1}}), path)
     monkeypatch.setenv("SP_TUNING", str(path))
-
-    def body(comm: Any) -> str:
-        with sp.Mesh(comm, sp=comm.size) as mesh:
-            return sp.plan("all_reduce", torch.ones(4), comm=mesh["sp"]).algorithm
-
-    assert run_threads(2, body) == ["ring", "ring"]
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        assert sp.plan("all_reduce", torch.ones(4), comm=mesh["sp"]).algorithm == "ring"
 
 
 def test_the_doctor_says_what_auto_decides_by(
