@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,36 @@ from sp_core.schedules import (
 )
 from sp_core.schedules.program import AHEAD
 from sp_core.transport.host import are_equal
+
+TASKS: list[tuple[str, int, int, tuple[Any, ...], int, bool, int]] = [
+    ("all_gather", 1, 0, ((2,), (1, 2, 4), 4), 7, False, 2 * 2),
+    ("reduce_scatter", 1, 0, ((1, 2, 4), (2,), 4), 7, True, 1 + 4),
+    ("all_to_all", 1, 0, ((1, 2, 4), (2, 2, 2), 4), 3 * 4, False, 1 + 4),
+    ("all_reduce", 1, 0, ((7,), (7,), 7), 7, True, 7),
+    ("shift", 1, 4, ((2,), (1,), 4), 4, False, 2),
+    ("shift", 1, -1, ((2,), (4,), 4), 4, False, 2),
+    ("broadcast", 1, 4, ((7,), (), 7), 7, False, 2 * 7),
+    ("broadcast", 0, 1, ((), (7,), 7), 7, False, 0),
+    ("reduce", 1, -2, ((7,), (7,), 7), 7, True, 0),
+    ("reduce", 0, 1, ((7,), (), 7), 7, True, 7),
+]
+"""A rank's part in an operation of three ranks with pieces of 1, 2 and 4 elements: its root (or
+offset), sizes sent and received, the longest one, elements in all, whether it adds, and elements
+sent."""
+
+
+@pytest.mark.parametrize(("op", "rank", "root", "sizes", "elements", "adds", "sent"), TASKS)
+def test_operations_are_as_counted_by_hand(
+    op: str, rank: int, root: int, sizes: tuple[Any, ...], elements: int, adds: bool, sent: int
+) -> None:
+    task = operation(op, rank, 3, (1, 2, 4), root)
+    assert task == (op, rank, 3, *sizes, root % 3, "sum", 1, None, (), 0, 0, False, False)
+    assert (task.reduces, task.elements, task.bytes_sent) == (adds, elements, sent)
+    task, single = task._replace(itemsize=8), operation(op, 0, 1, (1,))
+    assert (task.nbytes, task.bytes_sent) == (8 * elements, 8 * sent)
+    assert (single.bytes_sent, len([*single.chunks(1)])) == (0, 1)
+    parts = [(*part.send, *part.recv, part.longest) for _, part in task.chunks(3)]
+    assert list(map(sum, zip(*parts, strict=True))) == [*task.send, *task.recv, task.longest]
 
 
 def test_pieces_have_one_length_on_all_ranks_or_on_none() -> None:

@@ -9,6 +9,7 @@ import re
 import threading
 from collections.abc import Collection
 from contextlib import suppress
+from functools import partial
 from itertools import accumulate, chain, product
 from pathlib import Path
 from typing import Any
@@ -247,23 +248,30 @@ def test_tensors_of_the_others_outlive_the_communicator_and_others_are_refused(c
         assert sp.peer(x, comm.rank, comm=group) is x
         assert group.window is not None
         assert group.window.number(x.view(-1)[1:]) == -1
-        given_: Any = (x[1:], x[:1], x.t(), x.view(torch.int32), x.to_sparse(), torch.ones(2))
-        for kind, text, wrong in (
-            *((sp.RankError, r"\(it has shared memory\)", (part, 0, group)) for part in given_),
-            (sp.RankError, "='host'", (x, 0, other["sp"])),
-            (sp.RankError, "rank 99", (x, 99, group)),
-            (TypeError, "Pass what shared_empty gave", (3, 0, group)),
-            (sp.RankError, "has been freed", (x, 0, freed)),
+        wrong: Any = (x[1:], x[:1], x.t(), x.view(torch.int32), x.to_sparse(), torch.ones(2))
+        for kind, text, call in (
+            *(
+                (sp.RankError, r"\(it has shared memory\)", partial(sp.peer, part, 0, comm=group))
+                for part in wrong
+            ),
+            (sp.RankError, "='host'", partial(sp.peer, x, 0, comm=other["sp"])),
+            (sp.RankError, "rank 99", partial(sp.peer, x, 99, comm=group)),
+            (TypeError, "Pass what shared_empty gave", partial(sp.peer, 3, 0, comm=group)),  # type: ignore[arg-type]
+            (sp.RankError, "has been freed", partial(sp.peer, x, 0, comm=freed)),
+            (
+                sp.DtypeError,
+                "rank 0: .*no complex numbers",
+                partial(sp.shared_empty, (1,), dtype=torch.complex64, comm=group),
+            ),
+            (
+                sp.ShapeError,
+                "rank 0: .*pass lengths >= 0",
+                partial(sp.shared_empty, (-1,), comm=group),
+            ),
         ):
             with pytest.raises(kind, match=text):
-                sp.peer(*wrong[:2], comm=wrong[2])
+                call()
         assert sp.shared_empty((0, 2), comm=group).shape == (0, 2)
-        for kind, text, shape, dtype in (
-            (sp.DtypeError, "no complex numbers", (1,), torch.complex64),
-            (sp.ShapeError, "pass lengths >= 0", (-1,), torch.float32),
-        ):
-            with pytest.raises(kind, match=f"rank 0: .*{text}"):
-                sp.shared_empty(shape, dtype=dtype, comm=group)
     assert x[0, 0].item() == comm.rank
 
 
