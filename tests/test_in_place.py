@@ -142,9 +142,7 @@ def test_keys_that_lie_otherwise_in_memory_change_no_bit(comm: Any, storage: str
     assert all(torch.equal(x, results[1][what]) for what, x in results[0].items())
 
 
-@pytest.mark.mpi_skip
-@spmd(2)
-def test_a_backward_leaves_nothing_under_way(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backward_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also on a rank that all others wait for in the end: its last two operations end as one."""
     arrived = SharedSums.arrived
 
@@ -156,12 +154,15 @@ def test_a_backward_leaves_nothing_under_way(comm: Any, monkeypatch: pytest.Monk
             window.advance()
         return arrived(sums)
 
+    def body(comm: Any) -> None:
+        with sp.Mesh(comm, transport="window", check="off", sp=comm.size) as mesh:
+            leave_alone(mesh["sp"])
+            shards = Shards(PLAIN, comm.rank, comm.size, mesh.device)
+            shards.results(functools.partial(sp.ring_attention, comm=mesh["sp"]))
+            assert not mesh["sp"]._pending
+
     monkeypatch.setattr(SharedSums, "arrived", last)
-    with sp.Mesh(comm, transport="window", check="off", sp=comm.size) as mesh:
-        leave_alone(mesh["sp"])
-        shards = Shards(PLAIN, comm.rank, comm.size, mesh.device)
-        shards.results(functools.partial(sp.ring_attention, comm=mesh["sp"]))
-        assert not mesh["sp"]._pending
+    run_threads(2, body)
 
 
 HOMES = ("the first", "the second", "the third", "a part of one", "plain memory")
@@ -255,12 +256,21 @@ def test_another_algorithm_is_respected_and_other_transports_have_messages(comm:
                 )
 
 
-@pytest.mark.mpi_skip
-@spmd(3)
-def test_no_memory_for_a_room_is_an_error_on_all_ranks(
-    comm: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_memory_for_a_room_is_an_error_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     allocate, most = HostMemory.allocate, 1 << 16
+
+    def body(comm: Any) -> None:
+        with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
+            shards = Shards(
+                replace(PLAIN, seq_len=300, kv_len=300), comm.rank, comm.size, mesh.device
+            )
+            for scheme in (sp.ring_attention, sp.allgather_kv_attention):
+                with pytest.raises(
+                    sp.RankError,
+                    match=r"bytes of shared memory were asked for.*No space left.*transport='host'",
+                ):
+                    shards.run(functools.partial(scheme, comm=mesh["sp"]))
+            assert sp.all_reduce(torch.ones(2), comm=mesh["sp"]).tolist() == [comm.size] * 2
 
     def small(memory: HostMemory, nbytes: int) -> tuple[torch.Tensor, Offer]:
         if nbytes > most:
@@ -268,12 +278,4 @@ def test_no_memory_for_a_room_is_an_error_on_all_ranks(
         return allocate(memory, nbytes)
 
     monkeypatch.setattr(HostMemory, "allocate", small)
-    with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
-        shards = Shards(replace(PLAIN, seq_len=300, kv_len=300), comm.rank, comm.size, mesh.device)
-        for scheme in (sp.ring_attention, sp.allgather_kv_attention):
-            with pytest.raises(
-                sp.RankError,
-                match=r"bytes of shared memory were asked for.*No space left.*transport='host'",
-            ):
-                shards.run(functools.partial(scheme, comm=mesh["sp"]))
-        assert sp.all_reduce(torch.ones(2), comm=mesh["sp"]).tolist() == [comm.size] * 2
+    run_threads(3, body)

@@ -335,25 +335,27 @@ WITHOUT: dict[str, Any] = {
 }
 
 
-@pytest.mark.mpi_skip
 @pytest.mark.parametrize("reason", sorted(WITHOUT))
-@spmd(3)
 def test_without_common_memory_the_others_carry_on_and_the_reason_is_known(
-    comm: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+    reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One rank finds out; all take the same way.
 
     To ask for the window is then an error on all ranks, before a message.
     """
     monkeypatch.setattr(shared, *WITHOUT[reason])
-    with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
-        group = mesh["sp"]
-        assert group.window is None
-        assert re.search(reason, group.no_window)
-        assert sp.all_reduce(torch.ones(3), comm=group).tolist() == [comm.size] * 3
-        with pytest.raises(ValueError, match=reason):
-            sp.all_reduce(torch.ones(3), comm=group, algorithm="window")
-        x = sp.shared_empty((2,), comm=group)
-        sp.fence(comm=group)
-        with pytest.raises(sp.RankError, match=reason):
-            sp.peer(x, 0, comm=group)
+
+    def body(comm: Any) -> None:
+        with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
+            group = mesh["sp"]
+            assert group.window is None
+            assert re.search(reason, group.no_window)
+            assert sp.all_reduce(torch.ones(3), comm=group).tolist() == [comm.size] * 3
+            with pytest.raises(ValueError, match=reason):
+                sp.all_reduce(torch.ones(3), comm=group, algorithm="window")
+            x = sp.shared_empty((2,), comm=group)
+            sp.fence(comm=group)
+            with pytest.raises(sp.RankError, match=reason):
+                sp.peer(x, 0, comm=group)
+
+    run_threads(3, body)
