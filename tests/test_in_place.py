@@ -113,7 +113,7 @@ def test_sums_are_read_before_another_rank_writes_its_next() -> None:
         wait(*args)
         time.sleep(0.05)
 
-    def body(comm: Any) -> list[Results]:
+    def body(comm: Any) -> list[list[Results]]:
         with sp.Mesh(comm, transport="window", check="off", sp=comm.size) as mesh:
             leave_alone(mesh["sp"])
             if comm.rank == 0:
