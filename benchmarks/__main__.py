@@ -26,7 +26,7 @@ PROGRAMS = {
     "netlab": "benchmarks.contests.netlab.table:netlab",
     "peers": "benchmarks.contests.peers.table:peers",
     "peers_model": "benchmarks.contests.peers.models:models",
-    "peers_decoding": "benchmarks.contests.peers.decoding:decoding",
+    "peers_decoding": "benchmarks.contests.peers.models:decoding",
     "gpu": "benchmarks.contests.gpu:gpu",
     "train": "benchmarks.training.contest:train",
 }

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -12,13 +12,16 @@ SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__py
 
 @cache
 def source_files() -> list[bytes]:
-    """Return the standard library's .py files that are not empty, in the order of their names.
+    """Return the standard library's .py files that are not empty, folder by folder.
 
     Raises:
         RuntimeError: no source was found, as in an interpreter that ships only compiled modules.
     """
-    library = Path(sysconfig.get_path("stdlib"))
-    found = [text for text in _sources(library) if text]
+    library, found = sysconfig.get_path("stdlib"), list[bytes]()
+    for folder, names, files in os.walk(library):
+        names[:] = sorted({*names} - SKIPPED)
+        texts = (Path(folder, name).read_bytes() for name in sorted(files) if name.endswith(".py"))
+        found += filter(None, texts)
     if not found:
         raise RuntimeError(
             f"no .py files under {library}: this Python has no source of its standard library."
@@ -30,11 +33,3 @@ def source_bytes(count: int) -> bytes:
     """Return the first `count` bytes of the library's source; at its end it starts again."""
     text = b"".join(source_files())
     return (text * -(-count // len(text)))[:count]
-
-
-def _sources(folder: Path) -> Iterator[bytes]:
-    for path in sorted(folder.iterdir()):
-        if path.is_dir() and path.name not in SKIPPED:
-            yield from _sources(path)
-        elif path.suffix == ".py" and path.is_file():
-            yield path.read_bytes()

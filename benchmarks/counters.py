@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from msgspec.structs import replace
 
@@ -21,6 +22,7 @@ from benchmarks.cases.setting import module_of
 from benchmarks.launching import about, parse
 from benchmarks.records import Case
 from benchmarks.sample import peak_memory, undisturbed
+from sp_core.testing import run_threads
 
 TABLE = Path(__file__).with_name("counters.json")
 SIZES = (1, 2, 3, 4)
@@ -73,34 +75,20 @@ def count(cases: Sequence[Case], comm: Any) -> Table:
     }
 
 
-def count_on_threads(ranks: int) -> Table:
-    """Count all chosen cases, with ranks as threads of this process."""
-    from sp_core.testing import run_threads
-
-    with undisturbed():  # a cycle that is collected in the middle of a step would change its peak
-        return run_threads(ranks, lambda comm: count(chosen(ranks), comm), timeout=SECONDS)[0]
-
-
 def differences(found: Table, table: Table) -> list[str]:
     """Return what differs, as "case P=p: what: table -> found"."""
     told = [f"{name}: no longer measured" for name in table if name not in found]
-    for name, entry in found.items():
-        if name not in table:
-            told.append(f"{name}: not in the table")
-            continue
-        fields = sorted({*entry, *table[name]})
-        told += [
-            f"{name}: {field}: {table[name].get(field)} -> {entry.get(field)}"
-            for field in fields
-            if entry.get(field) != table[name].get(field)
-        ]
+    told += [f"{name}: not in the table" for name in found if name not in table]
+    for name in sorted({*found} & {*table}):
+        was, now = table[name], found[name]
+        fields = [field for field in sorted({*was, *now}) if was.get(field) != now.get(field)]
+        told += [f"{name}: {field}: {was.get(field)} -> {now.get(field)}" for field in fields]
     return told
 
 
 def load() -> Table:
     """Read the committed table."""
-    table: Table = json.loads(TABLE.read_text())
-    return table
+    return cast("Table", json.loads(TABLE.read_text()))
 
 
 def text(table: Table) -> str:
@@ -116,8 +104,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Compare or write the table; 0 if it is exact, 1 if something differs."""
     options = parse("counters", __doc__, OPTIONS, arguments)
     found: Table = {}
-    for ranks in SIZES:
-        found |= count_on_threads(ranks)
+    for cases in map(chosen, SIZES):
+        with undisturbed():  # a cycle collected in the middle of a step would change its peak
+            found |= run_threads(cases[0].ranks, partial(count, cases), timeout=SECONDS)[0]
     told = differences(found, load() if TABLE.exists() else {})
     print("\n".join([*told, f"{len(found)} entries, {len(told)} differences from {TABLE.name}"]))
     if options.write:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -226,11 +226,10 @@ def run(
 
 def commit(root: Path = ROOT) -> Record:
     """Return the hash of the commit that is checked out, and whether files differ from it."""
-    sha = git(root, "rev-parse", "HEAD")
-    changed = git(
-        root, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results"
-    )
-    return {"sha": sha, "dirty": None if sha is None or changed is None else bool(changed)}
+    options = ("--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
+    changed = git(root, "status", *options)
+    dirty = None if changed is None else bool(changed)
+    return {"sha": git(root, "rev-parse", "HEAD"), "dirty": dirty}
 
 
 def write_json(path: Path, document: Any) -> None:
@@ -306,11 +305,9 @@ def process(
 
 def told(folder: Path) -> Record | None:
     """Return the latest news of rank 0; None if there is none, or it is half written."""
-    try:
-        news: Record = json.loads((folder / "progress").read_text())
-    except (OSError, ValueError):
-        return None
-    return news
+    with contextlib.suppress(OSError, ValueError):
+        return cast("Record", json.loads((folder / "progress").read_text()))
+    return None
 
 
 def failure(code: int | None, output: str, timeout: float, doing: str) -> Record:
@@ -339,13 +336,10 @@ def failure(code: int | None, output: str, timeout: float, doing: str) -> Record
 
 def git(root: Path, *arguments: str) -> str | None:
     """Return the output of git in a checkout; None if it fails."""
-    try:
-        answer = subprocess.run(
-            ["git", *arguments], cwd=root, capture_output=True, text=True, timeout=30, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return answer.stdout.strip()
+    how: Record = {"cwd": root, "capture_output": True, "text": True, "timeout": 30}
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return str(subprocess.run(["git", *arguments], check=True, **how).stdout).strip()
+    return None
 
 
 def program(

@@ -132,9 +132,9 @@ def run_launch(
         The last lines of the ranks' output if the launch went wrong.
     """
     before, found = len(records.read(setting.out).records), dict(INTERRUPTED)
-    measure = "benchmarks.cases.session:measure"
+    job = (ranks, "benchmarks.cases.session:measure", setting, launch)
     try:
-        found = launching.run(ranks, measure, setting, launch, progress, root=root)
+        found = launching.run(*job, progress, root=root)
     finally:
         complete(cases, records.read(setting.out).records[before:], setting, found)
     return str(found.get("output", ""))
@@ -169,18 +169,15 @@ def _run_all(plan: Plan, setting: Setting, launch: Launch, root: Path) -> int:
     earlier = len(records.read(setting.out).records)
     try:
         for ranks, cases in plan.items():
-            heard = tables.following(f"P = {ranks}")
-            output = run_launch(ranks, cases, setting, launch, root, heard)
-            tables.say(f"P = {ranks}: done")
+            name = f"P = {ranks}"
+            output = run_launch(ranks, cases, setting, launch, root, tables.following(name))
+            tables.say(f"{name}: done")
             if output:
-                tables.say(
-                    f"P = {ranks} went wrong; the last lines of its output:\n{output}",
-                    "red",
-                )
+                tables.say(f"{name} went wrong; the last lines of its output:\n{output}", "red")
     except KeyboardInterrupt:
-        done = records.read(setting.out).records[earlier:]
-        complete(chain(*plan.values()), done, setting, INTERRUPTED)
         print("\nbench: interrupted; what is complete is kept.", file=sys.stderr)
+    done = records.read(setting.out).records[earlier:]
+    complete(chain(*plan.values()), done, setting, INTERRUPTED)
     found = records.read(setting.out).records[earlier:]
     for table in [*tables.per_ranks(derive.rows(found)), *tables.failures(found)]:
         tables.show(table)

@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -70,15 +70,12 @@ class Counts:
 def choose(step_s: float, meeting_s: float, budget: Budget) -> Counts:
     """Return the counts for a step of `step_s` seconds, if sync and barrier take `meeting_s`."""
     step_s = max(step_s, 1e-7)
-    longest = max(1, int(budget.seconds / budget.fewest / step_s))
-    enough = max(
-        meeting_s / OVERHEAD, budget.seconds / budget.most
-    )  # a sample; short steps fill the time too
+    longest = int(budget.seconds / budget.fewest / step_s)
+    enough = max(meeting_s / OVERHEAD, budget.seconds / budget.most)  # short steps fill the time
     inner = max(1, min(math.ceil(enough / step_s), longest))
     samples = min(max(int(budget.seconds / (inner * step_s)), budget.fewest), budget.most)
-    return Counts(
-        min(max(math.ceil(budget.warmup_s / (inner * step_s)), 1), budget.fewest), inner, samples
-    )
+    warmup = min(max(math.ceil(budget.warmup_s / (inner * step_s)), 1), budget.fewest)
+    return Counts(warmup, inner, samples)
 
 
 def step_seconds(spans: Sequence[Sequence[Span]], inner: int) -> list[list[float]]:
@@ -93,8 +90,7 @@ def timing(spans: Sequence[Sequence[Span]], inner: int) -> dict[str, Any]:
         spans: starts and ends of each sample by one clock, `[rank][sample]`.
         inner: steps of a sample.
     """
-    whole = makespans(spans)
-    steps = [seconds / inner for seconds in whole]
+    steps = [seconds / inner for seconds in makespans(spans)]
     by_rank = [statistics.median(seconds) for seconds in step_seconds(spans, inner)]
     starts = [[start for start, _ in ranks] for ranks in zip(*spans, strict=True)]
     skews = sorted(max(ranks) - min(ranks) for ranks in starts)
@@ -107,7 +103,7 @@ def timing(spans: Sequence[Sequence[Span]], inner: int) -> dict[str, Any]:
         "median_s": statistics.median(steps),
         "imbalance": max(by_rank) / statistics.mean(by_rank),
         "barrier_skew_s": {"median": statistics.median(skews), "p95": p95, "max": skews[-1]},
-        "skew_limited": p95 > SKEW_LIMIT * statistics.median(whole),
+        "skew_limited": p95 > SKEW_LIMIT * inner * statistics.median(steps),
     }
 
 
@@ -136,9 +132,8 @@ def agree(
     for _ in range(PILOT_BARRIERS):
         sync()
         world.Barrier()
-    meeting = (time.perf_counter() - start) / PILOT_BARRIERS
-    agreed: Counts = world.bcast(choose(slowest, max(world.allgather(meeting)), budget))
-    return agreed
+    meeting = max(world.allgather((time.perf_counter() - start) / PILOT_BARRIERS))
+    return cast("Counts", world.bcast(choose(slowest, meeting, budget)))
 
 
 def take(
@@ -279,8 +274,7 @@ def peak_memory(
         of_kind.reset_peak_memory_stats(device)
         step()
         torch.accelerator.synchronize(device)
-        most = of_kind.max_memory_allocated(device)
-        return most, f"torch.{device.type}.max_memory_allocated"
+        return of_kind.max_memory_allocated(device), f"torch.{device.type}.max_memory_allocated"
     from sp_core.testing import LiveBytes
 
     with LiveBytes(held) as live:

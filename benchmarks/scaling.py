@@ -156,8 +156,8 @@ def settings(options: argparse.Namespace) -> list[Setting]:
     if options.transport not in transports:
         text = f"transport {options.transport!r} on {options.device}; pass one of "
         raise UsageError(text + f"{', '.join(transports)}.")
-    asked = {name: getattr(options, name) for name in (*SIZES, "dtype")}
-    given = {name: value for name, value in asked.items() if value is not None}
+    asked = ((name, getattr(options, name)) for name in (*SIZES, "dtype"))
+    given = {name: value for name, value in asked if value is not None}
     sizes = {"dtype": DTYPES[0], "seed": 0, **PRESETS[options.preset], **given}
     dtypes = [name.strip() for name in str(sizes.pop("dtype")).split(",")]
     shape = shape_of(sizes, given)
@@ -235,52 +235,46 @@ def kind(device: str) -> str:
 @launching.program("scaling", __doc__, OPTIONS)
 def main(options: argparse.Namespace) -> int:
     """Run the experiment; 0 if every case came out right, 1 if one did not, 2 for bad options."""
-    launch, every = Launch(options.launcher, options.timeout), settings(options)
+    launch, every, done = Launch(options.launcher, options.timeout), settings(options), []
     paths = [options.out / file_name(one, every[0].case.dtype) for one in every]
     writable(paths[0])
-    interrupted, done = False, list[Outcome]()
     warn_of_load()
+    code = launching.INTERRUPTED
     try:
         for setting, path in zip(every, paths, strict=True):
             path.unlink(missing_ok=True)  # an older result must not pass for this one
             done.append(run_once(setting, launch))
             write_json(path, msgspec.to_builtins(done[-1]))
+        code = int(not all(outcome.record.seconds for outcome in done))
     except KeyboardInterrupt:
         print("\nscaling: interrupted; what is complete follows.", file=sys.stderr)
-        interrupted = True
     show(done, options)
-    right = all(outcome.record.seconds for outcome in done)
-    return launching.INTERRUPTED if interrupted else int(not right)
+    return code
 
 
 def run_once(setting: Setting, launch: Launch) -> Outcome:
     """Run one P, and say in a line how it came out."""
-    case = setting.case
-    name = f"P = {case.ranks}, {case.dtype}"
-    measure = "benchmarks.cases.block:measure"
-    found = launching.run(case.ranks, measure, setting, launch, tables.following(name))
-    outcome = outcome_of(setting, found)
-    if outcome.check is None:
-        tables.say(
-            f"{name}: {found['status'].upper()}: {found['reason']}\n{found['output']}",
-            "red",
-        )
-    else:
+    ranks, name = setting.case.ranks, f"P = {setting.case.ranks}, {setting.case.dtype}"
+    job = (ranks, "benchmarks.cases.block:measure", setting, launch)
+    found = launching.run(*job, tables.following(name))
+    if "check" in found:
         word, style = ("correct", "") if found["status"] == "ok" else ("WRONG", "red")
-        tables.say(f"{name}: {word}. {Verdict(**outcome.check)}", style)
-    return outcome
+        tables.say(f"{name}: {word}. {Verdict(**found['check'])}", style)
+    else:
+        text = f"{found['status'].upper()}: {found['reason']}\n{found['output']}"
+        tables.say(f"{name}: {text}", "red")
+    return outcome_of(setting, found)
 
 
 def outcome_of(setting: Setting, found: dict[str, Any]) -> Outcome:
     """Return the outcome of a launch from what it has left."""
-    now = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    run = Run(run_id=datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ"), commit=commit())
     check, status, reason = found.get("check"), found["status"], found.get("reason")
     if status == "ok" and found["parts"]["timing"]["skew_limited"]:
         status = "skew_limited"
     if status == "wrong":
-        reason = str(Verdict(**check)) if check else "wrong"
+        reason = str(Verdict(**found["check"]))
     note = {"status": status, "reason": None if reason is None else reason_of(reason)}
-    run = Run(run_id=now, commit=commit())
     made = run.record(setting.case, **found.get("parts", {}), **note)
     return Outcome(read_record(msgspec.json.encode(made)), check, found.get("all_gather"))
 
@@ -288,9 +282,8 @@ def outcome_of(setting: Setting, found: dict[str, Any]) -> Outcome:
 def table(outcomes: list[Outcome], device: str) -> tables.Table:
     """Return the table of one dtype: a line for each P that was not wrong, also if it failed."""
     rows = {row.ranks: row for row in derive.rows(outcome.record for outcome in outcomes)}
-    right = [one for one in outcomes if one.record.status != "wrong"]
-    right.sort(key=lambda one: one.record.case.ranks)
-    lines = (cells(one, rows.get(one.record.case.ranks)) for one in right)
+    right = {one.record.case.ranks: one for one in outcomes if one.record.status != "wrong"}
+    lines = (cells(one, rows.get(ranks)) for ranks, one in sorted(right.items()))
     return tables.make(title(outcomes[0].record.case, device), COLUMNS, lines)
 
 
@@ -317,13 +310,14 @@ def cells(outcome: Outcome, row: derive.Row | None) -> tuple[str, ...]:
 def title(case: Case, device: str) -> str:
     """Describe a case in one line."""
     shape = case.shape
-    heads = f"{shape['heads']} heads of {shape['head_dim']}"
-    if shape["kv_heads"] != shape["heads"]:
-        heads += f" ({shape['kv_heads']} key/value heads)"
-    sizes = f"hidden {shape['hidden']}, {heads}, feed-forward {shape['ffn']}"
-    mask = "causal" if case.mask == "causal" else "not causal"
-    tokens = f"sequence {shape['seq']}, batch {shape['batch']}, {mask}, {case.layout}"
-    return f"{case.dtype} on {device}: {sizes}, {tokens}; {step(case)}"
+    shared = shape["kv_heads"] != shape["heads"]
+    grouped = f" ({shape['kv_heads']} key/value heads)" if shared else ""
+    return (
+        f"{case.dtype} on {device}: hidden {shape['hidden']}, {shape['heads']} heads of "
+        f"{shape['head_dim']}{grouped}, feed-forward {shape['ffn']}, sequence {shape['seq']}, "
+        f"batch {shape['batch']}, {'' if case.mask == 'causal' else 'not '}causal, {case.layout}; "
+        f"{step(case)}"
+    )
 
 
 def step(case: Case) -> str:

@@ -7,6 +7,7 @@ often as that many throws of a coin give fewer than k heads, or fewer than k tai
 from __future__ import annotations
 
 import math
+import operator
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,6 +41,11 @@ def exact_interval(values: Sequence[float]) -> Interval:
     return Interval(ordered[k - 1], statistics.median(ordered), ordered[n - k], n)
 
 
+def ratio(above: Sequence[float], below: Sequence[float]) -> Interval:
+    """Return the times of one contestant over those of another, in the same rounds."""
+    return exact_interval([a / b for a, b in zip(above, below, strict=True)])
+
+
 @dataclass(frozen=True)
 class Requirement:
     """A line of a contest.
@@ -69,16 +75,14 @@ class Requirement:
             return "-"
         if self.found.count < self.least:
             return f"not judged: {self.found.count} of {self.least} launches"
+        lies = {"<=": operator.le, ">=": operator.ge, ">": operator.gt}[self.relation]
         holds = [
-            not self.fails and self._holds(x, self.bound)
+            not self.fails and lies(x, self.bound)
             for x in (self.found.median, self.found.low, self.found.high)
         ]
         return ("reached" if holds[0] else "not reached") + (
             "" if len(set(holds)) == 1 else ", open"
         )
-
-    def _holds(self, value: float, bound: float) -> bool:
-        return {"<=": value <= bound, ">=": value >= bound, ">": value > bound}[self.relation]
 
     def cells(self) -> tuple[str, ...]:
         """Return the texts of "must be", "median, interval" and the mark."""

@@ -6,6 +6,7 @@ import base64
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from kit.git import git as run_git
@@ -57,29 +58,23 @@ def branch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Branch:
     return branch
 
 
-def test_records_are_appended_in_order_to_a_file_a_month(branch: Branch) -> None:
+def test_records_are_appended_once_and_in_order_to_a_file_a_month(
+    branch: Branch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job that runs again adds nothing twice."""
     first, second, later = record(), record(launch=1), record(run_id="20261130T000000Z-x")
     december = record(run_id="20261201T000000Z-x")
-    for made in ((first, second), (later,), (december,)):
+    assert append_history.main([COMMIT, branch.write(first, first), "--dry-run"]) == 0
+    assert "would append 1 records" in capsys.readouterr().out
+    assert run_git(branch.bare, "branch") == ""
+    for made in ((first, first), (first,), (first, second), (later,), (december,)):
         assert branch.append(*made) == 0
+        assert ("already" in capsys.readouterr().out) == (made == (first,))
     assert branch.lines() == [first, second, later]
     assert branch.lines("2026-12.jsonl") == [december]
     titles = run_git(branch.bare, "log", "--format=%s", append_history.BRANCH).splitlines()
-    assert titles == [f"Records of {COMMIT}"] * 3
+    assert titles == [f"Records of {COMMIT}"] * 4
     assert list(branch.clone.iterdir()) == [branch.clone / ".git"]
-
-
-def test_a_job_that_runs_again_adds_nothing_twice(
-    branch: Branch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert append_history.main([COMMIT, branch.write(record()), "--dry-run"]) == 0
-    assert "would append 1 records" in capsys.readouterr().out
-    assert run_git(branch.bare, "branch") == ""
-    assert branch.append(record(), record()) == 0
-    assert branch.append(record()) == 0
-    assert "already" in capsys.readouterr().out
-    assert branch.append(record(), record(launch=1)) == 0
-    assert branch.lines() == [record(), record(launch=1)]
 
 
 @pytest.mark.parametrize(
@@ -156,12 +151,11 @@ def test_the_token_goes_to_its_server_alone_and_is_never_shown(
     ask = ("config", "--get-urlmatch", "http.extraheader")
     shown = git(*ask, "https://forge.example/a", settings=dict(access))
     assert shown.decode().strip() == value
-    with pytest.raises(GitFailed):
-        git(*ask, "https://other.example/a", settings=dict(access))
-    with pytest.raises(GitFailed) as failed:
-        git("push", "nowhere", settings=dict(access))
-    assert "s3cret" not in str(failed.value)
-    assert value.split()[-1] not in str(failed.value)
+    for elsewhere in ((*ask, "https://other.example/a"), ("push", "nowhere")):
+        with pytest.raises(GitFailed) as failed:
+            git(*elsewhere, settings=dict(access))
+        assert "s3cret" not in str(failed.value)
+        assert value.split()[-1] not in str(failed.value)
 
 
 def test_every_call_that_talks_to_the_server_shows_the_token(
@@ -169,14 +163,12 @@ def test_every_call_that_talks_to_the_server_shows_the_token(
 ) -> None:
     monkeypatch.setenv("GITHUB_TOKEN", "s3cret")
     monkeypatch.setenv("GITHUB_SERVER_URL", "https://forge.example")
-    shown = {}
-
-    def watched(*arguments: str, **options: Any) -> bytes:
-        shown[arguments[0]] = options.get("settings")
-        return git(*arguments, **options)
-
+    watched = Mock(side_effect=git)
     monkeypatch.setattr(append_history, "git", watched)
     for launch in (0, 1):
         assert branch.append(record(launch=launch)) == 0
+    names = {"ls-remote", "fetch", "push"}
+    made = [call for call in watched.mock_calls if call.args[0] in names]
+    assert {call.args[0] for call in made} == names
     access = append_history.authorisation()
-    assert [shown[name] == access for name in ("ls-remote", "fetch", "push")] == [True] * 3
+    assert all(call.kwargs["settings"] == access for call in made)

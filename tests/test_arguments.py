@@ -17,8 +17,7 @@ import sp_core as sp
 from sp_core import arguments
 from sp_core.collectives.build import KINDS, NEEDED
 
-LAYER = torch.nn.Linear(1, 1)
-OPTIMIZER = torch.optim.SGD(LAYER.parameters())
+OPTIMIZER = torch.optim.SGD([torch.ones(1)])
 VALUES: dict[str, Any] = {
     "none": None,
     "flag": True,
@@ -113,6 +112,7 @@ SAID: list[tuple[Callable[[], object], Exception | None]] = [
         lambda: arguments.check(dim=1, op=X),
         TypeError("op=tensor of shape (2, 3) was given; pass a name."),
     ),
+    (lambda: arguments.check(dim="x" * 78), TypeError(f"dim={'x' * 78!r} was given; pass")),
     (lambda: arguments.check_chunk(None), None),
     (lambda: arguments.check_chunk(1), None),
     (lambda: arguments.check_chunk(0), ValueError("chunk=0 was given; pass how many tokens, 1 or")),

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import pytest
 import torch
+from domains.declared import Call, Row
+from domains.numeric import attended
+from domains.subjects import BY_NAME
 from hypothesis import example, given, settings, strategies as st
-from oracle import reference
-from oracle.strategies import SLOPES, slopes
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from sp_core.attention import (
     Logits,
-    accumulation_dtype,
     attend,
     attend_backward,
     block_attention,
@@ -27,8 +27,7 @@ from sp_core.attention import (
     merge,
 )
 from sp_core.attention.shards import LSE_COLUMNS, _with_lse_columns
-from sp_core.mask import Mask, plan_blocks
-from sp_core.testing.tolerance import bound, check_close
+from sp_core.mask import Mask
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -39,162 +38,69 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-class Problem(NamedTuple):
-    """One attention problem on one device."""
-
-    batch: int
-    num_kv_heads: int
-    group: int
-    head_dim: int
-    q_positions: list[int]
-    kv_positions: list[int]
-    mask: dict[str, Any]
-    scale: float
-    logit: float
-    dtype: torch.dtype
-    seed: int
-    softcap: float | None = None
-    alibi: float | None = None
-
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v (B, S, heads, D), grad_out and grad_lse."""
-        generator = torch.Generator().manual_seed(self.seed)
-        heads = self.num_kv_heads * self.group
-        sq, sk = len(self.q_positions), len(self.kv_positions)
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-        size = self.logit**0.5
-        q, k = (
-            normal(self.batch, sq, heads, self.head_dim) * size,
-            normal(self.batch, sk, self.num_kv_heads, self.head_dim) * size,
-        )
-        v, do = (
-            normal(self.batch, sk, self.num_kv_heads, self.head_dim),
-            normal(self.batch, sq, heads, self.head_dim),
-        )
-        q, k, v, do = (t.to(self.dtype) for t in (q, k, v, do))
-        return q, k, v, do, normal(self.batch, heads, sq).to(accumulation_dtype(self.dtype))
+LOCAL = BY_NAME["local_attention"]
+LARGE = {"101 to 140", "17 to 64", "65 to 128", "129 to 256", "257 to 300", "10 to 17"}
+"""Parts that the domain draws once in each run; many examples of them take too long."""
 
 
-@st.composite
-def problems(draw: st.DrawFn) -> Problem:
-    """Every size from 0, every mask, three kinds of positions, all dtypes, logits to 10^3."""
-    length = draw(st.integers(0, 40))
-    documents = draw(
-        st.none()
-        | st.lists(st.integers(0, length), max_size=3).map(
-            lambda inner: (0, *sorted(inner), length)
-        )
-    )
-    mask = {
-        "causal": draw(st.booleans()),
-        "window": draw(st.none() | st.integers(1, 30)),
-        "documents": documents,
+def rows(**chosen: tuple[str, ...]) -> st.SearchStrategy[Row]:
+    """Parts of the domain of `local_attention`; of some factors only those that are named."""
+    parts = {
+        factor: [part for part in LOCAL.factors[factor] if part not in LARGE]
+        for factor in LOCAL.factors
     }
-
-    def positions() -> list[int]:
-        start, step = draw(st.integers(0, length)), draw(st.integers(1, 3))
-        return draw(
-            st.just([*range(start, length, step)])
-            | st.lists(st.integers(0, length - 1), unique=True)
-            if length
-            else st.just([])
-        )
-
-    dtype = draw(st.sampled_from(DTYPES))
-    return Problem(
-        batch=draw(st.integers(1, 2) | st.just(0)),
-        num_kv_heads=draw(st.integers(1, 2) | st.just(0)),
-        group=draw(st.integers(1, 3)),
-        head_dim=draw(st.integers(1, 9)),
-        q_positions=positions(),
-        kv_positions=positions(),
-        mask=mask,
-        scale=draw(st.sampled_from([0.3, 1.0, 0.0, -0.5])),
-        logit=draw(st.sampled_from([1.0, 1.0, 30.0, *([1e3] if dtype.itemsize > 2 else [])])),
-        dtype=dtype,
-        seed=draw(st.integers(0, 99)),
-        softcap=draw(st.none() | st.sampled_from([0.5, 5.0, 50.0])),
-        alibi=draw(st.none() | st.sampled_from(SLOPES)),
+    return st.fixed_dictionaries(
+        {factor: st.sampled_from(names) for factor, names in (parts | chosen).items()}
     )
 
 
-def check_problem(
-    problem: Problem,
-    *,
-    against: Problem | None = None,
-    use_lse: bool = True,
-    between: Any = None,
-) -> None:
-    """Compare out, lse, dq, dk and dv with the reference of the same problem, or of another."""
-    q, k, v, do, dlse = problem.tensors()
-    truth = against or problem
-    options = {
-        "q_positions": truth.q_positions,
-        "kv_positions": truth.kv_positions,
-        "softmax_scale": truth.scale,
-        "softcap": truth.softcap,
-        "alibi": slopes(truth.num_kv_heads * truth.group, truth.alibi),
-        **truth.mask,
-    }
-    where: Any = {"q_positions": problem.q_positions, "kv_positions": problem.kv_positions}
-    expected = reference.attention(q, k, v, do, dlse if use_lse else None, **options)
-    mask = Mask(**problem.mask)
-    alibi = slopes(problem.num_kv_heads * problem.group, problem.alibi)
-    call: dict[str, Any] = {**where, "mask": mask, "between": between}
-    call["logits"] = Logits(problem.scale, problem.softcap, alibi=alibi)
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+def judge(call: Call) -> None:
+    """Compare results and all gradients with the reference."""
+    call.judge(call())
+
+
+def there_and_back(do: Tensor, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> tuple[Tensor, ...]:
+    """Return out, lse, dq, dk and dv."""
     out, lse = attend(q, k, v, **call)
-    back = attend_backward(
-        do.transpose(1, 2), q, k, v, out, lse, grad_lse=dlse if use_lse else None, **call
-    )
-    roundings = len(plan_blocks(problem.q_positions, problem.kv_positions, mask))
-
-    found = {"out": out.transpose(1, 2), "lse": lse}
-    for name, grad in zip(("dq", "dk", "dv"), back, strict=True):
-        found[name] = grad.transpose(1, 2).to(problem.dtype)
-    for name, actual in found.items():
-        allowed = bound(expected.scales[name], problem.dtype, expected.growth, roundings)
-        check_close(name, actual, expected.values[name], allowed)
+    return out, lse, *attend_backward(do, q, k, v, out, lse, **call)
 
 
-CAUSAL = {"causal": True, "window": None, "documents": None}
+SCALED = LOCAL.base | {"mask": "given", "causal": "True", "q.dtype": "float32"}
 
 
 @settings(deadline=None)
-@example(Problem(1, 1, 2, 3, [*range(7)], [*range(7)], CAUSAL, -0.5, 1.0, torch.float32, 0), True)
-@example(Problem(1, 1, 2, 3, [*range(7)], [*range(7)], CAUSAL, 0.0, 1.0, torch.float32, 0), True)
-@given(problem=problems(), use_lse=st.booleans())
-def test_attention_is_the_reference(problem: Problem, use_lse: bool) -> None:
-    check_problem(problem, use_lse=use_lse)
+@example(row=SCALED | {"softmax_scale": "-0.5"}, seed=0)
+@example(row=SCALED | {"softmax_scale": "0.0"}, seed=0)
+@given(row=rows(), seed=st.integers(0, 99))
+def test_attention_is_the_reference(row: Row, seed: int) -> None:
+    judge(attended(LOCAL.draw(row, seed)))
 
 
 @pytest.mark.parametrize(
-    "mutation",
+    "change",
     [
-        {"mask": {"causal": True, "window": 7}},
-        {"mask": {"causal": False, "window": None}},
-        {"scale": 0.31},
+        {"mask": Mask(causal=True, window=7)},
+        {"mask": None},
+        {"softmax_scale": 0.31},
         {"softcap": 8.0},
-        {"alibi": 0.05},
-        {"q_positions": list(range(2, 14))},
+        {"alibi": (0.05,)},
+        {"q_positions": range(1, 14)},
     ],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_comparison_fails_on_another_problem(
-    mutation: dict[str, Any], dtype: torch.dtype
+    change: dict[str, Any], dtype: torch.dtype
 ) -> None:
     """A window off by one, no mask, a scale off by 3 % (20 % in 16 bits), positions off by one."""
-    if dtype.itemsize == 2 and "scale" in mutation:
-        mutation = {"scale": 0.36}
-    right = Problem(
-        1, 1, 2, 8, [*range(1, 13)], [*range(13)], {"causal": True, "window": 6}, 0.3, 9.0, dtype, 0
-    )
-    check_problem(right)
+    if dtype.itemsize == 2 and "softmax_scale" in change:
+        change = {"softmax_scale": 0.36}
+    row = LOCAL.base | {"mask": "given", "q.dtype": str(dtype).removeprefix("torch.")}
+    sizes = {"(length)": 13, "(kv_length)": 13, "k.heads": 1, "q.group": 1, "q.head_dim": 8}
+    drawn = LOCAL.draw(row, 0) | sizes | {"q.magnitude": 9.0, "causal": True, "window": 6}
+    call = attended(drawn | {"softmax_scale": 0.3, "return_lse": "no"})
+    judge(call)
     with pytest.raises(AssertionError, match="times the bound"):
-        check_problem(right._replace(**mutation), against=right)
+        call.judge(call.function(**call.arguments | change))
 
 
 @pytest.mark.parametrize("softcap", [None, 50.0], ids=["fused", "plain"])
@@ -218,16 +124,9 @@ def test_values_that_no_query_sees_are_not_read(softcap: float | None, poison: f
             "mask": mask,
             "logits": Logits(0.3, softcap),
         }
-        clean = attend(q, k, v, **call)
-        clean_grads = attend_backward(do, q, k, v, *clean, **call)
+        clean = there_and_back(do, q, k, v, **call)
         k[:, :, hidden], v[:, :, hidden] = poison, poison
-        dirty = attend(q, k, v, **call)
-        for a, b in zip(
-            (*clean, *clean_grads),
-            (*dirty, *attend_backward(do, q, k, v, *dirty, **call)),
-            strict=True,
-        ):
-            assert torch.equal(a, b)
+        assert all(map(torch.equal, clean, there_and_back(do, q, k, v, **call)))
 
 
 def test_a_nan_that_is_seen_may_spread_inside_its_block_and_not_beyond() -> None:
@@ -276,24 +175,6 @@ def test_merge_keeps_what_the_other_side_did_not_see_bitwise() -> None:
         assert torch.equal(merged[1], lse)
     assert merge(*nothing, *nothing)[0].eq(0).all()
     assert merge(out.bfloat16(), lse, *nothing)[0].dtype == torch.float32
-
-
-def test_strides_do_not_matter() -> None:
-    """The fused kernel reads a last dim that is not contiguous wrongly, without a word."""
-    q, k, v = (torch.randn(1, 4, 33, 2).transpose(1, 3) for _ in range(3))
-    wide = torch.randn(1, 2, 33, 1).expand(1, 2, 33, 4)
-    for args in ((q, k, v), (wide, k, v), (q, wide, wide)):
-        call: dict[str, Any] = {"kind": "causal", "logits": Logits(0.3)}
-        out, lse = block_attention(*args, **call)
-        dense = (args[0].contiguous(), args[1].contiguous(), args[2].contiguous())
-        assert torch.equal(out, block_attention(*dense, **call)[0])
-        grads = block_attention_backward(wide, *args, out, lse, **call)
-        for a, b in zip(
-            grads,
-            block_attention_backward(wide.contiguous(), *dense, out, lse, **call),
-            strict=True,
-        ):
-            assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("empty", range(3))

@@ -6,29 +6,35 @@ Tiles show every visible pair once, in an order that the merging relies on.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import example, given, settings, strategies as st
-from test_attention import Problem, check_problem, problems
+from domains import masks
+from domains.declared import Row
+from domains.numeric import attended
+from hypothesis import given, settings, strategies as st
+from test_attention import LOCAL, judge, ran, rows as drawn_rows, there_and_back
 
-from sp_core.attention import Logits, attend, attend_backward, kernels, packs, tiles
+from sp_core.attention import Logits, attend, attend_backward, function, kernels, packs, tiles
 from sp_core.attention.tiles import Cut, halves, rows, strips, tiled
 from sp_core.mask import Block, Mask, plan_blocks
-from sp_core.sharding import Sharding
 
+__all__ = ["ran"]  # a fixture
 EVERY_CUT = pytest.mark.parametrize("cut", [halves, strips])
+
+
+SMALL: dict[str, Any] = {"HALVES_TILE": 3, "STRIP_WIDTHS": (4, 2), "POLLED_ROWS": 4}
+"""Tiles so small that short sequences have many."""
 
 
 @pytest.fixture
 def small_tiles() -> Iterator[None]:
-    """Tiles so small that short sequences have many."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiles, "HALVES_TILE", 3)
-        patch.setattr(tiles, "STRIP_WIDTHS", (4, 2))
-        patch.setattr(tiles, "POLLED_ROWS", 4)
+    with patch.multiple(tiles, **SMALL):
         yield
 
 
@@ -38,12 +44,17 @@ def causal(size: int, q_start: int = 0, kv_start: int = 0) -> Block:
     )
 
 
+def shown(block: Block) -> torch.Tensor:
+    """Which of its own pairs a block shows."""
+    part = torch.ones(block.shape, dtype=torch.int64)
+    return part.tril() if block.kind == "causal" else part
+
+
 def coverage(blocks: tuple[Block, ...], rows: int, columns: int) -> torch.Tensor:
     """How many blocks show each pair."""
     count = torch.zeros(rows, columns, dtype=torch.int64)
     for block in blocks:
-        part = torch.ones(block.shape, dtype=torch.int64)
-        count[block.queries, block.keys] += part.tril() if block.kind == "causal" else part
+        count[block.queries, block.keys] += shown(block)
     return count
 
 
@@ -65,58 +76,41 @@ def test_tiles_show_each_visible_pair_once(
         if kind == "causal"
         else Block(q, q + size, kv, kv + columns, "full", size * columns)
     )
-    with pytest.MonkeyPatch.context() as patch:
-        if small:
-            patch.setattr(tiles, "HALVES_TILE", 3)
-            patch.setattr(tiles, "STRIP_WIDTHS", (4, 2))
-            patch.setattr(tiles, "POLLED_ROWS", 4)
+    with patch.multiple(tiles, **SMALL) if small else nullcontext():
         blocks = tiled([block], cut, torch.empty(0))
     whole = coverage((block,), block.q_stop, block.kv_stop)
     assert torch.equal(coverage(blocks, *whole.shape), whole)
-    assert [tile.pairs for tile in blocks] == [
-        int(coverage((tile,), *whole.shape).sum()) for tile in blocks
-    ]
+    assert all(tile.pairs == int(shown(tile).sum()) for tile in blocks)
     assert all(tile.kind == "full" or tile.shape[0] == tile.shape[1] for tile in blocks)
     assert all(tile.pairs for tile in blocks)
 
 
-@given(size=st.integers(1, 1500))
-def test_halves_never_go_back_to_rows_that_they_passed_over(size: int) -> None:
-    """`attend` takes a block that starts below all rows written so far for their first."""
-    written = 0
-    for block in halves(causal(size)):
-        assert block.q_start >= written or block.q_stop <= written
-        written = max(written, block.q_stop)
-
-
 @EVERY_CUT
-def test_only_wide_types_on_a_cpu_are_cut(cut: Cut) -> None:
-    assert len(tiled([causal(1000)], cut, torch.empty(0))) > 1
-    for whole in (torch.empty(0).half(), torch.empty(0, device="meta")):
-        assert tiled([causal(1000)], cut, whole) == (causal(1000),)
+def test_only_wide_types_on_a_cpu_are_cut_and_no_partial_block(cut: Cut) -> None:
+    block, like = causal(1000), torch.empty(0)
+    assert len(tiled([block], cut, like)) > 1
+    for kept, other in (
+        (block, like.half()),
+        (block, torch.empty(0, device="meta")),
+        (block._replace(kind="partial"), like),
+    ):
+        assert tiled([kept], cut, other) == (kept,)
 
 
-@EVERY_CUT
-def test_partial_blocks_stay_whole(cut: Cut) -> None:
-    blocks = (causal(1000)._replace(kind="partial"),)
-    assert tiled(blocks, cut, torch.empty(0)) == blocks
+WIDE = {"q.dtype": ("float64", "float32")}
 
 
 @pytest.mark.usefixtures("small_tiles")
 @settings(deadline=None)
-@given(
-    problem=problems(),
-    wide=st.sampled_from([torch.float64, torch.float32]),
-    causal=st.booleans(),
-    polled=st.booleans(),
-)
-def test_tiles_are_the_reference(
-    problem: Problem, wide: torch.dtype, causal: bool, polled: bool
-) -> None:
-    check_problem(
-        problem._replace(dtype=wide, mask={**problem.mask, "causal": causal}),
-        between=list if polled else None,
-    )
+@given(row=drawn_rows(**WIDE), seed=st.integers(0, 99), polled=st.booleans())
+def test_tiles_are_the_reference(row: Row, seed: int, polled: bool) -> None:
+    between = list if polled else None
+    with patch.multiple(
+        function,
+        attend=partial(attend, between=between),
+        attend_backward=partial(attend_backward, between=between),
+    ):
+        judge(attended(LOCAL.draw(row, seed)))
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -129,59 +123,56 @@ def test_something_else_has_its_turn_after_every_part() -> None:
         "logits": Logits(1.0),
         "between": lambda: turns.append(len(turns)),
     }
-    out, lse = attend(q, k, k, **call)
-    assert len(turns) == 3  # of 4, 4 and 2 queries
-    attend_backward(out, q, k, k, out, lse, **call)
-    assert len(turns) == 3 + 3  # of 4, 4 and 1 keys
+    there_and_back(q, q, k, k, **call)
+    assert len(turns) == 3 + 3  # of 4, 4 and 2 queries; of 4, 4 and 1 keys
 
 
 @pytest.fixture
 def packing() -> Iterator[None]:
     """Pack every block of few tokens, into tiles so small that short sequences have many."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packs, "SIDES", (2, 4, 9))
-        patch.setattr(packs, "LEAST_BLOCKS", 1)
-        patch.setattr(packs, "ELEMENTS", 64)
+    with patch.multiple(packs, SIDES=(2, 4, 9), LEAST_BLOCKS=1, ELEMENTS=64):
         packs._packed.cache_clear()
         yield
     packs._packed.cache_clear()
 
 
-@st.composite
-def packed_problems(draw: st.DrawFn) -> Problem:
-    """Many short documents, in shards of every layout."""
-    problem = draw(problems())
-    length, size = draw(st.integers(1, 60)), draw(st.integers(1, 3))
-    inner = draw(st.lists(st.integers(0, length), max_size=length))
-    mask = {"causal": draw(st.booleans()), "window": None, "documents": (0, *sorted(inner), length)}
-    layouts = [Sharding.contiguous, Sharding.zigzag, Sharding.striped]
-    sharding = draw(st.sampled_from(layouts))(length, size)
-    q, kv = (sharding.positions(draw(st.integers(0, size - 1))).tolist() for _ in range(2))
-    dtype = draw(st.sampled_from([torch.float32, torch.float64]))
-    return problem._replace(q_positions=q, kv_positions=kv, mask=mask, dtype=dtype)
-
-
-def written(batch: int, q: list[int], kv: list[int], documents: tuple[int, ...]) -> Problem:
-    mask = {"causal": True, "window": None, "documents": documents}
-    return Problem(batch, 1, 1, 1, q, kv, mask, 0.3, 1.0, torch.float32, 0)
+MANY_SHORT = {
+    "mask": ("given",),
+    "window": ("none",),
+    "documents": ("7 to 64", "65 to 300"),
+    "q_positions": ("left out", "range"),
+    "kv_positions": ("left out", "range"),
+}
 
 
 @pytest.mark.usefixtures("packing")
 @settings(deadline=None)
-@example(problem=written(2, [*range(12)], [*range(12)], (0, 3, 5, 9, 12)), use_lse=True)
-@example(problem=written(1, [*range(9, 13)], [0, 1, *range(9, 13)], (0, 20)), use_lse=True)
-@example(problem=written(1, [*range(4, 12)], [*range(8)], (0, 3, 5, 8, 12)), use_lse=True)
-@given(problem=packed_problems() | problems(), use_lse=st.booleans())
-def test_any_problem_with_packs_is_the_reference(problem: Problem, use_lse: bool) -> None:
-    check_problem(problem, use_lse=use_lse)
+@given(row=drawn_rows(**WIDE, **MANY_SHORT) | drawn_rows(), seed=st.integers(0, 99))
+def test_any_problem_with_packs_is_the_reference(row: Row, seed: int) -> None:
+    judge(attended(LOCAL.draw(row, seed)))
 
 
-def test_a_block_follows_the_one_before_it_in_its_tile_and_its_pack(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.usefixtures("packing")
+@pytest.mark.parametrize(
+    ("batch", "q", "kv", "documents"),
+    [
+        (2, [*range(12)], [*range(12)], (0, 3, 5, 9, 12)),
+        (1, [*range(9, 13)], [0, 1, *range(9, 13)], (0, 20)),
+        (1, [*range(4, 12)], [*range(8)], (0, 3, 5, 8, 12)),
+    ],
+)
+def test_packs_of_these_positions_are_the_reference(
+    batch: int, q: list[int], kv: list[int], documents: tuple[int, ...]
 ) -> None:
+    drawn = LOCAL.draw(LOCAL.base | {"mask": "given", "causal": "True", "q.dtype": "float32"}, 0)
+    drawn |= {"q.batch": batch, "q_positions": "q", "kv_positions": "kv"}
+    with patch.dict(masks.CONTAINERS, q=lambda _: q, kv=lambda _: kv):
+        judge(attended(drawn | {"documents": documents, "kv_documents": documents}))
+
+
+@patch.multiple(packs, SIDES=(2, 4), LEAST_BLOCKS=2)
+def test_a_block_follows_the_one_before_it_in_its_tile_and_its_pack() -> None:
     """Three blocks stay: one too large, one partial, and one alone in its pack."""
-    monkeypatch.setattr(packs, "SIDES", (2, 4))
-    monkeypatch.setattr(packs, "LEAST_BLOCKS", 2)
     shapes = (
         (2, 1),
         (3, 4),
@@ -224,25 +215,17 @@ def test_a_poisoned_document_leaves_its_neighbours_alone(poison: float) -> None:
     q, k, v, do = torch.randn(4, 1, 2, 64, 8, generator=torch.Generator().manual_seed(0)).unbind()
     blocks = plan_blocks(range(64), range(64), Mask(causal=True, documents=bounds))
     assert packs.packed(blocks, q, Logits(0.3))[1]
-    clean = attend(q, k, v, **call(bounds, 64))
-    grads = attend_backward(do, q, k, v, *clean, **call(bounds, 64))
+    clean = there_and_back(do, q, k, v, **call(bounds, 64))
     for x in (q, k, v, do):
         x[:, :, 56:] = poison
-    dirty = attend(q, k, v, **call(bounds, 64))
-    dirty_grads = attend_backward(do, q, k, v, *dirty, **call(bounds, 64))
-    for a, b in zip((*clean, *grads), (*dirty, *dirty_grads), strict=True):
+    for a, b in zip(clean, there_and_back(do, q, k, v, **call(bounds, 64)), strict=True):
         torch.testing.assert_close(b[:, :, :56], a[:, :, :56])
 
 
-def test_hundreds_of_documents_take_few_kernel_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    monkeypatch.setattr(kernels, "forward", counted(calls, "forward"))
-    monkeypatch.setattr(kernels, "backward", counted(calls, "backward"))
-    q, k, v, do = torch.randn(4, 1, 2, 4096, 64).unbind()
-    bounds = tuple(range(0, 4097, 8))
-    out, lse = attend(q, k, v, **call(bounds, 4096))
-    attend_backward(do, q, k, v, out, lse, **call(bounds, 4096))
-    assert len(calls) == 2 * q.numel() // 2**17  # the elements of q in a pack
+def test_hundreds_of_documents_take_few_kernel_calls(ran: list[Any]) -> None:
+    do, q, k, v = torch.randn(4, 1, 2, 4096, 64).unbind()
+    there_and_back(do, q, k, v, **call(tuple(range(0, 4097, 8)), 4096))
+    assert len(ran) == 2 * q.numel() // 2**17  # the elements of q in a pack
 
 
 def test_tiles_of_a_window_are_not_searched_for_hidden_tokens(
@@ -252,18 +235,5 @@ def test_tiles_of_a_window_are_not_searched_for_hidden_tokens(
     searched: list[str] = []
     monkeypatch.setattr(kernels, "_seen", lambda *given: searched.append(given[0]))
     q, do = torch.randn(2, 1, 1, 300, 4).unbind()
-    how = {**call((0, 300), 300), "mask": Mask(causal=True, window=20)}
-    out, lse = attend(q, q, q, **how)
-    attend_backward(do, q, q, q, out, lse, **how)
+    there_and_back(do, q, q, q, **{**call((0, 300), 300), "mask": Mask(causal=True, window=20)})
     assert "partial" not in searched
-
-
-def counted(calls: list[str], name: str) -> Any:
-    """Return a kernel that notes its calls."""
-    kernel = getattr(kernels, name)
-
-    def run(*given: Any) -> Any:
-        calls.append(name)
-        return kernel(*given)
-
-    return run

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import pkgutil
 import re
@@ -19,20 +18,18 @@ from test_records import GOOD
 from test_scaling import program
 
 import sp_core as sp
-from benchmarks import launching, record, records, scaling
+from benchmarks import launching, record, records
 from benchmarks.__main__ import PROGRAMS
 from benchmarks.cases import bench_collectives, bench_layers, bench_llama, bench_schemes
 from benchmarks.cases.session import meet
 from benchmarks.cases.setting import NOTHING, Setting
-from benchmarks.contests.balance import balance
+from benchmarks.contests.contest import Contest
 from benchmarks.machine import fingerprint
-from benchmarks.records import Case
-from benchmarks.reporting import trace
 from benchmarks.sample import OVERHEAD, Budget, agree, choose, take, timing as timing_of
-from benchmarks.training.contest import train
 from sp_core.testing import spmd
 
 ROOT = Path(__file__).resolve().parent.parent
+PROGRAM: dict[str, Any] = {name: pkgutil.resolve_name(path) for name, path in PROGRAMS.items()}
 starts_processes = pytest.mark.mpi_skip
 SLEEP = 0.004
 SHORT = Budget(seconds=0.03, warmup_s=0.0, fewest=3, most=4)
@@ -58,26 +55,20 @@ def test_counts_keep_the_barrier_small_or_the_budget(step: float, meeting: float
 @spmd()
 def test_ranks_with_unequal_work_take_the_same_steps_and_the_slowest_one_counts(comm: Any) -> None:
     """The last rank works on after the last message; that is in the time of the step."""
-    steps = 0
-    last = comm.rank == comm.size - 1
-
+    steps = list[float]()
     with sp.Mesh(comm, sp=comm.size) as mesh:
 
         def step() -> None:
-            nonlocal steps
             mesh["sp"].agree_on(lambda: "step", lambda: 0)
-            steps += 1
-            if last:
-                time.sleep(SLEEP)
+            steps.append(1.0)
+            time.sleep(SLEEP * (comm.rank == comm.size - 1))
 
         how: Any = {"sync": lambda: None}
         counts = agree(step, comm, SHORT, **how)
-        spans, notes = take(step, comm, counts, note=lambda: {"steps": float(steps)}, **how)
-    assert comm.allgather(counts) == [counts] * comm.size
-    assert comm.allgather(steps) == [steps] * comm.size
+        spans, notes = take(step, comm, counts, note=lambda: {"steps": sum(steps)}, **how)
+    assert comm.allgather((counts, steps)) == [(counts, steps)] * comm.size
     timing = timing_of(spans, counts.inner)
-    assert min(timing["samples_s"]) >= SLEEP
-    assert timing["per_rank_median_s"][-1] >= SLEEP
+    assert min(*timing["samples_s"], timing["per_rank_median_s"][-1]) >= SLEEP
     assert len(timing["samples_s"]) == counts.samples
     assert notes == [[{"steps": 1.0}] * counts.samples] * comm.size
 
@@ -110,107 +101,101 @@ def test_ids_are_unique_and_fit_the_schema() -> None:
             records.parse(msgspec.json.encode(made))
 
 
-def planned(*names: str, ranks: int = 2) -> list[Case]:
+UNREACHED = "the launch ended before this case"
+
+
+def planned(*names: str, ranks: int) -> list[records.Case]:
     changed = {"ranks": ranks, "mesh": {"sp": ranks}}
-    return [msgspec.convert(GOOD["case"] | changed | {"id": name}, Case) for name in names]
+    return [msgspec.convert(GOOD["case"] | changed | {"id": name}, records.Case) for name in names]
 
 
-def test_what_a_dead_launch_did_not_reach_is_recorded(tmp_path: Path) -> None:
-    out = tmp_path / "records.jsonl"
-    records.append(out, GOOD | {"case": planned("a")[0]})
-    problem = {"status": "oom", "reason": "\x1b[31mkilled\x1b[0m", "news": {"case": "b"}}
-    record.complete(
-        planned("a", "b", "c"), records.read(out).records, Setting(out=str(out)), problem
-    )
-    found = records.read(out)
-    assert found.problems == []
-    assert [(r.case.id, r.status, r.reason) for r in found.records] == [
-        ("a", "ok", None),
-        ("b", "oom", "killed"),
-        ("c", "missing", "the launch ended before this case: killed"),
-    ]
+DIED = "killed, most likely because memory ran out, while measuring b"
+DEATH = [("a", "ok", None), ("b", "oom", DIED), ("c", "missing", f"{UNREACHED}: {DIED}")]
+STOPPED = [(name, "missing", f"{UNREACHED}: interrupted") for name in "abc"]
 
 
-@pytest.mark.parametrize("ending", ["death", "interruption"])
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [((137, "a rank died of signal 9"), DEATH * 2), (None, [DEATH[0], *STOPPED[1:], *STOPPED])],
+)
 def test_an_end_in_the_middle_loses_nothing(
-    ending: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    end: Any, told: list[object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The first P ends in its second case; the next P goes on, but not after an interruption."""
-    out, launches = tmp_path / "records.jsonl", list[list[str]]()
+    out = tmp_path / "records.jsonl"
 
-    def watch(command: list[str], folder: Path, timeout: float, progress: Any) -> tuple[int, str]:
-        setting = msgspec.convert(json.loads((folder / "job.json").read_text())["setting"], Setting)
-        case = planned("a", ranks=len(launches) + 1)[0]
+    def watch(command: list[str], folder: Path, timeout: float, progress: Any) -> Any:
+        job = json.loads((folder / "job.json").read_text())
         parts = {name: GOOD[name] for name in (*NOTHING, "status", "reason")}
-        parts["timing"] = GOOD["timing"] | {"per_rank_median_s": [0.5] * case.ranks}
-        records.append(setting.out, setting.record(case, **parts))
-        launches.append(command)
+        parts["timing"] = GOOD["timing"] | {"per_rank_median_s": [0.5] * job["ranks"]}
+        setting = msgspec.convert(job["setting"], Setting)
+        records.append(out, setting.record(planned("a", ranks=job["ranks"])[0], **parts))
         news = {"case": "b", "phase": "measuring b", "done": 1, "total": 2}
         (folder / "progress").write_text(json.dumps(news))
         progress(**news)
-        if ending == "interruption":
+        if end is None:
             raise KeyboardInterrupt
-        return 137, "a rank died of signal 9"
+        return end
 
     monkeypatch.setattr(launching, "watch", watch)
-    plan = {ranks: planned("a", "b", ranks=ranks) for ranks in (1, 2)}
+    plan = {ranks: planned("a", "b", "c", ranks=ranks) for ranks in (1, 2)}
     monkeypatch.setattr(record, "listing", lambda *_: plan)
     assert record.main(["--out", str(out)]) == 1
-    told = [(r.case.id, r.status) for r in records.read(out).records]
-    first = [("a", "ok"), ("b", "oom" if ending == "death" else "missing")]
-    assert told == first + (first if ending == "death" else [("a", "missing"), ("b", "missing")])
+    assert [(r.case.id, r.status, r.reason) for r in records.read(out).records] == told
 
 
-REFUSED: list[tuple[launching.Main, dict[str, str]]] = [
-    (
-        scaling.main,
-        {
-            "--ranks 0": "every number must be 1 or more",
-            "--ranks 2,2": "appear once",
-            "--ranks two": "not a list of numbers",
-            "--heads 7": "7 heads of 73 make 511",
-            "--kv-heads 3": "3 key/value heads. --hidden must be",
-            "--head-dim 32 --hidden 512": "hidden is 512, 8 heads of 32 make 256",
-            "--seq 0": "seq is 0",
-            "--scheme hybrid --ranks 2": "2 ranks make no hybrid mesh",
-            "--dtype float8": "dtype is 'float8'",
-            "--transport pigeon": "transport 'pigeon' on cpu",
-            "--timeout 0": "pass more than 0",
-            "--launcher srun": "write {ranks} in it",
-            "--launcher no-such-program{ranks}": "no no-such-program",
-            "--device cuda --share-gpu": "torch sees 0 GPUs",
-            "--out file": "cannot be written",
-        },
-    ),
-    (
-        record.main,
-        {
-            "--ranks two": "not a list of numbers",
-            "--timeout 0": "pass more than 0",
-            "--launcher srun": "write {ranks} in it",
-            "--root /": "has no folder sp_core",
-        },
-    ),
-    (
-        train,
-        {
-            "--ranks 1": "every number must be 2 or more",
-            "--only pp": "no mesh",
-            "--steps 0": "--steps 0",
-        },
-    ),
-    (balance, {"--ranks 0": "1 or more", "--rounds -1": "must be at least 0"}),
-    (trace.main, {"--hidden 10 --heads 3": "3 heads of 3 make 9"}),
-]
+REFUSED = {
+    "scaling": {
+        "--ranks 0": "every number must be 1 or more",
+        "--ranks 2,2": "appear once",
+        "--ranks two": "not a list of numbers",
+        "--heads 7": "7 heads of 73 make 511",
+        "--kv-heads 3": "3 key/value heads. --hidden must be",
+        "--head-dim 32 --hidden 512": "hidden is 512, 8 heads of 32 make 256",
+        "--seq 0": "seq is 0",
+        "--scheme hybrid --ranks 2": "2 ranks make no hybrid mesh",
+        "--dtype float8": "dtype is 'float8'",
+        "--transport pigeon": "transport 'pigeon' on cpu",
+        "--timeout 0": "pass more than 0",
+        "--launcher srun": "write {ranks} in it",
+        "--launcher no-such-program{ranks}": "no no-such-program",
+        "--device cuda --share-gpu": "torch sees 0 GPUs",
+        "--out file": "cannot be written",
+    },
+    "bench": {
+        "--ranks two": "not a list of numbers",
+        "--timeout 0": "pass more than 0",
+        "--launcher srun": "write {ranks} in it",
+        "--root /": "has no folder sp_core",
+    },
+    "train": {
+        "--ranks 1": "every number must be 2 or more",
+        "--only pp": "no mesh",
+        "--steps 0": "--steps 0",
+    },
+    "balance": {"--ranks 0": "1 or more", "--rounds -1": "must be at least 0"},
+    "peers": {
+        "--seq 30": "multiples of 4",
+        "--seq 64,64": "appear once",
+        "--seq many": "not a list of numbers",
+        "--launches 0": "at least one launch",
+        "--device cuda --ranks 2,4": "P = 2 needs a GPU for each rank; there are 0. P = 4",
+        "--only nothing": "--list prints all",
+        "--timeout 0": "pass more than 0",
+        "--out /": "cannot be written",
+        "--out /proc/nope": "cannot be written",  # where root may write, but nobody can
+    },
+    "trace": {"--hidden 10 --heads 3": "3 heads of 3 make 9"},
+}
 
 
 @starts_processes
 @pytest.mark.parametrize(
-    ("main", "options", "complaint"),
-    [(main, *row) for main, rows in REFUSED for row in rows.items()],
+    ("program", "options", "complaint"),
+    [(name, *row) for name, rows in REFUSED.items() for row in rows.items()],
 )
 def test_bad_options_are_refused_before_anything_starts(
-    main: launching.Main,
+    program: str,
     options: str,
     complaint: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -222,30 +207,20 @@ def test_bad_options_are_refused_before_anything_starts(
     monkeypatch.setattr(launching, "run", lambda *_, **__: pytest.fail("a launch began"))
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("")
-    assert main(["--out", "folder/out", *options.split()]) == 2
+    assert PROGRAM[program](["--out", "folder/out", *options.split()]) == 2
     assert complaint in capsys.readouterr().err
     assert [path.name for path in Path().iterdir()] == ["file"]
 
 
 def test_every_program_names_a_function_that_its_ranks_can_call() -> None:
-    texts = {path: path.read_text() for path in (ROOT / "benchmarks").rglob("*.py")}
-    named = [
-        (path, name)
-        for path, text in texts.items()
-        for name in re.findall(r'"([\w.{}]+):measure"', text)
-    ]
-    assert len(named) == 12
-    for path, name in named:
-        package = ".".join(path.parent.relative_to(ROOT).parts)
-        assert callable(importlib.import_module(name.replace("{__package__}", package)).measure), (
-            path
-        )
-
-
-def test_every_session_of_the_benchmarks_is_a_program() -> None:
-    named = re.findall(r'"benchmarks (\w+)[ "]', (ROOT / "noxfile.py").read_text())
-    assert {*named} == {*PROGRAMS} - {"gpu"}
-    assert all(callable(pkgutil.resolve_name(name)) for name in PROGRAMS.values())
+    """And every session of nox is a program."""
+    sessions = re.findall(r'"benchmarks (\w+)[ "]', (ROOT / "noxfile.py").read_text())
+    assert {*sessions} == {*PROGRAMS} - {"gpu"}
+    texts = "".join(path.read_text() for path in (ROOT / "benchmarks").rglob("*.py"))
+    named = re.findall(r'"(benchmarks[\w.]+:\w+)"', texts)
+    named += [one.measure for one in PROGRAM.values() if isinstance(one, Contest)]
+    assert len({*named} - {*PROGRAMS.values()}) == 14
+    assert all(callable(pkgutil.resolve_name(name)) for name in named)
 
 
 @pytest.mark.parametrize(("first", "code"), [("", 0), ("import sp_core\n", 1)])
@@ -276,19 +251,24 @@ def test_the_library_comes_from_the_checkout_that_was_named_or_not_at_all(
 def test_a_run_from_end_to_end(tmp_path: Path) -> None:
     """One launch of the real thing: records, pytest-benchmark's file of rank 0, the table."""
     out = tmp_path / "bench.jsonl"
-    choice = ("--only", "schemes/ring", "--only", "collectives/all_gather")
-    options = ("--ranks", "2", "--quick", *choice, "--out", str(out))
-    shown = program("bench", *options)
-    found = records.read(out)
-    assert found.problems == []
-    assert len(found.records) == 3
+    choice = [
+        "--ranks",
+        "2",
+        "--quick",
+        "--only",
+        "schemes/ring",
+        "--only",
+        "collectives/all_gather",
+        "--out",
+    ]
+    shown, found = program("bench", *choice, str(out)), records.read(out)
+    assert (found.problems, len(found.records)) == ([], 3)
     for one in found.records:
         plain = msgspec.to_builtins(one)
-        counted = [sent["bytes_sent"] for name, sent in plain["comm"].items() if name != "control"]
-        assert 0 < sum(counted) == plain["work"]["bytes_formula"]
-        parts = [plain[name] for name in ("env", "device", "transport")]
-        assert plain["env"]["fingerprint"] == fingerprint(*parts)
-        assert one.case.id in shown
+        sent = {name: entry["bytes_sent"] for name, entry in plain["comm"].items()}
+        assert sum(sent.values()) - sent.get("control", 0) == plain["work"]["bytes_formula"] > 0
+        made = fingerprint(*(plain[name] for name in ("env", "device", "transport")))
+        assert (one.env and one.env.fingerprint, one.case.id in shown) == (made, True)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "bench-p2.pytest-benchmark.json",
         "bench.jsonl",

@@ -23,7 +23,7 @@ from torch import Tensor
 from sp_core.testing.tolerance import bound, check_close
 
 NEEDS = Needs(("contiguous", "zigzag", "striped"), dtype="float64")
-FLOAT32 = replace(NEEDS, dtype="float32", document_unit=lambda size: 2 * size)
+FLOAT32 = replace(NEEDS, dtype="float32", document_pieces=2)
 Call = Callable[..., Any]
 
 

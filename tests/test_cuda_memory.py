@@ -23,7 +23,6 @@ from sp_core.transport.staged import PipelinedTransport
 from sp_core.transport.window import DEVICE_SLOT_BYTES, PINNED_SLOT_BYTES, Window
 
 CPU = torch.device("cpu")
-DEMAND = shared.demand
 
 
 class Runtime:
@@ -273,15 +272,11 @@ def test_a_room_that_is_large_enough_stays(comm: Any) -> None:
 
 
 def test_a_room_is_memory_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-
-    def counted(comm: Any, memory: shared.HostMemory, nbytes: int) -> list[torch.Tensor]:
-        asked.append(nbytes)
-        return DEMAND(comm, memory, nbytes)
-
+    counted = MagicMock(wraps=shared.demand)
     monkeypatch.setattr(shared, "demand", counted)
     run_threads(3, lambda comm: Rooms(comm, 1).enter([((shared.ALIGNMENT,), torch.uint8)]))
-    assert sorted(asked) == [0, 0, shared.ALIGNMENT]
+    asked = sorted(each.args[2] for each in counted.call_args_list)
+    assert asked == [0, 0, shared.ALIGNMENT]
 
 
 def test_a_handle_is_as_long_as_that_of_cuda() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from deaths import trial
-from deaths.report import Report
+from deaths.report import add
 from deaths.trial import AFTER, BEFORE, CASE, END, Death, judged, left
 from deaths.ways import PLACES, RAISED, SILENT, STUCK, WAYS
 from kit.faults import CRASHES, FAULTS
@@ -41,7 +41,7 @@ def faults_of(
     """What is wrong with a launch that is made up."""
     if junit is not None:
         (folder / "junit.xml").write_text(junit)
-    return [*judged(death, code, seconds, printed, folder)]
+    return judged(death, code, seconds, printed, folder)
 
 
 def test_a_launch_that_ends_as_it_should_has_no_fault(tmp_path: Path) -> None:
@@ -95,14 +95,12 @@ def test_the_report_keeps_the_rows_of_both_mpis_and_counts_faults(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for library, found in (("Open MPI", []), ("MPICH", ["no rank"])):
-        report = Report(tmp_path, library)
-        death = {**asdict(KILLED), "bound": KILLED.bound}
-        report.add("deaths", {**death, "seconds": 2.5, "faults": found}, "why")
+        death = {**asdict(KILLED), "bound": KILLED.bound, "seconds": 2.5, "faults": found}
         fault = {"fault": "segv", "minimum": "n=7", "launches": 5, "seconds": 40.0, "faults": []}
-        report.add("faults", fault, "")
         program = {"place": "thread", "start": "torchrun", "seconds": 3.0, "faults": found}
-        report.add("programs", program, "")
-        assert report.faults == 2 * len(found)
+        rows = {"deaths": death, "faults": fault, "programs": program}
+        faults = [add(tmp_path, library, kind, row, "why") for kind, row in rows.items()]
+        assert sum(faults) == 2 * len(found)
         assert ("why" in capsys.readouterr().out) == bool(found)
     assert list(json.loads((tmp_path / "deaths.json").read_text())) == ["Open MPI", "MPICH"]
     text = (tmp_path / "deaths.md").read_text()

@@ -34,19 +34,15 @@ def sized(subjects: list[Subject], size: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("subject", chosen, ids=lambda subject: subject.name)
 
 
-def check_arguments(comm: Any, subject: Subject) -> None:
-    """Change each argument on one rank and on all."""
+def check(comm: Any, subject: Subject) -> None:
+    """Change each argument on one rank and on all; then let one rank call more or less often.
+
+    Ranks along other axes may have other errors.
+    """
     sample = SAMPLE if tier() == "mpi" else sys.maxsize
     found = list(faults(subject, subject.draw(subject.base, 1), comm, sample))
     assert len(found) > 5
     assert not any(found), "\n".join(filter(None, found))
-
-
-def check_calls(comm: Any, subject: Subject) -> None:
-    """Let one rank call once more than the others, then once less.
-
-    Ranks along other axes may have other errors.
-    """
     for is_extra in (True, False):
         told = comm.allgather(
             alone(subject, subject.draw(subject.base, 1), comm, is_extra=is_extra)
@@ -57,8 +53,7 @@ def check_calls(comm: Any, subject: Subject) -> None:
 @sized(UNDER_MPI, 2)
 @spmd(2)
 def test_two_ranks_that_differ_are_told_so_or_get_their_result(comm: Any, subject: Subject) -> None:
-    check_arguments(comm, subject)
-    check_calls(comm, subject)
+    check(comm, subject)
 
 
 @sized(UNDER_MPI, 4)
@@ -66,8 +61,7 @@ def test_two_ranks_that_differ_are_told_so_or_get_their_result(comm: Any, subjec
 def test_four_ranks_that_differ_are_told_so_or_get_their_result(
     comm: Any, subject: Subject
 ) -> None:
-    check_arguments(comm, subject)
-    check_calls(comm, subject)
+    check(comm, subject)
 
 
 OTHERS = [subject for subject in COMPARED if subject not in UNDER_MPI]
@@ -76,8 +70,7 @@ OTHERS = [subject for subject in COMPARED if subject not in UNDER_MPI]
 @pytest.mark.parametrize("subject", OTHERS, ids=lambda subject: subject.name)
 def test_threads_that_differ_are_told_so_or_get_their_result(subject: Subject) -> None:
     size = subject.ranks(subject.draw(subject.base, 1))
-    run_threads(size, functools.partial(check_arguments, subject=subject))
-    run_threads(size, functools.partial(check_calls, subject=subject))
+    run_threads(size, functools.partial(check, subject=subject))
 
 
 @pytest.mark.parametrize(

@@ -20,19 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 import sp_core as sp
 from sp_core.schedules import operation
 from sp_core.testing import run_threads, spmd
-from sp_core.transport import HostTransport, distributed, groups
+from sp_core.transport import distributed, groups
 from sp_core.transport.distributed import DistributedTransport, is_complete
 from sp_core.transport.groups import GroupComm, communicator_of, over_ranks
 
 CPU = torch.device("cpu")
-
-
-def by_distributed(comm: sp.Communicator, seconds: float = 60) -> None:
-    """Let a communicator use torch.distributed; it gives the group up in the end."""
-    made = distributed.make_group(comm._comm, CPU, seconds)
-    comm.transport = DistributedTransport(
-        comm._comm, made, HostTransport(comm._comm), CPU, comm.poll
-    )
 
 
 @pytest.mark.parametrize("part", ["_served", "_connected"])
@@ -63,8 +55,7 @@ def test_half_types_are_added_in_float32_by_torch_distributed_too(comm: Any) -> 
         torch.randn(64 * comm.size, generator=torch.Generator().manual_seed(rank)).bfloat16()
         for rank in range(comm.size)
     ]
-    with sp.Mesh(comm, sp=comm.size) as mesh:
-        by_distributed(mesh["sp"])
+    with sp.Mesh(comm, transport="distributed", sp=comm.size) as mesh:
         part = sp.reduce_scatter(inputs[comm.rank], comm=mesh["sp"])
         whole = sp.all_reduce(inputs[comm.rank], comm=mesh["sp"])
     total = functools.reduce(torch.add, (x.float() for x in inputs))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,6 +15,7 @@ from unittest.mock import Mock, call
 
 import pytest
 import torch
+from studies.commands import printed
 from test_scaling import mpi_environment
 
 from sp_core import doctor, machine
@@ -34,80 +34,117 @@ pytestmark = [
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCTOR = (sys.executable, "-m", "sp_core", "doctor")
-MPIEXEC = str(Path(sys.executable).parent / "mpiexec")
-
-
-def without_gpu() -> dict[str, str]:
-    """That of a launch, no GPU, and a terminal in which no line is folded."""
-    return {**mpi_environment(), "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "10000"}
-
-
-def examined(*command: str, **environment: str) -> tuple[int, str]:
-    answer = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**without_gpu(), **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    return answer.returncode, answer.stdout + answer.stderr
 
 
 def statuses(text: str) -> dict[str, str]:
     """Return the status of every subject of a report: each line has both, and says something."""
-    table = [
-        re.split(" {2,}", line, maxsplit=2)
-        for line in text.partition("\n\n")[0].splitlines()
-        if "WARNING" not in line
-    ]
-    assert all(
-        len(line) == 3 and line[1] in ("ok", "note", "broken") and line[2] for line in table
-    ), text
-    return {
-        subject: status for subject, status, _ in reversed(table)
-    }  # of two on one subject the first
+    lines = [line for line in text.partition("\n\n")[0].splitlines() if "WARNING" not in line]
+    found = [re.fullmatch(r"(.+?) {2,}(ok|note|broken) {2,}(.+)", line) for line in lines]
+    assert all(found), text
+    return {one[1]: one[2] for one in reversed(found) if one}  # of two on one subject the first
 
 
 HERE = dict.fromkeys(
     ("python", "processor", "mpiexec", "MPI", "threads", "transport host", "transport window"), "ok"
 )
+NO_MPI4PY = "raise ModuleNotFoundError(\"No module named 'mpi4py'\", name='mpi4py')"
+TWO_RANKS = (str(Path(sys.executable).parent / "mpiexec"), "-n", "2", *DOCTOR)
 
 
-@pytest.mark.every_mpi
-def test_a_machine_that_works() -> None:
-    code, text = examined(*DOCTOR, SP_NODES="0,0,1")  # for the three ranks of another launch
-    assert code == 0, text
-    assert statuses(text).items() >= HERE.items()
-    assert (statuses(text)["CUDA-aware"], statuses(text)["transport ipc"]) == ("note", "note")
-    assert "starts 2 ranks" in text
-    assert "over 1 rank(s) came out right" in text
-    assert "nothing is broken" in text
+@pytest.mark.parametrize(
+    ("command", "variables", "code", "found", "told"),
+    [
+        pytest.param(
+            DOCTOR,
+            {"SP_NODES": "0,0,1"},  # for the three ranks of another launch
+            0,
+            {**HERE, "CUDA-aware": "note", "transport ipc": "note"},
+            {"starts 2 ranks": 1, "over 1 rank(s) came out right": 3, "nothing is broken": 1},
+            marks=pytest.mark.every_mpi,
+            id="one rank",
+        ),
+        pytest.param(
+            TWO_RANKS,
+            {"SP_NODES": "4,9"},
+            0,
+            {**HERE, "mpiexec": "note", "constants": "note"},
+            {
+                "2; node of each rank: 0 1": 1,
+                "transport window": 1,
+                "over 2 rank(s) came out right": 3,  # messages, shared memory, torch.distributed
+            },
+            marks=pytest.mark.every_mpi,
+            id="two ranks make one report",
+        ),
+        pytest.param(
+            DOCTOR,
+            {"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"},
+            1,
+            {"MPI": "broken", "mpiexec": "note"},
+            {"mpi4py finds no MPI library": 1, "pip install mpich": 1},
+            id="no MPI library",
+        ),
+        pytest.param(
+            DOCTOR,
+            {"PYTHONPATH": f"{{tmp}}:{ROOT}"},
+            1,
+            {"MPI": "broken", "mpiexec": "note"},
+            {"mpi4py is not installed": 1, "pip install mpi4py": 1},
+            id="no mpi4py",
+        ),
+        pytest.param(
+            (*DOCTOR, "--device", "cuda", "--measure"),
+            {"SP_TUNING_DIR": "/proc/nope"},
+            1,
+            {**HERE, "mpiexec": "broken", "GPUs": "broken"},
+            {
+                "install a torch with CUDA": 1,
+                "/proc/nope/tuning-": 1,
+                "Set SP_TUNING_DIR to a folder that can.": 1,
+            },
+            id="no GPU, and constants that cannot be kept",
+        ),
+    ],
+)
+def test_a_machine_is_examined(
+    command: tuple[str, ...],
+    variables: dict[str, str],
+    code: int,
+    found: dict[str, str],
+    told: dict[str, int],
+    tmp_path: Path,
+) -> None:
+    """There is no GPU, no line is folded, and nothing is measured that was not asked for."""
+    (tmp_path / "mpi4py.py").write_text(NO_MPI4PY)
+    places = {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "10000", "SP_TUNING_DIR": f"{tmp_path}/none"}
+    given = {name: value.format(tmp=tmp_path) for name, value in variables.items()}
+    ended, text = printed(command, ROOT, mpi_environment() | places | given, 120)
+    assert ended == code, text
+    assert statuses(text).items() >= found.items()
+    assert {part: text.count(part) for part in told} == told
+    assert not (tmp_path / "none").exists()
 
 
-BAD = {
-    "SP_TRANSPORT": "pigeon",
-    "SP_ALGORITHM": "magic",
-    "SP_TUNING": "/proc/nope",
-    "SP_NODES": "0,one",
+VARIABLES = {
+    "SP_TRANSPORT": ("host", "pigeon"),
+    "SP_ALGORITHM": ("ring", "magic"),
+    "SP_TUNING": ("off", "/proc/nope"),
+    "SP_NODES": ("0,5", "0,one"),
 }
 
 
-@pytest.mark.parametrize("name", sorted(BAD))
+@pytest.mark.parametrize("name", VARIABLES)
 def test_a_variable_that_no_mesh_takes_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for other in BAD:
+    for other in VARIABLES:
         monkeypatch.delenv(other, raising=False)
-    monkeypatch.setenv(name, BAD[name])
+    good, bad = VARIABLES[name]
+    monkeypatch.setenv(name, good)
+    assert [*doctor._variables()] == [Finding(name, "note", good)]
+    monkeypatch.setenv(name, bad)
     (finding,) = doctor._variables()
     remedy = f"unset {name}, or set it to what help(sp_core.Mesh) names"
     assert finding == Finding(name, "broken", finding.text, remedy)
-    assert BAD[name].split(",")[-1] in finding.text
-    monkeypatch.setenv(name, GOOD[name])
-    assert [*doctor._variables()] == [Finding(name, "note", GOOD[name])]
-
-
-GOOD = {"SP_TRANSPORT": "host", "SP_ALGORITHM": "ring", "SP_TUNING": "off", "SP_NODES": "0,5"}
+    assert bad.split(",")[-1] in finding.text
 
 
 @pytest.mark.parametrize("problem", [None, Finding("MPI", "broken", "none", "get one")])
@@ -176,38 +213,6 @@ def test_constants_are_found_again_whichever_cores_mpiexec_binds_to(
     assert int(before["cores"]) <= (os.cpu_count() or 1)
 
 
-@pytest.mark.every_mpi
-def test_on_two_ranks_there_is_one_report(tmp_path: Path) -> None:
-    places = {"SP_NODES": "4,9", "SP_TUNING_DIR": str(tmp_path)}
-    code, text = examined(MPIEXEC, "-n", "2", *DOCTOR, **places)
-    assert code == 0, text
-    assert "2; node of each rank: 0 1" in text
-    assert statuses(text).items() >= {**HERE, "mpiexec": "note", "constants": "note"}.items()
-    assert [*tmp_path.iterdir()] == []  # nothing is measured that was not asked for
-    assert (
-        text.count("over 2 rank(s) came out right") == 3
-    )  # messages, shared memory, torch.distributed
-    assert text.count("transport window") == 1
-
-
-def test_without_an_mpi_library() -> None:
-    code, text = examined(*DOCTOR, MPI4PY_LIBMPI="/nonexistent/libmpi.so")
-    assert code == 1
-    assert statuses(text).items() >= {"MPI": "broken", "mpiexec": "note"}.items()
-    assert "mpi4py finds no MPI library" in text
-    assert "pip install mpich" in text
-
-
-def test_without_mpi4py(tmp_path: Path) -> None:
-    (tmp_path / "mpi4py.py").write_text(
-        "raise ModuleNotFoundError(\"No module named 'mpi4py'\", name='mpi4py')"
-    )
-    code, text = examined(*DOCTOR, PYTHONPATH=f"{tmp_path}:{ROOT}")
-    assert code == 1
-    assert "mpi4py is not installed" in text
-    assert "pip install mpi4py" in text
-
-
 @pytest.mark.parametrize(("device", "count"), [(None, 0), ("cuda", 0), (None, 1), ("cuda", 1)])
 def test_every_transport_is_tried_whose_device_is_here(
     device: str | None, count: int, monkeypatch: pytest.MonkeyPatch
@@ -216,13 +221,11 @@ def test_every_transport_is_tried_whose_device_is_here(
     monkeypatch.setattr(doctor, "_try", lambda *given: given)
     monkeypatch.setattr(doctor, "count_devices", {"cuda": count}.__getitem__)
     tried = [("world", kind, name) for kind, names in NAMES.items() for name in names]
-    missing = [
-        Finding(f"transport {name}", "note", "not tried: no cuda device") for name in NAMES["cuda"]
-    ]
     if not count:
-        tried = [(*one,) for one in tried if one[1] == "cpu"]
-    wanted = [*tried, *([] if count or device else missing)]
-    assert [*doctor._transports(device)] == wanted
+        tried = [one for one in tried if one[1] == "cpu"]
+    why = "not tried: no cuda device"
+    missing = [Finding(f"transport {name}", "note", why) for name in NAMES["cuda"]]
+    assert [*doctor._transports(device)] == tried + missing * (not count and not device)
 
 
 @pytest.mark.parametrize("in_job", [False, True])
@@ -295,27 +298,14 @@ def test_nodes_for_another_number_of_ranks_are_named_in_a_job(
 def test_a_report_fits_the_terminal_and_repeats_what_is_broken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """In a file its lines have 10000 columns."""
     monkeypatch.setenv("COLUMNS", "30")
     found = [Finding("a", "ok", "fine and well-made"), Finding("b c", "broken", "torn", "sew it")]
     table = ["a    ok      fine and", " " * 13 + "well-made", "b c  broken  torn"]
     assert doctor.report(found).splitlines() == [*table, "", "1 broken:", "  b c: sew it"]
     assert doctor.report(found[:1]).splitlines()[1:] == ["", "nothing is broken"]
-
-
-@pytest.mark.parametrize(("words", "lines"), [(9_989, 1), (9_990, 2)])
-def test_a_file_has_lines_of_10000_columns(
-    words: int, lines: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.delenv("COLUMNS")
     monkeypatch.setattr(os, "get_terminal_size", Mock(side_effect=OSError))
-    report = doctor.report([Finding("a", "ok", "b " + "c" * (words - 2))])
-    assert report.count("\n") == lines + 1
-
-
-def test_a_gpu_that_is_not_there_and_constants_that_cannot_be_kept_are_broken() -> None:
-    code, text = examined(*DOCTOR, "--device", "cuda", "--measure", SP_TUNING_DIR="/proc/nope")
-    assert code == 1
-    assert statuses(text).items() >= {**HERE, "mpiexec": "broken", "GPUs": "broken"}.items()
-    assert "install a torch with CUDA" in text
-    assert "/proc/nope/tuning-" in text
-    assert "Set SP_TUNING_DIR to a folder that can." in text
+    for words, lines in ((9_989, 1), (9_990, 2)):
+        text = doctor.report([Finding("a", "ok", "b " + "c" * (words - 2))])
+        assert text.count("\n") == lines + 1

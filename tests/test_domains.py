@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -107,14 +107,25 @@ def test_a_fault_among_thousands_of_tokens_is_seen(
         Tried().row(subject, subject.base | {"x.seq_len": "thousands"}, SEED)
 
 
-ONE = ("batch", "dp", "offset", "pp", "ranks_per_node", "ring", "tp", "ulysses", "unit")
-NOTHING = (
-    *("bytes_sent", "dim", "dropout", "first", "kv_heads", "last", "longest", "messages", "root"),
-    *("seed", "start", "temperature"),
-)
 DEFAULTS: dict[str, set[float]] = {
-    **{name: {1} for name in ONE},
-    **{name: {0} for name in NOTHING},
+    **{
+        x: {1}
+        for x in ["batch", "dp", "offset", "pp", "ranks_per_node", "ring", "tp", "ulysses", "unit"]
+    },
+    **{
+        x: {0}
+        for x in [
+            "bytes_sent",
+            "dim",
+            "dropout",
+            "first",
+            "kv_heads",
+            "last",
+            "longest",
+            "messages",
+        ]
+    },
+    **{x: {0} for x in ["root", "seed", "start", "temperature"]},
     "base": {1e4},
     "chunk": {1024},
     "eps": {1e-5, 1e-6},
@@ -180,19 +191,13 @@ def check_upstream(subject: Subject, drawn: Values, comm: Any) -> None:
             numbers = [normal(1, y.shape, dtype) for y, dtype in zip(results, dtypes, strict=True)]
             upstream = [lying(x, memory) for x in numbers]
             before = [stored(x).clone() for x in upstream]
-            wanted = gradients(results, leaves, [x.clone(memory_format=PLAIN) for x in upstream])
-            found = gradients(results, leaves, upstream)
+            plain = [x.clone(memory_format=torch.contiguous_format) for x in upstream]
+            wanted, found = (
+                torch.autograd.grad(results, leaves, given, retain_graph=True)
+                for given in (plain, upstream)
+            )
             torch.testing.assert_close(found, wanted, msg=f"{{}} {memory}".format)
             assert all(map(torch.equal, map(stored, upstream), before)), memory
-
-
-PLAIN = torch.contiguous_format
-
-
-def gradients(
-    results: list[Tensor], leaves: list[Tensor], upstream: Sequence[Tensor]
-) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(results, leaves, upstream, retain_graph=True)
 
 
 def leaves_of(results: list[Tensor]) -> list[Tensor]:

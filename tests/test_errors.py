@@ -22,9 +22,8 @@ from refusals.calls import Row, Table, comm_of
 from torch import Tensor
 
 import sp_core as sp
-from sp_core.arguments import check, check_tensor
+from sp_core.arguments import check_tensor
 from sp_core.collectives.maps import AllReduce
-from sp_core.errors import differences, joined
 from sp_core.testing import spmd
 from sp_core.testing.comm import LockstepComm
 
@@ -100,46 +99,6 @@ def test_sizes_are_those_of_the_tensors_of_all_ranks(
         check_refused(comm, "sp", (sp.ShapeError, f"{sizes}=", named))
 
 
-@spmd(2)
-def test_a_message_is_short_and_shows_where_the_calls_of_the_ranks_differ(comm: Any) -> None:
-    alike = "f([" + ", ".join(map(str, range(90_000)))
-
-    def wrong() -> str:
-        raise sp.ShapeError(f"{alike} are refused")
-
-    with sp.Mesh(comm, a=2) as mesh:
-        for call, said in (
-            (lambda: f"{alike}, here {comm.rank}])", "99, here 1])"),
-            (wrong, "f([0, 1, 2"),
-        ):
-            with pytest.raises(sp.ShapeError if call is wrong else sp.CollectiveMismatch) as caught:
-                mesh["a"].agree_on(call)
-            assert len(str(caught.value)) <= 2000
-            assert said in str(caught.value)
-
-
-def test_a_message_of_many_ranks_names_some_of_them() -> None:
-    text = differences([f"f({rank // 100})" * 40 for rank in range(1024)])
-    assert (len(text) <= 2000, "\n  rank 0, 1, 2" in text) == (True, True)
-    assert (text.count("\n  rank "), text[-13:]) == (5, "\n  and 6 more")
-
-
-def test_a_long_message_keeps_of_each_text_the_beginning_and_what_differs() -> None:
-    """Of a single text the end. Short heads and texts are whole, and so is a short message."""
-    text = "".join(map(chr, range(0x100, 0x100 + 1800)))
-    other = text[:500] + "?" + text[501:]
-    assert joined([("", text)]) == text
-    assert joined([("a", text)]) == f"a{text[:80]} ... {text[-40:]} ..."
-    assert joined([("h" * 39, text), ("h" * 40, other)]) == (
-        f"{'h' * 39}{text[:80]} ... {text[460:640]} ...\n"
-        f"{'h' * 34} ...: {text[:80]} ... {other[460:640]} ..."
-    )
-    lines = [f"{text[:80]} ... {text[80:260]} ..."] * 2 + ["y" * 299] * 3
-    for more, end in ((0, ""), (2, "\n  and 2 more")):
-        told = [("", text), ("", text[:300]), *[("", "y" * 299)] * (3 + more)]
-        assert joined(told) == "\n".join(lines) + end
-
-
 def differing(mine: Any, others: Any) -> Callable[[bool], Any]:
     """Return an argument that the last rank has, and that of the others."""
     return lambda here: mine if here else others
@@ -201,13 +160,6 @@ def test_what_needs_no_ranks_is_refused(
     with pytest.raises(kind, match=text) as caught:
         call()
     assert type(caught.value) is kind
-
-
-def test_an_error_shows_an_argument_of_80_letters_and_cuts_a_longer_one() -> None:
-    for letters, whole in ((78, True), (79, False)):  # and two quotes
-        with pytest.raises(TypeError) as caught:
-            check(dim="x" * letters)
-        assert (f"dim={'x' * letters!r} was given" in str(caught.value)) == whole
 
 
 @spmd()

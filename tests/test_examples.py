@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,16 +20,6 @@ ALONE: dict[str, list[float]] = {}
 """What they have given on one rank, which runs first. Rank 0 of any number of ranks knows it."""
 
 
-def load(name: str) -> ModuleType:
-    """Import an example without running it."""
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def numbers(result: Any) -> list[float]:
     """Return all numbers of a result: a number, a list or a tensor."""
     if hasattr(result, "flatten"):
@@ -43,7 +32,7 @@ def numbers(result: Any) -> list[float]:
 )
 @spmd(1, 2, 4)
 def test_an_example_runs(comm: Any, name: str) -> None:
-    program = load(name)
+    program = import_module(f"examples.{name}")
     result = program.main(comm)
     if name in ONE_RESULT and comm.size == 1:
         ALONE[name] = numbers(result)
@@ -54,11 +43,11 @@ def test_an_example_runs(comm: Any, name: str) -> None:
         assert all(math.isclose(one, other, rel_tol=1e-4, abs_tol=1e-5) for one, other in pairs)
 
 
-@pytest.mark.parametrize("tokens", [2048, 4096])
 @spmd(2, 4)
-def test_a_step_on_a_long_sequence_needs_what_its_formula_says(comm: Any, tokens: int) -> None:
+def test_a_step_on_a_long_sequence_needs_what_its_formula_says(comm: Any) -> None:
     """Within 5 % at several lengths, so that it holds for lengths that no test can afford."""
-    _, peak, formula = load("long_sequence").measured(comm, tokens)
+    tokens = {2: 4096, 4: 2048}[comm.size]
+    _, peak, formula = import_module("examples.long_sequence").measured(comm, tokens)
     assert 0.95 * formula <= peak <= 1.05 * formula
 
 

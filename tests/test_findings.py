@@ -31,29 +31,12 @@ def ranks(other: str | None = None) -> Any:
 
 
 def tried(other: str | None) -> Callable[[], Finding]:
-    return lambda: doctor._try(ranks(other), "cpu", "host")
+    return partial(doctor._try, ranks(other), "cpu", "host")
 
 
-def launched(*, measure: bool = False) -> Finding:
-    return doctor._mpiexec(measure=measure)
-
-
-def constants(*, measure: bool = False) -> Finding:
-    return doctor._constants(measure=measure)
-
-
-def aware() -> Finding:
-    return doctor._cuda_aware("libmpi.so")
-
-
-def threads(level: int) -> Callable[[], Finding]:
-    return lambda: doctor._threads(level)
-
-
-def gpus(device: str | None) -> Callable[[], Finding]:
-    return lambda: doctor._gpus(device)
-
-
+launched = partial(doctor._mpiexec, measure=False)
+constants = partial(doctor._constants, measure=False)
+aware = partial(doctor._cuda_aware, "libmpi.so")
 LONE = {"_mpi_problem": lambda: None, "in_job": lambda: False, "cores": lambda: 2}
 TWO = "ranks: 2\nranks: 2\n"
 SLOTS = "There are not enough slots available in the system"
@@ -62,6 +45,7 @@ HOSTNAME = "run this and read its error: mpiexec -n 2 hostname"
 GPU, NO_GPU = ({"torch.cuda.is_available": lambda there=there: there} for there in (True, False))
 NAMED = {"torch.cuda.device_count": lambda: 2, "torch.cuda.get_device_name": "ABC".__getitem__}
 LEVELS = (MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE)
+ONE_GPU = {"_gather": Mock(side_effect=DeviceError("one GPU"))}
 SHARED = "DeviceError: ranks 0 and 1 have one GPU"
 UNUSABLE = (
     f"it is not usable here: pass another transport of {NAMES['cpu']}, "
@@ -98,11 +82,6 @@ def library(answer: int | None) -> dict[str, Any]:
     return {"ctypes.CDLL": lambda path: SimpleNamespace(**says)}
 
 
-def raising(error: Exception) -> dict[str, Any]:
-    """A transport that fails here."""
-    return {"_gather": Mock(side_effect=error)}
-
-
 def space(free: int) -> dict[str, Any]:
     return {"shutil.disk_usage": lambda folder: (2**30, 0, free)}
 
@@ -123,8 +102,8 @@ def probed(code: int | None, output: str) -> dict[str, Any]:
 
 def noded(*nodes: int) -> dict[str, Any]:
     """A mesh of ranks in these nodes."""
-    made = {"all": SimpleNamespace(nodes=nodes)}
-    return {"_world": lambda: "world", "_mesh": {"world": nullcontext(made)}.__getitem__}
+    made = nullcontext({"all": SimpleNamespace(nodes=nodes)})
+    return {"_world": lambda: "world", "_mesh": {"world": made}.__getitem__}
 
 
 def gathered(world: Any, kind: str, name: str) -> str:
@@ -153,12 +132,12 @@ FOUND: list[tuple[dict[str, Any], Callable[[], Finding | None], tuple[Any, ...]]
         ("transport host", "broken", "cpu: RuntimeError: no link", UNUSABLE),
     ),
     (
-        raising(DeviceError("one GPU")),
+        ONE_GPU,
         tried(SHARED),
         ("transport host", "note", "cpu: not available here: one GPU"),
     ),
     (
-        raising(DeviceError("one GPU")),
+        ONE_GPU,
         tried("RuntimeError: lost"),
         ("transport host", "broken", "cpu: DeviceError: one GPU", UNUSABLE),
     ),
@@ -194,15 +173,15 @@ FOUND: list[tuple[dict[str, Any], Callable[[], Finding | None], tuple[Any, ...]]
             (None, "cannot be asked; not tried: no cuda device"),
         )
     ),
-    (GPU, threads(LEVELS[1]), ("threads", "broken", "funneled", SERIALIZE)),
-    (NO_GPU, threads(LEVELS[0]), ("threads", "ok", "single")),
-    (GPU, threads(LEVELS[2]), ("threads", "ok", "serialized")),
-    (GPU, threads(LEVELS[3]), ("threads", "ok", "multiple")),
-    (GPU | NAMED, gpus("cuda"), ("GPUs", "ok", "2: A, B")),
-    (NO_GPU, gpus("cpu"), ("GPUs", "note", "none")),
+    (GPU, partial(doctor._threads, LEVELS[1]), ("threads", "broken", "funneled", SERIALIZE)),
+    (NO_GPU, partial(doctor._threads, LEVELS[0]), ("threads", "ok", "single")),
+    (GPU, partial(doctor._threads, LEVELS[2]), ("threads", "ok", "serialized")),
+    (GPU, partial(doctor._threads, LEVELS[3]), ("threads", "ok", "multiple")),
+    (GPU | NAMED, partial(doctor._gpus, "cuda"), ("GPUs", "ok", "2: A, B")),
+    (NO_GPU, partial(doctor._gpus, "cpu"), ("GPUs", "note", "none")),
     (
         NO_GPU,
-        gpus("cuda"),
+        partial(doctor._gpus, "cuda"),
         ("GPUs", "broken", f"none that torch {torch.__version__} sees", NO_CUDA),
     ),
     (
@@ -334,15 +313,18 @@ def test_mpi_is_named_with_its_ranks(
     tasks: int, problem: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A launcher that has started more ranks than this MPI finds belongs to another MPI."""
-    here: dict[str, Any] = {"_mpi_problem": lambda: problem, "started_tasks": lambda: tasks}
-    here |= {"loaded_library": {"libmpi": "/libmpi.so"}.get, "_threads": lambda level: level}
-    here |= {"_cuda_aware": lambda library: library}
+    mpi = Mock(COMM_WORLD=Mock(size=2), Query_thread=lambda: "single")
+    mpi.get_vendor.return_value = ("Best MPI", (4, 1))
+    here: dict[str, Any] = {
+        "mpi4py.MPI": mpi,
+        "sp_core.doctor._mpi_problem": lambda: problem,
+        "sp_core.doctor.started_tasks": lambda: tasks,
+        "sp_core.doctor.loaded_library": {"libmpi": "/libmpi.so"}.get,
+        "sp_core.doctor._threads": lambda level: level,
+        "sp_core.doctor._cuda_aware": lambda library: library,
+    }
     for name, value in here.items():
-        monkeypatch.setattr(doctor, name, value)
-    mpi = SimpleNamespace(get_vendor=lambda: ("Best MPI", (4, 1)), Query_thread=lambda: "single")
-    monkeypatch.setattr(
-        "mpi4py.MPI", SimpleNamespace(COMM_WORLD=SimpleNamespace(size=2), **vars(mpi))
-    )
+        monkeypatch.setattr(name, value)
     text = "Best MPI 4.1, 2 rank(s), /libmpi.so"
     broken = ("broken", f"{text}; the launcher has started {tasks}", doctor.OTHER_LAUNCHER)
     wanted = Finding("MPI", *(broken if tasks == 3 else ("ok", text)))

@@ -12,31 +12,27 @@ import torch
 
 import sp_core as sp
 from benchmarks.contests import gpu
-from benchmarks.contests.gpu import link_seconds, rows, slicing
+from benchmarks.contests.gpu import rows
 from benchmarks.machine import device, facts
 from sp_core import transport
 from sp_core.testing import run_threads, session
-
-CPU = torch.device("cpu")
 
 
 def launch(ranks: int, **milliseconds: float) -> dict[str, Any]:
     """Five rounds of each way; the link takes 0.25 ms for the whole vector down and 0.5 ms up."""
     samples = {name: [ms * 1e-3] * 5 for name, ms in milliseconds.items()}
-    beside = {"down": 0.25e-3, "up": 0.5e-3, "computation": 2e-3}
+    beside = {"down": (0.25, 0.25), "up": (0.5, 0.5), "computation": (2.0, 3.0 * ranks)}
     timed = {
-        f"{name}, {who}": [seconds] * 5
-        for name, seconds in beside.items()
-        for who in ("one rank", "all ranks")
+        f"{name}, {who}": [ms * 1e-3] * 5
+        for name, both in beside.items()
+        for who, ms in zip(("one rank", "all ranks"), both, strict=True)
     }
-    timed["computation, all ranks"] = [2e-3 * ranks * 1.5] * 5
-    timed[gpu.GATHER] = [3e-3] * 5
     return {
         "ranks": ranks,
         "status": "ok",
         "nbytes": 2**24,
         "samples": samples,
-        "beside": timed,
+        "beside": {**timed, gpu.GATHER: [3e-3] * 5},
         "missing": {"device": "it says no"},
     }
 
@@ -59,32 +55,22 @@ def test_what_counts_as_reached(found: dict[str, Any], on_gpu: bool, marks: list
     assert shown == dict(zip(found["samples"], marks, strict=True))
 
 
-def test_what_the_link_needs_and_how_fairly_a_gpu_is_shared() -> None:
-    assert link_seconds(launch(2)) == pytest.approx(0.5e-3)
-    assert link_seconds(launch(4)) == pytest.approx(1.5e-3)
-    assert slicing(launch(4)) == pytest.approx(1.5)
+def small(comm: Any) -> dict[str, Any]:
+    return gpu.measured(comm, torch.device("cpu"), 4096, side=8, seconds=0.0)
 
 
 def test_every_way_is_checked_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "ON_CPU", ("host", "window", "ipc"))
     monkeypatch.setattr(gpu, "LEAST_ROUNDS", 2)
-    found = run_threads(2, lambda comm: gpu.measured(comm, CPU, 4096, side=8, seconds=0.0))[0]
-    assert {name: len(samples) for name, samples in found["samples"].items()} == {
-        "naive": 2,
-        "host": 2,
-        "window": 2,
-    }
+    found = run_threads(2, small)[0]
+    lengths = {name: len(samples) for name, samples in found["samples"].items()}
+    assert lengths == {"naive": 2, "host": 2, "window": 2}
     assert set(found["beside"]) == set(launch(2)["beside"])
     assert "ipc" in found["missing"]["ipc"]
-    assert {row[0] for row in rows(found, on_gpu=False)} == {"naive", "host", "window"}
-
-
-def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        gpu, "naive", lambda world, x: torch.zeros(world.size * x.numel()) + world.rank
-    )
+    assert {row[0] for row in rows(found, on_gpu=False)} == {*lengths}
+    monkeypatch.setattr(gpu, "naive", lambda world, x: x.new_zeros(world.size * x.numel()))
     with pytest.raises(Exception, match="naive: the gathered numbers are not the ones"):
-        run_threads(2, lambda comm: gpu.measured(comm, CPU, 4096, side=8, seconds=0.0))
+        run_threads(2, small)
 
 
 def test_what_is_shown() -> None:
@@ -94,69 +80,44 @@ def test_what_is_shown() -> None:
         assert text in shown
 
 
-SEEN = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     ("seen", "share", "numbers"),
     [
         (["a b", "a b"], False, [0, 1]),
         (["a", "b"], False, [0, 0]),  # as `--gpus-per-task` has it: every rank sees one
         (["a", "a"], True, [0, 0]),
-        (["a", "a"], False, None),
-        (["", ""], True, None),
+        (["a", "a"], False, []),
+        (["", ""], True, []),
     ],
 )
-"""The GPUs that each of two ranks sees, whether it may share one, and the number it takes."""
-
-
-@SEEN
-def test_the_kit_knows_a_gpu_by_its_uuid_too(
-    seen: list[str], share: bool, numbers: list[int] | None, monkeypatch: pytest.MonkeyPatch
+def test_a_gpu_is_known_by_its_uuid(
+    seen: list[str], share: bool, numbers: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rank = 0
-
-    def uuid(rank: int) -> str:
-        names = seen[rank].split()
-        return names[rank % len(names)] if names else f"none of rank {rank}"
+    """Ranks of a node each take a GPU that no other has, unless they share; in the kit too."""
+    gpus = [names.split() for names in seen]
+    uuids = [names[rank % len(names)] if names else None for rank, names in enumerate(gpus)]
+    told = [uuid or f"none of rank {rank}" for rank, uuid in enumerate(uuids)]
+    local = MagicMock(size=2, **{"allgather.return_value": uuids})
+    world = MagicMock(Split_type=lambda kind: local, **{"allgather.return_value": told})
 
     def properties(device: torch.device) -> SimpleNamespace:
-        return SimpleNamespace(uuid=seen[rank].split()[device.index])
+        return SimpleNamespace(uuid=gpus[local.rank][device.index])
 
-    monkeypatch.setattr(transport, "count_devices", lambda kind: len(seen[rank].split()))
+    monkeypatch.setattr(transport, "count_devices", lambda kind: len(gpus[local.rank]))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus[local.rank]))
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     for rank in range(2):
+        local.rank = world.rank = rank
+        with nullcontext() if numbers else pytest.raises(SystemExit, match="Pass --share-gpu"):
+            assert device("cuda", world, share_gpu=share).index == numbers[rank]
+        local.allgather.assert_called_with(uuids[rank])
         monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", str(rank))
         monkeypatch.setattr(session, "current", session.Session(device="cuda", share_gpu=share))
-        told = MagicMock(return_value=[uuid(0), uuid(1)])
-        session.find_shared_gpu(session.current, MagicMock(rank=rank, allgather=told))
-        told.assert_called_once_with(uuid(rank))
+        session.find_shared_gpu(session.current, world)
+        world.allgather.assert_called_with(told[rank])
         with nullcontext() if numbers else pytest.raises(sp.DeviceError, match="--sp-share-gpu"):
-            assert session.device().index == (numbers or [-1, -1])[rank]
-
-
-@SEEN
-def test_a_gpu_is_known_by_its_uuid(
-    seen: list[str], share: bool, numbers: list[int] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ranks of a node each take a GPU that no other has, unless they share."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(seen[local.rank].split()))
-    monkeypatch.setattr(
-        torch.cuda,
-        "get_device_properties",
-        lambda d: SimpleNamespace(uuid=seen[local.rank].split()[d.index]),
-    )
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-
-    def taken(place: int) -> str | None:
-        names = seen[place].split()
-        return names[place % len(names)] if names else None
-
-    local: Any = MagicMock(size=2)
-    local.allgather.return_value = [taken(0), taken(1)]
-    world: Any = SimpleNamespace(Split_type=lambda kind: local)
-    for rank in range(2):
-        local.rank = rank
-        with nullcontext() if numbers else pytest.raises(SystemExit, match="Pass --share-gpu"):
-            assert device("cuda", world, share_gpu=share).index == (numbers or [-1, -1])[rank]
-        local.allgather.assert_called_with(taken(rank))
+            assert session.device().index == numbers[rank]
 
 
 @pytest.mark.parametrize(("gpus", "count"), [("ab", 2), ("aa", 1)])

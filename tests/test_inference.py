@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import signal
 import sys
-from argparse import Namespace
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -204,26 +203,6 @@ def test_prompts_are_those_of_options_files_and_standard_input(
     assert run_threads(1, body) == [(tokenizer, tokens, ["stop"], "model")]
 
 
-@pytest.fixture
-def prompts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Prompts of a model of bytes that need not be read."""
-    found: list[list[int]] = []
-    prepared = {("options", "mesh"): (byte_tokenizer(), found, ["stop"], "model")}
-    monkeypatch.setattr(
-        inference, "_prepare", lambda options, mesh: prepared[options.kind, mesh.kind]
-    )
-    return found
-
-
-def on_rank(rank: int) -> Any:
-    return SimpleNamespace(kind="mesh", rank=rank)
-
-
-def parsed(*words: str) -> Namespace:
-    options = make_parser().parse_args([*words[:1], "--model", "dir", *words[1:]])
-    return Namespace(kind="options", **vars(options))
-
-
 @pytest.mark.parametrize(
     ("rank", "count", "text"),
     [(0, 1, "aa\ufffd\n"), (0, 2, "[0] aa\ufffd\n[1] aa\ufffd\n"), (1, 1, ""), (1, 2, "")],
@@ -232,59 +211,32 @@ def test_the_first_rank_shows_one_text_as_it_grows_and_several_at_the_end(
     rank: int,
     count: int,
     text: str,
-    prompts: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A byte that begins a character is shown when nothing more can come."""
-    prompts += [[1]] * count
-    tokens = [*b"aa\xf0"]
+    tokens, prompts = [*b"aa\xf0"], [[1]] * count
+    mesh: Any = SimpleNamespace(rank=rank)
+    words = "generate --model dir --temperature 0.5 --top-k 7 --top-p 0.25 --seed 3 --max-tokens 9"
+    options = make_parser().parse_args([*words.split(), "--stop", "end"])
+    prepared = (byte_tokenizer(), prompts, ["stop"], "model")
 
     def generate(model: object, given: object, **more: Any) -> list[list[int]]:
-        sampling = Sampling(0.5, 7, 0.25, 3)
-        wanted = {"max_tokens": 9, "sampling": sampling, "stop_strings": ["end", "stop"]}
         on_token = more.pop("on_token")
-        assert (model, given, more.pop("tokenizer") is not None) == ("model", prompts, True)
-        assert more == wanted
+        assert (model, given, more.pop("tokenizer")) == ("model", prompts, prepared[0])
+        assert more == {
+            "max_tokens": 9,
+            "sampling": Sampling(0.5, 7, 0.25, 3),
+            "stop_strings": ["end", "stop"],
+        }
         for token in tokens if on_token else []:
             on_token(0, token)
         assert capsys.readouterr().out == text[:2] * (count == 1)
         return [tokens] * count
 
+    monkeypatch.setattr(
+        inference, "_prepare", lambda *given: prepared if given == (options, mesh) else None
+    )
     monkeypatch.setattr(inference, "generate", generate)
-    more = ["--temperature", "0.5", "--top-k", "7", "--top-p", "0.25", "--seed", "3"]
-    words = ["generate", *more, "--max-tokens", "9", "--stop", "end"]
-    inference._generate(parsed(*words), on_rank(rank))
+    inference._generate(options, mesh)
     assert capsys.readouterr().out == text[2 * (count == 1) :]
-
-
-ROWS = (
-    "        98     -0.6931  'b'\n",
-    "        97     -1.3863  'a'\n",
-    "        99     -1.3863  'c'\n",
-)
-
-
-@pytest.mark.parametrize(
-    ("rank", "top", "rows"), [(0, "1", 1), (0, "3", 3), (0, "300", 256), (1, "3", 0)]
-)
-def test_the_first_rank_shows_the_likeliest_tokens(
-    rank: int,
-    top: str,
-    rows: int,
-    prompts: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    prompts += [[1], [2, 3]]
-    logits = torch.full((2, 256), -100.0)
-    logits[:, 97:100] = torch.tensor([0.25, 0.5, 0.25]).log()
-    decoder = {("model", (1, 2)): SimpleNamespace(prefill=lambda given: logits[: len(given)])}
-    monkeypatch.setattr(inference, "Decoder", lambda model, sizes: decoder[model, (*sizes,)])
-    inference._logits(parsed("logits", "--top", top), on_rank(rank))
-    lines = capsys.readouterr().out.splitlines(keepends=True)
-    assert len(lines) == 2 * (rows + 1) * (rank == 0)
-    for number in range(2 * (rank == 0)):
-        head, *shown = lines[number * (rows + 1) :][: rows + 1]
-        assert head == f"[{number}]\n"
-        assert [shown[0], *sorted(shown[1:3])] == [*ROWS[:rows]]

@@ -6,8 +6,8 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -28,11 +28,9 @@ def watch(tmp_path: Path) -> Iterator[Deaths]:
 
 @pytest.fixture
 def ranks() -> Iterator[list[subprocess.Popen[bytes]]]:
-    with ExitStack() as stack:
-        sleepers = [stack.enter_context(subprocess.Popen(["sleep", "60"])) for _ in range(RANKS)]
-        for sleeper in sleepers:
-            stack.callback(sleeper.kill)
-        yield sleepers
+    sleepers = [subprocess.Popen(["sleep", "60"]) for _ in range(RANKS)]
+    yield sleepers
+    end(sleepers)
 
 
 def introduce(folder: Path, sleepers: list[subprocess.Popen[bytes]]) -> None:
@@ -40,10 +38,10 @@ def introduce(folder: Path, sleepers: list[subprocess.Popen[bytes]]) -> None:
         (folder / f"rank{rank}.pid").write_text(str(sleeper.pid))
 
 
-def end(sleepers: list[subprocess.Popen[bytes]], order: list[int]) -> None:
-    for rank in order:
-        sleepers[rank].kill()
-        sleepers[rank].wait()
+def end(sleepers: Iterable[subprocess.Popen[bytes]]) -> None:
+    for sleeper in sleepers:
+        sleeper.kill()
+        sleeper.wait()
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -66,30 +64,23 @@ def test_the_first_of_many_deaths_is_told(
         os.close(life)
         assert looks != "each time" or len(watch.alive()) == RANKS
     introduce(tmp_path, ranks)
-    end(ranks, order[::-1] if held else order)
+    end(ranks[rank] for rank in (order[::-1] if held else order))
     assert watch.alive() == {}
-    assert watch.first() == order[0]
     assert watch.suspects()[0].startswith(f"rank {order[0]} died first: ")
-    assert "dead, the first to die" in watch.story(order[0])
-    assert not any("the first to die" in watch.story(rank) for rank in order[1:])
+    first = [rank for rank in range(RANKS) if "dead, the first to die" in watch.story(rank)]
+    assert [watch.first()] == first == order[:1]
 
 
 def test_of_those_that_were_gone_before_they_were_seen_it_says_that_it_knows_nothing(
     tmp_path: Path, watch: Deaths, ranks: list[subprocess.Popen[bytes]]
 ) -> None:
-    end(ranks, list(range(RANKS)))
+    end(ranks)
     introduce(tmp_path, ranks)
     assert watch.alive() == {}
     assert "its exit code is not known" in watch.suspects()[0]
     assert not watch.failed()
     file_of(tmp_path, 1, "place").write_bytes(b"raised KeyError('x')\0")
     assert watch.failed()
-
-
-def test_without_a_launcher_nothing_is_held(tmp_path: Path) -> None:
-    assert hold_life(tmp_path, 0) == -1
-    Deaths(tmp_path, 1).close()
-    assert hold_life(tmp_path, 0) == -1
 
 
 @pytest.mark.parametrize(
@@ -103,10 +94,7 @@ def test_without_a_launcher_nothing_is_held(tmp_path: Path) -> None:
 def test_launches_share_no_folder_of_the_library_unless_one_is_named(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: dict[str, str | None]
 ) -> None:
-    for name in (SESSION_DIR, SESSION_DIR_HERE):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "environ", given)
     found = environment(Path("/run"))
     assert {name: found.get(name) for name in expected} == expected
 
@@ -114,14 +102,15 @@ def test_launches_share_no_folder_of_the_library_unless_one_is_named(
 def test_mpiexec_is_the_one_beside_python_else_that_on_the_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sp_core.launch.command.sys.executable", str(tmp_path / "python"))
-    monkeypatch.setattr("sp_core.launch.command.shutil.which", lambda name: None)
+    beside, on_path = tmp_path / "mpiexec", tmp_path / "path" / "mpiexec"
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(on_path.parent))
     with pytest.raises(FileNotFoundError, match="Install one of the wheels"):
         command_module.find_mpiexec()
-    monkeypatch.setattr("sp_core.launch.command.shutil.which", lambda name: f"/path/{name}")
-    assert command_module.find_mpiexec() == "/path/mpiexec"
-    (tmp_path / "mpiexec").touch()
-    assert command_module.find_mpiexec() == str(tmp_path / "mpiexec")
+    on_path.parent.mkdir()
+    for mpiexec in (on_path, beside):
+        mpiexec.touch(mode=0o700)
+        assert command_module.find_mpiexec() == str(mpiexec)
 
 
 @pytest.mark.parametrize(

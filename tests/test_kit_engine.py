@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from typing import Any, cast
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, example, settings, strategies as st
 from hypothesis.errors import FailedHealthCheck, Unsatisfiable
-from kit.failing import SEARCH, failure_of, leads
+from kit.failing import SEARCH, assert_told, failure_of, leads
+from oracle.ways import offered
 
 from sp_core.testing import (
     event,
@@ -25,48 +25,24 @@ from sp_core.testing import (
     target,
     tier,
 )
+from sp_core.testing.comm import LockstepComm
 from sp_core.testing.outcome import RankFailure
 from sp_core.testing.session import Remarks, Tally
 
 pytestmark = pytest.mark.ranks  # these laws hold for threads and for MPI
-QUICK = 60
 
 
-def sums_to_size(comm: Any) -> None:
-    """A collective that works."""
-    total = np.empty(1)
-    comm.Allreduce(np.ones(1), total)
-    assert total[0] == comm.size
+@given(nprocs=st.just(2), n=st.integers(0, 100), max_examples=60)
+def test_an_assumption_that_fails_on_one_rank_rejects_the_example(comm: Any, n: int) -> None:
+    assume(comm.rank == 0 or n % 2 == 0)
+    comm.Barrier()
+    assert n % 2 == 0
 
 
-def test_an_assumption_that_fails_on_one_rank_rejects_the_example() -> None:
-    seen = []
-
-    @given(nprocs=st.just(2), n=st.integers(0, 100), max_examples=QUICK)
-    def body(comm: Any, n: int) -> None:
-        assume(comm.rank == 0 or n % 2 == 0)
-        comm.Barrier()
-        seen.append(n)
-
-    body()
-    assert all(n % 2 == 0 for n in seen)
-
-
-def test_skipping_on_every_rank_is_a_skip_and_on_one_a_failure() -> None:
-    @spmd(2)
-    def everywhere(comm: Any) -> None:
-        pytest.skip("not here")
-
-    @spmd(2)
-    def on_one_rank(comm: Any) -> None:
-        if comm.rank:
-            pytest.skip("not here")
-
+def test_skipping_on_every_rank_is_a_skip() -> None:
+    """On one rank alone it is a failure, a fault of test_kit_faults.py."""
     with pytest.raises(pytest.skip.Exception, match="not here"):
-        everywhere()
-    text = failure_of(on_one_rank)
-    assert "the ranks disagree about skipping" in text
-    assert not leads() or "rank 1: skipped: Skipped" in text
+        spmd(2)(lambda comm: pytest.skip("not here"))()
 
 
 def test_ranks_are_a_value_in_any_order_and_without_rank_0() -> None:
@@ -84,9 +60,7 @@ def test_ranks_are_a_value_in_any_order_and_without_rank_0() -> None:
     if tier() == "mpi":
         assert all(cast("Any", session.current.control).rank in ranks for ranks in seen)
         assert set(seen) <= {(2, 1), (1,), (0, 1), (0, 2, 1)}
-    if leads():
-        assert "on rank 2 of 3 (world ranks (0, 2, 1))" in text
-        assert "@example(nprocs=(0, 2, 1), n=5)" in text
+    assert_told(text, "on rank 2 of 3 (world ranks (0, 2, 1))", "@example(nprocs=(0, 2, 1), n=5)")
 
 
 @pytest.mark.parametrize(
@@ -148,15 +122,12 @@ def test_events_targets_and_notes_may_come_from_any_rank() -> None:
         note(f"said by rank {comm.rank}")
         assert n < 100
 
-    text = failure_of(body)
-    if leads():
-        assert "said by rank 0" in text
-        assert "said by rank 1" in text
-        assert "@example(nprocs=2, n=100)" in text
+    said = ("said by rank 0", "said by rank 1", "@example(nprocs=2, n=100)")
+    assert_told(failure_of(body), *said)
 
 
 def test_features_are_counted_once_for_each_example() -> None:
-    @given(nprocs=st.just(2), n=st.integers(0, 5), max_examples=QUICK)
+    @given(nprocs=st.just(2), n=st.integers(0, 5), max_examples=60)
     def body(comm: Any, n: int) -> None:
         features({"parity": n % 2, "rank": comm.rank})
 
@@ -169,24 +140,19 @@ def test_features_are_counted_once_for_each_example() -> None:
 
 
 def test_counts_of_two_processes_add_up() -> None:
-    """Of workers of pytest-xdist, for example."""
+    """Of workers of pytest-xdist, for example. An error that is NaN is the worst."""
     whole, parts = Tally(), (Tally(), Tally())
     for place, names in enumerate(("ab", "a", "")):
         remarks: Remarks = {("feature", name): 0.0 for name in names}
+        ratios = {("ratio", "out"): 0.1 * place, ("ratio", "in"): [0.1, math.nan, 0.2][place]}
         for tally in (whole, parts[place % 2]):
-            tally.count(place, remarks | {("ratio", "out"): 0.1 * place})
+            tally.count(place, remarks | ratios)
     parts[0].merge(parts[1])
-    assert parts[0] == whole
     assert whole.features == {"a": 2, "b": 1}
+    assert math.isnan(whole.ratios.pop("in"))
+    assert math.isnan(parts[0].ratios.pop("in"))
     assert whole.ratios == {"out": 0.2}
-
-
-@pytest.mark.parametrize("ratios", [(0.1, math.nan), (math.nan, 0.1)])
-def test_an_error_that_is_nan_is_the_worst(ratios: tuple[float, ...]) -> None:
-    tally = Tally()
-    for ratio in ratios:
-        tally.merge(Tally(ratios={"out": ratio}))
-    assert math.isnan(tally.ratios["out"])
+    assert parts[0] == whole
 
 
 def test_a_profile_with_more_examples_than_usual_has_more_of_each_test(
@@ -196,47 +162,56 @@ def test_a_profile_with_more_examples_than_usual_has_more_of_each_test(
         monkeypatch.setattr(profiles, "name", lambda: profile)
         return int(profiles.chosen(None, own).max_examples)
 
-    assert (number("pr", None), number("pr", 30), number("quick", 30)) == (60, 30, 30)
-    assert (number("brief", None), number("brief", 30), number("brief", 4)) == (6, 3, 3)
+    wanted = [("pr", None), ("pr", 30), ("quick", 30), ("brief", None), ("brief", 30), ("brief", 4)]
+    assert [number(*each) for each in wanted] == [60, 30, 30, 6, 3, 3]
     most = number("explore", None)
     assert number("explore", 30) == max(30, 30 * most // 60)
 
 
-def test_raw_replay_finds_what_the_checks_hide() -> None:
-    from sp_core.testing import CheckedComm, ThreadComm
-
+@pytest.mark.parametrize("replay", [False, True])
+def test_raw_replay_finds_what_the_checks_hide(
+    monkeypatch: pytest.MonkeyPatch, replay: bool
+) -> None:
     @SEARCH
     @given(n=st.integers(0, 9))
     def body(comm: Any, n: int) -> None:
-        assert isinstance(comm, CheckedComm | ThreadComm) or comm.size < 2 or n < 3
+        assert isinstance(comm, LockstepComm) or comm.size < 2 or n < 3
 
-    if tier() == "threads":
+    monkeypatch.setattr(session.current, "raw_replay", replay)
+    if replay and tier() == "mpi":
+        said = "raw replay: this example passes with checked communicators"
+        assert said in failure_of(body)
+    else:
         body()
-        return
-    before = session.current.raw_replay
-    session.current.raw_replay = False
-    body()
-    session.current.raw_replay = True
-    text = failure_of(body)
-    session.current.raw_replay = before
-    assert "raw replay: this example passes with checked communicators" in text
 
 
-@given(n=st.integers(0, 3))
-@pytest.mark.parametrize("power", [1, 2])
-def test_fixtures_and_parameters_are_pytests(comm: Any, tmp_path: Any, n: int, power: int) -> None:
-    assert tmp_path.is_dir()
-    assert power in (1, 2)
-    sums_to_size(comm)
+@pytest.mark.parametrize(
+    ("named", "drawn"),
+    [
+        ("", ("ipc", "pinned", "pipelined", "staged")),
+        ("host", ("ipc", "pinned", "pipelined", "staged")),
+        ("device", ("device",)),
+    ],
+)
+def test_tests_on_a_gpu_draw_transports_that_are_there_or_the_one_that_is_named(
+    named: str, drawn: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SP_TRANSPORT", named)
+    assert offered("cuda") == drawn
 
 
 class TestMethods:
     """Methods are tests, too."""
 
-    @spmd(1, 2)
-    def test_a_method(self, comm: Any) -> None:
+    @given(n=st.integers(0, 3))
+    @pytest.mark.parametrize("power", [1, 2])
+    def test_fixtures_and_parameters_are_pytests(
+        self, comm: Any, tmp_path: Any, n: int, power: int
+    ) -> None:
         assert isinstance(self, TestMethods)
-        sums_to_size(comm)
+        assert tmp_path.is_dir()
+        assert power in (1, 2)
+        assert comm.allreduce(1) == comm.size
 
 
 def test_a_body_without_the_drawn_parameters_is_refused() -> None:

@@ -5,12 +5,14 @@ On ranks other than 0 a failure has one line of text.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from kit.failing import SEARCH, failure_of, leads
+from kit.failing import SEARCH, assert_told, failure_of
 from kit.faults import FAULTS, average
 
 from sp_core.testing import given, spmd, tier
@@ -18,25 +20,22 @@ from sp_core.testing import given, spmd, tier
 pytestmark = pytest.mark.ranks  # these laws hold for threads and for MPI
 
 
-@spmd()
-def still_works(comm: Any) -> None:
-    """A collective that works."""
-    total = np.empty(1)
-    comm.Allreduce(np.ones(1), total)
-    assert total[0] == comm.size
+@pytest.fixture(autouse=True)
+def still_works() -> Iterator[None]:
+    """After each failure the next example passes."""
+    yield
+    spmd()(lambda comm: around(comm, 1))()
 
 
 @pytest.mark.parametrize(("fault", "name", "minimum", "told"), FAULTS)
 def test_a_fault_is_attributed_and_shrunk(fault: str, name: str, minimum: str, told: str) -> None:
     text = failure_of(average(fault))
     assert f"RankFailure[{name}" in text
-    if leads():
-        assert told in text
-        assert f"to keep this example: @example({minimum}, seed=0)" in text
-        assert "run it again: " in text
-        assert "test_kit_faults.py::test_a_fault_is_attributed_and_shrunk" in text
-        assert ("python -m sp_core.testing.launch -n" in text) == (tier() == "mpi")
-    still_works()
+    keep = f"to keep this example: @example({minimum}, seed=0)"
+    test = "test_kit_faults.py::test_a_fault_is_attributed_and_shrunk"
+    launch = ["python -m sp_core.testing.launch -n"] if tier() == "mpi" else []
+    assert_told(text, told, keep, "run it again: ", test, *launch)
+    assert bool(launch) or "sp_core.testing.launch" not in text
 
 
 def test_two_bugs_are_told_apart() -> None:
@@ -49,23 +48,9 @@ def test_two_bugs_are_told_apart() -> None:
             raise ZeroDivisionError("d")
         comm.Barrier()
 
-    text = failure_of(both)
-    if leads():
-        assert "KeyError on rank 0 of 1" in text
-        assert "ZeroDivisionError on rank 0 of 1" in text
-        assert "@example(nprocs=1, n=21, d=0)" in text
-        assert "@example(nprocs=1, n=0, d=3)" in text
-
-
-def stopped(text: str, *ranks: int) -> bool:
-    """Whether these ranks were woken, and none saw a mismatch.
-
-    Only the leading rank's text says so.
-    """
-    return not leads() or (
-        "Mismatch" not in text
-        and all(f"rank {rank}: stopped: PeerFailed" in text for rank in ranks)
-    )
+    errors = ("KeyError on rank 0 of 1", "ZeroDivisionError on rank 0 of 1")
+    examples = ("@example(nprocs=1, n=21, d=0)", "@example(nprocs=1, n=0, d=3)")
+    assert_told(failure_of(both), *errors, *examples)
 
 
 def cleans_up(comm: Any) -> None:
@@ -95,7 +80,7 @@ def around(comm: Any, n: int, fail: Any = lambda comm: None) -> None:
     fail(comm)
     sent = comm.Isend(np.full(n, comm.rank + 1.0), right)
     while not (request.Test() and sent.Test()):
-        pass
+        time.sleep(0)
     assert received[0] == left + 1.0
 
 
@@ -126,9 +111,9 @@ def test_a_rank_that_fails_wakes_the_others_and_leaves_nothing(ranks: int, body:
     for _ in range(2):
         text = failure_of(spmd(ranks)(body))
         assert "RankFailure[LookupError" in text
-        assert stopped(text, *range(ranks - 1))
+        assert "Mismatch" not in text
+        assert_told(text, *(f"rank {rank}: stopped: PeerFailed" for rank in range(ranks - 1)))
         spmd(ranks)(lambda comm: around(comm, 1))()
-    still_works()
 
 
 @pytest.mark.parametrize("op", ["Allreduce", "Iallreduce", "allgather"])
@@ -144,17 +129,16 @@ def test_a_rank_that_is_interrupted_keeps_its_word(op: str) -> None:
 
         if comm.rank == 1:
             comm.lockstep.carrier.drive = interrupted
-        request = (
-            comm.allgather(0) if op == "allgather" else getattr(comm, op)(np.ones(1), np.empty(1))
-        )
+        arguments = [0] if op == "allgather" else [np.ones(1), np.empty(1)]
+        request = getattr(comm, op)(*arguments)
         if op == "Iallreduce":
             request.Wait()
         comm.Barrier()
 
     text = failure_of(body)
     assert "RankFailure[InterruptedError" in text
-    assert stopped(text, 0, 2)
-    still_works()
+    assert "Mismatch" not in text
+    assert_told(text, "rank 0: stopped: PeerFailed", "rank 2: stopped: PeerFailed")
 
 
 def test_a_call_begun_early_ends_with_the_peer_that_never_makes_it() -> None:
@@ -165,4 +149,3 @@ def test_a_call_begun_early_ends_with_the_peer_that_never_makes_it() -> None:
         comm.Iallreduce(np.ones(1), np.empty(1))
 
     assert failure_of(body).startswith("RankFailure[LookupError")
-    still_works()

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
+from mpi4py import MPI
 
 from sp_core.errors import CollectiveMismatch, PeerFailed, RankError
 from sp_core.testing import CheckedComm, CheckedGroup, given, spmd
@@ -56,32 +57,26 @@ def test_calls_do_what_torch_says(comm: Any, n: int, dtype: torch.dtype) -> None
     def of(r: int, count: int = n) -> torch.Tensor:
         return (torch.arange(count) + 100 * (r + 1)).to(dtype)
 
+    # rank i sends (i + j) % 3 numbers to rank j
+    sends, receives = [(rank + j) % 3 for j in range(p)], [(i + rank) % 3 for i in range(p)]
+    parts = torch.cat([of(10 * rank + j, sends[j]) for j in range(p)])
+    total, largest, at_all, mine = of(rank), of(rank), of(rank), of(rank)
+    gathered, came = torch.empty(p * n, dtype=dtype), torch.empty(sum(receives), dtype=dtype)
     with world(comm), CheckedGroup() as group:
-        total, largest, at_all = of(rank), of(rank), of(rank)
         group.all_reduce(total)
-        assert torch.equal(total, sum((of(r) for r in range(p)), torch.zeros(n, dtype=dtype)))
         group.all_reduce(largest, dist.ReduceOp.MAX)
-        assert torch.equal(largest, of(p - 1))
         group.broadcast(at_all, src=p - 1)
-        assert torch.equal(at_all, of(p - 1))
-
-        gathered, mine = torch.empty(p * n, dtype=dtype), torch.empty(n, dtype=dtype)
         group.all_gather_into_tensor(gathered, of(rank))
-        assert torch.equal(gathered, torch.cat([of(r) for r in range(p)]))
         group.reduce_scatter_tensor(mine, gathered)
-        assert torch.equal(mine, of(rank) * p)
-
-        # rank i sends (i + j) % 3 numbers to rank j
-        sends, receives = [(rank + j) % 3 for j in range(p)], [(i + rank) % 3 for i in range(p)]
-        came = torch.empty(sum(receives), dtype=dtype)
-        group.all_to_all_single(
-            came, torch.cat([of(10 * rank + j, sends[j]) for j in range(p)]), receives, sends
-        )
-        assert torch.equal(came, torch.cat([of(10 * i + rank, receives[i]) for i in range(p)]))
-
+        group.all_to_all_single(came, parts, receives, sends)
         group.barrier()
         if p > 1:
             pass_along(group, of(rank), of(0))
+    everyone = [of(r) for r in range(p)]
+    expected = [sum(everyone), of(p - 1), of(p - 1), torch.cat(everyone), of(rank) * p]
+    expected += [torch.cat([of(10 * i + rank, receives[i]) for i in range(p)])]
+    for found, due in zip((total, largest, at_all, gathered, mine, came), expected, strict=True):
+        assert torch.equal(found, due)
 
 
 def pass_along(group: Any, mine: torch.Tensor, first: torch.Tensor) -> None:
@@ -145,36 +140,30 @@ FAULTS: dict[str, tuple[Callable[..., Any], str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_ranks_that_disagree_all_get_an_error_and_the_group_still_works(fault: str) -> None:
-    call, said = FAULTS[fault]
-
-    @spmd(2, 4)
-    def body(comm: Any) -> None:
-        with world(comm):
-            odd = comm.rank == comm.size - 1
-            expected = LookupError if odd and call is fail else (CollectiveMismatch, PeerFailed)
-            with pytest.raises(expected) as caught, CheckedGroup() as group:
-                call(group, odd)
-            texts = comm.allgather(str(caught.value))
-            assert all(said in text for text in texts[:-1])
-            alike = len({text.partition("\n")[0] for text in texts}) == 1
-            assert alike == (fault not in ("left", "failed"))
-            with CheckedGroup() as group:
-                pass_along(group, torch.full((2,), float(comm.rank)), torch.zeros(2))
-
-    body()
+@spmd(2, 4)
+def test_ranks_that_disagree_all_get_an_error_and_the_group_still_works(
+    comm: Any, fault: str
+) -> None:
+    (call, said), odd = FAULTS[fault], comm.rank == comm.size - 1
+    expected = LookupError if odd and call is fail else (CollectiveMismatch, PeerFailed)
+    with world(comm):
+        with pytest.raises(expected) as caught, CheckedGroup() as group:
+            call(group, odd)
+        texts = comm.allgather(str(caught.value))
+        assert all(said in text for text in texts[:-1])
+        alike = len({text.partition("\n")[0] for text in texts}) == 1
+        assert alike == (fault not in ("left", "failed"))
+        with CheckedGroup() as group:
+            pass_along(group, torch.full((2,), float(comm.rank)), torch.zeros(2))
 
 
-def test_a_rank_whose_own_tensors_do_not_fit_says_so() -> None:
-    @spmd(2)
-    def body(comm: Any) -> None:
-        with world(comm):
-            with pytest.raises(ValueError, match="do not fit"), CheckedGroup() as group:
-                group.all_gather_into_tensor(torch.zeros(3), torch.zeros(2))
-            with pytest.raises(ValueError, match="not contiguous"), CheckedGroup() as group:
-                group.all_reduce(torch.zeros(4, 4).T)
-
-    body()
+@spmd(2)
+def test_a_rank_whose_own_tensors_do_not_fit_says_so(comm: Any) -> None:
+    with world(comm):
+        with pytest.raises(ValueError, match="do not fit"), CheckedGroup() as group:
+            group.all_gather_into_tensor(torch.zeros(3), torch.zeros(2))
+        with pytest.raises(ValueError, match="not contiguous"), CheckedGroup() as group:
+            group.all_reduce(torch.zeros(4, 4).T)
 
 
 def test_without_a_world_there_is_no_group() -> None:
@@ -183,21 +172,12 @@ def test_without_a_world_there_is_no_group() -> None:
 
 
 def test_a_checked_communicator_of_ones_own_ends_with_its_block() -> None:
-    from mpi4py import MPI
-
-    world_of_mpi, last = MPI.COMM_WORLD, MPI.COMM_WORLD.size - 1
-
-    def leave() -> None:
-        with CheckedComm(world_of_mpi) as comm:
-            comm.Dup().Barrier()
-            if comm.rank == last:
-                raise LookupError("only here")
-            comm.Barrier()
-
-    with pytest.raises(LookupError if world_of_mpi.rank == last else PeerFailed) as caught:
-        leave()
-    assert world_of_mpi.rank == last or f"rank {last}: failed: LookupError" in str(caught.value)
-    with CheckedComm(world_of_mpi) as comm:
+    world, last = MPI.COMM_WORLD, MPI.COMM_WORLD.size - 1
+    expected = LookupError if world.rank == last else PeerFailed
+    with pytest.raises(expected) as caught, CheckedComm(world) as comm:
+        fail(comm.Dup(), odd=comm.rank == last)
+    assert world.rank == last or f"rank {last}: failed: LookupError" in str(caught.value)
+    with CheckedComm(world) as comm:
         assert comm.allgather(comm.rank) == list(range(comm.size))
     with pytest.raises(RankError, match="freed"):
         comm.Barrier()

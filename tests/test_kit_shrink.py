@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import xml.etree.ElementTree as ET
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import strategies as st
@@ -17,6 +19,7 @@ from kit.failing import failure_of
 
 from sp_core.launch import results, watch
 from sp_core.testing import given, session, shrink_crash
+from sp_core.testing.carriers import patiently
 from sp_core.testing.outcome import FINISHED
 from sp_core.testing.plan import (
     EXAMPLE,
@@ -34,33 +37,21 @@ from sp_core.testing.shrink_crash import Jobs, Lost
 pytestmark = pytest.mark.mpi_skip
 
 
-class MadeUp:
-    """A launch that starts nothing, and does not outlive what its test cannot stand."""
+class Launches:
+    """Launches that start nothing, and do not outlive what their test cannot stand."""
 
-    started: int
-    asked: list[str]
+    def __init__(self) -> None:
+        self.started, self.asked = 0, list[str]()
 
-    def __init__(self, ranks: int, test: str, options: Any) -> None:
-        type(self).started += 1
+    def start(self, ranks: int, test: str, options: Any) -> Mock:
+        self.started += 1
+        return Mock(ask=self.ask)
 
     def ask(self, example: Example) -> Result:
         self.asked.append(str(example))
         if len(example.ranks) > 1 and example.values["n"] >= 7:
             raise Lost("rank 1 died first: killed by SIGSEGV", 1)
         return Result([FINISHED] * len(example.ranks), {})
-
-    def close(self, patience: float = 0.0) -> None: ...
-
-
-@pytest.fixture
-def jobs(monkeypatch: pytest.MonkeyPatch) -> Jobs:
-    monkeypatch.setattr(shrink_crash, "Job", MadeUp)
-    monkeypatch.setattr(MadeUp, "started", 0, raising=False)
-    monkeypatch.setattr(MadeUp, "asked", [], raising=False)
-    made = Jobs(4, [])
-    monkeypatch.setattr(session.current, "attempt", made.attempt)
-    monkeypatch.setattr(session.current, "ranks", 4)
-    return made
 
 
 @given(n=st.integers(0, 100), d=st.integers(0, 9))
@@ -69,42 +60,38 @@ def crashes(comm: Any, n: int, d: int) -> None:
 
 
 @pytest.mark.parametrize("losses", [2, shrink_crash.LOSSES])
-def test_an_example_that_a_launch_dies_of_is_shrunk(jobs: Jobs, losses: int) -> None:
+def test_an_example_that_a_launch_dies_of_is_shrunk(
+    monkeypatch: pytest.MonkeyPatch, losses: int
+) -> None:
     """Only so many launches are lost."""
-    jobs._most = losses
+    jobs, launches = Jobs(4, [], losses), Launches()
+    monkeypatch.setattr(shrink_crash, "Job", launches.start)
+    monkeypatch.setattr(session, "current", session.Session(ranks=4, attempt=jobs.attempt))
     text = failure_of(crashes)
     assert "RankCrashed on rank 1 of 2: rank 1 died first: killed by SIGSEGV" in text or losses == 2
     assert "to keep this example: @example(nprocs=2, n=7, d=0)" in text or losses == 2
     assert "RankFailure[RankCrashed]" in text
-    assert len(MadeUp.asked) == len(set(MadeUp.asked))
-    assert jobs.launches == MadeUp.started in (jobs.lost, jobs.lost + 1)
+    assert len(launches.asked) == len(set(launches.asked))
+    assert jobs.launches == launches.started in (jobs.lost, jobs.lost + 1)
     assert jobs.lost == 2 if losses == 2 else 0 < jobs.lost < losses
 
 
 def test_a_launch_tries_the_examples_that_it_is_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As its engine does, the body takes each result and hands over the next example."""
     monkeypatch.setenv(watch.RUN_DIR, str(tmp_path))
     assert not is_fed()
     (tmp_path / UNASKED).touch()
     assert is_fed()
-    to_come = [Example((0, 1), {"n": n}) for n in range(3)]
-    results: list[Any] = []
-    tried: list[Example] = []
-
-    def attempt(example: Example) -> Result:
+    with ThreadPoolExecutor() as pool:
+        fed = pool.submit(feed, lambda example: Result([FINISHED] * example.values["n"], {}))
+        for n in range(3):
+            hand_over(tmp_path / EXAMPLE, Example((0, 1), {"n": n}))
+            (result,) = patiently(lambda: taken(tmp_path / RESULT))
+            assert len(result.outcomes) == n
         assert not is_fed()
-        results.append(taken(tmp_path / RESULT))
-        tried.append(example)
-        hand_over(tmp_path / EXAMPLE, [*to_come, None][len(tried)])
-        return Result([FINISHED] * len(tried), {})
-
-    hand_over(tmp_path / EXAMPLE, to_come[0])
-    feed(attempt)
-    assert tried == to_come
-    results.append(taken(tmp_path / RESULT))
-    assert [result and len(result[0].outcomes) for result in results] == [None, 1, 2, 3]
+        hand_over(tmp_path / EXAMPLE, None)
+        fed.result()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -123,22 +110,23 @@ def test_what_is_known_of_a_lost_launch_becomes_a_junit_file(tmp_path: Path) -> 
         "c": ["passed", "passed", "error"],
         "TestC::d": ["passed"],
     }.items():
-        test = f"tests/test_x.py::{name}"
-        ledger.pytest_runtest_logstart(test)
+        ledger.pytest_runtest_logstart(f"tests/test_x.py::{name}")
         for phase, outcome in zip(("setup", "call", "teardown"), phases, strict=False):
             ledger.pytest_runtest_logreport(phase_of(phase, outcome))
         if name != "TestC::d":
             ledger.pytest_runtest_logfinish()
     with (tmp_path / results.FILE).open("a") as file:
         file.write('{"test": "tests/test_x.py::e"')  # the last thing that the rank did
-    lines = results.told(tmp_path)
-    assert lines[0] == "tests that had ended: 1 passed, 1 failed, 1 error"
-    assert lines[-1] == "test under way: tests/test_x.py::TestC::d"
+    assert results.told(tmp_path) == [
+        "tests that had ended: 1 passed, 1 failed, 1 error",
+        "  failed: tests/test_x.py::b",
+        "  error: tests/test_x.py::c",
+        "test under way: tests/test_x.py::TestC::d",
+    ]
     results.write_junit(tmp_path, "rank 1 died first")
     (suite,) = ET.parse(tmp_path / "new" / "junit.xml").getroot()
-    assert suite.get("name") == "a suite"
-    counts = {name: suite.get(name) for name in ("tests", "failures", "errors", "skipped")}
-    assert counts == {"tests": "4", "failures": "1", "errors": "2", "skipped": "0"}
+    expected = {"name": "a suite", "tests": "4", "failures": "1", "errors": "2", "skipped": "0"}
+    assert suite.attrib == expected
     found = {(case.get("classname"), case.get("name")): [bad.tag for bad in case] for case in suite}
     assert found == {
         ("tests.test_x", "a"): [],
@@ -160,26 +148,16 @@ def test_nothing_is_written_where_nothing_was_asked_for(tmp_path: Path) -> None:
 def test_no_example_is_blamed_for_a_launch_that_does_not_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(shrink_crash, "Launch", lambda *a, output, **k: Gone(output))
+    gone = Mock()
+    gone.process.poll.return_value = gone.process.returncode = 4
+    gone.configure_mock(**{"trouble.return_value": "", "report.side_effect": str})
+
+    def launch(*arguments: Any, output: int) -> Mock:
+        os.write(output, b"no such test")
+        return gone
+
+    monkeypatch.setattr(shrink_crash, "Launch", launch)
     job = shrink_crash.Job(2, "tests/test_x.py::test_y", [])
     with pytest.raises(shrink_crash.NotStarted, match="no such test"):
         job.ask(Example((0, 1), {}))
     job.close()
-
-
-class Gone:
-    """A launch that has ended at once."""
-
-    deaths = SimpleNamespace(first=lambda: None)
-    process = SimpleNamespace(poll=lambda: 4, returncode=4, wait=lambda timeout: 4)
-
-    def __init__(self, output: int) -> None:
-        os.write(output, b"no such test")
-
-    def trouble(self, seconds: float) -> str:
-        return ""
-
-    def report(self, reason: str) -> str:
-        return reason
-
-    def end(self) -> None: ...

@@ -64,7 +64,9 @@ def shared(comm: Any, tmp_path: Path) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    """All files of a folder."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def saved(
@@ -122,9 +124,8 @@ def drop(name: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).unlink()
 
 
-def cut(folder: Path) -> None:
-    data = (folder / SECOND).read_bytes()
-    (folder / SECOND).write_bytes(data[:-9])
+def cut(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-9])
 
 
 def pickled(folder: Path) -> None:
@@ -169,7 +170,7 @@ BROKEN: dict[str, tuple[str, Callable[[Path], object]]] = {
         lambda f: (f / "config.json").write_text("[]"),
     ),
     "a missing shard": (f"{FIRST} is missing, of 2", drop(FIRST)),
-    "a shard that is cut off": (f"{SECOND} is broken", cut),
+    "a shard that is cut off": (f"{SECOND} is broken", cut(SECOND)),
     "a shard that is something else": (
         f"{FIRST} is broken",
         lambda f: (f / FIRST).write_bytes(trap(f)),
@@ -248,7 +249,6 @@ def test_a_folder_that_is_broken_on_one_rank_is_an_error_on_all(comm: Any, tmp_p
             load(folder if comm.rank < comm.size - 1 else folder / "elsewhere", mesh)
         with pytest.raises(sp.CollectiveMismatch, match="load"):
             load(folder, mesh, dtype=torch.float64 if comm.rank else torch.float32)
-        assert load(folder, mesh).dtype == torch.float64
     with pytest.raises(sp.CheckpointError, match="lost is missing from the weights"):
         Checkpoint(folder).shape("lost")
 
@@ -332,8 +332,6 @@ def test_what_is_there_is_never_written_over(comm: Any, tmp_path: Path) -> None:
             assert len([*(folder / f"{limit}").glob("*.safetensors")]) == files
         assert contents(folder / "empty") == before
         assert (folder / "file").read_text() == "notes"
-        with pytest.raises(sp.CollectiveMismatch, match="save"):
-            save(model, folder / f"model{comm.rank}")
 
 
 @pytest.fixture

@@ -17,11 +17,13 @@ from typing import Any
 import pytest
 import torch
 from llama_cases import Case
-from test_llama_checkpoint import SECOND, written
+from studies.commands import outside, printed
+from test_llama_checkpoint import written
 
 from sp_core.__main__ import main
 from sp_core.launch import command as launcher
 from sp_core.llama import LlamaConfig, byte_tokenizer
+from sp_core.testing import run_threads
 
 pytestmark = pytest.mark.mpi_skip  # these start mpiexec, which must not be done inside mpiexec
 
@@ -37,55 +39,19 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def ran(*words: str, given: str = "") -> tuple[int, str, str]:
-    """Return exit code, output and errors of a command with this standard input."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    answer = subprocess.run(
-        words,
-        cwd=ROOT,
-        env=environment,
-        input=given,
-        capture_output=True,
-        timeout=120,
-        check=False,
-        encoding="utf-8",
-        errors="replace",
-    )
-    return answer.returncode, answer.stdout, answer.stderr
-
-
 def command(name: str, folder: Path, *more: str) -> tuple[str, ...]:
-    return (
-        sys.executable,
-        "-m",
-        "sp_core",
-        name,
-        "--model",
-        str(folder),
-        "--prompt",
-        "def f(",
-        *more,
-    )
+    words = ("--model", str(folder), "--prompt", "def f(", *more)
+    return (sys.executable, "-m", "sp_core", name, *words)
 
 
 def test_two_ranks_write_what_one_writes(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    choice = [
-        "--max-tokens",
-        "12",
-        "--temperature",
-        "1",
-        "--top-k",
-        "50",
-        "--top-p",
-        "0.9",
-        "--seed",
-        "5",
-    ]
+    drawn = ["--temperature", "1", "--top-k", "50", "--top-p", "0.9", "--seed", "5"]
+    choice = ["--max-tokens", "12", *drawn]
     ways = ["--tp", "2", "--tp-sp", "--algorithm", "all_reduce=ring,all_gather=bruck"]
     assert main(command("generate", folder, *choice)[3:]) == 0
     one = capfd.readouterr().out
-    code, two, errors = ran(*command("generate", folder, *choice, *ways))
-    assert code == 0, errors
+    code, two = printed(command("generate", folder, *choice, *ways), ROOT, outside(), 120)
+    assert code == 0, two
     assert len(one) > 5
     assert two == re.sub("\r\n?", "\n", one)  # as the pipe of the two ranks is read
 
@@ -119,30 +85,18 @@ def test_a_token_is_shown_before_its_line_ends(
     assert main(command("generate", folder, "--tp", "2")[3:]) == 0
 
 
-def test_logits_of_several_prompts_inside_a_job(folder: Path) -> None:
-    """Over a ring, the two most likely tokens after each."""
-    launch = (sys.executable, "-m", "sp_core.testing.launch", "-n", "2", "--")
-    code, text, errors = ran(
-        *launch, *command("logits", folder, "--prompt", "x", "--ring", "2", "--top", "2")
-    )
-    assert code == 0, errors
-    lines = text.splitlines()
-    assert [line for line in lines if line.startswith("[")] == ["[0]", "[1]"]
-    assert len(lines) == 6
+def test_the_first_rank_shows_logits_in_columns(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Over a ring, the two most likely tokens after each prompt."""
+    words = command("logits", folder, "--prompt", "x", "--ring", "2", "--top", "2")[3:]
+    assert run_threads(2, lambda comm: main(words, comm)) == [0, 0]
+    text = capsys.readouterr().out
+    row = r"  [ \d]{7}\d  [ -]{4}\d\.\d{4}  '.+'\n"
+    assert re.fullmatch(rf"\[0\]\n({row}){{2}}\[1\]\n({row}){{2}}", text), text
     prompt = torch.tensor([[*b"def f("]])
     wanted = CASE.logits(prompt)[0, -1].topk(2).indices.tolist()
-    assert [int(line.split()[0]) for line in lines[1:3]] == wanted
-
-
-def test_every_rank_continues_what_standard_input_says(
-    folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert main(command("generate", folder, "--prompt", "x y")[3:]) == 0
-    wanted = re.sub("\r\n?", "\n", capfd.readouterr().out)
-    code, found, errors = ran(
-        *command("generate", folder, "--prompt-file", "-", "--ring", "2"), given="x y"
-    )
-    assert (code, found) == (0, wanted), errors
+    assert [int(line.split()[0]) for line in text.splitlines()[1:3]] == wanted
 
 
 def test_a_command_without_prompts_is_refused(
@@ -158,19 +112,13 @@ def test_generation_config_says_which_tokens_end_a_text(folder: Path) -> None:
         assert LlamaConfig.from_folder(folder).eos_token_id == wanted
 
 
-def test_what_one_rank_finds_wrong_ends_the_job(folder: Path) -> None:
-    (folder / SECOND).unlink()
-    code, _, errors = ran(*command("generate", folder, "--tp", "2"))
-    assert code == 2
-    assert errors.count(f"{SECOND} is missing, of 2") == 1
-
-
 def test_logits_know_no_replicas(folder: Path) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(command("logits", folder, "--dp", "2")[3:])
 
 
 REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
+    "a folder that is not there": ("config.json is not there", ("--model", "nothing")),
     "too many ranks": ("7 tensor ranks are too many for num_attention_heads=6", ("--tp", "7")),
     "too many stages": ("2 stages", ("--pp", "2")),
     "no ranks": ("each needs at least 1", ("--ring", "0")),
@@ -192,8 +140,3 @@ def test_what_is_known_before_is_refused_before(
     text, options = REFUSED[what]
     assert main(command("generate", folder, *options)[3:]) == 2
     assert text in capsys.readouterr().err
-
-
-def test_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(command("logits", tmp_path / "nothing", "--tp", "2")[3:]) == 2
-    assert "config.json is not there" in capsys.readouterr().err

@@ -7,12 +7,11 @@ import platform
 import subprocess
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
 from sp_core import machine
-from sp_core.machine import JOB_VARIABLES, LAUNCH_PROBLEMS
+from sp_core.machine import JOB_SIZES, JOB_VARIABLES, LAUNCH_PROBLEMS
 
 HOSTNAME = "run this and read its error: mpiexec -n 2 hostname"
 
@@ -75,61 +74,46 @@ def test_the_number_of_a_node_is_that_of_its_host_and_boot(monkeypatch: pytest.M
     assert machine.node_number() == 193650345241001  # by b2sum
 
 
-@pytest.mark.parametrize("name", JOB_VARIABLES)
-def test_a_variable_of_a_launcher_says_that_this_is_a_job(
-    name: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "job", "tasks"),
+    [
+        (None, False, 1),
+        *((name, True, 1) for name in JOB_VARIABLES),
+        *((name, False, 4) for name in JOB_SIZES),
+    ],
+)
+def test_a_launcher_says_that_this_is_a_job_or_how_many_ranks_it_has_started(
+    name: str | None, job: bool, tasks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for other in JOB_VARIABLES:
-        monkeypatch.delenv(other, raising=False)
-    assert not machine.in_job()
-    monkeypatch.setenv(name, "0")
-    assert machine.in_job()
-
-
-@pytest.mark.parametrize("name", [None, "SLURM_STEP_NUM_TASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"])
-def test_a_launcher_says_how_many_ranks_it_has_started(
-    name: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for other in machine.JOB_SIZES:
+    for other in (*JOB_VARIABLES, *JOB_SIZES):
         monkeypatch.delenv(other, raising=False)
     if name:
         monkeypatch.setenv(name, "4")
-    assert machine.started_tasks() == (4 if name else 1)
+    assert (machine.in_job(), machine.started_tasks()) == (job, tasks)
 
 
 @pytest.mark.parametrize(
-    ("script", "seconds", "answer", "ending"),
+    ("script", "limit", "answer", "ending"),
     [
-        ("echo said; echo told >&2; echo $X; exit 3", None, (3, "said\ntold\nso\n"), 3),
-        ("echo said; sleep 5", 1.0, (None, "said\n"), -9),
+        ("echo said; echo told >&2; echo $X; exit 3", {}, (3, "said\ntold\nso\n"), 3),
+        ("echo said; sleep 5", {"seconds": 1.0}, (None, "said\n"), -9),
     ],
 )
 def test_a_program_is_ended_after_its_time(
-    script: str,
-    seconds: float | None,
-    answer: tuple[int | None, str],
-    ending: int,
-    monkeypatch: pytest.MonkeyPatch,
+    script: str, limit: Any, answer: tuple[int | None, str], ending: int, monkeypatch: Any
 ) -> None:
     """It has no input, a session of its own, and, unless told otherwise, a minute."""
-    started: list[subprocess.Popen[bytes]] = []
+    waited: list[tuple[float | None, subprocess.Popen[bytes]]] = []
 
     class Told(subprocess.Popen[bytes]):
-        def __init__(self, *given: Any, **more: Any) -> None:
-            super().__init__(*given, **more)
-            started.append(self)
+        def wait(self, timeout: float | None = None) -> int:
+            waited.append((timeout, self))
+            return super().wait(timeout)
 
     monkeypatch.setattr(subprocess, "Popen", Told)
-    limit = {} if seconds is None else {"seconds": seconds}
     assert machine.bounded(["sh", "-c", script], env={**os.environ, "X": "so"}, **limit) == answer
-    assert [process.returncode for process in started] == [ending]
-
-
-def test_a_program_gets_a_minute_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    process = Mock(**{"wait.return_value": 0})
-    monkeypatch.setattr(subprocess, "Popen", Mock(return_value=process))
-    machine.bounded(["true"])
-    process.wait.assert_called_once_with(60)
+    assert waited[0][0] == limit.get("seconds", 60)
+    assert waited[0][1].returncode == ending
 
 
 TWO = "two ranks did not start within 60 s"

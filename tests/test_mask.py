@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings, strategies as st
-from oracle.strategies import DRAWN, boundaries
+from oracle import strategies
+from oracle.strategies import DRAWN
 from torch import Tensor
 
 from sp_core.mask import Block, Mask, blocks as plans, plan_blocks
@@ -32,14 +33,9 @@ def masks(draw: st.DrawFn, length: int, kv_length: int) -> Mask:
 
     Empty documents at the beginning give the others large numbers.
     """
-    documents = draw(st.none() | st.integers(1, 4))
-    pair: tuple[tuple[int, ...] | None, tuple[int, ...] | None] = (None, None)
-    if documents is not None:
-        empty = (0,) * draw(st.sampled_from((0, 64, 300)))
-        separate = length != kv_length or draw(st.booleans())
-        kv = (*empty, *draw(boundaries(kv_length, documents))) if separate else None
-        pair = ((*empty, *draw(boundaries(length, documents))), kv)
-    return Mask(draw(st.booleans()), draw(st.none() | st.integers(1, 50)), *pair)
+    mask, empty = draw(strategies.masks(length, kv_length)), draw(st.sampled_from((0, 64, 300)))
+    both = (mask.documents, mask.kv_documents)
+    return Mask(mask.causal, mask.window, *(ends and ((0,) * empty + ends) for ends in both))
 
 
 @st.composite
@@ -195,16 +191,25 @@ def test_whole_numbers_of_any_type_make_one_mask() -> None:
     assert (mask, repr(mask)) == (same, repr(same))
 
 
-def test_one_block_is_enough_where_one_is() -> None:
-    gathered = [
-        p for r in range(4) for p in (*range(8 * r, 8 * r + 8), *range(56 - 8 * r, 64 - 8 * r))
-    ]
-    assert plan_blocks(gathered, gathered, Mask()) == (Block(0, 64, 0, 64, "full", 4096),)
-    assert plan_blocks(range(9), range(9), Mask(causal=True)) == (Block(0, 9, 0, 9, "causal", 45),)
-    assert plan_blocks(range(5), range(5, 9), Mask(causal=True)) == ()
-    assert plan_blocks([7], range(0, 40, 4), Mask(True)) == (Block(0, 1, 0, 2, "full", 2),)
-    assert plan_blocks(range(0, 40, 4), [7], Mask(True)) == (Block(2, 10, 0, 1, "full", 8),)
-    assert plan_blocks(range(4, 8), range(5), Mask(causal=True)) == (Block(0, 4, 0, 5, "full", 20),)
+GATHERED = [p for r in range(4) for p in (*range(8 * r, 8 * r + 8), *range(56 - 8 * r, 64 - 8 * r))]
+"""The positions of four zigzag shards, one rank after the other."""
+
+
+@pytest.mark.parametrize(
+    ("q", "kv", "causal", "block"),
+    [
+        (GATHERED, GATHERED, False, (0, 64, 0, 64, "full", 4096)),
+        (range(9), range(9), True, (0, 9, 0, 9, "causal", 45)),
+        (range(5), range(5, 9), True, None),
+        ([7], range(0, 40, 4), True, (0, 1, 0, 2, "full", 2)),
+        (range(0, 40, 4), [7], True, (2, 10, 0, 1, "full", 8)),
+        (range(4, 8), range(5), True, (0, 4, 0, 5, "full", 20)),
+    ],
+)
+def test_one_block_is_enough_where_one_is(
+    q: Sequence[int], kv: Sequence[int], causal: bool, block: tuple[Any, ...] | None
+) -> None:
+    assert plan_blocks(q, kv, Mask(causal)) == (() if block is None else (Block(*block),))
 
 
 @pytest.mark.parametrize(

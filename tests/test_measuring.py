@@ -148,16 +148,6 @@ def points(tuning: Tuning) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("op", measuring.OPS)
-def test_what_is_timed_is_a_vector_of_48_bytes(op: str) -> None:
-    """Both ranks together hold that of an all-gather."""
-    group: Any = SimpleNamespace(size=2)
-    shape = {"all_gather": (6,), "all_to_all": (2, 1, 6)}.get(op, (12,))
-    assert measuring.vector(op, 48, group).shape == shape
-    dims = {"split_dim": 0, "concat_dim": 1} if op == "all_to_all" else {}
-    assert measuring.arguments(op) == dims
-
-
 @spmd(2)
 def test_nothing_is_measured_that_cannot_be_kept(
     comm: Any, monkeypatch: pytest.MonkeyPatch
@@ -275,10 +265,3 @@ def test_messages_are_measured_between_the_first_two_ranks_of_a_node_and_of_two_
     nodes: tuple[int, ...], node: tuple[int, int] | None, network: tuple[int, int] | None
 ) -> None:
     assert [measuring._pair(nodes, kind) for kind in ("node", "network")] == [node, network]
-
-
-def test_a_sample_is_the_time_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "time", Mock(perf_counter=Mock(side_effect=[10.0, 16.0])))
-    calls: list[None] = []
-    assert measuring.sample(Mock(), lambda: calls.append(None), repeats=3) == 2.0
-    assert len(calls) == 3

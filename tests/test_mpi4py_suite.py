@@ -45,8 +45,9 @@ def written(out: Path, plain: dict[str, str], checked: dict[str, str], number: i
             *([name, word, "a reason"] for name, word in words.items()),
         ]
         for rank in range(2):
-            (folder / f"rank{rank}.jsonl").write_text("\n".join(map(json.dumps, lines)))
-        (folder / command.DONE).touch()
+            text = "".join(f"{json.dumps(line)}\n" for line in lines)
+            (folder / f"rank{rank}.jsonl").write_text(text)
+        (folder / command.OUTPUT).touch()
     return command.concluded(out)
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
+import signal
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from mutants import __main__ as command, catalogue, generic, trial
+from mutants import __main__ as command, catalogue, trial
 from mutants.catalogue import Exclusion, Mutant
 from mutants.trial import Ending, Outcome, Stale, judged
-from studies.commands import ROOT
+from studies.commands import ROOT, copied
 
 CATALOGUE = catalogue.mutants()
 EXCLUDED = catalogue.exclusions()
@@ -75,7 +74,7 @@ def test_a_text_that_is_not_there_once_is_stale() -> None:
         (Ending(None, {}, ""), "hung", ""),
         (Ending(1, {}, f"{trial.ENDED}{trial.TIME_IS_UP} after 9 s ====\n"), "hung", ""),
         (Ending(1, {}, f"==== {trial.ENDED}a rank ... ====\n"), "killed", "the launcher"),
-        (Ending(-8, {}, ""), "killed", "the process died"),
+        (Ending(136, {}, ""), "killed", "the process died"),
         (Ending(1, {}, "worst error over bound: 0.7"), "killed", "the session"),
         (Ending(1, {}, f"{trial.UNENDED}01:00)!"), "killed", "the session"),
         (Ending(2, {}, "ERROR collecting"), "broken", ""),
@@ -113,18 +112,31 @@ def test_a_report_counts_by_class_and_names_survivors() -> None:
     assert all(x.reason in text for x in EXCLUDED)
 
 
-def test_programs_of_a_copy_run_what_is_planted_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+BODIES = """
+import os, time
+from pathlib import Path
+from studies.commands import ROOT, outside
+def test_alone(): assert len([*filter(str.isdigit, os.listdir("/proc"))]) == 2  # with the shell
+def test_place():
+    assert Path.cwd() == ROOT
+    assert outside()["PYTHONPATH"].startswith(str(ROOT / "tests"))
+def test_red(): assert False
+def test_dead(): os.abort()
+def test_stuck(): time.sleep(99)
+"""
+
+
+def test_tests_run_in_a_copy_apart_and_in_order_until_one_is_red_dead_or_stuck(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "__main__", generic)
-    trial.copy_package(tmp_path)
-    place = tmp_path / "tests/test_place.py"
-    place.write_text(
-        "import __main__\nfrom pathlib import Path\n\n"
-        "from studies.commands import ROOT, outside\n\n\n"
-        "def test_place():\n    assert __main__\n"
-        "    assert Path.cwd() == ROOT\n"
-        "    assert outside()['PYTHONPATH'].startswith(str(ROOT / 'tests'))\n"
-    )
-    ending = trial.run_stage(tmp_path, trial.Stage("near", ["tests/test_place.py"], 60.0))
-    assert ending.code == 0, ending.printed
+    monkeypatch.setattr(trial, "MORE_SECONDS", 9.0)
+    file, found = "tests/test_order.py", []
+    with copied() as copy:
+        (copy / file).write_text(BODIES)
+        for names in ("place", "gone", "alone", "red", "dead"), ("dead", "red"), ("stuck",):
+            tests = [f"{file}::test_{name}" for name in names]
+            seconds = 0.0 if names == ("stuck",) else 60.0
+            ending = trial.run_stage(copy, trial.Stage("near", [file], seconds, tests))
+            found.append((ending.code, ending.told.get("law")))
+            (copy / "near.json").unlink(missing_ok=True)
+    assert found == [(1, f"{file}::test_red"), (128 + signal.SIGABRT, None), (None, None)]

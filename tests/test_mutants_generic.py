@@ -5,21 +5,17 @@ from __future__ import annotations
 import ast
 import random
 import re
-import sys
-import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from mutants import generic, plugin, sample, tally, trial
+from mutants import generic, sample, tally
 from mutants.edits import OPERATORS, Edit, edits
 from mutants.reach import NEAR_SECONDS, Reached
 from mutants.sample import Equivalent
 from mutants.tally import Result, Score
 from mutants.trial import Outcome
-from studies.commands import ROOT, run
+from studies.commands import ROOT
 
 FILE = "sp_core/mask/runs.py"
 
@@ -42,15 +38,11 @@ def test_every_operator_finds_something_in_the_library(found: list[Edit]) -> Non
 def test_every_file_of_the_package_is_in_the_library_or_in_the_kit(
     found: list[Edit], of_kit: list[Edit]
 ) -> None:
-    paths = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "sp_core").rglob("*.py")}
-    with_edits = {name for name, path in paths.items() if edits(name, path.read_text())}
     library, kit = ({edit.file for edit in part} for part in (found, of_kit))
-    assert library | kit == with_edits
-    assert kit == {
-        name for name in with_edits if name.startswith(("sp_core/launch/", "sp_core/testing/"))
-    }
-    folders = {"/".join(Path(name).parts[1:-1]) or "sp_core" for name in with_edits}
-    assert {sample.room_of(name) for name in library | kit} == folders
+    assert not library & kit
+    assert {sample.room_of(name) for name in kit} == {"launch", "testing"}
+    paths = [path.relative_to(ROOT).as_posix() for path in (ROOT / "sp_core").rglob("*.py")]
+    assert {sample.room_of(name) for name in library | kit} == {*map(sample.room_of, paths)}
 
 
 def test_an_edit_is_another_program(found: list[Edit]) -> None:
@@ -249,63 +241,6 @@ def test_edits_are_chosen_by_room_operator_file_and_id() -> None:
     for name in ("mask", FILE, some[0].id):
         assert generic.selected(some, [name]) == some[:1]
     assert generic.selected(some, ["constants", "mask"]) == some
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(trial, "READY", ["pytest"])
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    return tmp_path
-
-
-def test_a_child_ends_green_red_dead_or_killed(folder: Path) -> None:
-    bodies = {
-        "green": "pass",
-        "red": "assert False",
-        "dead": "import os; os.abort()",
-        "stuck": "import time; time.sleep(99)",
-    }
-    lonely = "import os\n    assert len([*filter(str.isdigit, os.listdir('/proc'))]) == 2"
-    bodies["lonely"] = f"{lonely}  # itself and the first of its namespace"
-    for name, body in bodies.items():
-        (folder / f"test_{name}.py").write_text(f"def test_it():\n    {body}\n")
-
-    def code(name: str) -> int | None:
-        arguments, seconds = [f"test_{name}.py"], 2.0 if name == "stuck" else 60.0
-        return trial.forked(arguments, folder, folder / f"{name}.txt", {}, seconds)
-
-    with ThreadPoolExecutor() as pool:
-        assert list(pool.map(code, bodies)) == [0, 1, -6, None, 0]
-    assert "assert False" in (folder / "red.txt").read_text()
-
-
-def test_a_command_that_does_not_end_is_killed(tmp_path: Path) -> None:
-    begin = time.monotonic()
-    programs = {"import time; time.sleep(60)": None, "raise SystemExit(3)": 3}
-    with (tmp_path / "output").open("w") as output:
-        for program, code in programs.items():
-            command, limit = [sys.executable, "-S", "-c", program], 30.0 if code else 0.3
-            assert run(command, tmp_path, output.fileno(), {}, limit) == code
-    assert time.monotonic() - begin < 30
-
-
-def test_tests_run_in_the_order_given_and_a_file_is_imported_when_it_is_due(folder: Path) -> None:
-    (folder / "conftest.py").write_text(
-        "import pytest\n@pytest.fixture\ndef log(request):\n"
-        "    print('ran', request.node.name)\n    return request.node.name\n"
-        "def pytest_collection_modifyitems(items):\n"
-        "    assert all(isinstance(item, pytest.Item) for item in items)\n"
-    )
-    body = "def test_{0}1(log): assert log\ndef test_{0}2(log): assert log != 'test_b2'\n"
-    for name in "abc":
-        (folder / f"test_{name}.py").write_text(f"print('import {name}')\n{body.format(name)}")
-    wanted = ["b.py::test_b1", "a.py::test_a2", "b.py::test_b2", "c.py::test_c1"]
-    (folder / "wanted").write_text("\n".join(f"test_{name}" for name in wanted))
-    variables = {plugin.TESTS: str(folder / "wanted"), "PYTHONPATH": str(ROOT / "tests")}
-    arguments, output = ["-s", "-x", *trial.PLUGINS], folder / "output"
-    assert trial.forked(arguments, folder, output, variables, 60) == 1
-    told = re.findall(r"(ran test_\w+|import \w)", output.read_text())
-    assert told == ["import b", "ran test_b1", "import a", "ran test_a2", "ran test_b2"]
 
 
 SILENT = '''"""A text of 3 words."""

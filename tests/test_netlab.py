@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 import sp_core as sp
 from benchmarks import launching
 from benchmarks.contests.netlab import hosts, table as program
-from benchmarks.contests.netlab.measure import check_all
-from benchmarks.contests.netlab.table import netlab, rows
+from benchmarks.contests.netlab.table import check_all, netlab, rows
 from sp_core.schedules import ALGORITHMS
 from sp_core.testing import run_threads
 
@@ -29,21 +30,18 @@ def test_what_hosts_check_is_what_they_have(library: bool) -> None:
             return check_all(mesh["hosts", "ranks"], library=library)
 
     absent = ("window",) if library else ("window", "auto", "mpi")
-    assert set(run_threads(2, body)) == {
-        sum(name not in absent for names in ALGORITHMS.values() for name in names)
-    }
+    there = sum(name not in absent for names in ALGORITHMS.values() for name in names)
+    assert run_threads(2, body) == [there, there]
 
 
 @pytest.mark.parametrize("delay", [0.0, 1e-3])
 def test_every_link_is_shaped_on_both_ends_or_carried_by_the_switch(delay: float) -> None:
     """No command touches anything outside the hosts and the switch."""
-    lines = [command.split() for command in hosts.commands(hosts.names(3), 1e9, delay)]
-    made = {words[3] for words in lines if words[:3] == ["ip", "netns", "add"]}
-    assert made == set(hosts.names(3))
-    assert {words[2] for words in lines if words[1] == "-n"} == made | {"switch"}
-    assert all(words[1] in ("-n", "netns") for words in lines)
-    shaped = [words for words in lines if "1000000000bit" in words]
-    assert len(shaped) == (0 if delay else 6)
+    lines = hosts.commands(hosts.names(3), 1e9, delay)
+    acts = [re.match("(?:ip|tc) (?:-n|netns add) ([a-z0-9]+)", line) for line in lines]
+    assert {act and act[1] for act in acts} == {*hosts.names(3), "switch"}
+    assert sum(line.startswith("ip netns add") for line in lines) == 3
+    assert sum("1000000000bit" in line for line in lines) == (0 if delay else 6)
 
 
 @pytest.mark.skipif(shutil.which("unshare") is None or os.geteuid() != 0, reason="needs root")
@@ -84,51 +82,35 @@ def test_without_root_the_output_says_that_the_link_is_a_model(
 ) -> None:
     """The launcher's own failure is tried again, once; hosts that fail make the launch fail."""
     failed = {"status": "failed", "reason": "exit code 3", "output": "demux engine error"}
-    seconds = {"stream": [0.1], "segmented_ring": [0.1]}
-    answers = [failed, failed, failed, {"status": "ok", "seconds": seconds}]
-    launched: list[Any] = []
-
-    def run(ranks: int, measure: str, setting: Any, launch: object) -> Any:
-        launched.append(setting)
-        return answers.pop(0)
-
+    right = {"status": "ok", "seconds": {"stream": [0.1], "segmented_ring": [0.1]}}
+    run, out = Mock(side_effect=[failed, failed, failed, right]), tmp_path / "out.json"
     monkeypatch.setattr("benchmarks.contests.netlab.table.os.geteuid", lambda: 1000)
     monkeypatch.setattr(launching, "run", run)
     monkeypatch.setattr(program, "installed", lambda: "mpich")
-    out = tmp_path / "out.json"
     assert netlab(["--only", "16 MiB, P", "--out", str(out)]) == 1  # a failed launch is red
-    assert "link model inside the transport" in capsys.readouterr().out
-    assert [setting.name for setting in launched] == ["16 MiB, P = 2"] * 2 + ["16 MiB, P = 3"] * 2
-    assert all(setting.modelled for setting in launched)
-    assert "link model" in out.read_text()
+    for text in (capsys.readouterr().out, out.read_text()):
+        assert "link model inside the transport" in text
+    settings = [call.args[2] for call in run.call_args_list]
+    names = ["16 MiB, P = 2"] * 2 + ["16 MiB, P = 3"] * 2
+    assert [(one.name, one.modelled) for one in settings] == [(name, True) for name in names]
 
 
 def test_mpis_are_started_by_the_agent_on_every_host() -> None:
     for mpi in ("mpich", "openmpi"):
-        found = program.across(mpi, 2, 2)
-        assert {str(hosts.AGENT), "h0:2,h1:2"} <= set(found)
-
-
-def marks(launches: dict[str, dict[str, object]]) -> dict[str, str]:
-    return {row.text: row.mark for row in rows(launches)}
+        assert {str(hosts.AGENT), "h0:2,h1:2"} <= set(program.across(mpi, 2, 2))
 
 
 @pytest.mark.parametrize(("ours", "mark"), [(0.104, "reached"), (0.106, "not reached")])
 def test_a_row_is_judged_by_the_stream_of_its_own_round(ours: float, mark: str) -> None:
     """With P = 2 the vector goes through the link once: as long as the stream of that round."""
-    seconds = {
-        "stream": [0.1 * k for k in range(1, 9)],
-        "segmented_ring": [ours * k for k in range(1, 9)],
-        "library": [1.0] * 8,
-    }
-    found = marks({"16 MiB, P = 2": {"seconds": seconds}})
-    assert found.pop("all_reduce 16 MiB, P = 2: time / (2(P-1)/P n/B)") == mark
-    assert set(found.values()) == {"not measured"}
-
-
-def test_rows_of_all_launches() -> None:
-    stream = [0.1] * 8
+    stream, rounds = [0.1] * 8, range(1, 9)
     launches = {
+        "16 MiB, P = 2": {
+            "seconds": {
+                "stream": [0.1 * k for k in rounds],
+                "segmented_ring": [ours * k for k in rounds],
+            }
+        },
         "16 MiB, P = 3": {
             "seconds": {"stream": stream, "segmented_ring": [0.15] * 8, "library": [0.30] * 8}
         },
@@ -144,7 +126,7 @@ def test_rows_of_all_launches() -> None:
         row.text: (row.mark, row.found and round(row.found.median, 3)) for row in rows(launches)
     }
     assert found == {
-        "all_reduce 16 MiB, P = 2: time / (2(P-1)/P n/B)": ("not measured", None),
+        "all_reduce 16 MiB, P = 2: time / (2(P-1)/P n/B)": (mark, round(ours * 10, 3)),
         "all_reduce 16 MiB, P = 3: time / (2(P-1)/P n/B)": ("not reached", 1.125),
         "all_reduce 16 MiB, P = 3: library / segmented_ring": ("not reached", 2.0),
         "all_reduce 1 KiB, 1 ms, P = 4: library / recursive_doubling": ("not measured", None),

@@ -32,9 +32,10 @@ def gradients(results: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
     return [*first, *torch.autograd.grad([g.square().sum() for g in first], leaves)]
 
 
-@pytest.mark.parametrize("check", ["agree", "off"])
 @given(
-    max_examples=20,
+    max_ranks=5,
+    max_examples=24,
+    check=st.sampled_from(["agree", "off"]),
     drawn=st.lists(st.tuples(cases(["float64"], STARTED), st.booleans()), min_size=2, max_size=4),
     order=st.integers(0, 99),
     carrier=st.sampled_from(sorted({*CARRIERS} - {"link"})),
@@ -71,17 +72,6 @@ def test_each_rank_waits_in_an_order_of_its_own(
         assert all(
             torch.equal(*both) for both in zip(found, gradients(wanted, needed), strict=True)
         )
-
-
-@spmd(2, 3)
-def test_a_result_that_one_rank_never_waits_for_reaches_the_others(comm: Any) -> None:
-    with sp.Mesh(comm, sp=comm.size) as mesh:
-        for algorithm in ("mpi", "ring"):
-            x = torch.arange(40.0)
-            pending = sp.all_reduce_start(x, comm=mesh["sp"], algorithm=algorithm)
-            if comm.rank:
-                assert torch.equal(pending.wait(), x * comm.size)
-            del pending
 
 
 def first_mesh(comm: Any) -> None:
@@ -161,17 +151,11 @@ def test_ranks_that_go_backward_through_different_calls_are_told_so(comm: Any, n
             sp.CollectiveMismatch, match=r"rank 0: the backward of (?s:.*)rank 1.*: the backward of"
         ):
             (first if comm.rank else second).sum().backward()
-        assert sp.all_reduce(torch.ones(1), comm=mesh["sp"]).item() == comm.size
-
-
-@spmd(2)
-def test_a_backward_on_one_rank_alone_is_an_error_on_all(comm: Any) -> None:
-    with sp.Mesh(comm, sp=comm.size) as mesh:
-        result = sp.all_reduce(torch.ones(2, requires_grad=True), comm=mesh["sp"]).sum()
         with pytest.raises(
             sp.CollectiveMismatch, match=r"the backward of (?s:.*)rank 1: all_reduce\("
-        ):
-            result.backward() if comm.rank == 0 else sp.all_reduce(torch.ones(2), comm=mesh["sp"])
+        ):  # on one rank alone
+            sp.all_reduce(x.detach(), comm=mesh["sp"]) if comm.rank else first.sum().backward()
+        assert sp.all_reduce(torch.ones(1), comm=mesh["sp"]).item() == comm.size
 
 
 @spmd(1, 2)
@@ -218,13 +202,3 @@ def test_comparisons_are_completed_before_the_end_for_so_many_seconds(
     assert now[0] == pytest.approx(ends, abs=2e-3)
     assert question.test.call_count < 100  # it does not spin
     assert (sys.getrefcount(found.kept), sys.getrefcount(found.lost)) == (3, 3)  # one for good
-
-
-def test_what_a_rank_has_begun_is_advanced_until_it_is_complete() -> None:
-    found, source = Progress(), MagicMock(**{"advance.side_effect": [True, False]})
-    assert found.idle
-    found.add(source)
-    for idle in (False, True, True):
-        found.poll()
-        assert found.idle == idle
-    assert source.advance.call_count == 2

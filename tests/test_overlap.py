@@ -6,8 +6,8 @@ import functools
 import threading
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +16,9 @@ from oracle.strategies import AttentionProblem
 
 import sp_core as sp
 from sp_core.attention import tiles
-from sp_core.schedules import Operation
 from sp_core.schemes import SCHEMES, problem, tp_sp
 from sp_core.schemes.heads import GROUPS
-from sp_core.testing import run_threads
-from sp_core.transport import Handle, Messages, Transport
+from sp_core.testing import run_threads, spmd
 
 SIZE = 3
 PLAIN = AttentionProblem(
@@ -65,55 +63,23 @@ class Log:
         return logged
 
     def listen(self, comm: sp.Communicator) -> None:
-        """Write down what this communicator does."""
-        comm.transport = cast("Any", Listening(comm.transport, self.mine))
-        wait = comm.wait
+        """Write down what this communicator starts and waits for; nothing may block."""
+        transport, log, wait = vars(comm.transport), self.mine, comm.wait
+        handles: list[Any] = []
 
-        def logged(handle: Any, name: str = "") -> None:
-            if isinstance(handle, Numbered):
-                self.mine.append(("wait", handle.number))
+        def started(begin: Callable[..., Any], *given: Any) -> Any:
+            handles.append(begin(*given))
+            log.append(("start", len(handles) - 1))
+            return handles[-1]
+
+        def waited(handle: Any, name: str = "") -> None:
+            log.extend(("wait", n) for n, other in enumerate(handles) if other is handle)
             wait(handle, name)
 
-        comm.wait = logged  # type: ignore[method-assign]
-
-
-@dataclass
-class Numbered:
-    """A handle that knows its number."""
-
-    inner: Handle
-    number: int
-
-    def test(self) -> bool:
-        return self.inner.test()
-
-
-class Listening:
-    """A transport that writes down what it starts."""
-
-    name = "listening"
-
-    def __init__(self, inner: Transport, log: list[tuple[str, int]]) -> None:
-        self._inner = inner
-        self._log = log
-        self.handles: list[Numbered] = []
-
-    def close(self, *, together: bool) -> None:
-        self._inner.close(together=together)
-
-    def _started(self, handle: Handle) -> Handle:
-        self.handles.append(Numbered(handle, len(self.handles)))
-        self._log.append(("start", self.handles[-1].number))
-        return self.handles[-1]
-
-    def prepare(self, operation: Operation, send: Any, recv: Any) -> Any:
-        raise AssertionError("nothing here may block")
-
-    def start(self, operation: Operation, send: Any, recv: Any) -> Handle:
-        return self._started(self._inner.start(operation, send, recv))
-
-    def exchange(self, sends: Messages, recvs: Messages) -> Handle:
-        return self._started(self._inner.exchange(sends, recvs))
+        for name in ("start", "exchange"):
+            transport[name] = functools.partial(started, getattr(comm.transport, name))
+        transport["prepare"] = None
+        comm.wait = waited  # type: ignore[method-assign]
 
 
 def check_order(log: list[tuple[str, int]], pieces: int, per_piece: int, first: int) -> None:
@@ -182,29 +148,20 @@ def test_the_next_piece_travels_while_this_one_is_computed(
     run_threads(SIZE, body)
 
 
+@spmd(SIZE)
 def test_what_is_under_way_is_asked_after_between_pieces_of_the_computation(
-    monkeypatch: pytest.MonkeyPatch,
+    comm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In each step twice in each piece, and once after it."""
     monkeypatch.setattr(tiles, "POLLED_ROWS", 2)  # of the 4 queries of a rank
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        log, asked, poll = Log(), list[int](), mesh["sp"].poll
+        log.listen(mesh["sp"])
 
-    def body(comm: Any) -> None:
-        with sp.Mesh(comm, sp=comm.size) as mesh:
-            log = Log()
-            log.listen(mesh["sp"])
-            asked: list[int] = []
-            poll = mesh["sp"].poll
+        def counted() -> None:
+            asked.append(sum(event == "start" for event, _ in log.mine))
+            poll()
 
-            def counted() -> None:
-                asked.append(len(mesh["sp"].transport.handles))  # type: ignore[attr-defined]
-                poll()
-
-            mesh["sp"].poll = counted  # type: ignore[method-assign]
-            Shards(PLAIN, comm.rank, comm.size, mesh.device).run(
-                functools.partial(sp.ring_attention, comm=mesh["sp"])
-            )
-            assert (
-                asked.count(1) >= 3 * GROUPS
-            )  # in the first step, twice in each piece and once after it
-            assert asked.count(2) >= 3 * GROUPS
-
-    run_threads(SIZE, body)
+        mesh["sp"].poll = counted  # type: ignore[method-assign]
+        attend("ring", sp.Mask(), mesh)()
+        assert min(asked.count(1), asked.count(2)) >= 3 * GROUPS

@@ -13,7 +13,7 @@ import pytest
 import torch
 from domains.public import documented, told_alike
 from hypothesis import strategies as st
-from oracle.collective_cases import OPS, Case, cases, part_of
+from oracle.collective_cases import NEEDED, OPS, Case, cases, part_of
 from oracle.once import contents
 from oracle.ways import Way, ways
 from promises import alike
@@ -41,7 +41,7 @@ def test_a_call_sends_what_its_docstring_says(
     names: tuple[str, ...],
     tmp_path: Path,
 ) -> None:
-    axis = names[-1]
+    axis = names[0]
     folder = comm.bcast(tempfile.mkdtemp(dir=tmp_path) if comm.rank == 0 else None)
     with sp.Mesh(comm, check="off", **{axis: comm.size}) as mesh:
         ROWS[names](Scene(mesh, axis, Path(folder)))
@@ -109,14 +109,9 @@ def sent_by(case: Case, inputs: list[torch.Tensor], rank: int) -> tuple[Sent, Se
     }[case.op]
 
 
-def bits(x: Any) -> Any:
-    """What is compared, as numbers or bytes."""
-    return (x.shape, contents(x)) if isinstance(x, torch.Tensor) else x
-
-
 def differing(comm: Any, results: Iterable[Any]) -> list[int]:
     """The places of results that another rank does not have bit for bit."""
-    mine = [bits(x) for x in results]
+    mine = [contents(x) if isinstance(x, torch.Tensor) else x for x in results]
     every = comm.allgather(mine)
     return [place for place, x in enumerate(mine) if any(other[place] != x for other in every)]
 
@@ -126,15 +121,15 @@ NO_RESULTS = {"Communicator.agree_on", "Mesh.free", "copy_to_group"}
 
 
 def test_every_function_whose_result_all_ranks_hold_alike_has_a_row() -> None:
-    stated = {name for names in alike.ROWS for name in names.split()}
+    stated = {name for names in alike.ROWS for name in names}
     assert told_alike() - NO_RESULTS - stated == set()
     assert NO_RESULTS - told_alike() == set()
 
 
 EVERY_AXIS = [
     (names, axis)
-    for names, (axes, _) in sorted(alike.ROWS.items())
-    for axis in axes
+    for names in sorted(alike.ROWS)
+    for axis in names[0].split()
     if axis == "sp" or tier() == "threads"
 ]
 """Under mpiexec those of collectives and layers: models are built of these."""
@@ -144,7 +139,7 @@ EVERY_AXIS = [
 @given(max_ranks=4, max_examples=3, way=ways(), half=st.booleans(), seed=st.integers(0, 99))
 def test_what_all_ranks_hold_alike_has_the_same_bits(
     comm: Any,
-    names: str,
+    names: tuple[str, ...],
     axis: str,
     way: Way,
     half: bool,
@@ -153,7 +148,7 @@ def test_what_all_ranks_hold_alike_has_the_same_bits(
     dtype = torch.bfloat16 if half else torch.float32
     with sp.Mesh(comm, **way, **{axis: comm.size}) as mesh:
         place = alike.Place(mesh, mesh[axis], dtype, seed)
-        assert differing(comm, alike.ROWS[names][1](place)) == []
+        assert differing(comm, alike.ROWS[names](place)) == []
 
 
 ON_ALL_RANKS = ("all_gather", "all_reduce", "broadcast", "reduce_from_group", "gather_replicated")
@@ -251,10 +246,9 @@ def test_a_plan_agrees_when_it_is_made(comm: Any, transport: str, check: Any) ->
     """And when it runs, unless the mesh was made with `check="off"`."""
     with sp.Mesh(comm, transport=transport, check=check, sp=comm.size) as mesh:
         for op in PLANS:
-            arguments = {"split_dim": 0, "concat_dim": 1} if op == "all_to_all" else {}
             x, control = torch.ones(99 * comm.size, 99), mesh["sp"].counters["control"]
             before = control.calls
-            plan = sp.plan(op, x, comm=mesh["sp"], **arguments)
+            plan = sp.plan(op, x, comm=mesh["sp"], **NEEDED.get(op, {}))
             asks = op in ("all_gather", "all_to_all", "shift")  # every rank says how much it has
             resident = transport == "window" and op != "all_to_all"
             made = (check == "agree" or asks) + resident
@@ -276,13 +270,12 @@ def test_a_run_of_a_plan_makes_no_tensor(comm: Any, transport: str, dtype: torch
         for op, algorithm in PLANNED:
             if algorithm == "window" and mesh["sp"].window is None:
                 continue
-            named: dict[str, Any] = {"split_dim": 0, "concat_dim": 1} if op == "all_to_all" else {}
             plan = sp.plan(
                 op,
                 torch.ones(30, 60, dtype=dtype)[:, ::2],
                 comm=mesh["sp"],
                 algorithm=algorithm,
-                **named,
+                **NEEDED.get(op, {}),
             )
             with LiveBytes() as live:
                 for _ in range(2 * SLOTS if plan.algorithm == "window" else 1):
@@ -298,11 +291,11 @@ def test_what_is_under_way_keeps_what_it_reads_and_no_longer(comm: Any, algorith
     """The caller lets go of the input at once, and new tensors take its memory."""
     with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
         for op in [op for op in OPS if hasattr(sp, f"{op}_start")]:
-            named: dict[str, Any] = {"split_dim": 0, "concat_dim": 1} if op == "all_to_all" else {}
+            named: dict[str, Any] = {"algorithm": algorithm, **NEEDED.get(op, {})}
             x = torch.full((50, 50), float(comm.rank + 1))
-            wanted = getattr(sp, op)(x, comm=mesh["sp"], algorithm=algorithm, **named)
+            wanted = getattr(sp, op)(x, comm=mesh["sp"], **named)
             memory = StorageWeakRef(x.untyped_storage())
-            pending = getattr(sp, f"{op}_start")(x, comm=mesh["sp"], algorithm=algorithm, **named)
+            pending = getattr(sp, f"{op}_start")(x, comm=mesh["sp"], **named)
             del x
             others = [torch.full((50, 50), torch.nan) for _ in range(9)]
             assert torch.equal(pending.wait(), wanted), (op, len(others))

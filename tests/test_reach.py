@@ -119,7 +119,7 @@ def test_documents_over_stripes_are_seen_as_others(size: int) -> None:
         end = sharding.end
         keys = Sharding.from_positions([[*range(end - 1)], *[[]] * (size - 2), [end - 1]])
         bounds = [(0, *(min(p + by, end) for p in inner), end) for by in (0, moved)]
-        for causal, window in product((False, True), (None, 1, 2, 5)):
+        for causal, window in product((False, True), (None, 2)):
             mask = Mask(causal, window, *(bounds if inner else ()))
             check(sharding, sharding, mask)
             if not moved:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from studies.commands import printed
 
 pytestmark = [pytest.mark.mpi_skip, pytest.mark.starts_mpi, pytest.mark.every_mpi]
 ROOT = Path(__file__).resolve().parents[1]
@@ -18,26 +18,7 @@ def test_the_program_runs_on_two_ranks(tmp_path: Path) -> None:
     (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert len(program.strip().splitlines()) <= 25
     (tmp_path / "program.py").write_text(program)
-    launch = [
-        sys.executable,
-        "-m",
-        "sp_core.testing.launch",
-        "-n",
-        "2",
-        "--timeout",
-        "60",
-        "--",
-        sys.executable,
-        "program.py",
-    ]
-    done = subprocess.run(
-        launch,
-        cwd=tmp_path,
-        env=os.environ.copy(),
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "largest difference from one device" in done.stdout
+    start = [sys.executable, "-m", "sp_core.testing.launch", "-n", "2", "--timeout", "60", "--"]
+    code, text = printed([*start, sys.executable, "program.py"], tmp_path, os.environ, 90)
+    assert code == 0, text
+    assert "largest difference from one device" in text

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import inspect
 import itertools
 import mmap
 import os
 import threading
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from types import CodeType, FrameType
+from types import CodeType, FrameType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,6 +19,7 @@ from domains import attention, collectives, meshes as made, plans, situations
 from domains.declared import Subject
 from domains.public import code_of, everything
 from domains.subjects import SUBJECTS
+from oracle.collective_cases import NEEDED
 from resources.calls import Meshes, turns_of, use, use_others
 from resources.held import COMMUNICATORS, MEMORY, caches, counts, left_behind, outside
 
@@ -32,11 +31,7 @@ from sp_core.testing import run_threads, spmd, tier
 from sp_core.transport import NAMES
 
 ROUNDS = 12  # the memory of a single call settles late
-PLANS: dict[str, dict[str, int]] = {
-    **{op: {} for op in (*SCHEDULED, "all_reduce_")},
-    "all_to_all": {"split_dim": 0, "concat_dim": 1},
-}
-"""Every collective of which a plan can be made, with the arguments that it needs."""
+
 
 pytestmark = pytest.mark.usefixtures("short_slots")
 
@@ -163,9 +158,9 @@ def test_the_thousandth_call_is_like_the_first(comm: Any) -> None:
 def test_runs_of_one_plan_leave_nothing_behind(comm: Any) -> None:
     with sp.Mesh(comm, transport="window", sp=2) as mesh:
         made = [
-            sp.plan(op, torch.ones(9, 9), comm=mesh["sp"], algorithm=algorithm, **arguments)
-            for op, arguments in PLANS.items()
-            for algorithm in ALGORITHMS[op.removesuffix("_")]
+            sp.plan(op, torch.ones(9, 9), comm=mesh["sp"], algorithm=name, **NEEDED.get(op, {}))
+            for op in (*SCHEDULED, "all_reduce_")
+            for name in ALGORITHMS[op.removesuffix("_")]
         ]
 
         def run_all() -> None:
@@ -186,10 +181,12 @@ def test_every_cache_has_a_bound() -> None:
 def test_a_freed_mesh_holds_nothing(comm: Any, transport: str) -> None:
     """Although the program still has it, and its plan and its communicators."""
     kept = [used_and_freed(comm, transport)]  # a library opens what it needs when it is first used
-    before = lent(comm)
-    kept += [used_and_freed(comm, transport) for _ in range(2)]
-    after = lent(comm)
-    assert {kind: count for kind, count in after.items() if count > before[kind]} == {}, kept
+    grown = left_behind(comm, lambda: kept.append(used_and_freed(comm, transport)), 2)
+    assert [line for line in grown if line.startswith(LENT)] == []
+
+
+LENT = (COMMUNICATORS, *outside())
+"""What the system and MPI lend to this process."""
 
 
 def used_and_freed(comm: Any, transport: str) -> sp.Mesh:
@@ -205,38 +202,12 @@ def used_and_freed(comm: Any, transport: str) -> sp.Mesh:
     return mesh
 
 
-def lent(comm: Any) -> Counter[str]:
-    """Count what the system and MPI lend to this process, while no rank does anything."""
-    gc.collect()
-    comm.Barrier()
-    found = outside() if counts(comm, "threads") else Counter[str]()
-    comm.Barrier()
-    if counts(comm, COMMUNICATORS):
-        found[COMMUNICATORS] = len(comm.family.members)
-    return found
-
-
-class Endless:
-    """A handle that completes when it is told to."""
-
-    done = False
-
-    def test(self) -> bool:
-        return self.done
-
-
 class Place(NamedTuple):
     """Ranks, those that share memory, and what gives back what was kept on purpose."""
 
     comm: Any
     group: sp.Communicator
     kept: list[Callable[[], object]]
-
-
-@pytest.fixture
-def a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache without a bound in a module of the product."""
-    monkeypatch.setattr(maps, "seen", {}, raising=False)
 
 
 def start_thread(place: Place) -> None:
@@ -246,19 +217,16 @@ def start_thread(place: Place) -> None:
 
 
 def keep_handle(place: Place) -> None:
-    handle = place.group.track(Endless())
-    place.kept.append(lambda: setattr(handle, "done", True))
-
-
-def keep_memory(place: Place) -> None:
-    library = ctypes.CDLL(None)
-    library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-    place.kept.append(partial(library.free, library.malloc(1 << 16)))
+    done = threading.Event()
+    place.group.track(SimpleNamespace(test=done.is_set))
+    place.kept.append(done.set)
 
 
 def fill_cache(place: Place) -> None:
-    seen = vars(maps)["seen"]
+    """Let a cache without a bound grow in a module of the product."""
+    seen = vars(maps).setdefault("seen", {})
     seen[len(seen)] = place
+    place.kept.append(partial(vars(maps).pop, "seen", None))
 
 
 def keep(make: Callable[[Place], Any], give_back: str) -> Callable[[Place], None]:
@@ -275,13 +243,13 @@ LEAKS: dict[str, Callable[[Place], object]] = {
     "sp_core.mask.definition.Mask objects": keep(lambda place: sp.Mask(), "difference_range"),
     "sp_core.collectives.maps.seen entries": fill_cache,
     "Communicator._pending entries": keep_handle,
-    MEMORY: keep_memory,
+    MEMORY: keep(lambda place: bytearray(1 << 16), "clear"),
     "any dict objects": keep(lambda place: {"one": []}, "clear"),
 }
 
 
 @spmd(2)
-def test_what_every_call_keeps_is_found(comm: Any, a_cache: None) -> None:
+def test_what_every_call_keeps_is_found(comm: Any) -> None:
     """So that the law can fail."""
     missed = []
     with sp.Mesh(comm, transport="window", sp=2) as mesh:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -12,21 +10,16 @@ import torch
 from hypothesis import strategies as st
 from oracle.attention_check import Shards, compare
 from oracle.strategies import AttentionProblem, attention_problems
+from test_schemes import EVERY_SCHEME, on
 
 import sp_core as sp
-from sp_core.schemes import SCHEMES
 from sp_core.schemes.heads import head_groups, parts_of, split_heads
 from sp_core.testing import device, given, spmd
 
 pytestmark = [pytest.mark.explore, pytest.mark.usefixtures("short_slots")]
-EVERY_SCHEME = pytest.mark.parametrize("name", sorted(SCHEMES))
 IN_RANK_ORDER = {
     "reduce_scatter": "pairwise"
 }  # as in a window; the MPI library may add in any order
-
-
-def on(mesh: sp.Mesh, name: str, axis: str = "sp") -> Callable[..., Any]:
-    return functools.partial(SCHEMES[name], comm=mesh[axis])
 
 
 @EVERY_SCHEME

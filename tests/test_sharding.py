@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from oracle.strategies import DRAWN
+from torch import Tensor
 
 from sp_core.mask import Mask
 from sp_core.segments import deal_chunks
 from sp_core.sharding import Sharding
-
-LAYOUTS: dict[str, Any] = {
-    "contiguous": Sharding.contiguous,
-    "zigzag": Sharding.zigzag,
-    "striped": Sharding.striped,
-    "balanced": lambda seq_len, size, start=0: Sharding.balanced(
-        seq_len, size, Mask(causal=True), chunk=2, start=start
-    ),
-}
 
 
 @given(st.integers(0, 70), st.integers(1, 9), st.sampled_from([0, 17]))
@@ -38,9 +31,15 @@ def test_zigzag_balances_causal_work_exactly_and_contiguous_does_not(chunk: int,
     assert len({*loads(Sharding.contiguous(2 * size * chunk, size), causal)}) == size
 
 
+@cache
+def work_of(mask: Mask, length: int) -> Tensor:
+    """Count the keys that each token sees."""
+    return mask.allowed(range(length), range(length)).sum(1)
+
+
 def loads(sharding: Sharding, mask: Mask) -> list[int]:
     """Count the visible pairs of each rank."""
-    work = mask.allowed(range(sharding.seq_len), range(sharding.seq_len)).sum(1)
+    work = work_of(mask, sharding.seq_len)
     return [int(work[sharding.positions(rank)].sum()) for rank in range(sharding.size)]
 
 
@@ -108,7 +107,7 @@ def test_zigzag_is_what_causal_work_needs() -> None:
 
 
 def test_fingerprints_tell_shardings_apart() -> None:
-    different = [layout(24, 3) for layout in LAYOUTS.values()] + [
+    different = [layout(24, 3) for layout in DRAWN.values()] + [
         Sharding.contiguous(25, 3),
         Sharding.contiguous(24, 3, 1),
     ]

@@ -10,9 +10,11 @@ import time
 import warnings
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from device.__main__ import main as run_on_device
+from studies.commands import printed
 from test_scaling import TINY
 
 from ci import wheels
@@ -40,7 +42,7 @@ done
 exec {Path(sys.executable).parent / "mpiexec"} -n "$ranks" "$@"
 """
 UNDOCTORED = f"""#!/bin/sh
-case "$*" in *sp_core*doctor*) exit 0 ;; esac
+case "$*" in *sp_core*doctor*) exit "${{BROKEN:-0}}" ;; esac
 exec {sys.executable} "$@"
 """
 PYTHON3 = """#!/bin/sh
@@ -77,7 +79,7 @@ def cluster(tmp_path: Path) -> dict[str, str]:
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
         "CALLS": str(tmp_path / "calls"),
         "REFUSED": "nothing",
-        "SP_VENV": str(Path(sys.executable).parent.parent),
+        "SP_VENV": str(tmp_path / "bin" / "undoctored"),
         "SP_MPI": installed_mpi(),
         "UNDOCTORED": str(tmp_path / "bin" / "undoctored" / "bin" / "python"),
     }
@@ -93,16 +95,11 @@ def called(cluster: dict[str, str], start: str = "") -> list[str]:
     return [line for line in lines if line.startswith(start)]
 
 
-def run(
-    cluster: dict[str, str], *command: str | Path, code: int = 0
-) -> subprocess.CompletedProcess[str]:
-    """Run a command that must end with this code."""
-    words = [str(word) for word in command]
-    answer = subprocess.run(
-        words, env=cluster, capture_output=True, text=True, timeout=180, check=False
-    )
-    assert answer.returncode == code, answer.stdout + answer.stderr
-    return answer
+def run(cluster: dict[str, str], *command: str | Path, code: int = 0) -> str:
+    """Run a command that must end with this code; return what it prints."""
+    ended, text = printed([str(word) for word in command], ROOT, cluster, 180)
+    assert ended == code, text
+    return text
 
 
 @pytest.mark.parametrize(
@@ -126,7 +123,7 @@ def test_submitting_prints_job_log_and_the_line_that_follows_it(
     job = "nox" if "nox" in arguments else "scaling"
     log = ROOT / "reports" / "slurm" / f"{job}-4242.log"
     shown = ["job:    4242", f"log:    {log}", f"follow: tail -F {log}"]
-    assert answer.stdout.splitlines() == shown
+    assert answer.splitlines() == shown
     output = f"--output={log.parent}/{job}-%j.log"
     assert called(cluster) == ["--parsable", f"--chdir={ROOT}", output, *expected]
 
@@ -138,17 +135,18 @@ def test_the_jobs_ask_for_one_node_and_four_gpus(tmp_path: Path) -> None:
     for name in ("bash", "dirname", "mkdir"):
         (tmp_path / name).symlink_to(shutil.which(name) or name)
     answer = run({"PATH": str(tmp_path)}, SUBMIT, code=1)
-    assert "no sbatch on the PATH" in answer.stderr
+    assert "no sbatch on the PATH" in answer
 
 
 def test_the_job_runs_doctor_and_the_experiment_through_srun(
     cluster: dict[str, str], tmp_path: Path
 ) -> None:
-    out = tmp_path / "out"
-    answer = run(cluster, JOB, "--device", "cpu", *TINY, "--ranks", "2", "--out", out)
-    assert "nothing is broken" in answer.stdout
-    assert answer.stdout.count("correct. ") == 1
-    names = {path.name for path in out.iterdir()}
+    """It stops where the doctor finds something broken."""
+    tiny = (*TINY, "--ranks", "2", "--out", str(tmp_path / "out"))
+    run({**cluster, "BROKEN": "1"}, JOB, "--device", "cpu", *tiny, code=1)
+    assert called(cluster)[-1].endswith("-m sp_core doctor --device cpu")
+    assert run(cluster, JOB, "--device", "cpu", *tiny).count("correct. ") == 1
+    names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {"strong_scaling_sp_cpu_p2.json", "strong_scaling_sp_cpu.png"}
     steps = [call.split()[:2] for call in called(cluster) if "benchmarks.worker" in call]
     assert steps == [["--mpi=pmix", "--ntasks=2"]]
@@ -201,18 +199,10 @@ def test_the_job_runs_nox_with_the_torch_of_the_machine(
 def test_the_job_tries_the_kinds_of_mpi_that_srun_may_speak(
     cluster: dict[str, str], refused: str
 ) -> None:
-    undoctored = str(Path(cluster["UNDOCTORED"]).parent.parent)
-    chosen = {**cluster, "REFUSED": refused, "SP_VENV": undoctored}
-    answer = run(chosen, JOB, "--device", "cpu", "--help")
+    answer = run({**cluster, "REFUSED": refused}, JOB, "--device", "cpu", "--help")
     tried = [call.split()[0] for call in called(cluster, "--mpi=")]
     assert tried == ["--mpi=pmix", "--mpi=pmi2"]
-    assert ("mpiexec is used instead" in answer.stdout) == (refused == "pm*")
-
-
-def test_the_job_stops_where_doctor_finds_something_broken(cluster: dict[str, str]) -> None:
-    answer = run({**cluster, "SP_LAUNCHER": "srun --ntasks={ranks}"}, JOB, *TINY, code=1)
-    assert "install a torch with CUDA" in answer.stdout
-    assert not [call for call in called(cluster) if "benchmarks.worker" in call]
+    assert ("mpiexec is used instead" in answer) == (refused == "pm*")
 
 
 @pytest.mark.parametrize(
@@ -233,7 +223,7 @@ def test_the_gpu_command_says_what_is_missing(
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
     code = 1 if len(words) == 2 else 2
     answer = run(environment, ROOT / "ci" / "gpu.sh", *words, code=code)
-    assert complaint in answer.stderr
+    assert complaint in answer
     assert not (tmp_path / "out").exists()
 
 
@@ -267,8 +257,7 @@ def gpu(tmp_path: Path) -> dict[str, str]:
 
 def gpu_steps(gpu: dict[str, str], steps: str, code: int = 0) -> str:
     """Run some steps. Return what is printed."""
-    answer = run(gpu, ROOT / "ci" / "gpu.sh", gpu["WHEELS"], gpu["OUT"], steps, code=code)
-    return answer.stdout + answer.stderr
+    return run(gpu, ROOT / "ci" / "gpu.sh", gpu["WHEELS"], gpu["OUT"], steps, code=code)
 
 
 def test_the_gpu_command_installs_once_and_keeps_every_step(gpu: dict[str, str]) -> None:
@@ -319,23 +308,18 @@ def test_a_device_runs_the_tests_that_ask_for_it(
     codes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On threads, then on processes, with few examples. A signal that ends either is a failure."""
-    made: list[tuple[tuple[str, ...], str]] = []
-
-    def noted(
-        words: tuple[str, ...], env: dict[str, str], check: bool
-    ) -> subprocess.CompletedProcess[str]:
-        made.append((words, env["SP_PROFILE"]))
-        return subprocess.CompletedProcess(words, codes[len(made) - 1])
-
-    monkeypatch.setattr(subprocess, "run", noted)
+    made = Mock(side_effect=[subprocess.CompletedProcess((), code) for code in codes])
+    monkeypatch.setattr(subprocess, "run", made)
     monkeypatch.delenv("SP_PROFILE", raising=False)
     assert bool(run_on_device(["--on", "cuda", "-x"])) == any(codes)
-    (threads, profile), (processes, other) = made
-    assert (profile, other, threads[-1], processes[-1]) == ("brief", "brief", "-x", "-x")
+    assert [call.kwargs["env"]["SP_PROFILE"] for call in made.mock_calls] == ["brief"] * 2
+    threads, processes = (call.args[0] for call in made.mock_calls)
+    assert (threads[-1], processes[-1]) == ("-x", "-x")
     assert ("--only-mpi" in threads, "--only-mpi" in processes) == (False, True)
-    files = {Path(word).name for word in threads if word.endswith(".py")}
-    assert files == {Path(word).name for word in processes if word.endswith(".py")}
-    assert {"test_schemes.py", "test_layers.py"} <= files
+    files, again = (
+        {Path(w).name for w in words if w.endswith(".py")} for words in (threads, processes)
+    )
+    assert files == again >= {"test_schemes.py", "test_layers.py"}
     assert not {"test_slurm.py", "test_sharding.py"} & files
 
 
@@ -344,17 +328,12 @@ def test_the_wheels_are_those_of_this_environment(
     mebibytes: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not torch, nor what it alone needs; the same versions, for another Python; not too large."""
-    calls: list[list[str]] = []
-
-    def noted(words: list[str], check: bool) -> subprocess.CompletedProcess[str]:
-        calls.append(words)
-        return subprocess.CompletedProcess(words, 0)
-
-    monkeypatch.setattr(subprocess, "run", noted)
+    made = Mock(return_value=subprocess.CompletedProcess((), 0))
+    monkeypatch.setattr(subprocess, "run", made)
     with (tmp_path / "large.whl").open("wb") as wheel:
         wheel.truncate(mebibytes << 20)
     assert wheels.main([str(tmp_path)]) == code
-    (words,) = calls
+    ((words,), _) = made.call_args
     assert {"--no-deps", "--python-version=3.12", "--dest"} <= set(words)
     pinned = dict(word.split("==") for word in words if "==" in word)
     assert pinned["hypothesis"] == version("hypothesis")

@@ -21,30 +21,36 @@ pytestmark = pytest.mark.mpi_skip
 RANKS, SEQ, HIDDEN = 2, 96, 32
 
 
+CALLS = (
+    ("start ring", 1.1, 10, 2048),
+    ("wait ring", 1.2, 1e5, 2048),
+    ("run all_reduce", 1.4, 1e4, 10),
+)
+
+
 def span(name: str, start: float, length: float, **more: Any) -> Event:
     shown = {"ph": "X", "cat": "cpu_op", "name": name, "tid": 1, "ts": start, "dur": length}
     return {**shown, **more}
 
 
+def call(name: str, start: float, length: float, sent: int) -> Event:
+    kind, operation = name.split()
+    told = {"operation": operation, "kind": kind, "bytes_sent": sent}
+    return span(name, start, length, cat="communication", args=told)
+
+
 def profile(rank: int, ahead: float) -> list[Event]:
     """A step from 1.0 to 1.5 s by rank 0's clock, as a clock that is ahead sees it."""
-    events = [span("step", (1.0 + ahead) * 1e6, 5e5)]
-    for kind, name, start, length, sent in (
-        ("start", "ring", 1.1, 10, 2048),
-        ("wait", "ring", 1.2, 1e5, 2048),
-        ("run", "all_reduce", 1.4, 1e4, 10),
-    ):
-        told = {"operation": name, "kind": kind, "bytes_sent": sent}
-        more = {"cat": "communication", "args": told}
-        events.append(span(f"{kind} {name}", (start + ahead) * 1e6, length, **more))
-    return shifted(rank, "cpu of host", events, ahead)
+    step = span("step", (1.0 + ahead) * 1e6, 5e5)
+    calls = [call(name, (start + ahead) * 1e6, *more) for name, start, *more in CALLS]
+    return shifted(rank, "cpu of host", [step, *calls], ahead)
 
 
 def test_ranks_with_different_clocks_are_laid_over_one_another() -> None:
     trace = merge([profile(1, ahead=-7.0), profile(0, ahead=0.0)], {"scheme": "ring"})
-    found = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    found = [one for one in trace["traceEvents"] if one["ph"] == "X"]
     for name, start in (("step", 0.0), ("start ring", 1e5), ("wait ring", 2e5)):
-        places = [(event["pid"], event["ts"]) for event in found if event["name"] == name]
+        places = [(one["pid"], one["ts"]) for one in found if one["name"] == name]
         assert places == [(rank, pytest.approx(start, abs=1)) for rank in (0, 1)]
 
 
@@ -62,30 +68,27 @@ def test_an_offset_within_its_uncertainty_is_none(ahead: float, expected: float)
 
 
 def test_a_step_of_two_ranks_is_traced(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "trace.json"
     sizes = f"--ranks {RANKS} --seq {SEQ} --hidden {HIDDEN} --heads 2 --layout contiguous".split()
-    assert main([*sizes, "--out", str(tmp_path / "trace.json")]) == 0, capfd.readouterr()
-    trace = json.loads((tmp_path / "trace.json").read_text())
-    events = trace["traceEvents"]
+    assert main([*sizes, "--out", str(out)]) == 0, capfd.readouterr()
+    events = json.loads(out.read_text())["traceEvents"]
     rows = {one["pid"]: one["args"]["name"] for one in events if one["name"] == "process_name"}
     assert all(rows[rank].startswith(f"rank {rank}, cpu of ") for rank in range(RANKS))
-    steps = [event for event in events if event["name"] == "step"]
-    last_start = max(step["ts"] for step in steps)
-    assert last_start < min(step["ts"] + step["dur"] for step in steps)
-    assert min(event["ts"] for event in events if event["ph"] != "M") == 0
-    assert {event["name"] for event in events} >= {"forward", "backward", "attention, ring"}
-    mine = [event for event in events if event["pid"] == 0]
-    block = size(2 * SEQ // RANKS * HIDDEN * 4)  # keys and values of a rank, float32
-    started, waited = (
-        next(event for event in mine if event["name"] == f"{kind} ring, {block} sent")
-        for kind in ("start", "wait")  # a wait repeats the bytes of its start
-    )
-    under_way = [event for event in mine if event["name"] == f"ring under way, {block} sent"]
-    begun, ended = (event["ts"] for event in under_way[:2])
-    assert (begun, ended) == (started["ts"], pytest.approx(waited["ts"] + waited["dur"], abs=0.01))
-    inside = next(event for event in mine if event["name"] == "forward")
+    steps = [one for one in events if one["name"] == "step"]
+    ends = [step["ts"] + step["dur"] for step in steps]
+    assert max(step["ts"] for step in steps) < min(ends)
+    assert min(one["ts"] for one in events if one["ph"] != "M") == 0
+    block = f"{size(2 * SEQ // RANKS * HIDDEN * 4)} sent"  # keys and values of a rank, float32
+    mine = {one["name"]: one for one in reversed(events) if one["pid"] == 0}
+    assert mine.keys() >= {"forward", "backward", "attention, ring"}
+    inside, started, waited = (
+        mine[name] for name in ("forward", f"start ring, {block}", f"wait ring, {block}")
+    )  # a wait repeats the bytes of its start
     assert inside["tid"] == started["tid"]
     assert inside["ts"] < started["ts"] < inside["ts"] + inside["dur"]
-    table = report.read_trace(tmp_path / "trace.json").tables[0]
+    begun, ended = [one["ts"] for one in events if one["name"] == f"ring under way, {block}"][:2]
+    assert (begun, ended) == (started["ts"], pytest.approx(waited["ts"] + waited["dur"], abs=0.01))
+    table = report.read_trace(out).tables[0]
     assert [line[0] for line in table.rows] == ["0", "1"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import sp_core as sp
 from sp_core import measuring, schedules
 from sp_core.mesh import fingerprint
 from sp_core.schedules import ALGORITHMS, SCHEDULED, operation, program_of, usable
-from sp_core.testing import given, run_threads, spmd
+from sp_core.testing import given, spmd
 from sp_core.tuning import (
     Curve,
     FileError,
@@ -341,36 +342,32 @@ def test_a_named_file_that_is_not_there_is_an_error_on_every_rank(comm: Any) -> 
         sp.Mesh(comm, tuning="/nonexistent/tuning.json", sp=2)
 
 
-def test_the_environment_names_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@spmd(2)
+def test_the_environment_names_a_file(
+    comm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "mine.json"
     save(timed({"all_reduce": {"mpi": 1.0, "ring": 0.1}}), path)
     monkeypatch.setenv("SP_TUNING", str(path))
-
-    def body(comm: Any) -> str:
-        with sp.Mesh(comm, sp=comm.size) as mesh:
-            return sp.plan("all_reduce", torch.ones(4), comm=mesh["sp"]).algorithm
-
-    assert run_threads(2, body) == ["ring", "ring"]
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        assert sp.plan("all_reduce", torch.ones(4), comm=mesh["sp"]).algorithm == "ring"
 
 
 def test_the_doctor_says_what_auto_decides_by(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SP_TUNING_DIR", str(tmp_path))
-    there, text = measuring.told()
-    assert not there
-    assert text.startswith("none; ")
-    assert "doctor --measure" in text
     path = default_path(fingerprint())
-    path.write_text("{")
-    there, text = measuring.told()
-    assert not there
-    assert "cannot be read" in text
-    save(replace(PLAIN, fingerprint=fingerprint(), error=(0.25, 0.5)), path)
-    there, text = measuring.told()
-    assert there
-    assert "1/beta 10.0 GB/s" in text
-    assert "25% (median) or 50%" in text
+    known = replace(PLAIN, fingerprint=fingerprint(), error=(0.25, 0.5))
+    for prepare, usable_, texts in (
+        (str, False, ("none; ", "doctor --measure")),
+        (partial(path.write_text, "{"), False, ("cannot be read",)),
+        (partial(save, known, path), True, ("1/beta 10.0 GB/s", "25% (median) or 50%")),
+    ):
+        prepare()
+        there, text = measuring.told()
+        assert there == usable_
+        assert [part in text for part in texts] == [True] * len(texts)
 
 
 def test_an_error_names_the_variable_that_chose_the_file(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,17 +83,11 @@ def quick(case: Case) -> bool:
 def build(case: Case, mesh: Mesh, sync: Callable[[], None]) -> Work:
     """Make this rank's part in one collective, without gradients."""
     comm = mesh[AXIS]
-    call = getattr(api, case.scheme)
     x, arguments = _input(case.scheme, case.shape["elements"], mesh, dtype_of(case))
-
-    def step() -> Tensor:
-        with torch.no_grad():
-            result: Tensor = call(x, comm=comm, algorithm=case.algorithm, **arguments)
-        return result
-
+    how = {"comm": comm, "algorithm": case.algorithm, **arguments}
     sent = SENT.get(case.scheme) if case.algorithm == LIBRARY else None
     return Work(
-        step,
+        partial(torch.no_grad()(getattr(api, case.scheme)), x, **how),
         Phases([comm], sync),
         [x],
         sent=None if sent is None else sent(x, comm.rank, comm.size),
@@ -109,9 +104,10 @@ def _input(
         sizes = split_sizes(elements, size)
         return torch.ones(sizes[rank], device=mesh.device, dtype=dtype), {"sizes": sizes}
     x = torch.ones(elements // WIDTH, WIDTH, device=mesh.device, dtype=dtype)
+    lengths = (len(x),) * size
     if operation == "all_to_all":
-        return x, {"split_dim": 1, "concat_dim": 0, "concat_sizes": (len(x),) * size}
-    return x, {"sizes": (len(x),) * size} if operation == "shift" else {}
+        return x, {"split_dim": 1, "concat_dim": 0, "concat_sizes": lengths}
+    return x, {"sizes": lengths} if operation == "shift" else {}
 
 
 def _others(x: Tensor, rank: int, size: int, dim: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -63,21 +62,19 @@ def build(case: Case, mesh: sp.Mesh, sync: Callable[[], None]) -> Work:
     """Make this rank's part in one layer."""
     phases = Phases(bench_schemes.communicators(case, mesh), sync)
     sharding = bench_schemes.sharding_of(case)
-    random = torch.Generator(mesh.device).manual_seed(mesh.rank)
     shape = (case.shape["batch"], sharding.local_len(mesh.rank), case.shape["hidden"])
-    x = torch.randn(shape, generator=random, device=mesh.device, dtype=dtype_of(case))
+    x = bench_schemes.normal(shape, case, mesh, mesh.rank)
     torch.manual_seed(0)  # the same weights on every rank
-    made = _pair if case.scheme == PAIR else block
-    return work_of(case, phases, made(case, mesh, phases), x)
+    made = (_pair if case.scheme == PAIR else block)(case, mesh, phases)
+    return work_of(case, phases, made, x)
 
 
 def work_of(case: Case, phases: Phases, made: Made, x: Tensor) -> Work:
     """Return the work of a layer on this rank's tokens."""
     layer, forward, sent = made
     leaves = (x.requires_grad_(case.direction == "both"), *layer.parameters())
-    step = training(case.direction, lambda: forward(x), leaves, phases)
     return Work(
-        step,
+        training(case.direction, lambda: forward(x), leaves, phases),
         phases,
         leaves,
         sent=sent,
@@ -98,16 +95,20 @@ def flops(case: Case) -> int:
 
 def block(case: Case, mesh: sp.Mesh, phases: Named) -> Made:
     """Return a transformer block whose attention is that of the case."""
-    shape = case.shape
-    sharding = bench_schemes.sharding_of(case)
-    axes = tuple(case.mesh)
+    shape, axes = case.shape, tuple(case.mesh)
+    sharding, call = bench_schemes.sharding_of(case), bench_schemes.attention_of(case, mesh)
+
+    def attend(*tensors: Tensor, comm: object, **arguments: Any) -> Any:
+        with phases("attention"):
+            return call(*tensors, **arguments)
+
     made = sp.TransformerBlock(
         shape["hidden"],
         shape["heads"],
         num_kv_heads=shape["kv_heads"],
         ffn_hidden=shape["ffn"],
         comm=mesh[axes if len(axes) > 1 else axes[0]],
-        attention=partial(_attend, bench_schemes.attention_of(case, mesh), phases),
+        attention=attend,
         mask=bench_schemes.MASKS[str(case.mask)],
         device=mesh.device,
         dtype=dtype_of(case),
@@ -132,13 +133,6 @@ def _pair(case: Case, mesh: sp.Mesh, phases: Named) -> Made:
     _note(pair, "mlp", phases)
     both = cost.tp_sp(sharding, mesh.rank, batch, hidden, dtype_of(case).itemsize)
     return pair, pair, bench_schemes.bytes_of(both, case)
-
-
-def _attend(
-    call: Callable[..., Any], phases: Named, *tensors: Tensor, comm: object, **arguments: Any
-) -> Any:
-    with phases("attention"):
-        return call(*tensors, **arguments)
 
 
 def _note(layer: nn.Module, name: str, phases: Named) -> None:

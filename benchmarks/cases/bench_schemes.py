@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ def build(case: Case, mesh: sp.Mesh, sync: Callable[[], None]) -> Work:
     sharding = sharding_of(case)
     own, (heads, kv_heads, head_dim) = sharding.local_len(mesh.rank), widths(case)
     q, k, v = (
-        _leaf((case.shape["batch"], own, n, head_dim), case, mesh, i)
+        normal((case.shape["batch"], own, n, head_dim), case, mesh, mesh.rank * 3 + i)
         for i, n in enumerate((heads, kv_heads, kv_heads))
     )
     phases = Phases(communicators(case, mesh), sync)
@@ -103,8 +103,8 @@ def attention_of(case: Case, mesh: sp.Mesh) -> Callable[..., Any]:
 
 def sharding_of(case: Case) -> sp.Sharding:
     """Return who owns which tokens."""
-    made: sp.Sharding = getattr(sp.Sharding, str(case.layout))(case.shape["seq"], case.ranks)
-    return made
+    make = getattr(sp.Sharding, str(case.layout))
+    return cast("sp.Sharding", make(case.shape["seq"], case.ranks))
 
 
 def widths(case: Case) -> tuple[int, int, int]:
@@ -114,11 +114,10 @@ def widths(case: Case) -> tuple[int, int, int]:
 
 def sent(case: Case, mesh: sp.Mesh) -> int | None:
     """Return the bytes that this rank sends in a step, by the formulas of `sp_core.cost`."""
-    sharding = sharding_of(case)
-    itemsize, shared = dtype_of(case).itemsize, case.transport == WINDOW
+    owned, mask = (sharding_of(case),) * 2, MASKS[str(case.mask)]
     sizes = cost.Attention(
-        *(sharding, sharding, MASKS[str(case.mask)], case.shape["batch"], *widths(case), itemsize),
-        shared=shared,
+        *(*owned, mask, case.shape["batch"], *widths(case), dtype_of(case).itemsize),
+        shared=case.transport == WINDOW,
     )
     formula = getattr(cost, case.scheme, None)
     if formula is None:
@@ -142,8 +141,8 @@ def flops(case: Case) -> int:
     return int(forward * (1 + BACKWARD_FLOPS)) if case.direction == "both" else forward
 
 
-def _leaf(shape: tuple[int, ...], case: Case, mesh: sp.Mesh, number: int) -> Tensor:
-    """Draw normal numbers, other ones on every rank."""
-    random = torch.Generator(mesh.device).manual_seed(mesh.rank * 3 + number)
+def normal(shape: tuple[int, ...], case: Case, mesh: sp.Mesh, seed: int) -> Tensor:
+    """Draw normal numbers, with a gradient if the case has a backward."""
+    random = torch.Generator(mesh.device).manual_seed(seed)
     x = torch.randn(shape, generator=random, device=mesh.device, dtype=dtype_of(case))
     return x.requires_grad_(case.direction == "both")

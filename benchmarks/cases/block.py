@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -69,16 +69,15 @@ def measure(values: Any, rank: Rank) -> dict[str, Any]:
         rank.tell("checking the output against a single device")
         made, x = block(setting, mesh, phases)
         verdict = check(setting, made, x, world)
-        found: dict[str, Any] = {"check": asdict(verdict)}
         if not verdict.passed:
-            return {"status": "wrong", **found}
+            return {"status": "wrong", "check": asdict(verdict)}
         rank.tell("timing the AllGather")
-        found["all_gather"] = time_gather(setting, mesh, sync, world)
+        gathered = time_gather(setting, mesh, sync, world)
         work = bench_layers.work_of(case, phases, made, x)
         parts = measure_case(work, world, device, counts, tell=rank.tell)
     if (wrong := problem(parts)) is not None:
         raise RuntimeError(wrong)
-    return {"parts": {**said, **parts}, **found}
+    return {"parts": {**said, **parts}, "check": asdict(verdict), "all_gather": gathered}
 
 
 def block(setting: BlockSetting, mesh: sp.Mesh, phases: Named) -> tuple[bench_layers.Made, Tensor]:
@@ -98,8 +97,7 @@ def check(setting: BlockSetting, made: bench_layers.Made, x: Tensor, world: Intr
     """
     case, (layer, forward, _) = setting.case, made
     both, every = case.direction == "both", torch.arange(case.shape["seq"])
-    seeds = (setting.seed, setting.seed + 1)
-    verdict: Verdict | None = None
+    verdict, seeds = None, (setting.seed, setting.seed + 1)
     with torch.set_grad_enabled(both):
         mine = [forward(x.requires_grad_(both))]
         if both:
@@ -112,8 +110,7 @@ def check(setting: BlockSetting, made: bench_layers.Made, x: Tensor, world: Intr
         y, *grad = (sharding_of(case).unshard([*parts], 1).to(x) for parts in tensors)
         verdict = judged(y, grad, whole, upstream, layer.state_dict(), case)
     meet_asleep(world)
-    agreed: Verdict = world.bcast(verdict)
-    return agreed
+    return cast("Verdict", world.bcast(verdict))
 
 
 def judged(
@@ -151,14 +148,12 @@ def time_gather(
     )
     gather = partial(sp.all_gather, mine, comm=comm, sizes=sharding.lengths)
     rounds = Counts(FIRST_GATHERS, 1, max(setting.iterations, LEAST_GATHERS))
-    spans, _ = take(gather, world, rounds, sync=sync)
-    result = math.prod((shape["seq"], *token)) * mine.itemsize
+    times = makespans(take(gather, world, rounds, sync=sync)[0])
+    median, result = statistics.median(times), shape["seq"] * math.prod(token) * mine.itemsize
     received = result * (case.ranks - 1) / case.ranks
-    times = makespans(spans)
-    median = statistics.median(times)
-    sizes = {"bytes_result": result, "bytes_received_per_rank": received}
     return {
-        **sizes,
+        "bytes_result": result,
+        "bytes_received_per_rank": received,
         "samples_s": times,
         "ms": median * 1e3,
         "gb_per_s": received / median / 1e9,
@@ -180,12 +175,11 @@ def tokens(case: Case, positions: Tensor, seed: int = 0) -> Tensor:
     arXiv:1706.03762, section 3.5.
     """
     batch, seq, hidden = (case.shape[name] for name in ("batch", "seq", "hidden"))
-    text = torch.frombuffer(bytearray(source_bytes(batch * seq)), dtype=torch.uint8).view(
-        batch, seq
-    )
+    text = torch.tensor(list(source_bytes(batch * seq))).view(batch, seq)
     table = torch.randn(256, hidden, generator=torch.Generator().manual_seed(seed))
-    embedded: Tensor = nn.Embedding.from_pretrained(table)(text[:, positions].long())
-    return embedded + _waves(positions, hidden)
+    angles = positions[:, None] * WAVELENGTH ** -(torch.arange(0, hidden, 2) / hidden)
+    waves = torch.stack((angles.sin(), angles.cos()), -1).flatten(1)[:, :hidden]
+    return table[text[:, positions].long()] + waves
 
 
 def fill(block: nn.Module, seed: int) -> None:
@@ -201,17 +195,6 @@ def fill(block: nn.Module, seed: int) -> None:
         generator = torch.Generator(parameter.device).manual_seed(seed + number)
         with torch.no_grad():
             parameter.normal_(0.0, width, generator=generator)
-
-
-def _waves(positions: Tensor, hidden: int) -> Tensor:
-    rates = WAVELENGTH ** -(torch.arange(0, hidden, 2) / hidden)
-    angles = positions[:, None] * rates
-    return torch.stack((angles.sin(), angles.cos()), -1).flatten(1)[:, :hidden]
-
-
-def causal(case: Case) -> bool:
-    """Return whether a token sees only itself and those before it."""
-    return case.mask == "causal"
 
 
 def alone(x: Tensor, weights: Weights, case: Case, queries: Tensor | None = None) -> Tensor:
@@ -253,20 +236,11 @@ def exact(x: Tensor, weights: Weights, case: Case) -> tuple[Tensor, Tensor, Tens
     whole = bench_layers.flops(case) <= EXACT_FLOPS.get(x.device.type, EXACT_FLOPS["cuda"])
     rows = torch.arange(case.shape["batch"] if whole else 1, device=x.device)
     count = case.shape["seq"] if whole else min(SAMPLED_TOKENS, case.shape["seq"])
-    positions = (
-        torch.linspace(0, case.shape["seq"] - 1, count, dtype=torch.float64, device=x.device)
-        .round()
-        .long()
-    )
-    wide = widened(weights)
+    spread = torch.linspace(0, case.shape["seq"] - 1, count, dtype=torch.float64, device=x.device)
+    positions, wide = spread.round().long(), widened(weights)
+    chunks = positions.split(QUERY_CHUNK)
     outputs = [
-        torch.cat(
-            [
-                alone(x[row : row + 1].double(), wide, case, chunk)
-                for chunk in positions.split(QUERY_CHUNK)
-            ],
-            1,
-        )
+        torch.cat([alone(x[row].double()[None], wide, case, chunk) for chunk in chunks], 1)
         for row in rows.tolist()
     ]
     return rows, positions, torch.cat(outputs)
@@ -326,15 +300,14 @@ def _distance(y: Tensor, wanted: Tensor) -> float | None:
 def _attention(q: Tensor, k: Tensor, v: Tensor, case: Case, queries: Tensor | None) -> Tensor:
     """(B, H, Q, D) from heads-first q, and k and v with K heads."""
     k, v = (x.repeat_interleave(case.shape["heads"] // case.shape["kv_heads"], 1) for x in (k, v))
-    if queries is None or not causal(case):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal(case))
-    seen: Tensor = queries[:, None] >= torch.arange(case.shape["seq"], device=q.device)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+    causal, seen = case.mask == "causal", None
+    if causal and queries is not None:
+        causal, seen = False, queries[:, None] >= torch.arange(k.shape[2], device=q.device)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=causal)
 
 
 def _heads(x: Tensor, case: Case) -> Tensor:
-    heads: Tensor = x.unflatten(2, (-1, case.shape["head_dim"]))
-    return heads.transpose(1, 2)
+    return cast("Tensor", x.unflatten(2, (-1, case.shape["head_dim"]))).transpose(1, 2)
 
 
 def _norm(x: Tensor, weights: Weights, name: str) -> Tensor:

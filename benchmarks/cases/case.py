@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -38,8 +38,7 @@ _OPERATION = "op:"
 
 def dtype_of(case: Case) -> torch.dtype:
     """Return the dtype of a case as torch knows it."""
-    found: torch.dtype = getattr(torch, case.dtype)
-    return found
+    return cast("torch.dtype", getattr(torch, case.dtype))
 
 
 class Phases:
@@ -63,19 +62,17 @@ class Phases:
         self._sync()
         start = self._computing()
         self._inside.append(0.0)
-        try:
-            yield
-        finally:
-            self._sync()
-            elapsed = self._computing() - start
-            self._seconds[name] = self._seconds.get(name, 0.0) + elapsed - self._inside.pop()
-            self._inside[-1] += elapsed
+        yield
+        self._sync()
+        elapsed = self._computing() - start
+        self._seconds[name] = self._seconds.get(name, 0.0) + elapsed - self._inside.pop()
+        self._inside[-1] += elapsed
 
     def note(self) -> dict[str, float]:
         """Return all seconds so far, by phase and by operation of the communicators."""
-        waited = {name: found.seconds for name, found in counts_of(self.comms).items()}
-        named = {_OPERATION + name: seconds for name, seconds in waited.items()}
-        return {**self._seconds, "communication": sum(waited.values()), **named}
+        counts = counts_of(self.comms).items()
+        waited = {_OPERATION + name: count.seconds for name, count in counts}
+        return {**self._seconds, "communication": sum(waited.values()), **waited}
 
     def _computing(self) -> float:
         """Read a clock that stands still while this rank waits for others."""
@@ -146,9 +143,8 @@ def meshes(case: Case, world: Any, device: torch.device) -> sp.Mesh:
 def counts_of(comms: Sequence[sp.Communicator]) -> dict[str, Count]:
     """Return calls, messages, bytes and seconds by operation, over several communicators."""
     found: dict[str, Count] = {}
-    for comm in comms:
-        for name in comm.counters.snapshot():
-            found[name] = found.get(name, Count()) + comm.counters[name]
+    for counters in (comm.counters for comm in comms):
+        found |= {name: found.get(name, Count()) + counters[name] for name in counters.snapshot()}
     return found
 
 
@@ -227,7 +223,6 @@ def measure(
         # one more step, not timed
         peak, method = peak_memory(work.step, work.held, device) if memory else (0, work.step())
     sent = {name: count.bytes_sent for name, count in counts_of(work.phases.comms).items()}
-    told: list[dict[str, int]] = world.allgather(sent)
     formulas: list[int | None] = world.allgather(work.sent)
     known = [formula for formula in formulas if formula is not None]
     formula = sum(known) if len(known) == len(formulas) else None
@@ -235,7 +230,7 @@ def measure(
     return {
         "timing": timing(spans, counts.inner),
         "phases": _phases(spans, counts.inner, notes),
-        "comm": _comm(told, notes, work),
+        "comm": _comm(world.allgather(sent), notes, work),
         "memory": {"peak_bytes": highest, "method": method} if memory else None,
         "work": {"flops": work.flops, "tokens": work.tokens, "bytes_formula": formula},
     }
@@ -253,8 +248,8 @@ def problem(parts: Parts) -> str | None:
 def _phases(spans: list[list[Span]], inner: int, notes: Notes) -> Parts:
     noted = {name for rank in notes for sample in rank for name in sample}
     names = sorted(name for name in noted if not name.startswith(_OPERATION))
-    named = {name: highest_and_mean(_noted(notes, name)) for name in names}
-    return {"total": highest_and_mean(step_seconds(spans, inner)), **named}
+    total = {"total": highest_and_mean(step_seconds(spans, inner))}
+    return total | {name: highest_and_mean(_noted(notes, name)) for name in names}
 
 
 def _noted(notes: Notes, name: str) -> list[list[float]]:

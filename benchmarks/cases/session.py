@@ -26,10 +26,6 @@ PATIENCE_SECONDS = 10.0
 SHOWN = 1500  # characters of an error that a record keeps
 
 
-class CaseFailed(Exception):
-    """A case that went wrong on some rank, or whose result is wrong; raised on all ranks."""
-
-
 class Harness:
     """A pytest plugin that gives pytest-benchmark the cases, and times them on all ranks.
 
@@ -55,7 +51,7 @@ class Harness:
         """Measure a case, and have rank 0 write its record, whatever becomes of it.
 
         Raises:
-            CaseFailed: on all ranks.
+            RuntimeError: on all ranks, if the case went wrong on one or its result is wrong.
         """
         self.rank.tell(f"measuring {case.id}", self.done, self.total, case=case.id)
         found, error = Record(), None
@@ -78,7 +74,7 @@ class Harness:
             append(self.setting.out, self.setting.record(case, **parts))
         self.done += 1
         if reason is not None:
-            raise CaseFailed(reason) from error
+            raise RuntimeError(reason) from error
         benchmark.pedantic(lambda: None)  # makes the statistics, whose samples are replaced
         benchmark.stats.stats.data[:] = found["timing"]["samples_s"]
         benchmark.group = case.layer

@@ -98,12 +98,9 @@ def harness_sha() -> str:
 
     With it two records can show that they were made alike.
     """
-    digest = hashlib.sha256()
-    for path in sorted(path for pattern in MEASURING for path in BENCHMARKS.glob(pattern)):
-        digest.update(
-            f"{path.relative_to(BENCHMARKS).as_posix()}\0".encode() + path.read_bytes() + b"\0"
-        )
-    return digest.hexdigest()
+    paths = sorted(path for pattern in MEASURING for path in BENCHMARKS.glob(pattern))
+    parts = [(str(path.relative_to(BENCHMARKS)).encode(), path.read_bytes()) for path in paths]
+    return hashlib.sha256(b"".join(b"%b\0%b\0" % part for part in parts)).hexdigest()
 
 
 def module_of(layer: str) -> Any:

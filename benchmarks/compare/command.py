@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import secrets
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -85,44 +85,42 @@ def main(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     with sides(*hashes, (options.base, options.head)) as pair:
-        return compare(pair, options, bench(options, out.name), out).exit_code
-
-
-def bench(options: argparse.Namespace, run_id: str) -> Bench:
-    """Return what measures as the options ask.
-
-    Raises:
-        UsageError: they cannot be followed.
-    """
-    device = {"device": options.device, "share_gpu": options.share_gpu}
-    setting = Setting(run_id=run_id, quick=not options.full, **device)
-    return Bench(setting, Launch(options.launcher, options.timeout))
+        return compare(pair, options, Bench(options, out.name), out).exit_code
 
 
 def compare(
-    pair: tuple[Side, Side], options: argparse.Namespace, measures: Bench, out: Path
+    pair: tuple[Side, Side], options: argparse.Namespace, bench: Bench, out: Path
 ) -> Result:
     """Measure two sides, judge, show the result, and write a report.
 
     Args:
         pair: base and head.
         options: those of `MEASURING`, and `strict`.
-        measures: is launched.
+        bench: is launched.
         out: an empty folder.
 
     Raises:
         UsageError: options that cannot be run.
     """
-    ranks, seed = numbers_of_ranks(options.ranks), secrets.randbits(32)
-    listed = {side.name: chosen(measures.listed(side, ranks), options.cases) for side in pair}
+    ranks, texts = numbers_of_ranks(options.ranks), options.cases or [""]
+    listed = {
+        side.name: {
+            key for key in bench.listed(side, ranks) if any(text in key[0] for text in texts)
+        }
+        for side in pair
+    }
     if not any(listed.values()):
         raise UsageError(
             f"no case has {' or '.join(options.cases)} in its name. "
             "`nox -s bench -- --list` names all."
         )
     tables.say(f"files: {out}")
-    how: Any = {"seed": seed, "out": out / RECORDS, "heard": tables.following("compare")}
-    measure(measures, pair, listed["base"] & listed["head"], **how)
+    how: Any = {
+        "seed": secrets.randbits(32),
+        "out": out / RECORDS,
+        "heard": tables.following("compare"),
+    }
+    measure(bench, pair, listed["base"] & listed["head"], **how)
     result = build(out, *pair, listed, strict=options.strict)
     sections = (section(result), *newest(derive.by_setting(result.records)))
     write(Page("Comparison of two commits", tuple(result.problems), sections), out, "report")
@@ -130,11 +128,6 @@ def compare(
     for line in (*summary(result), *result.problems):
         tables.say(line)
     return result
-
-
-def chosen(keys: set[Key], texts: Sequence[str]) -> set[Key]:
-    """Return the cases that have one of the texts in their name; all if there is no text."""
-    return {name for name in keys if not texts or any(text in name[0] for text in texts)}
 
 
 def fresh_folder(wanted: Path | None) -> Path:
@@ -153,20 +146,20 @@ def fresh_folder(wanted: Path | None) -> Path:
     return folder
 
 
-def commits(base: str, head: str, repository: Path = ROOT) -> tuple[str, str]:
+def commits(base: str, head: str) -> tuple[str, str]:
     """Return the hashes to compare: where head left base, and head.
 
     Raises:
         UsageError: one is not known, or they have nothing in common.
     """
     verify = ("rev-parse", "--verify", "--quiet", "--end-of-options")
-    found = {name: git(repository, *verify, f"{name}^{{commit}}") for name in (base, head)}
+    found = {name: git(ROOT, *verify, f"{name}^{{commit}}") for name in (base, head)}
     for name, sha in found.items():
         if sha is None:
             raise UsageError(
                 f"{name!r} is no commit of this repository. Fetch it, or pass another one."
             )
-    left = git(repository, "merge-base", base, head)
+    left = git(ROOT, "merge-base", base, head)
     if left is None:
         raise UsageError(
             f"{base!r} and {head!r} have no commit in common here. "
@@ -176,31 +169,26 @@ def commits(base: str, head: str, repository: Path = ROOT) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def sides(
-    base: str, head: str, refs: tuple[str, str], repository: Path = ROOT
-) -> Iterator[tuple[Side, Side]]:
+def sides(base: str, head: str, refs: tuple[str, str]) -> Iterator[tuple[Side, Side]]:
     """Make worktrees of two commits, which go however the block ends.
 
     Args:
         base, head: hashes of commits.
         refs: what the caller calls them.
-        repository: the one that has them.
 
     Raises:
         UsageError: a commit cannot be checked out, or pins other packages than the present tree.
     """
-    with (
-        tempfile.TemporaryDirectory(prefix="sp_core-compare-") as name,
-        contextlib.ExitStack() as stack,
-    ):
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sp_core-compare-")))
         made = []
         for side, sha, ref in (("base", base, refs[0]), ("head", head, refs[1])):
-            root = Path(name) / side
+            root = folder / side
             no_hooks = ("-c", "core.hooksPath=/dev/null")  # a person's must not run for this
             add = ("worktree", "add", "--quiet", "--detach", str(root), sha)
-            if git(repository, *no_hooks, *add) is None:
+            if git(ROOT, *no_hooks, *add) is None:
                 raise UsageError(f"git cannot check out {sha} into {root}.")
-            stack.callback(git, repository, "worktree", "remove", "--force", str(root))
+            stack.callback(git, ROOT, "worktree", "remove", "--force", str(root))
             if (asked := pins(root)) != (present := pins(ROOT)):
                 raise UsageError(
                     f"{ref} pins {_listed(asked - present)}, but both sides run with the packages "
@@ -222,19 +210,23 @@ def _listed(lines: set[str]) -> str:
     return ", ".join(sorted(lines)) or "nothing else"
 
 
-@dataclass
 class Bench:
     """Starts launches as `nox -s bench` does, but asks only once which cases there are.
 
     Args:
-        setting: of every launch.
-        how: ranks are started, but for variables.
+        options: those of `MEASURING`.
+        run_id: of the records.
+
+    Raises:
+        UsageError: the options cannot be followed.
     """
 
-    setting: Setting
-    how: Launch
-    plans: dict[str, Plan] = field(default_factory=dict, init=False)
-    launches: int = field(default=0, init=False)
+    def __init__(self, options: argparse.Namespace, run_id: str) -> None:
+        device = {"device": options.device, "share_gpu": options.share_gpu}
+        self.setting = Setting(run_id=run_id, quick=not options.full, **device)
+        self.how = Launch(options.launcher, options.timeout, (KEEP_MEMORY,))
+        self.plans: dict[str, Plan] = {}
+        self.launches = itertools.count()
 
     def listed(self, side: Side, ranks: Sequence[int]) -> set[Key]:
         """Return the cases that a side has.
@@ -254,15 +246,13 @@ class Bench:
             out=str(out),
             pair=pair,
             only=tuple(cases),
-            launch=self.launches,
+            launch=next(self.launches),
             commit=commit(side.root),
         )
         planned = [
             case for case in self.plans[side.name][ranks] if any(text in case.id for text in cases)
         ]
-        self.launches += 1
-        how = Launch(self.how.prefix, self.how.timeout, (KEEP_MEMORY,))
-        if printed := run_launch(ranks, planned, setting, how, side.root):
+        if printed := run_launch(ranks, planned, setting, self.how, side.root):
             about = f"{side.name}, P={ranks}, {pair['stage']} pair {pair['index']}"
             with out.with_suffix(".log").open("a") as log:
                 log.write(f"{about}\n{printed}\n\n")
@@ -290,7 +280,7 @@ def measure(
     run = partial(_stage, bench, pair, seed, out, heard)
     run("screen", keys)
     groups = grouped(read(out).records)
-    run("confirm", {key for key in groups if groups[key].is_suspicious} & keys)
+    run("confirm", {key for key in keys if key in groups and groups[key].is_suspicious})
 
 
 def _stage(
@@ -303,9 +293,10 @@ def _stage(
     keys: set[Key],
 ) -> None:
     """Measure all pairs of a stage, one after the other for every number of ranks in turn."""
-    living: dict[int, list[str]] = {}
-    for case, ranks in sorted(keys, key=lambda key: (key[1], key[0])):
-        living.setdefault(ranks, []).append(case)
+    living = {
+        ranks: [case for case, _ in some]
+        for ranks, some in derive.grouped(sorted(keys), lambda key: key[1])
+    }
     total, done = 2 * STAGES[stage] * len(living), 0
     for index in range(STAGES[stage]):
         for ranks, names in list(living.items()):

@@ -31,9 +31,6 @@ from benchmarks.records import MEASURED, Record, read
 from benchmarks.reporting import derive
 from benchmarks.statistics import exact_interval
 
-Place = tuple[str, int, str]
-"""Stage, index of the pair, side."""
-
 SIDES = ("base", "head")
 STAGES = {"screen": SCREEN_PAIRS, "confirm": CONFIRM_PAIRS}
 
@@ -42,10 +39,10 @@ class Group:
     """The records of one case on one number of ranks, by place."""
 
     def __init__(self, records: Iterable[Record]) -> None:
-        self.at: dict[Place, Record] = {}
-        for record in records:
-            if (pair := record.pair) is not None:
-                self.at[pair.stage, pair.index, pair.side] = record
+        placed = ((record, record.pair) for record in records)
+        self.at: dict[tuple[str, int, str], Record] = {
+            (pair.stage, pair.index, pair.side): record for record, pair in placed if pair
+        }
 
     def of(self, stage: str, *sides: str) -> list[Record]:
         """Return the records of some sides of a complete stage, in the order of its pairs."""
@@ -78,8 +75,8 @@ def coin(seed: int, stage: str, ranks: int, index: int) -> int:
     return hashlib.sha256(f"{seed}/{stage}/{ranks}/{index}".encode()).digest()[0] & 1
 
 
-def places(stage: str, sides: Sequence[str] = SIDES) -> Iterator[Place]:
-    """Yield the places of a stage."""
+def places(stage: str, sides: Sequence[str] = SIDES) -> Iterator[tuple[str, int, str]]:
+    """Yield the places of a stage: its name, the index of a pair, a side."""
     return ((stage, index, side) for index in range(STAGES[stage]) for side in sides)
 
 
@@ -101,29 +98,19 @@ def build(
     """
     reading = read(folder / RECORDS)
     groups = grouped(reading.records)
-    rows = [
-        assess(name, groups.get(name, Group([])), listed)
-        for name in sorted(listed["base"] | listed["head"])
-    ]
-    verdicts = [row.verdict for row in rows]
-    return Result(
-        base,
-        head,
-        sorted(rows, key=importance),
-        gateable_share(verdicts),
-        exit_code(verdicts, strict=strict),
-        reading.records,
-        reading.problems,
+    names = listed["base"] | listed["head"]
+    rows = sorted(
+        (assess(name, groups.get(name, Group([])), listed) for name in names), key=importance
     )
+    verdicts = [row.verdict for row in rows]
+    share, code = gateable_share(verdicts), exit_code(verdicts, strict=strict)
+    return Result(base, head, rows, share, code, reading.records, reading.problems)
 
 
 def importance(row: Row) -> tuple[int, float, Key]:
     """Return what sorts rows: the verdict, then how large the change is."""
-    return (
-        ORDER.index(row.verdict),
-        -abs(math.log(row.change.median if row.change else 1.0)),
-        row.key,
-    )
+    change = row.change.median if row.change else 1.0
+    return ORDER.index(row.verdict), -abs(math.log(change)), row.key
 
 
 def assess(name: Key, group: Group, listed: Mapping[str, set[Key]]) -> Row:
@@ -139,26 +126,21 @@ def assess(name: Key, group: Group, listed: Mapping[str, set[Key]]) -> Row:
     if name not in listed["base"]:
         return Row(*name, Verdict.NEW, ("base has no such case",))
     stage = "confirm" if group.is_suspicious else "screen"
-    found = obstacle(group, stage)
-    if found is not None and found[0] is not Verdict.OVERSUBSCRIBED:
-        return Row(*name, found[0], found[1:])
+    if found := obstacle(group, stage):
+        verdict, remark = found
+        if verdict is not Verdict.OVERSUBSCRIBED:
+            return Row(*name, verdict, (remark,))
     logs, delta = group.logs(stage), group.delta
     base, head = (group.of(stage, side) for side in SIDES)
-    if found is not None:
-        verdict, reason = found
-    else:
+    if not found:
         verdict = judge(group.logs("screen"), logs if stage == "confirm" else (), delta)
-        reason = _reason(verdict, logs, delta)
-    remarks = (reason, explain(verdict, base, head), _flag(group.of(stage)))
-    return Row(
-        *name,
-        verdict,
-        tuple(filter(None, remarks)),
-        exact_interval([math.exp(d) for d in logs]),
-        sum(d > 0 for d in logs),
-        delta,
-        *(statistics.median(record.seconds for record in side) for side in (base, head)),
-    )
+        remark = _reason(verdict, logs, delta)
+    limited = sum(bool(one.timing and one.timing.skew_limited) for one in (*base, *head))
+    flag = f"skew-limited in {limited} of {2 * len(base)} launches" if limited else ""
+    remarks = tuple(filter(None, (remark, explain(verdict, base, head), flag)))
+    change = exact_interval([math.exp(d) for d in logs])
+    medians = (statistics.median(record.seconds for record in side) for side in (base, head))
+    return Row(*name, verdict, remarks, change, sum(d > 0 for d in logs), delta, *medians)
 
 
 def _reason(verdict: Verdict, logs: Sequence[float], delta: float) -> str:
@@ -172,11 +154,12 @@ def _reason(verdict: Verdict, logs: Sequence[float], delta: float) -> str:
 
 def obstacle(group: Group, stage: str) -> tuple[Verdict, str] | None:
     """Return a verdict that needs no times of a stage and its reason, if there is one."""
-    told = ((place, _complaint(group.at.get(place))) for place in places(stage))
-    if bad := [(place, text) for place, text in told if text]:
-        (in_stage, index, side), text = bad[0]
-        first = f"{side} in pair {index} of the {in_stage} stage: {text}"
-        return Verdict.MISSING, f"{len(bad)} of {2 * STAGES[stage]} launches; {first}"
+    told = [(place, _complaint(group.at.get(place))) for place in places(stage)]
+    for (_, index, side), text in told:
+        if text:
+            count = sum(bool(other) for _, other in told)
+            first = f"{side} in pair {index} of the {stage} stage: {text}"
+            return Verdict.MISSING, f"{count} of {len(told)} launches; {first}"
     stages = ("screen",) if stage == "screen" else STAGES
     if difference := _difference([record for one in stages for record in group.of(one)]):
         return Verdict.MISMATCH, difference
@@ -205,24 +188,18 @@ def _difference(records: Sequence[Record]) -> str | None:
     for side in SIDES:
         mine = [record.commit for record in records if record.pair and record.pair.side == side]
         checks[f"commit of {side}"] = mine
-    for what, values in checks.items():
-        for other in values:
-            if other != values[0]:
-                return f"the {what} is not the same in all launches: {values[0]} and {other}"
+    for what, (first, *others) in checks.items():
+        for other in others:
+            if other != first:
+                return f"the {what} is not the same in all launches: {first} and {other}"
     return None
-
-
-def _flag(records: Sequence[Record]) -> str:
-    limited = sum(bool(record.timing and record.timing.skew_limited) for record in records)
-    return f"skew-limited in {limited} of {len(records)} launches" if limited else ""
 
 
 CHANGED = {Verdict.REGRESSED: "slower", Verdict.IMPROVED: "faster"}
 MAIN_SHARE = 0.5  # of the change, for a phase to be named as its place
-Records = Sequence[Record]
 
 
-def explain(verdict: Verdict, base: Records, head: Records) -> str | None:
+def explain(verdict: Verdict, base: Sequence[Record], head: Sequence[Record]) -> str | None:
     """Name the phase that holds most of the change; of communication, the collective that does.
 
     Args:
@@ -243,10 +220,12 @@ def explain(verdict: Verdict, base: Records, head: Records) -> str | None:
     return f"{CHANGED[verdict]} in {name} ({most * 1e3:+.3f} of {total * 1e3:+.3f} ms)"
 
 
-def _growth(base: Records, head: Records, part: str, field: str) -> dict[str, float]:
+def _growth(
+    base: Sequence[Record], head: Sequence[Record], part: str, field: str
+) -> dict[str, float]:
     """Return how many seconds longer head takes in the median, by the names of a part."""
 
-    def typical(records: Records, name: str) -> float:
+    def typical(records: Sequence[Record], name: str) -> float:
         found = [(getattr(record, part) or {}).get(name) for record in records]
         return statistics.median(getattr(one, field, 0.0) for one in found)
 

@@ -64,18 +64,15 @@ class Verdict(StrEnum):
 JUDGED = {Verdict.REGRESSED, Verdict.IMPROVED, Verdict.UNCHANGED, Verdict.INCONCLUSIVE}
 
 
-def half_width(seconds: Sequence[float]) -> float:
-    """Return half the width of the interval of log-ratios of each launch to the one before it."""
-    found = exact_interval([math.log(after / before) for before, after in pairwise(seconds)])
-    return (found.high - found.low) / 2
-
-
 def raised_delta(floor: float, base_seconds: Sequence[float]) -> float:
     """Return the smallest change that counts for a case: twice the noise of base, at least `floor`.
 
+    The noise is half the width of the interval of log-ratios of each launch to the one before it.
     Head has no say in it, so that a commit cannot loosen its own gate.
     """
-    return max(floor, math.expm1(2 * half_width(base_seconds)))
+    steps = [math.log(after / before) for before, after in pairwise(base_seconds)]
+    found = exact_interval(steps)
+    return max(floor, math.expm1(found.high - found.low))
 
 
 def suspicion(screen: Sequence[float], delta: float) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.compare.command import (
     KEPT,
     MEASURING,
-    bench,
+    Bench,
     commits,
     compare,
     fresh_folder,
@@ -66,7 +66,7 @@ def main(options: argparse.Namespace) -> int:
     out, head = fresh_folder(options.out), commits("HEAD", "HEAD")[1]
 
     def compared(pair: tuple[Side, Side], name: str) -> Result:
-        return compare(pair, options, bench(options, name), fresh_folder(out / name))
+        return compare(pair, options, Bench(options, name), fresh_folder(out / name))
 
     names = [f"same-{n}" for n in range(options.same)]
     with sides(head, head, ("HEAD", "HEAD")) as pair:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,6 @@ from sp_core.launch.command import find_mpiexec, mpiexec_version
 
 SCHEMA_VERSION = 3
 MPIS = {"HYDRA": "mpich", "PRRTE": "openmpi", "Open MPI": "openmpi"}
-Plan = Callable[[argparse.Namespace], tuple[Record, list["Entry"]]]
-"""Returns what the document says of all launches, and the launches; raises UsageError."""
 
 
 class Wrong(str):  # noqa: SLOT000  # few, and none is kept
@@ -38,8 +37,6 @@ class Wrong(str):  # noqa: SLOT000  # few, and none is kept
 
 
 Part = tables.Table | str
-Show = Callable[[Record], Iterable[Part]]
-"""Yields what a document says: tables, lines and complaints."""
 
 
 @dataclass(frozen=True)
@@ -48,30 +45,27 @@ class Entry:
 
     Args:
         name: for people and for --only; no other launch of the contest has it.
-        ranks: how many.
-        measure: "module:function" that each rank calls.
-        setting: its argument.
-        launch: how ranks are started.
+        ranks: how many; a part of the record.
+        setting: the argument of what each rank calls.
         about: part of the record that is known before.
+        launch: how ranks are started; the contest sets its timeout.
+        measure: "module:function" that each rank calls, if it is not the contest's.
         needed: the launches after it need it, so --only does not leave it out.
         again: a text in the output of a failure after which it is started once more.
     """
 
     name: str
     ranks: int
-    measure: str
     setting: Any
-    launch: Launch = field(default_factory=Launch)
     about: Record = field(default_factory=dict)
+    launch: Launch = field(default_factory=Launch)
+    measure: str = ""
     needed: bool = False
     again: str = ""
 
-    def run(self) -> Record:
-        """Start the ranks and return their record."""
-        job = (self.ranks, self.measure, self.setting, self.launch)
-        record = launching.run(*job)
-        is_again = self.again and self.again in record.get("output", "")
-        return launching.run(*job) if is_again else record
+
+Plan = Callable[[argparse.Namespace], tuple[Record, list[Entry]]]
+"""Returns what the document says of all launches, and the launches; raises UsageError."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +77,8 @@ class Contest:
         text: of its --help.
         options: its own.
         plan: makes the launches.
-        show: says what the records say.
+        measure: "module:function" that each rank calls.
+        show: yields what a document says: tables, lines and complaints.
         file: of the document, in reports; {mpi} stands for the installed MPI.
         timeout: seconds of a launch.
         draw: draws the document into a PNG beside it.
@@ -93,35 +88,15 @@ class Contest:
     text: str | None
     options: Options
     plan: Plan
-    show: Show
+    measure: str
+    show: Callable[[Record], Iterable[Part]]
     file: str
     timeout: float
     draw: Callable[[Record, Path], None] | None = None
 
     def __call__(self, arguments: Sequence[str] | None = None) -> int:
         """Return the exit code: 0, 1 if something failed or is wrong, 2 for bad options, 130."""
-        return launching.program(self.name, self.text, self._options())(self._main)(arguments)
-
-    def _main(self, options: argparse.Namespace) -> int:
-        if options.show:
-            for path in options.show:
-                self._tell(_finished(json.loads(path.read_text())))
-            return 0
-        known, entries = self.plan(options)
-        entries = [one for one in entries if one.needed or options.only in one.name]
-        if options.list:
-            print("\n".join(one.name for one in entries))
-            return 0
-        if not entries:
-            raise UsageError(f"no launch has {options.only!r} in its name. --list prints all.")
-        path = str(options.out)
-        out = writable(Path(path.format(mpi=installed()) if "{mpi}" in path else path))
-        fresh = {"schema_version": SCHEMA_VERSION, "commit": commit(), **known}
-        document = begun(out, fresh) if options.resume and out.exists() else fresh
-        return self._run(entries, {"busy_before": busy_share(), "launches": [], **document}, out)
-
-    def _options(self) -> Options:
-        return {
+        options = {
             **self.options,
             "--only": about(default="", metavar="TEXT", help="launches with this in their names"),
             "--list": about(action="store_true", help="print the names of the launches"),
@@ -142,22 +117,43 @@ class Contest:
                 type=Path, nargs="+", metavar="FILE", help="show records, and measure nothing"
             ),
         }
+        return launching.program(self.name, self.text, options)(self._main)(arguments)
+
+    def _main(self, options: argparse.Namespace) -> int:
+        if options.show:
+            for path in options.show:
+                self._tell(_finished(json.loads(path.read_text())))
+            return 0
+        known, entries = self.plan(options)
+        entries = [
+            replace(one, launch=replace(one.launch, timeout=options.timeout))
+            for one in entries
+            if one.needed or options.only in one.name
+        ]
+        if options.list:
+            print("\n".join(one.name for one in entries))
+            return 0
+        if not entries:
+            raise UsageError(f"no launch has {options.only!r} in its name. --list prints all.")
+        path = str(options.out)
+        out = writable(Path(path.format(mpi=installed()) if "{mpi}" in path else path))
+        document = {"schema_version": SCHEMA_VERSION, "commit": commit(), **known}
+        if options.resume and out.exists():
+            document = begun(out, document)
+        document = {"busy_before": busy_share(), "launches": [], **document}
+        return self._run(entries, _finished(document), out)
 
     def _run(self, entries: Iterable[Entry], document: Record, out: Path) -> int:
         """Run the launches that the document does not hold, and write it after each of them."""
-        document, interrupted = _finished(document), False
-        have = {record["name"] for record in document["launches"]}
+        have, interrupted = {record["name"] for record in document["launches"]}, False
         try:
             for entry in (one for one in entries if one.name not in have):
-                record = {"name": entry.name, **entry.about, **entry.run()}
-                document["launches"].append(record)
-                told = f"{record['status']}, {record.get('took_s', 0.0):.0f} s"
-                tables.say(f"{self.name}: {entry.name}: {told}")
+                found = self._launch(entry)
+                known = {"name": entry.name, "ranks": entry.ranks, **entry.about}
+                document["launches"].append({**known, **found})
                 write_json(out, document)
-                if record["status"] != "ok":
-                    tables.say(f"{record['reason']}\n{record.get('output', '')}", "red")
-                    if entry.needed:
-                        break
+                if found["status"] != "ok" and entry.needed:
+                    break
         except KeyboardInterrupt:
             interrupted = True
             print(f"\n{self.name}: interrupted; what is complete follows.", file=sys.stderr)
@@ -167,6 +163,18 @@ class Contest:
             self.draw(done, out.with_suffix(".png"))
         failed = len(done["launches"]) < len(document["launches"])
         return launching.INTERRUPTED if interrupted else int(wrong or failed)
+
+    def _launch(self, entry: Entry) -> Record:
+        """Start the ranks, and say how that went."""
+        job = (entry.ranks, entry.measure or self.measure, entry.setting, entry.launch)
+        found = launching.run(*job)
+        if entry.again and entry.again in found.get("output", ""):
+            found = launching.run(*job)
+        told = f"{found['status']}, {found.get('took_s', 0.0):.0f} s"
+        tables.say(f"{self.name}: {entry.name}: {told}")
+        if found["status"] != "ok":
+            tables.say(f"{found['reason']}\n{found.get('output', '')}", "red")
+        return found
 
     def _tell(self, document: Record) -> bool:
         """Print what a document says; return whether something is wrong."""
@@ -188,10 +196,9 @@ def begun(path: Path, fresh: Record) -> Record:
     Raises:
         UsageError: the file holds something else.
     """
-    try:
-        found: Record = json.loads(path.read_text())
-    except ValueError:
-        found = {}
+    found: Record = {}
+    with suppress(ValueError):
+        found = json.loads(path.read_text())
     differing = [name for name, value in fresh.items() if found.get(name) != value]
     if differing:
         raise UsageError(
@@ -221,6 +228,13 @@ def requirements(title: str, lines: Iterable[Requirement], note: str = "") -> ta
     """Return a table of requirements."""
     columns = ("requirement", "must be", "median, interval", "")
     return tables.make(title, columns, ((line.text, *line.cells()) for line in lines), note)
+
+
+def unmet(lines: Iterable[Requirement], where: str) -> Iterator[Wrong]:
+    """Yield a complaint for each requirement that is not reached."""
+    for line in lines:
+        if line.mark.startswith("not reached"):
+            yield Wrong(f"{where}: {line.text}: {line.cells()}")
 
 
 def _finished(document: Record) -> Record:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise, product
@@ -22,14 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import sp_core as sp
-from benchmarks.contests.contest import Contest, Entry, Part, Wrong, requirements
+from benchmarks.contests.contest import Contest, Entry, Part, Wrong, requirements, unmet
 from benchmarks.contests.growth import documents
-from benchmarks.contests.peers.contestants import draw, errors, part, verdict
-from benchmarks.launching import KEEP_MEMORY, Launch, Record, about, main, numbers_of_ranks
+from benchmarks.contests.peers.contestants import alone, draw, errors, part, verdict
+from benchmarks.launching import KEEP_MEMORY, Launch, Record, about, numbers_of_ranks
 from benchmarks.reporting.tables import make
-from benchmarks.sample import ABSENT, Span, makespans, meet_asleep, race
-from benchmarks.statistics import Interval, Requirement, exact_interval
-from benchmarks.worker import Intracomm, Rank
+from benchmarks.sample import makespans, race, turn
+from benchmarks.statistics import Requirement, exact_interval, ratio
+from benchmarks.worker import Rank
 from sp_core.mask.blocks import count_visible
 from sp_core.schemes import SCHEMES
 
@@ -51,24 +50,9 @@ def masks() -> dict[str, sp.Mask]:
     }
 
 
-def sharded(layout: str, size: int, mask: sp.Mask) -> sp.Sharding:
+def sharded(layout: str, size: int, mask: sp.Mask) -> Any:
     """Return the sharding of a layout; only `balanced` looks at the mask."""
-    more = (mask,) if layout == "balanced" else ()
-    made: sp.Sharding = getattr(sp.Sharding, layout)(SEQ, size, *more)
-    return made
-
-
-def expected(whole: Sequence[Tensor], mask: sp.Mask) -> list[Tensor]:
-    """Compute out, dq, dk and dv of all tokens in one process, with a dense mask."""
-    bias = torch.zeros(SEQ, SEQ)
-    bias.masked_fill_(~mask.allowed(torch.arange(SEQ), torch.arange(SEQ)), -torch.inf)
-
-    def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2)
-
-    found = part(whole, torch.arange(SEQ), heads_first=True).run(dense)
-    return [x.detach() for x in found]
+    return getattr(sp.Sharding, layout)(SEQ, size, *([mask] if layout == "balanced" else []))
 
 
 def ideal(whole: Sequence[Tensor], mask: sp.Mask, heads: int) -> Callable[[], object]:
@@ -90,44 +74,31 @@ def ideal(whole: Sequence[Tensor], mask: sp.Mask, heads: int) -> Callable[[], ob
     return step
 
 
-def timed(world: Intracomm, step: Callable[[], object], *, alone: bool = False) -> Span:
-    """Time a step on this rank, or `alone` on rank 0 while the others sleep."""
-    if alone and world.rank:
-        meet_asleep(world)
-        return ABSENT
-    if not alone:
-        world.Barrier()
-    start = time.perf_counter()
-    step()
-    span = start, time.perf_counter()
-    if alone:
-        meet_asleep(world)
-    return span
-
-
 def measure(setting: Record, rank: Rank) -> Record:
     """Check and time every contestant with one mask."""
     world, mask, whole = rank.world, masks()[setting["mask"]], draw(SEQ, setting["seed"])
-    want, checks, steps = expected(whole, mask), dict[str, Record](), dict[str, Any]()
+    checks, steps = dict[str, Record](), dict[str, Any]()
+    seen = {"causal": True, "window": mask.window, "documents": mask.documents}
+    want = alone(whole, seen)  # out, dq, dk and dv of all tokens in one process
     with sp.Mesh(world, check="off", sp=world.size) as ranks:
         for layout, scheme in product(LAYOUTS, SCHEMES):
             sharding = sharded(layout, world.size, mask)
             mine = part(whole, sharding.positions(world.rank), heads_first=False)
             how: Record = {"comm": ranks["sp"], "sharding": sharding, "mask": mask}
             attend: Any = partial(SCHEMES[scheme], **how)
-            one, wrong = f"{scheme}/{layout}", errors(mine.run(attend), mine, want)
+            one, wrong = f"{scheme}/{layout}", errors(mine.run(attend), mine.positions, want)
             checks[one] = verdict(world.allgather(("", wrong)))
             steps[one] = partial(mine.run, attend)
         del want
         steps[IDEAL] = ideal(whole, mask, whole[0].shape[2] // world.size)
-        runners = {one: partial(timed, world, step) for one, step in steps.items()}
+        runners = {one: partial(turn, world, step) for one, step in steps.items()}
         local: Any = partial(sp.local_attention, mask=mask)
         single = partial(part(whole, torch.arange(SEQ), heads_first=False).run, local)
-        runners[ALONE] = partial(timed, world, single, alone=True)
+        runners[ALONE] = partial(turn, world, single, alone=True)
         race(world, runners, 1, setting["seed"])
         spans = race(world, runners, setting["rounds"], setting["seed"])
     seconds = {one: makespans(both) for one, both in spans.items()}
-    return {"mask": setting["mask"], "checks": checks, "samples_s": seconds}
+    return {"checks": checks, "samples_s": seconds}
 
 
 def work(layout: str, size: int, mask: sp.Mask) -> float:
@@ -136,12 +107,6 @@ def work(layout: str, size: int, mask: sp.Mask) -> float:
     shards = sharded(layout, size, mask)
     loads = [int(seen[shards.positions(rank)].sum()) for rank in range(size)]
     return max(loads) * size / sum(loads)
-
-
-def ratio(samples: Record, above: str, below: str) -> Interval:
-    """Return the time of one contestant over that of another, in the same rounds."""
-    pairs = zip(samples[above], samples[below], strict=True)
-    return exact_interval([a / b for a, b in pairs])
 
 
 def lines(name: str, samples: Record, size: int) -> Iterator[Requirement]:
@@ -157,12 +122,13 @@ def lines(name: str, samples: Record, size: int) -> Iterator[Requirement]:
     bound = BANDED if mask.documents is None else NEAR
     for one in quick.values():
         text = f"{name}, {one} / {IDEAL}"
-        yield Requirement(text, "<=", bound, ratio(samples, one, IDEAL))
+        yield Requirement(text, "<=", bound, ratio(samples[one], samples[IDEAL]))
     if mask.documents is None and size == 2:
         one = min(quick.values(), key=lambda one: statistics.median(samples[one]))
-        yield Requirement(f"{name}, {one} / {ALONE}", "<=", HALF, ratio(samples, one, ALONE))
+        found = ratio(samples[one], samples[ALONE])
+        yield Requirement(f"{name}, {one} / {ALONE}", "<=", HALF, found)
     if name == "skewed" and size == 2:
-        found = ratio(samples, quick["balanced"], quick["zigzag"])
+        found = ratio(samples[quick["balanced"]], samples[quick["zigzag"]])
         yield Requirement(f"{name}, balanced / zigzag", "<=", SKEWED, found)
     if mask.documents is not None:
         found = exact_interval([work("balanced", size, mask)])
@@ -173,32 +139,27 @@ def show(document: Record) -> Iterator[Part]:
     """Yield the times of all contestants, the requirements, and what is wrong."""
     for size in sorted({launch["ranks"] for launch in document["launches"]}):
         rows, needed = [], list[Requirement]()
-        for found in document["launches"]:
-            if found["ranks"] != size:
-                continue
+        for found in (one for one in document["launches"] if one["ranks"] == size):
             name, samples = found["mask"], found["samples_s"]
             for one, seconds in sorted(samples.items(), key=lambda x: statistics.median(x[1])):
                 ms = f"{1e3 * statistics.median(seconds):.2f}"
-                rows.append((name, one, ms, str(ratio(samples, one, IDEAL))))
+                rows.append((name, one, ms, str(ratio(seconds, samples[IDEAL]))))
             needed += lines(name, samples, size)
             for one, check in found["checks"].items():
                 if check["status"] != "ok":
                     yield Wrong(f"{name}, {one}, P = {size}: {check}")
         yield make(f"P = {size}", ("mask", "contestant", "ms", f"time / {IDEAL}"), rows)
         yield requirements(f"required, P = {size}", needed)
-        for line in needed:
-            if line.mark.startswith("not reached"):
-                yield Wrong(f"P = {size}: {line.text}: {line.cells()}")
+        yield from unmet(needed, f"P = {size}")
 
 
 def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
     """Return a launch for each number of ranks and mask."""
     setting = {"rounds": options.rounds, "seed": 0}
     # without this, the kernel clears pages at random in the steps of either contestant
-    launch = Launch(timeout=options.timeout, variables=(KEEP_MEMORY,))
-    measure = "benchmarks.contests.documents:measure"
+    launch = Launch(variables=(KEEP_MEMORY,))
     return setting, [
-        Entry(f"P = {n}, {name}", n, measure, {**setting, "mask": name}, launch, {"ranks": n})
+        Entry(f"P = {n}, {name}", n, {**setting, "mask": name}, {"mask": name}, launch)
         for n, name in product(numbers_of_ranks(options.ranks), masks())
     ]
 
@@ -211,7 +172,8 @@ OPTIONS = {
         type=int, default=15, metavar="N", help="timed rounds (default: %(default)s)"
     ),
 }
-contest = Contest("documents", __doc__, OPTIONS, plan, show, "documents_{mpi}.json", timeout=600.0)
-
-if __name__ == "__main__":
-    main(contest)
+contest = Contest(
+    *("documents", __doc__, OPTIONS, plan, "benchmarks.contests.documents:measure", show),
+    file="documents_{mpi}.json",
+    timeout=600.0,
+)

@@ -22,10 +22,10 @@ from torch import Tensor
 import sp_core as sp
 from benchmarks.cases.case import wait_for
 from benchmarks.contests.contest import Contest, Entry, Part
-from benchmarks.launching import Launch, Record, about, numbers_of_ranks
+from benchmarks.launching import Record, about, numbers_of_ranks
 from benchmarks.machine import device as device_of, facts
 from benchmarks.reporting.tables import make
-from benchmarks.statistics import Requirement, exact_interval
+from benchmarks.statistics import Requirement, exact_interval, ratio
 from benchmarks.worker import Intracomm, Rank
 from sp_core.measuring import interleaved
 
@@ -149,8 +149,7 @@ def rows(launch: Record, *, on_gpu: bool) -> Iterator[tuple[str, ...]]:
         if name in ("naive", "staged", STAGED):
             share = link_seconds(launch) / seconds
         if name != STAGED and STAGED in samples:
-            pairs = zip(samples[STAGED], found, strict=True)
-            quicker = statistics.median(a / b for a, b in pairs)
+            quicker = ratio(samples[STAGED], found).median
         relation, bound, value = {
             (2, STAGED): ("<=", MILLISECONDS, seconds * 1e3),
             (4, STAGED): (">=", SHARE, share),
@@ -183,27 +182,24 @@ def slicing(launch: Record) -> float:
 
 def show(document: Record) -> Iterator[Part]:
     """Yield the rows of every launch, and the figures beside them."""
-    cells: list[tuple[str, ...]] = []
-    for launch in document["launches"]:
-        cells += rows(launch, on_gpu=document["kind"] != "cpu")
-        text = (
-            f"P = {launch['ranks']}: {launch['device']['name']}, {launch['nbytes'] / 2**20:g} MiB"
-        )
+    launches, on_gpu = document["launches"], document["kind"] != "cpu"
+    for launch in launches:
         by_mpi = statistics.median(launch["beside"][GATHER])
-        text += f"; by MPI in host memory alone {by_mpi * 1e3:.3f} ms"
-        text += f"; a computation by all ranks takes {slicing(launch):.2f} times as long as its "
         missing = (f"\n  {name}: {reason}" for name, reason in launch["missing"].items())
-        yield "".join((text, "share of the device", *missing))
+        yield (
+            f"P = {launch['ranks']}: {launch['device']['name']}, {launch['nbytes'] / 2**20:g} MiB; "
+            f"by MPI in host memory alone {by_mpi * 1e3:.3f} ms; a computation by all ranks takes "
+            f"{slicing(launch):.2f} times as long as its share of the device{''.join(missing)}"
+        )
+    cells = [row for launch in launches for row in rows(launch, on_gpu=on_gpu)]
     yield make("AllGather", COLUMNS, cells)
 
 
 def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
     """Return a launch for each number of ranks."""
-    setting, launch = {"kind": options.device, "mib": options.mib}, Launch(timeout=options.timeout)
-    measure, counts = "benchmarks.contests.gpu:measure", numbers_of_ranks(options.ranks)
-    return setting, [
-        Entry(f"P = {size}", size, measure, setting, launch, {"ranks": size}) for size in counts
-    ]
+    setting = {"kind": options.device, "mib": options.mib}
+    counts = numbers_of_ranks(options.ranks)
+    return setting, [Entry(f"P = {size}", size, setting) for size in counts]
 
 
 OPTIONS = {
@@ -213,4 +209,8 @@ OPTIONS = {
         type=float, default=16.0, help="size of the gathered vector (default: %(default)g)"
     ),
 }
-gpu = Contest("gpu", __doc__, OPTIONS, plan, show, "gpu_table.json", timeout=150.0)
+gpu = Contest(
+    *("gpu", __doc__, OPTIONS, plan, "benchmarks.contests.gpu:measure", show),
+    file="gpu_table.json",
+    timeout=150.0,
+)

@@ -23,8 +23,8 @@ from unittest.mock import MagicMock, patch
 import torch
 
 import sp_core as sp
-from benchmarks.contests.contest import Contest, Entry, Part, Wrong
-from benchmarks.launching import Launch, Record, about, numbers_of_ranks
+from benchmarks.contests.contest import Contest, Entry, Part, unmet
+from benchmarks.launching import Record, about, numbers_of_ranks
 from benchmarks.reporting.tables import make, significant
 from benchmarks.sample import Span, peak_memory, race
 from benchmarks.statistics import Requirement, exact_interval
@@ -230,10 +230,11 @@ def computed_for(size: int) -> dict[tuple[str, float], float]:
     ):
         asked = program.operation(op, rank, size, (1 << 20,) * counts)
         held = kept(partial(table.program_of, asked, algorithm))
-        found[f"messages: {op}, {algorithm}", allowed] = table.program_of(asked, algorithm).figures[
-            0
-        ]
-        found[f"bytes of the plan: {op}, {algorithm}", allowed] = held
+        messages, *_ = table.program_of(asked, algorithm).figures
+        found |= {
+            (f"messages: {op}, {algorithm}", allowed): messages,
+            (f"bytes of the plan: {op}, {algorithm}", allowed): held,
+        }
     return found
 
 
@@ -247,7 +248,7 @@ def computed(setting: Record, rank: Rank) -> Record:
     return {"lines": [*times(rank, setting["rounds"]), *lines]}
 
 
-def together(_: Record, rank: Rank) -> Record:
+def measure(_: Record, rank: Rank) -> Record:
     """Compare every scheme with one process, forward and backward, and count live bytes.
 
     Results are those over messages and in windows. Live bytes are those of a step over messages,
@@ -351,10 +352,9 @@ def show(document: Record) -> Iterator[Part]:
     for row in lines_of(document["launches"]):
         medians = map(statistics.median, zip(*row["rounds"], strict=True))
         told = (f"{n}: {significant(m)}" for n, m in zip(row["sizes"], medians, strict=True))
-        for needed in requirements(row):
-            rows.append((row["what"], row["over"], ", ".join(told), needed.text, *needed.cells()))
-            if needed.mark.startswith("not reached"):
-                yield Wrong(f"{row['what']}: {needed.text} over {row['over']}: {needed.cells()}")
+        start, needed = (row["what"], row["over"], ", ".join(told)), [*requirements(row)]
+        rows += [(*start, one.text, *one.cells()) for one in needed]
+        yield from unmet(needed, f"{row['what']} over {row['over']}")
     if rows:
         yield make("growth", columns, rows)
     for one in document["launches"]:
@@ -367,15 +367,11 @@ def show(document: Record) -> Iterator[Part]:
 
 def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
     """Return a launch of one rank, and one for each number of ranks."""
-    launch, here = Launch(timeout=options.timeout), "benchmarks.contests.growth"
-    setting = {"rounds": options.rounds}
-    return {}, [
-        Entry("computed", 1, f"{here}:computed", setting, launch),
-        *(
-            Entry(f"P = {size}", size, f"{here}:together", {}, launch, {"ranks": size})
-            for size in numbers_of_ranks(options.ranks, 16)
-        ),
-    ]
+    alone = Entry(
+        "computed", 1, {"rounds": options.rounds}, measure="benchmarks.contests.growth:computed"
+    )
+    counts = numbers_of_ranks(options.ranks, 16)
+    return {}, [alone, *(Entry(f"P = {size}", size, {}) for size in counts)]
 
 
 OPTIONS = {
@@ -384,4 +380,8 @@ OPTIONS = {
     ),
     "--rounds": about(type=int, default=5, metavar="N", help="timed rounds (default: %(default)s)"),
 }
-growth = Contest("growth", __doc__, OPTIONS, plan, show, "growth_{mpi}.json", timeout=1200.0)
+growth = Contest(
+    *("growth", __doc__, OPTIONS, plan, "benchmarks.contests.growth:measure", show),
+    file="growth_{mpi}.json",
+    timeout=1200.0,
+)

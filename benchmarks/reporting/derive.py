@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeVar
 
-from benchmarks.records import Case, Record, Traffic
+from benchmarks.records import Case, Record
 
 T = TypeVar("T")
 CAVEATS = ("oversubscribed", "shared GPU", "skew-limited")
@@ -90,11 +90,10 @@ class Row:
 
 def setting_of(record: Record) -> Setting:
     """Return the setting of a record."""
-    side = record.pair.side if record.pair else ""
     return Setting(
         record.commit.sha or "unknown",
         bool(record.commit.dirty),
-        side,
+        record.pair.side if record.pair else "",
         record.env.fingerprint if record.env else "",
     )
 
@@ -127,19 +126,24 @@ def grouped(things: Iterable[T], name: Callable[[T], Any]) -> Iterator[tuple[Any
 def _row(group: list[Record], fewest: int, slowest: float) -> Row:
     last, seconds = group[-1], statistics.median(r.seconds for r in group)
     case, work, phases = last.case, last.work, [record.phases or {} for record in group]
-    algbw = _algbw(last, seconds)
-    shares = [share for r in group if (share := _share(r)) is not None]
+    traffic = [count for name, count in (last.comm or {}).items() if name != "control"]
+    moves = case.layer == "collectives" and case.ranks > 1 and traffic  # not only agreement
+    algbw = _rate(traffic[0].bytes_result, seconds) if moves else None
+    busy = BUS[case.scheme](case.ranks) if case.scheme in BUS else 1.0
+    shares = [
+        found["communication"].max_s / found["total"].max_s
+        for found in phases
+        if "communication" in found and found["total"].max_s > 0
+    ]
     return Row(
         case=case,
         seconds=seconds,
         speedup=slowest / seconds,
         efficiency=slowest / seconds * fewest / case.ranks,
         algbw=algbw,
-        busbw=None
-        if algbw is None
-        else algbw * (BUS[case.scheme](case.ranks) if case.scheme in BUS else 1.0),
+        busbw=None if algbw is None else algbw * busy,
         share=statistics.median(shares) if shares else None,
-        sent=sum(count.bytes_sent for count in _payload(last)),
+        sent=sum(count.bytes_sent for count in traffic),
         tokens_per_s=_rate(work.tokens if work else None, seconds),
         flops_per_s=_rate(work.flops if work else None, seconds),
         peak_bytes=last.memory.peak_bytes if last.memory else None,
@@ -154,27 +158,6 @@ def _row(group: list[Record], fewest: int, slowest: float) -> Row:
 
 def _rate(count: int | None, seconds: float) -> float | None:
     return None if count is None else count / seconds
-
-
-def _algbw(record: Record, seconds: float) -> float | None:
-    """Bytes of the collective's largest buffer per second; None where nothing has to travel."""
-    alone = record.case.layer != "collectives" or record.case.ranks == 1
-    return (
-        None
-        if alone
-        else _rate(next((count.bytes_result for count in _payload(record)), None), seconds)
-    )
-
-
-def _share(record: Record) -> float | None:
-    phases = record.phases or {}
-    known = "communication" in phases and phases["total"].max_s > 0
-    return phases["communication"].max_s / phases["total"].max_s if known else None
-
-
-def _payload(record: Record) -> list[Traffic]:
-    """Return the traffic of each operation, without the agreement of the ranks."""
-    return [count for name, count in (record.comm or {}).items() if name != "control"]
 
 
 def flags(record: Record) -> list[str]:

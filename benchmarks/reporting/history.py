@@ -197,7 +197,7 @@ def changes(values: Sequence[float]) -> list[Change]:
     """
     start = max(0, len(values) - MOST)
     recent = values[start:]
-    splits = sorted(_splits(np.log(recent), 0, len(recent), np.random.default_rng(0)))
+    splits = sorted(_splits(np.log(recent), 0, np.random.default_rng(0)))
     edges = [0, *(at for at, _ in splits), len(recent)]
     levels = pairwise(statistics.median(recent[a:b]) for a, b in pairwise(edges) if a < b)
     return [
@@ -206,28 +206,21 @@ def changes(values: Sequence[float]) -> list[Change]:
     ]
 
 
-def _splits(
-    logs: Values, first: int, last: int, chance: np.random.Generator
-) -> Iterator[tuple[int, float]]:
-    """Yield (index, p) of every change in logs[first:last]."""
-    found = _split(logs[first:last], chance) if last - first >= 2 * SIDE else None
-    if found is not None:
-        at, p = first + found[0], found[1]
-        yield at, p
-        yield from _splits(logs, first, at, chance)
-        yield from _splits(logs, at, last, chance)
-
-
-def _split(logs: Values, chance: np.random.Generator) -> tuple[int, float] | None:
-    """Return the best split and its p, if it is a change."""
-    scores = _scores(logs[None])[0]
+def _splits(logs: Values, first: int, chance: np.random.Generator) -> Iterator[tuple[int, float]]:
+    """Yield (index, p) of every change in a part of a series whose first index is `first`."""
+    if len(logs) < 2 * SIDE:
+        return
+    scores = _scores(logs[None])
     at = int(scores.argmax()) + SIDE
     if abs(np.median(logs[at:]) - np.median(logs[:at])) < math.log(LEAST):
-        return None
+        return
     shuffled = chance.permuted(np.tile(logs, (SHUFFLES, 1)), axis=1)
     as_large = _scores(shuffled).max(1) >= scores.max() * (1 - 1e-9)
     p = float((1 + as_large.sum()) / (1 + SHUFFLES))
-    return (at, p) if p <= ALPHA else None
+    if p <= ALPHA:
+        yield first + at, p
+        yield from _splits(logs[:at], first, chance)
+        yield from _splits(logs[at:], first + at, chance)
 
 
 def _scores(series: Values) -> Values:

@@ -9,24 +9,25 @@ from __future__ import annotations
 import io
 import re
 from base64 import b64encode
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from hashlib import sha256
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+from markupsafe import Markup, escape
 
 from benchmarks.reporting.tables import Table, plain
 
 if TYPE_CHECKING:
-    from jinja2 import Template
     from matplotlib.axes import Axes as Axes
     from matplotlib.axis import Axis
-    from matplotlib.figure import Figure as Figure, FigureBase
+    from matplotlib.figure import Figure, FigureBase
 else:
-    Axes = Axis = Figure = FigureBase = object  # matplotlib is slow to import
+    Axes = object  # matplotlib is slow to import
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b07aa1", "#9c7400", "#4aa3df")
 """After Okabe and Ito, jfly.uni-koeln.de/color; yellow and pink are darker, to be seen on white."""
@@ -67,13 +68,11 @@ SETTINGS: Any = {
 }
 
 
-@contextmanager
-def styled() -> Iterator[None]:
+def styled() -> AbstractContextManager[None]:
     """Draw and save in the style of this module."""
     import matplotlib
 
-    with matplotlib.rc_context(SETTINGS):
-        yield
+    return matplotlib.rc_context(SETTINGS)
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ class Picture:
     @cached_property
     def figure(self) -> Figure:
         """The plot by itself."""
-        from matplotlib.figure import Figure as Figure
+        from matplotlib.figure import Figure
 
         figure = Figure(figsize=self.size, layout="constrained")
         self.onto(figure)
@@ -120,18 +119,6 @@ class Picture:
 def picture(title: str, draw: Callable[..., None], *what: Any, **looks: Any) -> Picture:
     """Return a picture into whose axes `draw` draws `what`."""
     return Picture(plain(title), lambda axes: draw(axes, *what), **looks)
-
-
-def svg(figure: Figure) -> str:
-    """Return a figure as SVG for the inside of a page, whose ink is that of the text around it."""
-    file = io.StringIO()
-    with styled():
-        figure.savefig(
-            file, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
-        )
-    text = file.getvalue()
-    drawn = text[text.index("<svg") :].replace(INK, "currentColor")
-    return re.sub("<!--.*?-->", "", drawn, flags=re.DOTALL)  # comments repeat every text
 
 
 def short(name: object) -> str:
@@ -163,13 +150,6 @@ def hollow(axes: Axes, flags: Sequence[str]) -> None:
         axes.plot([], color=GRID, marker="o", mfc="none", linestyle="none", label=label)
 
 
-def ranks_axis(axes: Axes, ranks: Sequence[int]) -> None:
-    """Make the x axis the number of ranks, each power of two as far from the next."""
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel("ranks P (number)")
-    plain_ticks(axes.xaxis, sorted(set(ranks)))
-
-
 def case_rows(axes: Axes, labels: Sequence[str], name: str) -> None:
     """Make the y axis a list from top to bottom."""
     plain_ticks(axes.yaxis, range(len(labels)), labels)
@@ -178,19 +158,15 @@ def case_rows(axes: Axes, labels: Sequence[str], name: str) -> None:
 
 def log_axis(axis: Axis) -> None:
     """Make the y axis logarithmic, with few, plain numbers."""
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    axis.axes.set_yscale("log")
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_minor_locator(NullLocator())
+    axis.axes.set_yscale("log", subs=[])
+    locator: Any = axis.get_major_locator()
+    locator.set_params(subs=(1, 2, 5))
     axis.set_major_formatter("{x:,g}")
 
 
 def plain_ticks(axis: Axis, places: Sequence[float], labels: Sequence[str] | None = None) -> None:
     """Set ticks at these places and nowhere else."""
-    from matplotlib.ticker import NullLocator
-
-    axis.set_minor_locator(NullLocator())
+    axis.set_ticks([], minor=True)
     axis.set_ticks(list(places), list(labels or (f"{place:g}" for place in places)))
 
 
@@ -236,11 +212,6 @@ class Page:
         return [*shown, f"and {more} more"] if more > 0 else shown
 
 
-def markdown(page: Page, picture: str | None) -> str:
-    """Return the page as Markdown of GitHub; `picture` is a file beside it, if there is one."""
-    return _template("page.md").render(page=page, picture=picture)
-
-
 def code(text: str) -> str:
     """Return a text as Markdown code, in which nothing is a link, HTML or the end of a cell.
 
@@ -251,6 +222,43 @@ def code(text: str) -> str:
     return f"`{clean}`" if clean else ""
 
 
+def svg(picture: Picture) -> Markup:
+    """Draw a picture for the inside of a page, whose ink is that of the text around it.
+
+    It is named for those who cannot see it. matplotlib escapes the words inside.
+    """
+    file = io.StringIO()
+    with styled():
+        picture.figure.savefig(
+            file, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
+        )
+    text = file.getvalue()
+    drawn = text[text.index("<svg") :].replace(INK, "currentColor")
+    drawn = re.sub("<!--.*?-->", "", drawn, flags=re.DOTALL)  # comments repeat every text
+    named = f'<svg role="img" aria-label="{escape(picture.title)}" '
+    return Markup(drawn.replace("<svg ", named, 1))  # noqa: S704  # ours
+
+
+def breakable(cell: str) -> str:
+    """Let the text of a cell go on in the next line after a slash, if the column is narrow."""
+    return Markup("/<wbr>").join(cell.split("/"))
+
+
+TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    autoescape=select_autoescape(),
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+TEMPLATES.filters |= {"svg": svg, "breakable": breakable, "code": code}
+
+
+def markdown(page: Page, picture: str | None) -> str:
+    """Return the page as Markdown of GitHub; `picture` is a file beside it, if there is one."""
+    return TEMPLATES.get_template("page.md").render(page=page, picture=picture)
+
+
 def html(page: Page) -> str:
     """Return the page as HTML: style, plots and one script inside, and nothing is fetched.
 
@@ -259,37 +267,7 @@ def html(page: Page) -> str:
     script = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
     digest = "sha256-" + b64encode(sha256(script.encode()).digest()).decode()
     names = {"shown": PLOTS, "rows": ROWS, "script": script, "digest": digest}
-    return _template("page.html").render(page=page, **names)
-
-
-@cache
-def _template(name: str) -> Template:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
-
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=select_autoescape(),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"svg": _svg, "breakable": _breakable, "code": code}
-    return environment.get_template(name)
-
-
-def _svg(picture: Picture) -> str:
-    """Draw a picture, named for those who cannot see it. matplotlib escapes the words inside."""
-    from markupsafe import Markup
-
-    named = f'<svg role="img" aria-label="{escape(picture.title)}" '
-    return Markup(svg(picture.figure).replace("<svg ", named, 1))  # noqa: S704  # ours
-
-
-def _breakable(cell: str) -> str:
-    """Let the text of a cell go on in the next line after a slash, if the column is narrow."""
-    from markupsafe import Markup
-
-    return Markup("/<wbr>").join(cell.split("/"))
+    return TEMPLATES.get_template("page.html").render(page=page, **names)
 
 
 def write(page: Page, folder: Path, name: str) -> list[Path]:
@@ -299,18 +277,17 @@ def write(page: Page, folder: Path, name: str) -> list[Path]:
         The files.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    paths = {kind: folder / f"{name}.{kind}" for kind in ("md", "html", "png")}
+    paths = [folder / f"{name}.{kind}" for kind in ("md", "html", "png")]
     drawn = [section.pictures for section in page.sections if section.pictures]
     most = max(1, SHOWN // max(1, len(drawn)))
     pictures = [picture for some in drawn for picture in some[:most]]
-    paths["md"].write_text(
-        markdown(page, paths["png"].name if pictures else None), encoding="utf-8"
-    )
-    paths["html"].write_text(html(page), encoding="utf-8")
-    paths["png"].unlink(missing_ok=True)  # that of an older report
     if pictures:
-        paths["png"].write_bytes(overview(pictures))
-    return [path for path in paths.values() if path.exists()]
+        paths[2].write_bytes(overview(pictures))
+    else:
+        paths.pop().unlink(missing_ok=True)  # that of an older report
+    paths[0].write_text(markdown(page, f"{name}.png" if pictures else None), encoding="utf-8")
+    paths[1].write_text(html(page), encoding="utf-8")
+    return paths
 
 
 SHOWN = 6  # plots of the overview

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from benchmarks.reporting.derive import Row, grouped
 from benchmarks.reporting.page import (
@@ -22,7 +22,6 @@ from benchmarks.reporting.page import (
     log_axis,
     picture,
     plain_ticks,
-    ranks_axis,
     short,
 )
 from benchmarks.reporting.tables import plain, size
@@ -83,7 +82,7 @@ def scaling(rows: Sequence[Row]) -> Iterator[Picture]:
     """
     shared = [row for row in rows if row.case.layer != "collectives"]
     for (_, family, direction), group in grouped(
-        shared, lambda row: (_order(row), _family(row), row.case.direction or "")
+        shared, lambda row: (row.case.layer != "schemes", _family(row), row.case.direction or "")
     ):
         series = {
             case: found for case, found in grouped(group, lambda r: r.case.id) if len(found) > 1
@@ -111,7 +110,9 @@ def draw_scaling(axes: Axes, series: Series, what: Scaled) -> None:
         axes.set_ylim(bottom=0)
     axes.plot([], color=GRID, label="ideal", **PRETENDED)
     axes.set_ylabel(what.label)
-    ranks_axis(axes, [row.ranks for row in every])
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("ranks P (number)")
+    plain_ticks(axes.xaxis, sorted({row.ranks for row in every}))
     hollow(axes, [flag for row in every for flag in row.flags])
 
 
@@ -161,7 +162,7 @@ def shares(rows: Sequence[Row]) -> Iterator[Picture]:
         and row.case.layer != "collectives"
     ]
     for (doubtful, _, least, family), group in grouped(
-        timed, lambda row: (bool(row.flags), _order(row), -row.ranks, _family(row))
+        timed, lambda row: (bool(row.flags), row.case.layer != "schemes", -row.ranks, _family(row))
     ):
         title = f"{family}, P = {-least}: where a step's time goes{CARE * doubtful}"
         for name, part in parts(title, group, BARS):
@@ -174,16 +175,18 @@ def draw_shares(axes: Axes, rows: Sequence[Row]) -> None:
         {name for row in rows for name in row.phases} - {"total", OTHER},
         key=lambda name: (name != "communication", name),
     )
+    wholes = [  # medians of phases may add up to more than the step's
+        max(row.phases["total"], sum(row.phases.get(name, 0.0) for name in names)) for row in rows
+    ]
     reached = [0.0] * len(rows)
     for number, name in enumerate([*names[: LINES - 1], OTHER]):
-        shown = name != OTHER
         percents = [
-            _percent(r, name) if shown else 100 - p for r, p in zip(rows, reached, strict=True)
+            100 / whole * row.phases.get(name, 0.0) if name != OTHER else 100 - before
+            for row, whole, before in zip(rows, wholes, reached, strict=True)
         ]
         colour, hatch = GRID if name == OTHER else COLOURS[number], "///" * (not number)
-        axes.barh(
-            range(len(rows)), percents, 0.7, reached, color=colour, hatch=hatch, label=short(name)
-        )
+        looks: Any = {"color": colour, "hatch": hatch, "label": short(name)}
+        axes.barh(range(len(rows)), percents, 0.7, reached, **looks)
         reached = [before + more for before, more in zip(reached, percents, strict=True)]
     common = len(_common([row.case.id for row in rows]))
     case_rows(axes, [short(row.case.id[common:] or row.case.id) for row in rows], "case (name)")
@@ -194,18 +197,6 @@ def _family(row: Row) -> str:
     """Return what shares a plot: the variants of a scheme, all layers."""
     layer = row.case.layer
     return f"{layer}/{row.case.scheme}" if layer == "schemes" else str(layer)
-
-
-def _order(row: Row) -> int:
-    """Put schemes first, which are what this is about."""
-    return int(row.case.layer != "schemes")
-
-
-def _percent(row: Row, phase: str) -> float:
-    """Return the percent of the step, or of all phases if these add up to more."""
-    known = sum(seconds for name, seconds in row.phases.items() if name not in ("total", OTHER))
-    whole = max(row.phases["total"], known)  # medians of phases may add up to more than the step's
-    return 100 / whole * row.phases.get(phase, 0.0)
 
 
 def _way(row: Row) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -66,7 +67,7 @@ def main(options: argparse.Namespace) -> int:
     for problem in page.complaints:
         print(f"not used: {problem}", file=sys.stderr)
     if options.history:
-        for table in (table for section in sections for table in section.tables):
+        for table in chain(*(section.tables for section in sections)):
             tables.show(table)
     print(*paths, sep="\n")
     return 0 if sections else 1
@@ -129,6 +130,14 @@ TOLD = ("scheme", "direction", "layout", "dtype", "device")
 Microseconds = Annotated[float, Meta(ge=0, le=1e12)]
 
 
+class Call(Struct, frozen=True):
+    """The arguments of a communication's event."""
+
+    operation: str = "other"
+    kind: str = ""
+    bytes_sent: int = 0
+
+
 class Event(Struct):
     """The part of an event of a Chrome trace that is read."""
 
@@ -138,24 +147,7 @@ class Event(Struct):
     cat: str = ""
     ts: Microseconds = 0.0
     dur: Microseconds = 0.0
-    args: dict[str, Any] = {}
-
-    @property
-    def end(self) -> float:
-        """Microseconds, by the trace's clock."""
-        return self.ts + self.dur
-
-    @property
-    def operation(self) -> str:
-        """The operation of a communicator."""
-        return str(self.args.get("operation", "other"))
-
-    @property
-    def sent(self) -> int:
-        """Bytes of a call; a wait repeats those of its start, and agreement is no payload."""
-        payload = self.args.get("kind") not in ("wait", "agree")
-        value = self.args.get("bytes_sent") if payload else 0
-        return value if isinstance(value, int) else 0
+    args: Call = Call()
 
 
 class Trace(Struct, rename="camel"):
@@ -194,13 +186,14 @@ def read_trace(path: Path) -> Section:
 def _cells(step: Event, calls: Sequence[Event]) -> tuple[str, ...]:
     mine = [call for call in calls if call.pid == step.pid]
     spent = covered(step, mine)
+    sent = [call.args.bytes_sent for call in mine if call.args.kind not in ("wait", "agree")]
     return (
         str(step.pid),
         milliseconds(step.dur / 1e6),
         milliseconds(spent / 1e6),
         percent(spent / step.dur if step.dur else None),
         count(len(mine)),
-        size(sum(call.sent for call in mine)),
+        size(sum(sent)),  # a wait repeats those of its start, and agreement is no payload
     )
 
 
@@ -208,7 +201,7 @@ def covered(step: Event, calls: Sequence[Event]) -> float:
     """Return the microseconds of a step in which any of the calls was under way."""
     spent, reached = 0.0, step.ts
     for call in sorted(calls, key=lambda call: call.ts):
-        first, last = max(call.ts, reached), min(call.end, step.end)
+        first, last = max(call.ts, reached), min(call.ts + call.dur, step.ts + step.dur)
         spent, reached = spent + max(last - first, 0.0), max(reached, last)
     return spent
 
@@ -225,8 +218,8 @@ def draw_steps(axes: Axes, steps: Sequence[Event], calls: Sequence[Event]) -> No
 
     bars(steps, color=GRID, alpha=0.35, label="computation")
     shown = [call for call in calls if call.pid in rows]
-    by_name = derive.grouped(shown, lambda call: (call.operation == "control", call.operation))
-    for number, ((_, name), mine) in enumerate(by_name):
+    by_name = derive.grouped(shown, lambda call: call.args.operation)
+    for number, (name, mine) in enumerate(sorted(by_name, key=lambda pair: pair[0] == "control")):
         bars(mine, color=COLOURS[min(number, len(COLOURS) - 1)], label=short(name))
     case_rows(axes, [f"rank {step.pid}" for step in steps], "rank (number)")
     axes.set_xlabel("time since the first rank began (ms)")

@@ -7,13 +7,14 @@ import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as Grid
+from rich.text import Text
 
 from benchmarks.records import Record
 from benchmarks.reporting import derive
-
-if TYPE_CHECKING:  # rich is slow to import
-    from rich.console import Console as Console
 
 MAX_ROWS = 300
 WORDS = {
@@ -144,47 +145,21 @@ def settings(groups: dict[derive.Setting, list[Record]]) -> Table:
     """Return a table with a line for each commit and machine."""
     lines = []
     for setting, group in groups.items():
-        told = next((r for r in group if r.device), None)
         runs = sorted({r.run_id for r in group})
         run = runs[0] if len(runs) == 1 else f"{len(runs)} runs, the last {runs[-1]}"
-        lines.append(
-            (
-                setting.commit,
-                setting.side or DASH,
-                run,
-                str(len(group)),
-                *_machine(told),
-                setting.fingerprint,
-            )
-        )
-    columns = (
-        "commit",
-        "side",
-        "run",
-        "records",
-        "device",
-        "count",
-        "MPI",
-        "software",
-        "system",
-        "fingerprint",
-    )
-    return make(
-        "Commits and machines", columns, (tuple(plain(cell) for cell in line) for line in lines)
-    )
+        what = (setting.commit, setting.side or DASH, run, len(group))
+        machine = next(filter(None, map(_machine, group)), (DASH,) * 5)
+        lines.append([plain(cell) for cell in (*what, *machine, setting.fingerprint)])
+    columns = "commit side run records device count MPI software system fingerprint"
+    return make("Commits and machines", columns.split(), lines)
 
 
-def _machine(record: Record | None) -> tuple[str, ...]:
-    if record is None or record.device is None or record.transport is None or record.env is None:
-        return (DASH,) * 5
+def _machine(record: Record) -> tuple[object, ...] | None:
+    if not (record.device and record.transport and record.env):
+        return None
     device, mpi, env = record.device, record.transport.mpi, record.env
-    return (
-        device.name,
-        str(device.count),
-        f"{mpi.vendor} {mpi.version}",
-        f"Python {env.python}, torch {env.torch}",
-        env.platform,
-    )
+    software = f"Python {env.python}, torch {env.torch}"
+    return device.name, device.count, f"{mpi.vendor} {mpi.version}", software, env.platform
 
 
 LEGEND = (
@@ -262,8 +237,6 @@ WRAPPED = 60  # characters of a cell before it goes on in the next line
 
 def console() -> Console:
     """Return a console as wide as the terminal, or as all tables if the output is a file."""
-    from rich.console import Console as Console
-
     return Console(width=None if sys.stdout.isatty() else WIDTH)
 
 
@@ -287,10 +260,6 @@ def say(text: str, style: str = "") -> None:
 
 def show(table: Table) -> None:
     """Print a table; columns that do not fit follow below, under the first one again."""
-    from rich import box
-    from rich.table import Table as Grid
-    from rich.text import Text
-
     on, title = console(), table.title
     for part in _parts(table, on.width):
         grid = Grid(box=box.SIMPLE_HEAD, title=Text(title, "bold"), title_justify="left")

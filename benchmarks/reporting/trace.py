@@ -35,9 +35,17 @@ from sp_core.schedules import Operation
 from sp_core.transport import Done
 
 TRIES = 20
-METHODS = ("start", "exchange", "wait", "_agree")
-"""The methods of a communicator that communicate by themselves."""
+NAMES: dict[str, Callable[..., object]] = {
+    "run": lambda operation: operation.op,
+    "start": lambda operation, *_: operation.op,
+    "exchange": lambda sends, recvs, name="exchange", **_: name,
+    "wait": lambda handle, name: name,
+    "_agree": lambda *_: "control",
+}
+"""By method of a communicator, its operation, as the communicator's counters name it."""
+KINDS = {"exchange": "start", "_agree": "agree"}
 
+DESCRIBED = ("scheme", "layout", "dtype", "ranks", "transport")
 KEPT = ("ph", "cat", "name", "tid", "ts", "dur")
 Event = dict[str, Any]
 """An event of a Chrome trace. Times are microseconds since 1970."""
@@ -92,30 +100,31 @@ class Log:
         # with the handle, or its id would be given to another
         self._begun: dict[int, tuple[object, Event]] = {}
         comm.counters.reset()
-        for method in METHODS:
+        for method in ("start", "exchange", "wait", "_agree"):
             setattr(comm, method, functools.partial(self._span, method, getattr(comm, method)))
-        self._prepare = comm.prepare
-        comm.prepare = self._prepared  # type: ignore[method-assign]
+        prepare = comm.prepare
 
-    def _prepared(
-        self, operation: Operation, send: torch.Tensor | None, recv: torch.Tensor | None
-    ) -> Callable[[], None]:
-        run = self._prepare(operation, send, recv)
-        return functools.partial(self._span, "run", lambda _: run(), operation)
+        def prepared(
+            operation: Operation, send: torch.Tensor | None, recv: torch.Tensor | None
+        ) -> Callable[[], None]:
+            run = prepare(operation, send, recv)
+            return functools.partial(self._span, "run", lambda _: run(), operation)
+
+        comm.prepare = prepared  # type: ignore[method-assign]
 
     def _span(self, method: str, act: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
-        if method == "wait" and isinstance(arguments[0], Done):
+        waited = arguments[0] if method == "wait" else None
+        if isinstance(waited, Done):
             return act(*arguments)  # nothing was sent
-        _, begun = self._begun.pop(id(arguments[0]), (0, None)) if method == "wait" else (0, None)
+        _, begun = self._begun.pop(id(waited), (None, None))
         start = time.time_ns() / 1e3
         result = act(*arguments, **more)
         end = time.time_ns() / 1e3
-        name, kinds = (
-            _operation(method, *arguments, **more),
-            {"_agree": "agree", "exchange": "start"},
-        )
-        kind = kinds.get(method, method if begun or method != "wait" else "run")
-        sent = self._sent(name) + (begun["args"]["bytes_sent"] if begun else 0)
+        name = str(NAMES[method](*arguments, **more))
+        kind = KINDS.get(method, method if begun or waited is None else "run")
+        sent = self._comm.counters[name].bytes_sent - self._told[name]  # since the last call
+        self._told[name] += sent
+        sent += begun["args"]["bytes_sent"] if begun else 0
         verb, told = "" if kind == "run" else f"{kind} ", f"{size(sent)} sent"
         span = {
             "ph": "X",
@@ -134,21 +143,6 @@ class Log:
             both["id"] = f"{self._comm.rank}.{len(self.events)}"
             self.events += [{**both, "ph": "b", "ts": begun["ts"]}, {**both, "ph": "e", "ts": end}]
         return result
-
-    def _sent(self, name: str) -> int:
-        """Return the bytes of an operation since the last call of this."""
-        sent = self._comm.counters[name].bytes_sent - self._told[name]
-        self._told[name] += sent
-        return sent
-
-
-def _operation(method: str, *arguments: Any, name: str = "exchange", **_: Any) -> str:
-    """Return the operation of a call, as the communicator's counters name it."""
-    if method == "_agree":
-        return "control"
-    if method in ("run", "start"):
-        return str(arguments[0].op)
-    return str([*arguments, name][1 if method == "wait" else 2])
 
 
 def measure(values: Any, rank: Rank) -> dict[str, Any]:
@@ -173,7 +167,16 @@ def measure(values: Any, rank: Rank) -> dict[str, Any]:
     events = [*spans(json.loads(path.read_text())), *log.events]
     place = f"{where} of {MPI.Get_processor_name()}"
     every = world.gather(shifted(world.rank, place, events, ahead))
-    return {} if every is None else {"trace": merge(every, described(setting))}
+    if every is None:
+        return {}
+    case = setting.case
+    about = {
+        **{name: getattr(case, name) for name in DESCRIBED},
+        **case.shape,
+        "direction": "forward and backward" if case.direction == "both" else "forward",
+        "device": setting.device,
+    }
+    return {"trace": merge(every, about)}
 
 
 def stepping(setting: BlockSetting, mesh: sp.Mesh) -> Callable[[], None]:
@@ -187,18 +190,6 @@ def stepping(setting: BlockSetting, mesh: sp.Mesh) -> Callable[[], None]:
     direction = setting.case.direction
     leaves = (x.requires_grad_(direction == "both"), *layer.parameters())
     return training(direction, lambda: forward(x), leaves, named)
-
-
-def described(setting: BlockSetting) -> dict[str, Any]:
-    """Describe the step, for the reader of the file."""
-    case = setting.case
-    names = ("scheme", "layout", "dtype", "ranks", "transport")
-    return {
-        **{name: getattr(case, name) for name in names},
-        **case.shape,
-        "direction": "forward and backward" if case.direction == "both" else "forward",
-        "device": setting.device,
-    }
 
 
 def spans(trace: Event) -> Iterator[Event]:

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.contests.contest import Contest, Entry, Part, Wrong
-from benchmarks.launching import REPORTS, Launch, Record, UsageError, about, numbers_of_ranks
+from benchmarks.launching import REPORTS, Record, UsageError, about, numbers_of_ranks
 from benchmarks.reporting.page import COLOURS, styled
 from benchmarks.reporting.tables import make
 from benchmarks.training.runs import DTYPES, FAULTS, Setting, places
@@ -43,14 +43,10 @@ def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
     setting, folder = Setting(steps=options.steps), options.folder.resolve()
     if options.plant:
         options.out = folder / "planted.json"
-    launch, measure = Launch(timeout=options.timeout), f"{__package__}.runs:measure"
     job = {"setting": setting, "folder": str(folder), "fault": options.plant, "place": None}
-    entries = [Entry(ALONE, len(DTYPES), measure, job, launch, needed=True)]
+    entries = [Entry(ALONE, len(DTYPES), job, needed=True)]
     for ranks in numbers_of_ranks(options.ranks, least=2):
-        entries += [
-            Entry(place.name, ranks, measure, {**job, "place": place}, launch)
-            for place in places(ranks)
-        ]
+        entries += [Entry(one.name, ranks, {**job, "place": one}) for one in places(ranks)]
     if not any(options.only in one.name for one in entries):
         raise UsageError(f"no mesh of these ranks has {options.only!r} in its name.")
     return {"setting": msgspec.structs.asdict(setting), "fault": options.plant}, entries
@@ -65,8 +61,7 @@ def allowed(curve: Mapping[str, Any]) -> list[float]:
     alone = np.array(curve["losses"])
     least = np.spacing(alone.astype(curve["dtype"])).astype(float)
     seen = np.abs(np.array(curve["perturbed"]) - alone).max(0)
-    limits: list[float] = (FACTOR * np.maximum.accumulate(np.maximum(seen, least))).tolist()
-    return limits
+    return [float(FACTOR * x) for x in np.maximum.accumulate(np.maximum(seen, least))]
 
 
 def divergence(losses: Sequence[float], curve: Mapping[str, Any]) -> float:
@@ -80,15 +75,12 @@ def divergence(losses: Sequence[float], curve: Mapping[str, Any]) -> float:
 def yardstick(curve: Mapping[str, Any]) -> list[str]:
     """Say what is wrong with the runs of one rank."""
     longest, learned = allowed(curve)[-1], curve["losses"][0] - min(curve["losses"])
-    found = []
-    if not curve["worst"] <= 1:
-        found.append(f"{curve['worst']:.3g} times the bound around the float64 reference")
-    if not longest <= SHARE * learned:
-        found.append(
-            f"training amplifies one unit in the last place so much that {longest:.2g} would be "
-            f"allowed, where {learned:.2g} was learned; take fewer steps, or a lower learning rate"
-        )
-    return found
+    far = f"{curve['worst']:.3g} times the bound around the float64 reference"
+    amplified = (
+        f"training amplifies one unit in the last place so much that {longest:.2g} would be "
+        f"allowed, where {learned:.2g} was learned; take fewer steps, or a lower learning rate"
+    )
+    return [far] * (not curve["worst"] <= 1) + [amplified] * (not longest <= SHARE * learned)
 
 
 def complaints(record: Mapping[str, Any], curve: Mapping[str, Any]) -> list[str]:
@@ -98,15 +90,14 @@ def complaints(record: Mapping[str, Any], curve: Mapping[str, Any]) -> list[str]
         for kind, (ratio, where) in record["worst"].items()
         if not ratio <= 1
     ]
-    if not set(KINDS) <= set(record["worst"]):
-        found.append("not everything was compared")
     ratio, apart = divergence(record["losses"], curve), record["apart"]
-    if ratio > 1:
-        text = f"as far from one rank's as {FACTOR:g} times a change of one unit in the last place"
-        found.append(f"losses: {ratio:.3g} times {text}")
-    if not apart <= 0:
-        found.append(f"ranks that hold the same weight differ by {apart:.3g} in the end")
-    return found
+    unit = f"{FACTOR:g} times a change of one unit in the last place"
+    more = {
+        "not everything was compared": not set(KINDS) <= set(record["worst"]),
+        f"losses: {ratio:.3g} times as far from one rank's as {unit}": ratio > 1,
+        f"ranks that hold the same weight differ by {apart:.3g} in the end": not apart <= 0,
+    }
+    return [*found, *(text for text, is_so in more.items() if is_so)]
 
 
 def runs_of(document: Record) -> tuple[dict[str, Any], list[Record]]:
@@ -133,12 +124,14 @@ def show(document: Record) -> Iterator[Part]:
     for dtype, curve in curves.items():
         yield from (Wrong(f"{ALONE}, {dtype}: {text}") for text in yardstick(curve))
         spread = max(abs(one[-1] - curve["losses"][-1]) for one in curve["perturbed"])
-        text = f"loss {curve['losses'][0]:.3f} to {curve['losses'][-1]:.3f}; from weights one ulp "
-        text += f"away the last loss differs by {spread:.1e}"
-        yield f"{ALONE}, {dtype}: {text}"
-    steps = document["setting"]["steps"]
-    text = f"{right} of {len(runs)} runs over several ranks have learned what one rank has"
-    yield f"{text}; {steps} steps"
+        yield (
+            f"{ALONE}, {dtype}: loss {curve['losses'][0]:.3f} to {curve['losses'][-1]:.3f}; "
+            f"from weights one ulp away the last loss differs by {spread:.1e}"
+        )
+    yield (
+        f"{right} of {len(runs)} runs over several ranks have learned what one rank has; "
+        f"{document['setting']['steps']} steps"
+    )
 
 
 def draw(document: Record, path: Path) -> None:
@@ -187,15 +180,13 @@ def _distances(axes: Any, curve: Mapping[str, Any], runs: Sequence[Record], numb
     Differences of 0 are not on a logarithmic axis.
     """
     dtype, colour = curve["dtype"], COLOURS[number]
-    meshes = [run["losses"] for run in runs]
     for losses, label, color in (
-        (meshes, f"{dtype}, meshes", colour),
+        ([run["losses"] for run in runs], f"{dtype}, meshes", colour),
         (curve["perturbed"], "one rank, weights 1 ulp away", "black"),
     ):
         apart = np.abs(np.array(losses) - np.array(curve["losses"]))
         shown = np.where(apart > 0, apart, np.nan).T
-        lines = axes.plot(shown, color=color, linewidth=0.6, alpha=0.6)
-        lines[0].set_label(label)
+        axes.plot(shown, color=color, linewidth=0.6, alpha=0.6)[0].set_label(label)
     label = f"{dtype}, allowed: {FACTOR:g} times that"
     axes.plot(allowed(curve), color=colour, linestyle="--", linewidth=1.4, label=label)
 
@@ -217,4 +208,9 @@ OPTIONS = {
         help="for weights and gradients (default: reports/train)",
     ),
 }
-train = Contest("train", __doc__, OPTIONS, plan, show, "train.json", timeout=1800.0, draw=draw)
+train = Contest(
+    *("train", __doc__, OPTIONS, plan, f"{__package__}.runs:measure", show),
+    file="train.json",
+    timeout=1800.0,
+    draw=draw,
+)

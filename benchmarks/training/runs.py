@@ -220,11 +220,6 @@ def gradients(
     return {**wide, **found}
 
 
-def step_name(step: int) -> str:
-    """Return the folder of the weights that one rank had before a step; gradients lie beside it."""
-    return f"step-{step:04}"
-
-
 def run_place(comm: Any, place: Place, dtype: str, setting: Setting, alone: Path) -> dict[str, Any]:
     """Train on a mesh from the first step to the last, then compare from one rank's weights.
 
@@ -247,7 +242,7 @@ def run_place(comm: Any, place: Place, dtype: str, setting: Setting, alone: Path
         curve = trained(model, setting, layout)
         worst: Worst = {}
         for step in setting.checkpoints:
-            folder = alone / dtype / step_name(step)
+            folder = alone / dtype / f"step-{step}"
             again = load(folder, mesh, **how)
             found = gradients(again, setting.batch(step), setting.max_norm, layout)
             stored = load_file(folder.with_suffix(".safetensors"))
@@ -274,11 +269,10 @@ def compare(model: Llama, found: dict[str, Tensor], stored: dict[str, Tensor]) -
             placement = placement_of(weights[name])
             expected, scale = (placement.take(whole, rank) for whole in (expected, scale))
         ratios.append(error_ratio(x, expected, bound(scale, model.dtype)))
-    greatest = sp.all_reduce(
-        torch.tensor(ratios, dtype=torch.float64), comm=model.grid.everyone, op="max"
-    ).tolist()
+    mine = torch.tensor(ratios, dtype=torch.float64)
+    greatest = sp.all_reduce(mine, comm=model.grid.everyone, op="max")
     worst: Worst = {}
-    for name, ratio in zip(found, greatest, strict=True):
+    for name, ratio in zip(found, greatest.tolist(), strict=True):
         kind = "gradients" if name in weights else name
         worst[kind] = max(worst.get(kind, (0.0, "")), (ratio, name))
     return worst
@@ -287,12 +281,11 @@ def compare(model: Llama, found: dict[str, Tensor], stored: dict[str, Tensor]) -
 @torch.no_grad()
 def apart(model: Llama) -> float:
     """Return the greatest difference between two ranks' copies of one element of a weight."""
-    greatest = 0.0
+    rank, greatest = model.grid.tensor.rank, 0.0
     for parameter in model.parameters():
-        placement, tensor = placement_of(parameter), model.grid.tensor
-        mine = placement.spread(parameter, tensor.rank)
-        held = placement.spread(torch.ones_like(parameter), tensor.rank) > 0
-        extremes = [mine.where(held, -torch.inf), (-mine).where(held, -torch.inf)]
+        spread = placement_of(parameter).spread
+        mine, held = spread(parameter, rank), spread(torch.ones_like(parameter), rank) > 0
+        extremes = [x.where(held, -torch.inf) for x in (mine, -mine)]
         high, low = (sp.all_reduce(x, comm=model.grid.everyone, op="max") for x in extremes)
         greatest = max(greatest, float((high + low).max()))
     return greatest
@@ -305,7 +298,7 @@ def run_alone(comm: Any, dtype: str, setting: Setting, folder: Path) -> dict[str
         comm: an mpi4py communicator of one rank.
         dtype: of weights and arithmetic.
         setting: the run.
-        folder: where things go.
+        folder: where things go: weights before a step as `step-N`, gradients beside them.
 
     Returns:
         The losses, those of perturbed runs, and the worst error over bound of the gradients.
@@ -322,15 +315,16 @@ def run_alone(comm: Any, dtype: str, setting: Setting, folder: Path) -> dict[str
 
             def before(step: int) -> None:
                 if seed is None and step in setting.checkpoints:
-                    save(model, out / step_name(step))
+                    save(model, out / f"step-{step}")
 
             return [step.loss for step in trained(model, setting, sp.Sharding.zigzag, before)]
 
         losses, *others = (run(seed) for seed in (None, *range(setting.perturbed)))
-        worst = 0.0
-        for step in setting.checkpoints:
-            worst = max(worst, _keep_gradients(mesh, out / step_name(step), setting, step))
-    return {"dtype": dtype, "losses": losses, "perturbed": others, "worst": worst}
+        ratios = [
+            _keep_gradients(mesh, out / f"step-{step}", setting, step)
+            for step in setting.checkpoints
+        ]
+    return {"dtype": dtype, "losses": losses, "perturbed": others, "worst": max(ratios)}
 
 
 @torch.no_grad()

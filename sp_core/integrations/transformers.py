@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +28,7 @@ from sp_core.agreement import agreeing_in_turn
 from sp_core.collectives.api import all_reduce
 from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
-from sp_core.llama.grid import Grid, GridAttention
+from sp_core.llama.grid import Grid
 from sp_core.mask import Mask
 from sp_core.mesh import Mesh
 from sp_core.nn.gradients import reduce_gradients
@@ -102,6 +101,7 @@ def parallelize(model: Model, mesh: Mesh, scheme: str = "ring", layout: str = "z
     arguments.check_type("mesh", mesh, Mesh, "Make one, such as Mesh(MPI.COMM_WORLD, ring=4).")
 
     def call() -> str:
+        found = _checked(model, mesh, layout)
         weights = torch.stack([x.detach().flatten().view(torch.uint8).sum() for x in found])
         kinds = blake2b(repr([(x.shape, x.dtype) for x in found]).encode(), digest_size=4)
         return (
@@ -109,9 +109,8 @@ def parallelize(model: Model, mesh: Mesh, scheme: str = "ring", layout: str = "z
             f"#{kinds.hexdigest()} of values #{_digest(weights)}, {scheme=}, {layout=})"
         )
 
-    found: list[nn.Parameter] = []
-    mesh[tuple(mesh.axes)].agree_on(call, lambda: found.extend(_checked(model, mesh, layout)))
-    _Parallel(model, Grid.of(mesh, scheme), layout).attach()
+    mesh[tuple(mesh.axes)].agree_on(call)
+    _Parallel(model, Grid.of(mesh, scheme), layout)
     return model
 
 
@@ -130,34 +129,22 @@ def one_process() -> Iterator[None]:
         os.environ.update(hidden)
 
 
-@dataclass(frozen=True)
-class _Call:
-    """The arguments of `_attend` for one forward pass. Each layer gets them as a keyword argument.
+class _Parallel:
+    """The hooks of one model: split inputs over the ranks, average the loss, sum the gradients.
 
-    `documents` are the boundaries of packed documents (0, ..., S), or None for one document.
+    Making the object puts the scheme, the loss and the hooks into the model.
     """
 
-    attention: GridAttention
-    sharding: Sharding
-    documents: tuple[int, ...] | None
-
-
-class _Parallel:
-    """The hooks of one model: split inputs over the ranks, average the loss, sum the gradients."""
-
     def __init__(self, model: Any, grid: Grid, layout: str) -> None:
-        self._model, self._grid, self._layout = model, grid, layout
-        self._backward = -1
-
-    def attach(self) -> None:
-        """Put the scheme, the loss and the hooks into the model."""
         from transformers import AttentionInterface
 
+        self._model, self._grid, self._layout = model, grid, layout
+        self._backward = -1
         AttentionInterface.register(NAME, _attend)
-        self._model.set_attn_implementation(NAME)
-        self._model.loss_function = self._loss
-        self._model.register_forward_pre_hook(self._shard, with_kwargs=True)
-        self._model.get_output_embeddings().register_full_backward_pre_hook(self._begin)
+        model.set_attn_implementation(NAME)
+        model.loss_function = self._loss
+        model.register_forward_pre_hook(self._shard, with_kwargs=True)
+        model.get_output_embeddings().register_full_backward_pre_hook(self._begin)
 
     def _shard(
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -182,8 +169,12 @@ class _Parallel:
         if given.get("labels") is not None:
             whole["labels"] = F.pad(given["labels"], (0, 1), value=IGNORED)[:, 1:]
         shards = {name: sharding.shard(x, comm.rank, 1) for name, x in whole.items()}
-        made = _Call(self._grid.attention, sharding, documents)
-        return (), given | shards | {"attention_mask": None, "use_cache": False, NAME: made}
+
+        def attention(*qkv: Tensor, window: int | None, **terms: Any) -> Tensor:
+            mask = Mask(causal=True, window=window, documents=documents)
+            return cast("Tensor", self._grid.attention(*qkv, sharding=sharding, mask=mask, **terms))
+
+        return (), given | shards | {"attention_mask": None, "use_cache": False, NAME: attention}
 
     def _loss(
         self,
@@ -249,7 +240,7 @@ def _attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    sp_core: _Call | None = None,
+    sp_core: Callable[..., Tensor] | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention of this rank's queries (B, H, S/P, D) as transformers asks for it.
@@ -262,16 +253,9 @@ def _attend(
             f"{'no' if sp_core is None else 'a'} parallelized forward; it needs dropout=0.0 "
             "and a forward of the model itself from parallelize(model, mesh), not of a part of it."
         )
-    out = sp_core.attention(
-        *(x.transpose(1, 2) for x in (query, key, value)),
-        sharding=sp_core.sharding,
-        mask=Mask(causal=True, window=sliding_window, documents=sp_core.documents),
-        softmax_scale=scaling,
-        softcap=softcap,
-        sinks=s_aux,
-    )
-    assert isinstance(out, Tensor)
-    return out, None
+    qkv = (x.transpose(1, 2) for x in (query, key, value))
+    terms = {"softmax_scale": scaling, "softcap": softcap, "sinks": s_aux}
+    return sp_core(*qkv, window=sliding_window, **terms), None
 
 
 def _checked(model: Any, mesh: Mesh, layout: str) -> list[nn.Parameter]:

@@ -154,21 +154,19 @@ class Deaths:
         These are the stopped ranks, else the rank that died first. If no rank died in a test
         session, they are the ranks whose stacks show that they did not wait for other ranks.
         """
-        first = self.first()
         if self._stopped:
             return [
                 f"rank {rank} is stopped by a signal{self._place(rank, '; ')}"
                 for rank in sorted(self._stopped)
             ]
-        if first is not None:
+        if (first := self.first()) is not None:
             return [f"rank {first} died first: {self.dead[first]}{self._place(first, '; ')}"]
         if not (self._dir / STARTED).exists():  # a plain program's waits look like work
             return []
-        busy = {rank: innermost(self._stacks(rank)) for rank in range(self.ranks)}
         return [
             f"rank {rank} waits for nobody: it is at {place}"
-            for rank, place in busy.items()
-            if place
+            for rank in range(self.ranks)
+            if (place := innermost(self._stacks(rank)))
         ]
 
     def _place(self, rank: int, separator: str) -> str:
@@ -261,13 +259,11 @@ def _status_of(fd: int) -> int | None:
 
     This is `PIDFD_GET_INFO` with `PIDFD_INFO_EXIT` of linux/pidfd.h, since Linux 6.15.
     """
-    info = bytearray(_INFO.pack(_INFO_EXIT, 0))
-    try:
-        fcntl.ioctl(fd, _GET_INFO, info)
-    except OSError:
-        return None
-    mask, status = _INFO.unpack(info)
-    return int(status) if mask & _INFO_EXIT else None
+    with contextlib.suppress(OSError):
+        info = fcntl.ioctl(fd, _GET_INFO, _INFO.pack(_INFO_EXIT, 0))
+        mask, status = _INFO.unpack(info)
+        return int(status) if mask & _INFO_EXIT else None
+    return None
 
 
 _SHARED = re.compile(r".* (/dev/shm/(mpich_shm_|ucx_shm_posix_|sm_segment\.)[^/]*)")
@@ -288,15 +284,12 @@ def stat(pid: int | str) -> list[str]:
 def processes_of(leader: int) -> set[int]:
     """Return the ids of the processes in the session of `leader`, and of their descendants."""
     stats = {int(path.name): stat(path.name) for path in Path("/proc").glob("[0-9]*")}
-    found = {
-        pid
-        for pid, fields in stats.items()
-        if pid == leader or (fields and int(fields[3]) == leader)
-    }
-    while (
-        new := {pid for pid, fields in stats.items() if fields and int(fields[1]) in found} - found
-    ):
+    living = {pid: fields for pid, fields in stats.items() if fields}
+    new = {pid for pid, fields in living.items() if int(fields[3]) == leader} | {leader}
+    found = set[int]()
+    while new:
         found |= new
+        new = {pid for pid, fields in living.items() if int(fields[1]) in new} - found
     return found
 
 
@@ -320,8 +313,8 @@ def shared_files(leader: int) -> set[Path]:
     found: set[Path] = set()
     for pid in processes_of(leader):
         with contextlib.suppress(OSError):
-            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-            found.update(filter(None, map(mpi_file, lines)))
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            found.update(filter(None, map(mpi_file, maps.splitlines())))
     return found
 
 

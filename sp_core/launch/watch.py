@@ -225,9 +225,8 @@ def run_program(arguments: list[str]) -> None:
         else:
             runpy.run_path(kind, run_name="__main__")
     except BaseException as error:
-        code = 1
-        if isinstance(error, SystemExit):
-            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        code = error.code if isinstance(error, SystemExit) else 1
+        code = code if isinstance(code, int) else int(code is not None)
         note(f"{FAILED}{error!r}" if code else ENDED)
         abort_at_exit(code)
         raise

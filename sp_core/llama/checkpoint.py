@@ -25,7 +25,7 @@ from sp_core.collectives.api import all_gather
 from sp_core.errors import CheckpointError
 from sp_core.llama.config import LlamaConfig, read_json
 from sp_core.llama.grid import Grid
-from sp_core.llama.model import Llama, check_model, checkpoint_name, parameter_names
+from sp_core.llama.model import Llama, check_model, checkpoint_name
 from sp_core.mesh import Mesh
 from sp_core.nn.gradients import Placement, placement_of
 
@@ -223,7 +223,12 @@ def _dtype(checkpoint: Checkpoint, asked: torch.dtype | None) -> torch.dtype:
 
 def check_names(checkpoint: Checkpoint, model: Llama) -> None:
     """Raise CheckpointError if names of tensors are missing, or are none of the model's."""
-    expected, names = parameter_names(model), set(checkpoint.names)
+    weights = [name for name, _ in model.layers[next(iter(model.own))].named_parameters()]
+    layers = range(model.config.num_hidden_layers)
+    own = [f"layers.{number}.{name}" for number in layers for name in weights]
+    own += ["embed_tokens.weight", "norm.weight"]
+    own += [] if model.config.tie_word_embeddings else ["lm_head.weight"]
+    expected, names = set(map(checkpoint_name, own)), set(checkpoint.names)
     missing = sorted(expected - names)
     extra = sorted(x for x in names - expected - {"lm_head.weight"} if not x.endswith(_UNUSED))
     if missing or extra:
@@ -325,10 +330,11 @@ def _files(
     A file takes as many as fit into `limit` bytes, at least one; None puts all into one file. The
     index of several files is added to `texts`.
     """
+    sizes = {name: one.numel * x.element_size() for name, (x, one) in tensors.items()}
     groups: list[Parts] = []
     for name, part in tensors.items():
         if not groups or (
-            limit is not None and sum(map(_size, (*groups[-1].values(), part))) > limit
+            limit is not None and sum(sizes[each] for each in (*groups[-1], name)) > limit
         ):
             groups.append({})
         groups[-1][name] = part
@@ -336,14 +342,9 @@ def _files(
         return {f"{folder}/{SINGLE}": group for group in groups}
     names = [f"model-{n:05}-of-{len(groups):05}.safetensors" for n in range(1, len(groups) + 1)]
     places = {name: file for file, group in zip(names, groups, strict=True) for name in group}
-    total = {"total_size": sum(map(_size, tensors.values()))}
+    total = {"total_size": sum(sizes.values())}
     texts[f"{folder}/{INDEX}"] = _json({"metadata": total, "weight_map": places})
     return {f"{folder}/{file}": group for file, group in zip(names, groups, strict=True)}
-
-
-def _size(part: tuple[Tensor, Placement]) -> int:
-    """Return the size of a whole tensor in bytes."""
-    return part[1].numel * part[0].element_size()
 
 
 def _attempt(write: Callable[[], None], target: Path, rank: int) -> None:

@@ -156,8 +156,13 @@ class LlamaConfig:
         hidden, heads = given["hidden_size"], given["num_attention_heads"]
         divides = _is_size(heads) and _is_size(hidden)
         inferred = {"num_key_value_heads": heads, "head_dim": hidden // heads if divides else 1}
-        others = {**_rope(values), "eos_token_id": _tokens(values.get("eos_token_id"))}
-        return cls(**{**inferred, **given, **others})
+        ends = values.get("eos_token_id")
+        tokens = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
+            raise CheckpointError(
+                f"eos_token_id={ends!r} was given, needed a number, a list of numbers, or null."
+            )
+        return cls(**{**inferred, **given, **_rope(values), "eos_token_id": tuple(tokens)})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the contents of a `config.json`, which `from_dict` reads again."""
@@ -213,20 +218,6 @@ def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
     kept = {name: value for name, value in scaling.items() if name != "rope_theta"}
     is_plain = not kept or kept.get("rope_type", kept.get("type")) == "default"
     return {"rope_theta": base, "rope_scaling": None if is_plain else kept}
-
-
-def _tokens(value: object) -> tuple[int, ...]:
-    """Return a token, a list of tokens or None as a tuple of tokens.
-
-    Raises:
-        CheckpointError: the value is something else.
-    """
-    items = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
-        raise CheckpointError(
-            f"eos_token_id={value!r} was given, needed a number, a list of numbers, or null."
-        )
-    return tuple(items)
 
 
 def check_ranks(config: LlamaConfig, size: int) -> None:

@@ -315,10 +315,9 @@ class Decoder:
                     f"tokens for {len(tokens)} sequences were given; there are {len(shown)}. Give "
                     f"an empty list for none."
                 )
-            placed: list[tuple[Cache, Tokens, list[int]]] = []
-            for cache, part in zip(self.caches, self.parts, strict=True):
-                own = [tokens[number] for number in part]
-                placed.append((cache, own, cache.place(own, part.start)))
+            owns: list[Tokens] = [[tokens[n] for n in part] for part in self.parts]
+            parts = zip(self.caches, owns, self.parts, strict=True)
+            placed = [(cache, own, cache.place(own, part.start)) for cache, own, part in parts]
             check_tokens(flat(tokens), self.model.config)
             if not any(tokens):
                 raise ValueError(f"{what} was given no token for any sequence; give at least one.")

@@ -40,8 +40,6 @@ from sp_core.sharding import Sharding, split_sizes
 LayerAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Attention of one layer: from the index among this stage's layers, q, k and v to the result."""
 CAUSAL = Mask(causal=True)
-DEVIATION = 0.02
-"""Standard deviation of random weights, as `initializer_range` of Hugging Face's LLaMA."""
 
 
 @dataclass(frozen=True)
@@ -247,11 +245,8 @@ class Llama(nn.Module):
         Queries q have the shape of the result. Keys k and values v are (B, S'/P, K/T, D), of the
         tokens of `kv_sharding`; if that is None, of `sharding`.
         """
-        out = self.grid.attention(
-            q, self.spread(k), self.spread(v), sharding=sharding, kv_sharding=kv_sharding, mask=mask
-        )
-        assert isinstance(out, Tensor)
-        return out
+        where = {"sharding": sharding, "kv_sharding": kv_sharding, "mask": mask}
+        return cast("Tensor", self.grid.attention(q, self.spread(k), self.spread(v), **where))
 
     def spread(self, x: Tensor) -> Tensor:
         """Return key/value heads x (B, S, K/T, D), or (B, S, H/T, D) with one for each query head.
@@ -280,18 +275,6 @@ def check_model(model: object) -> None:
 def checkpoint_name(name: str) -> str:
     """Return the name of a parameter in a Hugging Face checkpoint."""
     return name if name.startswith("lm_head.") else f"model.{name}"
-
-
-def parameter_names(model: Llama) -> set[str]:
-    """Return the names of the parameters of all stages in a Hugging Face checkpoint."""
-    layer = [name for name, _ in model.layers[next(iter(model.own))].named_parameters()]
-    names = [
-        f"layers.{number}.{name}"
-        for number in range(model.config.num_hidden_layers)
-        for name in layer
-    ]
-    head = [] if model.config.tie_word_embeddings else ["lm_head.weight"]
-    return {checkpoint_name(name) for name in ("embed_tokens.weight", *names, "norm.weight", *head)}
 
 
 def stage_layers(config: LlamaConfig, stages: int) -> tuple[range, ...]:
@@ -356,17 +339,13 @@ def create(
         return model, f"create({config}, {seed}, {dtype}, {tp_sp})"
 
     model = make_alike(grid.everyone, make)
-    model.fill(
-        lambda name, placement: placement.take(
-            random_weight(name, placement, seed), grid.tensor.rank
-        )
-    )
+
+    def draw(name: str, placement: Placement) -> Tensor:
+        whole = torch.ones(placement.shape, dtype=torch.float64)
+        if len(placement.shape) > 1:  # not the weight of a norm
+            random = torch.Generator().manual_seed(crc32(f"{seed} {name}".encode()))
+            whole.normal_(0.0, 0.02, generator=random)
+        return placement.take(whole, grid.tensor.rank)
+
+    model.fill(draw)
     return model
-
-
-def random_weight(name: str, placement: Placement, seed: int) -> Tensor:
-    """Return a random whole weight in float64, which depends on name, shape and seed only."""
-    if len(placement.shape) == 1:  # the weight of a norm
-        return torch.ones(placement.shape, dtype=torch.float64)
-    random = torch.Generator().manual_seed(crc32(f"{seed} {name}".encode()))
-    return torch.randn(placement.shape, generator=random, dtype=torch.float64) * DEVIATION

@@ -14,8 +14,8 @@ Shapes: N sequences, S tokens, E model dim, V vocabulary, P sequence ranks, T te
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import cycle, islice
+from typing import cast
 from zlib import crc32
 
 import torch
@@ -26,9 +26,8 @@ from sp_core.attention import local_attention
 from sp_core.collectives.api import all_gather, broadcast
 from sp_core.errors import ShapeError
 from sp_core.llama.config import LlamaConfig, Tokens, check_sequences
-from sp_core.llama.model import CAUSAL, Llama, Pass, check_model, document_positions
+from sp_core.llama.model import Llama, Pass, check_model, document_positions
 from sp_core.llama.train import packed
-from sp_core.nn.memory import KEEP_ALL
 from sp_core.scheduling import Plan, Work
 from sp_core.scheduling.plan import passes
 from sp_core.sharding import Sharding, split_sizes
@@ -104,11 +103,11 @@ def compute(model: Llama, sequences: Tokens, plan: Plan, *, pass_tokens: int = P
     """
     rows: Rows = {}
     for number in plan.sharded:
-        rows |= _shared(model, number, _filled(sequences, plan, number), len(sequences[number]))
+        rows |= _computed(model, (number,), sequences, plan)
     for numbers in passes(plan, plan.packed[model.grid.sequence.rank], pass_tokens):
-        rows |= _packed(model, numbers, sequences, plan)
+        rows |= _computed(model, numbers, sequences, plan, alone=True)
     for numbers in _taken(model, list(passes(plan, plan.waiting, pass_tokens))):
-        rows |= _packed(model, numbers, sequences, plan)
+        rows |= _computed(model, numbers, sequences, plan, alone=True)
     return rows
 
 
@@ -130,47 +129,34 @@ def collect(model: Llama, rows: Rows, count: int) -> Tensor:
     )
 
 
-def _shared(model: Llama, number: int, tokens: Sequence[int], length: int) -> Rows:
-    """Compute sequence `number`, which all sequence ranks share; every rank calls this.
+def _computed(
+    model: Llama, numbers: Sequence[int], sequences: Tokens, plan: Plan, *, alone: bool = False
+) -> Rows:
+    """Compute the sequences with these indices, packed into one row.
 
-    Args:
-        model: the model.
-        number: the index of the sequence, the key of the result.
-        tokens: the sequence with its padding.
-        length: the number of tokens without padding.
-
-    Returns:
-        On the rank with the last token the hidden state of that token, else nothing.
-    """
-    comm = model.grid.sequence
-    sharding = Sharding.zigzag(len(tokens), comm.size)
-    mine = sharding.shard(torch.tensor([tokens], dtype=torch.int64), comm.rank, 1).to(comm.device)
-    (row,) = model.hidden(
-        mine, replace(model.one_pass(mine, sharding, CAUSAL, KEEP_ALL), lengths=None)
-    )
-    last = sharding.positions(comm.rank) == length - 1
-    return dict(zip([number], row[last], strict=False))
-
-
-def _packed(model: Llama, numbers: Sequence[int], sequences: Tokens, plan: Plan) -> Rows:
-    """Compute the sequences with these indices, each whole on this rank, packed into one row.
+    With `alone` this rank computes the row by itself. Else all sequence ranks call this and share
+    the row.
 
     Returns:
-        The hidden state of the last token of each.
+        The hidden states of the last tokens of sequences, of those that this rank has.
     """
     tokens, mask = packed([_filled(sequences, plan, number) for number in numbers])
-    tokens = tokens.to(model.grid.sequence.device)
+    comm = model.grid.sequence
+    rank, size = (0, 1) if alone else (comm.rank, comm.size)
+    sharding = Sharding.zigzag(tokens.shape[1], size)
+    own = sharding.shard(tokens, rank, 1).to(comm.device)
 
     def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = local_attention(q, model.spread(k), model.spread(v), mask=mask)
-        assert isinstance(out, Tensor)
-        return out
+        if alone:
+            return cast("Tensor", local_attention(q, model.spread(k), model.spread(v), mask=mask))
+        return model.attend(q, k, v, sharding=sharding, mask=mask)
 
-    (row,) = model.hidden(
-        tokens, Pass(tokens, document_positions(torch.arange(tokens.shape[1]), mask), attend)
-    )
+    positions = sharding.positions(rank)
+    (row,) = model.hidden(own, Pass(own, document_positions(positions, mask), attend))
+    places = {position: place for place, position in enumerate(positions.tolist())}
     starts = zip(numbers, mask.documents or (), strict=False)
-    return {number: row[start + len(sequences[number]) - 1] for number, start in starts}
+    lasts = {number: start + len(sequences[number]) - 1 for number, start in starts}
+    return {number: row[places[last]] for number, last in lasts.items() if last in places}
 
 
 def _taken(model: Llama, waiting: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:

@@ -13,6 +13,7 @@ split the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -21,7 +22,6 @@ from torch.nn import functional as F
 
 from sp_core import arguments
 from sp_core.agreement import agreeing_in_turn
-from sp_core.arguments import check_tensor
 from sp_core.attention import accumulation_dtype
 from sp_core.collectives.api import all_reduce, shift
 from sp_core.collectives.differentiable import reduce_from_group
@@ -97,7 +97,7 @@ def check_shard(tokens: Tensor, comm: Communicator, sharding: Sharding) -> None:
     Raises:
         ShapeError, DtypeError, DeviceError, TypeError: what was given and what is needed.
     """
-    check_tensor(tokens, comm)
+    arguments.check_tensor(tokens, comm)
     check_sharding(sharding, comm, "tokens")
     if tokens.dtype != torch.int64:
         raise DtypeError(
@@ -181,45 +181,25 @@ def next_token_loss(
     count = int(all_reduce(valid.sum(), comm=data)) if count is None else count
     if count == 0:
         raise ValueError(
-            f"none of the labels of all ranks is valid (all are {IGNORED}); the mean of nothing "
-            f"is not defined."
+            f"none of the labels of all ranks is valid (all are {IGNORED}), so there is no mean."
         )
-    losses = _losses(x, labels, tensor, sizes, head, chunk)
+    size = max(labels.numel(), 1) if head is None or chunk is None else chunk
+    parts = x.reshape(-1, x.shape[-1]).split(size), labels.flatten().split(size)
+    compute = partial(_cross_entropy, head=head, tensor=tensor, sizes=sizes)
+    losses = tiled(compute, *parts, dim=0).view_as(labels)
     return reduce_from_group(torch.where(valid, losses, 0.0).sum() / count, comm=data)
 
 
-def _losses(
-    x: Tensor,
-    labels: Tensor,
-    tensor: Communicator,
-    sizes: Sequence[int],
-    head: Tensor | None,
-    chunk: int | None,
-) -> Tensor:
-    """Return the loss of each token, shaped like labels; arguments as in `next_token_loss`.
-
-    `sizes` holds the length of the vocabulary part of each rank of `tensor`.
-    """
-
-    def losses(x: Tensor, labels: Tensor) -> Tensor:
-        logits = x if head is None else F.linear(x, head)
-        logits = logits.to(accumulation_dtype(logits.dtype))
-        return _cross_entropy(logits, labels, tensor, sizes)
-
-    if head is None or chunk is None:
-        return losses(x, labels)
-    chunks = x.reshape(-1, x.shape[-1]).split(chunk), labels.flatten().split(chunk)
-    return tiled(losses, *chunks, dim=0).view_as(labels)
-
-
 def _cross_entropy(
-    logits: Tensor, labels: Tensor, tensor: Communicator, sizes: Sequence[int]
+    x: Tensor, labels: Tensor, head: Tensor | None, tensor: Communicator, sizes: Sequence[int]
 ) -> Tensor:
     """Return log sum exp(logits) - logit of the label for each token, over a split vocabulary.
 
-    The ranks of `tensor` call two all-reduces. `logits` (..., V/T) is this rank's part; `sizes`
-    has the V/T of each rank. The result is shaped like labels, and undefined for `IGNORED`.
+    The ranks of `tensor` call two all-reduces; `sizes` has the V/T of each rank. Other arguments
+    are as in `next_token_loss`. The result is shaped like labels, and undefined for `IGNORED`.
     """
+    logits = x if head is None else F.linear(x, head)
+    logits = logits.to(accumulation_dtype(logits.dtype))
     greatest = all_reduce(logits.detach().amax(-1), comm=tensor, op="max")
     shifted = logits - greatest.unsqueeze(-1)
     places = labels - list(accumulate(sizes, initial=0))[tensor.rank]
@@ -257,7 +237,7 @@ def _check_loss(
     arguments.check_chunk(chunk)
     floats = [x] if head is None else [x, head]
     for given in (labels, *floats):
-        check_tensor(given, comm)
+        arguments.check_tensor(given, comm)
     shape = tuple(x.shape[-1:]) * 2 if head is None else tuple(head.shape)
     if x.shape[:-1] != labels.shape or len(shape) != 2 or shape[1:] != x.shape[-1:] or 0 in shape:
         raise ShapeError(

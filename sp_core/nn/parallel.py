@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, Self
 
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sp_core import arguments
+from sp_core.agreement import make_alike
 from sp_core.collectives.api import reduce_scatter
 from sp_core.collectives.differentiable import copy_to_group, reduce_from_group
 from sp_core.collectives.maps import AllGather
@@ -184,7 +186,7 @@ class _ParallelLinear(Weight):
         sizes: Sequence[int] | None,
     ) -> None:
         arguments.check_communicator(comm)
-        cut = _agreed_sizes(type(self), linear, comm, sharding, sizes)
+        cut = make_alike(comm, partial(_sizes_and_call, type(self), linear, comm, sharding, sizes))
         held = tuple((range(start, stop),) for start, stop in pairwise(accumulate(cut, initial=0)))
         super().__init__(
             Placement(tuple(linear.weight.shape), self.split_dim, held), comm, linear.weight.dtype
@@ -311,34 +313,25 @@ class RowParallelLinear(_ParallelLinear):
         )
 
 
-def _agreed_sizes(
+def _sizes_and_call(
     kind: type[_ParallelLinear],
     linear: Any,
     comm: Communicator,
     sharding: Sharding | None,
     sizes: Sequence[int] | None,
-) -> tuple[int, ...]:
-    """Check the arguments of `from_linear`, compare the ranks, and return each rank's features."""
-    cut: tuple[int, ...] = ()
-
-    def call() -> str:
-        nonlocal cut
-        arguments.check_type("linear", linear, nn.Linear, "Pass the whole layer.")
-        arguments.check(sizes=sizes)
-        if sharding is not None:
-            check_sharding(sharding, comm, kind.__name__)
-        features = linear.weight.shape[kind.split_dim]
-        cut = split_sizes(features, comm.size) if sizes is None else tuple(sizes)
-        if len(cut) != comm.size or min(cut) < 0 or sum(cut) != features:
-            raise ShapeError(
-                f"{kind.__name__}: sizes={cut} were given; {comm.size} sizes >= 0 that add up to "
-                f"{features} are needed."
-            )
-        shown = (
-            f"{tuple(linear.weight.shape)}, {linear.weight.dtype}, bias={linear.bias is not None}"
+) -> tuple[tuple[int, ...], str]:
+    """Check the arguments of `from_linear`. Return each rank's features, and the call as text."""
+    arguments.check_type("linear", linear, nn.Linear, "Pass the whole layer.")
+    arguments.check(sizes=sizes)
+    if sharding is not None:
+        check_sharding(sharding, comm, kind.__name__)
+    features = linear.weight.shape[kind.split_dim]
+    cut = split_sizes(features, comm.size) if sizes is None else tuple(sizes)
+    if len(cut) != comm.size or min(cut) < 0 or sum(cut) != features:
+        raise ShapeError(
+            f"{kind.__name__}: sizes={cut} were given; {comm.size} sizes >= 0 that add up to "
+            f"{features} are needed."
         )
-        tokens = "all tokens" if sharding is None else sharding.fingerprint
-        return f"{kind.__name__}.from_linear({shown}, sizes={cut}, {tokens}) on {comm.name}"
-
-    comm.agree_on(call)
-    return cut
+    shown = f"{tuple(linear.weight.shape)}, {linear.weight.dtype}, bias={linear.bias is not None}"
+    tokens = "all tokens" if sharding is None else sharding.fingerprint
+    return cut, f"{kind.__name__}.from_linear({shown}, sizes={cut}, {tokens}) on {comm.name}"

@@ -7,10 +7,10 @@ derivatives of any order with finite differences.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.functional import vjp
@@ -65,11 +65,11 @@ class _GlobalMap(torch.autograd.Function):
                 for x in _of_rank(shards, comm.rank, size)
             )
             with torch.enable_grad():
-                outputs = _tuple(f(comm, *mine))
-            return tuple(output.detach() for output in outputs)
+                outputs = f(comm, *mine)
+            several = (outputs,) if isinstance(outputs, Tensor) else outputs
+            return tuple(output.detach() for output in several)
 
-        by_rank = run_threads(size, body)
-        return tuple(output for outputs in by_rank for output in outputs)
+        return tuple(itertools.chain(*run_threads(size, body)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -93,10 +93,6 @@ def _of_rank(values: Sequence[Any], rank: int, size: int) -> Sequence[Any]:
     return values[rank * count : (rank + 1) * count]
 
 
-def _tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
-
-
 def check_adjoint(
     comm: Any,
     forward: Callable[[Tensor], Tensor],
@@ -114,7 +110,7 @@ def check_adjoint(
         y: float64 with small integers, of the shape of A x.
 
     Communication:
-        That of A and A^T, and one all-reduce of two numbers.
+        That of A and A^T, and one all-gather of two numbers.
 
     Raises:
         AssertionError: on every rank if the sums differ; only on this rank if A x has not the shape
@@ -127,11 +123,9 @@ def check_adjoint(
     aty = adjoint(y) if adjoint is not None else torch.autograd.grad(ax, x, y)[0]
     if aty.shape != x.shape:
         raise AssertionError(f"A^T y has shape {tuple(aty.shape)}, x has {tuple(x.shape)}")
-    mine = np.array([float((ax.detach() * y).sum()), float((x.detach() * aty).sum())])
-    both = np.empty(2)
-    comm.Allreduce(mine, both)
-    if both[0] != both[1]:
+    mine = float((ax.detach() * y).sum()), float((x.detach() * aty).sum())
+    left, right = map(sum, zip(*comm.allgather(mine), strict=True))
+    if left != right:
         raise AssertionError(
-            f"not adjoint: <A x, y> = {both[0]}, <x, A^T y> = {both[1]}, summed over "
-            f"{comm.size} ranks"
+            f"not adjoint: <A x, y> = {left}, <x, A^T y> = {right}, summed over {comm.size} ranks"
         )

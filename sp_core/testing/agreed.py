@@ -22,7 +22,6 @@ from sp_core.testing.carriers import MpiCarrier
 from sp_core.testing.session import Session, find_shared_gpu, keep_largest
 
 _RESULT_FILES = {"xmlpath", "benchmark_json", "benchmark_save", "benchmark_autosave"}
-_MAX_LISTED = 5
 
 
 class Ranks:
@@ -142,7 +141,7 @@ class Ranks:
             lines = ["the ranks collected different tests, or in another order:"]
             for rank, (ids, complaints) in enumerate(everyone):
                 lines += [f"rank {rank} {text}" for text in complaints]
-                only = [name for name in ids if name not in common][:_MAX_LISTED]
+                only = [name for name in ids if name not in common][:5]
                 lines += [f"  not on all ranks, but on rank {rank}: {name}" for name in only]
             self._usage("\n".join(lines))
 
@@ -187,7 +186,7 @@ class Ranks:
             self._lost = True
             lines = ["the ranks are at different points of the session:"]
             for rank, (place, complaints, _) in enumerate(everyone):
-                lines.append("\n".join([f"  rank {rank} is at {place}", *complaints]))
+                lines += [f"  rank {rank} is at {place}", *complaints]
             pytest.exit("\n".join(lines), returncode=pytest.ExitCode.INTERNAL_ERROR)
         return [value for *_, value in everyone]
 
@@ -222,14 +221,13 @@ class Ranks:
         that the session has ended regularly.
         """
         watch.progress()
-        everyone = []
         try:
-            if not self._lost:
-                mine = int(session.exitstatus), self._session.tally.ratios, self._session.notes
-                everyone = self._everyone("the end of the session", mine)
+            mine = int(session.exitstatus), self._session.tally.ratios, self._session.notes
+            everyone = [] if self._lost else self._everyone("the end of the session", mine)
         except (
             pytest.exit.Exception
         ) as lost:  # raised here, it would keep other plugins from writing their files
+            everyone = []
             if self.rank == 0:
                 print(lost, file=sys.__stderr__)
         session.exitstatus = max(

@@ -94,29 +94,24 @@ def until(ticket: Ticket) -> Steps[list[Any]]:
     return got
 
 
-def begun(steps: Steps[T]) -> Callable[[], T | None]:
+def begun(steps: Steps[T]) -> Callable[[], tuple[T, ...]]:
     """Run a generator to its first `yield`, and return a function that continues the generator.
 
-    Each call of that function runs the generator to its next `yield`. A call returns None until the
-    generator has ended, and then the generator's result.
+    Each call of that function runs the generator to its next `yield`. A call returns () until the
+    generator has ended, and then the generator's result in a 1-tuple.
     """
-    result: list[T] = []
+    result: tuple[T, ...] = ()
 
-    def ask() -> T | None:
-        if not result:
-            try:
-                next(steps)
-            except StopIteration as end:
-                result.append(end.value)
-        return result[0] if result else None
+    def ask() -> tuple[T, ...]:
+        nonlocal result
+        try:
+            next(steps)
+        except StopIteration as end:
+            result = result or (end.value,)
+        return result
 
     ask()
     return ask
-
-
-def boxed(steps: Steps[T]) -> Steps[tuple[T]]:
-    """Return a generator whose result is that of `steps` in a 1-tuple, which is never None."""
-    return ((yield from steps),)
 
 
 def patiently(ready: Callable[[], T | None], stuck: Callable[[], object] = lambda: None) -> T:
@@ -161,7 +156,8 @@ class MpiCarrier(Carrier):
         That function (a ticket) returns None until all ranks have begun the exchange, and then all
         values in rank order. Every rank calls `share`; none waits in it.
         """
-        return begun(self._share(pickle.dumps(value)))
+        ask = begun(self._share(pickle.dumps(value)))
+        return lambda: next(iter(ask()), None)
 
     def _share(self, mine: bytes) -> Steps[list[Any]]:
         head = len(mine).to_bytes(8, "little") + mine[:HEAD_BYTES].ljust(HEAD_BYTES, b"\0")
@@ -184,7 +180,7 @@ class MpiCarrier(Carrier):
 
     def drive(self, steps: Steps[T], what: str, *, ending: bool = False) -> T:
         """Run a generator to its end and return its result. Sleep whenever the generator yields."""
-        return patiently(begun(boxed(steps)), lambda: self._stuck(what, ending))[0]
+        return patiently(begun(steps), lambda: self._stuck(what, ending))[0]
 
 
 class Stopped(BaseException):
@@ -323,8 +319,8 @@ class ThreadCarrier(Carrier):
         Raises:
             Mismatched, Stopped: as in `World.sleep`.
         """
-        ask, seen = begun(boxed(steps)), self.world.version
-        while (done := ask()) is None:
+        ask, seen = begun(steps), self.world.version
+        while not (done := ask()):
             self.world.sleep(self.world_rank, seen, what, ending)
             seen = self.world.version
         return done[0]

@@ -22,7 +22,7 @@ from sp_core.testing.lockstep import Beginning, Call, Lockstep
 from sp_core.testing.messages import MESSAGES, PROBES, Messages
 from sp_core.testing.outcome import Kind, Mismatched, capture, raise_for_peers
 from sp_core.testing.requests import UNCHECKED, Transfer, begun, install, say
-from sp_core.testing.signatures import Edges, Flow, op_of
+from sp_core.testing.signatures import Flow, op_of
 from sp_core.testing.stuck import Family
 
 AGREED = {
@@ -131,23 +131,16 @@ class CheckedComm(Messages):
             raise Mismatched(outcomes[self.rank].message)
         raise_for_peers(error, outcomes)
 
-    def _edges(self, op: str) -> Edges:
-        return self._raw.inoutedges if op.startswith("Neighbor") else ((), ())
-
     def _make(self, form: str, flow: Flow, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
         made = getattr(self._raw, form)(*args, **given)
-        what = (
-            f"{form} number {next(self._persistent)}"
-            if form.endswith("_init")
-            else f"a started {form}"
-        )
         if made is None:
             return None
-        request = begun(made, Transfer(self, what))
+        number = f"{form} number {next(self._persistent)}" if form.endswith("_init") else ""
+        request = begun(made, Transfer(self, number or f"a started {form}"))
         request.memory = args, given  # mpi4py does not keep the buffers of reductions alive
         return request
 
-    def _wrong_root(self, text: str) -> Exception:
+    def _root_error(self, text: str) -> Exception:
         """Return mpi4py's error for a wrong root, with `text`, as MPI says only "invalid root"."""
         kind = type("RootError", (self._mpi.Exception, ValueError), {"__str__": lambda _: text})
         error: Exception = kind(self._mpi.ERR_ROOT)
@@ -174,8 +167,9 @@ class CheckedComm(Messages):
             f"{key}={value if value is None else np.asarray(value).tolist()}"
             for key, value in values
         )
-        what = Call(name, (text,), text=text)
-        made = self._enter(what, lambda: getattr(self._raw, name)(*args, **given))
+        made = self._enter(
+            Call(name, (text,), text=text), lambda: getattr(self._raw, name)(*args, **given)
+        )
         if name.startswith(
             "Idup"
         ):  # the communicator may be used only when the request is complete
@@ -205,11 +199,8 @@ class CheckedComm(Messages):
 
     def alone(self) -> CheckedComm:
         """Return a communicator of this rank alone, which needs no other rank."""
-        from mpi4py import MPI
-
-        return CheckedComm(
-            MPI.COMM_SELF.Dup(), self.family, f"{self.lockstep.name}.alone[{self.rank}]"
-        )
+        name = f"{self.lockstep.name}.alone[{self.rank}]"
+        return CheckedComm(self._mpi.COMM_SELF.Dup(), self.family, name)
 
     def make_counter(self) -> Any:
         """Return an object whose `take` gives 0, 1, 2, ... to whichever rank asks next.
@@ -222,11 +213,6 @@ class CheckedComm(Messages):
 
         self._enter(Call("make_counter"))
         return MpiCounter(self._raw)
-
-    def _complete(self, clean: bool) -> None:
-        if clean:
-            self._clear()
-        super()._complete(clean)
 
     def _free(self) -> None:
         type(self._raw).Free(self)

@@ -21,7 +21,8 @@ from sp_core.launch import watch
 from sp_core.launch.watch import here
 from sp_core.observer import Observer, observer_of
 from sp_core.testing.lockstep import Beginning, Call, Lockstep
-from sp_core.testing.signatures import Edges, Flow, bind, exchange, flow, op_name, op_of, require
+from sp_core.testing.signatures import Flow, bind, exchange, flow, op_name, op_of
+from sp_core.testing.specs import require
 from sp_core.testing.stuck import Family
 
 
@@ -43,6 +44,8 @@ class LockstepComm(Observer, ABC):
     """
 
     _pickle: Any
+    _root_error: Callable[[str], Exception] = ValueError
+    _raw: Any  # the communicator of mpi4py; ranks that are threads have none
 
     def __init__(self, lockstep: Lockstep, family: Family) -> None:
         self.lockstep = lockstep
@@ -201,7 +204,7 @@ class LockstepComm(Observer, ABC):
         if self._requests:
             raise CollectiveMismatch(
                 f"{before} before these were found complete by Test or Wait, or freed: "
-                f"{', '.join(map(str, self._requests))}"
+                f"{', '.join(request.what for request in self._requests)}"
             )
 
     @contextmanager
@@ -263,7 +266,8 @@ class LockstepComm(Observer, ABC):
         op = op_of(form)
         with self._named(form):
             values = bind(op, args, given)
-            found = flow(op, self.rank, self.size, values, self._edges(op))
+            edges = self._raw.inoutedges if op.startswith("Neighbor") else ((), ())
+            found = flow(op, self.rank, self.size, values, edges)
         self._check_root(form, values.get("root"))
         what = found.call(form, self.rank)
         self._allow(what)
@@ -278,17 +282,10 @@ class LockstepComm(Observer, ABC):
 
     def _check_root(self, op: str, root: int | None) -> None:
         if root is not None and not 0 <= root < self.size:
-            raise self._wrong_root(
+            raise self._root_error(
                 f"{op} on rank {self.rank}: root {root} is not one of the {self.size} ranks of "
                 "this communicator"
             )
-
-    def _wrong_root(self, text: str) -> Exception:
-        return ValueError(text)
-
-    def _edges(self, op: str) -> Edges:
-        """Return (sources, destinations) of a neighbourhood collective; none for others."""
-        return (), ()
 
     def _enter(self, what: Call, then: Callable[[], Any] = lambda: None) -> Any:
         """Compare the call `what` over the ranks, waiting for all; return the result of `then`."""
@@ -329,8 +326,13 @@ class LockstepComm(Observer, ABC):
         `clean`: whether to complete the messages under way first, because the example failed on
         some rank. All ranks pass the same `clean`.
         """
+        if clean:
+            self._clear()
         self._begun = []
         self.lockstep.forget()
+
+    def _clear(self) -> None:
+        """Complete the messages under way, if MPI could hand them to the next example."""
 
     @abstractmethod
     def _free(self) -> None:

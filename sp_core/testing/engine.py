@@ -37,22 +37,28 @@ from sp_core.testing.outcome import (
     first_line,
     outcome_of,
 )
-from sp_core.testing.plan import Example, Plan, Result, Spec, Try, feed, is_fed, search, sweep
+from sp_core.testing.plan import (
+    Example,
+    Plan,
+    Result,
+    Spec,
+    Try,
+    combined,
+    feed,
+    is_fed,
+    search,
+    sweep,
+)
 from sp_core.testing.run import ThreadsHung, run_body, run_ranks
-from sp_core.testing.session import Remarks, keep_largest
 
 __tracebackhide__ = True  # pytest shows no frames of this file
 Body = Callable[..., None]
 MAX_RANKS = 8
-SPMD_SIZES = 4
 RACE = (
     "raw replay: this example passes with checked communicators and fails without, so its ranks "
     "race\n"
 )
 MAX_COMMUNICATORS = 64
-MAX_RAW_EXAMPLES = 50
-ABORTED = 70  # exit code of a launch after a failure of sp_core.testing itself
-
 
 _pool: dict[tuple[tuple[int, ...], bool], Any] = {}
 """Communicators by world ranks and `raw`, kept for later examples; None where not a member.
@@ -126,7 +132,7 @@ def spmd(*sizes: int | tuple[int, ...]) -> Callable[[Body], Body]:
     """
 
     def plan(_: Spec, attempt: Try) -> None:
-        sweep(attempt, sizes or range(1, 1 + (session.current.world_size or SPMD_SIZES)))
+        sweep(attempt, sizes or range(1, 1 + (session.current.world_size or 4)))
 
     return lambda body: _as_test(body, (), plan)
 
@@ -145,9 +151,13 @@ def _as_test(body: Body, drawn: tuple[str, ...], plan: Plan) -> Body:
         spec = Spec(functools.partial(body, *instance), fixtures, body, vars(test))
         run(spec, plan)
 
-    vars(test).update(__signature__=_signature(body, drawn), sp_core_ranks=True)
-    # Hypothesis' pytest plugin requires these attributes for @settings and @example
-    vars(test).update(is_hypothesis_test=True, hypothesis=SimpleNamespace(inner_test=test))
+    vars(test).update(
+        __signature__=_signature(body, drawn),
+        sp_core_ranks=True,
+        # Hypothesis' pytest plugin requires these attributes for @settings and @example
+        is_hypothesis_test=True,
+        hypothesis=SimpleNamespace(inner_test=test),
+    )
     return test
 
 
@@ -208,9 +218,8 @@ def _lead(
         result = attempt(spec, example)
         session.current.tally.count(len(example.ranks), result.remarks, raw=example.raw)
         session.replay(result.remarks)
-        problem = failure(result.outcomes, example.ranks)
-        if problem is not None:
-            problem = type(problem)(f"{RACE if example.raw else ''}{problem}")
+        begin = RACE if example.raw else ""
+        if (problem := failure(result.outcomes, example.ranks, begin)) is not None:
             problem.add_note(keeps.format(example))
             raise problem from None
         kinds = {outcome.kind for outcome in result.outcomes}
@@ -260,8 +269,8 @@ def _told(error: BaseException) -> str:
 
 def _rerun(spec: Spec) -> str:
     """Return text with the command that runs this test again."""
-    given = {name: os.environ.get(name) for name in ("SP_PROFILE", "SP_EXAMPLES")}
-    prefix = "".join(f"{name}={value} " for name, value in given.items() if value)
+    variables = [name for name in ("SP_PROFILE", "SP_EXAMPLES") if os.environ.get(name)]
+    prefix = "".join(f"{name}={os.environ[name]} " for name in variables)
     current = session.current
     launch = f"python -m sp_core.testing.launch -n {current.world_size} -- "
     options = {
@@ -312,8 +321,8 @@ def _lead_ranks(control: MpiCarrier, spec: Spec, plan: Plan) -> None:
         if is_fed():
             feed(functools.partial(_order, control, spec))
             return
-        replays = MAX_RAW_EXAMPLES if session.current.raw_replay else 0
-        _lead(spec, plan, functools.partial(_order, control), replays)
+        order = functools.partial(_order, control)
+        _lead(spec, plan, order, replays=50 if session.current.raw_replay else 0)
     except BaseException as error:
         stop = capture(error)
         raise
@@ -349,7 +358,7 @@ def _or_abort(control: MpiCarrier) -> Iterator[None]:
         watch.tell(
             f"the testing kit itself has failed on rank {control.rank}:\n{traceback.format_exc()}"
         )
-        control.comm.Abort(ABORTED)
+        control.comm.Abort(70)  # the exit code of the launch
         raise
 
 
@@ -368,7 +377,7 @@ def _take_part(control: MpiCarrier, spec: Spec, example: Example) -> Result:
 
     Every rank of the launch calls this and waits for all; ranks outside the example run no body.
     """
-    comm, outcome, total = _communicator(control, example), FINISHED, Remarks()
+    comm, outcome = _communicator(control, example), FINISHED
     with session.collected() as sink, watch.limit(watch.example_seconds()):
         if comm is not None:
             watch.note(f"in the body of {spec.function.__name__}")
@@ -377,9 +386,7 @@ def _take_part(control: MpiCarrier, spec: Spec, example: Example) -> Result:
             outcome = outcome_of(body) if example.raw else run_body(comm.family, body)[1]
         everyone = control.gather((outcome, sink))
     watch.note(f"waits for the next example of {spec.function.__name__}")
-    for _, remarks in everyone:
-        keep_largest(total, remarks)
-    outcomes = [everyone[rank][0] for rank in example.ranks]
-    if example.raw and any(outcome.kind is not Kind.OK for outcome in outcomes):
+    result = combined(example, everyone)
+    if example.raw and any(outcome.kind is not Kind.OK for outcome in result.outcomes):
         _pool.pop((example.ranks, True), None)  # messages may be left in it
-    return Result(outcomes, total)
+    return result

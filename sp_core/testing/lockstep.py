@@ -11,13 +11,13 @@ see `carriers`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sp_core import progress
 from sp_core.launch.watch import here
-from sp_core.testing.carriers import Carrier, Steps, Ticket, begun, boxed, until
+from sp_core.testing.carriers import Carrier, Steps, Ticket, begun, until
 from sp_core.testing.outcome import DONE, Kind, Mismatched, Outcome, Woken
 
 UNCOUNTED = "not counted"
@@ -59,8 +59,8 @@ class Call:
 
     op: str
     equal: tuple[object, ...] = ()
-    sends: Collection[Message] = ()
-    receives: Collection[Message] = ()
+    sends: Sequence[Message] = ()
+    receives: Sequence[Message] = ()
     text: str = ""
 
 
@@ -175,7 +175,7 @@ class Lockstep:
 
     def ending(self, op: str) -> Call:
         """Return a call that has all messages of this example on this communicator."""
-        return Call(op, sends=Counter(self.sent), receives=Counter(self.received))
+        return Call(op, sends=list(self.sent), receives=list(self.received))
 
     def _settle(self) -> Steps[tuple[Kind, Any]]:
         if self.open is None:
@@ -207,8 +207,8 @@ def meanwhile(comm: Any, steps: Steps[Any]) -> Steps[Any]:
     It sends what the communicator has started, and tests the comparisons of `sp_core.agreement`,
     for which nobody waits. MPI makes progress on all requests inside every call; so must this.
     """
-    ask = begun(boxed(steps))
-    while (done := ask()) is None:
+    ask = begun(steps)
+    while not (done := ask()):
         comm.progress()
         for question in progress.of_this_rank().kept:
             question.test()
@@ -221,10 +221,8 @@ def _unmatched(calls: Sequence[Call]) -> str:
 
     Bytes are received as elements of any kind.
     """
-    sent, received = Counter[Message](), Counter[Message]()
-    for call in calls:
-        sent.update(call.sends)
-        received.update(call.receives)
+    sent = Counter(message for call in calls for message in call.sends)
+    received = Counter(message for call in calls for message in call.receives)
     if any(message.kind == UNCOUNTED for message in (*sent, *received)):
         return ""
     lost, missed = sorted((sent - received).elements()), sorted((received - sent).elements())
@@ -235,14 +233,11 @@ def _unmatched(calls: Sequence[Call]) -> str:
         if other is not None:
             lost.remove(message)
             missed.remove(other)
-    lines = [
-        f"\n  rank {m.source} sends {m} to rank {m.dest}, which does not expect them" for m in lost
+    unread = [f"rank {m.source} sends {m} to rank {m.dest}, which does not expect" for m in lost]
+    unsent = [
+        f"rank {m.dest} expects {m} from rank {m.source}, which does not send" for m in missed
     ]
-    lines += [
-        f"\n  rank {m.dest} expects {m} from rank {m.source}, which does not send them"
-        for m in missed
-    ]
-    return "".join(lines[:8])
+    return "".join(f"\n  {line} them" for line in [*unread, *unsent][:8])
 
 
 def _outcomes(records: Sequence[Record]) -> list[Outcome]:

@@ -44,7 +44,6 @@ class Messages(LockstepComm):
     if no rank can go on.
     """
 
-    _raw: Any
     _mpi: Any
     _carrier: MpiCarrier
 

@@ -161,7 +161,9 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(f"  rank {rank}: {outcome}" for rank, outcome in enumerate(outcomes))
 
 
-def failure(outcomes: Sequence[Outcome], ranks: Sequence[int] | None = None) -> RankFailure | None:
+def failure(
+    outcomes: Sequence[Outcome], ranks: Sequence[int] | None = None, begin: str = ""
+) -> RankFailure | None:
     """Return the error with which an example fails, or None.
 
     None means that all ranks finished, or all skipped, or that a rank rejected the example and none
@@ -170,6 +172,7 @@ def failure(outcomes: Sequence[Outcome], ranks: Sequence[int] | None = None) -> 
     Args:
         outcomes: one for each rank of the communicator.
         ranks: world ranks of the communicator, for the text; default: 0, 1, 2, ...
+        begin: first lines of the text.
     """
     kinds = [outcome.kind for outcome in outcomes]
     found = set(kinds)
@@ -191,13 +194,13 @@ def failure(outcomes: Sequence[Outcome], ranks: Sequence[int] | None = None) -> 
     )
     if worst.kind is Kind.SKIP:
         return failure_class("SkipMismatch", "", 0)(
-            f"the ranks disagree about skipping{where}:\n{table(outcomes)}"
+            f"{begin}the ranks disagree about skipping{where}:\n{table(outcomes)}"
         )
     # one class for all mismatches, as no rank can be said to be at fault
     kind = failure_class(
         worst.type, *(("", 0) if worst.kind is Kind.MISMATCH else (worst.file, worst.line))
     )
-    head = f"{worst.type} on rank {lead} of {len(outcomes)}{where}: {worst.message}"
+    head = f"{begin}{worst.type} on rank {lead} of {len(outcomes)}{where}: {worst.message}"
     return kind(
         f"{head}\nwhat each rank did:\n{table(outcomes)}\ntraceback of rank "
         f"{lead}:\n{worst.traceback.rstrip()}"

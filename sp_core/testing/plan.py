@@ -23,7 +23,7 @@ from sp_core.launch.watch import RUN_DIR
 from sp_core.testing import profiles, session
 from sp_core.testing.carriers import patiently
 from sp_core.testing.outcome import Kind, Outcome
-from sp_core.testing.session import Remarks
+from sp_core.testing.session import Remarks, keep_largest
 
 __tracebackhide__ = True  # pytest shows no frames of this file
 _SEED, _SETTINGS = "_hypothesis_internal_use_seed", "_hypothesis_internal_use_settings"
@@ -74,6 +74,14 @@ class Result(NamedTuple):
     remarks: Remarks
 
 
+def combined(example: Example, everyone: Sequence[tuple[Outcome, Remarks]]) -> Result:
+    """Return the result of an example, given the outcome and the remarks of every world rank."""
+    total = Remarks()
+    for _, remarks in everyone:
+        keep_largest(total, remarks)
+    return Result([everyone[rank][0] for rank in example.ranks], total)
+
+
 @dataclass(frozen=True)
 class Spec:
     """One run of a test.
@@ -93,8 +101,8 @@ class Spec:
     @property
     def test_id(self) -> str:
         """The id of the running test, as pytest's command line takes it."""
-        own = f"{self.function.__module__}::{self.function.__qualname__}"
-        return session.current.node_id or own
+        function = self.function
+        return session.current.node_id or f"{function.__module__}::{function.__qualname__}"
 
 
 def ranks_of(nprocs: Nprocs) -> tuple[int, ...]:

@@ -18,7 +18,6 @@ from sp_core.testing import session as kit
 from sp_core.testing.session import Session
 
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-MAX_ERROR_RATIO = 0.5
 _OPTIONS: dict[str, dict[str, Any]] = {
     "expect-ranks": {"type": int, "metavar": "N", "help": "fail unless the launch has N ranks"},
     "no-raw-replay": {
@@ -42,9 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("sp_core", "tests on several ranks")
     for name, option in _OPTIONS.items():
         group.addoption(f"--sp-{name}", **option)
-    parser.addini(
-        "sp_max_error_ratio", "largest recorded error over bound", default=str(MAX_ERROR_RATIO)
-    )
+    parser.addini("sp_max_error_ratio", "largest recorded error over bound", default="0.5")
 
 
 def _with_mpi(config: pytest.Config) -> bool:
@@ -181,12 +178,8 @@ def pytest_terminal_summary(
     if not current.tally.tests and not current.tally.ratios and not current.notes:
         return
     terminalreporter.section("sp_core.testing")
-    terminalreporter.write_line(current.summary())
-    if current.seed is not None:
-        terminalreporter.write_line(
-            f"seed: {current.seed} (again with --hypothesis-seed={current.seed})"
-        )
-    for note in current.notes:
-        terminalreporter.write_line(note)
+    seed = f"seed: {current.seed} (again with --hypothesis-seed={current.seed})"
+    for line in (current.summary(), *([] if current.seed is None else [seed]), *current.notes):
+        terminalreporter.write_line(line)
     for text, late in _worst(config):
         terminalreporter.write_line(text, red=late)

@@ -13,8 +13,6 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, settings
 
 DEFAULT = "pr"
-FEWEST = 3
-SMALLER = ("brief", "soak")
 SUPPRESSED = (
     HealthCheck.too_slow,
     HealthCheck.data_too_large,
@@ -103,9 +101,8 @@ def _grown(max_examples: int, profile_examples: int) -> int:
     It is `max_examples` times k, if the profile has k times the examples of `pr`. It is less than
     `max_examples` only for `brief` and `soak`, and there at least 3.
     """
-    usual: int = _OWN[DEFAULT]["max_examples"]
-    scaled = max_examples * profile_examples // usual
-    return max(scaled, FEWEST) if name() in SMALLER else max(max_examples, scaled)
+    scaled: int = max_examples * profile_examples // _OWN[DEFAULT]["max_examples"]
+    return max(scaled, 3 if name() in ("brief", "soak") else max_examples)
 
 
 def chosen(
@@ -131,8 +128,8 @@ def chosen(
             for field in _TAKEN_FROM_TEST
             if getattr(own, field) != getattr(settings.default, field)
         }
-        values = {**differing, **values}
-        values["suppress_health_check"] = {*SUPPRESSED, *own.suppress_health_check}
+        suppressed = {*SUPPRESSED, *own.suppress_health_check}
+        values = {**differing, **values, "suppress_health_check": suppressed}
     if seeded:
         values["derandomize"] = False
     if values.get("derandomize", profile.derandomize):

@@ -21,11 +21,6 @@ from sp_core.testing.lockstep import Beginning, Call, Message
 from sp_core.testing.stuck import Ends, turn
 
 OBJECT = "a pickled object"
-TOO_LONG = (
-    "a message is longer than its buffer: the ranks' sizes differ, or messages of one tag came in "
-    "another order"
-)
-TESTS = ("Test", "Testany", "Testall", "Testsome", "test", "testany", "testall", "testsome")
 
 
 class Transfer:
@@ -56,9 +51,6 @@ class Transfer:
         self.comm, self.what, self.sends, self.takes, self.kind = comm, what, sends, takes, kind
         self.done = True
         self.request: Any = None
-
-    def __str__(self) -> str:
-        return self.what
 
     def waits(self) -> tuple[int, Ends]:
         """Return the message that this transfer waits for, as in `stuck.Report.awaits`."""
@@ -134,8 +126,8 @@ def request_classes(request: Any, persistent: Any) -> dict[str, type]:
 
     waits = {
         name: _method(request, name)
-        for test in TESTS
-        for name in (test, test.replace("Test", "Wait").replace("test", "wait"))
+        for kind in ("Test", "Wait", "test", "wait")
+        for name in (kind, f"{kind}any", f"{kind}all", f"{kind}some")
     }
     made = replacement(request, {**waits, "Free": free})
     starts = {"Start": start, "Startall": classmethod(start_all)}
@@ -213,7 +205,10 @@ def _ask(
         complete = [index for index, request in enumerate(requests) if not request]
         taken = [each for each in map(_under, requests) if each is not None and each.takes]
         if taken and getattr(error, "Get_error_class", int)() == taken[0].comm._mpi.ERR_TRUNCATE:
-            raise CollectiveMismatch(f"{TOO_LONG}; this rank {taken[0].what}") from error
+            raise CollectiveMismatch(
+                "a message is longer than its buffer: the ranks' sizes differ, or messages of one "
+                f"tag came in another order; this rank {taken[0].what}"
+            ) from error
         raise
     finally:
         for place, index in enumerate(complete):
@@ -264,7 +259,7 @@ def patient(
         left = [transfer for transfer in transfers if not transfer.done]
         pending = [transfer for transfer in left if transfer.is_message]
         if pending and (every or pending == left):
-            comm, what = pending[0].comm, " and ".join(map(str, pending))
+            comm, what = pending[0].comm, " and ".join(each.what for each in pending)
             comm.family.look(comm, what, pending, every=every)
 
     return patiently(ready, look)[0]

@@ -48,8 +48,7 @@ def run_threads(size: int, body: Callable[[Any], T], *, timeout: float | None = 
         ThreadsHung: a rank hung; the stacks of all ranks are on standard error.
     """
     results, outcomes = run_ranks(size, body, timeout=timeout)
-    problem = failure(outcomes)
-    if problem is not None:
+    if (problem := failure(outcomes)) is not None:
         raise problem
     return results
 

@@ -33,18 +33,11 @@ def replay(remarks: Remarks) -> None:
     hypothesis = sys.modules.get("hypothesis")
     if hypothesis is None or not hypothesis.currently_in_test_context():
         return
-    for (kind, text, *detail), number in remarks.items():
-        if kind in ("event", "feature"):
-            hypothesis.event(text, *detail)
-        elif kind == "target":
-            hypothesis.target(number, label=text)
-        elif kind == "note":
-            hypothesis.note(text)
-
-
-def ratios_of(remarks: Remarks) -> dict[str, float]:
-    """Return the errors divided by their bounds, by name."""
-    return {name: number for (kind, name, *_), number in remarks.items() if kind == "ratio"}
+    for (kind, *said), number in remarks.items():
+        if kind == "target":
+            hypothesis.target(number, label=said[0])
+        elif kind != "ratio":
+            getattr(hypothesis, "event" if kind == "feature" else kind)(*said)
 
 
 def keep_largest(mine: dict[Any, float], theirs: Mapping[Any, float]) -> None:
@@ -86,7 +79,12 @@ class Tally:
             self.examples += 1
             self.sizes[ranks] += 1
             self.features.update(name for kind, name, *_ in remarks if kind == "feature")
-        keep_largest(self.ratios, ratios_of(remarks))
+        self.keep_ratios(remarks)
+
+    def keep_ratios(self, remarks: Remarks) -> None:
+        """Keep the largest error / bound of each result."""
+        ratios = {name: number for (kind, name, *_), number in remarks.items() if kind == "ratio"}
+        keep_largest(self.ratios, ratios)
 
     def merge(self, other: Tally) -> None:
         """Add another session's counts; keep the largest error / bound of each result."""
@@ -139,10 +137,15 @@ class Session:
         """
         tally = self.tally
         raw = f" (+ {tally.raw} raw)" if tally.raw else ""
-        line = f"{tier()}: {tally.tests} tests, {tally.examples} examples{raw}"
-        line += f"; examples by ranks {_listed(tally.sizes)}"
-        named = {tuple(name.split("=")): number for name, number in tally.features.items()}
-        schemes = {rest[0]: number for (key, *rest), number in named.items() if key == "scheme"}
+        line = (
+            f"{tier()}: {tally.tests} tests, {tally.examples} examples{raw}; "
+            f"examples by ranks {_listed(tally.sizes)}"
+        )
+        schemes = {
+            name.removeprefix("scheme="): number
+            for name, number in tally.features.items()
+            if name.startswith("scheme=")
+        }
         return f"{line}\nexamples by scheme {_listed(schemes)}" if schemes else line
 
 
@@ -230,7 +233,7 @@ def _say(remarks: Remarks) -> None:
         if (sink := getattr(thread, "sink", None)) is not None:
             keep_largest(sink, remarks)
             return
-        keep_largest(current.tally.ratios, ratios_of(remarks))
+        current.tally.keep_ratios(remarks)
     replay(remarks)
 
 
@@ -275,6 +278,5 @@ def find_shared_gpu(session: Session, world: Any) -> None:
     from sp_core.transport import count_devices
     from sp_core.transport.cuda import uuid_of
 
-    has_any = count_devices(session.device) > 0
-    mine = uuid_of(device()) if has_any else f"none of rank {world.rank}"
+    mine = uuid_of(device()) if count_devices(session.device) else f"none of rank {world.rank}"
     session.gpu_is_shared = world.allgather(mine).count(mine) > 1

@@ -30,8 +30,6 @@ POLL_SECONDS = 5e-3
 """Time between two looks for the result of an example, in seconds."""
 END_SECONDS = 20.0
 """Time that a launch has to end by itself, in seconds."""
-# this module and its package are imported before pytest can rewrite assertions
-IMPORTED_BEFORE = "ignore::pytest.PytestAssertRewriteWarning"
 
 
 class Lost(Exception):
@@ -189,8 +187,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("options", nargs="*", help="after --: options for pytest")
     options = parser.parse_args(arguments)
     jobs = Jobs(options.ranks, options.options, options.losses)
-    arguments = ["-W", IMPORTED_BEFORE, *options.options, options.tests]
-    return int(pytest.main(arguments, plugins=[jobs]))
+    # this module and its package are imported before pytest can rewrite assertions
+    quiet = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
+    return int(pytest.main([*quiet, *options.options, options.tests], plugins=[jobs]))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from sp_core.testing.lockstep import Call, Message
-from sp_core.testing.specs import Array, Part, Spec, read
+from sp_core.testing.specs import Array, Part, Spec, read, require
 
 Values = Mapping[str, Any]
 """Arguments of a call, by parameter."""
@@ -162,11 +162,13 @@ def flow(op: str, rank: int, size: int, values: Values, edges: Edges = ((), ()))
     )
     inside = may_be_in_place and in_place(values[receiver if is_scatter else sender])
     forms = COLLECTIVES[op]
-    sent = received = None
-    if dests and (is_scatter or not inside):
-        sent = read(values[sender], forms[sender], len(dests))
-    if sources and not (is_scatter and inside):
-        received = read(values[receiver], forms[receiver], len(sources), writable=True)
+    sends, receives = is_scatter or not inside, not (is_scatter and inside)
+    sent = read(values[sender], forms[sender], len(dests)) if dests and sends else None
+    received = (
+        read(values[receiver], forms[receiver], len(sources), writable=True)
+        if sources and receives
+        else None
+    )
     gives, takes = _paired(dests, sent), _paired(sources, received)
     if inside and sent is None and received is not None and not op.startswith("Gather"):
         gives = tuple(
@@ -267,11 +269,9 @@ def _named(values: Values) -> str:
 def _check_self(gives: Part | None, takes: Part | None) -> None:
     """Raise if what a rank sends to itself and expects from itself differ in size or type."""
     if gives is not None and takes is not None:
-        same = gives.nbytes == takes.nbytes and (
-            not gives.nbytes or gives.kind == takes.kind or "" in (gives.kind, takes.kind)
-        )
         require(
-            same,
+            gives.nbytes == takes.nbytes
+            and (not gives.nbytes or gives.kind == takes.kind or "" in (gives.kind, takes.kind)),
             f"sends itself {gives.nbytes} bytes of {gives.kind}, but expects {takes.nbytes} of "
             f"{takes.kind}",
         )
@@ -298,12 +298,6 @@ def op_name(op: Any) -> str:
         if getattr(op, "is_predefined", False)
         else "an operation of the program"
     )
-
-
-def require(condition: bool, problem: str) -> None:
-    """Raise a ValueError with the text `problem` unless the condition holds."""
-    if not condition:
-        raise ValueError(problem)
 
 
 def exchange(

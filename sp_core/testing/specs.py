@@ -64,6 +64,12 @@ class _Element(NamedTuple):
     dtype: np.dtype[Any] | None
 
 
+def require(condition: bool, problem: str) -> None:
+    """Raise a ValueError with the text `problem` unless the condition holds."""
+    if not condition:
+        raise ValueError(problem)
+
+
 def read(spec: Any, form: str, n: int, *, writable: bool = False) -> Spec:
     """Return what a buffer specification says: which bytes are for each rank.
 
@@ -81,35 +87,25 @@ def read(spec: Any, form: str, n: int, *, writable: bool = False) -> Spec:
     buffer, counts, displs, types = _items(spec, form)
     elements = [_element(buffer, each, writable) for each in (types if form == "W" else [types])]
     counts, displs = _places(counts, displs, elements[0], form, n)
-    if (
-        not len(counts)
-        == len(displs)
-        == len(elements if form == "W" else counts)
-        == (n if form else 1)
-    ):
-        raise ValueError(f"{len(counts)} counts and {len(displs)} displacements for {n} ranks")
-    parts = []
-    for element, count, displ in zip(
-        elements if form == "W" else elements * len(counts), counts, displs, strict=True
-    ):
-        start = displ * (1 if form == "W" else element.extent)
-        stop = start + count * element.size
-        inside = element.data[start:stop]
-        if count < 0 or (element.dtype is not None and inside.size < stop - start):
-            raise ValueError(
-                f"a part has {count} elements from byte {start} on, but the buffer has "
-                f"{element.data.size} bytes. Correct the counts (in all {sum(counts)} elements) or "
-                "the displacements."
-            )
-        view = None if element.dtype is None else inside.view(element.dtype)
-        parts.append(Part(count * element.size, element.kind, view))
-    shown = (
-        list(counts)
-        if form == "V"
-        else counts[0]
-        if form != "W"
-        else [part.nbytes for part in parts]
+    elements = elements if form == "W" else elements * len(counts)
+    require(
+        len(counts) == len(displs) == len(elements) == (n if form else 1),
+        f"{len(counts)} counts and {len(displs)} displacements for {n} ranks",
     )
+    parts = []
+    for element, count, displ in zip(elements, counts, displs, strict=True):
+        start = displ * (1 if form == "W" else element.extent)
+        nbytes = count * element.size
+        inside = element.data[start : start + nbytes]
+        require(
+            count >= 0 and (element.dtype is None or inside.size == nbytes),
+            f"a part has {count} elements from byte {start} on, but the buffer has "
+            f"{element.data.size} bytes. Correct the counts (in all {sum(counts)} elements) or "
+            "the displacements.",
+        )
+        view = None if element.dtype is None else inside.view(element.dtype)
+        parts.append(Part(nbytes, element.kind, view))
+    shown: Any = {"V": list(counts), "W": [part.nbytes for part in parts]}.get(form, counts[0])
     return Spec(tuple(counts), tuple(parts), f"{shown} x {elements[0].kind or 'byte'}")
 
 
@@ -121,11 +117,11 @@ def array(buffer: Any) -> Array:
         TypeError: it offers no memory.
     """
     flat = buffer if isinstance(buffer, np.ndarray) else _foreign(buffer)
-    if not flat.flags.c_contiguous and not flat.flags.f_contiguous:
-        raise ValueError(
-            f"a buffer of shape {flat.shape} and strides {flat.strides} is not contiguous. Pass a "
-            "contiguous copy."
-        )
+    require(
+        flat.flags.forc,
+        f"a buffer of shape {flat.shape} and strides {flat.strides} is not contiguous. Pass a "
+        "contiguous copy.",
+    )
     return flat.reshape(-1, order="A")
 
 
@@ -135,26 +131,25 @@ def _foreign(buffer: Any) -> Array:
     The object is a tensor, has Python's buffer protocol, or lives on a device. Of memory on a
     device only address, size and dtype may be used.
     """
-    if hasattr(buffer, "__array__") and not hasattr(buffer, "__cuda_array_interface__"):
+    on_device = getattr(buffer, "__cuda_array_interface__", None)
+    if on_device is None and hasattr(buffer, "__array__"):
         return np.asarray(buffer)
-    if not hasattr(buffer, "__cuda_array_interface__") and not hasattr(buffer, "__dlpack__"):
+    if on_device is None and not hasattr(buffer, "__dlpack__"):
         return np.asarray(memoryview(buffer))
     from mpi4py.MPI import buffer as memory
 
-    if hasattr(buffer, "__cuda_array_interface__"):
-        return np.asarray(memory(buffer)).view(buffer.__cuda_array_interface__["typestr"])
-    on_host = buffer.__dlpack_device__()[0] == 1
-    return np.asarray(memory(buffer)).view(
-        _type_of_tensor(buffer.__dlpack__(**({} if on_host else {"stream": -1})))
-    )
+    kind = _type_of_tensor(buffer) if on_device is None else on_device["typestr"]
+    return np.asarray(memory(buffer)).view(kind)
 
 
-def _type_of_tensor(capsule: Any) -> str:
+def _type_of_tensor(tensor: Any) -> str:
     """Return the element type of a DLPack tensor as NumPy names it, such as "f4".
 
     In the DLPack structure it lies behind the data pointer, the device and the number of
     dimensions.
     """
+    on_host = tensor.__dlpack_device__()[0] == 1
+    capsule = tensor.__dlpack__(**({} if on_host else {"stream": -1}))
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
     code, bits, lanes = struct.unpack_from(
@@ -170,8 +165,7 @@ def _items(spec: Any, form: str) -> tuple[Any, Any, Any, Any]:
     """
     if not isinstance(spec, list | tuple):
         return spec, None, None, None
-    if not 2 <= len(spec) <= 4:
-        raise ValueError(f"a message is a buffer, or 2 to 4 items, not {len(spec)}")
+    require(2 <= len(spec) <= 4, f"a message is a buffer, or 2 to 4 items, not {len(spec)}")
     buffer, *middle, last = spec
     if (
         form != "W"
@@ -182,8 +176,7 @@ def _items(spec: Any, form: str) -> tuple[Any, Any, Any, Any]:
     pair = (tuple,) if form == "V" else (tuple, list)
     if len(middle) == 1 and (form == "W" or isinstance(middle[0], pair)):
         (middle,) = middle
-    counts, displs = [*middle, None, None][:2]
-    return buffer, counts, displs, last
+    return buffer, *[*middle, None, None][:2], last
 
 
 def _element(buffer: Any, datatype: Any, writable: bool) -> _Element:
@@ -192,8 +185,7 @@ def _element(buffer: Any, datatype: Any, writable: bool) -> _Element:
     if not known and datatype is None:
         raise TypeError(f"a message without a buffer needs a datatype, got {buffer!r} alone")
     data = array(buffer) if known else np.empty(0, np.uint8)
-    if writable and not data.flags.writeable:
-        raise ValueError("a buffer to receive into is read-only")
+    require(not writable or data.flags.writeable, "a buffer to receive into is read-only")
     if isinstance(datatype, str):
         from mpi4py.MPI import Datatype
 
@@ -215,8 +207,7 @@ def _typed(data: Array, datatype: Any, known: bool) -> _Element:
 
     `known`: whether there is a buffer; without it the datatype has absolute addresses.
     """
-    if not datatype:
-        raise ValueError("the datatype is null")
+    require(bool(datatype), "the datatype is null")
     size, (lower, extent) = datatype.Get_size(), datatype.Get_extent()
     leaves = set(_leaves(datatype))
     plain = known and size == extent and lower == 0 and len(leaves) == 1
@@ -251,13 +242,13 @@ def _places(
     """
     length = element.data.size // element.extent if element.extent > 0 else 0
     if form == "W":
-        if (counts is None) is not (displs is None) or (counts is None and not element.data.size):
-            raise ValueError(
-                "pass counts and displacements, or neither; a buffer of unknown length needs both"
-            )
-        return (
-            ([1] * n, [0] * n) if counts is None else ([*map(index, counts)], [*map(index, displs)])
+        given = counts is not None
+        require(
+            given is (displs is not None) and (given or element.data.size > 0),
+            "pass counts and displacements, or neither; a buffer of unknown length needs both",
         )
+        sizes, starts = (counts, displs) if given else ([1] * n, [0] * n)
+        return [*map(index, sizes)], [*map(index, starts)]
     if form == "V":
         counts = (
             [length // n + (length % n > i) for i in range(n)]
@@ -267,14 +258,12 @@ def _places(
         displs = [0, *accumulate(counts[:-1])] if displs is None else _repeated(displs, range(n))
         return counts, displs
     blocks, first = (n if form == "B" else 1), index(displs or 0)
-    if counts is None:
-        if element.data.size % element.extent or (length - first) % blocks:
-            raise ValueError(
-                f"{element.data.size} bytes are not {blocks} blocks of elements of "
-                f"{element.extent} bytes"
-            )
-        counts = (length - first) // blocks
-    return [index(counts)] * blocks, [first + i * index(counts) for i in range(blocks)]
+    require(
+        counts is not None or not (element.data.size % element.extent or (length - first) % blocks),
+        f"{element.data.size} bytes are not {blocks} blocks of elements of {element.extent} bytes",
+    )
+    count = (length - first) // blocks if counts is None else index(counts)
+    return [count] * blocks, [first + i * count for i in range(blocks)]
 
 
 def _repeated(given: Any, steps: Sequence[int]) -> list[int]:

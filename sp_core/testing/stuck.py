@@ -156,21 +156,26 @@ class Family:
             tuple((name, *m[:3]) for name, member in named for m in getattr(member.lockstep, which))
             for which in ("sent", "received")
         )
-        calls = {name: member.lockstep.calls for name, member in named}
-        waits_on = "" if ending or pending else comm.lockstep.name
-        awaits = tuple(transfer.waits() for transfer in pending)
-        report = Report(calls, waits_on, comm.size, what, awaits, accepts, sent, received, every)
+        report = Report(
+            calls={name: member.lockstep.calls for name, member in named},
+            waits_on="" if ending or pending else comm.lockstep.name,
+            size=comm.size,
+            what=what,
+            awaits=tuple(transfer.waits() for transfer in pending),
+            accepts=accepts,
+            sent=sent,
+            received=received,
+            every=every,
+        )
         reports = self._take_part(report, begins=True)
         if reports is None:
             return
         again, self._previous = reports == self._previous, reports
         # another rank may have found the deadlock and left; that ends this rank's wait
-        mine = reports[self.members[0].rank]
-        if not ending and again and mine == report and deadlocked(reports):
-            raise Mismatched(
-                "every rank waits and none can go on:"
-                + "".join(f"\n  rank {r}: {said.what}" for r, said in enumerate(reports))
-            )
+        is_same = again and reports[self.members[0].rank] == report
+        if not ending and is_same and deadlocked(reports):
+            table = "".join(f"\n  rank {r}: {said.what}" for r, said in enumerate(reports))
+            raise Mismatched(f"every rank waits and none can go on:{table}")
 
     def _take_part(self, report: Report | None, *, begins: bool) -> list[Report] | None:
         """Poll the exchange of reports under way. Without one begin it, if `begins`.
@@ -234,9 +239,7 @@ class Family:
         peer may wait on any of them.
         """
         asked = [begun(member.lockstep.finish(outcome)) for member in self.members]
-        found = [ask() for ask in asked]
-        while None in found:
+        while not all(found := [ask() for ask in asked]):
             self.release()
             yield
-            found = [ask() for ask in asked]
-        return [outcomes for outcomes in found if outcomes is not None]
+        return [outcomes for (outcomes,) in found]

@@ -30,10 +30,9 @@ from sp_core.testing.signatures import (
     contribution,
     deliver,
     op_of,
-    require,
     view,
 )
-from sp_core.testing.specs import Array, Part, read
+from sp_core.testing.specs import Array, Part, read, require
 from sp_core.testing.stuck import Family
 
 
@@ -47,12 +46,9 @@ class ThreadRequest:
     """
 
     def __init__(self, comm: ThreadComm, what: str, advance: Callable[[], bool]) -> None:
-        self._comm, self._what, self._advance = comm, what, advance
+        self._comm, self.what, self._advance = comm, what, advance
         self.done = False
         comm._requests.append(self)
-
-    def __str__(self) -> str:
-        return self._what
 
     def Test(self) -> bool:
         """Complete the transfer if possible, and return whether it is complete. Do not wait.
@@ -61,7 +57,7 @@ class ThreadRequest:
             PeerFailed: the transfer is incomplete, and a rank has left the example by an error.
         """
         if not self._over():
-            self._comm.lockstep.waiting(self._what)
+            self._comm.lockstep.waiting(self.what)
         return self.done
 
     def Wait(self) -> bool:
@@ -71,7 +67,7 @@ class ThreadRequest:
             PeerFailed: a rank has left the example by an error.
             CollectiveMismatch: every rank waits and none can go on; on all of them.
         """
-        self._comm.lockstep.carrier.drive(self._waiting(), self._what)
+        self._comm.lockstep.carrier.drive(self._waiting(), self.what)
         return True
 
     def _waiting(self) -> Steps[None]:
@@ -79,7 +75,7 @@ class ThreadRequest:
         while not self._over():  # what is complete counts, also if a peer has failed since
             # begin a round once: otherwise ranks that all wait would wake each other for ever
             if is_first or lockstep.open is not None:
-                lockstep.waiting(self._what)
+                lockstep.waiting(self.what)
             is_first = False
             yield
 
@@ -258,8 +254,7 @@ class ThreadComm(LockstepComm):
 
         `source` has to be a rank: receiving from any source needs mpiexec.
         """
-        requests = self.Irecv(recvbuf, source, recvtag), self.Isend(sendbuf, dest, sendtag)
-        for request in requests:
+        for request in self.Irecv(recvbuf, source, recvtag), self.Isend(sendbuf, dest, sendtag):
             request.Wait()
 
     def _part(self, op: str, buf: Any, peer: int) -> Part:

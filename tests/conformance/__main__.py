@@ -10,7 +10,6 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +118,7 @@ def _column(library: Library, found: Found, version: str) -> dict[str, Any]:
     column: dict[str, Any] = {}
     for capability in library.subject.CAPABILITIES:
         if capability in said:
-            column[capability] = asdict(said[capability])
+            column[capability] = said[capability]
         elif not version:
             column[capability] = {"verdict": "not installed"}
         else:

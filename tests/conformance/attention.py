@@ -101,7 +101,8 @@ class Needs:
         full_layout: for attention without a mask.
         dtype: for everything but the capabilities that are about dtypes.
         places: the positions of each rank; None for ours.
-        document_unit: of a number of ranks: what every document length is a multiple of.
+        document_pieces: every document has a length that so many pieces on each rank divide; any
+            length if 0.
         one_sequence: whether there is no batch.
     """
 
@@ -109,7 +110,7 @@ class Needs:
     full_layout: str = "contiguous"
     dtype: str = "float32"
     places: PlacesOf | None = None
-    document_unit: Callable[[int], int] = lambda size: 1
+    document_pieces: int = 0
     one_sequence: bool = False
 
 
@@ -137,7 +138,7 @@ def problems(
     seq_len = _length(drawn.seq_len, size, capability)
     kv_heads, group = _heads(drawn, size, capability)
     dtype = capability if capability in ("float64", "bfloat16") else needs.dtype
-    mask = _mask(draw, capability, seq_len, needs.document_unit(size), full)
+    mask = _mask(draw, capability, seq_len, max(1, needs.document_pieces * size), full)
     layout = (
         capability
         if capability in LAYOUTS

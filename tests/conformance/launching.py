@@ -76,13 +76,13 @@ def put_on_trial(
         limits: for each launch.
         found: verdicts of fewer ranks; those of each number of ranks are put in as they come.
     """
+    # Backward first: whether gradients are asked for elsewhere depends on the plain ones.
+    names = [(one.name, name) for one in libraries for name in one.tried()]
+    cells = sorted(names, key=lambda cell: cell[1] != "backward")
     for size in ranks:
-        cells = [(one.name, name) for one in libraries for name in _in_order(one.tried())]
-        still = [
-            cell for cell in cells if cell not in found or found[cell]["verdict"] not in SETTLED
-        ]
-        for part in _launch_all(still, size, limits):
-            found.update(merged(found, part))
+        left = [cell for cell in cells if found.get(cell, {}).get("verdict") not in SETTLED]
+        for part in _launch_all(left, size, limits):
+            found.update({cell: _joined(found.get(cell), new) for cell, new in part.items()})
 
 
 def try_planted(number: int, size: int, limits: Limits) -> dict[str, Any]:
@@ -98,31 +98,14 @@ def try_planted(number: int, size: int, limits: Limits) -> dict[str, Any]:
     return found[cell]
 
 
-def _in_order(names: Sequence[str]) -> list[str]:
-    """Backward first: whether gradients are asked for elsewhere depends on the plain ones."""
-    return sorted(names, key=lambda name: name != "backward")
-
-
-def merged(before: Found, now: Found) -> Found:
-    """The verdicts of fewer and of more ranks as one."""
-    total = dict(before)
-    for cell, verdict in now.items():
-        old = before.get(cell)
-        total[cell] = (
-            {**verdict, "ranks": [verdict["ranks"]]} if old is None else _joined(old, verdict)
-        )
-    return total
-
-
-def _joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+def _joined(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
+    """Return the verdict of a cell on fewer and on more ranks as one."""
+    if old is None:
+        return {**new, "ranks": [new["ranks"]]}
     joined = new if new["verdict"] in CONDEMNED or old["verdict"] == "pass" else old
     counts = {name: old[name] + new[name] for name in ("examples", "refused")}
-    return {
-        **joined,
-        **counts,
-        "ranks": [*old["ranks"], new["ranks"]],
-        "error": max(old["error"], new["error"]),
-    }
+    error = max(old["error"], new["error"])
+    return {**joined, **counts, "ranks": [*old["ranks"], new["ranks"]], "error": error}
 
 
 def _launch_all(
@@ -158,31 +141,19 @@ def _launch_all(
 
 def _told(folder: Path) -> Found:
     """The verdicts of a launch."""
-    return {
-        (line["library"], line["capability"]): line
-        for line in read_lines(folder / "verdicts.jsonl")
-        if "verdict" in line
-    }
+    lines = read_lines(folder / "verdicts.jsonl")
+    return {(line["library"], line["capability"]): line for line in lines}
 
 
 def _died(cells: Sequence[Cell], size: int, folder: Path, text: str) -> Found:
     """The cell that a launch has died of; all of them where it came to none."""
-    told, in_flight = _told(folder), folder / "in_flight.json"
-    begun = [
-        line
-        for line in read_lines(folder / "verdicts.jsonl")
-        if "begins" in line and (line["library"], line["capability"]) not in told
-    ]
-    problem = {"problem": json.loads(in_flight.read_text())} if in_flight.exists() else {}
-    if begun or told:
-        return {
-            (line["library"], line["capability"]): _dead(line, text) | problem for line in begun
-        }
-    blank = {"ranks": size, "gradients": False}
-    return {
-        (name, capability): _dead({"library": name, "capability": capability, **blank}, text)
-        for name, capability in cells
-    }
+    begun = folder / "in_flight.json"
+    if begun.exists():
+        last = json.loads(begun.read_text())
+        cell = (last["library"], last["capability"])
+        return {} if cell in _told(folder) else {cell: last | _dead(size, text)}
+    blank = {"ranks": size, "gradients": False, **_dead(size, text)}
+    return {cell: {"library": cell[0], "capability": cell[1], **blank} for cell in cells}
 
 
 def _launch(size: int, folder: Path, patience: float) -> str:
@@ -195,14 +166,13 @@ def _launch(size: int, folder: Path, patience: float) -> str:
     return printed(command, ROOT, outside(**settings), seconds + ENDING_SECONDS)[1]
 
 
-def _dead(line: dict[str, Any], output: str) -> dict[str, Any]:
+def _dead(size: int, output: str) -> dict[str, Any]:
     """The verdict of a cell that a launch has died of, or that failed outside the library."""
-    cell = {name: line[name] for name in ("library", "capability", "ranks", "gradients")}
     hung, alone = any(words in output for words in HUNG), sorted(set(ALONE.findall(output)))
-    slow = hung and len(alone) == line["ranks"]
+    slow = hung and len(alone) == size
     verdict = "slow" if slow else "hung" if hung else "crashed"
     lines = [text.strip() for text in output.splitlines() if text.strip()]
     died, raised = ([text for text in lines if sign.match(text)] for sign in (DIED, RAISED))
-    said = alone if slow else died or raised or lines[-1:]
-    text = " ".join(said[0].removeprefix("E ").split())[:400] if said else "nothing was printed"
-    return {**cell, "verdict": verdict, "examples": 0, "refused": 0, "error": 0.0, "states": text}
+    said = alone if slow else died or raised or lines[-1:] or ["nothing was printed"]
+    text = " ".join(said[0].removeprefix("E ").split())[:400]
+    return {"verdict": verdict, "examples": 0, "refused": 0, "error": 0.0, "states": text}

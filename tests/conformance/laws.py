@@ -1,8 +1,8 @@
 """Test the property of every capability, for the libraries of one adapter under mpiexec.
 
-`conformance.launching` starts it. SP_CONFORMANCE names a file with the setting. A line of JSON is
-written when a cell of the report begins and when its verdict is there: the runner then knows the
-cell that a launch died of.
+`conformance.launching` starts it. SP_CONFORMANCE names a file with the setting. The verdict of each
+cell of the report becomes a line of JSON. Before, the cell and the problem that is tried next stand
+in a file: the runner then knows the cell that a launch died of.
 """
 
 from __future__ import annotations
@@ -36,17 +36,6 @@ def gloo() -> Gloo:
     return Gloo(FOLDER, MPI.COMM_WORLD, longest * SETTING["patience"])
 
 
-def note(comm: Any, line: dict[str, Any]) -> None:
-    """Leave a line for the runner."""
-    if comm.rank == 0:
-        add_line(FOLDER / "verdicts.jsonl", line)
-
-
-def announce(problem: dict[str, Any]) -> None:
-    """Leave the problem that is tried next."""
-    (FOLDER / "in_flight.json").write_text(json.dumps(problem))
-
-
 @pytest.mark.ranks
 @pytest.mark.parametrize(("name", "capability"), SETTING["cells"])
 def test_cell(gloo: Gloo, name: str, capability: str) -> None:
@@ -60,16 +49,24 @@ def test_cell(gloo: Gloo, name: str, capability: str) -> None:
         name in RIGHT_GRADIENTS and capability not in subject.FORWARD_ONLY
     )
     cell = {"library": name, "capability": capability, "ranks": world.size, "gradients": gradients}
-    note(world, {"begins": True, **cell})
+
+    def announce(problem: dict[str, Any]) -> None:
+        told = cell | {"problem": problem} if problem else cell
+        (FOLDER / "in_flight.json").write_text(json.dumps(told))
+
+    if world.rank == 0:
+        announce({})
     adapter = library.module()
     for number in SETTING["planted"]:
         FAULTS[number].plant()
     gloo.serve(lambda comm: adapter.prepare(comm, library.variant))
-    strategy = subject.problems(capability, world.size, library.needs, gradients, library.full)
+    masked = "full" in library.excluded()
+    strategy = subject.problems(capability, world.size, library.needs, gradients, not masked)
     trial = Trial(
         subject, adapter, library.variant, gloo.renew, announce, CELL_SECONDS * SETTING["patience"]
     )
     found = judged(trial, strategy, world.size, SETTING["examples"])
     if capability == "backward" and found["verdict"] == "pass":
         RIGHT_GRADIENTS.add(name)
-    note(world, {**cell, **found})
+    if world.rank == 0:
+        add_line(FOLDER / "verdicts.jsonl", {**cell, **found})

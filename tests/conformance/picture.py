@@ -35,9 +35,9 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    columns: dict[str, list[Any]] = {about: [] for about in SUBJECTS}
+    columns: dict[str, list[str]] = {}  # a report of some libraries may lack a subject
     for column in document["libraries"]:
-        columns[column["about"]].append(column["name"])
+        columns.setdefault(column["about"], []).append(column["name"])
     heights = [2 + len(names) for names in columns.values()]
     figure = Figure(figsize=(14, 0.3 * sum(heights)), layout="constrained")
     panels = figure.subplots(len(heights), height_ratios=heights, squeeze=False)

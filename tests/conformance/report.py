@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from studies.records import table
+from studies.records import named, table
 
 from conformance.launching import EXAMPLE_SECONDS
 from conformance.libraries import SUBJECTS, Library
@@ -36,16 +36,14 @@ def document(
             "about": one.about,
             "package": one.package,
             "version": versions[one.name],
+            "examples": examples,
+            "adapter_sha256": digest(one),
+            "run": dict(run),
         }
-        | {"examples": examples, "adapter_sha256": digest(one)}
         for one in libraries
     ]
-    return {
-        "schema_version": SCHEMA,
-        "libraries": [{**column, "run": dict(run)} for column in columns],
-        "verdicts": dict(verdicts),
-        "planted": list(planted),
-    }
+    found = {"verdicts": dict(verdicts), "planted": list(planted)}
+    return {"schema_version": SCHEMA, "libraries": columns, **found}
 
 
 def digest(library: Library) -> str:
@@ -116,7 +114,14 @@ def markdown(document: Mapping[str, Any]) -> list[str]:
     asked += HEAD.format(cell=CELL_SECONDS, example=EXAMPLE_SECONDS)
     head = ("run", "date", "commit", "seconds", "patience", "machine")
     rows = [
-        (n, r["date"], _commit(r), r["seconds"], f"{r['patience']:g}", _machine(r))
+        (
+            n,
+            r["date"],
+            named(r["commit"]) if "commit" in r else "not recorded",
+            r["seconds"],
+            f"{r['patience']:g}",
+            _machine(r),
+        )
         for n, r in enumerate(runs, 1)
     ]
     lines = ["# Other libraries under the laws of our own", "", asked, *table(head, rows)]
@@ -170,12 +175,7 @@ def _ranks(column: Mapping[str, Mapping[str, Any]]) -> str:
 
 def _commit(run: Mapping[str, Any]) -> str:
     """Name the code of a run; runs of before this was recorded have none."""
-    commit = run.get("commit", {"sha": None})
-    return (
-        "not recorded"
-        if commit["sha"] is None
-        else commit["sha"][:10] + " with changes" * bool(commit["dirty"])
-    )
+    return named(run["commit"]) if "commit" in run else "not recorded"
 
 
 def _machine(run: Mapping[str, Any]) -> str:

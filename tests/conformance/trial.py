@@ -39,22 +39,10 @@ TRANSPORT = (
 FINE, RAISED, STUCK = "fine", "raised", "stuck"
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """What became of a problem on one rank."""
-
-    status: str = FINE
-    text: str = ""
-
-
-@dataclass(frozen=True)
-class Error:
-    """The worst of a rank's results: error over bound, and error over the greatest element."""
-
-    ratio: float = 0.0
-    relative: float = 0.0
-    result: str = ""
-    rank: int = 0
+Attempt = tuple[str, str]
+"""What became of a problem on one rank: FINE, RAISED or STUCK, with a text."""
+Error = dict[str, Any]
+"""The worst result of a rank: its error over the bound, and over its greatest element."""
 
 
 @dataclass
@@ -90,66 +78,49 @@ class Trial:
         Raises:
             AssertionError: on every rank: a wrong result, or ranks that did not end alike.
         """
-        if repr(problem) in self.failures:
-            self._fail(problem, self.failures[repr(problem)])
-        if self.closed:
-            return
+        name = repr(problem)
+        if name not in self.failures and not self.closed:
+            failure = self._tried(comm, problem)
+            if failure:
+                self.failures[name] = {"problem": self.subject.told(problem), **failure}
+        if name in self.failures:  # fail whenever this problem comes again, also without time
+            self.failure = self.failures[name]
+            raise AssertionError(f"{self.failure['verdict']}: {problem}")
+
+    def _tried(self, comm: Any, problem: Any) -> dict[str, Any]:
+        """Try a problem on all ranks; return what went wrong."""
         self._began = self._began or time.monotonic()
         if comm.rank == 0:
+            self.examples += 1
             self.announce(self.subject.told(problem))
         case = self.subject.Case(problem, comm.rank, comm.size)
-        mine, results = self._attempt(case, comm)
+        call, attempt, results = getattr(self.adapter, self.subject.CALL), (FINE, ""), {}
+        try:
+            results = case.results(call, self.variant, comm)
+        except Exception as error:  # noqa: BLE001 - whatever a library raises is an answer
+            attempt = _caught(error)
         late = time.monotonic() - self._began > self.seconds
-        everyone, lates = zip(*comm.allgather((mine, late)), strict=True)
+        mine = (attempt, late, worst(case, results, comm.rank))
+        everyone, lates, errors = zip(*comm.allgather(mine), strict=True)
         self.closed = any(lates)
-        if comm.rank == 0:
-            self.examples += 1
-        if any(attempt.status != FINE for attempt in everyone):
+        if any(status != FINE for status, _ in everyone):
             # Also if every rank has refused: messages under way would meet the next problem's.
             self.renew(comm)
-            self._not_fine(problem, everyone)
-            return
-        error = max(comm.allgather(worst(case, results, comm.rank)), key=lambda e: e.ratio)
-        self.worst = max(self.worst, min(error.ratio, 1.0))
-        if not error.ratio <= 1.0:
-            said = {
-                "result": error.result,
-                "rank": error.rank,
-                "relative": finite(error.relative),
-                "ratio": finite(error.ratio),
-            }
-            self._fail(problem, {"verdict": "wrong", "problem": self.subject.told(problem), **said})
+            return self._not_fine(everyone)
+        most = max(errors, key=lambda one: one["ratio"])
+        self.worst = max(self.worst, min(most["ratio"], 1.0))
+        said = {name: x if x != math.inf else None for name, x in most.items()}  # as in JSON
+        return {} if most["ratio"] <= 1.0 else {"verdict": "wrong", **said}
 
-    def _not_fine(self, problem: Any, everyone: Sequence[Attempt]) -> None:
-        text = next(a.text for a in everyone if a.status != FINE)
-        if all(attempt.status == RAISED for attempt in everyone):
-            self.refusals[text] += 1
-            return
-        hung = not any(attempt.status == RAISED for attempt in everyone)
-        states = "; ".join(
-            f"rank {rank}: {a.status} {a.text}".strip() for rank, a in enumerate(everyone)
-        )
-        self._fail(
-            problem,
-            {
-                "verdict": "hung" if hung else "crashed",
-                "problem": self.subject.told(problem),
-                "states": states,
-            },
-        )
-
-    def _fail(self, problem: Any, failure: dict[str, Any]) -> None:
-        """Fail in the same way whenever this problem comes again, also without time to try it."""
-        self.failure = self.failures[repr(problem)] = failure
-        raise AssertionError(f"{failure['verdict']}: {problem}")
-
-    def _attempt(self, case: Any, comm: Any) -> tuple[Attempt, dict[str, Tensor]]:
-        try:
-            return Attempt(), case.results(
-                getattr(self.adapter, self.subject.CALL), self.variant, comm
-            )
-        except Exception as error:  # noqa: BLE001 - whatever a library raises is an answer
-            return _caught(error), {}
+    def _not_fine(self, everyone: Sequence[Attempt]) -> dict[str, Any]:
+        """Count a refusal by all ranks; return any other end than a result."""
+        statuses = {status for status, _ in everyone}
+        if statuses == {RAISED}:
+            self.refusals[everyone[0][1]] += 1
+            return {}
+        states = (f"rank {rank}: {' '.join(one)}".strip() for rank, one in enumerate(everyone))
+        verdict = "crashed" if RAISED in statuses else "hung"
+        return {"verdict": verdict, "states": "; ".join(states)}
 
     def verdict(self) -> dict[str, Any]:
         """What was found, as plain data."""
@@ -177,11 +148,9 @@ def judged(
     def body(comm: Any, problem: Any) -> None:
         trial(comm, problem)
 
-    law = settings(report_multiple_bugs=False)(
-        given(nprocs=st.just(size), max_examples=examples, problem=strategy)(body)
-    )
+    law = given(nprocs=st.just(size), max_examples=examples, problem=strategy)(body)
     try:
-        law()
+        settings(report_multiple_bugs=False)(law)()
     except RankFailure:
         if trial.failure is None:
             raise
@@ -190,27 +159,22 @@ def judged(
 
 def worst(case: Any, results: dict[str, Tensor], rank: int) -> Error:
     """The worst of this rank's results."""
-    errors = [Error()]
+    errors = [{"result": "", "rank": 0, "relative": 0.0, "ratio": 0.0}]
     for what, (expected, allowed) in case.expected().items():
         if what in results:
             found = results[what].detach().double()
-            ratio = error_ratio(found, expected, allowed)
-            errors.append(Error(ratio, relative(found, expected), what, rank))
-    return max(errors, key=lambda error: error.ratio)
+            ratio, relative = error_ratio(found, expected, allowed), _relative(found, expected)
+            errors.append({"result": what, "rank": rank, "relative": relative, "ratio": ratio})
+    return max(errors, key=lambda error: error["ratio"])
 
 
-def relative(found: Tensor, expected: Tensor) -> float:
+def _relative(found: Tensor, expected: Tensor) -> float:
     """Return the greatest error over the greatest element; infinite for other shapes and NaN."""
     if found.shape != expected.shape or not bool(found.isfinite().all()):
         return float("inf")
     if not expected.numel():
         return 0.0
     return float((found - expected).abs().max()) / (float(expected.abs().max()) or 1.0)
-
-
-def finite(number: float) -> float | None:
-    """JSON knows no infinity."""
-    return number if math.isfinite(number) else None
 
 
 def _caught(error: Exception) -> Attempt:
@@ -220,4 +184,4 @@ def _caught(error: Exception) -> Attempt:
         said = traceback.extract_tb(error.__traceback__)[-1].line or ""
     text = f"{type(error).__name__}: {said}"[:400]
     stuck = any(word in text.lower() for word in TRANSPORT)
-    return Attempt(STUCK if stuck else RAISED, text)
+    return (STUCK if stuck else RAISED), text

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 from deaths.programs import rows, tried_program
-from deaths.report import Report
+from deaths.report import add
 from deaths.trial import drawn, tried, tried_fault
 from deaths.ways import PLACES, WAYS
 from kit.faults import CRASHES, FAULTS
@@ -47,16 +49,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     options = parse("nox -s deaths --", __doc__, OPTIONS, arguments)
     seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
-    report = Report(options.out, mpi_library())
-    for way in options.ways:
-        for place in options.places:
-            row, text = tried(drawn(way, place, random.Random(f"{seed} {way} {place}")))
-            report.add("deaths", {**row, "seed": seed}, text)
+    library = mpi_library()
+    return int(sum(add(options.out, library, *row) for row in _rows(options, seed)) > 0)
+
+
+def _rows(options: argparse.Namespace, seed: int) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Try everything that is asked for; yield a kind, a row of the report, and what was printed."""
+    for way, place in product(options.ways, options.places):
+        row, text = tried(drawn(way, place, random.Random(f"{seed} {way} {place}")))
+        yield "deaths", {**row, "seed": seed}, text
     for fault in options.faults:
-        report.add("faults", *tried_fault(fault))
+        yield "faults", *tried_fault(fault)
     for where, start in rows() if options.programs else ():
-        report.add("programs", *tried_program(where, start))
-    return int(report.faults > 0)
+        yield "programs", *tried_program(where, start)
 
 
 if __name__ == "__main__":

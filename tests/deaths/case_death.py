@@ -27,7 +27,7 @@ INSIDE_SECONDS, LATE_SECONDS = 0.15, 0.25
 
 
 def be_lost() -> None:
-    """The end of this rank, and when it came."""
+    """Write when this rank ends, and end it."""
     told = FOLDER / "lost"
     if not told.exists():
         told.write_text(str(time.time()))
@@ -35,7 +35,7 @@ def be_lost() -> None:
 
 
 def lost_at(place: str) -> None:
-    """The end, if it is to come here."""
+    """End this rank if it is to end here."""
     if VICTIM and place == DEATH["place"]:
         be_lost()
 
@@ -53,9 +53,8 @@ def lost_soon() -> None:
     time.sleep(LATE_SECONDS)
 
 
-if (
-    VICTIM and DEATH["place"] == "inside"
-):  # told by a signal of another rank: no thread of its own can start once memory is short
+if VICTIM and DEATH["place"] == "inside":
+    # Told by a signal of another rank: no thread of its own can start once memory is short.
     signal.signal(signal.SIGUSR2, lambda *_: be_lost())
     VICTIM_NUMBER.write_text(str(os.getpid()))
 lost_at("collection")
@@ -66,11 +65,8 @@ def test_of_before(comm: Any) -> None:
     total = np.empty(1)
     comm.Allreduce(np.ones(1), total)
     assert total[0] == comm.size
-    names = {
-        line.split()[5]
-        for line in Path("/proc/self/maps").read_text().splitlines()
-        if "/dev/shm/" in line
-    }
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    names = {line.split()[5] for line in lines if "/dev/shm/" in line}
     (FOLDER / f"mapped-{RANK}").write_text("\n".join(names))
 
 

@@ -79,28 +79,26 @@ def launched(place: str, start: str) -> tuple[int | None, str, tuple[str, float]
     return code, text, (pid, time.time() - float(when))
 
 
-def wrong(place: str, start: str, code: int | None, text: str, pid: str) -> Iterator[str]:
-    """What is wrong with the end of a launch, apart from its time."""
-    if code == 0:
-        yield "exit code 0"
-    if not re.search(PLACES[place], text, re.IGNORECASE):
-        yield "no cause"
+def wrong(place: str, start: str, code: int | None, text: str, pid: str) -> list[str]:
+    """Return what is wrong with the end of a launch, apart from its time."""
     seen = place not in UNSEEN
     named = rf"rank {LOST} of {RANKS}: " if seen else NAMED
     if start == "mpiexec" and not seen:  # MPICH's names the process only
         named += rf"|PID {pid} "
-    if not re.search(named, text):
-        yield "no rank"
     root = text.partition("Root Cause")[2]
-    if start == "torchrun" and not re.search(NAMED, root):
-        yield "another rank is torchrun's root cause"
-    if seen and CASE not in text:
-        yield "no stack"
+    faults = {
+        "exit code 0": code == 0,
+        "no cause": not re.search(PLACES[place], text, re.IGNORECASE),
+        "no rank": not re.search(named, text),
+        "another rank is torchrun's root cause": start == "torchrun" and not re.search(NAMED, root),
+        "no stack": seen and CASE not in text,
+    }
+    return [fault for fault, is_there in faults.items() if is_there]
 
 
 def tried_program(place: str, start: str) -> tuple[dict[str, Any], str]:
     """Let a rank of a program fail. Return a row of the report, and what was printed."""
     code, text, (pid, seconds) = launched(place, start)
-    faults = [*wrong(place, start, code, text, pid)]
-    faults += [] if seconds <= BOUND else [f"{seconds:.0f} s to the end"]
+    late = [f"{seconds:.0f} s to the end"] * (not seconds <= BOUND)
+    faults = wrong(place, start, code, text, pid) + late
     return {"place": place, "start": start, "seconds": round(seconds, 1), "faults": faults}, text

@@ -11,7 +11,7 @@ from typing import Any
 from deaths.programs import BOUND, PLACES as PROGRAMS, STARTS
 from deaths.trial import EXAMPLE_SECONDS, MORE_SECONDS, PHASE_SECONDS, RANKS
 from deaths.ways import PLACES, WAYS
-from studies.records import table, write
+from studies.records import named, table, write
 
 from benchmarks.launching import commit
 
@@ -35,34 +35,29 @@ The exit code must not be 0. The report must name rank and cause, and everything
 """
 
 
-class Report:
-    """The rows of all MPIs, kept in a folder.
+def add(folder: Path, library: str, kind: str, row: dict[str, Any], printed: str) -> int:
+    """Print a row and add it to the report in a folder. Return the number of its faults.
 
     Args:
-        folder: where its files lie; rows that are there stay until the same way and place are tried
+        folder: where the files lie; rows that are there stay until the same way and place are tried
             again with the same MPI.
         library: this MPI.
+        kind: of the row: "deaths", "faults" or "programs".
+        row: to be added.
+        printed: by the launch.
     """
-
-    def __init__(self, folder: Path, library: str) -> None:
-        self._folder, self.faults = folder, 0
-        plain = folder / "deaths.json"
-        self._all: dict[str, Rows] = json.loads(plain.read_text()) if plain.exists() else {}
-        self._mine = self._all.setdefault(library, {})
-        self._origin = {"commit": commit(), "cores": os.cpu_count()}
-
-    def add(self, kind: str, row: dict[str, Any], printed: str) -> None:
-        """Print and add a row; the files are written anew each time."""
-        wrong = row["faults"]
-        self.faults += len(wrong)
-        said = " ".join(str(value) for value in row.values() if value is not wrong)
-        print(f"{said} {', '.join(wrong) or 'ok'}", flush=True)
-        if wrong:
-            print("-" * 20, *printed.splitlines()[-SHOWN_LINES:], "-" * 20, sep="\n", flush=True)
-        rows = {_key(old): old for old in self._mine.get(kind, [])}
-        rows[_key(row)] = {**row, **self._origin}
-        self._mine[kind] = list(rows.values())
-        write(self._folder, "deaths", markdown(self._all), self._all)
+    faults, file = row["faults"], folder / "deaths.json"
+    said = " ".join(str(value) for value in row.values() if value is not faults)
+    print(f"{said} {', '.join(faults) or 'ok'}", flush=True)
+    if faults:
+        print("-" * 20, *printed.splitlines()[-SHOWN_LINES:], "-" * 20, sep="\n", flush=True)
+    everything: dict[str, Rows] = json.loads(file.read_text()) if file.exists() else {}
+    mine = everything.setdefault(library, {})
+    rows = {_key(old): old for old in mine.get(kind, [])}
+    rows[_key(row)] = {**row, "commit": commit(), "cores": os.cpu_count()}
+    mine[kind] = list(rows.values())
+    write(folder, "deaths", markdown(everything), everything)
+    return len(faults)
 
 
 def _key(row: dict[str, Any]) -> tuple[str, ...]:
@@ -92,7 +87,7 @@ def markdown(everything: dict[str, Rows]) -> list[str]:
 
 def _summary(rows: list[dict[str, Any]]) -> str:
     good = sum(not row["faults"] for row in rows)
-    commits = ", ".join(sorted({(row["commit"]["sha"] or "unknown")[:10] for row in rows}))
+    commits = ", ".join(sorted({named(row["commit"]) for row in rows}))
     return (
         f"{good} of {len(rows)} as they should be; {max(row['cores'] for row in rows)} cores; "
         f"commit {commits}."

@@ -92,17 +92,19 @@ def tried_fault(fault: str) -> tuple[Row, str]:
     variables = outside(**LIMITS, SUT_FAULT=fault)
     code, text = printed(command_of(fault), ROOT, variables, FAULT_SECONDS)
     known = {one.fault: one for one in FAULTS}.get(fault)
-    minimum = CRASH_MINIMUM if known is None else f"{known.minimum}, seed=0"
-    told = (
-        ["RankFailure[RankCrashed"] if known is None else [f"RankFailure[{known.name}", known.told]
-    )
+    minimum, words = CRASH_MINIMUM, ["RankFailure[RankCrashed"]
+    if known is not None:
+        minimum, words = f"{known.minimum}, seed=0", [f"RankFailure[{known.name}", known.told]
     found = [*re.findall(r"@example\((.*)\)", text), ""]
-    wrong = [f"not said: {words}" for words in told if words not in text]
-    wrong += [] if found[0] == minimum else [f"smallest example: {minimum} was expected"]
-    wrong += [] if code == 1 else [f"exit code {code}"]
+    wrong = {
+        **{f"not said: {said}": said not in text for said in words},
+        f"smallest example: {minimum} was expected": found[0] != minimum,
+        f"exit code {code}": code != 1,
+    }
+    faults = [fault for fault, is_there in wrong.items() if is_there]
     starts = re.search(r"(\d+) launches", text)
     row = {"fault": fault, "minimum": found[0], "launches": int(starts[1]) if starts else 1}
-    return {**row, "seconds": round(time.monotonic() - begin, 1), "faults": wrong}, text
+    return {**row, "seconds": round(time.monotonic() - begin, 1), "faults": faults}, text
 
 
 def command_of(fault: str) -> list[str]:
@@ -113,10 +115,8 @@ def command_of(fault: str) -> list[str]:
     return [sys.executable, *search, FAULT_CASE, "--", *OPTIONS]
 
 
-def judged(
-    death: Death, code: int | None, seconds: float, text: str, folder: Path
-) -> Iterator[str]:
-    """Yield what is wrong with a launch.
+def judged(death: Death, code: int | None, seconds: float, text: str, folder: Path) -> list[str]:
+    """Return what is wrong with a launch.
 
     Args:
         death: what happened in it.
@@ -125,50 +125,28 @@ def judged(
         text: that it printed.
         folder: with the JUnit file.
     """
-    if code is None:
-        yield "it had to be shot"
-    if code == 0:
-        yield "exit code 0"
-    if not seconds <= death.bound:
-        yield f"{seconds:.0f} s to the end"
-    yield from _words(death, text)
-    yield from _results(death, folder)
-
-
-def _words(death: Death, text: str) -> Iterator[str]:
-    """What the report does not name."""
-    rank = death.rank
-    alone = (
-        rf"rank {rank} (died first|waits for nobody|is stopped|could not collect|left collection)"
-    )
-    if not re.search(rf"{alone}|on rank {rank} of {RANKS}", text):
-        yield "no rank"
-    if (CASE if death.place == "collection" else f"{CASE}::{END}") not in text:
-        yield "no test"
-    if death.in_body and not re.search(
-        rf"{END}\(nprocs={RANKS}, n=\d\)|@example\(nprocs={RANKS}, n={death.first}\)", text
-    ):
-        yield "no example"
-    wanted_line = (
-        "last place: " if death.way in SILENT else r"(case_death|ways)\.py\"?(:|, line )\d+"
-    )
-    if not re.search(wanted_line, text):
-        yield "no stack"
-
-
-def _results(death: Death, folder: Path) -> Iterator[str]:
-    """What is not in the JUnit file."""
-    xml = folder / "junit.xml"
-    if not xml.exists():
-        yield "no JUnit file"
-    elif death.place != "collection":
-        red = {name.rpartition("::")[2]: bad is not None for name, bad in records.junit(xml)}
-        if red.get(BEFORE) is not False:
-            yield "the test before is not in the JUnit file"
-        if not red.get(END):
-            yield "the test is not red in the JUnit file"
-        if death.way in RAISED and red.get(AFTER) is not False:
-            yield "the session did not go on"
+    xml, begun = folder / "junit.xml", death.place != "collection"
+    red = {name.rpartition("::")[2]: bad is not None for name, bad in records.junit(xml)}
+    alone = "died first|waits for nobody|is stopped|could not collect|left collection"
+    rank = rf"rank {death.rank} ({alone})|on rank {death.rank} of {RANKS}"
+    test = f"{CASE}::{END}" if begun else CASE
+    example = rf"{END}\(nprocs={RANKS}, n=\d\)|@example\(nprocs={RANKS}, n={death.first}\)"
+    stack = "last place: " if death.way in SILENT else r"(case_death|ways)\.py\"?(:|, line )\d+"
+    told = begun and xml.exists()
+    wrong = {
+        "it had to be shot": code is None,
+        "exit code 0": code == 0,
+        f"{seconds:.0f} s to the end": not seconds <= death.bound,
+        "no rank": not re.search(rank, text),
+        "no test": test not in text,
+        "no example": death.in_body and not re.search(example, text),
+        "no stack": not re.search(stack, text),
+        "no JUnit file": not xml.exists(),
+        "the test before is not in the JUnit file": told and red.get(BEFORE) is not False,
+        "the test is not red in the JUnit file": told and not red.get(END),
+        "the session did not go on": told and death.way in RAISED and red.get(AFTER) is not False,
+    }
+    return [fault for fault, is_there in wrong.items() if is_there]
 
 
 def left(folder: Path, mark: str) -> Iterator[str]:

@@ -33,6 +33,8 @@ def main(words: list[str]) -> int:
     options, rest = parser.parse_known_args(words)
     files = sorted(TESTS.glob(f"{options.only}.py"))
     tests = [str(path) for path in files if ASKS.search(path.read_text())]
+    if not tests:
+        parser.error(f"no file {options.only}.py asks for a device")  # pytest would run all files
     if options.on == NAME:
         compile_library()
         own = [str(TESTS / "device")] if options.only == "test_*" else []

@@ -103,35 +103,45 @@ def backward(comm: Any, *, op: str) -> None:
         assert torch.equal(x.grad.cpu(), torch.full((8,), float(comm.size)))
 
 
+LAWS: dict[str, Callable[[Any], None]] = {
+    "pipelined": partial(collectives, transport="pipelined"),
+    "window": partial(collectives, transport="ipc", algorithm="window"),
+    "device": partial(collectives, transport="device"),
+    "attention": attention,
+    "ring in a window": partial(attention, transport="ipc"),
+    "masked": partial(attention, mask=sp.Mask(window=5)),
+    "message": partial(message, transport="ipc"),
+    "pinned message": partial(message, transport="pinned"),
+    "documents": partial(
+        attention,
+        mask=sp.Mask(causal=True, documents=tuple(range(0, 53, 4))),
+        seq_len=52,
+        kv_len=52,
+        head_dim=8,
+        dtype="bfloat16",
+    ),
+    "half": partial(attention, head_dim=8, dtype="bfloat16"),
+    "half, masked": partial(attention, mask=sp.Mask(window=5), head_dim=8, dtype="bfloat16"),
+    "all_gather": partial(backward, op="all_gather"),
+    "all_reduce": partial(backward, op="all_reduce"),
+}
+WRONG, MISALIGNED, HUNG = "came out wrong", "misaligned address", "hung"
 Plant = Callable[[pytest.MonkeyPatch], None]
-DOCUMENTS = partial(
-    attention,
-    mask=sp.Mask(causal=True, documents=tuple(range(0, 53, 4))),
-    seq_len=52,
-    kv_len=52,
-    head_dim=8,
-    dtype="bfloat16",
-)
-HALF_MASKED = partial(attention, mask=sp.Mask(window=5), head_dim=8, dtype="bfloat16")
-PIPELINED = partial(collectives, transport="pipelined")
-WINDOW = partial(collectives, transport="ipc", algorithm="window")
 
 
 class Fault(NamedTuple):
     """A fault.
 
     Args:
-        kind: which mistake it is.
         plant: makes it.
-        law: what it breaks.
+        law: what it breaks, a name in `LAWS`.
         says: a part of what is then seen.
         ends: the exit code of the process.
     """
 
-    kind: str
     plant: Plant
-    law: Callable[[Any], None]
-    says: str
+    law: str
+    says: str = WRONG
     ends: int = 1
 
 
@@ -195,23 +205,13 @@ def _one_slot(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(staged, "_Slot", shared)
 
 
-TOUCHED = ("the host touches device memory", "the host touched device memory", -11)
-UNAWAITED = "nobody waits before memory is read"
-REUSED = "a buffer is used again too early"
-UNALIGNED = "a kernel gets rows that are not aligned"
-ONE_THREAD = "two ranks go backward in one thread of the device"
-WRONG = "came out wrong"
-MISALIGNED = "misaligned address"
+TOUCHED = ("the host touched device memory", -11)
+"""The process ends by SIGSEGV."""
 nothing: Callable[..., None] = lambda *_: None  # noqa: E731
 done: Callable[..., Done] = lambda *_: Done()  # noqa: E731
 as_it_is: Callable[[torch.Tensor], torch.Tensor] = lambda x: x  # noqa: E731
-hangs = put(torch.autograd, "set_multithreading_enabled", nothing)
-
-
-def touched(plant: Plant, law: Callable[[Any], None]) -> Fault:
-    """Make a fault after which the process ends by SIGSEGV."""
-    kind, says, ends = TOUCHED
-    return Fault(kind, plant, law, says, ends)
+one_thread = put(torch.autograd, "set_multithreading_enabled", nothing)
+"""Two ranks go backward in one thread of the device."""
 
 
 _made = window.Window.__init__
@@ -224,52 +224,43 @@ def _unheeding(self: Any, *given: Any, **named: Any) -> None:
 
 
 FAULTS = {
-    "MPI gets device memory": touched(_device_aware, partial(collectives, transport="device")),
-    "the host copies in a window": touched(put(cuda.CudaStream, "copying", _touching), WINDOW),
-    "a CPU tensor over device memory": touched(put(cuda, "tensor_at", _on_the_host), WINDOW),
-    "downloads": Fault(UNAWAITED, put(cuda.CudaStreams, "downloaded", done), PIPELINED, WRONG),
-    "computation before downloads": Fault(
-        UNAWAITED, put(cuda.CudaStreams, "begin", nothing), PIPELINED, WRONG
+    "MPI gets device memory": Fault(_device_aware, "device", *TOUCHED),
+    "the host copies in a window": Fault(
+        put(cuda.CudaStream, "copying", _touching), "window", *TOUCHED
     ),
-    "computation before a window": Fault(UNAWAITED, in_window("begin", nothing), WINDOW, WRONG),
-    "copies into a window": Fault(UNAWAITED, in_window("launch", _not_waited_for), WINDOW, WRONG),
-    "uploads": Fault(UNAWAITED, put(cuda.CudaStreams, "finish", nothing), PIPELINED, WRONG),
-    "a host buffer before its upload": Fault(
-        REUSED, put(cuda.CudaStreams, "uploaded", done), PIPELINED, WRONG
+    "a CPU tensor over device memory": Fault(
+        put(cuda, "tensor_at", _on_the_host), "window", *TOUCHED
     ),
-    "one host buffer for two chunks": Fault(REUSED, _one_slot, PIPELINED, WRONG),
-    "a slot that others still read": Fault(
-        REUSED, put(window.Window, "__init__", _unheeding), WINDOW, WRONG
-    ),
-    "a copy of memory that was freed": Fault(REUSED, in_window("copying", _unkept), WINDOW, WRONG),
+    # Nobody waits before memory is read.
+    "downloads": Fault(put(cuda.CudaStreams, "downloaded", done), "pipelined"),
+    "computation before downloads": Fault(put(cuda.CudaStreams, "begin", nothing), "pipelined"),
+    "computation before a window": Fault(in_window("begin", nothing), "window"),
+    "copies into a window": Fault(in_window("launch", _not_waited_for), "window"),
+    "uploads": Fault(put(cuda.CudaStreams, "finish", nothing), "pipelined"),
+    # A buffer is used again too early.
+    "a host buffer before its upload": Fault(put(cuda.CudaStreams, "uploaded", done), "pipelined"),
+    "one host buffer for two chunks": Fault(_one_slot, "pipelined"),
+    "a slot that others still read": Fault(put(window.Window, "__init__", _unheeding), "window"),
+    "a copy of memory that was freed": Fault(in_window("copying", _unkept), "window"),
     "a message that nobody keeps": Fault(
-        REUSED,
-        put(window, "Transfer", lambda tests, keep: Transfer(tests)),
-        partial(message, transport="ipc"),
-        WRONG,
+        put(window, "Transfer", lambda tests, keep: Transfer(tests)), "message"
     ),
-    "no look at alignment": Fault(
-        UNALIGNED, put(kernels, "aligned", as_it_is), attention, MISALIGNED
-    ),
-    "too small a unit": Fault(UNALIGNED, put(kernels, "LOAD_BYTES", 4), attention, MISALIGNED),
+    # A kernel gets rows that are not aligned.
+    "no look at alignment": Fault(put(kernels, "aligned", as_it_is), "attention", MISALIGNED),
+    "too small a unit": Fault(put(kernels, "LOAD_BYTES", 4), "attention", MISALIGNED),
     "a look at the last dim only": Fault(
-        UNALIGNED,
         put(kernels, "aligned", lambda x: x if x.stride(-1) == 1 else x.contiguous()),
-        partial(attention, head_dim=8, dtype="bfloat16"),
-        MISALIGNED,
+        *("half", MISALIGNED),
     ),
     "a mask without room between its rows": Fault(
-        UNALIGNED,
-        put(kernels, "added", _tight),
-        partial(attention, mask=sp.Mask(window=5)),
-        MISALIGNED,
+        put(kernels, "added", _tight), "masked", MISALIGNED
     ),
     "out in another layout": Fault(
-        UNALIGNED, put(kernels, "tokens_first", as_it_is), HALF_MASKED, "ring d"
+        put(kernels, "tokens_first", as_it_is), "half, masked", "ring d"
     ),
-    "all_gather": Fault(ONE_THREAD, hangs, partial(backward, op="all_gather"), "hung"),
-    "all_reduce": Fault(ONE_THREAD, hangs, partial(backward, op="all_reduce"), "hung"),
-    "attention": Fault(ONE_THREAD, hangs, attention, "hung"),
+    "all_gather": Fault(one_thread, "all_gather", HUNG),
+    "all_reduce": Fault(one_thread, "all_reduce", HUNG),
+    "attention": Fault(one_thread, "attention", HUNG),
 }
 HANG_SECONDS = 5.0
 
@@ -280,11 +271,10 @@ def main(name: str) -> None:
     fault = FAULTS[name]
     with pytest.MonkeyPatch.context() as patch:
         fault.plant(patch)
-        seconds = HANG_SECONDS if fault.kind == ONE_THREAD else None
         try:
-            run_threads(2, fault.law, timeout=seconds)
+            run_threads(2, LAWS[fault.law], timeout=HANG_SECONDS if fault.says == HUNG else None)
         except ThreadsHung:
-            print("hung", flush=True)
+            print(HUNG, flush=True)
             os._exit(1)
 
 

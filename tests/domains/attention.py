@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from random import Random
 from typing import Any
@@ -13,12 +10,10 @@ from oracle.attention_check import Shards, compare
 from oracle.strategies import DTYPES, EVERY_LAYOUT, SLOPES, STORAGES, AttentionProblem
 
 import sp_core as sp
-from domains import masks, situations
-from domains.declared import Call, Draw, Parts, Subject, Values, spans, values
-from domains.situations import SITUATIONS, on_group
+from domains import masks
+from domains.declared import Call, Draw, Parts, Values, spans, values
+from domains.situations import SITUATIONS, on_group, on_mesh
 from sp_core.schemes import SCHEMES
-
-MAGNITUDES = (1.0, 30.0, 1e3)
 
 
 def seq_len(chance: Random, drawn: Values, *, shards: int) -> int:
@@ -80,7 +75,7 @@ COMMON: dict[str, Parts] = {
     "q.head_dim": spans((2, 16), (1, 1), (17, 64), (65, 128), (129, 256), (257, 300)),
     "q.dtype": values(*DTYPES),
     "q.memory": values(*STORAGES),
-    "q.magnitude": values(*MAGNITUDES),
+    "q.magnitude": values(*(1.0, 30.0, 1e3)),
     "q.group": spans((1, 1), (2, 3), (7, 9)) | several(10, 17),
     "k.heads": spans((2, 4), (1, 1), (5, 9)) | several(10, 33),
     "k.gradients": {
@@ -188,19 +183,16 @@ def on_a_communicator(name: str, group: sp.Communicator, drawn: Values) -> Call:
     return Call(SCHEMES[name], arguments, partial(judge, name, shards, arguments, group))
 
 
-@contextmanager
-def on_a_grid(comm: Any, drawn: Values) -> Iterator[Call]:
+def on_a_grid(mesh: sp.Mesh, drawn: Values) -> Call:
     """Call hybrid attention on two axes; along a third one every group has its own problem."""
-    lengths, axes = grid_of(drawn)
-    with situations.opened(comm, drawn, lengths) as mesh:
-        tokens = mesh[axes]
-        number = mesh["third"].rank if "third" in lengths else 0
-        problem = problem_of(drawn | {"seed": drawn["seed"] + 3 * number})
-        shards = Shards(problem, tokens.rank, tokens.size, tokens.device)
-        where = {"mesh": mesh, "axes": axes, "comm": tokens if drawn["comm"] == "given" else None}
-        arguments = {**arguments_of(shards, drawn), **where, "ulysses": drawn["ulysses"]}
-        judged = partial(judge, "hybrid", shards, arguments, tokens)
-        yield Call(sp.hybrid_attention, arguments, judged)
+    _, axes = grid_of(drawn)
+    tokens = mesh[axes]
+    number = mesh["third"].rank if "third" in mesh.axes else 0
+    problem = problem_of(drawn | {"seed": drawn["seed"] + 3 * number})
+    shards = Shards(problem, tokens.rank, tokens.size, tokens.device)
+    where = {"mesh": mesh, "axes": axes, "comm": tokens if drawn["comm"] == "given" else None}
+    arguments = {**arguments_of(shards, drawn), **where, "ulysses": drawn["ulysses"]}
+    return Call(sp.hybrid_attention, arguments, partial(judge, "hybrid", shards, arguments, tokens))
 
 
 def grid_of(drawn: Values) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -211,11 +203,6 @@ def grid_of(drawn: Values) -> tuple[dict[str, Any], tuple[str, ...]]:
     axes = [axis for axis in named if axis != "third"]
     step = -1 if drawn["axes"] == "not the mesh's order" else 1
     return {axis: lengths[axis] for axis in named}, tuple(axes[::step])
-
-
-def grid_ranks(drawn: Values) -> int:
-    """How many ranks the whole mesh of a hybrid has."""
-    return math.prod(grid_of(drawn)[0].values())
 
 
 def by_hand(*given: Any, **named: Any) -> Any:
@@ -239,17 +226,21 @@ TOGETHER = ({"q.head_dim": "129 to 256"},)
 """Wide heads with the default scale, and tokens that see several others."""
 
 SUBJECTS = [
-    on_group(
-        f"{name}_attention",
-        COMMON | more,
-        partial(on_a_communicator, name),
-        allowed=RAISED,
+    *(
+        on_group(
+            f"{name}_attention",
+            COMMON | more,
+            partial(on_a_communicator, name),
+            allowed=RAISED,
+            together=TOGETHER,
+        )
+        for name, more in (("allgather_kv", {}), ("ring", {}), ("ulysses", {"inner": INNER}))
+    ),
+    on_mesh(
+        "hybrid_attention",
+        GRID | COMMON | SITUATIONS,
+        lambda drawn: grid_of(drawn)[0],
+        on_a_grid,
         together=TOGETHER,
-    )
-    for name, more in (("allgather_kv", {}), ("ring", {}), ("ulysses", {"inner": INNER}))
+    ),
 ]
-SUBJECTS.append(
-    Subject(
-        "hybrid_attention", GRID | COMMON | SITUATIONS, on_a_grid, grid_ranks, together=TOGETHER
-    )
-)

@@ -31,11 +31,6 @@ def num_heads(chance: Random, drawn: Values, *, group: tuple[int, int]) -> int:
     return (drawn["num_kv_heads"] or chance.randint(1, 3)) * chance.randint(*group)
 
 
-def slopes_of(_: Random, drawn: Values, *, first: float | None) -> tuple[float, ...] | None:
-    """Return ALiBi slopes for the number of query heads."""
-    return slopes(drawn["num_heads"], first)
-
-
 def hidden(chance: Random, drawn: Values, *, least: int, most: int) -> int:
     """Return a model dim. If it gives the heads their dim, that is even, as `Rope` needs it."""
     step = 2 * drawn["num_heads"] if drawn["head_dim"] is None else 1
@@ -85,7 +80,10 @@ ATTENTION: dict[str, Parts] = {
     "bias": values(True, False),
     "softcap": values(None, 0.5, 20.0),
     "sinks": values(False, True),
-    "alibi": {str(first): partial(slopes_of, first=first) for first in (None, *SLOPES)},
+    "alibi": {
+        str(first): lambda c, v, first=first: slopes(v["num_heads"], first)  # type: ignore[misc]
+        for first in (None, *SLOPES)
+    },
 }
 
 
@@ -185,7 +183,7 @@ BLOCK: dict[str, Parts] = {
     }
     | spans((0, 99), (2**31, 2**40)),
 }
-NAMES = (*HEADS, "ffn_hidden", "gated", "chunk", "norm", "mask", "dropout")
+
 MANY_OF_ONE_SIGN = {
     "comm.ranks": "1",
     "dtype": "float16",
@@ -202,7 +200,12 @@ KINDS: tuple[tuple[Any, ...], ...] = (
     ({}, Kind(sp.SelfAttention, HEADS, attended, ("x", "sharding", "mask"))),
     (
         BLOCK,
-        Kind(sp.TransformerBlock, NAMES, block, ("x", "sharding", "mask", "seed")),
+        Kind(
+            sp.TransformerBlock,
+            (*HEADS, "ffn_hidden", "gated", "chunk", "norm", "mask", "dropout"),
+            block,
+            ("x", "sharding", "mask", "seed"),
+        ),
         {"dropout": "0.4"},
     ),
 )

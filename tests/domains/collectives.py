@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from random import Random
 from typing import Any
@@ -21,11 +21,10 @@ from torch import Tensor
 
 import sp_core as sp
 from domains import situations
-from domains.declared import Call, Parts, Subject, Values, same, spans, values, whole
+from domains.declared import Call, Parts, Values, same, spans, values, whole
 from domains.situations import on_group
 from sp_core.schedules import ALGORITHMS, SCHEDULED
 
-SUMMING = (*SUMS, "all_reduce_", "copy_all_to_group")
 DTYPES = {name: getattr(torch, name) for name in NAMES}
 
 COUNTS_ONCE = ("reduce_from_group", "gather_replicated")
@@ -49,13 +48,9 @@ def gradients(
     return torch.zeros_like(inputs[rank]) if grad is None else grad.to(inputs[rank].dtype)
 
 
-def cut(chance: Random, size: int, most: int, *, even: bool) -> tuple[int, ...]:
+def cut(chance: Random, size: int, most: int) -> tuple[int, ...]:
     """Return a length for each rank."""
-    return (
-        (chance.randint(1, most),) * size
-        if even
-        else tuple(chance.randint(0, most) for _ in range(size))
-    )
+    return tuple(chance.randint(0, most) for _ in range(size))
 
 
 def shape_of(op: str, drawn: Values, rank: int) -> tuple[int, ...]:
@@ -105,16 +100,13 @@ def judge(op: str, group: sp.Communicator, drawn: Values, x: Tensor, result: Any
     assert torch.equal(x, inputs[rank]), "the input was changed"
     if not result.requires_grad:
         return
-    turn = 0 if op in COUNTS_ONCE else 1
-    upstream = [given_back(expected[r], drawn, turn * r) for r in range(size)]
+    turn = 0 if op in COUNTS_ONCE else 7
+    upstream = [
+        whole(drawn["seed"] + turn * r, x.shape, drawn["x.dtype"]) for r, x in enumerate(expected)
+    ]
+    upstream = [in_memory(grad, drawn["x.upstream"]) if grad.dim() else grad for grad in upstream]
     (grad,) = torch.autograd.grad(result, x, upstream[rank])
     same(grad, gradients(op, inputs, upstream, arguments, rank))
-
-
-def given_back(result: Tensor, drawn: Values, rank: int) -> Tensor:
-    """Return the upstream gradient of a result."""
-    grad = whole(drawn["seed"] + 7 * rank, result.shape, drawn["x.dtype"])
-    return in_memory(grad, drawn["x.upstream"]) if grad.dim() else grad
 
 
 def prepared(op: str, function: Callable[..., Any], group: Any, drawn: Values) -> Call:
@@ -146,8 +138,8 @@ def of_lengths(op: str) -> dict[str, Parts]:
     if op not in (*UNEVEN, "reduce_scatter"):
         return {}
     lengths: Parts = {
-        "even": lambda c, v: cut(c, v["comm.ranks"], 4, even=True),
-        "uneven": lambda c, v: cut(c, v["comm.ranks"], 4, even=False),
+        "even": lambda c, v: (c.randint(1, 4),) * v["comm.ranks"],
+        "uneven": lambda c, v: cut(c, v["comm.ranks"], 4),
         "all 0": lambda c, v: (0,) * v["comm.ranks"],
     }
     if op == "all_to_all":
@@ -165,9 +157,9 @@ EXCHANGE: dict[str, Parts] = {
     "concat_dim": {"the other": lambda c, v: 1 - v["split_dim"]},
     "split_sizes": {
         "default": lambda c, v: None,
-        "uneven": lambda c, v: cut(c, v["comm.ranks"], 4, even=False),
+        "uneven": lambda c, v: cut(c, v["comm.ranks"], 4),
     },
-    "x.split": {"any": lambda c, v: cut(c, v["comm.ranks"], 3, even=False)},
+    "x.split": {"any": lambda c, v: cut(c, v["comm.ranks"], 3)},
     "concat_sizes": values(False, True),
 }
 ROOT: dict[str, Parts] = {
@@ -193,7 +185,7 @@ def factors(op: str) -> dict[str, Parts]:
     algorithm = {} if op == "copy_to_group" else {"algorithm": values(*ALGORITHMS[of])}
     held: dict[str, Parts] = {
         "x.shape": shapes(op),
-        "x.dtype": values(*(name for name in DTYPES if name != "bool" or op not in SUMMING)),
+        "x.dtype": values(*(name for name in DTYPES if name != "bool" or op not in SUMS)),
         "x.memory": values(*MEMORIES),
         "x.gradient": values(False, True),
         "x.upstream": values(*MEMORIES),
@@ -204,26 +196,22 @@ def factors(op: str) -> dict[str, Parts]:
 SITUATIONS = situations.situations("host in parts", "late sends", "staged", "pipelined")
 
 
-def subjects() -> Iterator[Subject]:
-    """Return a subject for every collective, and for its started form."""
-    for op in DEFINITIONS:
-        for name in (op, f"{op}_start"):
-            function = getattr(sp, name, None)
-            if function is not None:
-                yield on_group(
-                    name,
-                    factors(op),
-                    partial(prepared, op, function),
-                    SITUATIONS,
-                    allowed=("x=longer at the end", "offset=far out") if op in UNEVEN else (),
-                    own_results=OWN_RESULTS.get(op, ("one dim more",)),
-                    together=tuple(MANY | {"algorithm": way} for way in SCHEDULED.get(name, ())),
-                )
-
-
 MANY = {"comm.ranks": "9 to 17"}
 """In every run each algorithm meets more ranks than a power of two, or four bits, can number."""
 OWN_RESULTS = {"copy_to_group": ("another dtype", "longer at the end", "one dim more")}
 """What is copied is not sent."""
 
-SUBJECTS = list(subjects())
+SUBJECTS = [
+    on_group(
+        name,
+        factors(op),
+        partial(prepared, op, getattr(sp, name)),
+        SITUATIONS,
+        allowed=("x=longer at the end", "offset=far out") if op in UNEVEN else (),
+        own_results=OWN_RESULTS.get(op, ("one dim more",)),
+        together=tuple(MANY | {"algorithm": way} for way in SCHEDULED.get(name, ())),
+    )
+    for op in DEFINITIONS
+    for name in (op, f"{op}_start")
+    if hasattr(sp, name)
+]

@@ -18,9 +18,10 @@ from llama_cases import Case
 
 from domains import decoding
 from domains.config import SAMPLING
-from domains.declared import Call, Parts, Subject, Values, pure, spans, values
-from domains.folders import folder_of, written
+from domains.declared import Call, Parts, Subject, Values, judged, spans, values
+from domains.folders import written
 from domains.models import DTYPES, SCHEMES, SMALL, architecture, case_of
+from domains.situations import folder_of
 from sp_core.__main__ import main
 from sp_core.llama import Sampling, byte_tokenizer
 from sp_core.planning import Problem, link_of, project
@@ -97,25 +98,12 @@ INFERENCE: dict[str, Parts] = {
         "--ulysses 3",
     ),
 }
-AXES = ("--dp", "--pp", "--ring", "--ulysses", "--tp")
-BY_RANKS = dict.fromkeys(AXES, "by (ranks)") | {
+
+BY_RANKS = dict.fromkeys(("--dp", "--pp", "--ring", "--ulysses", "--tp"), "by (ranks)") | {
     "--timeout": "of ranks that are started: test_llama_command.py"
 }
-REPLICAS = {"(ranks)": {**INFERENCE["(ranks)"], **values("--dp 2 --tp 2", "--dp 3")}}
+
 FOLDER_STOPS = {"no file": None, "none": [], "a text": ["e"], "a list": [*"aeiou0123 "]}
-GENERATE: dict[str, Parts] = {
-    "--max-tokens": values(3, 0, 1, 9),
-    "--temperature": values(0.0, 1.5, None),
-    "--top-k": values(None, 1, 7),
-    "--top-p": values(None, 0.5, 1.0),
-    "--seed": values(0, 5, 10**18, None),
-    "--stop": {
-        "none": lambda c, v: [],
-        "one": lambda c, v: [chr(c.randint(1, 126))],
-        "many": lambda c, v: [chr(code) for code in c.sample(range(32, 127), 50)],
-    },
-    "--model.stop_strings": values(*FOLDER_STOPS),
-}
 
 
 def axes_of(drawn: Values) -> dict[str, int]:
@@ -190,9 +178,6 @@ def judge_generate(
     assert text == "".join(f"{line}\n" for line in wanted)
 
 
-LOGITS: dict[str, Parts] = {"--top": values(None, 1, 300), "--model.dtype": values(*DTYPES)}
-
-
 def judge_logits(case: Case, given: Values, texts: list[str], text: str) -> None:
     """Compare each line's probability with its token's, and the last with tokens not shown."""
     prompts = [list(prompt.encode()) for prompt in texts]
@@ -219,41 +204,6 @@ def judge_logits(case: Case, given: Values, texts: list[str], text: str) -> None
 def length(chance: Random, drawn: Values, *, most: int) -> int:
     """A length that twice the number of ranks divides."""
     return 2 * int(drawn["--ranks"]) * chance.randint(1, most)
-
-
-LINKS: Parts = {
-    "25gbit,10us": lambda c, v: "25gbit,10us",
-    "of no time": lambda c, v: "999999999gb,0s",
-    "slow": lambda c, v: "1.5MB/s,20ms",
-    "other units": lambda c, v: "800Mbit,300NS",
-}
-PLAN: dict[str, Parts] = {
-    "--ranks": spans((2, 4), (1, 1), (5, 9), (100, 128), (1000, 1024)),
-    "--seq": {"short": partial(length, most=9), "long": partial(length, most=5000)},
-    "--kv-heads": {**values(None), **spans((1, 1), (2, 3), (4, 9))},
-    "--heads": {
-        "as many": lambda c, v: v["--kv-heads"] or 4,
-        "more": lambda c, v: (v["--kv-heads"] or 1) * c.randint(2, 16),
-    },
-    "--head-dim": {**values(None), **spans((1, 1), (2, 256))},
-    "--batch": {**values(None), **spans((2, 9))},
-    "--dtype": values(None, "float32", "float16"),
-    "--link": LINKS,
-    "--node-link": {
-        "as the link": lambda c, v: v["--link"],
-        "fast": lambda c, v: "200gb,1us",
-        "slower": lambda c, v: "1mb,1s",
-    },
-    "--ranks-per-node": {**values(None), **spans((2, 8), (5000, 5000))},
-    "--flops": values(1e12, 1e3, 1e18, None),
-    "--show": {**values(None), **spans((1, 3), (99, 99))},
-}
-
-
-def projected(drawn: Values) -> Call:
-    """Project a problem, on a machine that was not measured."""
-    given = {option: value for option, value in drawn.items() if option.startswith("--")}
-    return Call(planned, given, partial(judge_plan, given))
 
 
 def planned(**options: Any) -> str:
@@ -295,13 +245,61 @@ def judge_plan(given: Values, text: str) -> None:
 SUBJECTS = [
     Subject(
         "sp-core generate",
-        INFERENCE | REPLICAS | GENERATE,
+        INFERENCE
+        | {"(ranks)": {**INFERENCE["(ranks)"], **values("--dp 2 --tp 2", "--dp 3")}}
+        | {
+            "--max-tokens": values(3, 0, 1, 9),
+            "--temperature": values(0.0, 1.5, None),
+            "--top-k": values(None, 1, 7),
+            "--top-p": values(None, 0.5, 1.0),
+            "--seed": values(0, 5, 10**18, None),
+            "--stop": {
+                "none": lambda c, v: [],
+                "one": lambda c, v: [chr(c.randint(1, 126))],
+                "many": lambda c, v: [chr(code) for code in c.sample(range(32, 127), 50)],
+            },
+            "--model.stop_strings": values(*FOLDER_STOPS),
+        },
         partial(inferred, "generate"),
         ranks,
         outside=BY_RANKS,
     ),
     Subject(
-        "sp-core logits", INFERENCE | LOGITS, partial(inferred, "logits"), ranks, outside=BY_RANKS
+        "sp-core logits",
+        INFERENCE | {"--top": values(None, 1, 300), "--model.dtype": values(*DTYPES)},
+        partial(inferred, "logits"),
+        ranks,
+        outside=BY_RANKS,
     ),
-    pure("sp-core plan", PLAN, projected),
+    judged(
+        "sp-core plan",
+        planned,
+        {
+            "--ranks": spans((2, 4), (1, 1), (5, 9), (100, 128), (1000, 1024)),
+            "--seq": {"short": partial(length, most=9), "long": partial(length, most=5000)},
+            "--kv-heads": {**values(None), **spans((1, 1), (2, 3), (4, 9))},
+            "--heads": {
+                "as many": lambda c, v: v["--kv-heads"] or 4,
+                "more": lambda c, v: (v["--kv-heads"] or 1) * c.randint(2, 16),
+            },
+            "--head-dim": {**values(None), **spans((1, 1), (2, 256))},
+            "--batch": {**values(None), **spans((2, 9))},
+            "--dtype": values(None, "float32", "float16"),
+            "--link": {
+                "25gbit,10us": lambda c, v: "25gbit,10us",
+                "of no time": lambda c, v: "999999999gb,0s",
+                "slow": lambda c, v: "1.5MB/s,20ms",
+                "other units": lambda c, v: "800Mbit,300NS",
+            },
+            "--node-link": {
+                "as the link": lambda c, v: v["--link"],
+                "fast": lambda c, v: "200gb,1us",
+                "slower": lambda c, v: "1mb,1s",
+            },
+            "--ranks-per-node": {**values(None), **spans((2, 8), (5000, 5000))},
+            "--flops": values(1e12, 1e3, 1e18, None),
+            "--show": {**values(None), **spans((1, 3), (99, 99))},
+        },
+        judge_plan,
+    ),
 ]

@@ -16,15 +16,10 @@ import torch
 from llama_cases import SCALINGS
 from oracle import reference
 
-from domains.declared import Call, Parts, Subject, Values, pure, spans, values
+from domains.declared import Call, Parts, Subject, Values, judged, pure, same, spans, values
 from sp_core.llama import LlamaConfig, Sampling, byte_tokenizer
 
 Settings = dict[str, Any]
-
-
-def some(*items: Any) -> Parts:
-    """Parts named by how they print."""
-    return {repr(item): (lambda _, __, item=item: item) for item in items}  # type: ignore[misc]
 
 
 CONFIG: dict[str, Parts] = {
@@ -46,19 +41,13 @@ CONFIG: dict[str, Parts] = {
     },
     "tie_word_embeddings": values(False, True),
     "max_position_embeddings": spans((2048, 2048), (1, 1), (131_072, 10_000_000)),
-    "eos_token_id": some((), (2,), (128_001, 128_008, 128_009)),
+    "eos_token_id": values((), (2,), (128_001, 128_008, 128_009)),
 }
 
 
-def configured(drawn: Values) -> Call:
-    """Make a configuration from its fields."""
-    given = {name: drawn[name] for name in CONFIG}
-    return Call(LlamaConfig, given, partial(judge_fields, given))
-
-
-def judge_fields(given: Values, config: LlamaConfig) -> None:
+def judge_fields(drawn: Values, config: LlamaConfig) -> None:
     """Compare fields, what a file keeps of them, and the angles."""
-    assert {name: getattr(config, name) for name in given} == given
+    assert all(getattr(config, name) == drawn[name] for name in CONFIG)
     assert LlamaConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     x = torch.randn(
         1, 3, 2, config.head_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
@@ -83,9 +72,8 @@ ONE_ENTRY: dict[str, Any] = {"rope_theta": None, "rope_scaling": None}
 ONE_ENTRY |= {"rope_parameters": {**SCALING, "rope_theta": 7.0}}
 HEADS = {"num_key_value_heads": 8, "head_dim": 12}
 PLAIN = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 2048}
-SUPPORTED = {"attention_bias": False, "attention_dropout": 0.0}
-Meaning = tuple[Settings, Settings, tuple[str, ...]]
-MEANINGS: dict[str, dict[str, Meaning]] = {
+
+MEANINGS: dict[str, dict[str, tuple[Settings, Settings, tuple[str, ...]]]] = {
     "values.rope": {
         "two entries": (BOTH, BOTH, ()),
         "one entry": (ONE_ENTRY, {"rope_theta": 7.0, "rope_scaling": SCALING}, ()),
@@ -107,18 +95,12 @@ MEANINGS: dict[str, dict[str, Meaning]] = {
     },
     "values.more": {
         "nothing": ({}, {}, ()),
-        "supported settings": (SUPPORTED, {}, ()),
+        "supported settings": ({"attention_bias": False, "attention_dropout": 0.0}, {}, ()),
         "unknown settings": ({"use_cache": True}, {}, ()),
         "defaults missing": ({}, PLAIN, (*PLAIN, "architectures", "hidden_act")),
     },
 }
 """By factor and part: what a file says, the fields that it means, and entries that it lacks."""
-
-
-WRITTEN: dict[str, Parts] = {
-    "folder.type": {"Path": lambda c, v: Path, "str": lambda c, v: str},
-    **{factor: values(*parts) for factor, parts in MEANINGS.items()},
-}
 
 
 def written(config: LlamaConfig, drawn: Values) -> tuple[Settings, Settings]:
@@ -133,45 +115,25 @@ def written(config: LlamaConfig, drawn: Values) -> tuple[Settings, Settings]:
 @contextmanager
 def from_folder(_: Any, drawn: Values) -> Iterator[Call]:
     """A `config.json` as other programs write it."""
-    chance = Random(drawn["seed"])
-    fields: dict[str, Any] = {
-        "vocab_size": 99,
-        "hidden_size": 96,
-        "intermediate_size": 7,
-        "num_hidden_layers": chance.randint(1, 9),
-    }
-    heads: dict[str, Any] = {
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 20,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-    }
-    config = LlamaConfig(**fields, **heads, max_position_embeddings=512)
+    config = LlamaConfig(
+        vocab_size=99,
+        hidden_size=96,
+        intermediate_size=7,
+        num_hidden_layers=Random(drawn["seed"]).randint(1, 9),
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=20,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        max_position_embeddings=512,
+    )
     contents, meant = written(config, drawn)
     wanted = LlamaConfig(**{**{name: getattr(config, name) for name in CONFIG}, **meant})
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(contents), encoding="utf-8")
         given = {"folder": drawn["folder.type"](folder)}
-        yield Call(LlamaConfig.from_folder, given, partial(judge_read, wanted, contents))
-
-
-def judge_read(wanted: LlamaConfig, contents: Settings, config: LlamaConfig) -> None:
-    """Compare with the fields that the file means."""
-    assert config == wanted
-    assert LlamaConfig.from_dict(contents) == wanted
-
-
-TEXTS: Parts = {
-    "ascii": lambda c, v: "def f(x): return 2 * x",
-    "empty": lambda c, v: "",
-    "spaces and lines": lambda c, v: "  a\t\n\r\n  b ",
-    "control characters": lambda c, v: "".join(map(chr, range(128))),
-    "other scripts": lambda c, v: "für \u4e16\u754c \U0001f469\u200d\U0001f52c",
-    "any": lambda c, v: "".join(
-        chr(c.choice([c.randrange(0xD800), c.randrange(0xE000, 0x110000)])) for _ in range(60)
-    ),
-}
+        assert LlamaConfig.from_dict(contents) == wanted
+        yield Call(LlamaConfig.from_folder, given, partial(same, wanted=wanted))
 
 
 def tokenized(drawn: Values) -> Call:
@@ -193,14 +155,6 @@ SAMPLING: dict[str, Parts] = {
     "seed": {**values(0, 10**18, -7), "1 to 99": lambda c, v: c.randint(1, 99)},
 }
 """Parameters of `Sampling`, in their order."""
-
-LOGITS: dict[str, Parts] = {
-    "logits.size": spans((5, 9), (1, 1), (1000, 2000)),
-    "logits.values": values("normal", "large", "equal", "some -inf"),
-    "logits.dtype": values("float64", "float32", "bfloat16"),
-    "random": values("fresh", "used"),
-    "prompt": spans((0, 0), (1, 1000)),
-}
 
 
 def sampled(drawn: Values) -> Call:
@@ -246,27 +200,52 @@ def judge_choice(sampling: Sampling, given: Values, random: torch.Generator, tok
 
 
 SUBJECTS = [
-    pure(
+    judged(
         "llama.LlamaConfig",
+        LlamaConfig,
         CONFIG,
-        configured,
-        "llama.LlamaConfig.rope",
-        "llama.LlamaConfig.to_dict",
+        judge_fields,
+        covers=("llama.LlamaConfig.rope", "llama.LlamaConfig.to_dict"),
     ),
     Subject(
         "llama.LlamaConfig.from_folder",
-        WRITTEN,
+        {
+            "folder.type": {"Path": lambda c, v: Path, "str": lambda c, v: str},
+            **{factor: values(*parts) for factor, parts in MEANINGS.items()},
+        },
         from_folder,
         lambda _: 1,
         covers=("llama.LlamaConfig.from_dict",),
     ),
-    pure("llama.byte_tokenizer", {"(text)": TEXTS}, tokenized),
+    pure(
+        "llama.byte_tokenizer",
+        {
+            "(text)": {
+                "ascii": lambda c, v: "def f(x): return 2 * x",
+                "empty": lambda c, v: "",
+                "spaces and lines": lambda c, v: "  a\t\n\r\n  b ",
+                "control characters": lambda c, v: "".join(map(chr, range(128))),
+                "other scripts": lambda c, v: "für \u4e16\u754c \U0001f469\u200d\U0001f52c",
+                "any": lambda c, v: "".join(
+                    chr(c.choice([c.randrange(0xD800), c.randrange(0xE000, 0x110000)]))
+                    for _ in range(60)
+                ),
+            }
+        },
+        tokenized,
+    ),
     pure(
         "llama.Sampling.choose",
-        SAMPLING | LOGITS,
+        SAMPLING
+        | {
+            "logits.size": spans((5, 9), (1, 1), (1000, 2000)),
+            "logits.values": values("normal", "large", "equal", "some -inf"),
+            "logits.dtype": values("float64", "float32", "bfloat16"),
+            "random": values("fresh", "used"),
+            "prompt": spans((0, 0), (1, 1000)),
+        },
         sampled,
-        "llama.Sampling",
-        "llama.Sampling.random",
+        covers=("llama.Sampling", "llama.Sampling.random"),
         together=tuple(
             {"temperature": "1e-310", "logits.values": name} for name in ("normal", "equal")
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -10,17 +11,16 @@ from typing import Any, cast
 
 import torch
 from oracle.attention_check import Shards
-from oracle.strategies import LAYOUTS, AttentionProblem
+from oracle.strategies import LAYOUTS
 from torch import nn
 
 import sp_core as sp
 from domains import attention
-from domains.declared import Call, Draw, Parts, Subject, Values, pure, spans, values
+from domains.declared import Call, Draw, Parts, Subject, Values, judged, same, spans, values
 from sp_core import cost
 from sp_core.schemes import SCHEMES
 from sp_core.testing import device
 
-TRANSPORT = {False: "host", True: "window"}
 MATTERS = (
     *(
         "q.seq_len",
@@ -72,34 +72,6 @@ FORMULA["problem.shared"] = values(False, True)
 FORMULA["problem.q.head_dim"] = spans((2, 16), (1, 1), (65, 80))
 FORMULA["problem.k.heads"] = spans((2, 4), (1, 1), (5, 5), (6, 9))
 RANKS = under("rank", {"comm.ranks": spans((2, 2), (1, 1), (3, 3), (4, 4), (5, 8))})
-GRID = {
-    **under("ring_rank", {"mesh.ring": spans((2, 2), (1, 1), (3, 3))}),
-    **under("ulysses_rank", {"mesh.ulysses": spans((2, 2), (1, 1), (3, 4))}),
-    **under(
-        "groups",
-        {name: attention.GRID[name] for name in ("mesh.axes", "mesh.order", "axes", "ulysses")},
-    ),
-}
-
-
-def sizes_of(
-    problem: AttentionProblem, size: int, *, shared: bool, return_lse: bool = True
-) -> cost.Attention:
-    """The sizes of a problem on so many ranks."""
-    return cost.Attention(
-        sharding=problem.sharding(size),
-        kv_sharding=problem.kv_sharding(size),
-        mask=problem.mask,
-        batch=problem.batch,
-        num_heads=problem.kv_heads * problem.group,
-        num_kv_heads=problem.kv_heads,
-        head_dim=problem.head_dim,
-        itemsize=problem.torch_dtype.itemsize,
-        return_lse=return_lse,
-        needs_grad=problem.needs_grad,
-        lse_grad=problem.upstream_lse_gradient() is not None,
-        shared=shared,
-    )
 
 
 COLLECTIVES = ("all_to_all", "reduce_scatter")
@@ -122,7 +94,7 @@ def called(
     """Run a scheme over some ranks, and compare a formula with what these communicators sent."""
     problem = attention.problem_of(inner(drawn))
     shards = Shards(problem, tokens.rank, tokens.size, tokens.device)
-    asked, shared = drawn["problem.return_lse"] != "not asked", drawn["problem.shared"]
+    asked = drawn["problem.return_lse"] != "not asked"
     results: Any = scheme(
         *shards.local,
         sharding=shards.sharding,
@@ -132,21 +104,27 @@ def called(
     )
     forward = drained(*comms)
     shards.gradients(*(results if asked else (results, results)))
-    sizes = sizes_of(problem, tokens.size, shared=shared, return_lse=asked)
-    return Call(
-        function, {"problem": sizes}, partial(judge, sizes, shards, forward, drained(*comms))
+    sizes = cost.Attention(
+        sharding=shards.sharding,
+        kv_sharding=shards.kv_sharding,
+        mask=problem.mask,
+        batch=problem.batch,
+        num_heads=problem.kv_heads * problem.group,
+        num_kv_heads=problem.kv_heads,
+        head_dim=problem.head_dim,
+        itemsize=problem.torch_dtype.itemsize,
+        return_lse=asked,
+        needs_grad=problem.needs_grad,
+        lse_grad=problem.upstream_lse_gradient() is not None,
+        shared=drawn["problem.shared"],
     )
+    both = (forward, drained(*comms))
+    return Call(function, {"problem": sizes}, partial(judge, sizes, shards, both))
 
 
-def judge(
-    sizes: cost.Attention,
-    shards: Shards,
-    forward: cost.Traffic,
-    backward: cost.Traffic,
-    formula: cost.Both,
-) -> None:
+def judge(sizes: cost.Attention, shards: Shards, sent: cost.Both, formula: cost.Both) -> None:
     """Compare message by message and byte by byte."""
-    assert formula == (forward, backward), (formula, forward, backward)
+    assert formula == sent
     own, tokens = sum(x.numel() for x in shards.local[1:]), shards.local[1].shape[1]
     assert [sizes.kv_block(tokens, itemsize) for itemsize in (2, 8)] == [2 * own, 8 * own]
 
@@ -154,7 +132,7 @@ def judge(
 @contextmanager
 def alone(name: str, comm: Any, drawn: Values) -> Iterator[Call]:
     """A scheme on one axis."""
-    transport = TRANSPORT[drawn["problem.shared"]]
+    transport: Any = "window" if drawn["problem.shared"] else "host"
     with sp.Mesh(comm, device=device(), transport=transport, sp=comm.size) as mesh:
         scheme = partial(SCHEMES[name], comm=mesh["sp"])
         call = called(getattr(cost, name), drawn, mesh["sp"], scheme, mesh["sp"])
@@ -167,7 +145,7 @@ def gridded(comm: Any, drawn: Values) -> Iterator[Call]:
     """A hybrid on two axes; along a third one the same problem."""
     (lengths, axes), heads = attention.grid_of(inner(drawn)), drawn["groups.ulysses"]
     (around,) = {*axes} - {heads}
-    transport: Any = TRANSPORT[drawn["problem.shared"]]
+    transport: Any = "window" if drawn["problem.shared"] else "host"
     with sp.Mesh(comm, device=device(), transport=transport, **lengths) as mesh:
         scheme = partial(sp.hybrid_attention, mesh=mesh, axes=cast("Any", axes), ulysses=heads)
         call = called(cost.hybrid, drawn, mesh[axes], scheme, mesh[around], mesh[heads])
@@ -176,22 +154,6 @@ def gridded(comm: Any, drawn: Values) -> Iterator[Call]:
         ranks = {"ring_rank": mesh[around].rank, "ulysses_rank": mesh[heads].rank}
         call.arguments |= {**ranks, "groups": groups.tolist()}
         yield call
-
-
-def grid_ranks(drawn: Values) -> int:
-    """How many ranks the whole mesh has."""
-    return attention.grid_ranks(inner(drawn))
-
-
-LAYERS: dict[str, Parts] = {
-    **RANKS,
-    "sharding.layout": values(*LAYOUTS),
-    "sharding.seq_len": spans((9, 20), (0, 0), (1, 3), (100, 130)),
-    "batch": spans((1, 3), (5, 9)),
-    "hidden": spans((3, 8), (1, 1), (65, 90)),
-    "itemsize": values(8, 4, 2),
-    "(features)": values("even", "uneven"),
-}
 
 
 @contextmanager
@@ -222,23 +184,13 @@ def layers(comm: Any, drawn: Values) -> Iterator[Call]:
         out = row(column(x.requires_grad_()))
         forward = group.counters.total().bytes_sent
         out.backward(torch.ones_like(out))
-        found = (forward, group.counters.total().bytes_sent - forward)
+        backward = group.counters.total().bytes_sent - forward
+        wanted = (cost.Traffic(0, forward), cost.Traffic(0, backward))
         given = {name: drawn[name] for name in ("batch", "hidden", "itemsize")} | {
             "sharding": sharding,
             "rank": comm.rank,
         }
-        yield Call(cost.tp_sp, given, partial(judge_layers, found))
-
-
-def judge_layers(found: tuple[int, int], formula: cost.Both) -> None:
-    """Compare byte by byte."""
-    assert formula == tuple(cost.Traffic(0, sent) for sent in found)
-
-
-def added(drawn: Values) -> Call:
-    """Make the traffic of one rank."""
-    given = {"messages": drawn["messages"], "bytes_sent": drawn["bytes_sent"]}
-    return Call(cost.Traffic, given, partial(judge_sum, given))
+        yield Call(cost.tp_sp, given, partial(same, wanted=wanted))
 
 
 def judge_sum(given: Values, traffic: cost.Traffic) -> None:
@@ -248,19 +200,6 @@ def judge_sum(given: Values, traffic: cost.Traffic) -> None:
     )
 
 
-SIZES = (
-    "sharding",
-    "kv_sharding",
-    "mask",
-    "batch",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "itemsize",
-)
-TRAFFIC = {"messages": spans((0, 9), (1000, 9999)), "bytes_sent": spans((0, 9), (10**9, 10**12))}
-FLAGS = ("return_lse", "needs_grad", "lse_grad", "shared")
-UNEVEN = {"ring_rank.mesh.ring": "2", "ulysses_rank.mesh.ulysses": "3 to 4"}
 ALIKE_INSIDE = {
     "ulysses_rank.mesh.ulysses": "3 to 4",
     "groups.ulysses": "ring",
@@ -270,30 +209,74 @@ ALIKE_INSIDE = {
 """In some groups that exchange heads, shards of queries and keys are of equal lengths."""
 SOME = ({"problem.k.gradients": some} for some in ("q", "k", "k and v"))
 """Which gradients travel depends on which are wanted."""
-ALONE = {"ulysses_rank.mesh.ulysses": "1"}
 
+
+ASPECTS = """
+    sharding kv_sharding mask batch num_heads num_kv_heads head_dim itemsize
+    return_lse needs_grad lse_grad shared tokens
+"""
 SUBJECTS = [
-    Subject(
-        f"cost.{name}",
-        RANKS | FORMULA,
-        partial(alone, name),
-        lambda drawn: int(drawn["rank.comm.ranks"]),
-        covers=("cost.Attention", "cost.Attention.kv_block"),
-        outside=dict.fromkeys((*SIZES, *FLAGS, "tokens"), "an aspect of problem"),
-    )
-    for name in ("allgather_kv", "ring", "ulysses")
-]
-SUBJECTS += [
+    *(
+        Subject(
+            f"cost.{name}",
+            RANKS | FORMULA,
+            partial(alone, name),
+            lambda drawn: int(drawn["rank.comm.ranks"]),
+            covers=("cost.Attention", "cost.Attention.kv_block"),
+            outside=dict.fromkeys(ASPECTS.split(), "an aspect of problem"),
+        )
+        for name in ("allgather_kv", "ring", "ulysses")
+    ),
     Subject(
         "cost.hybrid",
-        GRID | FORMULA,
+        {
+            **under("ring_rank", {"mesh.ring": spans((2, 2), (1, 1), (3, 3))}),
+            **under("ulysses_rank", {"mesh.ulysses": spans((2, 2), (1, 1), (3, 4))}),
+            **under(
+                "groups",
+                {
+                    name: attention.GRID[name]
+                    for name in ("mesh.axes", "mesh.order", "axes", "ulysses")
+                },
+            ),
+        }
+        | FORMULA,
         gridded,
-        grid_ranks,
+        lambda drawn: math.prod(attention.grid_of(inner(drawn))[0].values()),
         together=(
-            *({**UNEVEN, "problem.k.heads": heads} for heads in ("5", "2 to 4", "1")),
-            *(inside | some for some in SOME for inside in (ALIKE_INSIDE, ALONE)),
+            *(
+                {
+                    "ring_rank.mesh.ring": "2",
+                    "ulysses_rank.mesh.ulysses": "3 to 4",
+                    "problem.k.heads": heads,
+                }
+                for heads in ("5", "2 to 4", "1")
+            ),
+            *(
+                inside | some
+                for some in SOME
+                for inside in (ALIKE_INSIDE, {"ulysses_rank.mesh.ulysses": "1"})
+            ),
         ),
     ),
-    Subject("cost.tp_sp", LAYERS, layers, lambda drawn: int(drawn["rank.comm.ranks"])),
-    pure("cost.Traffic", TRAFFIC, added),
+    Subject(
+        "cost.tp_sp",
+        {
+            **RANKS,
+            "sharding.layout": values(*LAYOUTS),
+            "sharding.seq_len": spans((9, 20), (0, 0), (1, 3), (100, 130)),
+            "batch": spans((1, 3), (5, 9)),
+            "hidden": spans((3, 8), (1, 1), (65, 90)),
+            "itemsize": values(8, 4, 2),
+            "(features)": values("even", "uneven"),
+        },
+        layers,
+        lambda drawn: int(drawn["rank.comm.ranks"]),
+    ),
+    judged(
+        "cost.Traffic",
+        cost.Traffic,
+        {"messages": spans((0, 9), (1000, 9999)), "bytes_sent": spans((0, 9), (10**9, 10**12))},
+        judge_sum,
+    ),
 ]

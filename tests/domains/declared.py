@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import combinations, product
 from typing import Any
 
@@ -54,9 +55,6 @@ class Call:
         return result
 
 
-Prepare = Callable[[Any, Values], AbstractContextManager[Call]]
-
-
 @dataclass(frozen=True)
 class Subject:
     """A public call and its domain.
@@ -83,7 +81,7 @@ class Subject:
 
     name: str
     factors: Mapping[str, Parts]
-    prepare: Prepare
+    prepare: Callable[[Any, Values], AbstractContextManager[Call]]
     ranks: Callable[[Values], int]
     covers: tuple[str, ...] = ()
     outside: Mapping[str, str] = field(default_factory=dict)
@@ -171,16 +169,40 @@ SLOW = {
 """Parts that cost much, which are drawn in rows of their own."""
 
 
+LEFT_OUT = ...
+"""The value of a parameter that is not given."""
+
+
 def pure(
-    name: str,
-    factors: Mapping[str, Parts],
-    make: Callable[[Values], Call],
-    *covers: str,
-    **more: Any,
+    name: str, factors: Mapping[str, Parts], make: Callable[[Values], Call], **more: Any
 ) -> Subject:
     """Return the subject of a function that knows no communicator."""
-    more.setdefault("covers", covers)
     return Subject(name, factors, lambda _, drawn: nullcontext(make(drawn)), lambda _: 1, **more)
+
+
+def judged(
+    name: str,
+    function: Callable[..., Any],
+    factors: Mapping[str, Parts],
+    judge: Callable[[Values, Any], None],
+    *names: str,
+    **more: Any,
+) -> Subject:
+    """Return the subject of a function whose parameters are drawn as they are.
+
+    Args:
+        name, factors: as in `Subject`.
+        function: what is called.
+        judge: compares the result, beside the drawn values, with a definition.
+        names: the parameters; the factors if not given.
+        more: as in `Subject`.
+    """
+
+    def make(drawn: Values) -> Call:
+        given = {x: drawn[x] for x in names or factors if drawn[x] is not LEFT_OUT}
+        return Call(function, given, partial(judge, drawn))
+
+    return pure(name, factors, make, **more)
 
 
 def values(*items: Any) -> Parts:
@@ -221,7 +243,7 @@ def leaf(x: Tensor, memory: str, *, learns: bool = True) -> Tensor:
 
 def same(found: Any, wanted: Any) -> None:
     """Compare two results bit for bit."""
-    if isinstance(wanted, Tensor) or (wanted and isinstance(wanted, tuple)):
+    if isinstance(wanted, Tensor) or (isinstance(wanted, tuple) and isinstance(wanted[0], Tensor)):
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
     else:
         assert found == wanted
@@ -229,5 +251,4 @@ def same(found: Any, wanted: Any) -> None:
 
 def near(name: str, found: Tensor, wanted: Tensor, allowed: Tensor, what: str = "") -> None:
     """Compare a result with the reference, and record under its name how far it is off."""
-    ratio = check_close(what or name, found.detach().cpu(), wanted, allowed)
-    record_ratio(name, ratio)
+    record_ratio(name, check_close(what or name, found.detach().cpu(), wanted, allowed))

@@ -23,32 +23,12 @@ from sp_core.llama import Decoder, Llama, Sampling, byte_tokenizer, generate, pr
 from sp_core.llama.unequal import work_of
 from sp_core.scheduling import POLICIES, Plan
 
-COUNTS = spans((2, 3), (1, 1), (7, 9))
-ALL_DTYPES = {"dtype": values("float64", "float32", "bfloat16", "float16")}
-
 
 def new(chance: Random, drawn: Values, *, low: int, high: int) -> list[int]:
     """How many tokens each sequence gets, at least one in all; the last none if some may."""
     found = [chance.randint(low, high) for _ in range(drawn["room.sequences"])]
     found[-1] *= low > 0
     return found if any(found) else [1, *found[1:]]
-
-
-NEW: Parts = {
-    "unequal": partial(new, low=1, high=7),
-    "one each": partial(new, low=1, high=1),
-    "none for some": partial(new, low=0, high=2),
-    "many": partial(new, low=20, high=33),
-}
-DECODER: dict[str, Parts] = {
-    "tp_sp": values(False, True),
-    "grid.scheme": values(*SCHEMES),
-    "room.sequences": COUNTS,
-    "room.spare": spans((0, 0), (1, 40)),
-    "micro_batches": {**values(None, 1, 50), "2 to 3": lambda c, v: c.randint(2, 3)},
-    "tokens": NEW,
-    "(history)": values("none", "prefill", "prefill and decode"),
-}
 
 
 def last_logits(
@@ -85,17 +65,13 @@ def decoder(name: str, case: Case, model: Llama, drawn: Values) -> Call:
         made.prefill([past[:-1] for past in old])
         made.decode([past[-1:] for past in old])
     given = {"tokens": new}
-    return Call(getattr(made, name), given, partial(judge_decoder, case, given, old, calls))
 
+    def judge(logits: Tensor) -> None:
+        both = zip(old, given["tokens"], strict=True)
+        sequences = [past + calls * list(more) for past, more in both if more]
+        last_logits("llama decoder", case, sequences).check("logits", logits)
 
-def judge_decoder(
-    case: Case, given: Values, old: Sequence[list[int]], calls: int, logits: Tensor
-) -> None:
-    """Compare the logits after all tokens so far, of the sequences that got any."""
-    sequences = [
-        past + calls * list(more) for past, more in zip(old, given["tokens"], strict=True) if more
-    ]
-    last_logits("llama decoder", case, sequences).check("logits", logits)
+    return Call(getattr(made, name), given, judge)
 
 
 PROMPTS: dict[str, Parts] = {
@@ -211,18 +187,6 @@ def continued(
     return found
 
 
-UNEQUAL: dict[str, Parts] = {
-    "tp_sp": values(False, True),
-    "grid.scheme": values(*SCHEMES),
-    "sequences.count": spans((2, 4), (0, 0), (1, 1), (8, 12)),
-    "sequences.lengths": values("unequal", "one token", "equal", "long"),
-    "plan.policy": values(*POLICIES, "all shared", "all waiting"),
-    "plan.tolerance": values(0.02, 10.0),
-    "pass_tokens": values(1024, 1, 8),
-    "(lateness)": values("no rank", "a rank", "a rank in each pass"),
-}
-
-
 def planned(drawn: Values, lengths: Sequence[int], size: int, case: Case) -> Plan:
     """The plan of a policy, or one made by hand."""
     policy, numbers = drawn["plan.policy"], tuple(range(len(lengths)))
@@ -240,9 +204,13 @@ def unequal(case: Case, model: Llama, drawn: Values) -> Call:
         model.layers[0].register_forward_pre_hook(lambda *_: time.sleep(LATE_SECONDS))
         vars(ring)["counter"] = partial(slow_counter, ring.counter)
     plan = planned(drawn, list(map(len, sequences)), model.grid.sequence.size, case)
-    given = {"model": model, "sequences": sequences, "plan": plan}
+    given: Values = {"model": model, "sequences": sequences, "plan": plan}
     given["pass_tokens"] = drawn["pass_tokens"]
-    return Call(prefill_unequal, given, partial(judge_unequal, case, given))
+
+    def judge(logits: Tensor) -> None:
+        last_logits("llama unequal", case, given["sequences"]).check("logits", logits)
+
+    return Call(prefill_unequal, given, judge)
 
 
 def slow_counter(make: Callable[[], Any]) -> Any:
@@ -258,13 +226,8 @@ def slow_counter(make: Callable[[], Any]) -> Any:
     return counter
 
 
-def judge_unequal(case: Case, given: Values, logits: Tensor) -> None:
-    """Compare the logits after the last token of each sequence."""
-    last_logits("llama unequal", case, given["sequences"]).check("logits", logits)
+MODEL = architecture("model", SMALL | {"dtype": values(*models.DTYPES)})
 
-
-MODEL = architecture("model", SMALL | ALL_DTYPES)
-EXACT = architecture("model", SMALL | {"dtype": values("float64", "float32")})
 STAGED = (
     "ring, ulysses",
     "tp",
@@ -275,24 +238,40 @@ STAGED = (
     "dp, ulysses",
     "pp, ring, tp",
 )
-LATER = {"tokens": "none for some", "(history)": "prefill"}
+
 ENDING = {"stop": "some", "max_tokens": "8 to 10", "prompts.count": "7 to 9"}
 ENDING |= {"sampling.temperature": "50.0", "prompts.lengths": "long"}
-LATE = {"(lateness)": "a rank in each pass", "sequences.count": "8 to 12", "pass_tokens": "8"}
+
 SUBJECTS = [
     *(
         on_model(
             f"llama.Decoder.{name}",
-            MODEL | meshes(*STAGED) | DECODER | models.SITUATIONS,
+            MODEL
+            | meshes(*STAGED)
+            | {
+                "tp_sp": values(False, True),
+                "grid.scheme": values(*SCHEMES),
+                "room.sequences": spans((2, 3), (1, 1), (7, 9)),
+                "room.spare": spans((0, 0), (1, 40)),
+                "micro_batches": {**values(None, 1, 50), "2 to 3": lambda c, v: c.randint(2, 3)},
+                "tokens": {
+                    "unequal": partial(new, low=1, high=7),
+                    "one each": partial(new, low=1, high=1),
+                    "none for some": partial(new, low=0, high=2),
+                    "many": partial(new, low=20, high=33),
+                },
+                "(history)": values("none", "prefill", "prefill and decode"),
+            }
+            | models.SITUATIONS,
             partial(decoder, name),
             covers=covers,
-            together=(LATER,),
+            together=({"tokens": "none for some", "(history)": "prefill"},),
         )
         for name, covers in (("prefill", ("llama.Decoder",)), ("decode", ()))
     ),
     on_model(
         "llama.generate",
-        EXACT
+        architecture("model", SMALL | {"dtype": values("float64", "float32")})
         | meshes(*STAGED, "dp, pp")
         | PROMPTS
         | {f"sampling.{name}": parts for name, parts in SAMPLING.items()}
@@ -306,9 +285,26 @@ SUBJECTS = [
         MODEL
         | meshes("ring, ulysses", "tp", "ring", "ring, tp", "tp, ulysses")
         | FEW_CALLS
-        | UNEQUAL,
+        | {
+            "tp_sp": values(False, True),
+            "grid.scheme": values(*SCHEMES),
+            "sequences.count": spans((2, 4), (0, 0), (1, 1), (8, 12)),
+            "sequences.lengths": values("unequal", "one token", "equal", "long"),
+            "plan.policy": values(*POLICIES, "all shared", "all waiting"),
+            "plan.tolerance": values(0.02, 10.0),
+            "pass_tokens": values(1024, 1, 8),
+            "(lateness)": values("no rank", "a rank", "a rank in each pass"),
+        },
         unequal,
         allowed=("pass_tokens=far out",),
-        together=tuple({**LATE, "plan.policy": policy} for policy in ("dynamic", "all waiting")),
+        together=tuple(
+            {
+                "(lateness)": "a rank in each pass",
+                "sequences.count": "8 to 12",
+                "pass_tokens": "8",
+                "plan.policy": policy,
+            }
+            for policy in ("dynamic", "all waiting")
+        ),
     ),
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,18 +22,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import sp_core as sp
-from domains import models, situations
+from domains import models
 from domains.declared import Call, Parts, Subject, Values, spans, values
 from domains.models import (
     ARCHITECTURE,
     DTYPES,
     FEW_CALLS,
+    ONE_CALL,
     SCHEMES,
     SMALL,
     architecture,
     case_of,
     meshes,
 )
+from domains.situations import on_mesh
 from sp_core.llama import Checkpoint, Grid, Llama, LlamaConfig, byte_tokenizer, create, load, save
 from sp_core.llama.model import checkpoint_name
 from sp_core.nn.gradients import Placement, placement_of
@@ -52,27 +53,15 @@ AXES = (
     "pp, ring, tp",
     "tp, ulysses, pp",
 )
-UNSTAGED = ("ring, ulysses", "tp", "dp", "ring, tp", "tp, dp, ring")
+
 MADE: dict[str, Parts] = {
     "dtype": values(*(getattr(torch, name) for name in DTYPES)),
     "scheme": values(*SCHEMES),
     "tp_sp": values(False, True),
 }
-SEEDS: Parts = {**values(0, 10**30, -7), "1 to 99": lambda c, v: c.randint(1, 99)}
+
 
 WEIGHTS = "model.safetensors"
-
-
-@contextmanager
-def folder_of(comm: Any) -> Iterator[Path]:
-    """A new folder, the same one for all ranks; it goes when all are done."""
-    made: Path = comm.bcast(Path(tempfile.mkdtemp()) if comm.rank == 0 else None, root=0)
-    try:
-        yield made
-    finally:
-        comm.Barrier()
-        if comm.rank == 0:
-            shutil.rmtree(made)
 
 
 def check_parts(model: Llama, whole: dict[str, Tensor]) -> None:
@@ -89,25 +78,16 @@ def check_parts(model: Llama, whole: dict[str, Tensor]) -> None:
     assert ("norm.weight" in held) == model.is_last
 
 
-@contextmanager
-def created(comm: Any, drawn: Values) -> Iterator[Call]:
+def created(mesh: sp.Mesh, drawn: Values) -> Call:
     """A model with random weights."""
-    with situations.opened(comm, drawn, models.lengths(drawn)) as mesh:
-        given = {
-            "config": case_of(drawn).config,
-            "mesh": mesh,
-            **{name: drawn[name] for name in ("seed", *MADE)},
-        }
-        yield Call(create, given, partial(judge_created, given))
+    given = {"config": case_of(drawn).config, "mesh": mesh, "seed": drawn["seed"]}
+    given |= {name: drawn[name] for name in MADE}
+    return Call(create, given, partial(judge_created, given))
 
 
 def judge_created(given: Values, model: Llama) -> None:
     """Compare the weights with those of one rank alone, and those with their distribution."""
-    assert (model.config, model.dtype, model.tp_sp) == (
-        given["config"],
-        given["dtype"],
-        given["tp_sp"],
-    )
+    assert all(getattr(model, name) == given[name] for name in ("config", "dtype", "tp_sp"))
     key = ("create", repr(given["config"]), given["seed"])
     whole = once(key, lambda: run_threads(1, partial(alone, given["config"], given["seed"]))[0])
     check_parts(model, whole)
@@ -159,37 +139,19 @@ FOLDER: dict[str, Parts] = {
 }
 
 
-@contextmanager
-def loaded(comm: Any, drawn: Values) -> Iterator[Call]:
+def loaded(mesh: sp.Mesh, drawn: Values) -> Call:
     """A folder that one rank writes and all ranks load."""
-    case = case_of(drawn)
-    with folder_of(comm) as folder, situations.opened(comm, drawn, models.lengths(drawn)) as mesh:
-        tensors = comm.bcast(written(case, folder, drawn) if comm.rank == 0 else None, root=0)
-        given = {
-            "folder": drawn["folder.type"](folder),
-            "mesh": mesh,
-            **{name: drawn[name] for name in MADE},
-        }
-        yield Call(load, given, partial(judge_loaded, case, given, tensors))
+    case, comm, folder = case_of(drawn), mesh._comm, drawn["(folder)"]
+    tensors = comm.bcast(written(case, folder, drawn) if comm.rank == 0 else None, root=0)
+    given = {"folder": drawn["folder.type"](folder), "mesh": mesh}
+    given |= {name: drawn[name] for name in MADE}
 
+    def judge(model: Llama) -> None:
+        assert model.config == case.config
+        assert model.dtype == (given["dtype"] or getattr(torch, case.dtype))
+        check_parts(model, {name: x.to(model.dtype) for name, x in tensors.items()})
 
-def judge_loaded(case: Case, given: Values, tensors: dict[str, Tensor], model: Llama) -> None:
-    """Compare every parameter with what the files hold."""
-    assert model.config == case.config
-    assert model.dtype == (given["dtype"] or getattr(torch, case.dtype))
-    check_parts(model, {name: x.to(model.dtype) for name, x in tensors.items()})
-
-
-READ: dict[str, Parts] = {
-    "name": values(
-        *(f"model.layers.0.self_attn.{name}_proj.weight" for name in "qo"),
-        "model.embed_tokens.weight",
-        "model.norm.weight",
-    ),
-    "placement": values("replicated", "split", "pieces of rows", "pieces of columns"),
-    "rank": spans((0, 0), (1, 3)),
-}
-DTYPE_OR_FILE: Parts = {**MADE["dtype"], "of the file": lambda c, v: None}
+    return Call(load, given, judge)
 
 
 @contextmanager
@@ -202,11 +164,8 @@ def read(_: Any, drawn: Values) -> Iterator[Call]:
         checkpoint = Checkpoint(drawn["folder.type"](folder))
         (folder / "other").mkdir()
         written(replace(case, layers=case.layers + 1), folder / "other", drawn)
-        shape, dim = (
-            tensors[drawn["name"]].shape,
-            0 if drawn["placement"] == "pieces of rows" else -1,
-        )
-        cuts = sorted(chance.randint(0, shape[dim]) for _ in range(8))
+        shape, by_rows = tensors[drawn["name"]].shape, drawn["placement"] == "pieces of rows"
+        cuts = sorted(chance.randint(0, shape[0 if by_rows else -1]) for _ in range(8))
         pieces = tuple(
             (range(a, b), range(c, d)) for a, b, c, d in zip(*[iter(cuts)] * 4, strict=True)
         )
@@ -217,11 +176,8 @@ def read(_: Any, drawn: Values) -> Iterator[Call]:
             "pieces of rows": Placement(shape, 0, pieces * size),
             "pieces of columns": Placement(shape, len(shape) - 1, pieces * size),
         }
-        given = {
-            "name": drawn["name"],
-            "placement": placements[drawn["placement"]],
-            "rank": drawn["rank"],
-        }
+        given = {name: drawn[name] for name in ("name", "rank")}
+        given["placement"] = placements[drawn["placement"]]
         yield Call(checkpoint.read, given, partial(judge_read, checkpoint, tensors, given))
 
 
@@ -241,31 +197,17 @@ def judge_read(
     assert again == checkpoint.fingerprint() != other
 
 
-SAVED: dict[str, Parts] = {
-    "tp_sp": values(False, True),
-    "folder": values("new", "there and empty", "below folders that are missing"),
-    "folder.type": FOLDER["folder.type"],
-    "tokenizer": {"none": lambda c, v: None, "of bytes": lambda c, v: byte_tokenizer()},
-    "max_file_bytes": {**values(None, 1, 10**12), "some": lambda c, v: c.randint(500, 4000)},
-}
-
-
-@contextmanager
-def saved(comm: Any, drawn: Values) -> Iterator[Call]:
+def saved(mesh: sp.Mesh, drawn: Values) -> Call:
     """A model that all ranks write together."""
-    case = case_of(drawn)
-    with folder_of(comm) as folder, situations.opened(comm, drawn, models.lengths(drawn)) as mesh:
-        target = folder / "a" / "b" / "c" if "below" in drawn["folder"] else folder / "model"
-        if comm.rank == 0 and drawn["folder"] == "there and empty":
-            target.mkdir()
-        comm.Barrier()
-        given = {
-            "model": models.model_of(case, mesh, tp_sp=drawn["tp_sp"]),
-            "folder": drawn["folder.type"](target),
-            "tokenizer": drawn["tokenizer"],
-            "max_file_bytes": drawn["max_file_bytes"],
-        }
-        yield Call(save, given, lambda _: judge_saved(case, target, given))
+    case, folder = case_of(drawn), drawn["(folder)"]
+    target = folder / "a" / "b" / "c" if "below" in drawn["folder"] else folder / "model"
+    if mesh.rank == 0 and drawn["folder"] == "there and empty":
+        target.mkdir()
+    mesh._comm.Barrier()
+    given = {name: drawn[name] for name in ("tokenizer", "max_file_bytes")}
+    given["model"] = models.model_of(case, mesh, tp_sp=drawn["tp_sp"])
+    given["folder"] = drawn["folder.type"](target)
+    return Call(save, given, lambda _: judge_saved(case, target, given))
 
 
 def judge_saved(case: Case, target: Path, given: Values) -> None:
@@ -292,26 +234,24 @@ def judge_saved(case: Case, target: Path, given: Values) -> None:
     assert (target / f"{WEIGHTS}.index.json").exists() == (len(files) > 1)
 
 
-@contextmanager
-def gridded(comm: Any, drawn: Values) -> Iterator[Call]:
+def gridded(mesh: sp.Mesh, drawn: Values) -> Call:
     """The groups of a mesh."""
-    with situations.opened(comm, drawn, models.lengths(drawn)) as mesh:
-        given = {"mesh": mesh, "scheme": drawn["scheme"]}
-        yield Call(Grid.of, given, partial(judge_grid, mesh, comm.rank, drawn["scheme"]))
+    given = {"mesh": mesh, "scheme": drawn["scheme"]}
+    return Call(Grid.of, given, partial(judge_grid, mesh, drawn["scheme"]))
 
 
 DEFAULTS = {"": "allgather_kv", "ring": "ring", "ulysses": "ulysses"}
 """By the axes that split a sequence the name of a scheme; else it is "hybrid"."""
 
 
-def judge_grid(mesh: sp.Mesh, rank: int, scheme: str | None, grid: Grid) -> None:
+def judge_grid(mesh: sp.Mesh, scheme: str | None, grid: Grid) -> None:
     """Compare the ranks of each group with those that differ from this one along its axes only."""
     axes = tuple(axis for axis in mesh.axes if axis in DEFAULTS)
     name, chosen = scheme or DEFAULTS.get(" ".join(axes), "hybrid"), cast("Any", grid.attention)
     assert chosen.func is (SCHEMES_BY_NAME | {"hybrid": sp.hybrid_attention})[name]
     assert chosen.keywords.get("axes", axes) == axes
     places = torch.arange(mesh.size).view(*mesh.axes.values())
-    own = dict(zip(mesh.axes, (int(x) for x in (places == rank).nonzero()[0]), strict=True))
+    own = dict(zip(mesh.axes, (int(x) for x in (places == mesh.rank).nonzero()[0]), strict=True))
     inside = {
         "tensor": ("tp",),
         "sequence": ("ring", "ulysses"),
@@ -324,59 +264,79 @@ def judge_grid(mesh: sp.Mesh, rank: int, scheme: str | None, grid: Grid) -> None
     for name, axes in inside.items():
         index = tuple(slice(None) if axis in axes else own[axis] for axis in mesh.axes)
         group = getattr(grid, name)
-        found = sp.all_gather(torch.tensor([rank], device=group.device), comm=group)
+        found = sp.all_gather(torch.tensor([mesh.rank], device=group.device), comm=group)
         assert found.tolist() == places[index].flatten().tolist(), name
 
 
-WITHOUT_CALLS = {name: parts for name, parts in FEW_CALLS.items() if name != "(call)"}
 SUBJECTS = [
-    Subject(
+    on_mesh(
         "llama.create",
         architecture("config", ARCHITECTURE | {"layers": SMALL["layers"]})
         | meshes(*AXES)
         | MADE
-        | {"seed": SEEDS}
+        | {"seed": {**values(0, 10**30, -7), "1 to 99": lambda c, v: c.randint(1, 99)}}
         | FEW_CALLS,
+        models.lengths,
         created,
-        models.ranks,
         allowed=("seed=far out",),
     ),
-    Subject(
+    on_mesh(
         "llama.load",
         architecture("folder", SMALL)
         | FOLDER
         | meshes(*AXES)
         | MADE
-        | {"dtype": DTYPE_OR_FILE}
+        | {"dtype": {**MADE["dtype"], "of the file": lambda c, v: None}}
         | FEW_CALLS,
+        models.lengths,
         loaded,
-        models.ranks,
+        in_folder=True,
         together=({"folder.more": "angles and a tied head", "dtype": "of the file"},),
     ),
     Subject(
         "llama.Checkpoint.read",
-        architecture("folder", SMALL) | FOLDER | READ,
+        architecture("folder", SMALL)
+        | FOLDER
+        | {
+            "name": values(
+                *(f"model.layers.0.self_attn.{name}_proj.weight" for name in "qo"),
+                "model.embed_tokens.weight",
+                "model.norm.weight",
+            ),
+            "placement": values("replicated", "split", "pieces of rows", "pieces of columns"),
+            "rank": spans((0, 0), (1, 3)),
+        },
         read,
         lambda drawn: 1,
         covers=tuple(
             f"llama.Checkpoint{name}" for name in ("", ".shape", ".dtype", ".fingerprint")
         ),
     ),
-    Subject(
+    on_mesh(
         "llama.save",
         architecture("model", SMALL | {"dtype": values(*DTYPES)})
-        | meshes(*UNSTAGED)
-        | SAVED
-        | WITHOUT_CALLS,
+        | meshes(*("ring, ulysses", "tp", "dp", "ring, tp", "tp, dp, ring"))
+        | {
+            "tp_sp": values(False, True),
+            "folder": values("new", "there and empty", "below folders that are missing"),
+            "folder.type": FOLDER["folder.type"],
+            "tokenizer": {"none": lambda c, v: None, "of bytes": lambda c, v: byte_tokenizer()},
+            "max_file_bytes": {
+                **values(None, 1, 10**12),
+                "some": lambda c, v: c.randint(500, 4000),
+            },
+        }
+        | ONE_CALL,
+        models.lengths,
         saved,
-        models.ranks,
+        in_folder=True,
         allowed=("max_file_bytes=far out",),
     ),
-    Subject(
+    on_mesh(
         "llama.Grid.of",
         meshes(*AXES, "ulysses, ring") | {"scheme": MADE["scheme"]} | FEW_CALLS,
+        models.lengths,
         gridded,
-        models.ranks,
         covers=("llama.Grid",),
         outside=dict.fromkeys(
             ("tensor", "sequence", "stages", "replicas", "data", "model", "everyone", "attention"),

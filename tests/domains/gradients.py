@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from random import Random
 from typing import Any, cast
@@ -14,10 +12,9 @@ from oracle.collective_cases import MEMORIES, in_memory, total
 from torch import Tensor, nn
 
 import sp_core as sp
-from domains import situations
-from domains.declared import Call, Parts, Subject, Values, near, same, spans, values, whole
+from domains.declared import Call, Parts, Values, near, same, spans, values, whole
 from domains.placements import HELD, indices
-from domains.situations import SITUATIONS
+from domains.situations import SITUATIONS, on_mesh
 from sp_core.nn.gradients import Placement, clip_gradient_norm, place, reduce_gradients
 from sp_core.testing.tolerance import bound
 
@@ -39,26 +36,13 @@ class Parameters:
         for number in range(drawn["parameters.number"]):
             shape = tuple(chance.randint(1, 6) for _ in range(chance.randint(1, 3)))
             dim = chance.randrange(len(shape))
-            kind = (
-                chance.choice(list(HELD))
-                if drawn["parameters.held"] == "any"
-                else drawn["parameters.held"]
-            )
+            kind = drawn["parameters.held"]
+            kind = chance.choice(list(HELD)) if kind == "any" else kind
             held = HELD[kind](chance, shape[dim], tensor.size)
-            self.placements.append(
-                Placement(
-                    shape,
-                    dim,
-                    held,
-                    drawn["parameters.partial"] and number % 2 == 0,
-                    self.is_copy(number),
-                )
-            )
+            is_partial = drawn["parameters.partial"] and number % 2 == 0
+            is_copy = stage > 0 and number % 3 == 0  # an earlier stage holds the same parameter
+            self.placements.append(Placement(shape, dim, held, is_partial, is_copy))
         self.list = [self.parameter(number) for number in range(len(self.placements))]
-
-    def is_copy(self, number: int) -> bool:
-        """Say whether an earlier stage holds the same parameter."""
-        return self.stage > 0 and number % 3 == 0
 
     def whole(self, number: int, *key: int, stage: int = 0) -> Tensor:
         """Return a gradient of the whole parameter, as small multiples of a unit."""
@@ -141,67 +125,53 @@ class Parameters:
         return self.part(number, total(wholes), self.tensor.rank)
 
 
-@contextmanager
-def reductions(comm: Any, drawn: Values) -> Iterator[Call]:
+def axes_of(first: str, drawn: Values) -> dict[str, int]:
+    """Return an axis and that of the tensor ranks."""
+    return {axis: drawn[f"{axis}.size"] for axis in (first, "tensor")}
+
+
+def reductions(mesh: sp.Mesh, drawn: Values) -> Call:
     """Gradients on two axes of a mesh; every call finds them as the backward has left them."""
-    with situations.opened(
-        comm, drawn, {axis: drawn[f"{axis}.size"] for axis in ("data", "tensor")}
-    ) as mesh:
-        data, tensor = mesh["data"], mesh["tensor"]
-        case = Parameters(drawn | {"parameters.magnitude": 1}, tensor)
-        gradients = [
-            case.gradient(number, data.rank, tensor.rank) for number in range(len(case.list))
-        ]
+    data, tensor = mesh["data"], mesh["tensor"]
+    case = Parameters(drawn | {"parameters.magnitude": 1}, tensor)
+    gradients = [case.gradient(number, data.rank, tensor.rank) for number in range(len(case.list))]
 
-        def judge(result: None) -> None:
-            assert result is None
-            for number, (parameter, before) in enumerate(zip(case.list, gradients, strict=True)):
-                assert parameter.grad is not None or (
-                    before is None and not parameter.requires_grad
-                )
-                if parameter.grad is not None:
-                    same(
-                        parameter.grad,
-                        case.reduced(number, data.size) if parameter.requires_grad else before,
-                    )
+    def judge(result: None) -> None:
+        assert result is None
+        for number, (parameter, before) in enumerate(zip(case.list, gradients, strict=True)):
+            learns = parameter.requires_grad
+            assert parameter.grad is not None or (before is None and not learns)
+            if parameter.grad is not None:
+                same(parameter.grad, case.reduced(number, data.size) if learns else before)
 
-        given = {"parameters": case.given(), "data": data, "tensor": tensor}
-        if drawn["tensor"] == "none":
-            given["tensor"] = None
-            for parameter in case.list[1::2]:
-                del parameter.placement  # type: ignore[attr-defined]
-        yield Call(partial(case.again, reduce_gradients, gradients), given, judge)
+    given = {"parameters": case.given(), "data": data, "tensor": tensor}
+    if drawn["tensor"] == "none":
+        given["tensor"] = None
+        for parameter in case.list[1::2]:
+            del parameter.placement  # type: ignore[attr-defined]
+    return Call(partial(case.again, reduce_gradients, gradients), given, judge)
 
 
-@contextmanager
-def clipped(comm: Any, drawn: Values) -> Iterator[Call]:
+def clipped(mesh: sp.Mesh, drawn: Values) -> Call:
     """Reduced gradients on the tensor axis, and on that of the pipeline stages."""
-    with situations.opened(
-        comm, drawn, {axis: drawn[f"{axis}.size"] for axis in ("stages", "tensor")}
-    ) as mesh:
-        stages, tensor = mesh["stages"], mesh["tensor"]
-        case = Parameters(drawn, tensor, stages.rank)
-        wholes = [case.whole(number, stage=stages.rank) for number in range(len(case.list))]
-        parts = [case.part(number, whole, tensor.rank) for number, whole in enumerate(wholes)]
-        some = drawn["parameters.missing"] != "none"
-        gradients = [None if some and number % 2 else x for number, x in enumerate(parts)]
-        every = (
-            case.whole(number, stage=stage).double()
-            for stage in range(stages.size)
-            for number, grad in enumerate(gradients)
-            if grad is not None and (stage == 0 or number % 3)
-        )
-        norm = math.sqrt(math.fsum(float(whole.square().sum()) for whole in every))
-        most = {
-            "above": 2 * norm + 1,
-            "below": norm / 4 or 1.0,
-            "infinity": math.inf,
-            "a whole number": 3,
-        }[drawn["max_norm"]]
-        given = {"parameters": case.given(), "max_norm": most, "tensor": tensor}
-        given["stages"] = stages if drawn["stages"] == "given" else None
-        function = partial(case.again, clip_gradient_norm, gradients)
-        yield Call(function, given, partial(judge_clipped, case.list, gradients, norm, most))
+    stages, tensor = mesh["stages"], mesh["tensor"]
+    case = Parameters(drawn, tensor, stages.rank)
+    wholes = [case.whole(number, stage=stages.rank) for number in range(len(case.list))]
+    parts = [case.part(number, whole, tensor.rank) for number, whole in enumerate(wholes)]
+    some = drawn["parameters.missing"] != "none"
+    gradients = [None if some and number % 2 else x for number, x in enumerate(parts)]
+    every = (
+        case.whole(number, stage=stage).double()
+        for stage in range(stages.size)
+        for number, grad in enumerate(gradients)
+        if grad is not None and (stage == 0 or number % 3)
+    )
+    norm = math.sqrt(math.fsum(float(whole.square().sum()) for whole in every))
+    most = {"above": 2 * norm + 1, "below": norm / 4 or 1.0, "infinity": math.inf}
+    given = {"parameters": case.given(), "max_norm": most.get(drawn["max_norm"], 3)}
+    given |= {"tensor": tensor, "stages": stages if drawn["stages"] == "given" else None}
+    judge = partial(judge_clipped, case.list, gradients, norm, given["max_norm"])
+    return Call(partial(case.again, clip_gradient_norm, gradients), given, judge)
 
 
 def judge_clipped(
@@ -233,6 +203,8 @@ OVER_RANKS: dict[str, Parts] = {
     "parameters.frozen": values("none", "some"),
     "parameters.missing": values("none", "some", "some on a rank"),
 }
+
+
 REDUCED: dict[str, Parts] = {
     "data.size": spans((2, 2), (1, 1), (3, 3)),
     "tensor": values("given", "none"),
@@ -241,26 +213,29 @@ REDUCED: dict[str, Parts] = {
         for name, size in TENSOR["tensor.size"].items()
     },
 }
-CLIPPED: dict[str, Parts] = {
-    "stages.size": {
-        "1": lambda c, v: 1,
-        "2 to 3": lambda c, v: c.randint(2, 3) if v["stages"] == "given" else 1,
-    },
-    "parameters.magnitude": values(1, 1e-3, 1e4),
-    "max_norm": values("below", "above", "infinity", "a whole number"),
-}
 SUBJECTS = [
-    Subject(
+    on_mesh(
         "gradients.reduce_gradients",
         REDUCED | OVER_RANKS | SITUATIONS,
+        partial(axes_of, "data"),
         reductions,
-        lambda drawn: int(drawn["data.size"] * drawn["tensor.size"]),
     ),
-    Subject(
+    on_mesh(
         "gradients.clip_gradient_norm",
-        {"stages": values("given", "none")} | CLIPPED | TENSOR | OVER_RANKS | SITUATIONS,
+        {"stages": values("given", "none")}
+        | {
+            "stages.size": {
+                "1": lambda c, v: 1,
+                "2 to 3": lambda c, v: c.randint(2, 3) if v["stages"] == "given" else 1,
+            },
+            "parameters.magnitude": values(1, 1e-3, 1e4),
+            "max_norm": values("below", "above", "infinity", "a whole number"),
+        }
+        | TENSOR
+        | OVER_RANKS
+        | SITUATIONS,
+        partial(axes_of, "stages"),
         clipped,
-        lambda drawn: int(drawn["stages.size"] * drawn["tensor.size"]),
         allowed=("max_norm=infinity", "stages=None"),
     ),
 ]

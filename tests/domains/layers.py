@@ -87,11 +87,8 @@ class Kind:
         """Return the constructor's arguments; those drawn as "default" are left out."""
         given = {name: drawn[name] for name in self.names if drawn[name] != "default"}
         dtype = drawn["dtype"] and getattr(torch, drawn["dtype"])
-        return (
-            given
-            | ({} if drawn["device"] is None else {"device": drawn["device"]})
-            | ({} if dtype is None else {"dtype": dtype})
-        )
+        further = {"device": drawn["device"], "dtype": dtype}
+        return given | {name: value for name, value in further.items() if value is not None}
 
 
 def sharding_of(drawn: Values, size: int, length: str = "x.seq_len") -> sp.Sharding:
@@ -135,25 +132,18 @@ class Problem:
     def placed(self, whole: Tensor, memory: str) -> Tensor:
         """Return this rank's part, with the dims and in the memory that were drawn."""
         mine = self.sharding.shard(whole, self.group.rank, 1)
-        dims = {"two": lambda: mine.flatten(0, 1), "four": lambda: mine.unsqueeze(2)}
-        mine = dims.get(self.drawn["x.dims"], lambda: mine)()
-        return (
-            in_memory(mine.to(self.group.device), memory)
-            .detach()
-            .clone(memory_format=torch.preserve_format)
-        )
+        dims = {"two": mine.flatten(0, 1), "four": mine.unsqueeze(2)}
+        mine = dims.get(self.drawn["x.dims"], mine).to(self.group.device)
+        return in_memory(mine, memory).detach().clone(memory_format=torch.preserve_format)
 
     def fill(self, layer: nn.Module) -> nn.Module:
         """Give weights of their own to a layer; some do not learn, some have another dtype."""
         for n, weight in enumerate(layer.parameters()):
-            size = min(0.5, weight.shape[-1] ** -0.5)
-            weight.data = (
-                normal(self.drawn["seed"] + 7 + n, weight.shape, "float64").to(weight.dtype) * size
-            )
-            frozen = self.drawn["(frozen)"]
-            weight.requires_grad_(
-                frozen == "no weight" or (frozen == "some" and (n + self.drawn["seed"]) % 2 == 0)
-            )
+            numbers = normal(self.drawn["seed"] + 7 + n, weight.shape, "float64")
+            weight.data = numbers.to(weight.dtype) * min(0.5, weight.shape[-1] ** -0.5)
+            some = (n + self.drawn["seed"]) % 2 == 0
+            learns = {"no weight": True, "some": some, "all": False}
+            weight.requires_grad_(learns[self.drawn["(frozen)"]])
         if self.drawn["(autocast)"] == "weights of two dtypes":
             for linear in [module for module in layer.modules() if isinstance(module, nn.Linear)][
                 ::2
@@ -163,26 +153,15 @@ class Problem:
 
     def given(self) -> Values:
         """Return the arguments of `forward`."""
-        known = {
-            "x": self.x,
-            "sharding": self.sharding,
-            "mask": self.drawn.get("(call mask)"),
-            "seed": self.drawn.get("seed.value"),
-        }
-        return {
-            name: known[name]
-            for name in self.kind.takes
-            if name in ("x", "sharding") or known[name] is not None
-        }
-
-    def forward(self, layer: nn.Module, mode: str, **given: Any) -> Tensor:
-        """Call a layer in the mode that was drawn."""
-        return called_in(mode, self.drawn, layer, **given)
+        known: Values = {"x": self.x, "sharding": self.sharding}
+        further = {"mask": "(call mask)", "seed": "seed.value"}
+        known |= {name: self.drawn.get(factor) for name, factor in further.items()}
+        return {name: known[name] for name in self.kind.takes if known[name] is not None}
 
     def judge(self, layer: nn.Module, out: Tensor) -> None:
         """Compare output and gradients, those after an evaluation too."""
         self.compare(layer, {"out": out})
-        out = self.forward(layer, "training", **self.given())
+        out = called_in("training", self.drawn, layer, **self.given())
         upstream = self.placed(self.grad, self.drawn["x.upstream"])
         self.compare(layer, {"out": out, **gradients_of(layer, self.x, out, upstream)})
 
@@ -259,12 +238,12 @@ def on_ranks(kind: Kind, group: sp.Communicator, drawn: Values) -> Call:
         dtype = given.get("dtype", torch.float32)
         assert {weight.dtype for weight in layer.parameters()} == {dtype}
         problem.fill(layer)
-        problem.judge(layer, problem.forward(layer, drawn["(mode)"], **problem.given()))
+        problem.judge(layer, called_in(drawn["(mode)"], drawn, layer, **problem.given()))
 
     if drawn["(called)"] == "constructor":
         return Call(kind.made, given, judge)
     layer = problem.fill(kind.made(**given))
-    function = partial(problem.forward, layer, drawn["(mode)"])
+    function = partial(called_in, drawn["(mode)"], drawn, layer)
     return Call(function, problem.given(), partial(problem.judge, layer))
 
 
@@ -302,18 +281,26 @@ NORM = TOKENS | {
     "hidden": WIDTHS,
     "eps": values("default", 1e-3, 1.0),
 }
-FORWARD = {
-    "x.dims": values("three", "two", "four"),
-    "hidden": WIDTHS,
-    "ffn_hidden": values("default") | WIDTHS,
-    "gated": values(False, True),
-    "bias": values(True, False),
-} | CHUNK
-FED = ("hidden", "ffn_hidden", "gated", "bias", "chunk")
+
+
 KINDS = (
     (NORM, Kind(sp.LayerNorm, ("hidden", "eps"), normalised)),
     (NORM, Kind(sp.RMSNorm, ("hidden", "eps"), normalised)),
-    (TOKENS | FORWARD | LOWER, Kind(sp.FeedForward, FED, fed_forward)),
+    (
+        TOKENS
+        | (
+            {
+                "x.dims": values("three", "two", "four"),
+                "hidden": WIDTHS,
+                "ffn_hidden": values("default") | WIDTHS,
+                "gated": values(False, True),
+                "bias": values(True, False),
+            }
+            | CHUNK
+        )
+        | LOWER,
+        Kind(sp.FeedForward, ("hidden", "ffn_hidden", "gated", "bias", "chunk"), fed_forward),
+    ),
 )
 SUBJECTS = [
     on_group(

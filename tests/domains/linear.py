@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from itertools import pairwise
 from random import Random
-from typing import Any
 
 import torch
 from oracle.collective_cases import MEMORIES, in_memory
@@ -14,13 +13,12 @@ from torch import Tensor, nn
 
 import sp_core as sp
 from domains import layers
-from domains.declared import Call, Parts, Values, leaf, same, spans, values, whole
+from domains.declared import Call, Values, leaf, same, spans, values, whole
 from domains.exact import places
 from domains.layers import MODES, TOKENS
 from domains.situations import on_group
 from sp_core.segments import split_sizes
 
-Parallel = sp.ColumnParallelLinear | sp.RowParallelLinear
 SPLIT = {"ColumnParallelLinear": "linear.out_features", "RowParallelLinear": "linear.in_features"}
 """The features that the ranks share."""
 
@@ -60,9 +58,12 @@ class Case:
     """Hold a parallel layer of one rank, and what the whole layer gives in float64."""
 
     def __init__(self, name: str, drawn: Values, group: sp.Communicator) -> None:
-        self.is_column = name == "ColumnParallelLinear"
-        self.made: Any = getattr(sp, name)
-        self.drawn, self.group, self.rank = drawn, group, group.rank
+        self.is_column, self.made = name == "ColumnParallelLinear", getattr(sp, name)
+        self.drawn, self.group, self.rank = (
+            drawn | {"dtype": drawn["linear.dtype"]},
+            group,
+            group.rank,
+        )
         self.sharding = (
             layers.sharding_of(drawn, group.size) if drawn["(tokens)"] == "split" else None
         )
@@ -88,12 +89,7 @@ class Case:
         """Return all tokens, in the order of an all-gather, with this rank's features."""
         return whole.index_select(1, self.gathered).split(self.sizes, 2)[self.rank]
 
-    def forward(self, layer: Parallel, mode: str, x: Tensor) -> Tensor:
-        """Call a layer in the mode that was drawn."""
-        drawn = self.drawn | {"dtype": self.drawn["linear.dtype"]}
-        return layers.called_in(mode, drawn, layer, x=x)
-
-    def judge(self, layer: Parallel, out: Tensor) -> None:
+    def judge(self, layer: sp.ColumnParallelLinear | sp.RowParallelLinear, out: Tensor) -> None:
         """Compare result and gradients with the ordinary layer's, and that layer itself."""
         x = self.whole.double().requires_grad_()
         weight, bias = (
@@ -103,7 +99,7 @@ class Case:
         whole = nn.functional.linear(x, weight, bias)
         take = self.features if self.is_column else self.tokens
         self.same(out, take(whole))
-        out = self.forward(layer, "training", self.x)
+        out = layers.called_in("training", self.drawn, layer, x=self.x)
         self.same(out, take(whole))
         upstream = in_memory(take(self.grad).to(out), self.drawn["x.upstream"])
         whole.backward(self.grad.double())
@@ -137,47 +133,48 @@ class Case:
 
 def on_ranks(name: str, group: sp.Communicator, drawn: Values) -> Call:
     """Call a layer, or what makes or unmakes it."""
-    case, asked, mode = Case(name, drawn, group), drawn["(called)"], drawn["(mode)"]
+    case, asked = Case(name, drawn, group), drawn["(called)"]
+    forward = partial(layers.called_in, drawn["(mode)"], case.drawn)
     given = {"linear": case.linear, "comm": group, "sharding": case.sharding}
     given["sizes"] = drawn["sizes"]
     if asked in ("from_linear", "constructor"):
         function = case.made if asked == "constructor" else case.made.from_linear
-        return Call(
-            function, given, lambda layer: case.judge(layer, case.forward(layer, mode, case.x))
-        )
+        return Call(function, given, lambda layer: case.judge(layer, forward(layer, x=case.x)))
     layer = case.made.from_linear(**given)
     if asked == "to_linear":
         return Call(layer.to_linear, {}, case.judge_whole)
-    return Call(partial(case.forward, layer, mode), {"x": case.x}, partial(case.judge, layer))
+    return Call(partial(forward, layer), {"x": case.x}, partial(case.judge, layer))
 
 
-LINEAR: dict[str, Parts] = {
-    name: TOKENS[name]
-    for name in (
-        "x.seq_len",
-        "x.batch",
-        "x.memory",
-        "x.upstream",
-        "x.gradient",
-        "sharding.layout",
-        "sharding.start",
-    )
-} | {
-    "(tokens)": values("split", "all on every rank"),
-    "linear.in_features": spans((2, 9), (1, 1), (17, 40)),
-    "linear.out_features": spans((2, 9), (1, 1), (17, 40)),
-    "linear.bias": values(True, False),
-    "linear.dtype": values(*DTYPES),
-    "linear.frozen": values("none", "weight", "bias", "all"),
-    "linear.memory": values(*MEMORIES),
-    "(autocast)": values("off", "on"),
-    "(mode)": values(*MODES),
-    "(called)": values("forward", "from_linear", "constructor", "to_linear"),
-}
 SUBJECTS = [
     on_group(
         name,
-        LINEAR
+        (
+            {
+                name: TOKENS[name]
+                for name in (
+                    "x.seq_len",
+                    "x.batch",
+                    "x.memory",
+                    "x.upstream",
+                    "x.gradient",
+                    "sharding.layout",
+                    "sharding.start",
+                )
+            }
+            | {
+                "(tokens)": values("split", "all on every rank"),
+                "linear.in_features": spans((2, 9), (1, 1), (17, 40)),
+                "linear.out_features": spans((2, 9), (1, 1), (17, 40)),
+                "linear.bias": values(True, False),
+                "linear.dtype": values(*DTYPES),
+                "linear.frozen": values("none", "weight", "bias", "all"),
+                "linear.memory": values(*MEMORIES),
+                "(autocast)": values("off", "on"),
+                "(mode)": values(*MODES),
+                "(called)": values("forward", "from_linear", "constructor", "to_linear"),
+            }
+        )
         | {
             "sizes": {
                 "default": lambda c, v: None,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from random import Random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from oracle.attention_check import ascending
@@ -18,11 +17,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import sp_core as sp
-from domains import blocks, layers, situations
+from domains import blocks, layers
 from domains.declared import (
     Call,
     Parts,
-    Subject,
     Values,
     leaf,
     near,
@@ -33,7 +31,7 @@ from domains.declared import (
     whole,
 )
 from domains.layers import TOKENS
-from domains.situations import SITUATIONS, on_group
+from domains.situations import SITUATIONS, on_group, on_mesh
 from sp_core.attention import accumulation_dtype
 from sp_core.nn.loss import IGNORED, check_shard, next_token_labels, next_token_loss
 from sp_core.testing.tolerance import bound, unit_roundoff
@@ -114,29 +112,26 @@ def logits_of(drawn: Values) -> list[Tensor]:
     return [x.to(dtype) for x in found]
 
 
-@contextmanager
-def losses(comm: Any, drawn: Values) -> Iterator[Call]:
-    """Compute a loss over two axes in any order; along a third one groups differ."""
-    lengths = {
-        "data": drawn["data.size"],
-        "tensor": drawn["tensor.size"],
-        "third": drawn["(third)"],
-    }
-    named = sorted(lengths, reverse=drawn["(order)"] == "reversed")
-    with situations.opened(comm, drawn, {axis: lengths[axis] for axis in named}) as mesh:
-        drawn = drawn | {"seed": drawn["seed"] + 100 * mesh["third"].rank}
-        data, tensor = mesh["data"], mesh["tensor"]
-        every = logits_of(drawn)
-        mine = every[data.rank].split(drawn["logits.parts"], -1)[tensor.rank]
-        head = None
-        if drawn["head"] == "given":
-            mine, head = through_head(drawn, every[data.rank], tensor.rank)
-        x = leaf(mine, drawn["logits.memory"], learns=drawn["logits.gradient"])
-        labels = labels_of(drawn)[data.rank].unsqueeze(-1).repeat_interleave(2, -1)[..., 0]
-        labels = labels if drawn["labels.memory"] == "every second" else labels.contiguous()
-        given = {"x": x, "labels": labels, "tensor": tensor, "data": data, "head": head}
-        given |= {"count": drawn["count"], "chunk": drawn["chunk"]}
-        yield Call(next_token_loss, given, partial(judge_loss, drawn, data, tensor, x, head))
+def axes_of(drawn: Values) -> dict[str, int]:
+    """Return two axes in any order, and a third one along which groups differ."""
+    lengths = {"third": drawn["(third)"]} | {x: drawn[f"{x}.size"] for x in ("data", "tensor")}
+    return dict(sorted(lengths.items(), reverse=drawn["(order)"] == "reversed"))
+
+
+def losses(mesh: sp.Mesh, drawn: Values) -> Call:
+    """Compute a loss."""
+    drawn = drawn | {"seed": drawn["seed"] + 100 * mesh["third"].rank}
+    data, tensor = mesh["data"], mesh["tensor"]
+    logits, head = logits_of(drawn)[data.rank], None
+    mine = logits.split(drawn["logits.parts"], -1)[tensor.rank]
+    if drawn["head"] == "given":
+        mine, head = through_head(drawn, logits, tensor.rank)
+    x = leaf(mine, drawn["logits.memory"], learns=drawn["logits.gradient"])
+    labels = labels_of(drawn)[data.rank].unsqueeze(-1).repeat_interleave(2, -1)[..., 0]
+    labels = labels if drawn["labels.memory"] == "every second" else labels.contiguous()
+    given = {"x": x, "labels": labels, "tensor": tensor, "data": data, "head": head}
+    given |= {"count": drawn["count"], "chunk": drawn["chunk"]}
+    return Call(next_token_loss, given, partial(judge_loss, drawn, data, tensor, x, head))
 
 
 def through_head(drawn: Values, logits: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -203,38 +198,6 @@ def judge_gradients(
         near("gradient of the loss", grad, value.reshape(grad.shape), allowed)
 
 
-LOSS: dict[str, Parts] = {
-    "data.size": spans((2, 2), (1, 1), (3, 4)),
-    "tensor.size": spans((1, 1), (2, 2), (3, 4)),
-    "(third)": {
-        "1": lambda c, v: 1,
-        "2": lambda c, v: 2 if v["data.size"] * v["tensor.size"] <= 4 else 1,
-    },
-    "(order)": values("sorted", "reversed"),
-    "logits.vocab": spans((4, 16), (0, 0), (100, 300)),
-    "logits.parts": {
-        "even": partial(parts_of, uneven=False),
-        "uneven": partial(parts_of, uneven=True),
-    },
-    "logits.dtype": values(*DTYPES),
-    "logits.memory": values(*MEMORIES),
-    "logits.magnitude": values(1.0, 0.0, 30.0, 1000.0),
-    "logits.gradient": values(True, False),
-    "labels.shape": {
-        "2 dims": partial(shapes, dims=2, empty=False),
-        "1 dim": partial(shapes, dims=1, empty=False),
-        "3 dims": partial(shapes, dims=3, empty=False),
-        "none on a rank": partial(shapes, dims=2, empty=True),
-        "a number": lambda c, v: [()] * v["data.size"],
-    },
-    "labels.memory": values("contiguous", "every second"),
-    "labels.ignored": values(0.3, 0.0, 1.0),
-    "count": {"of these labels": lambda c, v: None} | spans((1, 1), (50, 10**6)),
-    "head": values("none", "given"),
-    "chunk": spans((1024, 1024), (1, 1), (2, 5)) | values(None),
-    "(upstream)": values(1.0, 0.5),
-}
-
 # next_token_labels
 
 
@@ -269,12 +232,43 @@ def labels(name: str, group: sp.Communicator, drawn: Values) -> Call:
 LABELS: dict[str, Parts] = {
     name: TOKENS[name] for name in ("x.seq_len", "x.batch", "sharding.layout", "sharding.start")
 } | {"tokens.memory": values(*MEMORIES)}
+LOSS: dict[str, Parts] = {
+    "data.size": spans((2, 2), (1, 1), (3, 4)),
+    "tensor.size": spans((1, 1), (2, 2), (3, 4)),
+    "(third)": {
+        "1": lambda c, v: 1,
+        "2": lambda c, v: 2 if v["data.size"] * v["tensor.size"] <= 4 else 1,
+    },
+    "(order)": values("sorted", "reversed"),
+    "logits.vocab": spans((4, 16), (0, 0), (100, 300)),
+    "logits.parts": {
+        "even": partial(parts_of, uneven=False),
+        "uneven": partial(parts_of, uneven=True),
+    },
+    "logits.dtype": values(*DTYPES),
+    "logits.memory": values(*MEMORIES),
+    "logits.magnitude": values(1.0, 0.0, 30.0, 1000.0),
+    "logits.gradient": values(True, False),
+    "labels.shape": {
+        "2 dims": partial(shapes, dims=2, empty=False),
+        "1 dim": partial(shapes, dims=1, empty=False),
+        "3 dims": partial(shapes, dims=3, empty=False),
+        "none on a rank": partial(shapes, dims=2, empty=True),
+        "a number": lambda c, v: [()] * v["data.size"],
+    },
+    "labels.memory": values("contiguous", "every second"),
+    "labels.ignored": values(0.3, 0.0, 1.0),
+    "count": {"of these labels": lambda c, v: None} | spans((1, 1), (50, 10**6)),
+    "head": values("none", "given"),
+    "chunk": spans((1024, 1024), (1, 1), (2, 5)) | values(None),
+    "(upstream)": values(1.0, 0.5),
+}
 SUBJECTS = [
-    Subject(
+    on_mesh(
         "loss.next_token_loss",
         LOSS | SITUATIONS,
+        axes_of,
         losses,
-        lambda drawn: int(drawn["data.size"] * drawn["tensor.size"] * drawn["(third)"]),
         allowed=("count=far out", "chunk=far out", "chunk=None"),
         outside={"x": "logits, or with a head hidden states"},
     ),

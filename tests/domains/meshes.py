@@ -40,46 +40,6 @@ def cut(chance: Random, drawn: Values, *, number: int) -> dict[str, int]:
     return dict(zip(chance.sample("abcd", number), [*sizes, left], strict=True))
 
 
-def numbered(chance: Random, drawn: Values) -> list[int]:
-    """Return the node of each rank, any numbers."""
-    return [chance.choice([-3, 0, 7]) for _ in range(drawn["comm.ranks"])]
-
-
-MESH: dict[str, Parts] = {
-    "comm.ranks": spans((2, 2), (1, 1), (3, 3), (4, 4), (5, 8)),
-    "comm.order": values("as given", "reversed"),
-    "axes": {f"{number} of them": partial(cut, number=number) for number in (1, 2, 3, 4)},
-    "axis": values("every"),
-    "device": {
-        "default": lambda c, v: None,
-        "name": lambda c, v: "cpu",
-        "object": lambda c, v: torch.device("cpu"),
-    },
-    "transport": values("auto", "host", "window", "distributed")
-    | {"a link": lambda c, v: LinkModel(1e-6, 1e9)},
-    "check": values("agree", "off"),
-    "algorithm": {
-        "default": lambda c, v: None,
-        "name": lambda c, v: "ring",
-        "text": lambda c, v: "all_reduce=rabenseifner, all_gather=bruck",
-        "mapping": lambda c, v: {"all_to_all": "pairwise", "reduce": "binomial"},
-    },
-    "nodes": {
-        "default": lambda c, v: None,
-        "one": lambda c, v: [5] * v["comm.ranks"],
-        "one for each rank": lambda c, v: range(v["comm.ranks"]),
-        "any": numbered,
-    },
-    "tuning": {
-        "off": lambda c, v: "off",
-        "default": lambda c, v: None,
-        "constants": lambda c, v: TUNING,
-        "file": lambda c, v: Path("tuning.json"),
-    },
-    "(left)": values("with", "free", "with an error"),
-}
-
-
 @contextmanager
 def meshed(comm: Any, drawn: Values) -> Iterator[Call]:
     """A mesh over a communicator, whose ranks may be in another order than they were."""
@@ -88,15 +48,13 @@ def meshed(comm: Any, drawn: Values) -> Iterator[Call]:
     given |= {
         name: drawn[name] for name in ("device", "algorithm", "nodes") if drawn[name] is not None
     }
+    if isinstance(drawn["tuning"], Tuning) and ranks.rank:
+        given["tuning"] = replace(TUNING, measured_at="of another rank")
     with tempfile.TemporaryDirectory() as folder:
         if isinstance(drawn["tuning"], Path):
             given["tuning"] = Path(folder) / drawn["tuning"]
-        if isinstance(drawn["tuning"], Tuning) and ranks.rank:
-            given["tuning"] = replace(TUNING, measured_at="of another rank")
-        if (
-            isinstance(drawn["tuning"], Path) and ranks.rank == 0
-        ):  # the other ranks have no such file
-            save(TUNING, given["tuning"])
+            if ranks.rank == 0:  # the other ranks have no such file
+                save(TUNING, given["tuning"])
         yield Call(
             sp.Mesh, {"comm": ranks, **given, **drawn["axes"]}, partial(judge_mesh, ranks, drawn)
         )
@@ -181,19 +139,20 @@ def judge_settings(mesh: sp.Mesh, drawn: Values) -> None:
 
 # memory that ranks share
 
-WINDOW = situations.situations() | {"(transport)": values("window")}
-SHAPES: Parts = {
-    "few dims": lambda c, v: [(c.randint(1, 3), c.randint(1, 5)) for _ in range(v["comm.ranks"])],
-    "another one on each rank": lambda c, v: [
-        (rank, 3)[rank % 2 :] for rank in range(v["comm.ranks"])
-    ],
-    "a number": lambda c, v: [()] * v["comm.ranks"],
-    "no elements": lambda c, v: [(2, 0, 3)] * v["comm.ranks"],
-    "16 dims": lambda c, v: [(1, 2) * 8] * v["comm.ranks"],
-    "thousands": lambda c, v: [[c.randint(3000, 9000), 2]] * v["comm.ranks"],
-}
+
 SHARED: dict[str, Parts] = {
-    "shape": SHAPES,
+    "shape": {
+        "few dims": lambda c, v: [
+            (c.randint(1, 3), c.randint(1, 5)) for _ in range(v["comm.ranks"])
+        ],
+        "another one on each rank": lambda c, v: [
+            (rank, 3)[rank % 2 :] for rank in range(v["comm.ranks"])
+        ],
+        "a number": lambda c, v: [()] * v["comm.ranks"],
+        "no elements": lambda c, v: [(2, 0, 3)] * v["comm.ranks"],
+        "16 dims": lambda c, v: [(1, 2) * 8] * v["comm.ranks"],
+        "thousands": lambda c, v: [[c.randint(3000, 9000), 2]] * v["comm.ranks"],
+    },
     "dtype": values("float32", *(name for name in DTYPES if name != "float32"))
     | {"default": lambda c, v: None},
 }
@@ -221,15 +180,11 @@ def shared(name: str, group: sp.Communicator, drawn: Values) -> Call:
     x = sp.shared_empty(**given).copy_(content(drawn, group.rank, 0))
     if name == "fence":
         return Call(sp.fence, {"comm": group}, partial(judge_fence, group, drawn, x))
-    others: dict[Any, int] = {
-        "own": group.rank,
-        "next": (group.rank + 1) % group.size,
-        "last": group.size - 1,
-    }
-    other = others[drawn["rank"]]
+    size = group.size
+    others: dict[Any, int] = {"own": group.rank, "next": (group.rank + 1) % size, "last": size - 1}
     sp.fence(comm=group)
-    given = {"x": x, "rank": other, "comm": group}
-    return Call(sp.peer, given, partial(judge_peer, group, drawn, x, other))
+    given = {"x": x, "rank": others[drawn["rank"]], "comm": group}
+    return Call(sp.peer, given, partial(judge_peer, group, drawn, x, given["rank"]))
 
 
 def judge_empty(group: sp.Communicator, drawn: Values, x: torch.Tensor) -> None:
@@ -269,7 +224,39 @@ def judge_peer(
 SUBJECTS = [
     Subject(
         "Mesh",
-        MESH,
+        {
+            "comm.ranks": spans((2, 2), (1, 1), (3, 3), (4, 4), (5, 8)),
+            "comm.order": values("as given", "reversed"),
+            "axes": {f"{number} of them": partial(cut, number=number) for number in (1, 2, 3, 4)},
+            "axis": values("every"),
+            "device": {
+                "default": lambda c, v: None,
+                "name": lambda c, v: "cpu",
+                "object": lambda c, v: torch.device("cpu"),
+            },
+            "transport": values("auto", "host", "window", "distributed")
+            | {"a link": lambda c, v: LinkModel(1e-6, 1e9)},
+            "check": values("agree", "off"),
+            "algorithm": {
+                "default": lambda c, v: None,
+                "name": lambda c, v: "ring",
+                "text": lambda c, v: "all_reduce=rabenseifner, all_gather=bruck",
+                "mapping": lambda c, v: {"all_to_all": "pairwise", "reduce": "binomial"},
+            },
+            "nodes": {
+                "default": lambda c, v: None,
+                "one": lambda c, v: [5] * v["comm.ranks"],
+                "one for each rank": lambda c, v: range(v["comm.ranks"]),
+                "any": lambda c, v: [c.choice([-3, 0, 7]) for _ in range(v["comm.ranks"])],
+            },
+            "tuning": {
+                "off": lambda c, v: "off",
+                "default": lambda c, v: None,
+                "constants": lambda c, v: TUNING,
+                "file": lambda c, v: Path("tuning.json"),
+            },
+            "(left)": values("with", "free", "with an error"),
+        },
         meshed,
         lambda drawn: int(drawn["comm.ranks"]),
         ("Mesh.free",),
@@ -286,7 +273,7 @@ SUBJECTS = [
         "peer",
         SHARED | {"x": values("whole"), "rank": values("next", "own", "last")},
         partial(shared, "peer"),
-        WINDOW,
+        (situations.situations() | {"(transport)": values("window")}),
         alone=True,
     ),
 ]

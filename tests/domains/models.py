@@ -1,10 +1,12 @@
-"""Draw small LLaMAs: sizes, rotary embeddings, dtypes, and meshes; with their reference."""
+"""Draw small LLaMAs: sizes, rotary embeddings, dtypes, and meshes; with their reference.
+
+Logits and all gradients of `Llama.forward` are compared with the dense float64 model.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -13,16 +15,22 @@ from typing import Any
 import torch
 from llama_cases import SCALINGS, Case
 from oracle import reference
-from oracle.once import once
+from oracle.attention_check import ascending
+from oracle.once import contents, once
 from oracle.reference.block import Outputs, Rounding
-from torch import Tensor, nn
+from oracle.strategies import EVERY_LAYOUT
+from torch import Tensor
 
+import sp_core as sp
 from domains import situations
-from domains.declared import Call, Parts, Subject, Values, near, spans, values
+from domains.blocks import mask_of
+from domains.declared import Call, Parts, Subject, Values, near, normal, spans, values
+from domains.layers import sharding_of
+from domains.masks import documents
 from sp_core.llama import Grid, Llama
 from sp_core.llama.model import checkpoint_name
 from sp_core.mesh import Mesh
-from sp_core.nn.gradients import placement_of
+from sp_core.nn.gradients import Placement, placement_of, reduce_gradients
 from sp_core.testing.tolerance import bound
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -33,6 +41,7 @@ SITUATIONS = situations.situations() | {
 }
 """Fewer than those of a collective: what a model calls is drawn for itself, by every algorithm."""
 FEW_CALLS = SITUATIONS | {"(call)": values("first", "second")}
+ONE_CALL = {name: parts for name, parts in SITUATIONS.items() if name != "(call)"}
 
 
 def even(chance: Random, _: Values, *, low: int, high: int) -> int:
@@ -40,10 +49,6 @@ def even(chance: Random, _: Values, *, low: int, high: int) -> int:
     return 2 * chance.randint(low // 2, high // 2)
 
 
-HEAD_DIMS = {
-    f"{low} to {high}": partial(even, low=low, high=high)
-    for low, high in ((4, 16), (18, 64), (66, 128), (130, 160))
-}
 ARCHITECTURE: dict[str, Parts] = {
     "heads": {
         "groups": lambda c, v: (10, 2),
@@ -53,7 +58,13 @@ ARCHITECTURE: dict[str, Parts] = {
         "large groups": lambda c, v: (7 * c.randint(4, 6), 7),
     },
     "layers": spans((2, 2), (1, 1), (3, 4)),
-    "head_dim": {**HEAD_DIMS, "2": lambda c, v: 2},
+    "head_dim": {
+        **{
+            f"{low} to {high}": partial(even, low=low, high=high)
+            for low, high in ((4, 16), (18, 64), (66, 128), (130, 160))
+        },
+        "2": lambda c, v: 2,
+    },
     "hidden": spans((5, 16), (33, 64), (65, 90)),
     "ffn": spans((4, 9), (33, 90)),
     "vocab": spans((8, 31), (100, 300)),
@@ -94,11 +105,6 @@ def lengths(drawn: Values) -> dict[str, int]:
     number, _, which = drawn["mesh.lengths"].partition(" along the ")
     chosen = {"last": list(found)[-1], "first": next(iter(found))}
     return found | ({chosen[which]: int(number)} if which else {})
-
-
-def ranks(drawn: Values) -> int:
-    """Return how many ranks the mesh has."""
-    return math.prod(lengths(drawn).values())
 
 
 def sequence_ranks(drawn: Values) -> int:
@@ -143,13 +149,11 @@ def on_model(
 ) -> Subject:
     """Return the subject of a call with a model over a mesh."""
 
-    @contextmanager
-    def prepare(comm: Any, drawn: Values) -> Iterator[Call]:
+    def with_model(mesh: Mesh, drawn: Values) -> Call:
         case, scheme = case_of(drawn), drawn.get("grid.scheme")
-        with situations.opened(comm, drawn, lengths(drawn)) as mesh:
-            yield make(case, model_of(case, mesh, scheme=scheme, tp_sp=drawn["tp_sp"]), drawn)
+        return make(case, model_of(case, mesh, scheme=scheme, tp_sp=drawn["tp_sp"]), drawn)
 
-    return Subject(name, factors, prepare, ranks, **more)
+    return situations.on_mesh(name, factors, lengths, with_model, **more)
 
 
 class Expected:
@@ -160,31 +164,29 @@ class Expected:
         case: the model.
         run: as in `reference.sensitivity`.
         key: everything that `run` depends on besides.
-        tokens: the longest sequence; without it the errors of long sums are not allowed for.
+        tokens: the longest sequence.
         positions: one more than the greatest position: an angle of p radians has an error of its
             round-off times p.
         dtype: in which the result is computed; that of the case if not given.
-        samples: how often the function is perturbed to find how far rounding moves its results.
     """
 
     def __init__(
         self,
         what: str,
         case: Case,
-        run: Callable[[Rounding, Tensors], Outputs],
+        run: Callable[[Rounding, dict[str, Tensor]], Outputs],
         key: object,
         *,
-        tokens: int | None = None,
+        tokens: int,
         positions: int = 1,
         dtype: str = "",
-        samples: int = 2,
     ) -> None:
         self.what, self._positions = what, positions
         self._dtype: torch.dtype = getattr(torch, dtype or case.dtype)
         widths = (case.hidden, case.ffn, case.heads[0] * case.head_dim, case.vocab)
-        self._longest_sum = None if tokens is None else max(*widths, tokens)
-        self._weights = weights = weights_of(case)
-        made = partial(reference.sensitivity, run, weights, samples)
+        self._longest_sum = max(*widths, tokens)
+        weights = weights_of(case)
+        made = partial(reference.sensitivity, run, weights, samples=2)
         self.values, self._scales, _ = once((what, case, key), made)
 
     def check(
@@ -197,34 +199,18 @@ class Expected:
     def allowed(self, name: str) -> Tensor:
         """Return how far a result may be off."""
         scale = self._scales[name]
-        if self._longest_sum is None:
-            return bound(scale, self._dtype)
         return bound(scale, self._dtype, self._longest_sum) + bound(
             scale, torch.float64, self._positions
         )
 
-    def check_gradients(self, model: Llama) -> None:
-        """Compare the gradient of every parameter of this rank."""
+    def check_weights(self, model: Llama, *, gradients: bool = False) -> None:
+        """Compare every parameter of this rank, or its gradient."""
         for name, parameter in model.named_parameters():
-            assert parameter.grad is not None, name
-            self._check_part(model, name, parameter, parameter.grad)
+            result = parameter.grad if gradients else parameter
+            assert result is not None, name
+            self._check_part(model, name, placement_of(parameter), result)
 
-    def check_weights(self, model: Llama) -> None:
-        """Compare every parameter of this rank."""
-        for name, parameter in model.named_parameters():
-            self._check_part(model, name, parameter, parameter)
-
-    def check_norm(self, norm: float) -> None:
-        """Compare the norm of the gradients of all weights together."""
-        want, scale = (
-            torch.cat([x[n].flatten() for n in self._weights]).norm().reshape(1)
-            for x in (self.values, self._scales)
-        )
-        found = torch.tensor([norm], dtype=torch.float64)
-        near(f"{self.what} norm", found, want, bound(scale, self._dtype))
-
-    def _check_part(self, model: Llama, name: str, parameter: nn.Parameter, result: Tensor) -> None:
-        placement = placement_of(parameter)
+    def _check_part(self, model: Llama, name: str, placement: Placement, result: Tensor) -> None:
         times = sum(map(len, sum(placement.held, ()))) / placement.shape[placement.dim]
         assert times > 1 or not placement.partial or model.grid.tensor.size == 1, name
         self.check(
@@ -232,11 +218,133 @@ class Expected:
         )
 
 
-Tensors = dict[str, Tensor]
-
-
 def text(case: Case, lengths: Sequence[int]) -> list[list[int]]:
     """Return random sequences of these lengths."""
     return (
         [row.tolist() for row in case.tokens(sum(lengths)).split(list(lengths))] if lengths else []
     )
+
+
+# Llama.forward
+
+AXES = (
+    "ring, ulysses",
+    "tp",
+    "dp",
+    "ulysses, ring",
+    "ring, tp",
+    "tp, ulysses",
+    "dp, ring",
+    "ring, tp, ulysses",
+)
+
+
+LENGTH = "tokens.seq_len"
+
+
+def tokens_of(drawn: Values) -> tuple[int, int]:
+    """Return the first position at which a document may begin, and the end of all."""
+    return 0, sharding_of(drawn, sequence_ranks(drawn), LENGTH).end
+
+
+def expected(
+    case: Case, tokens: Tensor, upstream: Tensor, positions: list[int], mask: Values
+) -> Expected:
+    """Return logits, and the gradients of their product with `upstream`."""
+    seen = {"positions": positions, **mask}
+
+    def run(rounding: Any, weights: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        logits = reference.llama(tokens, weights, rounding=rounding, **case.options(), **seen)
+        return (logits * upstream).sum(), {"logits": logits}
+
+    key = (contents(tokens, upstream), repr(seen))
+    ends: dict[str, Any] = {"tokens": tokens.shape[1], "positions": max(positions, default=0) + 1}
+    return Expected("llama forward", case, run, key, **ends)
+
+
+def forwarded(case: Case, model: Llama, drawn: Values) -> Call:
+    """Call a model; each replica has its own sequences."""
+    sharding = sharding_of(drawn, model.grid.sequence.size, LENGTH)
+    whole = case.tokens(drawn["tokens.batch"], drawn[LENGTH])
+    tokens = own(model, sharding, whole).to(model.grid.everyone.device)
+    given = {"tokens": tokens, "sharding": sharding, "mask": sp.Mask(**mask_of(drawn))}
+    return Call(model, given, partial(judge_logits, case, model, whole, given, drawn))
+
+
+def own(model: Llama, sharding: sp.Sharding, x: Tensor) -> Tensor:
+    """Return this rank's part of a tensor (B, S, ...) of all replicas."""
+    replicas = model.grid.replicas
+    return sharding.shard(x.tensor_split(replicas.size)[replicas.rank], model.grid.sequence.rank, 1)
+
+
+def judge_logits(
+    case: Case, model: Llama, whole: Tensor, given: Values, drawn: Values, logits: Tensor
+) -> None:
+    """Compare this rank's logits, and the gradients of all of its weights."""
+    shape, dtype = (*whole.shape, case.vocab), str(logits.dtype).removeprefix("torch.")
+    upstream = normal(drawn["seed"], shape, dtype).double()
+    wanted = expected(case, whole, upstream, ascending(given["sharding"]), mask_of(drawn))
+
+    def part(x: Tensor) -> Tensor:
+        return own(model, given["sharding"], x).tensor_split(model.grid.tensor.size, -1)[
+            model.grid.tensor.rank
+        ]
+
+    wanted.check("logits", logits, part)
+    model.zero_grad()
+    logits.backward(part(upstream).to(logits))
+    reduce_gradients(model.parameters(), data=model.grid.data, tensor=model.grid.tensor)
+    wanted.check_weights(model, gradients=True)
+
+
+SUBJECTS = [
+    on_model(
+        "llama.Llama.forward",
+        architecture("config", ARCHITECTURE)
+        | meshes(*AXES)
+        | {
+            "config.dtype": values(*DTYPES),
+            "tp_sp": values(False, True),
+            "grid.scheme": values(*SCHEMES),
+            "tokens.batch": spans((2, 3), (1, 1)),
+            "tokens.seq_len": spans((5, 12), (1, 1), (2, 4), (33, 40)),
+            "sharding.layout": values(*EVERY_LAYOUT),
+            "sharding.start": spans((0, 0), (1, 9), (1000, 100_000)),
+            "mask.causal": values(True, False),
+            "mask.window": {
+                "none": lambda c, v: None,
+                "1": lambda c, v: 1,
+                "2 to 30": lambda c, v: c.randint(2, 30),
+            },
+            "mask.documents": documents(tokens_of, (1, 1), (2, 6), (7, 64)),
+        }
+        | SITUATIONS,
+        forwarded,
+        together=({"mesh.axes": "tp", "mesh.lengths": "3 along the last"},),
+        covers=tuple(
+            f"llama.Llama{name}"
+            for name in (
+                "",
+                ".fill",
+                ".begin",
+                ".one_pass",
+                ".check",
+                ".lengths",
+                ".hidden",
+                ".logits",
+                ".attend",
+                ".spread",
+            )
+        ),
+        outside={
+            **dict.fromkeys(
+                ("hidden", "lengths", "one", "count", "q", "k", "v", "kv_sharding", "x"),
+                "`forward` makes it",
+            ),
+            "read": "every row fills its model",
+            "dtype": "config.dtype",
+            "grid": "mesh.axes",
+            "saving": "`backward` makes it",
+        },
+    ),
+]

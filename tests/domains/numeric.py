@@ -48,14 +48,20 @@ POSITIONS: Parts = {
 
 # Rope
 
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
 YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096}
 SCALINGS: dict[str, dict[str, Any] | None] = {
     "none": None,
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 4.0},
     "linear, by its old name": {"type": "linear", "factor": 2},
-    "llama3": {"rope_type": "llama3", "factor": 8.0, **LLAMA3},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
     "yarn": YARN,
     "yarn, with other turns, not rounded": {
         **YARN,
@@ -105,21 +111,6 @@ def rope(drawn: Values) -> Call:
     return Call(sp.Rope, given, judge)
 
 
-ROPE: dict[str, Parts] = {
-    "head_dim": {
-        name: lambda c, v, low=low, high=high: 2 * c.randint(low, high)  # type: ignore[misc]
-        for name, low, high in (
-            ("4 to 16", 2, 8),
-            ("2", 1, 1),
-            ("18 to 64", 9, 32),
-            ("66 to 256", 33, 128),
-        )
-    },
-    "base": values(10000.0, 500000.0, 1.0, 7),
-    "scaling": values(*SCALINGS),
-    "positions": POSITIONS,
-}
-
 # dropout
 
 
@@ -159,20 +150,6 @@ def dropped(drawn: Values) -> Call:
 
     return Call(sp.dropout, {"x": x, "seed": drawn["seed.value"], **given}, judge)
 
-
-DROPOUT: dict[str, Parts] = {name: parts for name, parts in SHAPE.items() if name != "x.heads"} | {
-    "x.middle": spans((0, 0), (1, 2)),
-    "x.width": spans((2, 9), (1, 1), (0, 0), (65, 100)),
-    "p": values(0.3, 0.0, 0.999),
-    "seed.value": spans((0, 99), (2**31, 2**40), (2**62 - 9, 2**62 - 1)),
-    "positions": POSITIONS,
-    "features": {
-        "all": lambda c, v: None,
-        "a part": lambda c, v: range(7, 7 + v["x.width"]),
-        "any": lambda c, v: torch.tensor(c.sample(range(200), v["x.width"]), dtype=torch.int64),
-    },
-    "training": values(True, False),
-}
 
 # local_attention
 
@@ -250,26 +227,7 @@ def judge_attended(
 
 
 TERMS = ("softcap", "sinks", "alibi")
-LOCAL: dict[str, Parts] = (
-    {
-        name: parts
-        for name, parts in attention.COMMON.items()
-        if name in ("q.head_dim", "q.dtype", "q.magnitude", "q.group", "softmax_scale", *TERMS)
-    }
-    | {
-        "q.batch": spans((1, 1), (2, 3), (0, 0)),
-        "k.heads": spans((1, 2), (3, 9), (0, 0)),
-        "v": values("normal"),
-        "q.memory": values(*STORAGES),
-        "q.upstream": values(*MEMORIES),
-        "return_lse": values("with gradient", "without", "no"),
-        "mask": values("given", "none"),
-        "q_positions": values("left out", *masks.KINDS),
-        "kv_positions": values("left out", *masks.KINDS),
-    }
-    | masks.MASK
-    | {"(length)": spans((10, 40), (0, 0), (1, 9), (101, 140))}
-)
+
 STRIPS = {
     "q.batch": "2 to 3",
     "k.heads": "3 to 9",
@@ -338,29 +296,97 @@ def judge_merge(given: Values, result: tuple[Tensor, Tensor]) -> None:
         same(result, sp.merge(*(given[name].contiguous() for name in names)))
 
 
-MERGE: dict[str, Parts] = {
-    "out_a.shape": {
-        "4 dims": lambda c, v: (2, c.randint(1, 3), c.randint(20, 90), c.randint(2, 17)),
-        "2 dims": lambda c, v: (c.randint(1, 9), c.randint(1, 200)),
-        "no rows": lambda c, v: (2, 0, 3),
-    },
-    **{
-        f"{of}_{name}.{aspect}": parts
-        for name in "ab"
-        for of, aspect, parts in (
-            ("out", "dtype", values(*DTYPES)),
-            ("out", "memory", values(*MEMORIES)),
-            ("lse", "magnitude", values(1.0, 100.0, 1e4)),
-            ("lse", "blind", values(0.3, 0.0, 1.0)),
-            ("lse", "memory", values(*MEMORIES)),
+ROPE: dict[str, Parts] = {
+    "head_dim": {
+        name: lambda c, v, low=low, high=high: 2 * c.randint(low, high)  # type: ignore[misc]
+        for name, low, high in (
+            ("4 to 16", 2, 8),
+            ("2", 1, 1),
+            ("18 to 64", 9, 32),
+            ("66 to 256", 33, 128),
         )
     },
-    "lse_a.dtype": values("float64", "float32"),
+    "base": values(10000.0, 500000.0, 1.0, 7),
+    "scaling": values(*SCALINGS),
+    "positions": POSITIONS,
 }
-
 SUBJECTS = [
-    pure("Rope", SHAPE | ROPE, rope, "Rope.apply"),
-    pure("dropout", DROPOUT, dropped),
-    pure("local_attention", LOCAL, attended, together=(*attention.TOGETHER, STRIPS)),
-    pure("merge", MERGE, merged, together=({"lse_b.memory": "every second"},)),
+    pure(
+        "Rope",
+        SHAPE | ROPE,
+        rope,
+        covers=("Rope.apply",),
+    ),
+    pure(
+        "dropout",
+        (
+            {name: parts for name, parts in SHAPE.items() if name != "x.heads"}
+            | {
+                "x.middle": spans((0, 0), (1, 2)),
+                "x.width": spans((2, 9), (1, 1), (0, 0), (65, 100)),
+                "p": values(0.3, 0.0, 0.999),
+                "seed.value": spans((0, 99), (2**31, 2**40), (2**62 - 9, 2**62 - 1)),
+                "positions": POSITIONS,
+                "features": {
+                    "all": lambda c, v: None,
+                    "a part": lambda c, v: range(7, 7 + v["x.width"]),
+                    "any": lambda c, v: torch.tensor(
+                        c.sample(range(200), v["x.width"]), dtype=torch.int64
+                    ),
+                },
+                "training": values(True, False),
+            }
+        ),
+        dropped,
+    ),
+    pure(
+        "local_attention",
+        (
+            {
+                name: parts
+                for name, parts in attention.COMMON.items()
+                if name
+                in ("q.head_dim", "q.dtype", "q.magnitude", "q.group", "softmax_scale", *TERMS)
+            }
+            | {
+                "q.batch": spans((1, 1), (2, 3), (0, 0)),
+                "k.heads": spans((1, 2), (3, 9), (0, 0)),
+                "v": values("normal"),
+                "q.memory": values(*STORAGES),
+                "q.upstream": values(*MEMORIES),
+                "return_lse": values("with gradient", "without", "no"),
+                "mask": values("given", "none"),
+                "q_positions": values("left out", *masks.KINDS),
+                "kv_positions": values("left out", *masks.KINDS),
+            }
+            | masks.MASK
+            | {"(length)": spans((10, 40), (0, 0), (1, 9), (101, 140))}
+        ),
+        attended,
+        together=(*attention.TOGETHER, STRIPS),
+    ),
+    pure(
+        "merge",
+        {
+            "out_a.shape": {
+                "4 dims": lambda c, v: (2, c.randint(1, 3), c.randint(20, 90), c.randint(2, 17)),
+                "2 dims": lambda c, v: (c.randint(1, 9), c.randint(1, 200)),
+                "no rows": lambda c, v: (2, 0, 3),
+            },
+            **{
+                f"{of}_{name}.{aspect}": parts
+                for name in "ab"
+                for of, aspect, parts in (
+                    ("out", "dtype", values(*DTYPES)),
+                    ("out", "memory", values(*MEMORIES)),
+                    ("lse", "magnitude", values(1.0, 100.0, 1e4)),
+                    ("lse", "blind", values(0.3, 0.0, 1.0)),
+                    ("lse", "memory", values(*MEMORIES)),
+                )
+            },
+            "lse_a.dtype": values("float64", "float32"),
+        },
+        merged,
+        together=({"lse_b.memory": "every second"},),
+    ),
 ]

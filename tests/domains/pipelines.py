@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import pairwise
 from random import Random
 from typing import Any
 
-from domains.declared import Parts, Values, spans, values
-from domains.scheduling import LEFT_OUT, subject
+from domains.declared import LEFT_OUT, Parts, Values, spans, values
+from domains.scheduling import subject
 from sp_core.scheduling import (
     Slot,
     Timeline,
@@ -24,10 +24,9 @@ COUNTS: dict[str, Parts] = {
     "stages": spans((2, 4), (1, 1), (5, 8), (30, 40)),
     "batches": spans((2, 5), (1, 1), (6, 9), (30, 40)),
 }
-Starts = list[list[tuple[Slot, float, float]]]
 
 
-def starts_of(orders: Sequence[Order], seconds: Any) -> Starts:
+def starts_of(orders: Sequence[Order], seconds: Any) -> list[list[tuple[Slot, float, float]]]:
     """Return when each slot starts and ends, by moving starts back until none must move."""
     ends: dict[tuple[int, Slot], float] = {}
     begins = {(stage, slot): 0.0 for stage, order in enumerate(orders) for slot in order}
@@ -92,17 +91,19 @@ def judge_1f1b(given: Values, orders: Sequence[Order]) -> None:
 
 def judge_bubble(given: Values, share: float) -> None:
     """Compare with the time line of a schedule of equal slots."""
-    made = starts_of(gpipe(given["stages"], given["batches"]), lambda stage, slot: 1.0)
+    made = starts_of(gpipe(given["stages"], given["batches"]), one_second)
     end = max(stop for slots in made for _, _, stop in slots)
     assert abs(share - (1 - 2 * given["batches"] / end)) < 1e-12
 
 
-SCHEDULES = {"gpipe": gpipe, "1f1b": one_forward_one_backward, "forward": prefill_only}
-
-
-def orders_of(chance: Random, drawn: Values, *, name: str) -> Sequence[Order]:
+def orders_of(chance: Random, drawn: Values, *, made: Callable[..., Sequence[Order]]) -> Any:
     """The orders of a schedule."""
-    return SCHEDULES[name](drawn["orders.stages"], drawn["orders.batches"])
+    return made(drawn["orders.stages"], drawn["orders.batches"])
+
+
+def one_second(stage: int, slot: Slot) -> float:
+    """How long a slot takes by default."""
+    return 1.0
 
 
 def one_by_one(_: Random, drawn: Values) -> Sequence[Order]:
@@ -121,40 +122,13 @@ def seconds_of(chance: Random, _: Values, *, longest: int) -> Any:
     return lambda stage, slot: float(Random(f"{seed} {stage} {slot}").randint(0, longest))
 
 
-ORDERS: dict[str, Parts] = {
-    "orders.stages": spans((2, 4), (1, 1), (5, 8)),
-    "orders.batches": spans((2, 5), (1, 1), (6, 12)),
-    "orders": {
-        **{name: partial(orders_of, name=name) for name in SCHEDULES},
-        "one by one": one_by_one,
-        "nothing to do": lambda c, v: ((),) * v["orders.stages"],
-        "no stage": lambda c, v: (),
-    },
-    "seconds": {
-        "default": lambda c, v: LEFT_OUT,
-        "unequal": partial(seconds_of, longest=5),
-        "long": partial(seconds_of, longest=10**6),
-        "none": partial(seconds_of, longest=0),
-    },
-}
-
-
-def seconds_given(given: Values) -> Any:
-    """How long slots take."""
-    return (lambda stage, slot: 1.0) if given["seconds"] is LEFT_OUT else given["seconds"]
-
-
 def judge_timeline(given: Values, made: Timeline) -> None:
     """Compare all starts and ends; busy and idle time follow from them."""
-    wanted = starts_of(given["orders"], seconds_given(given))
+    each_one = given["seconds"] is LEFT_OUT
+    wanted = starts_of(given["orders"], one_second if each_one else given["seconds"])
     assert [list(slots) for slots in made.stages] == wanted
-    judge_times(
-        {
-            "stages": made.stages,
-            "end": max((stop for slots in wanted for *_, stop in slots), default=0.0),
-        },
-        made,
-    )
+    end = max((stop for slots in wanted for *_, stop in slots), default=0.0)
+    judge_times({"stages": made.stages, "end": end}, made)
 
 
 def judge_times(given: Values, made: Timeline) -> None:
@@ -236,29 +210,6 @@ def layers_of(
     return [chance.choice(cost) for _ in range(chance.randint(*count) + drawn["stages"] - 1)]
 
 
-SPLIT: dict[str, Parts] = {
-    "stages": spans((2, 4), (1, 1), (5, 8)),
-    "layers": {
-        "few": partial(layers_of, count=(1, 6), cost=(1, 2, 3, 9)),
-        "as many as stages": partial(layers_of, count=(1, 1), cost=(1, 2, 3, 9)),
-        "equal": partial(layers_of, count=(4, 9), cost=(5,)),
-        "many": partial(layers_of, count=(60, 120), cost=(1.5, 2.0, 40.0)),
-        "of no cost": partial(layers_of, count=(3, 5), cost=(0,)),
-        "large": partial(layers_of, count=(3, 5), cost=(3 * 10**11, 10**12)),
-    },
-    "first": {
-        "default": lambda c, v: LEFT_OUT,
-        "some": lambda c, v: c.randint(1, 9),
-        "most": lambda c, v: 10**9,
-    },
-    "last": {
-        "default": lambda c, v: LEFT_OUT,
-        "some": lambda c, v: c.randint(1, 9),
-        "most": lambda c, v: 10**9,
-    },
-}
-
-
 def least_worst(layers: Sequence[float], stages: int, first: float, last: float) -> float:
     """Return the cost of the dearest stage in the best of all splits."""
 
@@ -304,7 +255,35 @@ SUBJECTS = [
     subject("gpipe", COUNTS, judge_gpipe),
     subject("one_forward_one_backward", COUNTS, judge_1f1b),
     subject("bubble_share", COUNTS, judge_bubble),
-    subject("timeline", ORDERS, judge_timeline, "orders", "seconds"),
+    subject(
+        "timeline",
+        {
+            "orders.stages": spans((2, 4), (1, 1), (5, 8)),
+            "orders.batches": spans((2, 5), (1, 1), (6, 12)),
+            "orders": {
+                **{
+                    name: partial(orders_of, made=made)
+                    for name, made in {
+                        "gpipe": gpipe,
+                        "1f1b": one_forward_one_backward,
+                        "forward": prefill_only,
+                    }.items()
+                },
+                "one by one": one_by_one,
+                "nothing to do": lambda c, v: ((),) * v["orders.stages"],
+                "no stage": lambda c, v: (),
+            },
+            "seconds": {
+                "default": lambda c, v: LEFT_OUT,
+                "unequal": partial(seconds_of, longest=5),
+                "long": partial(seconds_of, longest=10**6),
+                "none": partial(seconds_of, longest=0),
+            },
+        },
+        judge_timeline,
+        "orders",
+        "seconds",
+    ),
     subject("Slot", SLOTS, judge_slot),
     subject("Timeline", SLOTS | TIMES, judge_times, "stages", "end"),
     subject(
@@ -318,5 +297,29 @@ SUBJECTS = [
         judge_picture,
         *("shown", "unit"),
     ),
-    subject("split_stages", SPLIT, judge_split),
+    subject(
+        "split_stages",
+        {
+            "stages": spans((2, 4), (1, 1), (5, 8)),
+            "layers": {
+                "few": partial(layers_of, count=(1, 6), cost=(1, 2, 3, 9)),
+                "as many as stages": partial(layers_of, count=(1, 1), cost=(1, 2, 3, 9)),
+                "equal": partial(layers_of, count=(4, 9), cost=(5,)),
+                "many": partial(layers_of, count=(60, 120), cost=(1.5, 2.0, 40.0)),
+                "of no cost": partial(layers_of, count=(3, 5), cost=(0,)),
+                "large": partial(layers_of, count=(3, 5), cost=(3 * 10**11, 10**12)),
+            },
+            "first": {
+                "default": lambda c, v: LEFT_OUT,
+                "some": lambda c, v: c.randint(1, 9),
+                "most": lambda c, v: 10**9,
+            },
+            "last": {
+                "default": lambda c, v: LEFT_OUT,
+                "some": lambda c, v: c.randint(1, 9),
+                "most": lambda c, v: 10**9,
+            },
+        },
+        judge_split,
+    ),
 ]

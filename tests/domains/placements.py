@@ -218,7 +218,7 @@ SUBJECTS = [
             f"gradients.Placement.{method}",
             ASKED | {name: values("drawn") for name in ("whole", "part", "parts") if name in used},
             partial(asked, method),
-            *(["gradients.Placement"] if method == "take" else []),
+            covers=("gradients.Placement",) if method == "take" else (),
         )
         for method, used in {
             "local_shape": (),
@@ -232,6 +232,6 @@ SUBJECTS = [
         "gradients.place",
         ASKED | {"parameter": values("any"), "placement": values("any")},
         placed,
-        "gradients.placement_of",
+        covers=("gradients.placement_of",),
     ),
 ]

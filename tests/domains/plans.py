@@ -17,30 +17,15 @@ from domains.collectives import DTYPES, SITUATIONS, tensor
 from domains.declared import Call, Parts, Values, same, spans, values, whole
 from domains.situations import on_group
 
-PLANNED = (
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-    "all_reduce_",
-    "all_to_all",
-    "shift",
-    "broadcast",
-    "reduce",
-)
 RUNS = {"1": (0,), "3": (0, 0, 0), "100": (0, 98)}
 """How often a plan runs before each run that is judged."""
-
-
-def moved(op: str) -> str:
-    """Return the collective whose definition is that of `op`."""
-    return "all_reduce" if op == "all_reduce_" else op
 
 
 def inputs_of(op: str, drawn: Values, size: int, turn: int) -> list[Tensor]:
     """Return the tensors of all ranks in one run of a plan."""
     memory = "contiguous" if "shared" in drawn["x.memory"] else drawn["x.memory"]
     return [
-        tensor(moved(op), drawn | {"seed": drawn["seed"] + 100 * turn}, rank, 0, memory)
+        tensor(op.removesuffix("_"), drawn | {"seed": drawn["seed"] + 100 * turn}, rank, 0, memory)
         for rank in range(size)
     ]
 
@@ -77,62 +62,51 @@ def beside(x: Tensor, drawn: Values) -> Tensor:
 
 
 def planned(op: str, group: sp.Communicator, drawn: Values) -> Call:
-    """Call `plan`."""
-    made = Planned(op, group, drawn)
-    given = {"x": made.x, "comm": group, **made.given}
-    return Call(partial(sp.plan, op), given, made.judge, ("x",))
+    """Call `plan`, then run the plan on other numbers each time; a second one may be under way."""
+    x = placed(inputs_of(op, drawn, group.size, 0)[group.rank], drawn, group)
+    arguments = given = collectives.arguments_of(op.removesuffix("_"), drawn)
+    if drawn["arguments"] == "left out where the default":
+        known = inspect.signature(getattr(sp, op)).parameters
+        given = {name: value for name, value in given.items() if known[name].default != value}
 
-
-class Planned:
-    """A plan of one collective on one rank."""
-
-    def __init__(self, op: str, group: sp.Communicator, drawn: Values) -> None:
-        self.op, self.drawn, self.group = op, drawn, group
-        self.x = placed(inputs_of(op, drawn, group.size, 0)[group.rank], drawn, group)
-        self.arguments = self.given = collectives.arguments_of(moved(op), drawn)
-        if drawn["arguments"] == "left out where the default":
-            known = inspect.signature(getattr(sp, op)).parameters
-            self.given = {
-                name: value for name, value in self.given.items() if known[name].default != value
-            }
-
-    def judge(self, plan: sp.Plan) -> None:
-        """Run a plan on other numbers each time; a second plan may be under way meanwhile."""
-        assert plan.input is self.x
-        assert self.drawn["algorithm"] in ("auto", plan.algorithm)
-        other = sp.plan(self.op, self.x.clone(), comm=self.group, **self.given)
-        for turn, quiet in enumerate(RUNS[self.drawn["(runs)"]]):
+    def judge(plan: sp.Plan) -> None:
+        assert plan.input is x
+        assert drawn["algorithm"] in ("auto", plan.algorithm)
+        other = sp.plan(op, x.clone(), comm=group, **given)
+        for turn, quiet in enumerate(RUNS[drawn["(runs)"]]):
             for _ in range(quiet):
                 plan.run()
-            inputs = inputs_of(self.op, self.drawn, self.group.size, turn)
-            mine = inputs[self.group.rank]
-            refill(self.x, mine)
+            inputs = inputs_of(op, drawn, group.size, turn)
+            mine = inputs[group.rank]
+            refill(x, mine)
             refill(other.input, mine)
-            around = beside(self.x, self.drawn)
-            if self.drawn["(form)"] == "run":
-                results = [plan.run()]
-            else:
-                plans = [plan, other] if self.drawn["(form)"] == "two under way" else [plan]
-                under_way = [each.start() for each in plans]
-                self.group.poll()
-                results = [
-                    each.finish(handle)
-                    for each, handle in reversed(list(zip(plans, under_way, strict=True)))
-                ]
-            wanted = DEFINITIONS[moved(self.op)](inputs, self.arguments)[self.group.rank]
+            around = beside(x, drawn)
+            results = run_plans(drawn["(form)"], plan, other, group)
+            wanted = DEFINITIONS[op.removesuffix("_")](inputs, arguments)[group.rank]
             for result in results:
                 same(result, wanted)
-            assert results[-1] is self.x if self.op == "all_reduce_" else torch.equal(self.x, mine)
-            assert torch.equal(beside(self.x, self.drawn), around), (
-                "the memory around the input was changed"
-            )
+            assert results[-1] is x if op == "all_reduce_" else torch.equal(x, mine)
+            assert torch.equal(beside(x, drawn), around), "the memory around the input was changed"
+
+    return Call(partial(sp.plan, op), {"x": x, "comm": group, **given}, judge, ("x",))
+
+
+def run_plans(form: str, plan: sp.Plan, other: sp.Plan, group: sp.Communicator) -> list[Tensor]:
+    """Run a plan in a form; return its result last."""
+    if form == "run":
+        return [plan.run()]
+    plans = [plan, other] if form == "two under way" else [plan]
+    under_way = [each.start() for each in plans]
+    group.poll()
+    both = reversed(list(zip(plans, under_way, strict=True)))
+    return [each.finish(handle) for each, handle in both]
 
 
 def plan_factors(op: str) -> dict[str, Parts]:
     """Return the domain of a plan: that of its collective, without gradients, and how it is run."""
     found = {
         name: parts
-        for name, parts in collectives.factors(moved(op)).items()
+        for name, parts in collectives.factors(op.removesuffix("_")).items()
         if name not in ("x.gradient", "x.upstream")
     }
     own = [memory for memory in MEMORIES if op != "all_reduce_" or memory != "expanded"]
@@ -203,12 +177,8 @@ def copies(group: sp.Communicator, drawn: Values) -> Call:
 
 def used(drawn: Values, rank: int, number: int, count: int) -> bool:
     """Say whether a rank uses a result; each rank uses at least one."""
-    kind = drawn["(used)"]
-    return (
-        kind == "all"
-        or number == (rank + drawn["seed"]) % count
-        or (kind == "some" and (number + rank) % 2 == 0)
-    )
+    one = number == (rank + drawn["seed"]) % count
+    return {"all": True, "some": one or (number + rank) % 2 == 0, "one": one}[drawn["(used)"]]
 
 
 def judge_copies(
@@ -222,40 +192,23 @@ def judge_copies(
     places = [number for number, x in enumerate(tensors) if x.requires_grad]
     if not places:
         return
-    upstream = {rank: copied(drawn, rank, 1) for rank in range(group.size)}
+    upstream = [
+        [laid(x, drawn["tensors.upstream"]) for x in copied(drawn, rank, 1)]
+        for rank in range(group.size)
+    ]
     taken = [n for place, n in enumerate(places) if used(drawn, group.rank, place, len(places))]
     grads = torch.autograd.grad(
         [result[n] for n in taken],
         [tensors[n] for n in places],
-        [laid(expanded(upstream[group.rank][n], drawn), drawn["tensors.upstream"]) for n in taken],
+        [upstream[group.rank][n] for n in taken],
     )
     for place, (n, found) in enumerate(zip(places, grads, strict=True)):
         parts = [
-            expanded(upstream[rank][n], drawn) * used(drawn, rank, place, len(places))
-            for rank in range(group.size)
+            upstream[rank][n] * used(drawn, rank, place, len(places)) for rank in range(group.size)
         ]
         same(found, total(parts))
 
 
-def expanded(x: Tensor, drawn: Values) -> Tensor:
-    """Return the numbers that an upstream gradient holds once it lies in memory as drawn."""
-    return laid(x, drawn["tensors.upstream"]).contiguous()
-
-
-COPIES: dict[str, Parts] = {
-    "tensors.number": spans((2, 6), (0, 0), (1, 1), (30, 40)),
-    "tensors.dtypes": values(*KINDS),
-    "tensors.shapes": values("alike", "any"),
-    "tensors.memory": values(*MEMORIES),
-    "tensors.gradients": values("all", "some", "none"),
-    "tensors.upstream": values(*MEMORIES),
-    "(used)": values("all", "some", "one"),
-}
-SUMMED = {
-    name: parts
-    for name, parts in plan_factors("all_reduce_").items()
-    if name not in ("op.name", "arguments", "(runs)", "(form)")
-}
 SUBJECTS = [
     *(
         on_group(
@@ -266,8 +219,39 @@ SUBJECTS = [
             covers=("plan",),
             allowed=("x=longer at the end", "offset=far out") if op in UNEVEN else (),
         )
-        for op in PLANNED
+        for op in (
+            "all_gather",
+            "reduce_scatter",
+            "all_reduce",
+            "all_reduce_",
+            "all_to_all",
+            "shift",
+            "broadcast",
+            "reduce",
+        )
     ),
-    on_group("all_reduce_", SUMMED, in_place, SITUATIONS),
-    on_group("copy_all_to_group", COPIES, copies, allowed=("tensors=in another order",)),
+    on_group(
+        "all_reduce_",
+        {
+            name: parts
+            for name, parts in plan_factors("all_reduce_").items()
+            if name not in ("op.name", "arguments", "(runs)", "(form)")
+        },
+        in_place,
+        SITUATIONS,
+    ),
+    on_group(
+        "copy_all_to_group",
+        {
+            "tensors.number": spans((2, 6), (0, 0), (1, 1), (30, 40)),
+            "tensors.dtypes": values(*KINDS),
+            "tensors.shapes": values("alike", "any"),
+            "tensors.memory": values(*MEMORIES),
+            "tensors.gradients": values("all", "some", "none"),
+            "tensors.upstream": values(*MEMORIES),
+            "(used)": values("all", "some", "one"),
+        },
+        copies,
+        allowed=("tensors=in another order",),
+    ),
 ]

@@ -94,10 +94,6 @@ def explored(name: str, seed: int) -> Record:
     }
 
 
-PAIRS = ("call", "parts", "drawn in", "possible pairs", "drawn", "impossible", "calls")
-DIFFERING = ("call", "arguments", "situations", "with check off")
-
-
 def count(parts: Mapping[str, Sequence[str]]) -> int:
     """Return how many names there are in all lists."""
     return sum(map(len, parts.values()))
@@ -130,7 +126,10 @@ def markdown(records: Sequence[Record], seed: int) -> list[str]:
         "the reasons below are the library's.",
         "`REPORT.json` lists the parts and the impossible pairs.",
         "",
-        *table(PAIRS, map(cells, records)),
+        *table(
+            ("call", "parts", "drawn in", "possible pairs", "drawn", "impossible", "calls"),
+            map(cells, records),
+        ),
         "",
         "## Ranks that differ",
         "",
@@ -138,7 +137,7 @@ def markdown(records: Sequence[Record], seed: int) -> list[str]:
         "argument of one rank, or of all, is another or a wrong one, "
         f'{unchecked} with `check="off"`.',
         "",
-        *table(DIFFERING, tried),
+        *table(("call", "arguments", "situations", "with check off"), tried),
         "",
         "## Reasons why pairs are impossible",
         "",

@@ -8,28 +8,20 @@ from itertools import pairwise, product
 from random import Random
 from typing import Any
 
-from domains.declared import Call, Parts, Subject, Values, pure, spans, values
+from domains.declared import LEFT_OUT, Call, Parts, Subject, Values, judged, pure, spans, values
 from sp_core import scheduling
 from sp_core.scheduling import Plan, Work
 
-LEFT_OUT = ...
-"""A parameter that is not given."""
-
-Judge = Callable[[Values, Any], None]
-
-
-def called(function: Callable[..., Any], names: Sequence[str], judge: Judge, drawn: Values) -> Call:
-    """Call a function with what was drawn for its parameters."""
-    given = {name: drawn[name] for name in names if drawn[name] is not LEFT_OUT}
-    return Call(function, given, partial(judge, drawn))
-
 
 def subject(
-    name: str, factors: dict[str, Parts], judge: Judge, *names: str, **more: Any
+    name: str,
+    factors: dict[str, Parts],
+    judge: Callable[[Values, Any], None],
+    *names: str,
+    **more: Any,
 ) -> Subject:
-    """Return the subject of a function; its parameters are named as its factors, or so."""
-    make = partial(called, getattr(scheduling, name), names or tuple(factors), judge)
-    return pure(f"scheduling.{name}", factors, make, **more)
+    """Return the subject of a function of `sp_core.scheduling`."""
+    return judged(f"scheduling.{name}", getattr(scheduling, name), factors, judge, *names, **more)
 
 
 def several(chance: Random, _: Values, *, count: tuple[int, int], longest: int) -> list[int]:
@@ -85,24 +77,6 @@ def placed(chance: Random, drawn: Values, *, kinds: Sequence[int]) -> list[list[
     for number in chance.sample(range(len(drawn["lengths"])), len(drawn["lengths"])):
         found[chance.choice(allowed)].append(number)
     return found
-
-
-PLAN: dict[str, Parts] = {
-    "lengths": LENGTHS,
-    "packed.size": SIZES,
-    "packed": {
-        "mixed": partial(placed, kinds=(0, 1, 2)),
-        "all shared": partial(placed, kinds=(0,)),
-        "all waiting": partial(placed, kinds=(1,)),
-        "all packed": partial(placed, kinds=(2,)),
-    },
-    "padded_to": {
-        "none": lambda c, v: None,
-        "the longest": lambda c, v: max(v["lengths"], default=0),
-        "more": lambda c, v: max(v["lengths"], default=0) + c.randint(1, 50),
-    },
-    "work": WORKS,
-}
 
 
 def plan(drawn: Values) -> Call:
@@ -241,7 +215,22 @@ SUBJECTS = [
     ),
     pure(
         "scheduling.Plan",
-        PLAN,
+        {
+            "lengths": LENGTHS,
+            "packed.size": SIZES,
+            "packed": {
+                "mixed": partial(placed, kinds=(0, 1, 2)),
+                "all shared": partial(placed, kinds=(0,)),
+                "all waiting": partial(placed, kinds=(1,)),
+                "all packed": partial(placed, kinds=(2,)),
+            },
+            "padded_to": {
+                "none": lambda c, v: None,
+                "the longest": lambda c, v: max(v["lengths"], default=0),
+                "more": lambda c, v: max(v["lengths"], default=0) + c.randint(1, 50),
+            },
+            "work": WORKS,
+        },
         plan,
         covers=tuple(f"scheduling.Plan.{name}" for name in ("tokens", "loads", "useful")),
         outside={"sharded": "by packed", "waiting": "by packed", "number": "all are tried"},

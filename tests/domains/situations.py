@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 from kit.carriers import carriers
@@ -59,11 +62,6 @@ def lengths(drawn: Values) -> dict[str, int]:
     return {axis: size if axis == "own" else 2 if size < 5 else 1 for axis in axes}
 
 
-def ranks(drawn: Values) -> int:
-    """How many ranks the whole mesh has."""
-    return math.prod(lengths(drawn).values())
-
-
 @contextmanager
 def opened(comm: Any, drawn: Values, axes: dict[str, Any]) -> Iterator[sp.Mesh]:
     """Open a mesh in the situation that was drawn; one rank may come late to the call."""
@@ -77,11 +75,8 @@ def opened(comm: Any, drawn: Values, axes: dict[str, Any]) -> Iterator[sp.Mesh]:
         if carried:
             for group in mesh._made.values():
                 group.transport = CARRIERS[carried](group)
-        time.sleep(
-            LATE_SECONDS
-            if drawn["(lateness)"] == "a rank" and comm.rank == drawn["seed"] % comm.size
-            else 0
-        )
+        is_late = drawn["(lateness)"] == "a rank" and comm.rank == drawn["seed"] % comm.size
+        time.sleep(LATE_SECONDS * is_late)
         yield mesh
 
 
@@ -96,6 +91,45 @@ def group_of(mesh: sp.Mesh, drawn: Values) -> sp.Communicator:
     return group
 
 
+def on_mesh(
+    name: str,
+    factors: Mapping[str, Parts],
+    axes: Callable[[Values], dict[str, int]],
+    make: Callable[[sp.Mesh, Values], Call],
+    *,
+    in_folder: bool = False,
+    **more: Any,
+) -> Subject:
+    """Return the subject of a call on a mesh.
+
+    Args:
+        name, factors, more: as in `Subject`.
+        axes: of the mesh, by drawn values.
+        make: returns the call. Every rank calls this.
+        in_folder: whether the drawn values have a new folder of all ranks, as "(folder)".
+    """
+
+    @contextmanager
+    def prepare(comm: Any, drawn: Values) -> Iterator[Call]:
+        place = folder_of(comm) if in_folder else nullcontext()
+        with place as folder, opened(comm, drawn, axes(drawn)) as mesh:
+            yield make(mesh, drawn | {"(folder)": folder})
+
+    return Subject(name, factors, prepare, lambda drawn: math.prod(axes(drawn).values()), **more)
+
+
+@contextmanager
+def folder_of(comm: Any) -> Iterator[Path]:
+    """A new folder, the same one for all ranks; it goes when all are done."""
+    made: Path = comm.bcast(Path(tempfile.mkdtemp()) if comm.rank == 0 else None, root=0)
+    try:
+        yield made
+    finally:
+        comm.Barrier()
+        if comm.rank == 0:
+            shutil.rmtree(made)
+
+
 def on_group(
     name: str,
     factors: Mapping[str, Parts],
@@ -105,11 +139,9 @@ def on_group(
 ) -> Subject:
     """Return the subject of a call on a group; other groups of its mesh have other numbers."""
 
-    @contextmanager
-    def prepare(comm: Any, drawn: Values) -> Iterator[Call]:
-        with opened(comm, drawn, lengths(drawn)) as mesh:
-            group = group_of(mesh, drawn)
-            number = 0 if group.size == mesh.size else mesh["other"].rank
-            yield make(group, drawn | {"seed": drawn["seed"] + 30 * number})
+    def on_own(mesh: sp.Mesh, drawn: Values) -> Call:
+        group = group_of(mesh, drawn)
+        number = 0 if group.size == mesh.size else mesh["other"].rank
+        return make(group, drawn | {"seed": drawn["seed"] + 30 * number})
 
-    return Subject(name, COMMUNICATOR | dict(factors) | dict(around), prepare, ranks, **more)
+    return on_mesh(name, COMMUNICATOR | dict(factors) | dict(around), lengths, on_own, **more)

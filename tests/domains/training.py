@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -19,19 +18,18 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import sp_core as sp
-from domains import models, situations
-from domains.declared import Call, Parts, Subject, Values, spans, values
-from domains.folders import folder_of
-from domains.llama import own
+from domains import models
+from domains.declared import Call, Parts, Values, spans, values
 from domains.models import (
     FEW_CALLS,
+    ONE_CALL,
     SMALL,
     Expected,
     architecture,
     meshes,
     on_model,
 )
-from domains.situations import CALLS
+from domains.situations import CALLS, on_mesh
 from sp_core.llama import Llama
 from sp_core.llama.pipeline import MicroBatch, loss_and_gradients, sum_tied_gradients
 from sp_core.llama.train import backward, load_training, save_training, train_step
@@ -52,25 +50,18 @@ def one_by_one(stages: int, batches: int) -> tuple[tuple[Slot, ...], ...]:
     ) * stages
 
 
-def counts(*, low: int, high: int) -> Any:
-    """Lengths between two, one for each of so many."""
-    return lambda chance, drawn: [
-        chance.randint(low, high) for _ in range(models.aspect(drawn, "count"))
-    ]
-
-
 LENGTHS: Parts = {
-    "unequal": counts(low=2, high=9),
+    "unequal": lambda c, v: [c.randint(2, 9) for _ in range(models.aspect(v, "count"))],
     "equal": lambda c, v: [4] * models.aspect(v, "count"),
     "one token": lambda c, v: [5] + [1] * (models.aspect(v, "count") - 1),
-    "long": counts(low=20, high=33),
+    "long": lambda c, v: [c.randint(20, 33) for _ in range(models.aspect(v, "count"))],
 }
 SAVING: dict[str, Parts] = {
     "recompute": values(False, True),
     "offload": values(False, True),
     "chunk": values(None) | spans((1, 1), (2, 5), (100, 200)),
 }
-DTYPES: dict[str, Parts] = {"dtype": values("float64", "float32", "bfloat16")}
+
 PIPELINE: dict[str, Parts] = {
     "tp_sp": values(False, True),
     "batches.count": spans((3, 3), (1, 1), (2, 2), (4, 6)),
@@ -120,9 +111,9 @@ def mean_loss(
     """The mean over all labels that count, of whole micro-batches."""
     total, number = torch.zeros((), dtype=torch.float64), 0
     for tokens, labels, sharding, mask in batches:
-        seen: dict[str, Any] = {"positions": ascending(sharding), "documents": mask.documents}
-        seen["window"] = mask.window
-        logits = reference.llama(tokens, leaves, rounding=rounding, **case.options(), **seen)
+        seen: dict[str, Any] = {"documents": mask.documents, "window": mask.window}
+        seen |= case.options() | {"positions": ascending(sharding), "rounding": rounding}
+        logits = reference.llama(tokens, leaves, **seen)
         total = total + cross_entropy(
             logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
         )
@@ -177,7 +168,7 @@ def pipelined(case: Case, model: Llama, drawn: Values) -> Call:
     """Call `loss_and_gradients`; each replica has its own sequences of each micro-batch."""
     wholes = micro_batches(case, drawn)
     batches = [
-        MicroBatch(own(model, s, x).contiguous(), own(model, s, y).contiguous(), s, m)
+        MicroBatch(models.own(model, s, x).contiguous(), models.own(model, s, y).contiguous(), s, m)
         for x, y, s, m in wholes
     ]
     given = {"model": model, "batches": batches, "ordering": drawn["ordering"]}
@@ -194,7 +185,7 @@ def judge_pipelined(
     wanted.check("loss", loss.reshape(1))
     sum_tied_gradients(model)
     reduce_gradients(model.parameters(), data=grid.data, tensor=grid.tensor)
-    wanted.check_gradients(model)
+    wanted.check_weights(model, gradients=True)
     norm = clip_gradient_norm(model.parameters(), 1e-3, tensor=grid.tensor, stages=grid.stages)
     wanted.check("norm", torch.tensor([norm], dtype=torch.float64))
 
@@ -246,8 +237,8 @@ def stepped(case: Case, model: Llama, drawn: Values) -> Call:
         given["sequences"] = [sequences[number] for number in share]
     if "optimizer" not in drawn:
         return Call(backward, given, judge)
-    step = {"optimizer": drawn["optimizer"](model.parameters()), "max_norm": drawn["max_norm"]}
-    return Call(train_step, given | step, judge)
+    given |= {"optimizer": drawn["optimizer"](model.parameters()), "max_norm": drawn["max_norm"]}
+    return Call(train_step, given, judge)
 
 
 def judge_stepped(
@@ -258,7 +249,7 @@ def judge_stepped(
     if "optimizer" not in drawn:
         wanted = trained(case, wholes)
         wanted.check("loss", torch.tensor([result], dtype=torch.float64))
-        wanted.check_gradients(model)
+        wanted.check_weights(model, gradients=True)
         return
     options = {name: drawn[name] for name in STEP}
     wanted = trained(case, wholes, steps=CALLS[drawn["(call)"]], **options)
@@ -279,12 +270,14 @@ SEQUENCES, MILESTONES = [[1, 2, 3, 4], [5, 6, 7]], (1, 3)
 
 def made(model: Llama, drawn: Values) -> Values:
     """Return the parts of a training that a checkpoint has beside the model."""
-    optimizer = drawn["optimizer"](model.parameters())
-    with_schedule = drawn["scheduler"] == "milestones"
-    scheduler = torch.optim.lr_scheduler.MultiStepLR
+    optimizer, scheduler = (
+        drawn["optimizer"](model.parameters()),
+        torch.optim.lr_scheduler.MultiStepLR,
+    )
+    has_schedule = drawn["scheduler"] == "milestones"
     return {
         "optimizer": optimizer,
-        "scheduler": scheduler(optimizer, MILESTONES) if with_schedule else None,
+        "scheduler": scheduler(optimizer, MILESTONES) if has_schedule else None,
         "generator": torch.Generator() if drawn["generator"] != "none" else None,
     }
 
@@ -305,22 +298,19 @@ def save_alone(case: Case, drawn: Values, folder: Path, comm: Any) -> None:
         save_training(model, folder, step=1, **parts)
 
 
-@contextmanager
-def kept(function: Any, comm: Any, drawn: Values) -> Iterator[Call]:
+def kept(function: Any, mesh: sp.Mesh, drawn: Values) -> Call:
     """A training that all ranks save together, or a checkpoint of one rank that all read."""
-    case = models.case_of(drawn)
-    with folder_of(comm) as folder, situations.opened(comm, drawn, models.lengths(drawn)) as mesh:
-        model = models.model_of(case, mesh, tp_sp=drawn["tp_sp"])
-        parts = made(model, drawn)
-        place = folder / "step"
-        given = {"model": model, "folder": drawn["folder.type"](place), **parts}
-        if function is save_training:
-            gone_on(model, parts)
-            given |= {"step": drawn["step"], "max_file_bytes": drawn["max_file_bytes"]}
-        elif comm.rank == 0:
-            run_threads(1, partial(save_alone, case, drawn, place))
-        comm.Barrier()
-        yield Call(function, given, partial(judge_kept, case, drawn, mesh, place, given))
+    case, place = models.case_of(drawn), drawn["(folder)"] / "step"
+    model = models.model_of(case, mesh, tp_sp=drawn["tp_sp"])
+    parts = made(model, drawn)
+    given = {"model": model, "folder": drawn["folder.type"](place), **parts}
+    if function is save_training:
+        gone_on(model, parts)
+        given |= {"step": drawn["step"], "max_file_bytes": drawn["max_file_bytes"]}
+    elif mesh.rank == 0:
+        run_threads(1, partial(save_alone, case, drawn, place))
+    mesh._comm.Barrier()
+    return Call(function, given, partial(judge_kept, case, drawn, mesh, place, given))
 
 
 def judge_kept(
@@ -338,26 +328,34 @@ def judge_kept(
     trained(case, unsplit(SEQUENCES), steps=2, **options).check_weights(parts["model"])
 
 
-MODEL = architecture("model", SMALL | DTYPES)
+MODEL = architecture("model", SMALL | {"dtype": values("float64", "float32", "bfloat16")})
 AXES = ("dp, ring", "tp", "ring, ulysses", "dp", "dp, tp", "tp, dp, ring")
-STAGED = ("pp, ring", "pp", "ring, pp", "pp, tp", "dp, pp", "pp, ulysses", "pp, ring, tp", "tp")
+
 UNEQUAL = {"mesh.axes": "pp, ring", "tokens.lengths": "unequal"}
-UNEVEN = {
-    "mesh.axes": "pp, ring, tp",
-    "model.heads": "three groups",
-    "model.tied": "True",
-    "tokens.lengths": "unequal",
-}
+
 OWN = ({"own": "True", "mesh.axes": "dp, ring"},)
 """Only replicas have sequences of their own."""
 SUBJECTS = [
     on_model(
         "llama.pipeline.loss_and_gradients",
-        MODEL | meshes(*STAGED) | PIPELINE | FEW_CALLS,
+        MODEL
+        | meshes(
+            *("pp, ring", "pp", "ring, pp", "pp, tp", "dp, pp", "pp, ulysses", "pp, ring, tp", "tp")
+        )
+        | PIPELINE
+        | FEW_CALLS,
         pipelined,
         covers=("llama.pipeline.MicroBatch", "llama.pipeline.sum_tied_gradients"),
         allowed=("chunk=far out",),
-        together=(*({**UNEQUAL, "ordering": name} for name in PIPELINE["ordering"]), UNEVEN),
+        together=(
+            *({**UNEQUAL, "ordering": name} for name in PIPELINE["ordering"]),
+            {
+                "mesh.axes": "pp, ring, tp",
+                "model.heads": "three groups",
+                "model.tied": "True",
+                "tokens.lengths": "unequal",
+            },
+        ),
     ),
     on_model(
         "llama.train.backward",
@@ -377,21 +375,23 @@ SUBJECTS = [
         outside=dict.fromkeys(("loss", "norm"), "`train_step` gives it"),
         together=OWN,
     ),
-    Subject(
+    on_mesh(
         "llama.train.save_training",
         MODEL
         | meshes(*AXES)
         | KEPT
         | {"step": spans((1, 99), (0, 0)), "max_file_bytes": values(None, 1, 10**12)}
-        | {name: parts for name, parts in FEW_CALLS.items() if name != "(call)"},
+        | ONE_CALL,
+        models.lengths,
         partial(kept, save_training),
-        models.ranks,
+        in_folder=True,
         allowed=("step=far out", "max_file_bytes=far out"),
     ),
-    Subject(
+    on_mesh(
         "llama.train.load_training",
         MODEL | meshes(*AXES) | KEPT | FEW_CALLS,
+        models.lengths,
         partial(kept, load_training),
-        models.ranks,
+        in_folder=True,
     ),
 ]

@@ -36,6 +36,11 @@ def error(*_: Any) -> None:
     raise LookupError("this rank is lost")
 
 
+def noted(fail: Callable[[], object]) -> Callable[[], object]:
+    """Write down when a rank fails in some way."""
+    return lambda: (note(), fail())
+
+
 def world() -> tuple[Any, int]:
     """All ranks, of MPI or of torchrun, and their number."""
     if not OVER_GLOO:
@@ -64,9 +69,7 @@ def soon(place: str) -> None:
 
 def fail_in_a_thread() -> None:
     """Let a thread fail, and wait as if it had not."""
-    thread = threading.Thread(target=error)
-    thread.start()
-    thread.join()
+    threading.Thread(target=error).start()
     time.sleep(60)
 
 
@@ -83,28 +86,16 @@ def fail_again() -> None:
     error()
 
 
-def exhaust_memory() -> None:
-    """Take more memory than this process may have."""
-    from deaths import ways
-
-    ways.exhaust_memory()
-
-
 def exit_later() -> None:
     """End the program, and fail at the end of the interpreter."""
     atexit.register(error)
     sys.exit(0)
 
 
-def noted(fail: Callable[[], object]) -> Callable[[], object]:
-    """Write down when a rank fails in some way."""
-    return lambda: (note(), fail())
-
-
 WAYS = {
     "SIGTERM": noted(lambda: [os.kill(os.getpid(), signal.SIGTERM), time.sleep(60)]),
     "interrupt": noted(lambda: [os.kill(os.getpid(), signal.SIGINT), time.sleep(60)]),
-    "memory": noted(exhaust_memory),
+    "memory": noted(lambda: importlib.import_module("deaths.ways").exhaust_memory()),
     "exit": noted(lambda: sys.exit(3)),
     "_exit": noted(lambda: os._exit(3)),
     "thread": fail_in_a_thread,

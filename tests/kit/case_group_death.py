@@ -1,6 +1,8 @@
-"""A rank of a process group dies, or leaves with an error: `test_torchrun.py` starts this.
+"""Ranks of process groups die, or leave with an error: `test_torchrun.py` starts these processes.
 
-python case_group_death.py RANK SIZE STORE WAY CALL
+python case_group_death.py PROCESS PROCESSES FOLDER
+
+The processes that live make one group after the other. In each group one rank is lost.
 """
 
 from __future__ import annotations
@@ -9,7 +11,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,6 +21,8 @@ import sp_core as sp
 
 LIMIT = timedelta(seconds=90)
 LOST = 1
+LOSSES = (("error", "ring"), ("error", "fence"), ("exit", "gloo"), ("kill", "window"))
+"""Ways to lose rank 1 of a group, and the call in which the others wait for it."""
 
 
 def lose(way: str) -> None:
@@ -31,38 +34,44 @@ def lose(way: str) -> None:
     raise KeyError("lost")
 
 
-def calls(mesh: sp.Mesh) -> dict[str, Callable[[], object]]:
-    """What the other ranks wait in."""
-    comm, x = mesh["sp"], torch.ones(1000)
+def call(mesh: sp.Mesh, name: str) -> None:
+    """Wait for the lost rank."""
+    comm = mesh["sp"]
     sharding = sp.Sharding.zigzag(seq_len=64, size=comm.size)
     q = sharding.shard(torch.ones(1, 64, 2, 8), comm.rank, dim=1)
-    return {
-        "fence": lambda: sp.fence(comm=comm),
-        "gloo": lambda: sp.all_reduce(x, comm=comm),
-        "ring": lambda: sp.ring_attention(q, q, q, comm=comm, sharding=sharding),
-    }
+    if name == "fence":
+        sp.fence(comm=comm)
+    elif name == "ring":
+        sp.ring_attention(q, q, q, comm=comm, sharding=sharding)
+    else:
+        sp.all_reduce(torch.ones(1000), comm=comm)
 
 
-def main(rank: int, size: int, store: Path, way: str, call: str) -> str:
-    """Return what this rank has been told."""
+def told(rank: int, size: int, store: Path, way: str, name: str) -> str:
+    """Return what this rank of a new group has been told."""
     where = f"file://{store}"
     distributed.init_process_group("gloo", where, timeout=LIMIT, rank=rank, world_size=size)
-    transport = "window" if call == "window" else "auto"
+    transport = "window" if name == "window" else "auto"
     try:
         with sp.Mesh(None, transport=transport, check="off", sp=size) as mesh:
             sp.fence(comm=mesh["sp"])
             if rank == LOST:
                 lose(way)
-            calls(mesh).get(call, calls(mesh)["gloo"])()
-        return "nothing"
+            call(mesh, name)
     except (sp.PeerFailed, KeyError) as error:
-        return f"{type(error).__name__}: {error}"
+        return type(error).__name__
+    return "nothing"
 
 
 if __name__ == "__main__":
-    number, ranks, path = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    told = main(number, ranks, path, *sys.argv[4:])
-    path.with_suffix(f".{number}").write_text(told)
-    while len(list(path.parent.glob("*.[0-9]"))) < ranks - (sys.argv[4] != "error"):
-        time.sleep(0.05)  # until all the others have been told, nobody's end tells them
+    mine, folder = int(sys.argv[1]), Path(sys.argv[3])
+    living = list(range(int(sys.argv[2])))
+    for way, name in LOSSES:
+        text = told(living.index(mine), len(living), folder / "store" / name, way, name)
+        (folder / f"{name}.{mine}").write_text(text)
+        if way != "error":
+            living.pop(LOST)
+        while len(list(folder.glob(f"{name}.[0-9]"))) < len(living):
+            time.sleep(0.05)  # until all the others have been told, nobody's end tells them
+        distributed.destroy_process_group()
     os._exit(0)

@@ -19,7 +19,7 @@ def test_ranks(comm: Any) -> None:
 
 def test_ordinary() -> None:
     record_ratio("of one test", float(os.environ.get("CASE_RATIO", "0.1")))
-    assert tier() == os.environ.get("CASE_TIER", "threads")
+    assert tier() == "threads"
 
 
 if "CASE_COLLECT" in os.environ:

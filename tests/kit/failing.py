@@ -27,6 +27,11 @@ def failure_of(test: Callable[[], None]) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
+def assert_told(text: str, *said: str) -> None:
+    """See that a report has these words, where it is whole."""
+    assert not leads() or [words for words in said if words not in text] == []
+
+
 def as_two(zero: Callable[[Any], Any], one: Callable[[Any], Any]) -> str:
     """The failure where rank 0 and rank 1 make these calls."""
     return failure_of(spmd(2)(lambda comm: (one if comm.rank else zero)(comm)))

@@ -36,10 +36,9 @@ def reference(x: Array) -> Array:
 
 def gather(comm: Any, local: Array, lengths: list[int]) -> Array:
     """All rows."""
-    width = local.shape[1]
-    whole = np.empty(sum(lengths) * width)
-    comm.Allgatherv(local.reshape(-1), [whole, [n * width for n in lengths]])
-    return whole.reshape(-1, width)
+    whole = np.empty((sum(lengths), local.shape[1]))
+    comm.Allgatherv(local, [whole, [n * local.shape[1] for n in lengths]])
+    return whole
 
 
 def attention(comm: Any, x: Array, fault: str = "") -> Array:

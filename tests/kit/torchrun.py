@@ -23,8 +23,8 @@ import sp_core
 from sp_core import failing
 from sp_core.testing import session
 from sp_core.testing.outcome import FINISHED, outcome_of
-from sp_core.testing.plan import Example, Result, Spec
-from sp_core.testing.session import Remarks, collected, keep_largest
+from sp_core.testing.plan import Example, Result, Spec, combined
+from sp_core.testing.session import collected
 from sp_core.transport.groups import GroupComm, over_ranks
 
 LIMIT = timedelta(seconds=60)
@@ -74,8 +74,4 @@ def attempt(spec: Spec, example: Example) -> Result:
     with collected() as sink:
         if comm is not None:
             outcome = outcome_of(lambda: spec.body(comm, **spec.fixtures, **example.values))
-    everyone = world().allgather((outcome, sink))
-    total = Remarks()
-    for _, remarks in everyone:
-        keep_largest(total, remarks)
-    return Result([everyone[rank][0] for rank in example.ranks], total)
+    return combined(example, world().allgather((outcome, sink)))

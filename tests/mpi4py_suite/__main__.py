@@ -10,6 +10,7 @@ explains it.
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 import tarfile
@@ -18,52 +19,28 @@ from importlib.metadata import version
 from pathlib import Path
 
 from mpi4py_suite.results import KINDS, read, report, row
-from studies.commands import ROOT
+from studies.commands import ROOT, printed
 from studies.records import write
 
 from benchmarks.launching import Options, about, parse
 
 GROUPS = {
-    "collectives": (
-        "test_cco_buf",
-        "test_cco_vec",
-        "test_cco_obj",
-        "test_cco_ngh_buf",
-        "test_cco_ngh_obj",
-    ),
-    "nonblocking": ("test_cco_nb_buf", "test_cco_nb_vec"),
-    "persistent": ("test_cco_pr_buf", "test_cco_pr_vec", "test_cco_pr_ngh_buf"),
-    "messages": (
-        "test_p2p_buf",
-        "test_p2p_obj",
-        "test_p2p_buf_matched",
-        "test_p2p_obj_matched",
-        "test_p2p_buf_part",
-        "test_msgzero",
-    ),
-    "others": (
-        *(
-            "test_comm",
-            "test_comm_topo",
-            "test_msgspec",
-            "test_request",
-            "test_status",
-            "test_pickle",
-            "test_subclass",
-        ),
-        *(
-            "test_comm_inter",
-            "test_cco_buf_inter",
-            "test_cco_vec_inter",
-            "test_cco_obj_inter",
-            "test_util_pkl5",
-            "test_util_sync",
-        ),
-    ),
+    "collectives": ["cco_buf", "cco_vec", "cco_obj", "cco_ngh_buf", "cco_ngh_obj"],
+    "nonblocking": ["cco_nb_buf", "cco_nb_vec"],
+    "persistent": ["cco_pr_buf", "cco_pr_vec", "cco_pr_ngh_buf"],
+    "messages": [
+        *("p2p_buf", "p2p_obj", "p2p_buf_matched", "p2p_obj_matched", "p2p_buf_part", "msgzero"),
+    ],
+    "others": [
+        *("comm", "comm_topo", "msgspec", "request", "status", "pickle", "subclass", "comm_inter"),
+        *("cco_buf_inter", "cco_vec_inter", "cco_obj_inter", "util_pkl5", "util_sync"),
+    ],
 }
-"""The modules of mpi4py's tests that communicate, by launch."""
-DONE = "done"
-
+"""The modules of mpi4py's tests that communicate, by launch, without `test_`."""
+MORE_SECONDS = 60
+"""A launch ends itself; if it has not after this time more, it is killed."""
+OUTPUT = "output.txt"
+"""What a launch has printed; the file is there when the launch has ended."""
 
 OPTIONS: Options = {
     "--ranks": about(type=int, nargs="*", default=[2, 4], help="default: 2 and 4"),
@@ -79,8 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = fetched(options.out)
     for ranks, group, kind in itertools.product(options.ranks, options.groups, KINDS):
         out = place(options.out, ranks, kind, group)
-        if not (out / DONE).exists():
-            launch(folder, out, ranks, kind, GROUPS[group], options.timeout)
+        modules = [f"test_{name}" for name in GROUPS[group]]
+        if not (out / OUTPUT).exists():
+            launch(folder, out, ranks, kind, modules, options.timeout)
     return concluded(options.out)
 
 
@@ -91,9 +69,8 @@ def concluded(out: Path) -> int:
     """
     rows = []
     for ranks in sorted(out.glob("*/[0-9]*")):
-        (about, plain), (_, checked) = (
-            read(sorted(done.parent for done in (ranks / kind).glob(f"*/{DONE}"))) for kind in KINDS
-        )
+        found = [read(done.parent for done in (ranks / kind).glob(f"*/{OUTPUT}")) for kind in KINDS]
+        (about, plain), (_, checked) = found
         rows.append(row(about, int(ranks.name), plain, checked))
     rows.sort(key=lambda row: (row["mpi"], row["ranks"]))
     lines = report(rows)
@@ -107,19 +84,9 @@ def fetched(out: Path) -> Path:
     name = f"mpi4py-{version('mpi4py')}"
     out.mkdir(parents=True, exist_ok=True)
     if not (out / name).exists():
-        pip = (
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--no-binary",
-            "mpi4py",
-            "--dest",
-            str(out),
-        )
-        subprocess.run([*pip, name.replace("-", "==")], check=True)
+        how = ("--quiet", "--no-deps", "--no-binary", "mpi4py", "--dest", str(out))
+        pip = (sys.executable, "-m", "pip", "download", *how, name.replace("-", "=="))
+        subprocess.run(pip, check=True)
         with tarfile.open(out / f"{name}.tar.gz") as archive:
             archive.extractall(out, filter="data")
     return out / name / "test"
@@ -139,15 +106,8 @@ def launch(
     start = ("-m", "sp_core.testing.launch", "-n", str(ranks), "--timeout", str(timeout), "--")
     rank = ("python", "-m", "mpi4py_suite.rank", str(folder), kind, str(out), *modules)
     print(f"{ranks} ranks, {kind}: {' '.join(modules)}", flush=True)
-    with (out / "output.txt").open("w") as output:
-        subprocess.run(
-            [sys.executable, *start, *rank],
-            cwd=out,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            check=False,
-        )
-    (out / DONE).touch()
+    _, text = printed((sys.executable, *start, *rank), out, os.environ, timeout + MORE_SECONDS)
+    (out / OUTPUT).write_text(text)
 
 
 if __name__ == "__main__":

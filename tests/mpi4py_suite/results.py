@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from studies.records import table
+from studies.records import read_lines, table
 
 from sp_core.testing.requests import UNCHECKED
 
@@ -80,14 +79,11 @@ def read(folders: Iterable[Path]) -> tuple[list[str], Tests]:
     Tests that no rank came to have a number for a name.
     """
     about, found = ["", ""], Tests()
-    for folder in folders:
-        lines = [
-            [json.loads(line) for line in file.read_text().splitlines()]
-            for file in sorted(folder.glob("rank*.jsonl"))
-        ]
-        if lines:
-            *about, number = lines[0][0]
-            tests = merged([[Result(*line) for line in rank[1:]] for rank in lines])
+    for folder in sorted(folders):
+        ranks: list[Any] = [read_lines(file) for file in sorted(folder.glob("rank*.jsonl"))]
+        if ranks:
+            *about, number = ranks[0][0]
+            tests = merged([[Result(*line) for line in rank[1:]] for rank in ranks])
             unknown = [f"{folder.name} {n}" for n in range(number - len(tests))]
             found |= tests | {name: Result(name, "not run") for name in unknown}
     return about, found

@@ -107,21 +107,17 @@ def edits(file: str, text: str) -> list[Edit]:
     found: list[Edit] = []
     seen: Counter[tuple[str, str, str]] = Counter()
     for scope, operator, node, new in _found(ast.parse(text), Scope()):
-        start, stop = (
-            position(node.lineno, node.col_offset),
-            position(node.end_lineno, node.end_col_offset),
-        )
+        start = position(node.lineno, node.col_offset)
+        stop = position(node.end_lineno, node.end_col_offset)
         left, right = text.rfind("\n", 0, start) + 1, f"{text}\n".find("\n", stop)
-        before, after = (
-            text[left:right].strip(),
-            f"{text[left:start]}{new}{text[stop:right]}".strip(),
-        )
+        before = text[left:right].strip()
+        after = f"{text[left:start]}{new}{text[stop:right]}".strip()
         lines = tuple(sorted({scope.line, *range(node.lineno, node.end_lineno + 1)}))
-        edit = Edit(
-            file, scope.place, operator, lines, start, stop, new, before, after, inside=scope.inside
+        place, nth = scope.place, seen[scope.place, before, after]
+        seen[place, before, after] += 1
+        found.append(
+            Edit(file, place, operator, lines, start, stop, new, before, after, nth, scope.inside)
         )
-        found.append(replace(edit, nth=seen[scope.place, before, after]))
-        seen[scope.place, before, after] += 1
     return sorted(found, key=lambda edit: (edit.start, edit.stop))
 
 
@@ -145,22 +141,14 @@ def _found(node: ast.AST, scope: Scope) -> Iterator[tuple[Scope, str, Any, str]]
 
 
 def _entered(node: ast.AST, scope: Scope) -> Scope:
+    if not isinstance(node, ast.ClassDef | ast.FunctionDef):
+        return scope
+    place = f"{scope.place}.{node.name}".lstrip(".")
     if isinstance(node, ast.ClassDef):
-        return Scope(f"{scope.place}.{node.name}".lstrip("."))
-    if isinstance(node, ast.FunctionDef):
-        names = [
-            argument.arg
-            for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
-        ]
-        parameters = tuple(name for name in names if name not in ("self", "cls", "ctx"))
-        return Scope(
-            f"{scope.place}.{node.name}".lstrip("."),
-            parameters,
-            node.lineno,
-            function=True,
-            inside=scope.inside,
-        )
-    return scope
+        return Scope(place)
+    listed = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+    parameters = tuple(one.arg for one in listed if one.arg not in ("self", "cls", "ctx"))
+    return Scope(place, parameters, node.lineno, function=True, inside=scope.inside)
 
 
 def _children(node: ast.AST) -> Iterator[ast.AST]:
@@ -205,14 +193,9 @@ def constants(node: ast.AST, _: Scope) -> Variants:
 
 def arithmetic(node: ast.AST, _: Scope) -> Variants:
     """The other operation."""
-    if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
-        if not any(isinstance(side, SEQUENCES) for side in (node.left, node.right)):
-            yield node, _text(node, op=ARITHMETIC[type(node.op)]())
-    elif (
-        isinstance(node, ast.AugAssign)
-        and type(node.op) in ARITHMETIC
-        and not isinstance(node.value, SEQUENCES)
-    ):
+    sides = [getattr(node, name, None) for name in ("left", "right", "value")]
+    added = any(isinstance(side, SEQUENCES) for side in sides)
+    if isinstance(node, ast.BinOp | ast.AugAssign) and type(node.op) in ARITHMETIC and not added:
         yield node, _text(node, op=ARITHMETIC[type(node.op)]())
 
 
@@ -291,18 +274,15 @@ def jumps(node: ast.AST, _: Scope) -> Variants:
 
 
 OPERATORS: dict[str, Callable[[ast.AST, Scope], Variants]] = {
-    operator.__name__: operator
-    for operator in (
-        comparisons,
-        constants,
-        arithmetic,
-        logic,
-        conditions,
-        statements,
-        arguments,
-        extrema,
-        slices,
-        returns,
-        jumps,
-    )
+    "comparisons": comparisons,
+    "constants": constants,
+    "arithmetic": arithmetic,
+    "logic": logic,
+    "conditions": conditions,
+    "statements": statements,
+    "arguments": arguments,
+    "extrema": extrema,
+    "slices": slices,
+    "returns": returns,
+    "jumps": jumps,
 }

@@ -1,15 +1,15 @@
 """Find the tests that reach an edit, the narrow and quick ones first.
 
-One measured run of every test file says so, with ranks as threads and then under mpiexec. Processes
-that a test starts are measured too. A measurement is kept for as long as the file and the sources
-stay as they are.
+One measured run of every test file says so, with ranks as threads and then under mpiexec. Both draw
+few examples (`SP_PROFILE=brief`): all files would else take more than half an hour on two cores.
+Processes that a test starts are measured too. A measurement is kept for as long as the file and the
+sources stay as they are.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
 from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from mutants.edits import Edit
-from mutants.plugin import REACH, file_of
-from mutants.trial import NOTHING_FAILED, ON_RANKS, Stage, copy_package, run_stage
-from studies.commands import ROOT
+from mutants.plugin import REACH, TEST
+from mutants.trial import NOTHING_FAILED, ON_RANKS, Stage, run_stage
+from studies.commands import ROOT, copied
 
 KEPT = ROOT / "reports" / "reach"
-SECONDS = {"threads": 2400.0, ON_RANKS: 2400.0}
+SECONDS = 2400.0
 APART = (
     *("append_history", "ci_scripts", "compare*", "conformance*", "history", "layout", "mutants*"),
     *("peers*", "promote_pr", "reporting*", "slurm", "soak", "workflows"),
@@ -35,6 +35,15 @@ BRIEF = {"SP_PROFILE": "brief"}
 """Under mpiexec as many examples are drawn as in `nox -s tests`."""
 UNHURRIED = {"SP_WATCHDOG_S": "120", "SP_WATCHDOG_PHASE_S": "300"}
 """Coverage makes an example several times as long, and without an edit none hangs."""
+MEASURED = """[run]
+parallel = true
+data_file = {copy}/measured
+include = {copy}/sp_core/*
+concurrency = thread
+context = ${{{test}-}}
+patch = _exit
+"""
+"""Settings of coverage. What a process reaches that a test starts counts for the test."""
 NEAR, FAR = "near", "far"
 STAGES = (NEAR, FAR, ON_RANKS)
 """The first tests that reach an edit, all others, and those under mpiexec."""
@@ -43,7 +52,7 @@ NEAR_SECONDS = 12.0
 PATIENCE, LEAST_SECONDS = 4.0, 90.0
 """How much longer than without an edit tests may take: the machine may have other work."""
 Told = dict[str, dict[str, Any]]
-"""What `plugin.Reach` writes: seconds by test, and by file and line the tests that reach it."""
+"""What is kept: seconds by test, and by file and line the tests that reach it."""
 
 
 class Red(Exception):
@@ -137,8 +146,13 @@ def files() -> list[str]:
     return [path.relative_to(ROOT).as_posix() for path in found]
 
 
+def file_of(test: str) -> str:
+    """Return the file of a test."""
+    return test.partition("::")[0]
+
+
 def kept(file: str, stage: str) -> Path:
-    """Return where it is kept what the tests of a file reach, of each rank."""
+    """Return where it is kept what the tests of a file reach."""
     return KEPT / f"{Path(file).stem}-{stage}-{digest(ROOT / file)}.json"
 
 
@@ -148,17 +162,32 @@ def measure(file: str, stage: str) -> None:
     Raises:
         Red: the session does not end, or a test is red.
     """
-    with tempfile.TemporaryDirectory(prefix="sp_core-reach-") as directory:
-        copy = Path(directory)
-        copy_package(copy)
-        variables = {REACH: str(copy / "reach"), **UNHURRIED}
-        variables |= BRIEF if stage == ON_RANKS else {}
-        ending = run_stage(copy, Stage(stage, [file], SECONDS[stage], (), variables))
+    with copied() as copy:
+        settings = copy / "coverage.ini"
+        settings.write_text(MEASURED.format(copy=copy, test=TEST))
+        variables = {REACH: f"{copy}/seconds", "COVERAGE_PROCESS_START": str(settings)}
+        ending = run_stage(copy, Stage(stage, [file], SECONDS, (), variables | UNHURRIED | BRIEF))
         if ending.code not in NOTHING_FAILED or ending.told:
             raise Red(f"{file}: exit code {ending.code} {ending.told} {ending.printed[-3000:]}")
-        told = [json.loads(source.read_text()) for source in copy.glob("reach*.json")]
-    KEPT.mkdir(parents=True, exist_ok=True)
-    kept(file, stage).write_text(json.dumps(told))
+        seconds: dict[str, float] = {}
+        for rank in copy.glob("seconds*.json"):
+            seconds |= json.loads(rank.read_text())
+        KEPT.mkdir(parents=True, exist_ok=True)
+        told = {"seconds": seconds, "lines": _lines(copy)}
+        kept(file, stage).write_text(json.dumps(told, default=sorted))
+
+
+def _lines(copy: Path) -> dict[str, dict[int, list[str]]]:
+    """Return, by file and line, the tests that reach it, from what all processes have measured."""
+    from coverage import Coverage
+
+    coverage = Coverage(str(copy / "measured"), config_file=False, messages=False)
+    coverage.combine([str(copy)])  # warns of a process that was killed while it wrote
+    data = coverage.get_data()
+    return {
+        str(Path(name).relative_to(copy)): data.contexts_by_lineno(name)
+        for name in data.measured_files()
+    }
 
 
 def gathered() -> tuple[Reached, list[tuple[str, str]]]:
@@ -167,8 +196,7 @@ def gathered() -> tuple[Reached, list[tuple[str, str]]]:
     missing = []
     for (stage, part), file in product((("threads", reached), (ON_RANKS, reached.ranks)), files()):
         if part is not None and kept(file, stage).exists():
-            for told in json.loads(kept(file, stage).read_text()):
-                part.add(told)
+            part.add(json.loads(kept(file, stage).read_text()))
         else:
             missing.append((file, stage))
     return reached, missing

@@ -133,16 +133,17 @@ def differentiates_twice(mesh: Mesh, scheme: Scheme) -> str:
 def sends(problem: AttentionProblem, backward: bool, mesh: Mesh, scheme: Scheme) -> str:
     """Bytes that a rank hands over, in units of its own K and V; by the counters."""
     shards = Shards(problem, mesh.rank, mesh.size, mesh.device)
-    counters = [comm.counters for comm in (mesh["ring", "ulysses"], mesh["ring"], mesh["ulysses"])]
-    for counter in counters:
-        counter.reset()
+    groups = (mesh["ring", "ulysses"], mesh["ring"], mesh["ulysses"])
+
+    def sent() -> int:
+        return sum(group.counters.total().bytes_sent for group in groups)
+
+    before = sent()
     out = scheme(*shards.local, sharding=shards.sharding)
     if backward:
-        for counter in counters:
-            counter.reset()
+        before = sent()
         torch.autograd.grad(out.sum(), shards.local)
-    sent = sum(counter.total().bytes_sent for counter in counters)
-    return f"{sent / (2 * shards.local[1].nbytes):g}"
+    return f"{(sent() - before) / (2 * shards.local[1].nbytes):g}"
 
 
 def questions() -> Iterator[tuple[str, Body]]:

@@ -22,6 +22,9 @@ MEMORIES = ("contiguous", "transposed", "expanded", "sliced at an odd offset", "
 UNEVEN = ("all_gather", "all_to_all", "shift", "gather_replicated")
 """Collectives whose tensors may have another length along one dim on every rank."""
 
+NEEDED: dict[str, dict[str, int]] = {"all_to_all": {"split_dim": 0, "concat_dim": 1}}
+"""Arguments without a default, by collective."""
+
 Arguments = Mapping[str, Any]
 
 

@@ -53,7 +53,21 @@ class _Event(Transfer):
         return self._polls < 0
 
 
-class DelayedStreams(CudaStreams):
+class _Computing:
+    """A device that computes late."""
+
+    _computing: _Queue
+
+    def compute(self, work: Callable[[], object]) -> None:
+        """Ask the device to compute something."""
+        self._computing.add(work)
+
+    def begin(self) -> None:
+        """Let what is asked for from now on see what has been computed."""
+        self._computing.run_to(self._computing.asked)
+
+
+class DelayedStreams(_Computing, CudaStreams):
     """Copy streams of a device that is host memory, in place of the product's.
 
     The destination of a copy is poisoned when the copy is asked for. What `compute` was given is
@@ -76,14 +90,6 @@ class DelayedStreams(CudaStreams):
     def buffer(self, nbytes: int) -> Tensor:
         """Poisoned host memory."""
         return torch.full((nbytes,), 0xFF, dtype=torch.uint8)
-
-    def compute(self, work: Callable[[], object]) -> None:
-        """Ask the device to compute something."""
-        self._computing.add(work)
-
-    def begin(self) -> None:
-        """Let the copies that follow see what has been computed."""
-        self._computing.run_to(self._computing.asked)
 
     def download(self, host: Tensor, device: Tensor) -> None:
         """Ask for a copy to the host."""
@@ -122,7 +128,7 @@ class DelayedStreams(CudaStreams):
         self._ups.run_to(self._awaited)
 
 
-class DelayedMemory(HostMemory):
+class DelayedMemory(_Computing, HostMemory):
     """Memory of a device that is host memory of the node, in place of the product's.
 
     What is launched happens when its event has been asked for often enough, and what is to be
@@ -136,14 +142,6 @@ class DelayedMemory(HostMemory):
         super().__init__()
         self._polls = polls
         self._computing, self._launched = _Queue(), _Queue()
-
-    def compute(self, work: Callable[[], object]) -> None:
-        """Ask the device to compute something."""
-        self._computing.add(work)
-
-    def begin(self) -> None:
-        """Let what is launched from now on see what has been computed."""
-        self._computing.run_to(self._computing.asked)
 
     def launch(self, work: Sequence[Callable[[], object]]) -> _Event:
         """Ask for something after what was launched before."""

@@ -80,15 +80,17 @@ class LinkTransport(Transport):
     def __init__(self, host: HostTransport, link: LinkModel) -> None:
         self._host, self._link = host, link
 
-    def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
+    def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> NoReturn:
         """Refuse a collective of the MPI library."""
-        self._refuse(operation)
+        raise DeviceError(
+            f"{operation.op} by the MPI library was asked for over {self._link!r}, "
+            "which carries messages only. Pass the algorithm of a schedule, to the call or "
+            "to the mesh, such as algorithm='ring'."
+        )
 
-    def prepare(
-        self, operation: Operation, send: Tensor | None, recv: Tensor | None
-    ) -> Callable[[], object]:
+    def prepare(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> NoReturn:
         """Refuse a collective of the MPI library."""
-        self._refuse(operation)
+        self.start(operation, send, recv)
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         """Begin point-to-point messages."""
@@ -117,13 +119,6 @@ class LinkTransport(Transport):
 
     def close(self, *, together: bool) -> None:
         """Nothing to give back."""
-
-    def _refuse(self, operation: Operation) -> NoReturn:
-        raise DeviceError(
-            f"{operation.op} by the MPI library was asked for over {self._link!r}, "
-            "which carries messages only. Pass the algorithm of a schedule, to the call or "
-            "to the mesh, such as algorithm='ring'."
-        )
 
 
 class _Late:

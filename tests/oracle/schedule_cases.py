@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
 import sp_core as sp
+from oracle.collective_cases import NEEDED
 from oracle.proof import Schedule, schedule_of
 from sp_core.schedules import ALGORITHMS, LIBRARY, operation
 from sp_core.segments import split_sizes
@@ -111,23 +113,16 @@ class Vectors:
 
     def call(self, x: Tensor, comm: sp.Communicator) -> Tensor:
         """Carry it out."""
-        counts, algorithm = pieces(comm.size, self.shape), self.algorithm
-        match self.op:
-            case "all_to_all":
-                sizes = {"split_sizes": counts, "concat_sizes": counts}
-                return sp.all_to_all(
-                    x, comm=comm, split_dim=0, concat_dim=1, algorithm=algorithm, **sizes
-                )
-            case "all_gather":
-                return sp.all_gather(x, comm=comm, sizes=counts, algorithm=algorithm)
-            case "reduce_scatter":
-                return sp.reduce_scatter(x, comm=comm, sizes=counts, algorithm=algorithm)
-            case "all_reduce":
-                return sp.all_reduce(x, comm=comm, algorithm=algorithm)
-            case "broadcast":
-                return sp.broadcast(x, comm=comm, root=self.place % comm.size, algorithm=algorithm)
-            case _:
-                return sp.reduce(x, comm=comm, root=self.place % comm.size, algorithm=algorithm)
+        counts = pieces(comm.size, self.shape)
+        own: dict[str, dict[str, Any]] = {
+            "all_to_all": NEEDED["all_to_all"] | {"split_sizes": counts, "concat_sizes": counts},
+            **{op: {"sizes": counts} for op in ("all_gather", "reduce_scatter")},
+            **{op: {"root": self.place % comm.size} for op in ("broadcast", "reduce")},
+        }
+        result: Tensor = getattr(sp, self.op)(
+            x, comm=comm, algorithm=self.algorithm, **own.get(self.op, {})
+        )
+        return result
 
 
 @st.composite

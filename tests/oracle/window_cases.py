@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from random import Random
 
 import torch
@@ -78,14 +79,9 @@ class Problem:
 
 def in_rank_order(parts: Sequence[Tensor]) -> Tensor:
     """The sum by a loop; half types in float32, rounded once."""
-    total = (
-        parts[0].to(torch.promote_types(parts[0].dtype, torch.float32))
-        if parts[0].dtype in HALF
-        else parts[0]
-    )
-    for part in parts[1:]:
-        total = total + part
-    return total.to(parts[0].dtype)
+    dtype = parts[0].dtype
+    wide = torch.float32 if dtype in HALF else dtype
+    return reduce(torch.add, (part.to(wide) for part in parts)).to(dtype)
 
 
 class Node:
@@ -123,18 +119,13 @@ class Node:
                 self._steps[rank] += [
                     (number, step == 0, program, step) for step in range(len(program.steps))
                 ]
-            self._buffers.append(
-                [self._of(problem, rank, x) for rank, x in enumerate(inputs[number])]
-            )
+            self._buffers.append([])
+            for rank, x in enumerate(inputs[number]):
+                task, mine = problem.task(rank, self.size, self.slot), x.clone()
+                result = mine if task.in_place else x.new_full((sum(task.recv),), 99)
+                self._buffers[-1].append({Buffer.IN: mine, Buffer.OUT: result})
         self._run()
         return [[buffers[Buffer.OUT] for buffers in of_ranks] for of_ranks in self._buffers]
-
-    def _of(self, problem: Problem, rank: int, x: Tensor) -> dict[Buffer, Tensor]:
-        task, mine = problem.task(rank, self.size, self.slot), x.clone()
-        return {
-            Buffer.IN: mine,
-            Buffer.OUT: mine if task.in_place else x.new_full((sum(task.recv),), 99),
-        }
 
     def _run(self) -> None:
         made = [0] * self.size

@@ -208,14 +208,12 @@ def test_axe_finds_nothing_and_nothing_sticks_out(name: str, folder: Path, page:
     assert too_wide(page) == []
 
 
-def test_tables_sort_by_their_numbers(folder: Path, page: Page) -> None:
+@pytest.mark.parametrize("check", [unsorted, unfiltered])
+def test_tables_sort_by_their_numbers_and_rows_are_filtered_by_words(
+    check: Callable[[Page], list[str]], folder: Path, page: Page
+) -> None:
     show(page, folder / "report.html")
-    assert unsorted(page) == []
-
-
-def test_rows_are_filtered_by_words(folder: Path, page: Page) -> None:
-    show(page, folder / "report.html")
-    assert unfiltered(page) == []
+    assert check(page) == []
 
 
 @pytest.mark.parametrize("name", ["report", "history"])

@@ -5,7 +5,7 @@ The numbers are such that their sums depend on the order in which they are added
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from llama_cases import Case
+from promises.ledger import Rows, row
 from torch import Tensor, nn
 
 import sp_core as sp
@@ -56,28 +57,17 @@ class Place:
         return llama.create(config, self.mesh, seed=self.seed, **options)
 
 
-Row = Callable[[Place], Iterator[Any]]
-ROWS: dict[str, tuple[tuple[str, ...], Row]] = {}
-"""The axes that may have all ranks, and what to run; by the names of the functions it states."""
+ROWS: Rows = {}
+"""Rows for a `Place`. All ranks may be along any one of the axes."""
 
 
-def row(axes: str, *names: str) -> Callable[[Row], Row]:
-    """Enter a row for some axes."""
-
-    def enter(run: Row) -> Row:
-        ROWS[" ".join(names)] = (tuple(axes.split()), run)
-        return run
-
-    return enter
-
-
-@row("sp", "all_gather", "gather_replicated", "broadcast")
+@row(ROWS, "sp", "all_gather", "gather_replicated", "broadcast")
 def _(place: Place) -> Iterator[Any]:
     for name in ("all_gather", "gather_replicated", "broadcast"):
         yield getattr(sp, name)(place.noise(3, 5), comm=place.comm)
 
 
-@row("sp", "all_reduce", "all_reduce_", "reduce_from_group")
+@row(ROWS, "sp", "all_reduce", "all_reduce_", "reduce_from_group")
 def _(place: Place) -> Iterator[Any]:
     for name in ("all_reduce", "all_reduce_", "reduce_from_group"):
         yield getattr(sp, name)(place.noise(97), comm=place.comm)
@@ -86,7 +76,7 @@ def _(place: Place) -> Iterator[Any]:
     yield sp.all_reduce(place.noise(97), comm=place.comm, deterministic=True)
 
 
-@row("sp", "copy_to_group", "copy_all_to_group")
+@row(ROWS, "sp", "copy_to_group", "copy_all_to_group")
 def _(place: Place) -> Iterator[Any]:
     one, other = place.common(5).requires_grad_(), place.common(3).double().requires_grad_()
     sp.copy_to_group(one, comm=place.comm).backward(place.noise(5))
@@ -95,7 +85,7 @@ def _(place: Place) -> Iterator[Any]:
     yield from (one.grad, other.grad)
 
 
-@row("sp", "LayerNorm", "RMSNorm", "FeedForward", "SelfAttention", "TransformerBlock")
+@row(ROWS, "sp", "LayerNorm", "RMSNorm", "FeedForward", "SelfAttention", "TransformerBlock")
 def _(place: Place) -> Iterator[Any]:
     torch.manual_seed(place.seed)
     comm, dtype = place.comm, torch.promote_types(place.dtype, torch.float32)
@@ -111,7 +101,9 @@ def _(place: Place) -> Iterator[Any]:
         yield from (parameter.grad for parameter in block.parameters())
 
 
-@row("sp", "ColumnParallelLinear.to_linear", "RowParallelLinear.to_linear", "RowParallelLinear")
+@row(
+    ROWS, "sp", "ColumnParallelLinear.to_linear", "RowParallelLinear.to_linear", "RowParallelLinear"
+)
 def _(place: Place) -> Iterator[Any]:
     comm, size = place.comm, place.comm.size
     sharding = sp.Sharding.zigzag(3 * size, size)
@@ -128,14 +120,14 @@ def _(place: Place) -> Iterator[Any]:
     yield layer.bias.grad
 
 
-@row("tp ring", "next_token_loss")
+@row(ROWS, "tp ring", "next_token_loss")
 def _(place: Place) -> Iterator[Any]:
     tensor, data = (place.mesh[axis if axis in place.mesh.axes else ()] for axis in ("tp", "ring"))
     labels = torch.arange(6).reshape(2, 3) % 2
     yield loss.next_token_loss(place.noise(2, 3, 4), labels, tensor=tensor, data=data)
 
 
-@row("sp", "reduce_gradients", "clip_gradient_norm")
+@row(ROWS, "sp", "reduce_gradients", "clip_gradient_norm")
 def _(place: Place) -> Iterator[Any]:
     alone, shape = place.mesh[()], (place.comm.size, 3)
     for data, tensor in ((place.comm, alone), (alone, place.comm)):
@@ -155,7 +147,7 @@ def descend(model: nn.Module) -> None:
         parameter.sub_(cast("Tensor", parameter.grad))
 
 
-@row("tp ring dp", "train_step", "backward", "create")
+@row(ROWS, "tp ring dp", "train_step", "backward", "create")
 def _(place: Place) -> Iterator[Any]:
     """The loss, the norm, and all weights that several ranks hold, before and after a step."""
     for tp_sp in (False, True):
@@ -168,19 +160,19 @@ def _(place: Place) -> Iterator[Any]:
         yield from (step.loss, step.norm, *shared)
 
 
-@row("tp ring pp", "Decoder.prefill", "Decoder.decode")
+@row(ROWS, "tp ring pp", "Decoder.prefill", "Decoder.decode")
 def _(place: Place) -> Iterator[Any]:
     decoder = llama.Decoder(place.model(), [9, 9, 9])
     yield from (decoder.prefill(PROMPTS), decoder.decode([[1], [], [2]]))
 
 
-@row("tp ring pp dp", "generate")
+@row(ROWS, "tp ring pp dp", "generate")
 def _(place: Place) -> Iterator[Any]:
     sampling = llama.Sampling(temperature=1.0, seed=place.seed)
     yield llama.generate(place.model(), PROMPTS, max_tokens=3, sampling=sampling)
 
 
-@row("tp ring", "prefill_unequal")
+@row(ROWS, "tp ring", "prefill_unequal")
 def _(place: Place) -> Iterator[Any]:
     model, lengths = place.model(), [5, 1, 2, 3, 1]
     for name in ("balanced", "dynamic"):
@@ -189,7 +181,7 @@ def _(place: Place) -> Iterator[Any]:
         yield llama.prefill_unequal(model, texts, plan, pass_tokens=2)
 
 
-@row("pp tp", "loss_and_gradients")
+@row(ROWS, "pp tp", "loss_and_gradients")
 def _(place: Place) -> Iterator[Any]:
     texts = [place.common(1, length).abs().long() % 12 for length in (2, 5)]
     batches = [pipeline.MicroBatch(x, x, sp.Sharding.contiguous(x.shape[1], 1)) for x in texts]

@@ -25,8 +25,23 @@ Book = dict[str, Sent]
 TOKENS, KV = 12, 2 * 2 * 4
 """Tokens of a sequence, which all numbers of ranks divide; elements of keys and values of one."""
 
-ROWS: dict[tuple[str, ...], Callable[[Scene], None]] = {}
-"""What to run, by the names of the functions that it states and the axis that has all ranks."""
+Row = Callable[[Any], Any]
+Rows = dict[tuple[str, ...], Row]
+"""What to run, by axes and the names of the functions that it states."""
+
+ROWS: Rows = {}
+"""Rows for a `Scene`, all of whose ranks are along the axis."""
+
+
+def row(rows: Rows, *key: str) -> Callable[[Row], Row]:
+    """Enter a row."""
+
+    def enter(run: Row) -> Row:
+        assert key not in rows
+        rows[key] = run
+        return run
+
+    return enter
 
 
 class Scene:
@@ -90,17 +105,6 @@ class Scene:
         return TOKENS // self.size
 
 
-def row(axis: str, *names: str) -> Callable[[Callable[[Scene], None]], Callable[[Scene], None]]:
-    """Enter a row."""
-
-    def enter(run: Callable[[Scene], None]) -> Callable[[Scene], None]:
-        assert (*names, axis) not in ROWS
-        ROWS[*names, axis] = run
-        return run
-
-    return enter
-
-
 def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.ones(shape, dtype=dtype, requires_grad=True)
 
@@ -109,7 +113,7 @@ def parameter_bytes(module: nn.Module) -> int:
     return sum(p.nbytes for p in module.parameters())
 
 
-@row("sp", "Communicator.agree_on")
+@row(ROWS, "sp", "Communicator.agree_on")
 def _(scene: Scene) -> None:
     """The scene's mesh has check="off"."""
     with scene.sends(agreements=1):
@@ -118,7 +122,7 @@ def _(scene: Scene) -> None:
         assert scene.comm.agree_on(lambda: "a call", always=False) == ()
 
 
-@row("sp", "copy_all_to_group")
+@row(ROWS, "sp", "copy_all_to_group")
 def _(scene: Scene) -> None:
     dtypes = (torch.float64, torch.bfloat16, torch.float64, torch.float16)
     shapes: list[tuple[int, ...]] = [(2, 3), (4,), (), (3,)]
@@ -132,13 +136,13 @@ def _(scene: Scene) -> None:
         total.backward()
 
 
-@row("sp", "all_reduce_")
+@row(ROWS, "sp", "all_reduce_")
 def _(scene: Scene) -> None:
     with scene.sends(all_reduce=(1, 20)):
         sp.all_reduce_(torch.ones(5), comm=scene.comm)
 
 
-@row("sp", "SelfAttention.forward", "TransformerBlock.forward")
+@row(ROWS, "sp", "SelfAttention.forward", "TransformerBlock.forward")
 def _(scene: Scene) -> None:
     sharding, x = sp.Sharding.zigzag(TOKENS, scene.size), leaf(1, scene.own, 8)
     keys, sums = scene.to_others(scene.own * KV), scene.of_others(TOKENS * KV)
@@ -166,7 +170,7 @@ def _(scene: Scene) -> None:
         block(x, sharding=sharding, seed=1)
 
 
-@row("sp", "ColumnParallelLinear.forward", "RowParallelLinear.forward")
+@row(ROWS, "sp", "ColumnParallelLinear.forward", "RowParallelLinear.forward")
 def _(scene: Scene) -> None:
     sharding, x = sp.Sharding.striped(TOKENS, scene.size), leaf(2, scene.own, 5)
     gather, scatter = (
@@ -192,7 +196,7 @@ def _(scene: Scene) -> None:
         out.sum().backward()
 
 
-@row("sp", "ColumnParallelLinear.to_linear", "RowParallelLinear.to_linear")
+@row(ROWS, "sp", "ColumnParallelLinear.to_linear", "RowParallelLinear.to_linear")
 def _(scene: Scene) -> None:
     sharding, part = sp.Sharding.striped(TOKENS, scene.size), 12 // scene.size
     column = scene.parallel(sp.ColumnParallelLinear, 5, 12, sharding)
@@ -203,7 +207,7 @@ def _(scene: Scene) -> None:
         line.to_linear()
 
 
-@row("sp", "next_token_labels")
+@row(ROWS, "sp", "next_token_labels")
 def _(scene: Scene) -> None:
     sharding, tokens = (
         sp.Sharding.zigzag(TOKENS, scene.size),
@@ -216,7 +220,7 @@ def _(scene: Scene) -> None:
         loss.next_token_labels(tokens, comm=scene.comm, sharding=sharding)
 
 
-@row("sp", "next_token_loss")
+@row(ROWS, "sp", "next_token_loss")
 def _(scene: Scene) -> None:
     """As the ranks that split the vocabulary, and as those that have other tokens."""
     alone, logits, labels = scene.mesh[()], leaf(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64)
@@ -235,7 +239,7 @@ def _(scene: Scene) -> None:
         mean.backward()
 
 
-@row("sp", "reduce_gradients", "clip_gradient_norm")
+@row(ROWS, "sp", "reduce_gradients", "clip_gradient_norm")
 def _(scene: Scene) -> None:
     """As the ranks that have other tokens, as those that split the weights, and as stages."""
     alone, shape = scene.mesh[()], (scene.size, 3)
@@ -256,7 +260,7 @@ def _(scene: Scene) -> None:
             gradients.clip_gradient_norm(weights, 1.0, tensor=tensor, stages=stages)
 
 
-@row("sp", "shared_empty", "fence")
+@row(ROWS, "sp", "shared_empty", "fence")
 def _(scene: Scene) -> None:
     with scene.sends(agreements=1):
         x = sp.shared_empty((3,), comm=scene.comm)

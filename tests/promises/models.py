@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from llama_cases import Case
+from promises.alike import MODEL
 from promises.ledger import KV, ROWS as ROWS, TOKENS, Book, Scene, row
 from torch import Tensor
 
@@ -17,12 +17,11 @@ from sp_core.llama import pipeline, train
 from sp_core.llama.model import Pass
 from sp_core.nn import gradients, loss
 
-SMALL = Case((4, 2), dtype="float32", hidden=8, ffn=8, vocab=12)
-CONFIG = replace(SMALL.config, num_hidden_layers=2)
+CONFIG = replace(MODEL.config, num_hidden_layers=2)
 LAYERS, HIDDEN, VOCAB = 2, 8, 12
 
 
-@row("tp", "Grid.of", "create", "save", "load")
+@row(ROWS, "tp", "Grid.of", "create", "save", "load")
 def _(scene: Scene) -> None:
     with scene.sends(agreements=1):
         llama.Grid.of(scene.mesh)
@@ -37,7 +36,7 @@ def _(scene: Scene) -> None:
             llama.load(scene.folder / name, scene.mesh)
 
 
-@row("tp", "save_training", "load_training")
+@row(ROWS, "tp", "save_training", "load_training")
 def _(scene: Scene) -> None:
     """The tensors of the optimizer go as the weights do."""
     model = llama.create(CONFIG, scene.mesh)
@@ -55,7 +54,7 @@ def tokens_of(scene: Scene, length: int = TOKENS) -> Tensor:
     return torch.ones(1, length, dtype=torch.int64)
 
 
-@row("tp", "Llama.forward")
+@row(ROWS, "tp", "Llama.forward")
 def _(scene: Scene) -> None:
     model, times = llama.create(CONFIG, scene.mesh), 2 * LAYERS * scene.others + 1
     everywhere = sp.Sharding.contiguous(TOKENS, 1)
@@ -74,7 +73,7 @@ def _(scene: Scene) -> None:
         out.sum().backward()
 
 
-@row("tp", "Decoder.prefill", "Decoder.decode", "generate")
+@row(ROWS, "tp", "Decoder.prefill", "Decoder.decode", "generate")
 def _(scene: Scene) -> None:
     """Over the tensor ranks."""
     model, times = llama.create(CONFIG, scene.mesh), 2 * LAYERS * scene.others + 1
@@ -98,7 +97,7 @@ def _(scene: Scene) -> None:
         llama.generate(model, [[1, 2, 3], [4, 5]], max_tokens=3, stop=())
 
 
-@row("ring", "Decoder.prefill", "Decoder.decode")
+@row(ROWS, "ring", "Decoder.prefill", "Decoder.decode")
 def _(scene: Scene) -> None:
     """Over the sequence ranks."""
     grid_model = llama.create(CONFIG, scene.mesh, scheme="allgather_kv")
@@ -111,7 +110,7 @@ def _(scene: Scene) -> None:
         decoder.decode([[1]])
 
 
-@row("dp", "generate")
+@row(ROWS, "dp", "generate")
 def _(scene: Scene) -> None:
     """Over the replicas: the tokens of each sequence behind their number."""
     model = llama.create(CONFIG, scene.mesh)
@@ -119,7 +118,7 @@ def _(scene: Scene) -> None:
         llama.generate(model, [[1]] * scene.size, max_tokens=2, stop=())
 
 
-@row("pp", "forward", "loss_and_gradients", "sum_tied_gradients")
+@row(ROWS, "pp", "forward", "loss_and_gradients", "sum_tied_gradients")
 def _(scene: Scene) -> None:
     config = replace(CONFIG, num_hidden_layers=4, tie_word_embeddings=True)
     model, stages = llama.create(config, scene.mesh), scene.comm
@@ -139,7 +138,7 @@ def _(scene: Scene) -> None:
     assert stages.rank == scene.rank
 
 
-@row("tp", "backward", "train_step", "Llama.loss")
+@row(ROWS, "tp", "backward", "train_step", "Llama.loss")
 def _(scene: Scene) -> None:
     """What the parts of a step send, and no more; a single rank calls some with no other."""
     model, tensor, text = llama.create(CONFIG, scene.mesh), scene.comm, tokens_of(scene)
@@ -162,7 +161,7 @@ def _(scene: Scene) -> None:
                 train.backward(model, [[1] * TOKENS])
 
 
-@row("tp", "backward")
+@row(ROWS, "tp", "backward")
 def _(scene: Scene) -> None:
     """Recompute: each layer's two all-reduces once more. Two chunks: three more, as many bytes."""
     model, sent = llama.create(CONFIG, scene.mesh), list[Book]()
@@ -183,7 +182,7 @@ def _(scene: Scene) -> None:
     }
 
 
-@row("tp", "prefill_unequal")
+@row(ROWS, "tp", "prefill_unequal")
 def _(scene: Scene) -> None:
     """Over the tensor ranks: two sequences together, and three that wait."""
     model, times = llama.create(CONFIG, scene.mesh), 2 * LAYERS * scene.others + 1
@@ -198,7 +197,7 @@ def _(scene: Scene) -> None:
         llama.prefill_unequal(model, [[1] * n for n in plan.lengths], plan, pass_tokens=4)
 
 
-@row("ring", "prefill_unequal")
+@row(ROWS, "ring", "prefill_unequal")
 def _(scene: Scene) -> None:
     """Over the sequence ranks: only the last tokens' logits, and the numbers of their sequences."""
     model, size = llama.create(CONFIG, scene.mesh), scene.size

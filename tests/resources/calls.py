@@ -82,35 +82,6 @@ def use(subject: Subject, comm: Any, number: int) -> None:
             sum_tied_gradients(call.arguments["model"])
 
 
-def never_waited_for(comm: sp.Communicator, n: int) -> None:
-    """Bring a started collective to its end by `poll` only."""
-    sp.all_reduce_start(torch.ones(n), comm=comm, algorithm="ring")
-    while comm._pending:
-        comm.poll()
-
-
-def resident_attention(comm: sp.Communicator, n: int) -> None:
-    """Attend to keys and values that live in shared memory."""
-    q = torch.ones(1, n, 4, 4, requires_grad=True)
-    k, v = (sp.shared_empty((1, n, 2, 4), comm=comm).requires_grad_() for _ in range(2))
-    out: Any = sp.ring_attention(q, k, v, comm=comm, sharding=sharding_of(comm, n))
-    out.sum().backward()
-
-
-def sharding_of(comm: sp.Communicator, n: int) -> sp.Sharding:
-    """Split n tokens for each rank."""
-    return sp.Sharding.striped(comm.size * n, comm.size)
-
-
-def messages(comm: sp.Communicator, n: int) -> None:
-    """Count with the counter of a communicator, and exchange messages."""
-    counter = comm.counter()
-    counter.take()
-    counter.free()
-    other = comm.rank ^ 1
-    comm.wait(comm.exchange([(other, torch.ones(n))], [(other, torch.empty(n))]), "exchange")
-
-
 def refusals(comm: sp.Communicator, n: int) -> None:
     """Make errors, which every rank raises."""
     qkv: list[Tensor] = [torch.ones(1, n, 4, 4), *[torch.ones(1, n, 2, 4)] * 2]
@@ -129,5 +100,17 @@ def refusals(comm: sp.Communicator, n: int) -> None:
 
 def use_others(comm: sp.Communicator, n: int) -> None:
     """Use what no subject is on a group that shares memory, with sizes that follow from n."""
-    for other in (never_waited_for, resident_attention, messages, refusals):
-        other(comm, n)
+    sp.all_reduce_start(torch.ones(n), comm=comm, algorithm="ring")  # nobody waits for it
+    while comm._pending:
+        comm.poll()
+    q = torch.ones(1, n, 4, 4, requires_grad=True)
+    k, v = (sp.shared_empty((1, n, 2, 4), comm=comm).requires_grad_() for _ in range(2))
+    sharding = sp.Sharding.striped(comm.size * n, comm.size)
+    out: Any = sp.ring_attention(q, k, v, comm=comm, sharding=sharding)
+    out.sum().backward()
+    counter = comm.counter()
+    counter.take()
+    counter.free()
+    other = comm.rank ^ 1
+    comm.wait(comm.exchange([(other, torch.ones(n))], [(other, torch.empty(n))]), "exchange")
+    refusals(comm, n)

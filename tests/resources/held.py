@@ -26,15 +26,9 @@ GROWING = (dict, list, set, deque)
 
 
 class _Malloc(ctypes.Structure):
-    """What glibc's `mallinfo2` returns: ten numbers, of which two are the bytes in use."""
+    """Ten numbers of glibc's `mallinfo2`. The fifth and the eighth are the bytes in use."""
 
-    _fields_ = [
-        *((f"other {place}", ctypes.c_size_t) for place in range(4)),
-        ("mapped", ctypes.c_size_t),
-        *((f"more {place}", ctypes.c_size_t) for place in range(2)),
-        ("used", ctypes.c_size_t),
-        *((f"last {place}", ctypes.c_size_t) for place in range(2)),
-    ]
+    _fields_ = [("numbers", ctypes.c_size_t * 10)]
 
 
 def left_behind(comm: Any, call: Callable[[], object], rounds: int) -> list[str]:
@@ -137,5 +131,5 @@ def _of_product(name: object) -> bool:
 def _malloc_bytes() -> int:
     library = ctypes.CDLL(None)
     library.mallinfo2.restype = _Malloc
-    info = library.mallinfo2()
-    return int(info.used + info.mapped)
+    numbers = library.mallinfo2().numbers
+    return int(numbers[4] + numbers[7])

@@ -6,7 +6,6 @@ goes on after the last line. Exits with 1 where one failed.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import statistics
@@ -17,7 +16,7 @@ from typing import Any
 from soak.laws import FILES
 from soak.runs import STAGES, Run, carried_out
 from studies.commands import RANKS, ROOT
-from studies.records import add_line, read_lines, table, write
+from studies.records import add_line, named, read_lines, table, write
 
 from benchmarks import launching
 from benchmarks.launching import Options, about, commit, parse
@@ -80,8 +79,7 @@ def told(run: dict[str, Any]) -> str:
 def markdown(plain: dict[str, Any]) -> list[str]:
     """Return the lines of the report."""
     done = plain["runs"]
-    commits = {json.dumps(run["commit"]): run["commit"] for run in done}.values()
-    names = [f"{(c['sha'] or 'unknown')[:10]}{' with changes' * bool(c['dirty'])}" for c in commits]
+    commits = ", ".join(dict.fromkeys(named(run["commit"]) for run in done))
     lines = ["# The suite again and again", ""]
     for kind, where in KINDS.items():
         part = [run for run in done if run["kind"] == kind]
@@ -95,19 +93,18 @@ def markdown(plain: dict[str, Any]) -> list[str]:
     lines += [
         "",
         f"Each run has a seed of its own, drawn from {plain['seed']}, and two stages: ranks as "
-        f"threads, then `mpiexec -n {RANKS}`. {plain['cores']} cores; commit {', '.join(names)}; "
+        f"threads, then `mpiexec -n {RANKS}`. {plain['cores']} cores; commit {commits}; "
         f"test files: {len(plain['tests'])}.",
         "",
         *table(head, [_row(run) for run in done]),
     ]
-    failed = [run for run in done if run["failures"]]
-    lines += ["", "## What failed", ""] * bool(failed)
-    for run in failed:
-        name = f"- {run['kind']} {run['number']}, seed {run['seed']}"
-        lines += [
-            f"{name}, {f['test']}: {f['words']}\n\n      {f['command']}" for f in run["failures"]
-        ]
-    return lines
+    failed = [
+        f"- {run['kind']} {run['number']}, seed {run['seed']}, {f['test']}: {f['words']}\n\n"
+        f"      {f['command']}"
+        for run in done
+        for f in run["failures"]
+    ]
+    return [*lines, "", "## What failed", "", *failed] if failed else lines
 
 
 def _row(run: dict[str, Any]) -> tuple[object, ...]:

@@ -50,60 +50,46 @@ def carried_out(
         stages: some of STAGES.
         folder: for what they print.
     """
-    began = round(os.getloadavg()[0], 1)
+    ended: dict[str, Any] = {"seconds": {}, "tests": {}, "failures": []}
+    ended["load"] = round(os.getloadavg()[0], 1)
     with load((os.cpu_count() or 1) if wanted_run.kind == "loaded" else 0):
-        ended = {stage: run_stage(stage, wanted_run, files, folder) for stage in stages}
-    seconds, tests, failures = (
-        {stage: one[place] for stage, one in ended.items()} for place in range(3)
-    )
-    passed = all(tests.values()) and not any(failures.values())
-    return {
-        **wanted_run._asdict(),
-        "verdict": "passed" if passed else "failed",
-        "seconds": seconds,
-        "tests": tests,
-        "failures": [failure for *_, part in ended.values() for failure in part],
-        "load": began,
-    }
+        for stage in stages:
+            begin = time.monotonic()
+            number, failures = run_stage(stage, wanted_run, files, folder)
+            ended["seconds"][stage] = round(time.monotonic() - begin, 1)
+            ended["tests"][stage] = number
+            ended["failures"] += failures
+    passed = all(ended["tests"].values()) and not ended["failures"]
+    return {**wanted_run._asdict(), "verdict": "passed" if passed else "failed", **ended}
 
 
 def run_stage(
     stage: str, wanted_run: Run, files: Sequence[str], folder: Path
-) -> tuple[float, int, list[dict[str, str]]]:
+) -> tuple[int, list[dict[str, str]]]:
     """Run one stage.
 
     Returns:
-        Its seconds, its number of tests, and what went red or came to no end, with the command that
-        does it again.
+        Its number of tests, and what went red or came to no end, with the command that does it
+        again.
     """
     files = [file for file in files if stage == "threads" or file not in THREADS_ONLY]
     name, seed = f"{wanted_run.kind}-{wanted_run.number}-{stage}", wanted_run.seed
     xml = folder / f"{name}.xml"
-    xml.unlink(missing_ok=True)
     arguments = [*command(stage, seed, files), "-o", "junit_family=xunit1", f"--junitxml={xml}"]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "SP_PROFILE": "soak"}
-    begin = time.monotonic()
     code, text = printed(arguments, ROOT, variables, SECONDS)
-    seconds = round(time.monotonic() - begin, 1)
     tests = junit(xml)
+    xml.unlink(missing_ok=True)
     failed = [(test, said, [test]) for test, said in tests if said is not None]
     if not failed and (code != 0 or not tests):
         ended = f"no end after {SECONDS:g} s" if code is None else f"exit code {code}"
         failed = [(f"the {stage}", f"{ended}: {' '.join(text.split())}", files)]
     if failed:
         (folder / f"{name}.txt").write_text(text)
-    else:
-        xml.unlink()
-    failures = [
-        {
-            "stage": stage,
-            "test": test,
-            "words": short(said),
-            "command": repeated(stage, seed, ids),
-        }
+    return len(tests), [
+        {"stage": stage, "test": test, "words": short(said), "command": repeated(stage, seed, ids)}
         for test, said, ids in failed
     ]
-    return seconds, len(tests), failures
 
 
 def short(words: str) -> str:

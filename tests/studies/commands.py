@@ -1,19 +1,38 @@
-"""Run a command with a limit, and end all that it has started."""
+"""Run a child program: in a copy of the repository, apart from other processes, with a limit."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.launching import ROOT as ROOT, process
 
 RANKS = 4
 """As in `nox -s tests`: some tests need four."""
+UNCOPIED = (".git", ".[!g]*", "reports", "site", "*.tmp")
+APART = (
+    *("unshare", "--map-root-user", "--mount", "--mount-proc", "--pid", "--fork", "--kill-child"),
+    *("sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && "$@"; exit $?', "sh"),
+)
+"""Begin of a command that runs in its own namespace of processes, and has its own shared memory.
+
+Whatever it starts ends with it, and it can signal no process outside. A wrong edit of the code that
+ends leftover processes would else end those of the whole machine.
+"""
+
+
+@contextlib.contextmanager
+def copied() -> Iterator[Path]:
+    """Yield a copy of the repository, with what Python has compiled of it."""
+    with tempfile.TemporaryDirectory(prefix="sp_core-", ignore_cleanup_errors=True) as name:
+        shutil.copytree(ROOT, name, ignore=shutil.ignore_patterns(*UNCOPIED), dirs_exist_ok=True)
+        yield Path(name)
 
 
 def on_ranks(seconds: float, *arguments: str, ranks: int = RANKS) -> list[str]:
@@ -30,24 +49,6 @@ def outside(**more: str) -> dict[str, str]:
     return kept | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"} | more
 
 
-def run(
-    arguments: Sequence[str],
-    folder: Path,
-    output: int,
-    variables: Mapping[str, str],
-    seconds: float,
-) -> int | None:
-    """Run a command to its end, or to the end of its time.
-
-    Returns:
-        The exit code; None if the time was up.
-    """
-    ended = contextlib.suppress(subprocess.TimeoutExpired)
-    with ended, process(arguments, output, folder, variables) as started:
-        return started.wait(seconds)
-    return None
-
-
 def printed(
     arguments: Sequence[str], folder: Path, variables: Mapping[str, str], seconds: float
 ) -> tuple[int | None, str]:
@@ -56,8 +57,11 @@ def printed(
     Returns:
         The exit code, None if the time was up; and its output and errors as one text.
     """
+    code = None
     with tempfile.TemporaryFile("w+", errors="replace") as file:
-        code = run(arguments, folder, file.fileno(), variables, seconds)
+        in_time = contextlib.suppress(subprocess.TimeoutExpired)
+        with in_time, process(arguments, file.fileno(), folder, variables) as started:
+            code = started.wait(seconds)
         file.seek(0)
         return code, file.read()
 
@@ -66,7 +70,5 @@ def mpi_library() -> str:
     """Return the MPI library, asked in a process of its own: this one must not start it."""
     asked = "name, numbers = MPI.get_vendor(); print(name, '.'.join(map(str, numbers)))"
     program = f"import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; {asked}"
-    answer = subprocess.run(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=False
-    )
-    return answer.stdout.strip() or "no MPI"
+    code, text = printed([sys.executable, "-c", program], ROOT, os.environ, 60)
+    return text.strip() if code == 0 else "no MPI"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import xml.etree.ElementTree as ET
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,11 @@ def junit(path: Path) -> list[tuple[str, str | None]]:
         said = " ".join(" ".join(one.text or one.get("message") or "" for one in bad).split())
         found.append(("::".join(filter(None, parts)), said if bad else None))
     return found
+
+
+def named(commit: Mapping[str, Any]) -> str:
+    """Return the short name of a commit, as `benchmarks.launching.commit` tells of it."""
+    return f"{(commit['sha'] or 'unknown')[:10]}{' with changes' * bool(commit['dirty'])}"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:

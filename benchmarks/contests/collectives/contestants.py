@@ -132,8 +132,7 @@ def summed_in_place(field: Field) -> Runner | None:
     """Our all-reduce of a tensor in shared memory that becomes the sum."""
     if field.op != "all_reduce":
         return None
-    comm = field.mesh["all"]
-    x = in_shared_memory(field.x, field)
+    comm, x = field.mesh["all"], in_shared_memory(field.x, field)
     made = sp.plan("all_reduce_", x, comm=comm, algorithm="window")
     result = partial(on_input, field, x, lambda: made.run().clone())
     return Runner(made.run, result, lambda: comm.counters["all_reduce"].scratch)
@@ -144,9 +143,8 @@ def read_in_place(field: Field) -> Runner | None:
     if field.op != "shift":
         return None
     comm = field.mesh["all"]
-    mine = in_shared_memory(field.x, field)
-    theirs = sp.peer(mine, (comm.rank - 1) % comm.size, comm=comm)
-    return Runner(lambda: sp.fence(comm=comm), lambda: theirs)
+    theirs = sp.peer(in_shared_memory(field.x, field), (comm.rank - 1) % comm.size, comm=comm)
+    return Runner(partial(sp.fence, comm=comm), lambda: theirs)
 
 
 def barrier(field: Field) -> Runner:
@@ -215,9 +213,8 @@ CONTESTANTS: dict[str, Maker] = {
 
 def expected(field: Field) -> Tensor:
     """Return the result in float64; it is empty if this rank receives nothing."""
-    everybody = [
-        torch.from_numpy(x) for x in field.world.allgather(field.x.numpy().astype(np.float64))
-    ]
+    inputs = field.world.allgather(field.x.numpy().astype(np.float64))
+    everybody = [torch.from_numpy(x) for x in inputs]
     how = {"dim": 0, "offset": 1, "root": 0, "split_dim": 0, "concat_dim": 0}
     wanted: Tensor = DEFINITIONS[field.op](everybody, how)[field.world.rank]
     return wanted[:0] if field.op == "reduce" and field.world.rank else wanted
@@ -225,10 +222,9 @@ def expected(field: Field) -> Tensor:
 
 def error_of(found: Tensor, wanted: Tensor) -> float:
     """Return the largest error in roundings of the exact sum to bfloat16."""
-    if wanted.numel() == 0:
-        return 0.0
     difference = (found[: wanted.numel()].double() - wanted).abs()
-    return float((difference / (wanted.abs() * 2**-8 + 1e-30)).max())
+    roundings = difference / (wanted.abs() * 2**-8 + 1e-30)
+    return float(roundings.max()) if wanted.numel() else 0.0
 
 
 GLOO_SECONDS = 150.0
@@ -246,11 +242,8 @@ def heat(
     generator = torch.Generator().manual_seed(world.rank)
     x = torch.randn(count, generator=generator).bfloat16().float()  # bf16 is given the same
     field, counters = Field(world, mesh, op, x), mesh["all"].counters
-    runners: dict[str, Runner] = {}
-    for name in names:
-        counters.reset()
-        if (made := CONTESTANTS[name](field)) is not None:
-            runners[name] = made
+    made = {name: CONTESTANTS[name](field) for name in names}
+    runners = {name: runner for name, runner in made.items() if runner is not None}
     wanted, scratch = expected(field), {}
     for name, runner in runners.items():
         counters.reset()
@@ -275,7 +268,12 @@ def measure(kind: str, rank: Rank) -> dict[str, Any]:
     ):
         record = facts(world, mesh.device, mesh["all"].transport.name)
         if kind == "regret":
-            return {**record, **choices(world, mesh["all"])}
+            # every algorithm is sampled, and constants that are not fitted on these samples
+            samples = (world, mesh["all"], CHOICE_SECONDS, JUDGED, CHOICE_ROUNDS)
+            sizes = [x for x in JUDGED if x in FITTED]
+            bare = measuring.primitives(world, mesh["all"], CHOICE_SECONDS / 4, sizes)
+            cases = judged(bare, measuring.collectives(*samples))
+            return {**record, "cases": cases, "summary": summary(cases)}
         if kind == "default":
             Gloo(rank.folder, world, GLOO_SECONDS)
             stack.callback(dist.destroy_process_group)
@@ -293,18 +291,6 @@ JUDGED = (
 )  # and those between up to 16 MiB, at which nothing was fitted
 CHOICE_SECONDS, CHOICE_ROUNDS = 0.08, 6
 """For each size and collective, where so many rounds do not take longer."""
-
-
-def choices(world: Intracomm, group: sp.Communicator) -> Record:
-    """Return the regret of every collective and size, and what it comes to.
-
-    Every algorithm is sampled, and constants that are not fitted on these samples.
-    """
-    bare = measuring.primitives(
-        world, group, CHOICE_SECONDS / 4, [x for x in JUDGED if x in FITTED]
-    )
-    cases = judged(bare, measuring.collectives(world, group, CHOICE_SECONDS, JUDGED, CHOICE_ROUNDS))
-    return {"cases": cases, "summary": summary(cases)}
 
 
 def judged(bare: Tuning, samples: measuring.Samples) -> list[Record]:
@@ -328,17 +314,18 @@ def judged(bare: Tuning, samples: measuring.Samples) -> list[Record]:
             )
             name = decide(tuning, op, tuning.nodes, nbytes, among=tuple(by_name), planned=True)
             best = min(seconds, key=lambda other: seconds[other])
-            case = {
-                "op": op,
-                "nbytes": nbytes,
-                "chosen": name,
-                "best": best,
-                "seconds": seconds[name],
-                "least": seconds[best],
-                "predicted": predict(tuning, op, name, tuning.nodes, nbytes),
-                "plain": modelled(tuning, op, name, tuning.nodes, nbytes),
-            }
-            found.append(case)
+            found.append(
+                {
+                    "op": op,
+                    "nbytes": nbytes,
+                    "chosen": name,
+                    "best": best,
+                    "seconds": seconds[name],
+                    "least": seconds[best],
+                    "predicted": predict(tuning, op, name, tuning.nodes, nbytes),
+                    "plain": modelled(tuning, op, name, tuning.nodes, nbytes),
+                }
+            )
     return found
 
 
@@ -348,21 +335,19 @@ def summary(found: Sequence[Record]) -> Record:
     lost = [(case["seconds"] - case["least"]) * 1e6 for case in found]
     # who is within the microseconds has lost nothing that counts
     counting = [s * (us > MICROSECONDS) for s, us in zip(shares, lost, strict=True)]
-    percentile = partial(np.quantile, q=0.95, method="inverted_cdf")
-    median, beyond = statistics.median(shares), float(percentile(counting))
-    errors = {
-        kind: [abs(case[kind] / case["seconds"] - 1) for case in found]
-        for kind in ("predicted", "plain")
-    }
-    error, model = (
-        {"median": statistics.median(x), "p95": float(percentile(x))} for x in errors.values()
+    errors = ([abs(x[kind] / x["seconds"] - 1) for x in found] for kind in ("predicted", "plain"))
+    regret, beyond, error, model = (
+        {
+            "median": statistics.median(values),
+            "p95": float(np.quantile(values, 0.95, method="inverted_cdf")),
+        }
+        for values in (shares, counting, *errors)
     )
     return {
         "cases": len(found),
-        "median": median,
-        "p95": float(percentile(shares)),
-        "p95_beyond_microseconds": beyond,
-        "reached": median <= MEDIAN and beyond <= WORST,
+        **regret,
+        "p95_beyond_microseconds": beyond["p95"],
+        "reached": regret["median"] <= MEDIAN and beyond["p95"] <= WORST,
         "prediction_error": error,
         "model_error": model,
     }

@@ -182,10 +182,8 @@ def judged(row: Row, nbytes: int, launches: Sequence[Record]) -> tuple[Requireme
 
     Two that took turns are compared round by round, over the rounds of all launches.
     """
-    if row.microseconds is not None:
-        required = Requirement(row.what, "<=", row.microseconds, None)
-    else:
-        required = Requirement(row.what, ">=", row.target, None)
+    limit = (">=", row.target) if row.microseconds is None else ("<=", row.microseconds)
+    required = Requirement(row.what, *limit, None)
     kinds = (launch["heats"] for launch in launches if launch["kind"] == row.kind)
     found = [heats[heat_of(row, nbytes)] for heats in kinds if heat_of(row, nbytes) in heats]
     there = [name for name in row.ours if found and all(name in heat["samples"] for heat in found)]
@@ -226,18 +224,16 @@ TIMES = {"us": "seconds", "of the best": "least", "predicted us": "predicted", "
 
 def regrets(launch: Record) -> Table:
     """Return a table of the worst choices of "auto", with the required figures in its title."""
-    told, off = launch["summary"], launch["summary"]["prediction_error"]
-    plain = told["model_error"]
+    told = launch["summary"]
     title = (
         f"auto over {told['cases']} cases: median regret {told['median']:.1%} "
         f"(<= {MEDIAN:.0%}), 95th percentile {told['p95']:.1%}, "
         f"{told['p95_beyond_microseconds']:.1%} where more than {MICROSECONDS:g} us "
         f"(<= {WORST:.0%}): {'reached' if told['reached'] else 'not reached'}"
     )
-    note = (
-        f"prediction off by {off['median']:.0%} (median), {off['p95']:.0%} (95th); "
-        f"the model without corrections by {plain['median']:.0%}, {plain['p95']:.0%}"
-    )
+    note = "prediction off by {median:.0%} (median), {p95:.0%} (95th); ".format(
+        **told["prediction_error"]
+    ) + "the model without corrections by {median:.0%}, {p95:.0%}".format(**told["model_error"])
     worst = sorted(launch["cases"], key=lambda case: case["least"] / case["seconds"])[:SHOWN]
     rows = [
         (
@@ -258,30 +254,30 @@ def variables(kind: str) -> tuple[str, ...]:
 
 def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
     """Return the launches: `--launches` of each kind in turn, and one for the choices of "auto"."""
-    entries = []
-    for number in range(options.launches):
-        for kind in KINDS if number == 0 else KINDS[:-1]:
-            launch = Launch(timeout=options.timeout, variables=variables(kind))
-            name, measure = f"{kind} {number + 1}", f"{__package__}.contestants:measure"
-            entries.append(Entry(name, RANKS, measure, kind, launch, {"kind": kind}))
-    return {"ranks": RANKS}, entries
+    return {"ranks": RANKS}, [
+        Entry(
+            *(f"{kind} {number + 1}", RANKS, kind, {"kind": kind}),
+            launch=Launch(variables=variables(kind)),
+        )
+        for number in range(options.launches)
+        for kind in (KINDS if number == 0 else KINDS[:-1])
+    ]
 
 
 def show(document: Record) -> Iterator[Part]:
     """Yield all tables of a document."""
     launches = document["launches"]
-    first, env = launches[0], launches[0]["env"]
-    mpi = first["transport"]["mpi"]
-    machine = f"{first['device']['name']}, {env['cores']} cores, {document['commit']['sha']}"
-    yield f"{mpi['vendor']} {mpi['version']}, torch {env['torch']}, {machine}"
+    first, env, mpi = launches[0], launches[0]["env"], launches[0]["transport"]["mpi"]
+    yield (
+        f"{mpi['vendor']} {mpi['version']}, torch {env['torch']}, {first['device']['name']}, "
+        f"{env['cores']} cores, {document['commit']['sha']}"
+    )
     timed = [launch for launch in launches if "heats" in launch]
     chosen = [row for row in ROWS if timed and row.only in ("", mpi["vendor"])]
     shown = [cells(row, nbytes, timed) for row in chosen for nbytes in row.nbytes]
     if shown:
         yield make(f"{mpi['vendor']}, {document['ranks']} ranks, float32", COLUMNS, shown)
-    for launch in launches:
-        if "summary" in launch:
-            yield regrets(launch)
+    yield from (regrets(launch) for launch in launches if "summary" in launch)
 
 
 OPTIONS = {
@@ -290,5 +286,7 @@ OPTIONS = {
     )
 }
 collectives = Contest(
-    "collectives", __doc__, OPTIONS, plan, show, "collectives_{mpi}.json", timeout=150.0
+    *("collectives", __doc__, OPTIONS, plan, f"{__package__}.contestants:measure", show),
+    file="collectives_{mpi}.json",
+    timeout=150.0,
 )

@@ -13,18 +13,34 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import msgspec
+import torch
+from torch import Tensor
 
+import sp_core as sp
 from benchmarks.contests.contest import Contest, Entry, Part, installed, requirements
 from benchmarks.contests.netlab.hosts import AGENT, ALONE, names
 from benchmarks.launching import Launch, Record, UsageError, about
+from benchmarks.machine import environment
+from benchmarks.sample import Span, makespans, race
 from benchmarks.statistics import Interval, Requirement, exact_interval
+from benchmarks.worker import Intracomm, Rank
+from sp_core.attention import Logits
+from sp_core.schedules import ALGORITHMS
+from sp_core.schemes.problem import Problem
+from sp_core.schemes.ring import circulate
+from sp_core.transport import Done, Handle, HostTransport, Messages
+from tests.oracle.collective_cases import Case
+from tests.oracle.link import LinkModel
 
 MODEL = (
     "link model inside the transport, on this machine, because there is no root; the library's own "
@@ -82,19 +98,177 @@ SETTINGS = (
     Setting(THREE, "all_reduce", hosts=3, contestants=(RING, LIBRARY), rounds=11),
     Setting(TINY, nbytes=1 << 10, contestants=(DOUBLING, LIBRARY), **FAR),
     Setting(SMALL, nbytes=1 << 16, contestants=(DOUBLING, LIBRARY), **FAR),
-    Setting(
-        *(NODES, "all_reduce"),
-        hosts=2,
-        per_host=2,
-        contestants=(HIERARCHY, RING, LIBRARY),
-        rounds=11,
-    ),
+    Setting(NODES, "all_reduce", 2, 2, contestants=(HIERARCHY, RING, LIBRARY), rounds=11),
     Setting(ATTENTION, "overlap", hosts=2, rounds=25),
 )
 """All launches."""
 
 Of = Callable[[str], float]
 """Seconds of a contestant in one round."""
+
+Step = Callable[[], object]
+PORT = 7077
+LEAD_SECONDS = 0.02  # until the last rank has heard of it, over links of a few milliseconds
+LATE_SECONDS = 3e-4  # a rank that begins later than this makes the sample be taken again
+NAP_SECONDS = 2e-4
+TRIES = 5
+TOKENS, HEADS, HEAD_DIM = 2048, 8, 64
+"""Of each rank: attention to a block takes longer than the block's way at 1 Gbit/s."""
+
+
+def all_reduces(setting: Setting, mesh: sp.Mesh) -> dict[str, Step]:
+    """Return the contestants, each found to be right.
+
+    Raises:
+        RuntimeError: one is wrong.
+    """
+    base, size = torch.arange(setting.nbytes // 4).remainder(97).float(), mesh.size
+    x, wanted = base + mesh.rank, base * size + size * (size - 1) // 2
+    found: dict[str, Step] = {}
+    for name in setting.contestants:
+        if name != LIBRARY or not setting.modelled:
+            algorithm = "mpi" if name == LIBRARY else name
+            made = sp.plan("all_reduce", x, comm=mesh["hosts", "ranks"], algorithm=algorithm)
+            check(f"all_reduce by {name}", made.run(), wanted)
+            found[name] = made.run
+    return found
+
+
+def check(what: str, got: object, expected: Tensor) -> None:
+    """Raise where a result is not exactly what it must be."""
+    if not isinstance(got, Tensor) or not torch.equal(got, expected):
+        raise RuntimeError(f"{what} is wrong: {got} instead of {expected}")
+
+
+class Stream:
+    """One TCP stream from the first host to the last, without MPI: what the link can carry."""
+
+    def __init__(self, world: Intracomm, address: str) -> None:
+        self._buffer = bytearray(STREAM_BYTES)
+        self._sends, self._receives = world.rank == 0, world.rank == world.size - 1
+        listener = socket.create_server((address, PORT)) if self._sends else None
+        world.Barrier()
+        if self._receives:
+            self._end = socket.create_connection((address, PORT), timeout=30)
+        if listener is not None:
+            self._end = listener.accept()[0]
+
+    def __call__(self) -> None:
+        """Carry the bytes once; ranks at neither end do nothing."""
+        if self._sends:
+            self._end.sendall(self._buffer)
+            self._end.recv(1)  # else the next stream would begin while this one still arrives
+        if self._receives:
+            left = memoryview(self._buffer)
+            while left:
+                left = left[self._end.recv_into(left) :]
+            self._end.sendall(b".")
+
+
+class _Nowhere(HostTransport):
+    """A transport in which every message is complete at once and brings nothing."""
+
+    def exchange(self, sends: Messages, recvs: Messages) -> Handle:
+        return Done()
+
+
+def overlaps(world: Intracomm, mesh: sp.Mesh, idle: sp.Mesh) -> dict[str, Step]:
+    """Ring attention; the same without its messages; its messages without the rest."""
+    torch.manual_seed(mesh.rank)
+    q, k, v = (torch.randn(1, TOKENS, HEADS, HEAD_DIM) for _ in range(3))
+    sharding = sp.Sharding.contiguous(TOKENS * mesh.size, mesh.size)
+    comm, silent = mesh["hosts", "ranks"], idle["hosts", "ranks"]
+    problem = Problem(comm, sharding, sharding, sp.Mask(), Logits(1.0))
+    result = sp.ring_attention(q, k, v, comm=comm, sharding=sharding)
+    torch.testing.assert_close(
+        result, sp.allgather_kv_attention(q, k, v, comm=comm, sharding=sharding)
+    )
+    silent.transport = _Nowhere(world)
+    return {
+        "both": partial(sp.ring_attention, q, k, v, comm=comm, sharding=sharding),
+        "compute": partial(sp.ring_attention, q, k, v, comm=silent, sharding=sharding),
+        "communication": lambda: [None for _ in circulate(k, v, problem)],
+    }
+
+
+def begin(world: Intracomm) -> tuple[float, float]:
+    """Wait for the time that rank 0 has chosen, mostly asleep; return it, and how late this was.
+
+    A barrier would let ranks go a link's delay apart; spinning would keep ranks that share a core
+    from it; and in sleep alone a library that sends only when it is called would keep the news to
+    itself.
+    """
+    start: float = world.bcast(time.perf_counter() + LEAD_SECONDS)
+    while (left := start - time.perf_counter()) > 0:
+        world.Iprobe()
+        time.sleep(min(left, NAP_SECONDS))
+    return start, time.perf_counter() - start
+
+
+def sample(world: Intracomm, step: Step) -> Span:
+    """Time a step of this rank from the common beginning on; of some tries take the least late."""
+    tries: list[tuple[float, float, float]] = []
+    for _ in range(TRIES):
+        start, late = begin(world)
+        step()
+        end = time.perf_counter()
+        tries.append((max(world.allgather(late)), start, end))
+        if tries[-1][0] < LATE_SECONDS:
+            break
+    _, start, end = min(tries)
+    return start, end
+
+
+def check_all(comm: sp.Communicator, *, library: bool) -> int:
+    """Compare every collective by every algorithm with its definition; return their number."""
+    absent = (*(() if library else ("auto", "mpi")), *(("window",) if comm.window is None else ()))
+    chosen = [
+        (op, name) for op, names in ALGORITHMS.items() for name in names if name not in absent
+    ]
+    for number, (op, algorithm) in enumerate(chosen):
+        case = Case(op, 0, 1, "float32", "plain", 1, True, False, number, algorithm)
+        inputs = case.inputs(comm.size)
+        check(
+            f"{op} by {algorithm}",
+            case.call(inputs[comm.rank], comm),
+            case.expected(inputs, comm.rank, comm.size),
+        )
+    return len(chosen)
+
+
+def measure(values: Any, rank: Rank) -> Record:
+    """Carry out one launch."""
+    from mpi4py import MPI
+
+    setting, world = msgspec.convert(values, Setting), rank.world
+    hosts = sorted(set(world.allgather(socket.gethostname())))
+    library = MPI.Get_library_version().splitlines()[0].strip("\0 ")
+    known = {"mpi": library, "env": environment(), "hosts": hosts}
+    make = partial(sp.Mesh, world, hosts=setting.hosts, ranks=setting.per_host)
+    carrier: Any = LinkModel(setting.delay, setting.rate / 8) if setting.modelled else "auto"
+    usual = "ring" if setting.modelled else "auto"  # the model carries no collective of the library
+    with (
+        make(transport=carrier) as mesh,
+        make(check="off", transport=carrier, algorithm=usual) as quick,
+        make(check="off") as idle,
+    ):
+        if setting.kind == "check":
+            checked = check_all(mesh["hosts", "ranks"], library=not setting.modelled)
+            return {**known, "checked": checked}
+        steps = (
+            all_reduces(setting, quick)
+            if setting.kind == "all_reduce"
+            else overlaps(world, quick, idle)
+        )
+        if not setting.modelled:
+            address: str = world.bcast(socket.gethostbyname(socket.gethostname()))  # of rank 0
+            steps = {STREAM: Stream(world, address), **steps}
+        runners = {name: partial(sample, world, step) for name, step in steps.items()}
+        spans = race(world, runners, setting.rounds + 1, seed=0)
+    # contestants take turns; the first round only warms up
+    seconds = {name: makespans(by_rank)[1:] for name, by_rank in spans.items()}
+    modelled = {STREAM: [STREAM_BYTES * 8 / setting.rate] * setting.rounds}
+    return {**known, "seconds": {**modelled, **seconds}}
 
 
 def across(mpi: str, hosts: int, per_host: int) -> tuple[str, ...]:
@@ -115,20 +289,19 @@ def check_system() -> None:
     """Raise `UsageError` where root lacks what hosts are made with."""
     missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
     if missing:
-        text = f"{', '.join(missing)} not found on the PATH. Install iproute2 with apt-get."
-        raise UsageError(text)
+        names = ", ".join(missing)
+        raise UsageError(f"{names} not found on the PATH. Install iproute2 with apt-get.")
     if not Path("/dev/net/tun").exists():
-        text = "there is no /dev/net/tun, which links with a delay need. Load the module tun."
-        raise UsageError(text)
+        raise UsageError("/dev/net/tun, which links with a delay need, is not there. Load tun.")
 
 
-def hosted(setting: Setting, mpi: str, options: argparse.Namespace) -> Launch:
+def hosted(setting: Setting, mpi: str) -> Launch:
     """Return how ranks are started on emulated hosts, which exist as long as the launch."""
     module = (sys.executable, "-m", "benchmarks.contests.netlab.hosts")
     hosts = (*ALONE, *module, str(setting.hosts), str(setting.rate), str(setting.delay), "env")
     variables = [f"{name}={value}" for name, value in TCP[mpi].items()]
     mpi_args = across(mpi, setting.hosts, setting.per_host)
-    return Launch(timeout=options.timeout, mpi_args=mpi_args, around=(*hosts, *variables))
+    return Launch(mpi_args=mpi_args, around=(*hosts, *variables))
 
 
 def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
@@ -146,11 +319,11 @@ def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
             setting = msgspec.structs.replace(
                 one, modelled=modelled, rounds=options.rounds or one.rounds
             )
-            launch = Launch(timeout=options.timeout) if modelled else hosted(setting, mpi, options)
+            launch = Launch() if modelled else hosted(setting, mpi)
             known = {"setting": msgspec.structs.asdict(setting)}
-            work = (one.hosts * one.per_host, f"{__package__}.measure:measure", setting)
+            work = (one.name, one.hosts * one.per_host, setting, known, launch)
             # MPICH's launcher now and then dies while it starts; no result was wrong then
-            entries.append(Entry(one.name, *work, launch, known, again="demux engine error"))
+            entries.append(Entry(*work, again="demux engine error"))
     return {"mpi": mpi, "net": MODEL if modelled else "network namespaces"}, entries
 
 
@@ -160,11 +333,10 @@ def show(document: Record) -> Iterator[Part]:
     yield f"{document['mpi']} over {document['net']}"
     for name, launch in launches.items():
         if "checked" in launch:
-            text = f"{launch['checked']} algorithms right on {', '.join(launch['hosts'])}"
+            yield f"{name}: {launch['checked']} algorithms right on {', '.join(launch['hosts'])}"
         else:
             seconds = launch["seconds"].items()
-            text = "ms: " + ", ".join(f"{who} {median(x) * 1e3:.2f}" for who, x in seconds)
-        yield f"{name}: {text}"
+            yield f"{name}: ms: {', '.join(f'{who} {median(x) * 1e3:.2f}' for who, x in seconds)}"
     title = "over the link" if document["mpi"] == "mpich" else "over the link (required of MPICH)"
     yield requirements(title, rows(launches))
 
@@ -179,17 +351,11 @@ def rows(launches: Mapping[str, Record]) -> list[Requirement]:
     required: tuple[tuple[str, str, float, str, Callable[[Of], float]], ...] = (
         (f"all_reduce {PAIR}: {bound}", "<=", 1.05, PAIR, lambda of: of(RING) / of(STREAM)),
         (
-            f"all_reduce {THREE}: {bound}",
-            "<=",
-            1.05,
-            THREE,
+            *(f"all_reduce {THREE}: {bound}", "<=", 1.05, THREE),
             lambda of: of(RING) * 3 / 4 / of(STREAM),
         ),
         (
-            f"all_reduce {THREE}: library / {RING}",
-            ">=",
-            2.4,
-            THREE,
+            *(f"all_reduce {THREE}: library / {RING}", ">=", 2.4, THREE),
             lambda of: of(LIBRARY) / of(RING),
         ),
         (f"all_reduce {TINY}: {faster}", ">=", 2.0, TINY, lambda of: of(LIBRARY) / of(DOUBLING)),
@@ -224,4 +390,8 @@ OPTIONS = {
     "--rounds": about(type=int, metavar="N", help="samples of each contestant"),
     "--link-model": about(action="store_true", help="the model of the link, as without root"),
 }
-netlab = Contest("netlab", __doc__, OPTIONS, plan, show, "netlab-{mpi}.json", timeout=90.0)
+netlab = Contest(
+    *("netlab", __doc__, OPTIONS, plan, f"{__package__}.table:measure", show),
+    file="netlab-{mpi}.json",
+    timeout=90.0,
+)

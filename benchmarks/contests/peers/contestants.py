@@ -88,26 +88,23 @@ def part(whole: Sequence[Tensor], positions: Tensor, *, heads_first: bool) -> Pa
     return Part(tuple(x.requires_grad_() for x in qkv), grad, positions)
 
 
-def undivided(whole: Sequence[Tensor]) -> Part:
-    """Take all tokens, in the layout in which torch is fastest."""
-    everywhere = torch.arange(whole[0].shape[1], device=whole[0].device)
-    return part(whole, everywhere, heads_first=True)
+def alone(whole: Sequence[Tensor], mask: Mapping[str, Any] | None) -> tuple[Tensor, ...]:
+    """Compute out, dq, dk and dv in one process, (1, S, H, D) each.
 
-
-def alone(whole: Sequence[Tensor], mask: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """Compute out, dq, dk and dv in one process, (1, S, H, D) each."""
-    everywhere = range(whole[0].shape[1])
-    seen = visible(everywhere, everywhere, **mask).to(whole[0].device)
-    return tuple(x.detach() for x in undivided(whole).run(functools.partial(plain, seen=seen)))
-
-
-def errors(results: Sequence[Tensor], mine: Part, expected: Sequence[Tensor]) -> list[float]:
-    """Return the largest |result - expected| over the largest |expected|, of out, dq, dk and dv.
-
-    Where a result is not finite, the error is infinite.
+    Args:
+        whole: what `draw` returned.
+        mask: that of the definition; None computes as fast as torch can, with a causal mask.
     """
+    everywhere = torch.arange(whole[0].shape[1], device=whole[0].device)
+    seen = None if mask is None else visible(everywhere, everywhere, **mask)
+    mine = part(whole, everywhere, heads_first=True)
+    return tuple(x.detach() for x in mine.run(functools.partial(plain, seen=seen)))
+
+
+def errors(results: Sequence[Tensor], positions: Tensor, expected: Sequence[Tensor]) -> list[float]:
+    """Return the `distance` of out, dq, dk and dv at some positions from those of all tokens."""
     pairs = zip(results, expected, strict=True)
-    return [distance(x.detach(), y[:, mine.positions]) for x, y in pairs]
+    return [distance(x.detach(), y[:, positions]) for x, y in pairs]
 
 
 def distance(x: Tensor, y: Tensor) -> float:
@@ -150,11 +147,10 @@ class Heat:
 
     def __init__(self, world: Intracomm, whole: tuple[Tensor, ...]) -> None:
         self.world, self._whole = world, whole
-        exact, mine = [x.float() for x in whole], undivided(whole)
-        by_name = masks(whole[0].shape[1])
+        exact, by_name = [x.float() for x in whole], masks(whole[0].shape[1])
         self._expected = functools.cache(lambda mask: alone(exact, by_name[mask]))
         self._part = functools.cache(self._take)  # every sample has the same memory
-        single = max(errors(mine.run(plain), mine, self._expected("causal")))
+        single = max(map(distance, alone(whole, None), self._expected("causal")))
         self._limit = LIMIT + 2 * single + world.size * torch.finfo(whole[0].dtype).eps / 2
 
     def check(self, contestant: Contestant) -> Record:
@@ -165,7 +161,8 @@ class Heat:
         found = [0.0] * len(names)
 
         def compare(mine: Part, results: Sequence[Tensor]) -> None:
-            found[:] = errors(results, mine, self._expected(contestant.mask)[: len(names)])
+            wanted = self._expected(contestant.mask)[: len(names)]
+            found[:] = errors(results, mine.positions, wanted)
 
         act = functools.partial(self.sample, contestant, compare)
         return attempt(self.world, act, found, names, self._limit)
@@ -189,7 +186,7 @@ class Heat:
         """Return this rank's tokens."""
         sharding: Sharding = getattr(Sharding, layout)(self._whole[0].shape[1], ranks)
         positions = sharding.positions(self.world.rank if ranks > 1 else 0)
-        chosen = torch.as_tensor(list(positions), device=self._whole[0].device)
+        chosen = torch.as_tensor(positions, device=self._whole[0].device)
         return part(self._whole, chosen, heads_first=heads_first)
 
 

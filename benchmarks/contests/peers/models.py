@@ -1,12 +1,18 @@
-"""Time a LLaMA of transformers: ours, accelerate's context parallel and ALST, over gloo.
+"""Time LLaMAs: training steps of a model of transformers, and tokens that continue a text.
 
-One pair of processes takes turns. A step is forward and backward of one sequence, with the
-gradients of the whole sequence at its end. Ours sends its messages over gloo as the others do, or
-through memory that the ranks share (transport "window"). The loss and all gradients of each
-contestant are compared with those of one process before it is timed. accelerate shards the weights
-too, as its context parallel needs it. torch's context parallel, which it enters, has no kernel for
-a CPU: its ring gets the one of torch. ALST gets one all-reduce of its gradients, in place of
-DeepSpeed's engine. Exit code as of `nox -s peers`.
+`peers_model` compares `parallelize` with accelerate's context parallel and ALST, over gloo. One
+pair of processes takes turns. A step is forward and backward of one sequence, with the gradients of
+the whole sequence at its end. Ours sends its messages over gloo as the others do, or through memory
+that the ranks share (transport "window"). accelerate shards the weights too, as its context
+parallel needs it. torch's context parallel, which it enters, has no kernel for a CPU: its ring gets
+the one of torch. ALST gets one all-reduce of its gradients, in place of DeepSpeed's engine.
+
+`peers_decoding` compares a LLaMA of 134 million parameters with transformers. `prefill` is a prompt
+of 512 tokens, `decode` eight tokens after it, one at a time. transformers runs in one process of
+one or two threads, ours on one tensor rank or two of one thread each.
+
+All take turns. Losses and gradients, or logits, are compared with those of one process before they
+are timed. Exit codes as of `nox -s peers`.
 """
 
 from __future__ import annotations
@@ -17,7 +23,7 @@ import importlib
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.contests.contest import Part, requirements
-from benchmarks.contests.peers.contestants import GLOO_SECONDS, attempt, distance, timed
+from benchmarks.contests.peers.contestants import GLOO_SECONDS, attempt, distance, timed, verdict
 from benchmarks.contests.peers.others import MISSING
 from benchmarks.contests.peers.table import (
     BALANCED,
@@ -43,7 +49,9 @@ from benchmarks.machine import facts
 from benchmarks.sample import ABSENT, Span, turn
 from benchmarks.statistics import Requirement
 from benchmarks.worker import Intracomm, Rank
+from sp_core.llama import Decoder, Grid, Llama, LlamaConfig
 from sp_core.mesh import Mesh
+from sp_core.nn.gradients import Placement
 from sp_core.sharding import Sharding
 from tests.conformance.adapters import accelerate_context_parallel, alst_ulysses, torch_ring
 from tests.conformance.gloo import Gloo
@@ -101,9 +109,8 @@ def drawn(seed: int, seq: int) -> tuple[Any, dict[str, Tensor]]:
 
 def loss_of(model: Any, given: Given, count: float) -> Tensor:
     """Return the sum over these tokens, divided by `count`."""
-    labels = {"labels": given["shift_labels"], "num_items_in_batch": count}
-    loss: Tensor = model(**given, **labels, use_cache=False).loss
-    return loss
+    how = {"labels": given["shift_labels"], "num_items_in_batch": count, "use_cache": False}
+    return cast("Tensor", model(**given, **how).loss)
 
 
 def ours(scheme: str, model: Any, given: Given, mesh: Mesh) -> Made:
@@ -202,7 +209,7 @@ def checked(
 
 
 def measure(setting: Record, rank: Rank) -> Record:
-    """Carry out one launch."""
+    """Carry out one launch of `peers_model`."""
     world, seq, seed = rank.world, setting["seq"], setting["seed"]
     with ExitStack() as stack:
         Gloo(rank.folder, world, GLOO_SECONDS)
@@ -245,5 +252,139 @@ def show(document: Record) -> Iterator[Part]:
     yield requirements("required", required, LEGEND)
 
 
-HERE = "benchmarks.contests.peers.models:measure"
-models = by_seeds("peers_model", __doc__, HERE, show, PLACE, RANKS, timeout=1800.0)
+LARGE: dict[str, Any] = {
+    "vocab_size": 32_000,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+}
+PROMPT, TOKENS = 512, 8
+THEIRS = ("transformers/1 thread", "transformers/2 threads")
+DECODERS = ("ours/1 rank", "ours/2 ranks")
+REQUIRED = (
+    ("decode", THEIRS[0], DECODERS[0], 1.0),
+    ("decode", THEIRS[1], DECODERS[1], 1.0),
+    ("decode", *DECODERS, 1.6),
+    ("prefill", *DECODERS, 1.8),
+)
+Step = Callable[[list[int]], Tensor]
+"""Appends tokens to a sequence, and returns the logits (1, V) after the last of them."""
+
+
+def theirs(model: Any) -> Step:
+    """Begin a sequence with transformers."""
+    cache: Any = importlib.import_module("transformers").DynamicCache()
+
+    @torch.no_grad()
+    def step(tokens: list[int]) -> Tensor:
+        how = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+        return cast("Tensor", model(torch.tensor([tokens]), **how).logits[0])
+
+    return step
+
+
+def part(weights: dict[str, Tensor], rank: int, name: str, placement: Placement) -> Tensor:
+    """Return a rank's part of a weight."""
+    return placement.take(weights[name], rank)
+
+
+def continued(model: Llama, room: int) -> Step:
+    """Begin a sequence with `Decoder`."""
+    decoder = Decoder(model, [room])
+    return lambda tokens: (decoder.decode if len(tokens) == 1 else decoder.prefill)([tokens])
+
+
+def timers(
+    world: Intracomm,
+    begin: Callable[[], Step],
+    prompt: list[int],
+    want: list[Tensor],
+    **how: Any,
+) -> Iterator[tuple[str, Record, Callable[[], Span]]]:
+    """Yield for each kind of work its name, the check against `want`, and how to time it.
+
+    Args:
+        world: the ranks.
+        begin: begins a sequence.
+        prompt: its first tokens.
+        want: logits after them and after a token; the first contestant appends its own.
+        how: who takes part, as `turn` has it.
+    """
+    steps, found = list[Step](), list[Tensor]()
+
+    def begun() -> None:
+        steps[:] = [begin()]
+        found[:] = [steps[0](prompt)]
+
+    def decoded() -> None:
+        for token in range(TOKENS):
+            found[:] = [steps[0]([token])]
+
+    for name, act in (("prefill", begun), ("decode", decoded)):
+        turn(world, act, **how)
+        if len(want) < 2 and world.rank == 0:
+            want += found
+        errors = [*map(distance, found, want[name == "decode" :])] or [0.0]
+        check = verdict(world.allgather(("", errors)), ("logits",))
+        yield name, check, functools.partial(turn, world, act, **how)
+
+
+def measure_decoding(setting: Record, rank: Rank) -> Record:
+    """Carry out one launch of `peers_decoding`."""
+    from mpi4py import MPI
+
+    world, prompt = rank.world, [n % 1000 for n in range(setting["seq"])]
+    library: Any = importlib.import_module("transformers")
+    torch.manual_seed(setting["seed"])
+    given = library.LlamaConfig(**LARGE, attn_implementation="sdpa")
+    model = library.LlamaForCausalLM(given).eval()
+    weights = model.state_dict()
+    room = len(prompt) + (ROUNDS + 2) * TOKENS
+    with ExitStack() as stack:
+        contestants: dict[str, tuple[Callable[[], Step], Record]] = {
+            name: (functools.partial(theirs, model), {"alone": True, "threads": threads})
+            for threads, name in enumerate(THEIRS, 1)
+        }
+        for name, comm in zip(DECODERS, (MPI.COMM_SELF, world), strict=True):
+            mesh = stack.enter_context(Mesh(comm, check="off", tp=comm.size))
+            own = Llama(LlamaConfig(**LARGE), Grid.of(mesh))
+            own.fill(functools.partial(part, weights, mesh.rank))
+            contestants[name] = functools.partial(continued, own, room), {"alone": comm.size == 1}
+        want = list[Tensor]()
+        heats: dict[str, Any] = {"decode": {}, "prefill": {}}
+        for name, (begin, how) in contestants.items():
+            for heat, check, sample in timers(world, begin, prompt, want, **how):
+                heats[heat][name] = check, sample
+        seqs = {
+            heat: timed(world, checked, ROUNDS, setting["seed"]) for heat, checked in heats.items()
+        }
+    return {**facts(world, torch.device("cpu"), "all"), "seqs": seqs}
+
+
+def show_decoding(document: Record) -> Iterator[Part]:
+    """Yield a table for each kind of work, and the requirements."""
+    launches = document["launches"]
+    for heat in ("decode", "prefill"):
+        yield from standings(launches, heat, DECODERS[0])
+    required = [
+        Requirement(f"{heat}: {slow} / {quick}", ">=", bound, found, LAUNCHES)
+        for heat, slow, quick, bound in REQUIRED
+        for found in [ratio(launches, heat, slow, quick)]
+    ]
+    yield requirements("required", required, LEGEND.partition(" Times:")[0])
+
+
+HERE = "benchmarks.contests.peers.models"
+models = by_seeds(
+    "peers_model", __doc__, f"{HERE}:measure", show, seq=PLACE, multiple=RANKS, timeout=1800.0
+)
+decoding = by_seeds(
+    *("peers_decoding", __doc__, f"{HERE}:measure_decoding", show_decoding),
+    seq=PROMPT,
+    multiple=1,
+    timeout=900.0,
+)

@@ -91,17 +91,13 @@ def processes(device: torch.device) -> Iterator[Contestant]:
 
 def peers(world: Intracomm, device: torch.device) -> Iterator[Contestant]:
     """Yield torch's ring and DeepSpeed."""
-    rings = [
-        functools.partial(make_torch_ring, way, device) for way in ("ALL_GATHER", "ALL_TO_ALL")
-    ]
-    makers: list[tuple[Maker, str]] = [
-        *((ring, "zigzag") for ring in rings),
-        (make_deepspeed_ulysses, "contiguous"),
-    ]
-    for name, (make, layout) in zip(PEERS, makers, strict=True):
+    ways = ("ALL_GATHER", "ALL_TO_ALL")
+    rings: list[Maker] = [functools.partial(make_torch_ring, way, device) for way in ways]
+    for name, make in zip(PEERS, (*rings, make_deepspeed_ulysses), strict=True):
         attend, around = installed(world, make)
-        zigzag = layout == "zigzag"
-        yield Contestant(name, attend, layout, world.size, heads_first=zigzag, around=around)
+        layout = "zigzag" if make in rings else "contiguous"
+        how: Any = {"heads_first": make in rings, "around": around}
+        yield Contestant(name, attend, layout, world.size, **how)
 
 
 def masked_peers(world: Intracomm, seq: int) -> Iterator[Contestant]:

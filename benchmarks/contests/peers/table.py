@@ -16,17 +16,10 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from benchmarks.contests.contest import Contest, Entry, Part, Show, Wrong, requirements
-from benchmarks.launching import (
-    Launch,
-    Options,
-    Record,
-    UsageError,
-    about,
-    numbers_of_ranks,
-)
+from benchmarks.contests.contest import Contest, Entry, Part, Wrong, requirements
+from benchmarks.launching import Options, Record, UsageError, about, numbers_of_ranks
 from benchmarks.reporting.tables import make
 from benchmarks.statistics import Interval, Requirement, exact_interval
 
@@ -89,39 +82,49 @@ def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
     left_out = [f"P = {n} needs a GPU for each rank; there are {gpus}." for n in counts if n > gpus]
     if not found:
         raise UsageError(" ".join(left_out) + " Pass fewer --ranks.")
-    launch, measure = Launch(timeout=options.timeout), f"{__package__}.contestants:measure"
-    setting = {"seqs": seqs, "dtypes": options.dtype.split(","), "heads": options.heads}
-    setting |= {"device": options.device, "samples": options.samples}
+    setting = {
+        "seqs": seqs,
+        "dtypes": options.dtype.split(","),
+        "heads": options.heads,
+        "device": options.device,
+        "samples": options.samples,
+    }
     return {**setting, "left_out": left_out}, [
-        Entry(f"P = {n}, seed {seed}", n, measure, {**setting, "seed": seed}, launch, {"ranks": n})
+        Entry(f"P = {n}, seed {seed}", n, {**setting, "seed": seed})
         for seed in range(options.launches)
         for n in found
     ]
 
 
 def by_seeds(
-    name: str, text: str | None, measure: str, show: Show, seq: int, multiple: int, timeout: float
+    name: str,
+    text: str | None,
+    measure: str,
+    show: Callable[[Record], Iterable[Part]],
+    *,
+    seq: int,
+    multiple: int,
+    timeout: float,
 ) -> Contest:
     """Return a contest of two ranks at one length, whose launches differ by their seeds.
 
     Args:
-        name, text, show, timeout: of the contest.
-        measure: "module:function" that each rank calls.
+        name, text, measure, show, timeout: of the contest.
         seq: the length, if no other one is asked for.
         multiple: lengths must be multiples of twice this.
     """
 
     def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
         refuse(options, [options.seq], [multiple])
-        launch, known = Launch(timeout=options.timeout), {"seq": options.seq}
+        known = {"seq": options.seq}
         return known, [
-            Entry(f"seed {seed}", RANKS, measure, {**known, "seed": seed}, launch)
+            Entry(f"seed {seed}", RANKS, {**known, "seed": seed})
             for seed in range(options.launches)
         ]
 
     tokens = about(type=int, default=seq, metavar="S", help="tokens (default: %(default)s)")
     options = {**HOW_OFTEN, "--seq": tokens}
-    return Contest(name, text, options, plan, show, f"{name}.json", timeout)
+    return Contest(name, text, options, plan, measure, show, f"{name}.json", timeout)
 
 
 def refuse(options: argparse.Namespace, seqs: Iterable[int], counts: Sequence[int]) -> None:
@@ -262,6 +265,7 @@ peers = Contest(
         "--heads": about(type=int, default=HEADS, help="of 64 elements (default: %(default)s)"),
     },
     plan,
+    f"{__package__}.contestants:measure",
     show,
     "peers.json",
     timeout=1800.0,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -230,24 +229,6 @@ def sensitivity(
     return Reference(values, {n: size + size.mean(-1, keepdim=True) for n, size in sizes.items()})
 
 
-class _Perturbation(torch.autograd.Function):
-    """Multiply by a factor, and the gradient by another."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: Tensor, grad_factor: Tensor) -> Tensor:
-        """Keep the gradient's factor."""
-        ctx.save_for_backward(grad_factor)
-        return x * factor
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """Perturb on the way back."""
-        return grads[0] * ctx.saved_tensors[0], None, None
-
-
-_multiply: Callable[[Tensor, Tensor, Tensor], Tensor] = _Perturbation.apply
-
-
 def _perturb(x: Tensor, generator: torch.Generator) -> Tensor:
     """Return x with independent relative perturbations, of its gradient too if it has one."""
 
@@ -255,7 +236,8 @@ def _perturb(x: Tensor, generator: torch.Generator) -> Tensor:
         drawn = torch.randn(x.shape, generator=generator, dtype=torch.float64)
         return drawn.mul_(EPSILON).add_(1).to(x)
 
-    return _multiply(x, factor(), factor()) if x.requires_grad else x * factor()
+    moved = x.detach() * factor()
+    return moved + (x - x.detach()) * factor() if x.requires_grad else moved
 
 
 def _recomputed(logits: Tensor, rounding: Rounding) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,24 +27,6 @@ class Reference(NamedTuple):
     values: dict[str, Tensor]
     scales: dict[str, Tensor]
     growth: float = 1.0
-
-
-class _Dense(NamedTuple):
-    """What forward and backward share, with heads spread out: (B, H, S, D) and (B, H, Sq, Sk)."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    lse: Tensor
-    p: Tensor
-    p_scale: (
-        Tensor  # p and the size below which a kernel's p has no relative precision, where visible
-    )
-    floor: float  # error of numbers that are too small for the dtype, over one round-off
-    slope: Tensor  # derivative of the logits, softmax_scale where nothing bounds them
-    slope_scale: Tensor
-    p_sink: Tensor  # (B, H, Sq)
-    growth: float
 
 
 def visible(
@@ -154,8 +137,10 @@ def _dense(
     sinks: Tensor | None = None,
     alibi: Sequence[float] | Tensor | None = None,
     **mask: Any,
-) -> _Dense:
-    """Log-sum-exp, probabilities, and what errors of them are proportional to.
+) -> SimpleNamespace:
+    """Return log-sum-exp and probabilities, and the sizes that their errors are proportional to.
+
+    Heads are spread out: tensors are (B, H, S, D) and (B, H, Sq, Sk).
 
     Args:
         q, k, v: as in `attention`.
@@ -168,14 +153,18 @@ def _dense(
         alibi: (H,), for each head the slope by which a logit falls with the distance; none when
             None.
         mask: causal, window, documents and kv_documents as in `visible`.
+
+    Returns:
+        Among others, `p_scale`: p and the size below which a kernel's p has no relative precision,
+        where visible; `floor`: the error of numbers that are too small for the dtype, over one
+        round-off; `slope`: the derivative of the logits. Kernels flush below the smallest normal
+        number to 0, an error of 1 and not of u; but float16 underflows gradually.
     """
     at = range(q.shape[1]) if q_positions is None else q_positions
     kv_at = range(k.shape[1]) if kv_positions is None else kv_positions
     seen, apart = visible(at, kv_at, **mask).to(q.device), distances(at, kv_at).to(q.device)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     group = q.shape[2] // max(k.shape[2], 1)
-    # Kernels flush below the smallest normal number to 0, an error of 1 and not of u; but float16
-    # underflows gradually.
     limits = torch.finfo(q.dtype)
     floor = limits.tiny if q.dtype == torch.float16 else limits.tiny / limits.eps
     q, k, v = (t.detach().double().transpose(1, 2) for t in (q, k, v))
@@ -195,7 +184,9 @@ def _dense(
     shift = lse.masked_fill(lse == -math.inf, math.inf)
     p, p_sink = torch.exp(logits - shift.unsqueeze(-1)), torch.exp(sink - shift)
     p_scale = (p + floor) * seen
-    return _Dense(q, k, v, lse, p, p_scale, floor, slope, slope_scale, p_sink, growth)
+    tensors = {"q": q, "k": k, "v": v, "lse": lse, "p": p, "p_sink": p_sink}
+    sizes = {"p_scale": p_scale, "floor": floor, "slope": slope, "slope_scale": slope_scale}
+    return SimpleNamespace(**tensors, **sizes, growth=growth)
 
 
 def _capped(

@@ -7,7 +7,7 @@ head dim, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -147,14 +147,7 @@ def _llama3(frequency: float, factor: float, scaling: Mapping[str, Any]) -> floa
     return (1 - smooth) * frequency / factor + smooth * frequency
 
 
-def next_token_loss(
-    logits: Tensor, tokens: Tensor, ignored: Sequence[tuple[int, int]] = ()
-) -> Tensor:
-    """Return the mean loss over tokens with a next one, without those at `ignored` (b, t)."""
-    losses = torch.logsumexp(logits[:, :-1], -1) - logits[:, :-1].gather(
-        -1, tokens[:, 1:, None]
-    ).squeeze(-1)
-    counted = torch.ones_like(losses)
-    for place in ignored:
-        counted[place] = 0
-    return (losses * counted).sum() / counted.sum()
+def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Return the mean loss over tokens with a next one."""
+    picked = logits[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
+    return (torch.logsumexp(logits[:, :-1], -1) - picked).mean()
