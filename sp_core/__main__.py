@@ -65,12 +65,10 @@ def make_parser() -> argparse.ArgumentParser:
         help="start a program on several ranks, and say where each is if it hangs",
         add_help=False,
     )
-    examine = commands.add_parser(
-        "doctor",
-        help="say what this machine offers, try it, and name a remedy for what is broken "
-        "(exit code 1)",
-        description=doctor.__doc__,
+    text = (
+        "say what this machine offers, try it, and name a remedy for what is broken (exit code 1)"
     )
+    examine = commands.add_parser("doctor", help=text, description=doctor.__doc__)
     examine.add_argument(
         "--device", choices=("cpu", "cuda"), help="fail if this device does not work"
     )

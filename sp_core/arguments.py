@@ -55,30 +55,25 @@ def _is_sequence(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
+_WHOLE = (_is_whole, "a whole number")
+_SIZES = (
+    lambda value: value is None or _are_whole(value),
+    "a list or tuple of whole numbers, one per rank, or None",
+)
+_TEXTS = (_are_texts, "a list with a list of tokens, whole numbers, for each sequence")
+_FLAG = (lambda value: isinstance(value, bool), "True or False")
+_NAME = (lambda value: isinstance(value, str), "a name")
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(
-        (
-            *("dim", "split_dim", "concat_dim", "root", "offset", "rank", "seq_len", "size"),
-            *("start", "seed", "max_tokens", "pass_tokens", "step"),
-        ),
-        (_is_whole, "a whole number"),
+        ("dim", "split_dim", "concat_dim", "root", "offset", "rank", "seq_len", "size", "start"),
+        _WHOLE,
     ),
-    **dict.fromkeys(
-        ("tokens", "prompts", "sequences"),
-        (_are_texts, "a list with a list of tokens, whole numbers, for each sequence"),
-    ),
-    **dict.fromkeys(
-        ("sizes", "split_sizes", "concat_sizes"),
-        (
-            lambda value: value is None or _are_whole(value),
-            "a list or tuple of whole numbers, one per rank, or None",
-        ),
-    ),
-    **dict.fromkeys(
-        ("deterministic", "return_lse", "causal", "tp_sp", "own", "recompute", "offload"),
-        (lambda value: isinstance(value, bool), "True or False"),
-    ),
-    **dict.fromkeys(("algorithm", "op"), (lambda value: isinstance(value, str), "a name")),
+    **dict.fromkeys(("seed", "max_tokens", "pass_tokens", "step"), _WHOLE),
+    **dict.fromkeys(("tokens", "prompts", "sequences"), _TEXTS),
+    **dict.fromkeys(("sizes", "split_sizes", "concat_sizes"), _SIZES),
+    **dict.fromkeys(("deterministic", "return_lse", "causal", "tp_sp", "own"), _FLAG),
+    **dict.fromkeys(("recompute", "offload"), _FLAG),
+    **dict.fromkeys(("algorithm", "op"), _NAME),
     "stop": (_are_tokens, "a list, tuple or set of tokens, whole numbers"),
     "stop_strings": (_are_strings, "a list or tuple of texts, none of them empty"),
     "shape": (_are_whole, "a list or tuple of whole numbers"),

@@ -94,16 +94,15 @@ Both = tuple[Traffic, Traffic]
 
 def allgather_kv(problem: Attention, rank: int) -> Both:
     """Return the traffic of `rank` in `allgather_kv_attention`: (forward, backward)."""
+    others = [other for other in range(problem.kv_sharding.size) if other != rank]
     lengths = problem.kv_sharding.lengths
-    others = [*lengths[:rank], *lengths[rank + 1 :]]
-    gathered, summed = (_blocks(problem, others, size) for size in (problem.itemsize, problem.wide))
-    own, wide = (
-        Traffic(0, len(others) * problem.kv_block(lengths[rank], size))
-        for size in (problem.itemsize, problem.wide)
-    )
+    tokens = [lengths[other] for other in others]
+    gathered, summed = (_blocks(problem, tokens, size) for size in (problem.itemsize, problem.wide))
     if problem.shared:
-        return _both(problem, gathered, wide)
-    return _both(problem, own, Traffic(0, summed.bytes_sent))
+        own = problem.kv_block(lengths[rank], problem.wide)
+        return _both(problem, gathered, Traffic(0, len(others) * own))
+    own = problem.kv_block(lengths[rank], problem.itemsize)
+    return _both(problem, Traffic(0, len(others) * own), Traffic(0, summed.bytes_sent))
 
 
 def _both(problem: Attention, keys: Traffic, sums: Traffic) -> Both:
@@ -142,11 +141,11 @@ def ring(problem: Attention, rank: int) -> Both:
         keys = [block for step, block in passing if way[block] > step]
         sums = [block for step, block in passing if way[block] > step or way[block] == step > 0]
     lengths = shown_keys(*seen_by).lengths
-    return _both(
-        problem,
-        _blocks(problem, [lengths[block] for block in keys], problem.itemsize),
-        _blocks(problem, [lengths[block] for block in sums], problem.wide),
+    sent = (
+        _blocks(problem, [lengths[block] for block in blocks], itemsize)
+        for blocks, itemsize in ((keys, problem.itemsize), (sums, problem.wide))
     )
+    return _both(problem, *sent)
 
 
 def ulysses(problem: Attention, rank: int) -> Both:
@@ -205,8 +204,9 @@ def _exchange(problem: Attention, rank: int, whole: Attention) -> Both:
         rank: the index, among those ranks, of the rank whose traffic is returned.
         whole: the attention of all ranks of the scheme.
     """
-    shares, kv_shares = split_heads(problem.num_heads, problem.num_kv_heads, problem.sharding.size)
-    heads, slots = [len(share) for share in shares], [2 * len(share) for share in kv_shares]
+    shares = split_heads(problem.num_heads, problem.num_kv_heads, problem.sharding.size)
+    heads, slots = ([len(share) for share in part] for part in shares)
+    slots = [2 * number for number in slots]  # of k and v
     unit = problem.batch * problem.head_dim * problem.itemsize
     lse_unit = problem.batch * problem.wide
     own, kv_own = problem.sharding.local_len(rank), problem.kv_sharding.local_len(rank)

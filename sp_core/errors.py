@@ -54,9 +54,8 @@ def differences(calls: Sequence[str]) -> str:
     lines = joined(
         [(f"  rank {', '.join(map(str, ranks))}: ", call) for call, ranks in by_call.items()]
     )
-    return (
-        f"the ranks disagree about what to do; nothing was sent. Make these calls equal:\n{lines}"
-    )
+    head = "the ranks disagree about what to do; nothing was sent. Make these calls equal:"
+    return f"{head}\n{lines}"
 
 
 def joined(told: Sequence[tuple[str, str]]) -> str:

@@ -86,8 +86,8 @@ def end(error: BaseException, tell: Callable[[], Any]) -> None:
             tell()
         sys.stderr.flush()
         sys.stdout.flush()
-        times = 2 if agreed or isinstance(error, PeerFailed) else 1
-        until = time.monotonic() + times * GRACE_SECONDS
+        follows = agreed or isinstance(error, PeerFailed)
+        until = time.monotonic() + GRACE_SECONDS * (2 if follows else 1)
         while time.monotonic() < until:
             with suppress(Exception):  # do not hide the error that is printed
                 progress.of_this_rank().keep(())  # calls MPI, which then moves messages

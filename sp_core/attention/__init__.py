@@ -16,9 +16,8 @@ from sp_core.attention.kernels import (
     block_attention,
     block_attention_backward,
 )
-from sp_core.attention.logits import (
-    Logits,
-    Terms,
+from sp_core.attention.logits import Logits, Terms
+from sp_core.attention.merge import (
     accumulation_dtype,
     add_sinks,
     merge,

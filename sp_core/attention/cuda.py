@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import pad
 
-from sp_core.attention.logits import accumulation_dtype
+from sp_core.attention.merge import accumulation_dtype
 
 # the memory-efficient kernel pads its lse to a multiple of this many queries
 LSE_ALIGNMENT = 32

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from sp_core.arguments import check, check_type
 from sp_core.attention.kernels import FLOATS
-from sp_core.attention.logits import Logits, Terms, accumulation_dtype, add_sinks, sinks_gradient
+from sp_core.attention.logits import Logits, Terms
+from sp_core.attention.merge import accumulation_dtype, add_sinks, sinks_gradient
 from sp_core.attention.shards import attend, attend_backward
 from sp_core.errors import DeviceError, DtypeError, ShapeError
 from sp_core.mask import Mask, Positions

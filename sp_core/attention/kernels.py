@@ -29,7 +29,8 @@ from torch import Tensor
 
 from sp_core.attention import cuda
 from sp_core.attention.cuda import Triple
-from sp_core.attention.logits import Logits, accumulation_dtype
+from sp_core.attention.logits import Logits
+from sp_core.attention.merge import accumulation_dtype
 
 HALF = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float64, torch.float32, *HALF)

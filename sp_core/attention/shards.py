@@ -17,7 +17,8 @@ from torch.nn.functional import pad
 
 from sp_core.attention.cuda import Triple
 from sp_core.attention.kernels import block_attention, block_attention_backward
-from sp_core.attention.logits import Logits, accumulation_dtype, merge_into
+from sp_core.attention.logits import Logits
+from sp_core.attention.merge import accumulation_dtype, merge_into
 from sp_core.attention.packs import Packs, packed
 from sp_core.attention.tiles import halves, on_cpu, rows, strips, tiled
 from sp_core.errors import ShapeError

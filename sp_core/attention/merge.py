@@ -1,0 +1,104 @@
+"""Merge partial results of attention: those of the same queries over disjoint sets of keys.
+
+A partial result is out (..., Sq, D) and lse (..., Sq), the log-sum-exp of each query's logits. A
+query that saw no key has out = 0 and lse = -inf.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which values of `dtype` are summed: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge the attention of the same queries over two disjoint sets of keys.
+
+    out = w out_a + (1 - w) out_b with w = sigmoid(lse_a - lse_b), lse = log(exp(lse_a) +
+    exp(lse_b)). Exchanging a and b gives the same bits; regrouping changes only the rounding. A
+    query that saw no key on one side (lse = -inf, out = 0) takes the other side's result unchanged.
+    Weights below the smallest normal number of the dtype may become 0.
+
+    Args:
+        out_a: (..., Sq, D), of any floating dtype.
+        lse_a: (..., Sq), float32 or wider.
+        out_b: like out_a.
+        lse_b: like lse_a.
+
+    Returns:
+        out (..., Sq, D) and lse (..., Sq), in float32 or wider.
+
+    Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, section 3.1.
+    """
+    dtype = accumulation_dtype(torch.promote_types(out_a.dtype, out_b.dtype))
+    wide = torch.promote_types(dtype, lse_a.dtype)
+    out = out_a.to(dtype, copy=True)
+    lse = lse_a.to(wide, copy=True, memory_format=torch.contiguous_format)
+    merge_into(out, lse, out_b, lse_b)
+    return out, lse
+
+
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
+    """Merge in place, for each head, a key without a value whose logit is the head's sink.
+
+    Args:
+        out: (B, H, Sq, D), attention over all keys, float32 or wider; changed.
+        lse: (B, H, Sq), float32 or wider; changed.
+        sinks: (H,), or None to change nothing.
+    """
+    if sinks is not None:
+        sink = sinks.to(lse.dtype)[:, None].expand_as(lse)
+        merge_into(out, lse, out.new_zeros(()), sink)
+
+
+def sinks_gradient(
+    grad_out: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None, sinks: Tensor | None
+) -> Tensor | None:
+    """Compute the gradient of the sinks, (H,), in their dtype. Return None for no sinks.
+
+    A sink is the logit of a key whose value is 0: P = exp(sink - lse), dsink = P * (grad_lse -
+    rowsum(dO * out)), summed over batch and queries. dO is `grad_out`.
+
+    Args:
+        grad_out: (B, H, Sq, D), gradient of out.
+        out: (B, H, Sq, D), after `add_sinks`.
+        lse: (B, H, Sq), after `add_sinks`.
+        grad_lse: (B, H, Sq), gradient of lse; None for zero.
+        sinks: (H,), or None.
+    """
+    if sinks is None:
+        return None
+    weights = torch.exp(sinks.to(lse.dtype)[:, None] - lse.masked_fill(lse.isneginf(), torch.inf))
+    delta = -(grad_out.to(lse.dtype) * out).sum(-1)
+    delta = delta if grad_lse is None else delta + grad_lse
+    return (weights * delta).sum((0, 2)).to(sinks.dtype)
+
+
+def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    """Merge a partial result into another one in place, by the formula of `merge`.
+
+    Args:
+        out: (..., Sq, D), float32 or wider; changed to the merged result.
+        lse: (..., Sq), float32 or wider; changed.
+        part_out: (..., Sq, D), attention of the same queries over other keys.
+        part_lse: (..., Sq).
+    """
+    # For queries that saw no key on either side -inf - -inf would be NaN. Any other weight will do,
+    # because both outs are 0.
+    ahead = (
+        (lse - part_lse)
+        .masked_fill_((lse == -torch.inf) & (part_lse == -torch.inf), 0.0)
+        .to(out.dtype)
+    )
+    # sigmoid may round an element of a SIMD vector and one of the remainder differently. Strides
+    # must not decide where an element falls.
+    ahead = ahead.contiguous()
+    out.mul_(torch.sigmoid(ahead).unsqueeze(-1))
+    # Not addcmul_: it rounds only one of the products, so exchanging a and b would change bits.
+    out.add_(part_out * torch.sigmoid(ahead.neg_()).unsqueeze(-1))
+    # logaddexp may round by place too, so it also gets contiguous operands.
+    torch.logaddexp(lse, part_lse.to(lse.dtype).contiguous(), out=lse)
