@@ -81,17 +81,28 @@ def several(mesh: sp.Mesh, name: str, problems: list[AttentionProblem]) -> list[
 
 
 @pytest.mark.parametrize("name", ["allgather_kv", "ring"])
-@given(max_examples=6, seed=st.integers(0, 999), check=st.sampled_from(["agree", "off"]))
-def test_ranks_that_fall_behind_change_no_bit(comm: Any, name: str, seed: int, check: Any) -> None:
+@given(
+    max_examples=6,
+    seed=st.integers(0, 999),
+    lengths=st.lists(st.integers(1, 40), min_size=3, max_size=3),
+    check=st.sampled_from(["agree", "off"]),
+)
+def test_ranks_that_fall_behind_change_no_bit(
+    comm: Any, name: str, seed: int, lengths: list[int], check: Any
+) -> None:
     """Of several attentions in a row, against those by messages.
 
     With `check="off"` the ranks do not wait for each other before a backward.
     """
-    problems = [
-        replace(PLAIN, seed=seed),
-        replace(PLAIN, seed=seed + 1, mask=sp.Mask(causal=True), storage="transposed"),
+    changes: list[dict[str, Any]] = [
+        {},
+        {"mask": sp.Mask(causal=True), "storage": "transposed"},
         # here ranks see others' keys but not their own
-        replace(PLAIN, seed=seed + 2, layout="contiguous", mask=sp.Mask(window=1)),
+        {"mask": sp.Mask(window=1), "layout": "contiguous"},
+    ]
+    problems = [
+        replace(PLAIN, seq_len=length, kv_len=length, seed=seed + turn, **changes[turn])
+        for turn, length in enumerate(lengths)
     ]
     with sp.Mesh(comm, algorithm=IN_RANK_ORDER, sp=comm.size) as mesh:
         wanted = several(mesh, name, problems)
