@@ -134,7 +134,7 @@ def test_files_that_a_text_names_are_there() -> None:
         (file, path)
         for file in texts()
         for path in re.findall(
-            r"`([\w./*-]+/[\w*.-]+\.(?:py|sh|toml|sbatch|yml|md))`", file.read_text()
+            r"`([\w./*-]+/[\w*.-]+\.(?:py|sh|toml|sbatch|yml|md|jsonl?|png))`", file.read_text()
         )
         if not path.startswith("reports/")  # what a command writes
     ]
