@@ -95,9 +95,9 @@ def alone(whole: Sequence[Tensor], mask: Mapping[str, Any] | None) -> tuple[Tens
         whole: what `draw` returned.
         mask: that of the definition; None computes as fast as torch can, with a causal mask.
     """
-    everywhere = torch.arange(whole[0].shape[1], device=whole[0].device)
-    seen = None if mask is None else visible(everywhere, everywhere, **mask)
-    mine = part(whole, everywhere, heads_first=True)
+    device, everywhere = whole[0].device, range(whole[0].shape[1])
+    seen = None if mask is None else visible(everywhere, everywhere, **mask).to(device)
+    mine = part(whole, torch.tensor(everywhere, device=device), heads_first=True)
     return tuple(x.detach() for x in mine.run(functools.partial(plain, seen=seen)))
 
 
