@@ -201,7 +201,7 @@ def test_padding_at_the_end_of_rows_changes_nothing() -> None:
 
 FAULTS = {
     "labels are not moved": ("value=IGNORED)[:, 1:]", "value=IGNORED)[:, :-1]"),
-    "documents see each other": ("documents=sp_core.documents", "documents=None"),
+    "documents see each other": ("documents=documents", "documents=None"),
     "the window is ignored": ("window=sliding_window", "window=None"),
     "every rank takes the first shard": (".shard(x, comm.rank, 1)", ".shard(x, 0, 1)"),
     "earlier gradients are summed again": ("parameter.grad = None", "pass"),
