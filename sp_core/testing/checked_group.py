@@ -15,7 +15,6 @@ from torch import Tensor
 from sp_core.testing.carriers import MpiCarrier
 from sp_core.testing.lockstep import Beginning, Call, Lockstep, Message
 from sp_core.testing.outcome import capture, raise_for_peers
-from sp_core.testing.specs import require
 from sp_core.transport.groups import communicator_of
 
 _gather = getattr(
@@ -83,7 +82,7 @@ class CheckedGroup:
 
     def all_gather_into_tensor(self, output_tensor: Tensor, input_tensor: Tensor) -> None:
         """Call torch's `all_gather_into_tensor`. Every rank calls this."""
-        _check_fit(
+        _require(
             output_tensor.numel() == input_tensor.numel() * self.size,
             "all_gather_into_tensor",
             output_tensor,
@@ -99,7 +98,7 @@ class CheckedGroup:
         self, output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM
     ) -> None:
         """Call torch's `reduce_scatter_tensor`. Every rank calls this."""
-        _check_fit(
+        _require(
             output.numel() * self.size == input.numel(), "reduce_scatter_tensor", output, input
         )
         self._agree(
@@ -200,35 +199,35 @@ class CheckedGroup:
         `sizes` are the rows; None splits them evenly.
         """
         rows = len(tensor)
-        require(
-            sizes is not None or rows % self.size == 0,
-            f"all_to_all_single: {rows} rows cannot be split evenly over {self.size} ranks. "
-            "Give split sizes.",
-        )
+        if sizes is None and rows % self.size:
+            raise ValueError(
+                f"all_to_all_single: {rows} rows cannot be split evenly over {self.size} ranks. "
+                "Give split sizes."
+            )
         given = [rows // self.size] * self.size if sizes is None else list(sizes)
-        require(
-            len(given) == self.size and sum(given) == rows,
-            f"all_to_all_single: split sizes {given} are not {self.size} sizes that add up to "
-            f"{rows} rows.",
-        )
+        if len(given) != self.size or sum(given) != rows:
+            raise ValueError(
+                f"all_to_all_single: split sizes {given} are not {self.size} sizes that add up to "
+                f"{rows} rows."
+            )
         row = tensor.nbytes // rows if rows else 0
         return given, [count * row for count in given]
 
 
 def _size(tensor: Tensor) -> str:
     """Return size, dtype and device of a tensor as text. Raise ValueError if it has gaps."""
-    require(
-        tensor.is_contiguous(),
-        f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not "
-        "contiguous. Pass a copy.",
-    )
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not "
+            "contiguous. Pass a copy."
+        )
     return f"{tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')} on {tensor.device.type}"
 
 
-def _check_fit(fits: bool, op: str, output: Tensor, given: Tensor) -> None:
-    """Raise ValueError unless the sizes fit and the dtypes are equal."""
-    require(
-        fits and output.dtype == given.dtype,
-        f"{op}: the output has {_size(output)}, the input {_size(given)}; these sizes do not "
-        "fit the group.",
-    )
+def _require(condition: bool, op: str, output: Tensor, given: Tensor) -> None:
+    """Raise ValueError unless `condition`, that the sizes fit, holds and the dtypes are equal."""
+    if not condition or output.dtype != given.dtype:
+        raise ValueError(
+            f"{op}: the output has {_size(output)}, the input {_size(given)}; these sizes do not "
+            "fit the group."
+        )

@@ -54,11 +54,14 @@ from sp_core.testing.run import ThreadsHung, run_body, run_ranks
 __tracebackhide__ = True  # pytest shows no frames of this file
 Body = Callable[..., None]
 MAX_RANKS = 8
+SPMD_SIZES = 4
 RACE = (
     "raw replay: this example passes with checked communicators and fails without, so its ranks "
     "race\n"
 )
 MAX_COMMUNICATORS = 64
+MAX_RAW_EXAMPLES = 50
+ABORTED = 70  # exit code of a launch after a failure of sp_core.testing itself
 
 _pool: dict[tuple[tuple[int, ...], bool], Any] = {}
 """Communicators by world ranks and `raw`, kept for later examples; None where not a member.
@@ -132,7 +135,7 @@ def spmd(*sizes: int | tuple[int, ...]) -> Callable[[Body], Body]:
     """
 
     def plan(_: Spec, attempt: Try) -> None:
-        sweep(attempt, sizes or range(1, 1 + (session.current.world_size or 4)))
+        sweep(attempt, sizes or range(1, 1 + (session.current.world_size or SPMD_SIZES)))
 
     return lambda body: _as_test(body, (), plan)
 
@@ -321,8 +324,8 @@ def _lead_ranks(control: MpiCarrier, spec: Spec, plan: Plan) -> None:
         if is_fed():
             feed(functools.partial(_order, control, spec))
             return
-        order = functools.partial(_order, control)
-        _lead(spec, plan, order, replays=50 if session.current.raw_replay else 0)
+        replays = MAX_RAW_EXAMPLES if session.current.raw_replay else 0
+        _lead(spec, plan, functools.partial(_order, control), replays)
     except BaseException as error:
         stop = capture(error)
         raise
@@ -358,7 +361,7 @@ def _or_abort(control: MpiCarrier) -> Iterator[None]:
         watch.tell(
             f"the testing kit itself has failed on rank {control.rank}:\n{traceback.format_exc()}"
         )
-        control.comm.Abort(70)  # the exit code of the launch
+        control.comm.Abort(ABORTED)
         raise
 
 

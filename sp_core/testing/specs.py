@@ -65,7 +65,10 @@ class _Element(NamedTuple):
 
 
 def require(condition: bool, problem: str) -> None:
-    """Raise a ValueError with the text `problem` unless the condition holds."""
+    """Raise a ValueError with the text `problem` unless the condition holds.
+
+    The caller builds the text also if the condition holds: use it for short texts only.
+    """
     if not condition:
         raise ValueError(problem)
 
@@ -97,12 +100,12 @@ def read(spec: Any, form: str, n: int, *, writable: bool = False) -> Spec:
         start = displ * (1 if form == "W" else element.extent)
         nbytes = count * element.size
         inside = element.data[start : start + nbytes]
-        require(
-            count >= 0 and (element.dtype is None or inside.size == nbytes),
-            f"a part has {count} elements from byte {start} on, but the buffer has "
-            f"{element.data.size} bytes. Correct the counts (in all {sum(counts)} elements) or "
-            "the displacements.",
-        )
+        if count < 0 or (element.dtype is not None and inside.size < nbytes):
+            raise ValueError(
+                f"a part has {count} elements from byte {start} on, but the buffer has "
+                f"{element.data.size} bytes. Correct the counts (in all {sum(counts)} elements) or "
+                "the displacements."
+            )
         view = None if element.dtype is None else inside.view(element.dtype)
         parts.append(Part(nbytes, element.kind, view))
     shown: Any = {"V": list(counts), "W": [part.nbytes for part in parts]}.get(form, counts[0])
@@ -117,11 +120,11 @@ def array(buffer: Any) -> Array:
         TypeError: it offers no memory.
     """
     flat = buffer if isinstance(buffer, np.ndarray) else _foreign(buffer)
-    require(
-        flat.flags.forc,
-        f"a buffer of shape {flat.shape} and strides {flat.strides} is not contiguous. Pass a "
-        "contiguous copy.",
-    )
+    if not flat.flags.forc:
+        raise ValueError(
+            f"a buffer of shape {flat.shape} and strides {flat.strides} is not contiguous. Pass a "
+            "contiguous copy."
+        )
     return flat.reshape(-1, order="A")
 
 

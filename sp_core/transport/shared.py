@@ -331,7 +331,8 @@ class Rooms:
         3       0                                               write
 
     A rank writes in use 3 only after the fence of use 2. By then every rank has finished use 1, so
-    no rank still reads what use 1 left in the region.
+    no rank still reads what use 1 left in the region. With one region a rank must not write before
+    all ranks have entered.
 
     Args:
         comm: an mpi4py communicator whose ranks share memory.
