@@ -130,7 +130,7 @@ def one_process() -> Iterator[None]:
 
 
 class _Parallel:
-    """The hooks of one model: split inputs over the ranks, average the loss, sum the gradients.
+    """Hold the hooks that split inputs of a model over ranks, average the loss and sum gradients.
 
     Making the object puts the scheme, the loss and the hooks into the model.
     """
