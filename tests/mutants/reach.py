@@ -28,7 +28,7 @@ KEPT = ROOT / "reports" / "reach"
 SECONDS = 2400.0
 APART = (
     *("append_history", "ci_scripts", "compare*", "conformance*", "history", "layout", "mutants*"),
-    *("peers*", "promote_pr", "reporting*", "slurm", "soak", "workflows"),
+    *("netlab", "peers*", "promote_pr", "reporting*", "slurm", "soak", "workflows"),
 )
 """Tests of benchmarks, CI, layout and the mutants: they say nothing of a wrong edit."""
 BRIEF = {"SP_PROFILE": "brief"}
