@@ -18,10 +18,10 @@ one rank. tp_sp is a column-parallel layer followed by a row-parallel one.
 These are bytes of payload. If a mesh uses an algorithm of this library for a collective,
 `sp_core.schedules.cost` gives the bytes sent. With `shared`, ranks read keys and values in each
 other's memory. Then the bytes are those that a rank reads of other ranks, and the messages are the
-blocks that it reads in place. An exchange of heads is sent all the same.
+blocks that it reads in place. Heads are exchanged by messages all the same.
 
-Letters: B batch, S sequence, H heads, K key/value heads, D head dim, E model dim, P ranks, U and R
-ranks of the axes ulysses and ring of a hybrid, e bytes per element.
+Letters: B batch, S sequence, H heads, K key/value heads, D head dim, E model dim, P ranks, U ranks
+along a hybrid's ulysses axis and R along its ring axis, e bytes per element.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from sp_core.sharding import Sharding
 
 @dataclass(frozen=True)
 class Traffic:
-    """Messages and bytes that one rank sends. With shared memory: blocks and bytes that it reads.
+    """Count messages and bytes that a rank sends, or blocks and bytes it reads in shared memory.
 
     Messages inside a collective of the MPI library are not counted.
     """
@@ -51,7 +51,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Attention:
-    """The sizes of an attention problem, and which results and gradients are wanted.
+    """Describe an attention problem: its sizes, and which results and gradients are wanted.
 
     Args:
         sharding, kv_sharding: which rank holds which queries, and which keys and values.
@@ -116,9 +116,9 @@ def _both(problem: Attention, keys: Traffic, sums: Traffic) -> Both:
 
 
 def _blocks(problem: Attention, tokens: Sequence[int], itemsize: int) -> Traffic:
-    """Return the traffic of blocks of keys and values with these numbers of tokens.
+    """Return the traffic of blocks of keys and values: block i has `tokens[i]` tokens.
 
-    A block without tokens is no message.
+    A block without tokens is not counted as a message.
     """
     filled = [problem.kv_block(number, itemsize) for number in tokens if number]
     return Traffic(len(filled), sum(filled))
@@ -129,7 +129,8 @@ def ring(problem: Attention, rank: int) -> Both:
 
     The block of a rank is its keys and values that other ranks see. It is passed on until it has
     reached the last rank that sees any of the keys. The gradient of the block takes one message
-    more, back to that rank. With `problem.shared` only blocks that `rank` sees are read.
+    more, back to the rank that owns the block. With `problem.shared` only blocks that `rank` sees
+    are read.
     """
     seen_by = problem.sharding, problem.kv_sharding, problem.mask
     way, size = hops(*seen_by), problem.sharding.size
@@ -159,7 +160,7 @@ def hybrid(problem: Attention, ring_rank: int, ulysses_rank: int, groups: list[l
     Args:
         problem: the attention over all ranks.
         ring_rank, ulysses_rank: the rank's index along each axis.
-        groups: for each index along the ring, the ranks of the problem that exchange heads there.
+        groups: for each index along the ring, the ranks of `problem` that exchange heads there.
     """
     mine = groups[ring_rank]
     inside = replace(
@@ -187,8 +188,10 @@ def tp_sp(sharding: Sharding, rank: int, batch: int, hidden: int, itemsize: int)
 
     Args:
         sharding: which rank holds which tokens before and after the two layers.
-        rank: whose traffic.
-        batch, hidden, itemsize: sequences, elements of a token, bytes per element.
+        rank: the rank whose traffic is returned.
+        batch: the number of sequences.
+        hidden: the number of elements of a token.
+        itemsize: bytes per element.
     """
     mine = sharding.local_len(rank)
     token = batch * hidden * itemsize
@@ -200,13 +203,16 @@ def _exchange(problem: Attention, rank: int, whole: Attention) -> Both:
     """Return the traffic of the all-to-alls of Ulysses: (forward, backward).
 
     Args:
-        problem: the attention of the ranks that exchange heads.
+        problem: the attention restricted to the ranks that exchange heads with each other: all
+            ranks in Ulysses, one group of them in a hybrid.
         rank: the index, among those ranks, of the rank whose traffic is returned.
-        whole: the attention of all ranks of the scheme.
+        whole: the attention of all ranks of the scheme. Its shard lengths decide which of q, k and
+            v get a gradient (`_through_exchange`).
     """
     shares = split_heads(problem.num_heads, problem.num_kv_heads, problem.sharding.size)
     heads, slots = ([len(share) for share in part] for part in shares)
     slots = [2 * number for number in slots]  # of k and v
+    # bytes for one head of one token, in all sequences of the batch
     unit = problem.batch * problem.head_dim * problem.itemsize
     lse_unit = problem.batch * problem.wide
     own, kv_own = problem.sharding.local_len(rank), problem.kv_sharding.local_len(rank)
@@ -228,8 +234,8 @@ def _through_exchange(problem: Attention, inside: Attention) -> tuple[bool, bool
     three have a gradient if any of them has.
 
     Args:
-        problem: the attention of all ranks of the scheme, with the shard lengths that decide this.
-        inside: the attention of the ranks that exchange heads.
+        problem: the attention of all ranks of the scheme. Its shard lengths are examined.
+        inside: the attention restricted to the ranks that exchange heads with each other.
     """
     q, *kv = problem.needs_grad
     if inside.sharding.size == 1:

@@ -1,6 +1,6 @@
 """Examine what this machine offers to sp_core: MPI, devices, transports.
 
-Whatever is broken is listed with a remedy.
+List everything that is broken, with a remedy.
 
 Run it by itself, or on several ranks: `mpiexec -n 4 python -m sp_core doctor`.
 """
@@ -42,7 +42,7 @@ from sp_core.transport.cuda_aware import no_device_memory
 from sp_core.tuning import FileError, find
 from sp_core.tuning.files import FOLDER
 
-LIMIT_SECONDS = 120  # then the process prints its stacks and exits
+LIMIT_SECONDS = 120  # after this time the process prints its stacks and exits
 PIPE_COLUMNS = 10_000  # do not wrap lines that are written to a file
 LITTLE_SHM = 256 * 2**20
 PROBE = (
@@ -56,13 +56,13 @@ OTHER_LAUNCHER = "start with this MPI's own mpiexec; under Slurm, inside of the 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report of `sp-core doctor`.
+    """Hold one line of the report of `sp-core doctor`.
 
     Args:
-        subject: what was examined, such as "MPI" or "transport host".
-        status: "ok", "note" (works, but should be known) or "broken".
-        text: what was found.
-        remedy: what to do about it, if it is broken.
+        subject: the examined part, such as "MPI" or "transport host".
+        status: "ok", "note" (no fault, but the user should know it) or "broken".
+        text: a description of what was found.
+        remedy: what the user must do if `status` is "broken".
     """
 
     subject: str
@@ -75,9 +75,9 @@ def main(device: str | None = None, *, measure: bool = False) -> int:
     """Examine this machine and print the report on rank 0. In a job every rank calls this.
 
     Args:
-        device: "cpu" or "cuda", the kind of device that must work; None to try what is there.
+        device: "cpu" or "cuda", the kind of device that must work; None to try those that exist.
         measure: whether to measure the constants by which algorithm="auto" chooses, and write them
-            to a file. Outside of a job, mpiexec starts two ranks for that.
+            to a file. Outside of a job, mpiexec starts two ranks that measure.
 
     Returns:
         0 if nothing is broken, else 1; the same on all ranks.
@@ -91,7 +91,7 @@ def main(device: str | None = None, *, measure: bool = False) -> int:
 
 
 def examine(device: str | None = None, *, measure: bool = False) -> Iterator[Finding]:
-    """Yield the findings; arguments as in `main`. All ranks must take all: some communicate."""
+    """Yield the findings, with the arguments of `main`. Every rank must iterate to the end."""
     yield Finding("python", "ok", f"{platform.python_version()}, torch {torch.__version__}")
     yield Finding("processor", "ok", f"{cpu_model()}, {cores()} cores")
     yield _shared_memory()
@@ -130,9 +130,9 @@ def _world() -> Intracomm:
 
 @functools.cache
 def _mpi_problem() -> Finding | None:
-    """Return a finding that says why MPI cannot be used, or None.
+    """Return a finding that says why MPI cannot be used; None if it can.
 
-    A child process tries it, because a library that cannot start may end the process.
+    A child process imports MPI, because a library that cannot start may end its process.
     """
     if in_job():
         return None
@@ -158,7 +158,7 @@ def _mpi_problem() -> Finding | None:
 
 
 def _mpi() -> Iterator[Finding]:
-    """Yield findings: the MPI library, the thread level, and whether MPI takes GPU memory."""
+    """Yield findings on the MPI library, its thread level, and whether it takes GPU memory."""
     problem = _mpi_problem()
     if problem is not None:
         yield problem
@@ -199,11 +199,11 @@ VARIABLES: dict[str, Callable[[str], object]] = {
     "SP_TUNING": lambda given: find(dict, given),
     "SP_NODES": lambda given: read_nodes(given.split(","), _world().size if in_job() else None),
 }
-"""By environment variable, the function that reads a value or raises ValueError."""
+"""For each environment variable, a function that reads its value or raises ValueError."""
 
 
 def _constants(*, measure: bool) -> Finding:
-    """Report which measured constants algorithm="auto" uses. If asked, let the ranks measure."""
+    """Report the measured constants of algorithm="auto". With `measure` measure them first."""
     if measure and _world().size > 1:
         try:
             measuring.keep(_world())
@@ -234,7 +234,7 @@ def _threads(level: int) -> Finding:
 
 
 def _cuda_aware(library: str | None) -> Finding:
-    """Report whether the MPI library takes GPU memory: what it says, and what a trial shows."""
+    """Report whether the MPI library takes GPU memory, by its own answer and by a trial."""
     try:
         says = {0: "no", 1: "yes"}[ctypes.CDLL(library).MPIX_Query_cuda_support()]
     except (OSError, AttributeError, KeyError):
@@ -257,7 +257,7 @@ def _cuda_aware(library: str | None) -> Finding:
 def _shared_memory() -> Finding:
     """Report how large /dev/shm is.
 
-    Ranks of one machine exchange messages through it, and containers keep it small.
+    Ranks of one machine exchange messages through it, and containers often limit its size.
     """
     folder = Path("/dev/shm")
     if not folder.is_dir():
@@ -333,7 +333,7 @@ def _nodes() -> Finding:
 
 
 def _mesh(world: Intracomm, **options: Any) -> Mesh:
-    """Make a mesh with the axis "all" of all ranks. Outside of a job ignore SP_NODES."""
+    """Make a mesh with one axis, "all", of all ranks. Outside of a job ignore SP_NODES."""
     return Mesh(world, nodes=None if in_job() else [0] * world.size, all=world.size, **options)
 
 
@@ -349,7 +349,7 @@ def _transports(device: str | None) -> Iterator[Finding]:
 
 
 def _try(world: Intracomm, kind: str, name: str) -> Finding:
-    """Try a transport by an all-gather over all ranks. They all return the same finding."""
+    """Try a transport by an all-gather over all ranks. All ranks return the same finding."""
     problem, fallback = None, ""
     try:
         fallback = _gather(world, kind, name)

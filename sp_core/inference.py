@@ -154,17 +154,17 @@ def add_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 def main(
     options: argparse.Namespace, arguments: Sequence[str], comm: Intracomm | None = None
 ) -> int:
-    """Carry out a command, in this job or with ranks that mpiexec starts.
+    """Run a command, in this job or with ranks that mpiexec starts.
 
     Args:
         options: the parsed command line; `options.command` is "generate" or "logits".
-        arguments: the words of the command line, to start ranks with.
-        comm: the mpi4py communicator whose ranks carry out the command. None: MPI.COMM_WORLD if
-            this is a rank of a job, or if one rank is enough; else mpiexec starts the ranks.
+        arguments: the words of the command line. Ranks that mpiexec starts get them, too.
+        comm: the mpi4py communicator whose ranks run the command. None: MPI.COMM_WORLD if this is a
+            rank of a job, or if one rank is enough; else mpiexec starts the ranks.
 
     Returns:
-        The exit code: 0, REFUSED if something given is wrong, 128 + the number of a signal, or that
-        of the launch.
+        The exit code: 0; REFUSED if options or files are wrong; 128 + the number of the signal that
+        ended the launch; or the exit code of mpiexec.
     """
     sizes = {axis: getattr(options, axis, 1) for axis in AXES}
     if comm is not None or any(name in os.environ for name in JOB_VARIABLES):
@@ -198,9 +198,9 @@ def main(
 
 
 def _run(options: argparse.Namespace, sizes: dict[str, int], comm: Intracomm | None) -> int:
-    """Carry out a command as one rank of a job. Return the exit code: 0, or REFUSED.
+    """Run a command as one rank of a job. Return the exit code: 0, or REFUSED for one of ERRORS.
 
-    An error that is none of ERRORS ends all ranks if there are several.
+    Any other error aborts all ranks if there are several.
     """
     if comm is None:
         from mpi4py import MPI
@@ -215,7 +215,7 @@ def _run(options: argparse.Namespace, sizes: dict[str, int], comm: Intracomm | N
     except ERRORS as error:
         return _refuse(error) if comm.rank == 0 else REFUSED
     except Exception:
-        if comm.size > 1:  # not an error of all ranks: the others may be waiting for this one
+        if comm.size > 1:  # other ranks may not have this error, and wait for this one
             traceback.print_exc()
             comm.Abort(1)
         raise

@@ -44,10 +44,10 @@ def node_name() -> str:
 
 
 def loaded_library(name: str) -> str | None:
-    """Return the path of a shared library that this process has loaded, or None.
+    """Return the path of a shared library that this process has loaded; None if it has not.
 
     Args:
-        name: of the file up to ".so" or "-", such as "libmpi".
+        name: the file's name up to ".so" or "-", such as "libmpi".
     """
     found = re.search(rf"/\S*/{name}(-\w+)?\.so\S*", _text(Path("/proc/self/maps")))
     return found[0] if found else None
@@ -86,7 +86,7 @@ def in_job() -> bool:
 
 
 def started_tasks() -> int:
-    """Return how many ranks mpiexec or srun says that it has started; 1 if it says nothing."""
+    """Return how many ranks mpiexec or srun has started, by its environment variables, else 1."""
     return max(int(os.environ.get(name) or 1) for name in JOB_SIZES)
 
 
@@ -100,10 +100,10 @@ def bounded(
     Args:
         command: program and arguments. Standard input is empty.
         seconds: the limit.
-        env: the environment; None for that of this process.
+        env: the environment variables; None for those of this process.
 
     Returns:
-        The exit code, or None after the limit; and the output, standard error included.
+        The exit code, or None if the limit was reached; the output, standard error included.
 
     Raises:
         OSError: the program cannot be started.
@@ -142,11 +142,11 @@ LAUNCH_PROBLEMS = {
         "this mpiexec belongs to another MPI than mpi4py's: use the one of the same environment",
     ),
 }
-"""By a part of the output of a failed launch: what went wrong, and what to do."""
+"""For each text in the output of a failed launch: the fault, and its remedy."""
 
 
 def launch_problem(code: int | None, output: str) -> tuple[str, str]:
-    """Return two texts: what went wrong with a launch, and what to do.
+    """Return two texts about a failed launch: the fault, and its remedy.
 
     Args:
         code: mpiexec's exit code; None if it reached the time limit.

@@ -1,14 +1,14 @@
 """Measure the constants of `sp_core.tuning` on several ranks: times of messages, sums and copies.
 
 The command is `mpiexec -n 2 python -m sp_core doctor --measure`. It calls `keep`, which calls
-`measure` and writes a file. Benchmarks, too, call `interleaved`. Every rank makes these calls.
-`told` reports on the file, without communication.
+`measure` and writes a file. Benchmarks also call `interleaved`. Every rank makes these calls.
+`told` describes the file, without communication.
 
-A sample is the time of one call from a barrier on, that of the slowest rank. Calls that are
-compared take turns: in a round each has one sample, so that a disturbance of the machine slows all
-of them. A constant is the median of its samples. Messages and sums are measured by themselves, for
-predictions for any number of ranks and nodes. Whole collectives are measured with the ranks at
-hand, to correct these predictions.
+A sample is the time of one call on the slowest rank, from a barrier to the end of the call. Calls
+to be compared take turns: each round has one sample of each call, so that a disturbance of the
+machine slows all of them. A constant is the median of its samples. Messages and sums are measured
+by themselves, for predictions for any number of ranks and nodes. Whole collectives are measured on
+the given ranks, to correct these predictions.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SAMPLE_SECONDS = 2e-4  # a quicker call is repeated in a sample
 MOST_REPEATS = 50
 LEAST_ROUNDS, MOST_ROUNDS = 3, 15
 OPS = tuple(op for op, names in SCHEDULED.items() if names)
-BOUND_BYTES = (1 << 12, 1 << 23)  # vectors of which a collective has few steps, and many
+BOUND_BYTES = (1 << 12, 1 << 23)  # of vectors for which a collective has few, and many steps
 
 
 def measure(world: Intracomm, *, seconds: float = SECONDS, sizes: Sequence[int] = SIZES) -> Tuning:
@@ -62,14 +62,14 @@ def measure(world: Intracomm, *, seconds: float = SECONDS, sizes: Sequence[int] 
 
     Args:
         world: an mpi4py communicator; every rank calls this.
-        seconds: about how long to measure; large vectors need a part of a second more.
+        seconds: about how long to measure. Large vectors need a fraction of a second more.
         sizes: bytes of messages and vectors, in ascending order.
 
     Returns:
         The constants by which algorithm="auto" chooses, the same on every rank.
 
     Raises:
-        ValueError: there is one rank, which has no messages to measure.
+        ValueError: `world` has a single rank, so there are no messages to measure.
     """
     if world.size < 2:
         raise ValueError(
@@ -87,13 +87,13 @@ def measure(world: Intracomm, *, seconds: float = SECONDS, sizes: Sequence[int] 
 def primitives(
     world: Intracomm, group: Communicator, share: float, sizes: Sequence[int] = SIZES
 ) -> Tuning:
-    """Measure messages, sums, copies, and the preparation of a collective.
+    """Measure the times of messages, sums, copies, and the preparation of a collective.
 
     Args:
         world, group: the same ranks, as an mpi4py communicator and as a `Communicator`. Every rank
             calls this.
-        share: seconds for each size of each kind of message, sum and copy.
-        sizes: bytes, in ascending order.
+        share: seconds to spend on each size of each kind of message, sum and copy.
+        sizes: the sizes in bytes, in ascending order.
 
     Returns:
         The constants without times of whole collectives, the same on every rank.
@@ -122,12 +122,12 @@ def collectives(
     sizes: Sequence[int] = SIZES,
     least: int = LEAST_ROUNDS,
 ) -> Samples:
-    """Measure every algorithm of every collective, over float32 vectors of some sizes.
+    """Measure the times of every algorithm of every collective, on float32 vectors of some sizes.
 
     Args:
         world, group, sizes: as in `primitives`.
-        share: seconds for each size of each collective.
-        least: fewest samples of each algorithm, even if they take longer than `share`.
+        share: seconds to spend on each size of each collective.
+        least: the least number of samples of each algorithm, even if they take longer than `share`.
 
     Returns:
         Seconds of each sample, by collective, algorithm and bytes; the same on every rank.
@@ -192,7 +192,7 @@ def typical(rounds: dict[str, list[float]]) -> dict[str, float]:
     round. The result is the median of these ratios, times the median of all rounds' medians.
 
     Args:
-        rounds: by name, the seconds in each round; as many for each name.
+        rounds: for each name its seconds in each round. All names have the same rounds.
     """
     levels = [statistics.median(together) for together in zip(*rounds.values(), strict=True)]
     level = statistics.median(levels)
@@ -208,16 +208,17 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Time several calls in turns; every rank calls this.
 
-    In each round every call has one sample; the next round begins with the next call. Quick calls
-    are repeated in a sample, which is then the mean.
+    Each round takes one sample of every call. Successive rounds begin with successive calls. Quick
+    calls are repeated in a sample, which is then the mean time of a call.
 
     Args:
         world: an mpi4py communicator.
-        calls: by name, what to time.
+        calls: the calls to time, by name.
         seconds: about how long to measure, in at least `least` and at most MOST_ROUNDS rounds.
 
     Returns:
-        By name, the seconds of a call in each round on the slowest rank; the same on every rank.
+        For each name the seconds of its call in each round, on the slowest rank; the same on every
+        rank.
     """
     repeats, spent = {}, 0.0
     for name, call in calls.items():
@@ -240,7 +241,7 @@ def interleaved(
 
 
 def sample(world: Intracomm, call: Call, repeats: int = 1) -> float:
-    """Return the mean seconds of `repeats` calls on this rank, which begin after a barrier."""
+    """Wait for all ranks, make `repeats` calls, and return their mean seconds on this rank."""
     world.Barrier()
     start = time.perf_counter()
     for _ in range(repeats):
@@ -249,7 +250,7 @@ def sample(world: Intracomm, call: Call, repeats: int = 1) -> float:
 
 
 def vector(op: str, nbytes: int, group: Communicator) -> torch.Tensor:
-    """Return a rank's float32 input of `op`: `nbytes` bytes, in all_gather those of all ranks."""
+    """Return a rank's float32 input of `op`: `nbytes` bytes, or for all_gather 1/P of them."""
     count = nbytes // 4
     if op == "all_gather":
         return torch.ones(count // group.size)
@@ -259,12 +260,12 @@ def vector(op: str, nbytes: int, group: Communicator) -> torch.Tensor:
 
 
 def arguments(op: str) -> dict[str, Any]:
-    """Return the arguments that `op` needs beside the tensor and the communicator."""
+    """Return the keyword arguments that `op` needs beside the tensor and the communicator."""
     return {"split_dim": 0, "concat_dim": 1} if op == "all_to_all" else {}
 
 
 def _pair(nodes: tuple[int, ...], kind: str) -> tuple[int, int] | None:
-    """Return the first two ranks in one node ("node") or in two ("network"), or None."""
+    """Return the first two ranks that share a node ("node") or do not ("network"), or None."""
     pairs = combinations(range(len(nodes)), 2)
     return next(((a, b) for a, b in pairs if (nodes[a] == nodes[b]) == (kind == "node")), None)
 
@@ -272,9 +273,9 @@ def _pair(nodes: tuple[int, ...], kind: str) -> tuple[int, int] | None:
 def _exchanges(
     world: Intracomm, group: Communicator, pair: tuple[int, int], share: float, sizes: Iterable[int]
 ) -> Curve:
-    """Return, by size, the seconds in which two ranks send each other that many bytes at once.
+    """Return for each size the seconds in which two ranks send each other that many bytes.
 
-    The other ranks take part in the barriers only.
+    Both messages travel at once. The other ranks take part in the barriers only.
     """
     peers = [rank for rank in pair if rank != group.rank] if group.rank in pair else []
     return Curve(
@@ -283,7 +284,7 @@ def _exchanges(
 
 
 def _exchange(group: Communicator, peers: list[int], size: int) -> Call:
-    """Return a call that sends `size` bytes to each peer, and receives as many."""
+    """Return a function that sends `size` bytes to each peer, and receives as many."""
     transport = group.transport
     sends, recvs = (
         transport.bind([(peer, torch.ones(size, dtype=torch.uint8)) for peer in peers])
@@ -293,7 +294,7 @@ def _exchange(group: Communicator, peers: list[int], size: int) -> Call:
 
 
 def _local(world: Intracomm, kind: str, size: int, share: float) -> float:
-    """Return the seconds of a sum ("add") or copy of `size` bytes, made on all ranks at once."""
+    """Return the seconds of a sum ("add") or copy of `size` bytes, while all ranks do the same."""
     into, one, other = (torch.ones(size // 4) for _ in range(3))
     if kind == "add":
         return _median(world, lambda: torch.add(one, other=other, out=into), share)
@@ -301,7 +302,7 @@ def _local(world: Intracomm, kind: str, size: int, share: float) -> float:
 
 
 def _binding(world: Intracomm, group: Communicator) -> tuple[float, float]:
-    """Return the seconds to prepare a collective: (without steps, more for each step)."""
+    """Return the seconds to prepare a collective: (without any step, additional for each step)."""
     found = []
     for nbytes in BOUND_BYTES:
         x, scratch = torch.ones(nbytes // 4), Scratch(group.device)
@@ -349,11 +350,11 @@ def told() -> tuple[bool, str]:
 def keep(world: Intracomm) -> None:
     """Measure the constants of this machine, and let rank 0 write them to a file.
 
-    Every rank calls this. Before it measures, rank 0 checks that it can write to the file's folder.
+    Every rank calls this. First rank 0 checks that it can write to the file's folder.
 
     Raises:
         FileError: the constants cannot be written; on every rank.
-        ValueError: there is one rank only.
+        ValueError: `world` has a single rank.
     """
     path = default_path(fingerprint())
 

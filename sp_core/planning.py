@@ -1,4 +1,4 @@
-"""Project which scheme and mesh suit a problem.
+"""Predict how quick each scheme and mesh is for a problem.
 
 An example:
 
@@ -17,8 +17,8 @@ one rank's tokens, the time of a pass is:
     allgather_kv  P - 1 messages of 2K own, one after the other, and the
                   attention
 
-Letters: B batch, S sequence, H heads, K key/value heads, D head dim, P ranks,
-R of the ring times U of Ulysses, e bytes per element.
+Letters: B batch, S sequence, H heads, K key/value heads, D head dim, P = R U
+ranks: R along the ring and U along Ulysses, e bytes per element.
 
 A node has one link to other nodes, which all its ranks share. Backward sends
 gradients of K and V in float32 or wider. A message of n bytes takes
@@ -51,7 +51,7 @@ SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 @dataclass(frozen=True)
 class Link:
-    """The time of messages: one of n bytes takes `alpha + beta * n` seconds.
+    """Give the time of messages: one of n bytes takes `alpha + beta * n` seconds.
 
     Args:
         alpha: seconds of a message without bytes.
@@ -67,15 +67,15 @@ class Link:
 
 @dataclass(frozen=True)
 class Problem:
-    """One layer of causal attention, and the machine.
+    """Describe one layer of causal attention, and the machine that computes it.
 
     Args:
         seq_len, batch, num_heads, num_kv_heads, head_dim: tokens of a sequence; numbers of
-            sequences, heads and key/value heads; elements of a head.
+            sequences, query heads and key/value heads; elements of a head.
         itemsize: bytes per element.
         ranks: number of ranks that share each sequence.
-        per_node: ranks of a node.
-        node, network: links inside and between nodes.
+        per_node: number of ranks on one node.
+        node, network: the link inside a node, and the link between nodes.
         flops: operations per second that a rank's attention reaches.
     """
 
@@ -92,7 +92,7 @@ class Problem:
     flops: float
 
     def attention(self, seq_len: int, ranks: int) -> cost.Attention:
-        """Return the sizes of causal attention of `seq_len` tokens over `ranks` ranks, zigzag."""
+        """Describe the causal attention of `seq_len` tokens, sharded zigzag over `ranks` ranks."""
         sharding = Sharding.zigzag(seq_len, ranks)
         sizes = self.batch, self.num_heads, self.num_kv_heads, self.head_dim, self.itemsize
         return cost.Attention(sharding, sharding, Mask(causal=True), *sizes)
@@ -106,14 +106,14 @@ class Problem:
 
 @dataclass(frozen=True)
 class Projection:
-    """What the model predicts for a scheme on a mesh.
+    """Hold the model's prediction for a scheme on a mesh.
 
     Args:
-        scheme: its name.
-        ring, ulysses: ranks along each axis.
+        scheme: the scheme's name.
+        ring, ulysses: number of ranks along each axis.
         seconds: time of forward and backward together.
         exposed: the part of `seconds` in which a rank waits for messages.
-        forward, backward: messages and bytes of the rank that sends most.
+        forward, backward: messages and bytes of the rank that sends most bytes.
     """
 
     scheme: str
@@ -126,10 +126,10 @@ class Projection:
 
 
 def project(problem: Problem) -> list[Projection]:
-    """Return the predictions for every scheme on every mesh that fits, the quickest first.
+    """Return the predictions for every scheme on every mesh that fits, in order of their time.
 
     Raises:
-        ValueError: sizes that cannot be split evenly, or that are not positive.
+        ValueError: a size cannot be split evenly, or is not positive.
     """
     _check(problem)
     found = [
@@ -167,7 +167,7 @@ def _check(problem: Problem) -> None:
 
 
 def _mesh(problem: Problem, ring: int, ulysses: int) -> Projection:
-    """Predict the times of a ring of `ring` groups of `ulysses` ranks, which exchange heads.
+    """Predict a ring of `ring` groups, each of `ulysses` ranks that exchange heads.
 
     Either number may be 1.
     """
@@ -227,7 +227,7 @@ def _exchange(problem: Problem, ulysses: int, nbytes: float) -> float:
 
 
 def _step(problem: Problem, ring: int, ulysses: int, nbytes: float) -> float:
-    """Return the seconds until every rank has received `nbytes` from its neighbour in the ring."""
+    """Return the seconds until every rank has received `nbytes` bytes from its ring neighbour."""
     if ring == 1:
         return 0.0
     near = problem.node(nbytes) if problem.per_node > ulysses else 0.0
@@ -242,13 +242,13 @@ def _around(compute: float, ring: int, step: float) -> float:
 
     Args:
         compute: seconds of a rank's attention to all blocks.
-        step: seconds to pass on one block, in the backward with its gradient.
+        step: seconds to pass on one block; in the backward, also its gradient.
     """
     return compute / ring + (ring - 1) * max(compute / ring, step)
 
 
 def add_arguments(commands: Any) -> None:
-    """Add the command `plan` to `commands`, which is what `add_subparsers` returns."""
+    """Add the command `plan` to `commands`, the object that `add_subparsers` returns."""
     made = commands.add_parser(
         "plan", help="the best scheme and mesh for a problem, by the model", description=__doc__
     )
@@ -295,7 +295,7 @@ def main(options: argparse.Namespace, tuning: Tuning | None) -> str:
         tuning: constants measured on this machine, if there are any.
 
     Raises:
-        ValueError: options that do not fit together.
+        ValueError: an option is wrong, or options do not fit together.
     """
     inside = link_of(options.node_link) if options.node_link else None
     if inside is None and options.ranks_per_node > 1:
@@ -330,10 +330,10 @@ def main(options: argparse.Namespace, tuning: Tuning | None) -> str:
 
 
 def link_of(text: str) -> Link:
-    """Read a link: bits or bytes a second, time of an empty message: "25gbit,10us", "400MB,1ms".
+    """Read a link: rate per second, time of an empty message. Examples: 25gbit,10us, 400MB,1ms.
 
     Raises:
-        ValueError: the text has another form.
+        ValueError: the text does not have this form.
     """
     found = re.fullmatch(
         r"([\d.]+)(gbit|mbit|gb|mb)(?:/s)?,([\d.]+)(ns|us|ms|s)", text.strip().lower()
@@ -353,7 +353,7 @@ def link_of(text: str) -> Link:
 def timed_flops(head_dim: int) -> float:
     """Measure the operations per second of causal attention, with the threads that torch uses.
 
-    The quickest of four calls counts. Operations that the mask hides are not counted.
+    The quickest of four calls counts. Only operations on visible pairs are counted.
     """
     seq_len, heads = 1024, 4
     x = torch.randn(1, seq_len, heads, head_dim)

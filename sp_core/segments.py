@@ -27,19 +27,19 @@ def split_ranges(length: int, parts: int) -> tuple[range, ...]:
 def deal_chunks(work: Tensor, size: int, chunk: int) -> tuple[list[list[int]], bool]:
     """Deal chunks of consecutive tokens to ranks, so that ranks have nearly equal work.
 
-    Each round deals `size` chunks, one to each rank: the heaviest chunks first, a shorter one last.
-    In a round the rank with least work so far gets the heaviest chunk. The work of two ranks
-    differs by at most as much as that of two chunks of one round. A rank without a chunk in the
-    last round counts there as one with a chunk of no work.
+    Each round deals `size` chunks, one to each rank. Heavier chunks are dealt in earlier rounds, a
+    chunk shorter than the others last. In a round the rank with least work so far gets the heaviest
+    chunk. The work of two ranks differs by at most as much as that of two chunks of one round. A
+    rank that gets no chunk in the last round counts as getting a chunk of no work.
 
     Args:
-        work: int64 (seq_len,), the work of all tokens up to and including each one.
+        work: int64 (seq_len,), cumulative: for each token the work of all tokens up to it.
         size: number of ranks.
         chunk: tokens of a chunk; the last chunk may be shorter.
 
     Returns:
-        For each rank the numbers of its chunks; and whether no rank has more than 1.02 times the
-        mean work.
+        For each rank the numbers of its chunks; True if no rank has more than 1.02 times the mean
+        work.
     """
     stops = range(chunk, len(work) + chunk, chunk)
     costs = pad(work[[min(stop, len(work)) - 1 for stop in stops]], (1, 0)).diff()
@@ -57,11 +57,11 @@ def deal_chunks(work: Tensor, size: int, chunk: int) -> tuple[list[list[int]], b
 
 
 def chunk_slices(hand: list[int], chunk: int) -> Iterator[slice]:
-    """Yield slices of the tokens of some chunks, in ascending order. Join neighbouring chunks.
+    """Yield the slices of tokens that some chunks cover, in ascending order, neighbours joined.
 
     Args:
-        hand: numbers of the chunks.
-        chunk: tokens of a chunk.
+        hand: the numbers of the chunks, in any order.
+        chunk: the number of tokens of a chunk.
     """
     for _, group in groupby(enumerate(sorted(hand)), lambda pair: pair[1] - pair[0]):
         numbers = [number for _, number in group]

@@ -111,9 +111,9 @@ class Sharding:
         Args:
             seq_len, size, start: as in `contiguous`.
             mask: which keys each query sees, in attention over these tokens.
-            chunk: tokens of a chunk, >= 1; the last chunk may be shorter. None takes half a shard.
-                Then the chunk is halved while a rank has more than 1.02 times the mean work, and
-                the chunk more than `LEAST_CHUNK` tokens.
+            chunk: tokens of a chunk, >= 1; the last chunk may be shorter. None starts with half a
+                shard, and halves the chunk while a rank has more than 1.02 times the mean work and
+                the chunk has more than `LEAST_CHUNK` tokens.
 
         Raises:
             TypeError: `mask` is not a `Mask`, or `chunk` not a whole number.
@@ -239,7 +239,7 @@ class Sharding:
 
         Args:
             x: any shape, `x.shape[dim] == seq_len`.
-            rank: whose shard.
+            rank: the rank whose shard is taken.
             dim: the sequence dimension.
 
         Returns:
@@ -247,7 +247,7 @@ class Sharding:
             consecutive range, else a new tensor.
 
         Raises:
-            ShapeError: `x` has another length along `dim`, or there is no such rank.
+            ShapeError: `x` has not `seq_len` tokens along `dim`, or there is no such rank.
         """
         if x.shape[dim] != self.seq_len:
             raise ShapeError(
@@ -275,7 +275,7 @@ class Sharding:
             A new tensor with `seq_len` tokens along `dim`.
 
         Raises:
-            ShapeError: wrong number of shards, or a shard of another length.
+            ShapeError: wrong number of shards, or a shard of wrong length.
         """
         given = tuple(shard.shape[dim] for shard in shards)
         if given != self.lengths:
@@ -297,7 +297,7 @@ class Sharding:
         """Return the sharding whose rank i holds the tokens of the i-th group of ranks in turn.
 
         Args:
-            groups: ranks of each group; every rank in exactly one group.
+            groups: the ranks of each group. Every rank must be in exactly one group.
 
         Raises:
             ShapeError: the groups do not cover the ranks exactly once.
@@ -321,7 +321,7 @@ class Sharding:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A short text that identifies the sharding, for ranks to compare and people to read."""
+        """A short text that identifies the sharding, for agreements of ranks and for people."""
         digest = hashlib.blake2b(repr(self.segments).encode(), digest_size=4).hexdigest()
         return f"{self.seq_len} tokens over {self.size} ranks #{digest}"
 
@@ -338,7 +338,7 @@ class Sharding:
     @cached_property
     @torch.inference_mode(False)
     def _restore_index(self) -> Tensor | None:
-        """For each token, by position, the index in an all-gather; None if these are 0, 1, ..."""
+        """The index of each token in an all-gather, in order of position; None if 0, 1, 2, ..."""
         order = concatenated(self.gathered_segments).argsort()
         return None if torch.equal(order, torch.arange(len(order))) else order
 
@@ -348,7 +348,7 @@ class Sharding:
 
     @cached_property
     def _is_dense(self) -> bool:
-        """Whether the positions have no gaps, so that position - first position is an index."""
+        """Whether all ranks' positions have no gaps: position p is then at index p - `_first`."""
         return self.end - self._first == self.seq_len
 
 
@@ -356,14 +356,14 @@ def check_sharding(sharding: Sharding, comm: Any, what: str, argument: str = "sh
     """Raise an error if a value is not a `Sharding` over the ranks of a communicator.
 
     Args:
-        sharding: the value.
+        sharding: the value to check.
         comm: the `Communicator`.
-        what: the call or tensor that a ShapeError names.
-        argument: the argument that a TypeError names.
+        what: the name of the call or tensor, for the text of a ShapeError.
+        argument: the argument's name, for the text of a TypeError.
 
     Raises:
         TypeError: the value is not a `Sharding`.
-        ShapeError: the sharding is for another number of ranks than `comm` has.
+        ShapeError: the sharding is not for the number of ranks of `comm`.
     """
     check_type(
         argument, sharding, Sharding, "Make one, such as Sharding.contiguous(seq_len, size)."

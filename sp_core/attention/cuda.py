@@ -23,7 +23,7 @@ LOAD_BYTES = 16
 CUDNN, CUDNN_HEAD_DIM = SDPBackend.CUDNN_ATTENTION.value, 128
 
 Triple = tuple[Tensor, Tensor, Tensor]
-"""(dq, dk, dv)."""
+"""The gradients (dq, dk, dv)."""
 Lengths = tuple[tuple[int, ...], tuple[int, ...]]
 """For each sequence the number of queries; for each sequence the number of keys."""
 
@@ -41,7 +41,8 @@ def forward(
 
     Args:
         backend: "flash_cuda" or "efficient_cuda".
-        q, k, v: (B, H, Sq, D) and twice (B, K, Sk, D).
+        q: (B, H, Sq, D).
+        k, v: (B, K, Sk, D).
         causal: whether key j is visible to query i only if j <= i.
         allowed: bool (Sq, Sk) of visible pairs, for "efficient_cuda" only; None for all.
         scale: factor of q k^T.
@@ -110,10 +111,10 @@ def backward(
 
 
 def prefers_cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> bool:
-    """Return whether torch itself would run cuDNN's kernel on a block that flash takes.
+    """Return whether torch itself would run cuDNN's kernel on a block that flash supports.
 
-    It does on GPUs for which cuDNN has the faster kernel, such as an H200. Its backward takes at
-    most CUDNN_HEAD_DIM elements of a head.
+    torch does so on GPUs for which cuDNN has the faster kernel, such as an H200. The backward of
+    cuDNN's kernel supports head dims up to CUDNN_HEAD_DIM.
     """
     gqa = q.shape[1] != k.shape[1]
     return (
@@ -142,10 +143,12 @@ def sequences(
     """Run the flash kernel on many sequences at once. A query sees the keys of its own sequence.
 
     Args:
-        q, k, v: (tokens, H, D) and twice (tokens, K, D), contiguous: all sequences of the first
-            example of a batch one after the other, then those of the next.
-        lengths: for each sequence of one example its number of queries, and of keys.
-        causal: whether a query sees no later key; then both numbers are equal.
+        q: (tokens, H, D), contiguous: all sequences of the first example of a batch one after the
+            other, then those of the next example.
+        k, v: (tokens, K, D), contiguous, in the same order.
+        lengths: the number of queries of each sequence of one example; the number of keys of each.
+        causal: whether key j of a sequence is visible to query i only if j <= i. Each sequence must
+            then have as many keys as queries.
         scale: factor of q k^T.
 
     Returns:
@@ -175,15 +178,15 @@ def sequences_backward(
 
 
 def _ends(lengths: Lengths, like: Tensor) -> tuple[object, ...]:
-    """Return what the flash kernel needs about the sequences of all examples of a batch.
+    """Return the arguments that tell the flash kernel where the sequences of a batch end.
 
     Args:
         lengths: as in `sequences`, for one example.
-        like: a tensor on the device, with a row for each query of all examples.
+        like: a tensor on the kernel's device, with a row for each query of all examples.
 
     Returns:
-        Cumulative lengths from 0 on, int32, of queries and of keys; then the greatest length of
-        queries and of keys.
+        The cumulative numbers of queries, from 0 on, int32; the same for keys; the greatest number
+        of queries of a sequence; the greatest number of keys.
     """
     batch = len(like) // sum(lengths[0])
     ends = (torch.tensor([0, *accumulate(each * batch)], dtype=torch.int32) for each in lengths)
@@ -194,8 +197,8 @@ def aligned(x: Tensor) -> Tensor:
     """Return x (B, H, S, D), or a contiguous copy if the kernels cannot read x.
 
     They need a dense last dim, and every row at an address that is a multiple of LOAD_BYTES. torch
-    does not check this (pytorch issue 183484). The kernel then fails, or ends all CUDA work of the
-    process.
+    does not check this (pytorch issue 183484). On other tensors the kernel fails, or makes CUDA
+    unusable for the process.
     """
     strides = [
         stride for length, stride in zip(x.shape[:-1], x.stride(), strict=False) if length > 1

@@ -22,7 +22,7 @@ from sp_core.errors import DeviceError, DtypeError, ShapeError
 from sp_core.mask import Mask, Positions
 
 Saved = tuple[Tensor, ...]
-"""What a forward gave to `ctx.save_for_backward`."""
+"""The tensors that a forward gave to `ctx.save_for_backward`."""
 Backward = Callable[..., tuple[Tensor | None, ...]]
 """A function (ctx, saved tensors, *gradients of the outputs) that returns the inputs' gradients."""
 
@@ -55,18 +55,18 @@ def local_attention(
 
     Returns:
         out (B, Sq, H, D) in q's dtype; with return_lse also lse (B, H, Sq) in float32 or wider. A
-        query that sees no key gets out = 0, lse = -inf (with sinks the sink of the head) and no
+        query that sees no key gets out = 0, lse = -inf (with sinks: the sink of its head) and no
         gradient. Differentiable once.
 
     Raises:
-        ShapeError: shapes that do not fit together, another number of positions than tokens, a
-            mask for another length, or positions outside the mask's documents.
+        ShapeError: shapes do not fit together, the numbers of positions and of tokens differ, the
+            mask is for a different length, or a position lies outside the mask's documents.
         DtypeError: dtypes of q, k and v that differ or are not among the four.
         DeviceError: tensors on different devices.
-        TypeError: mask, softmax_scale, return_lse, a term or positions of another type, or an
-            unknown argument.
+        TypeError: mask, softmax_scale, return_lse, a term or positions have a wrong type, or an
+            argument is unknown.
         ValueError: alibi slopes that require a gradient.
-        RuntimeError: a second derivative is computed.
+        RuntimeError: autograd is asked for a second derivative; only the first is implemented.
     """
     check(return_lse=return_lse)
     if mask is not None:
@@ -91,8 +91,8 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Refuse q (B, Sq, H, D), k and v (B, Sk, K, D) that do not fit together.
 
     Raises:
-        ShapeError: a tensor without four dimensions, shapes of k and v that differ, another batch
-            or head dim of q, head dim 0, or H that is no multiple of K.
+        ShapeError: a tensor without four dimensions, shapes of k and v that differ, a batch or head
+            dim of q that differs from that of k, head dim 0, or H that is no multiple of K.
         DtypeError: dtypes that differ or are not among float64, float32, bfloat16, float16.
         DeviceError: tensors on different devices.
     """
@@ -187,7 +187,10 @@ class _Attention(torch.autograd.Function):
         sinks: Tensor | None,
         call: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
-        """Compute out (B, Sq, H, D) and lse (B, H, Sq). An unused output has gradient None."""
+        """Compute out (B, Sq, H, D) and lse (B, H, Sq).
+
+        In the backward an unused output has gradient None.
+        """
         ctx.set_materialize_grads(False)
         ctx.call = call
         dtype = q.dtype if sinks is None else accumulation_dtype(q.dtype)
@@ -218,4 +221,6 @@ class _Attention(torch.autograd.Function):
 
 
 attention: Callable[..., tuple[Tensor, Tensor]] = _Attention.apply
-"""Compute attention on one device from q, k, v, sinks and the keyword arguments of `attend`."""
+"""A function of q, k, v, sinks and a dict of the other arguments of `attend`.
+
+It computes attention on one device, and returns out (B, Sq, H, D) and lse (B, H, Sq)."""

@@ -7,8 +7,8 @@ the plain kernel below, written in torch operations. `backend_for` chooses. Shap
 Facts about the fused kernels of torch 2.13 that the rest of the package relies on:
 - CPU flash: float64 down to float16; takes K < H; causal is top-left aligned, and NaN for a scale
   that is not positive. The additive mask must have q's dtype: a float32 mask for float64 is read
-  wrongly, without an error. So is a last dim that is not contiguous. Zero queries, keys or heads
-  end the process with SIGFPE.
+  wrongly, without an error. A tensor whose last dim is not contiguous is read wrongly, too. Zero
+  queries, keys or heads end the process with SIGFPE.
 - CUDA flash and efficient: rows at multiples of 16 bytes, which is not checked.
 - CUDA flash: half precision, head dim a multiple of 8 up to 256, causal only for Sq = Sk, takes
   K < H.
@@ -41,8 +41,8 @@ Strip = tuple[slice, slice, Tensor | None]
 """(queries, keys, bool mask (queries, keys) of visible pairs). None: every pair is visible."""
 
 SCORES, CPU_SCORES = 1 << 26, 1 << 20
-"""The most elements of q k^T that the plain kernel holds at a time. On a CPU these fit into its
-cache."""
+"""The most elements of q k^T that the plain kernel holds at a time: on a GPU, and on a CPU.
+CPU_SCORES elements fit into a CPU's cache."""
 
 
 def block_attention(
@@ -69,7 +69,7 @@ def block_attention(
             j <= i) or "partial" (`allowed` says which pairs are visible).
         allowed: bool (Sq, Sk), True for visible pairs; for "partial" only.
         all_seen: whether the caller knows that each query sees a key and each key is seen by a
-            query. If not, `allowed` is searched for others.
+            query. If False, `allowed` is searched for queries and keys without a visible pair.
         logits: how the logits follow from q k^T; with positions if it has ALiBi slopes. Sinks are
             not merged here.
 
@@ -118,8 +118,9 @@ def block_attention_backward(
         kind, allowed, all_seen, logits: as in `block_attention`.
 
     Returns:
-        dq (B, H, Sq, D), what this block adds to the gradient of q; dk and dv (B, K, Sk, D). The
-        dtype is that of the kernel: q's or wider.
+        dq (B, H, Sq, D), the summand of q's gradient that comes from these keys; dk and dv
+        (B, K, Sk, D), the summands that come from these queries. The kernel decides the dtype: q's
+        or wider.
 
     Source: Dao, "FlashAttention-2", 2023, algorithm 2.
     """
@@ -152,7 +153,7 @@ def _seen(
 
     Returns:
         Indices of these queries and of these keys, on the device, and the keyword arguments of
-        `block_attention` for the block of only these. None if all queries and keys are needed.
+        `block_attention` for the block of only these. None if no query or key can be left out.
     """
     if allowed is None:
         return None
@@ -168,7 +169,7 @@ def backend_for(q: Tensor, kind: str, logits: Logits) -> str:
     """Return the name of the kernel that computes a block of attention.
 
     Args:
-        q: of the block; k and v have its device, dtype and head dim.
+        q: the block's queries; k and v have the same device, dtype and head dim.
         kind: "full", "causal" (square) or "partial".
         logits: how the logits follow from q k^T. Only the plain kernel knows softcap and ALiBi. The
             CUDA kernels take a row's maximum before they scale, so they need a positive scale.
@@ -194,7 +195,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Run the kernel that `backend_for` names on a block. Arguments as in `block_attention`.
 
-    The block is not empty, and every query sees a key. Return out (B, H, Sq, D) and lse (B, H, Sq).
+    The block must not be empty, and every query must see a key. Return out (B, H, Sq, D) and lse
+    (B, H, Sq).
     """
     backend = backend_for(q, kind, logits)
     if backend == "plain":
@@ -202,7 +204,7 @@ def forward(
     scale = logits.softmax_scale
     if backend == "flash_cpu":
         q, k, v = (_readable(t) for t in (q, k, v))
-        # the kernel hides keys before it scales, but its backward hides them after that
+        # the kernel hides keys before it scales the scores, but its backward after that
         if kind == "causal" and scale <= 0:
             kind, allowed = "partial", torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril_()
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -253,9 +255,9 @@ def _readable(x: Tensor) -> Tensor:
 
 
 def _additive(allowed: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return 0 for visible and -inf for hidden pairs, (Sq, Sk), which the CPU kernel adds.
+    """Return the mask (Sq, Sk) that the CPU kernel adds: 0 for visible and -inf for hidden pairs.
 
-    The result is kept on the mask, which equal tiles of a window share.
+    The result is cached as an attribute of `allowed`, which equal tiles of a window share.
     """
     if allowed is None:
         return None
@@ -269,7 +271,7 @@ def _strips(q: Tensor, k: Tensor, kind: str, allowed: Tensor | None) -> Iterator
     """Cut a block into strips of consecutive queries for the plain kernel.
 
     `kind` is "full", "causal" or "partial"; `allowed` (Sq, Sk) says which query of a partial block
-    sees which key. Yield slices of queries and keys, and which of these see each other (None: all).
+    sees which key. Yield slices of queries and keys, and the bool mask of these pairs (None: all).
     Each strip has at most SCORES (on a CPU: CPU_SCORES) elements of q k^T, but at least one query.
     In a causal block, where query i sees keys 0 to i, a strip's keys end with the last one seen.
     """

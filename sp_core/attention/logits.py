@@ -30,7 +30,7 @@ class Terms(TypedDict, total=False):
             mask is applied. A positive number; None for no bound.
         sinks: (H,), floating: one learned logit per query head. It joins the softmax of each query
             as a key without a value, and so the log-sum-exp that is returned. All ranks must pass
-            the same values; they are not compared. Each rank gets the gradient of its own queries
+            the same values; this is not checked. Each rank gets the gradient of its own queries
             only. Pass `copy_to_group(sinks, comm=comm)` to sum the gradient over the ranks.
         alibi: H slopes, one for each query head: finite numbers, or a tensor (H,) whose values are
             read. A logit falls by its head's slope for each position between query and key, in
@@ -88,7 +88,7 @@ class Logits:
 
         Raises:
             TypeError: softmax_scale is not a finite number, softcap is not a positive number, sinks
-                is no tensor, alibi is not finite numbers, or another argument is given.
+                is no tensor, alibi is not finite numbers, or an unknown argument is given.
             ShapeError, DtypeError, DeviceError: sinks or alibi do not fit q.
             ValueError: alibi requires a gradient.
         """
@@ -128,7 +128,7 @@ class Logits:
 
         Args:
             queries, keys: Sq and Sk positions.
-            device: where the tensors of positions are made.
+            device: the device on which the tensors of positions are made.
         """
         if self.alibi is None:
             return self

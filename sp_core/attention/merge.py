@@ -1,4 +1,4 @@
-"""Merge partial results of attention: those of the same queries over disjoint sets of keys.
+"""Merge partial results of attention, of the same queries over disjoint sets of keys.
 
 A partial result is out (..., Sq, D) and lse (..., Sq), the log-sum-exp of each query's logits. A
 query that saw no key has out = 0 and lse = -inf.
@@ -83,7 +83,7 @@ def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> 
 
     Args:
         out: (..., Sq, D), float32 or wider; changed to the merged result.
-        lse: (..., Sq), float32 or wider; changed.
+        lse: (..., Sq), float32 or wider; changed likewise.
         part_out: (..., Sq, D), attention of the same queries over other keys.
         part_lse: (..., Sq).
     """

@@ -36,13 +36,13 @@ LEAST_BLOCKS = 4
 
 
 class Side(NamedTuple):
-    """Say which tokens of a shard are the queries of a pack, or which are its keys.
+    """Map the slots of a pack to tokens of a shard, either for its queries or for its keys.
 
     `Sequences` have no empty slots, so there `source` equals `tokens`.
 
     Args:
         source: for every slot the index of its token in the shard, int64 (all slots,). An empty
-            slot has the index of some other token of the pack.
+            slot has the index of any token of the pack.
         slots: the numbers of the n slots that are not empty, int64 (n,).
         tokens: source[slots], int64 (n,). No token occurs twice.
     """
@@ -57,7 +57,7 @@ class Pack(NamedTuple):
 
     Args:
         side: the number of queries, and of keys, of a tile.
-        queries, keys: which tokens are in the tiles.
+        queries, keys: the tokens in the rows, and in the columns, of the tiles.
         first, last: for each query the first and the last slot, within the tile, of the keys that
             it sees; (tiles, 1, side, 1) each. For an empty slot first > last.
     """
@@ -69,7 +69,7 @@ class Pack(NamedTuple):
     last: Tensor
 
     def allowed(self, batch: int) -> Tensor:
-        """Return the mask of the tiles for B = `batch`, bool (B * tiles, 1, side, side)."""
+        """Return the mask of the tiles of `batch` examples, bool (batch * tiles, 1, side, side)."""
         slot = torch.arange(self.side)
         return ((slot >= self.first) & (slot <= self.last)).repeat(batch, 1, 1, 1)
 
@@ -77,7 +77,7 @@ class Pack(NamedTuple):
         """Copy tokens of x (B, H, S, D) into tiles of `self.side` tokens: (B * tiles, H, side, D).
 
         Args:
-            side: `queries` or `keys`; its `source` names the token for each place of each tile.
+            side: `queries` or `keys`; its `source` has the index of the token for each slot.
             x: the queries, or the keys or values.
         """
         found = x.transpose(1, 2).index_select(1, side.source)
@@ -86,7 +86,7 @@ class Pack(NamedTuple):
     def scatter(self, side: Side, part: Tensor, into: Tensor) -> None:
         """Copy tiles `part` (B * tiles, H, side, D) back to the tokens `into` (B, H, S, D).
 
-        Empty slots are left out, and other tokens are not changed.
+        Empty slots are not copied, and tokens outside the pack are not changed.
         """
         flat = part.transpose(1, 2).reshape(len(into), -1, *into.shape[1::2])
         into.transpose(1, 2).index_copy_(1, side.tokens, flat.index_select(1, side.slots))
@@ -101,7 +101,7 @@ class Pack(NamedTuple):
             k, v: (B, K, Sk, D), all keys and values of the other shard.
             logits: how the logits follow from q k^T.
             out: (B, H, Sq, D); rows of the pack's queries are overwritten.
-            lse: (B, H, Sq); as out.
+            lse: (B, H, Sq); rows of the pack's queries are overwritten.
         """
         q_, k_, v_ = (
             self.gather(self.queries, q),
@@ -136,8 +136,8 @@ class Sequences(NamedTuple):
 
     Args:
         causal: True if all blocks are causal, False if all are full.
-        queries, keys: which tokens are in the blocks.
-        lengths: for each block its number of queries; for each block its number of keys.
+        queries, keys: the queries, and the keys, of all blocks, one block after the other.
+        lengths: the number of queries of each block; the number of keys of each block.
     """
 
     causal: bool
@@ -189,7 +189,8 @@ def packed(blocks: tuple[Block, ...], q: Tensor, logits: Logits) -> tuple[tuple[
         logits: with softcap or ALiBi nothing is packed.
 
     Returns:
-        The blocks to compute one by one; the packs of all others, whose tokens are disjoint.
+        The blocks to compute one by one, and the packs of all other blocks. No two packed blocks
+        share a query or a key.
     """
     if not q.numel() or logits.is_plain:
         return blocks, ()
@@ -203,7 +204,7 @@ def packed(blocks: tuple[Block, ...], q: Tensor, logits: Logits) -> tuple[tuple[
 def _packed(blocks: tuple[Block, ...], tokens: int) -> tuple[tuple[Block, ...], Packs]:
     """Put blocks of at most 32 queries and 32 keys into tiles.
 
-    Return the blocks that are left, and packs of about `tokens` tokens each.
+    Return the blocks that are in no tile, and packs of about `tokens` tokens each.
     """
     groups: dict[int, list[list[Block]]] = {side: [[]] for side in SIDES}
     for block in _apart(blocks, SIDES[-1]):
@@ -217,7 +218,7 @@ def _packed(blocks: tuple[Block, ...], tokens: int) -> tuple[tuple[Block, ...], 
 
 @lru_cache(maxsize=64)
 def _sequences(blocks: tuple[Block, ...]) -> tuple[tuple[Block, ...], Packs]:
-    """Pack causal blocks, and full blocks, as `Sequences`; return what `packed` returns."""
+    """Make one `Sequences` of causal and one of full blocks; return what `packed` returns."""
     kinds: dict[str, list[Block]] = {"causal": [], "full": []}
     for block in _apart(blocks):
         kinds[block.kind].append(block)

@@ -29,7 +29,7 @@ from sp_core.mask.blocks import band_mask
 LSE_COLUMNS = 8
 
 Allowed = Callable[[Block], Tensor | None]
-"""Function of a block that returns its bool mask (queries, keys), or None if it needs none."""
+"""Function of a block that returns its bool mask (queries, keys); None for a block without mask."""
 Tensors = tuple[Tensor, ...]
 
 
@@ -57,24 +57,24 @@ def attend(
         logits: how the logits follow from q k^T. Sinks are not merged here.
         out_dtype: dtype of out; q's if None. A caller that merges the result passes
             `accumulation_dtype(q.dtype)`.
-        between: a function called after each of several blocks, such as one that advances
-            communication. If given, large full blocks are cut.
+        between: a function that is called without arguments after each block if there are
+            several, such as one that advances communication. If given, large full blocks are cut.
 
     Returns:
         out (B, H, Sq, D) in `out_dtype`, and lse (B, H, Sq) in float32 or wider; 0 and -inf for
         queries that see no key.
 
     Raises:
-        ShapeError: another number of positions than tokens, or positions outside the mask's
-            documents.
+        ShapeError: the numbers of positions and of tokens differ, or a position lies outside the
+            mask's documents.
     """
     planned = _blocks(q, k, q_positions, kv_positions, mask)
     logits = logits.between(q_positions, kv_positions, q.device)
     allowed = _dense_masks(q_positions, kv_positions, mask)
     for blocks, packs in (packed(planned, q, logits), (planned, ())):
         out, lse = _attend(blocks, packs, allowed, q, k, v, logits, between)
-        # On a CPU a NaN may have spread to another block of a tile: then compute without packs. On
-        # CUDA the blocks of a pack are separate sequences.
+        # On a CPU a NaN of one block may have spread to other blocks of its tile: then compute
+        # without packs. On CUDA the blocks of a pack are separate sequences.
         if not packs or not on_cpu(q) or out.sum().isfinite():
             break
     return out.to(out_dtype or q.dtype), lse
@@ -92,7 +92,8 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Compute the packs and all blocks, and merge their results.
 
-    Return out (B, H, Sq, D), in float32 or wider unless there is a single block, and lse.
+    Return out (B, H, Sq, D) and lse (B, H, Sq), in float32 or wider. If a single block has all
+    queries, out is in q's dtype.
     """
     blocks = tiled(blocks, halves, q)
     if between is not None:
@@ -147,19 +148,23 @@ def attend_backward(
         q: (B, H, Sq, D).
         k: (B, K, Sk, D).
         v: (B, K, Sk, D).
-        out: (B, H, Sq, D), the result merged over all keys that the queries see, not only k.
+        out: (B, H, Sq, D), the attention over all keys that the queries see. k may hold only
+            some of these keys.
         lse: (B, H, Sq), the log-sum-exp over the same keys as out.
         q_positions, kv_positions, mask, logits: as in `attend`.
         grad_lse: (B, H, Sq), gradient of lse; None for zero.
-        out_dtype: dtype of the gradients; float32 or wider if None, for a caller that sums them.
-        between: a function called after each of several blocks.
+        out_dtype: dtype of dq, dk and dv. If None, float32, or float64 for float64 inputs: the
+            caller can then sum them without more rounding.
+        between: a function that is called without arguments after each block if there are
+            several.
 
     Returns:
-        dq (B, H, Sq, D), what these keys add to the gradient of q; dk and dv (B, K, Sk, D).
+        dq (B, H, Sq, D), the summand of q's gradient that comes from these keys; dk and dv
+        (B, K, Sk, D), the summands of the gradients of k and v that come from these queries.
 
     Raises:
-        ShapeError: another number of positions than tokens, or positions outside the mask's
-            documents.
+        ShapeError: the numbers of positions and of tokens differ, or a position lies outside the
+            mask's documents.
     """
     head_dim, dtype = q.shape[-1], out_dtype or accumulation_dtype(q.dtype)
     if grad_lse is not None:
@@ -215,9 +220,9 @@ def _gradients(
 def _blocks(
     q: Tensor, k: Tensor, q_positions: Positions, kv_positions: Positions, mask: Mask | None
 ) -> tuple[Block, ...]:
-    """Return the blocks of queries and keys in which the mask shows anything (`plan_blocks`).
+    """Return the blocks of queries and keys that have a visible pair (`plan_blocks`).
 
-    Raise ShapeError if a token has no position, or a position no token.
+    Raise ShapeError if the number of positions differs from that of tokens.
     """
     for name, length, positions in (
         ("q", q.shape[2], q_positions),
@@ -234,8 +239,8 @@ def _blocks(
 def _dense_masks(q_positions: Positions, kv_positions: Positions, mask: Mask | None) -> Allowed:
     """Return a function that makes the bool mask of a partial block, on the CPU.
 
-    The function returns None for full and causal blocks. For equal tiles of a window it returns the
-    same tensor.
+    The function returns None for full and causal blocks, and one shared tensor for all equal tiles
+    of a window.
     """
     band = cache(band_mask)
     q, kv = position_tensor(q_positions, "cpu"), position_tensor(kv_positions, "cpu")

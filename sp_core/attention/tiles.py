@@ -43,8 +43,8 @@ POLLED_ROWS = 768
 def tiled(blocks: Iterable[Block], cut: Cut, like: Tensor) -> tuple[Block, ...]:
     """Cut blocks into tiles by `cut`, if `like` (q, k or v) is on a CPU in float32 or float64.
 
-    `cut` is `halves`, `rows` or `strips`. Otherwise return the blocks: for half types the kernel
-    would round once more for each tile.
+    `cut` is `halves`, `rows` or `strips`. For other dtypes or devices return the blocks uncut: with
+    half types the kernel would round once more for each tile.
     """
     if not on_cpu(like):
         return tuple(blocks)
@@ -71,7 +71,7 @@ def halves(block: Block) -> Iterator[Block]:
 
 
 def rows(block: Block) -> Iterator[Block]:
-    """Cut a full block into tiles of POLLED_ROWS queries. Yield another block uncut.
+    """Cut a full block into tiles of POLLED_ROWS queries. Yield other blocks uncut.
 
     Communication can make progress between two tiles.
     """
@@ -87,7 +87,7 @@ def rows(block: Block) -> Iterator[Block]:
 def strips(block: Block) -> Iterator[Block]:
     """Cut a full or causal block into strips: ranges of keys with all queries that see them.
 
-    In a causal block each strip is a causal tile, cut once more into strips, and then the full tile
+    In a causal block each strip is a causal tile, cut again into narrower strips, and the full tile
     of the later queries. A partial block is yielded uncut.
     """
     if block.kind == "full":

@@ -23,13 +23,13 @@ Kind = Literal["full", "causal", "partial"]
 
 FAR = 1 << 100  # stands for no limit: greater than any difference of positions times any step
 FAR64 = 1 << 62  # stands for no limit in int64: the sum with a position does not overflow
-CHUNK = 128  # the most queries or keys of a block whose visible pairs are counted one by one
+CHUNK = 128  # blocks of at most this many queries and keys: visible pairs are counted one by one
 TILE = (
     48,
     256,
-)  # least and greatest queries of a window tile: few make many calls, many compute hidden pairs
+)  # limits of a window tile's queries: few need many calls, many compute many hidden pairs
 ALIGNED = (
-    16  # a tile's keys are a multiple of this: the kernels are a sixth slower with one key less
+    16  # a tile's number of keys is a multiple of this: with one less, kernels are a sixth slower
 )
 
 
@@ -141,7 +141,7 @@ def _pair_blocks(q: Piece, kv: Piece, mask: Mask) -> Iterator[Block]:
 def _halved(rows: range, columns: range, q: Tensor, kv: Tensor, mask: Mask) -> Iterator[Block]:
     """Yield the blocks of arbitrary positions, by halving queries and keys.
 
-    Halving ends if all pairs are visible, if none can be by their distances, or at CHUNK tokens.
+    Halving ends where all pairs are visible, where all are too far apart, or at CHUNK tokens.
 
     Args:
         rows, columns: indices of the queries and of the keys.
@@ -166,7 +166,7 @@ def _halved(rows: range, columns: range, q: Tensor, kv: Tensor, mask: Mask) -> I
 
 
 def _halves(length: int) -> tuple[slice, slice]:
-    """Return slices of both halves of `length`, or of all and nothing if it is at most CHUNK."""
+    """Return slices of both halves of `length`; if it is at most CHUNK, of all and of nothing."""
     middle = length // 2 if length > CHUNK else length
     return slice(0, middle), slice(middle, length)
 
@@ -199,9 +199,10 @@ def count_visible(mask: Mask, queries: range, keys: range) -> Tensor:
 
 
 def _index_band(q: Piece, kv: Piece, step: int, mask: Mask) -> tuple[int, int]:
-    """Return the (lo, hi) for which the mask allows the pairs with lo <= i - j <= hi.
+    """Return (lo, hi): query i sees key j under the mask if lo <= i - j <= hi.
 
-    i and j are indices in the shards. Both pieces have steps of `step` and are in one document.
+    i and j are the indices of query and key in their shards. Both pieces must have the step `step`
+    or a single token, and lie in the same document.
     """
     least, greatest = limits(mask)
     offset = q.run.start - kv.run.start
@@ -240,8 +241,8 @@ def _causal_blocks(rows: range, columns: range, lo: int) -> Iterator[Block]:
 def _window_blocks(rows: range, columns: range, lo: int, hi: int) -> Iterator[Block]:
     """Yield the blocks of a sliding window, the pairs with lo <= i - j <= hi.
 
-    First come the blocks of the queries from which the window hides no early key. Tiles along the
-    diagonal follow.
+    First yield the blocks of the queries from which the window hides no early key. Then yield tiles
+    along the diagonal.
     """
     uncut = min(max(hi + columns.start + 1, rows.start), rows.stop) - rows.start
     yield from _band_blocks(rows[:uncut], columns, lo, hi)
@@ -254,7 +255,7 @@ def _window_blocks(rows: range, columns: range, lo: int, hi: int) -> Iterator[Bl
 def _tile(rows: range, columns: range, lo: int, hi: int) -> Block:
     """Return the block of the queries `rows` and all keys in `columns` that any of them sees.
 
-    The window hides a key of `columns` before those that the first query sees.
+    The window must hide a key of `columns` before the keys that the first query sees.
     """
     columns = range(rows.start - hi, min(columns.stop, rows.stop - lo))
     lo = max(lo - hi, -len(columns))

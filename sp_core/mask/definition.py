@@ -115,7 +115,7 @@ class Mask:
             kv_seq_len: number of tokens of the whole key sequence; seq_len if None.
 
         Raises:
-            ShapeError: the last boundary is another number.
+            ShapeError: the last boundary is not the number of tokens.
         """
         for name, bounds, needed_name, needed in (
             ("documents", self.documents, "seq_len", seq_len),
@@ -139,7 +139,8 @@ def position_tensor(positions: Positions, device: torch.device | str | None = No
 
     Args:
         positions: S global positions.
-        device: of the result; if None that of a tensor, else torch's default device.
+        device: the result's device. None: that of `positions` if they are a tensor, else torch's
+            default device.
 
     Raises:
         ShapeError: a tensor that is not one-dimensional.
@@ -211,7 +212,7 @@ def _window(window: int | None) -> int | None:
 def _boundaries(name: str, values: Sequence[int] | Tensor | None) -> tuple[int, ...] | None:
     """Check document boundaries, and return them as a tuple of ints, or None if None was given.
 
-    `name` is that of the argument, for error texts.
+    `name` is the argument's name, for error texts.
     """
     if values is None:
         return None

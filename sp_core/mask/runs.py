@@ -80,7 +80,7 @@ def cut(shard: tuple[range, ...], boundaries: tuple[int, ...] | None) -> Iterato
 
     Args:
         shard: the runs.
-        boundaries: of the documents, as in `Mask`; None for no documents.
+        boundaries: the boundaries of the documents, as in `Mask`; None for no documents.
 
     Raises:
         ShapeError: a position outside the documents.

@@ -39,9 +39,9 @@ class ParallelBlock(nn.Module):
         head_dim: D.
         eps: added to the mean square in the norms.
         comm: the ranks.
-        dtype: of the weights.
-        tp_sp: whether each rank applies the norms to other tokens; reduce_gradients then sums the
-            gradients of the norms over the ranks.
+        dtype: the dtype of the weights.
+        tp_sp: whether each rank applies the norms to different tokens. `reduce_gradients` then sums
+            the gradients of the norms over the ranks.
 
     Source: Shazeer 2020, GLU Variants Improve Transformer, arXiv:2002.05202, equation 6 (SwiGLU).
     """
@@ -104,15 +104,15 @@ class ParallelBlock(nn.Module):
     ) -> Tensor:
         """Apply the block to x: all tokens (B, S, E), or with `lengths` this rank's (B, S/P, E).
 
-        Return the shape of x. `rotate` turns q and k by position, `attend` computes attention. The
-        feed-forward takes `chunk` tokens of each row of the batch at a time, with `lengths` of each
-        rank; None takes all.
+        Return a tensor of the same shape. `rotate` turns q and k by position, `attend` computes
+        attention. The feed-forward computes at most `chunk` tokens of each sequence at a time, or
+        with `lengths` of each rank's part of it. None computes all at once.
 
         Communication:
-            Two all-reduces of (B, S, E), with `lengths` two all-gathers and two reduce-scatters,
+            Two all-reduces of (B, S, E), or with `lengths` two all-gathers and two reduce-scatters;
             and the messages of `attend`. Backward the same, with `lengths` two more all-gathers.
-            With `chunk` the feed-forward sends a message for each chunk instead of one, and repeats
-            its forward messages in backward if there are several chunks.
+            With `chunk` the feed-forward calls its collectives once for each chunk. If there are
+            several chunks, it repeats its forward collectives in the backward.
         """
         weights: Any = (*self.self_attn.values(), *self.mlp.values())
         q, k, v, o, gate, up, down = weights

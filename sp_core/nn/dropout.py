@@ -14,7 +14,7 @@ from sp_core.arguments import check
 from sp_core.errors import DtypeError, ShapeError
 from sp_core.mask import Positions, position_tensor
 
-# of SplitMix64, as signed 64-bit numbers, because torch computes in int64
+# the constants of SplitMix64; signed 64-bit numbers, because torch computes in int64
 _MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 _SHIFTS = (30, 27, 31)
 _BITS = 53
@@ -34,8 +34,8 @@ def dropout(
     Args:
         x: (B, S, *, E), any floating dtype; S is the number of this rank's tokens.
         p: in [0, 1).
-        seed: 0 <= seed < 2^62, equal on all ranks; the caller passes another seed for each layer
-            and training step.
+        seed: 0 <= seed < 2^62, equal on all ranks. The caller must pass a different seed for each
+            layer and training step.
         positions: the global positions of the S tokens.
         features: the E global indices of the last dim, if that dim is split over ranks; None for
             0 .. E - 1. Indices of the other dims count from 0 on every rank.

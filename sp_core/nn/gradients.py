@@ -1,13 +1,13 @@
-"""Sums and norms of gradients of weights that are split over the ranks of a mesh.
+"""Compute sums and norms of the gradients of weights that are split over the ranks of a mesh.
 
 A training loop calls `reduce_gradients`, then `clip_gradient_norm`. Layers attach a `Placement` to
 each parameter with `place`: it says which slices every rank along the tensor axis holds. A slice is
 one index along the dim in which a parameter is cut.
 
-Ranks along the data axes have other tokens and the same slices, so every gradient is summed over
-these ranks. Ranks along the tensor axis have the same tokens. There the gradient is complete if one
-rank holds a slice, or if all ranks use a parameter for the same tokens. A parameter is `partial` if
-several ranks hold a slice, and each computes only a summand of the gradient.
+Ranks along the data axes have different tokens and the same slices, so every gradient is summed
+over these ranks. Ranks along the tensor axis have the same tokens. There the gradient is complete
+if one rank holds a slice, or if all ranks use a parameter for the same tokens. A parameter is
+`partial` if several ranks hold a slice, and each computes only a summand of the gradient.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sp_core.segments import concatenated, split_ranges
 
 @dataclass(frozen=True)
 class Placement:
-    """The slices of a whole parameter that each rank along the tensor axis holds.
+    """Say which slices of a whole parameter each rank along the tensor axis holds.
 
     A slice is one index along `dim`. A rank's part consists of all slices that the rank holds.
 
@@ -43,8 +43,8 @@ class Placement:
             ranks may hold a slice.
         partial: whether several ranks hold a slice and use it differently. The gradient of
             a rank is then only a summand, to be summed over the tensor axis.
-        copy: whether this is a copy of a parameter of another pipeline stage, which counts that
-            parameter in the norm.
+        copy: whether this is a copy of a parameter that another pipeline stage holds too. Only the
+            other stage counts the parameter in the norm.
     """
 
     shape: tuple[int, ...]
@@ -57,7 +57,7 @@ class Placement:
     def replicated(cls, shape: Sequence[int], size: int, *, partial: bool = False) -> Placement:
         """Return the placement of a parameter that each of `size` ranks holds whole.
 
-        The ranks use the parameter for the same tokens or, if `partial`, each for other tokens.
+        The ranks use the parameter for the same tokens or, if `partial`, for different tokens.
         """
         return cls(tuple(shape), 0, ((range(shape[0]),),) * size, partial)
 
@@ -96,7 +96,7 @@ class Placement:
         )
 
     def counted(self, part: Tensor, rank: int) -> Tensor:
-        """Return the slices (indices along `dim`) that `rank` holds and counts in a norm.
+        """Return the slices of `part`, the part of `rank`, that `rank` counts in a norm.
 
         No lower rank holds these slices, so each slice is counted once. With `copy` there are none.
         """
@@ -151,30 +151,30 @@ def reduce_gradients(
         parameters: corresponding parameters, in the same order on every rank; those without
             requires_grad are skipped. A gradient that is None counts as zero. With `tensor` each
             parameter needs a placement, which says which rank holds which part.
-        data: the ranks that hold the same parts and have other tokens.
+        data: the ranks that hold the same parts and have different tokens.
         tensor: the ranks along the tensor axis, which have the same tokens; None on every rank if
             no weight is split.
 
     Communication:
         One agreement (32-byte all-reduce) over `data`, one over `tensor`. One all-reduce over
         `data` per dtype, of all gradients. One all-reduce over `tensor` per dtype, of the gradients
-        of partial placements, each filled up with zeros to the size of the whole parameter.
+        with partial placements, each padded with zeros to the size of the whole parameter.
 
     Raises:
-        ShapeError: with `tensor` a parameter without a placement, or with one for other ranks.
-        DeviceError: a parameter on another device than `data`.
-        TypeError: something that is no parameter.
-        CollectiveMismatch: ranks with different parameters.
+        ShapeError: with `tensor`, a parameter has no placement, or one for different ranks.
+        DeviceError: a parameter is not on the device of `data`.
+        TypeError: an item of `parameters` is not a parameter.
+        CollectiveMismatch: the ranks pass different parameters.
 
     All of these errors are raised on every rank of both groups, with one exception. If only some
-    ranks pass `tensor`, the other ranks do not compare over `tensor`. Ranks that wait there get an
-    error as soon as these ranks next use that communicator, or leave the mesh.
+    ranks pass `tensor`, these ranks wait in the agreement over `tensor`. They get an error as soon
+    as the other ranks next use that communicator, or leave the mesh.
     """
     wanted: Placed = []
     _agree_in_turn(
         lambda: f"reduce_gradients({_listed(wanted)}, tensor={tensor and 'given'})",
         lambda: wanted.extend(_placed(parameters, data, tensor, lambda p: p.requires_grad)),
-        # data first: only there a rank that was called without `tensor` can be told
+        # data first: a rank that was called without `tensor` gets errors of other ranks only there
         *((data,) if tensor is None else (data, tensor)),
     )
     gradients = [_own_gradient(parameter) for parameter, _ in wanted]
@@ -213,21 +213,22 @@ def clip_gradient_norm(
             skipped.
         max_norm: greater than 0; with infinity nothing is scaled.
         tensor: the ranks along the tensor axis, which hold the parts of the same parameters.
-        stages: the ranks along the pipeline axis, which hold other layers; None without pipeline.
+        stages: the ranks along the pipeline axis, which hold different layers; None without one.
 
     Returns:
-        The norm before scaling, computed in float64. A parameter that several ranks hold counts
-        once, a split one part by part.
+        The norm before scaling, computed in float64. Each element of each parameter counts once,
+        also if several ranks hold it.
 
     Communication:
-        One agreement (32-byte all-reduce) and one all-reduce of one number over `tensor`, then one
-        of each over `stages`.
+        One agreement (32-byte all-reduce) and one all-reduce of one number over `tensor`; the same
+        over `stages`.
 
     Raises:
         ValueError: max_norm is not above 0, or the norm is not finite.
-        ShapeError: a parameter without a `placement` (see `place`), or with one for other ranks.
-        DeviceError: a parameter on another device than `tensor`.
-        CollectiveMismatch: the ranks' max_norm differ, or ranks of `tensor` have other parameters.
+        ShapeError: a parameter has no `placement` (see `place`), or one for different ranks.
+        DeviceError: a parameter is not on the device of `tensor`.
+        CollectiveMismatch: max_norm differs between ranks, or the parameters between those of
+            `tensor`.
 
     All of these errors are raised on every rank.
     """
@@ -272,9 +273,9 @@ def _placed(
     If `tensor` is None, a parameter without a placement gets a placement without slices.
 
     Raises:
-        DeviceError: on this rank: a parameter on another device than `comm`.
-        ShapeError: on this rank: a placement is missing, or is for other ranks or another part.
-        TypeError: on this rank: something that is no parameter.
+        DeviceError: on this rank: a parameter is not on the device of `comm`.
+        ShapeError: on this rank: a placement is missing, or does not fit the ranks or the shape.
+        TypeError: on this rank: an item of `parameters` is not a parameter.
     """
     arguments.check(parameters=parameters)
     found = []
@@ -310,16 +311,16 @@ def _agree_in_turn(
     *others: Communicator,
     own: Callable[[], str] = str,
 ) -> None:
-    """Check arguments, and compare the ranks' calls over `first`, then over each of `others`.
+    """Check this rank's arguments, and that all ranks of each communicator make the same call.
 
     The communicators are axes of one grid. An error on one rank is raised on every rank of the
     grid.
 
     Args:
-        call: the text to compare over all communicators.
+        call: returns a text that must be equal on all ranks of each communicator.
         check: raises an error if this rank's arguments are wrong. It runs before `own`.
-        first, others: the communicators.
-        own: a text to compare over `first` only.
+        first, others: the communicators, checked in this order.
+        own: returns a text that must be equal only on the ranks of `first`.
     """
     for each in (first, *others):
         arguments.check_communicator(each, "tensor, data or stages")
@@ -330,7 +331,7 @@ def _agree_in_turn(
 
 
 def _listed(parameters: Placed) -> str:
-    """Describe parameters for a comparison over ranks: whole shape, dtype, partial or not."""
+    """Return a text that must match on all ranks: whole shapes, dtypes, which are partial."""
     return ", ".join(
         f"{placement.shape} {x.dtype}{' partial' * placement.partial}"
         for x, placement in parameters

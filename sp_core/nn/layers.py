@@ -3,7 +3,7 @@
 Each rank calls a layer with the tokens that it holds, its shard. A `Sharding` says which rank holds
 which tokens. Only attention exchanges activations, by a scheme: a function that computes attention
 over the tokens of all ranks. All ranks call the same layers in the same order: every forward
-compares the calls of the ranks, and every backward sums the gradients of the weights.
+checks that the ranks' calls agree, and every backward sums the gradients of the weights.
 
 Shapes: B batch, S sequence, E model dim, F feed-forward dim, H heads, K key/value heads, D head
 dim, P ranks; S/P stands for this rank's tokens, also if the ranks have unequal numbers.
@@ -102,7 +102,7 @@ class RMSNorm(_Norm):
         hidden: E.
         comm: the ranks, each of which holds the whole weight.
         eps: added to the mean square.
-        device, dtype: of the weight.
+        device, dtype: those of the weight.
 
     Source: Zhang and Sennrich 2019, Root Mean Square Layer Normalization, arXiv:1910.07467,
     equation 4.
@@ -120,7 +120,7 @@ class LayerNorm(_Norm):
         hidden: E.
         comm: the ranks, each of which holds the whole weight and bias.
         eps: added to the variance.
-        device, dtype: of the weights.
+        device, dtype: those of the weights.
 
     Source: Ba et al. 2016, Layer Normalization, arXiv:1607.06450, equation 4.
     """
@@ -154,7 +154,7 @@ class SelfAttention(ReplicatedLayer):
         head_dim: D; E/H if not given.
         comm: the ranks that share the sequence.
         attention: the scheme, a function that computes attention over the tokens of all ranks;
-            `functools.partial(hybrid_attention, mesh=mesh)` over two axes of a mesh.
+            `functools.partial(hybrid_attention, mesh=mesh)` for two axes of a mesh.
         rope: rotary embedding of queries and keys by global position; none if not given.
         bias: whether the projections have a bias.
         softcap: bound of the logits, passed to the scheme; none if not given.
@@ -162,7 +162,7 @@ class SelfAttention(ReplicatedLayer):
             parameter `sinks` (H,) starts at 0.
         alibi: H slopes, passed to the scheme; a logit falls by the slope of its head for each
             position between query and key. None if not given.
-        device, dtype: of the weights.
+        device, dtype: those of the weights.
 
     Raises:
         ShapeError: num_heads is no multiple of num_kv_heads, or, without head_dim, hidden is no
@@ -221,7 +221,7 @@ class SelfAttention(ReplicatedLayer):
             messages of the scheme, one agreement, and one all-reduce of this layer's gradients.
 
         Raises:
-            ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as
+            ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in
                 `ReplicatedLayer.weights` and the scheme, on every rank.
         """
         weights = self.weights(x, sharding)
@@ -241,11 +241,11 @@ class FeedForward(ReplicatedLayer):
         hidden: E.
         ffn_hidden: F; 4 E if not given.
         comm: the ranks, each of which holds the weights whole.
-        gated: SwiGLU, silu(x W_gate) * (x W_up), instead of gelu(x W_up).
+        gated: whether to use SwiGLU, silu(x W_gate) * (x W_up), instead of gelu(x W_up).
         bias: whether the linear layers have a bias.
-        chunk: how many tokens to compute at a time, at least 1; None for all. Backward computes
-            each of several chunks again: the F features of one exist at a time.
-        device, dtype: of the weights.
+        chunk: how many tokens to compute at a time, at least 1; None for all. Of several chunks,
+            backward computes each again, so the F features of only one exist at a time.
+        device, dtype: those of the weights.
 
     Raises:
         ValueError: `chunk` is below 1.
@@ -303,7 +303,7 @@ class TransformerBlock(nn.Module):
         bias: whether the linear layers have a bias.
         dropout: probability of dropping an element of the outputs of attention and feed-forward,
             in training mode.
-        device, dtype: of the weights.
+        device, dtype: those of the weights.
 
     Raises:
         ShapeError: numbers of heads as in `SelfAttention`.
@@ -359,7 +359,7 @@ class TransformerBlock(nn.Module):
             sharding: which rank holds which tokens; equal on all ranks.
             mask: which query sees which key; None takes the mask of the constructor.
             seed: needed in training mode with dropout, equal on all ranks, 0 <= seed < 2^61. The
-                caller passes another seed to each block and in each training step.
+                caller must pass a different seed to each block and in each training step.
 
         Returns:
             (B, S/P, E).
@@ -370,7 +370,7 @@ class TransformerBlock(nn.Module):
             scheme, and for each of the four one agreement and one all-reduce of gradients.
 
         Raises:
-            ValueError: dropout without a seed; CollectiveMismatch: seeds that differ.
+            ValueError: dropout without a seed. CollectiveMismatch: seeds that differ.
             ShapeError, DtypeError, DeviceError, RankError: as in `SelfAttention.forward`.
         """
 

@@ -1,4 +1,4 @@
-"""Next-token labels and cross-entropy, for sequences and vocabularies that are split over ranks.
+"""Compute next-token labels and cross-entropy, for sequences and vocabularies split over ranks.
 
     label of the token at position t = the token at position t + 1, on whichever rank it is
     loss = sum over the valid tokens of all ranks (log sum exp(logits) - logit of the label) /
@@ -46,21 +46,21 @@ def next_token_labels(
         tokens: int64 (B, S/P), this rank's tokens in the order of the sharding.
         comm: the ranks that share the sequence.
         sharding: which rank holds which tokens.
-        mask: only its documents are used, the sequences that are packed into one; None if there is
-            a single document.
+        mask: a mask of which only the documents are used; None if there is a single document.
 
     Returns:
         int64 (B, S/P), `IGNORED` where no rank holds the next position or a document ends.
 
     Communication:
-        One agreement (32-byte all-reduce). Then one `shift` for each distance, in ranks and not 0,
-        between the holders of a position and of the next: at most two if the sharding is
-        contiguous, zigzag or striped. Only labels that another rank holds are sent, 8 bytes each:
-        per row one for each range of the sharding, or all tokens if it is striped.
+        One agreement (32-byte all-reduce). Then one `shift` for each distance, in ranks, from the
+        rank that holds a position to the rank that holds the next one. Distance 0 needs none. There
+        are at most two if the sharding is contiguous, zigzag or striped. Only labels that another
+        rank holds are sent, 8 bytes each: for each row of the batch one label per range of the
+        sharding, or all tokens if it is striped.
 
     Raises:
-        ShapeError, DtypeError, CollectiveMismatch: tokens that are not int64 or do not fit the
-            sharding; ranks with another sharding or mask. On every rank.
+        ShapeError, DtypeError: the tokens are not int64 or do not fit the sharding; on every rank.
+        CollectiveMismatch: the ranks' shardings or masks differ; on every rank.
     """
     arguments.check_communicator(comm)
 
@@ -123,17 +123,17 @@ def next_token_loss(
     """Compute the mean cross-entropy over the valid tokens of all ranks.
 
     The vocabulary is split over the ranks of `tensor`, and no rank gathers the logits. Every rank
-    returns the same loss. Call backward on every rank, then `reduce_gradients`: the sums
-    over the ranks are the gradients of this loss, counted once.
+    returns the same loss. Call backward on every rank, then `reduce_gradients`. It
+    sums over the ranks, and gives the gradients of this loss, counted once.
 
     Args:
         x: logits (..., V/T), this rank's part of the vocabulary, for its tokens. With `head` hidden
-            states (..., E), equal on the ranks of `tensor`. The gradient of hidden states is then
-            a summand of a sum over `tensor`. An `all_gather` or `copy_to_group` of x before this
-            call computes the sum.
+            states (..., E), equal on the ranks of `tensor`. Each rank then gets only a summand of
+            their gradient. If an `all_gather` or `copy_to_group` over `tensor` has made x, its
+            backward sums these.
         labels: int64 (...), indices in the whole vocabulary, or `IGNORED`.
         tensor: the T ranks that split the vocabulary and have the same tokens.
-        data: the ranks that have other tokens.
+        data: the ranks that have different tokens.
         count: the divisor of the sum over tokens, equal on every rank; None for the number of valid
             labels of all ranks. With the number of valid labels of all micro-batches, the losses
             of the micro-batches add up to the mean.
@@ -147,14 +147,14 @@ def next_token_loss(
     Communication:
         One agreement (32-byte all-reduce) over `tensor` and one over `data`. Over `tensor` two
         all-reduces for each chunk, one of a number and one of two numbers per token. Over `data`
-        an all-reduce of the loss, and one of the count if `count` is None. Backward the
-        all-reduces over `tensor` again if there are several chunks.
+        an all-reduce of the loss, and one of the count if `count` is None. If there are several
+        chunks, the backward repeats the all-reduces over `tensor`.
 
     Raises:
         ShapeError, DtypeError: tensors that do not fit.
         ValueError: a label outside the vocabulary, no valid label on any rank, or `chunk` below 1.
-        CollectiveMismatch: ranks of `tensor` with other tokens, or ranks with other dtypes, count,
-            chunk or requires_grad.
+        CollectiveMismatch: the tokens differ between ranks of `tensor`, or the dtypes, count, chunk
+            or requires_grad between any ranks.
 
     All of these errors are raised on every rank of both groups.
     """

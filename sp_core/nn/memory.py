@@ -1,4 +1,4 @@
-"""Need less memory for activations: compute in parts, and compute again in the backward pass."""
+"""Save memory for activations: compute in parts, and compute again in the backward pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sp_core import arguments
 
 @dataclass(frozen=True)
 class Saving:
-    """How the layers of a model need less memory in training.
+    """Choose how the layers of a model save memory for activations in training.
 
     Args:
         recompute, offload, chunk: as in `sp_core.llama.train.backward`.
@@ -33,7 +33,7 @@ class Saving:
         arguments.check_chunk(self.chunk)
 
     def apply(self, layer: Callable[..., Tensor], x: Tensor, *given: Any) -> Tensor:
-        """Return `layer(x, *given, chunk)`, and keep what `recompute` and `offload` say."""
+        """Return `layer(x, *given, chunk)`. `recompute` and `offload` keep only its arguments."""
         given = *given, self.chunk
         if not (self.recompute or self.offload):
             return layer(x, *given)
@@ -59,15 +59,15 @@ def recomputed(function: Callable[..., Tensor], *given: Any) -> Tensor:
 
 
 def tiled(function: Callable[..., Tensor], *parts: Iterable[Any], dim: int) -> Tensor:
-    """Call `function` for one part of its arguments after the other, and join the results.
+    """Call `function` on each part of its arguments in turn, and concatenate the results.
 
-    Each call keeps only its arguments: backward calls the function again (`recomputed`). A single
-    call keeps what it needs.
+    Each call keeps only its arguments: backward calls the function again (`recomputed`). If there
+    is a single part, the call keeps its activations instead.
 
     Args:
-        function: from one part of each argument to a tensor.
+        function: a function from one part of each argument to a tensor.
         parts: for each argument its parts, the same number for every argument.
-        dim: along which the results are joined.
+        dim: the dim along which the results are concatenated.
     """
     calls = list(zip(*parts, strict=True))
     if len(calls) == 1:

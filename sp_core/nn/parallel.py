@@ -40,7 +40,7 @@ Lengths = tuple[int, ...] | None
 
 
 class Weight(nn.Module):
-    """The rank's part of a weight that is cut as `placement` says, uninitialised.
+    """Hold this rank's part of a weight that is cut as `placement` says. It is uninitialised.
 
     The attribute `bias` is None unless a subclass sets it.
     """
@@ -66,7 +66,8 @@ def join(*layers: Weight) -> None:
 
     `project` then needs one product for all of them while no gradients are recorded. On a CPU wide
     matrices of float32 or float64 are laid out by columns: a product with one token reads these
-    1.2 to 1.8 times as fast. Values, shapes and names of the parameters stay.
+    1.2 to 1.8 times as fast. Values, shapes and names of the parameters do not
+    change.
     """
     sizes, columns = [len(layer.weight) for layer in layers], layers[0].weight.shape[1]
     total, like, before = sum(sizes), layers[0].weight.data, _side_by_side(layers)
@@ -95,8 +96,8 @@ def project(x: Tensor, *layers: Weight, lengths: Lengths) -> tuple[Tensor, ...]:
     """Apply each layer to x (B, S or S/P, E). Return this rank's features (B, S, out/P) of each.
 
     Communication:
-        Forward none, backward one all-reduce of the gradient of x. With `lengths` (the
-        S/P of each rank) an all-gather of x forward, as `gather_linears`.
+        None in the forward, and one all-reduce of the gradient of x in the backward. With `lengths`
+        (the S/P of each rank) the messages of `gather_linears` instead.
     """
     pairs, comm = [(layer.weight, layer.bias) for layer in layers], layers[0].comm
     if lengths is not None:
@@ -117,7 +118,8 @@ def sum_over_ranks(y: Tensor, layer: Weight, *, lengths: Lengths) -> Tensor:
     Return (B, S, E), or with `lengths` (the S/P of each rank) this rank's tokens (B, S/P, E).
 
     Communication:
-        One all-reduce, none backward. With `lengths` a reduce-scatter, backward an all-gather.
+        One all-reduce, and none in the backward. With `lengths` a reduce-scatter instead, and an
+        all-gather in the backward.
     """
     if lengths is not None:
         return linear_scatter(y, layer.weight, comm=layer.comm, lengths=lengths)
@@ -128,7 +130,7 @@ def sum_over_ranks(y: Tensor, layer: Weight, *, lengths: Lengths) -> Tensor:
 class Norm(Weight):
     """Divide a token's E features by their root mean square, and multiply by a weight (E,).
 
-    Every rank holds the whole weight. With `partial` each rank uses the weight for other tokens.
+    Every rank holds the whole weight. With `partial` the ranks use the weight for different tokens.
 
     Source: Zhang and Sennrich 2019, Root Mean Square Layer Normalization, arXiv:1910.07467,
     equation 4.
@@ -174,7 +176,7 @@ class Embedding(Weight):
 
 
 class _ParallelLinear(Weight):
-    """An `nn.Linear`, split along `split_dim` of the weight; `sizes` has each rank's features."""
+    """Split an `nn.Linear` along `split_dim` of its weight, with sizes[r] features on rank r."""
 
     split_dim: int
 
@@ -209,19 +211,19 @@ class _ParallelLinear(Weight):
         sharding: Sharding | None = None,
         sizes: Sequence[int] | None = None,
     ) -> Self:
-        """Copy this rank's part of a layer, which is equal on all ranks. One 32-byte all-reduce.
+        """Copy this rank's part of a layer. One 32-byte all-reduce.
 
         Args:
-            linear: the whole layer.
+            linear: the whole layer, equal on all ranks.
             comm: the ranks.
             sharding: which rank holds which tokens outside a pair of a column and a row layer;
                 None if every rank holds all tokens.
-            sizes: features of each rank, of the output (`ColumnParallelLinear`) or the input
-                (`RowParallelLinear`); even if not given.
+            sizes: for each rank its number of features, of the output (`ColumnParallelLinear`) or
+                the input (`RowParallelLinear`); as even as possible if not given.
 
         Raises:
-            ShapeError: sizes or a sharding that do not fit; CollectiveMismatch: ranks that differ.
-                On every rank.
+            ShapeError: sizes or sharding do not fit the layer or `comm`; on every rank.
+            CollectiveMismatch: the ranks' arguments differ; on every rank.
         """
         return cls(linear, comm, sharding, sizes)
 
@@ -244,7 +246,7 @@ class _ParallelLinear(Weight):
         return linear
 
     def _agree(self, x: Tensor, tokens: int | None) -> None:
-        """Check x, and compare the call over the ranks; `tokens` as in `check_input`."""
+        """Check x, and that all ranks make the same call; `tokens` as in `check_input`."""
 
         def call() -> str:
             check_input(
@@ -263,24 +265,25 @@ class _ParallelLinear(Weight):
 class ColumnParallelLinear(_ParallelLinear):
     """A linear layer of which each rank computes some output features, for all tokens.
 
-    `forward` first gathers the tokens if a sharding splits these. Made by `from_linear`.
+    `forward` first gathers the tokens if a sharding splits them. `from_linear` makes such layers.
 
-    Weight `(sizes[rank], in_features)`, bias `(sizes[rank],)`; sizes has the features of each rank.
+    Weight `(sizes[rank], in_features)`, bias `(sizes[rank],)`. The attribute sizes has the number
+    of output features of each rank.
     """
 
     split_dim = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """Gather tokens x (B, S/P, E) by rank. Return this rank's features (B, S, sizes[rank]).
+        """Gather x (B, S/P, E) in rank order. Return this rank's features (B, S, sizes[rank]).
 
         Without `sharding` x is (..., E), all tokens, and the result (..., sizes[rank]).
 
         Communication:
-            One agreement (32-byte all-reduce), then an all-gather of x as in `gather_linears`.
-            Without `sharding` instead one all-reduce of the gradient of x, backward.
+            One agreement (32-byte all-reduce), then the messages of `gather_linears`. Without
+            `sharding` one all-reduce of the gradient of x in the backward instead.
         """
         self._agree(x, None if self.lengths is None else self.lengths[self.comm.rank])
-        # under autocast the product has another dtype
+        # under autocast the product has a different dtype
         return project(x, self, lengths=self.lengths)[0].to(x.dtype)
 
 
@@ -290,7 +293,8 @@ class RowParallelLinear(_ParallelLinear):
     `forward` sums over the ranks. Each rank gets its own tokens, or all without a sharding.
 
     Weight `(out_features, sizes[rank])`; every rank holds the bias `(out_features,)` and its
-    gradient over all tokens. Made by `from_linear`; sizes has the features of each rank.
+    gradient over all tokens. The attribute sizes has the number of input features of each rank.
+    `from_linear` makes such layers.
     """
 
     split_dim = 1
@@ -301,8 +305,9 @@ class RowParallelLinear(_ParallelLinear):
         Without `sharding` x is (..., sizes[rank]), and the result (..., E), all tokens.
 
         Communication:
-            One agreement (32-byte all-reduce), then a reduce-scatter as in `linear_scatter`;
-            backward also an all-reduce of the bias gradient. Without `sharding` one all-reduce.
+            One agreement (32-byte all-reduce), then the messages of `linear_scatter`; in the
+            backward also an all-reduce of the bias gradient. Without `sharding` one all-reduce of
+            the result replaces these messages.
         """
         self._agree(x, None if self.lengths is None else sum(self.lengths))
         out = sum_over_ranks(x, self, lengths=self.lengths).to(x.dtype)
@@ -320,7 +325,7 @@ def _sizes_and_call(
     sharding: Sharding | None,
     sizes: Sequence[int] | None,
 ) -> tuple[tuple[int, ...], str]:
-    """Check the arguments of `from_linear`. Return each rank's features, and the call as text."""
+    """Check the arguments of `from_linear`. Return `sizes`, made if None, and the call as text."""
     arguments.check_type("linear", linear, nn.Linear, "Pass the whole layer.")
     arguments.check(sizes=sizes)
     if sharding is not None:

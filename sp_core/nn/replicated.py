@@ -38,8 +38,8 @@ class ReplicatedLayer(nn.Module):
 
         Args:
             x: this rank's input, (..., hidden).
-            sharding: none, or a single one; x must then be (B, S/P, hidden) with the S/P tokens
-                that the sharding gives this rank.
+            sharding: at most one. If given, x must be (B, S/P, hidden) with the S/P tokens that the
+                sharding gives this rank.
 
         Returns:
             The layer's parameters by name. Backward sums the gradient of each over the ranks.
@@ -98,14 +98,14 @@ def check_input(
 
     Args:
         x: this rank's input.
-        comm: its device is the one that x must be on.
-        layer: the name of the layer in the error.
+        comm: the communicator on whose device x must be.
+        layer: the name of the layer, for error texts.
         weight: a weight of the layer; x must have its dtype, except under autocast.
         features: the needed length of the last dim.
         tokens: the needed length of dim 1 of a 3-dim x; None takes any leading dims.
 
     Raises:
-        DtypeError, DeviceError, ShapeError: what x has and what is needed.
+        DtypeError, DeviceError, ShapeError: naming what x has and what is needed.
     """
     check_tensor(x, comm)
     before = x.shape[:-1] if tokens is None else (*x.shape[:1], tokens)

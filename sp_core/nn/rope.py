@@ -1,7 +1,7 @@
 """Rotary position embedding of queries and keys, computed from the global positions of tokens.
 
-`Rope.apply` rotates a tensor; `rotation` computes the angles once, to rotate in many layers. A pair
-i is the dims i and i + head_dim / 2. Nothing here communicates.
+`Rope.apply` rotates a tensor; `rotation` computes the angles once, to rotate in many layers. Pair i
+is the dims i and i + head_dim / 2. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Rope:
 
     Args:
         head_dim: the dims of one head, an even number.
-        base: of the frequencies base^(-2 i / head_dim).
+        base: the base of the frequencies base^(-2 i / head_dim) of the pairs i.
         scaling: None, or a dict as in a Hugging Face configuration: {"rope_type": "linear",
             "factor": f} or {"rope_type": "llama3", "factor", "low_freq_factor", "high_freq_factor",
             "original_max_position_embeddings"} or {"rope_type": "yarn", "factor",
@@ -150,10 +150,11 @@ def _frequencies(head_dim: int, base: float, scaling: Mapping[str, Any]) -> Tens
 
 
 def _low(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    """Return for each pair llama3's w in the frequency (1 - w) plain + w plain / factor.
+    """Return llama3's weight w of each pair. Its frequency is (1 - w) plain + w plain / factor.
 
-    w falls linearly with the full turns of a pair in the original context: 1 up to low_freq_factor
-    turns, 0 from high_freq_factor turns. `plain` has the radians per token of each pair.
+    `plain` has the radians per token of each pair. w is 1 for a pair that makes at most
+    low_freq_factor full turns in the original context, 0 for at least high_freq_factor turns, and
+    linear in between.
     """
     turns = float(scaling["original_max_position_embeddings"]) * plain / (2 * math.pi)
     low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
@@ -166,7 +167,7 @@ def _low(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
 
 
 def _yarn(half: int, base: float, scaling: Mapping[str, Any]) -> Tensor:
-    """Return for each of `half` pairs yarn's w in the frequency (1 - w) plain + w plain / factor.
+    """Return yarn's weight w of `half` pairs. A frequency is (1 - w) plain + w plain / factor.
 
     w rises linearly with the index of a pair: from 0 for the pair that makes beta_fast full turns
     in the original context to 1 for the pair that makes beta_slow full turns.

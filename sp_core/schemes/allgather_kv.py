@@ -70,11 +70,12 @@ def allgather_kv_attention(
         head as lse.
 
     Communication:
-        First one agreement: the ranks compare their arguments, and each waits for all. They do so
-        again in the backward unless the communicator has `check="off"`. Forward all-gathers of k
-        and v, up to 4 for groups of heads: a rank sends `(P-1) * 2*B*(S/P)*K*D` elements. Backward
-        the same again. If k or v needs a gradient, also reduce-scatters of dk and dv in float32 or
-        wider: `2*B*(S - S/P)*K*D` elements sent. A single rank sends nothing.
+        First one agreement: each rank waits for all, and they check that their arguments match.
+        Another agreement begins the backward unless the communicator has `check="off"`. The
+        forward gathers k and v from all ranks in up to 4 groups of heads: a rank sends
+        `(P-1) * 2*B*(S/P)*K*D` elements. The backward gathers them again. If k or v needs a
+        gradient, it also reduce-scatters dk and dv in float32 or wider: a rank sends
+        `2*B*(S - S/P)*K*D` elements. A single rank sends nothing.
 
         In shared memory (`Mesh(transport="window")`) no keys or values are sent: the ranks write k
         and v into one tensor, wait for each other, and all read it.
@@ -83,7 +84,7 @@ def allgather_kv_attention(
         TypeError, ValueError, ShapeError, DtypeError, DeviceError, RankError: wrong arguments; on
             every rank, before the first message. Only a wrong `comm` is an error of one rank.
         CollectiveMismatch: the ranks' arguments differ.
-        RuntimeError: a second derivative is computed.
+        RuntimeError: autograd is asked for a second derivative; only the first is implemented.
 
     Source: Grattafiori et al. 2024, The Llama 3 Herd of Models, arXiv:2407.21783, section 3.3.2,
     context parallelism.
@@ -104,18 +105,18 @@ def allgather_kv_attention(
 
 
 def _visits(k: Tensor, v: Tensor, problem: Problem, groups: Sequence[Group]) -> Iterator[Visit]:
-    """Yield a `Visit` for each group of heads, which holds keys and values of all ranks."""
+    """Yield a `Visit` for each group of heads, with the keys and values of all ranks."""
     positions = problem.kv_sharding.sorted_positions
     blocks = _gathered(k, v, problem, groups)
-    for number, (heads, _) in enumerate(groups):  # `zip` keeps the last block alive
+    for number, (heads, _) in enumerate(groups):  # `zip` would keep the last block alive
         yield Visit(number, positions, [(heads, slice(None))], next(blocks))
 
 
 def _gathered(k: Tensor, v: Tensor, problem: Problem, groups: Sequence[Group]) -> Iterator[Block]:
     """Yield k and v of all ranks for each group of heads, (B, S, heads, D) each.
 
-    Tokens are in the order of `kv_sharding.sorted_positions`. The all-gather of the next group is
-    started before a group is yielded.
+    Tokens are in the order of `kv_sharding.sorted_positions`. Before a group is yielded, the
+    all-gather of the next group is started.
     """
     comm, sharding = problem.comm, problem.kv_sharding
     if in_place.is_read(comm, "all_gather"):
@@ -163,7 +164,7 @@ def _gradients(
         )
         k, v = joined([mine.movedim(0, 2) for mine in one_ahead(calls)], 3)  # dk and dv
     else:
-        for _ in gradients():  # only dqs is wanted
+        for _ in gradients():  # only dq is wanted
             pass
     return joined(dqs, 1), k, v
 

@@ -30,7 +30,7 @@ GROUPS = 4
 def head_groups(num_heads: int, num_kv_heads: int) -> list[Group]:
     """Divide the heads into groups that are computed one after the other.
 
-    There are min(GROUPS, num_kv_heads) groups.
+    Return min(GROUPS, num_kv_heads) groups, but at least one.
     """
     readers = num_heads // max(num_kv_heads, 1)  # a rank of a hybrid may have no heads at all
     return [
@@ -55,7 +55,7 @@ def split_heads(
 
     Returns:
         For each rank the range of its query heads; for each rank the key/value heads that it
-        receives, in order. A head may be in the lists of several ranks, or several times in one.
+        receives, in order. A head may be in the lists of several ranks, or several times in a list.
     """
     group = num_heads // max(num_kv_heads, 1)
     if num_kv_heads >= size:
@@ -94,7 +94,7 @@ def side_by_side(tensors: Sequence[Tensor], parts: Sequence[Part]) -> Tensor:
 
 
 class _SideBySide(torch.autograd.Function):
-    """Concatenate heads as `side_by_side`.
+    """Autograd function of `side_by_side`.
 
     The backward sums the gradients of a head that was taken more than once, in the order of
     `parts`, in float32 or wider.
@@ -128,7 +128,7 @@ _side_by_side: Callable[..., Tensor] = _SideBySide.apply
 
 
 def _summed(pieces: list[tuple[range, Tensor]], number: int, empty: Tensor) -> Tensor:
-    """Sum gradients of ranges of heads to the gradient (B, S, number, D) of a whole tensor.
+    """Sum the gradients of ranges of heads to the gradient (B, S, number, D) of a whole tensor.
 
     Args:
         pieces: (range of heads, gradient (B, S, heads, D)); ranges may overlap or leave gaps.

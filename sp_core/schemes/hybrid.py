@@ -55,9 +55,9 @@ def hybrid_attention(
         v: `(B, S/(R*U), K, D)`, this rank's values.
         mesh: a mesh with both axes. All ranks of `mesh[axes]` call this function together.
         sharding: which rank of `mesh[axes]` holds which queries; shards may be uneven or empty.
-        comm: `mesh[axes]`, or None for the same. It is here for layers that pass every scheme a
-            communicator: give them `functools.partial(hybrid_attention, mesh=mesh)`.
-        axes: the names of the two axes. `sharding` numbers the ranks along the last one fastest.
+        comm: `mesh[axes]`, or None for the same. This argument exists for layers that pass every
+            scheme a communicator: give them `functools.partial(hybrid_attention, mesh=mesh)`.
+        axes: the names of the two axes. The rank numbers of `sharding` rise first along the last.
         ulysses: the name of the axis whose ranks exchange heads. The other axis is the ring.
         kv_sharding: which rank holds which keys and values; `sharding` if not given.
         mask: which keys a query sees; all keys if not given.
@@ -72,17 +72,17 @@ def hybrid_attention(
         sink of the head as lse.
 
     Communication:
-        First one agreement: the ranks compare their arguments, and each waits for all. A rank's own
-        q has `N = B*(S/(R*U))*H*D` elements, its k and v together `M = 2*B*(S/(R*U))*K*D`. Forward,
-        a rank sends `(U-1)/U * (2N + M)` elements in two all-to-alls over the Ulysses axis, and R-1
-        messages of M elements around the ring. The details, and the backward, are those of
-        `ulysses_attention` and `ring_attention`.
+        First one agreement: each rank waits for all, and they check that their arguments match. A
+        rank's own q has `N = B*(S/(R*U))*H*D` elements, its k and v together
+        `M = 2*B*(S/(R*U))*K*D`. In the forward a rank sends `(U-1)/U * (2N + M)` elements in two
+        all-to-alls over the Ulysses axis, and R-1 messages of M elements around the ring. The
+        details, and the backward, are those of `ulysses_attention` and `ring_attention`.
 
     Raises:
         TypeError, ValueError, ShapeError, DtypeError, DeviceError, RankError: wrong arguments; on
             every rank, before the first message. Only a wrong `mesh` is an error of one rank.
         CollectiveMismatch: the ranks' arguments differ.
-        RuntimeError: a second derivative is computed.
+        RuntimeError: autograd is asked for a second derivative; only the first is implemented.
 
     Source: Fang and Zhao 2024, USP: A Unified Sequence Parallelism Approach, arXiv:2405.07719,
     section 4.
@@ -119,8 +119,8 @@ def _product(
     """Return the communicator over both axes. Refuse a wrong mesh, axes, `ulysses` or `comm`.
 
     If one rank's arguments are wrong, all ranks get an error. On a mesh of more than two axes, that
-    rank cannot know for which axes the other ranks call. So it makes the next comparison of the
-    ranks' calls fail, for every pair of axes.
+    rank cannot know which axes the other ranks have named. So it makes the next agreement fail on
+    every pair of axes.
 
     Raises:
         TypeError: `mesh` is no mesh; on this rank only.
@@ -152,7 +152,7 @@ def _product(
 
 
 def groups_of(slow: int, fast: int, *, ulysses_fastest: bool) -> list[list[int]]:
-    """Return for each place on the ring the ranks of `mesh[axes]` that exchange heads there.
+    """Return the groups of ranks of `mesh[axes]` that exchange heads, one for each ring index.
 
     Args:
         slow, fast: the number of ranks along the first axis, and along the last one. Rank

@@ -42,7 +42,8 @@ def may_share(comm: Communicator, op: str) -> bool:
 def is_read(comm: Communicator, op: str) -> bool:
     """Return whether ranks read each other's tensors in shared memory, in place of a collective.
 
-    False for a single rank, and for memory shared between devices, where only copies are ordered.
+    Return False for a single rank. Return False for shared memory of devices, too: there only the
+    window's own copies are ordered, not the reads of kernels.
 
     Args:
         comm: the ranks.
@@ -55,13 +56,13 @@ def is_read(comm: Communicator, op: str) -> bool:
 def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int, Block]]:
     """Yield each rank's keys and values in the order of the ring, own first, without a message.
 
-    Such a block is valid until the next one is asked for. All ranks iterate to the end: they wait
-    for each other before the second block. If k and v are read where the caller put them
-    (`Problem.resident`), they wait once more after the last.
+    A block is valid until the next one is asked for. All ranks iterate to the end. They wait for
+    each other before the second block. If k and v are read where the caller put them
+    (`Problem.resident`), the ranks wait once more after the last block.
 
     Yields:
-        (step, rank that owns the block, (k, v) of (B, S_block, K, D) each). After the first block
-        these are only the keys that other ranks than the owner see (`Problem.shown`).
+        (step, rank that owns the block, (k, v) of (B, S_block, K, D) each). From step 1 on, k
+        and v have only the keys that ranks other than the owner see (`Problem.shown`).
     """
     comm, shown, k, v = problem.comm, problem.shown, k.detach(), v.detach()
     blocks, written = (_resident if problem.resident else _written)(k, v, problem)
@@ -84,8 +85,8 @@ def _written(k: Tensor, v: Tensor, problem: Problem) -> tuple[list[Block], Handl
     """Copy this rank's keys and values that other ranks see into shared memory.
 
     Returns:
-        These keys and values of all ranks by rank, views of shared memory; a handle that completes
-        when every rank has written.
+        For each rank its keys and values that other ranks see, as views of shared memory; and a
+        handle that completes when every rank has written.
     """
     comm, window, shown = problem.comm, _window(problem), problem.shown
     batch, _, heads, head_dim = k.shape
@@ -105,7 +106,7 @@ def _resident(k: Tensor, v: Tensor, problem: Problem) -> tuple[list[Block], Hand
     """Return the blocks of all ranks as views of the tensors that their owners passed.
 
     Returns:
-        The blocks by rank; a handle that completes when every rank has reached this point.
+        The block of each rank; a handle that completes when every rank has reached this point.
     """
     batch, _, heads, head_dim = k.shape
     window, lengths = _window(problem), problem.kv_sharding.lengths
@@ -126,8 +127,8 @@ def whole(k: Tensor, v: Tensor, problem: Problem) -> Block:
     Every rank calls this, and writes only its own tokens.
 
     Returns:
-        k and v, (B, K, S, D) each, in the order of `sorted_positions`: views of shared memory that
-        are valid until the next call.
+        k and v, (B, K, S, D) each, tokens in the order of `kv_sharding.sorted_positions`. They are
+        views of shared memory that are valid until the next call.
     """
     comm, window, sharding = problem.comm, _window(problem), problem.kv_sharding
     batch, _, heads, head_dim = k.shape
@@ -159,7 +160,7 @@ class SharedSums:
 
     Args:
         problem: the attention call.
-        like: any tensor (B, *, K, D) of the dtype of the sums.
+        like: any tensor (B, *, K, D) with the dtype of the sums.
     """
 
     def __init__(self, problem: Problem, like: Tensor) -> None:
@@ -175,9 +176,9 @@ class SharedSums:
         In step s the block is the keys and values of rank r - s, on rank r.
 
         First wait for this rank's addition of the previous step. The new addition begins when all
-        ranks have called `add` for this step, so every addition of the previous step is done. The
-        same holds for step 0: by then every rank has read its sums of the previous backward, which
-        may lie elsewhere in the shared memory.
+        ranks have called `add` for this step, so every addition of the previous step is done. Step
+        0 begins likewise: every rank has then read its sums of the previous backward, which the new
+        sums may overwrite.
 
         Args:
             step: the step of the ring. Step 0 starts the sum of this rank's own block.
@@ -218,7 +219,7 @@ class SharedSums:
     def arrived(self) -> Block:
         """Wait until all ranks have added their gradients. Return dk and dv of this rank's tokens.
 
-        Each is (B, S_block, K, D), and not in shared memory.
+        dk and dv are (B, S_block, K, D) each, and do not lie in shared memory.
         """
         comm = self._problem.comm
         for handle in (self._adding, _fence(self._problem)):

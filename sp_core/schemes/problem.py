@@ -69,7 +69,7 @@ class Problem:
     def against(
         self, kv_positions: Positions, heads: slice, part: Part = (slice(None), slice(None))
     ) -> dict[str, Any]:
-        """Return the keyword arguments of `attend` for some of this rank's queries.
+        """Return the keyword arguments of `attend` for some queries of this rank and a block.
 
         Args:
             kv_positions: global positions of the block's keys.
@@ -126,10 +126,10 @@ def agree(
     softmax_scale: float | None,
     **terms: Unpack[Terms],
 ) -> Problem:
-    """Check the arguments of a scheme, and compare them over the ranks. Return them as a `Problem`.
+    """Check a scheme's arguments, and that they match on all ranks. Return them as a `Problem`.
 
     Args:
-        name: name of the scheme's function, for error texts.
+        name: the name of the scheme's function, for error texts.
         q: (B, S/P, H, D), this rank's queries.
         k, v: (B, S/P, K, D), this rank's keys and values.
         comm, sharding, kv_sharding, mask, return_lse, inner, softmax_scale, terms: the arguments
@@ -146,7 +146,7 @@ def agree(
         TypeError, ValueError, ShapeError, DtypeError, DeviceError: on every rank, also if only one
             rank's arguments are wrong.
         CollectiveMismatch: the ranks' arguments differ; on every rank.
-        RankError: the communicator was freed, or another rank has left it.
+        RankError: the communicator was freed, on this rank or on another one.
     """
     arguments.check_communicator(comm)
     kv_sharding, mask = (
@@ -173,7 +173,7 @@ def agree(
 
 
 def _signature(name: str, tensors: tuple[Tensor, ...], problem: Problem, return_lse: bool) -> str:
-    """Return a text of the arguments that all ranks must pass alike; "S" replaces shard lengths."""
+    """Return a text of the arguments that must match on all ranks; "S" replaces shard lengths."""
 
     def shown(x: Tensor | None) -> str:
         if x is None:
@@ -202,7 +202,7 @@ def _home(kv: Block, comm: Communicator) -> int:
 
 
 def _check_lengths(q: Tensor, k: Tensor, problem: Problem) -> None:
-    """Raise ShapeError if q or k has another number of tokens than the sharding or the mask."""
+    """Raise ShapeError if the lengths of q, k, the shardings and the mask do not fit together."""
     comm = problem.comm
     for name, argument, x, sharding in (
         ("q", "sharding", q, problem.sharding),
@@ -224,8 +224,8 @@ class Visit(NamedTuple):
     Args:
         step: number of the visit, from 0 on.
         positions: global positions of the block's S_block keys.
-        groups: what to compute: pairs of query heads and the key/value heads of `held` that these
-            read.
+        groups: the heads to compute: pairs of query heads and the key/value heads of `held` that
+            they read.
         held: the block, k and v (B, S_block, K, D); None if no query of this rank sees any of its
             keys.
     """
@@ -237,8 +237,8 @@ class Visit(NamedTuple):
 
 
 Upstream = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
-"""What a backward starts from: grad_out, q and out, (B, H, S/P, D) each; lse and the gradient of
-lse, (B, H, S/P) each. The last is None if lse was not used."""
+"""The tensors from which a backward starts: grad_out, q and out, (B, H, S/P, D) each; lse and its
+gradient, (B, H, S/P) each. The gradient of lse is None if lse was not used."""
 
 
 class Scheme(NamedTuple):
@@ -247,7 +247,7 @@ class Scheme(NamedTuple):
     Both functions communicate, so all ranks call them together.
 
     Args:
-        name: of the public function, for error texts.
+        name: the public function's name, for error texts.
         visits: called as visits(k, v, problem, groups) in the forward; yields equally many visits
             on every rank.
         gradients: called as gradients(upstream, k, v, problem, groups, with_kv) in the backward;
@@ -275,9 +275,10 @@ def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, scheme: Scheme) -> tu
 
 
 class _Blockwise(torch.autograd.Function):
-    """Attention by a scheme: merge the blocks' results, and let the scheme sum the gradients.
+    """Autograd function of `run`: merge the results of blocks; let the scheme sum the gradients.
 
-    The backward first compares the ranks' calls, unless the communicator has `check="off"`.
+    The backward first checks that all ranks run the backward of the same call, unless the
+    communicator has `check="off"`.
     """
 
     @staticmethod
@@ -355,19 +356,19 @@ def block_gradients(
     problem: Problem,
     part: Part = (slice(None), slice(None)),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients that one block gives to a group of heads. No communication.
+    """Compute the gradients of attention to one block, for a group of heads. No communication.
 
     Args:
-        upstream: gradients of the outputs, and what the forward saved.
+        upstream: the gradients of the outputs, and the tensors that the forward saved.
         held: the block, k and v (B, S_block, K, D).
         positions: global positions of the block's S_block keys.
         group: the query heads, and the key/value heads of `held` that these read.
-        problem: what `agree` returned.
+        problem: the attention call, as `agree` returned it.
         part: (range of this rank's queries, range of the block's keys); all if not given.
 
     Returns:
-        dq (B, H, S_q, D), dk and dv (B, K, S_kv, D), in float32 or wider. H and K count the heads
-        of the group, S_q and S_kv the tokens of `part`.
+        dq (B, H, S_q, D), dk and dv (B, K, S_kv, D), in float32 or wider: what this block adds to
+        the gradients. H and K count the heads of the group, S_q and S_kv the tokens of `part`.
     """
     do, q, out, lse, grad_lse = upstream
     heads, kv = group

@@ -101,7 +101,8 @@ class Shown:
     Args:
         lengths: the number of these keys, by rank.
         starts, stops: the ranges, sorted by rank and index.
-        first: for each rank the place of its first range; the number of ranges as last item.
+        first: for each rank the index of its first range in `starts`. The last item is the number
+            of ranges.
     """
 
     lengths: tuple[int, ...]
@@ -110,7 +111,7 @@ class Shown:
     first: Ints
 
     def of(self, rank: int, device: str | torch.device = "cpu") -> slice | Tensor:
-        """Return the indices of the keys of `rank`: a slice; with gaps, int64 on `device`."""
+        """Return the indices of these keys of `rank`: a slice, or int64 on `device` for gaps."""
         ranges = slice(self.first[rank], self.first[rank + 1])
         starts, stops = self.starts[ranges], self.stops[ranges]
         if not len(starts):
@@ -124,9 +125,9 @@ class Shown:
 def shown_keys(sharding: Sharding, kv_sharding: Sharding, mask: Mask) -> Shown:
     """Find the keys of each rank that queries of other ranks see.
 
-    Of each run of keys in a document these are the keys from the first to the last one that another
-    rank sees. If a sharding has stripes, or one range of all queries, they are all keys of each
-    block that another rank sees.
+    For each run of keys in a document, return all keys between the first and the last one that
+    another rank sees. If a sharding is striped, or a single segment has all queries, return all
+    keys of each block that another rank sees.
 
     Args:
         sharding: the positions of each rank's queries.
@@ -227,7 +228,8 @@ def _visible(
         others: boundaries of the documents of the other side.
 
     Returns:
-        For each piece: the first and the last position that the piece sees; the pieces, as runs.
+        The first position that each piece sees; the last position that it sees; the pieces, as
+        rows like those of `runs`.
     """
     first, last, *_ = runs.T
     if documents is None:
@@ -288,12 +290,12 @@ class _Owners:
             self.first, self.last, _, self.owner, _ = runs[runs[:, 0].argsort()].T
 
     def arcs(self, mask: Mask, least: int, greatest: int) -> tuple[Ints, Ints, Ints]:
-        """Return for some keys the first and last query position that sees the key, and its owner.
+        """Return for some keys the first and last query that sees the key, and the key's owner.
 
         This replaces `_visible` if the owners repeat with a period, the mask has documents, and the
         same ranks own keys and queries.
 
-        Only a few documents are looked at. Modulo the period P, a document is an arc of a circle.
+        Only a few documents are examined. Modulo the period P, a document is an arc of a circle.
         A rank sees in an arc at least what it sees in any shorter arc inside. Arcs are cut at two
         periods, which show as much as a longer document. A key in the first period has P positions
         after it. The same rank's key in the second period has P positions before it.
@@ -334,7 +336,7 @@ class _Owners:
         Return begin and end of the shorter ranges; begin[i] >= end[i] if no run is left. There must
         be no period.
         """
-        changes = np.flatnonzero(np.diff(self.owner))  # the next run has another owner
+        changes = np.flatnonzero(np.diff(self.owner))  # the next run has a different owner
         owner, count = np.append(self.owner, -1), len(self.owner)
         after, before = np.append(changes + 1, count), np.insert(changes, 0, -1)
         is_own = owner[begin] == rank, owner[end - 1] == rank
@@ -344,7 +346,7 @@ class _Owners:
 
 
 class _Wavelet:
-    """Answer, for ranges of a list of numbers, how many are below a limit, and which is k-th.
+    """Count the numbers below a limit, and find the k-th smallest, in ranges of a list.
 
     The wavelet matrix has a level for each bit of the numbers, the highest bit first. From level to
     level the numbers are stably partitioned by the bit of the level, 0 before 1.
@@ -371,7 +373,7 @@ class _Wavelet:
         return count
 
     def smallest(self, begin: Ints, end: Ints, k: Ints) -> Ints:
-        """Return, for each i, the k[i]-th smallest of stored values[begin[i]:end[i]], from 0 on."""
+        """Return the k[i]-th smallest of stored values[begin[i]:end[i]]; k = 0 for the smallest."""
         value = np.zeros_like(begin)
         for shift, zeros in self._levels:
             low = zeros[end] - zeros[begin]

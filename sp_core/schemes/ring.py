@@ -76,23 +76,25 @@ def ring_attention(
         head as lse.
 
     Communication:
-        First one agreement: the ranks compare their arguments, and each waits for all. They do so
-        again in the backward unless the communicator has `check="off"`. Forward a rank sends P-1
-        messages of `2*B*(S/P)*K*D` elements. Only keys and values that other ranks see are sent, so
-        a window or documents make fewer and shorter messages. Backward the same messages, and up to
-        P messages of as many elements in float32 or wider. A single rank sends nothing.
+        First one agreement: each rank waits for all, and they check that their arguments match.
+        Another agreement begins the backward unless the communicator has `check="off"`. In the
+        forward a rank sends P-1 messages of `2*B*(S/P)*K*D` elements. Only keys and values that
+        other ranks see are sent, so a window or documents make fewer and shorter messages. In the
+        backward a rank sends the same messages, and up to P messages of as many elements in float32
+        or wider. A single rank sends nothing.
 
         In shared memory (`Mesh(transport="window")`) a rank sends no message. It writes its k and
         v once, or never if both are tensors of `shared_empty` on `comm`, and reads those of P-1
         ranks. All ranks wait for each other once, and once more for tensors of `shared_empty`.
-        Backward the same; a rank also adds to P-1 sums in float32 or wider, with one wait for all
-        ranks in each step. Windows on a device (`ipc`, `pinned`) carry the messages instead.
+        In the backward they do the same. A rank also adds to P-1 sums in float32 or wider, and
+        waits for all ranks in each step. Windows on a device (`ipc`, `pinned`) carry the messages
+        instead.
 
     Raises:
         TypeError, ValueError, ShapeError, DtypeError, DeviceError, RankError: wrong arguments; on
             every rank, before the first message. Only a wrong `comm` is an error of one rank.
         CollectiveMismatch: the ranks' arguments differ.
-        RuntimeError: a second derivative is computed.
+        RuntimeError: autograd is asked for a second derivative; only the first is implemented.
 
     Source: Liu et al. 2023, Ring Attention with Blockwise Transformers, arXiv:2310.01889, section
     3.
@@ -117,8 +119,8 @@ def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int
 
     Yields:
         (step, rank that owns the block, (k, v) of (B, S_block, K, D) each). None stands for (k, v)
-        if this rank does not receive the block. After the first block these are only the keys that
-        other ranks than the owner see (`Problem.shown`).
+        if this rank does not receive the block. From step 1 on, k and v have only the keys that
+        ranks other than the owner see (`Problem.shown`).
     """
     if in_place.is_read(problem.comm, "shift"):
         return in_place.circulate(k, v, problem)
@@ -126,7 +128,7 @@ def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int
 
 
 def _visits(k: Tensor, v: Tensor, problem: Problem, groups: Sequence[Group]) -> Iterator[Visit]:
-    """Yield a `Visit` for each step of the ring: a rank's keys and values, and heads to compute.
+    """Yield a `Visit` for each step of the ring: one rank's keys and values, and all heads.
 
     Keys and values are freed when the next visit begins. With a window or documents all heads form
     a single group: the mask then cuts the work into small pieces, and communication makes progress
@@ -159,7 +161,7 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Pass the blocks around again, and sum the gradients of each on the way to its owner.
 
-    Arguments and results are those of `Scheme.gradients`. Without `with_kv` no sums are sent.
+    Arguments and results are those of `Scheme.gradients`. Without `with_kv` no dk and dv are sent.
     """
     _, q, *_ = upstream
     dq: Tensor | None = None
@@ -194,7 +196,7 @@ def _gradients(
 def _with_heads(whole: Tensor | None, heads: slice, part: Tensor, count: int) -> Tensor:
     """Write `part` (B, some heads, S, D) over these heads of `whole` (B, count, S, D); return it.
 
-    None stands for a tensor that is not yet there. A part with all heads is returned uncopied.
+    If `whole` is None, make it. A part with all heads is returned uncopied.
     """
     batch, some, tokens, head_dim = part.shape
     if some == count:
@@ -209,7 +211,7 @@ class Travel:
     """Send and receive the blocks of a ring on this rank.
 
     Block j is a tensor (2, B, S_j, K, D): of keys and values, or of their gradients. S_j counts the
-    keys of rank j that other ranks see. In step s the block is on rank j + s, unless it has stopped
+    keys of rank j that other ranks see. In step s block j is on rank j + s, unless it has stopped
     earlier (`hops`).
 
     Args:
@@ -237,7 +239,7 @@ class Travel:
         return self._hops[block] > step
 
     def ends(self, block: int, step: int) -> bool:
-        """Return whether the block of rank `block` stops in `step`, on another rank than its owner.
+        """Return whether the block of rank `block` stops in `step`, not on its owner.
 
         That rank sends the sum of the block's gradients to the owner.
         """
@@ -249,7 +251,7 @@ class Travel:
         return self._like.new_empty((2, batch, self._lengths[block], heads, head_dim))
 
     def arriving(self, step: int) -> Tensor | None:
-        """Return an uninitialized tensor for the block that arrives in `step`; None if none."""
+        """Return an uninitialized tensor for the block that arrives in `step`; None without one."""
         coming = self.block(step + 1)
         return self.empty(coming) if self.goes_on(coming, step) else None
 
@@ -259,8 +261,8 @@ class Travel:
         Every rank calls this in every step, also without messages.
 
         Args:
-            messages: two lists, the sends and the receives; each holds (other rank, contiguous
-                tensor), with None for a message that is not needed.
+            messages: two lists, the sends and the receives. Each holds (other rank, contiguous
+                tensor); if the tensor is None, there is no message.
         """
         sends, recvs = (
             [(peer, x.view(-1)) for peer, x in some if x is not None] for some in messages
@@ -268,14 +270,15 @@ class Travel:
         return self.comm.exchange(sends, recvs, "ring", longest=self._longest)
 
     def circulate(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, int, Block | None]]:
-        """Yield the blocks (a rank's keys and values) that reach this rank, and receive the next.
+        """Yield the block (a rank's keys and values) of each step, and receive the next meanwhile.
 
         Args:
             k, v: this rank's own keys and values. Those that are sent are copied; if k or v is not
                 contiguous, all of it is copied too.
 
         Yields:
-            (step, rank that owns the block, (k, v)), with None if the block is not received.
+            (step, rank that owns the block, (k, v)). None stands for (k, v) if this rank does not
+            receive the block.
         """
         goes_on = self.goes_on(self.comm.rank, 0)
         present = torch.stack((k[:, self.shown], v[:, self.shown])) if goes_on else None
@@ -295,7 +298,7 @@ class Travel:
 
 
 def _halves(block: Tensor | None) -> Block | None:
-    """Return both halves of a block (2, B, S_block, K, D), such as k and v; None if it is None."""
+    """Return both halves of a block (2, B, S_block, K, D), such as k and v; None for None."""
     return None if block is None else (block[0], block[1])
 
 

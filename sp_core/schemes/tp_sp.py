@@ -29,7 +29,7 @@ from sp_core.communicator import Communicator
 from sp_core.sharding import split_ranges
 
 CHUNKS = 4
-"""The number of chunks of a sequence: the tokens of each rank are cut into as many parts."""
+"""The number of chunks of a sequence: the tokens of each rank are cut into this many parts."""
 
 Chunk = tuple[tuple[range, ...], tuple[int, ...]]
 """(ranges, lengths): for each rank which of its tokens are in the chunk, and how many."""
@@ -54,16 +54,16 @@ class Tokens:
                 yield ranges, tuple(map(len, ranges))
 
     def own(self, x: Tensor, chunk: Chunk) -> Tensor:
-        """Return the view of this rank's tokens x (B, S/P, *) that are in a chunk."""
+        """Return a view of those of this rank's tokens x (B, S/P, *) that belong to a chunk."""
         mine = chunk[0][self.comm.rank]
         return x[:, mine.start : mine.stop]
 
     def take(self, x: Tensor, chunk: Chunk) -> Tensor:
-        """Return a copy of the tokens in a chunk, rank after rank, from all tokens x (B, S, *)."""
+        """Copy the tokens in a chunk, rank after rank, from the tokens x (B, S, *) of all ranks."""
         return torch.cat([x[:, rows] for rows in self._rows(chunk)], 1)
 
     def put(self, x: Tensor, chunk: Chunk, part: Tensor) -> None:
-        """Write `part`, the tokens in a chunk rank after rank, into all tokens x (B, S, *)."""
+        """Write `part`, the tokens in a chunk rank after rank, into x (B, S, *), all tokens."""
         for rows, piece in zip(self._rows(chunk), part.split(list(chunk[1]), 1), strict=True):
             x[:, rows] = piece
 
@@ -88,25 +88,26 @@ def gather_linears(
 ) -> tuple[Tensor, ...]:
     """Gather the tokens of all ranks once, and apply several linear layers to them.
 
-    Every rank calls this with as many layers. Arguments are not checked.
+    Every rank calls this with the same number of layers. Arguments are not checked.
 
     Args:
         x: (B, S/P, E), this rank's tokens.
-        layers: (weight, bias) of each layer: this rank's output features, weight (F/P, E) and bias
-            (F/P,) or None.
+        layers: (weight, bias) of each layer, for this rank's output features: weight (F/P, E), and
+            bias (F/P,) or None.
         comm: the ranks.
         lengths: for each rank its number of tokens, the same on every rank.
 
     Returns:
-        For each layer (B, S, F/P): all tokens, rank after rank.
+        For each layer its output (B, S, F/P) for all tokens, rank after rank.
 
     Communication:
-        Forward an all-gather of x in chunks: `(P-1) * B*(S/P)*E` elements sent per rank. Backward
-        the same again for the gradients of weights, and a reduce-scatter of as many elements for
-        the gradient of x. The ranks compare the backward call unless `comm` has `check="off"`.
+        The forward all-gathers x in chunks: each rank sends `(P-1) * B*(S/P)*E` elements. The
+        backward does so again for the gradients of weights, and reduce-scatters as many elements
+        for the gradient of x. It begins with an agreement, in which the ranks check that they all
+        call this backward, unless `comm` has `check="off"`.
 
     Raises:
-        RuntimeError: a second derivative is computed.
+        RuntimeError: autograd is asked for a second derivative; only the first is implemented.
 
     Source: Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer Models,
     arXiv:2205.05198, section 4.2.
@@ -123,23 +124,24 @@ def linear_scatter(
     Every rank calls this. Arguments are not checked.
 
     Args:
-        y: (B, S, F/P), all tokens, rank after rank, with this rank's input features.
-        weight: (E, F/P), for this rank's input features.
+        y: (B, S, F/P), this rank's input features of all tokens, rank after rank.
+        weight: (E, F/P), the columns of the layer's weight for this rank's input features.
         comm: the ranks.
         lengths: for each rank its number of tokens, the same on every rank.
 
     Returns:
-        (B, S/P, E), in the dtype of y.
+        This rank's tokens (B, S/P, E), in the dtype of y.
 
     Communication:
-        Forward a reduce-scatter of (B, S, E) in chunks: `B*(S - S/P)*E` elements sent per rank.
-        Backward an all-gather of as many elements. The ranks compare the backward call unless
-        `comm` has `check="off"`.
+        The forward reduce-scatters a tensor (B, S, E) in chunks: each rank sends `B*(S - S/P)*E`
+        elements. The backward all-gathers the gradient of the result: as many elements. It begins
+        with an agreement, in which the ranks check that they all call this backward, unless `comm`
+        has `check="off"`.
 
     Raises:
-        RuntimeError: a second derivative is computed.
+        RuntimeError: autograd is asked for a second derivative; only the first is implemented.
 
-    Source: as `gather_linears`.
+    Source: as in `gather_linears`.
     """
     return _linear_scatter(y, weight, Tokens(comm, lengths))
 
@@ -216,10 +218,10 @@ _linear_scatter: Callable[..., Tensor] = _LinearScatter.apply
 def _gathered(x: Tensor, tokens: Tokens) -> Iterator[tuple[Chunk, Tensor]]:
     """Gather this rank's tokens x (B, S/P, *) from all ranks, chunk by chunk.
 
-    The all-gather of the next chunk is started before a chunk is yielded.
+    Before a chunk is yielded, the all-gather of the next chunk is started.
 
     Yields:
-        (chunk, tokens of all ranks in it (B, tokens, *), rank after rank).
+        (chunk, the tokens of all ranks in this chunk, rank after rank: (B, tokens, *)).
     """
     chunks = list(tokens)
     calls = ((AllGather(tokens.comm, 1, chunk[1]), tokens.own(x, chunk)) for chunk in chunks)
@@ -227,17 +229,17 @@ def _gathered(x: Tensor, tokens: Tokens) -> Iterator[tuple[Chunk, Tensor]]:
 
 
 def _scattered(products: Sequence[tuple[Tensor, Tensor]], tokens: Tokens, features: int) -> Tensor:
-    """Add several products, sum over all ranks, and return this rank's tokens.
+    """Sum several matrix products and all ranks' results, and return this rank's tokens.
 
     The reduce-scatter of one chunk runs while the next chunk is multiplied.
 
     Args:
         products: pairs of all tokens (B, S, n) and a matrix (n, features).
         tokens: the chunks.
-        features: columns of the matrices.
+        features: the number of columns of each matrix.
 
     Returns:
-        (B, S/P, features) of the sum of all products of all ranks.
+        This rank's tokens (B, S/P, features) of the sum of all products of all ranks.
     """
     (first, _), *_ = products
     out = first.new_empty(first.shape[0], tokens.lengths[tokens.comm.rank], features)
@@ -252,7 +254,7 @@ def _scattered(products: Sequence[tuple[Tensor, Tensor]], tokens: Tokens, featur
 
 
 def _product(products: Sequence[tuple[Tensor, Tensor]], tokens: Tokens, chunk: Chunk) -> Tensor:
-    """Return the sum of this rank's products for the tokens in a chunk, (B, tokens, features)."""
+    """Sum this rank's products for the tokens in a chunk; return (B, tokens, features)."""
     (y, matrix), *others = products
     total = tokens.take(y, chunk) @ matrix
     for y, matrix in others:
@@ -266,8 +268,8 @@ def _zeros(weight: Tensor) -> Tensor:
 
 
 def _add(total: Tensor, grad: Tensor, x: Tensor) -> None:
-    """Add grad^T x to the gradient of a weight, `total` (out, in).
+    """Add grad^T x in place to `total` (out, in), the sum that becomes the gradient of a weight.
 
-    grad is (B, tokens, out) and x is (B, tokens, in).
+    `grad` (B, tokens, out) is the gradient of the layer's output, and x (B, tokens, in) its input.
     """
     total += grad.flatten(0, 1).T @ x.flatten(0, 1)

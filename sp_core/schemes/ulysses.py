@@ -5,8 +5,9 @@
     (B, S, H/P, D)  --all-to-all-->  out  (B, S/P, H, D)
 
 A rank receives the key/value heads that its query heads read. With fewer key/value heads than
-ranks, a head is sent to every rank that reads it. The rank that holds its tokens then sums the
-gradients. Shapes: B batch, S sequence, H heads, K key/value heads, D head dim, P ranks.
+ranks, a head is sent to every rank that reads it. In the backward the rank that holds a token sums
+the gradients of all copies of the head. Shapes: B batch, S sequence, H heads, K key/value heads, D
+head dim, P ranks.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def ulysses_attention(
         softmax_scale: factor of the scores q k^T; 1/sqrt(D) if not given.
         return_lse: also return the log-sum-exp of each query's scores.
         inner: attention of some heads over the whole sequence on one device, `local_attention` if
-            not given. It is called like that, with (q, k, v), `q_positions`, `kv_positions`,
-            `mask`, `softmax_scale`, `return_lse=True`, and the `terms` that were given.
+            not given. It is called like `local_attention`, with (q, k, v), `q_positions`,
+            `kv_positions`, `mask`, `softmax_scale`, `return_lse=True`, and the given `terms`.
         terms: arguments that change the scores further, explained in `Terms`: `softcap`, `sinks`,
             `alibi`.
 
@@ -66,19 +67,19 @@ def ulysses_attention(
         head as lse. H and K need not be multiples of P; with few heads some ranks compute none.
 
     Communication:
-        First one agreement: the ranks compare their arguments, and each waits for all. A rank's own
-        q has `N = B*(S/P)*H*D` elements, its k and v together have `M = 2*B*(S/P)*K*D`. Forward, a
-        rank sends `(P-1)/P * (2N + M)` elements: an all-to-all of q, k and v, and one of out. If
-        the ranks' numbers of queries and of keys differ, q goes in an all-to-all of its own. With
-        `return_lse` lse goes in another. With K < P, M counts every copy of a key/value head.
-        Backward the same, with an agreement before each all-to-all unless the communicator has
-        `check="off"`. A single rank sends nothing.
+        First one agreement: each rank waits for all, and they check that their arguments match. A
+        rank's own q has `N = B*(S/P)*H*D` elements, its k and v together have `M = 2*B*(S/P)*K*D`.
+        In the forward a rank sends `(P-1)/P * (2N + M)` elements: an all-to-all of q, k and v, and
+        one of out. If a rank has more or fewer queries than keys, q is sent in an all-to-all of its
+        own. With `return_lse`, lse is sent in another one. With K < P, M counts every copy of a
+        key/value head. The backward sends as much, with an agreement before each all-to-all unless
+        the communicator has `check="off"`. A single rank sends nothing.
 
     Raises:
         TypeError, ValueError, ShapeError, DtypeError, DeviceError, RankError: wrong arguments; on
             every rank, before the first message. Only a wrong `comm` is an error of one rank.
         CollectiveMismatch: the ranks' arguments differ.
-        RuntimeError: a second derivative of `local_attention` is computed.
+        RuntimeError: autograd is asked for a second derivative of `local_attention`.
 
     Source: Jacobs et al. 2023, DeepSpeed Ulysses, arXiv:2309.14509, section 3.
     """
@@ -121,9 +122,9 @@ class Exchange:
         heads: for each rank the query heads that it computes.
         kv_heads: for each rank the key/value heads that it receives. A head that several ranks
             read is in the lists of all of them.
-        alike: whether q, k and v go in one all-to-all, and then all get a gradient. Every rank
-            needs as many queries as keys, in a hybrid every rank of both axes: all ranks of a
-            ring must send the same gradients.
+        alike: whether q, k and v are sent in one all-to-all, so that all three get a gradient. True
+            if every rank of `problem` has as many queries as keys. In a hybrid these are the ranks
+            of both axes, because all ranks of a ring must send the same gradients.
     """
 
     def __init__(
@@ -155,8 +156,8 @@ class Exchange:
             return_lse: whether lse is needed; otherwise it is not exchanged back.
 
         Returns:
-            out (B, S/P, H, D) and lse (B, H, S/P). Without `return_lse` lse holds other tokens and
-            heads, and must not be used.
+            out (B, S/P, H, D) and lse (B, H, S/P). Without `return_lse`, lse is that of `inner`,
+            for its tokens and heads, and must not be used.
         """
         if self.comm.size == 1:
             return inner(q, k, v)
@@ -170,8 +171,8 @@ class Exchange:
     def _forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Send all heads of this rank's tokens, and receive this rank's heads of all tokens.
 
-        From q (B, S/P, H, D), k and v (B, S/P, K, D) to (B, S, heads, D) each: this rank's query
-        heads, and the key/value heads that these read.
+        Take q (B, S/P, H, D), k and v (B, S/P, K, D). Return q, k and v, (B, S, heads, D) each, of
+        this rank's query heads and the key/value heads that they read.
         """
         rank = self.comm.rank
         own = [len(self.heads[rank]), *[len(self.kv_heads[rank])] * 2]
@@ -190,7 +191,7 @@ class Exchange:
     def _dealt(
         self, tensors: tuple[Tensor, ...], parts: Sequence[list[Part]], lengths: tuple[int, ...]
     ) -> Tensor:
-        """Exchange heads of some tensors in one all-to-all.
+        """Exchange the heads of some tensors in one all-to-all.
 
         Args:
             tensors: (B, S/P, *, D) each.
