@@ -142,7 +142,7 @@ class Transport(Protocol):
 
 @runtime_checkable
 class HostWrapper(Protocol):
-    """Build a transport on top of the one for host tensors, such as a transport that models slow links.
+    """Build a transport on top of the one for host tensors, such as one that models slow links.
 
     Pass an instance as `transport` to `Mesh`. Its `repr` must be the same on all ranks; `Mesh`
     checks this.
