@@ -344,7 +344,7 @@ def make_alike(comm: Any, make: Callable[[], tuple[T, str]]) -> T:
         One `agree` on the texts, after `make`.
 
     Raises:
-        Exception: what `make` has raised on the lowest rank where it did, on every rank.
+        Exception: on every rank, the error that `make` raised on the lowest rank where it failed.
         CollectiveMismatch: the texts differ.
     """
     made: list[T] = []

@@ -56,7 +56,7 @@ class Communicator(NotCopied):
         name: the communicator's name in error messages.
         algorithm: the algorithm of calls with algorithm="auto": a name, or names by collective, as
             in `sp_core.schedules.defaults`.
-        nodes: the node (machine) of each rank; all on one by default.
+        nodes: for each rank the number of its node (machine).
         tuning: measured constants by which "auto" chooses if `algorithm` is "auto" too, the same on
             every rank; None: the MPI library chooses.
 
@@ -145,7 +145,7 @@ class Communicator(NotCopied):
     def exchange(
         self, sends: Messages, recvs: Messages, name: str = "exchange", *, longest: int = 0
     ) -> Handle:
-        """Start point-to-point messages; return a handle. Every rank calls this, even with none.
+        """Start point-to-point messages; return a handle. Ranks without messages call this, too.
 
         `longest` > 0 lets the messages go through shared memory, if there is any. It is the most
         bytes of a message, the same on all ranks. Then each rank sends at most one message.

@@ -1,4 +1,4 @@
-"""Count what this rank sends in each operation of a communicator."""
+"""Count the calls, messages and bytes of this rank in each operation of a communicator."""
 
 from __future__ import annotations
 

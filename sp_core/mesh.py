@@ -63,8 +63,8 @@ class Mesh(NotCopied):
         nodes: the node of each rank of `comm`, any numbers. Default: the environment's SP_NODES,
             such as "0,0,1,1"; else ranks with the same host name and boot id share a node.
         tuning: measured constants by which "auto" takes the quickest algorithm: a file, "auto" for
-            what `python -m sp_core doctor --measure` has written for this machine, "off" to leave
-            it to the MPI library. Rank 0's constants hold for all. Default: the environment's
+            the file of `python -m sp_core doctor --measure` for this machine, "off" to leave the
+            choice to the MPI library. Rank 0's constants hold for all. Default: the environment's
             SP_TUNING, else "auto". A mesh measures nothing.
         axes: size of each axis; their product is the size of `comm`.
 
@@ -128,8 +128,8 @@ class Mesh(NotCopied):
         """Return the communicator along one axis, or along several; the last one varies fastest.
 
         No axis means this rank alone. Nothing is sent. Communicators along axes in the mesh's order
-        are there from the beginning. A communicator along axes in another order is made when all
-        its ranks first use it, in the same call.
+        are there from the beginning. A communicator along axes in a different order is made when
+        all its ranks first use it, in the same call.
 
         Raises:
             ShapeError: an unknown axis, or one named twice.
@@ -320,7 +320,7 @@ def read_nodes(nodes: Iterable[object] | None, size: int | None = None) -> list[
         A number for each rank; [] if neither the argument nor SP_NODES is given.
 
     Raises:
-        ValueError: what is given is not one whole number per rank.
+        ValueError: the given values are not one whole number per rank.
     """
     given = os.environ.get("SP_NODES")
     if nodes is None and not given:

@@ -252,8 +252,8 @@ def _check_sizes(
         name: the name of the argument.
         sizes: one per rank, or None, which is always right.
         comm: the ranks.
-        own: length of this rank's tensor, to compare with its size; None: do not compare.
-        total: length to compare with the sum of all sizes; None: do not compare.
+        own: length of this rank's tensor, which this rank's size must equal; None: no such check.
+        total: length that the sum of all sizes must equal; None: no such check.
     """
     if sizes is None:
         return

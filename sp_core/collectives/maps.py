@@ -78,8 +78,8 @@ class Started:
 class Map(ABC):
     """Hold a collective over `comm` with all its sizes. Subclasses add the sizes as fields.
 
-    `name` names the collective in counters. `algorithm` is what the caller asked for, also for the
-    transpose. `planned` says that the collective is prepared once for many runs.
+    `name` names the collective in counters. `algorithm` is the name that the caller asked for; the
+    transpose has the same. `planned` says that the collective is prepared once for many runs.
     """
 
     name: ClassVar[str]

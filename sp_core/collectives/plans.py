@@ -102,12 +102,12 @@ def plan(op: str, x: Tensor, /, *, comm: Communicator, **arguments: Any) -> Plan
     Args:
         op: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift", "broadcast" or
             "reduce"; or "all_reduce_", in place.
-        x: the tensor that every run reads. If it is contiguous, it is read where it is; else every
-            run copies it first. If the mesh has a window (memory that the ranks share), other ranks
-            read a tensor of `shared_empty` in place, too.
+        x: the tensor that every run reads. A contiguous tensor is read in place; any other tensor
+            is copied first in every run. If the mesh has a window (memory that the ranks share),
+            other ranks read a tensor of `shared_empty` in place, too.
         comm: the ranks.
-        arguments: those of the function called `op`. The algorithm "auto" takes the window for a
-            tensor of `shared_empty` with 16 KiB or more in all.
+        arguments: the other arguments of the function called `op`. The algorithm "auto" takes the
+            window for a tensor of `shared_empty` with 16 KiB or more in all.
 
     Returns:
         A `Plan`. If the mesh was made with `check="off"`, its runs do not check that the ranks

@@ -1,4 +1,4 @@
-"""Define collectives as plain integers (`Operation`) and what each rank does in them (`Program`).
+"""Define collectives as plain integers (`Operation`), and each rank's steps in them (`Program`).
 
 An operation says how many elements of which piece go where. A buffer is a flat vector cut into
 pieces, one per rank (or a single one). A transport may move a vector in chunks. Chunk k consists of

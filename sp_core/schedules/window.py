@@ -143,11 +143,11 @@ def _stages(t: Operation, write: Stage, read: Stage) -> tuple[Stage, ...]:
 
 
 def _offered(t: Operation, rank: int, mine: range, there: range, slot: int) -> Region:
-    """Return the region from which this rank reads what `rank` contributes.
+    """Return the region from which this rank reads the contribution of `rank`.
 
     Args:
         t: the operation.
-        rank: the rank that contributes, this one or another.
+        rank: the rank that contributes; it may be this rank.
         mine: the elements of this rank's contribution in IN of this rank.
         there: the elements of another rank's contribution in IN of that rank, for a resident
             tensor. Else only their number counts.

@@ -81,7 +81,7 @@ def make_transport(
     Args:
         name: "auto", a name in `NAMES[device.type]`, or on a CPU a `HostWrapper`, which wraps the
             transport of host tensors.
-        comm: an mpi4py communicator that nobody else sends on. Or a `GroupComm` of ranks that
+        comm: an mpi4py communicator on which nothing else is sent. Or a `GroupComm` of ranks that
             torch.distributed has started: then "host", "window" and "distributed" send by gloo.
         device: where the tensors live.
         poll: called again and again while this rank waits, so that the other transfers of the rank

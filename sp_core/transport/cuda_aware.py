@@ -68,7 +68,7 @@ class DeviceTransport(HostTransport):
     read device memory do so in blocking collectives only.
 
     Args:
-        comm: an mpi4py communicator that nobody else sends on.
+        comm: an mpi4py communicator on which only this transport sends.
         settle: waits until the device has done the work queued on the current stream.
 
     Source: Open MPI 5 documentation, "CUDA": non-blocking collectives do not take device buffers.

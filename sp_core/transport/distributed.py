@@ -59,7 +59,7 @@ class DistributedTransport(OverHost):
     Messages of `post`, which each rank begins when it is ready, go through another transport.
 
     Args:
-        comm: an mpi4py communicator that nobody else sends on.
+        comm: an mpi4py communicator on which only this transport and `messages` send.
         group: a torch.distributed backend object over the ranks of `comm`; `close` shuts it down.
         messages: the transport for messages of `post`.
         device: where the tensors live.

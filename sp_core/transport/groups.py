@@ -318,7 +318,7 @@ def over_ranks(ranks: Sequence[int], limit: timedelta) -> GroupComm:
 
     Communication:
         The ranks connect through the default group's store. The store counts the calls of each
-        rank, so that a later communicator of the same ranks has another name.
+        rank, so that a later communicator of the same ranks has a different name.
 
     Raises:
         RankError: this rank is not in `ranks`.

@@ -61,7 +61,7 @@ class HostTransport(Transport):
     """Move CPU tensors by the MPI library's own collectives and point-to-point messages.
 
     Args:
-        comm: an mpi4py communicator that nobody else sends on.
+        comm: an mpi4py communicator on which only this transport sends.
         name: "host", or "window" if the communicator also has a shared-memory `Window`.
         max_count: most elements per MPI call; longer vectors are moved in several calls (chunks).
     """

@@ -270,7 +270,7 @@ class PipelinedTransport(OverHost):
         operation: Operation,
         send: Tensor | None,
     ) -> None:
-        """Begin the copies to the host of what this rank sends in chunk `index`.
+        """Begin to copy the data that this rank sends in chunk `index` to the host.
 
         Do nothing if there is no such chunk.
 

@@ -284,8 +284,8 @@ class Window:
         """Return a number that identifies where the flat tensor x begins in shared memory, or -1.
 
         The number combines the index of the allocation and the offset. Tensors at corresponding
-        places have the same number on every rank. -1: x is None, not allocated in this window, or
-        of another dtype.
+        places have the same number on every rank. The number is -1 if x is None, was not allocated
+        in this window, or has a different dtype than its allocation.
         """
         found = self._allocation(x)
         if x is None or found is None or found.dtype != x.dtype:
@@ -334,8 +334,8 @@ class WindowRun(NamedTuple):
 
     Args:
         window: the window that runs the operation.
-        end: how many steps this rank has made when the operation is complete, those of earlier
-            operations included.
+        end: how many steps this rank has made when the operation is complete, including the steps
+            of earlier operations.
         what: names the operation in errors.
         told: complete once the communicator's observer knows of the operation.
     """
@@ -346,9 +346,9 @@ class WindowRun(NamedTuple):
     told: Handle
 
     def test(self) -> bool:
-        """Make the copies and additions that can be made now, also of earlier operations.
+        """Make the copies and additions that can be made now, first those of earlier operations.
 
-        Return True once this rank has made all of this operation, else False without waiting. In
+        Return True once this rank has made all steps of this operation, else False at once. In
         tests the communicator's observer raises `PeerFailed` here if a rank has been lost.
         """
         self.window.advance()

@@ -98,7 +98,8 @@ class Tuning:
     A plan is a collective prepared for one tensor (`sp.plan`); a run of it is one execution.
 
     Args:
-        fingerprint: what was measured: name -> value of host, processor, cores and MPI library.
+        fingerprint: describes the machine that was measured: name -> value of host, processor,
+            cores and MPI library.
         nodes: for each rank of the measurement the number of its node.
         links: kind of link (`LINKS`) -> seconds in which two ranks send n bytes to each other at
             the same time.
