@@ -23,9 +23,9 @@ def main(arguments: Sequence[str] | None = None, comm: Intracomm | None = None) 
 
     Args:
         arguments: the words after the program's name. None: those of this process.
-        comm: the mpi4py communicator whose ranks carry out `generate` or `logits`. None:
-            MPI.COMM_WORLD; but outside of a job, if several ranks are asked for, mpiexec starts
-            them.
+        comm: the mpi4py communicator whose ranks run `generate` or `logits`. None:
+            MPI.COMM_WORLD; but outside of an MPI job, if several ranks are asked for, mpiexec
+            starts them.
 
     Returns:
         The exit code, 0 if the command succeeded.

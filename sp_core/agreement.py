@@ -1,17 +1,17 @@
-"""Compare the calls of all ranks: a mistake on one rank is an error on all ranks.
+"""Check that all ranks make the same call: a mistake on one rank becomes an error on all ranks.
 
-`agree` compares and waits, `Question` is its non-blocking form. Collectives reach them through
-`Communicator.agree_on`. `make_alike` and `agreeing_in_turn` build on that method.
+Such a check is called an agreement. A call is a text: the name of a function and its arguments.
+`agree` runs an agreement and waits for it; `Question` is the non-blocking form. Collectives reach
+them through `Communicator.agree_on`. `make_alike` and `agreeing_in_turn` build on that method.
 
 A rank's record has 64 bytes: the `State`, a hash of the call, the rank's value (such as the length
-of a shard), and the first 40 bytes of the call or error. Its digest is a hash of state, value and
-call: four numbers below 2**32.
+of a shard), and the first 40 bytes of the call or error. The rank's digest is a hash of state,
+value and call: four numbers below 2**32.
 
-First the ranks all-reduce the sum of their digests. If a rank's digest is the mean, all digests are
-taken to be equal: other cases are as rare as collisions of the hash. If the digests differ, the
-ranks gather the records, and then, if calls differ or arguments are refused, the full texts. A rank
-with a state other than CALLS starts to gather at once, since its digest differs from those of
-CALLS.
+First the ranks all-reduce the sum of their digests. A rank takes all digests to be equal if its own
+is their mean. This is wrong as rarely as hashes collide. If the digests differ, the ranks gather
+the records, and then, if calls differ or arguments are refused, the full texts. A rank with a state
+other than CALLS starts to gather at once, since its digest differs from those of CALLS.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ ERRORS: tuple[type[Exception], ...] = (
     errors.CollectiveMismatch,
     errors.RankError,
 )
-"""Errors that checks of arguments raise. Ranks send each other the index of an error's class
-here."""
+"""Classes of the errors that checks of arguments raise. Ranks send each other the index of a class
+in this tuple."""
 
 
 def bytes_sent(size: int, equal: bool) -> int:
@@ -57,20 +57,21 @@ def bytes_sent(size: int, equal: bool) -> int:
 
     Args:
         size: number of ranks.
-        equal: whether the ranks' states, values and calls are equal, as `agree` compares them. If
-            not, each rank also sends its record of 64 bytes to all others.
+        equal: whether all ranks have the same state, value and call. If not, each rank also sends
+            its record of 64 bytes to all others.
     """
     return DIGEST_BYTES * (size > 1) + (0 if equal else RECORD_BYTES * (size - 1))
 
 
 class State(IntEnum):
-    """What a rank is about to do.
+    """Name what a rank says in an agreement.
 
     Attributes:
         CALLS: the rank makes the call.
         REFUSES: a check of the rank's arguments has failed.
         FREES: the rank frees the communicator.
-        FAILS: the rank has an error: it leaves, or has refused a call that others may make here.
+        FAILS: the rank has an error: it leaves the communicator, or has refused a call that other
+            ranks may make here.
     """
 
     CALLS = 0
@@ -86,13 +87,15 @@ def agree(
     error: Exception | None = None,
     under_way: Progress | None = None,
 ) -> tuple[int, ...]:
-    """Compare `call` over the ranks of a communicator, and wait for the result. Collective.
+    """Check that all ranks pass the same `call`, and give each rank the values of all ranks.
+
+    Every rank of the communicator calls this and waits for the others.
 
     Args:
         comm: an mpi4py communicator, or the `Control` of one.
-        call: operation and arguments that must be the same on every rank.
-        value: an integer that may differ by rank.
-        error: what a check of this rank's arguments has raised, if anything.
+        call: the text of the operation and its arguments, which must be the same on every rank.
+        value: an integer that may differ between ranks.
+        error: the error that a check of this rank's arguments has raised, or None.
         under_way: operations of this rank to poll while it waits; None: `progress.of_this_rank()`.
 
     Returns:
@@ -111,7 +114,7 @@ def agree(
     """
     control = comm if isinstance(comm, Control) else Control(comm)
     under_way = under_way or progress.of_this_rank()
-    for question in control.last:  # other ranks compared their calls with it, or it is not over
+    for question in control.last:  # other ranks answer it with their next call: finish it first
         wait(question, under_way.poll)
         question.answer()
     control.last = []
@@ -124,17 +127,17 @@ def agree(
 
 
 class Control:
-    """The ranks that compare their calls, until some of them leave.
+    """Hold a communicator for agreements, until this rank frees it or ranks leave it.
 
-    A rank frees or leaves in one last comparison, unless an earlier one has told it that others do.
-    So no comparison waits for a rank that has left.
+    To free or leave, a rank starts one last agreement, unless an earlier one has failed because
+    other ranks leave. So no agreement waits for a rank that has left.
 
     Args:
-        comm: an mpi4py communicator, used only for comparisons.
+        comm: an mpi4py communicator, used only for agreements.
 
     Attributes:
-        last: the comparison in which this rank frees or leaves, started; [] before.
-        lost: makes the error that told this rank that others leave; None before.
+        last: a list of the last agreement, in which this rank frees or leaves; [] before.
+        lost: makes again the error by which this rank learned that others leave; None before.
     """
 
     def __init__(self, comm: Intracomm) -> None:
@@ -142,31 +145,34 @@ class Control:
         self.lost: Callable[[], RankError] | None = None
 
     def ensure_whole(self) -> None:
-        """Raise the error again by which this rank knows that others have left."""
+        """Raise the error by which this rank learned that others leave, if there was one."""
         if self.lost:
             raise self.lost()
 
     def leave(self, why: str, state: State) -> list[Question]:
-        """Return `last`, after starting it unless it was started before."""
+        """Start the last agreement of this rank, unless it was started before. Return `last`.
+
+        `why` and `state` are the rank's `call` and `state` in it, as in `Question`.
+        """
         self.ensure_whole()
         self.last = self.last or [Question(self, why, state=state)]
         return self.last
 
 
 class Question:
-    """A non-blocking comparison of calls over the ranks of a communicator.
+    """Represent a non-blocking agreement (see `agree`) of the ranks of a communicator.
 
     Making the object sends a hash of the rank's state, value and call. Afterwards call `test` until
     it returns True, or `wait` once; then call `answer`.
 
     Args:
-        control: where the ranks compare.
+        control: holds the communicator.
         call, value, error: as in `agree`.
         state: not CALLS if this rank makes no call; then `call` says why. With an `error` the state
             is REFUSES.
 
     Attributes:
-        requests: the MPI requests of the comparison, one or two.
+        requests: the MPI requests of the agreement, one or two.
     """
 
     def __init__(
@@ -200,7 +206,7 @@ class Question:
     def _compared(self) -> bool:
         """Start to gather all ranks' records if the hashes differ, unless that was done before.
 
-        Return False if this call has started the gather, so that the comparison is not complete.
+        Return False if this call has started the gather, so that the agreement is not complete.
         """
         if self._records is not None:  # a freed communicator must not be used any more
             return True
@@ -210,20 +216,20 @@ class Question:
         return is_equal
 
     def test(self) -> bool:
-        """Make progress without blocking. Return whether the comparison is complete."""
+        """Make progress without blocking. Return whether the agreement is complete."""
         return all(request.Test() for request in self.requests) and self._compared()
 
     def wait(self) -> None:
-        """Block until the comparison is complete, without polling other operations of this rank."""
+        """Block until the agreement is complete, without polling other operations of this rank."""
         self.requests[0].Wait()
         self._compared()
         self.requests[-1].Wait()
 
     def answer(self) -> tuple[int, ...]:
-        """Return every rank's value, or raise as `agree`. Call it when the comparison is complete.
+        """Return every rank's value, or raise as `agree`. The agreement must be complete.
 
-        If calls differ or a rank has refused, and none leaves, this gathers the texts of all ranks,
-        and so waits for them.
+        The result is () if all ranks leave. If calls differ or a rank has refused, and none leaves,
+        this gathers the texts of all ranks, and so waits for them.
         """
         records = self._records
         if records is None:
@@ -241,22 +247,22 @@ class Question:
 
 
 class Questions:
-    """Comparisons on several communicators, for which `transport.wait` waits together.
+    """Represent agreements on several communicators as one handle, for `transport.wait`.
 
-    An error on one communicator is raised even if the comparisons on the others never complete.
+    An error on one communicator is raised even if the agreements on the others never complete.
 
     Args:
-        questions: the comparisons, already started.
+        questions: the agreements, already started.
     """
 
     def __init__(self, questions: Sequence[Question]) -> None:
         self._open = list(questions)
 
     def test(self) -> bool:
-        """Make progress without blocking. Return whether all comparisons are complete.
+        """Make progress without blocking. Return whether all agreements are complete.
 
         Raises:
-            As `agree`: the error of the first complete comparison that has an error.
+            As `agree`: the error of the first complete agreement that has an error.
         """
         for question in [question for question in self._open if question.test()]:
             self._open.remove(question)
@@ -269,8 +275,8 @@ class Questions:
 
 
 def _raise(comm: Intracomm, call: str, error: Exception | None, failed: Sequence[bool]) -> None:
-    is_told = AGREED in vars(error or Exception())  # its text names the rank of another axis
-    # the index in ERRORS of the error's class; of any other error the last: a RankError
+    is_told = AGREED in vars(error or Exception())  # its text names a rank of another axis
+    # the index in ERRORS of the error's class; for any other class -1, the last: RankError
     kind = next((place for place, kind in enumerate(ERRORS) if isinstance(error, kind)), -1)
     mine = (kind, call if error is None else _text(error), is_told)
     kinds, texts, are_told = zip(*comm.allgather(mine), strict=True)
@@ -296,10 +302,12 @@ def _of_all(error: Exception, comm: Intracomm) -> Exception:
 
 
 def _parted(records: np.ndarray[Any, np.dtype[np.int64]]) -> RankError:
-    """Return the error for ranks of which some free or leave the communicator and others do not.
+    """Return the error for the case that some ranks free or leave the communicator, and others not.
 
     Args:
-        records: of all ranks, int64 (ranks, 8), the same on all ranks. So is the error.
+        records: the records of all ranks, int64 (ranks, 8). The columns are the state, the hash of
+            the call, the value, and 40 bytes of text in five columns. All ranks have the same
+            records, and so get the same error.
     """
     texts = [record[3:].tobytes().decode(errors="ignore") for record in records]
     lines = joined(
@@ -336,7 +344,7 @@ def make_alike(comm: Any, make: Callable[[], tuple[T, str]]) -> T:
         One `agree` on the texts, after `make`.
 
     Raises:
-        Exception: what `make` has raised on the lowest rank where it did, on every rank.
+        Exception: on every rank, the error that `make` raised on the lowest rank where it failed.
         CollectiveMismatch: the texts differ.
     """
     made: list[T] = []
@@ -352,14 +360,14 @@ def make_alike(comm: Any, make: Callable[[], tuple[T, str]]) -> T:
 
 @contextmanager
 def agreeing_in_turn() -> Iterator[Callable[..., tuple[int, ...]]]:
-    """Give a `with` block a function that compares calls along several axes of a grid in turn.
+    """Give a `with` block a function for agreements along several axes of a grid, one by one.
 
     The error of one rank is raised on all ranks of the grid. It reaches the ranks along the first
     axis, and through each of them the ranks along the next axis.
 
     Yields:
         A function (comm, call, check=None) to use in place of `comm.agree_on(call, check)`. It
-        returns every rank's number, or () after an error on `comm` or on an earlier communicator.
+        returns every rank's integer, or () after an error on `comm` or on an earlier communicator.
 
     Raises:
         At the end of the block, the error that was found last.

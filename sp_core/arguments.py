@@ -127,7 +127,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "inner": (lambda value: value is None or callable(value), "a function that computes attention"),
 }
-"""By name of an argument, the test that a value must pass, and what the error asks for."""
+"""Name of an argument -> (test that its value must pass, text of the error for what to pass)."""
 
 
 def check(**given: Any) -> None:
@@ -137,7 +137,8 @@ def check(**given: Any) -> None:
         given: the arguments by name. Each name must be in `_KINDS`, the table above.
 
     Raises:
-        TypeError: naming the argument, what was given and what is needed.
+        TypeError: a value is of another type. The text names the argument, what was given and what
+            is needed.
     """
     for name, value in given.items():
         fits, needed = _KINDS[name]
@@ -149,7 +150,8 @@ def check_chunk(chunk: int | None) -> None:
     """Check a number of tokens to compute at a time; None for all.
 
     Raises:
-        TypeError: no whole number; ValueError: below 1.
+        TypeError: neither a whole number nor None.
+        ValueError: a number below 1.
     """
     check(chunk=chunk)
     if chunk is not None and chunk < 1:
@@ -166,7 +168,8 @@ def check_type(name: str, value: Any, kind: type, remedy: str) -> None:
         remedy: a sentence for the error, which says how to get a `kind`.
 
     Raises:
-        TypeError: naming the argument, what was given, what is needed and how to get it.
+        TypeError: the value is no `kind`. The text names the argument, what was given, what is
+            needed and how to get it.
     """
     if not isinstance(value, kind):
         raise TypeError(f"{name}={_shown(value)} was given; a {kind.__name__} is needed. {remedy}")
@@ -176,7 +179,7 @@ def check_communicator(comm: Any, name: str = "comm") -> None:
     """Check that a value is a `Communicator`. Without one, other ranks do not learn of the error.
 
     Raises:
-        TypeError: on this rank only, naming what was given and how to get a communicator.
+        TypeError: on this rank only. The text says what was given and how to get a communicator.
     """
     if not hasattr(comm, "agree_on"):
         raise TypeError(
@@ -199,7 +202,7 @@ def check_tensor(
     name: str = "the tensor",
     dtypes: tuple[torch.dtype, ...] | None = None,
 ) -> None:
-    """Check that x is a dense tensor on the device of a communicator, and of one of some dtypes.
+    """Check that x is a dense tensor on the device of a communicator, and of an allowed dtype.
 
     Args:
         x: this rank's tensor.
@@ -208,9 +211,9 @@ def check_tensor(
         dtypes: the dtypes that are allowed; None allows all.
 
     Raises:
-        DtypeError: not a tensor, a DTensor, or of another dtype.
-        DeviceError: on another device than `comm`.
-        ShapeError: not strided, such as a sparse tensor.
+        DtypeError: x is not a tensor, is a DTensor, or has a dtype that is not allowed.
+        DeviceError: x is on a different device than `comm`.
+        ShapeError: x is not strided, such as a sparse tensor.
     """
     if not isinstance(x, Tensor):
         raise DtypeError(

@@ -32,7 +32,7 @@ MADE_LATER = ("_comm", "_owned", "scratch", "transport", "window", "no_window")
 
 
 class NotCopied:
-    """An object that copies of a layer share: `deepcopy` returns it, `pickle` refuses it."""
+    """Let copies of a layer share this object: `deepcopy` returns it, `pickle` refuses it."""
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
@@ -45,23 +45,24 @@ class NotCopied:
 
 
 class Communicator(NotCopied):
-    """Ranks that communicate. A `Mesh` makes communicators and frees them.
+    """Hold ranks that communicate with each other. A `Mesh` makes communicators and frees them.
 
     Args:
         comm: an mpi4py communicator that only this object sends on. `free` frees `comm`.
         device: where the tensors live.
         transport: "auto", a name of `sp_core.transport.NAMES`, or a `HostWrapper`.
-        check: "agree": the ranks compare the arguments of every collective first; "off": only those
-            of schemes and layers.
-        name: what error messages call the communicator.
-        algorithm: what calls with algorithm="auto" use: a name, or names by collective, as in
-            `sp_core.schedules.defaults`.
-        nodes: the node (machine) of each rank; all on one by default.
+        check: "agree": every collective first checks that the ranks agree on its arguments; "off":
+            only schemes and layers do.
+        name: the communicator's name in error messages.
+        algorithm: the algorithm of calls with algorithm="auto": a name, or names by collective, as
+            in `sp_core.schedules.defaults`.
+        nodes: for each rank the number of its node (machine).
         tuning: measured constants by which "auto" chooses if `algorithm` is "auto" too, the same on
             every rank; None: the MPI library chooses.
 
     Attributes:
-        counters, window, no_window: calls and bytes sent; shared memory, or None; why it is None.
+        counters: the calls of each operation, and the bytes they sent.
+        window, no_window: the ranks' shared memory or None; why it is None.
     """
 
     rank: int
@@ -112,7 +113,7 @@ class Communicator(NotCopied):
 
     @property
     def is_made(self) -> bool:
-        """Whether there is a transport. A `Reordered` has none before its first use."""
+        """Return whether there is a transport. A `Reordered` has none before its first use."""
         return "transport" in vars(self)
 
     def __repr__(self) -> str:
@@ -122,7 +123,7 @@ class Communicator(NotCopied):
     def prepare(
         self, operation: Operation, send: Tensor | None, recv: Tensor | None
     ) -> Callable[[], None]:
-        """Return a function that carries out the collective from `send` into `recv` each time."""
+        """Return a function that runs the collective from `send` into `recv` in each call."""
         call, bytes_sent = self.transport.prepare(operation, send, recv), operation.bytes_sent
 
         def run() -> None:
@@ -144,10 +145,10 @@ class Communicator(NotCopied):
     def exchange(
         self, sends: Messages, recvs: Messages, name: str = "exchange", *, longest: int = 0
     ) -> Handle:
-        """Start point-to-point messages; return a handle. Every rank calls this, even with none.
+        """Start point-to-point messages; return a handle. Ranks without messages call this, too.
 
-        `longest` > 0 lets shared memory carry the messages, if there is any. It is the most bytes
-        of a message, the same on all ranks, and then each rank sends at most one.
+        `longest` > 0 lets the messages go through shared memory, if there is any. It is the most
+        bytes of a message, the same on all ranks. Then each rank sends at most one message.
         """
         self.ensure_open()
         self.counters[name].add(messages=len(sends), bytes_sent=sum(x.nbytes for _, x in sends))
@@ -158,14 +159,14 @@ class Communicator(NotCopied):
     def counter(self) -> MpiCounter:
         """Return a counter whose `take` gives 0, 1, 2, ..., each number to one rank only.
 
-        Every rank calls this, which compares the calls, and at the end the counter's `free`.
+        Every rank calls this (one agreement), and in the end the counter's `free`.
         """
         self.agree_on(lambda: f"counter() on {self.name}")
         self.settle()
         return observer_of(self._comm).make_counter() or MpiCounter(self._comm)
 
     def settle(self) -> None:
-        """Wait until this rank has called MPI for all that it began, before other calls of MPI."""
+        """Wait until this rank has made the MPI calls of all operations that it has begun."""
         wait(self.transport.in_order(lambda: None), self.poll)
 
     def track(self, handle: Handle) -> Handle:
@@ -175,7 +176,7 @@ class Communicator(NotCopied):
         return handle
 
     def next_tag(self) -> int:
-        """Return the MPI tag of the next collective, equal on all ranks: they keep one order."""
+        """Return the MPI tag of the next collective, equal on all ranks if their order is equal."""
         return 1 + next(self._tags) % MAX_TAG
 
     def wait(self, handle: Handle, name: str) -> None:
@@ -189,7 +190,7 @@ class Communicator(NotCopied):
                 self.ensure_open()  # after `free` nothing makes progress
                 wait(handle, self.poll)
         except RankError:
-            self.ensure_open()  # says more than which rank was lost since
+            self.ensure_open()  # its error says why a rank was lost
             raise
         self._pending = [other for other in self._pending if other is not handle]
         self.counters[name].seconds += time.perf_counter() - start
@@ -207,9 +208,9 @@ class Communicator(NotCopied):
         return bool(self._pending)
 
     def fence(self) -> None:
-        """Wait for all ranks. Then each sees what any rank wrote into shared memory before.
+        """Wait until all ranks call this. Then each sees what any wrote into shared memory before.
 
-        The ranks also compare their calls, unless there is shared memory and `check="off"`.
+        The call includes an agreement, unless there is shared memory and `check="off"`.
         """
         self.agree_on(lambda: f"fence() on {self.name}", always=self.window is None)
         if self.window is not None:
@@ -234,22 +235,22 @@ class Communicator(NotCopied):
         *,
         always: bool = True,
     ) -> tuple[int, ...]:
-        """Run a check on every rank and compare the calls. An error of one rank is raised on all.
+        """Run a check on every rank; check that all calls are equal. All raise the error of one.
 
         Args:
             call: returns the text of operation and arguments that must be the same on every rank,
-                or raises what is wrong with them.
-            check: raises what is wrong, or returns an integer to send to all ranks; None is 0.
+                or raises an error about them.
+            check: raises an error, or returns an integer to send to all ranks; None is 0.
             always: communicate even if the communicator was made with `check="off"`. Without
                 communication an error is raised on this rank only.
 
         Returns:
-            Every rank's number in rank order, or () without communication.
+            Every rank's integer in rank order, or () without communication.
 
         Communication:
             None, or one `agreement.agree`.
         """
-        self.ensure_open()  # a freed communicator cannot compare: each rank raises by itself
+        self.ensure_open()  # a freed communicator sends nothing: each rank raises by itself
         error, value, text = None, 0, ""
         try:
             value = (check() if check else None) or 0
@@ -264,9 +265,9 @@ class Communicator(NotCopied):
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """Let collectives in a `with` block not compare arguments, as with check="off".
+        """Skip in a `with` block the checks that ranks agree on arguments, as with check="off".
 
-        Use it only after a compared call that determines the arguments of all calls in the block.
+        Use it only after an agreement that determines the arguments of all calls in the block.
         """
         check, self.check = self.check, "off"
         try:
@@ -278,7 +279,7 @@ class Communicator(NotCopied):
         """Give a number to an object, such as a plan, which all ranks make in the same order.
 
         Return a function to call before each use of the object with a name of that use, such as
-        "the backward of all_reduce". Unless check="off", the ranks then compare name and number.
+        "the backward of all_reduce". Unless check="off", it is an agreement on name and number.
         """
         number = next(self._numbers)
 
@@ -297,9 +298,9 @@ class Communicator(NotCopied):
         self._control.ensure_whole()
 
     def ask_to_free(self, how: str = "") -> list[agreement.Question]:
-        """Begin to compare whether all ranks free this communicator, `how` being the same text.
+        """Begin an agreement that all ranks free this communicator. All must pass the same `how`.
 
-        Return the comparison in a list, which is empty if this communicator is already freed.
+        Return the agreement in a list, which is empty if there is nothing to free.
         """
         if self._freed or not self.is_made:
             return []
@@ -309,8 +310,8 @@ class Communicator(NotCopied):
     def free(self, *, is_agreed: bool = False) -> None:
         """Free the MPI communicator when all transfers are complete. Every rank calls this.
 
-        A second call does nothing. Unless `is_agreed`, the ranks first compare whether all of them
-        call `free`. If one does not, this abandons the communicator and raises a RankError.
+        A second call does nothing. Unless `is_agreed`, first check that all ranks call `free`. If
+        one does not, this abandons the communicator and raises a RankError.
         """
         if self._freed or not self.is_made:
             self._freed = True
@@ -330,7 +331,7 @@ class Communicator(NotCopied):
     def abandon(self, error: BaseException) -> None:
         """Stop using this communicator because of an error, without waiting for other ranks.
 
-        The next comparison of calls on the other ranks raises `PeerFailed`, with its text.
+        The next agreement of the other ranks raises `PeerFailed`, with the text of `error`.
         """
         if self.is_made and not self._freed:
             with suppress(Exception):  # do not hide the error
@@ -340,7 +341,7 @@ class Communicator(NotCopied):
         self._leave(together=False)
 
     def decline(self, why: str) -> None:
-        """Let the next comparison of the other ranks raise `PeerFailed` with the text `why`."""
+        """Let the next agreement of the other ranks raise `PeerFailed` with the text `why`."""
         self._progress.keep(self._control.leave(why, agreement.State.FAILS))
 
     def _leave(self, *, together: bool) -> None:
@@ -355,14 +356,14 @@ class Communicator(NotCopied):
 
 
 class Reordered(Communicator):
-    """The ranks of another communicator, numbered in another order, as by mesh["b", "a"].
+    """Number the ranks of a communicator in a different order, as mesh["b", "a"] does.
 
-    The first use makes the MPI communicator, so all ranks make that use in the same call. The ranks
-    compare calls on `other`: if the ranks use different orders, that is an error. Error messages
+    The first use makes the MPI communicator, so it must be in the same call on all ranks. All
+    agreements go over `other`, so it is an error if ranks use different orders. Error messages
     number the ranks as `other` does.
 
     Args:
-        other: the communicator, which must be freed after this one.
+        other: the given communicator, which must be freed after this one.
         order: for each rank its number in `other`.
         name, nodes: as in `Communicator`.
     """
@@ -386,9 +387,9 @@ class Reordered(Communicator):
         return vars(self)[name]
 
     def ensure_open(self) -> None:
-        """Raise `RankError` as a `Communicator`. In the first use, make the MPI communicator.
+        """Do what `Communicator.ensure_open` does. In the first use, make the MPI communicator.
 
-        Calls do this before they check their arguments, which may fail on some ranks only.
+        Calls do this before they check their arguments, because that may fail on some ranks only.
         """
         super().ensure_open()
         if not self.is_made:

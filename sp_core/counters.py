@@ -1,4 +1,4 @@
-"""Count what this rank sends in each operation of a communicator."""
+"""Count the calls, messages and bytes of this rank in each operation of a communicator."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 
 @dataclass
 class Count:
-    """The calls of one operation on this rank, and what they have sent.
+    """Count the calls of one operation on this rank, and the messages and bytes that they send.
 
     Inside a collective of the MPI library `messages` stays 0, since the library decides about them.
-    Where ranks of a node read each other's memory, nothing is sent: `messages` are then the regions
-    that this rank has read of other ranks, and `bytes_sent` their bytes.
+    If ranks of a node read each other's memory, nothing is sent. Then `messages` counts the regions
+    that this rank has read from other ranks, and `bytes_sent` their bytes.
 
     Attributes:
         calls: number of calls.
@@ -45,9 +45,9 @@ class Count:
 
 
 class Counters(dict[str, Count]):
-    """The counts of a communicator: operation name, such as "all_reduce", to `Count`.
+    """Map the names of operations, such as "all_reduce", to their `Count` on one communicator.
 
-    "control" counts the comparisons of arguments between ranks.
+    The name "control" stands for agreements: checks that all ranks pass the same arguments.
     """
 
     def __missing__(self, operation: str) -> Count:
@@ -56,7 +56,7 @@ class Counters(dict[str, Count]):
         return count
 
     def snapshot(self) -> dict[str, dict[str, float]]:
-        """Return all counts as plain numbers: operation name to field of `Count` to number."""
+        """Return all counts as plain numbers: operation name -> field of `Count` -> number."""
         return {name: asdict(count) for name, count in self.items()}
 
     def reset(self) -> None:
@@ -64,6 +64,6 @@ class Counters(dict[str, Count]):
         self.clear()
 
     def total(self, *, control: bool = False) -> Count:
-        """Return the sum over all operations, without `control` unless asked for."""
+        """Return the sum over all operations. `control` says whether to include agreements."""
         chosen = [count for name, count in self.items() if control or name != "control"]
         return sum(chosen, Count())

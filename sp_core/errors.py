@@ -22,7 +22,7 @@ class DtypeError(TypeError):
 
 
 class DeviceError(ValueError):
-    """Report a tensor on another device than its communicator, or a device that is not there."""
+    """Report a tensor that is not on its communicator's device, or a device that is not there."""
 
 
 class CheckpointError(ValueError):
@@ -59,9 +59,9 @@ def differences(calls: Sequence[str]) -> str:
 
 
 def joined(told: Sequence[tuple[str, str]]) -> str:
-    """Join (head, text) pairs to one line each, such as ("rank 3: ", "shape ...").
+    """Return a text with one line for each (head, text) pair, such as ("rank 3: ", "shape ...").
 
-    If there are more than MOST_CHARACTERS, keep MOST_LINES lines. Of a long text, keep the
+    If the result would exceed MOST_CHARACTERS, keep MOST_LINES lines. Of a long text, keep the
     beginning and the place where the texts differ, or the end if they do not.
     """
     whole = "\n".join(map("".join, told))

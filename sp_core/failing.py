@@ -23,7 +23,7 @@ from sp_core.errors import AGREED, PeerFailed, short_text
 GRACE_SECONDS = 2.0
 """Time in which the other ranks can print their errors, before all ranks are ended."""
 SETTLE_SECONDS = 60.0
-"""How long a program that ends without an error first completes comparisons for slower ranks. MPICH
+"""How long a program that ends without an error first completes agreements for slower ranks. MPICH
 does not complete them in MPI_Finalize."""
 hooked = False
 """Whether `watch_over` has nothing to do: it has been called, or a test session has set this in
@@ -70,11 +70,11 @@ def watch_over(rank: int, size: int, stop: Callable[[int], Any]) -> None:
 def end(error: BaseException, tell: Callable[[], Any]) -> None:
     """Print an error with this rank's number, wait GRACE_SECONDS, and end all ranks.
 
-    If another rank prints the same error in full, print one line and wait twice as long. So does a
-    rank that has lost a peer, because torchrun names the rank that ends first.
+    If another rank prints the same error in full, print one line and wait twice as long. A rank
+    that has lost a peer also waits twice as long, because torchrun names the rank that ends first.
 
     Args:
-        error: what ends the program, and gives the exit code.
+        error: the error that ends the program; it gives the exit code.
         tell: prints the error in full.
     """
     agreed = getattr(error, AGREED, 0)

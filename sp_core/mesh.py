@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
 
 class Mesh(NotCopied):
-    """Arranges the ranks of a communicator as a grid with named axes; the last axis varies fastest.
+    """Arrange the ranks of a communicator as a grid with named axes; the last axis varies fastest.
 
     Use it as a context manager: the communicators that it makes are freed at the end, `comm` is
-    not. If an exception leaves the block on one rank, each later call of the other ranks that
-    compares arguments raises `PeerFailed`, with the beginning of the exception's text.
+    not. If an exception leaves the block on one rank, later calls on the other ranks that check
+    arguments between ranks raise `PeerFailed`, with the beginning of the exception's text.
 
     Args:
         comm: an mpi4py communicator, a ProcessGroup of torch.distributed, None for all ranks of its
@@ -54,8 +54,8 @@ class Mesh(NotCopied):
             ranks of one machine share memory, or send messages if they cannot
             (`Communicator.no_window` says why). "auto" is the environment's SP_TRANSPORT, if this
             kind of device has it, else the first of `NAMES`.
-        check: "agree" (every collective compares its arguments over the ranks first) or "off" (only
-            schemes and layers do).
+        check: "agree" (every collective first checks that the ranks agree on its arguments) or
+            "off" (only schemes and layers do).
         algorithm: the algorithm of each collective whose call says "auto": a name, for all
             collectives that have it, or names by collective, as a mapping or as text,
             "all_reduce=ring,all_gather=bruck"; `sp_core.schedules.ALGORITHMS` lists them. Default:
@@ -63,21 +63,21 @@ class Mesh(NotCopied):
         nodes: the node of each rank of `comm`, any numbers. Default: the environment's SP_NODES,
             such as "0,0,1,1"; else ranks with the same host name and boot id share a node.
         tuning: measured constants by which "auto" takes the quickest algorithm: a file, "auto" for
-            what `python -m sp_core doctor --measure` has written for this machine, "off" to leave
-            it to the MPI library. Rank 0's constants hold for all. Default: the environment's
+            the file of `python -m sp_core doctor --measure` for this machine, "off" to leave the
+            choice to the MPI library. Rank 0's constants hold for all. Default: the environment's
             SP_TUNING, else "auto". A mesh measures nothing.
         axes: size of each axis; their product is the size of `comm`.
 
     Communication:
-        One comparison of arguments, and one broadcast of rank 0's constants, if any. Per set of
-        axes one `MPI_Comm_split` and the making of the transport.
+        One agreement on the arguments, and one broadcast of rank 0's constants, if any. For each
+        set of axes, one `MPI_Comm_split` and the communication that makes the transport.
 
     Raises:
         ShapeError: sizes whose product is not the size of `comm`.
         DeviceError: a device or transport that is not there.
         ValueError: an unknown collective or algorithm; nodes that are not one number per rank;
             constants that cannot be read.
-        TypeError: an argument of another type.
+        TypeError: an argument of a wrong type.
         CollectiveMismatch: ranks that ask for different meshes.
 
     These errors are raised on every rank, except the TypeError of a wrong `comm`.
@@ -128,8 +128,8 @@ class Mesh(NotCopied):
         """Return the communicator along one axis, or along several; the last one varies fastest.
 
         No axis means this rank alone. Nothing is sent. Communicators along axes in the mesh's order
-        are there from the beginning. A communicator along axes in another order is made when all
-        its ranks first use it, in the same call.
+        are there from the beginning. A communicator along axes in a different order is made when
+        all its ranks first use it, in the same call.
 
         Raises:
             ShapeError: an unknown axis, or one named twice.
@@ -171,11 +171,11 @@ class Mesh(NotCopied):
     def free(self) -> None:
         """Free every communicator of the mesh, on every rank; a second call does nothing.
 
-        If a rank leaves with an error or makes another call instead, this raises a RankError.
+        If a rank leaves with an error or makes a different call instead, this raises a RankError.
         """
         if self._freed:
             return
-        # all ranks last: there they hear of one that has stopped
+        # the communicator of all ranks last: there they learn that one has stopped
         order = sorted(self._made, key=lambda names: (len(names), names))
         try:
             asked = (self._made[names].ask_to_free(" with its mesh") for names in order)
@@ -279,7 +279,7 @@ class Mesh(NotCopied):
 
 
 def _ranks_of(given: Any, axes: dict[str, int]) -> tuple[Intracomm, dict[str, int]]:
-    """Return a communicator with mpi4py's methods, and `axes`, if empty those of a DeviceMesh.
+    """Return a communicator with mpi4py's methods, and `axes`, or if empty those of a DeviceMesh.
 
     From now on an uncaught error of this rank's program ends all ranks (`failing.watch_over`).
 
@@ -305,7 +305,7 @@ def _ranks_of(given: Any, axes: dict[str, int]) -> tuple[Intracomm, dict[str, in
 
 
 def _title(names: tuple[str, ...]) -> str:
-    """Return what error messages call the communicator along some axes."""
+    """Return the name of the communicator along some axes, for error messages."""
     return "mesh[" + ", ".join(map(repr, names)) + "]"
 
 
@@ -320,7 +320,7 @@ def read_nodes(nodes: Iterable[object] | None, size: int | None = None) -> list[
         A number for each rank; [] if neither the argument nor SP_NODES is given.
 
     Raises:
-        ValueError: what is given is not one whole number per rank.
+        ValueError: the given values are not one whole number per rank.
     """
     given = os.environ.get("SP_NODES")
     if nodes is None and not given:
@@ -336,7 +336,7 @@ def read_nodes(nodes: Iterable[object] | None, size: int | None = None) -> list[
 
 
 def named_transport(transport: str | HostWrapper, device: torch.device) -> str | HostWrapper:
-    """Return the transport, "auto" replaced by SP_TRANSPORT unless that is for another device.
+    """Return `transport`, or for "auto" SP_TRANSPORT, unless that is for another kind of device.
 
     Raises:
         DeviceError: there is no such transport for this kind of device.
@@ -389,7 +389,7 @@ def fingerprint() -> dict[str, str]:
 
 
 def _constants(tuning: Tuning | str | Path | None, rank: int) -> Tuning | None:
-    """Return the measured constants that were asked for, or None; on ranks other than 0 None."""
+    """Return on rank 0 the measured constants that were asked for, if any; on other ranks None."""
     if not (tuning is None or isinstance(tuning, Tuning | str | Path)):
         raise TypeError(f"tuning={tuning!r} was given; pass constants, a file, 'auto' or 'off'.")
     if rank:

@@ -1,8 +1,9 @@
-"""Tell an observer of a communicator what its ranks do, where no call of MPI shows it.
+"""Tell an observer of a communicator what its ranks do, if no call of MPI shows it.
 
-An observer follows what the ranks of a communicator do, such as the communicators of
-`sp_core.testing`, which find deadlocks. `observer_of(comm)` returns the observer of a communicator,
-or one that ignores everything. The transports and agreements of this library call its methods.
+An observer follows what the ranks of a communicator do. For example, the communicators of
+`sp_core.testing` observe their own ranks, to find deadlocks. `observer_of(comm)` returns the
+observer of a communicator, or one that ignores everything. The transports and agreements of this
+library call its methods.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 
 class Observer:
-    """Base of observers: objects that hear what a rank is about to communicate.
+    """Hear what a rank is about to communicate. This is the base class of observers.
 
     The library calls these methods before its own communication. Here each does nothing and
     returns None. Communicators of `sp_core.testing`, and those over torch.distributed, are their
@@ -37,28 +38,28 @@ class Observer:
         """
 
     def announce_call(self, what: str) -> None:
-        """Hear that this rank begins `what`, which is no call of MPI and the same on every rank."""
+        """Hear that this rank begins an operation without an MPI call; all ranks name it `what`."""
 
     def announce_early(self) -> None:
         """Hear that this rank may start its next collective long before other ranks do."""
 
     def watch(self, what: str) -> None:
-        """Hear that this rank still waits for `what`, which is no call of MPI."""
+        """Hear that this rank still waits for the operation `what`, which makes no MPI call."""
 
     def abandoned(self) -> None:
         """Hear that this rank stops using the communicator because of an error."""
 
     def alone(self) -> Any:
-        """Return a communicator of this rank alone; None for a duplicate of MPI.COMM_SELF."""
+        """Return a communicator of this rank alone, or None to get a duplicate of MPI.COMM_SELF."""
 
     def make_counter(self) -> Any:
-        """Return a counter with `take` and `free`; None for an `MpiCounter`.
+        """Return a counter with `take` and `free`, or None to get an `MpiCounter`.
 
         Every rank calls this. `take` gives 0, 1, 2, ..., each to one rank only.
         """
 
     def make_transport(self, name: str, poll: Callable[[], None]) -> Any:
-        """Return a transport for tensors in host memory; None for that of mpi4py.
+        """Return a transport for tensors in host memory, or None to get one over mpi4py.
 
         Args:
             name: "host", or another name of `sp_core.transport.NAMES["cpu"]`.

@@ -1,4 +1,4 @@
-"""Let everything that a rank has started make progress, whichever of it the rank waits for.
+"""Let all operations that a rank has started make progress, whichever of them it waits for.
 
 An algorithm that sends in several steps makes progress only while its rank polls it. A rank that
 waits on one communicator must therefore poll all communicators. Otherwise ranks that wait in
@@ -18,10 +18,10 @@ from sp_core.errors import RankError
 
 
 class Progress:
-    """The communicators of one rank with operations under way, held by weak references.
+    """Hold, by weak references, the communicators of one rank that have operations under way.
 
     Attributes:
-        kept: comparisons (`agreement.Question`) whose result nobody waits for. They are held until
+        kept: agreements (`agreement.Question`) whose result nobody waits for. They are held until
             MPI no longer needs their memory.
         lost: transfers that an error has ended. MPI may use their memory as long as it runs.
     """
@@ -36,14 +36,14 @@ class Progress:
         self._busy[source] = None
 
     def keep(self, questions: Sequence[Any]) -> None:
-        """Hold comparisons whose result nobody waits for, and let go of those that are complete."""
+        """Add agreements to `kept`, and drop those in `kept` that are complete."""
         self.kept = [*filter(_goes_on, self.kept), *questions]
 
     def settle(self, seconds: float) -> None:
-        """Complete the comparisons in `kept` before this program ends: other ranks may need them.
+        """Complete the agreements in `kept` before this program ends: other ranks may need them.
 
-        What is incomplete after so many seconds stays in memory until the process ends: MPI may
-        write there in MPI_Finalize, when Python's objects are gone.
+        An agreement that is incomplete after `seconds`, or a transfer in `lost`, stays in memory
+        until the process ends. MPI may write there in MPI_Finalize, when Python's objects are gone.
         """
         until = time.monotonic() + seconds
         while self.kept and time.monotonic() < until:
@@ -54,7 +54,7 @@ class Progress:
 
     @property
     def idle(self) -> bool:
-        """Whether this rank has no operations under way."""
+        """Return whether this rank has no operations under way."""
         return not self._busy
 
     def poll(self) -> None:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 KEPT = 4
-"""The most blocks of memory that are kept for later calls. That many collectives at once need no
-new memory."""
+"""The most blocks of memory that are kept for later calls. So many collectives at once need no new
+memory."""
 
 
 class Scratch:
-    """Blocks of memory on one device, which `take` lends and `give` takes back.
+    """Hold blocks of memory on one device, which `take` lends and `give` takes back.
 
     Args:
         device: where the memory is.
@@ -28,9 +28,9 @@ class Scratch:
         self._free: list[Tensor] = []  # the smallest first
 
     def take(self, nbytes: int) -> Tensor:
-        """Return a flat uint8 tensor of at least `nbytes` bytes, at least 1, with any content.
+        """Return a flat uint8 tensor of `nbytes` bytes or more, with any content.
 
-        Pass it to `give` after use.
+        `nbytes` is at least 1. Pass the tensor to `give` after use.
         """
         for place, block in enumerate(self._free):
             if block.numel() >= nbytes:
@@ -38,9 +38,9 @@ class Scratch:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def give(self, block: Tensor) -> None:
-        """Keep a block for later calls, also an empty one. Of more than KEPT, drop the smallest."""
+        """Keep a block (it may be empty) for later calls. Of more than KEPT, drop the smallest."""
         self._free = sorted([*self._free, block], key=Tensor.numel)[-KEPT:]
 
     def clear(self) -> None:
-        """Let go of all blocks that are kept."""
+        """Drop all blocks that are kept."""
         self._free.clear()

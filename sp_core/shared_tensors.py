@@ -4,10 +4,10 @@ Every rank makes these calls:
 
     x = sp.shared_empty((2, 100, 8), comm=comm)
     x.copy_(...)
-    sp.fence(comm=comm)                             from here on all see what all have written
+    sp.fence(comm=comm)                             now each rank sees what all have written
     left = sp.peer(x, (comm.rank - 1) % comm.size, comm=comm)
-    ...                                             use it; nobody writes into x
-    sp.fence(comm=comm)                             from here on x may be written again
+    ...                                             read `left`; no rank writes into its x
+    sp.fence(comm=comm)                             now each rank may write into x again
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def shared_empty(
     If the communicator has no shared memory (`comm.window` is None) it is an ordinary tensor.
 
     Args:
-        shape: may differ by rank.
+        shape: the shape of this rank's tensor; may differ between ranks.
         comm: the ranks. Every rank calls this.
-        dtype: the same on every rank.
+        dtype: the tensor's dtype, the same on every rank.
 
     Returns:
         Zeros of that shape. Host memory is freed when no rank has a tensor in it any more. Unused
@@ -40,12 +40,12 @@ def shared_empty(
         freed. GPU memory that is still in use then stays until the process ends.
 
     Communication:
-        One comparison of calls; with shared memory also three all-gathers of a few bytes, and on a
-        GPU more all-gathers if memory is freed.
+        One agreement on the call; with shared memory also three all-gathers of a few bytes, and on
+        a GPU more all-gathers if memory is freed.
 
     Raises:
         ShapeError, DtypeError, CollectiveMismatch, RankError (no memory): on every rank.
-        TypeError: another type of `shape` or `dtype`, on every rank; of `comm`, on this rank.
+        TypeError: a wrong type of `shape` or `dtype`, on every rank; of `comm`, on this rank.
     """
     arguments.check_communicator(comm)
     comm.agree_on(lambda: f"shared_empty({dtype}) on {comm.name}", lambda: _check(shape, dtype))
@@ -61,8 +61,8 @@ def peer(x: Tensor, rank: int, *, comm: Communicator) -> Tensor:
     It is not copied, and nothing is sent.
 
     Args:
-        x: what `shared_empty` returned on this rank; not a slice of it.
-        rank: whose tensor; this rank's own is x.
+        x: the tensor that `shared_empty` returned on this rank, not a slice of it.
+        rank: the rank whose tensor is returned. For this rank's own number, that is x.
         comm: the communicator of that call.
 
     Returns:
@@ -86,14 +86,14 @@ def peer(x: Tensor, rank: int, *, comm: Communicator) -> Tensor:
 
 
 def fence(*, comm: Communicator) -> None:
-    """Wait for all ranks. Afterwards each sees what any rank wrote into shared memory before.
+    """Wait until all ranks call this. Then each sees what any rank wrote into shared memory before.
 
     Args:
         comm: the ranks. Every rank calls this.
 
     Communication:
-        One comparison of calls; with shared memory also two flags in that memory, and no comparison
-        if `check="off"`.
+        One agreement on the call; with shared memory also two flags in that memory, and no
+        agreement if `check="off"`.
     """
     comm.fence()
 

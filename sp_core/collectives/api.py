@@ -1,15 +1,15 @@
 """Offer the collectives that programs call, and their backward: the transpose as a linear map.
 
 Every rank of `comm` calls the same functions in the same order. Before a function sends anything,
-the ranks compare its arguments and the shape, dtype and `requires_grad` of the tensor. An error on
-one rank is raised on all. A mesh made with `check="off"` leaves this comparison out, unless sizes
-must be found out. Without a comparison, an error is raised only on the rank that finds it.
+it checks that the ranks agree on its arguments and on the shape, dtype and `requires_grad` of the
+tensor. An error on one rank is raised on all. With a mesh made with `check="off"` there is no such
+check, unless sizes must be found out. Without it, only the rank that finds an error raises it.
 
 The backward of a collective is a collective. The backward runs on a rank only if that rank's result
-is used, so use the result on all ranks or on none. Before a backward the ranks compare which
-backward each is about to run, unless the mesh was made with `check="off"`. The collectives of one
-backward run in the reverse order of their calls. For a `_start` function this is the call that
-starts the collective.
+is used, so use the result on all ranks or on none. A backward first checks that all ranks are about
+to run the same backward, unless the mesh was made with `check="off"`. The collectives of one
+backward run in the reverse order of their calls. For a `_start` function, the call that starts the
+collective counts.
 
 The functions whose names end in `_start` return at once with a `Pending`.
 """
@@ -45,8 +45,8 @@ def all_gather(
         A tensor like x, but along `dim` as long as all shards together. Differentiable.
 
     Communication:
-        One all-gather: each of the P ranks sends (P-1) times the bytes of x. Backward, a
-        reduce-scatter, it sends the bytes of the other ranks' shards.
+        One all-gather: each of the P ranks sends (P-1) times the bytes of x. The backward is a
+        reduce-scatter, in which it sends the bytes of the other ranks' shards.
 
     Raises:
         ShapeError, DtypeError, DeviceError, RankError: on every rank, even if only one rank's
@@ -86,7 +86,7 @@ def reduce_scatter(
 
     Communication:
         One reduce-scatter: each of the P ranks sends the bytes of the other ranks' parts of x.
-        Backward, an all-gather, it sends (P-1) times its own part.
+        The backward is an all-gather, in which it sends (P-1) times its own part.
 
     Raises:
         ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in `all_gather`, on
@@ -132,8 +132,8 @@ def all_reduce(
     Raises:
         ShapeError, DtypeError, DeviceError, RankError, CollectiveMismatch: as in `all_gather`, on
             every rank.
-        TypeError, ValueError: as in `reduce_scatter`; also another `op`, or a tensor that requires
-            a gradient with "max" or "min".
+        TypeError, ValueError: as in `reduce_scatter`; also an unknown `op`, or a tensor that
+            requires a gradient with "max" or "min".
     """
     return call("all_reduce", x, comm, op=op, algorithm=algorithm, deterministic=deterministic)
 
@@ -198,7 +198,7 @@ def shift(
     Args:
         x: this rank's tensor; tensors of the ranks may differ in length along `dim` only.
         comm, algorithm: as in `all_gather`.
-        offset: distance between sender and receiver, also negative or beyond the number of ranks.
+        offset: distance from sender to receiver; it may be negative or exceed the number of ranks.
         dim, sizes: as in `all_gather`.
 
     Returns:
@@ -268,9 +268,9 @@ def all_gather_start(
 ) -> Pending:
     """Begin `all_gather` and return a `Pending`, whose `wait()` gives the result.
 
-    Arguments, communication and errors are those of `all_gather`; wrong arguments are reported
-    here. All ranks start their collectives in one order. Each rank waits for all of them in the
-    end, in any order. x must not be changed until `wait()` has returned.
+    Arguments, communication and errors are those of `all_gather`. This call raises the errors of
+    wrong arguments. All ranks start their collectives in the same order. Later each rank must call
+    `wait()` for all of them, in any order. x must not be changed until `wait()` has returned.
     """
     return begin("all_gather", x, comm, dim=dim, sizes=sizes, algorithm=algorithm)
 
@@ -286,9 +286,9 @@ def reduce_scatter_start(
 ) -> Pending:
     """Begin `reduce_scatter` and return a `Pending`, whose `wait()` gives the result.
 
-    Arguments, communication and errors are those of `reduce_scatter`; wrong arguments are reported
-    here. All ranks start their collectives in one order. Each rank waits for all of them in the
-    end, in any order. x must not be changed until `wait()` has returned.
+    Arguments, communication and errors are those of `reduce_scatter`. This call raises the errors
+    of wrong arguments. All ranks start their collectives in the same order. Later each rank must
+    call `wait()` for all of them, in any order. x must not be changed until `wait()` has returned.
     """
     return begin(
         "reduce_scatter",
@@ -311,9 +311,9 @@ def all_reduce_start(
 ) -> Pending:
     """Begin `all_reduce` and return a `Pending`, whose `wait()` gives the result.
 
-    Arguments, communication and errors are those of `all_reduce`; wrong arguments are reported
-    here. All ranks start their collectives in one order. Each rank waits for all of them in the
-    end, in any order. x must not be changed until `wait()` has returned.
+    Arguments, communication and errors are those of `all_reduce`. This call raises the errors of
+    wrong arguments. All ranks start their collectives in the same order. Later each rank must call
+    `wait()` for all of them, in any order. x must not be changed until `wait()` has returned.
     """
     return begin("all_reduce", x, comm, op=op, algorithm=algorithm, deterministic=deterministic)
 
@@ -330,9 +330,9 @@ def all_to_all_start(
 ) -> Pending:
     """Begin `all_to_all` and return a `Pending`, whose `wait()` gives the result.
 
-    Arguments, communication and errors are those of `all_to_all`; wrong arguments are reported
-    here. All ranks start their collectives in one order. Each rank waits for all of them in the
-    end, in any order. x must not be changed until `wait()` has returned.
+    Arguments, communication and errors are those of `all_to_all`. This call raises the errors of
+    wrong arguments. All ranks start their collectives in the same order. Later each rank must call
+    `wait()` for all of them, in any order. x must not be changed until `wait()` has returned.
     """
     return begin(
         "all_to_all",
@@ -357,9 +357,9 @@ def shift_start(
 ) -> Pending:
     """Begin `shift` and return a `Pending`, whose `wait()` gives the result.
 
-    Arguments, communication and errors are those of `shift`; wrong arguments are reported here. All
-    ranks start their collectives in one order. Each rank waits for all of them in the end, in any
-    order. x must not be changed until `wait()` has returned.
+    Arguments, communication and errors are those of `shift`. This call raises the errors of wrong
+    arguments. All ranks start their collectives in the same order. Later each rank must call
+    `wait()` for all of them, in any order. x must not be changed until `wait()` has returned.
     """
     return begin("shift", x, comm, offset=offset, dim=dim, sizes=sizes, algorithm=algorithm)
 
@@ -369,8 +369,8 @@ def broadcast_start(
 ) -> Pending:
     """Begin `broadcast` and return a `Pending`, whose `wait()` gives the result.
 
-    Arguments, communication and errors are those of `broadcast`; wrong arguments are reported here.
-    All ranks start their collectives in one order. Each rank waits for all of them in the end, in
-    any order. x must not be changed until `wait()` has returned.
+    Arguments, communication and errors are those of `broadcast`. This call raises the errors of
+    wrong arguments. All ranks start their collectives in the same order. Later each rank must call
+    `wait()` for all of them, in any order. x must not be changed until `wait()` has returned.
     """
     return begin("broadcast", x, comm, root=root, algorithm=algorithm)

@@ -1,9 +1,9 @@
 """Make the map of a collective (the collective with all sizes known) from its arguments.
 
-`build` checks the arguments, compares them between the ranks, and fills in what the caller left
-out. The ranks compare the name of the public function that was called, too. Two functions with the
-same map may differ in their backward, and MPI does not match a blocking collective with a
-non-blocking one.
+`build` checks the arguments, checks that the ranks agree on them, and fills in those that the
+caller left out. The ranks must also agree on the name of the public function that was called. The
+reason is that two functions with the same map may differ in their backward, and that MPI does not
+match a blocking collective with a non-blocking one.
 """
 
 from __future__ import annotations
@@ -103,15 +103,15 @@ KINDS = {
 
 
 def build(name: str, which: str, x: Tensor, comm: Communicator, /, **given: Any) -> maps.Map:
-    """Return the map of a collective (see `maps`), after all ranks have compared its arguments.
+    """Return the map of a collective (see `maps`), once the ranks agree on its arguments.
 
     Args:
-        name: of the public function that was called.
+        name: the name of the public function that was called.
         which: the collective, one of `KINDS`.
         x: this rank's tensor.
         comm: the ranks.
-        given: the other arguments, by name. If lengths that may differ are left out, each rank
-            tells the others how long its tensor is.
+        given: the other arguments, by name. If lengths that may differ between ranks are left out,
+            each rank tells the others how long its tensor is.
 
     Returns:
         A map with all sizes filled in and the algorithm of a deterministic call chosen.
@@ -125,7 +125,7 @@ def build(name: str, which: str, x: Tensor, comm: Communicator, /, **given: Any)
     arguments.check_communicator(comm)
     kind = KINDS[which]
     given = {**kind.arguments, "algorithm": "auto", **given}
-    for dim in kind.dims:  # `_checked` refuses what is then no dimension of x
+    for dim in kind.dims:  # `_checked` refuses a dim that is still < 0
         if isinstance(x, Tensor) and isinstance(given[dim], int) and -x.dim() <= given[dim] < 0:
             given[dim] += x.dim()
     joined, lengths = kind.joined or ("", "")
@@ -155,7 +155,7 @@ def _call(
     """Return a text that describes the call; it must be the same on all ranks.
 
     Args:
-        name: of the public function.
+        name: the name of the public function.
         x: this rank's tensor.
         comm: the ranks.
         free_dims: dimensions whose length may differ between ranks, and is not in the text.
@@ -249,11 +249,11 @@ def _check_sizes(
     """Raise `ShapeError` if sizes do not describe the tensors.
 
     Args:
-        name: of the argument.
+        name: the name of the argument.
         sizes: one per rank, or None, which is always right.
         comm: the ranks.
-        own: length of this rank's tensor, to compare with its size; None: do not compare.
-        total: length to compare with the sum of all sizes; None: do not compare.
+        own: length of this rank's tensor, which this rank's size must equal; None: no such check.
+        total: length that the sum of all sizes must equal; None: no such check.
     """
     if sizes is None:
         return
@@ -273,7 +273,7 @@ def _check_sizes(
 
 
 def _check_sum(x: Tensor, op: str, *, in_place: bool) -> None:
-    """Raise an error if x cannot be reduced by `op`, or not in place, or not with a gradient."""
+    """Raise an error if `op` is unknown, or x needs a gradient or overlaps where it must not."""
     wants_grad = x.requires_grad and torch.is_grad_enabled()
     if op not in REDUCTIONS:
         raise ValueError(f"op={op!r} was given; there are {tuple(REDUCTIONS)}. Pass one of them.")

@@ -19,8 +19,8 @@ Work = Callable[[], object]
 def rewritten(program: Program, send: Tensor | None, recv: Tensor | None) -> Sequence[int]:
     """Return for each step the index of the first step that may overwrite what the step sends.
 
-    The sends must have completed before that step. If `send` and `recv` share only a part of their
-    memory, this is the step itself.
+    The sends must have completed before that step. If `send` and `recv` overlap without having the
+    same start, the index is that of the step itself.
 
     Args:
         program: the steps of this rank.
@@ -54,7 +54,7 @@ def combination(
         parts: the vectors, in the order of the sum; one of them may be `into` itself.
         wide: two float32 buffers, in which half types are added before one rounding.
         reduction: "sum", "max" or "min".
-        copying: returns the call that copies its second argument into its first.
+        copying: a function that returns the call that copies its second argument into its first.
     """
     together = REDUCTIONS[reduction]
     if len(parts) == 1:

@@ -19,8 +19,8 @@ would multiply gradients by the number of ranks there:
 
 torch runs the backward of the functions of a graph in the reverse order of their creation. The
 autograd function of a started collective is created when the collective starts, in the same order
-on every rank. So the collectives of a backward run in one order on all ranks, in whatever order
-each rank waits.
+on every rank. So the collectives of a backward run in the same order on all ranks, in whatever
+order each rank waits.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ from sp_core.communicator import Communicator
 
 @dataclass(frozen=True)
 class _Local:
-    """Hold a function without communication, for the direction in which no map is carried out.
+    """Hold a function without communication, which `_Apply` runs in place of a map.
 
-    Such a direction is the forward of `copy_to_group` or the backward of `reduce_from_group`.
+    It is the forward of `copy_to_group`, or the backward of `reduce_from_group` or
+    `gather_replicated`.
 
     Args:
-        comm: the ranks.
-        name: of the public function, for errors.
+        comm: the ranks; `_Apply` needs them for the check before a backward.
+        name: names the function in the errors of that check.
         run: the function.
     """
 
@@ -56,11 +57,11 @@ class _Local:
 
 
 class _Apply(torch.autograd.Function):
-    """Carry out or begin a collective (a map) in forward, and its transpose in backward.
+    """Run or begin a collective (a map) in forward, and run its transpose in backward.
 
     `forward` takes x, the map, its transpose (None for that of `Map.transpose`), and the function
-    that carries out or begins the map. In `backward` the ranks first compare which backward each is
-    about to run.
+    that runs or begins the map. If the transpose communicates, `backward` first checks that all
+    ranks run the same one.
     """
 
     @staticmethod
@@ -88,7 +89,7 @@ _apply: Callable[
 
 
 def apply(x: Tensor, mapping: Map) -> Tensor:
-    """Carry out a collective on x, and return the result as a differentiable function of x."""
+    """Run a collective on x, and return the result as a differentiable function of x."""
     return _apply(x, mapping, None, mapping.run)
 
 
@@ -128,7 +129,7 @@ class Pending:
 
 
 def call(which: str, x: Tensor, comm: Communicator, /, **given: Any) -> Tensor:
-    """Carry out a collective and return its result.
+    """Run a collective and return its result.
 
     Args:
         which: name of the collective.
@@ -145,9 +146,10 @@ def begin(which: str, x: Tensor, comm: Communicator, /, **given: Any) -> Pending
 
 
 def _identity(comm: Communicator) -> _Local:
-    """Return a function that returns its tensor unchanged, and does not communicate.
+    """Return a `_Local` whose function returns its tensor unchanged, without communication.
 
-    It is the forward or the backward of functions that communicate only in the other direction.
+    It is the forward of `copy_to_group` and the backward of `reduce_from_group`. `_Apply` takes
+    `comm` from it for the check before its own backward.
     """
     return _Local(comm, "copy_to_group", lambda x: x.view_as(x))
 
@@ -215,7 +217,7 @@ def gather_replicated(
         x, comm, dim, sizes, algorithm: as in `all_gather`.
 
     Returns:
-        As `all_gather`. The gradient of the result must be the same on all ranks. In backward each
+        The result of `all_gather`. Its gradient must be the same on all ranks. In backward each
         rank takes its own slice of this gradient, and nothing is summed.
 
     Communication:
@@ -290,7 +292,7 @@ def copy_all_to_group(tensors: Sequence[Tensor], *, comm: Communicator) -> tuple
 def describe_all(tensors: Sequence[Tensor], comm: Communicator) -> str:
     """Describe a call of `copy_all_to_group` by shapes, dtypes and the name of `comm`.
 
-    The ranks compare this text.
+    The text must be the same on all ranks.
     """
     shown = ", ".join(f"{tuple(x.shape)} {x.dtype} {x.requires_grad}" for x in tensors)
     return f"copy_all_to_group({shown}, grad={torch.is_grad_enabled()}) on {comm.name}"
@@ -299,8 +301,8 @@ def describe_all(tensors: Sequence[Tensor], comm: Communicator) -> str:
 def copy_all(tensors: Sequence[Tensor], comm: Communicator) -> tuple[Tensor, ...]:
     """Return the tensors; backward sums their gradients over the ranks, as `copy_all_to_group`.
 
-    The ranks do not compare their arguments. Tensors that require no gradient are returned as they
-    are; the order stays.
+    There is no check that the ranks agree on the tensors. Tensors that require no gradient are
+    returned as they are. The tensors stay in order.
     """
     apply_all: Any = _CopyAllToGroup.apply
     copies = iter(apply_all(comm, *(x for x in tensors if x.requires_grad)))

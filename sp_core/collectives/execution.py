@@ -1,10 +1,11 @@
-"""Carry a collective out: in messages, by the MPI library, or in memory that the ranks share.
+"""Run a collective: in messages, by the MPI library, or in memory that the ranks share.
 
 `bind` prepares a collective on fixed memory and returns a `Ready`. The regions of its program
 become views of that memory. The messages take the form that the transport sends, and the sums and
-copies become calls. A run (one execution) makes no new tensors. When it begins, it tells the
-communicator's observer, which checks calls in tests, what it will send. The messages of a run have
-a tag of their own, and each rank posts them when ready. So several collectives may be under way.
+copies become calls. A run (one execution) makes no new tensors. When a run begins, it tells the
+communicator's observer what it will send; an observer checks calls in tests. The messages of a run
+have a tag of their own, and each rank posts them when ready. So several collectives may be under
+way.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def bind(
     *,
     resident: bool = False,
 ) -> Ready:
-    """Prepare a collective on fixed memory, to be carried out any number of times.
+    """Prepare a collective on fixed memory, to be run any number of times.
 
     Args:
         comm: the ranks.
@@ -104,24 +105,24 @@ class Ready(ABC):
 
     @abstractmethod
     def begin(self) -> Handle:
-        """Begin to carry the collective out, and return a handle that says when it is complete.
+        """Begin a run of the collective, and return a handle that says when the run is complete.
 
-        All ranks begin their collectives in one order. Input and output belong to the collective
-        until the handle is complete.
+        All ranks begin their collectives in the same order. Until the handle is complete, the
+        caller must neither write the input nor use the output.
         """
 
     def start(self, *, once: bool = False) -> Handle:
-        """Begin to carry the collective out, and return its handle, which `comm.poll` tests.
+        """Begin a run of the collective, and return its handle, which `comm.poll` tests.
 
-        With `once`, scratch is released at the end: there must be no other run.
+        With `once`, the end of the run calls `release`: the collective cannot run again.
         """
         running = self.begin()
         return self.comm.track(Transfer([running.test], after=self.release) if once else running)
 
     def run(self, *, once: bool = False) -> None:
-        """Carry the collective out to its end, and add the wall time to the counters of `comm`.
+        """Run the collective to its end, and add the wall time to the counters of `comm`.
 
-        With `once`, scratch is released at the end: there must be no other run.
+        With `once`, the end of the run calls `release`: the collective cannot run again.
         """
         if once:
             self.comm.wait(self.start(once=True), self.name)
@@ -131,7 +132,7 @@ class Ready(ABC):
         self.comm.counters[self.name].seconds += time.perf_counter() - begun
 
     def release(self) -> None:
-        """Return the scratch memory to its provider. Nothing may be run afterwards."""
+        """Give the scratch memory back to its provider. The collective cannot run afterwards."""
         self._scratch.give(self._block)
 
     def _count(self, cost: Cost) -> None:
@@ -151,7 +152,8 @@ class Ready(ABC):
 
         Args:
             program: the steps of this rank.
-            copying: returns the call that copies its second argument into its first.
+            copying: a function that returns the call that copies its second argument into its
+                first.
         """
         length = wide_length(program, self.dtype)
         own = 0 if (OWN, Buffer.TMP) in self._memory else program.scratch
@@ -179,13 +181,13 @@ class Ready(ABC):
 
 
 class Library(Ready):
-    """Carry a collective out by the transport, which for host tensors calls the MPI library.
+    """Run a collective by the transport, which for host tensors calls the MPI library.
 
-    MPI has no shift, so a shift is one message to a rank and one from another.
+    MPI has no shift, so for a shift each rank sends one message and receives one.
     """
 
     def begin(self) -> Handle:
-        """Begin to carry the collective out. `comm.poll` tests the handle, which is returned."""
+        """Begin a run of the collective, and return its handle, which `comm.poll` tests."""
         comm, operation, (send, recv) = self.comm, self.operation, self._buffers
         if operation.op != "shift":
             return comm.start(operation, send, recv)
@@ -202,7 +204,7 @@ class Library(Ready):
         return self.begin()
 
     def run(self, *, once: bool = False) -> None:
-        """Carry the collective out to its end. `once` changes nothing: there is no scratch."""
+        """Run the collective to its end. `once` changes nothing, because there is no scratch."""
         if self.operation.op == "shift":
             self.comm.wait(self.begin(), self.name)
         else:
@@ -210,7 +212,7 @@ class Library(Ready):
 
     @cached_property
     def _call(self) -> Work:
-        """Return the function that carries out the collective, prepared once."""
+        """Return the function that runs the collective, prepared once."""
         return self.comm.prepare(self.operation, *self._buffers)
 
 
@@ -218,7 +220,7 @@ class Library(Ready):
 class BoundStep:
     """Hold one step of a program: its messages, and `work`, the calls that sum and copy.
 
-    Step `rewritten` overwrites what `sends` read, so it begins after these sends are complete.
+    Step number `rewritten` overwrites memory of these sends, so it begins once they are complete.
     """
 
     sends: Bound
@@ -228,7 +230,7 @@ class BoundStep:
 
 
 class BoundProgram(Ready):
-    """Carry a collective out by messages, as `program`, the last argument, describes."""
+    """Run a collective by messages, as `program`, the last argument, describes."""
 
     def __init__(
         self,
@@ -270,7 +272,7 @@ class Running:
         self._tag = bound.comm.next_tag()
         self._posted = 0
         self._under_way: deque[tuple[Handle, tuple[Work, ...]]] = deque()
-        # (step that must wait, for what); the step after the last is the end
+        # (step that must wait, handle it waits for); the step after the last is the end
         self._leaving = [] if told.test() else [(len(bound.steps), told)]
         self._stream = (
             None if bound.device.type == "cpu" else torch.accelerator.current_stream(bound.device)
@@ -338,7 +340,7 @@ class Running:
 
 
 class BoundWindow(Ready):
-    """Carry a collective out in memory that the ranks share.
+    """Run a collective in memory that the ranks share.
 
     The steps of a run depend on the slot (buffer in shared memory) that it begins with. For each
     slot the steps are bound to memory when first needed, and kept. If the argument `operation` is
@@ -377,7 +379,7 @@ class BoundWindow(Ready):
         self._bound: dict[int, tuple[list[tuple[Work, ...]], Cost]] = {}
 
     def begin(self) -> Handle:
-        """Begin to carry the collective out, and return its handle. All ranks use one order."""
+        """Begin a run of the collective, in the same order on all ranks, and return its handle."""
         first = self._window.begun % SLOTS
         if first not in self._bound:
             program = program_of(self._operation._replace(first=first), "window")

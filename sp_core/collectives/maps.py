@@ -4,9 +4,9 @@
     Broadcast  <-> Reduce            Shift    <-> Shift the other way
     AllReduce  <-> AllReduce
 
-The arrows show transposes, which are the maps of the gradients. A `Map` knows all sizes, so the
-ranks need not compare anything to run it. The map copies a tensor into the flat form that a
-transport moves, and back. `*` in a shape stands for the other dimensions.
+The arrows show transposes, which are the maps of the gradients. A `Map` knows all sizes, so it runs
+without an agreement of the ranks. The map copies a tensor into the flat form that a transport
+moves, and back. `*` in a shape stands for the other dimensions.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ class Started:
 
 @dataclass(frozen=True)
 class Map(ABC):
-    """Hold a collective over `comm` with all its sizes. Subclasses add these as fields.
+    """Hold a collective over `comm` with all its sizes. Subclasses add the sizes as fields.
 
-    `name` names the collective in counters. `algorithm` is what the caller asked for, also for the
-    transpose. `planned` says that the collective is prepared once for many runs.
+    `name` names the collective in counters. `algorithm` is the name that the caller asked for; the
+    transpose has the same. `planned` says that the collective is prepared once for many runs.
     """
 
     name: ClassVar[str]
@@ -95,10 +95,10 @@ class Map(ABC):
 
     @abstractmethod
     def prepare(self, x: Tensor) -> Prepared:
-        """Return the buffers to carry the collective out on x. Copy x if it is not contiguous."""
+        """Return the buffers to run the collective on x. Copy x if it is not contiguous."""
 
     def run(self, x: Tensor) -> Tensor:
-        """Carry the collective out on x, and return the result."""
+        """Run the collective on x, and return the result."""
         prepared = self.prepare(x)
         self._bind(prepared).run(once=True)
         return prepared.result()
@@ -118,7 +118,7 @@ class Map(ABC):
         """Return the algorithm that the call, or else the mesh, asks for; "auto" if neither does.
 
         A name that this collective does not have counts as "auto": it was meant for the collective
-        of which this is the transpose. So does "window" on a communicator without a window.
+        whose transpose this is. "window" counts as "auto" if the communicator has no window.
         """
         for name in (self.algorithm, self.comm.algorithms[self.name]):
             there = name != "window" or self.comm.window is not None
@@ -127,12 +127,13 @@ class Map(ABC):
         return "auto"
 
     def chosen(self, nbytes: int) -> str:
-        """Return the algorithm to use: `named`, or for "auto" the best one for this size.
+        """Return the algorithm to use: `named`, or for "auto" the quickest one for this size.
 
-        What was not measured is left to MPI. Without MPI, and on a device, a window goes first.
+        If the collective was not timed, or its tensors are on a device, the result for "auto" is
+        "mpi"; or "window" if there is a window and MPI cannot read the tensors.
 
         Args:
-            nbytes: of the whole vector, the same on every rank.
+            nbytes: bytes of the whole vector, the same on every rank.
         """
         comm, name = self.comm, self.named
         if name != "auto":
@@ -339,11 +340,11 @@ _TRANSPOSED: dict[str, type[Map]] = {
     "broadcast": Reduce,
     "reduce": Broadcast,
 }
-"""By name of a collective, its transpose, if that has the same fields."""
+"""Name of a collective -> class of its transpose, for transposes that have the same fields."""
 
 
 def one_ahead(calls: Iterable[tuple[Map, Tensor]]) -> Iterator[Tensor]:
-    """Yield the result of each collective in order; the next one has already begun by then."""
+    """Yield the results of collectives in order. Begin the next collective before each result."""
     under_way: deque[Started] = deque()
     for mapping, x in calls:
         under_way.append(mapping.start(x))
@@ -354,14 +355,17 @@ def one_ahead(calls: Iterable[tuple[Map, Tensor]]) -> Iterator[Tensor]:
 
 
 def flattened(x: Tensor) -> tuple[Tensor, Work]:
-    """Return x as a flat vector, if possible without a copy; and a call that copies x into it."""
+    """Return (x as a flat vector, a call that copies x into it again).
+
+    If x is contiguous, the vector is its memory, and the call does nothing.
+    """
     vector = x.detach().contiguous().view(-1)
     shared = vector.data_ptr() == x.data_ptr()
     return vector, nothing if shared else partial(vector.view(x.shape).copy_, x.detach())
 
 
 def packed(parts: Sequence[Tensor]) -> tuple[Tensor, Work]:
-    """Return a new vector of the elements of all parts, and a call that copies these into it."""
+    """Return (a new vector of all parts' elements, a call that copies these into it again)."""
     lengths = [part.numel() for part in parts]
     vector = parts[0].new_empty(sum(lengths))
     places = vector.split(lengths)
@@ -375,7 +379,7 @@ def packed(parts: Sequence[Tensor]) -> tuple[Tensor, Work]:
 
 
 def overlaps(x: Tensor) -> bool:
-    """Return whether elements of a tensor may share memory, by its strides."""
+    """Return False if the strides of x show that no two of its elements share memory, else True."""
     reach = 0
     for stride, length in sorted(zip(x.stride(), x.shape, strict=True)) if x.numel() else ():
         if length > 1 and stride <= reach:

@@ -25,7 +25,7 @@ A smaller vector is faster with the algorithm that "auto" takes for other tensor
 class Plan:
     """Hold a collective on one tensor, whose buffers and messages are made once. `plan` returns it.
 
-    All ranks run their plans in one order.
+    All ranks run their plans in the same order.
 
     Attributes:
         input: the tensor that every run reads.
@@ -46,14 +46,14 @@ class Plan:
         )
 
     def run(self) -> Tensor:
-        """Carry the collective out on the values that `input` has now, and wait for the end.
+        """Run the collective on the values that `input` has now, and wait for the end.
 
         Returns:
-            What the planned function, such as `all_gather`, returns, but without a gradient. The
+            The result of the planned function, such as `all_gather`, but without a gradient. The
             next run overwrites this tensor.
 
         Raises:
-            CollectiveMismatch: the ranks run different plans; not compared with `check="off"`.
+            CollectiveMismatch: the ranks run different plans. `check="off"` skips this check.
         """
         self._agree(f"a run of the plan of {self._name}")
         self._prepared.refresh()
@@ -61,7 +61,7 @@ class Plan:
         return self._prepared.result()
 
     def start(self) -> Handle:
-        """Begin to carry the collective out. Return a handle at once; pass it to `finish`.
+        """Begin a run of the collective. Return a handle at once; pass it to `finish`.
 
         Until `finish` has returned, `input` must not be changed, and no other run of this plan may
         begin.
@@ -102,26 +102,26 @@ def plan(op: str, x: Tensor, /, *, comm: Communicator, **arguments: Any) -> Plan
     Args:
         op: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift", "broadcast" or
             "reduce"; or "all_reduce_", in place.
-        x: the tensor that every run reads. If it is contiguous, it is read where it is; else every
-            run copies it first. If the mesh has a window (memory that the ranks share), other ranks
-            read a tensor of `shared_empty` in place, too.
+        x: the tensor that every run reads. A contiguous tensor is read in place; any other tensor
+            is copied first in every run. If the mesh has a window (memory that the ranks share),
+            other ranks read a tensor of `shared_empty` in place, too.
         comm: the ranks.
-        arguments: those of the function called `op`. The algorithm "auto" takes the window for a
-            tensor of `shared_empty` with 16 KiB or more in all.
+        arguments: the other arguments of the function called `op`. The algorithm "auto" takes the
+            window for a tensor of `shared_empty` with 16 KiB or more in all.
 
     Returns:
-        A `Plan`. If the mesh was made with `check="off"`, its runs compare nothing between the
-        ranks. In host memory a run makes no tensor, unless `transport="distributed"` carries it
-        out.
+        A `Plan`. If the mesh was made with `check="off"`, its runs do not check that the ranks
+        agree. In host memory a run makes no tensor, unless the mesh has
+        `transport="distributed"`.
 
     Communication:
         One agreement (32-byte all-reduce) of the arguments; with `check="off"` only if lengths are
-        left out. With a window one more, of where the tensors lie, unless the algorithm cannot read
-        them in place. Each run: as the function called `op`, but its agreement compares which plan
-        is run.
+        left out. With a window there is one more, on where the tensors lie, unless the algorithm
+        cannot read them in place. Each run communicates as the function called `op` does, but its
+        agreement is on which plan is run.
 
     Raises:
-        ValueError: another `op`, or arguments that the function does not have, on every rank.
+        ValueError: an unknown `op`, or arguments that the function does not have, on every rank.
         All others: as the function called `op`.
     """
     check_communicator(comm)

@@ -2,7 +2,7 @@
 
 An `Operation` is one collective with its sizes, a `Program` the list of steps of one rank in it.
 `program_of` and `in_window` return the program of an operation. `cost` predicts what a program
-sends. `sp_core.collectives.execution` carries programs out.
+sends. `sp_core.collectives.execution` runs programs.
 """
 
 from sp_core.schedules.program import (

@@ -42,7 +42,7 @@ before:
     r <- r+2   0123     1234     2340     3401     4012
     r <- r+4   01234    12340    23401    34012    40123
 
-The last step sends only what is missing. The pieces are collected in scratch, in this order, and
+The last step sends only the missing pieces. The pieces are collected in scratch, in this order, and
 copied into rank order at the end. Bytes per rank: P-1 pieces.
 
 Binomial trees serve for a broadcast, and for a reduction with all messages reversed. Six ranks,
@@ -52,9 +52,9 @@ numbered from the root; who sends to whom in the steps of a broadcast:
     step 1      0 ----> 2       4 (----> 6)
     step 2      0 -> 1  2 -> 3  4 -> 5
 
-A reduction runs the arrows backwards, last step first, and adds what arrives to what is there.
-Messages: P-1 in all, each of the whole vector. The addends are in the order of their numbers. A
-half type is rounded at every addition.
+A reduction runs the arrows backwards, last step first. Each rank adds the vectors that arrive to
+its own. Messages: P-1 in all, each of the whole vector. The addends are in the order of the numbers
+above. A half type is rounded at every addition.
 
 Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
 MPICH", IJHPCA 19 (2005), sections 4.1, 4.2, 4.5 and 4.6; Rabenseifner, "Optimization of collective
@@ -129,7 +129,7 @@ class Fold:
 
         Args:
             pieces: for each rank, the range of its piece.
-            first, count: the places, `count` of them from `first` on.
+            first, count: the first place, and the number of places.
         """
         begin, end = (
             2 * place if place < self.extra else place + self.extra

@@ -71,9 +71,10 @@ class _Place:
         self.lanes = spans(split_sizes(t.elements, max(map(len, self.groups))))
 
     def carrier(self, lane: int, node: int) -> int:
-        """Return the rank that sums lane number `lane` on another node.
+        """Return the rank that sums lane number `lane` on a node near this rank's node.
 
-        That node is `node` places after this rank's node in the ring of nodes.
+        In the ring of nodes, that node is `node` places after this rank's node; or before it if
+        `node` is negative.
         """
         group = self.groups[(self.home + node) % len(self.groups)]
         return group[lane % len(group)]

@@ -1,4 +1,4 @@
-"""Define collectives as plain integers (`Operation`) and what each rank does in them (`Program`).
+"""Define collectives as plain integers (`Operation`), and each rank's steps in them (`Program`).
 
 An operation says how many elements of which piece go where. A buffer is a flat vector cut into
 pieces, one per rank (or a single one). A transport may move a vector in chunks. Chunk k consists of
@@ -49,10 +49,10 @@ WIDE_BLOCK = 1 << 15
 """Most elements of a half type that are summed in float32 at a time."""
 
 OWN = -1
-"""Value of `Region.rank` for the rank that carries out the program."""
+"""Value of `Region.rank` for the rank that runs the program."""
 
 AHEAD = 8
-"""A send must be complete so many steps later in any case, so that few sends are under way."""
+"""The most steps between a send and the step that waits for it. This bounds the sends under way."""
 
 
 class Operation(NamedTuple):
@@ -62,8 +62,8 @@ class Operation(NamedTuple):
         op: name of the collective, such as "all_gather".
         rank: this rank.
         size: the number of ranks.
-        send: sizes of the pieces that this rank sends; empty if it sends nothing, as a rank other
-            than the root of a broadcast.
+        send: sizes of the pieces that this rank sends; empty if it sends nothing, like all ranks
+            but the root in a broadcast.
         recv: sizes of the pieces that this rank receives.
         longest: size of the largest piece on ANY rank, so that all ranks make the same number of
             chunks.
@@ -156,10 +156,10 @@ def operation(
 
     Args:
         op, rank, size, root: as in `Operation`; root may be negative or above `size`.
-        counts: sizes in elements, the same on every rank. all_gather, shift: of what each rank
-            contributes. reduce_scatter: of what each rank receives. all_to_all: of what each rank
-            receives from each rank. Else: of pieces whose total is the vector.
-        more: other fields of `Operation`.
+        counts: sizes in elements, the same on every rank. all_gather, shift: what each rank
+            contributes. reduce_scatter: what each rank receives. all_to_all: what each rank
+            receives from every single rank. Other collectives: pieces of the vector.
+        more: further fields of `Operation`, by name.
     """
     root %= size
     return Operation(op, rank, size, *_PIECES[op](counts, rank, root), root, **more)
@@ -203,8 +203,8 @@ class Buffer(StrEnum):
 class Region:
     """Name elements `start` to `stop - 1` of a buffer.
 
-    The buffer belongs to the rank that carries out the program. With another `rank`, it belongs to
-    that rank, and is read in shared memory.
+    The buffer belongs to the rank that runs the program. If `rank` is not OWN, the buffer belongs
+    to that rank, and is read in shared memory.
     """
 
     buffer: Buffer
@@ -287,7 +287,7 @@ class Program:
     def rewritten(self) -> tuple[int, ...]:
         """Return for each step the index of the first step that may overwrite what the step sends.
 
-        The sends must have completed before that step. IN and OUT are taken to share no memory.
+        The sends must have completed before that step. This holds if IN and OUT share no memory.
         """
         return _rewritten(self.steps, in_place=False)
 
@@ -298,7 +298,7 @@ class Program:
 
 
 def wide_length(program: Program, dtype: torch.dtype) -> int:
-    """Return the elements of each of the two float32 buffers in which half types are added.
+    """Return how many elements the float32 buffers need, two of equal length, to add half types.
 
     The result is 0 if `dtype` is no half type, or no combination has three or more parts.
     """
@@ -306,7 +306,9 @@ def wide_length(program: Program, dtype: torch.dtype) -> int:
 
 
 def _rewritten(steps: Sequence[Step], *, in_place: bool) -> tuple[int, ...]:
-    """Return for each step the first step, at most `AHEAD` later, that may overwrite what it sends.
+    """Return for each step the first step that may overwrite what it sends, which may be itself.
+
+    Sends must have completed before that step. At the latest, this is the step `AHEAD` later.
 
     On a slow link an MPI library reports a send as complete only when the receiver has answered. So
     waiting for the sends of each step costs a round trip:

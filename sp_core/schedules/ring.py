@@ -23,18 +23,18 @@ least possible. Steps: P-1 for each half. The addends of piece p are in the orde
 of their ranks. So rounding depends on the place in the vector, but all ranks get the same bits. A
 half type is rounded at every addition.
 
-With segments (parts of a piece), two of them go round together in the reduce-scatter. One segment
-is sent while the other is added. Scratch is two segments in an all-reduce, and four in a
-reduce-scatter of more than two ranks:
+If pieces are cut into segments, two segments travel round the ring at the same time in the
+reduce-scatter. One segment is sent while the other is added. Scratch is two segments in an
+all-reduce, and four in a reduce-scatter of more than two ranks:
 
     step       0   1   2   3   4   5   ...
     segment    0   1   0   1   0   1
 
 Each step posts its messages while those of the step before are under way.
 
-The all-gather adds nothing, so each piece goes round in two halves. The all-gather begins when the
-last segment is summed. A sum sent at once would have to come out of another core's cache. Such a
-cache is slower than memory if the cores share none.
+The all-gather adds nothing, so each piece is sent round in two halves. The all-gather begins when
+the last segment is summed. A sum that is sent at once would have to come out of another core's
+cache. Such a cache is slower than memory if the cores share no cache.
 
 Pairwise exchange: in step k every rank sends to the rank k further on and receives from the rank k
 before. Four ranks; `a>b` is the piece of rank a that is meant for rank b:
@@ -84,7 +84,7 @@ WINDOW = 4
 class Cut:
     """Hold the pieces of a vector, each cut into the same number of segments.
 
-    The number is 1, or even, so that segments go in pairs: one is under way while another is added.
+    The number is 1, or even: one segment of a pair is under way while the other is added.
 
     Args:
         counts: elements of each piece.
@@ -108,8 +108,9 @@ class Cut:
     def sums(self, rank: int) -> Iterator[tuple[int, range, range]]:
         """Yield (k, range sent, range received) for each step of a rank in a ring reduce-scatter.
 
-        k counts how often the segment that is sent has been sent before. `depth` segments go round
-        together, and then the next ones.
+        A range holds the indices of a segment's elements in the vector. k is how many ranks have
+        sent the segment before this rank. First the segments 0 to `depth` - 1 of all pieces travel
+        round the whole ring, then the next `depth` segments, and so on.
         """
         size = len(self.parts)
         for first in range(0, len(self.parts[0]), self.depth):

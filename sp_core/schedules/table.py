@@ -55,9 +55,9 @@ LIBRARY = ("auto", "mpi", "window")
 """Names that every collective accepts, whether or not it has programs here.
 
 "mpi" is the MPI library's own collective. "window" is shared memory, if the ranks have any. "auto"
-takes the algorithm that is fastest by the times of the mesh's tuning. Without times it takes "mpi":
-an ordinary tensor is copied once more in shared memory. Where MPI cannot read the tensors (gloo, or
-a device), and the communicator has shared memory, it takes "window"."""
+takes the algorithm that is fastest by the times of the mesh's tuning. Without times it takes "mpi",
+because shared memory needs one more copy of an ordinary tensor. If MPI cannot read the tensors
+(gloo, or a device), and the communicator has shared memory, it takes "window"."""
 
 SCHEDULED = {op: tuple(builders) for op, builders in _BUILDERS.items()}
 """For each collective, the algorithms for which this package makes programs of messages."""
@@ -73,7 +73,7 @@ sixteenth of the time, overlaps with nothing.
 """
 
 SEGMENT_BYTES = (1 << 18, 1 << 21)
-"""(fewest, most) bytes of a segment. Each one costs a message; scratch holds a few of them."""
+"""(fewest, most) bytes of a segment. Each segment costs a message; scratch holds a few segments."""
 
 IN_RANK_ORDER = ("pairwise", "window")
 """Algorithms that add in rank order: their sums are bitwise equal to a loop over the ranks."""

@@ -13,7 +13,8 @@ own half, r reads the other rank's sum:
 
     all-gather, broadcast, shift  write the own piece; read the others'
     all-to-all                    write all pieces but the own; read those meant for the own rank
-    reduce-scatter, reduce        the same, and add them up in the order of the ranks
+    reduce-scatter                the same, but add up those read, in the order of the ranks
+    reduce                        write everything; the root adds up everything in that order
     all-reduce, short             write everything; every rank adds up everything (one-shot); so too
                                   if two ranks read each other's tensors in place, because two
                                   shots would read as much and write more
@@ -142,11 +143,11 @@ def _stages(t: Operation, write: Stage, read: Stage) -> tuple[Stage, ...]:
 
 
 def _offered(t: Operation, rank: int, mine: range, there: range, slot: int) -> Region:
-    """Return the region from which this rank reads what `rank` contributes.
+    """Return the region from which this rank reads the contribution of `rank`.
 
     Args:
         t: the operation.
-        rank: the rank that contributes, this one or another.
+        rank: the rank that contributes; it may be this rank.
         mine: the elements of this rank's contribution in IN of this rank.
         there: the elements of another rank's contribution in IN of that rank, for a resident
             tensor. Else only their number counts.
@@ -194,7 +195,7 @@ def _broadcast(t: Operation) -> Stages:
 
 
 def _shift(t: Operation) -> Stages:
-    """Yield, for each chunk of a shift, its copies by step: write the own, read the other one."""
+    """Yield, for each chunk of a shift, its copies by step: write the own, read the sender's."""
     whole = range(sum(t.recv))
     return _one_piece(t, {(t.rank - t.root) % t.size: (whole, whole)}, writes=bool(t.root))
 

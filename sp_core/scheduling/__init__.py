@@ -2,7 +2,7 @@
 
 `plan` assigns sequences of unequal length to ranks. `pipeline` assigns layers to stages, and orders
 the forwards and backwards of each stage. All of it is computed locally, without communication.
-`sp_core.llama` carries the plans and orders out.
+`sp_core.llama` follows the plans and orders.
 """
 
 from sp_core.scheduling.pipeline import (

@@ -1,13 +1,13 @@
 """Divide layers among the stages of a pipeline, order their micro-batches, and predict the times.
 
 A pipeline has p stages, each with consecutive layers of the model, and computes m micro-batches. A
-slot is the forward (F) or the backward (B) of one micro-batch on one stage:
+slot is the forward (F) or the backward (B) of one micro-batch on one stage. For micro-batch b:
 
     F of b on stage s needs F of b on stage s - 1
     B of b on stage s needs B of b on stage s + 1; on the last stage it needs F of b there
 
 `gpipe`, `one_forward_one_backward` and `prefill_only` return an `Order` for each stage. `timeline`
-computes from these when each slot starts and ends. Times have no fixed unit: that of `seconds`.
+computes from these when each slot starts and ends. Times are in the unit of its argument `seconds`.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ def deal(costs: Iterable[int], loads: Sequence[int]) -> list[int]:
 
 
 def passes(plan: Plan, numbers: Sequence[int], max_tokens: int) -> Iterator[tuple[int, ...]]:
-    """Group consecutive sequences for one forward pass each, and yield the groups.
+    """Yield groups of consecutive sequences. One forward pass computes the sequences of a group.
 
     Args:
         plan: tells the number of tokens of each sequence.
@@ -212,8 +212,8 @@ def balanced(lengths: Sequence[int], size: int, work: Work, tolerance: float = T
         lengths: number of tokens of each sequence.
         size: number of ranks.
         work: the cost of a sequence.
-        tolerance: above 0. A smaller one makes ranks share more sequences, which costs
-            communication.
+        tolerance: share by which the greatest load may exceed the mean; above 0. With a smaller
+            one, ranks share more sequences, which costs communication.
 
     Returns:
         The plan, without waiting sequences.
@@ -247,9 +247,10 @@ def balanced(lengths: Sequence[int], size: int, work: Work, tolerance: float = T
 
 
 def dynamic(lengths: Sequence[int], size: int, work: Work, tolerance: float = TOLERANCE) -> Plan:
-    """Plan that ranks share what `balanced` shares, and take the other sequences as they finish.
+    """Plan that all ranks share the sequences that `balanced` shares, and take the others later.
 
-    The others are `Plan.waiting`, longest first. Arguments and errors are those of `balanced`.
+    The others are `Plan.waiting`, longest first: a rank that has nothing to do takes the next one.
+    Arguments and errors are those of `balanced`.
     """
     plan = balanced(lengths, size, work, tolerance)
     waiting = sorted(
@@ -284,7 +285,7 @@ def round_robin(lengths: Sequence[int], size: int, work: Work) -> Plan:
 
 
 def padded(lengths: Sequence[int], size: int, work: Work) -> Plan:
-    """Plan as `round_robin`, with every sequence padded to the length of the longest.
+    """Return the plan of `round_robin`, with every sequence padded to the length of the longest.
 
     Raises:
         ShapeError: a negative length, or size below 1.
@@ -299,7 +300,7 @@ POLICIES: dict[str, Policy] = {
     "contiguous": contiguous,
     "padded": padded,
 }
-"""Name -> policy."""
+"""Name of each policy -> the function that makes its plan."""
 
 
 def _longest_first(

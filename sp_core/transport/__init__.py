@@ -81,7 +81,7 @@ def make_transport(
     Args:
         name: "auto", a name in `NAMES[device.type]`, or on a CPU a `HostWrapper`, which wraps the
             transport of host tensors.
-        comm: an mpi4py communicator that nobody else sends on. Or a `GroupComm` of ranks that
+        comm: an mpi4py communicator on which nothing else is sent. Or a `GroupComm` of ranks that
             torch.distributed has started: then "host", "window" and "distributed" send by gloo.
         device: where the tensors live.
         poll: called again and again while this rank waits, so that the other transfers of the rank
@@ -122,7 +122,7 @@ def choose(name: str | HostWrapper, device: torch.device) -> str | HostWrapper:
     Args:
         name: "auto" for the first name in `NAMES[device.type]`, one of these names, or a
             `HostWrapper`.
-        device: only its type counts.
+        device: the device of the tensors; only its type counts.
 
     Returns:
         A name, never "auto"; a `HostWrapper` is returned as it is.
@@ -195,16 +195,18 @@ def _device_transport(comm: Intracomm, device: torch.device, why_not: str) -> Tr
 def make_window(
     transport: Transport, comm: Intracomm, device: torch.device
 ) -> tuple[Window | None, str]:
-    """Make the memory that the ranks share, if this transport has any. Every rank calls this.
+    """Make the window (memory that the ranks share), if this transport uses one.
+
+    Every rank calls this.
 
     Args:
-        transport: of these ranks. Only "window", "ipc" and "pinned" have shared memory.
+        transport: the transport of these ranks. Only "window", "ipc" and "pinned" use a window.
         comm: the communicator of the ranks.
         device: the device whose memory ("ipc") or pinned host memory ("pinned") is shared.
 
     Returns:
         (the window, ""); or (None, why the ranks cannot share memory); or (None, "") for a
-        transport without a window. Alike on every rank.
+        transport that uses none. The same of these three cases holds on every rank.
     """
     try:
         if transport.name == "window":

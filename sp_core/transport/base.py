@@ -54,7 +54,7 @@ class Transport(Protocol):
     True.
 
     Attributes:
-        name: of this kind of transport, such as "host".
+        name: the name of this kind of transport, such as "host".
     """
 
     name: str
@@ -62,7 +62,7 @@ class Transport(Protocol):
     def prepare(
         self, operation: Operation, send: Tensor | None, recv: Tensor | None
     ) -> Callable[[], object]:
-        """Return a function that carries out a collective on these buffers each time it is called.
+        """Return a function that runs a collective on these buffers each time it is called.
 
         `prepare` itself does not communicate. All ranks call the returned function in the same
         order as their other collectives. The function returns when this rank's part is complete.
@@ -93,10 +93,11 @@ class Transport(Protocol):
         ...
 
     def in_order(self, call: Callable[[], object]) -> Handle:
-        """Make a call that all ranks make in the order of their collectives, such as one of MPI.
+        """Call a function, which may call MPI, after the MPI calls of all collectives begun before.
 
-        A transport that has begun collectives but not yet called MPI for them makes it after those.
-        The handle is complete once the call has been made.
+        All ranks do this at the same point of their programs. A transport that has not yet called
+        MPI for some of these collectives calls the function later. The returned handle is complete
+        once the function has been called.
         """
         return at_once(call)
 
@@ -118,14 +119,14 @@ class Transport(Protocol):
         return messages
 
     def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
-        """Begin messages of which `announce` was told before; return one handle for all of them.
+        """Begin messages that were passed to `announce` before; return one handle for all of them.
 
         The call does not wait. Ranks may call it at different times and in different orders. A
         message is received by the peer's `post` with the same tag.
 
         Args:
             sends, recvs: what `bind` returned.
-            tag: of all these messages.
+            tag: the tag of all these messages.
         """
         ...
 
@@ -141,10 +142,10 @@ class Transport(Protocol):
 
 @runtime_checkable
 class HostWrapper(Protocol):
-    """Build a transport on top of that of host tensors, such as a model of slow links.
+    """Build a transport on top of the one for host tensors, such as one that models slow links.
 
-    Pass an instance as `transport` to `Mesh`. The ranks compare its `repr`, so it must be the same
-    on all ranks.
+    Pass an instance as `transport` to `Mesh`. Its `repr` must be the same on all ranks; `Mesh`
+    checks this.
     """
 
     def over(self, host: Any) -> Transport:
@@ -165,7 +166,7 @@ class Transfer:
 
     Args:
         tests: functions without arguments, each called until it has returned True once.
-        keep: objects kept alive until all tests have, such as buffers whose address MPI has.
+        keep: objects kept alive until all tests have returned True, such as buffers that MPI uses.
         after: called once, when all tests have returned True.
     """
 
@@ -215,7 +216,7 @@ PAUSE_SECONDS = 5e-5
 
 
 def at_once(call: Callable[[], object]) -> Handle:
-    """Make a call, and return a handle that is complete."""
+    """Call a function, and return a handle that is complete."""
     call()
     return Done()
 
@@ -227,7 +228,7 @@ def wait(handle: Handle, poll: Callable[[], None] = lambda: None) -> None:
     sleeps 50 us between tests.
 
     Args:
-        handle: of the transfer.
+        handle: the handle of the transfer to wait for.
         poll: lets other transfers of this rank make progress.
     """
     if handle.test():

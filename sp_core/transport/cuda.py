@@ -185,7 +185,7 @@ class CudaMemory(CudaStream):
         return tensor_at(address.value, nbytes, self._device).zero_(), offer
 
     def open(self, offer: Offer) -> Tensor:
-        """Map the memory of another rank, and return it as uint8 of shape (nbytes,), until `close`.
+        """Map the memory of another rank until `close`; return it as uint8 of shape (nbytes,).
 
         A process cannot open IPC handles that it exported itself. If the other rank is a thread of
         this process, its memory is used at the same address.
@@ -208,12 +208,12 @@ class CudaMemory(CudaStream):
             self._call("cudaIpcCloseMemHandle", _pointer(x))
 
     def free(self, x: Tensor) -> None:
-        """Free memory of `allocate` by cudaFree."""
+        """Free memory that `allocate` returned, by cudaFree."""
         self._call("cudaFree", _pointer(x))
 
 
 _REGISTERED: dict[int, Tensor] = {}
-"""Registered host memory by address: a reference, so that it stays mapped while devices use it."""
+"""Address -> registered host memory. The reference keeps the memory mapped while devices use it."""
 
 
 class PinnedMemory(CudaStream):
@@ -252,7 +252,7 @@ class PinnedMemory(CudaStream):
         return self._registered(super().open(offer))
 
     def close(self, x: Tensor) -> None:
-        """Unregister memory that `allocate` or `open` returned, and let go of it."""
+        """Unregister memory that `allocate` or `open` returned, and drop the reference to it."""
         self._call("cudaHostUnregister", _pointer(x))
         del _REGISTERED[x.data_ptr()]
 

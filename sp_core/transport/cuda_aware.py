@@ -1,8 +1,9 @@
 """Move device tensors by a CUDA-aware MPI library: one that reads and writes device memory itself.
 
-What a library says about this is no proof. A library that cannot read device memory ends the
+A library's own statement about this is no proof. A library that cannot read device memory ends the
 process at the first access. So `no_device_memory` first tries the library in a child process, and
-`refuse_host_only` lets the ranks compare the outcomes. `DeviceTransport` is the transport.
+`refuse_host_only` raises an error on all ranks if the trial of any rank has failed.
+`DeviceTransport` is the transport.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class DeviceTransport(HostTransport):
     read device memory do so in blocking collectives only.
 
     Args:
-        comm: an mpi4py communicator that nobody else sends on.
+        comm: an mpi4py communicator on which only this transport sends.
         settle: waits until the device has done the work queued on the current stream.
 
     Source: Open MPI 5 documentation, "CUDA": non-blocking collectives do not take device buffers.
@@ -78,7 +79,7 @@ class DeviceTransport(HostTransport):
         self._first = [settle]
 
     def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
-        """Carry out a collective by the blocking call, and return a handle that is complete."""
+        """Run a collective by the blocking call, and return a handle that is complete."""
         self.prepare(operation, send, recv)()
         return Done()
 
@@ -131,7 +132,7 @@ def outside_of_job(environment: Mapping[str, str]) -> dict[str, str]:
     The child can import this package.
 
     Args:
-        environment: of this process; it is not changed.
+        environment: the environment of this process; it is not changed.
     """
     kept = {name: value for name, value in environment.items() if not name.startswith(OF_A_JOB)}
     places = str(Path(__file__).resolve().parents[2]), environment.get("PYTHONPATH")

@@ -4,7 +4,7 @@
 connection. torch's collectives need pieces of equal size and dtypes that they can add. So:
 
 - data that is only moved goes as bytes;
-- an all-gather of uneven pieces is an all-to-all in which each rank sends everybody the same;
+- an all-gather of uneven pieces is an all-to-all in which each rank sends the same to all ranks;
 - a reduce-scatter is an all-to-all whose pieces are added in rank order;
 - messages that all ranks begin together (`exchange`) are one all-to-all.
 
@@ -59,13 +59,13 @@ class DistributedTransport(OverHost):
     Messages of `post`, which each rank begins when it is ready, go through another transport.
 
     Args:
-        comm: an mpi4py communicator that nobody else sends on.
+        comm: an mpi4py communicator on which only this transport and `messages` send.
         group: a torch.distributed backend object over the ranks of `comm`; `close` shuts it down.
         messages: the transport for messages of `post`.
         device: where the tensors live.
         poll: called while a prepared collective waits, so that other transfers make progress.
-        name: of the transport; a `GroupComm` uses another one, because it sends host tensors by
-            gloo.
+        name: the transport's name. A `GroupComm`, which sends host tensors by gloo, passes the name
+            of the transport that its caller asked for.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class DistributedTransport(OverHost):
         return self._host.bind(messages)
 
     def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
-        """Begin messages on the other transport, given as `messages`. Return their handle."""
+        """Begin messages on the transport that the constructor got as `messages`."""
         return self._host.post(sends, recvs, tag)
 
     def close(self, *, together: bool) -> None:
@@ -206,7 +206,8 @@ class DistributedTransport(OverHost):
 def is_complete(work: Any, what: str, watch: Callable[[str], object]) -> bool:
     """Return whether a transfer of the group is complete; do not wait.
 
-    If it is, the current CUDA stream waits for it. If not, `watch(what)` looks for lost ranks.
+    If it is complete, the current CUDA stream waits for it. If not, call `watch(what)`, which looks
+    for lost ranks.
 
     Args:
         work: torch's handle of the transfer.
@@ -329,7 +330,7 @@ def _tried(make: Callable[[], T]) -> tuple[T | None, str]:
 
 
 def _served(near: bool) -> tuple[tuple[str, int], Any]:
-    """Return (address, store) of a TCP store whose server runs in this process.
+    """Return ((host, port), store) of a TCP store whose server runs in this process.
 
     Args:
         near: whether all ranks are on this machine; then other machines cannot connect.
@@ -365,11 +366,11 @@ def _connected(
     """Return this rank's gloo or NCCL backend, once the ranks have found each other.
 
     Args:
-        store: through which the ranks tell each other their addresses.
-        comm: gives rank and size.
-        device: its type decides between gloo and NCCL.
+        store: torch's key-value store, through which the ranks tell each other their addresses.
+        comm: gives this rank's number and the number of ranks.
+        device: where the tensors live. Its type decides: NCCL for "cuda", else gloo.
         near: whether all ranks are on one machine; then gloo uses the loopback interface.
-        limit: time limit of every transfer.
+        limit: the longest time for one transfer. A transfer that takes longer fails.
     """
     from torch._C import _distributed_c10d
 

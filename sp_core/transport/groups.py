@@ -46,7 +46,8 @@ class GroupComm(Observer):
 
     Args:
         store: a torch.distributed key-value store, through which the ranks connect.
-        name: the same on every rank, and unlike all other communicators of this store.
+        name: the communicator's name, the same on every rank. No other communicator of this store
+            may have it.
         rank: the caller's rank in this communicator.
         size: the number of ranks.
         limit: longest time for one transfer.
@@ -71,7 +72,7 @@ class GroupComm(Observer):
     def Iallgather(self, send: Array, recv: Array) -> Request:
         """Begin to gather flat arrays of one length from all ranks, as mpi4py's `Iallgather`.
 
-        Each rank receives from every other rank directly. So if one dies, every other rank notices.
+        Each rank receives from every other rank directly. So if a rank dies, all others notice.
         """
         return self._exchange(send, recv)
 
@@ -194,7 +195,7 @@ class GroupComm(Observer):
         """Return a transport of host tensors that sends collectives and messages by gloo.
 
         Args:
-            name: of the transport.
+            name: the transport's name.
             poll: called while a rank waits.
         """
         comm = cast("Intracomm", self)
@@ -210,7 +211,7 @@ class GroupComm(Observer):
         """Begin to send the array `send` to every rank, and gather all ranks' arrays in `recv`.
 
         Args:
-            send: flat array, of one length on all ranks.
+            send: flat array of the same length on all ranks.
             recv: flat array of `size` times that length.
             after: called once the exchange is complete.
         """
@@ -317,7 +318,7 @@ def over_ranks(ranks: Sequence[int], limit: timedelta) -> GroupComm:
 
     Communication:
         The ranks connect through the default group's store. The store counts the calls of each
-        rank, so that a later communicator of the same ranks has another name.
+        rank, so that a later communicator of the same ranks has a different name.
 
     Raises:
         RankError: this rank is not in `ranks`.
@@ -345,7 +346,7 @@ def communicator_of(given: object) -> GroupComm | None:
             varies fastest.
 
     Communication:
-        As `over_ranks`.
+        That of `over_ranks`.
 
     Raises:
         RankError, PeerFailed: as `over_ranks`.

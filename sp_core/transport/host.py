@@ -25,8 +25,8 @@ MAX_COUNT = 2**30
 must fit a C int."""
 
 TAG = 0
-"""Tag of the messages of `exchange`. All ranks post these in one order, on a communicator that only
-this transport uses, and MPI keeps the order."""
+"""Tag of the messages of `exchange`. All ranks post these messages in the same order, on a
+communicator that only this transport uses, and MPI keeps the order."""
 Array = np.ndarray[Any, Any]
 Calls = Sequence[Callable[[], object]]
 """Functions to call one after the other."""
@@ -61,7 +61,7 @@ class HostTransport(Transport):
     """Move CPU tensors by the MPI library's own collectives and point-to-point messages.
 
     Args:
-        comm: an mpi4py communicator that nobody else sends on.
+        comm: an mpi4py communicator on which only this transport sends.
         name: "host", or "window" if the communicator also has a shared-memory `Window`.
         max_count: most elements per MPI call; longer vectors are moved in several calls (chunks).
     """
@@ -153,7 +153,7 @@ class HostTransport(Transport):
     def _run_in_chunks(
         self, operation: Operation, send: Tensor | None, recv: Tensor | None
     ) -> None:
-        """Carry out a collective by several blocking MPI calls, through temporary memory."""
+        """Run a collective by several blocking MPI calls, through temporary memory."""
         for offset, chunk in operation.chunks(max(self._max_count // self._comm.size, 1)):
             sent = received = None
             if send is not None:
@@ -169,7 +169,7 @@ class HostTransport(Transport):
     def _whole(
         self, operation: Operation, send: Tensor | None, recv: Tensor | None
     ) -> Callable[[], object]:
-        """Return a function that carries out a collective by a single blocking MPI call."""
+        """Return a function that runs a collective by a single blocking MPI call."""
         before, call, after = self._steps(operation, send, recv, blocking=True)
         return partial(in_turn, *before, call, *after) if before or after else call
 
@@ -221,7 +221,7 @@ class OverHost(Transport):
         self._host.close(together=together)
 
     def blocking(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
-        """Carry out a collective between buffers in host memory, and return a complete handle."""
+        """Run a collective between buffers in host memory to its end; return a complete handle."""
         self._host.prepare(operation, send, recv)()
         return Done()
 
@@ -229,7 +229,7 @@ class OverHost(Transport):
         """Begin messages between buffers in host memory and return their handle.
 
         Args:
-            tag: of all these messages, as in `Transport.post`.
+            tag: the tag of all these messages, as in `Transport.post`.
             sends, recvs: messages of CPU tensors.
         """
         return self._host.post(self._host.bind(sends), self._host.bind(recvs), tag)
@@ -238,9 +238,10 @@ class OverHost(Transport):
 def widened(
     send: Tensor, recv: Tensor | None, wider: Mapping[torch.dtype, torch.dtype] = WIDER
 ) -> tuple[Tensor, Tensor | None, Calls, Calls]:
-    """Return float32 buffers to sum half types in, and the calls that copy into and out of them.
+    """Return buffers that can be summed, and the calls that copy into and out of them.
 
-    MPI can sum float32 but no half type. The result is rounded only once, at the end.
+    MPI can sum float32 but no half type, so half types are summed in float32 buffers. The result is
+    rounded only once, at the end.
 
     Args:
         send, recv: flat buffers; `recv` may be None.
@@ -263,8 +264,8 @@ def widened(
 def are_equal(operation: Operation) -> bool:
     """Return whether the pieces of all ranks have one length. All ranks get the same answer.
 
-    A part of a longer collective (`Operation.chunks`) counts as uneven: a rank does not know
-    whether the parts of all others are of one length, too.
+    A chunk of a longer collective (`Operation.chunks`) counts as uneven: a rank does not know
+    whether the pieces of all other ranks in it have one length, too.
     """
     return operation.segment is None and {*operation.send, *operation.recv} == {operation.longest}
 
@@ -282,7 +283,7 @@ def pieces(flat: Tensor, sizes: Sequence[int], offset: int, lengths: Sequence[in
         flat: the vector; its pieces lie one after the other.
         sizes: elements of each piece.
         offset: where the range begins, counted from the start of each piece.
-        lengths: elements of each range.
+        lengths: for each piece, the number of elements in its range.
     """
     return [
         piece[offset : offset + n]
@@ -310,7 +311,8 @@ _EVEN_METHODS = _METHODS | {
     "reduce_scatter": ("Reduce_scatter_block", lambda _, send, recv: (send, recv)),
     "all_to_all": ("Alltoall", lambda _, send, recv: (send, recv)),
 }
-"""The same if all pieces have one length. MPICH is then up to ten times as fast."""
+"""The same for collectives whose pieces all have one length. MPICH is up to ten times as fast with
+these methods."""
 
 
 HOME = 0
@@ -341,7 +343,7 @@ class MpiCounter:
 
     def take(self) -> int:
         """Return the next number, which no other rank gets. Other ranks need not call anything."""
-        # sums, by mpi4py's default
+        # Fetch_and_op adds, by mpi4py's default
         one, got = np.ones(1, np.int64), np.empty(1, np.int64)
         self._window.Fetch_and_op(one, got, HOME)
         self._window.Flush(HOME)

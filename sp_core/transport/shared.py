@@ -1,8 +1,8 @@
 """Provide memory that all ranks of one machine map, of the host or of a device.
 
 `share` makes such memory: each rank allocates one part and maps the parts of all others. `demand`
-does so where it must succeed. `HostMemory` allocates and maps host memory; the module `cuda` has
-the classes for a device. `Rooms` reuses shared memory for many tensors.
+does the same, but raises `RankError` if it cannot. `HostMemory` allocates and maps host memory; the
+module `cuda` has the classes for a device. `Rooms` reuses shared memory for many tensors.
 
 Host memory has no name in any file system. The owner makes the memory (`memfd_create`), and the
 other ranks open it through the owner's `/proc` entry. However a program ends, nothing is left
@@ -124,12 +124,13 @@ class HostMemory:
         return part
 
     def close(self, x: Tensor) -> None:
-        """Unmap memory that `open` returned. Here there is nothing to do."""
+        """Unmap memory that `open` returned. Do nothing here: the last tensor in it unmaps it."""
 
     def free(self, x: Tensor) -> None:
-        """Free memory that `allocate` returned, after all other ranks have closed it.
+        """Free memory that `allocate` returned. Do nothing here, where the kernel frees it.
 
-        Here there is nothing to do.
+        A subclass for a device frees it now. The caller must know that all other ranks have closed
+        the memory: `give_back` waits for them.
         """
 
     def begin(self) -> None:
@@ -139,7 +140,7 @@ class HostMemory:
         """
 
     def launch(self, work: Sequence[Work]) -> Handle:
-        """Carry out copies and sums after those launched before, and return their handle.
+        """Run copies and sums after those launched before, and return their handle.
 
         Here they are complete on return.
         """
@@ -156,7 +157,7 @@ class HostMemory:
 
 
 class GrowingMemory(HostMemory):
-    """Allocate host memory that takes no more pages than are written, from their first write on."""
+    """Allocate host memory whose pages are provided one by one, each when it is first written."""
 
     def _extend(self, file: int, nbytes: int) -> None:
         """Make an empty file `nbytes` bytes long, without pages."""
@@ -178,11 +179,11 @@ def share(comm: Intracomm, memory: HostMemory, nbytes: int) -> list[Tensor]:
     Args:
         comm: an mpi4py communicator.
         memory: allocates and maps the memory, of the host or of this rank's device.
-        nbytes: of this rank's part; may differ between ranks.
+        nbytes: bytes of this rank's part; may differ between ranks.
 
     Returns:
-        For each rank its part: uint8, zeroed, of `nbytes` of that rank rounded up to a multiple of
-        8.
+        The part of each rank, in rank order: zeroed uint8. Its length is that rank's `nbytes`,
+        rounded up to a multiple of 8.
 
     Communication:
         Two all-gathers of a few bytes per rank; after a failure also a barrier.
@@ -217,7 +218,7 @@ def share(comm: Intracomm, memory: HostMemory, nbytes: int) -> list[Tensor]:
 def give_back(
     comm: Intracomm, memory: HostMemory, mine: Tensor | None, parts: Sequence[Tensor]
 ) -> None:
-    """Unmap the parts of other ranks, wait for all ranks, and free the own part.
+    """Unmap the parts of other ranks, wait for all ranks, and free this rank's own part.
 
     Every rank calls this.
 
@@ -336,7 +337,7 @@ class Rooms:
 
     Args:
         comm: an mpi4py communicator whose ranks share memory.
-        number: of regions.
+        number: the number of regions.
     """
 
     def __init__(self, comm: Intracomm, number: int) -> None:
@@ -359,7 +360,7 @@ class Rooms:
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in specs]
         starts = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
         number = next(self._uses) % len(self._rooms)
-        if self._rooms[number].numel() < starts[-1]:  # tensors in the old one keep it
+        if self._rooms[number].numel() < starts[-1]:  # tensors keep the old one
             nbytes = starts[-1] if self._comm.rank == 0 else 0
             self._rooms[number] = demand(self._comm, HOST, nbytes)[0]
         return [

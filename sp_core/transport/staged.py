@@ -5,8 +5,8 @@ Each call uses new pageable memory. Most programs do this, and it is here for co
 
 `PipelinedTransport` cuts the vector of a collective into chunks and overlaps three kinds of work.
 While MPI moves chunk k, one copy engine copies chunk k+1 to the host ("down") and another copies
-chunk k-1 to the device ("up"). The chunks use two pairs of page-locked buffers in turn, which are
-made once.
+chunk k-1 to the device ("up"). The chunks use two pairs of page-locked buffers in turn. These
+buffers are made once.
 
     down   | 0 | 1 | 2 | 3 |
     MPI        | 0 | 1 | 2 | 3 |
@@ -53,7 +53,7 @@ class StagedTransport(OverHost):
     def prepare(
         self, operation: Operation, send: Tensor | None, recv: Tensor | None
     ) -> Callable[[], object]:
-        """Return a function that copies to the host, makes the blocking call, and copies back."""
+        """Return a function that copies to the host, runs the collective there, and copies back."""
         on_host = partial(self.blocking, operation)
         return lambda: self._collective(on_host, send, recv).test()
 
@@ -163,7 +163,7 @@ class PipelinedTransport(OverHost):
     def prepare(
         self, operation: Operation, send: Tensor | None, recv: Tensor | None
     ) -> Callable[[], object]:
-        """Return a function that carries out the collective and waits for its end.
+        """Return a function that runs the collective and waits for its end.
 
         That function first completes the transfers that this rank began before.
         """
@@ -191,7 +191,7 @@ class PipelinedTransport(OverHost):
         return self._enqueue(self._messages(sends, recvs, self._host.exchange), self._queue)
 
     def in_order(self, call: Callable[[], object]) -> Handle:
-        """Make a call after all transfers in the queue, at once if there is none."""
+        """Call a function after all transfers in the queue, or at once if the queue is empty."""
 
         def steps() -> Iterator[None]:
             call()
@@ -270,12 +270,12 @@ class PipelinedTransport(OverHost):
         operation: Operation,
         send: Tensor | None,
     ) -> None:
-        """Begin the copies to the host of what this rank sends in chunk `index`.
+        """Begin to copy the data that this rank sends in chunk `index` to the host.
 
         Do nothing if there is no such chunk.
 
         Args:
-            index: of the chunk.
+            index: the index of the chunk.
             chunks: (offset in each piece, operation) of every chunk.
             operation: the whole collective.
             send: flat device tensor, or None.

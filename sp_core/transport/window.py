@@ -1,7 +1,7 @@
-"""Carry out collectives in memory that the ranks of one node share.
+"""Run collectives in memory that the ranks of one node share.
 
 A `Window` holds slots, one flag per rank, and tensors that callers have allocated. A slot is a
-buffer of fixed size for data on their way to other ranks; each rank has `SLOTS` of them. In host
+buffer of fixed size for data in transit to other ranks; each rank has `SLOTS` of them. In host
 memory a slot takes only the pages that some operation has written.
 
 An operation (a collective, or a set of messages) is a list of steps. A step is a list of copies and
@@ -13,7 +13,7 @@ for the last step of the operation before it.
 
 The slots may lie in memory of a device. Then the copies of a step are queued on a CUDA stream of
 their own, after those of the steps before. The flags stay in host memory. A rank raises its flag
-when the device has carried out the copies:
+when the device has completed the copies:
 
     host      launch 0 .......... | flag 1, launch 1 .......... | flag 2
     device             copies of 0                   copies of 1
@@ -55,10 +55,10 @@ SLOT_BYTES = 1 << 19
 FLAG_BYTES = 128
 """Bytes of the memory of each flag, since cores fetch cache lines in pairs."""
 DEVICE_SLOT_BYTES = 1 << 26
-"""Bytes of a slot in device memory: few of them, because the ranks wait for each other in each.
+"""Bytes of a slot in device memory. Slots are large, because the ranks wait for each other in each.
 
-Two processes on one H200 need 0.3 ms for a slot. To gather 336 MiB from each takes 12.3 ms by slots
-of 8 MiB, 4.0 ms of 32 MiB and 1.9 ms of 128 MiB."""
+Two processes on one H200 need 0.3 ms for a slot. To gather 336 MiB from each takes 12.3 ms with
+slots of 8 MiB, 4.0 ms with 32 MiB and 1.9 ms with 128 MiB."""
 PINNED_SLOT_BYTES = 1 << 22
 """Bytes of a slot in pinned memory: smaller, so that reads overlap with the next writes."""
 
@@ -73,10 +73,10 @@ class Allocation(NamedTuple):
     of the other ranks alive.
 
     Args:
-        window: an object that only this window has.
+        window: an object that identifies the window.
         number: how many calls of `allocate` came before, the same on every rank.
-        shape: of this rank's tensor.
-        dtype: of all tensors.
+        shape: the shape of this rank's tensor.
+        dtype: the dtype of all tensors.
         others: other rank -> that rank's tensor.
     """
 
@@ -88,29 +88,31 @@ class Allocation(NamedTuple):
 
 
 class Window:
-    """Hold the memory that the ranks of a communicator share, and carry out operations in it.
+    """Hold the memory that the ranks of a communicator share, and run operations in it.
 
     An operation is a list of steps, each a list of copies and sums that one rank makes. All ranks
-    make the window together, and start operations in one order. `advance` drives the operations;
-    nothing runs in the background.
+    make the window together, and start operations in the same order. `advance` drives the
+    operations; nothing runs in the background.
 
     Args:
         comm: an mpi4py communicator.
-        slot_bytes: bytes of a slot, a buffer for data on their way; each rank has `SLOTS`. At least
-            8 bytes per rank are taken, and a multiple of 8 bytes. The default is `SLOT_BYTES`.
+        slot_bytes: bytes of a slot, a buffer for data in transit; each rank has `SLOTS`. The size
+            is rounded down to a multiple of 8, but is at least 8 bytes per rank. The default is
+            `SLOT_BYTES`.
         memory: allocates and maps the slots, in host memory or on this rank's device.
-        in_order: makes a call in the order of the collectives of all ranks (`Transport.in_order`).
+        in_order: calls a function after the MPI calls of earlier collectives
+            (`Transport.in_order`).
 
     Attributes:
         memory: as given; its `copying` makes the copies of a step.
         has_rooms: whether `blocks` and `sums` can be used. On a device they cannot, because only
             the window's own copies are in order there.
-        blocks: two regions in turn (`Rooms`) for tensors that all ranks read in place.
-        sums: one region (`Rooms`) for sums to which the ranks add in turn.
+        blocks: two regions, used in turn (`Rooms`), for tensors that all ranks read in place.
+        sums: one region (`Rooms`) for sums to which one rank after the other adds.
         slots: for each rank its slots, as one uint8 vector; empty after `close`.
         slot_bytes: bytes of one slot.
         begun: steps of all operations started so far, the same on every rank.
-        made: steps that this rank has made.
+        made: steps that this rank has completed.
 
     Raises:
         NotShared: on every rank: the ranks have no memory in common, or cannot map each other's.
@@ -132,7 +134,7 @@ class Window:
         self._mine = flags[comm.rank]
         self._others = [flag for rank, flag in enumerate(flags) if rank != comm.rank]
         self.begun = 0  # steps of all operations started so far
-        self.made = 0  # steps that this rank has made
+        self.made = 0  # steps that this rank has completed
         self._launched = 0
         self._queue: deque[tuple[int, Sequence[Work]]] = deque()  # to launch: (step, work)
         self._under_way: deque[Handle] = deque()  # launched steps that are not complete
@@ -148,8 +150,8 @@ class Window:
         On a device the copies begin after the work queued on the current stream so far.
 
         Args:
-            steps: for each step, the functions that this rank calls. All ranks give equally many
-                steps.
+            steps: for each step, the functions that this rank calls. All ranks pass the same number
+                of steps.
             what: names the operation in errors and checks; the same on every rank.
         """
         self.memory.begin()
@@ -186,9 +188,9 @@ class Window:
     def advance(self) -> None:
         """Launch the steps that are ready, and publish how many steps this rank has made.
 
-        A step is ready when the other ranks have made the steps before it, or all of these but one
-        if it is the first step of an operation. The call does not wait. Other ranks read the number
-        from this rank's flag.
+        A step is ready when the other ranks have made all steps before it. For the first step of an
+        operation, they may lack the last of these. The call does not wait. Other ranks read the
+        number from this rank's flag.
         """
         while True:
             while self._under_way and self._under_way[0].test():
@@ -213,8 +215,8 @@ class Window:
         call of `allocate` or in `close`, once no rank uses the tensors of this call.
 
         Args:
-            shape: of this rank's tensor; may differ between ranks.
-            dtype: the same on every rank.
+            shape: the shape of this rank's tensor; may differ between ranks.
+            dtype: the tensor's dtype, the same on every rank.
 
         Communication:
             Three all-gathers of a few bytes; one more on a device after the first call.
@@ -230,7 +232,7 @@ class Window:
             self._lent[number] = parts, [StorageWeakRef(x.untyped_storage()) for x in lent]
         tensors = [shaped(*each, dtype) for each in zip(lent, shapes, strict=True)]
         own, others = tensors[self._comm.rank], dict(enumerate(tensors))
-        del others[self._comm.rank]  # a reference to itself would keep it
+        del others[self._comm.rank]  # a tensor that refers to itself is never freed
         storage: Any = own.untyped_storage()
         storage.allocation = Allocation(self._token, number, own.shape, dtype, others)
         return own
@@ -240,7 +242,7 @@ class Window:
 
         Every rank calls this.
         """
-        if not self._lent:  # on every rank
+        if not self._lent:  # then it is empty on every rank
             return
         unused = {
             number for number, (_, uses) in self._lent.items() if all(use.expired() for use in uses)
@@ -282,8 +284,8 @@ class Window:
         """Return a number that identifies where the flat tensor x begins in shared memory, or -1.
 
         The number combines the index of the allocation and the offset. Tensors at corresponding
-        places have the same number on every rank. -1: x is None, not allocated in this window, or
-        of another dtype.
+        places have the same number on every rank. The number is -1 if x is None, was not allocated
+        in this window, or has a different dtype than its allocation.
         """
         found = self._allocation(x)
         if x is None or found is None or found.dtype != x.dtype:
@@ -331,9 +333,9 @@ class WindowRun(NamedTuple):
     """Represent an operation that a window has begun; a `Handle`.
 
     Args:
-        window: the window that carries the operation out.
-        end: how many steps this rank has made when the operation is complete, those of earlier
-            operations included.
+        window: the window that runs the operation.
+        end: how many steps this rank has made when the operation is complete, including the steps
+            of earlier operations.
         what: names the operation in errors.
         told: complete once the communicator's observer knows of the operation.
     """
@@ -344,9 +346,9 @@ class WindowRun(NamedTuple):
     told: Handle
 
     def test(self) -> bool:
-        """Make the copies and additions that can be made now, also of earlier operations.
+        """Make the copies and additions that can be made now, first those of earlier operations.
 
-        Return True once this rank has made all of this operation, else False without waiting. In
+        Return True once this rank has made all steps of this operation, else False at once. In
         tests the communicator's observer raises `PeerFailed` here if a rank has been lost.
         """
         self.window.advance()

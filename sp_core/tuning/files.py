@@ -92,8 +92,8 @@ def load(path: Path, fingerprint: Mapping[str, str] | None = None) -> Tuning:
 
     Args:
         path: the file.
-        fingerprint: of the machine and MPI library for which the file must have been measured;
-            None for any.
+        fingerprint: the fingerprint of the machine and MPI library on which the constants must have
+            been measured; None for any.
 
     Raises:
         FileError: the file is missing, cannot be read, is no file of constants, has another format

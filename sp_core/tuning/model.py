@@ -38,9 +38,9 @@ Nodes = tuple[int, ...]
 DTYPE = torch.float32
 """The dtype for which sums are measured and predicted."""
 STEPS_PER_OCTAVE = 4
-"""The number of sizes between n and 2n bytes that `decide` tells apart. Others are rounded."""
+"""The number of sizes between n and 2n bytes that `decide` tells apart. It rounds other sizes."""
 MOST_RANKS = 8
-"""The most ranks of which the model looks at each."""
+"""The most ranks for which the model computes the time of every rank."""
 LINKS = ("node", "network")
 """Kinds of link: between ranks of one node, and between nodes."""
 
@@ -98,7 +98,8 @@ class Tuning:
     A plan is a collective prepared for one tensor (`sp.plan`); a run of it is one execution.
 
     Args:
-        fingerprint: what was measured: name -> value of host, processor, cores and MPI library.
+        fingerprint: describes the machine that was measured: name -> value of host, processor,
+            cores and MPI library.
         nodes: for each rank of the measurement the number of its node.
         links: kind of link (`LINKS`) -> seconds in which two ranks send n bytes to each other at
             the same time.
@@ -157,7 +158,7 @@ def _programs(op: str, algorithm: str, nodes: Nodes, nbytes: int) -> dict[int, P
     Args:
         op, algorithm: names of a collective and of an algorithm that has a schedule.
         nodes: for each rank the number of its node.
-        nbytes: of the whole float32 vector, which is split evenly over the ranks.
+        nbytes: bytes of the whole float32 vector, which is split evenly over the ranks.
 
     Returns:
         Rank -> program.
@@ -290,7 +291,7 @@ def decide(
 def _decided(
     tuning: Tuning, op: str, nodes: Nodes, place: int, among: tuple[str, ...], planned: bool
 ) -> str:
-    """Decide as `decide` for 2 ** (place / STEPS_PER_OCTAVE) bytes. Decisions are cached."""
+    """Return the name that `decide` returns for 2 ** (place / STEPS_PER_OCTAVE) bytes. Cached."""
     nbytes = round(2 ** (place / STEPS_PER_OCTAVE))
     # an algorithm that was never timed is not chosen: the model alone is not exact enough
     timed = [name for name in among if name in tuning.times[op]]
