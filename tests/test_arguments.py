@@ -79,8 +79,8 @@ TAKEN = {
     "alibi": "none list wholes tuple range halves",
     "inner": "none function class",
 }
-"""By an argument's name, the names of the values that it accepts. One argument stands for all that
-have the same check."""
+"""The names of the values that each argument accepts, by the argument's name. One argument stands
+for all that have the same check."""
 
 
 def is_taken(name: str, value: object) -> bool:

@@ -88,7 +88,7 @@ def test_a_slower_head_is_never_judged_milder(
 
 @given(screens, confirms, deltas)
 @example([0.09] * 10, [0.09] * 20, DELTA)
-@example([0.3] * 10, [0.01] * 19 + [3.0], DELTA)  # the mean, but not the median, would be a regression
+@example([0.3] * 10, [0.01] * 19 + [3.0], DELTA)  # a mean would be a regression
 def test_what_a_verdict_says_is_in_its_interval(
     screen: list[float], confirm: list[float], delta: float
 ) -> None:
@@ -134,8 +134,7 @@ LIMIT = math.log1p(DELTA)
     ],
 )
 def test_more_pairs_would_decide(screen: list[float], needed: int | None) -> None:
-    """About four times as many decide if the upper end is twice as far from the median as the limit.
-    """
+    """Four times as many decide if the upper end is twice as far from the median as the limit."""
     assert judge(screen, (), DELTA) is Verdict.INCONCLUSIVE
     assert pairs_needed(screen, DELTA) == needed
 

@@ -237,7 +237,7 @@ def test_a_script_of_layers_shows_the_result_that_it_is_about(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """One rank runs ordinary layers. A fault of a result that the script is not about is ignored."""
+    """One rank runs ordinary layers. Faults of other results than the script's are ignored."""
     problem = {**layers.told(LAYERS), "shards": [[0, 1, 2, 3]]}
     verdict = condemned(problem, result)
     text = script(named("megatron-core"), verdict, "1.0")
@@ -255,7 +255,7 @@ def test_a_script_shows_a_fault_planted_in_a_library_and_no_other(
 ) -> None:
     """The script runs on one rank in this process. The library of this fault is torch itself."""
     fault = next(fault for fault in FAULTS if fault.library == "torch ring")
-    monkeypatch.setattr(fault.function, pkgutil.resolve_name(fault.function))  # undo the fault afterwards
+    monkeypatch.setattr(fault.function, pkgutil.resolve_name(fault.function))  # undone later
     problem = {**told(EXAMPLE), "shards": [[0, 1, 2, 3]]}
     text = script(named(fault.library), condemned(problem), "1.0")
     for code, word in enumerate(("right", "WRONG")):

@@ -174,7 +174,7 @@ def test_a_window_over_it(runtime: Runtime, kind: Callable[[torch.device], Any])
 def test_memory_that_no_rank_uses_any_more_is_given_back(
     runtime: Runtime, kind: Callable[[torch.device], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is freed in the next call that makes memory, or when the communicator is freed.
+    """Such memory is freed in the next call that makes memory, or with the communicator.
 
     A view of another rank's tensor keeps the memory of all ranks, even if only one rank has such a
     view. Each rank has its own handles, as if it were a process.

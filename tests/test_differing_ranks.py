@@ -18,8 +18,8 @@ from sp_core.testing import run_threads, spmd, tier
 
 SEED = int(os.environ.get("SP_DOMAIN_SEED", "1"))
 SAMPLE = 3
-"""How many differences are tried in a run: of each call with `check="off"`, and under mpiexec of
-those that may be valid. `nox -s domains` and `explore` try all."""
+"""The number of differences of each call that a run tries with `check="off"`. Under mpiexec it is
+also the number of those that may be valid. `nox -s domains` and `explore` try all."""
 
 COMPARED = compared(SUBJECTS)
 UNDER_MPI = [*attention.SUBJECTS, *collectives.SUBJECTS]

@@ -50,7 +50,7 @@ def test_a_group_that_cannot_connect_is_the_same_error_on_every_rank(
 
 @spmd()
 def test_half_types_are_added_in_float32_by_torch_distributed_too(comm: Any) -> None:
-    """reduce_scatter, which adds in this project, is bitwise right. all_reduce rounds once more."""
+    """reduce_scatter adds in this project, and is bitwise right; all_reduce is near a rounding."""
     inputs = [
         torch.randn(64 * comm.size, generator=torch.Generator().manual_seed(rank)).bfloat16()
         for rank in range(comm.size)

@@ -140,7 +140,7 @@ DEFAULTS: dict[str, set[float]] = {
     "tolerance": {0.02},
     "top": {5},
 }
-"""The defaults of number parameters by name. All calls with such a parameter have these defaults."""
+"""The default of every number parameter, by the parameter's name."""
 
 
 def test_a_number_that_is_left_out_stays_what_it_was() -> None:
