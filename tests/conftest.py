@@ -14,9 +14,7 @@ from sp_core.testing import profiles
 from sp_core.testing.plugin import _runs_on_ranks
 
 settings.load_profile(profiles.DEFAULT)
-os.environ["SP_TUNING"] = (
-    "off"  # "auto" must not depend on earlier measurements on this machine
-)
+os.environ["SP_TUNING"] = "off"  # "auto" must not depend on earlier measurements on this machine
 
 for name in [name for name in os.environ if name.startswith("PYTEST_XDIST_")]:
     del os.environ[name]  # programs that tests start are not workers of this session

@@ -1,7 +1,7 @@
 """`nox -s conformance`: test other libraries' attention and parallel layers by our own laws.
 
-The exit code is 1 if this project's own columns do not pass, a library is missing, a cell was not
-tried, a script does not repeat what was found, or a fault planted in a library is not found.
+The exit code is 1 if this project's own columns do not pass, a library is missing, or a cell was
+not tried. It is also 1 if a script does not repeat what was found, or a planted fault is not found.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """List the capabilities that a library's attention may have, and draw problems that test each one.
 
-A problem is plain in everything that its capability is not about: the length is even, every scheme
+A problem is plain in everything that its capability is not about. The length is even, every scheme
 can split the heads, and dtype and layout are the library's usual ones. So a fault shows under the
 capability that it belongs to.
 """

@@ -42,8 +42,8 @@ FINE, RAISED, STUCK = "fine", "raised", "stuck"
 Attempt = tuple[str, str]
 """The outcome of a problem on one rank: FINE, RAISED or STUCK, and the text of the error."""
 Error = dict[str, Any]
-"""The worst result of a rank: its name ("result"), the rank ("rank"), its greatest error divided by
-the bound ("ratio"), and divided by the greatest expected element ("relative")."""
+"""The worst result of a rank: its name ("result") and the rank ("rank"). Its greatest error is
+divided by the bound ("ratio"), and by the greatest expected element ("relative")."""
 
 
 @dataclass

@@ -76,7 +76,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a stage ended.
+    """The end of a stage.
 
     Args:
         code: the exit code; None if the stage was killed.
