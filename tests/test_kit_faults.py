@@ -118,7 +118,7 @@ def test_a_rank_that_fails_wakes_the_others_and_leaves_nothing(ranks: int, body:
 
 @pytest.mark.parametrize("op", ["Allreduce", "Iallreduce", "allgather"])
 def test_a_rank_that_is_interrupted_keeps_its_word(op: str) -> None:
-    """The interrupted rank still makes the call that all had announced: its peers may wait in it."""
+    """The interrupted rank still makes the call that all had announced; peers may wait in it."""
 
     @spmd(3)
     def body(comm: Any) -> None:
