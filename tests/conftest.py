@@ -1,4 +1,4 @@
-"""Give every test the kit's `pr` profile: the same examples each time, and no deadlines."""
+"""Use the kit's `pr` profile in every test: the same examples each time, and no deadlines."""
 
 import gc
 import os
@@ -14,16 +14,14 @@ from sp_core.testing import profiles
 from sp_core.testing.plugin import _runs_on_ranks
 
 settings.load_profile(profiles.DEFAULT)
-os.environ["SP_TUNING"] = (
-    "off"  # what "auto" takes must not depend on what was once measured on this machine
-)
+os.environ["SP_TUNING"] = "off"  # "auto" must not depend on earlier measurements on this machine
 
 for name in [name for name in os.environ if name.startswith("PYTEST_XDIST_")]:
-    del os.environ[name]  # the programs that tests start are no workers of this session
+    del os.environ[name]  # programs that tests start are not workers of this session
 
 
 RANKS = re.compile(r"\bspmd\b|mark\.ranks\b|from sp_core\.testing import .*\bgiven\b")
-"""How a file is known to have tests that run on ranks."""
+"""A pattern that matches files with tests that run on ranks."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -33,9 +31,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Freeze what the imports have left, so that the garbage collector need not visit it.
+    """Freeze the objects that imports have made, so that the garbage collector skips them.
 
-    Refuse a file that has tests on ranks and would be left out under `mpiexec`.
+    Refuse a file with tests on ranks that RANKS does not match: `mpiexec` would leave it out.
     """
     gc.freeze()
     on_ranks = {item.path for item in session.items if _runs_on_ranks(item)}
@@ -46,12 +44,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_session_dir(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Give each worker its own session folder, because others start an mpiexec meanwhile."""
+    """Give each worker its own session folder, because several may start mpiexec at once."""
     if not in_job():
         os.environ.update(session_dir(tmp_path_factory.mktemp("mpiexec")))
 
 
 @pytest.fixture
 def short_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorten the slots of shared memory, so that tensors of tests need several."""
+    """Shorten the slots of shared memory, so that tensors of tests need several slots."""
     monkeypatch.setattr("sp_core.transport.window.SLOT_BYTES", 1 << 11)

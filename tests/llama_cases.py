@@ -1,4 +1,4 @@
-"""Small LLaMAs with random weights, on every mesh of up to four ranks."""
+"""Make small LLaMA models with random weights, on every mesh of up to four ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PIPELINES = {
     ]
     for size in MESHES
 }
-"""The meshes with several stages."""
+"""The meshes with several pipeline stages, by number of ranks."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Case:
         )
 
     def weights(self) -> dict[str, Tensor]:
-        """All whole tensors by their names in a checkpoint: float64, representable in the dtype."""
+        """Return the whole weights by checkpoint name, in float64 but exact in the case's dtype."""
         random = torch.Generator().manual_seed(self.seed)
         dtype = getattr(torch, self.dtype)
         return {
@@ -130,12 +130,12 @@ class Case:
         grid, weights = Grid.of(mesh, None if hybrid else scheme), self.weights()
         model = Llama(self.config, grid, dtype=getattr(torch, self.dtype), tp_sp=tp_sp)
         model.fill(lambda name, placement: placement.take(weights[name], grid.tensor.rank))
-        if self.seed % 2:  # as a `Decoder` has left it
+        if self.seed % 2:  # the state in which a `Decoder` leaves a model
             model.join_weights()
         return model
 
     def options(self) -> dict[str, Any]:
-        """For the reference."""
+        """Return the options of `reference.llama`."""
         scaling = SCALINGS[self.scaling]
         return {
             "num_heads": self.heads[0],
@@ -145,7 +145,7 @@ class Case:
         }
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """The reference's logits of whole sequences."""
+        """Return the reference's logits of whole sequences."""
         return reference.llama(tokens, self.weights(), **self.options())
 
     def tokens(self, *shape: int) -> Tensor:
@@ -171,7 +171,7 @@ def cases(draw: st.DrawFn, max_layers: int = 2) -> Case:
 
 
 def mesh_of(comm: Any, number: int, stages: int = 1, **options: Any) -> sp.Mesh:
-    """One of the meshes of this many ranks and at most so many stages."""
+    """Make the mesh with this number among those of `comm.size` ranks and up to `stages` stages."""
     shapes = [*MESHES[comm.size], *(axes for axes in PIPELINES[comm.size] if axes["pp"] <= stages)]
     axes: dict[str, Any] = {
         axis: size for axis, size in shapes[number % len(shapes)].items() if size > 1

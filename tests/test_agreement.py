@@ -1,4 +1,4 @@
-"""What ranks are told of each other's calls, word by word."""
+"""Test the errors of ranks whose calls differ or fail, word by word."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LETTERS = "".join(map(chr, range(0x100, 0x100 + 900)))
 
 
 def refused(comm: Any, call: str, error: Exception | None = None) -> Exception:
-    """Return the error by which all ranks know, after checks of it that hold for any."""
+    """Return the error that `agree` raises, after checks that hold for every such error."""
     with pytest.raises(agreement.ERRORS) as caught:
         agree(comm, call, 0, error)
     assert caught.value.__cause__ is error
@@ -67,7 +67,7 @@ def test_of_long_calls_the_beginning_and_the_first_difference_are_told(
 
 @pytest.mark.parametrize("more", [0, 1])
 def test_1800_characters_are_told_whole(more: int) -> None:
-    """Two lines with their heads of ten letters, and a line feed between them."""
+    """The two lines have 889 and 890 letters, two beginnings of ten letters, and a line feed."""
     calls = ["a" * 889, "b" * (890 + more)]
     whole = f"{DISAGREE}\n  rank 0: {calls[0]}\n  rank 1: {calls[1]}"
     text = run_threads(2, lambda comm: str(refused(comm, calls[comm.rank])))[0]
@@ -75,7 +75,7 @@ def test_1800_characters_are_told_whole(more: int) -> None:
 
 
 def test_of_many_calls_five_are_told_and_of_many_ranks_some() -> None:
-    """A list of 30 letters is told whole, as is a call of 299 letters. One more are too many."""
+    """The error shows lists of ranks up to 30 letters and calls up to 299 letters in full."""
     calls = ["a" * 299] * 4 + ["b" * 300] * 3 + ["c" * 500, "d" * 500, "e" * 500]
     calls += ["a" * 299] * 5 + ["b" * 300] * 6
     lines = [
@@ -144,7 +144,7 @@ def test_ranks_are_told_who_leaves(acts: list[tuple[str, str]], text: str) -> No
 
 @spmd(1, 2, 3)
 def test_control_bytes_are_counted(comm: Any) -> None:
-    """A digest of 32 bytes, and a record of 64 bytes to each other rank where values differ."""
+    """An agreement sends a digest of 32 bytes, and 64 bytes to each other rank if values differ."""
     others = comm.size - 1
     with sp.Mesh(comm, a=comm.size) as mesh:
         group = mesh["a"]
@@ -159,7 +159,7 @@ def test_control_bytes_are_counted(comm: Any) -> None:
 
 @spmd(4)
 def test_an_error_of_one_rank_reaches_all_ranks_of_a_grid(comm: Any) -> None:
-    """Along the first axis, then along the other one. Without an error all numbers are returned."""
+    """The error travels along the first axis, then the other. Without one, all values return."""
     with sp.Mesh(comm, a=2, b=2) as mesh:
         for wrong in (False, True):
 

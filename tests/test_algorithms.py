@@ -1,4 +1,4 @@
-"""Run every algorithm: it gives the bits of its schedule, and is counted as it is costed."""
+"""Run every algorithm: its result is bitwise that of its schedule, and its traffic is its cost."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ SEGMENT_BYTES = 24
 
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Segments and blocks of half types so short that the vectors here have several."""
+    """Shorten segments, and blocks of half types, so that the vectors here have several of them."""
     monkeypatch.setattr(table, "SEGMENT_BYTES", (SEGMENT_BYTES, SEGMENT_BYTES))
     monkeypatch.setattr(combining, "WIDE_BLOCK", 3)
 
 
 def poison(comm: sp.Communicator) -> None:
-    """Leave scratch full of NaN for the calls that follow."""
+    """Fill the scratch memory of a communicator with NaN for the calls that follow."""
     comm.scratch.clear()
     for _ in range(3):
         comm.scratch.give(torch.full((1 << 14,), 0xFF, dtype=torch.uint8, device=comm.device))
@@ -74,7 +74,7 @@ def test_an_algorithm_equals_the_definition(
             )
             assert new or case.op == "copy_to_group" or not result.numel()
             kept = [block for block in group.scratch._free if block.numel()]
-            assert len(kept) >= 3  # what was taken is there for the next call
+            assert len(kept) >= 3  # scratch blocks were given back for the next call
 
 
 def test_scratch_lends_the_smallest_block_that_fits_and_keeps_the_largest() -> None:
@@ -115,7 +115,7 @@ def test_an_execution_is_bitwise_a_replay_of_its_schedule_and_costs_as_much(
 
 @given(max_examples=30, problem=vectors(SUMS))
 def test_the_library_adds_half_types_in_float32(comm: Any, problem: Vectors) -> None:
-    """Compare with the sum in float64: as many roundings as there are additions, and one more.
+    """Half types differ from the float64 sum by float32 rounding and one final rounding.
 
     Source: Higham, "Accuracy and stability of numerical algorithms", 2002, section 4.2: |error| <=
     gamma_d * sum |x_i|.
@@ -129,7 +129,7 @@ def test_the_library_adds_half_types_in_float32(comm: Any, problem: Vectors) -> 
     if dtype in HALF:
         bound = 2 * gamma(comm.size, torch.float32) * scale
         bound += exact.abs() * torch.finfo(dtype).eps / 2
-    bound += torch.finfo(dtype).tiny  # of underflow
+    bound += torch.finfo(dtype).tiny  # an underflow
     if problem.op == "reduce_scatter":
         counts = pieces(comm.size, problem.shape)
         exact, bound = (part_of(x, counts, 0, comm.rank) for x in (exact, bound))
@@ -138,7 +138,7 @@ def test_the_library_adds_half_types_in_float32(comm: Any, problem: Vectors) -> 
 
 
 def gamma(size: int, dtype: torch.dtype) -> float:
-    """Bound the relative error of a sum over so many ranks."""
+    """Bound the relative error of a sum over `size` ranks."""
     error = (size - 1) * torch.finfo(dtype).eps / 2
     return error / (1 - error)
 
@@ -153,7 +153,7 @@ def gamma(size: int, dtype: torch.dtype) -> float:
 def test_deterministic_is_bitwise_the_sum_in_the_order_of_the_ranks(
     comm: Any, problem: Vectors, start: bool, shared: bool
 ) -> None:
-    """Also where the mesh was made with another algorithm; a half type is added in float32."""
+    """This holds whatever algorithm the mesh was made with. Half types are added in float32."""
     inputs = problem.inputs(comm.size)
     total = in_rank_order(inputs)
     name = f"{problem.op}_start" if start else problem.op
@@ -177,7 +177,7 @@ def test_deterministic_is_bitwise_the_sum_in_the_order_of_the_ranks(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("length", [1, 3, 7])
 def test_a_sum_is_that_of_a_loop_wherever_it_is_written(length: int, dtype: torch.dtype) -> None:
-    """Into memory of its own or into that of an addend. Beside it nothing changes."""
+    """The sum is written to its own memory or over an addend. The memory beside it stays."""
     for count, place in product(range(1, 5), range(5)):
         draws = torch.randn(5, length + 2, generator=torch.Generator().manual_seed(count))
         memory = (draws * torch.tensor([[1e6], [1], [-1e6], [10], [1]])).to(dtype)
@@ -188,13 +188,13 @@ def test_a_sum_is_that_of_a_loop_wherever_it_is_written(length: int, dtype: torc
             memory[place, 1:-1], parts, wide, "sum", lambda into, part: partial(into.copy_, part)
         )
         assert bool([one() for one in work]) == (count > 1 or place > 0)
-        first = int(2 <= place < count and dtype == torch.float32)  # then it adds in the first one
+        first = int(2 <= place < count and dtype == torch.float32)  # row 0 is overwritten
         assert torch.equal(memory[first:], wanted[first:])
         assert rooms[[0, -1]].isnan().all()
 
 
 def test_sends_need_not_be_complete_where_the_result_has_memory_of_its_own() -> None:
-    """And all of them before the next step where it begins in the middle of the input."""
+    """If the result begins in the middle of the input, sends must end before the next step."""
     memory = torch.zeros(8, dtype=torch.int16)
     made = Vectors("all_reduce", "ring", 5, 0, "float32", 0).schedule(3, None).programs[0]
     places = [range(0), *(range(*ends) for ends in combinations(range(5), 2))]

@@ -1,4 +1,7 @@
-"""The one writer of the history of benchmark records, with a bare repository as the server."""
+"""Test `ci/append_history.py`, which writes the history of benchmark records to a branch.
+
+A bare repository stands in for the server.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ def record(**changes: Any) -> dict[str, Any]:
 
 
 class Branch:
-    """A server, a clone that is the working directory, and the branch on the server."""
+    """A bare repository as the server, a clone of it, and the history branch on the server."""
 
     def __init__(self, folder: Path) -> None:
         self.bare, self.clone, self.file = folder / "bare", folder / "clone", folder / "new.jsonl"
@@ -39,7 +42,7 @@ class Branch:
         return str(self.file)
 
     def append(self, *made: dict[str, Any]) -> int:
-        """Append records of COMMIT; return the exit code."""
+        """Run the program to append records of COMMIT; return its exit code."""
         return append_history.main([COMMIT, self.write(*made)])
 
     def lines(self, name: str = "2026-11.jsonl") -> list[dict[str, Any]]:
@@ -61,7 +64,7 @@ def branch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Branch:
 def test_records_are_appended_once_and_in_order_to_a_file_a_month(
     branch: Branch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A job that runs again adds nothing twice."""
+    """A job that appends the same records again does not add them twice."""
     first, second, later = record(), record(launch=1), record(run_id="20261130T000000Z-x")
     december = record(run_id="20261201T000000Z-x")
     assert append_history.main([COMMIT, branch.write(first, first), "--dry-run"]) == 0

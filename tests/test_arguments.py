@@ -1,4 +1,4 @@
-"""Which values an argument takes by its name, and what is said of others."""
+"""Test which values an argument accepts, by its name, and the errors for other values."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ TAKEN = {
     "alibi": "none list wholes tuple range halves",
     "inner": "none function class",
 }
-"""By name of an argument the values that it takes; names with the same check stand for all."""
+"""The names of the values that each argument accepts, by the argument's name. One argument stands
+for all that have the same check."""
 
 
 def is_taken(name: str, value: object) -> bool:

@@ -1,4 +1,4 @@
-"""Laws of attention on one device: against the dense reference, and of merge and kernels."""
+"""Test attention on one device: the dense reference, merging, and what the kernels are given."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    """Random numbers of a test that has no seed of its own."""
+    """Seed torch for tests that have no seed of their own."""
     torch.manual_seed(0)
 
 
 LOCAL = BY_NAME["local_attention"]
 LARGE = {"101 to 140", "17 to 64", "65 to 128", "129 to 256", "257 to 300", "10 to 17"}
-"""Parts that the domain draws once in each run; many examples of them take too long."""
+"""Parts of the domain with many tokens. They are left out here, because examples would be slow."""
 
 
 def rows(**chosen: tuple[str, ...]) -> st.SearchStrategy[Row]:
-    """Parts of the domain of `local_attention`; of some factors only those that are named."""
+    """Draw rows of the domain of `local_attention`; `chosen` limits the parts of some factors."""
     parts = {
         factor: [part for part in LOCAL.factors[factor] if part not in LARGE]
         for factor in LOCAL.factors
@@ -55,12 +55,12 @@ def rows(**chosen: tuple[str, ...]) -> st.SearchStrategy[Row]:
 
 
 def judge(call: Call) -> None:
-    """Compare results and all gradients with the reference."""
+    """Make a call, and compare its results and all gradients with the reference."""
     call.judge(call())
 
 
 def there_and_back(do: Tensor, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> tuple[Tensor, ...]:
-    """Return out, lse, dq, dk and dv."""
+    """Run attention forward and backward; return out, lse, dq, dk and dv."""
     out, lse = attend(q, k, v, **call)
     return out, lse, *attend_backward(do, q, k, v, out, lse, **call)
 
@@ -91,7 +91,7 @@ def test_attention_is_the_reference(row: Row, seed: int) -> None:
 def test_the_comparison_fails_on_another_problem(
     change: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    """A window off by one, no mask, a scale off by 3 % (20 % in 16 bits), positions off by one."""
+    """Problems differ in window, mask, scale (3 %, or 20 % for 16 bits), softcap or positions."""
     if dtype.itemsize == 2 and "softmax_scale" in change:
         change = {"softmax_scale": 0.36}
     row = LOCAL.base | {"mask": "given", "q.dtype": str(dtype).removeprefix("torch.")}
@@ -106,7 +106,7 @@ def test_the_comparison_fails_on_another_problem(
 @pytest.mark.parametrize("softcap", [None, 50.0], ids=["fused", "plain"])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_values_that_no_query_sees_are_not_read(softcap: float | None, poison: float) -> None:
-    """Padding, another document, keys behind a window, holes in an irregular mask."""
+    """Unseen keys are padding, another document, behind a window, or holes of positions."""
     cases = [
         (Mask(causal=True), range(40), range(64), range(40, 64)),
         (Mask(documents=(0, 30, 64)), range(30), range(64), range(30, 64)),
@@ -130,10 +130,7 @@ def test_values_that_no_query_sees_are_not_read(softcap: float | None, poison: f
 
 
 def test_a_nan_that_is_seen_may_spread_inside_its_block_and_not_beyond() -> None:
-    """The contract for values that are not finite, as the fused kernel has it.
-
-    0 times NaN is NaN.
-    """
+    """Inside a block the fused kernel computes 0 times NaN, which is NaN, for hidden keys."""
     q, k, v = (torch.randn(1, 1, 128, 8) for _ in range(3))
     v[:, :, 100] = torch.nan
     inside, _ = block_attention(q, k, v, kind="causal", logits=Logits(0.3))
@@ -148,14 +145,14 @@ def test_a_second_derivative_is_refused_and_not_wrong() -> None:
     q = torch.randn(1, 3, 1, 2, requires_grad=True)
     (dq,) = torch.autograd.grad(
         cast("Tensor", local_attention(q, q, q)).sum(), q, create_graph=True
-    )  # a constant gradient of out, too
+    )  # also if the gradient of out is constant
     with pytest.raises(RuntimeError, match="differentiable once"):
         dq.sum().backward()
 
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, ...]]:
-    """The results of the kernels that run, in order."""
+    """Return a list to which every kernel call adds its results."""
     results: list[tuple[Tensor, ...]] = []
 
     def noted(run: Callable[..., Any], *given: Any) -> Any:
@@ -179,7 +176,7 @@ def test_merge_keeps_what_the_other_side_did_not_see_bitwise() -> None:
 
 @pytest.mark.parametrize("empty", range(3))
 def test_nothing_to_compute_is_not_given_to_a_kernel(empty: int) -> None:
-    """Zero batch, queries or keys: the fused kernel would end the process."""
+    """With an empty batch, no queries or no keys the fused kernel would end the process."""
     b, sq, sk = (0 if i == empty else 2 for i in range(3))
     q, k = torch.randn(b, 2, sq, 4), torch.randn(b, 2, sk, 4)
     out, lse = block_attention(q, k, k, logits=Logits(0.3))
@@ -193,7 +190,7 @@ def test_nothing_to_compute_is_not_given_to_a_kernel(empty: int) -> None:
 def test_one_causal_block_is_one_kernel_call_and_the_result_of_torch(
     ran: list[tuple[Tensor, ...]],
 ) -> None:
-    """And no copy of what the kernel returns."""
+    """The results and gradients are the kernel's own tensors, not copies of them."""
     q, k, v = (torch.randn(1, 150, 2, 16, requires_grad=True) for _ in range(3))
     do = torch.randn(1, 150, 2, 16)
     out: Any = local_attention(q, k, v, mask=Mask(causal=True))
@@ -209,10 +206,7 @@ def test_one_causal_block_is_one_kernel_call_and_the_result_of_torch(
 
 
 def test_a_row_whose_lse_is_minus_infinity_has_no_gradient() -> None:
-    """exp(s - lse) of such a row would be infinite.
-
-    A caller that merged nothing for it hands it over all the same.
-    """
+    """The kernel would compute exp(s - lse), which is infinite for such a row."""
     q, do, out = (torch.randn(1, 2, 6, 4) for _ in range(3))
     k, v = (torch.randn(1, 2, 6, 4) for _ in range(2))
     lse = torch.full((1, 2, 6), -torch.inf)
@@ -228,8 +222,8 @@ def test_the_gradient_of_the_lse_is_not_rounded_to_the_heads_dtype(dtype: torch.
     q, k = torch.randn(1, 2, 5, 3).to(dtype), torch.randn(1, 1, 7, 3).to(dtype)
     grad_lse = torch.randn(1, 2, 5)
     do, wide_q, wide_k, wide_v, out = _with_lse_columns(q, q, k, k, q, grad_lse)
-    assert LSE_COLUMNS % 8 == 0  # as the kernels for CUDA need heads
-    smallest = 2.0**-24 if dtype == torch.float16 else 0.0  # float16 ends there
+    assert LSE_COLUMNS % 8 == 0  # kernels for CUDA need a multiple of 8 elements
+    smallest = 2.0**-24 if dtype == torch.float16 else 0.0  # the smallest float16
     assert ((do * out)[..., 3:].double().sum(-1) + grad_lse.double()).abs().max() <= smallest
     assert (wide_q[..., 3:] == 0).all()
     assert torch.equal(wide_q @ wide_k.mT, q @ k.mT)

@@ -1,6 +1,6 @@
-"""What torch's CUDA kernels of attention are given, and which of them.
+"""Test which of torch's CUDA attention kernels is called, and with which arguments.
 
-On the meta device, where there is no GPU.
+No GPU is needed: tensors are on the meta device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def tensor_on(device: str, dtype: torch.dtype, head_dim: int) -> Any:
-    """What `backend_for` reads of a tensor, on a device that need not be here."""
+    """Return a stand-in with the attributes that `backend_for` reads; no such device is needed."""
     return SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(head_dim,))
 
 
@@ -44,9 +44,9 @@ def tensor_on(device: str, dtype: torch.dtype, head_dim: int) -> Any:
 def test_a_tensor_on_a_gpu_gets_the_fastest_kernel_that_takes_it(
     head_dim: int, dtype: torch.dtype
 ) -> None:
-    """Rows of 16 bytes are what the fused kernels read.
+    """The fused kernels need rows of a multiple of 16 bytes, and none takes float64.
 
-    Flash up to 256 elements, and none of them float64. Only the efficient one takes a mask.
+    Flash takes head dims up to 256. Only the efficient kernel takes a mask.
     """
     half = dtype.itemsize == 2
     fused = "flash_cuda" if half and head_dim <= 256 else "efficient_cuda"
@@ -64,7 +64,7 @@ def test_a_tensor_on_a_gpu_gets_the_fastest_kernel_that_takes_it(
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give the meta device, which checks schemas and shapes, the kernels of a GPU."""
+    """Use a GPU's kernels on the meta device, which checks schemas and shapes."""
     monkeypatch.setattr(kernels, "FUSED", {"meta"})
 
 
@@ -72,7 +72,7 @@ KERNELS = {"flash": torch.bfloat16, "cudnn": torch.bfloat16, "efficient": torch.
 
 
 class Passed(TorchDispatchMode):
-    """The arguments of the kernels by name, and the tensor each is made of."""
+    """A mode that records the kernels' arguments by name, and of which tensor each was made."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -100,7 +100,7 @@ class Passed(TorchDispatchMode):
 def test_the_cuda_kernels_get_each_argument_under_its_own_name(
     kernel: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In rows that begin at multiples of 16 bytes, whatever the caller's do."""
+    """Every row begins at a multiple of 16 bytes, even if the caller's rows do not."""
     monkeypatch.setattr(cuda, "prefers_cudnn", lambda *given: kernel == "cudnn")
     sq, sk = (40, 40) if kind == "causal" else (40, 33)
     is_flash, dtype = kernel != "efficient", KERNELS[kernel]
@@ -140,7 +140,7 @@ def test_the_cuda_kernels_get_each_argument_under_its_own_name(
 @pytest.mark.usefixtures("fused")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_cuda_kernel_of_a_partial_block_gets_its_mask(dtype: torch.dtype) -> None:
-    """As numbers of q's dtype that are added, for all heads, in rows of whole pieces."""
+    """The mask is a bias of q's dtype for all heads, with rows at multiples of 16 bytes."""
     q, k = (torch.empty(2, 4, length, 16, dtype=dtype, device="meta") for length in (40, 33))
     allowed = torch.ones(40, 33, dtype=torch.bool).tril_()
     call: dict[str, Any] = {"kind": "partial", "allowed": allowed, "logits": Logits(0.3)}
@@ -170,7 +170,7 @@ def test_the_mask_that_a_cuda_kernel_adds(rows: int, columns: int, dtype: torch.
 
 
 class Sequences(TorchDispatchMode):
-    """Torch's flash kernel for sequences of different lengths, by the one for CPU."""
+    """A mode that computes torch's flash kernel for packed sequences by the kernel for CPUs."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -212,7 +212,7 @@ class Sequences(TorchDispatchMode):
 def test_packed_documents_are_one_call_of_the_flash_kernel(
     causal: bool, keys: range, lengths: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bitwise what a call for each document gives, also beside queries that see nothing."""
+    """The result is bitwise that of a call for each document, even if some queries see nothing."""
     random = torch.Generator().manual_seed(3)
     q, do = (torch.randn(2, 4, 40, 16, generator=random).bfloat16() for _ in range(2))
     k, v = (torch.randn(2, 2, len(keys), 16, generator=random).bfloat16() for _ in range(2))
@@ -233,7 +233,7 @@ def test_packed_documents_are_one_call_of_the_flash_kernel(
 
 
 def rows_at(x: torch.Tensor) -> set[int]:
-    """How far the rows of a tensor begin behind multiples of 16 bytes."""
+    """Return the remainders of the addresses of all rows, divided by 16 bytes."""
     return {x[index].data_ptr() % 16 for index in product(*map(range, x.shape[:-1]))}
 
 
@@ -249,7 +249,7 @@ def rows_at(x: torch.Tensor) -> set[int]:
 def test_the_cuda_kernels_get_rows_that_begin_at_multiples_of_16_bytes(
     dims: tuple[int, ...], order: list[int], cut: tuple[int, ...], step: int, dtype: torch.dtype
 ) -> None:
-    """What lies so already is not copied."""
+    """A tensor whose rows already do so is not copied."""
     room = (
         torch.arange(10_000, dtype=torch.float32)
         .to(dtype)[: (dims[3] + cut[3]) * step * 125]
@@ -305,7 +305,7 @@ def test_repeated_keys_are_gathered_again() -> None:
     "mask", [Mask(window=3), Mask(causal=True, documents=(0, 5, 40)), Mask(causal=True, window=7)]
 )
 def test_a_gpu_is_not_asked_what_a_mask_leaves(mask: Mask, in_order: bool) -> None:
-    """Tensors on the meta device have no values, so none can decide what a kernel gets."""
+    """Tensors on the meta device have no values, so the plan cannot depend on them."""
     q, k, v = (torch.empty(2, 4, 40, 16, device="meta") for _ in range(3))
     here: dict[str, Any] = {
         "q_positions": range(40) if in_order else torch.arange(40) * 7 % 40,

@@ -1,6 +1,6 @@
-"""Large blocks cut into tiles, and small ones packed into tiles: the same attention.
+"""Test that attention is the same after large blocks are cut into tiles, or small ones packed.
 
-Tiles show every visible pair once, in an order that the merging relies on.
+Together the tiles cover every visible pair of query and key once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EVERY_CUT = pytest.mark.parametrize("cut", [halves, strips])
 
 
 SMALL: dict[str, Any] = {"HALVES_TILE": 3, "STRIP_WIDTHS": (4, 2), "POLLED_ROWS": 4}
-"""Tiles so small that short sequences have many."""
+"""Tile sizes so small that short sequences have many tiles."""
 
 
 @pytest.fixture
@@ -45,13 +45,13 @@ def causal(size: int, q_start: int = 0, kv_start: int = 0) -> Block:
 
 
 def shown(block: Block) -> torch.Tensor:
-    """Which of its own pairs a block shows."""
+    """Return 1 for each visible pair of a block, and 0 for the others."""
     part = torch.ones(block.shape, dtype=torch.int64)
     return part.tril() if block.kind == "causal" else part
 
 
 def coverage(blocks: tuple[Block, ...], rows: int, columns: int) -> torch.Tensor:
-    """How many blocks show each pair."""
+    """Return the number of blocks in which each pair is visible."""
     count = torch.zeros(rows, columns, dtype=torch.int64)
     for block in blocks:
         count[block.queries, block.keys] += shown(block)
@@ -124,12 +124,12 @@ def test_something_else_has_its_turn_after_every_part() -> None:
         "between": lambda: turns.append(len(turns)),
     }
     there_and_back(q, q, k, k, **call)
-    assert len(turns) == 3 + 3  # of 4, 4 and 2 queries; of 4, 4 and 1 keys
+    assert len(turns) == 3 + 3  # parts of 4, 4 and 2 queries; of 4, 4 and 1 keys
 
 
 @pytest.fixture
 def packing() -> Iterator[None]:
-    """Pack every block of few tokens, into tiles so small that short sequences have many."""
+    """Pack every small block, into packs so small that short sequences have many of them."""
     with patch.multiple(packs, SIDES=(2, 4, 9), LEAST_BLOCKS=1, ELEMENTS=64):
         packs._packed.cache_clear()
         yield
@@ -172,7 +172,7 @@ def test_packs_of_these_positions_are_the_reference(
 
 @patch.multiple(packs, SIDES=(2, 4), LEAST_BLOCKS=2)
 def test_a_block_follows_the_one_before_it_in_its_tile_and_its_pack() -> None:
-    """Three blocks stay: one too large, one partial, and one alone in its pack."""
+    """Three blocks are not packed: one is too large, one partial, one alone in its pack."""
     shapes = (
         (2, 1),
         (3, 4),
@@ -210,7 +210,7 @@ def call(bounds: tuple[int, ...], length: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_a_poisoned_document_leaves_its_neighbours_alone(poison: float) -> None:
-    """Padding with any content in a document of its own is safe."""
+    """Padding may hold any content if it is a document of its own."""
     bounds = tuple(range(0, 65, 8))
     q, k, v, do = torch.randn(4, 1, 2, 64, 8, generator=torch.Generator().manual_seed(0)).unbind()
     blocks = plan_blocks(range(64), range(64), Mask(causal=True, documents=bounds))
@@ -225,13 +225,13 @@ def test_a_poisoned_document_leaves_its_neighbours_alone(poison: float) -> None:
 def test_hundreds_of_documents_take_few_kernel_calls(ran: list[Any]) -> None:
     do, q, k, v = torch.randn(4, 1, 2, 4096, 64).unbind()
     there_and_back(do, q, k, v, **call(tuple(range(0, 4097, 8)), 4096))
-    assert len(ran) == 2 * q.numel() // 2**17  # the elements of q in a pack
+    assert len(ran) == 2 * q.numel() // 2**17  # a pack holds 2**17 elements of q
 
 
 def test_tiles_of_a_window_are_not_searched_for_hidden_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The plan has cut them so that there are none, and a search takes as long as small tiles."""
+    """The plan cuts tiles without hidden tokens, and a search would be as slow as small tiles."""
     searched: list[str] = []
     monkeypatch.setattr(kernels, "_seen", lambda *given: searched.append(given[0]))
     q, do = torch.randn(2, 1, 1, 300, 4).unbind()

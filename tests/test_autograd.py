@@ -1,7 +1,4 @@
-"""The backward of every collective is its adjoint.
-
-Exactly by inner products, to second order by differences of the global map.
-"""
+"""Test the derivatives of every collective, as a map from all shards to all outputs."""
 
 from __future__ import annotations
 
@@ -29,14 +26,14 @@ DIFFERENTIABLE: dict[str, Callable[[Tensor, sp.Communicator], Tensor]] = {
 
 @pytest.mark.parametrize("name", sorted(DIFFERENTIABLE))
 def test_the_global_map_has_right_first_and_second_derivatives(name: str) -> None:
-    """All shards to all outputs, in one direction, which every element of several ranks is part of.
+    """The map takes all shards to all outputs, and is checked along one random direction.
 
-    Per rank it would be wrong, because all ranks perturb at once.
+    A check of each rank alone would be wrong, because all ranks perturb their shards at once.
     """
     size = 3
 
     def kept(comm: Any, x: Tensor) -> Tensor:
-        mesh = sp.Mesh(comm, sp=comm.size)  # the backward needs it: it ends with the threads
+        mesh = sp.Mesh(comm, sp=comm.size)  # not closed, because the backward needs it
         return DIFFERENTIABLE[name](x**3, mesh["sp"])
 
     random = torch.Generator().manual_seed(size)

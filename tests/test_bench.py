@@ -1,4 +1,4 @@
-"""The benchmark harness: ranks take the same number of steps, and no record is lost."""
+"""Test the benchmark harness: ranks take the same number of steps, and no record is lost."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_counts_keep_the_barrier_small_or_the_budget(step: float, meeting: float
 
 @spmd()
 def test_ranks_with_unequal_work_take_the_same_steps_and_the_slowest_one_counts(comm: Any) -> None:
-    """The last rank works on after the last message; that is in the time of the step."""
+    """The last rank works on after the last message; the time of the step includes that work."""
     steps = list[float]()
     with sp.Mesh(comm, sp=comm.size) as mesh:
 
@@ -121,7 +121,10 @@ STOPPED = [(name, "missing", f"{UNREACHED}: interrupted") for name in "abc"]
 def test_an_end_in_the_middle_loses_nothing(
     end: Any, told: list[object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The first P ends in its second case; the next P goes on, but not after an interruption."""
+    """If a launch dies in its second case, the launch of more ranks follows all the same.
+
+    After an interruption it does not.
+    """
     out = tmp_path / "records.jsonl"
 
     def watch(command: list[str], folder: Path, timeout: float, progress: Any) -> Any:
@@ -183,7 +186,7 @@ REFUSED = {
         "--only nothing": "--list prints all",
         "--timeout 0": "pass more than 0",
         "--out /": "cannot be written",
-        "--out /proc/nope": "cannot be written",  # where root may write, but nobody can
+        "--out /proc/nope": "cannot be written",  # not even root can write there
     },
     "trace": {"--hidden 10 --heads 3": "3 heads of 3 make 9"},
 }
@@ -213,7 +216,7 @@ def test_bad_options_are_refused_before_anything_starts(
 
 
 def test_every_program_names_a_function_that_its_ranks_can_call() -> None:
-    """And every session of nox is a program."""
+    """Every benchmark session of nox is one of these programs."""
     sessions = re.findall(r'"benchmarks (\w+)[ "]', (ROOT / "noxfile.py").read_text())
     assert {*sessions} == {*PROGRAMS} - {"gpu"}
     texts = "".join(path.read_text() for path in (ROOT / "benchmarks").rglob("*.py"))
@@ -249,7 +252,7 @@ def test_the_library_comes_from_the_checkout_that_was_named_or_not_at_all(
 
 @starts_processes
 def test_a_run_from_end_to_end(tmp_path: Path) -> None:
-    """One launch of the real thing: records, pytest-benchmark's file of rank 0, the table."""
+    """A real launch writes records and rank 0's pytest-benchmark file, and prints the table."""
     out = tmp_path / "bench.jsonl"
     choice = [
         "--ranks",
@@ -280,7 +283,7 @@ def test_a_run_from_end_to_end(tmp_path: Path) -> None:
 
 @starts_processes
 def test_a_launch_that_takes_too_long_is_ended_by_the_launcher() -> None:
-    """It has less time than the imports of a rank take."""
+    """The launch has less time than a rank needs for its imports."""
     found = launching.run(1, "nowhere:measure", {}, launching.Launch(timeout=0.5))
     assert found["status"] == "timeout"
-    assert found["took_s"] < launching.GRACE_SECONDS  # after which the launcher would be ended
+    assert found["took_s"] < launching.GRACE_SECONDS  # else the launcher itself would be killed

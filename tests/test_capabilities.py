@@ -1,4 +1,4 @@
-"""The table of what each scheme can do is what the schemes do."""
+"""Test that the documented table of what each scheme can do is true."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The small scripts behind the noxfile: torch of the machine, and the summary of a job."""
+"""Test the small scripts behind the noxfile: the machine's own torch, and the summary of a job."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def program(path: Path, text: str) -> str:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The packages of an environment without torch; pip only notes what it is asked for."""
+    """Make the site-packages of an environment without torch; pip only records its arguments."""
     folder = tmp_path / "site"
     folder.mkdir()
     (tmp_path / "pins.txt").write_text(PINS)

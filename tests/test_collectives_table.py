@@ -1,4 +1,4 @@
-"""The table of collectives: what counts as reached, and what "auto" is said to lose."""
+"""Test the table of collectives: which targets are reached, and how much time "auto" loses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RATIO = Row("ratio", "all_reduce", (64 * MIB,), BOTH, target=2.5, scratch=4 * MI
 
 
 def launch(other: float, ours: float, *, scratch: int = 0, kind: str = "default") -> dict[str, Any]:
-    """Eight rounds, our every round a little different."""
+    """Make a launch of eight rounds, in which our times differ a little."""
     samples = {
         "library": [other] * 8,
         "segmented_ring": [ours * (1 + 0.001 * place) for place in range(8)],
@@ -51,7 +51,7 @@ def launch(other: float, ours: float, *, scratch: int = 0, kind: str = "default"
     ],
 )
 def test_what_counts_as_reached(row: Row, found: Any, mark: str) -> None:
-    """The rounds of all launches count."""
+    """The rounds of all launches are counted together."""
     launches = found if isinstance(found, list) else [found]
     required, *_ = judged(row, 64 * MIB, launches)
     assert required.mark == mark
@@ -71,7 +71,7 @@ def test_every_contestant_that_a_row_names_is_there() -> None:
 
 
 def raced(op: str, nbytes: int, names: list[str]) -> dict[str, Any]:
-    """One heat of two ranks, which are threads."""
+    """Run one heat of a collective on two ranks as threads; return its samples."""
 
     def body(world: Any) -> dict[str, Any]:
         with sp.Mesh(world, transport="window", all=world.size) as mesh:
@@ -84,9 +84,9 @@ def raced(op: str, nbytes: int, names: list[str]) -> dict[str, Any]:
 def test_every_contestant_is_right_whatever_was_run_before(
     op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At a size at which a sum in place goes through several chunks.
+    """The size is such that a sum in place has several chunks.
 
-    What calls another library needs processes, and stays away.
+    Contestants of other libraries are left out, because they need processes.
     """
     monkeypatch.setattr(timed, "SHARE", 0.0)
     names = [name for name in CONTESTANTS if name not in ("library", "gloo")]
@@ -114,7 +114,7 @@ ODD, EVEN = {"mpi": 2.0, "ring": 1.0}, {"mpi": 1.0, "ring": 1.5}
 
 
 def samples(odd: dict[str, float], even: dict[str, float]) -> Any:
-    """Every collective alike: seconds by algorithm in rounds to fit, and in those to judge."""
+    """Make samples: seconds by algorithm in the rounds that are fitted, and in those that judge."""
     return {
         "all_reduce": {
             name: {64: [odd[name], even[name]] * 3, 4 * KIB: [odd[name], even[name]] * 3}
@@ -164,7 +164,7 @@ def test_what_is_shown() -> None:
 def test_a_launch_has_its_own_environment(
     kind: str, own: list[str], count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A library that yields while it waits is no fair opponent where every rank has a core."""
+    """If every rank has a core, a library that yields while it waits is no fair opponent."""
     monkeypatch.setattr(program, "cores", lambda: count)
     names = ("OMPI_MCA_mpi_yield_when_idle", "THP_MEM_ALLOC_ENABLE", "GLIBC_TUNABLES")
     inherited = [f"{name}=inherited" for name in names]

@@ -1,6 +1,6 @@
-"""The comparison of commits on made-up machines: every verdict, its reason, a second opinion.
+"""Test the comparison of commits on simulated machines: every verdict, and the reason for it.
 
-And around it: worktrees come and go, launches start, wrong options are refused.
+Worktrees, launches, options and interruptions are tested, too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WAITS = {
 
 
 def changed(side: str = "head", since: int = 0, slower: Any = None, **change: Any) -> Machine:
-    """A machine on which a side has other records from a pair on."""
+    """Make a machine on which one side's records change from pair `since` onwards."""
     return Machine(slower=slower or {}, changes={side: (since, change)})
 
 
@@ -100,7 +100,7 @@ def test_every_verdict_has_its_reason(
     assert (row.verdict, result.exit_code) == (verdict, code)
     assert told in "; ".join(row.remarks)
     assert len(result.records) >= 40
-    assert result.problems == []  # made up, but valid
+    assert result.problems == []  # simulated records are valid
 
 
 def test_a_slower_case_is_found_where_it_is_and_nowhere_else(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_the_order_of_each_pair_is_its_coin(tmp_path: Path) -> None:
     coins = {(n, "screen", i): coin(5, "screen", n, i) for n in (1, 2) for i in range(10)}
     assert first == {place: ("base", "head")[thrown] for place, thrown in coins.items()}
     throws = [coin(seed, "screen", 2, index) for seed in range(400) for index in range(10)]
-    assert abs(sum(throws) - 2000) < 4 * 32  # four standard deviations of as many fair coins
+    assert abs(sum(throws) - 2000) < 4 * 32  # four standard deviations of 4000 fair coins
 
 
 @pytest.mark.parametrize("cases", [[], ["--cases", "ring", "layers"]])
@@ -171,7 +171,7 @@ FILES = {"ci/constraints.txt": "torch==2.0\nrich==1\n# note\nmpich==5\n"}
 
 @pytest.fixture
 def repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The present tree: a commit, then `side` with another one, and `main` with another one."""
+    """Make a repository with one common commit, and one more on each branch, `side` and `main`."""
     folder = tmp_path / "repository"
     folder.mkdir()
     git(folder, "init", "--quiet")
@@ -224,7 +224,7 @@ def test_worktrees_go_however_the_block_ends(end: type[BaseException], repositor
 
 @pytest.mark.parametrize(("old", "new"), [("rich==1", "rich==2"), ("torch==2.0", "torch==3")])
 def test_a_commit_with_other_packages_is_refused(old: str, new: str, repository: Path) -> None:
-    """Only what the library computes with counts, not what the harness needs."""
+    """Only packages that the library computes with must be the same, not those of the harness."""
     lines = FILES["ci/constraints.txt"].replace(old, new)
     sha = commit(repository, new, **{"ci/constraints.txt": lines})
     git(repository, "checkout", "--quiet", f"{sha}~1")
@@ -241,7 +241,7 @@ def test_a_commit_with_other_packages_is_refused(old: str, new: str, repository:
 def test_the_harness_is_asked_for_cases_and_launches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The output of a failure goes to a log, which an interruption keeps."""
+    """The output of a failed launch goes to a log file, which an interruption keeps."""
     made = Mock(side_effect=["it broke", KeyboardInterrupt])
     plan = {size: [SimpleNamespace(id="a"), SimpleNamespace(id="b")] for size in (1, 2)}
     monkeypatch.setattr(command, "listing", lambda setting, ranks, root: plan)

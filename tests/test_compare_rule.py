@@ -1,4 +1,4 @@
-"""The decision rule: exact under coin flips, the same from either side; its self-test can fail."""
+"""Test the decision rule: its exact error rates, its symmetry, and that its self-test can fail."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ deltas = st.floats(0.01, MAX_DELTA)
 
 
 def test_the_rule_over_all_throws_of_its_coins() -> None:
-    """2^30 throws: what is found is the product of both tails, for a drift of any size."""
+    """Of all 2^30 throws, the share of wrong verdicts is the product of both stages' tails."""
     found = dict.fromkeys(Verdict, 0)
     counts = itertools.product(range(SCREEN_PAIRS + 1), range(CONFIRM_PAIRS + 1))
     for slower, again in counts:
@@ -88,7 +88,7 @@ def test_a_slower_head_is_never_judged_milder(
 
 @given(screens, confirms, deltas)
 @example([0.09] * 10, [0.09] * 20, DELTA)
-@example([0.3] * 10, [0.01] * 19 + [3.0], DELTA)  # a mean would be red
+@example([0.3] * 10, [0.01] * 19 + [3.0], DELTA)  # a mean would be a regression
 def test_what_a_verdict_says_is_in_its_interval(
     screen: list[float], confirm: list[float], delta: float
 ) -> None:
@@ -110,9 +110,9 @@ def test_what_a_verdict_says_is_in_its_interval(
     [(1, 1), (3, 1), (6, 1), (9, 2), (10, 2), (12, 3), (20, 5), (30, 9)],
 )
 def test_the_interval_is_the_sign_test_inverted(pairs: int, place: int) -> None:
-    """Zero lies below the interval exactly if so few throws show so many heads.
+    """Zero lies outside the interval exactly if the sign test rejects it.
 
-    With fewer than 6 values none is that rare, and the widest interval is given.
+    With fewer than 6 values it can never reject, and the interval is the widest possible.
     """
     ordered = [float(n) for n in range(1, pairs + 1)]
     found = exact_interval(random.Random(3).sample(ordered, pairs))
@@ -134,7 +134,7 @@ LIMIT = math.log1p(DELTA)
     ],
 )
 def test_more_pairs_would_decide(screen: list[float], needed: int | None) -> None:
-    """About four times as many where the upper end is twice as far from the median as the limit."""
+    """Four times as many decide if the upper end is twice as far from the median as the limit."""
     assert judge(screen, (), DELTA) is Verdict.INCONCLUSIVE
     assert pairs_needed(screen, DELTA) == needed
 
@@ -237,7 +237,7 @@ def test_the_selftest_knows_what_must_not_be_found(verdict: str, share: float, w
 
 
 def test_the_planted_work_takes_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the last rank, forward only; the clock goes on by one a reading, by ten in the call."""
+    """Only the forward of the last rank gets work. The clock counts its readings."""
     path = tmp_path / selftest.PLANTED_IN
     path.parent.mkdir(parents=True)
     call = "def ring_attention(*, comm):\n    return [time.perf_counter() for _ in range(10)]\n"

@@ -1,4 +1,4 @@
-"""Other libraries on trial: the stand-in is exact, a right library passes, a wrong one does not."""
+"""Test `conformance`: the stand-in is exact, a right library passes, a wrong one does not."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Call = Callable[..., Any]
 
 @st.composite
 def blocks(draw: st.DrawFn) -> dict[str, Any]:
-    """One call of a kernel: lengths, heads, mask."""
+    """Draw one call of a kernel: lengths, heads, mask and seed."""
     return {
         "queries": draw(st.integers(1, 9)),
         "keys": draw(st.integers(1, 9)),
@@ -63,7 +63,7 @@ def check_gradients(want: Any, *found: Any) -> None:
 @settings(max_examples=40)
 @drawn(block=blocks())
 def test_the_stand_in_is_attention_aligned_at_the_bottom_right(block: dict[str, Any]) -> None:
-    """The last query sits at the last key, and a window reaches back from there."""
+    """The last query has the position of the last key, and a window is counted from there."""
     queries, keys, kv_heads, causal = (
         block[name] for name in ("queries", "keys", "kv_heads", "causal")
     )
@@ -120,7 +120,7 @@ def on_trial(
     seconds: float = 60.0,
     subject: Any = attention,
 ) -> dict[str, Any]:
-    """The verdict on a library whose ranks are threads; without time, on the first problem."""
+    """Return the verdict on a call, with ranks as threads; `seconds=0` tries only one problem."""
     adapter: Any = SimpleNamespace(**{subject.CALL: call})
     trial = Trial(subject, adapter, "", lambda comm: None, seconds=seconds)
     gradients = capability not in ("full", "forward")
@@ -134,7 +134,7 @@ def on_trial(
     + [(layers, our_layers.Pair, name) for name in layers.CAPABILITIES],
 )
 def test_our_own_pass(subject: Any, call: Call, capability: str) -> None:
-    """An error of nothing at all would be that of a problem that asks for nothing."""
+    """The error must not be 0, as it would be if a problem had no results."""
     found = on_trial(call, capability, examples=4, size=3, subject=subject)
     assert found["verdict"] == "pass", found
     assert found["examples"] >= 4
@@ -152,7 +152,7 @@ def scaled(*qkv: Tensor, **options: Any) -> Tensor:
 
 
 def a_mask_not_shifted(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Every rank takes its own first token for the first of the sequence."""
+    """Compute causal attention as if every rank's first token were the sequence's first."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(
         q, k, v, is_causal=options["causal"], scale=options["softmax_scale"]
@@ -213,7 +213,7 @@ def test_a_trial_without_time_left_tries_nothing_new_and_forgets_no_failure() ->
 
 
 class NotSummed(our_layers.Pair):
-    """Each rank's own part of the output."""
+    """A pair whose output is not summed over the ranks."""
 
     def forward(self, x: Tensor) -> Tensor:
         inner, rank = self.up(x), self.down.comm.rank
@@ -222,35 +222,35 @@ class NotSummed(our_layers.Pair):
 
 
 class OwnTokensOnly(our_layers.Pair):
-    """The input's gradient is that of this rank's features, because it is not summed over ranks."""
+    """A pair whose input gets no gradient through the layers."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.detach()) + 0 * x
 
 
 class OwnBiasGradient(our_layers.Pair):
-    """Each rank has the gradient of its own tokens, as before a sum over ranks."""
+    """A pair whose bias gradient is too small by the factor P, as if it were not summed."""
 
     def finish(self) -> None:
         cast("Tensor", cast("Tensor", self.down.bias).grad).div_(self.down.comm.size)
 
 
 class NoGradient(our_layers.Pair):
-    """The second weight is never trained."""
+    """A pair whose second weight has no gradient."""
 
     def finish(self) -> None:
         self.down.weight.grad = None
 
 
 class SecondUseForgotten(our_layers.Pair):
-    """Only the last use of a weight counts."""
+    """A pair whose first weight has half of its gradient, as if only one of two uses counted."""
 
     def finish(self) -> None:
         cast("Tensor", self.up.weight.grad).div_(2)
 
 
 class NarrowSum(our_layers.Pair):
-    """The output is rounded to float32."""
+    """A pair whose output is rounded to float32."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).float().to(x.dtype)

@@ -1,4 +1,4 @@
-"""Launches of other libraries on trial, scripts that show what is wrong alone, and the report."""
+"""Test `conformance`: its launches, the scripts that repeat a failure, and the report."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def line(capability: str, ranks: int, verdict: str = "pass") -> dict[str, Any]:
 
 
 def condemned(problem: dict[str, Any], result: str = "out", rank: int = 0) -> dict[str, Any]:
-    """The verdict of a cell with a problem for one rank."""
+    """Return the verdict "wrong" of a cell with a problem for one rank."""
     found = {"result": result, "rank": rank, "relative": 1e-3, "problem": problem}
     return {**line("causal", 1, "wrong"), **found}
 
@@ -53,7 +53,7 @@ def condemned(problem: dict[str, Any], result: str = "out", rank: int = 0) -> di
 def test_a_launch_that_dies_takes_one_cell_with_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """On 2 ranks "causal" kills the launch. It, and a wrong cell, are not tried on 3 ranks."""
+    """On 2 ranks "causal" kills the launch. Neither it nor a wrong cell is tried on 3 ranks."""
     tried: list[tuple[int, str]] = []
 
     def launch(size: int, folder: Path, patience: float) -> str:
@@ -136,7 +136,7 @@ def test_patience_multiplies_every_limit_of_a_launch(
 
 
 def test_a_new_run_keeps_the_columns_that_it_has_not_tried() -> None:
-    """Each column says which run it is of."""
+    """Each column of the joined report records its own run."""
     order = ["sp_core", "torch ring", "sp_core layers"]
     seen = {
         **line("causal", 2, "wrong"),
@@ -185,7 +185,7 @@ def test_a_script_uses_the_library_alone(library: Any) -> None:
 
 
 def run_here(text: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The exit code of a script for one rank, run in this process."""
+    """Run a script for one rank in this process; return its exit code."""
     shown: dict[str, Any] = {"__name__": "shown"}
     exec(compile(text, "shown.py", "exec"), shown)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -237,7 +237,7 @@ def test_a_script_of_layers_shows_the_result_that_it_is_about(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """On one rank with ordinary layers: a fault of another result is not the one that was found."""
+    """One rank runs ordinary layers. Faults of other results than the script's are ignored."""
     problem = {**layers.told(LAYERS), "shards": [[0, 1, 2, 3]]}
     verdict = condemned(problem, result)
     text = script(named("megatron-core"), verdict, "1.0")
@@ -253,9 +253,9 @@ def test_a_script_of_layers_shows_the_result_that_it_is_about(
 def test_a_script_shows_a_fault_planted_in_a_library_and_no_other(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On one rank, in this process, with the one fault whose library is torch itself."""
+    """The script runs on one rank in this process. The library of this fault is torch itself."""
     fault = next(fault for fault in FAULTS if fault.library == "torch ring")
-    monkeypatch.setattr(fault.function, pkgutil.resolve_name(fault.function))  # put back afterwards
+    monkeypatch.setattr(fault.function, pkgutil.resolve_name(fault.function))  # undone later
     problem = {**told(EXAMPLE), "shards": [[0, 1, 2, 3]]}
     text = script(named(fault.library), condemned(problem), "1.0")
     for code, word in enumerate(("right", "WRONG")):
@@ -268,12 +268,12 @@ def test_a_script_shows_a_fault_planted_in_a_library_and_no_other(
 
 @pytest.fixture
 def data() -> Any:
-    """The committed report."""
+    """Return the data of the committed report."""
     return json.loads((HERE / "REPORT.json").read_text())
 
 
 def test_planted_faults_are_where_columns_compute(data: Any) -> None:
-    """Every column of these adapters that passes anything has a fault, where it passes."""
+    """Each column of three adapters that passes any cell has a fault, in a cell that it passes."""
     for fault in FAULTS:
         assert fault.capability in named(fault.library).tried()
         assert data["verdicts"][fault.library][fault.capability]["verdict"] == "pass"
@@ -290,7 +290,7 @@ def test_planted_faults_are_where_columns_compute(data: Any) -> None:
 
 
 def test_a_column_is_of_the_adapter_that_is_committed(data: Any) -> None:
-    """Columns of runs that recorded their commit: an adapter that changes later needs a new run."""
+    """This holds for runs that recorded their commit. An adapter that changes needs a new run."""
     told = {column["name"]: column for column in data["libraries"] if column["run"].get("commit")}
     assert not any(column["run"]["commit"]["dirty"] for column in told.values())
     wanted = {name: report.digest(named(name)) for name in told}

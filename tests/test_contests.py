@@ -1,4 +1,4 @@
-"""Contests of growth, packed documents and balance: what each derives, and what makes it fail."""
+"""Test the contests of growth, packed documents and balance: their figures, and when they fail."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SOME = balance.workload()[::18]
 
 
 def wrong(contest: Any, *launches: dict[str, Any]) -> list[Wrong]:
-    """The complaints of a contest about its launches."""
+    """Return the complaints in a contest's report of these launches."""
     shown = contest.show({"launches": launches})
     return [part for part in shown if isinstance(part, Wrong)]
 
@@ -62,7 +62,7 @@ def test_a_cost_above_its_limit_or_bound_is_told(
 def test_live_bytes_must_fall_with_the_ranks(
     name: str, peaks: tuple[float, ...], complaints: int
 ) -> None:
-    """A tenth more of S/P is allowed; of keys that each rank gathers no more than that of S."""
+    """Peaks may exceed S/P by a tenth. For AllGather-KV, which holds S keys, they may not grow."""
     launches = [
         {"name": f"P = {size}", "ranks": size, "peaks": {name: peak}, "own": 1}
         for size, peak in zip((16, 32, 64), peaks, strict=True)
@@ -71,10 +71,10 @@ def test_live_bytes_must_fall_with_the_ranks(
 
 
 def test_costs_of_one_rank_follow_their_limits() -> None:
-    """Of fewer ranks than the command takes; nothing is timed."""
+    """Costs are computed for fewer ranks than the command uses. Nothing is timed."""
     few, more = (growth.computed_for(size) for size in (64, 256))
     for what, allowed in few:
-        if not what.startswith("bytes"):  # constants rule sizes of objects of few ranks
+        if not what.startswith("bytes"):  # with few ranks, constants dominate the sizes of objects
             found = (few[what, allowed], more[what, allowed])
             assert growth.exponent((64, 256), found) <= allowed + 0.05, what
 
@@ -95,7 +95,7 @@ def test_costs_of_one_rank_follow_their_limits() -> None:
 def test_the_quickest_scheme_of_each_layout_is_judged(
     mask: str, quickest: float, others: dict[str, float], complaints: int
 ) -> None:
-    """All contestants but `slow` and `others` take `quickest` times the ideal."""
+    """Every contestant takes `quickest` times the ideal, except `slow` and those in `others`."""
     times = {f"ring/{layout}": quickest for layout in documents.LAYOUTS}
     times |= {f"slow/{layout}": 9.0 for layout in documents.LAYOUTS}
     times |= {documents.IDEAL: 1.0, documents.ALONE: 2.0, **others}
@@ -112,7 +112,7 @@ def test_balanced_shares_the_work() -> None:
 
 
 def test_what_is_counted_while_computing_is_what_the_cost_model_says() -> None:
-    """For every policy, to the last operation, on one rank; a plan that leaves one out is seen."""
+    """On one rank, the operations of every policy are exactly those that the model predicts."""
     few = SOME[::7]
 
     def body(comm: Any) -> None:
@@ -134,7 +134,7 @@ def test_the_workload_is_balanced_by_plan_and_naive_policies_are_not(ranks: int)
 
 @pytest.fixture
 def balanced() -> dict[str, Any]:
-    """The record of a launch in which the balanced policy took half the time of the others."""
+    """Return the record of a launch in which "balanced" took half the time of other policies."""
     known = {"setting": {"ranks": 2}, **balance.planned(SOME, 2)}
     policies = {
         name: {

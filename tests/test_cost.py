@@ -1,4 +1,4 @@
-"""The formulas of `cost` against numbers that were counted by hand."""
+"""Compare the formulas of `cost` with numbers that were counted by hand."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ SENT: dict[str, tuple[dict[str, Any], str]] = {
         """,
     ),
 }
-"""Changes of a problem, and by scheme for each of four ranks: messages and bytes of the forward,
-then of the backward. They were counted tensor by tensor, from who owns and who sees what.
+"""Changes of a problem, and the traffic that was counted by hand, tensor by tensor. A line has a
+scheme, and for each of four ranks messages and bytes of the forward, then of the backward.
 """
 
 
@@ -92,7 +92,7 @@ def numbers(*traffic: cost.Both) -> str:
 
 @pytest.mark.parametrize("name", SENT)
 def test_four_ranks_send_what_was_counted_by_hand(name: str) -> None:
-    """Hybrid: two groups of two ranks. With groups of one or all ranks it is another scheme."""
+    """Hybrid has two groups of two ranks. With groups of one rank it is ring, with one Ulysses."""
     change, counted = SENT[name]
     problem = replace(cost.Attention(QUERIES, QUERIES, sp.Mask(), 2, 6, 3, 5, 2), **change)
     alone, pairs, whole = [[0], [1], [2], [3]], [[0, 1], [2, 3]], [[0, 1, 2, 3]]

@@ -1,4 +1,4 @@
-"""The table of counters is exact and complete, and red at one message, call or tensor more."""
+"""Test that the table of counters is exact, and that one more message, call or tensor is found."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ SOME = 5  # of so many entries one is counted here; `nox -s counters` counts all
 
 
 def some(ranks: int) -> list[Any]:
-    """A part of the table's cases that has every scheme, the layers' last one and the LLaMA's."""
+    """Return some of the table's cases: each scheme, the last of the layers, and the LLaMA's."""
     cases = counters.chosen(ranks)
     return cases[::SOME] + cases[-4:]
 
 
 @spmd()
 def test_what_is_counted_is_what_the_table_says(comm: Any) -> None:
-    """With ranks as threads, and under mpiexec: the same numbers."""
+    """The numbers are the same with ranks as threads and under mpiexec."""
     found = counters.count(some(comm.size), comm)
     table = counters.load()
     assert counters.differences(found, {name: table[name] for name in found}) == []

@@ -1,4 +1,4 @@
-"""The calls of the CUDA runtime for shared memory, made to a runtime on the host."""
+"""Test the calls of the CUDA runtime for shared memory, with a simulated runtime on the host."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 class Runtime:
-    """What the CUDA runtime does, in host memory; a handle holds an address."""
+    """A simulated CUDA runtime in host memory, whose handles hold addresses."""
 
     def __init__(self) -> None:
         self.failing = ""
@@ -58,7 +58,7 @@ class Runtime:
         handle._obj.reserved[:8] = list(int(pointer.value or 0).to_bytes(8, "little"))
 
     def _IpcOpenMemHandle(self, pointer: Any, handle: cuda.Handle, flags: ctypes.c_uint) -> None:
-        assert flags.value == 1  # with access to the memory of a peer
+        assert flags.value == 1  # cudaIpcMemLazyEnablePeerAccess
         pointer._obj.value = int.from_bytes(bytes(handle)[:8], "little")
         self.opened.append(pointer._obj.value)
 
@@ -76,13 +76,13 @@ class Runtime:
     def _MemcpyAsync(
         self, into: Any, part: Any, nbytes: ctypes.c_size_t, direction: ctypes.c_int, stream: Any
     ) -> None:
-        assert direction.value == 4  # whatever is where
+        assert direction.value == 4  # cudaMemcpyDefault
         ctypes.memmove(into, part, nbytes.value)
 
 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    """A runtime, and streams that have nothing to do."""
+    """Replace the CUDA runtime by a simulated one, and streams by ones that do nothing."""
     made, stream = Runtime(), MagicMock(native_handle=0)
     monkeypatch.setattr(cuda, "_runtime", lambda: made)
     monkeypatch.setattr(torch, "Stream", lambda *_, **__: stream)
@@ -121,13 +121,13 @@ def test_what_a_handle_leads_to_is_the_memory_it_was_made_for(runtime: Runtime) 
     memory = CudaMemory(CPU)
     x, offer = memory.allocate(100)
     assert x.tolist() == [0] * 100
-    y = memory.open(offer._replace(process=-1))  # of another process
+    y = memory.open(offer._replace(process=-1))  # as if another process had made it
     numbers = torch.arange(4, dtype=torch.uint8)
     memory.copying(y[10:14], numbers)()
     assert x[8:16].tolist() == [0, 0, 0, 1, 2, 3, 0, 0]
     assert (
         memory.open(offer).data_ptr() == x.data_ptr()
-    )  # of this one, whose handles it cannot open
+    )  # this process made it, and cannot open its own handles
     assert len(runtime.opened) == 1
     memory.close(y)
     memory.close(x)
@@ -148,7 +148,7 @@ def test_a_call_that_fails_says_so_and_leaves_nothing(runtime: Runtime, call: st
 
 @pytest.mark.parametrize("kind", [CudaMemory, PinnedMemory])
 def test_a_window_over_it(runtime: Runtime, kind: Callable[[torch.device], Any]) -> None:
-    """It is used, given back, and where it cannot be had the ranks carry on without."""
+    """A window of this memory is used and freed. If the memory cannot be had, making it fails."""
 
     def body(comm: Any) -> None:
         with sp.Mesh(comm, sp=comm.size) as mesh:
@@ -174,10 +174,10 @@ def test_a_window_over_it(runtime: Runtime, kind: Callable[[torch.device], Any])
 def test_memory_that_no_rank_uses_any_more_is_given_back(
     runtime: Runtime, kind: Callable[[torch.device], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the next call that makes memory, or when the communicator is freed.
+    """Such memory is freed in the next call that makes memory, or with the communicator.
 
-    A part of another rank's tensor holds the memory, too, if only one rank has it. Each rank has
-    handles of its own, as a process.
+    A view of another rank's tensor keeps the memory of all ranks, even if only one rank has such a
+    view. Each rank has its own handles, as if it were a process.
     """
     monkeypatch.setattr(cuda, "os", SimpleNamespace(getpid=threading.get_ident, close=os.close))
 
@@ -280,5 +280,5 @@ def test_a_room_is_memory_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_handle_is_as_long_as_that_of_cuda() -> None:
-    """CUDA_IPC_HANDLE_SIZE of its driver_types.h."""
+    """CUDA's driver_types.h gives the length as CUDA_IPC_HANDLE_SIZE."""
     assert ctypes.sizeof(cuda.Handle) == 64

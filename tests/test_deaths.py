@@ -1,6 +1,6 @@
-"""What `nox -s deaths` looks at.
+"""Test the checks of `nox -s deaths` on simulated launches.
 
-A launch that ended as it should has no fault, and each thing that is missing is one.
+A launch that ended as it should has no fault. Everything that is missing is a fault.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def faults_of(
     junit: str | None = JUNIT,
     printed: str = PRINTED,
 ) -> list[str]:
-    """What is wrong with a launch that is made up."""
+    """Return the faults that the study finds in a simulated launch."""
     if junit is not None:
         (folder / "junit.xml").write_text(junit)
     return judged(death, code, seconds, printed, folder)

@@ -1,4 +1,4 @@
-"""Calls and arguments that differ by rank give their result, or one error on all ranks."""
+"""Test that calls which differ between ranks give their result, or one error on all ranks."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from sp_core.testing import run_threads, spmd, tier
 
 SEED = int(os.environ.get("SP_DOMAIN_SEED", "1"))
 SAMPLE = 3
-"""How many differences of a call with `check="off"` are tried in a run, and under mpiexec how many
-that may be valid; `nox -s domains` and `explore` try all."""
+"""The number of differences of each call that a run tries with `check="off"`. Under mpiexec it is
+also the number of those that may be valid. `nox -s domains` and `explore` try all."""
 
 COMPARED = compared(SUBJECTS)
 UNDER_MPI = [*attention.SUBJECTS, *collectives.SUBJECTS]
-"""Calls that processes compare too; the others are built of these."""
+"""Calls that are tested under mpiexec too. The other calls are built from these."""
 
 
 def sized(subjects: list[Subject], size: int) -> pytest.MarkDecorator:
-    """Return the parametrization by subjects whose base row needs so many ranks."""
+    """Return the parametrization by subjects whose base row needs `size` ranks."""
     chosen = [
         subject for subject in subjects if subject.ranks(subject.draw(subject.base, 1)) == size
     ]
@@ -35,9 +35,9 @@ def sized(subjects: list[Subject], size: int) -> pytest.MarkDecorator:
 
 
 def check(comm: Any, subject: Subject) -> None:
-    """Change each argument on one rank and on all; then let one rank call more or less often.
+    """Change each argument on one rank and on all. Then one rank makes one call more, or one less.
 
-    Ranks along other axes may have other errors.
+    Ranks in different groups of an axis may get different errors.
     """
     sample = SAMPLE if tier() == "mpi" else sys.maxsize
     found = list(faults(subject, subject.draw(subject.base, 1), comm, sample))

@@ -1,4 +1,4 @@
-"""Process groups of torch.distributed: how ranks make them, send, and notice who is lost."""
+"""Test process groups of torch.distributed: making them, sending, and finding lost ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 def test_a_group_that_cannot_connect_is_the_same_error_on_every_rank(
     comm: Any, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the ranks go on with another transport."""
+    """After the error, the ranks can make a mesh with another transport."""
     broken = comm.size - 1 if part == "_connected" else 0
 
     def fails(*given: Any) -> Any:
@@ -50,7 +50,7 @@ def test_a_group_that_cannot_connect_is_the_same_error_on_every_rank(
 
 @spmd()
 def test_half_types_are_added_in_float32_by_torch_distributed_too(comm: Any) -> None:
-    """Bitwise where the pieces are added here, within a rounding where the group adds."""
+    """reduce_scatter adds in this project, and is bitwise right; all_reduce is near a rounding."""
     inputs = [
         torch.randn(64 * comm.size, generator=torch.Generator().manual_seed(rank)).bfloat16()
         for rank in range(comm.size)
@@ -73,7 +73,7 @@ def test_half_types_are_added_in_float32_by_torch_distributed_too(comm: Any) -> 
     ],
 )
 def test_a_transfer_that_fails_in_the_group_says_so(text: str, said: str) -> None:
-    """While it goes on, lost ranks are looked for."""
+    """While a transfer is incomplete, each test of it looks for lost ranks."""
     work: Any = MagicMock(**{"wait.side_effect": RuntimeError(text)})
     work.is_completed.side_effect, watch = [False, True], Mock()
     assert not is_complete(work, "an all_gather", watch)
@@ -85,7 +85,7 @@ def test_a_transfer_that_fails_in_the_group_says_so(text: str, said: str) -> Non
 def test_a_transport_that_some_ranks_of_a_mesh_cannot_have_is_refused_by_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A group along an axis fails: the ranks of the other groups must not go on alone."""
+    """If one group along an axis cannot be made, the ranks of the other groups fail, too."""
 
     def made(made_for: Any, device: torch.device) -> Any:
         if made_for.size == 2 and "rank 3" in made_for.allgather(threading.current_thread().name):
@@ -110,7 +110,7 @@ def test_a_transport_that_some_ranks_of_a_mesh_cannot_have_is_refused_by_all(
 def test_a_group_gets_the_store_the_rank_the_size_and_the_limit(
     device: str, name: str, near: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over gloo also the interface: if all are near, the one that no other machine reaches."""
+    """Gloo also gets a network interface: loopback if all ranks are on one machine."""
     group = Mock(**{"create_default_device.return_value": ""})
     group.create_device = lambda hostname: hostname
     monkeypatch.setattr(_distributed_c10d, f"ProcessGroup{name}", group, raising=False)
@@ -127,7 +127,7 @@ def test_a_group_gets_the_store_the_rank_the_size_and_the_limit(
 def test_ranks_find_each_other_at_the_store_of_rank_0(
     near: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other machines reach it only if a rank is there. NCCL is not asked to share a GPU."""
+    """The store accepts other machines only if ranks run there. NCCL may not share a GPU."""
     server = Mock(**{"getsockname.return_value": ("", 1234), "detach.return_value": 5})
     sockets, names = Mock(**{"create_server.return_value": server}), Mock(node=lambda: "here")
     for name, stand_in in {
@@ -159,7 +159,7 @@ def test_ranks_find_each_other_at_the_store_of_rank_0(
 
 
 def test_messages_of_a_group_are_packed_only_if_there_are_several() -> None:
-    """In the order of the ranks. A single one is sent and received where it lies."""
+    """Several are packed in the order of the ranks. A single message is not copied."""
     group: Any = Mock(**{"alltoall_base.return_value.is_completed.return_value": True})
     made = DistributedTransport(cast("Any", Mock(size=4)), group, Mock(), CPU)
     made._say = Mock()

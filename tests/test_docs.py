@@ -1,4 +1,4 @@
-"""The documentation: every public name has its place, and the tests run every program in it."""
+"""Test the documentation: it has every public name, and tests run every program in it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_public_name_has_a_place(package: object) -> None:
     names = {f"{vars(package)['__name__']}.{name}" for name in vars(package)["__all__"]}
     public = {name for name in names if not name.rsplit(".", 1)[1].isupper()} - {
         "sp_core.llama"
-    }  # constants have no text; the module has a page
+    }  # constants have no docstring; a module has a page
     assert len(public) > 5
     assert public - {*DESCRIBED} == set()
 
@@ -46,13 +46,13 @@ def test_what_is_described_has_a_text_whose_stars_markdown_does_not_eat() -> Non
 
 
 def _stars_in_text(text: str) -> list[str]:
-    """Return each `*` outside of backticks that touches a character on both sides, with these."""
+    """Return each `*` outside of backticks with its two neighbours, if neither is a space."""
     outside = re.sub(r"`[^`]*`", "", text)
     return re.findall(r"(?=([^\s*]\*[^\s*]))", outside)
 
 
 def _found(name: str) -> object:
-    """Return what a name stands for; a function goes before a module of the same name."""
+    """Return the object that a name refers to; a function precedes a module of the same name."""
     package, _, attribute = name.rpartition(".")
     return getattr(importlib.import_module(package), attribute, None) or importlib.import_module(
         name
@@ -60,7 +60,7 @@ def _found(name: str) -> object:
 
 
 def _hides_its_module(name: str) -> bool:
-    """Return whether the package of a function's module has the function in the module's place."""
+    """Return whether a function has its module's name and replaces the module in its package."""
     found = _found(name)
     package, _, module = getattr(found, "__module__", "").rpartition(".")
     return module == _last(name) and getattr(importlib.import_module(package), module) is found
@@ -71,7 +71,7 @@ def _last(name: str) -> str:
 
 
 def test_a_function_with_the_name_of_its_module_is_chosen_as_a_member() -> None:
-    """Otherwise mkdocstrings describes the module."""
+    """If the page did not choose it, mkdocstrings would describe the module."""
     text = "".join(page.read_text() for page in PAGES)
     hidden = [name for name in DESCRIBED if _hides_its_module(name)]
     assert sorted(hidden) == ["sp_core.llama.generate", "sp_core.merge"]
@@ -136,7 +136,7 @@ def test_files_that_a_text_names_are_there() -> None:
         for path in re.findall(
             r"`([\w./*-]+/[\w*.-]+\.(?:py|sh|toml|sbatch|yml|md|jsonl?|png))`", file.read_text()
         )
-        if not path.startswith("reports/")  # what a command writes
+        if not path.startswith("reports/")  # commands write there
     ]
     assert len(named) > 50
     lost = [

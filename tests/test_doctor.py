@@ -1,4 +1,4 @@
-"""`python -m sp_core doctor`: it says what works, and names a remedy for what does not."""
+"""Test `python -m sp_core doctor`, which reports what works, and a remedy for what does not."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ DOCTOR = (sys.executable, "-m", "sp_core", "doctor")
 
 
 def statuses(text: str) -> dict[str, str]:
-    """Return the status of every subject of a report: each line has both, and says something."""
+    """Return the status of each subject in a report, after checking the form of every line."""
     lines = [line for line in text.partition("\n\n")[0].splitlines() if "WARNING" not in line]
     found = [re.fullmatch(r"(.+?) {2,}(ok|note|broken) {2,}(.+)", line) for line in lines]
     assert all(found), text
-    return {one[1]: one[2] for one in reversed(found) if one}  # of two on one subject the first
+    return {one[1]: one[2] for one in reversed(found) if one}  # the first line of a subject counts
 
 
 HERE = dict.fromkeys(
@@ -56,7 +56,7 @@ TWO_RANKS = (str(Path(sys.executable).parent / "mpiexec"), "-n", "2", *DOCTOR)
     [
         pytest.param(
             DOCTOR,
-            {"SP_NODES": "0,0,1"},  # for the three ranks of another launch
+            {"SP_NODES": "0,0,1"},  # meant for a launch of three ranks
             0,
             {**HERE, "CUDA-aware": "note", "transport ipc": "note"},
             {"starts 2 ranks": 1, "over 1 rank(s) came out right": 3, "nothing is broken": 1},
@@ -114,7 +114,7 @@ def test_a_machine_is_examined(
     told: dict[str, int],
     tmp_path: Path,
 ) -> None:
-    """There is no GPU, no line is folded, and nothing is measured that was not asked for."""
+    """No GPU is visible and no line is wrapped. Without `--measure` nothing is measured."""
     (tmp_path / "mpi4py.py").write_text(NO_MPI4PY)
     places = {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "10000", "SP_TUNING_DIR": f"{tmp_path}/none"}
     given = {name: value.format(tmp=tmp_path) for name, value in variables.items()}
@@ -152,7 +152,7 @@ def test_a_variable_that_no_mesh_takes_is_named(name: str, monkeypatch: pytest.M
 def test_what_needs_mpi_and_a_mesh_is_left_out_without(
     status: Any, problem: Finding | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each part is examined with the options that it needs."""
+    """The other parts are examined, each with the options that it needs."""
     parts: dict[str, Callable[..., Any]] = {
         "cpu_model": lambda: "Best 9",
         "cores": lambda: 7,
@@ -188,7 +188,7 @@ def test_the_first_rank_prints_and_all_return_whether_something_is_broken(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """It all ends after two minutes, with the stacks."""
+    """The command would end after two minutes, and print all stacks."""
     found, limit = [Finding("python", "ok", "3"), Finding("MPI", status, "4", "do")], Mock()
     monkeypatch.setattr(doctor, "examine", lambda device, measure: iter(found))
     monkeypatch.setattr(doctor, "in_job", lambda: job)
@@ -247,7 +247,7 @@ def test_outside_of_a_job_all_ranks_share_a_node(
 def test_a_trial_gathers_from_all_ranks_and_looks_at_the_numbers(
     wrong: bool, name: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It returns why there is no shared memory, if the transport needs it."""
+    """The trial returns the reason why there is no shared memory, if the transport needs it."""
     monkeypatch.setattr("sp_core.communicator.make_window", lambda *given: (None, "no room"))
     if wrong:
         monkeypatch.setattr(
@@ -298,7 +298,7 @@ def test_nodes_for_another_number_of_ranks_are_named_in_a_job(
 def test_a_report_fits_the_terminal_and_repeats_what_is_broken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In a file its lines have 10000 columns."""
+    """In a file the lines of a report may have 10000 columns."""
     monkeypatch.setenv("COLUMNS", "30")
     found = [Finding("a", "ok", "fine and well-made"), Finding("b c", "broken", "torn", "sew it")]
     table = ["a    ok      fine and", " " * 13 + "well-made", "b c  broken  torn"]

@@ -1,4 +1,4 @@
-"""Every public call over its declared domain: each part of each parameter is drawn and judged."""
+"""Test every public call over its declared domain: each part of each parameter is drawn."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sp_core.schemes import problem
 from sp_core.testing import run_threads
 
 FEW_PAIRS = 700
-"""Most pairs of parts that are drawn in each session, where a row needs no other rank."""
+"""The greatest number of pairs of parts that a session draws, for rows of a single rank."""
 SEED = int(os.environ.get("SP_DOMAIN_SEED", "1"))
 
 
@@ -42,7 +42,7 @@ def test_every_public_parameter_has_a_domain() -> None:
 
 
 def test_every_part_was_explored() -> None:
-    """The committed report lists the parts that are declared: none was added or lost since."""
+    """The committed report lists exactly the parts that are declared today."""
     assert changed(SUBJECTS, committed()) == [], "run nox -s domains, commit its two reports"
     assert not [record["subject"] for record in committed() if record["fault"]]
     assert all(
@@ -86,7 +86,7 @@ FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
     "each token for the next, the last of a rank for its first": lambda x: x.roll(1, 2),
     "a scale off by 1e-9": lambda x: x * (1 + 1e-9),
 }
-"""Wrong gradients of queries, keys or values, (B, H, S, D), of one rank's tokens."""
+"""Functions that make a gradient of one rank's queries, keys or values, (B, H, S, D), wrong."""
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -94,7 +94,7 @@ FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_a_fault_among_thousands_of_tokens_is_seen(
     fault: str, place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bound grows with the terms of a sum, and stays far below one of them."""
+    """The bound grows with the number of terms in a sum, but stays far below one term."""
 
     def wrong(*given: Any, **named: Any) -> list[Tensor]:
         grads = [*attend_backward(*given, **named)]
@@ -140,16 +140,16 @@ DEFAULTS: dict[str, set[float]] = {
     "tolerance": {0.02},
     "top": {5},
 }
-"""What a user gets who leaves a number out; it is the same wherever a parameter has this name."""
+"""The default of every number parameter, by the parameter's name."""
 
 
 def test_a_number_that_is_left_out_stays_what_it_was() -> None:
-    """Most calls of tests name all their arguments."""
+    """Other tests would not notice a changed default, because most pass all arguments."""
     assert defaults() == DEFAULTS
 
 
 def lying(x: Tensor, memory: str) -> Tensor:
-    """Return a tensor in memory as named; "rows apart" means with NaN between rows."""
+    """Return x in the memory layout that is named; "rows apart" has NaN between the rows."""
     if memory == "rows apart" and x.dim():
         beside = torch.full_like(x[..., :1], torch.nan)
         return torch.cat([beside, x, beside], -1)[..., 1:-1]
@@ -157,12 +157,12 @@ def lying(x: Tensor, memory: str) -> Tensor:
 
 
 SHOWING = {"x.gradient": "True", "x.shape": "more dims"}
-"""Parts with which a result has a gradient that may lie in memory in several ways."""
+"""Parts of a domain with which the gradient of a result may have several memory layouts."""
 DIFFERENTIABLE = [
     (subject, {name: part for name, part in SHOWING.items() if name in subject.factors})
     for subject in SUBJECTS
     if {"v.upstream", "x.upstream", "q.upstream", "tensors.upstream"} & {*subject.factors}
-    and subject.name != "Rope"  # whose result is no tensor
+    and subject.name != "Rope"  # its result is not a tensor
 ]
 DIFFERENTIABLE += [
     (BY_NAME["loss.next_token_loss"], {}),
@@ -175,7 +175,7 @@ DIFFERENTIABLE += [
 def test_an_upstream_gradient_may_lie_in_memory_in_any_way(
     subject: Subject, parts: dict[str, str]
 ) -> None:
-    """It stays as it is, and so does the memory beside it."""
+    """Neither the gradient nor the memory beside it is changed."""
     drawn = subject.draw(subject.base | parts, SEED)
     run_threads(subject.ranks(drawn), partial(check_upstream, subject, drawn))
 
@@ -201,7 +201,7 @@ def check_upstream(subject: Subject, drawn: Values, comm: Any) -> None:
 
 
 def leaves_of(results: list[Tensor]) -> list[Tensor]:
-    """Return all leaves that results depend on."""
+    """Return all autograd leaves that the results depend on."""
     found: dict[Any, Tensor | None] = {}
     ahead: list[Any] = [y.grad_fn for y in results]
     while ahead:
@@ -213,5 +213,5 @@ def leaves_of(results: list[Tensor]) -> list[Tensor]:
 
 
 def stored(x: Tensor) -> Tensor:
-    """Return all memory that a tensor is a view of."""
+    """Return the whole memory of which a tensor is a view, as a tensor."""
     return x.new_empty(0, dtype=torch.uint8).set_(x.untyped_storage())

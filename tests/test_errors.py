@@ -1,7 +1,7 @@
-"""What cannot be done is refused by all ranks in the same words, before a message.
+"""Test that all ranks refuse impossible calls with the same error, before any message is sent.
 
-`test_differing_ranks.py` changes every argument of every call. Rows in `refusals/` are values that
-are only wrong together, and calls that only one rank makes.
+`test_differing_ranks.py` changes every argument of every call. The rows in `refusals/` are values
+that are only wrong together, and calls that only one rank makes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DEVICES = ("cpu", "cuda", "cuda:0", "cuda:1", "meta")
 
 
 def check_refused(comm: Any, axes: str, row: Row) -> None:
-    """All ranks get the same error, nothing was sent, and the mesh still works."""
+    """Check that all ranks get the same error, that nothing was sent, and the mesh still works."""
     kind, text, wrong = row
     sizes: dict[str, Any] = dict.fromkeys(axes.split(), 2 if " " in axes else comm.size)
     with sp.Mesh(comm, **sizes) as mesh:
@@ -42,13 +42,13 @@ def check_refused(comm: Any, axes: str, row: Row) -> None:
         assert comm.allgather(told) == [told] * comm.size
         assert type(caught.value) is kind
         assert text in told
-        assert not re.search(r"rank \d+: rank", told)  # also where two axes have agreed
+        assert not re.search(r"rank \d+: rank", told)  # also if two axes have agreed
         assert counters.total().bytes_sent == 0
         assert sp.all_reduce(torch.ones(1), comm=comm_of(mesh)).item() == comm.size
 
 
 def rows(*tables: Table, ranks: int) -> pytest.MarkDecorator:
-    """Return the parametrization by the rows of meshes with so many axes of two ranks."""
+    """Return the parametrization by the rows whose mesh has `ranks` ranks, two along each axis."""
     found = {
         f"{axes}: {name}": (axes, row)
         for table in tables
@@ -100,7 +100,7 @@ def test_sizes_are_those_of_the_tensors_of_all_ranks(
 
 
 def differing(mine: Any, others: Any) -> Callable[[bool], Any]:
-    """Return an argument that the last rank has, and that of the others."""
+    """Return a function that gives the last rank one argument, and other ranks another."""
     return lambda here: mine if here else others
 
 
@@ -143,7 +143,7 @@ def test_a_mesh_that_cannot_be(
 
 @given(tensor=st.sampled_from(DEVICES), wanted=st.sampled_from(DEVICES))
 def test_a_tensor_belongs_where_the_communicator_is(tensor: str, wanted: str) -> None:
-    """A communicator whose device has no number takes tensors of all devices of that type."""
+    """A communicator on "cuda" takes tensors of every GPU; one on "cuda:1" only of that one."""
     x = Mock(Tensor, device=torch.device(tensor), layout=torch.strided)
     comm: Any = SimpleNamespace(device=torch.device(wanted), name="sp")
     kinds = tensor.partition(":")[0], wanted.partition(":")[0]
@@ -164,7 +164,7 @@ def test_what_needs_no_ranks_is_refused(
 
 @spmd()
 def test_a_freed_communicator(comm: Any) -> None:
-    """What its ranks began ends. Nothing begins, also where nothing is compared before."""
+    """A pending call ends. Every new call is refused, even one without an agreement."""
     mesh = sp.Mesh(comm, sp=comm.size)
     pending = sp.all_reduce_start(torch.ones(3), comm=mesh["sp"])
     gather = partial(sp.all_gather, torch.ones(2), comm=mesh["sp"])

@@ -1,4 +1,4 @@
-"""The example project passes, and a bug planted in it is found, with what its README shows."""
+"""Test that the example project passes, and that a planted bug is reported as its README shows."""
 
 from __future__ import annotations
 

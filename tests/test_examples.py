@@ -1,4 +1,4 @@
-"""The programs in `examples/` run on any number of ranks, and say the same on each."""
+"""Test that the programs in `examples/` run on 1, 2 and 4 ranks, with the same results."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ FOLDER = Path(__file__).parents[1] / "examples"
 ONE_RESULT = ("documents", "layout", "long_sequence", "own_model", "resume", "train", "unequal")
 """Programs whose result does not depend on the number of ranks."""
 BY_TORCHRUN = ("fsdp",)
-"""Programs that processes of torchrun run: `test_torchrun.py`."""
+"""Programs that `test_torchrun.py` runs with torchrun."""
 ALONE: dict[str, list[float]] = {}
-"""What they have given on one rank, which runs first. Rank 0 of any number of ranks knows it."""
+"""The results on one rank, which runs first. Rank 0 is in every launch, so it has these results."""
 
 
 def numbers(result: Any) -> list[float]:
@@ -45,7 +45,7 @@ def test_an_example_runs(comm: Any, name: str) -> None:
 
 @spmd(2, 4)
 def test_a_step_on_a_long_sequence_needs_what_its_formula_says(comm: Any) -> None:
-    """Within 5 % at several lengths, so that it holds for lengths that no test can afford."""
+    """The peak is within 5 % of the formula, which then holds for lengths too great for a test."""
     tokens = {2: 4096, 4: 2048}[comm.size]
     _, peak, formula = import_module("examples.long_sequence").measured(comm, tokens)
     assert 0.95 * formula <= peak <= 1.05 * formula

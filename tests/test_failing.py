@@ -1,6 +1,6 @@
-"""An error that ends the program of one rank ends all ranks; the report names rank and cause.
+"""Test that an error which ends one rank's program ends all ranks, and names rank and cause.
 
-`nox -s deaths` tries every place with everything that starts ranks; here is a sample.
+`nox -s deaths` tries every place of an error with every launcher. Here is a sample.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ OF_MPI = (
     *(("before", "mpiexec"), ("again", "mpiexec"), ("exit", "sp-core run")),
     *(("early", "mpi4py"), ("import", "sp-core run"), ("_exit", "sp-core run")),
 )
-"""Launches that depend on whose MPI it is."""
+"""Place of the error and launcher, for launches that differ between MPI libraries."""
 OTHERS = (
     *(("inside", "torchrun"), ("thread", "torchrun"), ("atexit", "mpiexec")),
     *(("wait", "mpiexec"), ("SIGTERM", "mpiexec")),
-    ("slow", "torchrun"),  # the others end after it though it ends late
+    ("slow", "torchrun"),  # it fails late, and the others end after it
 )
 
 
 def of(place: str, start: str) -> object:
-    """Name a launch; those that depend on the MPI run with each."""
+    """Return a launch as a parameter; those in OF_MPI run with every MPI library."""
     marks = [pytest.mark.every_mpi] if (place, start) in OF_MPI else []
     return pytest.param(place, start, id=f"{place}-{start}", marks=marks)
 
@@ -66,7 +66,7 @@ HOOKS = (sys, "excepthook"), (threading, "excepthook"), (sys, "unraisablehook")
 
 @pytest.fixture
 def usual(monkeypatch: pytest.MonkeyPatch) -> list[Mock]:
-    """The hooks of a program that nothing watches over yet, and what ends it."""
+    """Replace Python's exception hooks, and the call that ends the program; return the hooks."""
     for name, value in {"hooked": False, "_head": "", "_stop": Mock()}.items():
         monkeypatch.setattr(failing, name, value)
     before = [Mock() for _ in HOOKS]
@@ -92,7 +92,7 @@ def test_hooks_are_set_once_and_for_several_ranks(usual: list[Mock]) -> None:
 
 
 def told(error: BaseException | None, text: str | None = None) -> Any:
-    """What Python says of a thread or of an error that it cannot raise."""
+    """Return the arguments with which Python calls the hooks of threads and unraisable errors."""
     return SimpleNamespace(exc_value=error, err_msg=text)
 
 
@@ -115,7 +115,7 @@ AT_EXIT = "Exception ignored in atexit callback"
 def test_an_error_ends_all_after_the_usual_hook_has_told_it_once(
     place: int, given: tuple[Any, ...], ends: object, tells: bool, usual: list[Mock]
 ) -> None:
-    """The hook is called by `end` where that prints the error, and else before."""
+    """`end` calls the hook if it prints the error. Otherwise the hook is called before."""
     failing.watch_over(1, 3, Mock())
     hook: Any = set_now()[place]
     hook(*given)
@@ -151,7 +151,10 @@ WHOLE = "rank 1 of 3: this error ends all ranks.\nthe traceback\n"
 def test_an_error_is_printed_and_messages_move_until_all_ranks_are_ended(
     error: BaseException, text: str, pauses: int, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two seconds, by a clock that every pause moves by half of one; four if others print it."""
+    """Messages move for two seconds, or for four if other ranks print the error.
+
+    Each pause moves the clock by half a second.
+    """
     done: list[object] = []
     clock = Mock(monotonic=lambda: 0.5 * done.count("pause"))
     clock.sleep = lambda seconds: done.append("pause" if len(done) < 99 else pytest.fail("endless"))

@@ -1,4 +1,4 @@
-"""What the doctor finds: every line of its report, its status and its remedy."""
+"""Test the doctor's findings: every line of its report, with status and remedy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MPIEXEC = str(Path(sys.executable).parent / "mpiexec")
 
 
 def ranks(other: str | None = None) -> Any:
-    """The part of MPI.COMM_WORLD that the doctor uses, with what another rank says."""
+    """Return a stand-in for MPI.COMM_WORLD on two ranks; `other` is the other rank's value."""
     return SimpleNamespace(size=2, rank=0, allgather=lambda mine: [mine, other])
 
 
@@ -63,7 +63,7 @@ NO_CUDA = (
 def starting(
     two: tuple[int | None, str], three: str = "", measured: tuple[int, str] | None = None
 ) -> dict[str, Any]:
-    """An mpiexec that ends so for two ranks, says this of three, and so when they measure."""
+    """Return replacements for mpiexec: its answers to two ranks, to three, and to a measurement."""
     start = (MPIEXEC, "-n", "2", sys.executable)
     answers = {
         (*start, "-c", doctor.PROBE): two,
@@ -77,7 +77,7 @@ def starting(
 
 
 def library(answer: int | None) -> dict[str, Any]:
-    """An MPI library that says whether it reads the memory of GPUs, if it can."""
+    """Return replacements for an MPI library with this answer about GPU memory, or without one."""
     says = {} if answer is None else {"MPIX_Query_cuda_support": lambda: answer}
     return {"ctypes.CDLL": lambda path: SimpleNamespace(**says)}
 
@@ -87,7 +87,7 @@ def space(free: int) -> dict[str, Any]:
 
 
 def measuring(size: int) -> dict[str, Any]:
-    """So many ranks, and constants that say how often they were measured."""
+    """Return replacements for a world of `size` ranks that count the measurements of constants."""
     world, kept = SimpleNamespace(size=size), list[object]()
     return {
         "_world": lambda: world,
@@ -101,7 +101,7 @@ def probed(code: int | None, output: str) -> dict[str, Any]:
 
 
 def noded(*nodes: int) -> dict[str, Any]:
-    """A mesh of ranks in these nodes."""
+    """Return replacements for a mesh whose ranks are in these nodes."""
     made = nullcontext({"all": SimpleNamespace(nodes=nodes)})
     return {"_world": lambda: "world", "_mesh": {"world": made}.__getitem__}
 
@@ -291,7 +291,7 @@ FOUND: list[tuple[dict[str, Any], Callable[[], Finding | None], tuple[Any, ...]]
         ("nodes", "ok", f"2; node of each rank: 10 10{' 0' * 95} ..."),
     ),
 ]
-"""What is so here, what is looked at, and the finding, if any."""
+"""Replacements in the doctor, the check that runs, and the finding, which may be none."""
 
 
 @pytest.mark.parametrize(("here", "look", "wanted"), FOUND)
@@ -312,7 +312,7 @@ def test_what_is_found_has_a_status_and_a_remedy_where_it_is_broken(
 def test_mpi_is_named_with_its_ranks(
     tasks: int, problem: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A launcher that has started more ranks than this MPI finds belongs to another MPI."""
+    """If the launcher has started more ranks than this MPI finds, it belongs to another MPI."""
     mpi = Mock(COMM_WORLD=Mock(size=2), Query_thread=lambda: "single")
     mpi.get_vendor.return_value = ("Best MPI", (4, 1))
     here: dict[str, Any] = {

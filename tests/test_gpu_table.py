@@ -1,4 +1,4 @@
-"""The table of AllGather on a shared GPU: what is measured, and what counts as reached."""
+"""Test the table of AllGather on a shared GPU: its measurements, and which targets are reached."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sp_core.testing import run_threads, session
 
 
 def launch(ranks: int, **milliseconds: float) -> dict[str, Any]:
-    """Five rounds of each way; the link takes 0.25 ms for the whole vector down and 0.5 ms up."""
+    """Make a launch of five rounds. The link moves the whole vector down in 0.25 ms, up in 0.5."""
     samples = {name: [ms * 1e-3] * 5 for name, ms in milliseconds.items()}
     beside = {"down": (0.25, 0.25), "up": (0.5, 0.5), "computation": (2.0, 3.0 * ranks)}
     timed = {
@@ -45,7 +45,7 @@ YES, NO = "reached", "not reached"
     [
         (launch(2, naive=9, staged=5, pipelined=0.9, ipc=0.18), True, ["", "", YES, YES]),
         (launch(2, pipelined=1.1, ipc=0.23), True, [NO, NO]),
-        (launch(4, pipelined=2.1), True, [YES]),  # 1.5 ms of the link: 71 %
+        (launch(4, pipelined=2.1), True, [YES]),  # the link needs 1.5 ms: 71 %
         (launch(4, pipelined=2.2), True, [NO]),
         (launch(2, pipelined=0.1), False, [""]),
     ],
@@ -84,7 +84,7 @@ def test_what_is_shown() -> None:
     ("seen", "share", "numbers"),
     [
         (["a b", "a b"], False, [0, 1]),
-        (["a", "b"], False, [0, 0]),  # as `--gpus-per-task` has it: every rank sees one
+        (["a", "b"], False, [0, 0]),  # with `--gpus-per-task` every rank sees one
         (["a", "a"], True, [0, 0]),
         (["a", "a"], False, []),
         (["", ""], True, []),
@@ -93,7 +93,7 @@ def test_what_is_shown() -> None:
 def test_a_gpu_is_known_by_its_uuid(
     seen: list[str], share: bool, numbers: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks of a node each take a GPU that no other has, unless they share; in the kit too."""
+    """Each rank of a node takes its own GPU, unless ranks share. The kit does the same."""
     gpus = [names.split() for names in seen]
     uuids = [names[rank % len(names)] if names else None for rank, names in enumerate(gpus)]
     told = [uuid or f"none of rank {rank}" for rank, uuid in enumerate(uuids)]
@@ -124,7 +124,7 @@ def test_a_gpu_is_known_by_its_uuid(
 def test_a_record_counts_gpus_by_their_uuids(
     gpus: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every node has one with the number 0."""
+    """GPU numbers would not do, because every node has a GPU 0."""
     properties = SimpleNamespace(uuid=gpus[1])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")

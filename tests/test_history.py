@@ -1,4 +1,4 @@
-"""History and plots: changes are found, noise is not; plots show what was measured, legibly."""
+"""Test history and plots: changes are found, noise is not, and plots are right and legible."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ pytestmark = pytest.mark.mpi_skip  # nothing here needs ranks
 
 
 def noise(count: int, seed: int, spread: float = 0.03) -> list[float]:
-    """Times of code that does not change."""
+    """Return random times of code that does not change."""
     return list(map(float, np.exp(np.random.default_rng(seed).normal(0.0, spread, count))))
 
 
 def runs(count: int, change: int = 99) -> list[Record]:
-    """One case over runs, slower by 20 % from one run on."""
+    """Return the records of one case in `count` runs, slower by 20 % from run `change` onwards."""
     what = made.case("schemes", "ring", "zigzag", 2)
     return [
         made.record(
@@ -50,7 +50,7 @@ def runs(count: int, change: int = 99) -> list[Record]:
 )
 @pytest.mark.parametrize("ratio", [0.8, 1.25])
 def test_changes_are_found_where_they_were_made(lengths: tuple[int, ...], ratio: float) -> None:
-    """Each part takes `ratio` times as long as the one before."""
+    """The times in each part of the series are `ratio` times those of the part before."""
     parts = [[ratio**n * v for v in noise(count, n)] for n, count in enumerate(lengths, 1)]
     found = changes(list(chain(*parts)))
     assert [one.at for one in found] == list(accumulate(lengths))[:-1]
@@ -59,7 +59,7 @@ def test_changes_are_found_where_they_were_made(lengths: tuple[int, ...], ratio:
 
 
 def test_one_series_in_a_hundred_is_marked_by_chance() -> None:
-    """The p of a shuffled series is uniform: of 300 series 9 or more would be 1 in 500."""
+    """With uniform p, 9 or more marks in 300 series would have a probability of 1 in 500."""
     assert sum(bool(changes(noise(14, seed, 0.2))) for seed in range(300)) <= 8
 
 
@@ -90,7 +90,7 @@ def test_series_hold_the_median_of_each_run_in_the_order_of_recording() -> None:
 def test_what_cannot_be_compared_is_kept_apart() -> None:
     paired = {"index": 0, "stage": "screen", "side": "base", "slot": 0, "coin": 0, "seed": 1}
     changes: tuple[dict[str, Any], ...] = (
-        {"case": {"shape": {"seq": 7}}},  # another size under the old name
+        {"case": {"shape": {"seq": 7}}},  # the same id with a different size
         {"env": {"fingerprint": "0" * 16}},
         {"pair": paired},
         {},
@@ -118,7 +118,7 @@ def test_the_command_prints_the_change_or_that_there_is_none(
     page = (tmp_path / "history.html").read_text()
     assert told in page
     assert ("schemes/<wbr>ring/<wbr>zigzag" in page) == (change == 12)
-    assert "level changed" not in page  # letters of a plot are shapes
+    assert "level changed" not in page  # text in a plot is drawn as shapes
 
 
 def test_a_change_is_marked_in_the_plot() -> None:
@@ -131,14 +131,14 @@ UNIT = re.compile(r"\((ms|%|GB/s|bytes|number|name|in order of recording)\)$")
 
 
 def pictures() -> list[Picture]:
-    """One of every kind, over all records of several runs, some with odd names."""
+    """Draw plots of every kind, from the records of several runs, some with odd names."""
     kept = ("zigzag/causal/forward", "mpi/host/1024")
     runs = (one for number in range(3) for one in made.run(number, few=True))
     several = [one for one in runs if one.case.id.endswith(kept)]
-    others = ("ulysses", "all_to_all", "shift")  # look like the rest
+    others = ("ulysses", "all_to_all", "shift")  # their plots look like the rest
     rows = [row for row in derive.rows(made.run(2)) if row.case.scheme not in others]
     compared = [made.verdict(v, case=f"schemes/ring/zigzag/causal/backward-{v}") for v in ORDER]
-    no_formula = made.verdict("regressed", case="schemes/$\\frac{1}$")  # or drawing would fail
+    no_formula = made.verdict("regressed", case="schemes/$\\frac{1}$")  # drawing it would fail
     with styled():
         return [
             *plots.scaling(rows),
@@ -150,7 +150,7 @@ def pictures() -> list[Picture]:
 
 
 def texts(figure: Figure) -> Iterator[Text]:
-    """Yield labels of axes, of ticks within them, and of legends."""
+    """Yield the labels of the axes, of their visible ticks, and of the legends."""
     for axis in (figure.axes[0].xaxis, figure.axes[0].yaxis):
         low, high = sorted(axis.get_view_interval())
         places = zip(axis.get_majorticklocs(), axis.get_ticklabels(), strict=True)

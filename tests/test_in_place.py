@@ -1,4 +1,4 @@
-"""Keys, values and sums of gradients in shared memory: nothing is sent, read or written early."""
+"""Test keys, values and gradient sums in shared memory: no message, no early read or write."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ SECONDS = 2e-3
 
 @pytest.fixture
 def dawdling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks now and then fall behind just before they write or read a block."""
-    random = Random(os.getpid())  # other ranks at other times, also where each is a process
+    """Delay ranks at random just before they write or read a block."""
+    random = Random(os.getpid())  # processes get different delays
 
     def late(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -53,7 +53,7 @@ def dawdling(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class NoMessages:
-    """What carries no message; a window does not ask for it."""
+    """A transport that fails when it is used. Ranks that share memory must not use it."""
 
     name = "window"
 
@@ -62,14 +62,14 @@ class NoMessages:
 
 
 def leave_alone(comm: sp.Communicator) -> Window:
-    """Turn the kit's comparison of operations off: it makes ranks wait for each other."""
+    """Turn off the kit's check of window operations, which makes ranks wait; return the window."""
     assert comm.window is not None
     comm.window._announce = lambda what: None
     return comm.window
 
 
 def several(mesh: sp.Mesh, name: str, problems: list[AttentionProblem]) -> list[Results]:
-    """Return the results of several attentions, and then of their backwards."""
+    """Run several attentions, then all of their backwards; return the results of each."""
     under_way = []
     for one in problems:
         shards = Shards(one, mesh["sp"].rank, mesh["sp"].size, mesh.device)
@@ -90,14 +90,14 @@ def several(mesh: sp.Mesh, name: str, problems: list[AttentionProblem]) -> list[
 def test_ranks_that_fall_behind_change_no_bit(
     comm: Any, name: str, seed: int, lengths: list[int], check: Any
 ) -> None:
-    """Of several attentions in a row, against those by messages.
+    """Several attentions in a row have the same bits as with messages.
 
     With `check="off"` the ranks do not wait for each other before a backward.
     """
     changes: list[dict[str, Any]] = [
         {},
         {"mask": sp.Mask(causal=True), "storage": "transposed"},
-        # here ranks see others' keys but not their own
+        # some ranks see the keys of others but not their own
         {"mask": sp.Mask(window=1), "layout": "contiguous"},
     ]
     problems = [
@@ -116,7 +116,7 @@ def test_ranks_that_fall_behind_change_no_bit(
 
 
 def test_sums_are_read_before_another_rank_writes_its_next() -> None:
-    """Also if this rank reads them late, and those of the next backward lie at other places."""
+    """Rank 0 reads the sums late, and the next backward's sums lie at other places."""
     changes: dict[str, Any] = {"needs_grad": (False, True, True)}
     problems = [replace(PLAIN, seq_len=n, kv_len=n, **changes) for n in (13, 3)]
 
@@ -141,7 +141,7 @@ def test_sums_are_read_before_another_rank_writes_its_next() -> None:
 @pytest.mark.parametrize("storage", ["transposed", "padded"])
 @spmd(2)
 def test_keys_that_lie_otherwise_in_memory_change_no_bit(comm: Any, storage: str) -> None:
-    """Of a ring, against messages: also on the last rank, which sends its keys to no other."""
+    """A ring with shared memory has the same bits as with messages, for both layouts of keys."""
     changes: Any = {"seq_len": 37, "kv_len": 37, "head_dim": 5, "mask": sp.Mask(causal=True)}
     changes |= {"layout": "contiguous", "kv_layout": "contiguous", "storage": storage}
     results = list[Results]()
@@ -154,7 +154,7 @@ def test_keys_that_lie_otherwise_in_memory_change_no_bit(comm: Any, storage: str
 
 
 def test_a_backward_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also on a rank that all others wait for in the end: its last two operations end as one."""
+    """This holds even for a rank whose last two window operations end at the same time."""
     arrived = SharedSums.arrived
 
     def last(sums: SharedSums) -> Any:
@@ -180,7 +180,7 @@ HOMES = ("the first", "the second", "the third", "a part of one", "plain memory"
 
 
 def of_k_and_v(homes: list[list[str]], alike: str) -> list[list[str]]:
-    """Return for each rank where its k and its v lie; for those in `alike` it is rank 0's place."""
+    """Return where each rank's k and v lie. Those named in `alike` lie where rank 0 has them."""
     common = {x: homes[0][place] for place, x in enumerate("kv") if x in alike}
     found = []
     for own in homes:
@@ -202,9 +202,9 @@ def of_k_and_v(homes: list[list[str]], alike: str) -> list[list[str]]:
 def test_keys_and_values_may_live_elsewhere_on_every_rank(
     comm: Any, name: str, homes: list[list[str]], alike: str, needs: tuple[bool, bool, bool]
 ) -> None:
-    """The bits are those of plain memory. The tensors are free once the results are there.
+    """The results have the same bits as with plain memory. The tensors may then be overwritten.
 
-    A ring copies nothing that lies in the same allocations on every rank.
+    A ring does not copy k and v if they lie in the same allocations on every rank.
     """
     with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
         shards = Shards(replace(PLAIN, needs_grad=needs), comm.rank, comm.size, mesh.device)
@@ -251,7 +251,7 @@ def test_another_algorithm_is_respected_and_other_transports_have_messages(comm:
         ("window", "auto", (True, True)),
         ("window", "window", (True, True)),
         ("window", "mpi", (False, False)),
-        ("window", "bruck", (False, True)),  # a shift has no algorithm of that name
+        ("window", "bruck", (False, True)),  # a shift has no algorithm "bruck"
         ("host", "window", (False, False)),
     ):
         with sp.Mesh(comm, transport=transport, algorithm=algorithm, sp=comm.size, one=1) as mesh:

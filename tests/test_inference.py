@@ -1,4 +1,4 @@
-"""Commands of LLaMA on one rank: what starts the ranks, reads prompts, prints, and ends."""
+"""Test the commands of LLaMA on one rank: starting ranks, reading prompts, printing, ending."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.mpi_skip
 
 
 class Stdin(io.StringIO):
-    """Standard input that may be read once, if at all."""
+    """Standard input that fails if it is read twice, or read when it is empty."""
 
     def read(self, size: int | None = -1) -> str:
         text, given = super().read(), self.getvalue()
@@ -39,7 +39,7 @@ class Stdin(io.StringIO):
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What mpiexec would have been started with, and the text of the last file that it names."""
+    """Replace mpiexec; return a dict that gets its arguments, and the text of its last file."""
     found: dict[str, Any] = {}
 
     def run(ranks: int, words: list[str], **more: Any) -> int:
@@ -170,7 +170,7 @@ def test_in_a_job_the_first_rank_says_what_is_wrong(
 def test_prompts_are_those_of_options_files_and_standard_input(
     chat: bool, dtype: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a chat each is put into the template, which has the special tokens already."""
+    """In a chat each prompt is put into the template, which already has the special tokens."""
     (tmp_path / "text").write_text("bb")
 
     def encode(text: str, *, add_special_tokens: bool) -> Any:
@@ -214,7 +214,7 @@ def test_the_first_rank_shows_one_text_as_it_grows_and_several_at_the_end(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A byte that begins a character is shown when nothing more can come."""
+    """An incomplete character is shown only at the end of the text."""
     tokens, prompts = [*b"aa\xf0"], [[1]] * count
     mesh: Any = SimpleNamespace(rank=rank)
     words = "generate --model dir --temperature 0.5 --top-k 7 --top-p 0.25 --seed 3 --max-tokens 9"

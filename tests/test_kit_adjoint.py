@@ -1,4 +1,4 @@
-"""The helpers for gradients of collectives find what is wrong with a gradient."""
+"""Test that the kit's helpers for gradients of collectives find wrong gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Call = Callable[[Any, Tensor], Tensor]
 
 
 def summed(comm: Any, x: Tensor) -> Tensor:
-    """The sum over ranks, without a gradient."""
+    """Return the sum over ranks, without a gradient."""
     total = torch.empty_like(x)
     comm.Allreduce(x.detach().numpy().reshape(-1), total.numpy().reshape(-1))
     return total
@@ -40,17 +40,17 @@ apply: Callable[..., Tensor] = Sum.apply
 
 
 def right(comm: Any, x: Tensor) -> Tensor:
-    """A sum over ranks; its adjoint is itself."""
+    """Return the sum over ranks, with its own adjoint as backward: the sum."""
     return apply(comm, x, right)
 
 
 def halved(comm: Any, x: Tensor) -> Tensor:
-    """Its backward pass forgets half."""
+    """Return the sum over ranks, with half of the gradient in backward."""
     return apply(comm, x, lambda comm, grad: summed(comm, grad) / 2)
 
 
 def of_rank_only(comm: Any, x: Tensor) -> Tensor:
-    """Its backward pass forgets the other ranks."""
+    """Return the sum over ranks, with a backward that ignores the other ranks."""
     return apply(comm, x, lambda comm, grad: grad)
 
 
@@ -66,7 +66,7 @@ pytestmark = pytest.mark.mpi_skip
 
 @pytest.mark.parametrize("sizes", [(2,), (2, 2), (2, 0, 1)])
 def test_a_right_gradient_passes_to_second_order(sizes: tuple[int, ...]) -> None:
-    """Shards may differ, and be empty."""
+    """Shards may have different lengths, and may be empty."""
 
     def squared(comm: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return x * right(comm, (x * y).sum().reshape(1)) ** 2, y.sin()

@@ -1,6 +1,6 @@
-"""Every call of mpi4py's communicators through the checked one.
+"""Test every call of mpi4py's communicators through the checked communicator.
 
-What it is, and what becomes of ranks that differ in it.
+Each call is known, and ranks whose calls differ get an error on all ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Call = Callable[[Any], object]
 
 @pytest.fixture(autouse=True)
 def ranks_that_speak_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a rank says that it waits decides when a deadlock is found, not whether."""
+    """Make waiting ranks report soon, so that deadlocks are found sooner."""
     monkeypatch.setattr(carriers, "AFTER_SECONDS", 0.02)
 
 
@@ -37,7 +37,7 @@ TOPOLOGIES = ("Cartcomm", "Graphcomm", "Distgraphcomm")
 
 
 def ways(name: str) -> set[str]:
-    """How the checked communicator treats a call; there must be one way."""
+    """Return the ways in which the checked communicator treats a call."""
     stem = name.removesuffix("_init")
     found = {
         "collective": {stem, stem[1:].capitalize()} & COLLECTIVES.keys(),
@@ -95,7 +95,7 @@ def test_the_parameters_of_a_collective_are_those_of_mpi4py(op: str) -> None:
 def arguments(
     op: str, comm: Any, n: int = 2, dtype: str = "f8", root: int = 0, reduction: str = "SUM"
 ) -> dict[str, Any]:
-    """Arguments with which all ranks may make a collective."""
+    """Return valid arguments of a collective, which all ranks may pass."""
     blocks = 2 if op.startswith("Neighbor") else comm.size
     types = [{"f8": MPI.DOUBLE, "i8": MPI.INT64_T}[dtype]] * blocks
     made: dict[str, Any] = {}
@@ -121,11 +121,12 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "operation": {},
     "nothing": {},
 }
-"""What one rank does otherwise, with arguments that are fine by themselves."""
+"""Changes of one rank's arguments, each valid by itself. "operation" and "nothing" change the call.
+"""
 
 
 def concerns(difference: str, op: str) -> bool:
-    """Whether a difference can be one of an operation."""
+    """Return whether an operation has the argument that a difference changes."""
     needs = {
         "count": {"buf", "sendbuf"},
         "datatype": {"buf", "sendbuf"},
@@ -136,7 +137,7 @@ def concerns(difference: str, op: str) -> bool:
 
 
 def offered() -> list[str]:
-    """The collectives that ranks of this tier have."""
+    """Return the collectives that this tier's communicator has: threads or MPI."""
     return [op for op in COLLECTIVES if tier() == "mpi" or hasattr(ThreadComm, op)]
 
 
@@ -185,7 +186,7 @@ def test_every_collective_passes_where_all_ranks_do_the_same(comm: Any, n: int, 
 
 
 def sent(n: int = 2, dtype: str = "f8") -> np.ndarray[Any, Any]:
-    """A message."""
+    """Return an array to send or to receive into."""
     return np.arange(n, dtype=dtype)
 
 
@@ -242,9 +243,9 @@ ON_PROCESSES: dict[str, tuple[str, Call, Call]] = {
 
 
 def whole() -> bytes:
-    """An object whose pickle is as long as some numbers.
+    """Return an object whose pickle has a multiple of 8 bytes.
 
-    MPICH ends a process that receives a part of one.
+    MPICH ends a process that receives a part of a number.
     """
     return next(text for text in map(bytes, range(8, 99)) if len(MPI.pickle.dumps(text)) % 8 == 0)
 
@@ -264,19 +265,19 @@ def barriers(*comms: Any) -> None:
 
 
 def started(request: Any) -> Any:
-    """A persistent request, started."""
+    """Start a persistent request, and return it."""
     request.Start()
     return request
 
 
 @functools.cache
 def attached() -> None:
-    """Give MPI memory in which to keep messages, until the process ends."""
+    """Attach a buffer to MPI for buffered sends, until the process ends."""
     MPI.Attach_buffer(bytearray(1000 + 10 * MPI.BSEND_OVERHEAD))
 
 
 def buffered(comm: Any) -> None:
-    """Send what MPI keeps."""
+    """Send a message to rank 1 with a buffered send."""
     attached()
     comm.Bsend(sent(), 1)
 
@@ -311,7 +312,7 @@ CALLS_THAT_DIFFER: dict[str, tuple[tuple[str, ...] | str, Call, Call]] = {
         lambda c: c.announce_exchange(sends=[(0, 16)]),
     ),
 }
-"""What is said where rank 0 and rank 1 make these calls."""
+"""Texts of the error, the call of rank 0, and the call of rank 1."""
 WRONG: dict[str, tuple[str, Call]] = {
     "own counts": (
         "sends itself 16 bytes of float64, but expects 24 of float64",
@@ -329,7 +330,7 @@ WRONG: dict[str, tuple[str, Call]] = {
         lambda c: c.announce_exchange(sends=[(5, 8)]),
     ),
 }
-"""Calls in which a rank contradicts itself."""
+"""Texts of the error, and a call that is wrong by itself."""
 
 
 DIFFERENCES = CALLS_THAT_DIFFER | MESSAGES_THAT_DIFFER | (ON_PROCESSES if tier() == "mpi" else {})
@@ -354,7 +355,7 @@ def test_a_rank_that_contradicts_itself_is_told_so_and_the_others_are_woken(case
 
 @spmd(2)
 def assert_clean(comm: Any) -> None:
-    """No message of a broken example is found by the next one."""
+    """Check that no message of a failed example arrives in the next one."""
     received = sent()
     comm.Sendrecv(sent() + comm.rank, 1 - comm.rank, 0, received, 1 - comm.rank, 0)
     assert received.tolist() == (sent() + 1 - comm.rank).tolist()

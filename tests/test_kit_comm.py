@@ -1,6 +1,6 @@
-"""Laws of the communicators that bodies get, the same for threads and for MPI.
+"""Test the communicators that bodies get, alike for threads and for MPI.
 
-Calls and requests do what MPI says.
+Calls and requests do what the MPI standard says.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ Array = np.ndarray[Any, Any]
 
 
 def finish(*requests: Any) -> None:
-    """Wait as the library does."""
+    """Wait for requests as the library does, by testing them in turn."""
     for request in requests:
         while request is not None and not request.Test():
             time.sleep(0)
 
 
 def values(rank: int, count: int) -> Array:
-    """What a rank sends; different for each rank and place."""
+    """Return the numbers that a rank sends, different for each rank and index."""
     return 100.0 * (rank + 1) + np.arange(count)
 
 
 def collectives(
     rank: int, p: int, counts: list[int], root: int
 ) -> list[tuple[str, tuple[Any, ...], Array, Array]]:
-    """Collectives.
+    """Return collectives, each with name, arguments, receive buffer and expected content.
 
-    Their name and arguments, the buffer that they write, and what has to be in it.
+    `p` is the number of ranks.
     """
     everyone = np.concatenate([values(r, n) for r, n in enumerate(counts)])
     n = len(everyone)
@@ -79,7 +79,7 @@ def test_collectives_do_what_mpi_says(
 @pytest.mark.parametrize("blocking", [True, False])
 @spmd()
 def test_a_collective_in_place_reads_what_was_there(comm: Any, blocking: bool) -> None:
-    """Also if the input is read long after the call began."""
+    """A call that does not block may read its input long after it began."""
     everyone = np.arange(comm.size)
     buffers = {
         "Allreduce": np.arange(3.0) + comm.rank,
@@ -134,9 +134,9 @@ def test_objects(comm: Any) -> None:
     max_examples=40,
 )
 def test_messages_arrive_in_order(comm: Any, sizes: list[int], offset: int, is_ring: bool) -> None:
-    """Messages between the same ranks, also empty ones and to the sender itself.
+    """Messages may be empty, and may go to the sender itself.
 
-    A message to nobody, at an end of an open line, is complete and changes no buffer.
+    Without a ring, ranks at the ends use MPI.PROC_NULL. Such a message changes no buffer.
     """
     places = comm.rank + offset, comm.rank - offset
     right, left = (
@@ -161,7 +161,7 @@ def test_messages_arrive_in_order(comm: Any, sizes: list[int], offset: int, is_r
     max_examples=30,
 )
 def test_sub_communicators(comm: Any, columns: int, reverse: bool, left_out: bool) -> None:
-    """Rank 0 may be left out of a split."""
+    """Split may leave out rank 0, which passes MPI.UNDEFINED."""
     is_out = left_out and comm.rank == 0
     color = MPI.UNDEFINED if is_out else comm.rank // columns
     row = comm.Split(color, -comm.rank if reverse else comm.rank)

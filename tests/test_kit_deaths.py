@@ -1,4 +1,4 @@
-"""The launcher without a launch: who died first, and what it starts."""
+"""Test parts of the launcher without a launch: finding the first death, and building commands."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def end(sleepers: Iterable[subprocess.Popen[bytes]]) -> None:
 def test_the_first_of_many_deaths_is_told(
     tmp_path: Path, watch: Deaths, ranks: list[subprocess.Popen[bytes]], looks: str, seed: int
 ) -> None:
-    """Closed files tell mpiexec of a death. Those that it kills then can be gone earlier.
+    """The first death is that of the rank whose pipe closed first, even if others end sooner.
 
-    A launcher that looks late has to go by the order of the deaths: these ranks hold no files.
+    If the launcher looks late, the ranks here hold no pipes, and the order of deaths counts.
     """
     order = random.Random(seed).sample(range(RANKS), RANKS)
     held = [hold_life(tmp_path, rank) for rank in order if looks != "late"]

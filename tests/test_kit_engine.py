@@ -1,6 +1,6 @@
-"""The engine's own laws: what may be drawn, decided and said on several ranks.
+"""Test the engine: drawing examples, deciding and reporting on several ranks.
 
-On ranks other than 0 a failure has one line.
+On ranks other than 0 the text of a failure has one line.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def test_an_assumption_that_fails_on_one_rank_rejects_the_example(comm: Any, n: 
 
 
 def test_skipping_on_every_rank_is_a_skip() -> None:
-    """On one rank alone it is a failure, a fault of test_kit_faults.py."""
+    """A skip on only one rank is a failure, which test_kit_faults.py tests."""
     with pytest.raises(pytest.skip.Exception, match="not here"):
         spmd(2)(lambda comm: pytest.skip("not here"))()
 
@@ -140,7 +140,7 @@ def test_features_are_counted_once_for_each_example() -> None:
 
 
 def test_counts_of_two_processes_add_up() -> None:
-    """Of workers of pytest-xdist, for example. An error that is NaN is the worst."""
+    """Such processes are the workers of pytest-xdist. An error that is NaN is the greatest."""
     whole, parts = Tally(), (Tally(), Tally())
     for place, names in enumerate(("ab", "a", "")):
         remarks: Remarks = {("feature", name): 0.0 for name in names}
@@ -201,7 +201,7 @@ def test_tests_on_a_gpu_draw_transports_that_are_there_or_the_one_that_is_named(
 
 
 class TestMethods:
-    """Methods are tests, too."""
+    """Tests that are methods."""
 
     @given(n=st.integers(0, 3))
     @pytest.mark.parametrize("power", [1, 2])

@@ -1,6 +1,6 @@
-"""Every fault of a rank is caught, attributed and shrunk, and the next test still runs.
+"""Test that every fault of a rank is caught, attributed and shrunk, and the next test still runs.
 
-On ranks other than 0 a failure has one line of text.
+On ranks other than 0 the text of a failure has one line.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.ranks  # these laws hold for threads and for MPI
 
 @pytest.fixture(autouse=True)
 def still_works() -> Iterator[None]:
-    """After each failure the next example passes."""
+    """Check after each test that another example passes."""
     yield
     spmd()(lambda comm: around(comm, 1))()
 
@@ -54,7 +54,7 @@ def test_two_bugs_are_told_apart() -> None:
 
 
 def cleans_up(comm: Any) -> None:
-    """Fail on the last rank, and communicate on the way out."""
+    """Fail on the last rank, and free a communicator while the error propagates."""
     duplicate = comm.Dup()
     try:
         lost(comm)
@@ -64,7 +64,7 @@ def cleans_up(comm: Any) -> None:
 
 
 def on_other_communicators(comm: Any) -> None:
-    """Let some ranks wait for the last one, and others for those."""
+    """Fail on the last rank while ranks wait for it directly or through other ranks."""
     row, column = comm.Split(comm.rank // 2, comm.rank), comm.Split(comm.rank % 2, comm.rank)
     row.Barrier()
     lost(comm)
@@ -73,7 +73,7 @@ def on_other_communicators(comm: Any) -> None:
 
 
 def around(comm: Any, n: int, fail: Any = lambda comm: None) -> None:
-    """Pass numbers to the next rank; after its receive is begun, a rank may fail."""
+    """Send n numbers to the next rank. `fail` is called after the receive has begun."""
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     received = np.empty(n)
     request = comm.Irecv(received, left)
@@ -85,13 +85,13 @@ def around(comm: Any, n: int, fail: Any = lambda comm: None) -> None:
 
 
 def for_a_message(comm: Any) -> None:
-    """Fail before a long message is sent."""
+    """Fail on the last rank before it sends a long message."""
     around(comm, 100_000, lost)
     comm.Barrier()
 
 
 def after_a_start(comm: Any) -> None:
-    """Fail where a collective was started that nobody waits for."""
+    """Fail on the last rank after starting a collective for which no rank waits."""
     comm.Iallreduce(np.ones(1000), np.empty(1000))
     lost(comm)
     comm.Barrier()
@@ -118,7 +118,7 @@ def test_a_rank_that_fails_wakes_the_others_and_leaves_nothing(ranks: int, body:
 
 @pytest.mark.parametrize("op", ["Allreduce", "Iallreduce", "allgather"])
 def test_a_rank_that_is_interrupted_keeps_its_word(op: str) -> None:
-    """Its peers may be inside the call already, to which all had agreed."""
+    """The interrupted rank still makes the call that all had announced; peers may wait in it."""
 
     @spmd(3)
     def body(comm: Any) -> None:

@@ -1,6 +1,6 @@
-"""The checked group of torch.distributed.
+"""Test the checked group of torch.distributed.
 
-It does what torch does, and ranks that disagree get an error, not a deadlock.
+It does the same as torch's group, but ranks that disagree get an error, not a deadlock.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ pytestmark = (
 
 @contextmanager
 def world(comm: Any) -> Iterator[None]:
-    """A world of torch.distributed over the ranks of a communicator."""
+    """Make torch.distributed's default group over the ranks of a communicator, inside a `with`."""
     name = comm.bcast(tempfile.mkdtemp(prefix="sp_core-") if comm.rank == 0 else None)
     dist.init_process_group(
         "gloo",
@@ -80,7 +80,7 @@ def test_calls_do_what_torch_says(comm: Any, n: int, dtype: torch.dtype) -> None
 
 
 def pass_along(group: Any, mine: torch.Tensor, first: torch.Tensor) -> None:
-    """Rank 0's tensor goes to the last rank; the others look on."""
+    """Send rank 0's tensor to the last rank. The other ranks call `stand_by`."""
     last = group.size - 1
     if group.rank == 0:
         group.send(mine, dst=last)
@@ -92,7 +92,7 @@ def pass_along(group: Any, mine: torch.Tensor, first: torch.Tensor) -> None:
 
 
 def fail(group: Any, odd: bool) -> None:
-    """Raise an error on one rank, for which the others wait."""
+    """Raise an error on the odd rank, for which the others wait in a barrier."""
     if odd:
         raise LookupError("only here")
     group.barrier()

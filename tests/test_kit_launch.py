@@ -1,6 +1,6 @@
-"""Launches of several processes.
+"""Test launches of several processes.
 
-One report for all ranks, and an end in bounded time whatever happens to a rank.
+A launch makes one report for all ranks, and ends in bounded time whatever happens to a rank.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The protocol without a carrier: what a round means, and what outcomes amount to."""
+"""Test the protocol without sending: decisions from the ranks' records, outcomes and deadlocks."""
 
 from __future__ import annotations
 
@@ -88,19 +88,19 @@ def test_the_first_cause_counts(chain: list[BaseException], kind: Kind, name: st
 
 
 MINE, OTHER = ("c", 0, 1, 5), ("c", 0, 1, 6)
-"""Two messages from rank 0 to rank 1, with tags 5 and 6."""
+"""Two messages: communicator "c", from rank 0, to rank 1, with tags 5 and 6."""
 NO_CALLS = Report({}, "", 2, "")
 
 
 def calls(on: str, a: int, b: int) -> Report:
-    """A rank that has begun so many calls on two communicators, and waits on one."""
+    """Return the report of a rank with `a` and `b` calls on communicators, waiting on `on`."""
     return Report({"a": a, "b": b}, on, 2, "")
 
 
 def waits(
     turn: int, ends: Ends, sent: tuple[Ends, ...] = (), received: tuple[Ends, ...] = ()
 ) -> Report:
-    """A rank that waits to receive a message, or for the receive of its message number `turn`."""
+    """Return the report of a rank that waits: to receive if `turn` is 0, else for a send."""
     return Report({}, "", 2, "", ((turn, ends),), () if turn else (ends,), sent, received)
 
 
@@ -116,14 +116,14 @@ TAKEN = NO_CALLS._replace(received=(MINE,))
         ([calls("a", 1, 0), calls("b", 0, 1)], True),
         ([calls("a", 1, 0), calls("a", 1, 0)], False),
         ([calls("", 1, 1), calls("", 1, 1)], False),
-        ([calls("b", 1, 1), calls("", 1, 0)], False),  # this rank will find out that one has ended
+        ([calls("b", 1, 1), calls("", 1, 0)], False),  # rank 0 will notice that rank 1 ended
         ([calls("b", 1, 1), calls("a", 2, 0), Report({"c": 1}, "", 0, "")], True),
         *[([NO_CALLS, waits(0, ends)], True) for ends in (MINE, ("c", -1, 1, 5), ("c", 0, 1, -1))],
         *[([SENDS, waits(0, ends)], False) for ends in (MINE, ("c", -1, 1, 5), ("c", 0, 1, -1))],
         ([SENDS, waits(0, MINE, received=(MINE,))], False),
         ([waits(1, OTHER, sent=(OTHER,)), RECEIVES], True),
         ([SENDS, NO_CALLS], True),
-        ([SENDS, TAKEN], False),  # the sender will be told
+        ([SENDS, TAKEN], False),  # the sender will learn that it was received
         # one receive takes the first of two messages
         *[([LATER[i], NO_CALLS._replace(accepts=(MINE,))], bool(i)) for i in (0, 1)],
         *[([LATER[i], TAKEN], bool(i)) for i in (0, 1)],
@@ -138,7 +138,7 @@ def test_a_deadlock_needs_that_no_awaited_call_or_message_can_come(
 
 
 def test_importing_the_kit_does_not_start_mpi() -> None:
-    """A program that only has it installed does not pay for it."""
+    """A program in whose environment the kit is installed must not start MPI for it."""
     always, with_tests = ("", ".plugin", ".launch"), (".engine", ".checked", ".agreed")
     lines = ["import sys"]
     for modules, heavy in ((always, ("mpi4py", "hypothesis")), (with_tests, ("mpi4py.MPI",))):

@@ -1,6 +1,6 @@
-"""An engine outside the launch.
+"""Test the shrinking of examples that kill their launch, by an engine outside of the launch.
 
-An example that ends its launch is shrunk; and what is kept of a launch that is lost.
+The results that are kept of a lost launch are tested, too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.mpi_skip
 
 
 class Launches:
-    """Launches that start nothing, and do not outlive what their test cannot stand."""
+    """Simulated launches, which die of every example with two ranks or more and n >= 7."""
 
     def __init__(self) -> None:
         self.started, self.asked = 0, list[str]()
@@ -63,7 +63,7 @@ def crashes(comm: Any, n: int, d: int) -> None:
 def test_an_example_that_a_launch_dies_of_is_shrunk(
     monkeypatch: pytest.MonkeyPatch, losses: int
 ) -> None:
-    """Only so many launches are lost."""
+    """At most `losses` launches are lost."""
     jobs, launches = Jobs(4, [], losses), Launches()
     monkeypatch.setattr(shrink_crash, "Job", launches.start)
     monkeypatch.setattr(session, "current", session.Session(ranks=4, attempt=jobs.attempt))
@@ -96,7 +96,7 @@ def test_a_launch_tries_the_examples_that_it_is_sent(
 
 
 def phase_of(when: str, outcome: str) -> SimpleNamespace:
-    """A report of pytest."""
+    """Return a stand-in for pytest's report of one phase of a test."""
     failed = outcome in ("failed", "error")
     told = {"outcome": "failed" if failed else outcome, "failed": failed, "when": when}
     return SimpleNamespace(**told, duration=0.5, longreprtext=f"it is \x1b {outcome}")
@@ -116,7 +116,7 @@ def test_what_is_known_of_a_lost_launch_becomes_a_junit_file(tmp_path: Path) -> 
         if name != "TestC::d":
             ledger.pytest_runtest_logfinish()
     with (tmp_path / results.FILE).open("a") as file:
-        file.write('{"test": "tests/test_x.py::e"')  # the last thing that the rank did
+        file.write('{"test": "tests/test_x.py::e"')  # an incomplete line, written as the rank died
     assert results.told(tmp_path) == [
         "tests that had ended: 1 passed, 1 failed, 1 error",
         "  failed: tests/test_x.py::b",
@@ -138,7 +138,7 @@ def test_what_is_known_of_a_lost_launch_becomes_a_junit_file(tmp_path: Path) -> 
 
 
 def test_nothing_is_written_where_nothing_was_asked_for(tmp_path: Path) -> None:
-    for _ in range(2):  # before the session has begun, and then
+    for _ in range(2):  # before the session has begun, and afterwards
         assert results.told(tmp_path) == []
         results.write_junit(tmp_path, "")
         results.Ledger(tmp_path, None)

@@ -1,4 +1,4 @@
-"""Ranks as threads: transfers in the least favourable order, and no rank waits for ever."""
+"""Test ranks as threads: transfers happen in the worst order, and no rank waits for ever."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_each_rank_goes_backward_in_its_own_thread() -> None:
 
 
 def test_reductions_add_in_rank_order() -> None:
-    """Another order gives another rounding."""
+    """A different order would round differently."""
     parts = [1.0, 1e16, -1e16, 3.0]
 
     def body(comm: Any) -> float:
@@ -38,7 +38,7 @@ def test_reductions_add_in_rank_order() -> None:
 
 
 def ring(comm: Any, meddle: str) -> float:
-    """One step round a ring that may touch a buffer too early."""
+    """Pass a number to the next rank in a ring; `meddle` names a buffer to touch too early."""
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     out, into = np.full(4, float(comm.rank)), np.full(4, -1.0)
     requests = [comm.Irecv(into, left), comm.Isend(out, right)]
@@ -62,7 +62,7 @@ def test_a_buffer_that_is_touched_too_early_is_wrong_every_time(
 
 
 def test_mpi4py_names_a_request_of_threads_that_it_cannot_take() -> None:
-    """The tutorial quotes this error, with the remedy."""
+    """The tutorial quotes this error, which names a remedy."""
 
     def body(comm: Any) -> str:
         request = comm.Irecv(np.zeros(1), MPI.PROC_NULL)
@@ -95,7 +95,7 @@ def test_an_endless_loop_ends(
 
 
 def test_a_message_that_is_there_counts_though_its_sender_has_failed_since() -> None:
-    """Otherwise the time at which a rank waits decides what it says of the example."""
+    """Otherwise the outcome would depend on when the receiving rank waits."""
 
     @spmd(2)
     def body(comm: Any) -> None:

@@ -1,7 +1,7 @@
-"""`nox -s conformance`: other libraries' attention and parallel layers under the laws of our own.
+"""`nox -s conformance`: test other libraries' attention and parallel layers by our own laws.
 
-Exits with 1 where our own do not pass, a library is missing, a cell was not tried, a wrong result
-is not shown by its script, or a fault planted in a library is not seen.
+The exit code is 1 if this project's own columns do not pass, a library is missing, or a cell was
+not tried. It is also 1 if a script does not repeat what was found, or a planted fault is not found.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def main(options: argparse.Namespace) -> int:
 def _tried(
     libraries: Sequence[Library], ranks: Sequence[int], limits: Limits
 ) -> tuple[Found, list[dict[str, Any]], list[str]]:
-    """Put libraries on trial; return verdicts, what became of planted faults, what went wrong."""
+    """Try all libraries; return the verdicts, those of planted faults, and a line per failure."""
     found: Found = {}
     planted: list[dict[str, Any]] = []
     faults = []
@@ -99,7 +99,7 @@ def _tried(
 
 
 def _planted(libraries: set[str], size: int, limits: Limits) -> list[dict[str, Any]]:
-    """Plant every fault that there is for these libraries; return what became of each."""
+    """Plant every fault of these libraries in turn; return the fault and the verdict of each."""
     found = []
     for number, fault in enumerate(FAULTS):
         if fault.library in libraries:
@@ -113,7 +113,7 @@ def _planted(libraries: set[str], size: int, limits: Limits) -> list[dict[str, A
 
 
 def _column(library: Library, found: Found, version: str) -> dict[str, Any]:
-    """Every verdict of a library, with those that its documentation gives."""
+    """Return the verdicts of a library by capability, also those that its documentation gives."""
     said = library.excluded()
     column: dict[str, Any] = {}
     for capability in library.subject.CAPABILITIES:
@@ -131,9 +131,9 @@ def _column(library: Library, found: Found, version: str) -> dict[str, Any]:
 def _show_alone(
     libraries: Sequence[Library], verdicts: dict[str, Any], versions: dict[str, str], limits: Limits
 ) -> list[str]:
-    """Write and run the script of everything that is wrong, hangs or crashes.
+    """Write and run a script for every verdict that is wrong, hung or crashed.
 
-    A script that does not show what was found is a fault of ours.
+    Return a line for each script that does not repeat what was found: that is a fault of ours.
     """
     faults = []
     for library in libraries:
@@ -154,7 +154,7 @@ def _show_alone(
 
 
 def _faults(verdicts: dict[str, Any]) -> list[str]:
-    """Return what keeps the report from being complete and believed."""
+    """Return a line for each cell that was not tried, and each of our own that does not pass."""
     told = [
         (name, cell, found["verdict"])
         for name, column in verdicts.items()

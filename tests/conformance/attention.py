@@ -1,8 +1,8 @@
-"""What a library's attention may be able to do, and the problems that find out.
+"""List the capabilities that a library's attention may have, and draw problems that test each one.
 
-Everything that a capability is not about is plain: an even length, as many heads as any scheme
-wants, the dtype and layout that the library is made for. So a fault shows under the capability that
-it belongs to.
+A problem is plain in everything that its capability is not about. The length is even, every scheme
+can split the heads, and dtype and layout are the library's usual ones. So a fault shows under the
+capability that it belongs to.
 """
 
 from __future__ import annotations
@@ -38,28 +38,29 @@ CAPABILITIES = {
 }
 """Every capability, in the order in which they are tried."""
 FORWARD_ONLY = ("full", "causal")
-"""Tried without gradients."""
+"""The capabilities that are tried without gradients."""
 CALL = "attend"
-"""The function of an adapter that is on trial."""
+"""The name of the adapter's function that is tested."""
 
 LONGEST = 24
 Positions = tuple[tuple[int, ...], ...]
 PlacesOf = Callable[[str, int, int, tuple[int, ...] | None], Positions]
-"""From layout, length, number of ranks and document boundaries to the positions of each rank."""
+"""A function of layout, length, number of ranks and document boundaries that returns the positions
+of each rank."""
 
 
 @dataclass(frozen=True)
 class Posed(AttentionProblem):
-    """A problem with its own positions of each rank, because layouts differ between libraries."""
+    """A problem that gives the positions of each rank, because layouts differ between libraries."""
 
     shards: Positions = ()
 
     def sharding(self, size: int) -> Sharding:
-        """Who owns which tokens."""
+        """Return the sharding with these positions."""
         return Sharding.from_positions(self.shards)
 
     def kv_sharding(self, size: int) -> Sharding:
-        """The same: all of this is self attention."""
+        """Return the same sharding, because every problem is self-attention."""
         return self.sharding(size)
 
 
@@ -67,15 +68,16 @@ class Case:
     """A problem as one rank sees it.
 
     Args:
-        problem: of attention.
-        rank, size: of the ranks that share the sequence.
+        problem: the attention problem.
+        rank: this rank.
+        size: the number of ranks that share the sequence.
     """
 
     def __init__(self, problem: Posed, rank: int, size: int) -> None:
         self._shards = Shards(problem, rank, size, torch.device("cpu"))
 
     def results(self, call: Callable[..., Tensor], variant: str, comm: Any) -> dict[str, Tensor]:
-        """Run a library; return what it gives this rank, by name."""
+        """Call a library; return this rank's output and gradients, by name."""
         problem: Any = self._shards.problem
 
         def scheme(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, **_: Any) -> tuple[Tensor, None]:
@@ -88,22 +90,22 @@ class Case:
         return {"out": out.detach(), **self._shards.gradients(out, lse)}
 
     def expected(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return every result of this rank as it should be, and by how much it may be off."""
+        """Return, by name, each expected result of this rank and the error that is allowed."""
         return self._shards.expected()
 
 
 @dataclass(frozen=True)
 class Needs:
-    """How a library wants its problems.
+    """The problems that a library can take.
 
     Args:
-        layouts: that it offers, its usual one first.
-        full_layout: for attention without a mask.
-        dtype: for everything but the capabilities that are about dtypes.
-        places: the positions of each rank; None for ours.
-        document_pieces: every document has a length that so many pieces on each rank divide; any
-            length if 0.
-        one_sequence: whether there is no batch.
+        layouts: the layouts that it offers, its usual one first.
+        full_layout: the layout for attention without a mask.
+        dtype: the dtype, except for the capabilities that are about dtypes.
+        places: a function that returns the positions of each rank; None for our own layouts.
+        document_pieces: each document's length is a multiple of this number times the number of
+            ranks; documents have any length if it is 0.
+        one_sequence: whether the batch size must be 1.
     """
 
     layouts: tuple[str, ...] = ("contiguous",)
@@ -115,7 +117,7 @@ class Needs:
 
 
 def places(layout: str, seq_len: int, size: int, documents: tuple[int, ...] | None) -> Positions:
-    """The positions of each rank in the layouts of this project."""
+    """Return the positions of each rank in a layout of this project."""
     sharding = LAYOUTS[layout](seq_len, size)
     return tuple(tuple(sharding.positions(rank).tolist()) for rank in range(size))
 
@@ -124,15 +126,15 @@ def places(layout: str, seq_len: int, size: int, documents: tuple[int, ...] | No
 def problems(
     draw: st.DrawFn, capability: str, size: int, needs: Needs, gradients: bool, full: bool = True
 ) -> Posed:
-    """Problems of one capability on `size` ranks.
+    """Draw problems of one capability on `size` ranks.
 
     Args:
-        draw: Hypothesis'.
+        draw: Hypothesis' function for drawing.
         capability: a name in `CAPABILITIES`.
-        size: number of ranks.
-        needs: of the library.
-        gradients: whether they are asked for.
-        full: whether "backward" may come without a mask.
+        size: the number of ranks.
+        needs: the problems that the library can take.
+        gradients: whether gradients are computed.
+        full: whether problems of "backward" may have no mask.
     """
     drawn = draw(attention_problems(LONGEST))
     seq_len = _length(drawn.seq_len, size, capability)
@@ -172,14 +174,14 @@ def problems(
 
 
 def _length(drawn: int, size: int, capability: str) -> int:
-    """Return an even length with equal halves on all ranks, or an uneven one; no rank is empty."""
+    """Return a multiple of 2 * size, or for "uneven length" a length that size does not divide."""
     if capability != "uneven length":
         return max(1, round(drawn / (2 * size))) * 2 * size
     return drawn + size + (drawn % size == 0)
 
 
 def _heads(drawn: AttentionProblem, size: int, capability: str) -> tuple[int, int]:
-    """Key/value heads, and query heads to each."""
+    """Return the number of key/value heads, and the number of query heads for each of them."""
     twice = 2 - drawn.kv_heads % 2
     if capability == "GQA":
         return size * twice, 3 - drawn.group % 2
@@ -205,7 +207,7 @@ def _mask(draw: st.DrawFn, capability: str, seq_len: int, unit: int, full: bool)
 
 
 def told(problem: Posed) -> dict[str, Any]:
-    """A problem as plain data."""
+    """Return a problem as plain data."""
     mask = problem.mask
     kept = (
         "batch",
@@ -229,7 +231,7 @@ def told(problem: Posed) -> dict[str, Any]:
 
 
 def smallest(data: dict[str, Any]) -> str:
-    """Describe a problem, as plain data, in one line for a table."""
+    """Describe a problem, given as plain data, in one line for a table."""
     heads = data["kv_heads"]
     parts = [f"P {len(data['shards'])}", f"B {data['batch']}", f"S {data['seq_len']}"]
     parts += [f"heads {heads * data['group']}:{heads}", f"D {data['head_dim']}"]

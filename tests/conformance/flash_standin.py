@@ -1,9 +1,9 @@
-"""Compute with torch what ring-flash-attn, yunchang and transformers call of flash-attn.
+"""Replace the functions of flash-attn that ring-flash-attn, yunchang and transformers call.
 
-Exact: everything is computed in float64 and rounded once, to the dtype of the input. The signatures
-are those of flash-attn 2.7. Masks are aligned at the bottom right, as flash-attn does since 2.1; a
-row that sees nothing has output 0 and log-sum-exp +inf, as its kernels give. Dropout, softcap and
-ALiBi are refused. The whole file is also pasted into scripts, so it imports torch alone.
+Results are exact: torch computes them in float64 and rounds once, to the dtype of the input. The
+signatures are those of flash-attn 2.7. Masks are aligned at the bottom right, as in flash-attn
+since 2.1. A row that sees nothing has output 0 and log-sum-exp +inf, as with its kernels. Dropout,
+softcap and ALiBi are refused. This file is also pasted into scripts, so it imports torch alone.
 
 Shape letters: B batch, S sequence, H heads, K key/value heads, D head dim.
 
@@ -26,7 +26,7 @@ VERSION = "2.7.4"
 
 
 def visible(queries: int, keys: int, causal: bool, left: int, right: int) -> Tensor:
-    """Who sees whom, bool (queries, keys); a bound of -1 is none."""
+    """Return a bool mask (queries, keys), True where visible; -1 for left or right is no bound."""
     place = torch.arange(queries)[:, None] + keys - queries
     key = torch.arange(keys)[None, :]
     seen = torch.ones(queries, keys, dtype=torch.bool)
@@ -40,7 +40,7 @@ def visible(queries: int, keys: int, causal: bool, left: int, right: int) -> Ten
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Output (B, S, H, D) and log-sum-exp (B, H, S), in float64."""
+    """Return the output (B, S, H, D) and the log-sum-exp (B, H, S), in float64."""
     logits = _logits(q, k, scale, seen)
     lse = (
         torch.logsumexp(logits, -1) if k.shape[1] else logits.new_full(logits.shape[:-1], -math.inf)
@@ -72,7 +72,7 @@ def _backward(
 
 
 def _spread(x: Tensor, heads: int) -> Tensor:
-    """Each key/value head once for every query head that reads it, (B, S, H, D) in float64."""
+    """Repeat each key/value head for every query head that reads it: (B, S, H, D) in float64."""
     return x.double().repeat_interleave(heads // x.shape[2], dim=2)
 
 
@@ -105,7 +105,7 @@ def _flash_attn_forward(
     alibi_slopes: Tensor | None,
     return_softmax: bool,
 ) -> tuple[Tensor, Tensor, None, None]:
-    """Output (B, S, H, D) in the dtype of q and log-sum-exp (B, H, S) in float32."""
+    """Return output (B, S, H, D) in q's dtype, float32 log-sum-exp (B, H, S), and twice None."""
     _refuse(dropout_p, softcap, alibi_slopes)
     seen = visible(q.shape[1], k.shape[1], causal, window_size_left, window_size_right)
     out, lse = _forward(q, k, v, _scale(q, softmax_scale), seen)
@@ -132,7 +132,7 @@ def _flash_attn_backward(
     deterministic: bool,
     rng_state: Tensor | None = None,
 ) -> Tensor:
-    """Gradients written into dq, dk and dv; the row sums of dout out come back."""
+    """Write the gradients into dq, dk and dv; return the row sums of dout * out (B, H, S)."""
     _refuse(dropout_p, softcap, alibi_slopes)
     seen = visible(q.shape[1], k.shape[1], causal, window_size_left, window_size_right)
     found = _backward(dout, q, k, v, out, softmax_lse, _scale(q, softmax_scale), seen)
@@ -142,7 +142,7 @@ def _flash_attn_backward(
 
 
 def _documents(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> list[tuple[slice, slice]]:
-    """The rows and keys of each document."""
+    """Return the slices of query rows and of keys of each document."""
     q, k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     if len(q) != len(k):
         raise ValueError(f"{len(q)} boundaries of queries, {len(k)} of keys")
@@ -170,7 +170,7 @@ def _flash_attn_varlen_forward(
     seqused_k: Tensor | None = None,
     zero_tensors: bool = False,
 ) -> tuple[Tensor, Tensor, None, None]:
-    """Output (S, H, D) and log-sum-exp (H, S) of packed documents."""
+    """Return the output (S, H, D) and log-sum-exp (H, S) of packed documents, and twice None."""
     out, lse = (
         torch.zeros_like(q),
         q.new_full((q.shape[1], q.shape[0]), math.inf, dtype=torch.float32),
@@ -210,7 +210,7 @@ def _flash_attn_varlen_backward(
     rng_state: Tensor | None = None,
     zero_tensors: bool = False,
 ) -> Tensor:
-    """Gradients of packed documents written into dq, dk and dv."""
+    """Write the gradients of packed documents into dq, dk and dv; return the row sums (H, S)."""
     delta = torch.zeros_like(softmax_lse)
     for rows, keys in _documents(cu_seqlens_q, cu_seqlens_k):
         part = (
@@ -240,7 +240,7 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """Output (B, S, H, D), differentiable."""
+    """Return the output (B, S, H, D), differentiable by autograd."""
     how: Any = (
         dropout_p,
         _scale(q, softmax_scale),
@@ -269,14 +269,14 @@ def flash_attn_varlen_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """Output (S, H, D) of packed documents, differentiable."""
+    """Return the output (S, H, D) of packed documents, differentiable by autograd."""
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     how: Any = (dropout_p, _scale(q, softmax_scale), causal, *window_size, softcap, alibi_slopes)
     return _flash_attn_varlen_forward(q, k, v, *lengths, *how)[0]
 
 
 def install() -> None:
-    """Let `import flash_attn` find this. The real one is not hidden where it is loaded already."""
+    """Make `import flash_attn` find this stand-in, unless a `flash_attn` is already loaded."""
     if "flash_attn" in sys.modules:
         return
     package, interface = ModuleType("flash_attn"), ModuleType("flash_attn.flash_attn_interface")

@@ -1,4 +1,4 @@
-"""Make a process group for the ranks of an MPI launch, again if a library broke it."""
+"""Make a torch process group for the ranks of an MPI launch, and a new one after an error."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ import torch.distributed as dist
 
 
 class Gloo:
-    """The default process group; ranks find each other through a file.
+    """The default process group. The ranks find each other through a file.
 
     Args:
-        folder: that all ranks can write to.
-        comm: of all ranks.
-        patience: seconds that a rank waits for another.
-        backend: of torch.distributed, gloo or another one.
+        folder: a folder to which all ranks can write.
+        comm: the communicator of all ranks.
+        patience: the time that a rank waits for another, in seconds.
+        backend: the name of the torch.distributed backend.
     """
 
     def __init__(self, folder: Path, comm: Any, patience: float, backend: str = "gloo") -> None:
         if Path("/sys/class/net/lo").exists():
             os.environ.setdefault(
                 "GLOO_SOCKET_IFNAME", "lo"
-            )  # else gloo looks the host name up, which containers may not know
+            )  # otherwise gloo looks up the host name, which containers may not know
         self._folder, self._made, self._patience = folder, 0, timedelta(seconds=patience)
         self._backend = backend
         self._prepare: Callable[[Any], None] = lambda comm: None
         self._start(comm)
 
     def serve(self, prepare: Callable[[Any], None]) -> None:
-        """Work for a library from now on.
+        """Prepare a library for the group, now and after each `renew`.
 
         Args:
-            prepare: what it does with a new group.
+            prepare: a function that is called with the communicator of all ranks.
         """
         from mpi4py import MPI
 
@@ -43,7 +43,7 @@ class Gloo:
         prepare(MPI.COMM_WORLD)
 
     def renew(self, comm: Any) -> None:
-        """End the group and make another."""
+        """Destroy the group, make a new one, and prepare the library for it."""
         dist.destroy_process_group()
         self._start(comm)
         self._prepare(comm)

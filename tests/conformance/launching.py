@@ -1,7 +1,8 @@
 """Launch all cells of one adapter on one number of ranks under one mpiexec.
 
-If the launch dies of a cell, the others are launched again.
-The cheapest number of ranks comes first, and what is found wrong there is not tried on more.
+A cell is one capability of one library. If the launch dies in a cell, the remaining cells are
+launched again. The smallest number of ranks comes first; a cell that fails there is not tried on
+more ranks.
 """
 
 from __future__ import annotations
@@ -25,22 +26,23 @@ LAWS = Path(__file__).with_name("laws.py")
 LAUNCH_SECONDS = 600.0
 ENDING_SECONDS = 30.0
 EXAMPLE_SECONDS = 120
-"""Limit of one problem on a rank: more than a process group waits; DTensor derives rules slowly."""
+"""Limit of one problem on a rank, in seconds: more than a process group waits, and enough for
+DTensor, which derives its sharding rules slowly."""
 Cell = tuple[str, str]
-"""A library and a capability."""
+"""The names of a library and of a capability."""
 Found = dict[Cell, dict[str, Any]]
-"""The verdict of each."""
+"""The verdict of each cell."""
 DIED, RAISED = re.compile(r"rank \d+ died first: "), re.compile("E ")
 HUNG = ("a rank has reached its time limit", "the launch has not ended after")
 CONDEMNED = ("wrong", "hung", "crashed")
 SETTLED = (*CONDEMNED, "slow")
-"""Not tried on more ranks."""
+"""The verdicts after which a cell is not tried on more ranks."""
 ALONE = re.compile(r"^rank \d+ waits for nobody.*", re.MULTILINE)
-"""A rank that computes, and where."""
+"""The line of a rank that computes, and where it does so."""
 
 
 def installed(library: Library) -> str:
-    """Return the version of a library, and of what it comes with; nothing where one is missing."""
+    """Return the versions of a library's packages, or "" if one of them is missing."""
     first, *others = library.package.split()
     try:
         return ", ".join([version(first), *(f"{name} {version(name)}" for name in others)])
@@ -50,13 +52,13 @@ def installed(library: Library) -> str:
 
 @dataclass(frozen=True)
 class Limits:
-    """How much is tried, and for how long.
+    """Limits of a launch.
 
     Args:
-        examples: of each cell.
-        patience: every time limit is multiplied by this.
-        logs: folder for what the ranks print.
-        planted: numbers of the faults that are planted first.
+        examples: the greatest number of problems of each cell.
+        patience: a factor for every time limit.
+        logs: the folder for the output of the ranks.
+        planted: the indices in `FAULTS` of the faults that are planted first.
     """
 
     examples: int
@@ -71,12 +73,13 @@ def put_on_trial(
     """Try every capability that these libraries of one adapter offer, on each number of ranks.
 
     Args:
-        libraries: with the same adapter.
-        ranks: numbers of ranks, the smallest first.
-        limits: for each launch.
-        found: verdicts of fewer ranks; those of each number of ranks are put in as they come.
+        libraries: libraries with the same adapter.
+        ranks: the numbers of ranks, the smallest first.
+        limits: the limits of each launch.
+        found: a dict to which the verdicts are added as they come. Verdicts of more ranks are
+            joined with those of fewer ranks.
     """
-    # Backward first: whether gradients are asked for elsewhere depends on the plain ones.
+    # "backward" first: other capabilities compute gradients only if it passes.
     names = [(one.name, name) for one in libraries for name in one.tried()]
     cells = sorted(names, key=lambda cell: cell[1] != "backward")
     for size in ranks:
@@ -89,9 +92,9 @@ def try_planted(number: int, size: int, limits: Limits) -> dict[str, Any]:
     """Plant a fault; return the verdict on its library.
 
     Args:
-        number: of the fault in `FAULTS`.
-        size: number of ranks.
-        limits: for the launch.
+        number: the index of the fault in `FAULTS`.
+        size: the number of ranks.
+        limits: the limits of the launch.
     """
     cell = (FAULTS[number].library, FAULTS[number].capability)
     (found,) = _launch_all([cell], size, replace(limits, planted=(number,)), [cell[0]])
@@ -99,7 +102,7 @@ def try_planted(number: int, size: int, limits: Limits) -> dict[str, Any]:
 
 
 def _joined(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
-    """Return the verdict of a cell on fewer and on more ranks as one."""
+    """Join the verdicts of a cell on fewer ranks (`old`, or None) and on more ranks (`new`)."""
     if old is None:
         return {**new, "ranks": [new["ranks"]]}
     joined = new if new["verdict"] in CONDEMNED or old["verdict"] == "pass" else old
@@ -111,9 +114,10 @@ def _joined(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
 def _launch_all(
     cells: Sequence[Cell], size: int, limits: Limits, known: Sequence[str] = ()
 ) -> Iterator[Found]:
-    """Yield the verdicts of each launch on one number of ranks; one that dies settles one cell.
+    """Launch until every cell has a verdict on `size` ranks, and yield the verdicts of each launch.
 
-    The plain gradients of libraries that are `known` to be right need not be tried first.
+    A launch that dies gives a verdict to the cell that it was trying. Libraries in `known` compute
+    gradients although "backward" was not tried before.
     """
     right = list(known)
     while cells:
@@ -140,13 +144,13 @@ def _launch_all(
 
 
 def _told(folder: Path) -> Found:
-    """The verdicts of a launch."""
+    """Return the verdicts of a launch."""
     lines = read_lines(folder / "verdicts.jsonl")
     return {(line["library"], line["capability"]): line for line in lines}
 
 
 def _died(cells: Sequence[Cell], size: int, folder: Path, text: str) -> Found:
-    """The cell that a launch has died of; all of them where it came to none."""
+    """Return a verdict for the cell in which a launch died, or for all cells if none was begun."""
     begun = folder / "in_flight.json"
     if begun.exists():
         last = json.loads(begun.read_text())
@@ -157,7 +161,7 @@ def _died(cells: Sequence[Cell], size: int, folder: Path, text: str) -> Found:
 
 
 def _launch(size: int, folder: Path, patience: float) -> str:
-    """Run the laws with the setting in a folder; returns what the ranks printed."""
+    """Run `laws.py` with the setting in a folder; return the output of the ranks."""
     settings = {"SP_CONFORMANCE": str(folder / "setting.json")}
     settings["SP_WATCHDOG_S"] = str(EXAMPLE_SECONDS * patience)
     quiet = ["-p", "no:cacheprovider", "-W", "ignore", "--sp-no-raw-replay", "-q"]
@@ -167,7 +171,7 @@ def _launch(size: int, folder: Path, patience: float) -> str:
 
 
 def _dead(size: int, output: str) -> dict[str, Any]:
-    """The verdict of a cell that a launch has died of, or that failed outside the library."""
+    """Return the verdict of a cell in which a launch died, from the output of the ranks."""
     hung, alone = any(words in output for words in HUNG), sorted(set(ALONE.findall(output)))
     slow = hung and len(alone) == size
     verdict = "slow" if slow else "hung" if hung else "crashed"

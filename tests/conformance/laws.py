@@ -1,8 +1,9 @@
 """Test the property of every capability, for the libraries of one adapter under mpiexec.
 
-`conformance.launching` starts it. SP_CONFORMANCE names a file with the setting. The verdict of each
-cell of the report becomes a line of JSON. Before, the cell and the problem that is tried next stand
-in a file: the runner then knows the cell that a launch died of.
+`conformance.launching` starts this file. SP_CONFORMANCE is the path of a JSON file with the
+settings. Each test tries one cell of the report, which is one capability of one library, and adds
+its verdict as a line of JSON. Before a problem is tried, a file gets the cell and the problem. If
+the launch dies, the runner reads there which cell was tried last.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ RIGHT_GRADIENTS: set[str] = set(SETTING["right_gradients"])
 
 @pytest.fixture(scope="module")
 def gloo() -> Gloo:
-    """The process group of this launch."""
+    """Return the process group of this launch."""
     from mpi4py import MPI
 
     torch.set_num_threads(1)
@@ -39,7 +40,7 @@ def gloo() -> Gloo:
 @pytest.mark.ranks
 @pytest.mark.parametrize(("name", "capability"), SETTING["cells"])
 def test_cell(gloo: Gloo, name: str, capability: str) -> None:
-    """Ask for gradients if the plain ones are right: a fault of backward shows in one cell."""
+    """Compute gradients only if "backward" passed, so that its fault shows in one cell alone."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD

@@ -1,7 +1,7 @@
-"""What tensor-parallel layers with sequence parallelism may be able to do, and the problems for it.
+"""List the capabilities of tensor-parallel layers with sequence parallelism, and draw problems.
 
-A problem is one pair of layers. The column-parallel one gathers the tokens; the row-parallel one
-sums over the ranks and gives each its tokens. Sizes that a capability is not about suit every
+A problem is one pair of layers. The column-parallel one gathers the tokens. The row-parallel one
+sums over the ranks and gives each rank its tokens. Sizes that a capability is not about suit every
 library.
 """
 
@@ -33,9 +33,9 @@ CAPABILITIES = {
 }
 """Every capability, in the order in which they are tried."""
 FORWARD_ONLY = ("forward",)
-"""Tried without gradients."""
+"""The capabilities that are tried without gradients."""
 CALL = "Pair"
-"""The class of an adapter that is on trial."""
+"""The name of the adapter's class that is tested."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,17 @@ class Layers:
     """A pair of layers and its input.
 
     Args:
-        batch, seq_len: tokens.
-        hidden: features of a token.
-        inner: features between the layers, which are split over the ranks.
-        bias: whether both layers have one.
-        frozen: parameter without a gradient; "" for none.
+        batch: the number of sequences.
+        seq_len: the number of tokens of each sequence.
+        hidden: the number of features of a token.
+        inner: the number of features between the layers, which are split over the ranks.
+        bias: whether both layers have a bias.
+        frozen: the name of the parameter without a gradient; "" for none.
         times: how often the pair is applied.
-        dtype: of everything.
-        gradients: whether they are asked for.
-        seed: of all numbers.
-        shards: positions of each rank.
+        dtype: the dtype of all tensors.
+        gradients: whether gradients are computed.
+        seed: the seed of all numbers.
+        shards: the positions of each rank.
     """
 
     batch: int
@@ -73,21 +74,22 @@ class Case:
 
     Args:
         problem: a pair of layers.
-        rank, size: of the ranks that share the tokens.
+        rank: this rank.
+        size: the number of ranks that share the tokens.
     """
 
     def __init__(self, problem: Layers, rank: int, size: int) -> None:
         self._problem, self._rank = told(problem), rank
 
     def results(self, call: Callable[..., Any], variant: str, comm: Any) -> dict[str, Tensor]:
-        """Run a library; return what it gives this rank, by name."""
+        """Call a library; return this rank's output and gradients, by name."""
         return pair.results(self._problem, self._rank, call, variant, comm)
 
     def expected(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return every result of this rank as it should be, and by how much it may be off.
+        """Return, by name, each expected result of this rank and the error that is allowed.
 
         Each pass through the pair, forward or backward, has one sum over the ranks. Every rank
-        rounds its part of that sum.
+        rounds its term of that sum.
         """
         p = self._problem
         growth = 2 * p["times"] * (p["hidden"] + p["inner"]) + p["batch"] * p["seq_len"]
@@ -112,11 +114,11 @@ def problems(
     """Draw problems of one capability on `size` ranks.
 
     Args:
-        draw: Hypothesis'.
+        draw: Hypothesis' function for drawing.
         capability: a name in `CAPABILITIES`.
-        size: number of ranks.
-        needs: of the library; its dtype is used.
-        gradients: whether they are asked for.
+        size: the number of ranks.
+        needs: the problems that the library can take. Only the dtype is used.
+        gradients: whether gradients are computed.
         full: not used, because there is no mask.
     """
     least, beyond = 1 if capability == "odd sizes" else 2, st.integers(1, size - 1)
@@ -144,7 +146,7 @@ def told(problem: Layers) -> dict[str, Any]:
 
 
 def smallest(data: dict[str, Any]) -> str:
-    """Describe a problem, as plain data, in one line for a table."""
+    """Describe a problem, given as plain data, in one line for a table."""
     parts = [f"P {len(data['shards'])}", f"B {data['batch']}", f"S {data['seq_len']}"]
     parts += [f"E {data['hidden']}", f"F {data['inner']}", data["dtype"]]
     parts += ["bias"] * data["bias"] + [f"{data['frozen']} frozen"] * bool(data["frozen"])

@@ -1,4 +1,4 @@
-"""Read the libraries on trial: their problems, and what they do not offer (`libraries.toml`)."""
+"""Read from `libraries.toml` which libraries are tested, on which problems, and what they lack."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from conformance.attention import Needs, PlacesOf, Positions
 SUBJECTS: dict[str, ModuleType] = {"attention": attention, "layers": layers}
 NOT_OFFERED = "not offered"
 OURS = ("sp_core", "sp_core layers")
-"""Those of this project: if one does not pass, the harness is wrong."""
+"""The columns of this project. If one of them does not pass, the harness is wrong."""
 TOLD = tomllib.loads(Path(__file__).with_name("libraries.toml").read_text())
 
 
@@ -27,15 +27,15 @@ class Library:
     """One column of the report.
 
     Args:
-        name: of the column.
-        adapter: module of `conformance.adapters`.
-        package: distribution whose version is told; with spaces between several.
-        variant: for the adapter.
-        needs: how it wants its problems.
-        known: where a fault of a capability has been told to its project.
-        flash: whether it is given the stand-in for flash-attn.
-        patience: seconds that its ranks wait for each other before they count as hung.
-        about: name of its subject.
+        name: the name of the column.
+        adapter: the name of a module in `conformance.adapters`.
+        package: the distribution whose version is reported; several with spaces between them.
+        variant: the name of the library's function, as the adapter knows it.
+        needs: the problems that the library can take.
+        known: by capability, where its fault has been reported to the library's project.
+        flash: whether the library needs the stand-in for flash-attn.
+        patience: the seconds that ranks wait for each other before they count as hung.
+        about: the name of its subject, "attention" or "layers".
     """
 
     name: str
@@ -50,28 +50,28 @@ class Library:
 
     @property
     def subject(self) -> ModuleType:
-        """Return what is on trial."""
+        """Return the module of the subject, with its capabilities and problems."""
         return SUBJECTS[self.about]
 
     def module(self) -> ModuleType:
-        """The adapter; the library itself is imported when it is first called.
+        """Return the adapter. It may import the library only when it is first called.
 
         Raises:
-            ImportError: it is not there.
+            ImportError: the adapter is missing, or the library that it imports.
         """
         if self.flash:
             flash_standin.install()
         return importlib.import_module(f"conformance.adapters.{self.adapter}")
 
     def tried(self) -> list[str]:
-        """Capabilities that are put to it."""
+        """Return the capabilities that are tried."""
         return [name for name in self.subject.CAPABILITIES if name not in self.excluded()]
 
     def excluded(self) -> dict[str, dict[str, str]]:
         """Return the capabilities that are not tried, such as missing layouts, with the reason.
 
-        A capability is "refused" where the documentation says that it is not supported. It is "not
-        offered" where the call has no place for it.
+        A capability is "refused" if the documentation says that it is not supported. It is "not
+        offered" if the library's call has no argument for it.
         """
         layouts = {"contiguous", "zigzag", "striped"} & set(self.subject.CAPABILITIES)
         missing = sorted(layouts - set(self.needs.layouts))
@@ -88,7 +88,7 @@ class Library:
 def _in_documents(
     halves: int, layout: str, seq_len: int, size: int, documents: tuple[int, ...] | None
 ) -> Positions:
-    """Give every rank a piece, or two, of each document, as varlen functions want it."""
+    """Return each rank's positions for varlen functions: one or two pieces of every document."""
     shards: list[list[int]] = [[] for _ in range(size)]
     for start, end in pairwise(documents or (0, seq_len)):
         each = (end - start) // (halves * size)
@@ -101,7 +101,7 @@ def _in_documents(
 def _yunchang_zigzag(
     layout: str, seq_len: int, size: int, documents: tuple[int, ...] | None
 ) -> Positions:
-    """Give the r-th rank of a ring of R pieces r and 2R-1-r; its Ulysses group shares them."""
+    """Split pieces r and 2R-1-r, of rank r in a ring of R ranks, over its Ulysses group."""
     ulysses, ring = degrees(size)
     each = seq_len // (2 * ring)
     shards = []
@@ -127,9 +127,9 @@ def _library(told: dict[str, Any]) -> Library:
 
 
 LIBRARIES = tuple(map(_library, TOLD["library"]))
-"""Every library."""
+"""All libraries."""
 
 
 def named(name: str) -> Library:
-    """The library of a column."""
+    """Return the library of a column."""
     return next(library for library in LIBRARIES if library.name == name)

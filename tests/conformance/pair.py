@@ -1,6 +1,6 @@
-"""A column-parallel linear layer and the row-parallel one after it, on one process and on ranks.
+"""Compute a column-parallel and then a row-parallel linear layer, on one process and on ranks.
 
-Imports torch alone, because the whole file is also pasted into scripts. A problem is plain data.
+This file imports torch alone, because it is also pasted into scripts. A problem is plain data.
 
 Shape letters: B batch, S sequence, E model dim, F features between the layers, P ranks.
 """
@@ -28,14 +28,14 @@ def tensors(p: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def trained(p: dict[str, Any], name: str) -> bool:
-    """Tell whether a parameter gets a gradient."""
+    """Return whether a parameter gets a gradient."""
     return bool(name != p["frozen"])
 
 
 def alone(p: dict[str, Any], of: Callable[[Tensor], Tensor] = torch.clone) -> dict[str, Tensor]:
-    """Compute in float64 what one process has: the output and all gradients.
+    """Compute the output and all gradients on one process, in float64.
 
-    With `of=torch.abs` each element is the sum of the absolute terms behind it.
+    With `of=torch.abs` each element is the sum of the absolute values of its terms.
     """
     given = {name: of(x.double()) for name, x in tensors(p).items()}
     grad = given.pop("grad")
@@ -49,7 +49,7 @@ def alone(p: dict[str, Any], of: Callable[[Tensor], Tensor] = torch.clone) -> di
 
 
 def part(p: dict[str, Any], name: str, whole: Tensor, rank: int) -> Tensor:
-    """Take a rank's part of a result: its tokens, or its features of a parameter."""
+    """Return a rank's part of a result: its tokens, or its features of a parameter."""
     if name in ("out", "d x"):
         return whole[:, torch.tensor(p["shards"][rank])]
     mine = torch.arange(p["inner"]).tensor_split(len(p["shards"]))[rank]
@@ -65,13 +65,14 @@ def results(
     variant: str,
     comm: Any = None,
 ) -> dict[str, Tensor]:
-    """Run a library's layers; return what this rank has. A gradient that is missing is empty.
+    """Run a library's layers; return this rank's output and gradients, empty where one is missing.
 
     Args:
         p: the problem.
-        rank: this one.
-        make: gets the whole parameters; returns a module with layers `up` and `down`.
-        variant, comm: for it.
+        rank: this rank.
+        make: a function from the whole parameters to a module with layers `up` and `down`.
+        variant: the library's variant, passed to `make`.
+        comm: the communicator of all ranks, passed to `make`.
     """
     whole = tensors(p)
     x, grad = (part(p, "out", whole.pop(name), rank).clone() for name in ("x", "grad"))

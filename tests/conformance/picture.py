@@ -31,7 +31,7 @@ SIGNS = {
 
 
 def draw(document: Mapping[str, Any], path: Path) -> None:
-    """Write a PNG: a table for each subject, a row for each library, by verdict coloured."""
+    """Write a PNG: a table for each subject, a row for each library, cells coloured by verdict."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

@@ -1,7 +1,7 @@
-"""Faults planted in the libraries themselves: the column must notice that its library is broken.
+"""Plant faults in the libraries themselves: the verdict must then be that the library fails.
 
-Each replaces one function of an installed library on every rank, for one capability that the
-library passes otherwise.
+Each fault replaces one function of an installed library on every rank. It is tried with one
+capability that the library passes without the fault.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class Fault:
     """A function of a library that does something wrong.
 
     Args:
-        library: name of the column.
-        capability: that notices it.
-        what: is wrong.
-        function: of the library, with its module and class.
-        broken: the wrong function; its first argument is the right one.
+        library: the name of the library's column.
+        capability: the capability that must find the fault.
+        what: a description of the fault.
+        function: the replaced function's full name, with its module and class.
+        broken: the wrong function. Its first argument is the right one.
     """
 
     library: str
@@ -33,7 +33,7 @@ class Fault:
     broken: Callable[..., Any]
 
     def plant(self) -> None:
-        """Put it in place, for the rest of this process."""
+        """Replace the function for the rest of this process."""
         owner, _, name = self.function.rpartition(".")
         holder = pkgutil.resolve_name(owner)
         real = getattr(holder, name)
@@ -115,4 +115,4 @@ FAULTS = (
         _nothing,
     ),
 )
-"""Every fault. Columns that refuse everything on a CPU have none."""
+"""All faults. Columns that refuse everything on a CPU have none."""

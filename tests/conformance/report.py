@@ -1,4 +1,4 @@
-"""What was found, as a table on the terminal, as Markdown, and as JSON."""
+"""Make the report of all verdicts, as plain data for JSON and as Markdown."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO_RESULT = ("hung", "crashed", "slow")
 SCHEMA = 2
 FORWARD_ONLY = {name for subject in SUBJECTS.values() for name in subject.FORWARD_ONLY}
 Verdicts = Mapping[str, Mapping[str, Mapping[str, Any]]]
-"""By library and capability."""
+"""The verdicts by library and capability."""
 
 
 def document(
@@ -29,7 +29,7 @@ def document(
     run: Mapping[str, Any],
     examples: int,
 ) -> dict[str, Any]:
-    """Return everything as plain data; each column says which run it is of, and which adapter."""
+    """Return the report as plain data; each column records its run and its adapter's digest."""
     columns = [
         {
             "name": one.name,
@@ -47,20 +47,20 @@ def document(
 
 
 def digest(library: Library) -> str:
-    """Return the SHA-256 of the file that says how a library is called."""
+    """Return the SHA-256 of a library's adapter file."""
     file = Path(__file__).parent / "adapters" / f"{library.adapter}.py"
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Return the report in a folder; nothing where there is none of this version."""
+    """Return the report in a folder, or an empty dict if there is none with this schema version."""
     file = folder / "REPORT.json"
     found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     return found if found.get("schema_version") == SCHEMA else {}
 
 
 def joined(old: Mapping[str, Any], new: Mapping[str, Any], order: Sequence[str]) -> dict[str, Any]:
-    """A report with the columns of another that it does not have itself."""
+    """Return the new report with those columns of the old one that it lacks, in a given order."""
     columns = {column["name"]: column for part in (old, new) for column in part["libraries"]}
     here = [name for name in order if name in columns]
     verdicts = {**old["verdicts"], **new["verdicts"]}
@@ -76,7 +76,7 @@ def joined(old: Mapping[str, Any], new: Mapping[str, Any], order: Sequence[str])
 
 
 def short(verdict: Mapping[str, Any]) -> str:
-    """One cell: the verdict, and of how many problems."""
+    """Return the text of a cell: the verdict, and the number of problems or the error."""
     name, examples = verdict["verdict"], verdict.get("examples", 0)
     if name == "pass":
         forward = not verdict["gradients"] and verdict["capability"] not in FORWARD_ONLY
@@ -91,7 +91,7 @@ def short(verdict: Mapping[str, Any]) -> str:
 
 
 def _runs(document: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the runs that columns are of, the oldest first."""
+    """Return the different runs of all columns, the oldest first."""
     found: list[dict[str, Any]] = []
     for column in document["libraries"]:
         found += [column["run"]] * (column["run"] not in found)
@@ -148,7 +148,7 @@ def markdown(document: Mapping[str, Any]) -> list[str]:
 def _matrix(
     document: Mapping[str, Any], about: str, runs: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """Make the table of a subject: capabilities down, libraries across."""
+    """Make the table of a subject: a row for each capability, a column for each library."""
     columns = [column for column in document["libraries"] if column["about"] == about]
     verdicts = [document["verdicts"][column["name"]] for column in columns]
     if not columns:
@@ -174,7 +174,7 @@ def _ranks(column: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _commit(run: Mapping[str, Any]) -> str:
-    """Name the code of a run; runs of before this was recorded have none."""
+    """Return the name of a run's commit; old runs did not record it."""
     return named(run["commit"]) if "commit" in run else "not recorded"
 
 
@@ -185,7 +185,7 @@ def _machine(run: Mapping[str, Any]) -> str:
 
 
 def _cells(about: str, verdict: Mapping[str, Any]) -> list[str]:
-    """What is told of one cell."""
+    """Return the texts of a cell's row in its list: the problem or reason, and what happened."""
     problem = SUBJECTS[about].smallest(verdict["problem"]) if "problem" in verdict else "-"
     alone = verdict.get("alone", "not tried") + (
         f"; {verdict['known']}" if "known" in verdict else ""

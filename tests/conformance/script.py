@@ -1,7 +1,8 @@
-"""Write a script that shows one wrong result with torch, that library and gloo alone.
+"""Write a script that shows one wrong result of a library with torch, that library and gloo alone.
 
-It is put together from the adapter's source, the stand-in's where the library needs one, and a
-driver, so it calls the library exactly as the trial did. Nothing of this project is imported.
+The script consists of the adapter's source, the source of the flash-attn stand-in if the library
+needs it, and a driver. It calls the library exactly as the trial did, and imports nothing of this
+project.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ IMPORTS = "\n".join(
 
 
 def script(library: Library, verdict: dict[str, Any], version: str) -> str:
-    """The text of a script.
+    """Return the text of a script that repeats a library's failure.
 
     Args:
-        library: how it is called.
-        verdict: with a problem, the result that is wrong and its relative error.
-        version: of the library.
+        library: the library that failed.
+        verdict: what was found: the problem, and for a wrong result its name and relative error.
+        version: the library's version.
     """
     least = (verdict.get("relative") or 1.0) / 2
     found = (
@@ -70,7 +71,7 @@ def _source(module: Any) -> str:
 
 
 def last_words(path: Path, patience: float = 1.0) -> str:
-    """Run a script, for `patience` times the usual seconds; the last line that it prints."""
+    """Run a script for at most `patience` times SECONDS; return the last line that it prints."""
     seconds = SECONDS * patience
     try:
         answer = subprocess.run(
@@ -91,7 +92,11 @@ def last_words(path: Path, patience: float = 1.0) -> str:
 
 
 def shows(verdict: Mapping[str, Any]) -> bool:
-    """Return whether a script has shown the error; for ranks that hang or die, no right result."""
+    """Return whether a script has shown the failure.
+
+    A wrong result is shown if the script prints WRONG. Ranks that hang or die are shown if the
+    script does not print "right".
+    """
     words: str = verdict["alone"]
     return (
         words.startswith("WRONG")

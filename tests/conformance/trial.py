@@ -1,9 +1,8 @@
-"""Put one capability of one library on trial: the body that every rank runs, and the verdict.
+"""Try one capability of one library: the body that every rank runs, and the verdict.
 
-A library talks over gloo, where no checked communicator sees it. So whatever it raises is caught
-first, and the ranks tell each
-other: an error on every rank is a refusal, an error on some is a fault, because the others would
-wait for ever.
+A library sends its messages over gloo, where the kit's checked communicator does not see them.
+Every error is therefore caught, and the ranks exchange their outcomes. An error on every rank is a
+refusal. An error on some ranks is a fault, because the other ranks would wait for ever.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from sp_core.testing.outcome import RankFailure
 from sp_core.testing.tolerance import error_ratio
 
 CELL_SECONDS = 25.0
-"""Limit of the problems of a capability; after it no new one is tried."""
+"""Seconds after which no new problem of a capability is begun."""
 TRANSPORT = (
     "gloo",
     "op.preamble",
@@ -35,27 +34,29 @@ TRANSPORT = (
     "connection reset",
     "connection refused",
 )
-"""Words of a process group in trouble: not of a library that refuses."""
+"""Words in the errors of a process group that has failed. A library that refuses has none of them.
+"""
 FINE, RAISED, STUCK = "fine", "raised", "stuck"
 
 
 Attempt = tuple[str, str]
-"""What became of a problem on one rank: FINE, RAISED or STUCK, with a text."""
+"""The outcome of a problem on one rank: FINE, RAISED or STUCK, and the text of the error."""
 Error = dict[str, Any]
-"""The worst result of a rank: its error over the bound, and over its greatest element."""
+"""The worst result of a rank: its name ("result") and the rank ("rank"). Its greatest error is
+divided by the bound ("ratio"), and by the greatest expected element ("relative")."""
 
 
 @dataclass
 class Trial:
-    """The body of a capability's property; called on every rank.
+    """The body of a capability's property. Every rank calls it with each problem.
 
     Args:
-        subject: what its problems are about: `conformance.attention` or `conformance.layers`.
-        adapter: how the library is called.
-        variant: which of its functions.
-        renew: makes a new process group after one has broken.
-        announce: is told each problem before it is tried, by rank 0.
-        seconds: after which no further problem is tried.
+        subject: the module of the problems: `conformance.attention` or `conformance.layers`.
+        adapter: the module that calls the library.
+        variant: the name of the library's function, as the adapter knows it.
+        renew: a function that makes a new process group after an error.
+        announce: a function that rank 0 calls with each problem before it is tried.
+        seconds: the time after which no new problem is begun.
     """
 
     subject: ModuleType
@@ -76,19 +77,19 @@ class Trial:
         """Try one problem.
 
         Raises:
-            AssertionError: on every rank: a wrong result, or ranks that did not end alike.
+            AssertionError: a result is wrong, or only some ranks failed. Every rank raises it.
         """
         name = repr(problem)
         if name not in self.failures and not self.closed:
             failure = self._tried(comm, problem)
             if failure:
                 self.failures[name] = {"problem": self.subject.told(problem), **failure}
-        if name in self.failures:  # fail whenever this problem comes again, also without time
+        if name in self.failures:  # fail again for the same problem, even if the time is up
             self.failure = self.failures[name]
             raise AssertionError(f"{self.failure['verdict']}: {problem}")
 
     def _tried(self, comm: Any, problem: Any) -> dict[str, Any]:
-        """Try a problem on all ranks; return what went wrong."""
+        """Try a problem on all ranks; return the failure, or an empty dict."""
         self._began = self._began or time.monotonic()
         if comm.rank == 0:
             self.examples += 1
@@ -104,7 +105,7 @@ class Trial:
         everyone, lates, errors = zip(*comm.allgather(mine), strict=True)
         self.closed = any(lates)
         if any(status != FINE for status, _ in everyone):
-            # Also if every rank has refused: messages under way would meet the next problem's.
+            # Even if every rank has refused, messages under way could match the next problem's.
             self.renew(comm)
             return self._not_fine(everyone)
         most = max(errors, key=lambda one: one["ratio"])
@@ -113,7 +114,7 @@ class Trial:
         return {} if most["ratio"] <= 1.0 else {"verdict": "wrong", **said}
 
     def _not_fine(self, everyone: Sequence[Attempt]) -> dict[str, Any]:
-        """Count a refusal by all ranks; return any other end than a result."""
+        """Count a refusal by all ranks; for any other failure return "crashed" or "hung"."""
         statuses = {status for status, _ in everyone}
         if statuses == {RAISED}:
             self.refusals[everyone[0][1]] += 1
@@ -123,7 +124,7 @@ class Trial:
         return {"verdict": verdict, "states": "; ".join(states)}
 
     def verdict(self) -> dict[str, Any]:
-        """What was found, as plain data."""
+        """Return the verdict on the capability as plain data."""
         refused = sum(self.refusals.values())
         said: dict[str, Any] = {"examples": self.examples, "refused": refused, "error": self.worst}
         if self.refusals:
@@ -136,13 +137,13 @@ class Trial:
 def judged(
     trial: Trial, strategy: st.SearchStrategy[Any], size: int, examples: int
 ) -> dict[str, Any]:
-    """Run the property of a capability to its end, on every rank together.
+    """Test the property of a capability, called by all ranks together; return the verdict.
 
     Args:
-        trial: the body.
-        strategy: draws problems.
-        size: number of ranks.
-        examples: at most so many, beside those that make a failure smaller.
+        trial: the body of the property.
+        strategy: the strategy that draws problems.
+        size: the number of ranks.
+        examples: the greatest number of problems, without those that shrink a failure.
     """
 
     def body(comm: Any, problem: Any) -> None:
@@ -158,7 +159,7 @@ def judged(
 
 
 def worst(case: Any, results: dict[str, Tensor], rank: int) -> Error:
-    """The worst of this rank's results."""
+    """Return the result of this rank with the greatest error over its bound."""
     errors = [{"result": "", "rank": 0, "relative": 0.0, "ratio": 0.0}]
     for what, (expected, allowed) in case.expected().items():
         if what in results:
@@ -169,7 +170,7 @@ def worst(case: Any, results: dict[str, Tensor], rank: int) -> Error:
 
 
 def _relative(found: Tensor, expected: Tensor) -> float:
-    """Return the greatest error over the greatest element; infinite for other shapes and NaN."""
+    """Return the greatest error over the greatest element; infinite if shapes differ or for NaN."""
     if found.shape != expected.shape or not bool(found.isfinite().all()):
         return float("inf")
     if not expected.numel():

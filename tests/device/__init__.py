@@ -1,5 +1,5 @@
-"""A device for torch without hardware, `late`, on which the code for CUDA runs.
+"""Provide `late`, a torch device without hardware on which the code for CUDA runs.
 
-Its memory cannot be read by the host, and its streams run nothing before somebody waits for it.
-`runtime.h` says how. `nox -s device` runs the tests that need it, with a C++ compiler.
+The host cannot read its memory. Its streams run work as late as possible: only when something waits
+for the result. `runtime.h` explains how. `nox -s device` runs its tests, and needs a C++ compiler.
 """

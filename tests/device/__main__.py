@@ -17,7 +17,7 @@ from device.build import NAME, compile_library
 ASKS = re.compile(
     r"^from (sp_core.testing|llama_cases) import .*\b(device|mesh_of)\b", re.MULTILINE
 )
-"""In files of tests that ask the kit for the device of their tensors."""
+"""A pattern that matches test files which ask the kit for the device of their tensors."""
 
 TESTS = Path(__file__).resolve().parent.parent
 RANKS = 4
@@ -25,7 +25,7 @@ LAUNCH = ("-m", "sp_core.testing.launch", "-n", str(RANKS), "--timeout", "1200",
 
 
 def main(words: list[str]) -> int:
-    """Run the tests on threads and on processes. Return the larger exit code, or signal."""
+    """Run the tests on threads and on processes. Return the largest exit code or signal number."""
     parser = argparse.ArgumentParser("python -m device", description=__doc__)
     parser.add_argument("--on", default=NAME, help="the kind of device (default: %(default)s)")
     parser.add_argument("--only", default="test_*", metavar="PATTERN", help="names of test files")

@@ -20,14 +20,14 @@ FLAGS = ("-std=c++20", "-O1", "-fPIC", "-w")
 
 
 def library() -> Path:
-    """Return the path of the library for these sources, whether it is made or not."""
+    """Return the path of the library for the current sources, whether or not it exists."""
     texts = [path.read_bytes() for path in sorted(HERE.glob("runtime.*"))]
     texts += [(HERE / "backend.cpp").read_bytes(), torch.__version__.encode(), str(FLAGS).encode()]
     return BUILT / hashlib.blake2b(b"".join(texts), digest_size=8).hexdigest() / "late.so"
 
 
 def compile_library() -> Path:
-    """Compile what has changed, and return the path of the library."""
+    """Compile the library unless it exists for the current sources; return its path."""
     made = library()
     if made.exists():
         return made
@@ -41,16 +41,16 @@ def compile_library() -> Path:
     command = (compiler, *FLAGS, *paths, "-shared", *sources, *libraries, "-o", str(unfinished))
     print("+", *command, file=sys.stderr, flush=True)
     subprocess.run(command, check=True)
-    unfinished.rename(made)  # at once, so that no other process finds half of it
+    unfinished.rename(made)  # atomic: no other process sees an incomplete file
     return made
 
 
 @cache
 def load() -> ctypes.CDLL:
-    """Make torch know the device `late`. Compile it before, if it has changed.
+    """Register the device `late` with torch. Compile it first if its sources have changed.
 
     Returns:
-        The library, for its calls of C.
+        The library, whose C functions can be called.
     """
     path = str(compile_library())
     torch.ops.load_library(path)

@@ -1,6 +1,6 @@
-"""Faults of the code for CUDA, each planted by hand: `python -m device.faults NAME` runs a law.
+"""Plant a fault in the code for CUDA, and run a law: `python -m device.faults NAME`.
 
-The device must make every one of them visible, because nothing else here would.
+The law must fail on the device `late`. Without a GPU no other test would find these faults.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sp_core.transport.base import Done, Transfer
 from sp_core.transport.host import HostTransport
 
 LENGTH = 1500
-"""Elements of a collective: several chunks, and several slots of a window."""
+"""Elements of a collective's tensor: enough for several chunks, and several slots of a window."""
 
 CHUNK_BYTES = 512
 PADDED = AttentionProblem(
@@ -50,7 +50,7 @@ PADDED = AttentionProblem(
 
 
 def collectives(comm: Any, *, transport: str, algorithm: str = "auto") -> None:
-    """Gather and add numbers that the device has just been asked to compute."""
+    """Check all_gather and all_reduce of numbers whose computation is still queued."""
     with sp.Mesh(comm, device=NAME, transport=transport, sp=comm.size) as mesh:
         group = mesh["sp"]
         if transport == "pipelined":
@@ -73,7 +73,7 @@ def collectives(comm: Any, *, transport: str, algorithm: str = "auto") -> None:
 def attention(
     comm: Any, *, name: str = "ring", transport: str = "pipelined", **changed: Any
 ) -> None:
-    """Compare a scheme with the reference, for tensors in the middle of others."""
+    """Compare a scheme with the reference, for tensors that are views of larger ones."""
     problem = replace(PADDED, **changed)
     with sp.Mesh(comm, device=NAME, transport=transport, sp=comm.size) as mesh:
         scheme = partial(SCHEMES[name], comm=mesh["sp"])
@@ -89,13 +89,13 @@ def message(comm: Any, *, transport: str) -> None:
         after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
         handle = group.exchange([(after, x)], [(before, found)], "a message", longest=x.nbytes)
         del x
-        torch.accelerator.synchronize()  # memory that is free is overwritten
+        torch.accelerator.synchronize()  # freed memory is overwritten
         group.wait(handle, "a message")
         assert torch.equal(found.cpu(), torch.arange(100) + before), "the message came out wrong"
 
 
 def backward(comm: Any, *, op: str) -> None:
-    """Go backward through a collective; each rank's gradient needs the other's."""
+    """Run the backward of a collective, in which each rank's gradient needs that of the other."""
     with sp.Mesh(comm, device=NAME, sp=comm.size) as mesh:
         x = torch.ones(8, device=mesh.device, requires_grad=True)
         getattr(sp, op)(x, comm=mesh["sp"]).sum().backward()
@@ -130,12 +130,12 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 class Fault(NamedTuple):
-    """A fault.
+    """A planted fault.
 
     Args:
-        plant: makes it.
-        law: what it breaks, a name in `LAWS`.
-        says: a part of what is then seen.
+        plant: a function that plants the fault.
+        law: the name in `LAWS` of the law that must then fail.
+        says: a part of the text that the process then prints.
         ends: the exit code of the process.
     """
 
@@ -146,7 +146,7 @@ class Fault(NamedTuple):
 
 
 def put(owner: Any, name: str, value: Any) -> Plant:
-    """Replace an attribute."""
+    """Return a fault that replaces an attribute."""
     return lambda patch: patch.setattr(owner, name, value)
 
 
@@ -165,7 +165,7 @@ def _on_the_host(address: int, nbytes: int, device: torch.device) -> torch.Tenso
 
 
 def in_window(name: str, fake: Callable[..., Any]) -> Plant:
-    """Replace a method of the memory of every window, once the window is made."""
+    """Return a fault that replaces a method of every window's memory, once the window is made."""
     made = window.Window.__init__
 
     def init(self: Any, *arguments: Any) -> None:
@@ -206,19 +206,19 @@ def _one_slot(patch: pytest.MonkeyPatch) -> None:
 
 
 TOUCHED = ("the host touched device memory", -11)
-"""The process ends by SIGSEGV."""
+"""The text and the exit code of a process that ends by SIGSEGV."""
 nothing: Callable[..., None] = lambda *_: None  # noqa: E731
 done: Callable[..., Done] = lambda *_: Done()  # noqa: E731
 as_it_is: Callable[[torch.Tensor], torch.Tensor] = lambda x: x  # noqa: E731
 one_thread = put(torch.autograd, "set_multithreading_enabled", nothing)
-"""Two ranks go backward in one thread of the device."""
+"""A fault that runs the backwards of two ranks in one thread of the device, so that they hang."""
 
 
 _made = window.Window.__init__
 
 
 def _unheeding(self: Any, *given: Any, **named: Any) -> None:
-    """Make a window that heeds no other rank's flag."""
+    """Make a window that does not look at the flags of other ranks."""
     _made(self, *given, **named)
     self._others = []
 
@@ -231,13 +231,13 @@ FAULTS = {
     "a CPU tensor over device memory": Fault(
         put(cuda, "tensor_at", _on_the_host), "window", *TOUCHED
     ),
-    # Nobody waits before memory is read.
+    # Memory is read without waiting for the work that writes it.
     "downloads": Fault(put(cuda.CudaStreams, "downloaded", done), "pipelined"),
     "computation before downloads": Fault(put(cuda.CudaStreams, "begin", nothing), "pipelined"),
     "computation before a window": Fault(in_window("begin", nothing), "window"),
     "copies into a window": Fault(in_window("launch", _not_waited_for), "window"),
     "uploads": Fault(put(cuda.CudaStreams, "finish", nothing), "pipelined"),
-    # A buffer is used again too early.
+    # A buffer is reused too early.
     "a host buffer before its upload": Fault(put(cuda.CudaStreams, "uploaded", done), "pipelined"),
     "one host buffer for two chunks": Fault(_one_slot, "pipelined"),
     "a slot that others still read": Fault(put(window.Window, "__init__", _unheeding), "window"),
@@ -245,7 +245,7 @@ FAULTS = {
     "a message that nobody keeps": Fault(
         put(window, "Transfer", lambda tests, keep: Transfer(tests)), "message"
     ),
-    # A kernel gets rows that are not aligned.
+    # A kernel is given rows that are not aligned.
     "no look at alignment": Fault(put(kernels, "aligned", as_it_is), "attention", MISALIGNED),
     "too small a unit": Fault(put(kernels, "LOAD_BYTES", 4), "attention", MISALIGNED),
     "a look at the last dim only": Fault(
@@ -266,7 +266,7 @@ HANG_SECONDS = 5.0
 
 
 def main(name: str) -> None:
-    """Plant a fault, run the law that it breaks, and end as that ends."""
+    """Plant a fault and run its law. Print HUNG and exit with 1 if the ranks hang."""
     pytest_configure()
     fault = FAULTS[name]
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""A process group of torch for tensors of the device: gloo, on copies in host memory."""
+"""Provide a torch process group for tensors of the device `late`: gloo on copies in host memory."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ c10d: Any = torch._C._distributed_c10d
 
 
 class Group(c10d.ProcessGroup):  # type: ignore[misc]
-    """The collectives that torch's context parallel asks for."""
+    """A process group with the collectives that torch's context parallelism calls."""
 
     def __init__(self, store: Any, rank: int, size: int, patience: Any) -> None:
         super().__init__(rank, size)
         self._gloo = c10d.ProcessGroupGloo(store, rank, size, patience)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """Return what torch calls it."""
+        """Return the name of the backend."""
         return NAME
 
     @property
     def group_name(self) -> str:
-        """Return the name by which torch finds it again."""
+        """Return the name under which torch has registered this group."""
         name: str = vars(dist.distributed_c10d)["_world"].pg_names[self]
         return name
 
     def allgather_into_tensor_coalesced(
         self, into: list[Tensor], parts: list[Tensor], options: Any
     ) -> Any:
-        """Gather each tensor."""
+        """Gather each tensor of `parts` from all ranks into the tensor of `into` at its place."""
         for whole, part in zip(into, parts, strict=True):
             host = torch.empty_like(whole, device="cpu")
             pieces = list(host.chunk(self.size()))
@@ -46,7 +46,7 @@ class Group(c10d.ProcessGroup):  # type: ignore[misc]
     def alltoall_base(
         self, into: Tensor, part: Tensor, lengths: list[int], sent: list[int], options: Any
     ) -> Any:
-        """Exchange rows."""
+        """Send `sent[r]` rows of `part` to each rank r, and receive `lengths[r]` rows from it."""
         host = torch.empty_like(into, device="cpu")
         self._gloo.alltoall_base(host, part.cpu(), lengths, sent).wait()
         into.copy_(host)
@@ -62,5 +62,5 @@ def _done(found: list[Tensor]) -> Any:
 
 
 def register() -> None:
-    """Make torch take this group for tensors of the device."""
+    """Make torch use this group for tensors of the device."""
     dist.Backend.register_backend(NAME, Group, devices=[NAME])

@@ -1,8 +1,8 @@
-"""Ask torch which kernel serves which attention: `python -m device.kernels --on cuda`.
+"""List which kernel torch uses for which attention: `python -m device.kernels --on cuda`.
 
-Each case is run forward and backward, with the gradient of the log-sum-exp and without, and is
-compared with the reference. A wrong result, or the plain kernel without a known reason, is exit
-code 1.
+Each case runs forward and backward, with and without a gradient of the log-sum-exp. Its results are
+compared with the reference. The exit code is 1 if a result is wrong, or if the plain kernel ran
+without a known reason.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 HEAD_DIMS = (64, 128, 100, 33, 256, 264)
 LAYOUTS = ("plain", "padded")
 LSE = ("", "lse")
-"""Whether the log-sum-exp gets a gradient, too."""
+""""lse" for cases in which the log-sum-exp gets a gradient, too."""
 
 
 class Asked(TorchDispatchMode):
-    """The operators of attention that torch is asked for."""
+    """A mode that records the names of the attention kernels that torch dispatches to."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -59,7 +59,7 @@ class Asked(TorchDispatchMode):
 
 
 def why_plain(problem: AttentionProblem) -> str:
-    """Return the reason for which no fused kernel can serve a problem, or nothing."""
+    """Return the reason why no fused kernel can compute a problem, or "" if one can."""
     if problem.softcap is not None:
         return "the scores are bounded"
     if problem.alibi is not None:
@@ -71,7 +71,7 @@ def why_plain(problem: AttentionProblem) -> str:
 
 
 def tried(problem: AttentionProblem, device: str) -> tuple[set[str], str]:
-    """Run a problem on one rank. Return the kernels, and what went wrong."""
+    """Run a problem on one rank. Return the names of the kernels, and the error or ""."""
     asked = Asked()
 
     def noted(plain: Callable[..., Any], *given: Any) -> Any:
@@ -89,7 +89,7 @@ def tried(problem: AttentionProblem, device: str) -> tuple[set[str], str]:
                 patch.setattr(kernels, name, partial(noted, getattr(kernels, name)))
             run_threads(1, body)
             return asked.names, ""
-    except Exception as error:  # noqa: BLE001 - it is a row of the table
+    except Exception as error:  # noqa: BLE001 - any error becomes a row of the table
         lines = [line for line in str(error).splitlines() if line.strip()]
         return set(), (lines or [type(error).__name__])[-1].strip()
 
@@ -118,7 +118,7 @@ def rows(device: str, quick: bool) -> Iterator[tuple[str, ...]]:
 
 
 def main(words: Sequence[str]) -> int:
-    """Print the table, as Markdown."""
+    """Print the table as Markdown; return the exit code."""
     parser = argparse.ArgumentParser("python -m device.kernels", description=__doc__)
     parser.add_argument("--on", default="late", help="the kind of device (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="two head dims, one layout")

@@ -14,11 +14,11 @@ from sp_core.transport import cuda
 
 TRANSPORTS = ("ipc", "pinned", "pipelined", "staged")
 SLOT_BYTES = 1 << 11
-"""Of windows, so that tensors of tests need several."""
+"""Size of a window's slot in bytes, so small that tensors of tests need several slots."""
 
 
 def use() -> None:
-    """Make torch know the device, and sp_core take it for one like CUDA, with CUDA's runtime."""
+    """Register the device with torch, and make sp_core treat it like CUDA, with CUDA's runtime."""
     load()
     group.register()
     vars(cuda)["loaded_library"] = lambda name: str(library())
@@ -30,7 +30,7 @@ def use() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure() -> None:
-    """Report host accesses of device memory, before pytest's own report."""
+    """Make host accesses of device memory print a message before faulthandler's stacks."""
     if not faulthandler.is_enabled():
         faulthandler.enable()
     load().late_report_faults()

@@ -1,4 +1,4 @@
-"""Run some steps of `ci/gpu.sh` on the device `late`, each of them stopped once."""
+"""Run some steps of `ci/gpu.sh` on the device `late`, and stop the script once in each step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BEGUN_SECONDS = 1.0
 
 @pytest.fixture
 def places(tmp_path: Path) -> dict[str, str]:
-    """Make the folders of a call. Its environment is a complete one, in which this test runs."""
+    """Make the folders of a call: wheels, output, and a copy of this test's virtual environment."""
     made = {name: tmp_path / name for name in ("wheels", "out", "venv")}
     for folder in made.values():
         folder.mkdir()
@@ -45,7 +45,7 @@ def places(tmp_path: Path) -> dict[str, str]:
 
 
 def call(places: dict[str, str], stopped: str = "") -> tuple[int, str]:
-    """Run the steps, and stop the script soon after one has begun. Return its code and text."""
+    """Run the steps, stop the script soon after `stopped` begins; return exit code and output."""
     command = (str(ROOT / "ci" / "gpu.sh"), places["wheels"], places["out"], " ".join(STEPS))
     environment = {**os.environ, **SMALL, "PYTHON": sys.executable, "SP_VENV": places["venv"]}
     told = ""
@@ -61,7 +61,7 @@ def call(places: dict[str, str], stopped: str = "") -> tuple[int, str]:
 
 
 def results(places: dict[str, str]) -> dict[str, bytes]:
-    """Return the files of the tar, which is there after the first step."""
+    """Return the files of the tar by name. There is none before the first step has ended."""
     path = Path(places["out"]) / "sp_core-gpu.tar.gz"
     if not path.exists():
         return {}

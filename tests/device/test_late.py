@@ -1,4 +1,4 @@
-"""What the device `late` does, and that collectives on it give their definition."""
+"""Test what the device `late` does, and that collectives on it equal their definitions."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from sp_core.transport import cuda, on_stream
 LATE = torch.device("late", 0)
 POISON = 255
 LARGE = 1 << 20
-"""Bytes of memory that no other test of this file asks for."""
+"""A size in bytes that no other test of this file allocates."""
 
 
 def ones(count: int = 8) -> torch.Tensor:
-    """Numbers that the device has been asked to compute."""
+    """Return a tensor of ones whose computation is still queued on the device."""
     return torch.ones(count, dtype=torch.uint8, device=LATE) * 1
 
 
@@ -52,12 +52,12 @@ def test_a_stream_sees_what_another_one_does_only_if_it_waits() -> None:
         with stream:
             found.copy_(x, non_blocking=True)
         stream.synchronize()
-        x.cpu()  # the memory of x stays until here
+        x.cpu()  # keep the memory of x until here
     assert [found.tolist() for found in host] == [[1] * 8, [POISON] * 8]
 
 
 def test_a_stream_can_be_entered_twice() -> None:
-    """In torch 2.11 the object of a stream cannot."""
+    """`on_stream` allows it, although in torch 2.11 the stream object itself does not."""
     stream, entered = torch.Stream(LATE), []
     for context in (stream, on_stream(stream), on_stream(stream)):
         with context:
@@ -85,7 +85,7 @@ def test_freed_memory_is_kept_for_streams_that_are_recorded_alone() -> None:
 
 
 def test_the_runtime_does_not_open_its_own_handles() -> None:
-    """As CUDA's does not; `CudaMemory` knows that."""
+    """CUDA's runtime does not do so either, and `CudaMemory` takes care of it."""
     memory = cuda.CudaMemory(LATE)
     x, offer = memory.allocate(100)
     with pytest.raises(OSError, match="cudaIpcOpenMemHandle: invalid argument"):
@@ -98,7 +98,7 @@ def test_the_runtime_does_not_open_its_own_handles() -> None:
 
 @pytest.mark.parametrize("kind", [cuda.CudaMemory, cuda.PinnedMemory])
 def test_new_shared_memory_is_zero_for_whoever_reads_it_first(kind: type[cuda.CudaStream]) -> None:
-    """Nothing that it is filled from is freed before the copy is made."""
+    """The zeros that fill it are not freed before they have been copied."""
     memory = kind(LATE)
     x, _ = memory.allocate(100)
     assert x.cpu().tolist() == [0] * 100
@@ -107,7 +107,7 @@ def test_new_shared_memory_is_zero_for_whoever_reads_it_first(kind: type[cuda.Cu
 
 @spmd(2, 4)
 def test_ranks_have_devices_of_one_kind_but_other_numbers(comm: Any) -> None:
-    """The current device of every rank is the first one, also where its tensors are elsewhere."""
+    """Collectives work although every rank's current device stays the first one."""
     own = torch.device("late", comm.rank % torch.accelerator.device_count())
     for transport in ("ipc", "pinned", "pipelined", "staged"):
         with sp.Mesh(comm, device=own, transport=transport, sp=comm.size) as mesh:
@@ -120,7 +120,7 @@ def test_ranks_have_devices_of_one_kind_but_other_numbers(comm: Any) -> None:
 @pytest.mark.parametrize("transport", ["ipc", "pinned"])
 @spmd(2, 4)
 def test_ranks_read_each_other_between_fences(comm: Any, transport: str) -> None:
-    """What a rank writes before a fence, and reads before the next one, is only asked for then."""
+    """Writes before a fence and reads before the next one are right although they run late."""
     with sp.Mesh(comm, device=device(), transport=transport, sp=comm.size) as mesh:
         group = mesh["sp"]
         x = sp.shared_empty((2, 100), comm=group)
@@ -138,7 +138,7 @@ def test_ranks_read_each_other_between_fences(comm: Any, transport: str) -> None
 @pytest.mark.parametrize("transport", ["ipc", "pinned"])
 @spmd(2, 4)
 def test_shared_memory_is_given_back(comm: Any, transport: str) -> None:
-    """In every turn of a loop, although its last work is not done yet."""
+    """A loop that makes a shared tensor in each turn frees that of an earlier turn each time."""
     counts = []
     with sp.Mesh(comm, device=device(), transport=transport, sp=comm.size) as mesh:
         for turn in range(4):
@@ -155,7 +155,7 @@ def test_shared_memory_is_given_back(comm: Any, transport: str) -> None:
 
 @given(case=cases(), way=ways(), turns=st.integers(1, 2))
 def test_a_collective_equals_its_definition(comm: Any, case: Case, way: Way, turns: int) -> None:
-    """Its input has only just been asked for, and its result is used at once."""
+    """The input's computation is still queued, and the result is used at once."""
     transport = {"transport": way["transport"]}
     with sp.Mesh(comm, device=device(), **transport, sp=comm.size) as mesh:
         inputs = case.inputs(comm.size)

@@ -1,4 +1,4 @@
-"""The sum of an array over all ranks, sent round a ring: a plain function of mpi4py."""
+"""Sum an array over all ranks by sending it round a ring: a plain function of mpi4py."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def ring_sum(comm: Any, x: np.ndarray) -> np.ndarray:
-    """Add up the arrays of all ranks.
+    """Return the sum of the arrays of all ranks.
 
     Args:
         comm: an mpi4py communicator.

@@ -1,4 +1,4 @@
-"""What holds for any number of ranks and any array, be ranks threads or processes."""
+"""Test `ring_sum` with any number of ranks and any array, on threads and on processes."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from sp_core.testing.outcome import RankFailure
 
 
 def array_of(rank: int, n: int, seed: int) -> np.ndarray:
-    """What a rank has, from a seed: every rank can tell what the others have without a message."""
+    """Return a rank's array from a seed, so that every rank knows all arrays without messages."""
     return np.random.default_rng([seed, rank]).standard_normal(n)
 
 
@@ -27,7 +27,7 @@ def test_every_rank_gets_the_sum(comm: Any, n: int, seed: int) -> None:
 
 @given(n=st.integers(1, 8), seed=st.integers(0, 99))
 def test_its_backward_pass_is_itself(comm: Any, n: int, seed: int) -> None:
-    """<A x, y> = <x, A y>, exactly, as the numbers are small integers."""
+    """<A x, y> = <x, A y> holds exactly for the sum A, because the numbers are small integers."""
     rng = np.random.default_rng([seed, comm.rank])
     x, y = (torch.from_numpy(rng.integers(-9, 10, n).astype(float)) for _ in range(2))
 
@@ -45,7 +45,7 @@ def test_it_works_on_a_part_of_the_ranks(comm: Any) -> None:
 
 
 def test_ranks_that_disagree_are_told_so() -> None:
-    """A deadlock in MPI, an error here."""
+    """Arrays of different lengths may deadlock in MPI. The kit raises an error."""
 
     @spmd(2)
     def body(comm: Any) -> None:

@@ -1,6 +1,6 @@
-"""Tiny models of transformers with random weights, and what one process computes with them.
+"""Make tiny models of transformers with random weights, and compute their results on one process.
 
-transformers computes norms, rotary angles, router probabilities and the loss in float32, also in a
+transformers computes norms, rotary angles, router probabilities and the loss in float32, even in a
 float64 model. `InFloat64` replaces these casts, on both sides of a comparison.
 """
 
@@ -52,11 +52,11 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3": {"tie_word_embeddings": True},
     "qwen3_moe": {**EXPERTS, "norm_topk_prob": True},
 }
-"""Architectures by `model_type`, each with what only it has."""
+"""Architectures by `model_type`, each with the settings that only it has."""
 
 
 class InFloat64(TorchFunctionMode):
-    """Compute everything in float64, in this thread: replace each float32 that is asked for."""
+    """Compute everything in this thread in float64: replace float32 in every call of torch."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -68,9 +68,9 @@ class InFloat64(TorchFunctionMode):
         return func(*map(_wider, args), **wide)
 
     def _backward(self, loss: Tensor) -> None:
-        """Start the engine itself, because functions of torch run without the mode.
+        """Run autograd's engine inside the mode: recomputed checkpoints need it.
 
-        The mode is needed where checkpoints compute again.
+        Torch disables the mode inside its own functions, so `Tensor.backward` cannot be called.
         """
         engine: Any = torch.autograd.Variable._execution_engine
         flags = {"allow_unreachable": True, "accumulate_grad": True}
@@ -98,15 +98,15 @@ def _made(kind: str) -> Any:
 
 
 def model(kind: str) -> Any:
-    """Return a model of its own, with the same weights for each call.
+    """Return a new model. Each call with the same kind gives the same weights.
 
-    The first call must not be one of several threads, because transformers sets a global dtype.
+    The first call of a kind must not run beside other threads: transformers sets a global dtype.
     """
     return copy.deepcopy(_made(kind))
 
 
 def inputs(packed: bool = False, seed: int = 0, seq_len: int = SEQ_LEN) -> dict[str, Tensor]:
-    """Return whole sequences with labels, some of which do not count."""
+    """Return whole sequences with labels, some of which are ignored."""
     random = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, VOCAB, (BATCH, seq_len), generator=random)
     ignored = torch.rand(tokens.shape, generator=random) < 0.3
@@ -118,7 +118,7 @@ def inputs(packed: bool = False, seed: int = 0, seq_len: int = SEQ_LEN) -> dict[
 
 
 def count(seeds: tuple[int, ...]) -> int:
-    """Return the number of labels of some batches, as Trainer counts them."""
+    """Return the number of labels in the batches of these seeds, as Trainer counts them."""
     return sum(int((inputs(seed=seed)["labels"][:, 1:] != -100).sum()) for seed in seeds)
 
 
@@ -126,7 +126,7 @@ def count(seeds: tuple[int, ...]) -> int:
 def on_one_process(kind: str, packed: bool, seeds: tuple[int, ...] = (0,)) -> reference.Reference:
     """Return the logits, the loss and each gradient that transformers computes for some batches.
 
-    The logits are those of the last one, the loss is the mean over all.
+    The logits are those of the last batch. The loss is the mean over the tokens of all batches.
     """
     whole, number = model(kind), count(seeds)
 
@@ -147,7 +147,7 @@ def on_one_process(kind: str, packed: bool, seeds: tuple[int, ...] = (0,)) -> re
 
 
 def document_masks(whole: Any, given: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Make the masks of packed documents, which gpt-oss of transformers does not make itself."""
+    """Make the masks of packed documents, which transformers' gpt-oss does not make itself."""
     embedded = whole.get_input_embeddings()(given["input_ids"])
     how = {name: given.get(name) for name in ("position_ids", "attention_mask", "past_key_values")}
     how |= {"config": whole.config, "inputs_embeds": embedded}

@@ -2,8 +2,8 @@
 
     python tests/hf/losses.py FOLDER
 
-One rank trains as transformers does without `parallelize`. It prints the losses of all
-architectures, more ranks those of each on one rank after the other.
+A single rank trains without `parallelize`, and prints one line of losses for each architecture.
+With several ranks there is a line for each rank of each architecture.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SCHEMES = ("allgather_kv", "ring", "ulysses", "hybrid")
 
 
 class Recording(Trainer):
-    """Keeps the loss of every micro-batch."""
+    """A Trainer that keeps the loss of every micro-batch."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -37,7 +37,7 @@ class Recording(Trainer):
 
 
 def rows(packed: bool) -> list[dict[str, torch.Tensor]]:
-    """Whole sequences."""
+    """Return the training data: one dict of tensors for each whole sequence."""
     batches = [inputs(packed, seed) for seed in range(8)]
     return [
         {name: x[0] if len(x) == 1 else x[row] for name, x in batch.items()}

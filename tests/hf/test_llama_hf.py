@@ -1,4 +1,4 @@
-"""Against Hugging Face's LLaMA, from a folder that it has saved, on meshes of up to 4 ranks."""
+"""Compare our LLaMA with Hugging Face's, loaded from its folder, on meshes of up to 4 ranks."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ CASES = {
 TABLE = [mesh for size in sorted(MESHES) for mesh in MESHES[size]]
 BATCH, SEQ_LEN, NEW = 8, 33, 64
 PROMPTS = (5, 1, 3, 8)
-"""Lengths, of the first tokens of the first sequences."""
+"""Lengths of the prompts, which are the first tokens of the first sequences."""
 
 
 def made(case: Case) -> Any:
-    """A model of transformers with our weights."""
+    """Return a model of transformers with the weights of a case."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -71,7 +71,7 @@ def made(case: Case) -> Any:
 
 
 class Theirs(NamedTuple):
-    """A model folder, what the reference says about it, and what transformers adds to prompts."""
+    """A saved model, the reference's logits of its tokens, and transformers' answers to prompts."""
 
     case: Case
     folder: Path
@@ -82,14 +82,14 @@ class Theirs(NamedTuple):
 
 
 def check(logits: Tensor, want: reference.Reference, dtype: torch.dtype) -> float:
-    """Compare logits elementwise."""
+    """Compare logits elementwise with the reference; return the greatest error over its bound."""
     allowed = bound(want.scales["logits"], dtype)
     return check_close("logits", logits, want.values["logits"], allowed)
 
 
 @pytest.fixture(scope="module", params=sorted(CASES))
 def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Theirs:
-    """Make a model. Where transformers does not cast, its logits are those of the reference."""
+    """Save a model of transformers. Wholly in float64, its logits are those of the reference."""
     case, folder = CASES[request.param], tmp_path_factory.mktemp("model")
     tokens, weights = case.tokens(BATCH, SEQ_LEN), case.weights()
 
@@ -105,12 +105,12 @@ def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         model = made(case).double()
         check(model(tokens).logits, want, torch.float64)
         greedy = [continued(model, torch.tensor([prompt])) for prompt in prompts]
-    assert any(len(set(tokens)) > 5 for tokens in greedy)  # not only the same few
+    assert any(len(set(tokens)) > 5 for tokens in greedy)  # not the same few tokens again and again
     return Theirs(case, folder, tokens, want, prompts, greedy)
 
 
 def continued(model: Any, prompt: Tensor) -> list[int]:
-    """What transformers adds to a prompt greedily."""
+    """Return the tokens that transformers generates greedily after a prompt."""
     how = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
     rows = model.generate(prompt, attention_mask=torch.ones_like(prompt), **how)
     tokens: list[int] = rows[0, prompt.shape[1] :].tolist()
@@ -122,7 +122,7 @@ def axes(mesh: dict[str, int]) -> dict[str, Any]:
 
 
 def gathered(model: Llama, tokens: Tensor) -> Tensor:
-    """All logits, on every rank."""
+    """Return the logits of all tokens, on every rank."""
     grid = model.grid
     sharding = sp.Sharding.zigzag(SEQ_LEN, grid.sequence.size)
     rows = tokens.tensor_split(grid.replicas.size)[grid.replicas.rank]
@@ -145,7 +145,7 @@ on_every_mesh = pytest.mark.parametrize(
 
 @on_every_mesh
 def test_logits_are_those_of_transformers(theirs: Theirs, mesh: dict[str, int]) -> None:
-    """By every algorithm, plain and with TP-SP, to the elementwise bound."""
+    """All algorithms agree within the elementwise bound, with and without TP-SP."""
     size = math.prod(mesh.values())
 
     def body(comm: Any, algorithm: str, tp_sp: bool, dtype: torch.dtype) -> Tensor:
@@ -163,15 +163,15 @@ def test_logits_are_those_of_transformers(theirs: Theirs, mesh: dict[str, int]) 
 
 
 DRAWS, STUDENT = 10, 4.297
-"""Models for each row, and the quantile 0.999 of Student's t distribution for as many."""
+"""Models for each case, and the quantile 0.999 of Student's t distribution for as many samples."""
 
 
 @cache
 def drawn(name: str) -> tuple[list[Case], list[float], float]:
-    """Draw models: their errors in transformers, and how far apart chance puts two such errors.
+    """Return models, the log errors of transformers, and the standard deviation that chance causes.
 
-    The attention of transformers sums in another order in "eager" than in "sdpa". That changes the
-    logarithm of an error by chance.
+    The attentions "eager" and "sdpa" of transformers add in different orders. The deviation is that
+    of the difference between their log errors.
     """
     models, errors, apart = [], [], []
     for number in range(DRAWS):
@@ -186,7 +186,7 @@ def drawn(name: str) -> tuple[list[Case], list[float], float]:
 
 
 def log_error(case: Case, logits: Tensor) -> float:
-    """The logarithm of the root mean square of how far logits are from float64."""
+    """Return the logarithm of the root mean square error of logits against float64."""
     return float((logits - case.logits(case.tokens(BATCH, SEQ_LEN))).square().mean().log()) / 2
 
 
@@ -195,9 +195,9 @@ def log_error(case: Case, logits: Tensor) -> float:
 def test_float32_is_no_farther_from_float64_than_transformers(
     name: str, mesh: dict[str, int]
 ) -> None:
-    """In the mean over models, beyond what the order of sums changes by chance.
+    """The mean error over several models is not larger than chance explains.
 
-    Of one model it is chance which of two roundings is the smaller one.
+    For a single model, the order of additions decides by chance whose error is smaller.
     """
     models, errors, apart = drawn(name)
 
@@ -212,9 +212,9 @@ def test_float32_is_no_farther_from_float64_than_transformers(
 
 @pytest.mark.parametrize("number", range(len(TABLE)), ids=lambda number: f"mesh {number}")
 def test_greedy_tokens_are_those_of_transformers(theirs: Theirs, number: int) -> None:
-    """64 tokens after each of four unequal prompts in float64.
+    """The first 64 tokens after four prompts of different lengths are equal in float64.
 
-    Meshes take turns with the algorithms and TP-SP.
+    Each mesh is tried with one of the algorithms, and every second one with TP-SP.
     """
     mesh, algorithm = TABLE[number], CHOICES[number % len(CHOICES)]
     size = math.prod(mesh.values())
@@ -229,10 +229,9 @@ def test_greedy_tokens_are_those_of_transformers(theirs: Theirs, number: int) ->
 
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_transformers_reads_what_four_ranks_have_saved(name: str, tmp_path: Path) -> None:
-    """In several files.
+    """The checkpoint has several files.
 
-    Its logits are those of the reference with these weights, as near as its casts to float32 let
-    them.
+    The logits of transformers equal those of the reference, up to its casts to float32.
     """
     from transformers import AutoModelForCausalLM
 

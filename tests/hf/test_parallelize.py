@@ -1,4 +1,4 @@
-"""`parallelize`: models of transformers on several ranks against themselves on one process."""
+"""Test `parallelize`: compare models of transformers on several ranks with those on one process."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ WAYS: list[tuple[str, dict[str, int]]] = [
     ("hybrid", {"ulysses": 1, "ring": 1}),
     ("hybrid", {"ulysses": 2, "ring": 2}),
 ]
-"""Each scheme with its meshes."""
+"""Each scheme with each of its meshes."""
 
 Values = dict[str, Tensor]
 
 
 def gathered(logits: Tensor, comm: sp.Communicator, layout: str) -> Tensor:
-    """The logits of all tokens."""
+    """Return the logits of all tokens."""
     sharding = getattr(sp.Sharding, layout)(SEQ_LEN, comm.size)
     shards = sp.all_gather(logits.detach(), comm=comm, dim=1, sizes=sharding.lengths)
     whole: Tensor = sharding.restore(shards, 1)
@@ -54,7 +54,7 @@ def gradients(parallel: Any) -> Values:
 
 
 def check(got: list[Values], want: Reference, leave_out: str = "") -> None:
-    """On every rank all values are those of one process, to the elementwise bound."""
+    """Check that all values of every rank are those of one process, to the elementwise bound."""
     for values in got:
         assert {*values, leave_out} == {*want.values, leave_out}
         for key, value in values.items():
@@ -68,7 +68,7 @@ def check(got: list[Values], want: Reference, leave_out: str = "") -> None:
 def test_all_values_are_those_of_one_process(
     kind: str, way: tuple[str, dict[str, Any]], packed: bool
 ) -> None:
-    """Logits, loss and every gradient."""
+    """The logits, the loss and every gradient are compared."""
     (scheme, axes), want = way, on_one_process(kind, packed)
     layouts = integration.LAYOUTS
     layout = layouts[(WAYS.index(way) + packed) % len(layouts)]
@@ -91,14 +91,14 @@ def micro_batches(
     checkpoint: dict[str, bool] | None = None,
     at_once: bool = False,
 ) -> None:
-    """Several batches before a step give the gradients of the mean over all their tokens.
+    """Check that several batches before a step give gradients of the mean over all their tokens.
 
     Args:
-        kind: of model.
-        number: of ranks.
-        made: the integration, or one with a fault in it.
-        checkpoint: options of gradient checkpointing; none without it.
-        at_once: one backward for all of them.
+        kind: the model's `model_type`.
+        number: the number of ranks.
+        made: the module of the integration, or a copy of it with a planted fault.
+        checkpoint: the options of gradient checkpointing; None turns it off.
+        at_once: whether one backward serves all batches.
     """
     seeds = (0, 1, 2)
     want = on_one_process(kind, True, seeds)
@@ -134,7 +134,7 @@ def test_several_forwards_may_share_a_backward() -> None:
 
 
 def test_replicas_take_other_sequences() -> None:
-    """The loss is the mean over the tokens of all of them."""
+    """The loss is the mean over the tokens of all replicas."""
     want = on_one_process("llama", False, (0, 1))
 
     def body(comm: Any) -> Values:
@@ -148,7 +148,7 @@ def test_replicas_take_other_sequences() -> None:
 
 
 def one_rank_uses(made: ModuleType = integration) -> None:
-    """The gradient of what one rank uses reaches all; what no rank uses keeps its own, or none."""
+    """Check the gradients of a parameter that one rank uses, and of two that no rank uses."""
     model("llama")
 
     def body(comm: Any) -> list[Tensor | None]:
@@ -177,7 +177,7 @@ def test_a_gradient_of_one_rank_reaches_all() -> None:
 
 
 def test_padding_at_the_end_of_rows_changes_nothing() -> None:
-    """Padding is hidden from no token, but follows all tokens."""
+    """Padding at the end needs no mask, because it follows all tokens of its row."""
     given = inputs()
     mask = torch.ones_like(given["input_ids"])
     mask[1, -5:] = 0
@@ -210,7 +210,7 @@ FAULTS = {
     "an idle rank hides a gradient": ('op="max"', 'op="min"'),
     "gradients stay parts": ("reduce_gradients(wanted,", "list((wanted,)) or dict("),
 }  # fmt: skip
-"""Wrong edits of the integration, each as old and new text."""
+"""Faults of the integration by name, each as old and new source text."""
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -225,6 +225,6 @@ def test_a_planted_fault_is_found(name: str) -> None:
 
 
 def check_of_faults(made: ModuleType) -> None:
-    """Run what passes without a fault, as tests above show."""
+    """Run checks that pass without a fault, as the tests above show."""
     micro_batches("mistral", 2, made)
     one_rank_uses(made)

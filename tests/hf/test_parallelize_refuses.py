@@ -1,4 +1,4 @@
-"""`parallelize` refuses what would be wrong, with the same error on every rank."""
+"""Test that `parallelize` refuses wrong models, settings and inputs, alike on every rank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"position_ids": torch.arange(42).view(2, 21) % 25}, "all rows of a batch"),
     (inputs(seq_len=1), "at least one token"),
 ]  # fmt: skip
-"""Arguments of a forward, and what the error says."""
+"""Arguments of a forward, and a part of the error's text."""
 
 
 def qwen3() -> Any:
@@ -53,11 +53,11 @@ class Wrong:
     """A use that is refused.
 
     Args:
-        text: in the error.
-        use: what is done with the parallelized model and the mesh.
-        made: the model.
-        axes: of the mesh.
-        arguments: of `parallelize`.
+        text: a part of the error's text.
+        use: a function that is called with the parallelized model and the mesh.
+        made: a function that makes the model.
+        axes: the axes of the mesh.
+        arguments: more arguments of `parallelize`.
     """
 
     text: str
@@ -67,7 +67,7 @@ class Wrong:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def error(self, whole: Any, comm: Any) -> str:
-        """What one rank raises."""
+        """Return the error of this rank as text, or "" if there is none."""
         with sp.Mesh(comm, **self.axes) as mesh:
             try:
                 self.use(parallelize(copy.deepcopy(whole), mesh, **self.arguments), mesh)
@@ -77,12 +77,12 @@ class Wrong:
 
 
 def called(wrong: dict[str, Any], ranks: tuple[int, ...]) -> Callable[[Any, sp.Mesh], object]:
-    """Pass wrong inputs on some ranks."""
+    """Return a use that passes wrong inputs on some ranks."""
     return lambda parallel, mesh: parallel(**{**inputs(), **(wrong if mesh.rank in ranks else {})})
 
 
 def changed(name: str, value: Any, of: str = "config") -> Callable[[Any, sp.Mesh], object]:
-    """Change a setting of a parallelized model on rank 1, and call it."""
+    """Return a use that changes a setting of the model on rank 1, and calls the model."""
 
     def use(parallel: Any, mesh: sp.Mesh) -> None:
         if mesh.rank == 1:

@@ -1,4 +1,4 @@
-"""The contest of one model of transformers: all contestants compute what one process does."""
+"""Test the contest on a model of transformers: each contestant equals a run on one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.contests.peers.models import NAMES, OURS, PEERS
 
 
 def test_every_contestant_computes_the_same_and_is_timed(tmp_path: Path) -> None:
-    """Each on two ranks; DeepSpeed is installed here."""
+    """The contestants run on two ranks. DeepSpeed is installed for this test."""
     out = tmp_path / "peers.json"
     command = (sys.executable, "-m", "benchmarks", "peers_model", "--seq", "64")
     subprocess.run([*command, "--launches", "1", "--out", str(out)], check=True, timeout=600)

@@ -1,4 +1,4 @@
-"""transformers' Trainer on several ranks against Trainer on one process."""
+"""Compare transformers' Trainer on several ranks with Trainer on one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PYTHON = ("--", sys.executable, "-W", "ignore")
 
 
 def losses(launcher: tuple[str, ...], program: str, folder: Path) -> list[list[float]]:
-    """The losses that a program prints."""
+    """Run a program; return the lists of losses that it prints, one for each line."""
     command = (sys.executable, "-m", *launcher, str(FOLDER / program), str(folder))
     answer = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert answer.returncode == 0, answer.stderr
@@ -26,7 +26,7 @@ def losses(launcher: tuple[str, ...], program: str, folder: Path) -> list[list[f
 
 
 def test_twenty_steps_have_the_same_losses(tmp_path: Path) -> None:
-    """All architectures in float64, with accumulation, clipping, checkpointing, and documents."""
+    """All models train in float64, with accumulation, clipping, checkpointing and documents."""
     alone = losses((*MPI, "1", *PYTHON), "losses.py", tmp_path)
     assert [len(want) for want in alone] == [40] * len(OWN)
     assert all(want[-1] < 0.9 * want[0] for want in alone)
@@ -42,7 +42,7 @@ LAUNCHERS = (
 
 
 def test_the_tutorial_gives_the_same_losses_on_any_number_of_ranks(tmp_path: Path) -> None:
-    """It learns, and rank 0 alone saves the model, which transformers reads again."""
+    """The loss falls. Rank 0 alone saves the model, and transformers can load it."""
     printed = []
     for number, launcher in enumerate(LAUNCHERS):
         folder = tmp_path / str(number)

@@ -1,6 +1,7 @@
-"""`nox -s mutants`: plant every fault of the catalogue, one at a time, and see the suite go red.
+"""`nox -s mutants`: plant every fault of the catalogue, one at a time, and see the tests fail.
 
-Exits with 1 where a mutant survives, hangs, is stale, or does not even let the tests begin.
+The exit code is 1 if a mutant survives, hangs, is stale, or keeps the tests from starting. It is 2
+if no mutant is chosen, or if a test fails without a mutant.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from studies.records import table, write
 from benchmarks.launching import Options, about, parse
 
 SECONDS = 240.0
-"""Limit of the tests that a mutant names."""
+"""Time limit of the tests that a mutant names, in seconds."""
 SANE_SECONDS = 1200.0
-"""Limit of the tests of one file where nothing is planted: all of them run."""
+"""Time limit of one test file without a planted fault, in seconds. All of its tests run."""
 OPTIONS: Options = {
     "--only": about(nargs="+", default=[], help="classes, bugs or ids: LSE, LSE-2, LSE-2/x"),
     "--jobs": about(type=int, default=1, help="how many at a time (default: 1)"),
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not chosen:
         print("no mutant is chosen", flush=True)
         return 2
-    compileall.compile_dir(ROOT / "sp_core", quiet=1)  # each copy would else do that again
+    compileall.compile_dir(ROOT / "sp_core", quiet=1)  # otherwise every copy would compile again
     with ThreadPoolExecutor(options.jobs) as pool:
         if red := [words for words in pool.map(_unchanged, named(chosen)) if words]:
             print(*red, sep="\n", flush=True)
@@ -56,24 +57,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def selected(catalogue: Sequence[Mutant], only: Sequence[str]) -> list[Mutant]:
-    """Return the mutants of some classes (LSE), bugs (LSE-2) or ids (LSE-2/x)."""
+    """Return the mutants whose class (LSE), bug (LSE-2) or id (LSE-2/x) is in `only`, or all."""
     return [m for m in catalogue if not only or {m.id, m.bug, m.bug.partition("-")[0]} & {*only}]
 
 
 def named(chosen: Sequence[Mutant]) -> list[str]:
-    """Return what mutants name, each once: a file, or tests of a file that none names."""
+    """Return the test files that mutants name, and the single tests in files that none names."""
     tests = {test for mutant in chosen for test in mutant.tests}
     covered = {test for test in tests if "::" in test and test.partition("::")[0] in tests}
     return sorted(tests - covered)
 
 
 def stage_of(*tests: str, seconds: float = SECONDS) -> Stage:
-    """Return the only stage: these tests, with ranks as threads."""
+    """Return a stage that runs these tests, with ranks as threads."""
     return Stage("chosen", [f"tests/{name}" for name in tests], seconds)
 
 
 def _unchanged(tests: str) -> str:
-    """Return what is wrong with tests where nothing is planted."""
+    """Return the failure of these tests without a planted fault, or "" if they pass."""
     sane = tried("README.md", str, [stage_of(tests, seconds=SANE_SECONDS)])
     if sane.verdict == "survived":
         return ""
@@ -87,7 +88,7 @@ def _told(mutant: Mutant) -> Result:
 
 
 def score(results: Sequence[Result]) -> str:
-    """Return how many are killed, of how many."""
+    """Return the number of killed mutants and the number of all as text, such as "3 of 4"."""
     return f"{sum(outcome.verdict == 'killed' for _, outcome in results)} of {len(results)}"
 
 

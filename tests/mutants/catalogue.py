@@ -1,9 +1,7 @@
-"""Read the catalogue of faults: documented bugs of other projects and of ours.
+"""Read the catalogue of planted faults: documented bugs of other projects and of this one.
 
-Each is the replacement of a piece of text.
-
-`faults/*.toml` hold what is planted, `excluded.toml` what has no place here and why, `known.txt`
-the numbers of all of them.
+Each fault replaces a piece of source text. `faults/*.toml` hold the faults, `excluded.toml` the
+bugs that cannot be planted and the reasons, and `known.txt` the numbers of all bugs.
 """
 
 from __future__ import annotations
@@ -23,14 +21,15 @@ class Mutant:
     """One planted fault.
 
     Args:
-        id: of the documented bug; with a slash and a word where it is planted in several ways.
-        title: what the bug is.
-        source: where it is documented.
-        symptom: what was seen there.
-        file: that is changed.
-        old: text that occurs in it exactly once, however the formatter breaks its lines.
-        new: what takes its place.
-        tests: files, or ids of tests, that run first; those of the file's own room before others.
+        id: the documented bug's number, such as "LSE-2". It is "LSE-2/x" if there are several ways.
+        title: one line that says what the bug is.
+        source: the project and the issue that document it.
+        symptom: what users of that project saw.
+        file: the file that is changed, below the root of the repository.
+        old: text that occurs in the file exactly once, however the formatter breaks its lines.
+        new: the text that replaces `old`.
+        tests: the test files or test ids, below `tests`, that must kill the mutant, in the order in
+            which they run.
         family: the class of bugs.
     """
 
@@ -46,14 +45,14 @@ class Mutant:
 
     @property
     def bug(self) -> str:
-        """The number of the documented bug."""
+        """Return the number of the documented bug."""
         return self.id.partition("/")[0]
 
     def planted(self, text: str) -> str:
-        """The text of the file with the fault in it.
+        """Return the text of the file with the fault in it.
 
         Raises:
-            Stale: there is no one place for it.
+            Stale: `old` does not occur exactly once.
         """
         planted, found = re.subn(_laid_out_anyhow(self.old), lambda _: self.new, text)
         if found != 1:
@@ -69,10 +68,10 @@ class Exclusion:
     """A documented bug that cannot be planted.
 
     Args:
-        id: of the bug.
-        reason: why not.
-        absent: regular expressions that the package does not contain (letters of either case), for
-            as long as the reason holds.
+        id: the bug's number.
+        reason: why it cannot be planted.
+        absent: regular expressions that match nothing in the package, in either case of letters, as
+            long as the reason holds.
     """
 
     id: str
@@ -81,7 +80,7 @@ class Exclusion:
 
 
 def _laid_out_anyhow(text: str) -> str:
-    """Return a regular expression for code with any line breaks inside it and trailing commas."""
+    """Return a regular expression for this code with any line breaks and trailing commas."""
     code = text.strip()
     words = re.findall(r"\w+|\s+|.", code)
     inside = "".join(r"\s+" if word.isspace() else re.escape(word) for word in words)
@@ -92,7 +91,7 @@ def _laid_out_anyhow(text: str) -> str:
 
 
 def mutants(folder: Path = HERE / "faults") -> list[Mutant]:
-    """All planted faults, by family."""
+    """Return all planted faults, one family after the other."""
     texts = [path.read_text() for path in sorted(folder.glob("*.toml"))]
     families = [family for text in texts for family in tomllib.loads(text)["family"]]
     return [
@@ -103,10 +102,10 @@ def mutants(folder: Path = HERE / "faults") -> list[Mutant]:
 
 
 def exclusions(path: Path = HERE / "excluded.toml") -> list[Exclusion]:
-    """All bugs that are not planted."""
+    """Return all bugs that are not planted."""
     return [Exclusion(**entry) for entry in tomllib.loads(path.read_text())["excluded"]]
 
 
 def known(path: Path = HERE / "known.txt") -> list[str]:
-    """The numbers of all documented bugs that the catalogue answers for."""
+    """Return the numbers of all documented bugs, planted or excluded."""
     return path.read_text().split()

@@ -1,9 +1,9 @@
 """Make small wrong edits of a source text, such as a comparison off by one or a dropped statement.
 
-Own operators, on the standard library's `ast`: those of cosmic-ray (8.7) and mutmut (3) know
-neither swapped arguments, dropped statements, extrema nor bounds of slices, and edit hints,
-decorators and messages, of which no law speaks. Their runners know one test command, or forks of
-one process, for every edit alike; here an edit gets the tests that reach its line, and mpiexec.
+The operators are our own, on the standard library's `ast`. Those of cosmic-ray (8.7) and mutmut (3)
+have no swapped arguments, dropped statements, extrema or bounds of slices. They also edit hints,
+decorators and messages, which no law tests. Their runners run the same test command, or forks of
+one process, for every edit. Here each edit runs the tests that reach its line, also by mpiexec.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SYMMETRIC = {*EXTREMA, "transpose"}
 HINTS = ("annotation", "returns", "decorator_list")
 UNSPOKEN = ("__repr__", "__str__")
 SEQUENCES = (ast.Tuple, ast.List, ast.JoinedStr)
-"""Types that can be added and not subtracted: such an edit would be a TypeError at once."""
+"""Node types whose values can be added but not subtracted: `-` for `+` would raise TypeError."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,14 @@ class Edit:
         file: path below the root of the repository.
         place: the function, such as "Sharding.zigzag"; empty at the level of the module.
         operator: the kind of edit.
-        lines: first and last line of what is replaced, with the line in which its statement begins.
-        start: offset in characters of what is replaced.
-        stop: where it ends.
-        new: what takes its place.
+        lines: the numbers of the replaced lines, and of the line in which their statement begins.
+        start: the offset at which the replaced text begins, in characters.
+        stop: the offset at which it ends, in characters.
+        new: the new text.
         before: the source lines without the edit.
-        after: and with it.
-        nth: among edits of the same function and lines.
-        inside: whether it is in the body of a function; the rest happens when the module is
+        after: the source lines with the edit.
+        nth: the number of this edit among those with the same function, `before` and `after`.
+        inside: whether the edit is in the body of a function. Other code runs when the module is
             imported.
     """
 
@@ -78,18 +78,18 @@ class Edit:
 
     @property
     def id(self) -> str:
-        """Stays what it is as long as the lines do, wherever they move in the file."""
+        """Return a digest that stays the same while the lines do, even if they move in the file."""
         key = (self.file, self.place, self.before, self.after, self.nth)
         return hashlib.blake2b(repr(key).encode(), digest_size=5).hexdigest()
 
     def planted(self, text: str) -> str:
-        """The text of the file with the edit in it."""
+        """Return the text of the file with the edit in it."""
         return text[: self.start] + self.new + text[self.stop :]
 
 
 @dataclass(frozen=True)
 class Scope:
-    """Where the search is: the function, its parameters, and the line of the statement."""
+    """The position of the search: the function, its parameters, and the line of the statement."""
 
     place: str = ""
     parameters: tuple[str, ...] = ()
@@ -102,7 +102,7 @@ Variants = Iterator[tuple[Any, str]]
 
 
 def edits(file: str, text: str) -> list[Edit]:
-    """All edits of a source text, in the order of its lines."""
+    """Return all edits of a source text, in the order of its lines."""
     position = _positions(text)
     found: list[Edit] = []
     seen: Counter[tuple[str, str, str]] = Counter()
@@ -122,7 +122,7 @@ def edits(file: str, text: str) -> list[Edit]:
 
 
 def _positions(text: str) -> Callable[[int, int], int]:
-    """From a line and a column in bytes, as `ast` counts them, to an offset in characters."""
+    """Return a function from `ast`'s line and column in bytes to an offset in characters."""
     lines = text.splitlines(keepends=True)
     begins = [0]
     for line in lines:
@@ -152,7 +152,7 @@ def _entered(node: ast.AST, scope: Scope) -> Scope:
 
 
 def _children(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the parts that do something: no hints, decorators, messages, assertions or texts."""
+    """Yield the child nodes to edit, without hints, decorators, errors, assertions and texts."""
     for name, value in ast.iter_fields(node):
         parts = value if isinstance(value, list) else [value]
         yield from (
@@ -170,7 +170,7 @@ def _is_silent(node: ast.AST) -> bool:
 
 
 def _text(node: ast.AST, **changed: object) -> str:
-    """The source of a node in which some fields are different."""
+    """Return the source of a node after replacing some of its fields."""
     other = copy.copy(node)
     for name, value in changed.items():
         setattr(other, name, value)
@@ -178,7 +178,7 @@ def _text(node: ast.AST, **changed: object) -> str:
 
 
 def comparisons(node: ast.AST, _: Scope) -> Variants:
-    """Off by one, or the other way round."""
+    """Replace a comparison by its neighbour, such as `<=` for `<`, or by its opposite."""
     before = node.ops if isinstance(node, ast.Compare) else []
     for place, operation in enumerate(before):
         for other in COMPARISONS[type(operation)]:
@@ -186,13 +186,13 @@ def comparisons(node: ast.AST, _: Scope) -> Variants:
 
 
 def constants(node: ast.AST, _: Scope) -> Variants:
-    """An integer one more, one less."""
+    """Make an integer one greater or one smaller."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         yield from ((node, f"({node.value + step})") for step in (1, -1))
 
 
 def arithmetic(node: ast.AST, _: Scope) -> Variants:
-    """The other operation."""
+    """Replace an arithmetic operator as `ARITHMETIC` says."""
     sides = [getattr(node, name, None) for name in ("left", "right", "value")]
     added = any(isinstance(side, SEQUENCES) for side in sides)
     if isinstance(node, ast.BinOp | ast.AugAssign) and type(node.op) in ARITHMETIC and not added:
@@ -200,7 +200,7 @@ def arithmetic(node: ast.AST, _: Scope) -> Variants:
 
 
 def logic(node: ast.AST, _: Scope) -> Variants:
-    """`and` for `or`, and back; a `not` left out."""
+    """Replace `and` by `or` or `or` by `and`, or leave out a `not`."""
     if isinstance(node, ast.BoolOp):
         yield node, f"({_text(node, op=ast.Or() if isinstance(node.op, ast.And) else ast.And())})"
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
@@ -208,7 +208,7 @@ def logic(node: ast.AST, _: Scope) -> Variants:
 
 
 def conditions(node: ast.AST, _: Scope) -> Variants:
-    """Always, or never."""
+    """Replace a condition by True or False, but never that of a `while` by True."""
     tests: list[ast.expr] = [node.test] if isinstance(node, ast.If | ast.IfExp | ast.While) else []
     tests += node.ifs if isinstance(node, ast.comprehension) else []
     for test in tests:
@@ -220,7 +220,7 @@ def conditions(node: ast.AST, _: Scope) -> Variants:
 
 
 def statements(node: ast.AST, _: Scope) -> Variants:
-    """Nothing is done: a call whose value nobody takes, `a += b`, `a.b = c`, `a[b] = c`."""
+    """Drop a call whose result is not used, or `a += b`, `a.b = c` or `a[b] = c`."""
     called = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
     stored = isinstance(node, ast.Assign) and all(
         isinstance(target, ast.Attribute | ast.Subscript) for target in node.targets
@@ -234,7 +234,7 @@ def _called(function: ast.expr) -> str:
 
 
 def arguments(node: ast.AST, _: Scope) -> Variants:
-    """Two neighbours swapped, where the order may matter."""
+    """Swap two neighbouring arguments of a call if their order may matter."""
     given = node.args if isinstance(node, ast.Call) and _called(node.func) not in SYMMETRIC else []
     for place, (one, two) in enumerate(pairwise(given)):
         if (
@@ -246,7 +246,7 @@ def arguments(node: ast.AST, _: Scope) -> Variants:
 
 
 def extrema(node: ast.AST, _: Scope) -> Variants:
-    """The least for the greatest."""
+    """Replace `min` by `max` or `max` by `min`."""
     if isinstance(node, ast.Name) and node.id in EXTREMA:
         yield node, EXTREMA[node.id]
     if isinstance(node, ast.Attribute) and node.attr in EXTREMA:
@@ -254,21 +254,21 @@ def extrema(node: ast.AST, _: Scope) -> Variants:
 
 
 def slices(node: ast.AST, _: Scope) -> Variants:
-    """A bound one more, one less; where it is a number, `constants` has done so."""
+    """Make a bound of a slice one greater or smaller; `constants` edits bounds that are numbers."""
     for bound in (node.lower, node.upper) if isinstance(node, ast.Slice) else ():
         if bound is not None and not isinstance(bound, ast.Constant):
             yield from ((bound, f"({ast.unparse(bound)}) {sign} 1") for sign in "+-")
 
 
 def returns(node: ast.AST, scope: Scope) -> Variants:
-    """An argument as it came."""
+    """Return the first parameter of the function instead of the result."""
     if isinstance(node, ast.Return) and node.value is not None:
         others = [name for name in scope.parameters if name != ast.unparse(node.value)]
         yield from ((node.value, name) for name in others[:1])
 
 
 def jumps(node: ast.AST, _: Scope) -> Variants:
-    """`break` for `continue`, and back."""
+    """Replace `break` by `continue` or `continue` by `break`."""
     if isinstance(node, ast.Break | ast.Continue):
         yield node, "continue" if isinstance(node, ast.Break) else "break"
 

@@ -1,8 +1,8 @@
 """`nox -s generic_mutants`: try a sample of small wrong edits of the library.
 
-With `--kit` they are edits of its testing kit. Each edit is tried alone, by tests that reach it.
-The session exits with 1 if fewer are killed than must be, with 2 if nothing can be said, and with 3
-if the time was up before the end: `--resume` goes on from there.
+`--kit` edits the testing kit instead. Each edit is tried alone, by the tests that reach its lines.
+The exit code is 1 if too few edits are killed. It is 2 if a test fails without an edit, or if
+`equivalent.toml` is stale. It is 3 if the time was up too early; `--resume` then continues.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     heading = f"Commit {commit}, seed {options.seed}, {len(chosen)} of {len(found)} edits"
     print(heading, flush=True)
     end = time.monotonic() + options.seconds
-    compileall.compile_dir(ROOT / "sp_core", quiet=1)  # each copy would else do that again
+    compileall.compile_dir(ROOT / "sp_core", quiet=1)  # otherwise every copy would compile again
     with ThreadPoolExecutor(options.jobs) as pool:
         try:
             reached = _reached(pool, end, options.until)
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Return the options, with the number of edits and the name of the report."""
+    """Parse the options, and fill in the seed, the number of edits and the name of the report."""
     options = parse("nox -s generic_mutants --", __doc__, OPTIONS, arguments)
     options.seed = int(f"{datetime.now(UTC):%Y%m%d}") if options.seed is None else options.seed
     options.number = options.number or (NUMBER_OF_KIT if options.kit else NUMBER)
@@ -86,7 +86,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def selected(edits: Sequence[Edit], only: Sequence[str]) -> list[Edit]:
-    """Return those of some rooms, operators, files or ids."""
+    """Return the edits whose folder, operator, file or id is in `only`, or all if it is empty."""
     return [
         edit
         for edit in edits
@@ -95,7 +95,7 @@ def selected(edits: Sequence[Edit], only: Sequence[str]) -> list[Edit]:
 
 
 def _reached(pool: ThreadPoolExecutor, end: float, until: str) -> reach.Reached | None:
-    """Return what the tests reach. Measure what is not known. Return None if the time is up."""
+    """Return which lines each test reaches, measuring where needed; None if the time is up."""
 
     def missing() -> list[tuple[str, str]]:
         return [(file, stage) for file, stage in reach.gathered()[1] if stage in ("threads", until)]
@@ -112,12 +112,12 @@ def _reached(pool: ThreadPoolExecutor, end: float, until: str) -> reach.Reached 
 
 
 def is_final(outcome: Outcome, until: str) -> bool:
-    """Return whether no stage up to this one is left to try."""
+    """Return whether no stage up to `until` is left to try after this outcome."""
     return outcome.verdict != "survived" or STAGES.index(outcome.stage) >= STAGES.index(until)
 
 
 def attempt(edit: Edit, reached: reach.Reached, until: str) -> Outcome:
-    """Try an edit by the tests that reach it, up to a stage."""
+    """Try an edit with the tests that reach it, up to the stage `until`."""
     stages = [
         stage for stage in reached.stages(edit) if STAGES.index(stage.name) <= STAGES.index(until)
     ]
@@ -136,9 +136,9 @@ def _results(
     options: argparse.Namespace,
     end: float,
 ) -> tuple[list[Result], int]:
-    """Return what became of the edits, and how many are left because the time was up.
+    """Return the result of every edit, and how many edits are left because the time was up.
 
-    An edit that no test can notice is tried by near tests only.
+    An edit that no test can notice is tried in the first stage only.
     """
     options.out.mkdir(parents=True, exist_ok=True)
     journal = options.out / f"{options.name}.jsonl"

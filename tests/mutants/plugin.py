@@ -1,7 +1,8 @@
-"""Run some tests in order, tell which failed first, or how long each takes: a pytest plugin.
+"""Run chosen tests in order, and record the first failure or every test's time: a pytest plugin.
 
-It draws examples and does not shrink them: red is enough. While coverage measures, it learns which
-test runs: its own contexts name functions, and a parametrised test is many tests with one function.
+Failing examples are not shrunk, because the first failure is enough. If coverage measures, the
+plugin tells it the id of the running test. Coverage itself would name only the test's function,
+which many parametrised tests share.
 """
 
 from __future__ import annotations
@@ -16,24 +17,24 @@ import pytest
 from hypothesis import Phase, settings
 
 WITNESS = "SP_MUTANTS_WITNESS"
-"""Names the file that gets the first failure, on rank 0."""
+"""The environment variable with the path of the file to which rank 0 writes the first failure."""
 TESTS = "SP_MUTANTS_TESTS"
-"""Names the file with the ids of the tests to run, one to a line, in order; all run if it is empty.
+"""The variable with the path of a file of test ids, one a line, in order; all run if it is empty.
 """
 REACH = "SP_MUTANTS_REACH"
-"""Names the file that gets the seconds of each test, without the number of the rank and `.json`."""
+"""The variable with the path, without rank and `.json`, of the file for the tests' seconds."""
 TEST = "MUTANTS_TEST"
-"""Names the test that runs, for the processes that it starts. Some tests remove names in SP_."""
+"""The variable that tells processes started by a test its id. Some tests remove names with SP_."""
 RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 LONGEST = 200
 KIT = "test_kit_"
-"""Files whose tests look at shrunk examples."""
+"""The beginning of the names of files whose tests look at shrunk examples."""
 ENDING = ("test_an_endless_loop_ends",)
-"""Tests that end a thread from outside, which may then hold a lock of coverage for good."""
+"""Tests that end a thread from outside. The thread may then never release a lock of coverage."""
 
 
 class Reach:
-    """Tells coverage which test runs, and how long each takes that is green."""
+    """Tell coverage which test runs, and record how long each passing test takes."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -41,32 +42,32 @@ class Reach:
         self._useless: set[str] = set()
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Leave out the tests of ENDING."""
+        """Leave out the tests named in ENDING."""
         items[:] = [item for item in items if item.name not in ENDING]
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Note that a test begins."""
+        """Record that a test begins."""
         _enter(nodeid)
         self._seconds[nodeid] = -time.monotonic()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note a test that cannot kill: it is red without an edit, or skipped."""
+        """Record a test that cannot kill an edit, because it fails without one or is skipped."""
         if not report.passed:
             self._useless.add(report.nodeid)
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        """Note that a test has ended."""
+        """Record that a test has ended."""
         _enter("")
         self._seconds[nodeid] = round(self._seconds[nodeid] + time.monotonic(), 3)
 
     def pytest_sessionfinish(self) -> None:
-        """Write it down."""
+        """Write the seconds of each test to the file."""
         seconds = {test: s for test, s in self._seconds.items() if test not in self._useless}
         self._file.write_text(json.dumps(seconds))
 
 
 def _enter(test: str) -> None:
-    """Let the lines that run from now on count for a test, or for none."""
+    """Make coverage assign the lines that run from now on to a test, or to none if it is ""."""
     from coverage import Coverage
 
     measuring = Coverage.current()
@@ -76,18 +77,18 @@ def _enter(test: str) -> None:
 
 
 class Witness:
-    """Writes down the first failure of a session."""
+    """Write the first failure of a session to a file."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._examples = 0
 
     def pytest_runtest_logstart(self) -> None:
-        """Remember how many examples there were before a test."""
+        """Remember how many examples were drawn before this test."""
         self._examples = _examples()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Tell of a failure, the first time."""
+        """Write a failure if it is the first."""
         if not report.failed or self._file.exists():
             return
         crash = getattr(report.longrepr, "reprcrash", None)
@@ -98,7 +99,7 @@ class Witness:
 
 
 def _examples() -> int:
-    """Return how many examples there were; 0 if a fault of the kit keeps it from telling."""
+    """Return how many examples the kit has drawn; 0 if a planted fault hides the number."""
     with suppress(Exception):
         from sp_core.testing import session
 
@@ -107,7 +108,7 @@ def _examples() -> int:
 
 
 def _draw_only() -> None:
-    """Let no profile shrink examples; a kit with a fault may have no profiles."""
+    """Turn off shrinking in every profile; a kit with a planted fault may lack the profiles."""
     with suppress(Exception):
         from sp_core.testing import profiles
 
@@ -117,7 +118,7 @@ def _draw_only() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests that are wanted, in their order."""
+    """Keep only the tests that the file in TESTS names, in its order."""
     wanted = Path(os.environ[TESTS]).read_text().splitlines()
     if wanted:
         found = {item.nodeid: item for item in items}
@@ -126,7 +127,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Register what the environment asks for. Refuse a package outside this folder."""
+    """Register the plugins that the environment asks for; refuse sp_core from another folder."""
     import sp_core
 
     if not Path(sp_core.__file__).is_relative_to(Path.cwd()):

@@ -1,9 +1,8 @@
-"""Find the tests that reach an edit, the narrow and quick ones first.
+"""Find the tests that reach an edit, those first that are quick and reach few lines.
 
-One measured run of every test file says so, with ranks as threads and then under mpiexec. Both draw
-few examples (`SP_PROFILE=brief`): all files would else take more than half an hour on two cores.
-Processes that a test starts are measured too. A measurement is kept for as long as the file and the
-sources stay as they are.
+Every test file runs twice under coverage, with ranks as threads and under mpiexec. Both runs draw
+few examples (`SP_PROFILE=brief`), or they would take more than half an hour on two cores. Processes
+that a test starts are measured too. A measurement stays valid until the file or the sources change.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ APART = (
     *("append_history", "ci_scripts", "compare*", "conformance*", "history", "layout", "mutants*"),
     *("netlab", "peers*", "promote_pr", "reporting*", "slurm", "soak", "workflows"),
 )
-"""Tests of benchmarks, CI, layout and the mutants: they say nothing of a wrong edit."""
+"""Names of test files that are not run: tests of benchmarks, CI, layout and the mutants."""
 BRIEF = {"SP_PROFILE": "brief"}
-"""Under mpiexec as many examples are drawn as in `nox -s tests`."""
+"""Few examples: as many as `nox -s tests` draws under mpiexec."""
 UNHURRIED = {"SP_WATCHDOG_S": "120", "SP_WATCHDOG_PHASE_S": "300"}
-"""Coverage makes an example several times as long, and without an edit none hangs."""
+"""Longer time limits, in seconds. Coverage slows examples, and none hangs without an edit."""
 MEASURED = """[run]
 parallel = true
 data_file = {copy}/measured
@@ -43,31 +42,31 @@ concurrency = thread
 context = ${{{test}-}}
 patch = _exit
 """
-"""Settings of coverage. What a process reaches that a test starts counts for the test."""
+"""Settings of coverage. Lines reached by a process that a test starts count for that test."""
 NEAR, FAR = "near", "far"
 STAGES = (NEAR, FAR, ON_RANKS)
-"""The first tests that reach an edit, all others, and those under mpiexec."""
+"""The stages: the first tests that reach an edit, all others, and those under mpiexec."""
 NEAR_SECONDS = 12.0
-"""Of tests, as they take without an edit: those that are tried first."""
+"""The first stage holds as many tests as take this many seconds in total without an edit."""
 PATIENCE, LEAST_SECONDS = 4.0, 90.0
-"""How much longer than without an edit tests may take: the machine may have other work."""
+"""A stage may take LEAST_SECONDS plus PATIENCE times its seconds without an edit."""
 Told = dict[str, dict[str, Any]]
-"""What is kept: seconds by test, and by file and line the tests that reach it."""
+"""A stored measurement: "seconds" by test; "lines": by file and line, the tests that reach it."""
 
 
 class Red(Exception):
-    """A test file is not green without an edit, so that nothing can be said with one."""
+    """A test file fails without an edit, so it cannot be used to try edits."""
 
 
 @dataclass
 class Reached:
-    """What tests reach.
+    """The lines that tests reach.
 
     Args:
-        seconds: that a test takes.
-        lines: by file and line the tests that reach it; "" stands for an import.
-        width: of a test: the number of lines that it reaches.
-        ranks: the same of the tests under mpiexec.
+        seconds: how long each test takes.
+        lines: by file and line, the tests that reach it; "" stands for an import.
+        width: the number of lines that each test reaches.
+        ranks: the same information for the tests under mpiexec.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -78,7 +77,7 @@ class Reached:
     ranks: Reached | None = None
 
     def add(self, told: Told) -> None:
-        """Take in what one test file reaches."""
+        """Add the measurement of one test file."""
         self.seconds.update(told["seconds"])
         for file, lines in told["lines"].items():
             for line, tests in lines.items():
@@ -88,7 +87,8 @@ class Reached:
     def tests(self, edit: Edit) -> list[str]:
         """Return the tests that reach an edit, in the order to try them.
 
-        An edit that runs when its module is imported has all tests in files that reach the module.
+        For an edit that runs when its module is imported, return all tests in the files that reach
+        the module.
         """
         there = self.lines.get(edit.file, {})
         if edit.inside:
@@ -98,7 +98,7 @@ class Reached:
         return self._ordered(test for test in self.seconds if file_of(test) in files)
 
     def _ordered(self, tests: Iterable[str]) -> list[str]:
-        """Sort narrow and quick tests first, and the first instances of a test before others."""
+        """Sort by seconds times lines reached, times n for the n-th parameter set of a test."""
         price = {test: (self.seconds[test] + 0.01) * self.width[test] for test in tests}
         turns: Counter[str] = Counter()
         dear: dict[str, float] = {}
@@ -109,11 +109,11 @@ class Reached:
         return sorted(dear, key=lambda test: (dear[test], test))
 
     def near(self, tests: Sequence[str]) -> int:
-        """Return how many of these tests go first; at least one."""
+        """Return how many of these tests belong to the first stage; at least one."""
         return max(1, bisect([*accumulate(self.seconds[test] for test in tests)], NEAR_SECONDS))
 
     def stages(self, edit: Edit) -> list[Stage]:
-        """Return the stages that have tests which reach an edit."""
+        """Return the stages, each with its tests that reach the edit; none is empty."""
         tests, ranks = self.tests(edit), self.ranks or Reached()
         near = self.near(tests)
         parts = ((tests[:near], self), (tests[near:], self), (ranks.tests(edit), ranks))
@@ -138,7 +138,7 @@ def digest(file: Path) -> str:
 
 
 def files() -> list[str]:
-    """Return the test files that may say something of an edit."""
+    """Return the test files that may notice an edit."""
     tests = ROOT / "tests"
     apart = {path for pattern in APART for path in tests.glob(f"test_{pattern}.py")}
     found = sorted({*tests.glob("test_*.py")} - apart)
@@ -147,20 +147,20 @@ def files() -> list[str]:
 
 
 def file_of(test: str) -> str:
-    """Return the file of a test."""
+    """Return the file of a test id."""
     return test.partition("::")[0]
 
 
 def kept(file: str, stage: str) -> Path:
-    """Return where it is kept what the tests of a file reach."""
+    """Return the path of the stored measurement of a test file in a stage."""
     return KEPT / f"{Path(file).stem}-{stage}-{digest(ROOT / file)}.json"
 
 
 def measure(file: str, stage: str) -> None:
-    """Run a test file, and keep what its tests reach.
+    """Run a test file under coverage, and store which lines its tests reach.
 
     Raises:
-        Red: the session does not end, or a test is red.
+        Red: the session does not end, or a test fails.
     """
     with copied() as copy:
         settings = copy / "coverage.ini"
@@ -178,7 +178,7 @@ def measure(file: str, stage: str) -> None:
 
 
 def _lines(copy: Path) -> dict[str, dict[int, list[str]]]:
-    """Return, by file and line, the tests that reach it, from what all processes have measured."""
+    """Return, by file and line, the tests that reach it; combine the data of all processes."""
     from coverage import Coverage
 
     coverage = Coverage(str(copy / "measured"), config_file=False, messages=False)
@@ -191,7 +191,7 @@ def _lines(copy: Path) -> dict[str, dict[int, list[str]]]:
 
 
 def gathered() -> tuple[Reached, list[tuple[str, str]]]:
-    """Return what is known to be reached, and what is left to measure: test files with a stage."""
+    """Return all stored measurements, and the pairs of test file and stage still to measure."""
     reached = Reached(ranks=Reached())
     missing = []
     for (stage, part), file in product((("threads", reached), (ON_RANKS, reached.ranks)), files()):

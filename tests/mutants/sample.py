@@ -1,6 +1,6 @@
-"""Draw a seeded sample of all edits, spread over folders.
+"""Draw a seeded sample of all edits, spread over the folders of `sp_core`.
 
-Read which edits change nothing, and why.
+Read from `equivalent.toml` which edits no test can notice, and why. A folder is called a room.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from mutants.edits import Edit, edits
 from studies.commands import ROOT
 
 KIT = ("launch", "testing")
-"""The folders of `sp_core` that hold the testing kit and its launcher; it has its own sample."""
+"""The folders of `sp_core` with the testing kit and its launcher. They have their own sample."""
 
 SAME = ("file", "place", "before", "after")
-"""What an entry and its edit have in common."""
+"""The fields that are equal in an entry of `equivalent.toml` and its edit."""
 
 LEAST = 20
-"""Edits that a room gets however small it is: with fewer, one survivor would be more than 5 %."""
+"""The least number of edits drawn from a room: with fewer, one survivor would be more than 5 %."""
 
 
 @dataclass(frozen=True)
 class Equivalent:
-    """An edit after which everything is as before, or only slower.
+    """An edit that changes no result. It may cost time.
 
     Args:
-        file: that it changes.
-        place: the function.
-        before: the lines without it.
-        after: and with it.
-        reason: why nothing can notice.
+        file: the file that it changes.
+        place: the function that it changes.
+        before: the lines without the edit.
+        after: the lines with the edit.
+        reason: why no test can notice it.
     """
 
     file: str
@@ -43,7 +43,7 @@ class Equivalent:
     reason: str
 
     def holds(self, edit: Edit) -> bool:
-        """Return whether it speaks of this edit."""
+        """Return whether this entry describes the given edit."""
         return all(getattr(edit, name) == getattr(self, name) for name in SAME)
 
 
@@ -60,7 +60,7 @@ def candidates(*, kit: bool = False) -> list[Edit]:
 
 
 def shares(counts: dict[str, int], number: int) -> dict[str, int]:
-    """Split a number over rooms: each gets `LEAST` if it can, the rest in proportion to edits."""
+    """Split a number over rooms: each gets up to `LEAST`, the rest in proportion to its edits."""
     least = min(LEAST, number // max(len(counts), 1))
     given = {room: min(least, count) for room, count in counts.items()}
     while sum(given.values()) < min(number, sum(counts.values())):
@@ -70,10 +70,10 @@ def shares(counts: dict[str, int], number: int) -> dict[str, int]:
 
 
 def drawn(found: Sequence[Edit], number: int, seed: int) -> list[Edit]:
-    """Draw from every room its share of the number, each edit of it with the same probability.
+    """Draw each room's share of the number. All edits of a room have the same probability.
 
-    The draw depends on digests and not on places in a list: a change of the library changes the
-    sample near its lines, no more.
+    The draw depends on digests of the edits, not on their order. A change of the library therefore
+    changes the sample only near the changed lines.
     """
     rooms: dict[str, list[Edit]] = {}
     for edit in sorted(
@@ -85,11 +85,11 @@ def drawn(found: Sequence[Edit], number: int, seed: int) -> list[Edit]:
 
 
 def equivalents() -> list[Equivalent]:
-    """Return the edits that change nothing, with their reasons."""
+    """Return the edits that no test can notice, with the reasons."""
     told = tomllib.loads((HERE / "equivalent.toml").read_text())["equivalent"]
     return [Equivalent(**{name: text.strip() for name, text in one.items()}) for one in told]
 
 
 def stale(known: Sequence[Equivalent], found: Sequence[Edit]) -> list[Equivalent]:
-    """Return the entries for which there is no such edit: the lines have changed since."""
+    """Return the entries that match no edit any more, because their lines have changed."""
     return [one for one in known if not any(one.holds(edit) for edit in found)]

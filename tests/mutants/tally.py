@@ -1,4 +1,4 @@
-"""What became of the wrong edits, as numbers, Markdown and JSON."""
+"""Report the outcomes of wrong edits as numbers, Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mutants.trial import Outcome
 from studies.records import table
 
 Z = 1.959964
-"""Of a two-sided interval of 95 %."""
+"""The normal quantile of a two-sided interval of 95 %."""
 LEAST_SCORE, LEAST_IN_ROOM = 0.97, 0.95
 OPEN = Outcome("open", words="not tried yet")
 OTHERS = ("hung", "broken", "stale")
@@ -23,7 +23,7 @@ TOLD = ("id", "file", "place", "operator", "before", "after")
 
 @dataclass(frozen=True)
 class Result:
-    """An edit, what became of it, and the entry that says why no test can notice it."""
+    """An edit, its outcome, and the entry that says why no test can notice it, if there is one."""
 
     edit: Edit
     outcome: Outcome
@@ -31,7 +31,7 @@ class Result:
 
     @property
     def killed(self) -> bool:
-        """Whether a test went red."""
+        """Return whether a test failed."""
         return self.outcome.verdict == "killed"
 
     def as_dict(self) -> dict[str, Any]:
@@ -43,19 +43,19 @@ class Result:
 
 @dataclass(frozen=True)
 class Score:
-    """How many of those that change something are killed."""
+    """The number of killed edits, and of all edits that a test could notice."""
 
     killed: int
     all: int
 
     @property
     def share(self) -> float:
-        """1 where there is none."""
+        """Return the share of killed edits, or 1 if there are no edits."""
         return self.killed / self.all if self.all else 1.0
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Where the share of all edits lies, with 95 % confidence.
+        """Return the 95 % confidence interval of the share, for all edits and not only the sample.
 
         Source: Wilson, Probable inference, the law of succession, and statistical inference, JASA
             22 (1927), equation 11.
@@ -77,13 +77,13 @@ class Score:
 
 
 def score(results: Sequence[Result]) -> Score:
-    """Of what was tried, without those that no test can notice."""
+    """Return the score of the edits that were tried, without those that no test can notice."""
     counted = [result for result in results if result.entry is None and result.outcome != OPEN]
     return Score(sum(result.killed for result in counted), len(counted))
 
 
 def wrong(results: Sequence[Result]) -> list[Result]:
-    """Those said to change nothing, that a test has noticed."""
+    """Return the edits that `equivalent.toml` calls unnoticeable but that did not survive."""
     return [
         result
         for result in results
@@ -92,7 +92,7 @@ def wrong(results: Sequence[Result]) -> list[Result]:
 
 
 def suffices(results: Sequence[Result]) -> bool:
-    """Return whether enough edits were killed, in each room and in all."""
+    """Return whether enough edits were killed in each folder and in total."""
     rooms = grouped(results, lambda edit: room_of(edit.file)).values()
     return score(results).share >= LEAST_SCORE and all(
         score(room).share >= LEAST_IN_ROOM for room in rooms
@@ -100,7 +100,7 @@ def suffices(results: Sequence[Result]) -> bool:
 
 
 def grouped(results: Sequence[Result], key: Callable[[Edit], str]) -> dict[str, list[Result]]:
-    """Results by room, or by operator."""
+    """Group results by a key of their edit, such as its folder or operator."""
     names = sorted({key(result.edit) for result in results})
     return {name: [result for result in results if key(result.edit) == name] for name in names}
 

@@ -1,4 +1,4 @@
-"""Try one mutant: plant it in a copy of the package, and run tests until one goes red."""
+"""Try one mutant: plant it in a copy of the repository, and run tests until one fails."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ PLUGINS = ("-p", "mutants.plugin", "-p", "no:cacheprovider")
 ON_RANKS = "ranks"
 """The stage that runs under mpiexec."""
 MORE_SECONDS = 60.0
-"""A launch ends itself; if it has not after this time more, it is killed."""
+"""Seconds beyond its limit after which a session is killed. A launch should have ended itself."""
 WATCHDOG = {"SP_WATCHDOG_S": "20", "SP_WATCHDOG_PHASE_S": "45"}
-"""Examples take less than a second: the suite finds out soon that one hangs."""
+"""Time limits of an example, in seconds. One takes less than a second, so a hang is soon found."""
 LIMITED = ("-o", "faulthandler_timeout=60", "-o", "faulthandler_exit_on_timeout=true")
-"""No test may take so long: pytest then writes all stacks and ends."""
+"""After 60 seconds in one test, pytest writes all stacks and ends the session."""
 TIME_IS_UP = "the launch has not ended"
 ENDED = "the launch was ended: "
 UNENDED = "Timeout (0:"  # faulthandler's
@@ -36,15 +36,15 @@ DIED = 128
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a mutant.
+    """The result of trying a mutant.
 
     Args:
-        verdict: "killed", "survived", "hung", "stale" or "broken" (the tests did not even begin).
-        stage: at which.
-        law: the test that went red.
-        examples: drawn by it until then; 0 where it draws none, or by Hypothesis alone.
-        seconds: from the start of the first stage.
-        words: what it said.
+        verdict: "killed", "survived", "hung", "stale" or "broken" (the tests could not start).
+        stage: the name of the stage that decided.
+        law: the test, or the program, that failed.
+        examples: how many examples of the kit that test drew until it failed.
+        seconds: the time of all stages, in seconds.
+        words: the message of the failure.
     """
 
     verdict: str
@@ -61,10 +61,10 @@ class Stage:
 
     Args:
         name: `ON_RANKS` for a launch under mpiexec; with any other name ranks are threads.
-        files: of tests.
-        seconds: the limit.
-        tests: ids of the only tests that run, in order; empty for all of the files.
-        variables: of the environment.
+        files: the test files.
+        seconds: the time limit.
+        tests: the ids of the tests to run, in order; all tests of the files if empty.
+        variables: environment variables to set.
     """
 
     name: str
@@ -76,12 +76,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a stage ended.
+    """The end of a stage.
 
     Args:
-        code: exit code; None if the stage was killed.
-        told: by the witness.
-        printed: by pytest.
+        code: the exit code; None if the stage was killed.
+        told: the first failure as `mutants.plugin` recorded it; empty if no test failed.
+        printed: the output of pytest.
     """
 
     code: int | None
@@ -90,16 +90,16 @@ class Ending:
 
 
 class Stale(Exception):
-    """The text that a mutant replaces is not there exactly once."""
+    """The text that a mutant replaces does not occur exactly once."""
 
 
 def tried(file: str, planted: Callable[[str], str], stages: Iterable[Stage]) -> Outcome:
-    """Plant a fault, and run stage after stage until one decides.
+    """Plant a fault, and run stage after stage until one does not survive.
 
     Args:
-        file: that is changed, below the root of the repository.
-        planted: makes its new text.
-        stages: of tests.
+        file: the file that is changed, below the root of the repository.
+        planted: a function from the file's text to its new text.
+        stages: the tests, in the order in which they run.
     """
     begin = time.monotonic()
     outcome = Outcome("survived")
@@ -117,9 +117,9 @@ def tried(file: str, planted: Callable[[str], str], stages: Iterable[Stage]) -> 
 
 
 def judged(stage: str, ending: Ending, file: str) -> Outcome:
-    """Return what the end of a stage says of a fault in a file.
+    """Return the outcome of a fault in `file` from the way in which a stage ended.
 
-    A session that does not begin is red if it names the file; otherwise it says nothing.
+    If the session could not start, the mutant is killed if the output names the file, else broken.
     """
     text, code = ending.printed, ending.code
     if ending.told:
@@ -144,7 +144,7 @@ def judged(stage: str, ending: Ending, file: str) -> Outcome:
 
 
 def run_stage(copy: Path, stage: Stage) -> Ending:
-    """Run the tests of a stage in a copy, to the first failure."""
+    """Run the tests of a stage in a copy of the repository, up to the first failure."""
     told, tests = copy / f"{stage.name}.json", copy / "tests.txt"
     tests.write_text("\n".join(stage.tests))
     variables = outside(

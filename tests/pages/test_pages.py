@@ -1,6 +1,6 @@
-"""Report and history pages in Chromium at three widths: read, sort, filter, fold, without network.
+"""Test report and history pages in Chromium at three widths: reading, sorting, filtering, folding.
 
-Every check is also shown a page with a fault that it must see.
+Pages must not use the network. Every check is also given a page with a fault that it must find.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CELLS = "(table, at) => [...table.tBodies[0].rows].map(row => row.cells[at].text
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write report.html, history.html and empty.html, the history of a single run."""
+    """Write report.html, history.html, and empty.html, which is the history of a single run."""
     folder = tmp_path_factory.mktemp("pages")
     verdicts = [
         made.verdict(name, case="schemes/" + "long/" * 20) for name in ("regressed", "improved")
@@ -80,7 +80,7 @@ def browser(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[A
 
 @pytest.fixture
 def page(browser: Any) -> Iterator[Page]:
-    """Return a tab that asked for nothing but the file, and complained about nothing."""
+    """Return a browser tab; check at the end that it loaded only files and logged nothing."""
     tab, noticed = browser.new_page(), list[str]()
     tab.on("request", lambda request: noticed.append(request.url))
     tab.on("console", lambda message: noticed.append(message.text))
@@ -91,7 +91,7 @@ def page(browser: Any) -> Iterator[Page]:
 
 
 def show(page: Page, path: Path, fault: tuple[str, str] | None = None) -> None:
-    """Show a page, or a copy of it with a fault; a script gets the digest that lets it run."""
+    """Show a page, or a copy of it with a fault and the script digest that lets the copy run."""
     if fault:
         text, before = path.read_text().replace(*fault), path.read_text()
         assert text != before
@@ -114,10 +114,10 @@ def phone(page: Page) -> bool:
 
 
 def broken_rules(page: Page) -> list[str]:
-    """Return the violations that axe finds in light and dark, with everything unfolded."""
+    """Return the violations that axe finds in light and dark mode, with all sections unfolded."""
     unfold(page)
     page.eval_on_selector_all("svg", "all => all.forEach(one => one.replaceChildren())")
-    found = []  # without the shapes of the plots, which take axe long and hold no text
+    found = []  # the shapes of the plots are removed: they are slow to check and hold no text
     for colours in ("light", "dark"):
         page.emulate_media(color_scheme=colours)  # type: ignore[arg-type]
         answer = Axe().run(page, options=EVERY).response
@@ -127,7 +127,7 @@ def broken_rules(page: Page) -> list[str]:
 
 
 def too_wide(page: Page) -> list[str]:
-    """Return what sticks out of the window, except what its box scrolls or hides."""
+    """Return the elements that extend beyond the window, unless their box scrolls or hides them."""
     unfold(page)
     found: list[str] = page.evaluate(
         """width => {
@@ -144,7 +144,7 @@ def too_wide(page: Page) -> list[str]:
 
 
 def unsorted(page: Page) -> list[str]:
-    """Return the columns whose order differs from that of the numbers behind the cells."""
+    """Return the columns that do not sort by the numbers behind their cells."""
     unfold(page)
     rows = [
         row for row in derive.rows(RECORDS) if (row.case.layer, row.ranks) == ("collectives", 2)
@@ -170,7 +170,7 @@ def unsorted(page: Page) -> list[str]:
 
 
 def unfiltered(page: Page) -> list[str]:
-    """Return the words after which other rows are shown than those that hold them."""
+    """Return the filter words for which the shown rows are not those that contain them."""
     unfold(page)
     table, wrong = page.locator(WIDE), []
     field = page.get_by_label("Show only rows with these words")
@@ -183,7 +183,7 @@ def unfiltered(page: Page) -> list[str]:
 
 
 def unfoldable(page: Page) -> list[str]:
-    """Return the sections that do not fold, or that are open on a phone from the beginning."""
+    """Return the sections that do not fold, or that are wrongly open or closed at first."""
     sections = page.locator("section > details").all()
     wrong = []
     for place, section in enumerate(sections):

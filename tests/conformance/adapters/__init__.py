@@ -1,7 +1,8 @@
-"""How each library is called.
+"""Call each library as its documentation says, one module for each.
 
-A module of another library imports torch and that library alone, because it is pasted into scripts.
-Each module has `prepare(comm, variant)`, for a new process group over all ranks. The other name is
-on trial: the function `attend` returns the attention of this rank's tokens, (B, S/P, H, D); the
-class `Pair` is a module with a column-parallel layer `up` and a row-parallel one `down`.
+The module of another library imports torch and that library alone, because it is pasted into
+scripts. Each module has `prepare(comm, variant)`, which is called for a new process group over all
+ranks. It also has the name that is tested. The function `attend` returns the attention of this
+rank's tokens, (B, S/P, H, D). The class `Pair` is a module with a column-parallel layer `up` and a
+row-parallel layer `down`.
 """

@@ -1,4 +1,4 @@
-"""Make every program of Python know the device `late`, as soon as it imports sp_core.transport.
+"""Register the device `late` in every Python program that imports sp_core.transport.
 
 With this folder on the PYTHONPATH, `SP_ON=late ci/gpu.sh` runs without a GPU.
 """
@@ -13,11 +13,11 @@ AFTER = "sp_core.transport"
 
 
 class Finder:
-    """Finds that package as others do, and imports the plugin of the device after it."""
+    """An import hook that imports the device's plugin after the package sp_core.transport."""
 
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
-        """Return how the package is loaded."""
+        """Return the spec of sp_core.transport with a loader that also imports the plugin."""
         if name != AFTER:
             return None
         sys.meta_path.remove(cls)
