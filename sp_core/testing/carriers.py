@@ -13,7 +13,7 @@ import pickle
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -194,8 +194,8 @@ class World:
         size: number of ranks.
 
     Attributes:
-        changed: condition variable that guards the state and wakes ranks.
-        version: number of changes so far, which tells a waiting rank that something has happened.
+        lock: guards the state.
+        versions: by rank, the number of changes so far for which it may wait.
         kept: the objects of `shared`, by key.
         waiting: by rank, what it waits for, and whether only for other ranks to end.
         away: the ranks that have ended.
@@ -203,8 +203,9 @@ class World:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.changed = threading.Condition()
-        self.version = 0
+        self.lock = threading.RLock()
+        self._changed = [threading.Condition(self.lock) for _ in range(size)]
+        self.versions = [0] * size
         self.waiting: dict[int, tuple[str, bool]] = {}
         self._doomed: dict[int, str] = {}
         self.away: set[int] = set()
@@ -214,35 +215,36 @@ class World:
     def stop(self) -> None:
         """End all ranks that wait, now or later."""
         self._stopped = True
-        self.touch()
+        self.touch(range(self.size))
 
-    def touch(self) -> None:
-        """Count a change of the state, and wake all ranks that wait."""
-        with self.changed:
-            self.version += 1
-            self.waiting.clear()
-            self.changed.notify_all()
+    def touch(self, ranks: Iterable[int]) -> None:
+        """Count a change of the state for these ranks, and wake those of them that wait."""
+        with self.lock:
+            for rank in ranks:
+                self.versions[rank] += 1
+                self.waiting.pop(rank, None)
+                self._changed[rank].notify()
 
     def shared(self, key: Any, new: Any) -> Any:
         """Return the object that all ranks, which are threads, share under `key`.
 
         The first rank that asks stores its `new`.
         """
-        with self.changed:
+        with self.lock:
             return self.kept.setdefault(key, new)
 
     def leave(self, rank: int) -> None:
         """Note that a rank has ended. Ranks that wait for it may then be in a deadlock."""
-        with self.changed:
+        with self.lock:
             self.away.add(rank)
-            self.touch()
+            self.touch(range(self.size))
 
     def sleep(self, rank: int, seen: int, what: str, ending: bool) -> None:
-        """Wait until another rank has changed the state since version `seen`.
+        """Wait until something has changed for this rank since its version `seen`.
 
         Args:
             rank: of the caller in the world.
-            seen: version of the state that the caller has seen.
+            seen: version that the caller has seen of its own state.
             what: describes the wait, for the report of a deadlock.
             ending: this rank waits only for other ranks to end. A deadlock is reported to such
                 ranks only if every waiting rank is one.
@@ -251,12 +253,12 @@ class World:
             Mismatched: every rank waits or has ended, and none can go on.
             Stopped: `stop` was called.
         """
-        with self.changed:
-            while self.version == seen:
+        with self.lock:
+            while self.versions[rank] == seen:
                 self.waiting[rank] = (what, ending)
                 self._find_deadlock()
-                if self.version == seen:
-                    self.changed.wait()
+                if self.versions[rank] == seen:
+                    self._changed[rank].wait()
             if self._stopped:
                 raise Stopped
             if rank in self._doomed:
@@ -272,7 +274,7 @@ class World:
         # If every rank only waits for other ranks to end, all of them raise.
         told = "every rank waits and none can go on:" + table
         self._doomed = dict.fromkeys(stuck or self.waiting, told)
-        self.touch()
+        self.touch(range(self.size))
 
 
 class ThreadCarrier(Carrier):
@@ -295,6 +297,12 @@ class ThreadCarrier(Carrier):
             world_rank,
         )
         self._rounds = 0
+        self._members = world.shared((name, "members"), {})
+        self._members[rank] = world_rank
+
+    def wake(self, ranks: Iterable[int]) -> None:
+        """Wake these ranks of the communicator, as far as they have made it and wait."""
+        self.world.touch(self._members[rank] for rank in ranks if rank in self._members)
 
     def share(self, value: object) -> Ticket:
         """Begin an all-gather of one value per rank, and return a function that polls for it.
@@ -304,12 +312,12 @@ class ThreadCarrier(Carrier):
         """
         self._rounds += 1
         key = self.name, "round", self._rounds
-        with self.world.changed:
+        with self.world.lock:
             values: dict[int, object] = self.world.shared(key, {})
             values[self.rank] = value
             if len(values) == self.size:
                 del self.world.kept[key]
-                self.world.touch()
+                self.wake(values)
         ranks = range(self.size)
         return lambda: [values[rank] for rank in ranks] if len(values) == self.size else None
 
@@ -319,8 +327,9 @@ class ThreadCarrier(Carrier):
         Raises:
             Mismatched, Stopped: as in `World.sleep`.
         """
-        ask, seen = begun(steps), self.world.version
+        ask, versions = begun(steps), self.world.versions
+        seen = versions[self.world_rank]
         while not (done := ask()):
             self.world.sleep(self.world_rank, seen, what, ending)
-            seen = self.world.version
+            seen = versions[self.world_rank]
         return done[0]

@@ -17,8 +17,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from sp_core.errors import CollectiveMismatch, RankError
-from sp_core.launch import watch
-from sp_core.launch.watch import here
 from sp_core.observer import Observer, observer_of
 from sp_core.testing.lockstep import Beginning, Call, Lockstep
 from sp_core.testing.signatures import Flow, bind, exchange, flow, op_name, op_of
@@ -293,12 +291,11 @@ class LockstepComm(Observer, ABC):
         return Beginning(self, what, then).settle()
 
     def _allow(self, what: Call) -> None:
-        """Raise if the communicator is freed, and note the call as the last place."""
+        """Raise if the communicator is freed."""
         if self._freed:
             raise RankError(
                 f"{what.op} on a communicator ({self.lockstep.name}) that has been freed"
             )
-        watch.note(f"in {what.op}({what.text}) at {here()}")
         self.progress()
 
     def progress(self) -> None:

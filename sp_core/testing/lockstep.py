@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sp_core import progress
+from sp_core.launch import watch
 from sp_core.launch.watch import here
 from sp_core.testing.carriers import Carrier, Steps, Ticket, begun, until
 from sp_core.testing.outcome import DONE, Kind, Mismatched, Outcome, Woken
@@ -181,13 +182,13 @@ class Lockstep:
         if self.open is None:
             return Kind.CALL, None
         decision, records, made = yield from self._read()
+        if decision not in (Kind.WOKEN, Kind.MISMATCH):
+            return decision, made
         said = "; ".join(f"rank {rank}: {record.said}" for rank, record in enumerate(records))
         if decision is Kind.WOKEN:
             raise Woken(said)
-        if decision is Kind.MISMATCH:
-            calls = [each.call for each in records if each.call and each.kind is Kind.CALL]
-            raise Mismatched(f"the ranks do not call the same: {said}{_unmatched(calls)}")
-        return decision, made
+        calls = [each.call for each in records if each.call and each.kind is Kind.CALL]
+        raise Mismatched(f"the ranks do not call the same: {said}{_unmatched(calls)}")
 
     def _read(self) -> Steps[tuple[Kind, list[Record], Any]]:
         """Read the records of all ranks, and make the call if all call the same.
@@ -221,6 +222,8 @@ def _unmatched(calls: Sequence[Call]) -> str:
 
     Bytes are received as elements of any kind.
     """
+    if not any(call.sends or call.receives for call in calls):
+        return ""
     sent = Counter(message for call in calls for message in call.sends)
     received = Counter(message for call in calls for message in call.receives)
     if any(message.kind == UNCOUNTED for message in (*sent, *received)):
@@ -267,7 +270,9 @@ class Beginning:
 
     def __init__(self, comm: Any, call: Call, make: Callable[[], Any]) -> None:
         self._comm = comm
-        self._what = f"{call.op}({call.text}) on {comm.lockstep.name} at {here()}"
+        place = here()
+        watch.note(f"in {call.op}({call.text}) at {place}")
+        self._what = f"{call.op}({call.text}) on {comm.lockstep.name} at {place}"
         self._steps = comm.lockstep.agree(call, self._what, make)
         self._made: Any = None
         self._is_driven = False

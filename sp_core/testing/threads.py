@@ -164,13 +164,13 @@ class ThreadComm(LockstepComm):
                 view(part).view(np.uint8)[:] = 0xFF  # NaN in floating point
         for slot in (*takes.values(), *(gives.values() if tag is None else ())):
             slot["awaited"] = True
-        if takes:
-            self._world.touch()
+        self._carrier.wake({self.rank, *takes})  # this rank too: it may have to send at once
 
         def release() -> bool:
             for dest, slot in gives.items():
                 if "awaited" in slot and "data" not in slot:
                     slot["data"] = contribution(flow, dest)
+                    self._carrier.wake({self.rank, dest})
             return all("data" in slot for slot in gives.values())
 
         def advance() -> bool:
@@ -306,10 +306,9 @@ class ThreadComm(LockstepComm):
         )
 
     def _release(self) -> None:
-        pending, self._pending = self._pending, []
-        self._pending = [release for release in pending if not release()]
-        if len(self._pending) < len(pending):
-            self._world.touch()
+        if self._pending:
+            pending, self._pending = self._pending, []
+            self._pending = [release for release in pending if not release()]
 
     def _free(self) -> None:
         self._freed = True
