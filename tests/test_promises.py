@@ -74,7 +74,7 @@ NOTHING: Sent = ("", 0, 0)
 
 
 def sent(comm: sp.Communicator) -> Sent:
-    """Return the only operation since the last `sent`, no agreement: its name, messages and bytes."""
+    """Return name, messages and bytes of the one operation since the last call (no agreements)."""
     every = comm.counters.snapshot()
     comm.counters.reset()
     ops = [op for op, count in every.items() if op != "control" and count["calls"]]
