@@ -1,4 +1,4 @@
-"""Copies of layers, and sums of gradients; what layers compute is judged in `domains/`."""
+"""Test copies of layers and sums of gradients. `domains/` judges what layers compute."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("short_slots")
 
 
 def grid(comm: Any) -> sp.Mesh:
-    """A mesh for any scheme, with an axis of two ranks where that divides."""
+    """Make a mesh for any scheme. Axis `ulysses` has two ranks if the number of ranks is even."""
     fast = 2 - comm.size % 2
     return sp.Mesh(comm, device=device(), ring=comm.size // fast, ulysses=fast)
 
@@ -35,7 +35,7 @@ def test_weights_that_no_rank_splits_need_no_placement_to_sum_their_gradients(co
     with grid(comm) as mesh:
         tokens = mesh["ring", "ulysses"]
         weights = [nn.Parameter(torch.ones(shape, device=device())) for shape in ((), (2, 3))]
-        for weight in weights:  # the gradient is one number, which is in memory once
+        for weight in weights:  # all elements of the gradient share one number in memory
             weight.grad = torch.full((), 1.0 + comm.rank, device=device()).expand_as(weight)
         reduce_gradients(weights, data=tokens)
         total = float(sum(range(comm.size + 1)))
@@ -82,7 +82,7 @@ def test_a_copy_of_a_layer_is_another_layer_over_the_same_ranks(comm: Any, kind:
 
 @spmd(2)
 def test_layers_that_share_an_input_give_the_gradients_that_are_needed(comm: Any) -> None:
-    """And gather or sum only for these."""
+    """The backward gathers or sums only for the inputs that need a gradient."""
     shapes = [(1, 3, 4), (2, 4), (2,), (5, 4), (5,)]
     with sp.Mesh(comm, sp=2) as mesh:
         for needs in [*product((False, True), repeat=5)][1:]:
@@ -93,10 +93,10 @@ def test_layers_that_share_an_input_give_the_gradients_that_are_needed(comm: Any
             mesh["sp"].counters.reset()
             torch.autograd.grad(torch.cat(outs, 2).sum(), [x for x in leaves if x.requires_grad])
             calls = [mesh["sp"].counters[op].calls for op in ("reduce_scatter", "all_gather")]
-            assert calls == [3 * needs[0], 3 * (needs[1] or needs[3])]  # a token in each
+            assert calls == [3 * needs[0], 3 * (needs[1] or needs[3])]  # one token a call
 
 
 def test_an_element_stays_whose_number_is_the_chance() -> None:
-    """Numbers are in [0, 1): as many are below p as p says."""
+    """An element is dropped if its number in [0, 1) is below p. Here p is that number."""
     number = float(uniform(5, [[0], [3], [0]]))
     assert sp.dropout(torch.ones(1, 1, 1), number, seed=5, positions=[3]).all()

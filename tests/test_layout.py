@@ -1,4 +1,4 @@
-"""The walls of the package: who imports whom, what importing starts, how long files may be."""
+"""Test the structure of the package: who imports whom, what importing loads, how long files are."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ROOMS = (
     ("__main__",),
     ("testing",),
 )
-"""Every module or folder of sp_core. Each may import from the lines above, and from itself."""
+"""All modules and folders of sp_core (rooms). A room may import itself and rooms in lines above."""
 
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 USES_MPI = (
@@ -60,14 +60,14 @@ MAY_IMPORT: dict[str, set[str]] = {
         if room not in (*USES_MPI, "launch")
     },
 }
-"""What files in some folders may import; what needs no MPI must not import it."""
+"""The packages that files of these rooms may import; mpi4py only where MPI is needed."""
 MAX_FILE, MAX_FUNCTION, MAX_MEDIAN = 400, 40, 8
 MAX_LOADED = 45
-"""Files of the package that importing one scheme loads."""
+"""The greatest number of sp_core's modules that importing one scheme may load."""
 
 
 def read(*folders: str) -> dict[str, str]:
-    """The text of all Python files in some folders, by path."""
+    """Return the text of all Python files in some folders, by path."""
     paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
     return {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
 
@@ -77,7 +77,7 @@ def room_of(path: str) -> str:
 
 
 def imported(path: str, text: str) -> Iterator[str]:
-    """Dotted names that a file imports, anywhere in it; relative ones made absolute."""
+    """Yield the dotted names that a file imports anywhere. Relative names are made absolute."""
     package = path.split("/")[:-1]
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
@@ -89,7 +89,7 @@ def imported(path: str, text: str) -> Iterator[str]:
 
 
 def turned_arrows(sources: dict[str, str]) -> list[str]:
-    """Imports that go against the order of the rooms."""
+    """Return the imports against the order of ROOMS, and the files whose room ROOMS lacks."""
     found = []
     for path, text in sources.items():
         room = room_of(path)
@@ -104,7 +104,7 @@ def turned_arrows(sources: dict[str, str]) -> list[str]:
 
 
 def target_room(name: str) -> str | None:
-    """The room that a dotted name leads to; None outside sp_core."""
+    """Return the room of a dotted name, or None for a name outside sp_core."""
     parts = name.split(".")
     if parts[0] != "sp_core":
         return None
@@ -112,7 +112,7 @@ def target_room(name: str) -> str | None:
 
 
 def foreign(sources: dict[str, str]) -> list[str]:
-    """What files import and may not."""
+    """Return the imports that MAY_IMPORT does not allow."""
     return [
         f"{path} imports {name}"
         for path, text in sources.items()
@@ -124,7 +124,7 @@ def foreign(sources: dict[str, str]) -> list[str]:
 
 
 def functions(text: str) -> Iterator[tuple[str, int]]:
-    """Name and number of lines of every function, without its docstring."""
+    """Yield for every function its name, and its number of lines without the docstring."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             first = node.body[0]
@@ -202,7 +202,7 @@ assert run_threads(3, lambda comm: comm.allgather(comm.rank)) == [[0, 1, 2]] * 3
 assert 'torch' not in sys.modules
 """,
 }
-"""Programs that run where nothing has been imported yet."""
+"""Programs that each run in a new Python process, which has imported nothing yet."""
 
 
 @pytest.mark.parametrize("what", ALONE)

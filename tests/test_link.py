@@ -1,4 +1,4 @@
-"""The model of a link: when messages arrive, by a clock of the test; and what it refuses."""
+"""Test the model of a link: when messages arrive by the test's clock, and what it refuses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZES = st.lists(st.integers(0, 10_000), min_size=1, max_size=6)
 
 
 def instant() -> Mock:
-    """Make a host whose messages are there at once; what is sent is what is received."""
+    """Make a host transport that delivers messages at once, in the order in which they are sent."""
     mail = list[torch.Tensor]()
 
     def post(sends: Any, recvs: Any, tag: int) -> Done:
@@ -33,7 +33,7 @@ def instant() -> Mock:
 
 
 def wires(count: int) -> tuple[Mock, list[LinkModel]]:
-    """Make a clock of the test, and wires that read it."""
+    """Make a clock that the test sets, and `count` wires that read it."""
     clock = Mock(return_value=100.0)
     return clock, [LinkModel(LATENCY, RATE, clock) for _ in range(count)]
 
@@ -41,10 +41,10 @@ def wires(count: int) -> tuple[Mock, list[LinkModel]]:
 @pytest.mark.parametrize("senders", [1, 6], ids="{} senders".format)
 @drawn(sizes=SIZES)
 def test_one_message_after_the_other_on_a_wire(senders: int, sizes: list[int]) -> None:
-    """All bytes of a sender take their time, however they are cut; then comes the latency.
+    """A sender's bytes take as long in many messages as in one. The latency comes once, at the end.
 
-    Messages of different ranks leave together and share the wire of their receiver. An idle wire
-    forgets what it has carried.
+    Messages of different senders leave at the same time and share the wire of their receiver. If
+    a wire was idle, earlier messages do not delay later ones.
     """
     clock, (into, *out) = wires(1 + senders)
     for start in (100.0, 105.0):
@@ -58,7 +58,7 @@ def test_one_message_after_the_other_on_a_wire(senders: int, sizes: list[int]) -
 
 
 def test_a_message_is_there_when_its_time_has_come_and_not_before() -> None:
-    """It is complete for its sender when it has left, for its receiver when it has arrived."""
+    """A send is complete when the message has left, a receive when the message has arrived."""
     (clock, links), host = wires(2), instant()
     one, other = (link.over(host) for link in links)
     x, y = torch.arange(250.0), torch.zeros(250)

@@ -1,6 +1,6 @@
-"""Model folders: each rank reads its own slices, a folder is whole or not there.
+"""Test model folders: each rank reads its own slices, and a folder is saved whole or not at all.
 
-What is broken is the same error on every rank.
+A broken folder raises the same error on every rank.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def written(
     dtype: torch.dtype = torch.float64,
     **changes: Any,
 ) -> None:
-    """A folder as Hugging Face writes it, in one file or two."""
+    """Write a model folder as Hugging Face does, with the weights in two files or in one."""
     weights = {name: tensor.to(dtype) for name, tensor in case.weights().items()}
     (folder / "config.json").write_text(json.dumps({**case.config.to_dict(), **changes}))
     if not shards:
@@ -57,14 +57,14 @@ def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def shared(comm: Any, tmp_path: Path) -> Path:
-    """A new folder for all ranks."""
+    """Return a new folder, the same one on all ranks."""
     folder = Path(tempfile.mkdtemp(dir=tmp_path)) if comm.rank == 0 else None
     found: Path = comm.bcast(folder, root=0)
     return found
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """All files of a folder."""
+    """Return the bytes of all files of a folder, by path."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
@@ -90,12 +90,12 @@ def saved(
 def test_what_a_rank_holds_is_its_part_of_the_weights_and_of_the_cache(
     comm: Any, tensor: int, tmp_path: Path
 ) -> None:
-    """Bytes alive.
+    """Count the bytes of tensors that are alive.
 
-    Weights: 1/tp and the norms; while loading also one tensor of the file and the part that is cut
-    from it.
+    Weights: 1/tp of all, and the norms. While loading, also one tensor of the file and the slice
+    that is cut from it.
 
-    Cache: 1/4 and one token; and no step of a decoder leaves anything else behind.
+    Cache: 1/4 of all tokens and one token more. A step of a decoder leaves no other tensor behind.
     """
     case = Case((8, 4), layers=3, head_dim=8, hidden=64, ffn=128, vocab=96)
     norms, room, angles = (
@@ -135,7 +135,7 @@ def pickled(folder: Path) -> None:
 
 
 def trap(folder: Path) -> bytes:
-    """What shows whether it has been unpickled."""
+    """Return a pickle that creates the file SPRUNG when it is unpickled."""
 
     class Trap:
         def __reduce__(self) -> tuple[Any, ...]:
@@ -149,7 +149,7 @@ def configured(**changes: Any) -> Callable[[Path], None]:
 
 
 def with_tensor(name: str, value: torch.Tensor) -> Callable[[Path], None]:
-    """A single file in which one tensor is another one, or is there besides."""
+    """Return a change: all weights in a single file, with one tensor replaced or added."""
 
     def change(folder: Path) -> None:
         (folder / INDEX).unlink()
@@ -336,7 +336,7 @@ def test_what_is_there_is_never_written_over(comm: Any, tmp_path: Path) -> None:
 
 @pytest.fixture
 def ending_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk with room for two files of weights."""
+    """Make a disk that is full after two files of weights."""
     written: list[Path] = []
 
     def write(tensors: Any, path: Path, really: Any = checkpoint._write) -> None:
@@ -364,7 +364,7 @@ def test_a_full_disk_is_an_error_on_every_rank_and_leaves_nothing(
 
 @pytest.fixture
 def killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A save that ends where the folder would get its name, and cleans nothing up."""
+    """Let a save fail after it has written the weights, and clean nothing up, as if killed."""
 
     def end(*_: Any) -> None:
         raise OSError("killed")

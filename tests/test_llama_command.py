@@ -1,6 +1,6 @@
-"""`sp-core generate` and `sp-core logits`.
+"""Test `sp-core generate` and `sp-core logits`.
 
-The same text for any number of ranks, and one clear line where something is wrong.
+The text is the same for any number of ranks. A mistake is reported in one line.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CASE = Case((6, 3), layers=1, vocab=256, seed=4)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model of bytes."""
+    """Make the folder of a model whose tokens are bytes."""
     written(CASE, tmp_path)
     byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
     return tmp_path
@@ -53,7 +53,7 @@ def test_two_ranks_write_what_one_writes(folder: Path, capfd: pytest.CaptureFixt
     code, two = printed(command("generate", folder, *choice, *ways), ROOT, outside(), 120)
     assert code == 0, two
     assert len(one) > 5
-    assert two == re.sub("\r\n?", "\n", one)  # as the pipe of the two ranks is read
+    assert two == re.sub("\r\n?", "\n", one)  # `printed` turns line ends into \n
 
 
 @pytest.mark.every_mpi
@@ -61,7 +61,7 @@ def test_two_ranks_write_what_one_writes(folder: Path, capfd: pytest.CaptureFixt
 def test_a_token_is_shown_before_its_line_ends(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rank of this launch ends after this process has seen what it has printed."""
+    """The rank that is started ends only after this process has read the rank's first letter."""
     waits = "import sys; print('a', end='', flush=True); print('b' * len(open(sys.argv[1]).read()))"
     seen = tmp_path / "seen"
     os.mkfifo(seen)
@@ -88,7 +88,7 @@ def test_a_token_is_shown_before_its_line_ends(
 def test_the_first_rank_shows_logits_in_columns(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Over a ring, the two most likely tokens after each prompt."""
+    """Two ranks of a ring show the two most likely tokens after each prompt."""
     words = command("logits", folder, "--prompt", "x", "--ring", "2", "--top", "2")[3:]
     assert run_threads(2, lambda comm: main(words, comm)) == [0, 0]
     text = capsys.readouterr().out

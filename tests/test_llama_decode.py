@@ -1,6 +1,6 @@
-"""Sequences that grow with a split cache.
+"""Test decoding with a cache that is split over ranks.
 
-Any split into prefill and decode gives what one device gives for the whole sequence.
+`domains/decoding.py` judges what decoders compute.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ GREEDY = Case((6, 3), layers=1, scaling="llama3", vocab=31, seed=11)
 
 @spmd(1, 3)
 def test_each_rank_keeps_its_share_of_the_tokens(comm: Any) -> None:
-    """After any steps; what these compute is judged in domains/decoding.py."""
+    """After each step of the decoder, the numbers of tokens on the ranks differ by at most one."""
     with sp.Mesh(comm, ring=comm.size) as mesh:
         decoder = Decoder(GREEDY.model(mesh), [9, 4])
         shares = decoder.caches[0].shares(4 * comm.size)
-        assert len({sum(share) for share in shares}) == 1  # a token sees those before it
+        assert len({sum(share) for share in shares}) == 1  # equal work under a causal mask
         for step, new in ((decoder.prefill, [[1] * 5, [2]]), (decoder.decode, [[3], [4, 5]])):
             step(new)
             (cache,) = decoder.caches
@@ -42,7 +42,7 @@ def test_each_rank_keeps_its_share_of_the_tokens(comm: Any) -> None:
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"ring": 2}, {"pp": 2}])
 @spmd(2)
 def test_a_token_costs_one_comparison(comm: Any, axes: dict[str, Any]) -> None:
-    """Afterwards the ranks compare every call again, also if the decoder was given a bad token."""
+    """A decoder's step makes one agreement. Later calls make their own, even if the step failed."""
     case = Case((6, 3), layers=2, vocab=31, seed=11)
     with sp.Mesh(comm, **axes) as mesh:
         decoder = Decoder(case.model(mesh), [9])
@@ -62,7 +62,7 @@ def test_a_token_costs_one_comparison(comm: Any, axes: dict[str, Any]) -> None:
 def test_the_tokenizer_of_the_first_rank_of_a_replica_decides(
     comm: Any, axes: dict[str, Any]
 ) -> None:
-    """It finds special tokens too. The others have a tokenizer without any text."""
+    """That tokenizer finds stop strings, also in special tokens. Other ranks have an empty one."""
     case = Case((6, 3), layers=2, vocab=31, seed=11)
     with sp.Mesh(comm, **axes) as mesh:
         model = case.model(mesh)
@@ -77,7 +77,7 @@ def test_the_tokenizer_of_the_first_rank_of_a_replica_decides(
 
 
 class Products(TorchFunctionMode):
-    """Notes shape and strides of the matrices by which torch multiplies."""
+    """Record the shape and the strides of the matrices by which `F.linear` multiplies."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Products(TorchFunctionMode):
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
 @spmd(2)
 def test_weights_of_one_input_are_multiplied_at_once(comm: Any, dtype: str) -> None:
-    """A decoder moves them in memory once; they stay the parameters that they were."""
+    """The first decoder of a model moves its weights in memory. They remain the same parameters."""
     case, ffn, vocab = Case((8, 2), ffn=9, vocab=31, dtype=dtype), 5 - comm.rank, 16 - comm.rank
     with sp.Mesh(comm, tp=2) as mesh:
         model = case.model(mesh)
@@ -133,7 +133,7 @@ def test_each_prompt_of_each_seed_has_random_numbers_of_its_own() -> None:
 
 @pytest.mark.parametrize(("limits", "count"), [({"top_k": 3}, 3), ({"top_p": 0.5}, 2)])
 def test_as_many_tokens_are_chosen_from_as_the_limits_leave(limits: Any, count: int) -> None:
-    """Of four tokens that are equally likely."""
+    """Four tokens are equally likely. top_k=3 leaves three of them, and top_p=0.5 leaves two."""
     rule = Sampling(1.0, **limits)
     drawn = {rule.choose(torch.zeros(4), rule.random(prompt)) for prompt in range(50)}
     assert drawn == {*range(count)}

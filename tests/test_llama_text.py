@@ -1,4 +1,4 @@
-"""Chat templates, tokens that become text, and tokenizers of model folders."""
+"""Test chat templates, tokens that become text, and tokenizers of model folders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FAMILY = "a \U0001f469 b"
 
 
 def test_a_chat_template_sees_the_message_and_the_tokens_of_the_folder(tmp_path: Path) -> None:
-    """Also one of several, and one that refuses."""
+    """Of several templates the default one is used. A template that fails is an error."""
     template = "{{ bos_token }}{{ messages[0].role }}: {{ messages[0].content }}{{ eos_token }}"
     tokens = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
     named = [{"name": "tool", "template": "no"}, {"name": "default", "template": template}]

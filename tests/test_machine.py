@@ -1,4 +1,4 @@
-"""Facts about a machine, and programs with a time limit."""
+"""Test facts about a machine, and programs with a time limit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HOSTNAME = "run this and read its error: mpiexec -n 2 hostname"
 def test_cores_respect_the_quota_of_a_container(
     quota: str, cores: int, node: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This process may use 8 of 16, where the system can say so."""
+    """This process may use 8 of the machine's 16 cores. Some systems cannot say so."""
     monkeypatch.setattr(machine, "_QUOTA", tmp_path / "cpu.max")
     if quota:
         (tmp_path / "cpu.max").write_text(quota)
@@ -71,7 +71,7 @@ def test_a_library_is_found_among_those_that_are_loaded(monkeypatch: pytest.Monk
 def test_the_number_of_a_node_is_that_of_its_host_and_boot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "node_name", lambda: "host")
     monkeypatch.setattr(machine, "_text", {machine._BOOT: "7-8"}.get)
-    assert machine.node_number() == 193650345241001  # by b2sum
+    assert machine.node_number() == 193650345241001  # computed with b2sum
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_launcher_says_that_this_is_a_job_or_how_many_ranks_it_has_started(
 def test_a_program_is_ended_after_its_time(
     script: str, limit: Any, answer: tuple[int | None, str], ending: int, monkeypatch: Any
 ) -> None:
-    """It has no input, a session of its own, and, unless told otherwise, a minute."""
+    """The limit is 60 s unless `seconds` is passed. Output until then is returned."""
     waited: list[tuple[float | None, subprocess.Popen[bytes]]] = []
 
     class Told(subprocess.Popen[bytes]):

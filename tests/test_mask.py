@@ -1,6 +1,6 @@
-"""Laws of the mask.
+"""Test laws of the mask.
 
-Its definition, and that the blocks of a plan are the definition again, each visible pair once.
+The blocks of a plan hold exactly the pairs that the mask's definition allows, each pair once.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from sp_core.mask import Block, Mask, blocks as plans, plan_blocks
 from sp_core.mask.runs import runs
 
 SCRAMBLED = [17 * n % 41 for n in range(41)]
-"""Positions without structure."""
+"""The positions 0 to 40 in an order without long runs."""
 SPREAD = [*range(4), *range(12, 21)]
 
 
 @st.composite
 def masks(draw: st.DrawFn, length: int, kv_length: int) -> Mask:
-    """Any mask for sequences of these lengths.
+    """Draw any mask for sequences of these lengths.
 
-    Empty documents at the beginning give the others large numbers.
+    Empty documents at the beginning give the other documents large numbers.
     """
     mask, empty = draw(strategies.masks(length, kv_length)), draw(st.sampled_from((0, 64, 300)))
     both = (mask.documents, mask.kv_documents)
@@ -40,7 +40,7 @@ def masks(draw: st.DrawFn, length: int, kv_length: int) -> Mask:
 
 @st.composite
 def shards(draw: st.DrawFn, length: int) -> list[int]:
-    """Positions of one rank or of all, in any layout; all of them in any order; or none."""
+    """Draw the positions of one rank or of all ranks in any layout, any permutation, or none."""
     layout = draw(st.sampled_from(["any", "nothing", *sorted(DRAWN)]))
     if layout == "any":
         return draw(st.permutations(range(length)))
@@ -54,7 +54,7 @@ def shards(draw: st.DrawFn, length: int) -> list[int]:
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[list[int], list[int], Mask]:
-    """Query positions, key positions and a mask."""
+    """Draw query positions, key positions and a mask."""
     length = draw(st.integers(0, 40))
     kv_length = draw(st.just(length) | st.integers(0, 40))
     return draw(shards(length)), draw(shards(kv_length)), draw(masks(length, kv_length))
@@ -62,7 +62,7 @@ def problems(draw: st.DrawFn) -> tuple[list[int], list[int], Mask]:
 
 @st.composite
 def regular_problems(draw: st.DrawFn) -> tuple[list[int], list[int], Mask]:
-    """Queries and keys at regular distances, mostly other ones, and a mask without documents."""
+    """Draw queries and keys, each at a regular distance, and a mask without documents."""
     begin, end, step = st.integers(-40, 12), st.integers(13, 60), st.integers(1, 6)
     q, kv = (list(range(draw(begin), draw(end), draw(step))) for _ in range(2))
     return q, kv, Mask(draw(st.booleans()), draw(st.none() | st.integers(1, 70)))
@@ -81,7 +81,7 @@ def test_the_count_of_visible_keys_is_the_definition(
 def visible_in(
     block: Block, mask: Mask, q_positions: Sequence[int], kv_positions: Sequence[int]
 ) -> Tensor:
-    """What a kernel makes of a block, written again from the meaning of its kind."""
+    """Return the pairs of a block that a kernel computes, by the definition of the block's kind."""
     rows, columns = block.shape
     if block.kind == "full":
         return torch.ones(rows, columns, dtype=torch.bool)
@@ -96,7 +96,7 @@ def visible_in(
 def coverage(
     blocks: Sequence[Block], mask: Mask, q_positions: Sequence[int], kv_positions: Sequence[int]
 ) -> Tensor:
-    """How often the blocks of a plan hold each pair."""
+    """Count for each pair of a query and a key how many blocks of a plan hold it."""
     count = torch.zeros(len(q_positions), len(kv_positions), dtype=torch.int64)
     for block in blocks:
         visible = visible_in(block, mask, q_positions, kv_positions)
@@ -151,7 +151,7 @@ def test_runs_are_the_positions_in_order_whatever_their_container(positions: Seq
     assert all(run.step >= 1 and run for run in cut)
     assert (
         cut == runs(torch.tensor(positions, dtype=torch.int32)) == runs(tuple(positions))
-    )  # keys of caches
+    )  # they are keys of caches, so they must be equal
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_runs_are_the_positions_in_order_whatever_their_container(positions: Seq
         (range(3, 3), []),
         (range(3, 1, -1), [range(3, 4), range(2, 3)]),
         ([0, 1, 2, 9, 10, 11], [range(3), range(9, 12)]),  # zigzag
-        ([0, 9, 10, 11], [range(1), range(9, 12)]),  # a lone token leaves the run whole
+        ([0, 9, 10, 11], [range(1), range(9, 12)]),  # a lone position does not cut the next run
         ([0, 1, 4, 9, 10, 11], [range(2), range(4, 5), range(9, 12)]),
         ([4, 4], [range(4, 5), range(4, 5)]),
         ([0, 5, 5, 5], [range(0, 6, 5), range(5, 6), range(5, 6)]),
@@ -185,7 +185,7 @@ def test_causal_shards_need_no_dense_mask(layout: Sequence[int]) -> None:
 
 
 def test_whole_numbers_of_any_type_make_one_mask() -> None:
-    """As its text is compared over the ranks."""
+    """Ranks agree on a mask by its text, so equal masks must have equal texts."""
     tensor, array = torch.tensor([0, 3, 8]), np.array([0, 3, 8])
     mask, same = Mask(True, np.int64(3), tensor, array), Mask(True, 3, (0, 3, 8), (0, 3, 8))  # type: ignore[arg-type]
     assert (mask, repr(mask)) == (same, repr(same))
@@ -217,7 +217,7 @@ def test_one_block_is_enough_where_one_is(
     [(1, True, 48), (16, False, 50), (600, True, 89), (600, False, 162), (9000, True, 265)],
 )
 def test_a_window_costs_its_width_and_an_eighth_more(window: int, causal: bool, rows: int) -> None:
-    """But tiles have 48 rows or more: fewer make many calls. Their keys are a multiple of 16."""
+    """Tiles have at least 48 rows, since many small calls are slow, and a multiple of 16 keys."""
     tokens, mask = range(20_000), Mask(causal, window)
     blocks = plan_blocks(tokens, tokens, mask)
     assert sum(block.pairs for block in blocks) == plans.count_visible(mask, tokens, tokens).sum()
@@ -230,7 +230,7 @@ def test_a_window_costs_its_width_and_an_eighth_more(window: int, causal: bool, 
 
 
 def test_equal_lengths_of_runs_are_not_equal_plans() -> None:
-    """A plan that is cached on too little would answer for another offset, step or mask."""
+    """A cache keyed by lengths alone would return the plan of a different offset, step or mask."""
     plan_blocks(range(8), range(8), Mask(causal=True))
     for q, kv, mask in [
         (range(1, 9), range(8), Mask(causal=True)),
@@ -252,7 +252,7 @@ def test_a_million_positions_are_planned_from_their_runs(mask: Mask) -> None:
     blocks = plan_blocks(positions, positions, mask)
     assert (
         0 < len(blocks) <= len(positions) // plans.TILE[0] + 2
-    )  # a loop over chunks of positions would give 15 million
+    )  # a loop over chunks of positions would give 15 million blocks
 
 
 def test_positions_without_structure_stay_dense_chunks() -> None:

@@ -1,4 +1,4 @@
-"""Measure the constants of a machine: every collective, its preparation, rounds that are slow."""
+"""Test how a machine's constants are measured: collectives, their preparation, slow rounds."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from sp_core.tuning import LINKS, Curve, FileError, Tuning, default_path, load, 
 
 
 class Clock(threading.local):
-    """A clock for each rank, which only the work moves that is to be measured."""
+    """A clock for each rank. Only the work that is to be measured advances it."""
 
     now = 0.0
 
     def taking(self, seconds: float, work: Callable[..., Any], *given: Any, **more: Any) -> Any:
-        """Do some work in this time, whatever else it is made of."""
+        """Do some work that takes exactly `seconds`, whatever its parts would take."""
         end = self.now + seconds
         result = work(*given, **more)
         self.now = end
@@ -41,9 +41,9 @@ class Clock(threading.local):
 
 
 def take_times_of(truth: Tuning, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Let all messages, plans and preparations take the time that these constants say.
+    """Let all messages, plans and preparations take the time that `truth` says.
 
-    Return, as it happens, what is prepared and released.
+    Return a list to which each later preparation and release appends an entry.
     """
     told: list[str] = []
     post, release = HostTransport.post, BoundProgram.release
@@ -81,7 +81,7 @@ def take_times_of(truth: Tuning, clock: Clock, monkeypatch: pytest.MonkeyPatch) 
 
 
 class Working(TorchFunctionMode):
-    """Sums and copies that take the time of these constants."""
+    """Let sums and copies take the time that `truth` says."""
 
     def __init__(self, truth: Tuning, clock: Clock) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Working(TorchFunctionMode):
 
 
 FEW = (48, 192)
-"""Bytes that two ranks and three split evenly."""
+"""Sizes in bytes that two ranks and three ranks can split evenly."""
 
 
 def curve(*seconds: float) -> Curve:
@@ -107,13 +107,13 @@ def curve(*seconds: float) -> Curve:
 def test_the_constants_of_a_machine_that_follows_the_model_are_found(
     nodes: tuple[int, ...], transport: str, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And it is measured for about as long as was asked for."""
+    """The measurement takes between 93% and 100% of the seconds that were asked for."""
     links = {"node": curve(1.0, 2.0), "network": curve(4.0, 32.0)}
     links = {kind: links[kind] for kind in LINKS[: len(set(nodes))]}
     truth = Tuning({}, nodes, links, curve(0.5, 0.75), curve(0.25, 1.5), start=8.0, bind=(2.0, 3.0))
     for op in measuring.OPS:
         for name in usable(nodes, op, window=transport == "window"):
-            slower = 9.0 if name == "mpi" else 1.0  # it follows no model
+            slower = 9.0 if name == "mpi" else 1.0  # MPI follows no model
             times = [slower * modelled(truth, op, name, nodes, size) for size in FEW]
             truth.times.setdefault(op, {})[name] = curve(*times)
     clock = Clock()
@@ -139,7 +139,7 @@ def test_the_constants_of_a_machine_that_follows_the_model_are_found(
 
 
 def points(tuning: Tuning) -> list[Any]:
-    """Return the times of all collectives as rows."""
+    """Return the times of all collectives as rows of name, algorithm, bytes and seconds."""
     return [
         (op, name, *point)
         for op, by_name in tuning.times.items()
@@ -196,14 +196,14 @@ def test_there_is_nothing_to_measure_on_one_rank(comm: Any) -> None:
 
 
 def test_a_slow_round_is_no_contestants_fault() -> None:
-    """Half of the rounds take ten times as long for both."""
+    """Slow rounds take ten times as long for both contestants, so their ratio stays the same."""
     rounds = {"quick": [1.0, 10.0, 1.0, 10.0, 10.0], "slow": [1.1, 11.0, 1.1, 11.0, 11.0]}
     found = measuring.typical(rounds)
     assert found["slow"] / found["quick"] == pytest.approx(1.1)
 
 
 def test_the_error_of_the_model_is_its_median_and_its_95th_percentile() -> None:
-    """Here each of 20 times is one percent more above the model than the one before."""
+    """The 20 times of this test are 0 to 19 percent above the model."""
     link = Curve(((64, 1e-6), (6400, 2e-6)))
     bare = Tuning({}, (0, 0), {"node": link}, link, link)
     times = {
@@ -230,7 +230,7 @@ def test_calls_take_turns_as_often_as_the_time_allows(
     repeats: tuple[int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On another rank they take twice as long, and everywhere a minute more the first time."""
+    """The second rank takes twice as long. On both, a first call takes a minute more."""
     clock, calls = Clock(), list[str]()
     monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     two = dict(zip("ab", times, strict=True))

@@ -1,4 +1,4 @@
-"""Memory for the backward and of a ring grows with a rank's tokens, not with the sequence."""
+"""Test that the memory of a backward and of a ring grows with a rank's tokens, not with all."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HIDDEN, HEADS, FFN = 16, 4, 24
 
 
 def saved_elements(block: sp.TransformerBlock, x: Tensor, sharding: sp.Sharding) -> int:
-    """Elements that autograd keeps for the backward, weights aside; each memory counted once."""
+    """Count the elements that autograd keeps for the backward, weights aside, each storage once."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
     kept: dict[int, int] = {}
 
@@ -43,7 +43,10 @@ def saved_elements(block: sp.TransformerBlock, x: Tensor, sharding: sp.Sharding)
 @pytest.mark.parametrize("tokens", [4, 12])
 @spmd(1, 2, 4)
 def test_a_block_keeps_what_its_own_tokens_need(comm: Any, name: str, tokens: int) -> None:
-    """Per token: both norms' inputs and results, q, k, v, out, GELU, lse, mean, deviation."""
+    """For each token it keeps q, k, v, out, lse, and the input and result of GELU.
+
+    Of both norms it keeps the input, the result, the mean and the deviation.
+    """
     sharding = sp.Sharding.contiguous(tokens * comm.size, comm.size)
     with sp.Mesh(comm, sp=comm.size) as mesh:
         block = sp.TransformerBlock(
@@ -57,13 +60,13 @@ def test_a_block_keeps_what_its_own_tokens_need(comm: Any, name: str, tokens: in
         kept = saved_elements(
             block, torch.ones(1, tokens, HIDDEN, dtype=torch.float64, requires_grad=True), sharding
         )
-    if name == "ulysses" and comm.size > 1:  # out stays with its heads, and arrives with its tokens
+    if name == "ulysses" and comm.size > 1:  # out is kept by heads and by tokens
         kept -= tokens * HIDDEN
     assert kept == tokens * (8 * HIDDEN + 2 * FFN + HEADS + 4)
 
 
 def held_by_a_ring(comm: Any, tokens: int) -> float:
-    """Return the most bytes that a rank holds for each of its tokens, forward and backward."""
+    """Return the most bytes per token of its own that any rank holds, in forward and backward."""
     sharding = sp.Sharding.zigzag(tokens * comm.size, comm.size)
     q, k, v, grad = (torch.ones(1, tokens, 2, 64, requires_grad=n < 3) for n in range(4))
     mask = sp.Mask(causal=True)
@@ -75,19 +78,19 @@ def held_by_a_ring(comm: Any, tokens: int) -> float:
 
 @spmd(3, 4, 6, 8)
 def test_what_a_ring_holds_does_not_grow_with_the_number_of_ranks(comm: Any) -> None:
-    """At most 22 units, each one rank's tokens of q, k or v, for any number of ranks."""
+    """A rank holds at most 22 times the bytes of its own q, for any number of ranks."""
     assert held_by_a_ring(comm, 64) <= 22 * 2 * 64 * 4
 
 
 @spmd(4)
 def test_what_a_ring_holds_is_proportional_to_the_tokens_of_a_rank(comm: Any) -> None:
-    """Scores of all pairs would show."""
+    """If a rank held the scores of all pairs, it would need four times the bytes per token."""
     assert held_by_a_ring(comm, 1024) <= 1.15 * held_by_a_ring(comm, 256)
 
 
 @spmd(1, 2)
 def test_a_layer_that_is_computed_again_keeps_its_input_only(comm: Any) -> None:
-    """Two layers more take two inputs more; kept activations would take twenty times that."""
+    """Two more layers keep two more inputs. Kept activations would take over 20 inputs' bytes."""
     tokens = 512
     case, peaks = Case((2, 1), head_dim=8, hidden=16, ffn=32, vocab=7, dtype="float32"), {}
     with sp.Mesh(comm, ring=comm.size) as mesh:
@@ -104,7 +107,7 @@ def test_a_layer_that_is_computed_again_keeps_its_input_only(comm: Any) -> None:
 
 @spmd(1)
 def test_offload_moves_the_input_of_each_layer_and_nothing_else(comm: Any) -> None:
-    """Whatever the hooks return is what backward computes with; on a CPU torch copies nothing."""
+    """On a CPU torch would copy nothing, so hooks of this test copy and count what is saved."""
     moved, found = list[tuple[object, ...]](), list[Tensor]()
     case = Case((2, 1), layers=3, hidden=16)
 
@@ -150,21 +153,21 @@ def test_the_plain_kernel_holds_the_scores_of_one_strip() -> None:
     strip = 2**20 * q.itemsize
     with LiveBytes((q,)) as live:
         out, lse = kernels.block_attention(q, q, q, logits=Logits(0.3, 5.0))
-        assert 2 * strip < live.peak <= 2 * strip + 8 * q.nbytes  # and of the next one
+        assert 2 * strip < live.peak <= 2 * strip + 8 * q.nbytes  # and of the next strip
         kernels.block_attention_backward(q, q, q, q, out, lse, logits=Logits(0.3, 5.0))
     assert live.peak <= 5 * strip + 12 * q.nbytes < 2 * 2048 * 2048 * q.itemsize
 
 
 @spmd(1, 2)
 def test_a_feed_forward_holds_the_features_of_one_chunk(comm: Any) -> None:
-    """Forward and backward, of a layer that every rank holds and of one that is split."""
+    """Test forward and backward of a layer that every rank holds, and of one that is split."""
     tokens, hidden, ffn, chunk = 1024, 4, 256, 32
     x = torch.ones(1, tokens, hidden, requires_grad=True)
     with sp.Mesh(comm, tp=comm.size) as mesh:
         group, one = mesh["tp"], ffn // comm.size
         heads, kind = (comm.size, comm.size), torch.float32
         split = ParallelBlock(hidden, ffn, heads, 1, 1e-6, comm=group, dtype=kind, tp_sp=False)
-        for weight in split.parameters():  # which are uninitialised
+        for weight in split.parameters():  # they are uninitialised
             torch.nn.init.ones_(weight)
         layers: list[tuple[int, Any]] = [
             (ffn, sp.FeedForward(hidden, ffn, comm=group, gated=True, chunk=chunk)),

@@ -1,4 +1,4 @@
-"""The ranks of a mesh and its communicators, from their making to their end."""
+"""Test meshes and their communicators, from the time they are made until they are freed."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_what_was_under_way_when_a_mesh_was_left_is_not_waited_for(comm: Any) ->
         assert mesh["sp"].window is not None
         mesh["sp"].window._announce = lambda what: (
             None
-        )  # or the kit would tell rank 0 that it is alone
+        )  # else the kit would raise an error, since rank 0 alone makes the call
         pending = sp.all_reduce_start(torch.ones(3), comm=mesh["sp"]) if comm.rank == 0 else None
         raise KeyError("lost")
     if pending is not None:
@@ -81,7 +81,7 @@ def test_what_was_under_way_when_a_mesh_was_left_is_not_waited_for(comm: Any) ->
 
 @spmd(1)
 def test_a_wait_after_a_mesh_was_left_says_so_and_not_who_was_lost(comm: Any) -> None:
-    """Over gloo a wait looks for lost ranks ten times a second: the error must not depend on it."""
+    """Over gloo a wait looks for lost ranks ten times a second. The error must not depend on it."""
 
     def lost() -> bool:
         raise sp.PeerFailed("rank 1 has left")
@@ -106,7 +106,7 @@ READ: dict[str, Callable[[sp.Communicator], object]] = {
     ("name", "value", "found", "asked"),
     [
         ("SP_TRANSPORT", "window", "window", "host"),
-        ("SP_TRANSPORT", "staged", "host", "host"),  # for another kind of device
+        ("SP_TRANSPORT", "staged", "host", "host"),  # only for GPUs
         ("SP_NODES", "7,3,7", (0, 1, 0), (0, 0, 0)),
         ("SP_ALGORITHM", "recursive_doubling", "recursive_doubling", "ring"),
     ],
@@ -141,9 +141,10 @@ def test_a_device_that_is_not_there_on_one_rank(comm: Any) -> None:
 @pytest.mark.parametrize("others", ["call", "free", "end"])
 @spmd(2, 3, 4)
 def test_ranks_that_have_heard_of_an_error_wait_for_nobody(comm: Any, others: str) -> None:
-    """Each later call tells them again, and no comparison is left that never ends.
+    """Each later call raises the error again, and no agreement stays open for ever.
 
-    The others are inside a collective, or leave the mesh as usual ("end").
+    The last rank raises KeyError; with "free" it frees a communicator first. The other ranks are
+    inside a collective, or leave the mesh as usual ("end").
     """
     here = comm.rank == comm.size - 1
     kinds = (KeyError if here else sp.PeerFailed, sp.CollectiveMismatch)
@@ -177,10 +178,10 @@ def test_ranks_that_have_heard_of_an_error_wait_for_nobody(comm: Any, others: st
 
 @spmd(2, 3)
 def test_a_communicator_that_one_rank_frees_before_its_mesh_is_an_error_on_all(comm: Any) -> None:
-    """That rank would wait for the others to free it, and they for that rank to free the mesh.
+    """Otherwise rank 0 would wait in `free` of its communicator, the others in that of the mesh.
 
-    Rank 0 leaves its mesh as soon as it finds the mismatch. A rank that has not found it by then is
-    told that rank 0 has left, and why.
+    Rank 0 leaves its mesh as soon as it finds the mismatch. A rank that has not found it by then
+    gets an error that says that rank 0 has left, and why.
     """
 
     def work() -> None:
@@ -201,7 +202,7 @@ def test_a_communicator_that_one_rank_frees_before_its_mesh_is_an_error_on_all(c
 def test_wrong_axes_of_a_hybrid_on_a_mesh_with_three_are_an_error_on_all(
     comm: Any, wrong: Any
 ) -> None:
-    """First on one rank, also if all go on, then on all, after which the mesh still works."""
+    """If one rank passes them, all later calls fail. If all ranks do, the mesh still works."""
     lengths: dict[str, Any] = {"tp": 1, "ring": 2, "ulysses": 2}
 
     def go_on() -> None:
@@ -224,13 +225,16 @@ def test_wrong_axes_of_a_hybrid_on_a_mesh_with_three_are_an_error_on_all(
 
 @spmd(4, 6)
 def test_a_product_in_another_order_is_asked_for_by_one_rank(comm: Any) -> None:
-    """Also that of no axes. Asking sends nothing; a rank alone can use the latter."""
+    """One rank may ask for `mesh["b", "a"]` or `mesh[()]` before others do: asking sends nothing.
+
+    `mesh[()]` has one rank, so that a rank can also use it alone.
+    """
     with sp.Mesh(comm, transport="window", a=2, b=comm.size // 2) as mesh:
         if comm.rank == 1:
             assert mesh["b", "a"].rank == mesh["b"].rank * 2 + mesh["a"].rank
             assert sp.all_reduce(torch.ones(1), comm=mesh[()]).item() == 1
         wrong = torch.complex64 if comm.rank == 0 else torch.float32
-        with pytest.raises(sp.DtypeError, match="rank 0"):  # in its first use
+        with pytest.raises(sp.DtypeError, match="rank 0"):  # found by the agreement
             sp.all_reduce(torch.ones(1, dtype=wrong), comm=mesh["b", "a"], algorithm="window")
         assert sp.all_reduce(torch.ones(1), comm=mesh["a", "b"]).item() == comm.size
         order = sp.all_gather(torch.tensor([comm.rank]), comm=mesh["b", "a"]).tolist()
@@ -238,7 +242,7 @@ def test_a_product_in_another_order_is_asked_for_by_one_rank(comm: Any) -> None:
 
 
 def test_a_group_is_shut_down_when_every_rank_has_done_with_it() -> None:
-    """A group that is only dropped aborts what others still do, if it is NCCL's."""
+    """If NCCL's group was dropped without a shutdown, it would abort transfers of other ranks."""
     done: list[int] = []
 
     def body(comm: Any) -> None:
@@ -258,7 +262,10 @@ def test_a_group_is_shut_down_when_every_rank_has_done_with_it() -> None:
 def test_errors_end_all_ranks_of_mpi_and_no_other_ones(
     comm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A communicator that checks messages in a test is none of MPI's, nor is a rank of it alone."""
+    """A mesh calls `failing.watch_over` on a communicator of MPI, but not on the testing kit's.
+
+    The communicator of no axes, `mesh[()]`, is of the same kind as that of the mesh.
+    """
     watched: list[int] = []
     monkeypatch.setattr("sp_core.failing.watch_over", lambda **given: watched.append(comm.rank))
     with sp.Mesh(comm, a=2) as mesh:

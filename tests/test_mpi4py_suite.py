@@ -1,6 +1,7 @@
-"""What `nox -s mpi4py` says.
+"""Test the verdict of `nox -s mpi4py`.
 
-Tests that end otherwise on checked communicators are red, known ones and plain failures are not.
+It fails if a test ends differently on checked communicators, except for tests that are known to. A
+test that fails on plain communicators as well is no error.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def test_a_test_has_one_end_for_all_ranks(words: tuple[str | None, ...], word: s
 
 
 def written(out: Path, plain: dict[str, str], checked: dict[str, str], number: int = 2) -> int:
-    """The exit code where two ranks have left these results."""
+    """Write these results as those of two ranks. Return the exit code of the command."""
     for kind, words in zip(KINDS, (plain, checked), strict=True):
         folder = command.place(out, 2, kind, "messages")
         folder.mkdir(parents=True)

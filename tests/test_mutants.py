@@ -1,4 +1,4 @@
-"""The catalogue answers for every documented bug, and the end of a suite tells of each."""
+"""Test the catalogue of planted faults: it covers every known bug, and each trial has a verdict."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_text_that_is_not_there_once_is_stale() -> None:
 def test_the_end_of_a_stage_says_what_became_of_the_mutant(
     ending: Ending, verdict: str, law: str
 ) -> None:
-    """A runner that cannot start any test says nothing, unless it names the edited file."""
+    """If no test can start, the verdict is "broken", unless the output names the edited file."""
     outcome = judged("threads", ending, SMALL.file)
     assert (outcome.verdict, outcome.stage, outcome.law) == (verdict, "threads", law)
 

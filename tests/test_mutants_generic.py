@@ -1,4 +1,4 @@
-"""Wrong edits: their operators, the sample, the tests that reach one, a trial, the report."""
+"""Test wrong edits: operators, the sample, the tests that reach an edit, a trial, the report."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_narrow_and_quick_tests_come_first() -> None:
 
 
 def test_what_runs_at_import_has_all_tests_of_files_that_reach_its_own() -> None:
-    """A test can ask for a signature and call nothing, and any test can import a module."""
+    """Coverage credits such a line to the test that imports it first, but others depend on it."""
     found = reached(
         {"t::a": 1.0, "t::b": 2.0, "u::c": 3.0, "v::d": 4.0}, {1: ["", "v::d"], 2: ["t::a"]}
     )
@@ -178,7 +178,7 @@ def test_wilsons_interval(killed: int, all_of_them: int, low: float, high: float
 def test_enough_are_killed_in_each_room_and_in_all(
     survivors: tuple[int, int], suffice: bool
 ) -> None:
-    """Of 80 and 20: at least 95 % in each room, and 97 % in all."""
+    """The rooms have 80 and 20 edits. At least 95 % of each room and 97 % of all must be killed."""
     results = []
     for file, count, alive in zip((FILE, "sp_core/mesh.py"), (80, 20), survivors, strict=True):
         verdicts = ["survived"] * alive + ["killed"] * (count - alive)

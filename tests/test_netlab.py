@@ -1,4 +1,4 @@
-"""The emulated hosts, how MPIs are started on them, and the rows that are judged."""
+"""Test the emulated hosts, how MPIs are started on them, and the verdicts on the rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sp_core.testing import run_threads
 
 @pytest.mark.parametrize("library", [True, False])
 def test_what_hosts_check_is_what_they_have(library: bool) -> None:
-    """Hosts share no memory, and the model of a link carries no collective of the library."""
+    """Hosts share no memory. The model of a link carries no collective of the MPI library."""
 
     def body(world: Any) -> int:
         with sp.Mesh(world, hosts=world.size, ranks=1) as mesh:
@@ -47,7 +47,7 @@ def test_every_link_is_shaped_on_both_ends_or_carried_by_the_switch(delay: float
 @pytest.mark.skipif(shutil.which("unshare") is None or os.geteuid() != 0, reason="needs root")
 @pytest.mark.parametrize("delay", ["0.0", "0.001"])
 def test_a_command_runs_on_the_first_host_and_nothing_stays(delay: str) -> None:
-    """It reaches the second one by name, there is no third one, and its exit code comes back."""
+    """The command reaches host h1 by name and finds no h2. Its exit code is returned."""
     if subprocess.run(
         [*hosts.ALONE, "mount", "-t", "tmpfs", "none", "/run"], check=False
     ).returncode:
@@ -68,7 +68,7 @@ def test_a_command_runs_on_the_first_host_and_nothing_stays(delay: str) -> None:
 def test_root_without_the_programs_is_red(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It does not fall back to the model."""
+    """The program fails; it does not fall back to the model of a link."""
     monkeypatch.setattr(launching, "run", lambda *_: pytest.fail("ranks were started"))
     monkeypatch.setattr(program, "installed", lambda: "mpich")
     monkeypatch.setattr("benchmarks.contests.netlab.table.os.geteuid", lambda: 0)
@@ -80,14 +80,14 @@ def test_root_without_the_programs_is_red(
 def test_without_root_the_output_says_that_the_link_is_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The launcher's own failure is tried again, once; hosts that fail make the launch fail."""
+    """A launch that the MPI launcher makes fail is repeated once before it counts as failed."""
     failed = {"status": "failed", "reason": "exit code 3", "output": "demux engine error"}
     right = {"status": "ok", "seconds": {"stream": [0.1], "segmented_ring": [0.1]}}
     run, out = Mock(side_effect=[failed, failed, failed, right]), tmp_path / "out.json"
     monkeypatch.setattr("benchmarks.contests.netlab.table.os.geteuid", lambda: 1000)
     monkeypatch.setattr(launching, "run", run)
     monkeypatch.setattr(program, "installed", lambda: "mpich")
-    assert netlab(["--only", "16 MiB, P", "--out", str(out)]) == 1  # a failed launch is red
+    assert netlab(["--only", "16 MiB, P", "--out", str(out)]) == 1  # P = 2 failed twice
     for text in (capsys.readouterr().out, out.read_text()):
         assert "link model inside the transport" in text
     settings = [call.args[2] for call in run.call_args_list]
@@ -102,7 +102,7 @@ def test_mpis_are_started_by_the_agent_on_every_host() -> None:
 
 @pytest.mark.parametrize(("ours", "mark"), [(0.104, "reached"), (0.106, "not reached")])
 def test_a_row_is_judged_by_the_stream_of_its_own_round(ours: float, mark: str) -> None:
-    """With P = 2 the vector goes through the link once: as long as the stream of that round."""
+    """With P = 2 the vector crosses the link once. It may take as long as that round's stream."""
     stream, rounds = [0.1] * 8, range(1, 9)
     launches = {
         "16 MiB, P = 2": {

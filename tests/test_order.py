@@ -1,4 +1,4 @@
-"""Ranks that wait or go backward in different orders get their result, or one error."""
+"""Test ranks that wait, or go backward, in different orders: all get results, or one error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STARTED = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift", 
 
 
 def gradients(results: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
-    """First derivatives of a weighted sum of the results, then the derivatives of their squares."""
+    """Return the gradients of a weighted sum of squared results, then those of their squares."""
     loss = sum(((place + 1) * y.square().sum() for place, y in enumerate(results)), torch.zeros(()))
     first = torch.autograd.grad(loss, leaves, create_graph=True)
     return [*first, *torch.autograd.grad([g.square().sum() for g in first], leaves)]
@@ -43,9 +43,9 @@ def gradients(results: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
 def test_each_rank_waits_in_an_order_of_its_own(
     comm: Any, check: Any, drawn: list[tuple[Case, bool]], order: int, carrier: str
 ) -> None:
-    """Also where it waits without gradients; some inputs need no gradient."""
+    """In half of the examples ranks wait under `no_grad`. Some inputs need no gradient."""
     with sp.Mesh(comm, check=check, sp=comm.size) as mesh:
-        if hasattr(comm, "Allgatherv"):  # gloo has no collectives for transports made by hand
+        if hasattr(comm, "Allgatherv"):  # over gloo, transports made by hand lack collectives
             mesh["sp"].transport = CARRIERS[carrier](mesh["sp"])
         leaves = [
             case.inputs(comm.size)[comm.rank].clone().requires_grad_(needs or place == 0)
@@ -53,7 +53,7 @@ def test_each_rank_waits_in_an_order_of_its_own(
         ]
 
         def called(suffix: str) -> list[Any]:
-            """The collectives on the squares of the leaves."""
+            """Call or start the collectives on the squares of the leaves."""
             pairs = zip([case for case, _ in drawn], leaves, strict=True)
             return [
                 getattr(sp, case.op + suffix)(x * x, comm=mesh["sp"], **case.arguments(comm.size))
@@ -100,7 +100,7 @@ MEANWHILE: dict[str, Callable[[Any, sp.Communicator, sp.Communicator], Callable[
 @pytest.mark.parametrize("meanwhile", sorted(MEANWHILE))
 @spmd(3)
 def test_one_rank_waits_before_a_call_and_the_others_after_it(comm: Any, meanwhile: str) -> None:
-    """The first rank can only end its wait if the others make progress in their call."""
+    """Rank 0 can complete its wait only if the other ranks make progress inside their call."""
     with sp.Mesh(comm, sp=comm.size) as mesh, sp.Mesh(comm, sp=comm.size) as other:
         call = MEANWHILE[meanwhile](comm, mesh["sp"], other["sp"])
         pending = sp.all_reduce_start(torch.ones(40), comm=mesh["sp"], algorithm="ring")
@@ -143,7 +143,7 @@ DIFFERENTIABLE: dict[str, Callable[[Tensor, sp.Communicator], Tensor]] = {
 @pytest.mark.parametrize("name", sorted(DIFFERENTIABLE))
 @spmd(2)
 def test_ranks_that_go_backward_through_different_calls_are_told_so(comm: Any, name: str) -> None:
-    """Without the comparison each rank would get the gradient of the other call."""
+    """Without the agreement each rank would get the gradient of the other call."""
     with sp.Mesh(comm, sp=comm.size) as mesh:
         x = torch.ones(2, 4, requires_grad=True)
         first, second = (DIFFERENTIABLE[name](x, mesh["sp"]) for _ in range(2))
@@ -153,7 +153,7 @@ def test_ranks_that_go_backward_through_different_calls_are_told_so(comm: Any, n
             (first if comm.rank else second).sum().backward()
         with pytest.raises(
             sp.CollectiveMismatch, match=r"the backward of (?s:.*)rank 1: all_reduce\("
-        ):  # on one rank alone
+        ):  # only rank 0 goes backward
             sp.all_reduce(x.detach(), comm=mesh["sp"]) if comm.rank else first.sum().backward()
         assert sp.all_reduce(torch.ones(1), comm=mesh["sp"]).item() == comm.size
 
@@ -170,7 +170,10 @@ def test_a_backward_without_messages_needs_no_other_rank(comm: Any) -> None:
 
 
 def test_a_failed_comparison_that_nobody_waits_for_is_no_error_of_another() -> None:
-    """Over gloo it fails once its ranks have closed the connections of their mesh."""
+    """`Progress.keep` drops an agreement that has failed, raises nothing, and holds the open ones.
+
+    Over gloo an agreement fails once other ranks have closed the connections of its mesh.
+    """
 
     def fails() -> bool:
         raise sp.PeerFailed("Connection closed by peer")
@@ -187,7 +190,10 @@ def test_a_failed_comparison_that_nobody_waits_for_is_no_error_of_another() -> N
 def test_comparisons_are_completed_before_the_end_for_so_many_seconds(
     lasts: float, ends: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is incomplete then stays in memory, and so does what an error has ended."""
+    """`Progress.settle` waits for open agreements, here for at most 0.05 s.
+
+    Those still open then stay in memory, and so do transfers that an error has ended.
+    """
     now, found = [0.0], Progress()
 
     def passes(seconds: float = 1e-6) -> float:
@@ -200,5 +206,6 @@ def test_comparisons_are_completed_before_the_end_for_so_many_seconds(
     found.settle(0.05)
     assert found.kept == [question] * (lasts > ends)
     assert now[0] == pytest.approx(ends, abs=2e-3)
-    assert question.test.call_count < 100  # it does not spin
-    assert (sys.getrefcount(found.kept), sys.getrefcount(found.lost)) == (3, 3)  # one for good
+    assert question.test.call_count < 100  # it sleeps between tests
+    # references: of `found`, of getrefcount's argument, and one that is never released
+    assert (sys.getrefcount(found.kept), sys.getrefcount(found.lost)) == (3, 3)

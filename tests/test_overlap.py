@@ -1,4 +1,4 @@
-"""The next piece is under way while the present one is computed, on every rank."""
+"""Test that on every rank the next piece travels while the present one is computed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PLAIN = AttentionProblem(
 
 
 class Log:
-    """Events of every rank: ("start", n), ("wait", n) of the n-th transfer, ("compute", 0)."""
+    """Record each rank's events: ("start", n) and ("wait", n) of transfer n, and ("compute", 0)."""
 
     def __init__(self) -> None:
         self._by_thread: dict[int, list[tuple[str, int]]] = defaultdict(list)
@@ -63,7 +63,7 @@ class Log:
         return logged
 
     def listen(self, comm: sp.Communicator) -> None:
-        """Write down what this communicator starts and waits for; nothing may block."""
+        """Record the transfers that `comm` starts and waits for. Calls of `prepare` fail."""
         transport, log, wait = vars(comm.transport), self.mine, comm.wait
         handles: list[Any] = []
 
@@ -83,9 +83,10 @@ class Log:
 
 
 def check_order(log: list[tuple[str, int]], pieces: int, per_piece: int, first: int) -> None:
-    """The transfer of piece i + 1 starts before piece i is computed, and is waited for after it.
+    """Check that the transfer of piece i + 1 starts before the computation of piece i.
 
-    That of piece i + 2 starts after it.
+    The wait for that transfer comes after the computation. The transfer of piece i + 2 does not
+    start before it. Transfer `first` carries piece 1; a piece takes `per_piece` computations.
     """
     computed = [place for place, (event, _) in enumerate(log) if event == "compute"]
     assert len(computed) == pieces * per_piece
@@ -128,7 +129,8 @@ CASES: dict[
     },
     "column parallel": (torch.nn.functional, "linear", multiply, (tp_sp.CHUNKS, 1, 1)),
 }
-"""What computes, what is prepared, and how many pieces and computations there are."""
+"""By name: the module and the function that compute, what prepares the call, and the arguments
+`pieces`, `per_piece` and `first` of `check_order`."""
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
@@ -152,8 +154,8 @@ def test_the_next_piece_travels_while_this_one_is_computed(
 def test_what_is_under_way_is_asked_after_between_pieces_of_the_computation(
     comm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In each step twice in each piece, and once after it."""
-    monkeypatch.setattr(tiles, "POLLED_ROWS", 2)  # of the 4 queries of a rank
+    """In each step of the ring a rank polls at least three times per group of heads."""
+    monkeypatch.setattr(tiles, "POLLED_ROWS", 2)  # a rank has 4 queries
     with sp.Mesh(comm, sp=comm.size) as mesh:
         log, asked, poll = Log(), list[int](), mesh["sp"].poll
         log.listen(mesh["sp"])

@@ -1,4 +1,4 @@
-"""The contest of peers and the driver of contests: what is wrong has no time, nothing is lost."""
+"""Test the contest of peers: wrong contestants get no time, and complete launches are kept."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ FAULTS: dict[str, Any] = {
 
 
 def launched(times: dict[str, float], seq: int = 4096) -> dict[str, Any]:
-    """The record of a launch in which every contestant was right."""
+    """Return the record of a launch in which every contestant was right."""
     heat = {
         name: {"status": "ok", "errors": dict.fromkeys(NAMES, 1e-7), "median_s": time}
         for name, time in times.items()
@@ -53,7 +53,7 @@ def launched(times: dict[str, float], seq: int = 4096) -> dict[str, Any]:
 
 
 def test_a_contestant_with_other_logits_is_found() -> None:
-    """The first says what is right, of the prompt and of a token."""
+    """The first contestant gives the expected logits of the prompt and of one token."""
 
     def begin(scale: dict[int, float]) -> models.Step:
         return lambda tokens: torch.arange(4.0)[None] * scale.get(len(tokens), 1.0)
@@ -73,7 +73,7 @@ def test_a_contestant_with_other_logits_is_found() -> None:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_contestant_is_found(fault: str) -> None:
-    """Where tensors lie in memory changes nothing."""
+    """The order of heads and tokens in memory does not change the verdict."""
     positions = torch.tensor([*range(8), *range(24, 32)])
     expected = problem.alone(WHOLE, {"causal": True})
     results = FAULTS[fault]([x[:, positions] for x in expected])
@@ -111,9 +111,9 @@ def test_one_rank_that_breaks_fails_the_contestant() -> None:
 
 
 def test_a_ratio_pairs_what_was_measured_in_one_launch() -> None:
-    """The machine slows down by ten and by a hundred; the ratio does not change.
+    """In two launches all times are 10 and 100 times as long. The ratio does not change.
 
-    The best of ours is one for all launches.
+    `best` chooses one of our contestants for all launches together.
     """
     launches = [launched({"a": 2.0 * slow, "b": slow}) for slow in (1.0, 10.0, 100.0)]
     found = program.ratio([*launches, launched({"a": 1.0})], 4096, "a", "b")
@@ -202,7 +202,7 @@ def test_every_required_line_is_there_and_can_be_short(
 def test_ranks_without_a_gpu_each_are_left_out_and_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """One rank has no peers, so it is held against torch's attention alone."""
+    """With one rank there are no peers, so schemes are compared with torch's attention only."""
     record = launched({f"{scheme}/one rank": 1.0 for scheme in BALANCED} | {SOLO: 1.0})
     run = Mock(return_value=record)
     monkeypatch.setattr(launching, "run", run)
@@ -246,7 +246,7 @@ def test_a_contestant_that_is_wrong_is_told_and_has_no_ratio(
 def test_a_contest_keeps_what_is_complete_and_can_be_resumed_but_not_by_another(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """A launch that failed is run again, what is done is not."""
+    """A resumed contest repeats failed launches and skips complete ones."""
     good = launched({OURS: 1.0, "deepspeed ulysses": 2.0}, 1024)
     died = {"status": "oom", "reason": "it died"}
     run = Mock(side_effect=[good, died, KeyboardInterrupt, good, good])
@@ -273,7 +273,7 @@ def test_a_contest_keeps_what_is_complete_and_can_be_resumed_but_not_by_another(
 
 
 def test_every_contestant_computes_the_same_and_is_timed(tmp_path: Path) -> None:
-    """The real ones on two ranks. One whose library or compiler is missing has to say so."""
+    """Run the real contestants on two ranks. One that lacks a library or a compiler must say so."""
     out = tmp_path / "peers.json"
     run_program("peers", *["--seq", "32", "--launches", "1", "--samples", "2", "--out"], str(out))
     (launch,) = json.loads(out.read_text())["launches"]

@@ -1,6 +1,6 @@
-"""How layers are split over stages, the gradient of a tied weight, and passes over sequences.
+"""Test how layers are split over stages, gradients of tied weights, and passes over sequences.
 
-What pipelines and plans compute is judged in `domains/`.
+`domains/` judges what pipelines and plans compute.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def test_stages_are_split_by_the_number_of_weights(monkeypatch: pytest.MonkeyPat
 def test_a_tied_weight_without_a_gradient_on_one_stage_gets_the_other_stages(
     comm: Any, without: str, tied: bool
 ) -> None:
-    """A weight that is not tied is on one stage only."""
+    """If untied, the embedding is on the first stage only, and the head on the last stage only."""
     stage = {0: "first", comm.size - 1: "last"}.get(comm.rank, "middle")
     ends = {"norm", "embed_tokens" if tied else "lm_head"}
     with sp.Mesh(comm, pp=comm.size) as mesh:

@@ -1,4 +1,4 @@
-"""A projection sends what `cost` says, and its best answer follows the machine."""
+"""Test `sp-core plan` and the command line. Projections send what `cost` says."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SMALL = Problem(240, 2, 12, 4, 8, 2, 4, 2, FAST, FAST, 1e9)
 def test_every_projection_sends_what_its_formula_says(
     ranks: int, kv_heads: int, itemsize: int
 ) -> None:
-    """Over the rank that sends most; causal and zigzag, all gradients wanted."""
+    """Compare the rank that sends most, for a causal mask, a zigzag sharding and all gradients."""
     problem = replace(SMALL, ranks=ranks, num_kv_heads=kv_heads, itemsize=itemsize)
     sharding = sp.Sharding.zigzag(problem.seq_len, ranks)
     sizes = cost.Attention(sharding, sharding, sp.Mask(causal=True), 2, 12, kv_heads, 8, itemsize)
@@ -79,7 +79,7 @@ BY_HAND = [
 
 @pytest.mark.parametrize(("problem", "by_hand"), BY_HAND)
 def test_times_are_those_of_the_formulas(problem: Problem, by_hand: str) -> None:
-    """Rows: scheme, ring, ulysses, seconds, exposed seconds. The numbers are exact in binary."""
+    """Rows: scheme, ranks of ring and ulysses, seconds, exposed seconds, all exact in binary."""
     rows = [
         f"{one.scheme} {one.ring} {one.ulysses} {one.seconds:.12g} {one.exposed:.12g}"
         for one in project(problem)
@@ -130,7 +130,7 @@ ARGUMENTS = [
     [
         (["--ranks-per-node", "2"], "pass --node-link"),
         (["--seq", "65537"], "equal shards"),
-        (["--seq", str(64 * 1025)], "equal shards"),  # a block for each rank, where each needs two
+        (["--seq", str(64 * 1025)], "equal shards"),  # zigzag needs two blocks a rank
         (["--kv-heads", "5"], "equal shards"),
         *(([f"--{name}", "-1"], "at least 1") for name in SIZES),
         (["--ranks", "0"], "at least 1"),
@@ -191,7 +191,7 @@ def told(*more: str, tuning: Tuning | None = None) -> str:
 
 
 def test_a_plan_tells_times_bytes_and_what_is_not_known() -> None:
-    """The same where the speed in the node was measured, or given by the name of a unit."""
+    """The table is the same whether the node's link was measured or passed as --node-link."""
     unknown = (
         "1 to a node.\nThe error of these times is not known: measure this machine with sp-core "
         "doctor --measure."
@@ -269,7 +269,7 @@ TARGETS = {
 def test_a_command_gets_its_words_and_gives_its_exit_code(
     command: str, given: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Words that are given, or those of this process."""
+    """`main` uses the words that it is given, or else those in `sys.argv`."""
     words = [command, *WORDS[command]]
     called = {name: Mock(return_value=7) for name in TARGETS}
     for name, carry_out in called.items():
@@ -292,7 +292,7 @@ def test_a_command_gets_its_words_and_gives_its_exit_code(
 def test_a_reader_that_has_gone_ends_a_command_without_a_word(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What is left to print goes nowhere."""
+    """The rest of the output goes to the null device."""
     system = Mock(**{"open.return_value": 77})
     monkeypatch.setattr("sp_core.doctor.main", Mock(side_effect=BrokenPipeError))
     monkeypatch.setattr("sp_core.__main__.os", system)

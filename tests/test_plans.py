@@ -1,4 +1,4 @@
-"""How an algorithm is chosen, many under way at once, progress by polling, memory of a plan."""
+"""Test the choice of algorithms, several collectives under way, polling, and memory of plans."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from sp_core.tuning import Curve, Tuning
 def test_many_are_under_way_on_several_communicators(
     comm: Any, problems: list[Any], order: int, split: bool, way: str
 ) -> None:
-    """Start one after the other. Each rank polls and waits in an order of its own."""
+    """All ranks start the collectives in one order. Each rank polls and waits in its own order."""
     problems = [p for p in problems if p.op in ("all_reduce", "all_gather", "reduce_scatter")]
     half = 2 if split and comm.size % 2 == 0 else 1
     random = Random(order * 31 + comm.rank)
@@ -71,7 +71,7 @@ def test_many_are_under_way_on_several_communicators(
 def test_a_run_on_a_device_stays_on_its_stream_and_its_user_waits_for_that(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whoever polls: here both ranks do so on another stream."""
+    """Its steps use the stream that was current at the start, though ranks poll on another one."""
     here = threading.local()
 
     @contextmanager
@@ -107,7 +107,7 @@ def test_a_run_on_a_device_stays_on_its_stream_and_its_user_waits_for_that(
 
 @pytest.mark.parametrize(("op", "algorithm"), NAMES)
 def test_a_rank_goes_on_before_its_sends_are_complete(op: str, algorithm: str) -> None:
-    """Up to the step that overwrites what they read: here they never complete."""
+    """Sends never complete here. A rank stops before a step that overwrites what they read."""
     comm, memory = MagicMock(), torch.zeros(2, 16, dtype=torch.int64)
     comm.transport.bind, comm.transport.post = list, lambda *sent: Mock(test=lambda: not sent[0])
     for rank, made in enumerate(schedule(op, algorithm, (2,) * 4, segment=1).programs):
@@ -121,7 +121,7 @@ def test_a_rank_goes_on_before_its_sends_are_complete(op: str, algorithm: str) -
             for kind in ("sends", "receives")
         ]
         assert running._posted > 0
-        running.test()  # what has arrived is added at once, and what follows begins
+        running.test()  # adds what has arrived, and begins later steps
         waits = [(made.rewritten[n], n + 1) for n, step in enumerate(made.steps) if step.sends]
         assert running._posted == min(map(max, waits), default=len(made.steps))
         assert bool(running._under_way) == any(first < n <= running._posted for first, n in waits)
@@ -133,7 +133,7 @@ def test_a_rank_goes_on_before_its_sends_are_complete(op: str, algorithm: str) -
 def test_auto_reads_in_place_what_lives_in_shared_memory_and_is_not_small(
     comm: Any, op: str, lacking: int
 ) -> None:
-    """Of 16 KiB in all. If only one rank has its tensor there, no rank reads in place."""
+    """Vectors of 16 KiB or more are read in place, if every rank's tensor is in shared memory."""
     with sp.Mesh(comm, transport="window", tuning="off", sp=comm.size) as mesh:
         group, count = mesh["sp"], (1 << 12) // (comm.size if op == "all_gather" else 1) - lacking
         values = torch.arange(float(count)) + comm.rank
@@ -152,7 +152,7 @@ def test_auto_reads_in_place_what_lives_in_shared_memory_and_is_not_small(
 @pytest.mark.parametrize("transport", ["host", "window"])
 @spmd(2, 3)
 def test_what_was_not_measured_is_left_to_the_library(comm: Any, transport: str) -> None:
-    """Ordinary tensors go up to five times slower through a window; a shift is never measured."""
+    """A window can move ordinary tensors five times slower. A shift is never measured."""
     curve = Curve(((1, 1e-6),))
     window = {"all_reduce": {"window": curve}}
     known = Tuning({}, (0,), {"node": curve}, curve, curve, times=window)
@@ -181,7 +181,7 @@ def test_a_sum_in_place_does_not_mind_the_stride_of_a_dim_of_one(comm: Any) -> N
 def test_every_rank_chooses_by_the_bytes_of_the_whole_vector(
     op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This holds for a rank that sends or receives nothing, too."""
+    """This includes a rank that sends or receives no bytes."""
     seen: list[set[int]] = [set() for _ in range(3)]
     real = maps.Map.chosen
 
@@ -200,7 +200,7 @@ def test_every_rank_chooses_by_the_bytes_of_the_whole_vector(
 
 @spmd(4)
 def test_the_gradient_goes_by_an_algorithm_of_that_name_or_by_the_default(comm: Any) -> None:
-    """The ring needs two pieces of scratch, pairwise one less than ranks."""
+    """The scratch shows which one ran: two pieces for the ring, P - 1 pieces for pairwise."""
     with sp.Mesh(comm, algorithm={"reduce_scatter": "pairwise"}, sp=comm.size) as mesh:
         x = torch.ones(3, requires_grad=True)
         for algorithm, pieces in (("ring", 2), ("bruck", 3)):
@@ -210,7 +210,10 @@ def test_the_gradient_goes_by_an_algorithm_of_that_name_or_by_the_default(comm: 
 
 @spmd(1)
 def test_tags_never_run_out(comm: Any) -> None:
-    """MPI 4.1, section 9.1.2, offers 0 to 32767. Messages in one order on all ranks have tag 0."""
+    """MPI 4.1, section 9.1.2, guarantees tags 0 to 32767.
+
+    Tag 0 is for messages that all ranks post in the same order.
+    """
     with sp.Mesh(comm, sp=1) as mesh:
         tags = [mesh["sp"].next_tag() for _ in range(70_000)]
     assert (min(tags), max(tags)) == (1, 32767)
@@ -218,7 +221,7 @@ def test_tags_never_run_out(comm: Any) -> None:
 
 
 def test_a_vector_is_moved_by_one_call_that_does_not_block() -> None:
-    """In several calls only if its elements are too many for one."""
+    """Several calls are made only if the vector has more elements than one call can count."""
     comm, x = Mock(rank=0, size=2), torch.ones(1 << 12)
     task = operation("all_reduce", 0, 2, (len(x),), itemsize=4)
     HostTransport(comm).start(task, x, torch.empty_like(x))

@@ -1,4 +1,4 @@
-"""Laws that follow from docstrings: each holds for every public function that promises it."""
+"""Test laws that docstrings promise, each for every public function that promises it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from sp_core.testing import LiveBytes, given, spmd, tier
 from sp_core.transport import NAMES
 
 BY_FORMULA = {"allgather_kv_attention", "hybrid_attention", "ring_attention", "ulysses_attention"}
-"""Their bytes and messages are judged in `domains/cost.py`."""
+"""`domains/cost.py` judges the bytes and messages of these functions."""
 
 
 @pytest.mark.parametrize("names", sorted(ROWS), ids=" ".join)
@@ -74,7 +74,7 @@ NOTHING: Sent = ("", 0, 0)
 
 
 def sent(comm: sp.Communicator) -> Sent:
-    """The only operation since the last look, its messages and bytes; agreements aside."""
+    """Return name, messages and bytes of the one operation since the last call (no agreements)."""
     every = comm.counters.snapshot()
     comm.counters.reset()
     ops = [op for op, count in every.items() if op != "control" and count["calls"]]
@@ -86,7 +86,7 @@ def sent(comm: sp.Communicator) -> Sent:
 
 
 def sent_by(case: Case, inputs: list[torch.Tensor], rank: int) -> tuple[Sent, Sent]:
-    """What `sent` must give after the forward and after the backward."""
+    """Return what `sent` must return after the forward, and after the backward."""
     size = len(inputs)
     mine, others, kept = inputs[rank].nbytes, size - 1, case.expected(inputs, rank, size).nbytes
     dealt = split_sizes(inputs[rank].shape[case.other_dim], size)
@@ -110,14 +110,14 @@ def sent_by(case: Case, inputs: list[torch.Tensor], rank: int) -> tuple[Sent, Se
 
 
 def differing(comm: Any, results: Iterable[Any]) -> list[int]:
-    """The places of results that another rank does not have bit for bit."""
+    """Return the indices of results that another rank does not have bit for bit."""
     mine = [contents(x) if isinstance(x, torch.Tensor) else x for x in results]
     every = comm.allgather(mine)
     return [place for place, x in enumerate(mine) if any(other[place] != x for other in every)]
 
 
 NO_RESULTS = {"Communicator.agree_on", "Mesh.free", "copy_to_group"}
-"""Those that speak of who calls them, or of what they are given."""
+"""Functions whose docstrings speak of all ranks as callers or of arguments, not of a result."""
 
 
 def test_every_function_whose_result_all_ranks_hold_alike_has_a_row() -> None:
@@ -132,7 +132,7 @@ EVERY_AXIS = [
     for axis in names[0].split()
     if axis == "sp" or tier() == "threads"
 ]
-"""Under mpiexec those of collectives and layers: models are built of these."""
+"""Names and axes of rows. Under mpiexec only axis sp: collectives and layers, parts of models."""
 
 
 @pytest.mark.parametrize(("names", "axis"), EVERY_AXIS)
@@ -162,7 +162,7 @@ def test_every_algorithm_gives_all_ranks_the_same_bits(
     transport: str,
     dtype: torch.dtype,
 ) -> None:
-    """Of numbers whose sums depend on their order; on two nodes."""
+    """Sums of these numbers depend on the order of addition. The ranks are on two nodes."""
     nodes = [rank % 2 for rank in range(comm.size)]
     with sp.Mesh(comm, transport=transport, nodes=nodes, sp=comm.size) as mesh:
         x = alike.Place(mesh, mesh["sp"], dtype, 5).noise(401)
@@ -174,11 +174,11 @@ def test_every_algorithm_gives_all_ranks_the_same_bits(
 
 
 class Tallied:
-    """A communicator that counts the calls of its methods, and of those made out of it.
+    """Count the calls of a communicator's methods, and of those of communicators made from it.
 
     Args:
         comm: the communicator.
-        calls: how often each method was called.
+        calls: the number of calls by the method's name, to which each call adds one.
     """
 
     def __init__(self, comm: Any, calls: Counter[str]) -> None:
@@ -221,7 +221,7 @@ CALLS = st.sampled_from(["a"] * 9 + ["b"])
 def test_an_agreement_gathers_only_if_ranks_differ(
     comm: Any, drawn: list[tuple[str, bool, str]], same: bool
 ) -> None:
-    """Whatever the ranks call, say and find wrong, all of them get the same answer."""
+    """All ranks get the same answer, whatever call, value and error each of them passes."""
     told = drawn[:1] * comm.size if same else drawn[: comm.size]
     wrong = [error == "b" for *_, error in told]
     call, value = told[comm.rank][0], -(1 << 62) if told[comm.rank][1] else 7
@@ -243,13 +243,13 @@ def test_an_agreement_gathers_only_if_ranks_differ(
 @pytest.mark.parametrize("transport", ["host", "window"])
 @spmd(2, 3)
 def test_a_plan_agrees_when_it_is_made(comm: Any, transport: str, check: Any) -> None:
-    """And when it runs, unless the mesh was made with `check="off"`."""
+    """Each run makes an agreement as well, unless the mesh was made with `check="off"`."""
     with sp.Mesh(comm, transport=transport, check=check, sp=comm.size) as mesh:
         for op in PLANS:
             x, control = torch.ones(99 * comm.size, 99), mesh["sp"].counters["control"]
             before = control.calls
             plan = sp.plan(op, x, comm=mesh["sp"], **NEEDED.get(op, {}))
-            asks = op in ("all_gather", "all_to_all", "shift")  # every rank says how much it has
+            asks = op in ("all_gather", "all_to_all", "shift")  # ranks exchange their lengths
             resident = transport == "window" and op != "all_to_all"
             made = (check == "agree" or asks) + resident
             assert control.calls - before == made, op
@@ -279,7 +279,7 @@ def test_a_run_of_a_plan_makes_no_tensor(comm: Any, transport: str, dtype: torch
             )
             with LiveBytes() as live:
                 for _ in range(2 * SLOTS if plan.algorithm == "window" else 1):
-                    plan.run()  # what a plan keeps, it has by now
+                    plan.run()  # by now the plan has made all tensors that it keeps
                 before = live.peak = live.now
                 plan.run()
                 assert live.peak == before, (op, algorithm)
@@ -288,7 +288,7 @@ def test_a_run_of_a_plan_makes_no_tensor(comm: Any, transport: str, dtype: torch
 @pytest.mark.parametrize("algorithm", ["auto", "mpi"], ids="by {}".format)
 @spmd(1, 2)
 def test_what_is_under_way_keeps_what_it_reads_and_no_longer(comm: Any, algorithm: str) -> None:
-    """The caller lets go of the input at once, and new tensors take its memory."""
+    """The caller deletes the input at once, and new tensors could take its memory."""
     with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
         for op in [op for op in OPS if hasattr(sp, f"{op}_start")]:
             named: dict[str, Any] = {"algorithm": algorithm, **NEEDED.get(op, {})}

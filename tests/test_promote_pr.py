@@ -1,4 +1,4 @@
-"""The script that lets a reviewed pull request run on GPUs, with a bare repository as server."""
+"""Test the script that lets reviewed pull requests run on GPUs. A bare repository is the server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NEW_BRANCH = "refs/heads/pull-request/7"
 
 
 class Server:
-    """A bare repository with pull request 7, a stranger's clone and a maintainer's."""
+    """A bare repository with pull request 7, and its clones of a stranger and of a maintainer."""
 
     def __init__(self, folder: Path) -> None:
         self.stranger, self.maintainer = folder / "stranger", folder / "maintainer"
@@ -28,7 +28,7 @@ class Server:
         return git(self.stranger, *arguments)
 
     def propose(self, **files: str) -> str:
-        """A new commit on top of the pull request; it is its head now."""
+        """Push a new commit as the head of the pull request. Return its hash."""
         head = commit(self.stranger, "Change", **files)
         self.git("push", "--quiet", "--force", "origin", "HEAD:refs/pull/7/head")
         return head
@@ -122,7 +122,7 @@ def test_changes_of_what_ci_runs_and_of_what_was_reviewed_are_refused(
 def test_moving_deleting_and_linking_are_changes(
     server: Server, disguise: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A setting of the maintainer hides none."""
+    """The maintainer's git setting `diff.relative` hides none of these changes."""
     server.git(*disguise)
     if "-r" in disguise:
         server.propose()

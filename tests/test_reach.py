@@ -1,4 +1,4 @@
-"""Which ranks see which blocks, and how far a block travels, against the definition of the mask."""
+"""Test which ranks see which blocks, and how far a block travels, by the mask's definition."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.mpi_skip
 
 @st.composite
 def shardings(draw: st.DrawFn, length: int, size: int) -> Sharding:
-    """Any layout, and stripes of more ranks in groups, as after an exchange of heads."""
+    """Draw any layout, or groups of shards of more ranks, as after Ulysses has exchanged heads."""
     inner = draw(st.sampled_from([1, 1, 2, 3]))
     layout = SHARDINGS[draw(st.sampled_from(sorted(SHARDINGS)))]
     whole = layout(length, size * inner, draw(st.sampled_from([0, 0, 5])))
@@ -54,8 +54,8 @@ def defined(queries: Sharding, keys: Sharding, mask: Mask) -> list[list[bool]]:
 def check_shown(queries: Sharding, keys: Sharding, mask: Mask) -> None:
     """Compare the keys that are sent with those that other ranks see.
 
-    A run of keys in a document is sent from the first to the last such key, with stripes the whole
-    block.
+    Of a run of keys in a document, those from the first to the last such key are sent. If a
+    sharding has stripes, the whole block is sent.
     """
     shown, has_stripes = shown_keys(queries, keys, mask), bool(_Owners(queries).period)
     has_stripes |= any(len(s) > 1 < s.step for x in (queries, keys) for s in x.gathered_segments)
@@ -78,7 +78,7 @@ def check_shown(queries: Sharding, keys: Sharding, mask: Mask) -> None:
 
 
 def check(queries: Sharding, keys: Sharding, mask: Mask) -> None:
-    """Compare what is seen and sent, and how far blocks and the tokens after own ones travel."""
+    """Compare seen blocks, sent keys, and how far blocks and labels of next tokens travel."""
     seen = defined(queries, keys, mask)
     ranks = range(len(seen))
     assert [[*seen_blocks(queries, keys, mask, rank)] for rank in ranks] == seen
@@ -102,7 +102,7 @@ def test_a_block_travels_to_the_last_rank_that_sees_it(
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_documents_over_stripes_are_seen_as_others(size: int) -> None:
-    """They are counted in another way: short ones, some of more than three turns, and both."""
+    """Stripes have code of their own. Documents are short, over three turns long, or both."""
     listed = [
         [[*range(rank, 17, size)] for rank in range(size)],
         [[*range(rank + 1, 23, size)][1:] for rank in reversed(range(size))],
@@ -134,7 +134,7 @@ def test_long_steps_are_longer_than_the_window_or_the_mean_document() -> None:
 @pytest.mark.parametrize("documents", [0, 10_000])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 def test_the_work_grows_with_runs_and_not_with_pairs_of_ranks(layout: str, documents: int) -> None:
-    """A million tokens on 1024 ranks: pairs of ranks, or of documents, would take minutes."""
+    """For a million tokens on 1024 ranks, a loop over pairs of ranks or documents takes minutes."""
     length = 1 << 20
     cuts = sorted(Random(0).sample(range(length), documents))
     sharding = SHARDINGS[layout](length, 1024, 5)

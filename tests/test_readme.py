@@ -1,4 +1,4 @@
-"""The program in the README runs."""
+"""Test that the program in the README runs."""
 
 from __future__ import annotations
 

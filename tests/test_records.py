@@ -1,4 +1,4 @@
-"""Records: what is written can be read; what cannot be used is named, and costs only itself."""
+"""Test benchmark records: what is written can be read, and a bad line spoils no other line."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FAILED = GOOD | NOTHING | {"status": "failed", "reason": "a rank died\nof signal
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
-    """A good record with another value in one place."""
+    """Return a good record with a different value at `path`."""
     record: dict[str, Any] = copy.deepcopy(GOOD)
     *way, last = path.split(".")
     functools.reduce(operator.getitem, way, record)[last] = value
@@ -141,7 +141,7 @@ def test_a_file_that_cannot_be_read_is_a_problem(
 
 
 def test_a_line_that_was_cut_by_the_death_of_its_writer_costs_only_itself(tmp_path: Path) -> None:
-    """Killed in its second line, as by the kernel: no handler, no flushing at exit."""
+    """SIGKILL ends the writer in its second line: no handler runs, and nothing is flushed."""
     path = tmp_path / "records.jsonl"
     program = (
         "import json, os, signal, sys\nfrom benchmarks import records\n"
@@ -193,7 +193,7 @@ def test_any_text_can_be_a_reason(told: str) -> None:
 
 
 def test_a_busy_machine_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are 30 ticks of work in the interval, and 70 of nothing."""
+    """In the interval the CPU works for 30 ticks, and is idle or waits for 70."""
     stat, later = tmp_path / "stat", "cpu  130 0 0 340 30 0 0 0 0 0\n"
     monkeypatch.setattr(machine, "_STAT", stat)
     monkeypatch.setattr("benchmarks.machine.time.sleep", lambda _: stat.write_text(later))

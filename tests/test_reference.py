@@ -1,4 +1,4 @@
-"""The oracle and the tolerance: two roads to the same number, and every comparison made to fail."""
+"""Test the oracle and the tolerance: compute numbers in two ways, and make comparisons fail."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Sizes = dict[str, Any]
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    """Random numbers of a test that has no seed of its own."""
+    """Seed the random numbers of tests that have no seed of their own."""
     torch.manual_seed(0)
 
 
 def tensors(sq: int, sk: int, heads: int, kv_heads: int, dim: int) -> tuple[Tensor, ...]:
-    """q, k, v, grad_out, grad_lse."""
+    """Draw q, k, v, grad_out and grad_lse for a batch of two, in float64."""
     shapes = [
         (2, sq, heads, dim),
         (2, sk, kv_heads, dim),
@@ -38,7 +38,7 @@ def tensors(sq: int, sk: int, heads: int, kv_heads: int, dim: int) -> tuple[Tens
 
 
 def sees(q: int, k: int, mask: Sizes) -> bool:
-    """The definition for one pair, in words of Python."""
+    """Return whether query q sees key k, written out in plain Python."""
     if mask.get("causal") and k > q:
         return False
     if mask.get("window") is not None and abs(q - k) >= mask["window"]:
@@ -74,7 +74,7 @@ TERMS: list[dict[str, Any]] = [
 
 
 def logit(q: Tensor, k: Tensor, softcap: float | None = None, **_: Any) -> float:
-    """The logit of one pair, in words of Python."""
+    """Return the logit of a query and a key, written out in plain Python."""
     scaled = 0.7 * float(q @ k)
     return scaled if softcap is None else softcap * math.tanh(scaled / softcap)
 
@@ -105,7 +105,7 @@ def test_attention_is_the_sum_written_out(mask: Sizes, terms: dict[str, Any]) ->
 @pytest.mark.parametrize("terms", TERMS)
 @pytest.mark.parametrize("mask", MASKS)
 def test_gradients_by_formula_are_slopes(mask: Sizes, terms: dict[str, Any]) -> None:
-    """Each input moves a little in a random direction, which all of its elements show in."""
+    """Compare with finite differences: all elements of an input move a little, at random."""
     q, k, v, do, dlse = tensors(7, 7, 4, 2, 3)
     inputs = {"q": q, "k": k, "v": v, **terms}
     gradients = reference.attention(**inputs, grad_out=do, grad_lse=dlse, **mask).values
@@ -125,7 +125,7 @@ def test_gradients_by_formula_are_slopes(mask: Sizes, terms: dict[str, Any]) -> 
 @settings(deadline=None)
 @given(seed=st.integers(0, 99), size=st.sampled_from([1e-3, 1.0, 100.0]))
 def test_scales_are_sizes_of_the_values(seed: int, size: float) -> None:
-    """Bound every element by its scale, and the scale by the values without cancellation."""
+    """No element exceeds its scale. If nothing cancels, the scale equals the value."""
     torch.manual_seed(seed)
     q, k, v, do, dlse = tensors(5, 8, 4, 2, 3)
     result = reference.attention(q * size, k, v, do, dlse, causal=True)
@@ -140,7 +140,7 @@ def test_scales_are_sizes_of_the_values(seed: int, size: float) -> None:
 def weights(
     hidden: int, heads: int, kv_heads: int, dim: int, ffn: int, *, gated: bool, bias: bool
 ) -> dict[str, Tensor]:
-    """Weights of a block by the names of its modules."""
+    """Draw the weights of a block, by the names of its modules."""
     shapes = {
         "attention.q_proj": (heads * dim, hidden),
         "attention.k_proj": (kv_heads * dim, hidden),
@@ -162,7 +162,7 @@ def weights(
 def block(
     x: Tensor, w: dict[str, Tensor], do: Tensor, samples: int = 8, **options: Any
 ) -> reference.Reference:
-    """The block in float64 with all gradients."""
+    """Return the block's reference in float64 with all gradients."""
 
     def run(rounding: Any, given: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         out = reference.transformer_block(given["x"], given, rounding=rounding, **options)
@@ -172,7 +172,7 @@ def block(
 
 
 def torch_block(x: Tensor, w: dict[str, Tensor], heads: int) -> Tensor:
-    """The same causal block from torch's own functions."""
+    """Compute the same causal block with torch's own functions."""
 
     def normed(x: Tensor, name: str) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"])
@@ -195,7 +195,7 @@ def torch_block(x: Tensor, w: dict[str, Tensor], heads: int) -> Tensor:
 def test_a_gradient_is_off_by_the_roundings_of_logits_that_the_backward_computes_again(
     dtype: torch.dtype,
 ) -> None:
-    """A bias of all keys moves no softmax, only the logits: its gradient is 0."""
+    """A bias on all keys shifts the logits but no softmax, so its exact gradient is 0."""
     w = {n: t.to(dtype) for n, t in weights(8, 4, 4, 6, 20, gated=False, bias=True).items()}
     bias = w["attention.k_proj.bias"].add_(1e3).requires_grad_()
     x, do = torch.randn(2, 99, 8, dtype=dtype), torch.randn(2, 99, 8, dtype=dtype)
@@ -207,7 +207,7 @@ def test_a_gradient_is_off_by_the_roundings_of_logits_that_the_backward_computes
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_comparison_of_blocks_fails_on_another_block(dtype: torch.dtype) -> None:
-    """Find a missing causal mask, a window or position off by one, and another eps."""
+    """Find a missing causal mask, a window off by one, no rotary embedding, and a wrong eps."""
     w = {n: t.to(dtype) for n, t in weights(8, 4, 2, 6, 20, gated=True, bias=False).items()}
     x, do = torch.randn(2, 9, 8).to(dtype), torch.randn(2, 9, 8).to(dtype)
     right: Sizes = {"num_heads": 4, "causal": True, "window": 4, "rope_base": 100.0}
@@ -230,7 +230,7 @@ def test_sensitivity_of_a_cancelling_sum_is_that_of_its_terms() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_a_result_may_underflow_and_nothing_else_may_come_from_nothing(dtype: torch.dtype) -> None:
-    """A number below the smallest one of the dtype is rounded to 0 or to that one."""
+    """A result below the dtype's smallest number may round to 0 or to that number. 0 stays 0."""
     smallest = 2 * unit_roundoff(dtype) * torch.finfo(dtype).smallest_normal
     allowed = bound(torch.tensor([smallest, 0.0], dtype=torch.float64), dtype)
     assert smallest < allowed[0] < 50 * smallest

@@ -1,4 +1,4 @@
-"""Reports: numbers are the records', foreign words stay text, broken files cost themselves."""
+"""Test reports: numbers come from records, foreign text stays text, broken files are named."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ RING = made.case("schemes", "ring", "zigzag", 2)
 
 
 class Seen(HTMLParser):
-    """The elements, attributes and text of a page."""
+    """Collect the elements, attributes and text of an HTML page."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -171,14 +171,14 @@ def test_the_newest_commit_and_the_head_are_shown_in_full() -> None:
 
 
 def everywhere(foreign: str, text: str = "") -> Page:
-    """A page on which a foreign text is where one can be."""
+    """Return a page with a foreign text in every place that can hold one."""
     table = tables.make("t", ("case", "P"), [(foreign, "1"), ("next", "2")])
     return Page("title", (foreign,), (Section("s", text, (table,)),))
 
 
 @given(st.text() | st.sampled_from(HOSTILE))
 def test_foreign_text_stays_text(hostile: str) -> None:
-    """In Markdown it is one piece of code."""
+    """In Markdown the text stays inside one code span. In HTML it adds no element."""
     shown = rendered(markdown(everywhere(hostile), None))
     lists, table = {"p", "ul", "li"}, {"table", "thead", "tbody", "tr", "th", "td"}
     assert set(shown.tags) <= {"h1", "h2", "h3", "code", *lists, *table}
@@ -192,7 +192,7 @@ def test_foreign_text_stays_text(hostile: str) -> None:
 
 
 def test_hostile_words_in_valid_records_and_files_reach_no_browser(tmp_path: Path) -> None:
-    """Everything that a record may say freely says something evil; ids may not."""
+    """All texts that a record may choose freely are hostile. Ids may hold only some characters."""
     evil = "\u4e2d<script>alert(1)</script>|`@x`$\\frac{1}{0}$"
     what = [made.case("schemes", "ring", variant, n) for variant in ("a.b", "-_=+") for n in (1, 2)]
     records: list[Any] = [made.record(case, 0.1, bytes_result=1 << 20) for case in what]
@@ -207,7 +207,7 @@ def test_hostile_words_in_valid_records_and_files_reach_no_browser(tmp_path: Pat
         write(every, tmp_path, "report")
     shown = rendered((tmp_path / "report.md").read_text())
     page = Seen((tmp_path / "report.html").read_text())
-    assert page.tags["script"] == 1  # ours, which the policy names by its digest
+    assert page.tags["script"] == 1  # our own, which the page's policy allows by its digest
     assert not {"img", "iframe", "object", "link", "form"} & set(page.tags)
     assert "alert(1)" in page.words
     links = [to or "" for name, to in page.attributes if name in ("href", "src", "xlink:href")]
@@ -249,7 +249,7 @@ def test_what_cannot_be_used_is_named_and_the_rest_is_used(
     for name in (*foreign, "missing.jsonl", "good.jsonl, line 2"):
         assert name in told
         assert name in page.words
-    assert "100" in shown.words  # ms, of the record that is whole
+    assert "100" in shown.words  # milliseconds of the good record
 
 
 def test_nothing_to_report_is_an_error_and_no_traceback(
@@ -306,15 +306,15 @@ def test_numbers_and_words_are_written_for_people(shown: str, expected: str) -> 
     "shares",
     [
         {"total": 0.1, "attention": 0.09, "communication": 0.05},
-        {"total": 1.0, **dict.fromkeys("abcdefgh", 0.1)},  # more than there are colours
+        {"total": 1.0, **dict.fromkeys("abcdefgh", 0.1)},  # more phases than colours
     ],
 )
 def test_no_two_pictures_have_one_title_and_no_bar_passes_the_whole(
     shares: dict[str, float],
 ) -> None:
-    """Phases overlap or are medians of their own: their sum may be more than the step.
+    """The sum of a row's phases may exceed its step, because phases overlap or are medians.
 
-    What must be read with care has a picture of its own.
+    Rows that must be read with care, as on a shared GPU, have a picture of their own.
     """
     phases = {name: {"max_s": share, "mean_s": share} for name, share in shares.items()}
     what = [made.case("schemes", "ring", f"{place}/zigzag/forward", 2) for place in range(31)]
@@ -328,14 +328,14 @@ def test_no_two_pictures_have_one_title_and_no_bar_passes_the_whole(
         axes: Any = one.figure.axes[0]
         assert axes.get_xlim() == (0, 100)
         rights = [(bar.get_y(), bar.get_x() + bar.get_width()) for bar in axes.patches]
-        ends += dict(sorted(rights)).values()  # of each row, the bar that reaches farthest
+        ends += dict(sorted(rights)).values()  # the right end of each row
     assert ends == pytest.approx([100.0] * 31)
 
 
 def test_a_page_shows_little_until_somebody_asks() -> None:
-    """A phone shows one plot beside nothing else, and hundreds of rows are many screens.
+    """Long tables and further plots are folded, since a phone shows little more than one plot.
 
-    The ink of a plot is that of the page, which names it once.
+    Plots take the text colour of the page, which names the colour once.
     """
     folded = tables.per_ranks([row for row in derive.rows(made.run()) if row.algbw is not None])
     drawn = [picture(f"plot {n}", lambda axes: axes.set_xlabel("x")) for n in range(PLOTS + 1)]

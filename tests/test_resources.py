@@ -1,4 +1,4 @@
-"""Calls of anything public leave memory, mappings, descriptors, threads and caches as they were."""
+"""Test that public calls leave memory, mappings, descriptors, threads and caches as they were."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from sp_core.schedules import ALGORITHMS, SCHEDULED
 from sp_core.testing import run_threads, spmd, tier
 from sp_core.transport import NAMES
 
-ROUNDS = 12  # the memory of a single call settles late
+ROUNDS = 12  # memory use settles only after some rounds
 
 
 pytestmark = pytest.mark.usefixtures("short_slots")
@@ -38,14 +38,14 @@ pytestmark = pytest.mark.usefixtures("short_slots")
 
 @pytest.fixture(autouse=True)
 def few_objects() -> None:
-    """What is there before a test need not be counted again and again."""
+    """Freeze the objects that exist before a test, so that they are not counted again each time."""
     torch.ones(1, requires_grad=True).backward(torch.ones(1))  # the first time, torch imports sympy
     gc.collect()
     gc.freeze()
 
 
 BY_RANKS: dict[int, list[Subject]] = {2: [], 4: []}
-"""Subjects by the ranks of their base row; what needs one rank is called on two."""
+"""Subjects by the number of ranks of their base row. Those for one rank are called on two."""
 
 for _subject in SUBJECTS:
     BY_RANKS[max(2, _subject.ranks(_subject.draw(_subject.base, 1)))].append(_subject)
@@ -53,12 +53,12 @@ for _subject in SUBJECTS:
 ON_MPI = [
     subject for family in (attention, collectives, plans, made) for subject in family.SUBJECTS
 ]
-"""Calls that hold memory and objects of MPI themselves: under mpiexec these, as threads the rest,
-which is built of these."""
+"""Subjects that hold memory and objects of MPI themselves. They run under mpiexec. All others are
+built of them, and run on threads."""
 
 
 def sized(size: int, parts: int) -> pytest.MarkDecorator:
-    """Return the parametrization by parts of the subjects of so many ranks in this tier."""
+    """Parametrize by this tier's subjects for `size` ranks, dealt into at most `parts` lists."""
     mine = [subject for subject in BY_RANKS[size] if (subject in ON_MPI) == (tier() == "mpi")]
     chosen = [mine[part::parts] for part in range(min(parts, len(mine)))]
     return pytest.mark.parametrize("subjects", chosen, ids=lambda x: x[0].name)
@@ -70,9 +70,9 @@ def used_once(subjects: list[Subject], comm: Any) -> None:
     with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
         use_others(mesh["sp"], 4)
         group = mesh["sp"]
-        with pytest.raises(sp.RankError, match="init_process_group"):  # test_torchrun.py calls it
+        with pytest.raises(sp.RankError, match="init_process_group"):  # works in test_torchrun.py
             mesh.to_device_mesh()
-    group.abandon(KeyError("lost"))  # it has been freed
+    group.abandon(KeyError("lost"))  # the mesh has been freed
     lost = sp.Mesh(comm, sp=comm.size)["sp"]
     lost.agree_on(str)
     lost.abandon(KeyError("lost"))
@@ -80,16 +80,16 @@ def used_once(subjects: list[Subject], comm: Any) -> None:
 
 @pytest.fixture
 def meshes(monkeypatch: pytest.MonkeyPatch) -> Meshes:
-    """Meshes that stay open, in which subjects are called."""
+    """Let subjects be called on meshes that stay open. Return these meshes."""
     found = Meshes()
     monkeypatch.setattr(situations, "opened", found.opened)
     return found
 
 
 def check_nothing_is_left(comm: Any, subjects: list[Subject], meshes: Meshes) -> None:
-    """Nothing may be more after each round of calls than after the round before.
+    """Check that nothing that a process holds (memory, objects, descriptors) grows in every round.
 
-    Each round has tensors of other sizes, so that what is kept by sizes grows, too.
+    A round calls all subjects. Its tensors have new sizes, so that a cache by sizes would grow.
     """
     rounds = itertools.count()
 
@@ -143,7 +143,7 @@ def test_everything_public_is_called() -> None:
 
 @spmd(2)
 def test_the_thousandth_call_is_like_the_first(comm: Any) -> None:
-    """By messages whose tags begin anew on the way, in shared memory, and by the library."""
+    """Calls use messages (whose tags begin anew), shared memory, and MPI's collectives in turn."""
     with sp.Mesh(comm, transport="window", check="off", sp=2) as mesh:
         mesh["sp"]._tags = itertools.count(MAX_TAG - 100)
         for number in range(1000):
@@ -151,7 +151,7 @@ def test_the_thousandth_call_is_like_the_first(comm: Any) -> None:
             algorithm = ("ring", "window", "mpi", "pairwise")[number % 4]
             total = sp.all_reduce(x, comm=mesh["sp"], algorithm=algorithm)
             assert torch.equal(total, torch.full_like(x, 2 * number + 1))
-            assert not mesh["sp"]._pending  # it would keep the tensors of this call
+            assert not mesh["sp"]._pending  # an entry would keep tensors of this call
 
 
 @spmd(2)
@@ -179,14 +179,14 @@ def test_every_cache_has_a_bound() -> None:
 @pytest.mark.parametrize("transport", NAMES["cpu"])
 @spmd(1, 2)
 def test_a_freed_mesh_holds_nothing(comm: Any, transport: str) -> None:
-    """Although the program still has it, and its plan and its communicators."""
+    """This holds while the program still references the mesh, and so its communicators."""
     kept = [used_and_freed(comm, transport)]  # a library opens what it needs when it is first used
     grown = left_behind(comm, lambda: kept.append(used_and_freed(comm, transport)), 2)
     assert [line for line in grown if line.startswith(LENT)] == []
 
 
 LENT = (COMMUNICATORS, *outside())
-"""What the system and MPI lend to this process."""
+"""The kinds of resources that the system and MPI lend to this process."""
 
 
 def used_and_freed(comm: Any, transport: str) -> sp.Mesh:
@@ -203,7 +203,7 @@ def used_and_freed(comm: Any, transport: str) -> sp.Mesh:
 
 
 class Place(NamedTuple):
-    """Ranks, those that share memory, and what gives back what was kept on purpose."""
+    """MPI's communicator, that of the mesh, and functions that release what was kept on purpose."""
 
     comm: Any
     group: sp.Communicator
@@ -230,7 +230,7 @@ def fill_cache(place: Place) -> None:
 
 
 def keep(make: Callable[[Place], Any], give_back: str) -> Callable[[Place], None]:
-    """Make something that has a method to give it back."""
+    """Return a leak: it makes an object, and keeps the object's method that gives it back."""
     return lambda place: place.kept.append(getattr(make(place), give_back))
 
 
@@ -250,7 +250,7 @@ LEAKS: dict[str, Callable[[Place], object]] = {
 
 @spmd(2)
 def test_what_every_call_keeps_is_found(comm: Any) -> None:
-    """So that the law can fail."""
+    """This shows that the tests of this file can fail."""
     missed = []
     with sp.Mesh(comm, transport="window", sp=2) as mesh:
         place = Place(comm, mesh["sp"], [])

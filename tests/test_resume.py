@@ -1,4 +1,4 @@
-"""A training stopped on one mesh and resumed on another: the same bits, the same losses."""
+"""Test a training that stops on one mesh and resumes on another: its bits and its losses."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CASE = Case((6, 3), layers=1)
 
 
 class Training:
-    """A model with all that changes in a training."""
+    """A model with the optimizer, scheduler, generator and step of its training."""
 
     def __init__(self, model: Llama, optimizer: str, scheduler: str, seed: int = 0) -> None:
         self.model, weights = model, list(model.parameters())
@@ -109,9 +109,9 @@ def test_a_training_goes_on_with_the_same_bits_on_any_mesh(
     limit: int | None,
     tmp_path: Path,
 ) -> None:
-    """Some of the ranks save; a training of all of them that has done other steps goes on.
+    """Some ranks train and save. A different training, of all ranks, loads that and goes on.
 
-    What it saves is what was saved, byte for byte.
+    If it saves what it has loaded, the files are the same byte for byte.
     """
     folder, is_one, rates = shared(comm, tmp_path), comm.rank < few, [0.0]
     some = comm.Split(int(is_one), comm.rank)
@@ -233,7 +233,7 @@ OTHERS: dict[str, tuple[type[Exception], str, Callable[[Training], object]]] = {
 @pytest.mark.parametrize("what", sorted(OTHERS))
 @spmd(3)
 def test_a_training_that_cannot_be_saved_is_refused(comm: Any, what: str, tmp_path: Path) -> None:
-    """If it is that of one rank only, by all."""
+    """Only the last rank's training is wrong, but all ranks raise the error."""
     kind, text, change = OTHERS[what]
     folder = shared(comm, tmp_path)
     with mesh_of(comm, 0) as mesh:
@@ -248,7 +248,7 @@ def test_a_training_that_cannot_be_saved_is_refused(comm: Any, what: str, tmp_pa
 
 @spmd(2, 4)
 def test_ranks_of_a_replica_must_know_the_same_tokens(comm: Any) -> None:
-    """Each replica takes a part of them. The error reaches the other replicas, too."""
+    """Each replica takes some of the sequences. The error reaches the other replicas, too."""
     axes = {"dp": comm.size // 2, "ring": 2}
     with sp.Mesh(comm, **axes) as mesh:
         model, layout = CASE.model(mesh), Mock(side_effect=sp.Sharding.zigzag)
@@ -263,12 +263,12 @@ def test_ranks_of_a_replica_must_know_the_same_tokens(comm: Any) -> None:
 
 STEPS = int(os.environ.get("SP_TRAINING_STEPS", "10"))
 KILLED, EVERY = STEPS * 3 // 5, STEPS // 5
-"""With 200 steps it is killed after step 120."""
+"""The step after which the training is killed, and the steps between checkpoints."""
 MESHES: tuple[dict[str, int], ...] = ({"tp": 2}, {"dp": 3})
 
 
 def launched(folder: Path, axes: dict[str, int], killed: int) -> int | None:
-    """Train under mpiexec, from the last checkpoint on. Return the exit code."""
+    """Train under mpiexec, from the last checkpoint. Return the exit code, None if time is up."""
     numbers = map(str, (STEPS, EVERY, killed))
     program = (sys.executable, str(ROOT / "tests/kit/case_resume.py"), str(folder))
     command = (find_mpiexec(), "-n", str(math.prod(axes.values())), *program, json.dumps(axes))
@@ -282,10 +282,10 @@ def launched(folder: Path, axes: dict[str, int], killed: int) -> int | None:
 @pytest.mark.mpi_skip
 @pytest.mark.starts_mpi
 def test_a_killed_training_goes_on_with_other_ranks(tmp_path: Path) -> None:
-    """SIGKILL comes in the middle of a checkpoint; the one before it is the one to go on from.
+    """SIGKILL comes in the middle of a checkpoint, so training resumes from the one before.
 
-    A loss may be as far from that of one rank's unbroken run as ten times a run from weights that
-    differ by one unit in the last place.
+    Losses are compared with an unbroken run on one rank. They may differ by ten times what a change
+    of the weights by one unit in the last place makes.
     """
     alone, *others = (
         [

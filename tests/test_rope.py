@@ -1,4 +1,4 @@
-"""Rotary embedding: angles and lengths of every scaling, against the oracle's."""
+"""Test the rotary embedding: frequencies and amplitudes of every scaling are the oracle's."""
 
 from __future__ import annotations
 

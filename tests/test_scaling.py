@@ -1,4 +1,4 @@
-"""The scaling experiment: its check can fail, its failures are told, its files are there."""
+"""Test the scaling experiment: its check of results, its reports of failures, its files."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ TINY = [
 
 
 def mpi_environment() -> dict[str, str]:
-    """What ci/ sets for either MPI."""
+    """Return this environment with the variables that ci/ sets for Open MPI and MPICH."""
     texts = [(ROOT / "ci" / f"env.{name}").read_text() for name in ("openmpi", "mpich")]
     lines = [line for line in "".join(texts).splitlines() if line and not line.startswith("#")]
     path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
@@ -56,7 +56,7 @@ def mpi_environment() -> dict[str, str]:
 
 
 def program(name: str, *options: str) -> str:
-    """The output of a program that must come out well."""
+    """Run a benchmark program that must succeed. Return its output."""
     answer = subprocess.run(
         [sys.executable, "-m", "benchmarks", name, *options],
         cwd=ROOT,
@@ -71,7 +71,7 @@ def program(name: str, *options: str) -> str:
 
 
 def found(ranks: int, seconds: float) -> dict[str, Any]:
-    """The end of a launch that came out well."""
+    """Return the result of a launch that succeeded."""
     shape = {"batch": 2, "seq": 100}
     made = dicts(record(case("layers", "allgather_kv", "block", ranks, shape=shape), seconds))
     parts = {name: made[name] for name in NOTHING} | {"work": {"flops": None, "tokens": 200}}
@@ -130,7 +130,7 @@ def test_a_case_that_goes_wrong_does_not_lose_the_others(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    """A failure is a row, a wrong output is none. An older result does not pass for a new one."""
+    """The table has a row for a failed launch, none for a wrong output. Old results are removed."""
     ends = Mock(side_effect=[found(1, 1.0), two, found(4, 0.5)])
     monkeypatch.setattr(launching, "run", ends)
     (tmp_path / "strong_scaling_sp_cpu_p2.json").write_text("an older result")
@@ -177,7 +177,7 @@ def test_a_launch_that_fails_says_how(
 
 @pytest.mark.starts_mpi
 def test_the_experiment_from_end_to_end(tmp_path: Path) -> None:
-    """Two launches of the real thing: everything that a run leaves behind is there and in order."""
+    """Run it on one rank and on three. Check its output and all files that it writes."""
     how = ("--causal", "--layout", "zigzag", "--backward", "--ranks", "1,3")
     shown = program("scaling", *TINY, *how, "--out", str(tmp_path))
     assert (tmp_path / "strong_scaling_sp_cpu.png").read_bytes().startswith(b"\x89PNG")
@@ -206,7 +206,7 @@ ALONE, FULL, CAUSAL = (
 
 @pytest.fixture(scope="module")
 def weights() -> dict[str, Tensor]:
-    """Weights of the tiny block, drawn as the worker draws them."""
+    """Draw the weights of the tiny block as the worker does."""
 
     def drawn(comm: Any) -> dict[str, Tensor]:
         with sp.Mesh(comm, sp=1) as mesh:
@@ -217,7 +217,7 @@ def weights() -> dict[str, Tensor]:
 
 
 def one_token(x: Tensor) -> Tensor:
-    """In the second sequence, where no token is computed in float64 if only some are."""
+    """Replace a token of the second sequence. A sample of float64 results has no token there."""
     return torch.cat((x[:1], torch.cat((x[1:, :7], x[1:, 8:9], x[1:, 8:]), 1)))
 
 
@@ -249,9 +249,9 @@ def test_a_wrong_output_is_found(
 
 
 def test_an_error_just_above_the_bound_is_found(weights: dict[str, Tensor]) -> None:
-    """Where the single device errs most, and further: near to it, but too far from float64.
+    """An error is added where the single device errs most: close to it, but too far from float64.
 
-    A single device that is off itself, as with the 10 bits of mantissa of TF32, proves nothing.
+    If the single device itself is too far off, as with TF32's 10 bits of mantissa, the check fails.
     """
     x = block.tokens(FULL, torch.arange(48))
     alone, truth = block.alone(x, weights, FULL), block.exact(x, weights, FULL)

@@ -1,4 +1,4 @@
-"""Schedules count each contribution once, without conflicts, and nobody waits for ever."""
+"""Test that schedules count each contribution once, without conflicts and deadlocks."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ TASKS: list[tuple[str, int, int, tuple[Any, ...], int, bool, int]] = [
     ("reduce", 1, -2, ((7,), (7,), 7), 7, True, 0),
     ("reduce", 0, 1, ((7,), (), 7), 7, True, 7),
 ]
-"""A rank's part in an operation of three ranks with pieces of 1, 2 and 4 elements: its root (or
-offset), sizes sent and received, the longest one, elements in all, whether it adds, and elements
+"""Operations of three ranks with pieces of 1, 2 and 4 elements, as one rank sees them: name, rank,
+root (or offset), sizes (sent, received, longest), elements in all, whether it adds, elements
 sent."""
 
 
@@ -61,7 +61,7 @@ def test_operations_are_as_counted_by_hand(
 
 
 def test_pieces_have_one_length_on_all_ranks_or_on_none() -> None:
-    """Else some ranks would make another call of MPI; also where a vector goes in parts."""
+    """Otherwise ranks would make different MPI calls. The same holds for parts of a long vector."""
     for size in (1, 2, 3):
         lengths = [*product((0, 1, 2, 4), repeat=size)]
         for split, joined in product(lengths, lengths):
@@ -106,7 +106,7 @@ def test_every_contribution_is_counted_once(op: str, algorithm: str, data: st.Da
 
 
 def scratch_used(program: Program) -> int:
-    """How far messages and combinations of a program reach in its scratch."""
+    """Return how many elements of scratch a program's messages and sums write to."""
     received = [message.region for step in program.steps for message in step.receives]
     written = [*received, *(combine.into for step in program.steps for combine in step.then)]
     return max((region.stop for region in written if region.buffer is Buffer.TMP), default=0)
@@ -114,7 +114,7 @@ def scratch_used(program: Program) -> int:
 
 @pytest.mark.parametrize(("op", "algorithm"), NAMES)
 def test_no_more_scratch_is_asked_for_than_is_used(op: str, algorithm: str) -> None:
-    """Of even vectors; where pieces or segments differ, room is for the longest."""
+    """The pieces are equal here. If pieces or segments differ, scratch is for the longest one."""
     for size, nodes, segment in product(range(1, 9), (0, 1, 3, 9), (None, 60)):
         made = schedule(op, algorithm, (840,) * size, 0, segment, nodes_of(size, nodes))
         assert size > 1 or cost(made.programs[0], torch.float32).largest == 0
@@ -125,7 +125,7 @@ def test_no_more_scratch_is_asked_for_than_is_used(op: str, algorithm: str) -> N
 
 @pytest.mark.parametrize(("op", "algorithm"), NAMES)
 def test_many_ranks(op: str, algorithm: str) -> None:
-    """A greatest number also has the same sign on all of them where it is 0."""
+    """If a maximum is 0, its sign is the same on all ranks."""
     for size in (13, 16, 31):
         counts = tuple(rank % 3 for rank in range(size))
         made = schedule(op, algorithm, counts, size // 2, 1, nodes_of(size, size))
@@ -140,7 +140,7 @@ def test_many_ranks(op: str, algorithm: str) -> None:
 def test_no_step_writes_to_what_is_still_being_sent(
     data: st.DataObject, case: tuple[str, str], in_place: bool
 ) -> None:
-    """And sends are waited for no earlier than needed, but after a few steps in any case."""
+    """A send is waited for before a step overwrites what it sends, at most `AHEAD` steps later."""
 
     def places(region: Region) -> set[tuple[str, int]]:
         name = "user" if in_place and region.buffer != Buffer.TMP else region.buffer.value
@@ -156,7 +156,7 @@ def test_no_step_writes_to_what_is_still_being_sent(
         ]
         firsts = made.rewritten_in_place if in_place else made.rewritten
         assert len(firsts) == len(made.steps)
-        assert firsts[-1:] in ((), (len(firsts) - 1,))  # nothing comes after the last one
+        assert firsts[-1:] in ((), (len(firsts) - 1,))  # no step follows the last
         for number, (step, first) in enumerate(zip(made.steps[:-1], firsts, strict=False)):
             sent = union([message.region for message in step.sends])
             touched = [k for k in range(number, len(written)) if sent & written[k]]
@@ -212,7 +212,7 @@ def test_costs_are_those_of_the_papers(size: int) -> None:
 
 @pytest.mark.parametrize(("op", "algorithm"), NAMES)
 def test_sums_of_three_and_more_half_types_need_room_for_float32(op: str, algorithm: str) -> None:
-    """Where fewer are added, or elements only move, there is none."""
+    """Sums of two, and elements that only move, need no such scratch."""
     for program in schedule(op, algorithm, (2, 3, 2)).programs:
         sums = [combine for step in program.steps for combine in step.then]
         wide = max((len(combine.into) for combine in sums if len(combine.parts) > 2), default=0)
@@ -221,7 +221,7 @@ def test_sums_of_three_and_more_half_types_need_room_for_float32(op: str, algori
 
 @pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1), (0, 1, 1, 2, 2, 2)])
 def test_between_nodes_a_hierarchy_sends_as_little_as_is_possible(nodes: tuple[int, ...]) -> None:
-    """Each node sends 2 (N - 1) / N of the vector, over all of its ranks at once."""
+    """Each of N nodes sends 2 (N - 1) / N of the vector, all its ranks together."""
     size, number = len(nodes), len(set(nodes))
     count = 12 * number
     made = schedule("all_reduce", "hierarchical", (count // size,) * size, nodes=nodes)
@@ -243,7 +243,7 @@ def test_a_piece_as_long_as_a_segment_is_not_cut(op: str, algorithm: str) -> Non
 
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_scratch_is_small_where_there_are_segments(size: int) -> None:
-    """Also where only one piece has several."""
+    """This also holds if only one piece has several segments."""
     segment, long = 1 << 10, 1 << 14
     for op, algorithm, segments in (
         ("all_reduce", "segmented_ring", 2),
@@ -259,7 +259,7 @@ def test_scratch_is_small_where_there_are_segments(size: int) -> None:
 
 
 def test_a_rank_of_a_tree_keeps_a_sum_and_what_arrives_and_a_leaf_neither() -> None:
-    """A rank with one child adds to what arrives, and the root into its result."""
+    """A rank with one child adds its vector to what arrives. The root adds into its result."""
     made = schedule("reduce", "binomial", (3,) * 8).programs
     assert [program.scratch for program in made] == [24, 0, 24, 0, 48, 0, 24, 0]
 

@@ -1,4 +1,4 @@
-"""Laws between the results of schemes, which hold whatever the reference says."""
+"""Test laws between the results of schemes. They need no reference."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sp_core.testing import device, given, spmd
 pytestmark = [pytest.mark.explore, pytest.mark.usefixtures("short_slots")]
 IN_RANK_ORDER = {
     "reduce_scatter": "pairwise"
-}  # as in a window; the MPI library may add in any order
+}  # adds in rank order, as a window; MPI may use any order
 
 
 @EVERY_SCHEME
@@ -31,10 +31,10 @@ IN_RANK_ORDER = {
 def test_the_same_call_gives_the_same_bits_again_and_on_every_replica(
     comm: Any, name: str, problem: AttentionProblem, again: str
 ) -> None:
-    """This holds in shared memory, too. Sums of collectives are made in rank order.
+    """One call may use messages and the other shared memory: both add in rank order.
 
-    But what AllGather-KV reads there has other strides than what messages bring, over which a
-    matrix product may round differently.
+    With AllGather-KV both calls use the same transport. In shared memory its keys have different
+    strides, for which a matrix product may round differently.
     """
     copies = 2 - comm.size % 2
     runs, again = [], again if device().type == "cpu" else "auto"
@@ -102,7 +102,7 @@ def test_heads_are_taken_in_their_order_in_the_fewest_ranges() -> None:
 def test_meshes_do_not_disturb_each_other(
     comm: Any, name: str, one: AttentionProblem, two: AttentionProblem
 ) -> None:
-    """Run forward A and B, backward A and B. Mesh B has the ranks in the opposite order."""
+    """Run forward on a and on b, then backward on both. Mesh b has the ranks in opposite order."""
     backwards = comm.Split(0, -comm.rank)
     with (
         sp.Mesh(comm, device=device(), sp=comm.size) as a,

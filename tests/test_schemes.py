@@ -1,4 +1,4 @@
-"""Every scheme against the dense reference, for any mask, layout, heads, dtype and ranks."""
+"""Test every scheme against the dense reference: any mask, layout, heads, dtype and ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def on(mesh: sp.Mesh, name: str) -> Callable[..., Any]:
 
 @pytest.fixture(autouse=True)
 def memory_that_nobody_has_written_holds_nan() -> Iterator[None]:
-    """For tensors on the CPU; what MPI and torch's kernels allocate themselves is not reached."""
+    """Fill new tensors on the CPU with NaN. Memory of MPI and of torch's kernels is not covered."""
     torch.use_deterministic_algorithms(device().type == "cpu")
     yield
     torch.use_deterministic_algorithms(False)
@@ -64,7 +64,7 @@ def test_a_scheme_gives_what_one_device_gives(
 
 
 def some_ranks() -> st.SearchStrategy[tuple[int, ...]]:
-    """Some of the launch's ranks, in any order."""
+    """Draw some of the launch's ranks, in any order."""
     size = session.current.world_size or 4
     chosen = st.tuples(st.permutations(range(size)), st.integers(1, max(1, size - 1)))
     return chosen.map(lambda drawn: tuple(drawn[0][: drawn[1]]))
@@ -76,7 +76,7 @@ def some_ranks() -> st.SearchStrategy[tuple[int, ...]]:
 def test_ranks_have_no_other_names_than_their_places(
     comm: Any, name: str, problem: AttentionProblem, way: Way
 ) -> None:
-    """Communicators in any order of the world's ranks, with and without its rank 0."""
+    """Communicators hold the world's ranks in any order, with and without the world's rank 0."""
     with sp.Mesh(comm, device=device(), **way, sp=comm.size) as mesh:
         check_attention(name, on(mesh, name), problem, mesh["sp"])
 
@@ -89,7 +89,7 @@ GRIDS = st.tuples(st.permutations(AXES).map(tuple), st.integers(0, 59))
 
 
 def lengths_of(grid: tuple[tuple[str, ...], int], size: int) -> dict[str, Any]:
-    """The axes of a mesh over all ranks; one copy in every second grid."""
+    """Return the axes of a mesh over all ranks. In every second grid, axis copies has length 1."""
     divisors = [n for n in range(1, size + 1) if size % n == 0]
     pairs = [
         (r, u)
@@ -107,13 +107,13 @@ def lengths_of(grid: tuple[tuple[str, ...], int], size: int) -> dict[str, Any]:
 def test_a_hybrid_of_any_grid_gives_what_one_device_gives(
     comm: Any, problem: AttentionProblem, grid: tuple[tuple[str, ...], int], way: Way
 ) -> None:
-    """Draw two axes in either order, beside a third one along which each group has a problem."""
+    """The two axes come in either order. Along the third axis, each group has its own problem."""
     lengths = lengths_of(grid, comm.size)
     axes: Any = tuple(axis for axis in grid[0] if axis != "copies")
     with sp.Mesh(comm, device=device(), **way, **lengths) as mesh:
         problem = replace(
             problem, seed=problem.seed + 3 * mesh["copies"].rank
-        )  # as before, with or without a gradient of lse
+        )  # seed % 3 stays, which decides about a gradient of lse
         scheme = functools.partial(sp.hybrid_attention, mesh=mesh, axes=axes)
         tokens = mesh[axes]
         check_attention("hybrid", scheme, problem, tokens)
@@ -126,7 +126,7 @@ def test_a_hybrid_of_any_grid_gives_what_one_device_gives(
 def test_groups_of_a_hybrid_with_other_lengths_agree_on_the_gradients_that_travel(
     comm: Any, needs: tuple[bool, bool, bool]
 ) -> None:
-    """One pair of ranks in a 2 x 2 grid has as many queries as keys, the other has not."""
+    """In a 2 x 2 grid one pair of ranks has as many queries as keys, and the other pair has not."""
     sizes: dict[str, Any] = {"batch": 1, "kv_heads": 1, "group": 1, "head_dim": 1}
     problem = replace(WHOLE, seq_len=2, kv_len=3, **sizes, needs_grad=needs, seed=0, sinks=None)
     axes = ("ring", "ulysses")
@@ -159,10 +159,10 @@ def test_checkpointing_and_no_grad(comm: Any, name: str) -> None:
 @pytest.mark.parametrize("kind", ["messages", "shared memory"])
 @spmd()
 def test_a_block_travels_only_as_far_as_it_is_seen(comm: Any, kind: str) -> None:
-    """Causal: rank r's keys go to the ranks behind it. Documents of one shard go nowhere.
+    """Under a causal mask, rank r's keys go to ranks r + 1 to P - 1.
 
-    With a window of two tokens only the last of four keys is sent. In the host's shared memory a
-    rank reads what it sees, and adds to its sum.
+    Keys of documents inside one shard are not sent. With a window of two tokens only the last of
+    four keys is sent. In the host's shared memory a rank reads only the blocks that it sees.
     """
     names = ("host", "window") if device().type == "cpu" else ("staged", "ipc")
     size, transport = comm.size, names[kind == "shared memory"]
@@ -189,10 +189,10 @@ def test_a_block_travels_only_as_far_as_it_is_seen(comm: Any, kind: str) -> None
 @pytest.mark.parametrize("name", ["allgather_kv", "ring"])
 @spmd(4)
 def test_half_precision_does_not_suffer_from_more_ranks(comm: Any, name: str) -> None:
-    """Sums over blocks and ranks are made in float32: four ranks err about as one does.
+    """Sums over blocks and ranks are made in float32, so four ranks err about as much as one.
 
-    A kernel rounds each block's part of out once more, and of dk and dv each part instead of the
-    whole. That is better on a CPU, whose kernels err more in a long sum; CUDA's err alike.
+    With blocks, a kernel rounds each part of out once more. It rounds each part of dk and dv
+    instead of the whole. On a CPU that is better, because its kernels err more in long sums.
     """
     most = [1.3, 1.3, *[1.3 if device().type == "cuda" else 0.9] * 2]
     problem = replace(WHOLE, seq_len=128, kv_len=128, head_dim=16, dtype="bfloat16")

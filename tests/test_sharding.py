@@ -1,4 +1,4 @@
-"""Laws of ownership: every token has one owner, and shard and unshard are inverses."""
+"""Test shardings: views of consecutive tokens, even work, chunks and fingerprints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sp_core.sharding import Sharding
 
 @given(st.integers(0, 70), st.integers(1, 9), st.sampled_from([0, 17]))
 def test_consecutive_tokens_are_a_view(seq_len: int, size: int, start: int) -> None:
-    """Not a copy: that of a long sequence is what this library exists to avoid."""
+    """A shard shares memory with the sequence, because copies of long sequences cost too much."""
     sharding, x = Sharding.contiguous(seq_len, size, start), torch.empty(2, seq_len)
     for rank, length in enumerate(sharding.lengths):
         shard = sharding.shard(x, rank, 1)
@@ -64,12 +64,12 @@ def test_a_last_chunk_that_is_short_and_heavy_is_dealt_last() -> None:
     made = Sharding.balanced(11, 2, Mask(causal=True), chunk=4)
     assert sorted(made.lengths) == [4, 7]
     alone = Sharding.balanced(11, 1, Mask(causal=True), chunk=1)
-    assert alone.segments == ((range(11),),)  # chunks side by side are one
+    assert alone.segments == ((range(11),),)  # adjacent chunks are joined
 
 
 @pytest.mark.parametrize("bounds", [(0, 3000, 4096), (0, 700, 800, 2000, 2050, 4096)])
 def test_chunks_are_halved_only_until_the_work_is_even(bounds: tuple[int, ...]) -> None:
-    """Long runs of positions are fast in kernels."""
+    """Kernels are fast on long runs of positions, so chunks stay as long as possible."""
     mask = Mask(causal=True, documents=bounds)
     lengths = [512 >> halved for halved in range(5)]
     made = [Sharding.balanced(4096, 4, mask, chunk=length) for length in lengths]
@@ -116,7 +116,7 @@ def test_fingerprints_tell_shardings_apart() -> None:
 
 
 def test_positions_that_are_kept_can_take_part_in_training() -> None:
-    """Also if they are made first where torch is told that nothing will be trained."""
+    """They are no inference tensors, even if they are first made in inference mode."""
     sharding = Sharding.zigzag(8, 2)
     with torch.inference_mode():
         made = sharding.positions(0), sharding.sorted_positions

@@ -1,4 +1,4 @@
-"""The Slurm scripts, with an sbatch and an srun that are shell scripts of this test."""
+"""Test the scripts in ci/ for Slurm and GPUs, with shell scripts in place of sbatch and srun."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ esac
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> dict[str, str]:
-    """An environment with sbatch and srun on the PATH; the file $CALLS has their calls."""
+    """Return an environment with a fake sbatch and srun, which record their calls in $CALLS."""
     for name, text in (("sbatch", SBATCH), ("srun", SRUN), ("undoctored/bin/python", UNDOCTORED)):
         path = tmp_path / "bin" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ def installed_mpi() -> str:
 
 
 def called(cluster: dict[str, str], start: str = "") -> list[str]:
-    """The calls that begin in this way."""
+    """Return the recorded calls that begin with `start`."""
     lines = Path(cluster["CALLS"]).read_text().splitlines()
     return [line for line in lines if line.startswith(start)]
 
@@ -141,7 +141,7 @@ def test_the_jobs_ask_for_one_node_and_four_gpus(tmp_path: Path) -> None:
 def test_the_job_runs_doctor_and_the_experiment_through_srun(
     cluster: dict[str, str], tmp_path: Path
 ) -> None:
-    """It stops where the doctor finds something broken."""
+    """The job stops if the doctor finds something broken."""
     tiny = (*TINY, "--ranks", "2", "--out", str(tmp_path / "out"))
     run({**cluster, "BROKEN": "1"}, JOB, "--device", "cpu", *tiny, code=1)
     assert called(cluster)[-1].endswith("-m sp_core doctor --device cpu")
@@ -154,7 +154,7 @@ def test_the_job_runs_doctor_and_the_experiment_through_srun(
 
 @pytest.fixture
 def scratch(cluster: dict[str, str], tmp_path: Path) -> dict[str, str]:
-    """That cluster, with a python3 whose environments are scripts that note their calls."""
+    """Add to `cluster` a fake python3. Its virtual environments are scripts that record calls."""
     (tmp_path / "scratch").mkdir()
     fake = tmp_path / "bin" / "python3"
     fake.write_text(PYTHON3)
@@ -244,7 +244,7 @@ case "$*" in *"${SLOW:-nothing}"*) exec sleep 60 ;; *"${WRONG:-nothing}"*) exit 
 
 @pytest.fixture
 def gpu(tmp_path: Path) -> dict[str, str]:
-    """The environment of ci/gpu.sh, with a python that notes its calls, and one wheel."""
+    """Return the environment of ci/gpu.sh: a fake python that records its calls, and one wheel."""
     python, wheels = tmp_path / "python3", tmp_path / "wheels"
     python.write_text(GPU_PYTHON)
     python.chmod(0o755)
@@ -256,12 +256,12 @@ def gpu(tmp_path: Path) -> dict[str, str]:
 
 
 def gpu_steps(gpu: dict[str, str], steps: str, code: int = 0) -> str:
-    """Run some steps. Return what is printed."""
+    """Run some steps of ci/gpu.sh. Return what is printed."""
     return run(gpu, ROOT / "ci" / "gpu.sh", gpu["WHEELS"], gpu["OUT"], steps, code=code)
 
 
 def test_the_gpu_command_installs_once_and_keeps_every_step(gpu: dict[str, str]) -> None:
-    """It runs only tests that ask for the device. A step finds the steps before it in the tar."""
+    """It runs only tests that ask for the device. Each tar file has the logs of earlier steps."""
     broken = gpu_steps({**gpu, "PIP_ENDS": "1"}, "doctor", code=1)
     assert "could not be installed" in broken
     Path(gpu["CALLS"]).unlink()
@@ -280,7 +280,7 @@ def test_the_gpu_command_installs_once_and_keeps_every_step(gpu: dict[str, str])
 
 
 def test_the_gpu_command_goes_on_with_what_has_not_ended_well(gpu: dict[str, str]) -> None:
-    """After a step that failed, one that took too long, and a call that was ended in the middle."""
+    """A later call repeats steps that failed, took too long or were interrupted, and no others."""
     steps = "table smoke ipc threads"
     told = gpu_steps(
         {**gpu, "WRONG": "test_schemes", "SLOW": "scaling", "SP_STEP_S": "1"}, steps, 1
@@ -307,7 +307,7 @@ def test_the_gpu_command_goes_on_with_what_has_not_ended_well(gpu: dict[str, str
 def test_a_device_runs_the_tests_that_ask_for_it(
     codes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On threads, then on processes, with few examples. A signal that ends either is a failure."""
+    """They run on threads, then on processes, with few examples. A run ended by a signal failed."""
     made = Mock(side_effect=[subprocess.CompletedProcess((), code) for code in codes])
     monkeypatch.setattr(subprocess, "run", made)
     monkeypatch.delenv("SP_PROFILE", raising=False)
@@ -327,7 +327,10 @@ def test_a_device_runs_the_tests_that_ask_for_it(
 def test_the_wheels_are_those_of_this_environment(
     mebibytes: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not torch, nor what it alone needs; the same versions, for another Python; not too large."""
+    """They have this environment's versions, for a given Python, without torch and its needs.
+
+    More than 64 MiB of wheels are an error.
+    """
     made = Mock(return_value=subprocess.CompletedProcess((), 0))
     monkeypatch.setattr(subprocess, "run", made)
     with (tmp_path / "large.whl").open("wb") as wheel:
@@ -344,13 +347,13 @@ def test_the_wheels_are_those_of_this_environment(
 def test_no_wheels_are_collected_where_a_package_is_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else the folder would lack wheels, and only the machine with the GPU would show that."""
+    """Otherwise only the machine with the GPU would show that a wheel is missing."""
     monkeypatch.setattr(wheels, "ROOTS", ("sp-core-missing",))
     with pytest.raises(PackageNotFoundError, match="sp-core-missing"):
         wheels.main(["/nonexistent"])
 
 
 def test_a_failure_is_reported_where_the_machine_has_libcst() -> None:
-    """Hypothesis imports it after a failure. An error in that import would end all tests."""
+    """Hypothesis imports libcst after a failure. The import's warning must not become an error."""
     text = "mypy_extensions.TypedDict is deprecated, and will be removed in a future version."
     warnings.warn(text, DeprecationWarning, stacklevel=1)

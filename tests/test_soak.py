@@ -1,4 +1,4 @@
-"""The repeated suite names the seed of a failure, goes on when interrupted, and needs tests."""
+"""Test the repeated suite: it names the seed of a failure and resumes after an interruption."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BAD = {
 def test_the_seed_that_fails_is_told_with_the_test_and_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A real session."""
+    """Run a real session of pytest."""
     monkeypatch.setenv("CASE_SEED", "7")
     ended = carried_out(Run("idle", 0, 7), [CASE], ["threads"], tmp_path)
     (failure,) = ended["failures"]
@@ -42,7 +42,7 @@ def test_the_seed_that_fails_is_told_with_the_test_and_the_command(
 
 @pytest.fixture
 def made_up(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
-    """The runs that the command asks for. The third fails, the fifth is interrupted."""
+    """Record the runs that the command asks for. The third fails, the fifth is interrupted."""
     asked: list[Run] = []
 
     def run(wanted: Run, files: Any, stages: Any, folder: Path) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def test_an_interrupted_soak_goes_on_and_its_report_names_what_failed(
         command.main(arguments)
     with (tmp_path / command.LINES).open("a") as file:
         file.write('{"soak": 11, "ki')  # a line that was cut short
-    assert command.main([*arguments[:4], *arguments[6:]]) == 1  # the seed is that of the folder
+    assert command.main([*arguments[:4], *arguments[6:]]) == 1  # no --seed: the folder's is used
     assert [run[:2] for run in made_up] == [
         *(("idle", n) for n in range(4)),
         ("loaded", 0),

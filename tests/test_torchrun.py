@@ -1,6 +1,6 @@
-"""Ranks that torchrun has started over gloo, without mpi4py: laws, FSDP2, and the death of a rank.
+"""Test ranks that torchrun has started over gloo, without mpi4py: laws, FSDP2, death of a rank.
 
-`nox -s torchrun` runs the whole files on 2, 3 and 4 processes; here is a sample of each.
+`nox -s torchrun` runs the whole files on 2, 3 and 4 processes. This file runs a sample of each.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ FILES = (
     "test_errors.py",
     "kit/case_torchrun.py",
 )
-"""A few examples of laws, and what only such processes have."""
+"""Tests of laws, with few examples, and tests of features that only these processes have."""
 
 
 def variables() -> dict[str, str]:
-    """The environment of processes that are no ranks of another launch."""
+    """Return the environment of new processes, which are not ranks of this process's launch."""
     return outside(PYTHONHASHSEED="0", RES_OPTIONS="timeout:1", SP_PROFILE="brief")
 
 
@@ -40,7 +40,7 @@ def test_the_laws_hold_over_gloo_without_mpi4py() -> None:
 
 
 def test_a_rank_that_is_lost_is_an_error_on_all_others(tmp_path: Path) -> None:
-    """Nobody ends these processes from outside, and the survivors wait for each other."""
+    """No launcher ends these processes. The survivors get the error in a call that waits."""
     command = (sys.executable, str(TESTS / "kit" / "case_group_death.py"))
     (tmp_path / "store").mkdir()
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""The trace of a step: spans of all ranks by one clock, communication named and sized."""
+"""Test the trace of a step: spans of all ranks by one clock, communication with its bytes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def call(name: str, start: float, length: float, sent: int) -> Event:
 
 
 def profile(rank: int, ahead: float) -> list[Event]:
-    """A step from 1.0 to 1.5 s by rank 0's clock, as a clock that is ahead sees it."""
+    """Return a step at 1.0 to 1.5 s of rank 0's clock, by a clock that is `ahead` seconds ahead."""
     step = span("step", (1.0 + ahead) * 1e6, 5e5)
     calls = [call(name, (start + ahead) * 1e6, *more) for name, start, *more in CALLS]
     return shifted(rank, "cpu of host", [step, *calls], ahead)
@@ -102,7 +102,7 @@ def test_communication_is_counted_once_and_inside_its_step(spans: list[tuple[int
 
 @spmd(2)
 def test_a_collective_by_an_algorithm_is_named_and_sized(comm: Any) -> None:
-    """Its messages are posted by itself, at its start and while it is waited for."""
+    """The algorithm posts messages at its start and during the wait. One event has all bytes."""
     with sp.Mesh(comm, sp=2) as mesh:
         log = Log(mesh["sp"])
         sp.all_reduce(torch.ones(10), comm=mesh["sp"], algorithm="ring")

@@ -1,6 +1,6 @@
-"""Training over ranks.
+"""Test training over ranks.
 
-A step is that of one device, and the comparison of whole runs finds what is planted.
+Runs over ranks are compared with runs of one rank. The comparison finds all planted faults.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SMALL = Setting(
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """What one rank has done: the folder, and the curves by dtype."""
+    """Train on one rank. Return the folder of the results, and the curves by dtype."""
     folder = tmp_path_factory.mktemp("alone")
 
     def run(dtype: str) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 
 
 def judged(place: Place, dtype: str, alone: tuple[Path, dict[str, Any]]) -> list[str]:
-    """What is wrong with a mesh."""
+    """Train on a mesh of two ranks. Return what is wrong with its run."""
     folder, curves = alone
     record = run_threads(2, lambda comm: run_place(comm, place, dtype, SMALL, folder))[0]
     return complaints(record, curves[dtype])
@@ -60,7 +60,7 @@ def judged(place: Place, dtype: str, alone: tuple[Path, dict[str, Any]]) -> list
 def test_what_is_planted_is_found_and_nothing_else(
     alone: tuple[Path, dict[str, Any]],
 ) -> None:
-    """On every mesh of two ranks on which the fault is one."""
+    """Faults are planted on every mesh of two ranks, unless a fault has no effect on the mesh."""
     for place in places(2):
         assert [judged(place, dtype, alone) for dtype in DTYPES] == [[], []], place
     for fault in faults.FAULTS:
@@ -85,8 +85,8 @@ def test_a_fault_that_can_no_longer_be_planted_is_an_error() -> None:
 
 
 def test_a_curve_may_be_ten_times_as_far_away_as_a_perturbed_one() -> None:
-    """Where nothing has diverged yet, by ten units in the last place of the loss."""
-    unit = 2.0**-21  # of 5.0 in float32
+    """If no perturbed run has diverged yet, ten units in the last place of the loss are allowed."""
+    unit = 2.0**-21  # the last place of 5.0 in float32
     perturbed = [[5.0, 5.0, 5 - 8 * unit, 5.0], [5.0, 5 + 2 * unit, 5.0, 5.0]]
     curve = {"dtype": "float32", "losses": [5.0] * 4, "perturbed": perturbed}
     assert allowed(curve) == [10 * unit, 20 * unit, 80 * unit, 80 * unit]
@@ -114,7 +114,7 @@ def test_every_scheme_is_on_every_number_of_ranks(ranks: int) -> None:
 def test_a_session_trains_alone_first_and_stops_if_that_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """A planted fault leaves the committed result alone."""
+    """A session with a planted fault does not overwrite the results of one without."""
     losses = [5.0, 4.0, 3.0]
     curve = {"losses": losses, "perturbed": [losses], "worst": 0.5}
     good = {"status": "ok", "curves": {dtype: {"dtype": dtype, **curve} for dtype in DTYPES}}

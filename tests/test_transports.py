@@ -1,4 +1,4 @@
-"""Transports that need hardware, against stand-ins that do everything as late as they can."""
+"""Test transports that need hardware, on stand-ins that do everything as late as possible."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_gpu_gets_the_transport_that_is_named(name: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce", "shift"])
 @spmd(2, 3)
 def test_mpi_reads_what_the_device_has_computed_last(comm: Any, op: str) -> None:
-    """By a call, by one that is started, and in every run of a plan."""
+    """This holds for a call, for a call that is started, and for every run of a plan."""
     streams = DelayedStreams()
     with sp.Mesh(comm, sp=comm.size) as mesh:
         group, x = mesh["sp"], torch.ones(3 * comm.size)
@@ -97,7 +97,7 @@ def test_a_child_finds_out(program: str, reason: str) -> None:
 
 @spmd()
 def test_what_the_child_does(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory of a CPU comes as it was sent; a difference is noticed."""
+    """In CPU memory the probe finds that messages arrive unchanged. It notices a changed one."""
     if session.tier() == "mpi":
         monkeypatch.setattr(sys, "argv", ["probe", "cpu"])
         exec(cuda_aware.PROBE, {})
@@ -142,7 +142,7 @@ def pipelined(
 def test_results_are_right_however_late_the_device_is(
     comm: Any, on_device: bool, case: Case, nbytes: int, polls: int
 ) -> None:
-    """The input is computed late, copies run late, and the results are read after them."""
+    """The device computes inputs late and copies late. Results are read after its work."""
     case = replace(case, dim=0, view="plain")
     streams = DelayedStreams(polls=polls, lazy=True)
     memory = DelayedMemory(polls=(polls + comm.rank) % 5)
@@ -155,7 +155,7 @@ def test_results_are_right_however_late_the_device_is(
         else:
             group.transport = pipelined(group, streams, nbytes)
         inputs = case.inputs(comm.size)
-        for _ in range(2):  # the second call finds the buffers of the first
+        for _ in range(2):  # the second call reuses the buffers of the first
             x = torch.full_like(inputs[comm.rank], torch.nan)
             late.compute(partial(x.copy_, inputs[comm.rank]))
             result = case.call(x, group)
@@ -163,15 +163,15 @@ def test_results_are_right_however_late_the_device_is(
             streams.settle()
             stays = case.op == "shift" and case.offset % comm.size == 0
             if stays or (case.op == "broadcast" and comm.rank == case.root(comm.size)):
-                result = x  # what stays at a rank is copied by the device, not by the transport
+                result = x  # data that stay on a rank do not use the transport
             assert torch.equal(result, case.expected(inputs, comm.rank, comm.size))
 
 
 @pytest.mark.parametrize(("size", "piece"), [(2, MEBIBYTE), (4, MEBIBYTE), (16, MEBIBYTE // 2)])
 def test_a_long_vector_is_copied_in_pieces_of_a_mebibyte(size: int, piece: int) -> None:
-    """Each copy is started from Python, which costs as much as a copy of some 100 KiB.
+    """To start a copy from Python costs as much as to copy some 100 KiB, so pieces are large.
 
-    A chunk of all ranks has at most 8 MiB.
+    The pieces of all ranks together have at most 8 MiB, so with 16 ranks a piece is 512 KiB.
     """
     copies: list[int] = []
 
@@ -195,9 +195,9 @@ def test_a_long_vector_is_copied_in_pieces_of_a_mebibyte(size: int, piece: int) 
 def test_schemes_do_not_know_that_they_share_memory_of_a_device(
     comm: Any, name: str, problem: AttentionProblem
 ) -> None:
-    """Nothing of a ring goes through the host beside such memory.
+    """With such memory a ring sends no message through the host.
 
-    Staged and pipelined messages carry schemes in `domains/attention.py`.
+    `domains/attention.py` tests schemes over staged and pipelined messages.
     """
     with sp.Mesh(comm, sp=comm.size) as mesh:
         group = mesh["sp"]
@@ -210,7 +210,7 @@ def test_schemes_do_not_know_that_they_share_memory_of_a_device(
 
 @spmd(3, 4)
 def test_ranks_whose_copies_take_longer_call_in_the_same_order(comm: Any) -> None:
-    """A collective whose input is still copied is not overtaken by what begins after it."""
+    """A collective whose input is still being copied is not overtaken by a later one."""
     with sp.Mesh(comm, check="off", sp=comm.size) as mesh:
         group, x = mesh["sp"], torch.ones(9)
         group.transport = pipelined(group, DelayedStreams(polls=1 + 99 * (comm.rank % 2)), 256)
@@ -246,7 +246,7 @@ def test_what_a_transport_leaves_to_another_is_passed_on() -> None:
     copying = PipelinedTransport(host, DelayedStreams(), 2)
     PipelinedTransport(host, DelayedStreams(polls=0), 2).exchange([], [])  # begins at once
     host.exchange.assert_called_once_with([], [])
-    for together, left in ((False, 2), (True, 0)):  # MPI may use them until all have left
+    for together, left in ((False, 2), (True, 0)):  # MPI may use slots until all have left
         copying.close(together=together)
         assert len(copying._slots) == left
 

@@ -1,4 +1,4 @@
-"""The model is that of the papers, ranks decide alike, and unusable files say why."""
+"""Test the model of collectives' times, the choice of algorithms, and files of constants."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_curve_goes_through_its_points_and_grows_between_them() -> None:
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_the_model_is_that_of_the_papers(size: int) -> None:
-    """Thakur et al., tables of section 4: n bytes in even pieces, powers of two."""
+    """Compare with Thakur et al., section 4: n bytes in equal pieces, a power of two of ranks."""
     n, logs = 1 << 20, size.bit_length() - 1
     share = (size - 1) / size * n
     expected = {
@@ -88,14 +88,14 @@ def test_the_speed_told_is_that_inside_a_node_or_else_between_nodes() -> None:
 
 
 def test_a_pipelined_sum_hides_behind_messages_to_other_nodes_only() -> None:
-    """Inside a node the processor that adds also copies the messages."""
+    """Inside a node the core that adds also copies the messages, so both times add up."""
     messages, sums = straight(1e-9, 1e-9), straight(1e-9, 2e-9)
     known = replace(PLAIN, links={"node": messages, "network": messages}, add=sums)
     near, far = (
         modelled(known, "all_reduce", "segmented_ring", nodes, 1 << 26)
         for nodes in ((0, 0), (0, 1))
     )
-    n = 1 << 26  # two ranks send half of it twice, and add half of it once
+    n = 1 << 26  # bytes: each of two ranks sends half twice, adds half once
     assert near == pytest.approx(n * 1e-9 + n / 2 * 2e-9, rel=0.02)
     assert far == pytest.approx(n * 1e-9, rel=0.02)
 
@@ -111,7 +111,7 @@ def test_what_was_measured_corrects_the_model() -> None:
     more = [predict(known, "all_reduce", "mpi", (0,) * size, 1 << 22) for size in (2, 4, 8)]
     assert more == sorted(more)
     bound = replace(known, bind=(1.0, 2.0))
-    for op, name, size in (("all_reduce", "ring", 2), ("broadcast", "binomial", 4)):  # of two steps
+    for op, name, size in (("all_reduce", "ring", 2), ("broadcast", "binomial", 4)):  # two steps
         call, planned = (
             predict(bound, op, name, (0,) * size, 64, planned=planned) for planned in (False, True)
         )
@@ -119,7 +119,7 @@ def test_what_was_measured_corrects_the_model() -> None:
 
 
 def test_less_than_one_number_takes_as_long_as_one() -> None:
-    """In a sum over four ranks one number takes a rank at most four steps, two numbers five."""
+    """In a ring of four ranks, one number takes a rank at most four steps, two numbers five."""
     one, two, less = (
         modelled(PLAIN, "all_reduce", "ring", (0,) * 4, nbytes) for nbytes in (4, 8, 1)
     )
@@ -133,7 +133,7 @@ def test_less_than_one_number_takes_as_long_as_one() -> None:
 def test_a_prediction_without_times_is_that_of_the_slowest_rank(
     size: int, apart: bool, count: int
 ) -> None:
-    """Of whole pieces for every rank, or of one number; the last ranks may be on another node."""
+    """The vector has 1024 elements per rank, or one in all. Some ranks may be on another node."""
     nodes = (*(0,) * (size - size // 2), *(int(apart),) * (size // 2))
     count, pieces = (1, (1, *(0,) * (size - 1))) if count == 1 else (count * size, (count,) * size)
     segment = schedules.segment_length(count, size, 4)
@@ -180,7 +180,7 @@ def test_the_quickest_is_taken_and_the_library_where_nothing_is_known() -> None:
     assert (taken(8, tuning=alone), taken(8, (0, 1), alone)) == ("ring", "mpi")
     model._decided.cache_clear()
     assert {taken(nbytes) for nbytes in range(1 << 10, 1 << 11)} == {"mpi"}
-    assert model._decided.cache_info().currsize == 1 + 4  # four steps to twice the size
+    assert model._decided.cache_info().currsize == 1 + 4  # four sizes for each doubling
     costly = replace(known, bind=(1.0, 0.0))
     assert decide(costly, "all_reduce", (0, 0), 1 << 20, among=among, planned=False) == "mpi"
 
@@ -192,7 +192,7 @@ def test_the_quickest_is_taken_and_the_library_where_nothing_is_known() -> None:
     layout=st.integers(0, 9),
 )
 def test_whatever_auto_takes_is_right(comm: Any, case: Case, seed: int, layout: int) -> None:
-    """With any constants on rank 0 and others elsewhere, by a call and by a plan."""
+    """Rank 0 and the others have different random constants. Calls and plans give right results."""
     tuning = replace(drawn(seed), links=SLOW.links)
     with sp.Mesh(
         comm,
@@ -210,7 +210,7 @@ def test_whatever_auto_takes_is_right(comm: Any, case: Case, seed: int, layout: 
 
 
 def small_ones_by(name: str) -> Tuning:
-    """Make an algorithm the quickest for a byte or two, and the library for more."""
+    """Return constants with which `name` is quickest for 1 or 2 bytes, and the library for more."""
     rising = Curve(((1, 0.1), (2, 0.1), (4, 10.0)))
     return replace(
         PLAIN, times={"all_reduce": {"mpi": Curve(((1, 1.0), (1 << 40, 1.0))), name: rising}}
@@ -219,7 +219,7 @@ def small_ones_by(name: str) -> Tuning:
 
 @spmd(3)
 def test_in_place_and_with_nan_by_what_auto_takes(comm: Any) -> None:
-    """Both make their buffers before the algorithm runs, and must have the same one in mind."""
+    """Both make buffers before the algorithm runs. The buffers must be for that algorithm."""
     everyone = ("mpi", *SCHEDULED["all_reduce"])
     always = [
         timed({"all_reduce": dict.fromkeys(everyone, 1.0) | {name: 0.1}}) for name in everyone

@@ -1,4 +1,4 @@
-"""Collectives in shared memory, tensors read in place, and machines without shared memory."""
+"""Test collectives in shared memory, tensors read in place, and machines without such memory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ SUMS: dict[str, Any] = {
     "slot": 15,
     "dtype": torch.float32,
 }
-"""With a slot less a rank would overwrite what another still reads, in about half of the orders."""
+"""With one slot fewer, a rank would overwrite data that others still read, in about half of the
+orders of steps."""
 
 
 @example(**SUMS, seed=3)
@@ -66,7 +67,7 @@ SUMS: dict[str, Any] = {
 def test_no_order_of_the_ranks_changes_a_result(
     problems: list[Problem], size: int, slot: int, dtype: torch.dtype, seed: int
 ) -> None:
-    """Compare with the sums in the order of the ranks, whoever is first."""
+    """Sums are those in rank order, whichever rank is first to make a step."""
     inputs = [
         inputs_of(problem, size, slot, dtype, seed + turn) for turn, problem in enumerate(problems)
     ]
@@ -79,10 +80,13 @@ def test_no_order_of_the_ranks_changes_a_result(
 
 @spmd(2)
 def test_a_step_waits_for_the_other_ranks(comm: Any) -> None:
-    """They must have made all steps before it; before an operation's first step all but one."""
+    """A step begins when the other ranks have made all steps before it.
+
+    An operation's first step begins when they have made all but one of these.
+    """
     for lengths in product((1, 2, 3), repeat=3):
         window = Window(comm)
-        window._announce = lambda what: None  # rank 1 begins nothing
+        window._announce = lambda what: None  # else the kit raises: rank 1 begins nothing
         firsts = {0, *accumulate(lengths)}
         for length in lengths if comm.rank == 0 else ():
             window.start([[]] * length, "steps")
@@ -120,7 +124,7 @@ def test_a_slot_has_8_bytes_for_each_rank_or_more(comm: Any) -> None:
 def test_what_is_read_and_used_is_what_the_program_says(
     comm: Any, problem: Problem, dtype: torch.dtype, slot_bytes: int, on_device: bool, seed: int
 ) -> None:
-    """Bits, messages, bytes and scratch, three times in a row; some inputs are read in place."""
+    """Bits, messages, bytes and scratch are right in three runs. Some inputs are read in place."""
     size, rank = comm.size, comm.rank
     with sp.Mesh(comm, sp=size) as mesh:
         group = mesh["sp"]
@@ -157,7 +161,7 @@ def test_what_is_read_and_used_is_what_the_program_says(
 
 @spmd(3)
 def test_a_plan_in_a_window_takes_scratch_once_and_only_for_half_types(comm: Any) -> None:
-    """Two numbers of 4 bytes for each element that is added up in float32."""
+    """Scratch has two numbers of 4 bytes for each element that is added up in float32."""
     with sp.Mesh(comm, transport="window", sp=3) as mesh:
         for dtype, taken in ((torch.bfloat16, 40), (torch.float32, 0)):
             plan = sp.plan(
@@ -170,11 +174,11 @@ def test_a_plan_in_a_window_takes_scratch_once_and_only_for_half_types(comm: Any
 
 
 def provided(part: torch.Tensor) -> int:
-    """The bytes for which the system has provided pages, read or not, by whichever rank."""
+    """Return the bytes of a window's pages that the system has provided, used by any rank."""
     lines = (line.split() for line in Path("/proc/self/maps").read_text().splitlines())
     inode = next(int(at[4]) for at in lines if at[0].startswith(f"{part.data_ptr():x}-"))
     for each in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # of another rank, which is a thread
+        with suppress(FileNotFoundError):  # another rank, a thread, has closed it
             if (found := each.stat()).st_ino == inode:
                 return 512 * found.st_blocks
     raise AssertionError("no descriptor of this memory")
@@ -182,7 +186,7 @@ def provided(part: torch.Tensor) -> int:
 
 @spmd(4)
 def test_memory_of_a_window_grows_with_what_passes_through_it(comm: Any) -> None:
-    """Each slot as far as the longest vector, and to no more than its length; one more page."""
+    """Each slot takes the pages of the longest vector so far, at most its length, and one page."""
     page, most = mmap.PAGESIZE, 0
     with sp.Mesh(comm, transport="window", sp=4) as mesh:
         group = mesh["sp"]
@@ -215,15 +219,15 @@ STEPS: list[tuple[int, Collection[str], tuple[int, ...], int, dict[str, bool]]] 
     (5, ["all_reduce"], (1 << 18, 1), 7, {"resident": True, "in_place": True}),
     (4, ["all_reduce"], (1 << 18, 1), 1 << 19, {"resident": True, "in_place": True}),
 ]
-"""Steps, counted by hand, of operations on float32 with pieces of these lengths and slots of this
-one. 32 KiB are read in one shot, and 1 MiB at a time where two ranks sum in place."""
+"""Number of steps, counted by hand; operations on float32; elements of each rank's piece, and of a
+slot; options. Up to 32 KiB are read in one shot; two ranks that sum in place read 1 MiB at once."""
 
 
 @pytest.mark.parametrize(("steps", "ops", "counts", "slot", "how"), STEPS)
 def test_ranks_wait_for_each_other_no_more_often_than_needed(
     steps: int, ops: Collection[str], counts: tuple[int, ...], slot: int, how: dict[str, bool]
 ) -> None:
-    """And add up in no memory of another rank."""
+    """No rank adds up in the memory of another rank."""
     for op, rank in product(ops, range(len(counts))):
         task = operation(op, rank, len(counts), counts, 1, itemsize=4, slot=slot, **how)
         made = program_of(task, "window")
@@ -276,7 +280,7 @@ def test_tensors_of_the_others_outlive_the_communicator_and_others_are_refused(c
 
 
 def test_a_rank_that_leaves_is_noticed_by_one_that_waits_for_its_flag() -> None:
-    """A start does not wait. A rank that then waits gets the error of the rank that left."""
+    """Starting does not wait. A rank that waits later gets the error of the rank that left."""
 
     def body(comm: Any) -> None:
         with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
@@ -291,7 +295,7 @@ def test_a_rank_that_leaves_is_noticed_by_one_that_waits_for_its_flag() -> None:
 
 @spmd(2)
 def test_ranks_that_do_not_do_the_same_in_a_window_are_told(comm: Any) -> None:
-    """Also where nobody agrees on arguments before."""
+    """With check="off" no agreement is made. The testing kit finds the different lengths."""
     with sp.Mesh(comm, transport="window", check="off", sp=comm.size) as mesh:
         group, x = mesh["sp"], torch.ones(5 + comm.rank)
         if isinstance(comm, LockstepComm):
@@ -300,7 +304,7 @@ def test_ranks_that_do_not_do_the_same_in_a_window_are_told(comm: Any) -> None:
 
 
 class Without:
-    """The module `os` of a system that lacks a call, on one rank or on all."""
+    """Stand in for the module `os` of a system on which a call fails, on one rank or on all."""
 
     def __init__(self, name: str, rank: int | None = None) -> None:
         self._lacking, self._rank = name, rank
@@ -317,7 +321,7 @@ class Without:
 
 
 def misread(file: int, nbytes: int) -> torch.Tensor:
-    """Map other memory than that of the file, on one rank."""
+    """Map the file, but on rank 1 return different memory."""
     if threading.current_thread().name == "rank 1":
         return torch.ones(nbytes, dtype=torch.uint8)
     return MAPPED(file, nbytes)
@@ -339,9 +343,9 @@ WITHOUT: dict[str, Any] = {
 def test_without_common_memory_the_others_carry_on_and_the_reason_is_known(
     reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One rank finds out; all take the same way.
+    """If one rank cannot share memory, all ranks use messages.
 
-    To ask for the window is then an error on all ranks, before a message.
+    To ask for the window is then an error on all ranks, before anything is sent.
     """
     monkeypatch.setattr(shared, *WITHOUT[reason])
 

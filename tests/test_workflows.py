@@ -1,6 +1,6 @@
-"""What CI runs: nox sessions that exist, and who may write, publish or use a GPU.
+"""Test the CI workflows: they run nox sessions, and only some may write, publish or use a GPU.
 
-`nox -s workflows` has zizmor check the rest: rights, triggers, pinned actions, pasted expressions.
+`nox -s workflows` has zizmor check rights, triggers, pinned actions and injected expressions.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ def sessions() -> set[str]:
 
 
 def values(key: str, text: str) -> list[str]:
-    """What stands behind a key, wherever it is; a value of several lines is '|'."""
+    """Return the values of a YAML key, anywhere in a text. A value of several lines is '|'."""
     return re.findall(rf"^ *(?:- )?{key}: (.*)$", text, re.MULTILINE)
 
 
 def jobs(text: str) -> dict[str, str]:
-    """The text of each job by its name."""
+    """Return the text of each job, by its name."""
     parts = re.split(r"^  (\w+):$", text.partition("\njobs:\n")[2], flags=re.MULTILINE)[1:]
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
 def called(text: str) -> list[str | None]:
-    """The sessions that commands run, besides the installation; None for no single call of nox."""
+    """Return the nox session of each command but INSTALL, None if it is no single call of nox."""
     commands = [command for command in values("run", text) if command != INSTALL]
     return [match and (match[1] or match[2]) for match in map(NOX.fullmatch, commands)]
 
 
 def naming(part: str) -> list[str]:
-    """The workflows that contain a text."""
+    """Return the names of the workflows that contain a text."""
     return [name for name, text in WORKFLOWS.items() if part in text]
 
 
 def triggers(text: str) -> list[str]:
-    """What starts a workflow."""
+    """Return the events that start a workflow."""
     section = text.partition("\non:\n")[2].partition("\n\n")[0]
     return re.findall(r"^  (\w+):", section, re.MULTILINE)
 
