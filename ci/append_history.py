@@ -2,8 +2,8 @@
 
     python -m ci.append_history COMMIT RECORDS.jsonl... [--dry-run]
 
-The records come out of another job, so they are read as if from a stranger: what is no record, or
-is one of another commit, is named and left out, and the exit code is 1; it is 2 where git failed.
+The records come out of another job, so they are not trusted: a line that is no record, or a record
+of a different commit, is reported and left out, and the exit code is 1. It is 2 if git failed.
 Records that the branch has already are not added again. The branch has one file a month, as servers
 refuse large ones. With GITHUB_TOKEN and GITHUB_SERVER_URL set, that token pushes.
 """
@@ -44,7 +44,7 @@ def of_commit(paths: Iterable[Path], commit: str) -> tuple[list[Record], list[st
 
 
 def foreign(record: Record, commit: str) -> str | None:
-    """Why a record is none of a commit's history."""
+    """Return why a record does not belong to a commit's history, or None if it does."""
     if record.commit.sha != commit:
         return f"measured at {record.commit.sha}, not at {commit}"
     if record.commit.dirty is not False:
@@ -57,7 +57,7 @@ def foreign(record: Record, commit: str) -> str | None:
 
 
 def identity(record: Record) -> tuple[object, ...]:
-    """Return the values that no other record has together."""
+    """Return values that together identify a record."""
     return record.run_id, record.launch, *record.key
 
 
@@ -67,7 +67,7 @@ def month(record: Record) -> str:
 
 
 def added(text: bytes, new: Iterable[Record]) -> tuple[bytes, int]:
-    """Add to a file the records that it lacks. Return its text and their number."""
+    """Append to a file's text the records that it lacks. Return the new text and their number."""
     there = {identity(msgspec.json.decode(line, type=Record)) for line in text.splitlines()}
     missing = {identity(record): record for record in new if identity(record) not in there}
     lines = [msgspec.json.encode(record) + b"\n" for record in missing.values()]
@@ -75,7 +75,7 @@ def added(text: bytes, new: Iterable[Record]) -> tuple[bytes, int]:
 
 
 def authorisation() -> dict[str, str]:
-    """Return the setting that shows the token of a workflow's job to its server alone."""
+    """Return git's setting that sends a workflow job's token to its server alone; {} without."""
     token, server = os.environ.get("GITHUB_TOKEN"), os.environ.get("GITHUB_SERVER_URL")
     if not token or not server:
         return {}
@@ -93,7 +93,10 @@ def tip(remote: str, access: Mapping[str, str]) -> str | None:
 
 
 def commit_of(parent: str | None, new: Sequence[Record], title: str) -> tuple[str | None, int]:
-    """Return a commit on top of the branch, or None, and how many records it adds."""
+    """Return a commit on top of `parent` (None if no record is new), and how many records it adds.
+
+    `parent` is the last commit of the branch, or None if there is no branch yet.
+    """
     old = (
         dict(line.split("\t")[::-1] for line in say("ls-tree", parent).splitlines())
         if parent
@@ -117,7 +120,7 @@ def commit_of(parent: str | None, new: Sequence[Record], title: str) -> tuple[st
 def append(
     new: Sequence[Record], title: str, remote: str, *, dry_run: bool, attempts: int = 3
 ) -> str:
-    """Put records on the branch, on top of whoever pushed meanwhile; say what was done."""
+    """Push records to the branch, on top of commits pushed meanwhile. Return text on the result."""
     access = authorisation()
     made, count = commit_of(tip(remote, access), new, title)
     if made is None:

@@ -2,9 +2,9 @@
 
     python ci/borrow_torch.py CONSTRAINTS [INTERPRETER]
 
-A cluster's own torch fits its driver. Prints the file of constraints to install with, which has no
-torch and NumPy where they are borrowed. The whole folder of packages that holds that torch can be
-imported then, after the environment's own.
+A cluster's own torch fits its driver. Prints the path of the constraints file to install with,
+which omits torch and NumPy if they are borrowed. All packages in the folder of the borrowed torch
+can then be imported; the environment's own packages take precedence.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ print(json.dumps([list(sys.version_info[:2]), sorted(places)]))
 
 
 class CannotBorrow(Exception):
-    """The text says what is missing."""
+    """Another interpreter's torch cannot be used; the text says why."""
 
 
 def folders(interpreter: str) -> list[str]:
-    """Where an interpreter has its torch and NumPy."""
+    """Return the folders in which an interpreter has its torch and NumPy."""
     try:
         answer = subprocess.run(
             [interpreter, "-c", PROBE], capture_output=True, text=True, timeout=300, check=False
@@ -52,7 +52,10 @@ def folders(interpreter: str) -> list[str]:
 
 
 def borrow(interpreter: str, constraints: Path, site: Path) -> Path:
-    """Link an interpreter's packages into a folder; return the constraints without them."""
+    """Let the packages in `site` be joined by an interpreter's torch and NumPy.
+
+    Return the path of the constraints without these two.
+    """
     found = folders(interpreter)
     subprocess.run(
         [sys.executable, "-m", "pip", "uninstall", "--quiet", "--yes", *BORROWED],

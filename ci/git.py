@@ -1,4 +1,4 @@
-"""git as a function, which says what git said when it fails."""
+"""Run git as a function. If git fails, the error has the text that git printed."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Mapping
 
 
 class GitFailed(Exception):
-    """git failed; the text is what it said."""
+    """git failed; the text is what git printed."""
 
 
 def git(*arguments: str, data: bytes = b"", settings: Mapping[str, str] | None = None) -> bytes:
     """Run git here, and return what it printed.
 
     Args:
-        arguments: after `git`.
-        data: its standard input.
+        arguments: the arguments after `git`.
+        data: the standard input of git.
         settings: variables of git's configuration for this call; they appear in no file and in no
             list of processes.
 
     Raises:
-        GitFailed: it did not exit with 0.
+        GitFailed: git did not exit with 0.
     """
     names = {f"GIT_CONFIG_KEY_{place}": name for place, name in enumerate(settings or {})}
     values = {

@@ -1,7 +1,7 @@
 """Measure which lines of the package the tests reach, as threads and under mpiexec together.
 
-Prints the table and writes reports/coverage.xml, also where tests are red; then the exit code is 1.
-A killed rank tells nothing.
+Prints the table and writes reports/coverage.xml, even if tests fail; then the exit code is 1. The
+lines that a killed rank reached are not counted.
 """
 
 from __future__ import annotations

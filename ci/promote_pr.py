@@ -27,7 +27,7 @@ GUARDED = (
     "*requirements*.txt",
     "*.lock",
 )
-"""What decides how code runs in CI, and which packages it runs with."""
+"""Patterns of files that decide how code runs in CI, and with which packages."""
 
 SHOWN = 20
 
@@ -37,13 +37,13 @@ class Refused(Exception):
 
 
 def fetch(remote: str, ref: str) -> str:
-    """Fetch the commit that a ref of the remote names; no ref here is moved to it."""
+    """Fetch the commit that a ref of the remote names, and return its hash; move no local ref."""
     say("fetch", "--quiet", "--no-tags", "--no-recurse-submodules", remote, ref)
     return say("rev-parse", "--verify", "FETCH_HEAD^{commit}")
 
 
 def changed_files(base: str, head: str) -> list[str]:
-    """Return the paths that head changed since it left base; no setting of git hides one."""
+    """Return the paths that head changed since it left base, whatever git's settings are."""
     left = say("merge-base", "--all", base, head).split()
     return sorted(
         {
@@ -56,12 +56,12 @@ def changed_files(base: str, head: str) -> list[str]:
 
 
 def guarded(paths: Sequence[str]) -> Iterator[str]:
-    """Those of the paths that decide how CI runs."""
+    """Yield those of the paths that decide how CI runs."""
     yield from (path for path in paths if any(fnmatch(path, rule) for rule in GUARDED))
 
 
 def listed(names: Sequence[str]) -> str:
-    """List names, one a line, as JSON strings: a stranger's cannot steer the terminal then."""
+    """List names, one a line, as JSON strings, so that no name can send codes to the terminal."""
     rest = [f"  ... and {len(names) - SHOWN} more"] if len(names) > SHOWN else []
     return "\n".join([*(f"  {json.dumps(name)}" for name in names[:SHOWN]), *rest])
 
@@ -89,7 +89,7 @@ def check(number: int, reviewed: str, remote: str, base: str, *, allow_ci: bool)
 
 
 def push(number: int, reviewed: str, remote: str, *, dry_run: bool) -> str:
-    """Make `pull-request/N` the reviewed commit, and say what was done."""
+    """Push the reviewed commit to `pull-request/N`, and return text that says what was done."""
     branch = f"refs/heads/pull-request/{number}"
     there = say("ls-remote", remote, branch).partition("\t")[0]
     if there == reviewed:

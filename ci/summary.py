@@ -14,7 +14,7 @@ CUT = "\n\nThe rest does not fit here: see the artifact.\n"
 
 
 def shortened(text: str, limit: int) -> str:
-    """At most so many bytes of a text, cut at the end of a line."""
+    """Return a text, cut at the end of a line if it has more than `limit` bytes."""
     if len(text.encode()) <= limit:
         return text
     kept = text.encode()[: limit - len(CUT)].decode(errors="ignore")

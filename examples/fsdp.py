@@ -46,7 +46,7 @@ def main(steps: int = 10) -> list[float]:
             own = nn.functional.cross_entropy(model(mine).mT, labels, reduction="sum") / (
                 2 * SEQ_LEN
             )
-            (own * size).backward()  # FSDP averages over all ranks what has to be summed
+            (own * size).backward()  # FSDP averages over all ranks; a sum is needed
             optimizer.step()
             optimizer.zero_grad()
             losses.append(sp.all_reduce(own.detach(), comm=mesh["dp", "ring"]).item())

@@ -18,7 +18,7 @@ def main(world: MPI.Intracomm) -> Tensor:
     q, k, v = (torch.randn(1, SEQ_LEN, 4, 16, generator=random) for _ in range(3))
     mask = sp.Mask(causal=True, window=50)  # a token sees itself and the 49 before it
 
-    # Blocks of 20 tokens in turns. Any lists will do, as long as each position occurs once.
+    # Ranks get blocks of 20 tokens in turn. Any lists will do if each position occurs once.
     blocks = torch.arange(SEQ_LEN).split(20)
     owned = [
         torch.cat(blocks[rank :: world.size] or (torch.arange(0),)) for rank in range(world.size)

@@ -26,7 +26,7 @@ CONFIG = llama.LlamaConfig(
 
 
 def peak_bytes(config: llama.LlamaConfig, weights: int, tokens: int, ranks: int) -> int:
-    """Return the bytes of tensors that a step in float32 needs at most, on each of some ranks."""
+    """Return the bytes of tensors that a step in float32 needs at most on each of the ranks."""
     embed, heads, dim = config.hidden_size, config.num_attention_heads, config.head_dim
     both, layers = (heads + config.num_key_value_heads) * dim, config.num_hidden_layers
     each, local = dim + heads + 2 * max(embed + 2 * both, 4 * embed + both), 4 * tokens // ranks
@@ -36,7 +36,7 @@ def peak_bytes(config: llama.LlamaConfig, weights: int, tokens: int, ranks: int)
 
 
 def measured(world: MPI.Intracomm, tokens: int) -> tuple[float, int, int]:
-    """Return the loss of a step, the greatest peak of a rank, and that of the formula."""
+    """Return a step's loss, its greatest peak bytes on any rank, and the formula's peak bytes."""
     sequence = [(3 * n * n + n) % CONFIG.vocab_size for n in range(tokens)]
     step = partial(train_step, max_norm=1.0, layout=sp.Sharding.contiguous, window=64)
     with sp.Mesh(world, ring=world.size) as mesh:

@@ -1,4 +1,4 @@
-"""Stop a training on one mesh, and go on with it on another. Each step adds two micro-batches.
+"""Stop a training on one mesh, and resume it on another. A step adds up two micro-batches.
 
 Run it with `sp-core run -n 4 -- python examples/resume.py`.
 """
@@ -20,14 +20,14 @@ CONFIG = llama.LlamaConfig(64, 32, 64, 1, 4, 4, 8)  # sizes as in the configurat
 
 
 def micro_batch(model: llama.Llama, tokens: torch.Tensor) -> MicroBatch:
-    """Return this rank's part of sequences (B, S). With replicas, pass those of this one."""
+    """Return this rank's part of sequences (B, S), which are those of this rank's replica."""
     comm, sharding = model.grid.sequence, sp.Sharding.zigzag(24, model.grid.sequence.size)
     shard = sharding.shard(tokens, comm.rank, 1)
     return MicroBatch(shard, next_token_labels(shard, comm=comm, sharding=sharding), sharding)
 
 
 def train(mesh: sp.Mesh, folder: Path, steps: int) -> list[float]:
-    """Go on from the last checkpoint in a folder to a step, and save another one."""
+    """Train from the last checkpoint in `folder` up to step `steps`, and save a new one."""
     model = llama.create(CONFIG, mesh, dtype=torch.float64)
     grid, weights, losses = model.grid, list(model.parameters()), []
     adamw = torch.optim.AdamW(weights, lr=1e-2)

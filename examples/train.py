@@ -30,7 +30,7 @@ def main(world: MPI.Intracomm, steps: int = 8) -> list[float]:
     sequences = [list(TEXT[:70]), list(TEXT[5:40])]  # packed into one row, never padded
     tp = 2 if world.size % 2 == 0 else 1
     made = tempfile.TemporaryDirectory() if world.rank == 0 else None
-    folder = Path(world.bcast(made.name if made else None)) / "model"  # all ranks see this path
+    folder = Path(world.bcast(made.name if made else None)) / "model"  # every rank uses this path
     with sp.Mesh(world, ring=world.size // tp, tp=tp) as mesh:
         model = llama.create(CONFIG, mesh, dtype=torch.float64)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

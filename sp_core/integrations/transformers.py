@@ -44,7 +44,7 @@ MODELS = ("gemma2", "gpt_oss", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe"
 LAYOUTS = ("contiguous", "striped", "zigzag")
 AXES = ("dp", "ring", "ulysses")
 WHOLE = ("input_ids", "attention_mask", "position_ids", "labels")
-"""The tensors (B, S) that a forward takes."""
+"""The arguments of a forward that are tensors (B, S) of the whole sequence."""
 
 REMEDY = "Leave them out; to generate, save the model and load it without `parallelize`."
 TAKEN = (*WHOLE, "num_items_in_batch", "return_dict", "output_hidden_states")
@@ -52,7 +52,7 @@ LAUNCHERS = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     *("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"),
 )
-"""The variables by which accelerate finds other processes."""
+"""The environment variables by which accelerate finds other processes."""
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -75,8 +75,8 @@ def parallelize(model: Model, mesh: Mesh, scheme: str = "ring", layout: str = "z
     Args:
         model: a causal language model whose `config.model_type` is one of `MODELS`, with the same
             weights on every rank, on the device of the mesh.
-        mesh: the axes "ring" and "ulysses" share each sequence; the replicas along "dp" take other
-            sequences.
+        mesh: a mesh with any of the axes "ring", "ulysses" and "dp". The ranks along "ring" and
+            "ulysses" share each sequence; the replicas along "dp" take different sequences.
         scheme: "allgather_kv", "ring" or "ulysses", over both axes together; or "hybrid", which
             needs both.
         layout: which rank holds which tokens: "contiguous", "striped" or "zigzag", as in
@@ -86,17 +86,17 @@ def parallelize(model: Model, mesh: Mesh, scheme: str = "ring", layout: str = "z
         The model.
 
     Communication:
-        Here and in each forward two comparisons of arguments. In each layer, forward and backward,
+        Here and in each forward two agreements on arguments. In each layer, forward and backward,
         what the scheme sends; with labels what `next_token_loss` sends. At the end of each backward
-        one comparison, an all-reduce of a number per parameter, and one per dtype of all gradients.
+        one agreement, an all-reduce of a number per parameter, and one per dtype of all gradients.
 
     Raises:
         ValueError, ShapeError, TypeError: a model, mesh, scheme or layout that is not supported.
         CollectiveMismatch: ranks with different weights or arguments.
 
-    These errors are raised on every rank. The forward, too, raises them: for inputs that differ, or
-    a cache, `output_attentions` or attention dropout, for example. A backward that leaves no
-    gradient in `.grad`, as of `torch.autograd.grad`, raises a RuntimeError.
+    These errors are raised on every rank. The forward, too, raises them: for inputs that differ
+    between ranks, a cache, `output_attentions` or attention dropout, for example. A backward that
+    leaves no gradient in `.grad`, as of `torch.autograd.grad`, raises a RuntimeError.
     """
     arguments.check_type("mesh", mesh, Mesh, "Make one, such as Mesh(MPI.COMM_WORLD, ring=4).")
 
@@ -132,7 +132,7 @@ def one_process() -> Iterator[None]:
 class _Parallel:
     """Hold the hooks that split inputs of a model over ranks, average the loss and sum gradients.
 
-    Making the object puts the scheme, the loss and the hooks into the model.
+    The constructor puts the scheme, the loss and the hooks into the model.
     """
 
     def __init__(self, model: Any, grid: Grid, layout: str) -> None:
@@ -304,7 +304,10 @@ def _check_config(model: Any) -> None:
 
 
 def _check_inputs(model: Any, given: Mapping[str, Any], comm: Communicator) -> None:
-    """Check the arguments of a forward, given by name. Raise errors for what is not supported."""
+    """Raise an error, on this rank, if the model cannot compute a forward with these arguments.
+
+    `given`: the arguments by name; `comm`: the ranks that share each sequence.
+    """
     _check_config(model)
     if model.config._attn_implementation != NAME:
         raise ValueError(
@@ -347,7 +350,7 @@ def _check_inputs(model: Any, given: Mapping[str, Any], comm: Communicator) -> N
 
 
 def _check_padding(mask: Tensor, labels: Tensor | None, documents: tuple[int, ...] | None) -> None:
-    """Refuse documents, and a `mask` that hides more than padding without labels at row ends."""
+    """Raise ValueError if there are documents, or `mask` hides more than unlabelled end padding."""
     seen = mask.bool()
     if documents is not None or (mask != seen).any() or (seen[:, 1:] & ~seen[:, :-1]).any():
         raise ValueError(
@@ -360,7 +363,7 @@ def _check_padding(mask: Tensor, labels: Tensor | None, documents: tuple[int, ..
 
 
 def _positions(given: Mapping[str, Any]) -> tuple[Tensor, tuple[int, ...] | None]:
-    """Return position ids (B, S), and (0, ..., S) cut where every row restarts; None if nowhere."""
+    """Return position ids (B, S), and the bounds (0, ..., S) of documents (None if only one)."""
     tokens, positions = given["input_ids"], given.get("position_ids")
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)

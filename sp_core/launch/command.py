@@ -29,7 +29,7 @@ POLL_SECONDS = 0.05
 PAUSE_SECONDS, PAUSE_FACTOR = 0.25, 50
 """Pause between two searches for files: at least PAUSE_SECONDS and 50 times a search's duration."""
 ORPHAN_SECONDS = 4.0
-"""Seconds that mpiexec has to end the other ranks of one that failed. Then the launcher does so.
+"""Seconds that mpiexec has, after a rank failed, to end the others. Then the launcher ends them.
 
 MPICH's mpiexec does not end ranks that have not called MPI_Init.
 """
@@ -38,14 +38,14 @@ ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "MPI4PY_RC_FAST_REDUCE": "false",
     "OMP_NUM_THREADS": "1",
-    # keep the memory of freed tensors, else the system maps and clears that of each large one anew
+    # keep the memory of freed tensors; else the system maps and clears memory for each large one
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_MMAP_THRESHOLD_": str(1 << 25),
     # allow more ranks than cores, bind no rank to a core, let a rank that waits yield its core
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
     "OMPI_MCA_mpi_yield_when_idle": "true",
-    "OMPI_MCA_btl": "^ofi",  # without its network it sleeps for a second in MPI_Init
+    "OMPI_MCA_btl": "^ofi",  # if its network is missing, it sleeps for a second in MPI_Init
     "MPIR_CVAR_POLLS_BEFORE_YIELD": "1",
 }
 SESSION_DIR, SESSION_DIR_HERE = (
@@ -98,7 +98,7 @@ def session_dir(folder: Path) -> dict[str, str]:
 
     Return {} if the environment already names a folder for them. Launches that share a folder can
     fail to start: "The PMIx server's listener thread failed to start". With Open MPI 5.0.11 about 2
-    of 1000 starts beside five others do so.
+    of 1000 starts beside five others fail so.
     """
     return (
         {}
@@ -175,7 +175,7 @@ class Launch:
         There are five reasons: a rank has reached its time limit; the launch has reached its own; a
         rank of a test session has died; a signal has killed a rank; a rank of a plain program has
         failed and ORPHAN_SECONDS later the other ranks run on. Ranks that live have written their
-        stacks before a reason is returned. Return "" while all is well, and if the launch has ended
+        stacks before a reason is returned. Return "" while all is well, or if the launch has ended
         by itself, with any exit code.
         """
         self.deaths.look(seconds)
@@ -215,7 +215,7 @@ class Launch:
         self.deaths.close()
 
     def report(self, reason: str) -> str:
-        """Return a text: the reason, the ranks to suspect, each rank's state, and the tests."""
+        """Return a text: the reason, the ranks to suspect, each rank's state, and test results."""
         file = self.run_dir / IN_FLIGHT
         in_flight = file.read_text() if file.exists() else ""
         lines = [f"{'=' * 16} the launch was ended: {reason} {'=' * 16}", *self.deaths.suspects()]
@@ -263,7 +263,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "sp-core run") -
     """Parse the command line, run its program on several ranks, and return the exit code.
 
     Args:
-        arguments: of the command line; default: those of this process.
+        arguments: the arguments of the command line; default: those of this process.
         prog: name of the command in its help.
     """
     parser = argparse.ArgumentParser(prog=prog, description=__doc__)

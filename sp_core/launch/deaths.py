@@ -48,7 +48,7 @@ class Deaths:
     def __init__(self, run_dir: Path, ranks: int) -> None:
         self.ranks = ranks
         self._dir = run_dir
-        self._watched: dict[int, tuple[int, int]] = {}  # rank: process id, its pidfd (-1: was gone)
+        self._watched: dict[int, tuple[int, int]] = {}  # rank: process id, its pidfd (-1: ended)
         self._ends = select.epoll()  # reports events in the order in which they happened
         self._ended: dict[
             int, None
@@ -271,7 +271,7 @@ _SHARED = re.compile(r".* (/dev/shm/(mpich_shm_|ucx_shm_posix_|sm_segment\.)[^/]
 
 
 def stat(pid: int | str) -> list[str]:
-    """Return the fields of /proc/PID/stat from the third one (the state) on.
+    """Return the fields of /proc/PID/stat that follow the process's name; the first is its state.
 
     Return [] if the process does not exist any more.
     """
@@ -306,7 +306,7 @@ def kill_session(leader: int) -> None:
 
 
 def shared_files(leader: int) -> set[Path]:
-    """Return the files in /dev/shm that processes of a launch have mapped and MPI has named.
+    """Return the files of MPI libraries in /dev/shm that processes of a launch have mapped.
 
     `leader`: id of the process that leads the launch's session.
     """

@@ -61,10 +61,10 @@ def read(directory: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Read the ledger's file. A last line that is incomplete is left out.
 
     Returns:
-        The object of the first line, with "xml" (the path of the JUnit file; None or "" if none is
-        wanted) and "suite"; without a complete line only "xml", None. And by name of a test its
-        latest object, with "test", "outcome", "seconds" and "text". The outcome is "" if the test
-        has not ended.
+        (first, tests): `first` is the object of the first line, with "xml" (the path of the JUnit
+        file; None or "" if none is wanted) and "suite". It is {"xml": None} if no line is complete.
+        `tests` has by test name its latest object, with "test", "outcome", "seconds" and "text".
+        The outcome is "" if the test has not ended.
     """
     path = directory / FILE
     text = path.read_text() if path.exists() else ""

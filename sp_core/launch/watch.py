@@ -48,11 +48,11 @@ class Watch:
     They are opened at the start, because a dying process may be unable to open files.
 
     Args:
-        rank: of this process in MPI.COMM_WORLD.
+        rank: this process's rank in MPI.COMM_WORLD.
 
     Attributes:
-        directory: the launcher's (SP_RUN_DIR), or a temporary one without a launcher. Without a
-            launcher stacks go to standard error.
+        directory: the launcher's directory (SP_RUN_DIR), or a temporary one without a launcher.
+            Without a launcher stacks go to standard error.
         hang: file descriptor for stacks at a time limit.
         stack: file descriptor for stacks at a signal.
         flying: file descriptor for the example under way.
@@ -73,7 +73,7 @@ class Watch:
         faulthandler.register(signal.SIGTERM, self.stack, all_threads=True, chain=True)
         signal.signal(
             signal.SIGUSR1, signal.SIG_IGN
-        )  # for MPI_Finalize, which runs when faulthandler has ended
+        )  # in effect once faulthandler has ended, so in MPI_Finalize
         faulthandler.register(signal.SIGUSR1, self.stack, all_threads=True, chain=False)
         hold_life(self.directory, rank)
         file_of(self.directory, rank, "pid").write_text(
@@ -108,7 +108,7 @@ def hold_life(directory: Path, rank: int) -> int:
 
     Args:
         directory: the launch's directory.
-        rank: of this process in MPI.COMM_WORLD.
+        rank: this process's rank in MPI.COMM_WORLD.
 
     Returns:
         The file descriptor; -1 if no launcher listens.
@@ -130,8 +130,9 @@ def limit_phases() -> None:
     """Limit the time of each phase of a test: its setup, call or teardown.
 
     The limit is the environment's SP_WATCHDOG_PHASE_S, or 300 seconds, and at least
-    `example_seconds()`. The first phase begins now. A call of `progress` after each phase begins
-    the next one.
+    `example_seconds()`. If a phase takes longer, the stacks of all threads are written, and
+    GRACE_SECONDS later SIGALRM ends the process. The first phase begins now. A call of `progress`
+    after each phase begins the next one.
     """
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     limit = float(os.environ.get("SP_WATCHDOG_PHASE_S", PHASE_SECONDS))
@@ -153,7 +154,7 @@ def example_seconds() -> float:
 
 @contextmanager
 def limit(seconds: float) -> Iterator[None]:
-    """Limit the time of a `with` block to `seconds`.
+    """Limit the time of a `with` block to `seconds`. `progress` says what happens at the limit.
 
     When the block ends, the limit of the enclosing block starts anew.
     """
@@ -167,7 +168,7 @@ def limit(seconds: float) -> Iterator[None]:
 
 
 def progress() -> None:
-    """Restart the time limit of the innermost block, as the rank has made progress.
+    """Restart the time limit of the innermost block, because the rank has made progress.
 
     At the limit the stacks are written, and GRACE_SECONDS later the process is ended.
     """

@@ -37,9 +37,9 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 _UNUSED = (".rotary_emb.inv_freq",)  # older files hold these; they follow from the configuration
 
 Parts = dict[str, tuple[Tensor, Placement]]
-"""By name this rank's part of a tensor, and which rank holds which part."""
+"""For each tensor, by name: this rank's part, and the placement of all parts on the ranks."""
 Beside = tuple[str, Parts, dict[str, str]]
-"""Besides the weights: a description of the call, tensors of the folder STATE, texts by file."""
+"""A description of the call; tensors for the folder STATE; further texts to write, by file."""
 
 
 class Checkpoint:
@@ -86,10 +86,10 @@ class Checkpoint:
         return DTYPES[kind]
 
     def read(self, name: str, placement: Placement, rank: int) -> Tensor:
-        """Read the part of a tensor that `rank` holds by `placement`.
+        """Read the part of a tensor that `rank` holds according to `placement`.
 
         Raises:
-            CheckpointError: the tensor is missing, or has another shape than `placement`.
+            CheckpointError: the tensor is missing, or its shape is not that of `placement`.
         """
         if self.shape(name) != placement.shape:
             raise CheckpointError(
@@ -169,8 +169,8 @@ def load(
     Args:
         folder: holds `config.json` and either `model.safetensors`, or several files and
             `model.safetensors.index.json`. Every rank must see it.
-        mesh: with any of the axes "dp", "pp", "ring", "ulysses" and "tp" (see `Grid`).
-        dtype: of weights and computation; the dtype of the file if not given.
+        mesh: a mesh with any of the axes "dp", "pp", "ring", "ulysses" and "tp" (see `Grid`).
+        dtype: the dtype of weights and computation; the dtype of the file if not given.
         scheme: as in `Grid.of`.
         tp_sp: as in `Llama`.
 
@@ -183,7 +183,7 @@ def load(
     Raises:
         CheckpointError: a folder that cannot be used.
         ShapeError, ValueError: too many ranks; as `Grid.of`.
-        CollectiveMismatch: ranks with other arguments, configurations, or headers of tensors.
+        CollectiveMismatch: ranks with different arguments, configurations, or headers of tensors.
 
     All of these errors are raised on every rank.
     """
@@ -222,7 +222,7 @@ def _dtype(checkpoint: Checkpoint, asked: torch.dtype | None) -> torch.dtype:
 
 
 def check_names(checkpoint: Checkpoint, model: Llama) -> None:
-    """Raise CheckpointError if names of tensors are missing, or are none of the model's."""
+    """Raise CheckpointError if the files lack a tensor of the model, or have unknown tensors."""
     weights = [name for name, _ in model.layers[next(iter(model.own))].named_parameters()]
     layers = range(model.config.num_hidden_layers)
     own = [f"layers.{number}.{name}" for number in layers for name in weights]
@@ -251,7 +251,7 @@ def save(
     `folder`, which is renamed when complete. A killed save leaves at most the temporary folder.
 
     Args:
-        model: on any mesh without the axis "pp".
+        model: a model on any mesh without the axis "pp".
         folder: a path where nothing is yet, or an empty folder.
         tokenizer: written to `tokenizer.json`, such as `byte_tokenizer()`; rank 0 writes its own.
         max_file_bytes: the most bytes of weights in a file, except for a file with one tensor; None
@@ -264,7 +264,7 @@ def save(
     Raises:
         CheckpointError: something is there already, the folder cannot be written, max_file_bytes is
             less than 1, or the layers are split over stages.
-        CollectiveMismatch: ranks with another folder or max_file_bytes. Both on every rank.
+        CollectiveMismatch: ranks with different folders or max_file_bytes. Both on every rank.
     """
 
     def beside() -> Beside:
@@ -277,7 +277,7 @@ def save(
 def write(
     model: Llama, folder: str | Path, max_file_bytes: int | None, beside: Callable[[], Beside]
 ) -> None:
-    """Write a folder as `save` does, and the further texts and tensors that `beside` returns."""
+    """Write a folder as `save` does, with the further tensors and texts that `beside` returns."""
     check_model(model)
     everyone, found = model.grid.everyone, list[Beside]()
 
@@ -327,8 +327,8 @@ def _files(
 ) -> dict[str, Parts]:
     """Return the tensors of each file, by path, in the order of `tensors`.
 
-    A file takes as many as fit into `limit` bytes, at least one; None puts all into one file. The
-    index of several files is added to `texts`.
+    A file takes as many tensors as fit into `limit` bytes, at least one; None puts all into one
+    file. If there are several files, their index is added to `texts`.
     """
     sizes = {name: one.numel * x.element_size() for name, (x, one) in tensors.items()}
     groups: list[Parts] = []

@@ -48,7 +48,7 @@ class LlamaConfig:
         num_attention_heads: H, the number of query heads.
         num_key_value_heads: K, a divisor of H.
         head_dim: D, an even number.
-        rms_norm_eps: added to the mean square in the norms.
+        rms_norm_eps: the number added to the mean square in the norms.
         rope_theta, rope_scaling: `base` and `scaling` of `sp_core.nn.rope.Rope`.
         tie_word_embeddings: whether the output layer uses the weight of the embedding.
         max_position_embeddings: the most tokens that a sequence may have.

@@ -218,7 +218,7 @@ class Decoder:
         Raises:
             ShapeError, ValueError, TypeError: more tokens than a sequence has room for, no token
                 at all, or a token that is not in the vocabulary. On every rank.
-            CollectiveMismatch: ranks with other tokens. On every rank.
+            CollectiveMismatch: ranks with different tokens. On every rank.
         """
         return self._run("prefill", tokens, self._spread)
 
@@ -301,10 +301,10 @@ class Decoder:
         return one, lambda row: row[new.ends()]
 
     def _add(self, what: str, tokens: Tokens) -> list[tuple[Cache, New]]:
-        """Check and compare a call over the ranks of a replica, and add the tokens to the caches.
+        """Check that the ranks of a replica agree on a valid call, and add tokens to the caches.
 
         Returns:
-            Cache and new tokens of each micro-batch that gets a token.
+            For each micro-batch that gets a token, its cache and its new tokens.
         """
         shown = [length for cache in self.caches for length in cache.lengths]
 

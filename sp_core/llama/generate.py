@@ -119,7 +119,7 @@ def generate(
             all ranks of the prompt's replica.
 
     Returns:
-        For each prompt the new tokens, with the token that ended it, on every rank.
+        For each prompt the new tokens, including the one that ended its sequence, on every rank.
 
     Communication:
         One agreement (32-byte all-reduce). As `Decoder.prefill` once and as `Decoder.decode` for
@@ -129,7 +129,7 @@ def generate(
     Raises:
         ValueError: an empty prompt, a token that is not in the vocabulary, more tokens than the
             model has positions, a negative max_tokens, or stop strings without a tokenizer.
-        TypeError: an argument of another type, or an empty stop string.
+        TypeError: an argument of the wrong type, or an empty stop string.
         CollectiveMismatch: ranks with different arguments.
 
     All of these errors are raised on every rank.
@@ -173,8 +173,8 @@ def _chosen(
 
     Args:
         model, prompts, max_tokens, sampling: as in `generate`.
-        said: by the index of each of this replica's prompts the new tokens so far. The caller adds
-            each token that is yielded.
+        said: for each prompt of this replica, by index, the new tokens so far. The caller adds each
+            token that is yielded.
         ends: whether a sequence ends with the last of its new tokens.
     """
     decoder = Decoder(model, [len(prompts[number]) + max_tokens for number in said])

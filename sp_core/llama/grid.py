@@ -33,9 +33,9 @@ class Grid:
         sequence: the axes "ring" and "ulysses": ranks that split each sequence.
         stages: the axis "pp": ranks that hold consecutive layers, compute these for a
             micro-batch and send the result to the next rank.
-        replicas: the axis "dp": ranks that hold the same weights for other sequences.
+        replicas: the axis "dp": ranks that hold the same weights for different sequences.
         data: "dp", "ring" and "ulysses": ranks that hold the same parts of the weights and have
-            other tokens.
+            different tokens.
         model: all axes but "dp": the ranks of one replica, which work on the same sequences.
         everyone: all ranks of the mesh.
         attention: the attention scheme over `sequence`.
@@ -65,10 +65,10 @@ class Grid:
             One agreement (32-byte all-reduce).
 
         Raises:
-            TypeError: on this rank: no mesh.
-            ShapeError: on every rank: other axes.
+            TypeError: on this rank: `mesh` is no Mesh.
+            ShapeError: on every rank: the mesh has an axis that is not one of these.
             ValueError: on every rank: an unknown scheme, or "hybrid" without both axes.
-            CollectiveMismatch: on every rank: ranks with another scheme.
+            CollectiveMismatch: on every rank: the ranks name different schemes.
         """
         arguments.check_type("mesh", mesh, Mesh, "Make one, such as Mesh(MPI.COMM_WORLD, tp=2).")
         unknown = [axis for axis in mesh.axes if axis not in AXES]

@@ -47,11 +47,11 @@ class Pass:
     """Tokens to send once through the layers of all stages, and how they attend.
 
     Args:
-        tokens: int64 (B, S), those of this sequence rank, on every stage.
+        tokens: this sequence rank's tokens, int64 (B, S), given on every stage.
         positions: the position of each of the S tokens in its own document, for rotary angles.
         attend: computes the attention of a layer for this rank's heads.
         lengths: with TP-SP, for each tensor rank the number of tokens that it has; else None.
-        saving: how the layers need less memory in training.
+        saving: how the layers save memory in training.
     """
 
     tokens: Tensor
@@ -70,9 +70,10 @@ class Llama(nn.Module):
     Args:
         config: the architecture.
         grid: the groups of ranks, as from `Grid.of`.
-        dtype: of the weights and of all computation.
-        tp_sp: TP-SP, which divides the memory of activations between layers by T; `Decoder.decode`
-            ignores it. Gradients of norms are then summed over tensor ranks (`partial`).
+        dtype: the dtype of the weights and of all computation.
+        tp_sp: whether to use TP-SP, which divides the memory of activations between layers by T;
+            `Decoder.decode` ignores it. Gradients of norms are then summed over tensor ranks
+            (`partial`).
 
     Raises:
         ShapeError: more tensor ranks than heads, feed-forward features or tokens in the vocabulary,
@@ -137,7 +138,7 @@ class Llama(nn.Module):
         """Compute the logits of the next tokens, for this rank's part of the vocabulary.
 
         Args:
-            tokens: int64 (B, S/P), equal on all tensor ranks; replicas may have other shapes.
+            tokens: int64 (B, S/P), equal on all tensor ranks; replicas may have different shapes.
             sharding: which sequence rank holds which tokens.
             mask: which query sees which key; rotary positions count from each document's beginning.
 
@@ -147,8 +148,9 @@ class Llama(nn.Module):
         Communication:
             One agreement (32-byte all-reduce). Per layer the messages of the attention scheme over
             the sequence ranks, and two all-reduces of (B, S/P, E) over the tensor ranks; one more
-            for the embedding. Backward as many again. With `tp_sp` an all-gather of tokens and a
-            reduce-scatter replace each all-reduce; backward too, and each all-gather again.
+            for the embedding. The backward sends as much again. With `tp_sp` an all-gather of
+            tokens and a reduce-scatter replace each all-reduce, also in the backward, which then
+            repeats each all-gather of the forward.
 
         Raises:
             ShapeError, DtypeError, ValueError: tokens or a mask that do not fit, tokens that are
@@ -259,7 +261,7 @@ class Llama(nn.Module):
         """Raise an error, on this rank, if an argument of `forward` is wrong.
 
         Raises:
-            ShapeError, DtypeError, ValueError, TypeError: what was given and what is needed.
+            ShapeError, DtypeError, ValueError, TypeError: the text says what is needed.
         """
         check_shard(tokens, self.grid.sequence, sharding)
         arguments.check_type("mask", mask, Mask, "Pass Mask(causal=True), which is the default.")
@@ -312,9 +314,10 @@ def create(
 
     Args:
         config: the architecture.
-        mesh: with any of the axes "dp", "pp", "ring", "ulysses" and "tp" (see `Grid`).
-        seed: of the weights; equal seeds give equal models on every mesh.
-        dtype: of weights and computation. Weights are drawn in float64 and rounded to this dtype.
+        mesh: a mesh with any of the axes "dp", "pp", "ring", "ulysses" and "tp" (see `Grid`).
+        seed: the seed of the weights; equal seeds give equal models on every mesh.
+        dtype: the dtype of weights and computation. Weights are drawn in float64 and rounded to
+            this dtype.
         scheme: as in `Grid.of`.
         tp_sp: as in `Llama`.
 

@@ -43,10 +43,10 @@ NAME = "pipeline"
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sequences that pass through the stages together; other micro-batches may have other shapes.
+    """Sequences that pass through the stages together; shapes may differ between micro-batches.
 
     Args:
-        tokens: int64 (B, S/P), those of this sequence rank; equal on all tensor ranks and stages.
+        tokens: int64 (B, S/P), this sequence rank's; equal on all tensor ranks and stages.
         labels: int64 (B, S/P), as from `next_token_labels`; equal on all tensor ranks and stages.
         sharding: which sequence rank holds which tokens.
         mask: which query sees which key.
@@ -148,7 +148,7 @@ def forward(model: Llama, passes: Sequence[Pass]) -> list[Tensor]:
     All ranks of a replica (`grid.model`) call this, for the same micro-batches.
 
     Args:
-        model: with any number of stages.
+        model: a model with any number of stages.
         passes: for each micro-batch its tokens (B, S), S on this rank, and how they attend.
 
     Returns:
@@ -181,11 +181,11 @@ def loss_and_gradients(
     is valid if its label is not `IGNORED`.
 
     Args:
-        model: with any number of stages.
+        model: a model with any number of stages.
         batches: the micro-batches, at least one; the same number on every rank. Replicas (ranks
-            along the axis "dp") may have other micro-batches.
-        ordering: the order of forwards and backwards on each stage, such as `gpipe`. Another order
-            sums the same gradients in another order.
+            along the axis "dp") may have different micro-batches.
+        ordering: the order of forwards and backwards on each stage, such as `gpipe`. A different
+            order adds up the same gradients in a different order.
         recompute, offload, chunk: as in `sp_core.llama.train.backward`.
 
     Returns:
@@ -202,7 +202,7 @@ def loss_and_gradients(
     Raises:
         ShapeError, DtypeError, ValueError, TypeError: no micro-batch, no valid label, tokens,
             labels or a mask that do not fit, or `chunk` below 1. On every rank of the mesh.
-        CollectiveMismatch: ranks with other micro-batches or another order. On every rank.
+        CollectiveMismatch: ranks with different micro-batches or orders. On every rank.
     """
     check_model(model)
     grid = model.grid
@@ -298,7 +298,7 @@ def _shape(model: Llama, one: Pass) -> torch.Size:
 def _agree(
     model: Llama, batches: Sequence[MicroBatch], ordering: Ordering, saving: Saving
 ) -> tuple[Order, ...]:
-    """Check the arguments of `loss_and_gradients`, and compare them over the ranks.
+    """Check the arguments of `loss_and_gradients`, and that the ranks agree on them.
 
     Tokens and labels have to be equal over stages and over tensor ranks. Shapes, shardings and
     masks have to be equal in a replica, the number of micro-batches and their order everywhere.

@@ -1,4 +1,4 @@
-"""What `save_training` writes beside the weights, and how `load_training` reads it."""
+"""Collect the state that `save_training` writes beside the weights; read it in `load_training`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,16 @@ def record_of(
     scheduler: Scheduler | None,
     generator: torch.Generator | None,
 ) -> dict[str, Any]:
-    """Return the contents of `training.json` without the step; all state except large tensors.
+    """Return the contents of `training.json` without the step: all state except large tensors.
 
-    Entries: "of", the kinds of model, optimizer, scheduler and generator, which have to be equal in
-    `load_training`; "groups" of parameters; "state" of the optimizer by name of parameter, with {}
-    for a large tensor and {"": x} for a tensor of one number x; "schedule"; "random", as
-    hexadecimal.
+    The entries are:
+        "of": the kinds of model, optimizer, scheduler and generator. `load_training` needs equal
+            ones.
+        "groups": the groups of parameters of the optimizer.
+        "state": the state of the optimizer by parameter name. {} stands for a large tensor, and
+            {"": x} for a tensor of one number x.
+        "schedule": the state of the scheduler; None without one.
+        "random": the state of the generator in hexadecimal; "" without one.
     """
     remedy = "Make one of model.parameters()."
     arguments.check_type("optimizer", optimizer, torch.optim.Optimizer, remedy)
@@ -98,7 +102,7 @@ def keyed(pairs: list[tuple[str, Any]]) -> dict[Any, Any]:
 
 
 def digests(record: dict[str, Any]) -> str:
-    """Return a text with a short hash of each entry of a record, to compare over ranks."""
+    """Return a text with a short hash of each entry of a record, equal on ranks with equal ones."""
     texts = {key: json.dumps(x, default=refuse).encode() for key, x in record.items()}
     return ", ".join(f"{key} #{crc32(x):08x}" for key, x in texts.items())
 

@@ -110,7 +110,7 @@ def chat_prompt(folder: str | Path, text: str) -> str:
 
 
 class Stream:
-    """The text of a sequence whose tokens are given one by one, such as to print it as it grows."""
+    """Decode tokens of a sequence one by one, for example to print the text while it grows."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -133,7 +133,7 @@ def byte_tokenizer() -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    order = sorted(range(256), key=lambda byte: chr(byte) not in letters)  # those that print first
+    order = sorted(range(256), key=lambda byte: chr(byte) not in letters)  # printable bytes first
     vocab = dict(zip(letters, order, strict=True))
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -79,9 +79,9 @@ def train_step(
     """Train the weights for one step on the next tokens of these sequences. Every rank calls this.
 
     Args:
-        model: on any mesh without the axis "pp".
-        optimizer: of `model.parameters()`, one that treats each element by itself, as AdamW and
-            SGD do, because a rank holds only parts of the weights.
+        model: a model on any mesh without the axis "pp".
+        optimizer: an optimizer of `model.parameters()` that treats each element by itself, as AdamW
+            and SGD do, because a rank holds only parts of the weights.
         sequences, layout, own, window, recompute, offload, chunk: as in `backward`.
         max_norm: the norm of all gradients together is clipped to this; infinity for no clipping.
 
@@ -119,21 +119,22 @@ def backward(
     Every rank calls this. Gradients from before are discarded.
 
     Args:
-        model: on any mesh without the axis "pp".
-        sequences: for each the tokens, at least one; equal on every rank. Each replica (ranks along
-            the axis "dp") takes a part of the sequences.
+        model: a model on any mesh without the axis "pp".
+        sequences: for each sequence its tokens, at least one; equal on every rank. Each replica
+            (ranks along the axis "dp") takes a part of the sequences.
         layout: a function from the numbers of tokens and ranks to the `Sharding` of a replica's
             tokens over its sequence ranks.
         own: whether the sequences are those of this replica only. Own sequences need to be equal
             only on the ranks of the replica.
-        window: how many tokens before it, itself included, a token sees; None for its sequence.
+        window: how many tokens of its sequence a token sees: itself and those just before it. None
+            for all up to itself.
         recompute: whether each layer keeps only its input (B, S/P, E), and is computed once more in
             the backward pass, for long sequences. Loss and gradients are the same numbers.
         offload: as `recompute`, and the inputs of layers wait in host memory. If the model is on a
             CPU they stay where they are.
         chunk: how many tokens of a rank the feed-forward takes at a time; None for all. Backward
-            computes each chunk again, so that the F features of one chunk only exist. Each chunk
-            adds to the gradients of the weights, in their dtype.
+            computes each chunk again, so that the features of only one chunk exist at a time. Each
+            chunk adds to the gradients of the weights, in their dtype.
 
     Returns:
         The loss: mean over all tokens that have a next token in their sequence.
@@ -197,9 +198,9 @@ def _backward(
 def _dealt(
     sequences: Tokens, layout: Layout, window: int | None, shares: Sequence[range], grid: Grid
 ) -> tuple[str, Tensor, Mask, Sharding]:
-    """Deal each share of the sequences by `layout`; return all as text, and one share's tokens.
+    """Divide each share of the sequences over ranks by `layout`. Return text that describes all.
 
-    The share is that of this rank's replica, or the only one.
+    Then return row, mask and sharding of one share: that of this rank's replica, or the only one.
     """
     dealt = []
     for share in shares:
@@ -238,14 +239,14 @@ def save_training(
     in the folder.
 
     Args:
-        model: on any mesh without the axis "pp".
+        model: a model on any mesh without the axis "pp".
         folder: a path where nothing is yet, or an empty folder; a new one for each checkpoint.
-        optimizer: of parameters of the model, with a state of numbers, lists, and floating tensors
-            as large as their parameters.
+        optimizer: an optimizer of the model's parameters. Its state may have numbers, lists, and
+            floating tensors as large as their parameters.
         step: how many steps were done; `load_training` returns this number.
-        scheduler: of the learning rate, if there is one.
-        generator: of the random numbers that order the data, if there is one, in the same state on
-            every rank. The library has no random state: `dropout` computes with a seed.
+        scheduler: the scheduler of the learning rate, if there is one.
+        generator: the generator of the random numbers that order the data, if there is one, in the
+            same state on every rank. The library has no random state: `dropout` takes a seed.
         max_file_bytes: as in `save`, for weights and for tensors of the optimizer.
 
     Communication:
@@ -253,9 +254,9 @@ def save_training(
         Over all ranks three agreements (32-byte all-reduces), and one for each file of tensors.
 
     Raises:
-        CheckpointError: as `save`; or parameters of another model, or a state that cannot be
+        CheckpointError: as `save`; or parameters of a different model, or a state that cannot be
             written as tensors and JSON.
-        CollectiveMismatch: ranks with other optimizers or random states. Both on every rank.
+        CollectiveMismatch: ranks with different optimizers or random states. Both on every rank.
     """
 
     def beside() -> Beside:
@@ -287,12 +288,12 @@ def load_training(
     of the save. If the folder is refused, nothing is changed.
 
     Args:
-        model: of the same architecture and dtype, on any mesh without the axis "pp".
+        model: a model of the same architecture and dtype, on any mesh without the axis "pp".
         folder: a folder that `save_training` has written.
-        optimizer: of the same class, with the same parameters in the same groups. Hyperparameters
-            such as the learning rate are set, too.
-        scheduler: of the same class, if one was saved; else None.
-        generator: on the same type of device, if one was saved; else None.
+        optimizer: an optimizer of the same class, with the same parameters in the same groups.
+            Hyperparameters such as the learning rate are set, too.
+        scheduler: a scheduler of the same class, if one was saved; else None.
+        generator: a generator on the same type of device, if one was saved; else None.
 
     Returns:
         How many steps were done.
@@ -301,7 +302,7 @@ def load_training(
         One agreement (32-byte all-reduce), after all ranks have read their parts.
 
     Raises:
-        CheckpointError: a folder that is broken, or of another model or training.
+        CheckpointError: a folder that is broken, or of a different model or training.
         CollectiveMismatch: ranks that see different folders. Both on every rank.
     """
     check_model(model)

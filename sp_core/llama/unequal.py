@@ -57,7 +57,7 @@ def prefill_unequal(
 
     Args:
         model: the model, on a mesh without the axes "dp" and "pp".
-        sequences: for each its tokens, at least one; equal on every rank.
+        sequences: for each sequence its tokens, at least one; equal on every rank.
         plan: from `sp_core.scheduling`, for these lengths and the number of sequence ranks. It says
             which sequences all sequence ranks share, and which rank computes the others.
         pass_tokens: the most tokens of sequences that a rank packs into one row; a longer sequence
@@ -68,15 +68,15 @@ def prefill_unequal(
 
     Communication:
         One agreement (32-byte all-reduce). For a shared sequence the messages of the attention
-        scheme; for others none between sequence ranks. Ranks draw rows of waiting sequences
-        from a shared counter: each draw is one access and a broadcast of a number over the tensor
-        ranks. Over the tensor ranks two all-reduces per layer, and one for the embedding,
-        for each shared sequence and each row of others. In the end two all-gathers over the
+        scheme; for other sequences none between sequence ranks. Ranks draw rows of waiting
+        sequences from a shared counter: each draw is one access and a broadcast of a number over
+        the tensor ranks. Over the tensor ranks two all-reduces per layer, and one for the
+        embedding, for each shared sequence and each other row. In the end two all-gathers over the
         sequence ranks, of N/P numbers and of (N/P, V/T), and one of (N, V/T) over the tensor ranks.
 
     Raises:
-        ShapeError, ValueError, TypeError: a plan for other lengths or ranks, an empty sequence, a
-            token that is not in the vocabulary, or a mesh with replicas.
+        ShapeError, ValueError, TypeError: a plan for different lengths or ranks, an empty sequence,
+            a token that is not in the vocabulary, or a mesh with replicas.
         CollectiveMismatch: ranks with different sequences or plans.
 
     All of these errors are raised on every rank.
@@ -96,7 +96,7 @@ def prefill_unequal(
 
 @torch.no_grad()
 def compute(model: Llama, sequences: Tokens, plan: Plan, *, pass_tokens: int = PASS_TOKENS) -> Rows:
-    """Compute this rank's part of `prefill_unequal`, without comparing the calls of the ranks.
+    """Compute this rank's part of `prefill_unequal`, without a check that the ranks agree.
 
     Returns:
         Hidden states of the last tokens that this rank computed, by the index of the sequence.
@@ -138,7 +138,7 @@ def _computed(
     the row.
 
     Returns:
-        The hidden states of the last tokens of sequences, of those that this rank has.
+        The hidden state of each sequence's last token, if this rank has that token.
     """
     tokens, mask = packed([_filled(sequences, plan, number) for number in numbers])
     comm = model.grid.sequence
@@ -160,7 +160,7 @@ def _computed(
 
 
 def _taken(model: Llama, waiting: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    """Yield, of the rows of `waiting`, those that this rank is to compute, until none is left.
+    """Yield the rows of `waiting` that this rank is to compute, until no row is left.
 
     A row is a tuple of indices of sequences. Tensor rank 0 draws the index of the next row from a
     counter that all sequence ranks share, and broadcasts the index to the other tensor ranks. Every
@@ -170,7 +170,7 @@ def _taken(model: Llama, waiting: Sequence[tuple[int, ...]]) -> Iterator[tuple[i
         return
     tensor, counter = model.grid.tensor, model.grid.sequence.counter()
     while True:
-        number = tensor.rank or counter.take()  # the broadcast takes that of rank 0
+        number = tensor.rank or counter.take()  # the broadcast takes rank 0's number
         place = int(broadcast(torch.tensor([number], device=tensor.device), comm=tensor))
         if place >= len(waiting):
             break
@@ -179,7 +179,7 @@ def _taken(model: Llama, waiting: Sequence[tuple[int, ...]]) -> Iterator[tuple[i
 
 
 def _filled(sequences: Tokens, plan: Plan, number: int) -> list[int]:
-    """Return sequence `number`, repeated up to the length in the plan.
+    """Return the tokens of sequence `number`, repeated up to its length in the plan.
 
     A causal mask hides this padding from the sequence's tokens.
     """

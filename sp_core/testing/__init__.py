@@ -1,11 +1,11 @@
 """Test programs whose ranks communicate.
 
 `given` and `spmd` make tests whose body runs on several ranks. `CheckedComm` and `CheckedGroup`
-compare the calls of all ranks, so a mistake is an error instead of a hang. A pytest plugin makes
-one report for all ranks.
+check that all ranks make the same calls, so that a mistake raises an error instead of hanging. A
+pytest plugin makes one report for all ranks.
 
-Submodules are imported when they are used, so that the plugin and the launcher cost nothing where
-they are merely installed.
+Submodules are imported when they are used, so that the plugin and the launcher cost nothing if
+they are only installed.
 """
 
 import lazy_loader

@@ -110,11 +110,11 @@ def check_adjoint(
         y: float64 with small integers, of the shape of A x.
 
     Communication:
-        That of A and A^T, and one all-gather of two numbers.
+        The messages of A and A^T, and one all-gather of two numbers.
 
     Raises:
-        AssertionError: on every rank if the sums differ; only on this rank if A x has not the shape
-            of y, or A^T y not that of x.
+        AssertionError: on every rank if the sums differ; only on this rank if A x and y differ in
+            shape, or A^T y and x.
     """
     x = x.detach().requires_grad_(adjoint is None)
     ax = forward(x)

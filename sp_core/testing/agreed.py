@@ -1,7 +1,7 @@
 """Make one pytest session of the ranks of a launch.
 
-Every rank runs pytest. The ranks compare the tests that they have collected, combine the outcomes
-of each test, and only rank 0 writes reports.
+Every rank runs pytest. The ranks check that they have collected the same tests, and combine the
+outcomes of each test. Only rank 0 writes reports.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Ranks:
             exchanges values between all ranks.
 
     Raises:
-        pytest.UsageError: on every rank: the launch has another number of ranks than
-            `--sp-expect-ranks` says, or pytest-xdist is in use.
+        pytest.UsageError: on every rank: the launch does not have the number of ranks
+            that `--sp-expect-ranks` gives, or pytest-xdist is in use.
     """
 
     def __init__(self, config: pytest.Config, session: Session) -> None:
@@ -110,7 +110,7 @@ class Ranks:
                 vars(cache).update(set=lambda key, value: None)
 
     def pytest_collectstart(self, collector: pytest.Collector) -> None:
-        """Note for the report of a hang that this rank collects this file or folder."""
+        """Note, for the report of a hang, which file or folder this rank collects."""
         watch.note(f"collects {collector.nodeid or 'tests'}")
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -128,9 +128,9 @@ class Ranks:
         Ranks that ran different tests would wait for each other for ever.
 
         Raises:
-            pytest.UsageError: on every rank: the ranks collected different tests, or in another
-                order.
-            pytest.exit.Exception: a rank is at another point of the session.
+            pytest.UsageError: on every rank: the ranks collected different tests, or the same tests
+                in different orders.
+            pytest.exit.Exception: on every rank: the ranks are at different points of the session.
         """
         if sys.exc_info()[1] is not None:  # pytest calls this hook also after an error
             self._complaints.append(f"left collection:\n{traceback.format_exc()}")
@@ -146,14 +146,14 @@ class Ranks:
             self._usage("\n".join(lines))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Note for the report of a hang that this rank has begun this test."""
+        """Note, for the report of a hang, that this rank has begun this test."""
         watch.note(f"in {nodeid}")
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, Any, pytest.TestReport]:
-        """Compare the reports of all ranks on a test's setup, call or teardown (every rank waits).
+        """Combine all ranks' reports on a test's setup, call or teardown. Every rank waits for all.
 
         If a rank has failed, or the outcomes differ, the report fails on every rank.
         """
@@ -175,7 +175,7 @@ class Ranks:
 
         Args:
             point: names the point of the session that this rank has come to.
-            mine: picklable.
+            mine: this rank's value, which must be picklable.
 
         Raises:
             pytest.exit.Exception: on every rank: the ranks are at different points, so that their
@@ -216,7 +216,8 @@ class Ranks:
     def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, object, object]:
         """Set this rank's exit status to the worst of all ranks. Every rank waits for all.
 
-        This rank also gets all ranks' notes, and the greatest error over bound of each comparison.
+        This rank also gets all ranks' notes, and for each name the greatest ratio of error to
+        bound.
         At the end rank 0 writes the exit status to the launcher's file, which tells the launcher
         that the session has ended regularly.
         """

@@ -33,19 +33,19 @@ It returns the values of all ranks in rank order, or None while a rank has not b
 """
 
 HEAD_BYTES = 1024
-"""Pickles of at most so many bytes are exchanged in one all-gather, longer ones in two."""
+"""Pickles of at most this many bytes are exchanged in one all-gather, longer ones in two."""
 AFTER_SECONDS = 0.5
-"""A wait is a long one, and looks for a deadlock, after so many seconds."""
+"""After this many seconds a wait counts as long, and looks for a deadlock at each poll."""
 YIELD_SECONDS = 2e-4
-"""A wait yields the core for so many seconds, and then sleeps between polls.
+"""For this many seconds a wait yields its core between polls; after that it sleeps between polls.
 
-Ranks that have a core each take about as long to meet.
+Ranks that have a core each take about this long until all have begun an exchange.
 """
 PAUSE_SHARE, LONGEST_PAUSE = 0.125, 5e-3
 """Between polls a wait sleeps for PAUSE_SHARE of its time so far, at most LONGEST_PAUSE seconds.
 
-A rank that waits long so leaves its core to other ranks. No wait gets longer by more than the
-share.
+So a rank that waits long leaves its core to other ranks. The sleeps make a wait longer by at most
+this share.
 """
 
 
@@ -53,7 +53,7 @@ class Carrier(ABC):
     """Exchange values between the ranks of one communicator.
 
     Attributes:
-        rank: of the caller in this communicator.
+        rank: the caller's rank in this communicator.
         size: number of ranks.
     """
 
@@ -76,7 +76,8 @@ class Carrier(ABC):
         Args:
             steps: yields whenever it has to wait for other ranks.
             what: describes the wait, for the report of a deadlock.
-            ending: whether this rank waits only for other ranks to end; they then cause a deadlock.
+            ending: whether this rank waits only for other ranks to end. If those are in a deadlock,
+                they raise the error.
         """
 
     def gather(self, value: object) -> list[Any]:
@@ -115,13 +116,13 @@ def begun(steps: Steps[T]) -> Callable[[], tuple[T, ...]]:
 
 
 def patiently(ready: Callable[[], T | None], stuck: Callable[[], object] = lambda: None) -> T:
-    """Call `ready` until it returns something true, and return that.
+    """Call `ready` until it returns a true value, and return that value.
 
-    Between the calls let other processes run. In a long wait sleep, ever longer.
+    Let other processes run between the calls. In a long wait sleep, longer each time.
 
     Args:
         ready: polls for the result.
-        stuck: called at each poll once the wait is a long one; it may raise.
+        stuck: called at each poll once the wait has lasted AFTER_SECONDS; it may raise.
     """
     begin = time.perf_counter()
     while not (got := ready()):
@@ -139,7 +140,7 @@ class MpiCarrier(Carrier):
     """Exchange values between processes, by non-blocking all-gathers of MPI.
 
     Args:
-        comm: an mpi4py communicator on which nobody else communicates.
+        comm: an mpi4py communicator that is used for nothing else.
         stuck: called with `what` and `ending` of `drive` at each poll of a long wait; it may raise.
     """
 
@@ -184,7 +185,7 @@ class MpiCarrier(Carrier):
 
 
 class Stopped(BaseException):
-    """Raised in a rank when all are to end because one hung. The rank itself has made no error."""
+    """Raised in the ranks to end them all when one has hung; it is no error of the body."""
 
 
 class World:
@@ -197,7 +198,8 @@ class World:
         lock: guards the state.
         versions: by rank, the number of changes so far for which it may wait.
         kept: the objects of `shared`, by key.
-        waiting: by rank, what it waits for, and whether only for other ranks to end.
+        waiting: for each waiting rank, a description of its wait, and whether it waits only for
+            other ranks to end.
         away: the ranks that have ended.
     """
 
@@ -243,8 +245,8 @@ class World:
         """Wait until something has changed for this rank since its version `seen`.
 
         Args:
-            rank: of the caller in the world.
-            seen: version that the caller has seen of its own state.
+            rank: the caller's rank in the world.
+            seen: the version of the caller's own state that it has seen.
             what: describes the wait, for the report of a deadlock.
             ending: this rank waits only for other ranks to end. A deadlock is reported to such
                 ranks only if every waiting rank is one.
@@ -282,10 +284,10 @@ class ThreadCarrier(Carrier):
 
     Args:
         world: state shared by the threads.
-        name: of the communicator; the same on all its ranks, and no other communicator's.
-        rank: of this thread in the communicator.
+        name: the communicator's name: the same on all its ranks, and used by no other communicator.
+        rank: this thread's rank in the communicator.
         size: number of ranks of the communicator.
-        world_rank: of this thread in the world.
+        world_rank: this thread's rank in the world.
     """
 
     def __init__(self, world: World, name: str, rank: int, size: int, world_rank: int) -> None:

@@ -1,6 +1,6 @@
-"""The checked communicator: an mpi4py communicator whose ranks compare each call beforehand.
+"""`CheckedComm`: an mpi4py communicator whose ranks check that all make the same calls.
 
-Messages are in `messages`, requests in `requests`, and the comparison is in `lockstep`.
+`messages` sends and receives, `requests` has the requests, and `lockstep` makes the check.
 """
 
 from __future__ import annotations
@@ -73,27 +73,27 @@ LOCAL = (
         "toint",
     ),
 )
-"""Beginnings of the names of calls that no other rank need make."""
+"""Prefixes of the names of calls that a rank may make alone."""
 
 
 class CheckedComm(Messages):
-    """An mpi4py communicator whose ranks compare each call before they make it.
+    """An mpi4py communicator whose ranks check before each collective that all make the same call.
 
     If the calls differ, every rank raises `CollectiveMismatch` instead of blocking. If a rank has
-    failed, the other ranks raise `PeerFailed`. The end of a `with` block, also by an error, is told
-    to the other ranks. `sp_core.testing.requests.UNCHECKED` lists the calls that are not compared;
-    the communicator prints the name of such a call.
+    failed, the other ranks raise `PeerFailed`. A rank that leaves the `with` block, also by an
+    error, tells the other ranks. `sp_core.testing.requests.UNCHECKED` lists the calls that are not
+    checked; the communicator prints the name of such a call.
 
     Args:
         raw: the mpi4py communicator that carries the calls; freed by `Free`.
-        family: communicators of this rank that are ended together; this one joins them. Default: a
-            new family, with a search for deadlocks.
-        name: of the communicator in error messages.
+        family: this rank's communicators that end together, which this one joins. Default: a new
+            family, with a search for deadlocks.
+        name: the communicator's name in error messages.
 
     Communication:
         Every rank of `raw` constructs it; the constructor splits `raw` once or twice. Before each
-        collective one all-gather of about 1 KB per rank. Messages are compared at the end of the
-        block, not when they begin. A wait for a message polls.
+        collective one all-gather of about 1 KB per rank. At the end of the block the ranks check
+        that all messages sent were received. A wait for a message polls.
     """
 
     def __new__(cls, raw: Any = None, family: Family | None = None, name: str = "comm") -> Self:
@@ -152,7 +152,7 @@ class CheckedComm(Messages):
         return request
 
     def _agreed(self, name: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
-        """Compare a collective that is not on buffers over the ranks, and return its result.
+        """Make a collective that is not on buffers, after a check that the ranks agree on it.
 
         The arguments that `AGREED` names must be equal on all ranks.
         """
@@ -178,7 +178,7 @@ class CheckedComm(Messages):
         return self._adopted(made, self.children)
 
     def _adopted(self, made: Any, counter: Iterator[int]) -> Any:
-        """Return the result `made` of a call; if it is an intracommunicator, as a checked one.
+        """Return the result `made` of a call; replace an intracommunicator by a checked one.
 
         The checked communicator joins the family of `self`. `counter` gives the number in its name.
         """
@@ -193,7 +193,7 @@ class CheckedComm(Messages):
         )
 
     def _unchecked(self, name: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
-        """Make a call that is not compared over the ranks, and print its name once."""
+        """Make a call that the ranks do not check, and print its name once."""
         say(name)
         return self._adopted(getattr(self._raw, name)(*args, **given), self._groups)
 
@@ -219,7 +219,7 @@ class CheckedComm(Messages):
         self._give_back()
 
     def _give_back(self) -> None:
-        """Mark this communicator as freed, and free those over which the ranks compare calls."""
+        """Mark this communicator as freed, and free the communicators that its checks use."""
         self._freed = True
         for shadow in self._shadows:
             shadow.Free()
@@ -229,8 +229,8 @@ class CheckedComm(Messages):
 def _kind(base: Any) -> Any:
     """Return the class of checked communicators for a class of mpi4py, such as `Cartcomm`.
 
-    It is a subclass of that class and of `CheckedComm`. The methods that `method_for` names make
-    its calls.
+    It is a subclass of that class and of `CheckedComm`. Each call is made by the method that
+    `method_for` names.
     """
     own = {name for name in dir(CheckedComm) if not name.startswith("_")} - AGREED.keys()
     names = {

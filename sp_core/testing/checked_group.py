@@ -1,6 +1,6 @@
-"""The checked group: a group of torch.distributed whose ranks compare each call beforehand.
+"""`CheckedGroup`: a group of torch.distributed whose ranks check that all make the same calls.
 
-The comparison is in `lockstep`.
+The check precedes each call; it is in `lockstep`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 
 class CheckedGroup:
-    """A process group whose ranks compare each call before they make it.
+    """A process group whose ranks check, before each call, that all make the same call.
 
     It offers some calls of torch.distributed by their names and arguments, without `group` and
     `async_op`. It is a context manager: a rank that leaves the block, also by an error, tells the
     other ranks.
 
     Args:
-        group: default: the whole world.
-        name: of the group in error messages.
+        group: a process group of torch.distributed; default: the whole world.
+        name: the group's name in error messages.
 
     Communication:
         Every rank of the group constructs it. Before each call one all-gather of 1 KB per rank,
@@ -69,7 +69,7 @@ class CheckedGroup:
         raise_for_peers(error, outcomes)
 
     def progress(self) -> None:
-        """Do nothing: torch itself moves what was started."""
+        """Do nothing: torch itself makes progress on operations that were started."""
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         """Call torch's `all_reduce`, which changes `tensor`. Every rank calls this."""
@@ -166,7 +166,7 @@ class CheckedGroup:
         )
 
     def stand_by(self) -> None:
-        """Take part in the comparison while other ranks call `send` and `recv`.
+        """Take part in the check of a message between other ranks, which call `send` and `recv`.
 
         Every rank that neither sends nor receives calls this.
         """
@@ -185,10 +185,10 @@ class CheckedGroup:
         sends: Sequence[Message] = (),
         receives: Sequence[Message] = (),
     ) -> None:
-        """Compare a call over the ranks, waiting for all, then call `then`.
+        """Wait for all ranks, check that they agree on a call, then call `then`.
 
         `op` and `equal` must be equal on all ranks. Messages sent must be those received. `text`
-        has the arguments, for errors; default: `equal`.
+        shows the arguments in errors; default: `equal`.
         """
         call = Call(op, equal, sends, receives, text or ", ".join(equal))
         Beginning(self, call, then).settle()
@@ -196,7 +196,7 @@ class CheckedGroup:
     def _split(self, tensor: Tensor, sizes: Sequence[int] | None) -> tuple[list[int], list[int]]:
         """Return how many rows and how many bytes of a tensor go to each rank, or come from it.
 
-        `sizes` are the rows; None splits them evenly.
+        `sizes`: number of rows for each rank; None splits the rows evenly.
         """
         rows = len(tensor)
         if sizes is None and rows % self.size:
@@ -215,7 +215,7 @@ class CheckedGroup:
 
 
 def _size(tensor: Tensor) -> str:
-    """Return size, dtype and device of a tensor as text. Raise ValueError if it has gaps."""
+    """Return a tensor's size, dtype and device as text. Raise ValueError if not contiguous."""
     if not tensor.is_contiguous():
         raise ValueError(
             f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not "
@@ -225,7 +225,7 @@ def _size(tensor: Tensor) -> str:
 
 
 def _require(condition: bool, op: str, output: Tensor, given: Tensor) -> None:
-    """Raise ValueError unless `condition`, that the sizes fit, holds and the dtypes are equal."""
+    """Raise ValueError unless `condition` (the sizes fit) holds and the dtypes are equal."""
     if not condition or output.dtype != given.dtype:
         raise ValueError(
             f"{op}: the output has {_size(output)}, the input {_size(given)}; these sizes do not "

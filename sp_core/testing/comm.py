@@ -30,15 +30,15 @@ def _reduced(op: Any, objects: Sequence[Any]) -> Any:
 
 
 class LockstepComm(Observer, ABC):
-    """A communicator whose ranks compare each call before they make it.
+    """A communicator whose ranks check, before each collective, that all make the same call.
 
     If the calls differ, every rank raises `CollectiveMismatch` instead of blocking. If a rank has
     left the example by an error, the other ranks raise `PeerFailed`.
 
     Args:
-        lockstep: this rank's side of the comparison.
-        family: communicators of this rank in the example. This communicator joins them, so that the
-            end of the example reaches all.
+        lockstep: this rank's side of the check.
+        family: this rank's communicators in the example, which this one joins. The example ends on
+            all of them together.
     """
 
     _pickle: Any
@@ -139,7 +139,7 @@ class LockstepComm(Observer, ABC):
         *,
         later: bool = False,
     ) -> None:
-        """Compare the point-to-point messages that follow over the ranks, before they begin.
+        """Check, before point-to-point messages begin, that each send has a matching receive.
 
         Every rank of the communicator calls this and waits for all.
 
@@ -149,14 +149,15 @@ class LockstepComm(Observer, ABC):
             later: whether other calls may come before these messages are posted.
 
         Raises:
-            CollectiveMismatch: the messages sent are not the messages received.
+            CollectiveMismatch: on every rank: a send has no matching receive, or a receive no
+                matching send.
         """
         with self._named("announce_exchange"):
             what = exchange(self.rank, self.size, list(sends), list(recvs), later)
         self._enter(what)
 
     def announce_call(self, what: str) -> None:
-        """Compare `what`, which names an operation that is no call of MPI, over the ranks.
+        """Check that all ranks pass the same `what`, the name of an operation outside MPI.
 
         Every rank calls this and waits for all.
         """
@@ -180,8 +181,8 @@ class LockstepComm(Observer, ABC):
     def Free(self) -> None:
         """Free the communicator, as mpi4py's `Free`. Every rank calls this.
 
-        While an exception is handled, it is only marked as freed, in order not to hide the
-        exception. The end of the example then frees it.
+        While an exception is handled, the communicator is only marked as freed, so that no second
+        error hides the exception. The end of the example then frees it.
         """
         if sys.exc_info()[0] is not None:
             self._freed = True
@@ -216,16 +217,16 @@ class LockstepComm(Observer, ABC):
     def _on_objects(
         self, op: str, value: Any, root: int | None = None, reduction: Any = None
     ) -> list[Any]:
-        """Compare a collective on objects, and return the objects of all ranks, in rank order.
+        """Check that the ranks agree on a collective; return all ranks' objects, in rank order.
 
-        Each object is pickled before, because an object that cannot be pickled must not leave other
+        Each object is pickled first, because an object that cannot be pickled must not leave other
         ranks waiting.
 
         Args:
-            op: mpi4py's method.
+            op: the name of mpi4py's method, such as "bcast".
             value: this rank's object.
-            root: rank, if the method has one.
-            reduction: operation, if the method has one.
+            root: the rank of the root, if the method has a root.
+            reduction: the operation that combines objects, if the method has one.
         """
         self._check_root(op, root)
         with self._named(op):
@@ -242,9 +243,9 @@ class LockstepComm(Observer, ABC):
         return [self._pickle.loads(raw) for raw in everyone]
 
     def _one_each(self, op: str, sendobj: Sequence[Any] | None, number: int) -> list[Any]:
-        """Return `sendobj` as a list of `number` objects, of None if it is None.
+        """Return `sendobj` as a list of `number` objects; if it is None, a list of `number` Nones.
 
-        Raise ValueError for another number of objects.
+        Raise ValueError if `sendobj` has a different number of objects.
         """
         objects = [None] * number if sendobj is None else list(sendobj)
         with self._named(op):
@@ -252,7 +253,7 @@ class LockstepComm(Observer, ABC):
         return objects
 
     def _collective(self, form: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
-        """Compare a collective on buffers over the ranks, make it, and return a request or None.
+        """Make a collective on buffers, if the ranks agree on it. Return a request or None.
 
         After `announce_early`, and for `Iallgather`, return a request at once: the collective is
         made when all ranks have announced it.
@@ -271,7 +272,7 @@ class LockstepComm(Observer, ABC):
         self._allow(what)
         beginning = Beginning(self, what, lambda: self._make(form, found, args, given))
         early, self._early = self._early or form == "Iallgather", False
-        # an early one does not wait: other ranks may wait for something else from this rank
+        # do not wait for an early one: other ranks may wait for a different call of this rank
         return self._later(beginning) if early else beginning.settle()
 
     def _later(self, beginning: Beginning) -> Any:
@@ -286,7 +287,7 @@ class LockstepComm(Observer, ABC):
             )
 
     def _enter(self, what: Call, then: Callable[[], Any] = lambda: None) -> Any:
-        """Compare the call `what` over the ranks, waiting for all; return the result of `then`."""
+        """Wait for all ranks, check that they agree on the call `what`, and return `then()`."""
         self._allow(what)
         return Beginning(self, what, then).settle()
 
@@ -304,11 +305,11 @@ class LockstepComm(Observer, ABC):
 
     @abstractmethod
     def _make(self, form: str, flow: Flow, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
-        """Make a collective on buffers, to which all ranks have agreed.
+        """Make a collective on buffers, on which the ranks agree.
 
         Args:
             form, args, given: as in `_collective`.
-            flow: this rank's part in it.
+            flow: this rank's part in the collective.
 
         Returns:
             The request, or None for a blocking method.
@@ -320,8 +321,8 @@ class LockstepComm(Observer, ABC):
     def _complete(self, clean: bool) -> None:
         """Forget the messages and requests of an example.
 
-        `clean`: whether to complete the messages under way first, because the example failed on
-        some rank. All ranks pass the same `clean`.
+        `clean`: whether to complete the messages under way first, which is needed if the example
+        failed on some rank. All ranks pass the same value.
         """
         if clean:
             self._clear()
@@ -329,11 +330,11 @@ class LockstepComm(Observer, ABC):
         self.lockstep.forget()
 
     def _clear(self) -> None:
-        """Complete the messages under way, if MPI could hand them to the next example."""
+        """Complete the messages under way, if the next example could receive them."""
 
     @abstractmethod
     def _free(self) -> None:
-        """Free the communicator, without a comparison over the ranks."""
+        """Free the communicator, without a check over the ranks."""
 
 
 def forwarded(method: str, name: str) -> Callable[..., Any]:

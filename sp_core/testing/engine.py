@@ -3,8 +3,8 @@
 An example is one choice of ranks and arguments. One engine (Hypothesis) draws it, every rank runs
 the body, and all ranks' outcomes decide. Without MPI the ranks are threads. Under mpiexec rank 0 of
 the world draws the examples (`_lead_ranks`) and the other ranks receive them (`_follow`), because
-engines of their own would draw different examples. There `control` is a carrier that exchanges
-values between all ranks of the launch.
+separate engines would draw different examples. There `control` is a carrier that exchanges values
+between all ranks of the launch.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ MAX_RAW_EXAMPLES = 50
 ABORTED = 70  # exit code of a launch after a failure of sp_core.testing itself
 
 _pool: dict[tuple[tuple[int, ...], bool], Any] = {}
-"""Communicators by world ranks and `raw`, kept for later examples; None where not a member.
+"""Communicators kept for later examples, by world ranks and `raw`; None on all other ranks.
 
-All ranks change this together.
+All ranks add and remove the same keys in the same order.
 """
 
 
@@ -208,8 +208,8 @@ def _lead(
         spec: the test.
         plan: chooses the examples.
         attempt: runs one example on its ranks.
-        replays: run at most so many of the examples that passed once more, on communicators that do
-            not compare calls. The exchanges of the comparison can hide a race.
+        replays: the most passed examples that are run once more, on communicators without the
+            checks between ranks. The messages of these checks can hide a race.
 
     Raises:
         RankFailure: an example failed. The text has each bug, its example, and the command to
@@ -263,7 +263,7 @@ def _on_threads(spec: Spec, example: Example) -> Result:
 
 
 def _told(error: BaseException) -> str:
-    """Return the text of an error with its notes (PEP 678), and of all errors in a group."""
+    """Return an error's text and notes (PEP 678), and those of all errors in an exception group."""
     lines = [str(error)]
     if isinstance(error, BaseExceptionGroup):
         lines = [f"{error.message}\n", "\n\n".join(map(_told, error.exceptions))]
@@ -290,7 +290,7 @@ def _rerun(spec: Spec) -> str:
 def _communicator(control: MpiCarrier, example: Example) -> Any:
     """Return the communicator of an example, or None on a rank that is not one of its ranks.
 
-    Every rank of the launch calls this. The communicator compares calls unless `example.raw`.
+    Every rank of the launch calls this. The ranks check calls with each other unless `example.raw`.
     """
     ranks, key = example.ranks, (example.ranks, example.raw)
     if key not in _pool:
@@ -311,8 +311,8 @@ def _communicator(control: MpiCarrier, example: Example) -> Any:
 def _lead_ranks(control: MpiCarrier, spec: Spec, plan: Plan) -> None:
     """Lead a test from rank 0: choose examples, and run each with all ranks of it.
 
-    If the session has `raw_replay`, run some passed examples again without comparing calls. At the
-    end tell the other ranks how the test ended.
+    If the session has `raw_replay`, run some passed examples again without the checks between
+    ranks. At the end tell the other ranks how the test ended.
 
     Args:
         control: exchanges values between all ranks of the launch.
@@ -335,7 +335,7 @@ def _lead_ranks(control: MpiCarrier, spec: Spec, plan: Plan) -> None:
 
 
 def _follow(control: MpiCarrier, spec: Spec) -> None:
-    """Run a test on a rank other than 0: its part of each example that rank 0 sends.
+    """Run a test on a rank other than 0: run this rank's part of each example that rank 0 sends.
 
     When rank 0 sends an outcome instead, end the test with that outcome.
     """
@@ -385,7 +385,7 @@ def _take_part(control: MpiCarrier, spec: Spec, example: Example) -> Result:
         if comm is not None:
             watch.note(f"in the body of {spec.function.__name__}")
             body = functools.partial(spec.body, comm, **spec.fixtures, **example.values)
-            # a rank of a raw example waits for nobody
+            # a rank does not wait for the other ranks of a raw example
             outcome = outcome_of(body) if example.raw else run_body(comm.family, body)[1]
         everyone = control.gather((outcome, sink))
     watch.note(f"waits for the next example of {spec.function.__name__}")

@@ -1,4 +1,4 @@
-"""The bytes of tensors that are alive, on a CPU, where torch keeps no such count."""
+"""Count the bytes of tensors that are alive on a CPU, where torch keeps no such count."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Count the bytes of all tensors alive at once, in this thread and while it is active.
+    """Count the bytes of all tensors that are alive at once, while this mode is active.
 
-    What the process holds besides (MPI's buffers, scratch memory inside one kernel) is not seen.
+    Only tensors of this thread count. Other memory of the process (MPI's buffers, scratch memory
+    inside one kernel) is not seen.
 
     Args:
-        tensors: those that are alive when it begins.
+        tensors: the tensors that are alive when the mode begins.
+
+    Attributes:
+        peak: the greatest number of bytes that were alive at once.
     """
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
@@ -38,7 +42,7 @@ class LiveBytes(TorchDispatchMode):
         return sum(nbytes for _, nbytes in self._alive.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and count what is alive after it."""
+        """Run the operation, and count the bytes that are alive after it."""
         result = func(*args, **(kwargs or {}))
         self._note(x for x in tree_leaves(result) if isinstance(x, Tensor))
         return result

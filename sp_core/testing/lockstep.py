@@ -1,11 +1,11 @@
-"""The lockstep protocol: the ranks of a communicator compare each call before they make it.
+"""The lockstep protocol: before each call, the ranks check that all make the same call.
 
-Before each blocking call all ranks exchange one `Record`: the call that the rank is about to make,
-or that it is done, and how. If all call the same, they go on. If all are done, the example is over,
-and every rank knows every outcome. Otherwise the ranks inside a call raise instead of blocking for
-ever, leave the body, and are done. The protocol has no timer, so the outcome depends on the example
-alone, and Hypothesis can shrink it. A rank announces a call by its record. For steps and tickets
-see `carriers`.
+Before each blocking call all ranks exchange one `Record`. It has the call that the rank is about to
+make, or says that the rank is done and how it ended. If all make the same call, they go on. If all
+are done, the example is over, and every rank knows every outcome. Otherwise the ranks inside a call
+raise instead of blocking for ever, leave the body, and are done. The protocol has no timer, so the
+outcome depends on the example alone, and Hypothesis can shrink it. A rank announces a call by its
+record. For steps and tickets see `carriers`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sp_core.testing.carriers import Carrier, Steps, Ticket, begun, until
 from sp_core.testing.outcome import DONE, Kind, Mismatched, Outcome, Woken
 
 UNCOUNTED = "not counted"
-"""Kind of a message of unknown size. Messages of its communicator are then not compared."""
+"""Kind of a message of unknown size. It switches off the check of its communicator's messages."""
 
 
 class Message(NamedTuple):
@@ -31,7 +31,8 @@ class Message(NamedTuple):
     Attributes:
         source: rank that sends it.
         dest: rank that receives it.
-        turn: number among the messages of one call between these two ranks, or the tag.
+        turn: the message's number among those of one collective between these two ranks; its tag if
+            it is a point-to-point message.
         nbytes: length of the message.
         kind: type of the elements, "" if unknown. Bytes are received as elements of any kind.
     """
@@ -53,8 +54,8 @@ class Call:
     Args:
         op: name of the call.
         equal: values that must be equal on all ranks.
-        sends: messages that this rank sends. All ranks together must send what they receive.
-        receives: messages that this rank receives.
+        sends: messages that this rank sends. Each must be in `receives` of its destination.
+        receives: messages that this rank receives. Each must be in `sends` of its source.
         text: arguments as text, for error messages.
     """
 
@@ -69,10 +70,12 @@ class Record(NamedTuple):
     """What one rank tells the other ranks before a call, or when it is done.
 
     Attributes:
-        kind: whether the rank is about to make a call, waits for a message, or is done, and how.
-        call: the call that the rank is about to make, with the messages that it sends or receives;
-            of a rank that is done, those of the whole example. None if the rank waits.
-        said: text with the call, its file and line, or the outcome.
+        kind: whether the rank is about to make a call, waits for a message, or is done, and then
+            how it ended.
+        call: the call that the rank is about to make, with the messages that it sends or receives.
+            If the rank is done, it has the messages of the whole example. None if the rank waits.
+        said: text that describes the call (with its file and line) or the wait; the `Outcome` if
+            the rank is done.
     """
 
     kind: Kind
@@ -81,14 +84,14 @@ class Record(NamedTuple):
 
 
 def decide(records: Sequence[Record]) -> Kind:
-    """Return what the records of all ranks mean together, for all of them.
+    """Return the decision that follows from the records of all ranks.
 
     Every rank gets the same records, so every rank decides the same.
 
     Returns:
-        CALL: all ranks call the same. WAIT: a rank waits for a message, so nothing can be said yet.
-        OK: all ranks are done. WOKEN: a rank has left the example by an error. MISMATCH: the ranks
-        call different things.
+        CALL: all ranks make the same call. WAIT: a rank waits for a message, so there is no
+        decision yet. OK: all ranks are done. WOKEN: a rank has left the example by an error.
+        MISMATCH: the ranks make different calls.
     """
     kinds = {record.kind for record in records}
     if kinds <= DONE:
@@ -107,7 +110,7 @@ class Lockstep:
 
     Args:
         carrier: exchanges values between the communicator's ranks.
-        name: of the communicator in error messages.
+        name: the communicator's name in error messages.
 
     Attributes:
         open: ticket of the exchange of records under way, or None.
@@ -119,7 +122,7 @@ class Lockstep:
     def __init__(self, carrier: Carrier, name: str) -> None:
         self.carrier = carrier
         self.name = name
-        # outlives an interruption of the wait, as MPI writes to its memory
+        # kept even if the wait is interrupted, because MPI still writes to its memory
         self.open: Ticket | None = None
         self._then: Callable[[], Any] | None = None  # makes the call of this exchange
         self.forget()
@@ -134,8 +137,8 @@ class Lockstep:
     def agree(self, call: Call, what: str, then: Callable[[], Any]) -> Steps[Any]:
         """Return a generator that awaits all ranks, then makes the call.
 
-        While the generator yields, this rank can do other work. The ranks compare `call`, which
-        `what` describes; the generator's result is that of `then`.
+        While the generator yields, this rank can do other work. All ranks must announce a matching
+        `call`. `what` describes it; `then` makes it and gives the generator's result.
         """
         self.calls += 1
         yield from self._settle()
@@ -146,7 +149,7 @@ class Lockstep:
         return made
 
     def waiting(self, what: str) -> None:
-        """Raise if a peer has failed while this rank awaits what `what` describes. Do not block."""
+        """Raise if a peer has failed; do not block. `what` describes what this rank waits for."""
         if self.beginning is not None:
             self.beginning.step()
             return
@@ -157,7 +160,7 @@ class Lockstep:
     def finish(self, outcome: Outcome) -> Steps[list[Outcome]]:
         """Return a generator: it tells other ranks that this one is done, and yields until all are.
 
-        The generator's result is every rank's outcome, in rank order; `outcome` is this rank's.
+        `outcome` is this rank's. The generator's result is every rank's outcome, in rank order.
         """
         while self.beginning is not None:
             try:
@@ -191,22 +194,23 @@ class Lockstep:
         raise Mismatched(f"the ranks do not call the same: {said}{_unmatched(calls)}")
 
     def _read(self) -> Steps[tuple[Kind, list[Record], Any]]:
-        """Read the records of all ranks, and make the call if all call the same.
+        """Read the records of all ranks, and make the call if all ranks make the same.
 
-        The result is what the ranks do, their records, and the result of the call.
+        The result is (decision, see `decide`; the records; the result of the call or None).
         """
         assert self.open is not None
         records = yield from until(self.open)
-        # `_then` holds the memory that it sends, so it is not kept longer
+        # drop `_then` as soon as possible: it keeps the memory alive that the call sends
         self.open, then, self._then, decision = None, self._then, None, decide(records)
         return decision, records, then() if then and decision is Kind.CALL else None
 
 
 def meanwhile(comm: Any, steps: Steps[Any]) -> Steps[Any]:
-    """Return a generator that runs `steps`, and before each `yield` moves what else was begun.
+    """Return a generator that runs `steps`, and advances other operations before each `yield`.
 
-    It sends what the communicator has started, and tests the comparisons of `sp_core.agreement`,
-    for which nobody waits. MPI makes progress on all requests inside every call; so must this.
+    It hands over the data of transfers that the communicator has started. It also tests agreements
+    (`sp_core.agreement`) whose result no rank waits for. Inside every call MPI makes progress on
+    all requests; this generator must do the same.
     """
     ask = begun(steps)
     while not (done := ask()):
@@ -218,9 +222,9 @@ def meanwhile(comm: Any, steps: Steps[Any]) -> Steps[Any]:
 
 
 def _unmatched(calls: Sequence[Call]) -> str:
-    """Return lines that name the messages that nobody sends or nobody receives, or "".
+    """Return lines that name each message sent but not expected, or expected but not sent.
 
-    Bytes are received as elements of any kind.
+    Bytes are received as elements of any kind. Return "" if all messages match.
     """
     if not any(call.sends or call.receives for call in calls):
         return ""
@@ -257,14 +261,14 @@ def _outcomes(records: Sequence[Record]) -> list[Outcome]:
 
 
 class Beginning:
-    """A call that is made when all ranks have announced it, and the request of what it begins.
+    """A call that is made as soon as all ranks have announced it; it is also the call's request.
 
     A rank announces a call by sending a record of it to the other ranks. Until all ranks have, this
     rank can do other work.
 
     Args:
         comm: communicator of the call, with `lockstep` and `progress`.
-        call: compared over the ranks.
+        call: the call, which must match on all ranks.
         make: makes the call. Returns the request of MPI, or the result of a blocking call.
     """
 
@@ -303,7 +307,7 @@ class Beginning:
 
         Raises:
             PeerFailed: a rank has left the example by an error.
-            CollectiveMismatch: the ranks call different things.
+            CollectiveMismatch: the ranks make different calls.
         """
         if self._made is None:
             if self._before is not None:

@@ -104,7 +104,7 @@ class Messages(LockstepComm):
             name: mpi4py's method, such as "Isend", "irecv" or "Ssend_init".
             buf: buffer specification, or the object to send.
             peer: the other rank.
-            tag: of the message.
+            tag: the message's tag.
             part: size and type of the message, if already known.
         """
         sends = "send" in name.lower()
@@ -121,7 +121,7 @@ class Messages(LockstepComm):
     def _receive_object(self, values: Sequence[Any]) -> Any:
         """Receive a pickled object and return it. `values` are buf, source, tag and status.
 
-        mpi4py warns that `buf` is not needed.
+        If `buf` is not None, mpi4py warns that it is not needed.
         """
         buf, *source_and_tag, status = values
         if buf is not None:
@@ -185,9 +185,10 @@ class Messages(LockstepComm):
         return Transfer(self, what, message, ends, "" if takes is None else takes[0].kind)
 
     def count_received(self, status: Any, kind: str) -> None:
-        """Add a received message, given its status, to those compared later; none from PROC_NULL.
+        """Record a received message, given its status, for the check at the end of the example.
 
-        `kind`: type of the message's elements; UNCOUNTED if its size is not known.
+        A message from PROC_NULL is not recorded. `kind`: type of the message's elements; UNCOUNTED
+        if the size is not known.
         """
         if kind == UNCOUNTED:
             self.lockstep.received.append(Message(-1, self.rank, -1, 0, kind))
@@ -212,8 +213,9 @@ class Messages(LockstepComm):
     def _clear(self) -> None:
         """Complete all messages of a failed example, so that none reaches the next example.
 
-        Every rank calls this. The ranks tell each other their open receives, and each rank sends a
-        message to those that may take one from it. Then it receives all messages that are left.
+        Every rank calls this. The ranks exchange lists of their incomplete receives, and each rank
+        sends empty messages to the receives that may take them. Then it receives all messages that
+        are left.
         """
         last = self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB)
         awaited = MpiCarrier(self._carrier.comm).gather(
@@ -224,7 +226,7 @@ class Messages(LockstepComm):
             mine = [tag for source, _, tag in ends if self.rank == (dest if source < 0 else source)]
             sent += [
                 self._raw.Isend(b"", dest, max(tag, 0)) for tag in mine for _ in ends
-            ]  # a receive from any source may take another's message
+            ]  # a receive from any source may take a message meant for another receive
         requests = [(transfer.request, transfer.takes) for transfer in self._requests]
         for transfer in [*self._requests]:
             transfer.end(None)  # from now on mpi4py alone completes it

@@ -1,7 +1,7 @@
 """Record how each rank left an example, and judge the whole example by that.
 
-`capture` makes an `Outcome` of a rank's error, and `failure` makes one error of the outcomes of all
-ranks.
+`capture` turns a rank's error into an `Outcome`, and `failure` turns the outcomes of all ranks into
+one error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Kind(enum.Enum):
 
     A rank is done in one of six ways. OK: its body returned. REJECT: Hypothesis' `assume` failed.
     SKIP: pytest's skip. FAIL: an error of its own. WOKEN: it stopped because a peer had left.
-    MISMATCH: the ranks called different things.
+    MISMATCH: the ranks made different calls.
     """
 
     CALL = "is about to make a call"
@@ -61,12 +61,12 @@ class Outcome:
     """How one rank left one example.
 
     Args:
-        kind: whether and how it ended.
+        kind: how the rank left.
         type: class name of its error, "" without one.
         message: text of the error.
         file: path of the source that raised it.
-        line: number in that file.
-        traceback: of the error, as text.
+        line: line number in that file.
+        traceback: the error's traceback as text.
     """
 
     kind: Kind
@@ -106,7 +106,7 @@ def capture(error: BaseException | None) -> Outcome:
 
 
 def outcome_of(body: Callable[[], object]) -> Outcome:
-    """Call `body`, and return its outcome. Errors do not get out: the ranks judge them together."""
+    """Call `body`, and return its outcome. Catch every error: the ranks judge errors together."""
     try:
         body()
     except BaseException as error:  # noqa: BLE001  # the ranks judge it together
@@ -211,8 +211,8 @@ def raise_for_peers(error: BaseException | None, outcomes: Sequence[Outcome]) ->
     """Raise `PeerFailed` if this rank has no error and another failed, stopped or skipped.
 
     Args:
-        error: of this rank, or None.
-        outcomes: of all ranks.
+        error: this rank's error, or None.
+        outcomes: the outcomes of all ranks.
     """
     if error is None and any(o.kind not in (Kind.OK, Kind.REJECT) for o in outcomes):
         raise PeerFailed(f"another rank has failed:\n{table(outcomes)}")

@@ -44,7 +44,7 @@ class Example:
     Args:
         ranks: world ranks, in the order of the communicator.
         values: arguments by name.
-        raw: under MPI, run on a communicator that does not compare calls.
+        raw: under MPI, run on a communicator without the checks between ranks.
     """
 
     ranks: tuple[int, ...]
@@ -66,8 +66,8 @@ class Result(NamedTuple):
     """How an example ended.
 
     Attributes:
-        outcomes: of each rank, in the order of the communicator.
-        remarks: of all ranks together.
+        outcomes: each rank's outcome, in the order of the communicator.
+        remarks: the remarks of all ranks together.
     """
 
     outcomes: list[Outcome]
@@ -88,7 +88,7 @@ class Spec:
 
     Attributes:
         body: takes the communicator, then fixtures and drawn arguments by name.
-        fixtures: from pytest, by name.
+        fixtures: pytest's fixtures, by name.
         function: the body as its author wrote it, without `self` bound.
         marks: attributes that decorators have left on the test.
     """
@@ -125,7 +125,7 @@ def fits(nprocs: Nprocs) -> bool:
 
 
 Try = Callable[..., set[Kind]]
-"""Runs an example on its ranks, and returns how they ended; raises if it failed or was skipped.
+"""Runs an example and returns the `Kind`s of its ranks' ends; raises if it failed or was skipped.
 
 The second argument is the format of a line that says how to run an example that failed.
 """
@@ -142,7 +142,7 @@ def search(
 ) -> None:
     """Let Hypothesis draw examples, and shrink one that fails.
 
-    The test is skipped if no drawn ranks exist in the launch.
+    The test is skipped if every draw needs ranks that the launch does not have.
 
     Args:
         spec: the test.
@@ -159,7 +159,7 @@ def search(
 
     def driver(**values: Any) -> None:
         example = Example(ranks_of(values.pop("nprocs")), values)
-        if not is_fitting(example.nprocs):  # of `@example`, for a larger launch
+        if not is_fitting(example.nprocs):  # an `@example` for a larger launch
             hypothesis.reject()
         if Kind.REJECT in attempt(example, "to keep this example: @example({})"):
             hypothesis.reject()
@@ -194,7 +194,7 @@ def _decorated(
     if seed is not None and copied.get(_SEED) is None:
         driver = hypothesis.seed(f"{seed} {spec.test_id.rpartition('::')[2]}")(
             driver
-        )  # each test draws other examples
+        )  # each test draws different examples
     test = hypothesis.given(**strategies)(own(driver))
     vars(test).update(copied)
     return test
@@ -218,7 +218,7 @@ def sweep(attempt: Try, sizes: Sequence[Nprocs]) -> None:
 
 
 UNASKED, EXAMPLE, RESULT = "feed", "example.pickle", "example-result.pickle"
-"""Files in the launch's directory, of an engine in another process (see `shrink_crash`).
+"""Files in the launch's directory by which `shrink_crash` sends examples and gets results.
 
 The file UNASKED is there until the test asks for its first example.
 """
@@ -230,7 +230,7 @@ def is_fed() -> bool:
 
 
 def feed(attempt: Callable[[Example], Result]) -> None:
-    """Try the examples that come one by one, and write their results, until None comes."""
+    """Read examples from a file one by one, run each and write its result, until None is read."""
     directory = Path(os.environ[RUN_DIR])
     (directory / UNASKED).unlink()
     while (example := patiently(lambda: taken(directory / EXAMPLE))[0]) is not None:

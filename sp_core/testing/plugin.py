@@ -96,9 +96,10 @@ def _runs_on_ranks(item: pytest.Item) -> bool:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Add pytest-mpi's marker to tests that `spmd` runs on ranks.
+    """Add pytest-mpi's marker `mpi` to tests that run on ranks, if the session uses MPI.
 
-    Let tests of this kit use function-scoped fixtures, against which Hypothesis has a health check.
+    Let tests of `given` and `spmd` use function-scoped fixtures: suppress Hypothesis' health check
+    `function_scoped_fixture`.
     """
     if _with_mpi(item.config) and _runs_on_ranks(item):
         item.add_marker("mpi")
@@ -121,7 +122,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Keep the id of the running test, for the command that runs it again."""
+    """Remember the id of the running test, for the command that runs it again."""
     kit.current.node_id = "::".join([os.path.relpath(item.path), *item.nodeid.split("::")[1:]])
     return (yield)
 
@@ -140,9 +141,9 @@ def pytest_runtest_makereport(
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail the session if a recorded error is too near its bound.
+    """Fail the session if a recorded ratio of error to bound is above the limit.
 
-    Hand the counts to pytest-xdist.
+    A worker of pytest-xdist also hands its counts to the main process.
     """
     config = session.config
     if session.exitstatus == pytest.ExitCode.OK and any(late for _, late in _worst(config)):
@@ -159,9 +160,9 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def _worst(config: pytest.Config) -> Iterator[tuple[str, bool]]:
-    """Yield text with a name and its error over bound, and whether that is above the limit.
+    """Yield a line for each recorded ratio of error to bound, and whether it is above the limit.
 
-    The greatest comes first. NaN is above any limit.
+    The greatest ratio comes first. NaN is above any limit.
     """
     option = config.getoption("--sp-max-error-ratio")
     limit = float(config.getini("sp_max_error_ratio") if option is None else option)
@@ -173,7 +174,7 @@ def _worst(config: pytest.Config) -> Iterator[tuple[str, bool]]:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Write the counts, the seed, the notes, and the greatest error over bound of each name."""
+    """Write the counts, the seed, the notes, and for each name the greatest error over bound."""
     current = kit.current
     if not current.tally.tests and not current.tally.ratios and not current.notes:
         return

@@ -1,8 +1,8 @@
 """Choose how many examples Hypothesis draws for a test, by profile.
 
 The examples are the same in every run for the profiles `pr` (the default, 60 examples), `quick`
-(25) and `brief` (6). Every run draws others for `soak` (3) and `explore` (SP_EXAMPLES, by default
-5000). SP_PROFILE names the profile.
+(25) and `brief` (6). Every run draws different examples for `soak` (3) and `explore` (SP_EXAMPLES,
+by default 5000). SP_PROFILE names the profile.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "derandomize": True,
         "max_examples": 6,
         "database": None,
-    },  # brief and soak reduce also a number that a test names
+    },  # brief and soak also reduce a number that a test itself names
     "soak": {"derandomize": False, "max_examples": 3, "database": None},
     "explore": {"derandomize": False, "max_examples": int(os.environ.get("SP_EXAMPLES", "5000"))},
 }
@@ -63,7 +63,7 @@ def load(named: str | None) -> bool:
             is none.
 
     Returns:
-        Whether the profile in use draws other examples on every run.
+        Whether the profile in use draws different examples in every run.
 
     Raises:
         ValueError: SP_PROFILE names no profile of this module.
@@ -87,7 +87,7 @@ def allow_fixtures(test: Any) -> None:
     pytest sets such a fixture up once for all examples of the test.
 
     Args:
-        test: function or method; its settings are changed, and made if it has none.
+        test: function or method, whose settings are changed, or made if it has none.
     """
     function = getattr(test, "__func__", test)
     own = getattr(function, "_hypothesis_internal_use_settings", settings())

@@ -2,7 +2,7 @@
 
 mpi4py waits inside MPI, where nothing can wake a rank. `install` replaces `MPI.Request` and
 `MPI.Prequest`, once in a process, by subclasses that poll. Requests of communicators without checks
-are handed on to mpi4py. `say` prints the calls that are not compared between ranks.
+are handed on to mpi4py. `say` prints the calls that are not checked between ranks.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Transfer:
         self.request: Any = None
 
     def waits(self) -> tuple[int, Ends]:
-        """Return the message that this transfer waits for, as in `stuck.Report.awaits`."""
+        """Return the entry of `stuck.Report.awaits` for the message that this one waits for."""
         lockstep = self.comm.lockstep
         ends = self.takes or (self.sends[:3] if self.sends else (-1, -1, -1))
         return 0 if self.takes else turn(lockstep.sent, self.sends), (lockstep.name, *ends)
@@ -102,7 +102,7 @@ def _made(request: Any) -> Any:
 
 
 def request_classes(request: Any, persistent: Any) -> dict[str, type]:
-    """Return the classes that replace `MPI.Request` and `MPI.Prequest`, given these two."""
+    """Return by name the classes that replace `MPI.Request` and `MPI.Prequest`, given these."""
 
     def start(self: Any) -> None:
         transfer = _under(self)
@@ -189,7 +189,7 @@ def _ask(
 
     Args:
         base, test: mpi4py's class and the name of its method, such as Testall.
-        requests: those that are tested.
+        requests: the requests that are tested.
         target, status: the arguments of the method.
 
     Returns:
@@ -241,7 +241,7 @@ def _meaning(several: str, got: tuple[Any, ...], number: int) -> tuple[bool, Any
 def patient(
     ask: Callable[[], tuple[Any, ...]], transfers: Sequence[Transfer], every: bool = False
 ) -> Any:
-    """Poll until a wait is over, and return its result. Raise if a peer failed or none can go on.
+    """Poll until a wait is over; return its result. Raise if a peer failed or no rank can go on.
 
     Args:
         ask: returns a tuple: first whether the wait is over, last the result.
@@ -307,11 +307,11 @@ UNCHECKED = {
     "messages after it are unchecked too",
     "File.Open": "calls on a file do not go through its communicator",
 }
-"""Calls of communicators, or taking one, that the ranks do not compare: the reasons by name."""
+"""Calls on or with a communicator that the ranks do not check: by name, the reason."""
 
 
 def say(name: str) -> None:
-    """Print once that the ranks do not compare a call; the session's report repeats it."""
+    """Print once that the ranks do not check a call; the session's report repeats this."""
     text = (
         f"not checked between ranks: {name}, because "
         f"{UNCHECKED.get(name, 'this version of the kit does not know it')}"

@@ -55,7 +55,7 @@ class Tally:
 
     Attributes:
         examples: number of examples run.
-        raw: number of examples run once more without the comparison of calls.
+        raw: number of examples run once more without the checks between ranks.
         tests: number of tests that ran on ranks.
         sizes: number of examples by number of ranks.
         features: number of examples by feature.
@@ -72,7 +72,7 @@ class Tally:
     def count(self, ranks: int, remarks: Remarks, *, raw: bool = False) -> None:
         """Count one example and its features; keep the largest error / bound of each result.
 
-        A raw example has been counted before, when its calls were compared.
+        A raw example is not counted again: it was counted when it ran with checks between ranks.
         """
         self.raw += raw
         if not raw:
@@ -106,8 +106,8 @@ class Session:
         device: "cpu" or the type of an accelerator.
         share_gpu: whether several ranks may use one GPU.
         gpu_is_shared: whether another rank of this launch uses this rank's GPU.
-        raw_replay: whether passed examples run again without the comparison of calls.
-        seed: of Hypothesis, if one is in use.
+        raw_replay: whether passed examples run again without the checks between ranks.
+        seed: Hypothesis' seed, if one is in use; else None.
         node_id: id of the running test.
         tally: counts of this session.
         notes: lines for the end of the report.
@@ -155,7 +155,7 @@ def _listed(counts: Mapping[Any, int]) -> str:
 
 current = Session()
 thread = threading.local()
-"""Its attribute `sink`, if there is one, takes this thread's remarks while it runs an example."""
+"""Its attribute `sink`, if there is one, takes the thread's remarks while it runs an example."""
 _lock = threading.Lock()  # ranks that are threads write to one sink
 
 
@@ -185,7 +185,8 @@ def features(values: Mapping[str, object]) -> None:
     """Count the features of the example over the session, and as events; may be called on any rank.
 
     Args:
-        values: by dimensions in which examples differ, such as {"scheme": "ring"}.
+        values: the example's value in each dimension in which examples differ, such as
+            {"scheme": "ring"}.
     """
     _say({("feature", f"{dimension}={value}"): 0.0 for dimension, value in values.items()})
 
@@ -216,7 +217,7 @@ def record_ratio(name: str, value: float) -> None:
     The greatest value of each name is printed at the end of the session.
 
     Args:
-        name: of the comparison.
+        name: the name of the comparison.
         value: error over bound; a session whose greatest value is above the option
             `sp_max_error_ratio` (0.5) fails.
     """
@@ -249,7 +250,8 @@ def device() -> torch.device:
     `--sp-share-gpu` there may be fewer devices than ranks; then ranks get them round-robin.
 
     Raises:
-        DeviceError: there is none, or another rank uses it, and sharing was not asked for.
+        DeviceError: the machine has no such device; or another rank uses this rank's device, and
+            `--sp-share-gpu` was not given.
     """
     import torch
 

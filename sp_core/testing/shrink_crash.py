@@ -25,7 +25,7 @@ from sp_core.testing.outcome import FINISHED, Kind, Outcome
 from sp_core.testing.plan import EXAMPLE, RESULT, UNASKED, Example, Result, Spec, hand_over, taken
 
 LOSSES = 25
-"""Launches that may be lost before the search ends."""
+"""Number of launches that may be lost before the search ends."""
 POLL_SECONDS = 5e-3
 """Time between two looks for the result of an example, in seconds."""
 END_SECONDS = 20.0
@@ -35,7 +35,7 @@ END_SECONDS = 20.0
 class Lost(Exception):
     """A launch has ended in the middle of an example.
 
-    Its arguments are what is known of every rank, and the rank that died first, None if none died.
+    Its arguments are a report on every rank, and the rank that died first (None if none died).
     """
 
 
@@ -52,7 +52,7 @@ class Job:
     Args:
         ranks: number of ranks.
         test: pytest's id of the test.
-        options: for pytest.
+        options: more arguments for pytest.
     """
 
     def __init__(self, ranks: int, test: str, options: Sequence[str]) -> None:
@@ -69,7 +69,8 @@ class Job:
 
         Raises:
             Lost: the launch has died or hung in the example.
-            NotStarted: the launch has ended before it asked for an example.
+            NotStarted: the launch has ended before it took its first example, so this example is
+                not at fault.
         """
         hand_over(self._directory / EXAMPLE, example)
         while (result := taken(self._directory / RESULT)) is None:
@@ -102,7 +103,7 @@ class Jobs:
 
     Args:
         ranks: number of ranks of each launch.
-        options: for pytest in the launches.
+        options: more arguments for pytest in the launches.
         losses: number of launches that may be lost. After that every new example passes unrun, so
             Hypothesis reports the smallest failure so far.
     """
@@ -126,8 +127,8 @@ class Jobs:
 
         A lost launch is a failure of the example; the next example then starts a new launch. The
         rank that died first has failed, or the example's first rank if none of its ranks died; the
-        others were stopped. All lost launches have one class of failure, as not every system tells
-        how.
+        others were stopped. All lost launches have one class of failure, because not every system
+        tells how a rank died.
         """
         if self.lost >= self._most:
             return Result([FINISHED] * len(example.ranks), {})
@@ -169,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Search for the smallest example that crashes or hangs, and return pytest's exit code.
 
     Args:
-        arguments: of the command line; default: those of this process.
+        arguments: the arguments of the command line; default: those of this process.
     """
     parser = argparse.ArgumentParser(
         prog="python -m sp_core.testing.shrink_crash", description=__doc__

@@ -1,7 +1,7 @@
-"""Describe what each collective of mpi4py sends to which rank, and carry it out between threads.
+"""Describe which data each collective of mpi4py sends to which rank; move it between threads.
 
 `flow` describes a rank's part, from arguments that `bind` has named. `contribution` and `deliver`
-carry it out for ranks that are threads.
+move the data between ranks that are threads.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Flow:
 
     Attributes:
         gives: (destination, part of the send buffer) for each message.
-        takes: (source, part of the receive buffer) for each message; in a reduction each has the
-            place of the result.
+        takes: (source, part of the receive buffer) for each message; in a reduction every part is
+            the one that takes the result.
         equal: values that have to be equal on all ranks.
         text: the arguments as text, for error messages.
         reduction: name of the operation, such as "SUM"; "" if there is none.
@@ -79,13 +79,14 @@ class Flow:
     reduction: str = ""
 
     def call(self, op: str, rank: int) -> Call:
-        """Return the call that the ranks compare, with the messages that it implies.
+        """Return a description of this rank's call, by which the ranks check that they agree.
 
-        A part that a rank gives to itself is not a message; neither are the parts of a reduction.
+        It lists the messages that this rank sends and receives. Data that a rank gives to itself is
+        not listed, and neither is the data of a reduction.
 
         Args:
-            op: mpi4py's method.
-            rank: of the caller.
+            op: the name of mpi4py's method, such as "Bcast" or "Ibcast".
+            rank: the caller's rank.
         """
         count = not op.lower().startswith(("n", "in"))
         going = [
@@ -267,7 +268,7 @@ def _named(values: Values) -> str:
 
 
 def _check_self(gives: Part | None, takes: Part | None) -> None:
-    """Raise if what a rank sends to itself and expects from itself differ in size or type."""
+    """Raise if the data that a rank sends to itself and expects there differ in size or type."""
     if gives is not None and takes is not None:
         require(
             gives.nbytes == takes.nbytes
@@ -303,7 +304,7 @@ def op_name(op: Any) -> str:
 def exchange(
     rank: int, size: int, sends: Sequence[Any], recvs: Sequence[Any], later: bool = False
 ) -> Call:
-    """Return the call by which a rank announces messages, for the comparison over the ranks.
+    """Return the call by which a rank announces messages, so that the ranks can check them.
 
     Messages sent are (destination, bytes), messages received (source, bytes). `later` says whether
     other calls may come before them. Raise ValueError for a rank that does not exist.
@@ -345,14 +346,14 @@ _UFUNCS: dict[str, np.ufunc] = {
 
 
 def contribution(flow: Flow, dest: int) -> Array:
-    """Return a copy of what a rank sends to rank `dest`."""
+    """Return a copy of the elements that a rank sends to rank `dest`."""
     return np.concatenate([view(part) for peer, part in flow.gives if peer == dest])
 
 
 def deliver(op: str, rank: int, flow: Flow, came: Mapping[int, Array]) -> None:
-    """Write what came from each source into the buffers of a rank's `flow`.
+    """Write the data `came` of each source into the buffers of a rank's `flow`.
 
-    A reduction is in rank order, which is the same in every run. `came` is in rank order, too.
+    `came` is in rank order. A reduction combines it in this order, the same in every run.
     """
     if not flow.reduction:
         for source, part in flow.takes:

@@ -24,7 +24,7 @@ class Part(NamedTuple):
     Args:
         nbytes: number of bytes.
         kind: name of the element type, "" for bytes.
-        view: the elements as an array, if they are numbers without gaps.
+        view: the elements as an array if they are numbers without gaps, else None.
     """
 
     nbytes: int
@@ -33,12 +33,12 @@ class Part(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """What a buffer specification of mpi4py says, as `read` returns it.
+    """The meaning of a buffer specification of mpi4py, as `read` returns it.
 
     Args:
         counts: number of elements for each rank.
-        parts: for each rank its part of the memory, as a view of bytes.
-        text: for error messages, such as "4 x float64".
+        parts: for each rank its part of the buffer.
+        text: describes the specification in error messages, such as "4 x float64".
     """
 
     counts: tuple[int, ...]
@@ -54,7 +54,7 @@ class _Element(NamedTuple):
         size: bytes of data in an element.
         extent: bytes from one element to the next.
         kind: name of the element type, "" for bytes.
-        dtype: of the elements, if they are numbers without gaps.
+        dtype: NumPy's type of the elements if they are numbers without gaps, else None.
     """
 
     data: Array
@@ -74,7 +74,7 @@ def require(condition: bool, problem: str) -> None:
 
 
 def read(spec: Any, form: str, n: int, *, writable: bool = False) -> Spec:
-    """Return what a buffer specification says: which bytes are for each rank.
+    """Read a buffer specification: find which bytes of the buffer are for each rank.
 
     Args:
         spec: a buffer, or a list of it with counts, displacements and a datatype.
@@ -116,8 +116,8 @@ def array(buffer: Any) -> Array:
     """Return the memory of a buffer as a flat array.
 
     Raises:
-        ValueError: it is not contiguous, so MPI would take its elements in another order.
-        TypeError: it offers no memory.
+        ValueError: it is not contiguous, so MPI would take its elements in a different order.
+        TypeError: it gives no access to memory.
     """
     flat = buffer if isinstance(buffer, np.ndarray) else _foreign(buffer)
     if not flat.flags.forc:

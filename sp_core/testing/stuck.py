@@ -94,14 +94,14 @@ def deadlocked(reports: Sequence[Report]) -> bool:
 def turn(sent: Sequence[Any], message: Any) -> int:
     """Return the place of `message` among the sent messages to its destination with its tag.
 
-    The first one has place 1. For None it is 0.
+    The first such message has place 1. Return 0 if `message` is None.
     """
     last = max((place for place, each in enumerate(sent) if each is message), default=0)
     return sum(message is not None and each[:3] == message[:3] for each in sent[: last + 1])
 
 
 def _takes(pattern: Ends, message: Ends) -> bool:
-    """Return whether a receive with the ends `pattern`, of which -1 is any, takes a message."""
+    """Return whether a receive with the ends `pattern`, where -1 matches any, takes a message."""
     return pattern[::2] == message[::2] and all(
         pattern[place] in (message[place], -1) for place in (1, 3)
     )
@@ -178,7 +178,7 @@ class Family:
             raise Mismatched(f"every rank waits and none can go on:{table}")
 
     def _take_part(self, report: Report | None, *, begins: bool) -> list[Report] | None:
-        """Poll the exchange of reports under way. Without one begin it, if `begins`.
+        """Poll the exchange of reports under way. If there is none and `begins`, begin one.
 
         Return the reports of all ranks when the exchange is complete, else None.
         """
@@ -227,7 +227,7 @@ class Family:
                 return self._ticket is None and self._rounds >= rounds
 
             patiently(settled)
-        # an example names its communicators alike every time
+        # every run of an example gives its communicators the same names
         first.children = itertools.count()
         self.members = [first]
         return list(everyone[0])

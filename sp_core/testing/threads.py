@@ -1,6 +1,6 @@
 """Make communicators whose ranks are threads of one process, so tests need no mpiexec.
 
-`ThreadComm` has the methods and the comparison of calls that `CheckedComm` has under MPI.
+`ThreadComm` has many methods of `CheckedComm` and the same checks between ranks.
 
 Transfers take the least favourable order that MPI allows. A send buffer is read as late as
 possible. A receive buffer is spoiled (filled with 0xFF bytes) when the transfer starts, and filled
@@ -65,14 +65,14 @@ class ThreadRequest:
 
         Raises:
             PeerFailed: a rank has left the example by an error.
-            CollectiveMismatch: every rank waits and none can go on; on all of them.
+            CollectiveMismatch: on every rank: all ranks wait and none can go on.
         """
         self._comm.lockstep.carrier.drive(self._waiting(), self.what)
         return True
 
     def _waiting(self) -> Steps[None]:
         lockstep, is_first = self._comm.lockstep, True
-        while not self._over():  # what is complete counts, also if a peer has failed since
+        while not self._over():  # a complete transfer counts, even if a peer has failed since
             # begin a round once: otherwise ranks that all wait would wake each other for ever
             if is_first or lockstep.open is not None:
                 lockstep.waiting(self.what)
@@ -98,8 +98,9 @@ def _is_nobody(peer: int | None) -> bool:
 class ThreadComm(LockstepComm):
     """A communicator whose ranks are threads of this process. `run_threads` makes it.
 
-    It has mpi4py's collectives on buffers and on objects, and messages with a named source. The
-    ranks compare each collective first; different calls are a `CollectiveMismatch` on every rank.
+    It has mpi4py's collectives on buffers and on objects, and messages with a named source. Before
+    each collective the ranks check that all make the same call. If the calls differ, every rank
+    raises `CollectiveMismatch`.
 
     Args:
         carrier: exchanges values between the ranks.
@@ -150,10 +151,10 @@ class ThreadComm(LockstepComm):
 
         Args:
             what: describes the wait, for error messages.
-            tag: of the message, which is read when its receiver has begun. None for a collective,
-                which is read when this rank next calls the communicator.
+            tag: the message's tag; its send buffer is read when the receiver has begun. None for a
+                collective, whose send buffer is read when this rank next calls the communicator.
             flow: the parts of this rank's buffers that it sends and receives.
-            then: called with the received parts by source, when all are there.
+            then: called with the received parts by source, when all have arrived.
         """
         gives = {dest: self._slot("sender", self.rank, dest, tag) for dest in dict(flow.gives)}
         takes = {rank: self._slot("receiver", rank, self.rank, tag) for rank in dict(flow.takes)}
@@ -215,7 +216,7 @@ class ThreadComm(LockstepComm):
         """Begin to receive a message from rank `source` with tag `tag`, and return the request.
 
         The buffer is filled with 0xFF bytes until the message is there. `Test` and `Wait` raise
-        `CollectiveMismatch` for a message of another length.
+        `CollectiveMismatch` for a message of a different length.
         """
         if _is_nobody(source):
             return ThreadRequest(self, "a message from nobody", lambda: True)

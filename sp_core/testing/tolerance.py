@@ -44,9 +44,9 @@ def bound(
     float32. s is the smallest number above 0 in `dtype`, but 0 where scale is 0.
 
     Args:
-        scale: of the shape of the result: sum of the absolute values of the terms behind each
-            element, from the reference.
-        dtype: in which the result was computed.
+        scale: the sum of the absolute values of the terms behind each element, from the reference;
+            of the shape of the result.
+        dtype: the dtype in which the result was computed.
         growth: number of terms of the longest sum, plus the greatest sum of absolute products
             behind a logit.
         extra_roundings: number of partial results that were rounded to `dtype` before they were
@@ -75,11 +75,11 @@ def error_ratio(actual: Tensor, expected: Tensor, bound: Tensor) -> float:
     Args:
         actual: result, of any dtype.
         expected: reference, of the same shape.
-        bound: as from `bound`, of the same shape.
+        bound: the allowed error of each element, as from `bound`; of the same shape.
 
     Returns:
-        inf for different shapes, for NaN anywhere, for an infinity that is not expected, and for
-        any error where the bound is 0; 0 for tensors without elements.
+        The ratio; inf for different shapes, for NaN anywhere, for an infinity that is not expected,
+        and for any error where the bound is 0; 0 for tensors without elements.
     """
     if not actual.shape == expected.shape == bound.shape:
         return math.inf
@@ -91,10 +91,10 @@ def check_close(name: str, actual: Tensor, expected: Tensor, bound: Tensor) -> f
     """Assert that a result lies within its bound and return the greatest error over bound.
 
     Args:
-        name: what is compared, for the message.
+        name: names the result in the message.
         actual: result, of any dtype.
         expected: reference, of the same shape.
-        bound: as from `bound`, of the same shape.
+        bound: the allowed error of each element, as from `bound`; of the same shape.
 
     Returns:
         The greatest elementwise |actual - expected| / bound, from 0 to 1.

@@ -29,7 +29,7 @@ class LateSends(HostTransport):
 
 
 class LateSend:
-    """Receives that are under way, and sends that will be."""
+    """A handle of receives that are under way, and of sends that begin in its third test."""
 
     def __init__(self, received: Handle, begin: Callable[[], Handle]) -> None:
         self._received, self._begin = received, begin
@@ -45,7 +45,7 @@ class LateSend:
 
 
 def carriers(part: int = 3) -> dict[str, Callable[[sp.Communicator], Any]]:
-    """Return the transports by name; some cut messages into parts of so many elements or so."""
+    """Return the transports by name; some cut messages into parts of about `part` elements."""
     return {
         "host": lambda comm: HostTransport(comm._comm),
         "host in parts": lambda comm: narrow_transport(comm._comm, part),

@@ -1,4 +1,4 @@
-"""A property of a system whose fault ends or hangs a rank, for test_kit_launch.py."""
+"""A test whose planted fault ends or hangs a rank; test_kit_launch.py runs it."""
 
 import os
 

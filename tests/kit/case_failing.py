@@ -26,7 +26,7 @@ OVER_GLOO = "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def note() -> None:
-    """Write down when this rank is lost."""
+    """Write this rank's process number and the time into the file."""
     Path(sys.argv[2]).write_text(f"{os.getpid()} {time.time()}")
 
 
@@ -37,12 +37,12 @@ def error(*_: Any) -> None:
 
 
 def noted(fail: Callable[[], object]) -> Callable[[], object]:
-    """Write down when a rank fails in some way."""
+    """Return a function that calls `note` and then `fail`."""
     return lambda: (note(), fail())
 
 
 def world() -> tuple[Any, int]:
-    """All ranks, of MPI or of torchrun, and their number."""
+    """Return the communicator of all ranks (None under torchrun), and their number."""
     if not OVER_GLOO:
         from mpi4py import MPI
 
@@ -55,13 +55,13 @@ def world() -> tuple[Any, int]:
 
 
 def at(place: str, fail: Callable[[], object] = error) -> None:
-    """Fail on one rank, if it is to be here."""
+    """Call `fail` if this is rank LOST and the program was started for this place."""
     if IS_LOST and place == PLACE:
         fail()
 
 
 def soon(place: str) -> None:
-    """Fail in the next call, in which this rank waits for the others."""
+    """Fail half a second later on rank LOST, which then waits for the others in its next call."""
     if place == PLACE and not IS_LOST:
         time.sleep(1.5)
     at(place, lambda: signal.setitimer(signal.ITIMER_REAL, 0.5))
@@ -80,14 +80,14 @@ def report_slowly(*told: Any) -> None:
 
 
 def fail_again() -> None:
-    """Be interrupted while the first error is being reported."""
+    """Raise an error, and be interrupted by a signal while it is being reported."""
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 1.0)
     error()
 
 
 def exit_later() -> None:
-    """End the program, and fail at the end of the interpreter."""
+    """Exit with code 0, and raise an error in a function that `atexit` calls."""
     atexit.register(error)
     sys.exit(0)
 
@@ -145,7 +145,7 @@ def block(mesh: Any) -> None:
 
 
 def main() -> None:
-    """Communicate until a rank is lost; every rank would go on for ever."""
+    """Communicate until a rank is lost; without that, every rank would go on for ever."""
     at("import", lambda: (note(), importlib.import_module("not_here")))
     import sp_core as sp
 

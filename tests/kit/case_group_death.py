@@ -48,7 +48,7 @@ def call(mesh: sp.Mesh, name: str) -> None:
 
 
 def told(rank: int, size: int, store: Path, way: str, name: str) -> str:
-    """Return what this rank of a new group has been told."""
+    """Return the name of the error that this rank of a new group gets, or "nothing"."""
     where = f"file://{store}"
     distributed.init_process_group("gloo", where, timeout=LIMIT, rank=rank, world_size=size)
     transport = "window" if name == "window" else "auto"
@@ -72,6 +72,6 @@ if __name__ == "__main__":
         if way != "error":
             living.pop(LOST)
         while len(list(folder.glob(f"{name}.[0-9]"))) < len(living):
-            time.sleep(0.05)  # until all the others have been told, nobody's end tells them
+            time.sleep(0.05)  # until all ranks have a result: the end of one is an error of others
         distributed.destroy_process_group()
     os._exit(0)

@@ -1,7 +1,7 @@
-"""A program that trains from its last checkpoint on, and may be killed while it writes one.
+"""A program that resumes training from its last checkpoint, and may be killed while it writes one.
 
-case_resume.py FOLDER AXES STEPS EVERY KILLED: it saves every so many steps, and its rank 0 kills
-itself in the middle of the checkpoint after step KILLED.
+case_resume.py FOLDER AXES STEPS EVERY KILLED: it saves a checkpoint every EVERY steps, and its
+rank 0 kills itself in the middle of the checkpoint after step KILLED.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def trained(
     every: int = 0,
     ulps: int = 0,
 ) -> list[tuple[int, float]]:
-    """Return the number and the loss of each step; with a folder from its last checkpoint on."""
+    """Train, from the last checkpoint in `folder` if any. Return (number, loss) of each step."""
     losses = []
     with sp.Mesh(comm, **axes) as mesh:
         model = create(SETTING.config, mesh, seed=SETTING.seed, dtype=torch.float64)
@@ -59,7 +59,7 @@ def trained(
 
 
 def dying(name: str, write: Any = checkpoint._write) -> Any:
-    """Write files as they are, but die in that of the optimizer in a certain folder."""
+    """Return a `write` that kills this process in the optimizer's file of the folder `name`."""
 
     def end(tensors: Any, path: Path) -> None:
         write(tensors, path)

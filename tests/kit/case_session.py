@@ -47,7 +47,7 @@ def broken_on_rank_1() -> None:
 
 
 def test_whose_set_up_fails_on_rank_1(broken_on_rank_1: None) -> None:
-    """The other ranks must not run it."""
+    """Fail if the body runs on the ranks whose set-up succeeded."""
     raise LookupError("ran")
 
 
@@ -56,4 +56,4 @@ def test_skips_everywhere() -> None:
 
 
 def test_passes() -> None:
-    """After all that."""
+    """Pass on every rank after the failures above."""

@@ -1,4 +1,4 @@
-"""Few tests, for the options of the plugin."""
+"""A few tests with which the plugin's options are tried."""
 
 from __future__ import annotations
 
@@ -26,4 +26,4 @@ if "CASE_COLLECT" in os.environ:
 
     @pytest.mark.parametrize("rank", range(1 + RANK))
     def test_that_is_not_the_same_on_all_ranks(rank: int) -> None:
-        """Rank 1 has one more."""
+        """Rank 1 collects one test more than rank 0."""

@@ -1,4 +1,4 @@
-"""A suite of one test, which does not like every seed, run by test_soak.py."""
+"""A suite of one test, which fails with the seed in CASE_SEED; test_soak.py runs it."""
 
 from __future__ import annotations
 

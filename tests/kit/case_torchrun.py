@@ -1,6 +1,6 @@
-"""What only processes of torchrun have: process groups, DeviceMesh, FSDP2. Every rank runs this.
+"""Test process groups, DeviceMesh and FSDP2, which need processes of torchrun.
 
-A plain test here runs on all ranks at once; `test_torchrun.py` starts it with `kit.torchrun`.
+Each plain test here runs on all ranks at once; `test_torchrun.py` starts them with `kit.torchrun`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FSDP = Path(__file__).parents[2] / "examples" / "fsdp.py"
 
 
 def members(group: sp.Communicator) -> list[int]:
-    """The ranks of a communicator in torch's numbers."""
+    """Return the ranks of a communicator as torch numbers them."""
     mine = torch.tensor([distributed.get_rank()])
     return sp.all_gather(mine, comm=group, algorithm="ring").tolist()
 
@@ -43,7 +43,7 @@ def test_only_the_ranks_of_a_group_make_its_mesh() -> None:
     groups = [distributed.new_group(ranks) for ranks in (first, rest)]
     for ranks, group in zip((first, rest), groups, strict=True):
         if distributed.get_rank() in ranks:
-            for turn in (1, 2):  # their meshes are others than the world's, and than each other
+            for turn in (1, 2):  # these meshes differ from the world's and from each other
                 with sp.Mesh(group, a=len(ranks), b=1) as mesh:
                     assert members(mesh["a", "b"]) == ranks, turn
         else:
@@ -95,7 +95,7 @@ def test_memory_and_numbers_are_shared_without_mpi(transport: str) -> None:
 
 
 def program() -> Any:
-    """The example as a module."""
+    """Return the names that the example defines, as attributes."""
     return SimpleNamespace(**runpy.run_path(str(FSDP)))
 
 

@@ -1,4 +1,4 @@
-"""Pretend a machine for tests of the comparison: launches take no time and leave real records."""
+"""Simulate a machine for tests of `nox -s compare`: launches take no time, and leave records."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ CASES = (RING, ULYSSES, LAYER)
 
 @dataclass
 class Machine:
-    """A `Bench` whose times are drawn.
+    """A `Bench` whose times are drawn at random.
 
     Args:
-        seed: of the noise.
-        noise: spread of a launch's log-time.
-        slower: head's time over base's, by case and ranks.
-        broken: (side, case, ranks, stage, pair) that fails.
-        lost: cases that a side does not have.
-        changes: what differs in the records of a side, from a pair of the screen on.
-        dead: (side, ranks) of which no launch leaves a record.
+        seed: the seed of the noise.
+        noise: standard deviation of the logarithm of a launch's time.
+        slower: head's time divided by base's, by case and ranks.
+        broken: (side, case, ranks, stage, pair) of each record that fails.
+        lost: (side, case) of each case that the side does not have.
+        changes: by side, (index, parts). Records of pairs from this index on get these parts.
+        dead: (side, ranks) whose launches leave no record.
     """
 
     seed: int = 0
@@ -77,7 +77,7 @@ class Machine:
 def record(
     case: str, ranks: int, seconds: float, side: Side, pair: Json, factor: float = 1.0
 ) -> Json:
-    """A record whose attention takes `factor` times as long as it should."""
+    """Return a record of `factor` times `seconds`; attention takes all time above `seconds`."""
     attention, waiting = 0.8 * seconds + (factor - 1) * seconds, 0.2 * seconds
     shares = {"total": seconds * factor, "attention": attention, "communication": waiting}
     parts: Json = {
@@ -92,7 +92,7 @@ def record(
 
 
 def pair_of_sides() -> tuple[Side, Side]:
-    """Base and head, which exist nowhere."""
+    """Return a base and a head that exist in no repository."""
     base, head = (
         Side(
             name,
@@ -113,7 +113,7 @@ def compared(
     seed: int = 11,
     strict: bool = False,
 ) -> Result:
-    """The result of a whole comparison on a made-up machine."""
+    """Return the result of a whole comparison on a simulated machine."""
     sides = pair_of_sides()
     listed = {side.name: machine.listed(side, ranks) for side in sides}
     how: Any = {"seed": seed, "out": folder / RECORDS, "heard": lambda *_: None}
@@ -122,5 +122,5 @@ def compared(
 
 
 def rows_of(result: Result) -> dict[Key, Row]:
-    """The rows by case and ranks."""
+    """Return the rows of a result by case and ranks."""
     return {row.key: row for row in result.rows}

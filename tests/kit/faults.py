@@ -1,4 +1,4 @@
-"""The faults that the kit is tried with: what each is called, and the smallest example of it."""
+"""The faults with which the kit is tested: class and text of each failure, smallest example."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from sp_core.testing import given
 
 
 class Fault(NamedTuple):
-    """A fault that no rank dies of.
+    """A fault that ends no process.
 
-    The class of its failure, its smallest example, and what the report says of it.
+    `fault` switches it on in `sut`. `name` is the class of its failure, `minimum` its smallest
+    example, and `told` a text that the report must have.
     """
 
     fault: str
@@ -55,14 +56,14 @@ FAULTS = (
     ),
 )
 CRASHES = ("exit 0", "segv", "loop")
-"""Faults of which rank 1 dies, or hangs; the smallest example is the same for all."""
+"""Faults that kill or hang rank 1; all have the same smallest example."""
 CRASH_MINIMUM = "nprocs=2, n=7, d=1, seed=0"
 
 
 def average(fault: str, **drawn: st.SearchStrategy[Any]) -> Callable[[], None]:
-    """A property of the system under test with one fault switched on.
+    """Return a test of the system under test with one fault switched on.
 
-    `drawn`: by parameter, in the place of the usual.
+    `drawn`: by parameter, strategies that replace the usual ones.
     """
     usual = {"n": st.integers(1, 40), "d": st.integers(1, 8), "seed": st.integers(0, 99)}
 

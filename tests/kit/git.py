@@ -1,4 +1,4 @@
-"""Repositories of a test's own, which no configuration of the machine changes."""
+"""Make git repositories for tests, which ignore the machine's git configuration."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def git(folder: Path, *arguments: str) -> str:
 
 
 def commit(folder: Path, title: str, **files: str) -> str:
-    """Commit everything in a folder, after some files were written; return the hash."""
+    """Write some files into a folder, and commit everything in it; return the hash."""
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)

@@ -1,6 +1,6 @@
 """A program whose last rank is killed in the middle of a collective in shared memory.
 
-Rank 0 says which files it has mapped.
+Rank 0 prints which files in /dev/shm it has mapped.
 """
 
 import os

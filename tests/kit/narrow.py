@@ -1,7 +1,4 @@
-"""A communicator whose counts have few bits.
-
-It refuses what is longer, as MPI refuses 2^31 elements.
-"""
+"""A communicator that refuses buffers above some number of elements, as MPI refuses 2^31."""
 
 from __future__ import annotations
 
@@ -45,8 +42,8 @@ observer_of.register(Narrow, lambda narrow: observer_of(narrow._comm))
 
 
 def narrow_transport(raw: Any, most: int) -> HostTransport:
-    """A transport in parts of at most `most` elements, over a communicator that takes no more.
+    """Return a transport that cuts messages into parts of at most `most` elements.
 
-    One for each rank it does take.
+    Its communicator refuses longer buffers, but takes at least one element for each rank.
     """
     return HostTransport(cast("Any", Narrow(raw, max(most, raw.size))), max_count=most)

@@ -1,4 +1,4 @@
-"""The kit's pytest plugin, where it is not installed."""
+"""Load the kit's pytest plugin if it is not installed."""
 
 from importlib.metadata import entry_points
 
@@ -6,7 +6,7 @@ NAME = "sp_core.testing.plugin"
 
 
 def wanted() -> list[str]:
-    """The arguments of pytest that load it: none where it is installed."""
+    """Return the arguments of pytest that load the plugin; [] if it is installed."""
     return (
         [] if any(entry.value == NAME for entry in entry_points(group="pytest11")) else ["-p", NAME]
     )

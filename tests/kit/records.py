@@ -1,4 +1,4 @@
-"""Records such as a run of the benchmarks leaves, made up."""
+"""Make up records such as a run of the benchmarks leaves."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ ENV: Values = {
 
 
 def dicts(record: Record) -> Values:
-    """A record as plain values."""
+    """Return a record as plain values."""
     found: Values = msgspec.to_builtins(record)
     return found
 
 
 def again(record: Record, **changes: Any) -> Record:
-    """A record with other values in some of its parts."""
+    """Return a copy of a record with some values changed."""
     made = dicts(record)
     for name, value in changes.items():
         parts = isinstance(value, dict) and isinstance(made[name], dict)
@@ -56,7 +56,7 @@ def again(record: Record, **changes: Any) -> Record:
 
 
 def case(layer: str, scheme: str, variant: str, ranks: int, **changes: Any) -> Values:
-    """What a record says was measured."""
+    """Return the part of a record that says what was measured."""
     made: Values = {
         "id": f"{layer}/{scheme}/{variant}",
         "layer": layer,
@@ -75,7 +75,7 @@ def case(layer: str, scheme: str, variant: str, ranks: int, **changes: Any) -> V
 
 
 def timing(ranks: int, seconds: float) -> Values:
-    """What three samples make."""
+    """Return the part of a record with the times of three samples."""
     return {
         "iterations": 3,
         "inner": 1,
@@ -89,7 +89,7 @@ def timing(ranks: int, seconds: float) -> Values:
 
 
 def record(what: Values, seconds: float, *, bytes_result: int = 1 << 20, **changes: Any) -> Record:
-    """A valid record of one launch."""
+    """Return a valid record of one launch."""
     ranks, shared = what["ranks"], 0.1 * (what["ranks"] - 1)
     operation = what["scheme"] if what["layer"] == "collectives" else "all_gather"
     transport = {
@@ -127,20 +127,20 @@ def record(what: Values, seconds: float, *, bytes_result: int = 1 << 20, **chang
 
 
 def save(path: Path, *records: Any) -> Path:
-    """Write a file of records, which may be plain values."""
+    """Write records, or plain values, to a file; return its path."""
     path.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
     return path
 
 
 def failed(what: Values, status: str, reason: str) -> Record:
-    """A valid record of a launch that left no time."""
+    """Return a valid record of a launch that left no time."""
     return record(what, 1.0, status=status, reason=reason, **NOTHING)
 
 
 def exchanges(
     ranks: int, chance: random.Random, schemes: Sequence[str]
 ) -> Iterator[tuple[Values, float]]:
-    """Cases of collectives by two algorithms, of all sizes, and their seconds."""
+    """Yield cases of collectives by two algorithms, of all sizes, each with its seconds."""
     for scheme in schemes:
         for algorithm, speed in (("mpi", 3e9), ("ring", 2e9)):
             for size in SIZES:
@@ -182,13 +182,13 @@ def run(number: int = 0, *, speed: float = 1.0, few: bool = False) -> list[Recor
 
 
 def verdict(name: str, ratio: float | None = 1.1, **changes: Any) -> Row:
-    """A row of a comparison's result."""
+    """Return a row of a comparison's result."""
     change = None if ratio is None else Interval(ratio * 0.97, ratio, ratio * 1.02, 10)
     case = f"schemes/{name.replace(' ', '_')}"
     return replace(Row(case, 2, Verdict(name), change=change, slower=8, delta=0.1), **changes)
 
 
 def result(*rows: Row, **changes: Any) -> Result:
-    """What a comparison finds."""
+    """Return the result of a comparison with these rows."""
     base, head = Side("base", Path(), "main", "b" * 40), Side("head", Path(), "topic", "c" * 40)
     return replace(Result(base, head, list(rows), 0.9, 1), **changes)

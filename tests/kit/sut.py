@@ -1,6 +1,6 @@
-"""A small system under test over a raw communicator.
+"""A small system under test, on any communicator: attention, with faults to switch on.
 
-An average of rows that are split over ranks, with faults to switch on.
+The rows of the input are split over ranks. Each row of the result is a weighted mean of all rows.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ Array = np.ndarray[Any, Any]
 
 
 def split(length: int, size: int) -> list[int]:
-    """Even lengths; the first ones are one longer."""
+    """Split a length over ranks as evenly as possible; the first ranks get one more."""
     return [length // size + (rank < length % size) for rank in range(size)]
 
 
 def rows(n: int, d: int, seed: int) -> Array:
-    """The whole input, the same on every rank."""
+    """Return the whole input, the same on every rank."""
     return np.random.default_rng(seed).standard_normal((n, d))
 
 
 def reference(x: Array) -> Array:
-    """What one process computes."""
+    """Compute the whole result on one process."""
     weights = np.exp(x @ x.T / np.sqrt(x.shape[1]))
     result: Array = weights @ x / weights.sum(1, keepdims=True)
     return result
 
 
 def gather(comm: Any, local: Array, lengths: list[int]) -> Array:
-    """All rows."""
+    """Return the rows of all ranks; `lengths` are the numbers of rows."""
     whole = np.empty((sum(lengths), local.shape[1]))
     comm.Allgatherv(local, [whole, [n * local.shape[1] for n in lengths]])
     return whole
 
 
 def attention(comm: Any, x: Array, fault: str = "") -> Array:
-    """This rank's rows of the result."""
+    """Return this rank's rows of the result, with a fault switched on if it is named."""
     n, last = len(x), comm.rank == comm.size - 1 > 0
     lengths = split(n, comm.size)
     start = sum(lengths[: comm.rank])
@@ -71,7 +71,7 @@ def attention(comm: Any, x: Array, fault: str = "") -> Array:
 
 
 def _norm(comm: Any, root: int) -> float:
-    """One, by way of a broadcast."""
+    """Return 1.0, after a broadcast from `root`."""
     one = np.ones(1)
     comm.Bcast(one, root)
     return float(one[0])
@@ -95,4 +95,4 @@ ENDS: dict[str, Callable[[int], object]] = {
     "segv": lambda _: os.kill(os.getpid(), signal.SIGSEGV),
     "loop": _loop,
 }
-"""Faults with which rank 1 does not go on."""
+"""By fault, a function with which rank 1 ends or hangs."""

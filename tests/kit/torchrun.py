@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 3 -m pytest -p kit.torchrun -p sp_core.testing.plugin tests/...
 
-Every rank draws the same examples, because all have one seed and hear how each rank has ended.
+Every rank draws the same examples, because all have one seed and get the outcomes of all ranks.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from sp_core.transport.groups import GroupComm, over_ranks
 LIMIT = timedelta(seconds=60)
 FOLDER = tempfile.TemporaryDirectory(prefix="sp_core-")
 os.environ["PYTEST_DEBUG_TEMPROOT"] = FOLDER.name
-"""Each process has a folder of its own: pytest warns if another one deletes what it lists."""
+"""Each process has its own folder: pytest warns if another process deletes files that it lists."""
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure() -> None:
     """Start the process group; nothing may import mpi4py.
 
-    Hypothesis draws constants of the modules that are loaded: a module that only some ranks need
-    later would part their examples.
+    Hypothesis draws constants of the modules that are loaded. So all modules are loaded first: a
+    module that only some ranks load later would make the ranks draw different examples.
     """
     sys.modules["mpi4py"] = None  # type: ignore[assignment]
     for module in pkgutil.walk_packages(sp_core.__path__, "sp_core."):
@@ -56,20 +56,20 @@ def pytest_unconfigure() -> None:
 
 @cache
 def world() -> GroupComm:
-    """All ranks; the tests' own communicators are others."""
+    """Return the communicator of all ranks; tests get communicators of their own."""
     return over_ranks(range(distributed.get_world_size()), LIMIT)
 
 
 @cache
 def communicator(ranks: tuple[int, ...]) -> GroupComm | None:
-    """The ranks of an example. Every rank calls this."""
+    """Return the communicator of an example's ranks; None on others. Every rank calls this."""
     mine = distributed.get_rank()
     made = world().Split(int(mine in ranks), ranks.index(mine) if mine in ranks else mine)
     return made if mine in ranks else None
 
 
 def attempt(spec: Spec, example: Example) -> Result:
-    """Run this rank's part of an example, and gather how all have ended."""
+    """Run this rank's part of an example, and return the outcomes of all ranks."""
     comm, outcome = communicator(example.ranks), FINISHED
     with collected() as sink:
         if comm is not None:
