@@ -1,10 +1,10 @@
-"""`nox -s deaths`.
+"""Lose ranks of launches, and judge how the launches end (`nox -s deaths`).
 
-A rank of a launch is lost in every way at every point; then faults that must be caught, attributed
-and shrunk; then a rank of a plain program fails, under MPI and torchrun.
+First a rank of a launch is lost in every way at every point. Then systems have faults that must be
+caught, attributed and shrunk. Last, a rank of a plain program fails, under MPI and torchrun.
 
-Each run adds its rows to deaths.json. Exits with 1 where a launch took too long, its report lacks
-something, or something is left.
+Each run adds its rows to deaths.json. The exit code is 1 if a launch took too long, its report
+lacks something, or a process or a file is left.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _rows(options: argparse.Namespace, seed: int) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Try everything that is asked for; yield a kind, a row of the report, and what was printed."""
+    """Try everything that is asked for; yield a kind, a row of the report, and the printed text."""
     for way, place in product(options.ways, options.places):
         row, text = tried(drawn(way, place, random.Random(f"{seed} {way} {place}")))
         yield "deaths", {**row, "seed": seed}, text

@@ -1,4 +1,4 @@
-"""A session in which one rank is lost, run by `nox -s deaths` under mpiexec."""
+"""Run a test session in which one rank is lost; `nox -s deaths` starts it under mpiexec."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ INSIDE_SECONDS, LATE_SECONDS = 0.15, 0.25
 
 
 def be_lost() -> None:
-    """Write when this rank ends, and end it."""
+    """Write the time at which this rank ends to a file, and end it."""
     told = FOLDER / "lost"
     if not told.exists():
         told.write_text(str(time.time()))
@@ -35,15 +35,15 @@ def be_lost() -> None:
 
 
 def lost_at(place: str) -> None:
-    """End this rank if it is to end here."""
+    """End this rank if it is the one to be lost, and at this place."""
     if VICTIM and place == DEATH["place"]:
         be_lost()
 
 
 def lost_soon() -> None:
-    """The end while this rank waits in a collective.
+    """Let the lost rank end while it waits in a collective.
 
-    The other ranks come later, and the next one tells it to end before that.
+    The other ranks enter the collective later. Before they do, one of them signals the lost rank.
     """
     if DEATH["place"] != "inside" or VICTIM:
         return
@@ -54,7 +54,7 @@ def lost_soon() -> None:
 
 
 if VICTIM and DEATH["place"] == "inside":
-    # Told by a signal of another rank: no thread of its own can start once memory is short.
+    # Another rank ends this one by a signal: no thread of this rank can start if memory is short.
     signal.signal(signal.SIGUSR2, lambda *_: be_lost())
     VICTIM_NUMBER.write_text(str(os.getpid()))
 lost_at("collection")

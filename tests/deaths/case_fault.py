@@ -1,4 +1,4 @@
-"""A property of a system with a fault, run by `nox -s deaths` under mpiexec."""
+"""Test a property of a system with a fault; `nox -s deaths` runs this under mpiexec."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Programs of which one rank fails, by the place where it fails and by what starts the ranks."""
+"""Run programs in which one rank fails, at any place and under anything that starts ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sp_core.launch.command import AS_ROOT, ENVIRONMENT, find_mpiexec
 CASE = str(ROOT / "tests" / "kit" / "case_failing.py")
 RANKS, LOST, BOUND = 3, 1, 10.0
 SECONDS = 120
-"""A bound for a whole launch on a loaded machine; a launch that nobody ends never ends."""
+"""Limit of a whole launch in seconds on a loaded machine; a failed launch may never end itself."""
 KILLED = r"(SIGTERM|signal:? 15)"
 EXITED = r"(code *:? +3\b|Abort\(3\))"
 ERROR = "LookupError: this rank is lost"
@@ -32,21 +32,21 @@ PLACES = {
     "_exit": EXITED,
     "SIGTERM": KILLED,
 }
-"""The places, and what the report says of the cause."""
+"""Places at which a rank fails, each with a pattern of the cause that the report must name."""
 UNSEEN = ("import", "early", "exit behind", "_exit", "SIGTERM")
-"""Here no code of sp_core runs: the launcher says which rank it was."""
+"""Places at which no code of sp_core runs: the launcher must say which rank failed."""
 STARTS = {
     "mpiexec": [],
     "mpi4py": ["-m", "mpi4py"],
     "sp-core run": ["-m", "sp_core", "run", "-n", str(RANKS), "--", "python"],
     "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)],
 }
-"""What starts the ranks: arguments of Python."""
+"""The arguments of Python that start the ranks, by name."""
 UNKNOWN = {"early": ["mpi4py"], "exit behind": ["mpi4py"], "import": [], "_exit": []}
-"""Places of which mpiexec alone does not learn or say enough, and what to start instead.
+"""Places of which mpiexec alone learns or says too little, each with what starts ranks instead.
 
-A rank waits in MPI_Finalize for the others; or MPICH's knows no rank that ends before MPI_Init, and
-prints nothing about an exit code.
+The failing rank waits in MPI_Finalize for the others. Or MPICH's mpiexec knows no rank that ends
+before MPI_Init, and prints nothing about an exit code.
 """
 NAMED = (
     rf"rank {LOST} of {RANKS}: |rank {LOST} died first|process rank {LOST} with|"
@@ -55,18 +55,18 @@ NAMED = (
 
 
 def rows() -> Iterator[tuple[str, str]]:
-    """All places with all that starts ranks, as far as it can know of the place."""
+    """Yield each place with everything that starts ranks and can learn of a failure there."""
     for place in PLACES:
         starts = [*UNKNOWN.get(place, ["mpiexec"]), "sp-core run", "torchrun"]
         yield from ((place, start) for start in starts)
 
 
 def launched(place: str, start: str) -> tuple[int | None, str, tuple[str, float]]:
-    """Let a rank fail.
+    """Launch a program in which a rank fails.
 
     Returns:
-        The exit code; what was printed; the process number of the rank, and the seconds from its
-        failure to the end of all.
+        The exit code; the printed text; the process id of the failed rank, and the seconds from its
+        failure to the end of the launch.
     """
     of_mpi = start in ("mpiexec", "mpi4py")
     head = [find_mpiexec(), "-n", str(RANKS)] if of_mpi else []
@@ -83,7 +83,7 @@ def wrong(place: str, start: str, code: int | None, text: str, pid: str) -> list
     """Return what is wrong with the end of a launch, apart from its time."""
     seen = place not in UNSEEN
     named = rf"rank {LOST} of {RANKS}: " if seen else NAMED
-    if start == "mpiexec" and not seen:  # MPICH's names the process only
+    if start == "mpiexec" and not seen:  # MPICH's mpiexec names the process only
         named += rf"|PID {pid} "
     root = text.partition("Root Cause")[2]
     faults = {
@@ -97,7 +97,7 @@ def wrong(place: str, start: str, code: int | None, text: str, pid: str) -> list
 
 
 def tried_program(place: str, start: str) -> tuple[dict[str, Any], str]:
-    """Let a rank of a program fail. Return a row of the report, and what was printed."""
+    """Launch a program in which a rank fails. Return a row of the report, and the printed text."""
     code, text, (pid, seconds) = launched(place, start)
     late = [f"{seconds:.0f} s to the end"] * (not seconds <= BOUND)
     faults = wrong(place, start, code, text, pid) + late

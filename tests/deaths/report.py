@@ -1,4 +1,4 @@
-"""What became of the launches in which a rank was lost, as Markdown and JSON, for both MPIs."""
+"""Report how launches in which a rank was lost have ended, as Markdown and JSON, for both MPIs."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def add(folder: Path, library: str, kind: str, row: dict[str, Any], printed: str
     """Print a row and add it to the report in a folder. Return the number of its faults.
 
     Args:
-        folder: where the files lie; rows that are there stay until the same way and place are tried
-            again with the same MPI.
-        library: this MPI.
-        kind: of the row: "deaths", "faults" or "programs".
-        row: to be added.
-        printed: by the launch.
+        folder: the folder of the report. Its rows stay until the same way and place are tried again
+            with the same MPI.
+        library: the MPI library of this run.
+        kind: the kind of the row: "deaths", "faults" or "programs".
+        row: the row to be added.
+        printed: the text that the launch printed.
     """
     faults, file = row["faults"], folder / "deaths.json"
     said = " ".join(str(value) for value in row.values() if value is not faults)
@@ -65,7 +65,7 @@ def _key(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def markdown(everything: dict[str, Rows]) -> list[str]:
-    """The report for people."""
+    """Return the lines of the report as Markdown."""
     lines = [HEAD]
     for library, told in everything.items():
         lines += [f"## {library}", "", _summary([row for rows in told.values() for row in rows])]
@@ -97,7 +97,7 @@ def _summary(rows: list[dict[str, Any]]) -> str:
 def _crossed(
     rows: list[dict[str, Any]], by: str, known: Iterable[str], over: str, heads: Iterable[str]
 ) -> list[str]:
-    """Write rows as a table by one of their values over another."""
+    """Return a table of rows, with their values of `by` down and their values of `over` across."""
     cells = {(row[by], row[over]): _cell(row) for row in rows}
     used = [head for head in heads if any(head == there for _, there in cells)]
     named = [name for name in known if any(name == there for there, _ in cells)]

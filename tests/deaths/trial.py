@@ -1,4 +1,4 @@
-"""One launch in which a rank is lost or a system has a fault, seen from outside."""
+"""Run a launch in which a rank is lost or a system has a fault, and judge it from outside."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from studies.commands import RANKS as FAULT_RANKS, ROOT, on_ranks, outside, prin
 
 RANKS = 3
 EXAMPLE_SECONDS, PHASE_SECONDS, MORE_SECONDS = 5.0, 20.0, 15.0
-"""Limits of an example and of anything else in these launches (30 and 300 unless told).
+"""Limits in seconds of an example and of any other phase of these launches (by default 30 and 300).
 
-What ending a launch may take beside.
+The third is the time that ending a launch may take beyond these limits.
 """
 LIMITS = {"SP_WATCHDOG_S": f"{EXAMPLE_SECONDS:g}", "SP_WATCHDOG_PHASE_S": f"{PHASE_SECONDS:g}"}
 LAUNCH_SECONDS = 120.0
 ENDING_SECONDS = 1.0
-"""What was told to end, such as the MPI library's own helpers, may take so long to be gone."""
+"""Seconds that a process which is asked to end, such as a helper of the MPI library, may take."""
 Row = dict[str, Any]
 FAULT_SECONDS = 500.0
 CASE, FAULT_CASE = "tests/deaths/case_death.py", "tests/deaths/case_fault.py"
@@ -40,7 +40,7 @@ BEFORE, END, AFTER = "test_of_before", "test_of_the_end", "test_of_after"
 
 @dataclass(frozen=True)
 class Death:
-    """Which rank is lost, how, where, and from which example on."""
+    """Say which rank is lost, in which way, at which place, and from which example on."""
 
     way: str
     place: str
@@ -49,25 +49,25 @@ class Death:
 
     @property
     def in_body(self) -> bool:
-        """Whether an example is under way."""
+        """Return whether the rank is lost while an example is under way."""
         return self.place in ("before", "inside", "after")
 
     @property
     def bound(self) -> float:
-        """Seconds within which the launch has to be over."""
+        """Return in how many seconds after the loss the launch has to be over."""
         return (EXAMPLE_SECONDS if self.in_body else PHASE_SECONDS) + MORE_SECONDS
 
 
 def drawn(way: str, place: str, chosen: random.Random) -> Death:
-    """A death at random: of any rank, from any example on."""
+    """Draw which rank is lost, and from which example on."""
     return Death(way, place, chosen.randrange(RANKS), chosen.randrange(1, 10))
 
 
 def tried(death: Death) -> tuple[Row, str]:
-    """Launch a session in which this happens.
+    """Launch a session in which a rank is lost in this way.
 
     Returns:
-        A row of the report, and what was printed.
+        A row of the report, and the printed text.
     """
     with tempfile.TemporaryDirectory(prefix="sp_core-death-") as name:
         folder, mark = Path(name), uuid.uuid4().hex
@@ -83,10 +83,10 @@ def tried(death: Death) -> tuple[Row, str]:
 
 
 def tried_fault(fault: str) -> tuple[Row, str]:
-    """Run a property of a system with a fault. See whether the kit found its smallest example.
+    """Run a property of a system with a fault. Check that the kit finds its smallest example.
 
     Returns:
-        A row of the report, and what was printed.
+        A row of the report, and the printed text.
     """
     begin = time.monotonic()
     variables = outside(**LIMITS, SUT_FAULT=fault)
@@ -108,7 +108,7 @@ def tried_fault(fault: str) -> tuple[Row, str]:
 
 
 def command_of(fault: str) -> list[str]:
-    """Return what is run: a fault that a rank dies of needs an engine outside the launch."""
+    """Return the command to run; a fault that ends a rank needs a search outside the launch."""
     if fault not in CRASHES:
         return on_ranks(FAULT_SECONDS - 60, *OPTIONS, FAULT_CASE)
     search = ("-m", "sp_core.testing.shrink_crash", "-n", str(FAULT_RANKS), "--losses", "12")
@@ -119,11 +119,11 @@ def judged(death: Death, code: int | None, seconds: float, text: str, folder: Pa
     """Return what is wrong with a launch.
 
     Args:
-        death: what happened in it.
-        code: its exit code; None where it had to be shot.
-        seconds: from the loss to the end.
-        text: that it printed.
-        folder: with the JUnit file.
+        death: the rank that was lost, and how.
+        code: the exit code of the launch, or None if it had to be killed.
+        seconds: the seconds from the loss to the end of the launch.
+        text: the text that the launch printed.
+        folder: the folder with the JUnit file.
     """
     xml, begun = folder / "junit.xml", death.place != "collection"
     red = {name.rpartition("::")[2]: bad is not None for name, bad in records.junit(xml)}
@@ -150,9 +150,9 @@ def judged(death: Death, code: int | None, seconds: float, text: str, folder: Pa
 
 
 def left(folder: Path, mark: str) -> Iterator[str]:
-    """What is left of a launch.
+    """Yield a text for each file and each process that is left of a launch.
 
-    Files in shared memory that its ranks had mapped, and processes with its mark.
+    The files lie in shared memory, mapped by its ranks. The processes have its mark.
     """
     mapped = {path for file in folder.glob("mapped-*") for path in file.read_text().split()}
     yield from (f"{path} is left" for path in sorted(mapped) if Path(path).exists())
@@ -163,7 +163,7 @@ def left(folder: Path, mark: str) -> Iterator[str]:
 
 
 def _marked(mark: str) -> dict[str, str]:
-    """The processes with a mark in their environment, and what they run."""
+    """Return the ids of processes with a mark in their environment, and their command lines."""
     found = {}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

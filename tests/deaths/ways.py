@@ -1,4 +1,4 @@
-"""The ways in which a rank can be lost, and the points at which."""
+"""List the ways in which a rank can be lost, and the places at which it is lost."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from pathlib import Path
 ROOM_BYTES = 256 << 20
 BLOCK_BYTES = 16 << 20
 PLACES = ("collection", "before", "inside", "after", "tear-down")
-"""While tests are collected.
+"""Places at which a rank is lost.
 
-Before, in and after a collective of a body; when the fixtures of a test are torn down.
+While tests are collected; before, inside and after a collective of an example; when the fixtures of
+a test are torn down.
 """
 
 
 def raise_an_error() -> None:
-    """An ordinary bug."""
+    """Raise an error, as an ordinary bug does."""
     raise LookupError("this rank is lost")
 
 
 def spin() -> None:
-    """Never come back."""
+    """Loop for ever."""
     while True:
         pass
 
 
 def exhaust_memory() -> None:
-    """Take more than this process may have; the machine is not harmed."""
+    """Take more memory than this process is allowed; the limit protects the machine."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(
         resource.RLIMIT_AS,
@@ -56,8 +57,8 @@ WAYS: dict[str, Callable[[], object]] = {
     "out of memory": exhaust_memory,
 }
 SILENT = ("os._exit(0)", "os._exit(3)", "SIGKILL")
-"""After these no code of the rank runs any more that could write its stack."""
+"""Ways after which the rank runs no more code, so that it cannot write its stack."""
 RAISED = ("exception", "sys.exit(0)", "sys.exit(3)", "out of memory")
-"""These are failures of a test as any other: it is shrunk, and the session goes on."""
+"""Ways that are ordinary failures of a test: its example is shrunk, and the session goes on."""
 STUCK = ("SIGSTOP", "endless loop")
-"""These end with a time limit."""
+"""Ways that are noticed only when a time limit is over."""

@@ -1,8 +1,8 @@
-"""Draw every pair of parts (`nox -s explore`): `python -m domains --seed 7`.
+"""Draw every pair of parts of each domain (`nox -s explore`): `python -m domains --seed 7`.
 
-A pair that the library refuses in the base row is impossible; the report lists it with the
-library's words. Exits with 1 where a result is wrong, a rank hangs, or ranks are told different
-things.
+A pair is impossible if the library refuses it in the base row, the row of all first parts. The
+report lists such pairs with the library's error. The exit code is 1 if a result is wrong, a rank
+hangs, ranks get different errors, or a possible pair was not drawn.
 """
 
 from __future__ import annotations

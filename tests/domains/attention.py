@@ -1,4 +1,4 @@
-"""Domain of attention: four schemes over ranks, each against the dense float64 reference."""
+"""Declare the domain of attention: four schemes over ranks, compared with the dense reference."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from sp_core.schemes import SCHEMES
 
 
 def seq_len(chance: Random, drawn: Values, *, shards: int) -> int:
-    """A length that `shards` shards divide evenly."""
+    """Return a length that `shards` shards divide evenly."""
     return shards * chance.randint(1, max(1, 24 // shards))
 
 
 def lengths() -> Parts:
-    """Lengths of a sequence, in relation to the number of ranks."""
+    """Return parts of a sequence's length, most in relation to the number of ranks."""
     return {
         "even": lambda c, v: seq_len(c, v, shards=2 * size_of(v)),
         "halves uneven": lambda c, v: (
@@ -37,7 +37,7 @@ def lengths() -> Parts:
 
 
 def size_of(drawn: Values) -> int:
-    """The number of ranks that share the sequence."""
+    """Return the number of ranks that share the sequence."""
     if "comm.ranks" in drawn:
         return int(drawn["comm.ranks"])
     return int(drawn["mesh.ring"]) * int(drawn["mesh.ulysses"])
@@ -56,12 +56,12 @@ def pair(
 
 
 def window(chance: Random, drawn: Values, *, shards: tuple[int, int]) -> int:
-    """A window of so many quarters of a shard."""
+    """Return a window of `shards[0]` to `shards[1]` quarters of a shard's length, at least 2."""
     return max(2, max(1, drawn["q.seq_len"] // size_of(drawn)) * chance.randint(*shards) // 4)
 
 
 def several(low: int, high: int) -> dict[str, Draw]:
-    """A part of large numbers, of which a long sequence gets the least."""
+    """Return a part that draws `low` to `high`, but `low` for more than 1000 tokens."""
     return {
         f"{low} to {high}": lambda c, v: (
             low if v.get("q.seq_len", 0) > 1000 else c.randint(low, high)
@@ -116,7 +116,7 @@ COMMON: dict[str, Parts] = {
 
 
 def problem_of(drawn: Values) -> AttentionProblem:
-    """The attention problem that drawn values stand for."""
+    """Return the attention problem that drawn values stand for."""
     own = drawn["kv_sharding"] == "own"
     pair = drawn["mask.documents"] or (None, None)
     return AttentionProblem(
@@ -147,7 +147,7 @@ def problem_of(drawn: Values) -> AttentionProblem:
 
 
 def arguments_of(shards: Shards, drawn: Values) -> Values:
-    """What every scheme takes."""
+    """Return the arguments that every scheme takes."""
     q, k, v = shards.local
     own = drawn["kv_sharding"] == "own"
     return {
@@ -176,7 +176,7 @@ def judge(
 
 
 def on_a_communicator(name: str, group: sp.Communicator, drawn: Values) -> Call:
-    """Call a scheme on a group of ranks."""
+    """Return the call of a scheme on a group of ranks."""
     shards = Shards(problem_of(drawn), group.rank, group.size, group.device)
     inner = {"inner": drawn["inner"]} if name == "ulysses" else {}
     arguments = {**arguments_of(shards, drawn), "comm": group, **inner}
@@ -184,7 +184,7 @@ def on_a_communicator(name: str, group: sp.Communicator, drawn: Values) -> Call:
 
 
 def on_a_grid(mesh: sp.Mesh, drawn: Values) -> Call:
-    """Call hybrid attention on two axes; along a third one every group has its own problem."""
+    """Return the call of hybrid attention on two axes; groups along a third have other numbers."""
     _, axes = grid_of(drawn)
     tokens = mesh[axes]
     number = mesh["third"].rank if "third" in mesh.axes else 0
@@ -196,7 +196,7 @@ def on_a_grid(mesh: sp.Mesh, drawn: Values) -> Call:
 
 
 def grid_of(drawn: Values) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the axes of the mesh of a hybrid with their ranks, and the two axes that it uses."""
+    """Return the sizes of a mesh's axes by name, and the two axes that hybrid attention uses."""
     third = {"third": 2} if drawn["mesh.axes"] == "three" else {}
     lengths = {"ring": drawn["mesh.ring"], "ulysses": drawn["mesh.ulysses"], **third}
     named = sorted(lengths, reverse=drawn["mesh.order"] == "reversed")
@@ -206,7 +206,7 @@ def grid_of(drawn: Values) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 
 def by_hand(*given: Any, **named: Any) -> Any:
-    """An attention of the user's own: what one device computes, called through a function."""
+    """Stand for a user's own attention: call `local_attention`."""
     return sp.local_attention(*given, **named)
 
 
@@ -221,9 +221,9 @@ GRID: dict[str, Parts] = {
     "comm": values("left out", "given"),
 }
 RAISED = ("inner=gpipe", "inner=contiguous")
-"""What a function of the user raises while it computes is an error of its rank."""
+"""Changes of `inner` that are not tried: the function fails on its own rank only."""
 TOGETHER = ({"q.head_dim": "129 to 256"},)
-"""Wide heads with the default scale, and tokens that see several others."""
+"""A row of wide heads; the base row adds the default scale and tokens that see several others."""
 
 SUBJECTS = [
     *(

@@ -1,4 +1,4 @@
-"""Domain of self-attention and the transformer block, over schemes, masks and shardings."""
+"""Declare the domain of self-attention and transformer block: schemes, masks and shardings."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ ROPE_BASE = 100.0
 
 
 def own_scheme(*given: Any, **named: Any) -> Any:
-    """Compute attention by a function of the user's own."""
+    """Stand for a user's own scheme: call `ring_attention`."""
     return sp.ring_attention(*given, **named)
 
 
 def num_heads(chance: Random, drawn: Values, *, group: tuple[int, int]) -> int:
-    """Return a number of query heads for the number of key and value heads."""
+    """Return a number of query heads, a multiple of the number of key and value heads."""
     return (drawn["num_kv_heads"] or chance.randint(1, 3)) * chance.randint(*group)
 
 
 def hidden(chance: Random, drawn: Values, *, least: int, most: int) -> int:
-    """Return a model dim. If it gives the heads their dim, that is even, as `Rope` needs it."""
+    """Return a model dim. If it decides the heads' dim, that dim is even, as `Rope` requires."""
     step = 2 * drawn["num_heads"] if drawn["head_dim"] is None else 1
     lowest = -(-max(least, 3) // step)
     return step * chance.randint(lowest, max(lowest, most // step))
 
 
 def tokens_of(drawn: Values) -> tuple[int, int]:
-    """Return the first position that a token may have, and the end of all."""
+    """Return the first position that a token may have, and the end of all positions."""
     end = layers.sharding_of(drawn, drawn["comm.ranks"]).end
     return min(drawn["sharding.start"], end), end
 
@@ -93,7 +93,7 @@ def dim_of(drawn: Values) -> int:
 
 
 def mask_of(drawn: Values) -> Values:
-    """Return the arguments of the mask."""
+    """Return the drawn arguments of the mask."""
     return {name: drawn[f"mask.{name}"] for name in ("causal", "window", "documents")}
 
 
@@ -103,7 +103,7 @@ def terms_of(drawn: Values) -> Values:
 
 
 def check_weights(weights: Weights, drawn: Values) -> None:
-    """Compare the names of a layer's weights with what was asked for."""
+    """Check that a layer has sinks and biases exactly if they were drawn."""
     assert any(name.endswith("sinks") for name in weights) == drawn["sinks"]
     assert any(name.endswith("proj.bias") for name in weights) == drawn["bias"]
 
@@ -111,7 +111,7 @@ def check_weights(weights: Weights, drawn: Values) -> None:
 def attended(
     x: Tensor, weights: Weights, drawn: Values, positions: Tensor, rounding: Any
 ) -> Tensor:
-    """Self-attention of the whole sequence."""
+    """Return the reference's self-attention of the whole sequence."""
     check_weights(weights, drawn)
     seen = reference.visible(positions, positions, **mask_of(drawn))
     base = None if drawn["rope"] is None else ROPE_BASE
@@ -126,7 +126,7 @@ def attended(
 
 
 def block(x: Tensor, weights: Weights, drawn: Values, positions: Tensor, rounding: Any) -> Tensor:
-    """A transformer block on the whole sequence."""
+    """Return the output of the reference's transformer block on the whole sequence."""
     check_weights(weights, drawn)
     layers.check_fed_forward(weights, drawn, "feed_forward.")
     kept: tuple[Tensor | float, ...] = (1.0, 1.0)
@@ -151,7 +151,7 @@ def block(x: Tensor, weights: Weights, drawn: Values, positions: Tensor, roundin
 
 
 def masked(kind: Kind, group: sp.Communicator, drawn: Values) -> Call:
-    """Put the mask into the call or into the constructor, as drawn."""
+    """Return a layer's call, with the mask in the call, in the constructor or in both, as drawn."""
     mask, other = sp.Mask(**mask_of(drawn)), sp.Mask(causal=not drawn["mask.causal"])
     ways = {"constructor": (mask, None), "call": (None, mask), "both": (other, mask)}
     made, called = ways[drawn.get("(mask)", "call")]
@@ -193,9 +193,9 @@ MANY_OF_ONE_SIGN = {
     "hidden": "65 to 130",
     "mask.causal": "False",
 }
-"""Every token has about the same gradient of the norm's bias: their sum in float16 stagnates."""
+"""A row whose tokens have nearly equal gradients of a norm's bias: their float16 sum stagnates."""
 SATURATED = {"alibi": "8.0", "x.magnitude": "large", "mask.causal": "False", "hidden": "65 to 130"}
-"""One weight of each row is almost 1 in the plain kernel: gradients are left over from 1 - 1."""
+"""A row of parts that saturates the softmax: gradients are what is left over from 1 - 1."""
 KINDS: tuple[tuple[Any, ...], ...] = (
     ({}, Kind(sp.SelfAttention, HEADS, attended, ("x", "sharding", "mask"))),
     (

@@ -1,4 +1,4 @@
-"""The domain of collectives: each and its gradient against their definitions."""
+"""Declare the domain of collectives: results and gradients are compared with definitions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from sp_core.schedules import ALGORITHMS, SCHEDULED
 DTYPES = {name: getattr(torch, name) for name in NAMES}
 
 COUNTS_ONCE = ("reduce_from_group", "gather_replicated")
-"""Their results are one value of all ranks; one rank's gradient is that of all."""
+"""Collectives whose result is one value of all ranks: its gradient counts once, not per rank."""
 
 
 def gradients(
@@ -36,7 +36,7 @@ def gradients(
 ) -> Tensor:
     """Return the gradient of this rank's tensor.
 
-    It is that of the sum over ranks of <result, upstream>, or of this rank's where it counts once.
+    The loss is the sum of <result, upstream> over all ranks, or this rank's for `COUNTS_ONCE`.
     """
     leaves = [x.detach().double().requires_grad_() for x in inputs]
     results = DEFINITIONS[op](leaves, a)
@@ -49,12 +49,12 @@ def gradients(
 
 
 def cut(chance: Random, size: int, most: int) -> tuple[int, ...]:
-    """Return a length for each rank."""
+    """Return a random length, 0 to `most`, for each of `size` ranks."""
     return tuple(chance.randint(0, most) for _ in range(size))
 
 
 def shape_of(op: str, drawn: Values, rank: int) -> tuple[int, ...]:
-    """Return the shape of a rank's tensor: `lengths` along the dim of the collective."""
+    """Return the shape of a rank's tensor, with the drawn length along the collective's dim."""
     shape = list(drawn["x.shape"])
     dim = drawn["dim"] if "dim" in drawn else drawn.get("concat_dim", 0)
     if op in UNEVEN:
@@ -110,7 +110,7 @@ def judge(op: str, group: sp.Communicator, drawn: Values, x: Tensor, result: Any
 
 
 def prepared(op: str, function: Callable[..., Any], group: Any, drawn: Values) -> Call:
-    """Call a collective on a group of ranks."""
+    """Return the call of a collective on a group of ranks."""
     x = tensor(op, drawn, group.rank, 0, drawn["x.memory"])
     learns = drawn["x.gradient"] and drawn.get("op", "sum") == "sum"
     x.requires_grad_(learns and x.is_floating_point())
@@ -119,9 +119,9 @@ def prepared(op: str, function: Callable[..., Any], group: Any, drawn: Values) -
 
 
 def shapes(op: str) -> Parts:
-    """Return shapes of one to four dims, without elements, and beyond the segments of messages.
+    """Return parts of shapes: few or many dims, no elements, and more than one message segment.
 
-    The first has two dims: a tensor of one lies in memory transposed as it lies anyway.
+    The first part has two dims, because transposing a tensor of one dim changes nothing in memory.
     """
     least = 2 if op == "all_to_all" else 1
     return {
@@ -176,11 +176,11 @@ OWN: dict[str, dict[str, Parts]] = {
     "reduce": ROOT,
     "all_reduce": {"op": values("sum", "max", "min")} | DETERMINISTIC,
 }
-"""Factors of a collective beside its tensor and its algorithm."""
+"""By collective, its factors besides the tensor and the algorithm."""
 
 
 def factors(op: str) -> dict[str, Parts]:
-    """Return the domain of a collective and of its started form."""
+    """Return the domain that a collective shares with its `_start` form."""
     of = {"gather_replicated": "all_gather", "reduce_from_group": "all_reduce"}.get(op, op)
     algorithm = {} if op == "copy_to_group" else {"algorithm": values(*ALGORITHMS[of])}
     held: dict[str, Parts] = {
@@ -197,9 +197,9 @@ SITUATIONS = situations.situations("host in parts", "late sends", "staged", "pip
 
 
 MANY = {"comm.ranks": "9 to 17"}
-"""In every run each algorithm meets more ranks than a power of two, or four bits, can number."""
+"""Every run draws each algorithm with this part, because the other parts have at most 8 ranks."""
 OWN_RESULTS = {"copy_to_group": ("another dtype", "longer at the end", "one dim more")}
-"""What is copied is not sent."""
+"""Changes of `copy_to_group` that only change a rank's own result: forward sends nothing."""
 
 SUBJECTS = [
     on_group(

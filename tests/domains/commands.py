@@ -1,4 +1,4 @@
-"""Domain of commands: `sp-core generate` and `logits` on ranks, and `sp-core plan` on one."""
+"""Declare the domain of commands: `sp-core generate` and `logits` on ranks, `plan` on one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REFUSED = 2
 
 
 def words(options: Values) -> list[str]:
-    """Return a command line; None and False are left out, a list is given several times."""
+    """Return options as a command line. None and False are left out; a list repeats its option."""
     found: list[str] = []
     for name, value in options.items():
         for item in value if isinstance(value, list) else [value]:
@@ -46,10 +46,10 @@ def words(options: Values) -> list[str]:
 
 
 def printed(command: str, comm: Any, **options: Any) -> str:
-    """What a command prints on the first rank.
+    """Run a command. Return what rank 0 prints; other ranks return an empty text.
 
     Raises:
-        ValueError: the command refuses what was given.
+        ValueError: the command refuses its options.
     """
     out, errors = io.StringIO(), io.StringIO()
     if comm.rank:
@@ -107,19 +107,19 @@ FOLDER_STOPS = {"no file": None, "none": [], "a text": ["e"], "a list": [*"aeiou
 
 
 def axes_of(drawn: Values) -> dict[str, int]:
-    """The options that say how many ranks each axis has."""
+    """Return the options that say how many ranks each axis has, with their values."""
     given = drawn["(ranks)"].split()
     return {axis: int(length) for axis, length in zip(given[::2], given[1::2], strict=True)}
 
 
 def ranks(drawn: Values) -> int:
-    """How many ranks carry the command out."""
+    """Return how many ranks run the command."""
     return math.prod(axes_of(drawn).values())
 
 
 @contextmanager
 def inferred(name: str, comm: Any, drawn: Values) -> Iterator[Call]:
-    """A command inside of a job, on a folder that one rank writes."""
+    """Yield the call of a command on ranks that already run, with a folder that one rank writes."""
     case, stops = case_of(drawn), FOLDER_STOPS[drawn.get("--model.stop_strings", "no file")]
     with folder_of(comm) as folder:
         if comm.rank == 0:
@@ -160,7 +160,7 @@ def inferred(name: str, comm: Any, drawn: Values) -> Iterator[Call]:
 def judge_generate(
     stops: list[str] | None, case: Case, given: Values, prompts: list[str], text: str
 ) -> None:
-    """Compare with the text of the tokens that follow from the reference's logits."""
+    """Compare a printed text with that of the tokens that follow from the reference's logits."""
     chosen = {name: given[f"--{name.replace('_', '-')}"] for name in SAMPLING}
     sampling = Sampling(**{name: value for name, value in chosen.items() if value is not None})
     tokens = [
@@ -179,7 +179,7 @@ def judge_generate(
 
 
 def judge_logits(case: Case, given: Values, texts: list[str], text: str) -> None:
-    """Compare each line's probability with its token's, and the last with tokens not shown."""
+    """Check that the likeliest tokens are printed, with their log-probabilities in order."""
     prompts = [list(prompt.encode()) for prompt in texts]
     wanted = decoding.last_logits("llama command", case, prompts, given["--dtype"] or "")
     rows, allowed = wanted.values["logits"].log_softmax(-1), wanted.allowed("logits")
@@ -202,12 +202,12 @@ def judge_logits(case: Case, given: Values, texts: list[str], text: str) -> None
 
 
 def length(chance: Random, drawn: Values, *, most: int) -> int:
-    """A length that twice the number of ranks divides."""
+    """Return a length that twice the number of ranks divides."""
     return 2 * int(drawn["--ranks"]) * chance.randint(1, most)
 
 
 def planned(**options: Any) -> str:
-    """What `sp-core plan` prints."""
+    """Return the text that `sp-core plan` prints."""
     out = io.StringIO()
     with redirect_stdout(out):
         assert main(["plan", *words(options)]) == 0
@@ -215,7 +215,7 @@ def planned(**options: Any) -> str:
 
 
 def judge_plan(given: Values, text: str) -> None:
-    """Compare each line with its projection; times only roughly if the speed was measured."""
+    """Compare each printed line with its projection; the waiting share only if flops are given."""
     assert ("Assumed" in text) == (given["--flops"] is None)
     _, *lines, speed, known = (line for line in text.splitlines() if "Assumed" not in line)
     assert "error of these times is not known" in known

@@ -1,4 +1,4 @@
-"""Domain of configurations and the byte tokenizer: what a `config.json` of any age means."""
+"""Declare the domain of the byte tokenizer and of configurations: old and new `config.json`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CONFIG: dict[str, Parts] = {
 
 
 def judge_fields(drawn: Values, config: LlamaConfig) -> None:
-    """Compare fields, what a file keeps of them, and the angles."""
+    """Check a configuration's fields, that a file keeps all of them, and the rotary angles."""
     assert all(getattr(config, name) == drawn[name] for name in CONFIG)
     assert LlamaConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     x = torch.randn(
@@ -100,11 +100,11 @@ MEANINGS: dict[str, dict[str, tuple[Settings, Settings, tuple[str, ...]]]] = {
         "defaults missing": ({}, PLAIN, (*PLAIN, "architectures", "hidden_act")),
     },
 }
-"""By factor and part: what a file says, the fields that it means, and entries that it lacks."""
+"""By factor and part: entries of the file, the fields that they mean, and entries left out."""
 
 
 def written(config: LlamaConfig, drawn: Values) -> tuple[Settings, Settings]:
-    """Return the contents of a `config.json`, and the fields that it changes."""
+    """Return the contents of a `config.json`, and the fields that its drawn entries mean."""
     contents, meant, missing = config.to_dict(), Settings(), list[str]()
     for factor, parts in MEANINGS.items():
         said, fields, lacking = parts[drawn[factor]]
@@ -114,7 +114,7 @@ def written(config: LlamaConfig, drawn: Values) -> tuple[Settings, Settings]:
 
 @contextmanager
 def from_folder(_: Any, drawn: Values) -> Iterator[Call]:
-    """A `config.json` as other programs write it."""
+    """Yield the call of `from_folder` on a `config.json` as other programs write it."""
     config = LlamaConfig(
         vocab_size=99,
         hidden_size=96,
@@ -137,12 +137,12 @@ def from_folder(_: Any, drawn: Values) -> Iterator[Call]:
 
 
 def tokenized(drawn: Values) -> Call:
-    """Make a tokenizer."""
+    """Return the call that makes a tokenizer."""
     return Call(byte_tokenizer, {}, partial(judge_tokenizer, drawn["(text)"]))
 
 
 def judge_tokenizer(text: str, tokenizer: Any) -> None:
-    """Compare the tokens of a text with its bytes, both ways."""
+    """Check that a tokenizer encodes a text to its bytes, and decodes these to the text."""
     assert tokenizer.encode(text).ids == list(text.encode())
     assert tokenizer.decode(list(text.encode())) == text
     assert tokenizer.get_vocab_size() == 256
@@ -154,11 +154,11 @@ SAMPLING: dict[str, Parts] = {
     "top_p": {**values(None, 1.0, 1e-12), "0.3 to 0.9": lambda c, v: c.uniform(0.3, 0.9)},
     "seed": {**values(0, 10**18, -7), "1 to 99": lambda c, v: c.randint(1, 99)},
 }
-"""Parameters of `Sampling`, in their order."""
+"""Parts of the parameters of `Sampling`, in the order of its constructor."""
 
 
 def sampled(drawn: Values) -> Call:
-    """Choose a token from logits."""
+    """Return the call that chooses a token from logits."""
     sampling = Sampling(*(drawn[name] for name in SAMPLING))
     random = sampling.random(drawn["prompt"])
     noise = torch.Generator().manual_seed(drawn["seed"] % 2**16)
@@ -170,7 +170,7 @@ def sampled(drawn: Values) -> Call:
         "some -inf": x.where(x > 0, -torch.inf),
     }
     logits = made[drawn["logits.values"]].to(getattr(torch, drawn["logits.dtype"]))
-    logits[0] = 1.0  # so that one token is possible
+    logits[0] = 1.0  # so that at least one token is possible
     if drawn["random"] == "used":
         torch.rand((), generator=random)
     given = {"logits": logits, "random": random}
@@ -180,7 +180,7 @@ def sampled(drawn: Values) -> Call:
 
 
 def judge_choice(sampling: Sampling, given: Values, random: torch.Generator, token: int) -> None:
-    """Compare a choice with the definition: the drawn share of the total probability."""
+    """Compare a choice with the first token at which the summed probabilities exceed the draw."""
     logits = [float(x) for x in given["logits"]]
     order = sorted(range(len(logits)), key=lambda place: (-logits[place], place))
     if sampling.temperature == 0:

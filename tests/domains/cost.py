@@ -1,4 +1,4 @@
-"""Domain of the formulas of `sp_core.cost`: each against what a scheme really sends."""
+"""Declare the domain of the formulas of `sp_core.cost`, compared with what a scheme sends."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MATTERS = (
     ),
     *("mask.causal", "mask.window", "mask.documents", "return_lse"),
 )
-"""Factors of attention that its bytes may depend on; the others keep their first part."""
+"""Factors of attention that its bytes may depend on; all others are fixed or left out."""
 OTHERS: Values = {
     "q.memory": "plain",
     "q.magnitude": 1.0,
@@ -51,12 +51,12 @@ OTHERS: Values = {
 
 
 def inner(drawn: Values) -> Values:
-    """Return values by attention's own names, without the parameter of the formula."""
+    """Return drawn values under attention's own names: "problem.q.batch" becomes "q.batch"."""
     return OTHERS | {name.partition(".")[2] or name: value for name, value in drawn.items()}
 
 
 def under(parameter: str, factors: Mapping[str, Parts]) -> dict[str, Parts]:
-    """Factors of attention as aspects of a parameter of the formula."""
+    """Return factors of attention as aspects of a parameter: "q.batch" as "problem.q.batch"."""
 
     def drawn(draw: Draw) -> Draw:
         return lambda chance, values: draw(chance, inner(values))
@@ -78,7 +78,7 @@ COLLECTIVES = ("all_to_all", "reduce_scatter")
 
 
 def drained(*comms: sp.Communicator) -> cost.Traffic:
-    """What was sent since the last time. In a window collectives count what they read."""
+    """Return what was sent since the last call; messages that `COLLECTIVES` count are left out."""
     total = cost.Traffic()
     for comm in comms:
         count = comm.counters.total()
@@ -91,7 +91,7 @@ def drained(*comms: sp.Communicator) -> cost.Traffic:
 def called(
     function: Any, drawn: Values, tokens: sp.Communicator, scheme: Any, *comms: sp.Communicator
 ) -> Call:
-    """Run a scheme over some ranks, and compare a formula with what these communicators sent."""
+    """Run a scheme. Return its formula's call, which is compared with what `comms` have sent."""
     problem = attention.problem_of(inner(drawn))
     shards = Shards(problem, tokens.rank, tokens.size, tokens.device)
     asked = drawn["problem.return_lse"] != "not asked"
@@ -123,7 +123,7 @@ def called(
 
 
 def judge(sizes: cost.Attention, shards: Shards, sent: cost.Both, formula: cost.Both) -> None:
-    """Compare message by message and byte by byte."""
+    """Compare a formula's numbers of messages and bytes with those sent, and check `kv_block`."""
     assert formula == sent
     own, tokens = sum(x.numel() for x in shards.local[1:]), shards.local[1].shape[1]
     assert [sizes.kv_block(tokens, itemsize) for itemsize in (2, 8)] == [2 * own, 8 * own]
@@ -131,7 +131,7 @@ def judge(sizes: cost.Attention, shards: Shards, sent: cost.Both, formula: cost.
 
 @contextmanager
 def alone(name: str, comm: Any, drawn: Values) -> Iterator[Call]:
-    """A scheme on one axis."""
+    """Run a scheme on one axis, and yield the call of its formula."""
     transport: Any = "window" if drawn["problem.shared"] else "host"
     with sp.Mesh(comm, device=device(), transport=transport, sp=comm.size) as mesh:
         scheme = partial(SCHEMES[name], comm=mesh["sp"])
@@ -142,7 +142,7 @@ def alone(name: str, comm: Any, drawn: Values) -> Iterator[Call]:
 
 @contextmanager
 def gridded(comm: Any, drawn: Values) -> Iterator[Call]:
-    """A hybrid on two axes; along a third one the same problem."""
+    """Run a hybrid on two axes, and yield its formula's call. Groups along a third are alike."""
     (lengths, axes), heads = attention.grid_of(inner(drawn)), drawn["groups.ulysses"]
     (around,) = {*axes} - {heads}
     transport: Any = "window" if drawn["problem.shared"] else "host"
@@ -158,7 +158,7 @@ def gridded(comm: Any, drawn: Values) -> Iterator[Call]:
 
 @contextmanager
 def layers(comm: Any, drawn: Values) -> Iterator[Call]:
-    """A column-parallel layer and the row-parallel one after it."""
+    """Run a column-parallel and a row-parallel layer, and yield the call of their formula."""
     sharding = LAYOUTS[drawn["sharding.layout"]](drawn["sharding.seq_len"], comm.size)
     dtype = {8: torch.float64, 4: torch.float32, 2: torch.bfloat16}[drawn["itemsize"]]
     chance, size, hidden = Random(drawn["seed"]), comm.size, drawn["hidden"]
@@ -194,7 +194,7 @@ def layers(comm: Any, drawn: Values) -> Iterator[Call]:
 
 
 def judge_sum(given: Values, traffic: cost.Traffic) -> None:
-    """Compare a sum with the sums of both numbers."""
+    """Check that adding two `Traffic` adds their messages and their bytes."""
     assert traffic + cost.Traffic(3, 5) == cost.Traffic(
         given["messages"] + 3, given["bytes_sent"] + 5
     )
@@ -206,9 +206,9 @@ ALIKE_INSIDE = {
     "problem.q.seq_len": "halves uneven",
     "problem.kv_sharding": "other",
 }
-"""In some groups that exchange heads, shards of queries and keys are of equal lengths."""
+"""Parts with which query and key shards have equal lengths in some groups that exchange heads."""
 SOME = ({"problem.k.gradients": some} for some in ("q", "k", "k and v"))
-"""Which gradients travel depends on which are wanted."""
+"""Rows of the gradients that are asked for, because they decide which gradients are sent."""
 
 
 ASPECTS = """

@@ -1,4 +1,4 @@
-"""Domains as data: factors cut into named parts, rows of parts, and their values."""
+"""Describe domains as data: factors cut into named parts, rows of parts, and drawn values."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ Pair = tuple[tuple[str, str], tuple[str, str]]
 
 @dataclass
 class Call:
-    """One call of a public function on one rank.
+    """Describe one call of a public function on one rank.
 
     Attributes:
-        function: what is called.
-        arguments: of this rank, by parameter.
+        function: the function that is called.
+        arguments: this rank's arguments, by parameter.
         judge: compares the result, and gradients where there are any, with a reference that does
             not communicate.
         positional: parameters that cannot be passed by name.
@@ -57,26 +57,25 @@ class Call:
 
 @dataclass(frozen=True)
 class Subject:
-    """A public call and its domain.
+    """Describe a public call and its domain.
 
     Attributes:
-        name: of the function, as `public` finds it.
-        factors: by "parameter" or "parameter.aspect", or "(situation)" for what is no parameter;
-            each has its parts, and the first part of every factor together make a row that is
-            valid.
+        name: the function's name, as `public` finds it.
+        factors: the parts of each factor. A factor is named "parameter" or "parameter.aspect", or
+            "(situation)" if it is no parameter. The first parts of all factors make a valid row.
         prepare: opens a mesh on a communicator of `ranks(values)` ranks and yields the call.
-        ranks: how many ranks a row needs.
+        ranks: returns how many ranks drawn values need.
         covers: further public names whose parameters are among these factors, such as methods of
-            what the call makes.
+            the object that the call makes.
         outside: parameters that have no domain, each with the reason.
         allowed: differences between ranks that are valid and change the result, as `differing`
-            names them.
-        own_results: names of differences for which each rank has the result of its own argument
-            where nothing is compared.
-        alone: whether a wrong argument is an error on its rank alone, or there is none but the
-            communicator.
-        together: rows drawn in every run beside the single parts, in which parts meet that hid a
-            fault when they met.
+            names them. They are not tried.
+        own_results: names of differences that may give each rank the result of its own argument
+            if the mesh has `check="off"`.
+        alone: whether the ranks do not agree on the arguments: a wrong one is an error of its rank
+            alone, or the communicator is the only argument.
+        together: rows drawn in every run besides the single parts. Each combines parts that have
+            hidden a fault together.
     """
 
     name: str
@@ -92,22 +91,22 @@ class Subject:
 
     @property
     def base(self) -> Row:
-        """The row of the first parts."""
+        """Return the base row: the first part of every factor."""
         return {factor: next(iter(parts)) for factor, parts in self.factors.items()}
 
     def singles(self) -> set[tuple[str, str]]:
-        """Every part of every factor."""
+        """Return every part of every factor, as (factor, part)."""
         return {(factor, part) for factor, parts in self.factors.items() for part in parts}
 
     def pairs(self) -> set[Pair]:
-        """Every pair of parts of two factors."""
+        """Return every pair of parts of two different factors."""
         named = [
             [(factor, part) for part in parts] for factor, parts in sorted(self.factors.items())
         ]
         return {pair for one, two in combinations(named, 2) for pair in product(one, two)}
 
     def draw(self, row: Row, seed: int) -> Values:
-        """The values that a row stands for; those of earlier factors are known to later ones."""
+        """Draw the values that a row stands for; the draw of a factor knows those before it."""
         chance = random.Random(f"{seed} {sorted(row.items())}")
         values: Values = {"seed": chance.randrange(2**16)}
         for factor, parts in self.factors.items():
@@ -115,7 +114,7 @@ class Subject:
         return values
 
     def each_part(self, seed: int) -> Iterator[Row]:
-        """As few rows as have every part at least once; a slow part has a row of its own."""
+        """Yield as few rows as have every part at least once; a slow part has a row of its own."""
         chance = random.Random(seed)
         orders = {factor: chance.sample(parts, len(parts)) for factor, parts in self._quick.items()}
         for place in range(max(map(len, orders.values()))):
@@ -123,13 +122,13 @@ class Subject:
         yield from (self.base | {factor: part} for factor, part in sorted(self._slow))
 
     def with_parts(self, parts: Collection[tuple[str, str]]) -> Iterator[Row]:
-        """As few rows as have these parts; for the other factors they are the base row."""
+        """Yield as few rows as have these parts; all other factors have their first part."""
         left = {factor: [its for of, its in parts if of == factor] for factor, _ in parts}
         while left := {factor: its for factor, its in left.items() if its}:
             yield self.base | {factor: its.pop() for factor, its in left.items()}
 
     def each_pair(self, seed: int) -> Iterator[Row]:
-        """A covering array: rows that have every pair of parts, or of one factor every part."""
+        """Yield a covering array: rows with every pair of parts, or every part of a lone factor."""
         from covertable import make
 
         yield from make(self._quick, strength=min(2, len(self._quick)), salt=str(seed))
@@ -166,17 +165,17 @@ SLOW = {
         ("k.heads", "10 to 33"),
     ),
 }
-"""Parts that cost much, which are drawn in rows of their own."""
+"""Slow parts, which are drawn in rows of their own."""
 
 
 LEFT_OUT = ...
-"""The value of a parameter that is not given."""
+"""The drawn value of a parameter that is not passed."""
 
 
 def pure(
     name: str, factors: Mapping[str, Parts], make: Callable[[Values], Call], **more: Any
 ) -> Subject:
-    """Return the subject of a function that knows no communicator."""
+    """Return the subject of a function that takes no communicator."""
     return Subject(name, factors, lambda _, drawn: nullcontext(make(drawn)), lambda _: 1, **more)
 
 
@@ -192,9 +191,9 @@ def judged(
 
     Args:
         name, factors: as in `Subject`.
-        function: what is called.
-        judge: compares the result, beside the drawn values, with a definition.
-        names: the parameters; the factors if not given.
+        function: the function that is called.
+        judge: takes the drawn values and the result, and compares it with a definition.
+        names: the parameters that are passed; all factors if no name is given.
         more: as in `Subject`.
     """
 
@@ -206,7 +205,7 @@ def judged(
 
 
 def values(*items: Any) -> Parts:
-    """Return a part for each value, named as it prints."""
+    """Return a part for each value, named as the value prints."""
     return {str(item): (lambda _, __, item=item: item) for item in items}  # type: ignore[misc]
 
 
@@ -221,7 +220,7 @@ def spans(*bounds: tuple[int, int]) -> Parts:
 
 
 def normal(seed: int, shape: Sequence[int], dtype: str) -> Tensor:
-    """Return random numbers."""
+    """Return normally distributed random numbers."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
     return drawn.to(getattr(torch, dtype))
@@ -237,7 +236,7 @@ def whole(
 
 
 def leaf(x: Tensor, memory: str, *, learns: bool = True) -> Tensor:
-    """Return a leaf that lies in memory as named."""
+    """Return a leaf tensor with a memory layout of `MEMORIES`; it has a gradient if it learns."""
     return in_memory(x, memory).detach().requires_grad_(learns)
 
 

@@ -1,4 +1,4 @@
-"""Domain of growing sequences: decoders, generation and unequal prefills."""
+"""Declare the domain of growing sequences: decoders, generation and unequal prefills."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sp_core.scheduling import POLICIES, Plan
 
 
 def new(chance: Random, drawn: Values, *, low: int, high: int) -> list[int]:
-    """How many tokens each sequence gets, at least one in all; the last none if some may."""
+    """Draw how many tokens each sequence gets, at least one in all; the last none if `low` is 0."""
     found = [chance.randint(low, high) for _ in range(drawn["room.sequences"])]
     found[-1] *= low > 0
     return found if any(found) else [1, *found[1:]]
@@ -34,7 +34,7 @@ def new(chance: Random, drawn: Values, *, low: int, high: int) -> list[int]:
 def last_logits(
     what: str, case: Case, sequences: Sequence[Sequence[int]], dtype: str = ""
 ) -> Expected:
-    """The logits after the last token of each sequence; each is computed by itself."""
+    """Return the expected logits after each sequence's last token, computed one by one."""
 
     def run(rounding: Any, weights: dict[str, Tensor]) -> tuple[None, dict[str, Tensor]]:
         rows = [
@@ -50,7 +50,7 @@ def last_logits(
 
 
 def decoder(name: str, case: Case, model: Llama, drawn: Values) -> Call:
-    """Call a decoder in which sequences already are; each call adds the same tokens."""
+    """Return a decoder's call. The decoder may hold sequences; each call adds the same tokens."""
     calls, new = CALLS[drawn["(call)"]], models.text(case, drawn["tokens"])
     before = [0 if drawn["(history)"] == "none" else 3 + number % 2 for number in range(len(new))]
     old = models.text(case, before)
@@ -104,14 +104,14 @@ PROMPTS: dict[str, Parts] = {
 
 
 def with_special_tokens() -> Any:
-    """A tokenizer of bytes, some of which texts do not show."""
+    """Return a byte tokenizer with some bytes as special tokens, which decoded texts leave out."""
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens([tokenizer.id_to_token(token) for token in range(1, 9)])
     return tokenizer
 
 
 def texts(case: Case, drawn: Values, parameter: str) -> list[list[int]]:
-    """Prompts or sequences of the lengths that were drawn."""
+    """Return prompts or sequences of the lengths that were drawn."""
     chance, count = Random(drawn["seed"]), drawn[f"{parameter}.count"]
     most = case.config.max_position_embeddings - drawn.get("max_tokens", 0)
     bounds = {"unequal": (1, 9), "one token": (1, 1), "equal": (4, 4), "long": (most, most)}
@@ -121,7 +121,7 @@ def texts(case: Case, drawn: Values, parameter: str) -> list[list[int]]:
 
 
 def generated(case: Case, model: Llama, drawn: Values) -> Call:
-    """Call `generate`; replicas take shares of the prompts."""
+    """Return the call of `generate`; replicas take shares of the prompts."""
     seen: list[tuple[int, int]] = []
     given = {
         "model": model,
@@ -142,7 +142,7 @@ def judge_generated(
     calls: int,
     results: Sequence[Sequence[int]],
 ) -> None:
-    """Compare all tokens with the reference's, and with those told to `on_token`."""
+    """Compare all tokens with the reference's, and with those passed to `on_token`."""
     stops = case.stops if given["stop"] is None else given["stop"]
     rest = (given["max_tokens"], given["sampling"] or Sampling(), stops, given["stop_strings"])
     wanted = [
@@ -173,7 +173,7 @@ def continued(
     stops: Sequence[int],
     strings: Sequence[str],
 ) -> list[int]:
-    """The new tokens of a prompt, from the logits of the whole sequence each time."""
+    """Return a prompt's new tokens, each chosen from the logits of the whole sequence so far."""
     random, found = sampling.random(number), list[int]()
 
     def has_ended() -> bool:
@@ -188,7 +188,7 @@ def continued(
 
 
 def planned(drawn: Values, lengths: Sequence[int], size: int, case: Case) -> Plan:
-    """The plan of a policy, or one made by hand."""
+    """Return the plan of the drawn policy, or one made by hand."""
     policy, numbers = drawn["plan.policy"], tuple(range(len(lengths)))
     if policy not in POLICIES:
         shared, waiting = (numbers, ()) if policy == "all shared" else ((), numbers[::-1])
@@ -198,7 +198,7 @@ def planned(drawn: Values, lengths: Sequence[int], size: int, case: Case) -> Pla
 
 
 def unequal(case: Case, model: Llama, drawn: Values) -> Call:
-    """Call `prefill_unequal`; one rank may be late whenever it takes or computes something."""
+    """Return the call of `prefill_unequal`; one rank may be late in each pass."""
     ring, sequences = model.grid.sequence, texts(case, drawn, "sequences")
     if ring.rank == drawn["seed"] % ring.size and drawn["(lateness)"] == "a rank in each pass":
         model.layers[0].register_forward_pre_hook(lambda *_: time.sleep(LATE_SECONDS))
@@ -214,7 +214,7 @@ def unequal(case: Case, model: Llama, drawn: Values) -> Call:
 
 
 def slow_counter(make: Callable[[], Any]) -> Any:
-    """Make a counter from which this rank takes when the others have computed what they took."""
+    """Make a counter whose `take` sleeps, while the other ranks compute what they took."""
     counter = make()
     take = counter.take
 

@@ -1,4 +1,4 @@
-"""Change one rank's argument to another valid value, or to one that is never valid."""
+"""Change an argument on one rank or on all, to another valid value or to an invalid one."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ NEVER: dict[Any, dict[str, Change]] = {
     lr_scheduler.LRScheduler: {"a number": lambda x: 3, "its class": type},
     **{key: {"a number": lambda x: 3, "text": str} for key in (Tokenizer, Callable)},
 }
-"""Values that are never valid, by the type of the valid one."""
+"""Changes to a value that is never valid, by the type of the valid value."""
 
 SOMETIMES: dict[Any, dict[str, Change]] = {
     Tensor: {
@@ -139,7 +139,7 @@ SOMETIMES: dict[Any, dict[str, Change]] = {
         "contiguous": lambda x: sp.Sharding.contiguous,
     },
 }
-"""Values that are valid for some calls, by the type of the one that is valid for all ranks."""
+"""Changes to a value that is valid for some calls, by the type of the valid value."""
 
 GIVEN_INSTEAD_OF_NONE = {
     "mask": sp.Mask(),
@@ -156,10 +156,10 @@ GIVEN_INSTEAD_OF_NONE = {
     "scheduler": lr_scheduler.ConstantLR(torch.optim.SGD([torch.ones(1)])),
     "generator": torch.Generator(),
 }
-"""What a parameter that is None by default would be, to know its type."""
+"""A valid value of each parameter that may be None; its type decides which changes are tried."""
 
 ASKED = ("comm", "mesh", "model", "tensor", "data", "stages")
-"""Through these a rank asks the others; without one it cannot tell them of an error."""
+"""Parameters through which ranks communicate: a rank with a wrong one cannot tell the others."""
 
 NEVER_ASKED: dict[str, Change] = {
     "None": lambda x: None,
@@ -168,32 +168,32 @@ NEVER_ASKED: dict[str, Change] = {
 }
 
 UNCHECKED = {"(check)": "off", "(transport)": "host"}
-"""Nothing is compared here; shared memory would hide a deadlock from all but the watchdog."""
+"""Factors of a mesh without agreement. In shared memory only the watchdog notices a deadlock."""
 
 NOT_COMPARED = {
     "cost.": "a formula: nothing is sent",
     "sp-core ": "all ranks of a command get one command line",
 }
-"""Calls whose arguments no rank compares, by how their names begin, each with the reason."""
+"""Beginnings of names of calls that do not check if the ranks agree, each with the reason."""
 
 UNCLEAR = re.compile(
     r"has no attribute|object is not|not subscriptable|unsupported operand|"
     r"not supported between|'NoneType' object"
 )
-"""Words of Python that speak of the code and not of what the caller has to do."""
+"""Python's own error texts, which do not say what the caller has to do."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One changed argument.
+    """Describe one changed argument.
 
     Attributes:
-        parameter: whose value is changed.
-        name: of the change.
-        change: makes the new value from the valid one.
-        is_valid: whether the value may be valid, so that the call may succeed on all ranks.
-        everywhere: whether every rank has it, or the last one only.
-        is_told: whether a rank that alone has it can tell the others.
+        parameter: the parameter whose value is changed.
+        name: the change's name.
+        change: makes the changed value from the valid one.
+        is_valid: whether the changed value may be valid, so that the call may succeed.
+        everywhere: whether every rank has the changed value, or the last rank only.
+        is_told: whether the other ranks can be told of a value that the last rank alone has.
     """
 
     parameter: str
@@ -208,7 +208,7 @@ class Difference:
 
 
 def compared(subjects: Iterable[Subject]) -> list[Subject]:
-    """Return the calls whose ranks compare their arguments."""
+    """Return the calls in which the ranks check that they agree on the arguments."""
     return [
         subject
         for subject in subjects
@@ -219,12 +219,12 @@ def compared(subjects: Iterable[Subject]) -> list[Subject]:
 
 
 def differences(subject: Subject, arguments: Values) -> Iterator[Difference]:
-    """Return every change of every argument of a call, on one rank and on all."""
+    """Yield every change of every argument on one rank, and the invalid ones also on all ranks."""
     given = GIVEN_INSTEAD_OF_NONE | {"kv_sharding": arguments.get("sharding")}
     for parameter, value in arguments.items():
         sample = given.get(parameter) if value is None else value
         is_asked = parameter in ASKED
-        # bool stands before int
+        # bool is listed before int, because it is a subclass of int
         kind = next((kind for kind in NEVER if isinstance(sample, kind)), None)
         tables = (
             (NEVER_ASKED, {}) if is_asked else (NEVER[kind], SOMETIMES[kind]) if kind else ({}, {})
@@ -248,7 +248,7 @@ def outcome(call: Call, difference: Difference, comm: Any) -> str:
     """Make the call with the difference on this rank.
 
     Returns:
-        Nothing where the result was judged, else how the library refused the call.
+        The error with which the library refused the call, or an empty text.
     """
     if difference.everywhere or comm.rank == comm.size - 1:
         call.arguments[difference.parameter] = difference.change(
@@ -264,10 +264,10 @@ def outcome(call: Call, difference: Difference, comm: Any) -> str:
 
 
 def alone(subject: Subject, drawn: Values, comm: Any, *, is_extra: bool) -> str:
-    """Make a call on the last rank only, or on all but that one, after one on all ranks.
+    """Make a call on all ranks, then another on the last rank only or on all but the last.
 
     Returns:
-        Nothing where nobody noticed, else the error of this rank.
+        The error of this rank, or an empty text if it had none.
     """
     try:
         with subject.prepare(comm, drawn) as call:
@@ -280,7 +280,7 @@ def alone(subject: Subject, drawn: Values, comm: Any, *, is_extra: bool) -> str:
 
 
 def fault(difference: Difference, answers: Sequence[str]) -> str:
-    """Say what is wrong with the answers of all ranks; nothing where all is well."""
+    """Say what is wrong with the answers of all ranks; return an empty text if nothing is."""
     if len(set(answers)) > 1:
         return f"{difference}: ranks are told different things: {answers}"
     if not answers[0] and not difference.is_valid:
@@ -291,7 +291,7 @@ def fault(difference: Difference, answers: Sequence[str]) -> str:
 
 
 def known(subject: Subject, call: Call) -> list[Difference]:
-    """Return every difference of a call; every argument must have one."""
+    """Return every difference of a call, and check that every argument has one."""
     found = list(differences(subject, call.arguments))
     missing = call.arguments.keys() - {difference.parameter for difference in found}
     assert not missing, f"{subject.name} has no other values for {missing}"
@@ -310,10 +310,10 @@ def known_of(subject: Subject) -> list[Difference]:
 
 
 def faults(subject: Subject, drawn: Values, comm: Any, sample: int = sys.maxsize) -> Iterator[str]:
-    """Make the call once for each difference; every rank of a communicator calls this.
+    """Make the call with each difference, and yield what is wrong. Every rank calls this.
 
-    Refused calls are made one after the other on the same ranks, and then one without a difference:
-    nothing is left of them. Of differences that may be valid a sample is tried.
+    Invalid calls follow each other on one mesh, and a valid call after them must succeed. Of the
+    differences that may be valid, a random sample is tried, each on a new mesh.
     """
     with subject.prepare(comm, drawn) as call:
         given = call.arguments
@@ -332,10 +332,10 @@ def faults(subject: Subject, drawn: Values, comm: Any, sample: int = sys.maxsize
 
 
 def unchecked(subject: Subject, difference: Difference) -> str:
-    """Make the call with the difference on a mesh that compares nothing.
+    """Make the call with the difference on a mesh with `check="off"`.
 
     Returns:
-        What is wrong; nothing where a rank has an error, or all have the documented result.
+        What is wrong; an empty text if a rank has an error or all have the documented result.
     """
     drawn = subject.draw(subject.base | UNCHECKED, 1)
     try:
@@ -355,11 +355,11 @@ def unchecked(subject: Subject, difference: Difference) -> str:
 
 
 def every_difference(subject: Subject) -> dict[str, Any]:
-    """Try every difference of a call, compared and with `check="off"`, on threads.
+    """Try every difference of a call on threads, with agreement and with `check="off"`.
 
     Returns:
-        How many arguments it has, in how many situations they differed, and the faults; of other
-        calls zeros.
+        The numbers of arguments and of differences tried, "compared" with agreement and "unchecked"
+        without, and the "faults". The numbers are 0 if the call's ranks do not agree on arguments.
     """
     if not compared([subject]):
         return {"arguments": 0, "compared": 0, "unchecked": 0, "faults": []}
@@ -377,11 +377,11 @@ def every_difference(subject: Subject) -> dict[str, Any]:
 
 
 class Left(Exception):
-    """Leave a mesh without a word to the ranks in it, so that the engine finds their deadlock."""
+    """Leave a mesh without telling its other ranks, so that the engine finds their deadlock."""
 
 
 def judged(subject: Subject, drawn: Values, difference: Difference, comm: Any) -> str:
-    """Return as `outcome`, or what is wrong with the result."""
+    """Return the text of `outcome`, or "wrong: ..." for a wrong result, and leave the mesh."""
     told = ""
     with suppress(Left), subject.prepare(comm, drawn) as call:
         try:

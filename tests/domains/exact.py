@@ -1,4 +1,4 @@
-"""Domains of pure integer functions: `Sharding` and `Mask`, each method against its definition."""
+"""Declare the domain of `Sharding`: constructors and methods, compared with their definitions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def owned(layout: str, seq_len: int, size: int, start: int) -> list[list[int]]:
 
 
 def dealt(drawn: Values, *, ordered: bool = False) -> list[list[int]]:
-    """Return positions of each rank: some tokens with gaps between them, dealt at random."""
+    """Deal positions with gaps between them to ranks at random, and return those of each rank."""
     chance, length, size = Random(drawn["seed"]), drawn["seq_len"], drawn["size"]
     tokens = chance.sample(range(drawn["start"], drawn["start"] + 2 * length), length)
     hands: list[list[int]] = [[] for _ in range(size)]
@@ -47,7 +47,7 @@ def dealt(drawn: Values, *, ordered: bool = False) -> list[list[int]]:
 
 
 def runs_of(drawn: Values) -> tuple[tuple[range, ...], ...]:
-    """Return segments of each rank: ranges of one step, some of them empty."""
+    """Return two segments for each rank: ranges with the same step, some of them empty."""
     chance, size, step = Random(drawn["seed"]), drawn["size"], 1 + drawn["seed"] % 3
     inner = sorted(chance.randint(0, drawn["seq_len"]) for _ in range(2 * size - 1))
     ends = [drawn["start"] + step * end for end in (0, *inner, drawn["seq_len"])]
@@ -57,7 +57,7 @@ def runs_of(drawn: Values) -> tuple[tuple[range, ...], ...]:
 
 
 def made(function: Callable[..., sp.Sharding], given: Values, wanted: list[list[int]]) -> Call:
-    """Call a constructor, and compare with the positions that every rank owns."""
+    """Return the call of a constructor, whose sharding must give each rank the wanted positions."""
 
     def judge(made: sp.Sharding) -> None:
         again = function(**given)
@@ -72,27 +72,27 @@ def made(function: Callable[..., sp.Sharding], given: Values, wanted: list[list[
 
 
 def by_layout(layout: str, drawn: Values) -> Call:
-    """Call the constructor of a layout."""
+    """Return the call of a layout's constructor."""
     given = {name: drawn[name] for name in SPANS}
     return made(getattr(sp.Sharding, layout), given, owned(layout, **given))
 
 
 def from_positions(drawn: Values) -> Call:
-    """Call `from_positions` with lists or tuples."""
+    """Return the call of `from_positions` with lists or tuples."""
     positions = dealt(drawn, ordered=drawn["positions"] == "ascending")
     given = tuple(map(tuple, positions)) if drawn["positions"] == "tuples" else positions
     return made(sp.Sharding.from_positions, {"positions": given}, positions)
 
 
 def from_segments(drawn: Values) -> Call:
-    """Call `Sharding` itself."""
+    """Return the call of `Sharding` itself."""
     segments = runs_of(drawn)
     wanted = [[p for piece in pieces for p in piece] for pieces in segments]
     return made(sp.Sharding, {"segments": segments}, wanted)
 
 
 def masks(drawn: Values) -> dict[str, sp.Mask]:
-    """Return masks for the tokens of a sharding by name."""
+    """Return masks by name, for the tokens of a sharding."""
     end = drawn["start"] + drawn["seq_len"]
     cuts = sorted(Random(drawn["seed"]).randint(drawn["start"], end) for _ in range(5))
     return {
@@ -105,7 +105,7 @@ def masks(drawn: Values) -> dict[str, sp.Mask]:
 
 
 def balanced(drawn: Values) -> Call:
-    """Call `Sharding.balanced`."""
+    """Return the call of `Sharding.balanced`."""
     mask = masks(drawn)[drawn["mask"]]
     given = {name: drawn[name] for name in (*SPANS, "chunk")} | {"mask": mask}
 
@@ -146,7 +146,7 @@ MADE: dict[str, Callable[[Values], sp.Sharding]] = {
     ),
     "grouped": lambda v: sp.Sharding.zigzag(v["seq_len"], v["size"], v["start"]).group(groups(v)),
 }
-"""Shardings on which methods are called."""
+"""Functions that make the shardings on which methods are called."""
 
 
 def groups(drawn: Values) -> list[list[int]]:
@@ -158,7 +158,7 @@ def groups(drawn: Values) -> list[list[int]]:
 
 
 def places(order: Sequence[int]) -> Tensor:
-    """Return where each of some positions lies among them in ascending order."""
+    """Return the place of each position in the ascending order of these positions."""
     return torch.tensor(order, dtype=torch.int64).argsort().argsort()
 
 
@@ -166,9 +166,9 @@ class Owned:
     """Hold a sharding, and the positions that follow from its segments.
 
     Attributes:
-        sharding: the object of the method.
-        by_rank: positions of each rank.
-        gathered: positions of all ranks in turn.
+        sharding: the sharding whose methods are called.
+        by_rank: the positions of each rank.
+        gathered: the positions of all ranks, one rank after the other.
         in_order: places in `gathered`, in the order of `sort_segments`.
     """
 
@@ -192,7 +192,7 @@ class Owned:
 
 
 def of_tokens(drawn: Values, length: int) -> Tensor:
-    """Return a tensor with so many tokens along the drawn dim."""
+    """Return a tensor with `length` tokens along the drawn dim."""
     shape = [2] * drawn["x.dims"]
     shape[drawn["dim"]] = length
     return in_memory(whole(drawn["seed"], shape, drawn["x.dtype"], high=99), drawn["x.memory"])
@@ -235,11 +235,11 @@ DEFINITIONS: dict[str, tuple[tuple[str, ...], Callable[[Owned, Values], Any]]] =
         lambda o, a: a["gathered"].index_select(a["dim"], places(o.gathered).argsort()),
     ),
 }
-"""Arguments of each method, and what it gives."""
+"""For each method, its arguments and a function that returns the expected result."""
 
 
 def called(method: str, drawn: Values) -> Call:
-    """Call a method, and judge it by its definition."""
+    """Return the call of a method, which is judged by its definition."""
     names, definition = DEFINITIONS[method]
     about = Owned(MADE[drawn["(sharding)"]](drawn))
     lengths = about.sharding.lengths

@@ -1,4 +1,4 @@
-"""The domain of model folders: what is created, saved, read and loaded, bit for bit."""
+"""Declare the domain of model folders: models that are created, saved, read and loaded."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ def check_parts(model: Llama, whole: dict[str, Tensor]) -> None:
 
 
 def created(mesh: sp.Mesh, drawn: Values) -> Call:
-    """A model with random weights."""
+    """Return the call that creates a model with random weights."""
     given = {"config": case_of(drawn).config, "mesh": mesh, "seed": drawn["seed"]}
     given |= {name: drawn[name] for name in MADE}
     return Call(create, given, partial(judge_created, given))
 
 
 def judge_created(given: Values, model: Llama) -> None:
-    """Compare the weights with those of one rank alone, and those with their distribution."""
+    """Compare the weights with those that one rank creates, and check their distribution."""
     assert all(getattr(model, name) == given[name] for name in ("config", "dtype", "tp_sp"))
     key = ("create", repr(given["config"]), given["seed"])
     whole = once(key, lambda: run_threads(1, partial(alone, given["config"], given["seed"]))[0])
@@ -99,7 +99,7 @@ def judge_created(given: Values, model: Llama) -> None:
 
 
 def alone(config: LlamaConfig, seed: int, comm: Any) -> dict[str, Tensor]:
-    """The weights of a model on one rank."""
+    """Return the weights of a model that one rank creates."""
     with sp.Mesh(comm, tp=1) as mesh:
         model = create(config, mesh, seed=seed, dtype=torch.float64)
         return {checkpoint_name(name): weight.detach() for name, weight in model.named_parameters()}
@@ -140,7 +140,7 @@ FOLDER: dict[str, Parts] = {
 
 
 def loaded(mesh: sp.Mesh, drawn: Values) -> Call:
-    """A folder that one rank writes and all ranks load."""
+    """Return the call with which all ranks load a folder that one rank writes."""
     case, comm, folder = case_of(drawn), mesh._comm, drawn["(folder)"]
     tensors = comm.bcast(written(case, folder, drawn) if comm.rank == 0 else None, root=0)
     given = {"folder": drawn["folder.type"](folder), "mesh": mesh}
@@ -156,7 +156,7 @@ def loaded(mesh: sp.Mesh, drawn: Values) -> Call:
 
 @contextmanager
 def read(_: Any, drawn: Values) -> Iterator[Call]:
-    """A part of one tensor of a folder."""
+    """Yield the call that reads a part of one tensor of a folder."""
     case, chance = case_of(drawn), Random(drawn["seed"])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -184,7 +184,7 @@ def read(_: Any, drawn: Values) -> Iterator[Call]:
 def judge_read(
     checkpoint: Checkpoint, tensors: dict[str, Tensor], given: Values, part: Tensor
 ) -> None:
-    """Compare the part, and what is told of all tensors."""
+    """Compare the part, and the checkpoint's names, shapes, dtypes and fingerprint."""
     assert torch.equal(part, given["placement"].take(tensors[given["name"]], given["rank"]))
     assert sorted(checkpoint.names) == sorted(tensors)
     assert {name: (checkpoint.shape(name), checkpoint.dtype(name)) for name in tensors} == {
@@ -198,7 +198,7 @@ def judge_read(
 
 
 def saved(mesh: sp.Mesh, drawn: Values) -> Call:
-    """A model that all ranks write together."""
+    """Return the call with which all ranks save a model together."""
     case, folder = case_of(drawn), drawn["(folder)"]
     target = folder / "a" / "b" / "c" if "below" in drawn["folder"] else folder / "model"
     if mesh.rank == 0 and drawn["folder"] == "there and empty":
@@ -211,7 +211,7 @@ def saved(mesh: sp.Mesh, drawn: Values) -> Call:
 
 
 def judge_saved(case: Case, target: Path, given: Values) -> None:
-    """Compare what another reader finds in the folder."""
+    """Compare the files in the folder, read by safetensors and json, with the model."""
     limit, files = given["max_file_bytes"], sorted(target.glob("*.safetensors"))
     weights, found = models.weights_of(case), dict[str, Tensor]()
     sizes = list[list[int]]()
@@ -235,17 +235,17 @@ def judge_saved(case: Case, target: Path, given: Values) -> None:
 
 
 def gridded(mesh: sp.Mesh, drawn: Values) -> Call:
-    """The groups of a mesh."""
+    """Return the call of `Grid.of` on a mesh."""
     given = {"mesh": mesh, "scheme": drawn["scheme"]}
     return Call(Grid.of, given, partial(judge_grid, mesh, drawn["scheme"]))
 
 
 DEFAULTS = {"": "allgather_kv", "ring": "ring", "ulysses": "ulysses"}
-"""By the axes that split a sequence the name of a scheme; else it is "hybrid"."""
+"""The default scheme by the axis that splits a sequence; with two such axes it is "hybrid"."""
 
 
 def judge_grid(mesh: sp.Mesh, scheme: str | None, grid: Grid) -> None:
-    """Compare the ranks of each group with those that differ from this one along its axes only."""
+    """Check a grid's scheme, and that each group has the ranks that differ along its axes only."""
     axes = tuple(axis for axis in mesh.axes if axis in DEFAULTS)
     name, chosen = scheme or DEFAULTS.get(" ".join(axes), "hybrid"), cast("Any", grid.attention)
     assert chosen.func is (SCHEMES_BY_NAME | {"hybrid": sp.hybrid_attention})[name]

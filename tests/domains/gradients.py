@@ -1,4 +1,4 @@
-"""Domain of gradients over a mesh: their sums over ranks, and their norm."""
+"""Declare the domain of gradients over a mesh: their sums over ranks, and their norm."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ KINDS = {
     "three": ("float64", "float16", "float32"),
 }
 UNITS = {"float64": 1 + 2**-40, "float32": 1 + 2**-16}
-"""Numbers whose small multiples a dtype has, and no narrower one."""
+"""By dtype, a number whose small multiples are exact in it, but not in a narrower dtype."""
 
 
 class Parameters:
-    """Parameters of one rank, and the gradients that backwards have left on every rank."""
+    """Hold the parameters of one rank, and compute the gradients that each rank's backward left."""
 
     def __init__(self, drawn: Values, tensor: sp.Communicator, stage: int = 0) -> None:
         self.drawn, self.tensor, self.stage, chance = drawn, tensor, stage, Random(drawn["seed"])
@@ -53,15 +53,15 @@ class Parameters:
         return x * UNITS.get(kind, 1) * self.drawn["parameters.magnitude"]
 
     def part(self, number: int, whole: Tensor, rank: int) -> Tensor:
-        """Return what a rank of the tensor axis holds."""
+        """Return the part of a whole tensor that a rank of the tensor axis holds."""
         placement = self.placements[number]
         return whole.index_select(placement.dim, indices(placement.held, rank))
 
     def gradient(self, number: int, data: int, tensor: int) -> Tensor | None:
         """Return the gradient that the backward of a rank has left, or None where it has left none.
 
-        Ranks of the tensor axis have parts of a sum if the placement is partial; otherwise they
-        agree.
+        Ranks of the tensor axis have summands if the placement is partial. Otherwise they have
+        slices of one gradient.
         """
         own = (tensor,) if self.placements[number].partial else ()
         missing = {
@@ -84,24 +84,24 @@ class Parameters:
         return place(nn.Parameter(mine.detach(), requires_grad=learns), self.placements[number])
 
     def fill(self, gradients: list[Tensor | None]) -> None:
-        """Put gradients into the parameters, in the memory that autograd would give them."""
+        """Put gradients into the parameters, with the memory layout that autograd gives them."""
         for parameter, grad in zip(self.list, gradients, strict=True):
             parameter.grad = None if grad is None else torch.empty_like(parameter).copy_(grad)
 
     def again(self, function: Any, gradients: list[Tensor | None], **named: Any) -> Any:
-        """Call a function that finds the gradients as the backward has left them."""
+        """Set the gradients as the backward has left them, then call a function."""
         self.fill(gradients)
         is_used_up = self.drawn["parameters"] == "generator"
         return function(**named | ({"parameters": self.given()} if is_used_up else {}))
 
     def given(self) -> Any:
-        """Return the parameters in what they are passed in."""
+        """Return the parameters as a list, tuple or iterator, as drawn."""
         return dict[str, Any](list=list, tuple=tuple, generator=iter)[self.drawn["parameters"]](
             self.list
         )
 
     def reduced(self, number: int, data: int) -> Tensor:
-        """Return the gradient of this rank, summed over those who have a part of it."""
+        """Return the gradient of this rank, summed over all ranks that have a summand of it."""
         placement, ranks = self.placements[number], range(self.tensor.size)
 
         def over_data(tensor: int) -> Tensor:
@@ -126,12 +126,12 @@ class Parameters:
 
 
 def axes_of(first: str, drawn: Values) -> dict[str, int]:
-    """Return an axis and that of the tensor ranks."""
+    """Return the sizes of the axis `first` and of the tensor axis."""
     return {axis: drawn[f"{axis}.size"] for axis in (first, "tensor")}
 
 
 def reductions(mesh: sp.Mesh, drawn: Values) -> Call:
-    """Gradients on two axes of a mesh; every call finds them as the backward has left them."""
+    """Return the call of `reduce_gradients`, which first restores the gradients of the backward."""
     data, tensor = mesh["data"], mesh["tensor"]
     case = Parameters(drawn | {"parameters.magnitude": 1}, tensor)
     gradients = [case.gradient(number, data.rank, tensor.rank) for number in range(len(case.list))]
@@ -153,7 +153,7 @@ def reductions(mesh: sp.Mesh, drawn: Values) -> Call:
 
 
 def clipped(mesh: sp.Mesh, drawn: Values) -> Call:
-    """Reduced gradients on the tensor axis, and on that of the pipeline stages."""
+    """Return the call of `clip_gradient_norm` on reduced gradients of tensor and pipeline ranks."""
     stages, tensor = mesh["stages"], mesh["tensor"]
     case = Parameters(drawn, tensor, stages.rank)
     wholes = [case.whole(number, stage=stages.rank) for number in range(len(case.list))]
@@ -181,7 +181,7 @@ def judge_clipped(
     most: float,
     found: float,
 ) -> None:
-    """Compare the norm, and gradients with those before times min(1, most / norm)."""
+    """Compare the norm, and each gradient with min(1, most / norm) times the one before."""
     assert math.isclose(found, norm, rel_tol=1e-14)
     for parameter, before in zip(parameters, gradients, strict=True):
         if before is None or norm <= most:

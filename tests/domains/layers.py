@@ -1,4 +1,4 @@
-"""Domain of layers whose weights all ranks hold alike: each against its definition."""
+"""Declare the domain of layers whose weights all ranks hold, compared with their definitions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sp_core.testing.tolerance import bound, unit_roundoff
 
 Weights = Mapping[str, Tensor]
 Definition = Callable[..., Tensor]
-"""Of tokens, weights by name, drawn values, positions, and the rounding of every result."""
+"""A function of tokens, weights by name, drawn values, positions, and a rounding of results."""
 
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "training": nullcontext,
@@ -34,7 +34,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 def precision(drawn: Values) -> torch.dtype:
-    """Return the dtype in which most is computed; autocast leaves float64 as it is."""
+    """Return the dtype of most computations; autocast lowers float32 to bfloat16."""
     dtype: torch.dtype = getattr(torch, drawn["dtype"] or "float32")
     return torch.bfloat16 if drawn["(autocast)"] != "off" and dtype == torch.float32 else dtype
 
@@ -69,13 +69,13 @@ WIDTHS = spans((3, 16), (1, 2), (17, 64), (65, 130))
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of layer.
+    """Describe a kind of layer.
 
     Attributes:
-        made: the class.
-        names: of the constructor's arguments, besides the communicator.
-        definition: what it computes on all tokens.
-        takes: names of the arguments of `forward`.
+        made: the layer's class.
+        names: the names of the constructor's arguments, without the communicator.
+        definition: computes the layer's output for all tokens.
+        takes: the names of the arguments of `forward`.
     """
 
     made: Callable[..., nn.Module]
@@ -92,7 +92,7 @@ class Kind:
 
 
 def sharding_of(drawn: Values, size: int, length: str = "x.seq_len") -> sp.Sharding:
-    """Return who owns which tokens, over so many ranks."""
+    """Return the drawn sharding of the tokens over `size` ranks."""
     make = EVERY_LAYOUT[drawn["sharding.layout"]]
     return make(drawn[length], size, drawn["sharding.start"])
 
@@ -116,7 +116,7 @@ def gradients_of(layer: nn.Module, x: Tensor, out: Tensor, upstream: Tensor) -> 
 
 
 class Problem:
-    """Tokens, weights and upstream gradient as they were drawn, for one group of ranks."""
+    """Hold the drawn tokens and upstream gradient of one group of ranks; fill and judge a layer."""
 
     def __init__(self, kind: Kind, drawn: Values, group: sp.Communicator) -> None:
         self.kind, self.drawn, self.group = kind, drawn, group
@@ -130,14 +130,14 @@ class Problem:
         self.x = self.placed(self.whole, drawn["x.memory"]).requires_grad_(drawn["x.gradient"])
 
     def placed(self, whole: Tensor, memory: str) -> Tensor:
-        """Return this rank's part, with the dims and in the memory that were drawn."""
+        """Return this rank's part of a tensor, with the drawn dims and the named memory layout."""
         mine = self.sharding.shard(whole, self.group.rank, 1)
         dims = {"two": mine.flatten(0, 1), "four": mine.unsqueeze(2)}
         mine = dims.get(self.drawn["x.dims"], mine).to(self.group.device)
         return in_memory(mine, memory).detach().clone(memory_format=torch.preserve_format)
 
     def fill(self, layer: nn.Module) -> nn.Module:
-        """Give weights of their own to a layer; some do not learn, some have another dtype."""
+        """Fill a layer with random weights and return it; some are frozen or lower, as drawn."""
         for n, weight in enumerate(layer.parameters()):
             numbers = normal(self.drawn["seed"] + 7 + n, weight.shape, "float64")
             weight.data = numbers.to(weight.dtype) * min(0.5, weight.shape[-1] ** -0.5)
@@ -159,14 +159,14 @@ class Problem:
         return {name: known[name] for name in self.kind.takes if known[name] is not None}
 
     def judge(self, layer: nn.Module, out: Tensor) -> None:
-        """Compare output and gradients, those after an evaluation too."""
+        """Compare the output, then output and gradients of a second call in training mode."""
         self.compare(layer, {"out": out})
         out = called_in("training", self.drawn, layer, **self.given())
         upstream = self.placed(self.grad, self.drawn["x.upstream"])
         self.compare(layer, {"out": out, **gradients_of(layer, self.x, out, upstream)})
 
     def compare(self, layer: nn.Module, found: Mapping[str, Tensor]) -> None:
-        """Compare with the reference on the tokens of all ranks."""
+        """Compare results by name with the reference, which has the tokens of all ranks."""
         weights = {
             name: weight.detach().double().cpu() for name, weight in layer.named_parameters()
         }
@@ -183,12 +183,13 @@ class Problem:
             near(told, actual, value, allowed, f"{told} {name}")
 
     def additions(self, layer: nn.Module, name: str, dtype: torch.dtype) -> float:
-        """Return how far the additions of the longest sum over tokens may move it, over its scale.
+        """Return the error that adding up the longest sum over tokens may cause, over its scale.
 
-        A sum of n terms may be off by (n - 1) u times their sizes (Higham, "Accuracy and Stability
-        of Numerical Algorithms", 2002, section 4.2). Equal tokens come near: the roundings of all
-        partial sums have one sign (`test_attention_to_equal_keys_is_off_by_their_number`). The
-        scale knows the terms' roundings only, which cancel.
+        A sum of n terms may be off by (n - 1) u times their sizes, for a round-off u (Higham,
+        "Accuracy and Stability of Numerical Algorithms", 2002, section 4.2). Equal tokens come
+        near this bound: the roundings of all partial sums have one sign
+        (`test_attention_to_equal_keys_is_off_by_their_number`). The scale only contains the
+        roundings of the terms, which partly cancel.
 
         torch's kernel of layer norm adds the tokens in the dtype of its weights
         (`test_layer_norm_adds_tokens_in_the_dtype_of_its_weights`). Matrix products accumulate in
@@ -197,7 +198,8 @@ class Problem:
         batch, seq_len, _ = self.whole.shape
         terms = 0 if name in ("out", "x") else batch * seq_len
         if heads := self.drawn.get("num_heads"):
-            # of a query its keys; of a key, backward, the queries of all heads that share it
+            # A query sums over its keys; the gradient of a key sums over the queries of all heads
+            # that share it.
             shared = 1 if name == "out" else heads // (self.drawn["num_kv_heads"] or heads)
             terms = max(terms, shared * seq_len)
         owner = layer.get_submodule(name.rpartition(".")[0])
@@ -207,7 +209,7 @@ class Problem:
         return added + chunks * unit_roundoff(dtype)
 
     def expected(self, weights: Weights) -> reference.Reference:
-        """Return values and error scales by name."""
+        """Return the reference's values and error scales by name."""
         positions = (
             torch.cat([self.sharding.positions(rank) for rank in range(self.group.size)])
             .sort()
@@ -231,7 +233,7 @@ class Problem:
 
 
 def on_ranks(kind: Kind, group: sp.Communicator, drawn: Values) -> Call:
-    """Call a layer, or its constructor."""
+    """Return the call of a layer, or of its constructor."""
     problem, given = Problem(kind, drawn, group), kind.arguments(drawn) | {"comm": group}
 
     def judge(layer: nn.Module) -> None:
@@ -248,7 +250,7 @@ def on_ranks(kind: Kind, group: sp.Communicator, drawn: Values) -> Call:
 
 
 def normalised(x: Tensor, weights: Weights, drawn: Values, _: Tensor, rounding: Any) -> Tensor:
-    """Layer norm, or root mean square norm if there is no bias."""
+    """Return the reference's layer norm, or its root mean square norm if there is no bias."""
     eps = {} if drawn["eps"] == "default" else {"eps": drawn["eps"]}
     if "bias" in weights:
         return rounding(
@@ -260,7 +262,7 @@ def normalised(x: Tensor, weights: Weights, drawn: Values, _: Tensor, rounding: 
 
 
 def check_fed_forward(weights: Weights, drawn: Values, of: str = "") -> None:
-    """Compare the weights of a feed-forward with what was asked for."""
+    """Check that a feed-forward has the weights, with the shapes, that were drawn."""
     hidden, inner = drawn["hidden"], drawn["ffn_hidden"]
     inner = 4 * hidden if inner == "default" else inner
     shapes = {"up": (inner, hidden), "down": (hidden, inner), "gate": (inner, hidden)}
@@ -271,7 +273,7 @@ def check_fed_forward(weights: Weights, drawn: Values, of: str = "") -> None:
 
 
 def fed_forward(x: Tensor, weights: Weights, drawn: Values, _: Tensor, rounding: Any) -> Tensor:
-    """Two or three linear layers."""
+    """Return the reference's feed-forward: two linear layers, or three if it is gated."""
     check_fed_forward(weights, drawn)
     return rounding(reference.feed_forward(rounding(x), weights, rounding))
 

@@ -1,4 +1,4 @@
-"""Domain of parallel linear layers: of whole numbers, which no order of summation rounds."""
+"""Declare the domain of parallel linear layers, on whole numbers: all sums are exact."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from domains.situations import on_group
 from sp_core.segments import split_sizes
 
 SPLIT = {"ColumnParallelLinear": "linear.out_features", "RowParallelLinear": "linear.in_features"}
-"""The features that the ranks share."""
+"""By layer, the factor of the features that are split over the ranks."""
 
 
 def uneven(chance: Random, drawn: Values, *, of: str) -> tuple[int, ...]:
-    """Return features of each rank, any number on each."""
+    """Return how many features each rank has, a random number on each."""
     inner = sorted(chance.randint(0, drawn[of]) for _ in range(drawn["comm.ranks"] - 1))
     return tuple(stop - start for start, stop in pairwise((0, *inner, drawn[of])))
 
 
 def on_one(chance: Random, drawn: Values, *, of: str) -> tuple[int, ...]:
-    """Return features of each rank, all of them on one."""
+    """Return how many features each rank has: one random rank has all."""
     size = drawn["comm.ranks"]
     chosen = chance.randrange(size)
     return tuple(drawn[of] * (rank == chosen) for rank in range(size))
@@ -42,7 +42,7 @@ def whole_numbers(drawn: Values, key: int, *shape: int) -> Tensor:
 
 
 def ordinary(drawn: Values) -> nn.Linear:
-    """Return the whole layer as every rank holds it."""
+    """Return the ordinary layer with all weights, the same on every rank."""
     dtype = getattr(torch, drawn["linear.dtype"])
     linear = nn.Linear(
         drawn["linear.in_features"], drawn["linear.out_features"], drawn["linear.bias"], dtype=dtype
@@ -55,7 +55,7 @@ def ordinary(drawn: Values) -> nn.Linear:
 
 
 class Case:
-    """Hold a parallel layer of one rank, and what the whole layer gives in float64."""
+    """Hold an ordinary layer and one rank's input, and judge the parallel layer made of it."""
 
     def __init__(self, name: str, drawn: Values, group: sp.Communicator) -> None:
         self.is_column, self.made = name == "ColumnParallelLinear", getattr(sp, name)
@@ -90,7 +90,7 @@ class Case:
         return whole.index_select(1, self.gathered).split(self.sizes, 2)[self.rank]
 
     def judge(self, layer: sp.ColumnParallelLinear | sp.RowParallelLinear, out: Tensor) -> None:
-        """Compare result and gradients with the ordinary layer's, and that layer itself."""
+        """Compare result, gradients and `to_linear` with the ordinary layer in float64."""
         x = self.whole.double().requires_grad_()
         weight, bias = (
             (None if t is None else t.detach().double().requires_grad_())
@@ -132,7 +132,7 @@ class Case:
 
 
 def on_ranks(name: str, group: sp.Communicator, drawn: Values) -> Call:
-    """Call a layer, or what makes or unmakes it."""
+    """Return the call of a layer, its constructor, `from_linear` or `to_linear`, as drawn."""
     case, asked = Case(name, drawn, group), drawn["(called)"]
     forward = partial(layers.called_in, drawn["(mode)"], case.drawn)
     given = {"linear": case.linear, "comm": group, "sharding": case.sharding}

@@ -1,4 +1,4 @@
-"""Domain of the next token's loss: tokens and vocabulary split over the axes of a mesh."""
+"""Declare the domain of the next token's loss, with tokens and vocabulary split over a mesh."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from sp_core.testing.tolerance import bound, unit_roundoff
 
 
 class Expected(NamedTuple):
-    """Loss and gradient in float64, and the sums of the absolute terms behind each."""
+    """Hold loss and gradient in float64, each with a scale, the sum of its absolute terms."""
 
     loss: Tensor
     loss_scale: Tensor
@@ -47,7 +47,7 @@ class Expected(NamedTuple):
 
 
 def expected(logits: Tensor, labels: Tensor, count: int | None = None) -> Expected:
-    """Return the loss of logits (..., V) and labels (...); `count` divides the sum."""
+    """Return loss and gradient of logits (..., V) and labels (...); `count` divides the sum."""
     x, valid = logits.double(), labels != IGNORED
     target = F.one_hot(labels.where(valid, 0), x.shape[-1]).double()
     weight = valid.double() / (valid.sum() if count is None else count)
@@ -73,7 +73,7 @@ def expected(logits: Tensor, labels: Tensor, count: int | None = None) -> Expect
 
 
 def parts_of(chance: Random, drawn: Values, *, uneven: bool) -> tuple[int, ...]:
-    """Return how many numbers of the vocabulary each rank of the tensor axis has, at least 1."""
+    """Return how many vocabulary entries each rank of the tensor axis has, at least 1."""
     size, vocab = drawn["tensor.size"], drawn["logits.vocab"] + drawn["tensor.size"]
     if not uneven:
         return tuple(len(part) for part in torch.arange(vocab).tensor_split(size))
@@ -113,13 +113,13 @@ def logits_of(drawn: Values) -> list[Tensor]:
 
 
 def axes_of(drawn: Values) -> dict[str, int]:
-    """Return two axes in any order, and a third one along which groups differ."""
+    """Return the sizes of two axes in any order, and of a third along which numbers differ."""
     lengths = {"third": drawn["(third)"]} | {x: drawn[f"{x}.size"] for x in ("data", "tensor")}
     return dict(sorted(lengths.items(), reverse=drawn["(order)"] == "reversed"))
 
 
 def losses(mesh: sp.Mesh, drawn: Values) -> Call:
-    """Compute a loss."""
+    """Return the call of `next_token_loss`."""
     drawn = drawn | {"seed": drawn["seed"] + 100 * mesh["third"].rank}
     data, tensor = mesh["data"], mesh["tensor"]
     logits, head = logits_of(drawn)[data.rank], None
@@ -137,7 +137,7 @@ def losses(mesh: sp.Mesh, drawn: Values) -> Call:
 def through_head(drawn: Values, logits: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Return hidden states and this rank's head, whose product is exactly its part of the logits.
 
-    The whole head is twice a permutation.
+    The whole head is a permutation matrix times 2.
     """
     vocab = logits.shape[-1]
     order = torch.randperm(vocab, generator=torch.Generator().manual_seed(drawn["seed"] % 2**40))
@@ -155,7 +155,7 @@ def judge_loss(
     head: Tensor | None,
     loss: Tensor,
 ) -> None:
-    """Compare with the loss of all tokens over the whole vocabulary."""
+    """Compare a loss and its gradients with those of all tokens over the whole vocabulary."""
     logits, labels = logits_of(drawn), labels_of(drawn)
     vocab = sum(drawn["logits.parts"])
     want = expected(
@@ -184,7 +184,7 @@ def judge_loss(
 def judge_gradients(
     drawn: Values, x: Tensor, head: Tensor | None, loss: Tensor, own: list[Tensor], growth: float
 ) -> None:
-    """Compare with those of this rank's logits, `own`, a gradient and its scale."""
+    """Compare gradients with `own`, the gradient of this rank's logits and its scale."""
     upstream = torch.tensor(drawn["(upstream)"], dtype=loss.dtype)
     given = [x] if head is None else [x, head]
     grads = torch.autograd.grad(loss, given, upstream)
@@ -215,7 +215,7 @@ def labelled(tokens: Tensor, positions: Sequence[int], documents: Sequence[int] 
 
 
 def labels(name: str, group: sp.Communicator, drawn: Values) -> Call:
-    """Call `next_token_labels` or `check_shard`."""
+    """Return the call of `next_token_labels` or `check_shard`."""
     sharding, shape = layers.sharding_of(drawn, group.size), (drawn["x.batch"], drawn["x.seq_len"])
     tokens = whole(drawn["seed"], shape, high=2**40)
     tokens = tokens[:, :1].expand(shape) if drawn["tokens.memory"] == "expanded" else tokens

@@ -1,4 +1,4 @@
-"""Domain of `Mask`: its constructor and methods, against the definition on positions."""
+"""Declare the domain of `Mask`: constructor and methods, compared with the definition."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ CONTAINERS: dict[str, Callable[[list[int]], Any]] = {
 
 
 def boundaries(chance: Random, count: int, first: int, end: int) -> tuple[int, ...]:
-    """Return the boundaries of `count` documents, which begin anywhere from `first` on."""
+    """Return boundaries of `count` documents from 0 to `end`; inner ones are at least `first`."""
     return (0, *sorted(chance.randint(first, end) for _ in range(count - 1)), end)
 
 
 def documents(tokens_of: Callable[[Values], tuple[int, int]], *numbers: tuple[int, int]) -> Parts:
-    """Return parts without documents, and with so many; empty documents included."""
+    """Return a part without documents, and one for each range of their number; some are empty."""
 
     def draw(chance: Random, drawn: Values, *, number: tuple[int, int]) -> tuple[int, ...]:
         return boundaries(chance, chance.randint(*number), *tokens_of(drawn))
@@ -46,7 +46,7 @@ def documents(tokens_of: Callable[[Values], tuple[int, int]], *numbers: tuple[in
 
 
 def own_boundaries(chance: Random, drawn: Values) -> tuple[int, ...] | None:
-    """Return as many documents of the keys as the queries have, or none if they have none."""
+    """Return boundaries of as many key documents as the queries have, or None if they have none."""
     ends = drawn["documents"]
     return None if ends is None else boundaries(chance, len(ends) - 1, 0, drawn["(kv_length)"])
 
@@ -64,7 +64,7 @@ MASK: dict[str, Parts] = {
 
 
 def given_to(drawn: Values) -> Values:
-    """Return the constructor's arguments; queries alone have documents if lengths agree."""
+    """Return the constructor's arguments, without lone query documents if the lengths differ."""
     pair = [drawn["documents"], drawn["kv_documents"]]
     if pair[1] is None and drawn["(kv_length)"] != drawn["(length)"]:
         pair[0] = None
@@ -81,7 +81,7 @@ def given_to(drawn: Values) -> Values:
 
 
 def plain(given: Values) -> Values:
-    """Return the same arguments as numbers and tuples of Python."""
+    """Return the arguments as numbers and tuples of Python itself."""
     found = {
         name: None if given[name] is None else tuple(map(int, given[name]))
         for name in ("documents", "kv_documents")
@@ -93,7 +93,7 @@ def plain(given: Values) -> Values:
 
 
 def made(drawn: Values) -> Call:
-    """Call the constructor."""
+    """Return the call of the constructor."""
     given = given_to(drawn)
 
     def judge(mask: sp.Mask) -> None:
@@ -127,7 +127,7 @@ KINDS = ("range", "range backwards", "none", *CONTAINERS)
 
 
 def allowed(drawn: Values) -> Call:
-    """Call `Mask.allowed`."""
+    """Return the call of `Mask.allowed`."""
     given, chance = given_to(drawn), Random(drawn["seed"])
     asked = {
         "q_positions": positions(chance, drawn["(length)"], drawn["q_positions"]),
@@ -140,7 +140,7 @@ def allowed(drawn: Values) -> Call:
 
 
 def difference_range(drawn: Values) -> Call:
-    """Call `Mask.difference_range`; within it a mask without documents shows a difference."""
+    """Return the call of `Mask.difference_range`: exactly the differences that are visible."""
     given = given_to(drawn) | {"documents": None, "kv_documents": None}
 
     def judge(found: tuple[int | None, int | None]) -> None:
@@ -164,7 +164,7 @@ def difference_range(drawn: Values) -> Call:
 
 
 def check_lengths(drawn: Values) -> Call:
-    """Call `Mask.check_lengths` with the lengths at which the documents end, which it accepts."""
+    """Return the call of `Mask.check_lengths` with the ends of the documents, which it accepts."""
     mask, alike = sp.Mask(**given_to(drawn)), drawn["(kv_length)"] == drawn["(length)"]
     asked = {"seq_len": drawn["(length)"], "kv_seq_len": drawn["(kv_length)"]}
     if drawn["kv_seq_len"] == "left out" and alike:

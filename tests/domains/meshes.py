@@ -1,4 +1,4 @@
-"""The domain of `Mesh`, and of memory that ranks share: `shared_empty`, `peer`, `fence`."""
+"""Declare the domain of `Mesh`, and of memory that ranks share: `shared_empty`, `peer`, `fence`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TUNING = Tuning({"host": "here"}, (0, 0), {"node": CURVE}, CURVE, CURVE, measure
 
 
 def cut(chance: Random, drawn: Values, *, number: int) -> dict[str, int]:
-    """Return so many axes, in any order of names, whose sizes multiply to the number of ranks."""
+    """Return `number` axes with random names, whose sizes multiply to the number of ranks."""
     left, sizes = drawn["comm.ranks"], []
     for _ in range(number - 1):
         sizes.append(chance.choice([size for size in range(1, left + 1) if left % size == 0]))
@@ -42,7 +42,7 @@ def cut(chance: Random, drawn: Values, *, number: int) -> dict[str, int]:
 
 @contextmanager
 def meshed(comm: Any, drawn: Values) -> Iterator[Call]:
-    """A mesh over a communicator, whose ranks may be in another order than they were."""
+    """Yield the call that makes a mesh over a communicator, whose ranks may be reversed."""
     ranks = comm.Split(0, -comm.rank if drawn["comm.order"] == "reversed" else comm.rank)
     given = {name: drawn[name] for name in ("transport", "check", "tuning")}
     given |= {
@@ -62,7 +62,7 @@ def meshed(comm: Any, drawn: Values) -> Iterator[Call]:
 
 
 def judge_mesh(comm: Any, drawn: Values, mesh: sp.Mesh) -> None:
-    """Compare every communicator of a mesh with the grid of ranks, then leave the mesh."""
+    """Compare communicators of a mesh with the grid of ranks, then leave the mesh as drawn."""
     axes = drawn["axes"]
     grid = torch.arange(comm.size).view(*axes.values())
     mine = dict(zip(axes, (int(n) for n in (grid == comm.rank).nonzero()[0]), strict=True))
@@ -123,7 +123,7 @@ def judge_group(
 
 
 def judge_settings(mesh: sp.Mesh, drawn: Values) -> None:
-    """Compare what a communicator was told with what the mesh was told."""
+    """Check that a communicator has the algorithms, window and agreement given to the mesh."""
     group = mesh[tuple(drawn["axes"])]
     asked: Any = drawn["algorithm"] or "auto"
     if "=" in asked:
@@ -159,7 +159,7 @@ SHARED: dict[str, Parts] = {
 
 
 def content(drawn: Values, rank: int, turn: int) -> torch.Tensor:
-    """Return what a rank writes."""
+    """Return the tensor that a rank writes in a turn."""
     shape = tuple(drawn["shape"][rank])
     dtype = DTYPES[drawn["dtype"] or "float32"]
     return ((torch.arange(math.prod(shape)) + rank + 3 * turn) % 5).view(shape).to(dtype)
@@ -172,7 +172,7 @@ def given_to_empty(drawn: Values, group: sp.Communicator) -> Values:
 
 
 def shared(name: str, group: sp.Communicator, drawn: Values) -> Call:
-    """Call `shared_empty`, `peer` or `fence` with a tensor that the ranks of a group share."""
+    """Return the call of `shared_empty`, `peer` or `fence` on memory that a group's ranks share."""
     drawn = {"shape": [(2, 3)] * group.size, "dtype": None} | drawn
     given = given_to_empty(drawn, group)
     if name == "shared_empty":
@@ -188,7 +188,7 @@ def shared(name: str, group: sp.Communicator, drawn: Values) -> Call:
 
 
 def judge_empty(group: sp.Communicator, drawn: Values, x: torch.Tensor) -> None:
-    """Compare a new tensor with zeros; write into it, and into a second one."""
+    """Check that a new tensor is zero; write into it and into a second one, and compare both."""
     same(x, torch.zeros_like(content(drawn, group.rank, 0)))
     second = sp.shared_empty(**given_to_empty(drawn, group))
     x.copy_(content(drawn, group.rank, 0))
@@ -198,7 +198,7 @@ def judge_empty(group: sp.Communicator, drawn: Values, x: torch.Tensor) -> None:
 
 
 def judge_fence(group: sp.Communicator, drawn: Values, x: torch.Tensor, result: None) -> None:
-    """Compare what is seen behind a fence with what every rank wrote before it."""
+    """Check that every rank's tensor has, after a fence, what the rank wrote before it."""
     assert result is None
     for turn in range(3):
         for rank in range(group.size) if group.window is not None else [group.rank]:
@@ -212,7 +212,7 @@ def judge_fence(group: sp.Communicator, drawn: Values, x: torch.Tensor, result: 
 def judge_peer(
     group: sp.Communicator, drawn: Values, x: torch.Tensor, rank: int, seen: torch.Tensor
 ) -> None:
-    """Compare another rank's tensor with what it wrote, before and after it writes again."""
+    """Compare a rank's tensor with what the rank wrote, before and after it writes again."""
     same(seen, content(drawn, rank, 0))
     assert seen.data_ptr() == x.data_ptr() or rank != group.rank
     sp.fence(comm=group)

@@ -39,13 +39,13 @@ SITUATIONS = situations.situations() | {
     "(algorithm)": values("auto", "ring", "window", "mpi"),
     "(call)": values("first", "second", "10th"),
 }
-"""Fewer than those of a collective: what a model calls is drawn for itself, by every algorithm."""
+"""Fewer situations than of collectives, which are drawn by themselves with every algorithm."""
 FEW_CALLS = SITUATIONS | {"(call)": values("first", "second")}
 ONE_CALL = {name: parts for name, parts in SITUATIONS.items() if name != "(call)"}
 
 
 def even(chance: Random, _: Values, *, low: int, high: int) -> int:
-    """An even number between two."""
+    """Return an even number from `low` to `high`, which are even."""
     return 2 * chance.randint(low // 2, high // 2)
 
 
@@ -73,7 +73,7 @@ ARCHITECTURE: dict[str, Parts] = {
     "eps": values(1e-6, 1e-5, 0.0),
     "tied": values(False, True),
 }
-"""Aspects of a configuration. Heads are at least as many as the ranks that split them."""
+"""Aspects of a configuration. It has at least as many heads as ranks that split them."""
 
 SMALL = {
     **{aspect: dict([*parts.items()][:1]) for aspect, parts in ARCHITECTURE.items()},
@@ -83,7 +83,7 @@ SMALL = {
     },
     "layers": spans((3, 3), (4, 5)),
 }
-"""Aspects of a model called in ways that ignore sizes; a layer for each of three stages."""
+"""Aspects of a model for calls that do not depend on sizes; a layer for each of three stages."""
 
 
 def architecture(parameter: str, aspects: dict[str, Parts]) -> dict[str, Parts]:
@@ -136,7 +136,7 @@ def model_of(case: Case, mesh: Mesh, *, scheme: str | None = None, tp_sp: bool =
     grid = Grid.of(mesh, scheme)
     model = Llama(case.config, grid, dtype=getattr(torch, case.dtype), tp_sp=tp_sp)
     model.fill(lambda name, placement: placement.take(weights_of(case)[name], grid.tensor.rank))
-    if case.seed % 2:  # as a `Decoder` has left it
+    if case.seed % 2:  # as a `Decoder` leaves the model
         model.join_weights()
     return model
 
@@ -160,14 +160,14 @@ class Expected:
     """Compute a function of whole weights in float64, and how far rounding may move it.
 
     Args:
-        what: for messages.
+        what: the name of the results in messages.
         case: the model.
-        run: as in `reference.sensitivity`.
-        key: everything that `run` depends on besides.
-        tokens: the longest sequence.
+        run: the function, as in `reference.sensitivity`.
+        key: everything that `run` depends on besides `case`.
+        tokens: the length of the longest sequence.
         positions: one more than the greatest position: an angle of p radians has an error of its
             round-off times p.
-        dtype: in which the result is computed; that of the case if not given.
+        dtype: the dtype in which the result is computed; that of the case if not given.
     """
 
     def __init__(
@@ -192,12 +192,12 @@ class Expected:
     def check(
         self, name: str, result: Tensor, part: Callable[[Tensor], Tensor] = lambda x: x
     ) -> None:
-        """Compare a result with its part of what is expected."""
+        """Compare a result with its part of the expected tensor of that name."""
         value, allowed = part(self.values[name]), part(self.allowed(name))
         near(self.what, result, value, allowed, f"{self.what}: {name}")
 
     def allowed(self, name: str) -> Tensor:
-        """Return how far a result may be off."""
+        """Return how far each element of a result may be off."""
         scale = self._scales[name]
         return bound(scale, self._dtype, self._longest_sum) + bound(
             scale, torch.float64, self._positions
@@ -243,14 +243,14 @@ LENGTH = "tokens.seq_len"
 
 
 def tokens_of(drawn: Values) -> tuple[int, int]:
-    """Return the first position at which a document may begin, and the end of all."""
+    """Return the first position at which a document may begin, and the end of all positions."""
     return 0, sharding_of(drawn, sequence_ranks(drawn), LENGTH).end
 
 
 def expected(
     case: Case, tokens: Tensor, upstream: Tensor, positions: list[int], mask: Values
 ) -> Expected:
-    """Return logits, and the gradients of their product with `upstream`."""
+    """Return the expected logits, and the gradients of their product with `upstream`."""
     seen = {"positions": positions, **mask}
 
     def run(rounding: Any, weights: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -263,7 +263,7 @@ def expected(
 
 
 def forwarded(case: Case, model: Llama, drawn: Values) -> Call:
-    """Call a model; each replica has its own sequences."""
+    """Return the call of a model; each replica has its own sequences."""
     sharding = sharding_of(drawn, model.grid.sequence.size, LENGTH)
     whole = case.tokens(drawn["tokens.batch"], drawn[LENGTH])
     tokens = own(model, sharding, whole).to(model.grid.everyone.device)

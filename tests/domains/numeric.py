@@ -1,4 +1,4 @@
-"""Domains of pure functions on floating tensors: `Rope`, `dropout`, `local_attention`, `merge`."""
+"""Declare the domains of `Rope`, `dropout`, `local_attention` and `merge`, which need no ranks."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ SCALINGS: dict[str, dict[str, Any] | None] = {
 
 
 def rope(drawn: Values) -> Call:
-    """Make a Rope, and rotate a tensor at other positions before the ones that are judged."""
+    """Return the call of `Rope`. Before the judged rotation there is one at other positions."""
     dim, base, scaling = drawn["head_dim"], drawn["base"], SCALINGS[drawn["scaling"]]
     given = {"head_dim": dim, "base": base, "scaling": scaling}
     kind = (scaling or {}).get("rope_type", (scaling or {}).get("type"))
@@ -115,14 +115,14 @@ def rope(drawn: Values) -> Call:
 
 
 def mixed(z: np.ndarray) -> np.ndarray:
-    """Return SplitMix64's finalizer of unsigned numbers."""
+    """Apply SplitMix64's finalizer to unsigned 64-bit numbers."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
 
 
 def uniform(seed: int, places: Sequence[Sequence[int]]) -> Tensor:
-    """Return a number for each element: its places, one after the other, mixed into the seed."""
+    """Return a number in [0, 1) for each element, by mixing its indices into the seed in turn."""
     state = mixed(np.array(seed, dtype=np.uint64)[None])[0]
     for place in places:
         state = mixed(state[..., None] + np.array([int(n) for n in place], dtype=np.uint64))
@@ -130,7 +130,7 @@ def uniform(seed: int, places: Sequence[Sequence[int]]) -> Tensor:
 
 
 def dropped(drawn: Values) -> Call:
-    """Call `dropout`."""
+    """Return the call of `dropout`."""
     shape = [drawn["x.batch"], drawn["x.seq_len"], *[2] * drawn["x.middle"], drawn["x.width"]]
     x = leaf(normal(drawn["seed"], shape, drawn["x.dtype"]), drawn["x.memory"])
     upstream = in_memory(normal(drawn["seed"] + 1, shape, drawn["x.dtype"]), drawn["x.upstream"])
@@ -155,7 +155,7 @@ def dropped(drawn: Values) -> Call:
 
 
 def attended(drawn: Values) -> Call:
-    """Call `local_attention`, on positions or on whole sequences."""
+    """Return the call of `local_attention`, on positions or on whole sequences."""
     chance, seed, dtype = Random(drawn["seed"]), drawn["seed"], drawn["q.dtype"]
     lengths = {"q_positions": drawn["(length)"], "kv_positions": drawn["(kv_length)"]}
     where = {
@@ -236,13 +236,13 @@ STRIPS = {
     "causal": "True",
     "softcap": "0.5",
 }
-"""The plain kernel cuts a causal block of so many scores into several strips."""
+"""A row with so many scores that the plain kernel cuts a causal block into several strips."""
 
 # merge
 
 
 def merged(drawn: Values) -> Call:
-    """Call `merge` on partial results of which rows may have seen nothing."""
+    """Return the call of `merge` on two partial results; some of their rows have seen no key."""
     shape, chance = drawn["out_a.shape"], Random(drawn["seed"])
     given: Values = {}
     for n, name in enumerate("ab"):
@@ -275,7 +275,7 @@ def judge_merge(given: Values, result: tuple[Tensor, Tensor]) -> None:
     assert (out.dtype, lse.dtype) == (dtype, torch.promote_types(dtype, given["lse_a"].dtype))
     narrow = torch.float32 if torch.float32 in (dtype, given["lse_a"].dtype) else torch.float64
     sizes = weights[0] * out_a.abs() + weights[1] * out_b.abs()
-    lost = torch.finfo(narrow).tiny * (out_a.abs() + out_b.abs())  # of weights below it
+    lost = torch.finfo(narrow).tiny * (out_a.abs() + out_b.abs())  # for weights below tiny
     greatest = (
         max(
             (float(x[x.isfinite()].abs().max()) if x.isfinite().any() else 0.0)

@@ -1,4 +1,4 @@
-"""Domain of pipelines as plain data: orders, time lines, pictures, splits of layers."""
+"""Declare the domain of pipelines as plain data: orders, time lines, pictures, splits of layers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COUNTS: dict[str, Parts] = {
 
 
 def starts_of(orders: Sequence[Order], seconds: Any) -> list[list[tuple[Slot, float, float]]]:
-    """Return when each slot starts and ends, by moving starts back until none must move."""
+    """Return when each slot starts and ends, by postponing starts until none has to move."""
     ends: dict[tuple[int, Slot], float] = {}
     begins = {(stage, slot): 0.0 for stage, order in enumerate(orders) for slot in order}
     before = {
@@ -53,14 +53,14 @@ def starts_of(orders: Sequence[Order], seconds: Any) -> list[list[tuple[Slot, fl
 
 
 def judge_forward(given: Values, orders: Sequence[Order]) -> None:
-    """Each stage takes all micro-batches as they come."""
+    """Check that each stage runs all forwards in the order of the micro-batches."""
     assert (
         orders == (tuple(Slot("F", batch) for batch in range(given["batches"])),) * given["stages"]
     )
 
 
 def judge_gpipe(given: Values, orders: Sequence[Order]) -> None:
-    """All forwards, then all backwards from the last one on."""
+    """Check that each stage runs all forwards in order, then all backwards in reverse order."""
     numbers = range(given["batches"])
     assert (
         orders
@@ -70,7 +70,7 @@ def judge_gpipe(given: Values, orders: Sequence[Order]) -> None:
 
 
 def judge_1f1b(given: Values, orders: Sequence[Order]) -> None:
-    """Compare held micro-batches: as many as stages are left, then one forward per backward."""
+    """Check how many micro-batches a stage holds: at most one per stage from it to the last."""
     for stage, order in enumerate(orders):
         for direction in ("F", "B"):
             assert [slot.batch for slot in order if slot.direction == direction] == list(
@@ -90,24 +90,24 @@ def judge_1f1b(given: Values, orders: Sequence[Order]) -> None:
 
 
 def judge_bubble(given: Values, share: float) -> None:
-    """Compare with the time line of a schedule of equal slots."""
+    """Compare the share of idle time with the time line of a GPipe schedule of equal slots."""
     made = starts_of(gpipe(given["stages"], given["batches"]), one_second)
     end = max(stop for slots in made for _, _, stop in slots)
     assert abs(share - (1 - 2 * given["batches"] / end)) < 1e-12
 
 
 def orders_of(chance: Random, drawn: Values, *, made: Callable[..., Sequence[Order]]) -> Any:
-    """The orders of a schedule."""
+    """Return the order of slots of each stage, by the schedule `made`."""
     return made(drawn["orders.stages"], drawn["orders.batches"])
 
 
 def one_second(stage: int, slot: Slot) -> float:
-    """How long a slot takes by default."""
+    """Return how long a slot takes by default, in seconds."""
     return 1.0
 
 
 def one_by_one(_: Random, drawn: Values) -> Sequence[Order]:
-    """Each micro-batch forward and back before the next one begins."""
+    """Return orders in which each micro-batch runs forward and backward before the next begins."""
     slots = tuple(
         Slot(direction, batch)
         for batch in range(drawn["orders.batches"])
@@ -117,13 +117,13 @@ def one_by_one(_: Random, drawn: Values) -> Sequence[Order]:
 
 
 def seconds_of(chance: Random, _: Values, *, longest: int) -> Any:
-    """A whole number of seconds for each slot of each stage, 0 included."""
+    """Return a function that gives each slot of each stage 0 to `longest` whole seconds."""
     seed = chance.randrange(2**16)
     return lambda stage, slot: float(Random(f"{seed} {stage} {slot}").randint(0, longest))
 
 
 def judge_timeline(given: Values, made: Timeline) -> None:
-    """Compare all starts and ends; busy and idle time follow from them."""
+    """Compare all starts and ends of slots, then the times that follow from them."""
     each_one = given["seconds"] is LEFT_OUT
     wanted = starts_of(given["orders"], one_second if each_one else given["seconds"])
     assert [list(slots) for slots in made.stages] == wanted
@@ -132,7 +132,7 @@ def judge_timeline(given: Values, made: Timeline) -> None:
 
 
 def judge_times(given: Values, made: Timeline) -> None:
-    """Compare what a time line tells with sums over its slots."""
+    """Compare end, busy time and bubble of a time line with sums over its slots."""
     busy = [sum(stop - start for _, start, stop in slots) for slots in given["stages"]]
     assert (made.stages, made.end, list(made.busy)) == (given["stages"], given["end"], busy)
     idle = len(busy) * given["end"] - sum(busy)
@@ -143,7 +143,7 @@ def judge_times(given: Values, made: Timeline) -> None:
 def slots_of(
     chance: Random, drawn: Values, *, stages: tuple[int, int], slots: tuple[int, int]
 ) -> Any:
-    """Stages with slots one after the other, some with pauses between."""
+    """Return stages with slots one after the other, some with pauses between them."""
     found = []
     for _ in range(chance.randint(*stages)):
         times = sorted(chance.randint(0, 40) / 4 for _ in range(2 * chance.randint(*slots)))
@@ -175,13 +175,13 @@ TIMES: dict[str, Parts] = {
 
 
 def judge_slot(given: Values, slot: Slot) -> None:
-    """Compare its fields; equal slots are one key."""
+    """Check the fields of a slot, and that an equal slot is the same key of a dict."""
     assert (slot.direction, slot.batch) == (given["direction"], given["batch"])
     assert {slot: 1}[Slot(given["direction"], given["batch"])] == 1
 
 
 def judge_picture(given: Values, text: str) -> None:
-    """Compare each cell with the slot that holds its column, rounded to whole columns."""
+    """Compare each cell of a picture with the slot in its column; slots end at whole columns."""
     shown, unit = given["shown"], given["unit"] if given["unit"] is not LEFT_OUT else 1.0
     *lines, last = text.splitlines()
     assert last == f"bubble: {shown.bubble:.1%} of the stages' time"
@@ -206,12 +206,12 @@ def judge_picture(given: Values, text: str) -> None:
 def layers_of(
     chance: Random, drawn: Values, *, count: tuple[int, int], cost: tuple[float, ...]
 ) -> list[float]:
-    """Costs of layers, as many as stages at least."""
+    """Return costs of layers, of at least as many layers as stages."""
     return [chance.choice(cost) for _ in range(chance.randint(*count) + drawn["stages"] - 1)]
 
 
 def least_worst(layers: Sequence[float], stages: int, first: float, last: float) -> float:
-    """Return the cost of the dearest stage in the best of all splits."""
+    """Return the cost of the most expensive stage in the best of all splits."""
 
     @cache
     def best(stage: int, start: int) -> float:
@@ -225,7 +225,7 @@ def least_worst(layers: Sequence[float], stages: int, first: float, last: float)
 
 
 def judge_split(given: Values, parts: Sequence[range]) -> None:
-    """Compare with the best of all splits; the first of equal splits is taken."""
+    """Check that a split is the best of all, and the first of equally good ones."""
     given = given | {name: 0 for name in ("first", "last") if given[name] is LEFT_OUT}
     layers, first, last = given["layers"], given["first"], given["last"]
     assert [layer for part in parts for layer in part] == list(range(len(layers)))

@@ -1,4 +1,4 @@
-"""Domain of placements: which slices of a parameter each rank holds."""
+"""Declare the domain of placements: which slices of a parameter each rank holds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Held = tuple[tuple[range, ...], ...]
 
 
 def cuts(chance: Random, length: int, number: int) -> list[range]:
-    """Return so many ranges one after the other, some of them empty."""
+    """Return `number` ranges one after the other, from 0 to `length`, some of them empty."""
     inner = sorted(chance.randint(0, length) for _ in range(number - 1))
     return [range(start, stop) for start, stop in pairwise((0, *inner, length))]
 
@@ -38,7 +38,7 @@ def evenly(_: Random, length: int, size: int) -> Held:
 
 
 def several(chance: Random, length: int, size: int) -> Held:
-    """Return ranges dealt at random."""
+    """Return the ranges of each rank, dealt at random: several, one or none."""
     pieces = cuts(chance, length, 3 * size)
     owners = [chance.randrange(size) for _ in pieces]
     return tuple(
@@ -48,7 +48,7 @@ def several(chance: Random, length: int, size: int) -> Held:
 
 
 def overlapping(chance: Random, length: int, size: int) -> Held:
-    """Return any range for each rank, and everything for one."""
+    """Return a random range for each rank, but all slices for one rank."""
     chosen = chance.randrange(size)
     ranges = [
         range(*sorted((chance.randint(0, length), chance.randint(0, length)))) for _ in range(size)
@@ -64,7 +64,7 @@ HELD: dict[str, Callable[[Random, int, int], Held]] = {
     "overlapping": overlapping,
     "all on the last rank": lambda _, length, size: (*[()] * (size - 1), (range(length),)),
 }
-"""What each rank along the tensor axis holds of so many slices; every slice is on at least one."""
+"""Ways to deal slices to the ranks of the tensor axis; each slice is on at least one rank."""
 
 
 def shape_of(chance: Random, drawn: Values, *, dims: tuple[int, int]) -> tuple[int, ...]:
@@ -100,12 +100,12 @@ ASKED: dict[str, Parts] = {
 
 
 def indices(held: Held, rank: int) -> Tensor:
-    """Return the numbers of the slices of a rank."""
+    """Return the indices of the slices that a rank holds."""
     return torch.tensor([index for part in held[rank] for index in part], dtype=torch.int64)
 
 
 def counted(drawn: Values, part: Tensor) -> Tensor:
-    """Return the slices of a rank that no lower rank holds, and none of a copy."""
+    """Return the slices of a rank that no lower rank holds; none if the parameter is a copy."""
     lower = torch.cat(
         [indices(drawn["held"], rank) for rank in range(drawn["rank"])] or [indices(((),), 0)]
     )
@@ -147,18 +147,18 @@ METHODS: dict[str, Callable[[Values, Tensor], tuple[Values, Any]]] = {
         counted(v, part_of(v, whole)),
     ),
 }
-"""For each method its arguments, and what it gives."""
+"""For each method, a function that returns its arguments and the expected result."""
 
 
 def part_of(drawn: Values, whole: Tensor) -> Tensor:
-    """Return what a rank holds, in memory as drawn."""
+    """Return the part of a whole tensor that the drawn rank holds."""
     return in_memory(
         whole.index_select(drawn["dim"], indices(drawn["held"], drawn["rank"])), "contiguous"
     )
 
 
 def asked(method: str, drawn: Values) -> Call:
-    """Call a method of a placement."""
+    """Return the call of a placement's method."""
     placement = Placement(*(drawn[name] for name in ("shape", "dim", "held", "partial", "copy")))
     x = whole(drawn["seed"], drawn["shape"], drawn["whole.dtype"], -4, 4)
     given, wanted = METHODS[method](drawn, in_memory(x, drawn["whole.memory"]))
@@ -167,7 +167,7 @@ def asked(method: str, drawn: Values) -> Call:
 
 
 def placed(drawn: Values) -> Call:
-    """Let a parameter carry a placement, and ask for it."""
+    """Return the call of `place`, after which `placement_of` must find the placement."""
     parameter = nn.Parameter(torch.ones(2))
     placement = Placement(*(drawn[name] for name in ("shape", "dim", "held", "partial", "copy")))
 
@@ -179,7 +179,7 @@ def placed(drawn: Values) -> Call:
 
 
 def constructed(name: str, drawn: Values) -> Call:
-    """Call a constructor of `Placement`, and compare with what each rank is to hold."""
+    """Return the call of a constructor of `Placement`, and compare what each rank holds."""
     length, size = drawn["shape"][0 if name == "replicated" else drawn["dim"]], drawn["size"]
     if name == "replicated":
         given = {"shape": drawn["shape"], "size": size, "partial": drawn["partial"]}

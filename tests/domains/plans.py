@@ -1,4 +1,4 @@
-"""Domain of collectives prepared once or in place: `plan`, `all_reduce_` and copies."""
+"""Declare the domain of collectives prepared once or in place: `plan`, `all_reduce_` and copies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from domains.declared import Call, Parts, Values, same, spans, values, whole
 from domains.situations import on_group
 
 RUNS = {"1": (0,), "3": (0, 0, 0), "100": (0, 98)}
-"""How often a plan runs before each run that is judged."""
+"""By part, for each judged run of a plan, how many runs without a judgement precede it."""
 
 
 def inputs_of(op: str, drawn: Values, size: int, turn: int) -> list[Tensor]:
@@ -43,7 +43,7 @@ def placed(x: Tensor, drawn: Values, group: sp.Communicator) -> Tensor:
 
 
 def refill(x: Tensor, source: Tensor) -> None:
-    """Write other numbers into a tensor of which some elements may share memory."""
+    """Copy `source` into a tensor of which some elements may share memory."""
     narrow = [
         0 if stride == 0 and length > 1 else slice(None)
         for stride, length in zip(x.stride(), x.shape, strict=True)
@@ -52,7 +52,7 @@ def refill(x: Tensor, source: Tensor) -> None:
 
 
 def beside(x: Tensor, drawn: Values) -> Tensor:
-    """Return the memory around the elements of a tensor; nothing if ranks share the memory."""
+    """Return the memory around a tensor's elements; an empty tensor if ranks share the memory."""
     if "shared" in drawn["x.memory"]:
         return x.new_empty(0)
     whole = x.detach().new_empty(0).set_(x.untyped_storage())
@@ -62,7 +62,7 @@ def beside(x: Tensor, drawn: Values) -> Tensor:
 
 
 def planned(op: str, group: sp.Communicator, drawn: Values) -> Call:
-    """Call `plan`, then run the plan on other numbers each time; a second one may be under way."""
+    """Return the call of `plan`. Each judged run has new numbers; a second plan may run too."""
     x = placed(inputs_of(op, drawn, group.size, 0)[group.rank], drawn, group)
     arguments = given = collectives.arguments_of(op.removesuffix("_"), drawn)
     if drawn["arguments"] == "left out where the default":
@@ -92,7 +92,7 @@ def planned(op: str, group: sp.Communicator, drawn: Values) -> Call:
 
 
 def run_plans(form: str, plan: sp.Plan, other: sp.Plan, group: sp.Communicator) -> list[Tensor]:
-    """Run a plan in a form; return its result last."""
+    """Run a plan, and maybe another meanwhile, as `form` says; the plan's result is the last."""
     if form == "run":
         return [plan.run()]
     plans = [plan, other] if form == "two under way" else [plan]
@@ -121,7 +121,7 @@ def plan_factors(op: str) -> dict[str, Parts]:
 
 
 def in_place(group: sp.Communicator, drawn: Values) -> Call:
-    """Call `all_reduce_`; every call finds the tensor as it was before the first."""
+    """Return the call of `all_reduce_`; each call finds the tensor as it was before the first."""
     x = placed(inputs_of("all_reduce_", drawn, group.size, 0)[group.rank], drawn, group)
     before, around = x.clone(), beside(x, drawn)
     given = collectives.arguments_of("all_reduce", drawn)
@@ -149,7 +149,7 @@ KINDS = {
 
 
 def copied(drawn: Values, rank: int, key: int) -> list[Tensor]:
-    """Return some tensors of one rank; those of one key have the same shapes on every rank."""
+    """Return tensors for a rank and a key; their shapes are the same for all ranks and keys."""
     chance, kinds = Random(drawn["seed"]), KINDS[drawn["tensors.dtypes"]]
     any_shape = [(3, 2), (), (0, 3), (5,), (1, 1, 4)]
     shapes = any_shape if drawn["tensors.shapes"] == "any" else any_shape[:1]
@@ -161,12 +161,12 @@ def copied(drawn: Values, rank: int, key: int) -> list[Tensor]:
 
 
 def laid(x: Tensor, memory: str) -> Tensor:
-    """Return a tensor that lies in memory as named; a number lies anyhow."""
+    """Return a tensor with the named memory layout; a tensor without dims stays as it is."""
     return in_memory(x, memory) if x.dim() else x
 
 
 def copies(group: sp.Communicator, drawn: Values) -> Call:
-    """Call `copy_all_to_group`; some results go unused, other ones on each rank."""
+    """Return the call of `copy_all_to_group`; each rank may leave different results unused."""
     tensors = [laid(x, drawn["tensors.memory"]).detach() for x in copied(drawn, 0, 0)]
     learning = {"all": tensors, "some": tensors[::2], "none": []}[drawn["tensors.gradients"]]
     for x in learning:
@@ -176,7 +176,7 @@ def copies(group: sp.Communicator, drawn: Values) -> Call:
 
 
 def used(drawn: Values, rank: int, number: int, count: int) -> bool:
-    """Say whether a rank uses a result; each rank uses at least one."""
+    """Return whether a rank uses a result; each rank uses at least one."""
     one = number == (rank + drawn["seed"]) % count
     return {"all": True, "some": one or (number + rank) % 2 == 0, "one": one}[drawn["(used)"]]
 

@@ -40,9 +40,9 @@ Public = Callable[..., Any] | argparse.ArgumentParser
 
 
 def functions(modules: Iterable[str] = MODULES) -> dict[str, Public]:
-    """Return functions, classes, methods and, with all modules, commands by name.
+    """Return functions, classes and methods by name, and with all modules also commands.
 
-    Names outside `sp_core` itself have that of their module in front, such as "llama.generate".
+    The name of a submodule is put in front of its names, such as "llama.generate".
     """
     return {name: function for module in modules for name, function in _members(module)} | (
         commands() if modules is MODULES else {}
@@ -62,7 +62,7 @@ def commands() -> dict[str, Public]:
 
 
 def described() -> list[str]:
-    """Return the names that the documentation has a place for."""
+    """Return the names that the documentation describes, in lines such as "::: name"."""
     pages = (Path(__file__).parents[2] / "docs").rglob("*.md")
     pattern = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
     return [name for page in pages for name in pattern.findall(page.read_text())]
@@ -71,7 +71,7 @@ def described() -> list[str]:
 def without_domain(subjects: Iterable[Subject]) -> list[str]:
     """Return every public parameter that no subject has a factor for, as "function(parameter)".
 
-    Names of the documentation count as public also where no module of `MODULES` has them.
+    A name in the documentation counts as public even if no module of `MODULES` has it.
     """
     declared: dict[str, set[str]] = defaultdict(set)
     for subject in subjects:
@@ -104,7 +104,7 @@ def parameters(function: Public) -> set[str]:
 
 
 def defaults() -> dict[str, set[float]]:
-    """Return by parameter or option the numbers that stand for it where it is left out."""
+    """Return the numbers that are default values of each parameter or option."""
     found = defaultdict[str, set[float]](set)
     for function in functions().values():
         given: dict[str, Any] = (
@@ -135,7 +135,7 @@ def _members(module: str) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def _methods(kind: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Yield the public methods of a class, also of a private one that it is made of."""
+    """Yield the public methods of a class and of its private base classes, with their names."""
     for name, method in inspect.getmembers(
         kind, lambda x: inspect.isfunction(x) or inspect.ismethod(x)
     ):
@@ -150,7 +150,7 @@ def everything() -> dict[str, Public]:
 
 
 def documented(words: str) -> set[str]:
-    """Return the names, without their modules, of what has these words in its docstring."""
+    """Return the names, without modules, of everything public with these words in its docstring."""
     return {
         without_module(name)
         for name, x in everything().items()
@@ -159,18 +159,18 @@ def documented(words: str) -> set[str]:
 
 
 def without_module(name: str) -> str:
-    """Return a name without the modules in front of it, which have no capital letters."""
+    """Return a name without the modules in front of it, whose names have no capital letters."""
     return re.sub(r"^[a-z_.]+\.", "", name)
 
 
 def told_alike() -> set[str]:
-    """Return the names of what has a result that is the same on all ranks, by what it says."""
+    """Return the names of everything public whose docstring promises all ranks the same result."""
     said = re.compile(r"on every rank|all hold alike|all ranks hold alike|Every rank receives")
     return {without_module(name) for name, x in everything().items() if said.search(_of_result(x))}
 
 
 def _of_result(x: Public) -> str:
-    """What a docstring says first, and of what is returned."""
+    """Return the first paragraph of a docstring, and its section "Returns:"."""
     first, *sections = (inspect.getdoc(x) or "").split("\n\n")
     return " ".join([first, *(text for text in sections if text.startswith("Returns:"))])
 

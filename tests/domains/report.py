@@ -1,7 +1,7 @@
-"""What drawing every pair of parts has found, by call, and the report of it.
+"""Record what drawing every pair of parts has found for each call, and write the report.
 
-`REPORT.json` is also the inventory of parts: one that was never explored, or lost its generator
-since, makes the suite red.
+`REPORT.json` is also the inventory of parts: a test fails if a part was never explored, or if an
+explored part is no longer declared.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def parts_of(subject: Subject) -> dict[str, list[str]]:
 
 
 def changed(declared: Iterable[Subject], records: Iterable[Record]) -> list[str]:
-    """Say which factors have other parts than a report lists."""
+    """Return the factors whose parts are not those that a report lists."""
     listed = {
         (r["subject"], factor): parts for r in records for factor, parts in r["parts"].items()
     }
@@ -65,8 +65,8 @@ def explored(name: str, seed: int) -> Record:
     """Draw the pairs of one subject.
 
     Returns:
-        Its parts, its counts, its impossible pairs by the library's reason, and its fault if there
-        is one.
+        The record: the subject's parts, counts, impossible pairs by the library's error, and faults
+        in one text, which is empty if there is none.
     """
     torch.set_num_threads(1)
     subject = subjects.BY_NAME[name]
@@ -100,7 +100,7 @@ def count(parts: Mapping[str, Sequence[str]]) -> int:
 
 
 def cells(record: Record) -> tuple[object, ...]:
-    """Return the line of a call."""
+    """Return the cells of a call's line in the table."""
     drawn = (record["depth"], record["possible"], record["drawn"])
     impossible = count(record["impossible"])
     return record["subject"], count(record["parts"]), *drawn, impossible, record["calls"]

@@ -1,4 +1,4 @@
-"""Domain of plans for unequal sequences, against counting and list scheduling by hand."""
+"""Declare the domain of plans for unequal sequences, compared with list scheduling by hand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def subject(
 
 
 def several(chance: Random, _: Values, *, count: tuple[int, int], longest: int) -> list[int]:
-    """Lengths of sequences, empty ones included."""
+    """Return random lengths of sequences, empty ones included."""
     return [chance.randint(0, longest) for _ in range(chance.randint(*count))]
 
 
@@ -54,7 +54,7 @@ WORKS: Parts = {
 
 
 def judge_work(given: Values, work: Work) -> None:
-    """Count token by token; a rank that shares a sequence has its chunks r and 2 size - 1 - r."""
+    """Compare with a count token by token; rank r shares chunks r and 2 size - 1 - r."""
     cost = [
         given["per_token"] + given["per_pair"] * (t + 1)
         for t in range(max(given["length"], given["stop"]))
@@ -71,7 +71,7 @@ def judge_work(given: Values, work: Work) -> None:
 
 
 def placed(chance: Random, drawn: Values, *, kinds: Sequence[int]) -> list[list[int]]:
-    """Sequences dealt out at random to some of: all ranks, nobody yet, rank 0, rank 1, ..."""
+    """Deal sequences to lists at random: shared by all ranks, waiting, of rank 0, of rank 1, ..."""
     found: list[list[int]] = [[] for _ in range(2 + drawn["packed.size"])]
     allowed = [kind for kind in range(len(found)) if min(kind, 2) in kinds]
     for number in chance.sample(range(len(drawn["lengths"])), len(drawn["lengths"])):
@@ -80,7 +80,7 @@ def placed(chance: Random, drawn: Values, *, kinds: Sequence[int]) -> list[list[
 
 
 def plan(drawn: Values) -> Call:
-    """Make a plan that deals sequences out by chance."""
+    """Return the call of `Plan` with sequences that are dealt at random."""
     shared, waiting, *packed = map(tuple, drawn["packed"])
     given = {
         "lengths": tuple(drawn["lengths"]),
@@ -93,7 +93,7 @@ def plan(drawn: Values) -> Call:
 
 
 def judge_plan(given: Values, work: Work, made: Plan) -> None:
-    """Compare loads with sums over the sequences of each rank; waiting ones go where least is."""
+    """Compare loads with sums over each rank's sequences; waiting ones go to the least load."""
     filled = [
         length if given["padded_to"] is None else given["padded_to"] for length in given["lengths"]
     ]
@@ -109,7 +109,7 @@ def judge_plan(given: Values, work: Work, made: Plan) -> None:
 
 
 def shared_loads(lengths: Iterable[int], size: int, work: Work) -> list[int]:
-    """What each rank has to do for sequences that all share."""
+    """Return each rank's work for sequences that all ranks share."""
     return [
         sum(shares)
         for shares in zip(
@@ -127,18 +127,18 @@ SHARING = tuple(
     dict(zip(("lengths", "size", "work", "tolerance"), row, strict=True))
     for row in product(LENGTHS, ("2 to 4", "5 to 8"), WORKS, ("default", "0.2"))
 )
-"""How many sequences must be shared depends on all four."""
+"""Rows of the four factors on which the number of shared sequences depends."""
 
 
 def longest_first(given: Values) -> list[int]:
-    """The sequences, the longest first."""
+    """Return the numbers of the sequences, the longest first."""
     return sorted(
         range(len(given["lengths"])), key=lambda number: (-given["lengths"][number], number)
     )
 
 
 def dealt(given: Values, count: int) -> tuple[list[list[int]], list[int]]:
-    """Deal by list scheduling, with the `count` longest shared; return packs and loads."""
+    """Deal by list scheduling, with the `count` longest shared; return packs and loads by rank."""
     lengths, work, order = given["lengths"], given["work"], longest_first(given)
     loads = shared_loads((lengths[number] for number in order[:count]), given["size"], work)
     packed: list[list[int]] = [[] for _ in loads]
@@ -150,7 +150,7 @@ def dealt(given: Values, count: int) -> tuple[list[list[int]], list[int]]:
 
 
 def judge_balanced(given: Values, made: Plan) -> None:
-    """Compare with list scheduling by hand, and the greatest load with what is promised."""
+    """Compare a plan with list scheduling by hand, and its greatest load with the bound."""
     count, size = len(made.sharded), given["size"]
     packed, loads = dealt(given, count)
     assert (list(made.sharded), list(map(list, made.packed))) == (
@@ -169,7 +169,7 @@ def judge_balanced(given: Values, made: Plan) -> None:
 
 
 def judge_dynamic(given: Values, made: Plan) -> None:
-    """Compare with the balanced plan: what it does not share waits, the longest first."""
+    """Check that the sequences which the balanced plan does not share wait, the longest first."""
     extra = {} if given["tolerance"] is LEFT_OUT else {"tolerance": given["tolerance"]}
     shared = scheduling.balanced(given["lengths"], given["size"], given["work"], **extra).sharded
     waiting = tuple(number for number in longest_first(given) if number not in shared)
@@ -177,7 +177,7 @@ def judge_dynamic(given: Values, made: Plan) -> None:
 
 
 def judge_contiguous(given: Values, made: Plan) -> None:
-    """Everything in order, at most one sequence more on the first ranks."""
+    """Check that sequences go to ranks in order, at most one more to each of the first ranks."""
     count, size = len(given["lengths"]), given["size"]
     ends = [rank * (count // size) + min(rank, count % size) for rank in range(size + 1)]
     packed = tuple(tuple(range(a, b)) for a, b in pairwise(ends))
@@ -185,7 +185,7 @@ def judge_contiguous(given: Values, made: Plan) -> None:
 
 
 def judge_round_robin(given: Values, made: Plan, *, padded: bool = False) -> None:
-    """Sequence i on rank i mod size, as long as the longest one if padded."""
+    """Check that sequence i is on rank i mod size, as long as the longest one if padded."""
     packed = tuple(
         tuple(n for n in range(len(given["lengths"])) if n % given["size"] == rank)
         for rank in range(given["size"])

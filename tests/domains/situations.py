@@ -1,4 +1,4 @@
-"""Describe what is no parameter but may change a result: mesh, transport, lateness."""
+"""Describe situations that may change a call's result: mesh, transport, ranks that are late."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ AXES = {
 
 
 def situations(*carried: str) -> dict[str, Parts]:
-    """Return the domain of what surrounds a call; `carried` names further transports."""
+    """Return the domain of a call's situation; `carried` names further transports."""
     return {
         "(transport)": values(
             "window", "auto", "host", "distributed", *(f"carried {name}" for name in carried)
@@ -54,7 +54,7 @@ COMMUNICATOR: dict[str, Parts] = {
 
 
 def lengths(drawn: Values) -> dict[str, int]:
-    """The axes of the mesh and how many ranks each has."""
+    """Return the axes of the mesh and how many ranks each has."""
     size, axes = drawn["comm.ranks"], AXES[drawn["comm.axes"]]
     if "half" in axes:
         half = 2 if size % 2 == 0 else 1
@@ -81,7 +81,7 @@ def opened(comm: Any, drawn: Values, axes: dict[str, Any]) -> Iterator[sp.Mesh]:
 
 
 def group_of(mesh: sp.Mesh, drawn: Values) -> sp.Communicator:
-    """Return the communicator of the call; its last axis numbers ranks fastest."""
+    """Return the communicator of the call; rank numbers vary fastest along its last axis."""
     axes = [axis for axis in AXES[drawn["comm.axes"]] if axis in ("half", "own")]
     axes = axes[::-1] if drawn["comm.axes"] == "product of two, reversed" else axes
     group, place = mesh[tuple(axes)], 0
@@ -104,9 +104,9 @@ def on_mesh(
 
     Args:
         name, factors, more: as in `Subject`.
-        axes: of the mesh, by drawn values.
-        make: returns the call. Every rank calls this.
-        in_folder: whether the drawn values have a new folder of all ranks, as "(folder)".
+        axes: returns the sizes of the mesh's axes by name, for drawn values.
+        make: returns the call. Every rank calls `make`.
+        in_folder: whether the drawn values have a new folder, which all ranks share, as "(folder)".
     """
 
     @contextmanager
@@ -120,7 +120,7 @@ def on_mesh(
 
 @contextmanager
 def folder_of(comm: Any) -> Iterator[Path]:
-    """A new folder, the same one for all ranks; it goes when all are done."""
+    """Make a new folder, the same one for all ranks; delete it when all are done."""
     made: Path = comm.bcast(Path(tempfile.mkdtemp()) if comm.rank == 0 else None, root=0)
     try:
         yield made
@@ -137,7 +137,7 @@ def on_group(
     around: Mapping[str, Parts] = SITUATIONS,
     **more: Any,
 ) -> Subject:
-    """Return the subject of a call on a group; other groups of its mesh have other numbers."""
+    """Return the subject of a call on a group; the other groups of its mesh have other numbers."""
 
     def on_own(mesh: sp.Mesh, drawn: Values) -> Call:
         group = group_of(mesh, drawn)

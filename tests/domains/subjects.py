@@ -1,4 +1,4 @@
-"""Every subject: the public calls that have a declared domain."""
+"""List every subject: the public calls that have a declared domain."""
 
 from __future__ import annotations
 

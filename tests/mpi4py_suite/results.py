@@ -1,4 +1,4 @@
-"""What the ranks of mpi4py's tests have written: differences, and the report."""
+"""Merge the results that ranks wrote of mpi4py's tests, and report their differences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sp_core.testing.requests import UNCHECKED
 KINDS = ("plain", "checked")
 WORDS = ("passed", "skipped", "failed", "not run")
 WORST = ("failed", "not run", "passed", "skipped")
-"""A test ended on all ranks together as on the rank whose word comes first here."""
+"""The result of a test on all ranks together is the first of these words that any rank has."""
 KNOWN = {
     "test_comm.TestComm*.testPickle": "A checked communicator cannot be pickled: it holds "
     "requests that are under way.",
@@ -28,13 +28,13 @@ KNOWN = {
         "MPI has been told of the receive."
     ),
 }
-"""Tests that fail on checked communicators, and why."""
+"""Tests that may fail on checked communicators, each with the reason."""
 
 ADAPTED = {
     "test_comm_topo: checkHandle": "what is made from a handle (`MPI.Comm.fromint`) is mpi4py's "
     "own, so its class is not compared"
 }
-"""What is left out of a test on checked communicators, and why."""
+"""Checks that tests leave out on checked communicators, each with the reason."""
 
 HEAD = """# mpi4py's own tests through the checked communicator
 
@@ -45,7 +45,7 @@ as failed, or as not run, where it is so on any rank.
 
 
 class Result(NamedTuple):
-    """How one test ended on one rank."""
+    """Hold how one test ended on one rank."""
 
     name: str
     word: str
@@ -53,16 +53,16 @@ class Result(NamedTuple):
 
 
 def is_known(name: str) -> bool:
-    """Whether a test may fail on checked communicators."""
+    """Return whether a test may fail on checked communicators."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in KNOWN)
 
 
 Tests = dict[str, Result]
-"""What became of each test, all ranks together."""
+"""The result of each test on all ranks together, by name."""
 
 
 def merged(ranks: Sequence[Sequence[Result]]) -> Tests:
-    """Return one result for each test that any rank has come to."""
+    """Return one result for each test that at least one rank has run."""
     by_rank = [{result.name: result for result in rank} for rank in ranks]
     return {
         name: min(
@@ -74,9 +74,9 @@ def merged(ranks: Sequence[Sequence[Result]]) -> Tests:
 
 
 def read(folders: Iterable[Path]) -> tuple[list[str], Tests]:
-    """Return the MPI library with the version of mpi4py, and what launches have left in folders.
+    """Return the MPI library and the version of mpi4py, and the results of launches in folders.
 
-    Tests that no rank came to have a number for a name.
+    A test that no rank has run is named by its folder and a number.
     """
     about, found = ["", ""], Tests()
     for folder in sorted(folders):
@@ -90,9 +90,9 @@ def read(folders: Iterable[Path]) -> tuple[list[str], Tests]:
 
 
 def row(about: list[str], ranks: int, plain: Tests, checked: Tests) -> dict[str, Any]:
-    """Return what became of a plain and a checked run.
+    """Return the results of a plain and a checked run as a row of the report.
 
-    How many tests ended in each way, and why those that did not pass.
+    It has the number of tests that ended in each way, and the reasons of those that did not pass.
     """
     words = {
         name: [tests.get(name, Result(name, "not run")).word for tests in (plain, checked)]
@@ -151,7 +151,7 @@ def report(found: list[dict[str, Any]]) -> list[str]:
 
 
 def _listed(told: list[tuple[str, dict[str, Any]]], what: str, mark: str = "") -> list[str]:
-    """Each name that rows have under a heading, with the runs and their counts."""
+    """Return each name that rows have under the key `what`, with the runs and their counts."""
     places: dict[str, list[str]] = {}
     for where, row in told:
         for name, value in row[what].items():

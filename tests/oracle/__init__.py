@@ -1,1 +1,1 @@
-"""What tests compare with: the float64 reference, drawn problems and a device without hardware."""
+"""Provide what tests compare with: a float64 reference, drawn problems, an imitated device."""

@@ -1,7 +1,7 @@
-"""Put one attention problem to one scheme, and compare results and all gradients.
+"""Run one scheme on one attention problem, and compare results and all gradients.
 
 The scheme is treated as unkindly as its contract allows: memory beside its inputs is NaN, one rank
-may be late, and as soon as a rank has its results it overwrites everything that it gave.
+may be late, and as soon as a rank has its results it overwrites its inputs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sp_core.testing.tolerance import bound, check_close
 
 Scheme = Callable[..., Any]
 Results = dict[str, Tensor]
-"""Of one rank: "out" and "lse", and of "dq", "dk" and "dv" those that are needed."""
+"""One rank's "out" and "lse", and those of "dq", "dk", "dv" and "dsinks" that are needed."""
 LATE_SECONDS = 2e-3
 
 
@@ -38,14 +38,14 @@ def check_attention(
     """Run a scheme on this rank's shards, and compare its shards of the results with the reference.
 
     Args:
-        name: of the scheme, for messages.
+        name: the scheme's name, for messages.
         scheme: called with q, k, v of this rank and `sharding`, `kv_sharding`, `mask`,
             `return_lse=True` and the terms of the logits.
-        problem: what to compute.
+        problem: the problem to compute.
         group: the ranks that share the sequence.
 
     Raises:
-        AssertionError: naming the result and its worst element.
+        AssertionError: a result is wrong; the text names it and its worst element.
     """
     features({"scheme": name})
     shards = Shards(problem, group.rank, group.size, group.device)
@@ -55,10 +55,10 @@ def check_attention(
 
 
 def compare(name: str, shards: Shards, results: Results, group: Communicator) -> None:
-    """Compare one rank's results with the reference; of the sinks, the sum over the ranks.
+    """Compare one rank's results with the reference, after summing "dsinks" over the ranks.
 
     Raises:
-        AssertionError: naming the result and its worst element.
+        AssertionError: a result is wrong; the text names it and its worst element.
     """
     if "dsinks" in results:
         results = {**results, "dsinks": all_reduce(results["dsinks"].double(), comm=group)}
@@ -71,12 +71,12 @@ def compare(name: str, shards: Shards, results: Results, group: Communicator) ->
 
 
 class Shards:
-    """A problem as one rank sees it.
+    """Hold the shards of a problem on one rank, and run a scheme on them.
 
     Args:
         problem: as in `check_attention`.
-        rank, size: of the ranks that share the sequence.
-        device: of the rank's tensors.
+        rank, size: this rank, and the number of ranks that share the sequence.
+        device: the device of the rank's tensors.
     """
 
     def __init__(
@@ -97,19 +97,19 @@ class Shards:
         self._given: list[tuple[Tensor, Tensor]] = []
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of an argument or a result of that name."""
+        """Return this rank's part of an argument or a result of that name."""
         if name == "dsinks":
             return whole
         sharding = self.kv_sharding if name in ("k", "v", "dk", "dv") else self.sharding
         return sharding.shard(whole, self.rank, 2 if name == "lse" else 1)
 
     def results(self, scheme: Scheme) -> Results:
-        """Everything that the scheme gives this rank, forward and backward."""
+        """Return everything that the scheme gives this rank, forward and backward."""
         out, lse = self.run(scheme)
         return {"out": out.detach(), "lse": lse.detach(), **self.gradients(out, lse)}
 
     def run(self, scheme: Scheme) -> tuple[Tensor, Tensor]:
-        """The scheme's out and lse on this rank."""
+        """Run the scheme, and return its out and lse on this rank."""
         problem = self.problem
         kv_sharding = None if self.kv_sharding == self.sharding else self.kv_sharding
         given = (*self.local, *([self.terms["sinks"]] if "sinks" in self.terms else []))
@@ -126,7 +126,7 @@ class Shards:
         return out, lse
 
     def gradients(self, out: Tensor, lse: Tensor) -> Results:
-        """This rank's gradients by name, of those that are needed; of the sinks its summand."""
+        """Return this rank's gradients that are needed, by name; of the sinks its summand."""
         leaves = [*self.local, self.terms.get("sinks")]
         names = ("dq", "dk", "dv", "dsinks")
         needing = {
@@ -142,7 +142,7 @@ class Shards:
             upstream.append(self.part("lse", self.upstream[1]).clone().to(lse))
         self._given += [(x, x.clone()) for x in upstream]
         self._be_late(self.problem.seed + 1)
-        unused = len(roots) > 1 and self.problem.upstream == "zero"  # then it has no gradient
+        unused = len(roots) > 1 and self.problem.upstream == "zero"  # out has no gradient then
         grads = torch.autograd.grad(roots[unused:], list(needing.values()), upstream[unused:])
         return dict(zip(needing, grads, strict=True))
 
@@ -155,7 +155,7 @@ class Shards:
             x.new_empty(0, dtype=torch.uint8).set_(x.detach().untyped_storage()).fill_(0xFF)
 
     def reference(self) -> Reference:
-        """The dense results and gradients of the whole sequence."""
+        """Return the dense results and gradients of the whole sequence."""
         definition: dict[str, Any] = {
             "q_positions": ascending(self.sharding),
             "kv_positions": ascending(self.kv_sharding),
@@ -167,7 +167,7 @@ class Shards:
         return once(key, lambda: reference.attention(*given, **definition))
 
     def expected(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """This rank's part of every result as it should be, and by how much it may be off."""
+        """Return this rank's part of every expected result, and by how much it may be off."""
         values, scales, growth = self.reference()
         partials = partial_results(self.sharding, self.kv_sharding, self.problem.mask)
         dtype = self.problem.torch_dtype
@@ -180,7 +180,7 @@ class Shards:
         }
 
     def _upstream_of_out(self) -> Tensor:
-        """This rank's gradient of out, with strides as the problem says."""
+        """Return this rank's gradient of out, with the strides that the problem asks for."""
         mine = self.part("out", self.upstream[0])
         if self.problem.upstream in ("expanded", "zero"):
             return mine[:1, :1, :1, :1].clone().expand_as(mine)
@@ -198,7 +198,7 @@ def ascending(sharding: Sharding) -> list[int]:
 
 @lru_cache(maxsize=64)
 def partial_results(sharding: Sharding, kv_sharding: Sharding, mask: Mask) -> int:
-    """Return an upper bound of the partial results that kernels round for one element."""
+    """Return an upper bound of the number of partial results that kernels round for one element."""
     ranks = range(sharding.size)
     return 1 + sum(
         len(plan_blocks(sharding.positions(i), kv_sharding.positions(j), mask))

@@ -1,9 +1,9 @@
 """Try what each scheme can do: `python -m oracle.capabilities` prints the table.
 
-Each cell is a small problem put to a scheme on four ranks (threads), and compared with the float64
-reference: "yes" means right within the tolerance, forward and backward; "refused" means an error on
-every rank. Anything else ends this program, so the table cannot say what is not so. Bytes are those
-of the counters, in units of a rank's own K and V, even shards, full mask.
+For each cell a scheme computes a small problem on four ranks (threads), compared with the float64
+reference. "yes" means right within the tolerance, forward and backward; "refused" means an error on
+every rank. Anything else ends this program without a table. Bytes are those of the counters, in
+units of a rank's own K and V, for even shards and the full mask.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ Body = Callable[[Mesh, Scheme], str]
 
 
 def columns(mesh: Mesh) -> dict[str, Scheme]:
-    """The schemes by name, on a mesh with the axes `ring` and `ulysses`."""
+    """Return the schemes by name, on a mesh with the axes `ring` and `ulysses`."""
     found: dict[str, Scheme] = {
         name: partial(function, comm=mesh["ring", "ulysses"]) for name, function in SCHEMES.items()
     }
@@ -80,7 +80,7 @@ def columns(mesh: Mesh) -> dict[str, Scheme]:
 
 
 def on_ranks(body: Body) -> list[str]:
-    """What a body answers for each scheme, the same on every rank."""
+    """Return the answer of `body` for each scheme; all ranks must give the same one."""
     answers: list[list[str]] = [[] for _ in range(RANKS)]
 
     def run(comm: Any) -> None:
@@ -94,14 +94,14 @@ def on_ranks(body: Body) -> list[str]:
 
 
 def solves(problems: tuple[AttentionProblem, ...], mesh: Mesh, scheme: Scheme) -> str:
-    """Whether a scheme gives what one device gives."""
+    """Check that a scheme gives the reference's results for all problems; return "yes" then."""
     for problem in problems:
         check_attention("capability", scheme, problem, mesh["ring", "ulysses"])
     return "yes"
 
 
 def checkpoints(mesh: Mesh, scheme: Scheme) -> str:
-    """Whether a checkpointed call has the same gradients."""
+    """Check that a checkpointed call has the same gradients; return "yes" then."""
     shards = Shards(BASE, mesh.rank, mesh.size, mesh.device)
 
     def again(*local: torch.Tensor) -> Any:
@@ -117,7 +117,7 @@ def checkpoints(mesh: Mesh, scheme: Scheme) -> str:
 
 
 def differentiates_twice(mesh: Mesh, scheme: Scheme) -> str:
-    """Whether the gradient has a gradient."""
+    """Return "yes" if the gradient has a gradient, and "refused" if the scheme refuses it."""
     shards = Shards(BASE, mesh.rank, mesh.size, mesh.device)
     out, _ = shards.run(scheme)
     (grad, *_) = torch.autograd.grad(out.square().sum(), shards.local, create_graph=True)
@@ -131,7 +131,7 @@ def differentiates_twice(mesh: Mesh, scheme: Scheme) -> str:
 
 
 def sends(problem: AttentionProblem, backward: bool, mesh: Mesh, scheme: Scheme) -> str:
-    """Bytes that a rank hands over, in units of its own K and V; by the counters."""
+    """Return the bytes that a rank sends by its counters, in units of its own K and V."""
     shards = Shards(problem, mesh.rank, mesh.size, mesh.device)
     groups = (mesh["ring", "ulysses"], mesh["ring"], mesh["ulysses"])
 
@@ -147,7 +147,7 @@ def sends(problem: AttentionProblem, backward: bool, mesh: Mesh, scheme: Scheme)
 
 
 def questions() -> Iterator[tuple[str, Body]]:
-    """What is asked of each scheme."""
+    """Yield each question about a scheme, with the function that answers it."""
     for asked, problems in PROBLEMS.items():
         yield asked, partial(solves, problems)
     yield "activation checkpointing", checkpoints
@@ -161,7 +161,7 @@ def questions() -> Iterator[tuple[str, Body]]:
 
 
 def table() -> str:
-    """The table as Markdown."""
+    """Return the table as Markdown."""
     lines = [["on four ranks", *NAMES], ["---"] * (len(NAMES) + 1)]
     lines += [[question, *on_ranks(body)] for question, body in questions()]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

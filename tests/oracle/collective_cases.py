@@ -1,4 +1,4 @@
-"""Draw collectives with random arguments, and define what each must give."""
+"""Draw collectives with random arguments, and define the result of each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPES = [
 ]
 MEMORIES = ("contiguous", "transposed", "expanded", "sliced at an odd offset", "every second")
 UNEVEN = ("all_gather", "all_to_all", "shift", "gather_replicated")
-"""Collectives whose tensors may have another length along one dim on every rank."""
+"""Collectives whose tensors may have a different length along one dim on every rank."""
 
 NEEDED: dict[str, dict[str, int]] = {"all_to_all": {"split_dim": 0, "concat_dim": 1}}
 """Arguments without a default, by collective."""
@@ -29,7 +29,7 @@ Arguments = Mapping[str, Any]
 
 
 def in_memory(x: Tensor, memory: str) -> Tensor:
-    """Return a tensor equal to x, or to its first slice expanded, that lies in memory as named."""
+    """Return x, or its first slice expanded, in the memory layout that `memory` names."""
     if memory == "transposed":
         return x.transpose(0, -1).contiguous().transpose(0, -1)
     if memory == "sliced at an odd offset":
@@ -42,7 +42,7 @@ def in_memory(x: Tensor, memory: str) -> Tensor:
 
 
 def total(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a sum that is exact, because the numbers are small and whole."""
+    """Return the sum of tensors, which is exact because their numbers are small and whole."""
     wide = torch.stack([x if x.dtype == torch.float64 else x.double() for x in tensors]).sum(0)
     return wide.to(tensors[0].dtype)
 
@@ -53,7 +53,7 @@ def part_of(x: Tensor, sizes: Sequence[int], dim: int, rank: int) -> Tensor:
 
 
 def scattered(inputs: list[Tensor], a: Arguments) -> list[Tensor]:
-    """Return the parts of the sum."""
+    """Return each rank's part of the sum of all inputs."""
     sizes = a.get("sizes") or split_sizes(inputs[0].shape[a["dim"]], len(inputs))
     return [part_of(total(inputs), sizes, a["dim"], rank) for rank in range(len(inputs))]
 
@@ -90,7 +90,7 @@ DEFINITIONS: dict[str, Callable[[list[Tensor], Arguments], list[Tensor]]] = {
     "gather_replicated": lambda x, a: [torch.cat(x, a["dim"])] * len(x),
     "copy_to_group": lambda x, a: list(x),
 }
-"""What every rank gets, from the tensors of all ranks."""
+"""By collective, a function that returns the result of every rank for the tensors of all."""
 
 OPS = list(DEFINITIONS)
 SUMS = ("reduce_scatter", "all_reduce", "reduce", "copy_to_group", "reduce_from_group")
@@ -98,7 +98,7 @@ SUMS = ("reduce_scatter", "all_reduce", "reduce", "copy_to_group", "reduce_from_
 
 @dataclass(frozen=True)
 class Case:
-    """A collective on small integers, which every dtype adds exactly."""
+    """Describe a call of a collective on small integers, which every dtype adds exactly."""
 
     op: str
     dim: int
@@ -134,7 +134,7 @@ class Case:
         return self.offset % size
 
     def arguments(self, size: int) -> dict[str, Any]:
-        """Return the arguments of the call but the tensor and the communicator."""
+        """Return the arguments of the call, without the tensor and the communicator."""
         sizes = self.lengths(size) if self.given_sizes else None
         along, root = {"dim": self.dim, "sizes": sizes}, {"root": self.root(size)}
         exchange = {"split_dim": self.other_dim, "concat_dim": self.dim, "concat_sizes": sizes}
@@ -151,11 +151,11 @@ class Case:
         return own.get(self.op, {}) | chosen
 
     def expected(self, inputs: list[Tensor], rank: int, size: int) -> Tensor:
-        """Return what a rank must get."""
+        """Return the result that a rank must get."""
         return DEFINITIONS[self.op](inputs, self.arguments(size))[rank]
 
     def call(self, x: Tensor, comm: sp.Communicator) -> Tensor:
-        """Carry it out, by its started form if drawn."""
+        """Call the collective, or its `_start` form if drawn, and return the result."""
         start = getattr(sp, f"{self.op}_start", None) if self.non_blocking else None
         result: Any = (start or getattr(sp, self.op))(x, comm=comm, **self.arguments(comm.size))
         comm.poll()
@@ -165,7 +165,7 @@ class Case:
 def cases(
     dtypes: list[str] = DTYPES, ops: list[str] = OPS, algorithm: str = "auto"
 ) -> st.SearchStrategy[Case]:
-    """Draw any collective among `ops` with any arguments; what is summed has no bool."""
+    """Draw any collective among `ops` with any arguments; those that sum take no bool."""
     drawn = st.builds(
         lambda op, dims, *rest: Case(op, dims[0], dims[1], *rest, algorithm),  # type: ignore[call-arg]
         st.sampled_from(ops),

@@ -1,8 +1,8 @@
-"""A device without hardware: what it does happens late, and memory holds NaN until it does.
+"""Imitate a device without hardware: its work runs late, and until then memory holds NaN.
 
-On a real device a copy runs some time after it was asked for, so code that reads its result too
-early, or overwrites or frees its source too early, is right most of the time. Here a copy runs only
-when somebody has waited for it: such code is wrong every time.
+On a real device a copy runs some time after it was asked for. Code that reads its result too early,
+or overwrites or frees its source too early, is right most of the time. Here a copy runs only when
+the code waits for it, so that such code is wrong every time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ POLLS = 2
 
 
 class _Queue:
-    """Work of one stream, carried out in order."""
+    """Hold the work of one stream, and run it in order."""
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], object]] = deque()
@@ -54,31 +54,31 @@ class _Event(Transfer):
 
 
 class _Computing:
-    """A device that computes late."""
+    """Compute late: work that is asked for runs in `begin`."""
 
     _computing: _Queue
 
     def compute(self, work: Callable[[], object]) -> None:
-        """Ask the device to compute something."""
+        """Ask the device to run some work."""
         self._computing.add(work)
 
     def begin(self) -> None:
-        """Let what is asked for from now on see what has been computed."""
+        """Run all work that `compute` was given, so that later copies see its results."""
         self._computing.run_to(self._computing.asked)
 
 
 class DelayedStreams(_Computing, CudaStreams):
-    """Copy streams of a device that is host memory, in place of the product's.
+    """Replace the product's copy streams; the device's memory is host memory.
 
-    The destination of a copy is poisoned when the copy is asked for. What `compute` was given is
-    seen by copies only after `begin`.
+    The destination of a copy is filled with NaN when the copy is asked for. Copies see the results
+    of work that `compute` was given only after `begin`.
 
     Args:
         polls: how often an event answers "not yet" before its copies run; let it differ between
             ranks.
-        lazy: carry out the uploads that `finish` makes the device wait for only in `settle`, as the
-            device's next work would. Otherwise `finish` carries them out, so that the results can
-            be used like any tensor.
+        lazy: whether the uploads that `finish` makes the device wait for run only in `settle`, as
+            if for the device's next work. Otherwise `finish` runs them, so that the results can be
+            used like any tensor.
     """
 
     def __init__(self, *, polls: int = POLLS, lazy: bool = False) -> None:
@@ -88,7 +88,7 @@ class DelayedStreams(_Computing, CudaStreams):
         self._awaited = 0
 
     def buffer(self, nbytes: int) -> Tensor:
-        """Poisoned host memory."""
+        """Return host memory whose bytes are all 0xFF, which is NaN in every floating type."""
         return torch.full((nbytes,), 0xFF, dtype=torch.uint8)
 
     def download(self, host: Tensor, device: Tensor) -> None:
@@ -97,7 +97,7 @@ class DelayedStreams(_Computing, CudaStreams):
         self._downs.add(lambda: host.copy_(device))
 
     def upload(self, device: Tensor, host: Tensor) -> None:
-        """Ask for a copy to the device; host memory freed before it runs gives NaN."""
+        """Ask for a copy to the device; it gives NaN if the host memory is freed before it runs."""
         _poison(device)
         if host.numel():
             memory, address = StorageWeakRef(host.untyped_storage()), host.data_ptr()
@@ -110,32 +110,33 @@ class DelayedStreams(_Computing, CudaStreams):
             )
 
     def downloaded(self) -> _Event:
-        """The point after the downloads asked for so far."""
+        """Return an event after the downloads asked for so far."""
         return _Event(self._downs, self._polls)
 
     def uploaded(self) -> _Event:
-        """The point after the uploads asked for so far."""
+        """Return an event after the uploads asked for so far."""
         return _Event(self._ups, self._polls)
 
     def finish(self) -> None:
-        """Let what the device does next wait for the uploads."""
+        """Make the device's next work wait for the uploads asked for so far."""
         self._awaited = self._ups.asked
         if not self._lazy:
             self.settle()
 
     def settle(self) -> None:
-        """Carry out the uploads that the device waits for."""
+        """Run the uploads that the device waits for."""
         self._ups.run_to(self._awaited)
 
 
 class DelayedMemory(_Computing, HostMemory):
-    """Memory of a device that is host memory of the node, in place of the product's.
+    """Replace the product's memory of a device by host memory of the node.
 
-    What is launched happens when its event has been asked for often enough, and what is to be
-    computed when something waits for it.
+    Launched work runs when its event has been polled often enough. Work that `compute` was given
+    runs in `begin`.
 
     Args:
-        polls: how often an event answers "not yet" before; let it differ between ranks.
+        polls: how often an event answers "not yet" before its work runs; let it differ between
+            ranks.
     """
 
     def __init__(self, *, polls: int = POLLS) -> None:
@@ -144,13 +145,13 @@ class DelayedMemory(_Computing, HostMemory):
         self._computing, self._launched = _Queue(), _Queue()
 
     def launch(self, work: Sequence[Callable[[], object]]) -> _Event:
-        """Ask for something after what was launched before."""
+        """Ask for work after all work that was launched before, and return its event."""
         for item in work:
             self._launched.add(item)
         return _Event(self._launched, self._polls)
 
     def copying(self, into: Tensor, part: Tensor) -> Callable[[], object]:
-        """A copy."""
+        """Return a function that copies `part` into `into`."""
         return lambda: into.copy_(part)
 
 
@@ -163,5 +164,5 @@ def _memory(address: int, nbytes: int) -> Tensor:
 
 
 def _poison(x: Tensor) -> None:
-    """NaN in every floating type, an unlikely number in the others."""
+    """Fill x with 0xFF bytes: NaN in every floating type, an unlikely number in the others."""
     _bytes(x).fill_(0xFF)

@@ -3,10 +3,10 @@
     sender    posted at t, its wire idle at o:  leaves   L = max(t, o) + n / rate
     receiver  its wire idle at i:               arrives  max(L - n / rate + latency, i) + n / rate
 
-A wire carries one message after the other, in each direction. Every message is preceded by a small
-one with L; the receiver holds back what has come too early. All ranks must read one clock, so this
-is for processes or threads of one machine. What the MPI library does inside a collective cannot be
-seen here and is refused.
+A message has n bytes. A wire carries one message after the other, in each direction. Every message
+is preceded by a small one with L; the receiver holds back a message that has come too early. All
+ranks must read one clock, so this is for processes or threads of one machine. A collective of the
+MPI library is refused, because its messages cannot be seen here.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from sp_core.transport.host import TAG, HostTransport
 
 
 class LinkModel:
-    """One wire per rank, passed as `transport=`; all communicators of the mesh share it.
+    """Model the wire of a rank. Pass it as `transport=`; all communicators of a mesh share it.
 
     Args:
-        latency: seconds from one rank to another, apart from the time that the bytes take.
+        latency: seconds from one rank to another, without the time that the bytes take.
         rate: bytes per second, in each direction.
-        clock: seconds, the same on all ranks.
+        clock: returns the time in seconds, the same on all ranks.
 
     Raises:
         ValueError: a negative latency, or a rate that is not positive.
@@ -48,30 +48,30 @@ class LinkModel:
         self._out = self._into = 0.0
 
     def __repr__(self) -> str:
-        # the same text on all ranks, which agree on it
+        # the ranks check that they agree on this text
         return f"LinkModel(latency={self.latency}, rate={self.rate})"
 
     def over(self, host: HostTransport) -> LinkTransport:
-        """A transport whose messages take this wire."""
+        """Return a transport whose messages take this wire."""
         return LinkTransport(host, self)
 
     def leaves(self, nbytes: int) -> float:
-        """When the last byte of a message posted now leaves; the wire is taken until then."""
+        """Return when the last byte of a message posted now leaves; the wire is busy until then."""
         self._out = max(self._out, self.clock()) + nbytes / self.rate
         return self._out
 
     def arrives(self, left: float, nbytes: int) -> float:
-        """When the last byte of a message arrives that leaves its sender at `left`."""
+        """Return when the last byte of a message arrives that leaves its sender at `left`."""
         takes = nbytes / self.rate
         self._into = max(left - takes + self.latency, self._into) + takes
         return self._into
 
 
 class LinkTransport(Transport):
-    """Host messages, each held back until the wire would have brought it.
+    """Send host messages, and hold each back until the wire would have brought it.
 
     Args:
-        host: carries the messages.
+        host: the transport that carries the messages.
         link: the wire.
     """
 
@@ -98,18 +98,18 @@ class LinkTransport(Transport):
         return self.post(self.bind(sends), self.bind(recvs), TAG)
 
     def announce(self, sends: Messages, recvs: Messages) -> Handle:
-        """Say which messages will be posted, those with the times included."""
+        """Announce the messages that will be posted, and the small one before each of them."""
         return self._host.announce(_with_times(sends), _with_times(recvs))
 
     def bind(self, messages: Messages) -> Bound:
-        """Each message with room for its time."""
+        """Bind each message together with a buffer for its time."""
         return [
             (peer, (x.nbytes, time_of, self._host.bind([(peer, time_of), (peer, x)])))
             for peer, time_of, x in _timed(messages)
         ]
 
     def post(self, sends: Bound, recvs: Bound, tag: int) -> Handle:
-        """Begin announced messages."""
+        """Begin messages that are announced and bound."""
         gone = 0.0
         for _, (nbytes, left, _) in sends:
             gone = self._link.leaves(nbytes)
@@ -118,11 +118,11 @@ class LinkTransport(Transport):
         return _Late(handle, self._link, gone, [(left, nbytes) for _, (nbytes, left, _) in recvs])
 
     def close(self, *, together: bool) -> None:
-        """Nothing to give back."""
+        """Do nothing, because the transport holds nothing."""
 
 
 class _Late:
-    """Messages that are complete when they have come and their time has, too."""
+    """Hold messages, which are complete when they have come and their time has passed."""
 
     def __init__(
         self, handle: Handle, link: LinkModel, gone: float, arriving: Sequence[tuple[Tensor, int]]

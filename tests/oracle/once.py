@@ -1,7 +1,7 @@
-"""Compute once in a process what every rank of an example needs and none changes.
+"""Compute a value once per process if all ranks of an example need it and none changes it.
 
-Ranks that are threads would each compute it, one after the other; and a test that tries one problem
-in many ways, for each of them.
+Otherwise each rank that is a thread would compute it, one after the other. So would a test for each
+way in which it tries one problem.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _lock = threading.RLock()
 
 
 def once(key: Hashable, make: Callable[[], T]) -> T:
-    """What `make` gives, or has given not long ago for an equal key. Nobody may change it.
+    """Return the result of `make`, or a recent one for an equal key. No caller may change it.
 
     Args:
-        key: everything that the result depends on; `contents` of tensors.
-        make: computes it, without communication: other ranks wait meanwhile.
+        key: everything that the result depends on; for tensors, their `contents`.
+        make: computes the result without communication, because other ranks wait meanwhile.
     """
     with _lock:
         if key not in _found:
@@ -37,7 +37,7 @@ def once(key: Hashable, make: Callable[[], T]) -> T:
 
 
 def contents(*tensors: Tensor | None) -> Hashable:
-    """What is in some tensors, bit for bit."""
+    """Return dtypes, shapes and bytes of tensors, as a key for `once`."""
     return tuple(None if x is None else (x.dtype, tuple(x.shape), _bytes(x)) for x in tensors)
 
 

@@ -1,4 +1,4 @@
-"""Prove that a schedule does what it is for, and carry one out in a single process."""
+"""Prove that a schedule computes its collective, and run a schedule in a single process."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ from sp_core.schedules import (
 from sp_core.schedules.program import overlap
 
 Value = tuple[tuple[int, int], ...]
-"""Contributions (rank, place in its IN), sorted."""
+"""The contributions that an element is the sum of, sorted: (rank, place in its IN buffer) each."""
 
 Memory = dict[Buffer, Any]
-"""By buffer, its elements: what each is the sum of (None if undefined), or a tensor."""
+"""The elements of each buffer: a list of a `Value` each (None if undefined), or a tensor."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What all ranks do, and what it is for.
+    """Hold the programs of all ranks, and the collective that they compute together.
 
     Args:
         op: the collective.
-        send, recv: by rank, the sizes of the pieces that it contributes and gets, in elements.
-        root: of a broadcast or a reduction.
-        programs: by rank.
+        send, recv: for each rank, the sizes in elements of the pieces that it contributes, and of
+            the pieces that it gets.
+        root: the root of a broadcast or a reduction.
+        programs: the program of each rank.
     """
 
     op: str
@@ -51,7 +52,7 @@ class Schedule:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return len(self.programs)
 
 
@@ -64,7 +65,7 @@ def schedule_of(
     segment: int | None = None,
     nodes: tuple[int, ...] = (),
 ) -> Schedule:
-    """Return what all ranks do with pieces of these sizes."""
+    """Return the schedule of an algorithm for pieces of these sizes."""
     size, longest = len(send), max(0, *(n for sizes in send for n in sizes))
     operations = [
         Operation(
@@ -86,24 +87,25 @@ def schedule_of(
 
 
 class ScheduleError(AssertionError):
-    """A schedule that is wrong; the text says on which rank and where."""
+    """Report that a schedule is wrong; the text says on which rank and where."""
 
 
 def verify(schedule: Schedule) -> None:
-    """Carry a schedule out on symbols.
+    """Run a schedule on symbols, and check all elements of the results.
 
     An element is the list of contributions that it is the sum of, (rank, place) each. A send is
-    complete only when its message has been received, as MPI does it with long messages. OUT is
-    tried apart from IN and, for what may be done in place, as the same memory.
+    complete only when its message has been received, as in MPI with long messages. An all-reduce
+    is run with OUT apart from IN, then with both as the same memory.
 
     Args:
-        schedule: of any collective. Time and memory grow with the number of elements: use small
-            ones.
+        schedule: a schedule of any collective. Time and memory grow with the number of elements:
+            use small ones.
 
     Raises:
-        ScheduleError: an element of a result is not the sum of exactly its contributions; something
-            undefined is sent or added; a buffer is used while a message is under way in it; a
-            message has no other side, or another length there; ranks wait for each other for ever.
+        ScheduleError: an element of a result is not the sum of exactly its contributions; an
+            undefined element is sent or added; a buffer is used while a message is under way in
+            it; a send or receive has no counterpart, or one of a different length; ranks wait for
+            each other for ever.
     """
     modes = (False, True) if schedule.op == "all_reduce" else (False,)
     for aliased in modes:
@@ -124,7 +126,7 @@ def verify(schedule: Schedule) -> None:
 
 
 def expected(schedule: Schedule, rank: int) -> list[Value]:
-    """For each element of a rank's OUT, the contributions that it must be the sum of."""
+    """Return for each element of a rank's OUT the contributions that it must be the sum of."""
     ranks, received = range(schedule.size), schedule.recv[rank]
     match schedule.op:
         case "all_gather":
@@ -166,7 +168,7 @@ def _no_conflicts(schedule: Schedule, rank: int, aliased: bool) -> None:
 
 
 def _under_way(step: Step, flying: Sequence[Step]) -> Iterator[tuple[Region, Region]]:
-    """Pairs of regions that a step uses and those of messages beside it, one of them written."""
+    """Yield pairs of regions in use at the same time, of which one or both are written."""
     received, sent = (
         [message.region for message in messages] for messages in (step.receives, step.sends)
     )
@@ -181,7 +183,7 @@ def _under_way(step: Step, flying: Sequence[Step]) -> Iterator[tuple[Region, Reg
 
 
 def possible(combine: Combine, where: str, aliased: bool) -> None:
-    """Raise if the result may not be written while the parts are read one after the other."""
+    """Raise if the result overwrites parts that are still to be read, one after the other."""
     shared = [part for part in combine.parts if overlap(part, combine.into, aliased)]
     if any((part.start, part.stop) != (combine.into.start, combine.into.stop) for part in shared):
         raise ScheduleError(f"{where}: {combine.into} lies across one of its parts")
@@ -195,7 +197,7 @@ def possible(combine: Combine, where: str, aliased: bool) -> None:
 
 
 class _Rank:
-    """How far a rank has come."""
+    """Track how far a rank has come in its program."""
 
     def __init__(self, number: int, program: Program, memories: Sequence[Memory]) -> None:
         self.number, self.program, self._memories = number, program, memories
@@ -218,10 +220,10 @@ class _Rank:
 
 
 Posted = deque[tuple[int, Message]]
-"""Messages with the number of their step."""
+"""Messages that are posted, each with the number of its step."""
 
 Waiting = dict[tuple[int, int], Posted]
-"""By source and destination."""
+"""Posted messages by (source, destination)."""
 
 
 def _carry_out(
@@ -282,15 +284,15 @@ def _finish(rank: _Rank, combined: Callable[[Any], Any]) -> None:
 
 
 def replay(schedule: Schedule, inputs: Sequence[Tensor], reduction: str = "sum") -> list[Tensor]:
-    """Carry a schedule out in one process, one rank after the other, on ordinary tensors.
+    """Run a schedule in one process, one rank after the other, on ordinary tensors.
 
     Args:
-        schedule: one that `verify` accepts.
-        inputs: by rank, flat.
+        schedule: a schedule that `verify` accepts.
+        inputs: one flat tensor for each rank.
         reduction: "sum", "max" or "min".
 
     Returns:
-        The results by rank, flat.
+        One flat result for each rank.
     """
     memories: list[Memory] = []
     for x, recv, program in zip(inputs, schedule.recv, schedule.programs, strict=True):

@@ -17,7 +17,7 @@ from sp_core.schedules import ALGORITHMS, LIBRARY, operation
 from sp_core.segments import split_sizes
 
 NAMES = [(op, name) for op, names in ALGORITHMS.items() for name in names if name not in LIBRARY]
-"""Every collective with each of its algorithms."""
+"""Every collective with each of its algorithms that has a schedule."""
 
 SUMS = ("all_reduce", "reduce_scatter", "reduce")
 FLOATS = ("float32", "float64", "bfloat16", "float16")
@@ -49,7 +49,7 @@ def pieces(size: int, shape: int) -> tuple[int, ...]:
 
 
 def nodes_of(size: int, layout: int) -> tuple[int, ...]:
-    """A node for each rank: one for all, one each, pairs, turn by turn, else any."""
+    """Return the node of each rank: one for all, one each, pairs, alternating, else random."""
     ranks = range(size)
     usual = ([0] * size, ranks, [rank // 2 for rank in ranks], [rank % 2 for rank in ranks])
     random = Random(layout)
@@ -60,15 +60,15 @@ def nodes_of(size: int, layout: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Vectors:
-    """A collective on random vectors.
+    """Describe a call of a collective on random vectors.
 
     Args:
-        op, algorithm: what is called.
-        shape: which `pieces`.
-        place: of the root, modulo the number of ranks.
-        dtype: name of a torch dtype.
-        seed: of the vectors.
-        layout: which `nodes_of`.
+        op, algorithm: the collective and its algorithm.
+        shape: the argument of `pieces`.
+        place: the root, modulo the number of ranks.
+        dtype: the name of a torch dtype.
+        seed: the seed of the vectors.
+        layout: the argument of `nodes_of`.
     """
 
     op: str
@@ -80,7 +80,7 @@ class Vectors:
     layout: int = 0
 
     def schedule(self, size: int, segment: int | None) -> Schedule:
-        """What the ranks must do."""
+        """Return the schedule that the ranks must follow."""
         return schedule(
             self.op,
             self.algorithm,
@@ -91,11 +91,11 @@ class Vectors:
         )
 
     def nodes(self, size: int) -> tuple[int, ...]:
-        """By rank, the node that it is on."""
+        """Return the node of each rank."""
         return nodes_of(size, self.layout)
 
     def inputs(self, size: int) -> list[Tensor]:
-        """Return by rank numbers of which large ones cancel, so that the order of sums shows."""
+        """Return each rank's numbers. Large ones cancel, so that a sum depends on its order."""
         random = torch.Generator().manual_seed(self.seed)
         counts = pieces(size, self.shape)
         large = torch.randn(sum(counts), generator=random) * (
@@ -112,7 +112,7 @@ class Vectors:
         return found
 
     def call(self, x: Tensor, comm: sp.Communicator) -> Tensor:
-        """Carry it out."""
+        """Call the collective, and return the result."""
         counts = pieces(comm.size, self.shape)
         own: dict[str, dict[str, Any]] = {
             "all_to_all": NEEDED["all_to_all"] | {"split_sizes": counts, "concat_sizes": counts},
@@ -129,7 +129,7 @@ class Vectors:
 def vectors(
     draw: st.DrawFn, ops: tuple[str, ...] = tuple(ALGORITHMS), dtypes: tuple[str, ...] = FLOATS
 ) -> Vectors:
-    """Any collective among `ops` by any algorithm of ours."""
+    """Draw any collective among `ops` by any algorithm that has a schedule."""
     op, algorithm = draw(st.sampled_from([name for name in NAMES if name[0] in ops]))
     dtype = draw(st.sampled_from(dtypes))
     layout = draw(st.integers(0, 9)) if algorithm == "hierarchical" else 0

@@ -34,15 +34,15 @@ LAYOUTS: dict[str, Callable[..., Sharding]] = {
 }
 DRAWN = {**LAYOUTS, "balanced": balanced}
 STORAGES = ("plain", "transposed", "padded", "spread", "expanded")
-MOST_RANKS = 8  # what depends on the length of a shard is drawn for any number of ranks up to this
+MOST_RANKS = 8  # values that depend on a shard's length are drawn for at most so many ranks
 
 
 SLOPES = (0.5, 8.0, -0.05)
-"""ALiBi slopes of a head number 0: gentle, steep, and one that favours what is far away."""
+"""ALiBi slopes of head 0: gentle, steep, and one that favours distant keys."""
 
 
 def slopes(num_heads: int, first: float | None) -> tuple[float, ...] | None:
-    """One ALiBi slope per head, all different, as Press et al. choose them for a power of 2."""
+    """Return one ALiBi slope per head, all different, as Press et al. do for 2^n heads."""
     if first is None:
         return None
     return tuple(first * 2 ** (-8 * head / num_heads) for head in range(num_heads))
@@ -50,7 +50,7 @@ def slopes(num_heads: int, first: float | None) -> tuple[float, ...] | None:
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """One attention problem over the whole sequence; tensors are (B, S, H, D) and (B, S, K, D).
+    """Describe an attention problem over the whole sequence, of (B, S, H, D) and (B, S, K, D).
 
     Args:
         batch, seq_len, kv_len, kv_heads, group, head_dim: sizes; there are `kv_heads * group` query
@@ -66,13 +66,13 @@ class AttentionProblem:
             (in memory) or "zero".
         needs_grad: which of q, k, v require a gradient.
         storage: how the tensors lie in memory, one of `STORAGES`.
-        seed: of the tensors.
+        seed: the seed of the tensors.
         late: whether some rank is a little later than the others.
         start, kv_start: global position of the first token.
         softcap: bound of the logits, or None.
-        sinks: about the size of the sinks, or None for none. They need a gradient where the seed is
+        sinks: about the size of the sinks, or None for none. They need a gradient if the seed is
             even.
-        alibi: ALiBi slope of a head number 0; those of the others fall from there. None for none.
+        alibi: ALiBi slope of head 0; those of the others are nearer to 0. None for none.
     """
 
     batch: int
@@ -101,20 +101,20 @@ class AttentionProblem:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype itself."""
+        """Return the torch dtype."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
     def sharding(self, size: int) -> Sharding:
-        """Return who owns which queries, over `size` ranks."""
+        """Return the sharding of the queries over `size` ranks."""
         return SHARDINGS[self.layout](self.seq_len, size, self.start)
 
     def kv_sharding(self, size: int) -> Sharding:
-        """Return who owns which keys."""
+        """Return the sharding of the keys over `size` ranks."""
         return SHARDINGS[self.kv_layout](self.kv_len, size, self.kv_start)
 
     def terms(self) -> dict[str, Any]:
-        """Return the terms of the logits that there are, as every attention takes them."""
+        """Return the terms of the logits that are not None, as keyword arguments of attention."""
         given: dict[str, Any] = {"softmax_scale": self.softmax_scale, "softcap": self.softcap}
         given["alibi"] = slopes(self.kv_heads * self.group, self.alibi)
         if self.sinks is not None:
@@ -124,7 +124,7 @@ class AttentionProblem:
         return {name: value for name, value in given.items() if value is not None}
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of the whole sequence, in the problem's dtype and without gradient."""
+        """Return q, k and v of the whole sequence, in the problem's dtype and without gradient."""
         generator = torch.Generator().manual_seed(self.seed)
 
         def normal(length: int, heads: int) -> Tensor:
@@ -143,7 +143,7 @@ class AttentionProblem:
         return q.to(self.torch_dtype), k.to(self.torch_dtype), v.to(self.torch_dtype)
 
     def upstream_gradient(self) -> Tensor:
-        """Gradient of the output of the whole sequence."""
+        """Return the gradient of the output of the whole sequence."""
         generator = torch.Generator().manual_seed(self.seed + 1)
         shape = (self.batch, self.seq_len, self.kv_heads * self.group, self.head_dim)
         grad = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -158,7 +158,7 @@ class AttentionProblem:
         return grad.to(self.torch_dtype).expand(shape)
 
     def upstream_lse_gradient(self) -> Tensor | None:
-        """Gradient of the log-sum-exp (B, H, S), for every third problem."""
+        """Return the gradient of the log-sum-exp (B, H, S) for every third seed, else None."""
         if self.seed % 3:
             return None
         generator = torch.Generator().manual_seed(self.seed + 2)
@@ -184,12 +184,12 @@ SHARDINGS = DRAWN | EVERY_LAYOUT
 
 
 def seeds() -> st.SearchStrategy[int]:
-    """Seeds of random tensors."""
+    """Draw seeds of random tensors."""
     return st.integers(0, 2**16)
 
 
 def placed(x: Tensor, storage: str) -> Tensor:
-    """Return a copy of x (B, S, heads, D) in memory as named; NaN lies beside its elements."""
+    """Return a copy of x (B, S, heads, D) in the named layout; NaN lies beside its elements."""
     if storage == "transposed":
         return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
     if storage == "expanded":
@@ -213,13 +213,13 @@ def lengths(draw: st.DrawFn, max_len: int) -> int:
 
 @st.composite
 def shard_lengths(draw: st.DrawFn, length: int) -> int:
-    """The longest shard of a sequence over some number of ranks; at least 1."""
+    """Draw the length of a sequence's longest shard over some number of ranks, at least 1."""
     return max(1, -(-length // draw(st.integers(1, MOST_RANKS))))
 
 
 @st.composite
 def boundaries(draw: st.DrawFn, length: int, documents: int) -> tuple[int, ...]:
-    """Document boundaries 0 <= ... <= length, some where shards begin; empty documents included."""
+    """Draw document boundaries 0 <= ... <= length, some where shards begin; some may be equal."""
     shard = draw(shard_lengths(length))
     places = st.integers(0, length) | st.integers(0, length // shard).map(
         lambda number: number * shard
@@ -230,7 +230,7 @@ def boundaries(draw: st.DrawFn, length: int, documents: int) -> tuple[int, ...]:
 
 @st.composite
 def windows(draw: st.DrawFn, longest: int, kv_len: int) -> int:
-    """Windows of any length, and those about the length of a shard."""
+    """Draw windows of any length, more often about the length of a shard."""
     if draw(st.integers(0, 3)) == 0:
         return draw(st.just(1) | st.integers(1, longest + 2))
     shard = draw(shard_lengths(kv_len))
@@ -239,7 +239,7 @@ def windows(draw: st.DrawFn, longest: int, kv_len: int) -> int:
 
 @st.composite
 def masks(draw: st.DrawFn, seq_len: int, kv_len: int) -> Mask:
-    """Draw causal, window and documents; those that meet ends of shards more often."""
+    """Draw masks: causal, window and documents, more often with limits near ends of shards."""
     window = draw(windows(max(seq_len, kv_len), kv_len)) if draw(st.integers(0, 2)) else None
     documents = kv_documents = None
     if draw(st.integers(0, 2)):
@@ -253,7 +253,7 @@ def masks(draw: st.DrawFn, seq_len: int, kv_len: int) -> Mask:
 def attention_problems(
     draw: st.DrawFn, max_len: int = 33, dtypes: tuple[str, ...] = DTYPES
 ) -> AttentionProblem:
-    """Self and cross attention of every kind that the schemes promise."""
+    """Draw self and cross attention of every kind that the schemes promise."""
     seq_len = draw(lengths(max_len))
     kv_len = draw(st.just(seq_len) | lengths(max_len))
     layout = draw(st.sampled_from(sorted(DRAWN)))

@@ -1,4 +1,4 @@
-"""Constants of machines that are not there."""
+"""Make tuning constants of imaginary machines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sp_core.tuning import Curve, Tuning
 
 
 def straight(alpha: float, per_byte: float) -> Curve:
-    """The curve alpha + per_byte * n."""
+    """Return the curve alpha + per_byte * n for n bytes."""
     return Curve(tuple((1 << place, alpha + per_byte * (1 << place)) for place in range(41)))
 
 
@@ -26,7 +26,7 @@ SLOW = replace(PLAIN, links={**PLAIN.links, "network": straight(1e-4, 1e-8)})
 
 
 def timed(times: dict[str, dict[str, float]]) -> Tuning:
-    """Constants in which every algorithm takes the same time for any size."""
+    """Return constants with `times`, the seconds by collective and algorithm, for any size."""
     curves = {
         op: {name: Curve(((1, s), (1 << 40, s))) for name, s in by_name.items()}
         for op, by_name in times.items()
@@ -35,7 +35,7 @@ def timed(times: dict[str, dict[str, float]]) -> Tuning:
 
 
 def drawn(seed: int) -> Tuning:
-    """Constants by which anything may be the quickest."""
+    """Return random constants, with which any algorithm may be the quickest."""
     random = Random(seed)
     return timed(
         {

@@ -16,11 +16,11 @@ Way = Mapping[str, Any]
 """Arguments of a mesh: `transport` and `algorithm`."""
 
 CHOICES = sorted({name for names in ALGORITHMS.values() for name in names})
-"""Every algorithm of any collective; a mesh uses one where a collective has it."""
+"""Every algorithm of any collective; a mesh uses it for the collectives that have it."""
 
 
 def ways() -> st.SearchStrategy[Way]:
-    """Any transport of the session's kind of device with any algorithm."""
+    """Draw any transport of the session's kind of device with any algorithm."""
     transports = st.deferred(lambda: st.sampled_from(offered(session.device().type)))
     return st.fixed_dictionaries({"transport": transports, "algorithm": st.sampled_from(CHOICES)})
 
@@ -28,7 +28,7 @@ def ways() -> st.SearchStrategy[Way]:
 def offered(kind: str) -> tuple[str, ...]:
     """Return the transport that SP_TRANSPORT names, else all that a kind of device always has.
 
-    A GPU that ranks share has no NCCL, and few MPI libraries read its memory.
+    On a GPU that ranks share NCCL refuses to work, and few MPI libraries read GPU memory.
     """
     named = os.environ.get("SP_TRANSPORT")
     if named in NAMES[kind]:

@@ -1,4 +1,4 @@
-"""Play collectives in shared memory: ranks step in any order that their flags allow."""
+"""Simulate collectives in shared memory: ranks step in any order that their flags allow."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", 
 
 @dataclass(frozen=True)
 class Problem:
-    """A collective on pieces of any sizes (see `schedule_cases.pieces`).
+    """Describe a collective on pieces of any sizes (see `schedule_cases.pieces`).
 
     Args:
         op: the collective.
-        shape: which pieces.
-        place: root, or by how many ranks a shift goes.
+        shape: the argument of `pieces`.
+        place: the root, or by how many ranks a shift goes.
         resident, in_place: as in `Operation`.
-        long: scale of the sizes, so that an all-reduce needs two steps.
+        long: the factor of all sizes; a large one makes an all-reduce need two steps.
     """
 
     op: str
@@ -51,7 +51,7 @@ class Problem:
     long: int
 
     def task(self, rank: int, size: int, slot: int) -> Operation:
-        """What it is for one rank."""
+        """Return the operation of one rank."""
         counts = tuple(count * self.long for count in pieces(size, self.shape))
         made = operation(self.op, rank, size, counts, self.place, itemsize=4, slot=slot)
         if self.op == "all_to_all":
@@ -62,7 +62,7 @@ class Problem:
         return made._replace(resident=self.resident, in_place=in_place)
 
     def expected(self, tasks: Sequence[Operation], inputs: Sequence[Tensor], rank: int) -> Tensor:
-        """What a rank gets."""
+        """Return the result that a rank must get."""
         size, task = len(tasks), tasks[rank]
         if self.op == "shift":
             return inputs[(rank - self.place) % size]
@@ -78,20 +78,20 @@ class Problem:
 
 
 def in_rank_order(parts: Sequence[Tensor]) -> Tensor:
-    """The sum by a loop; half types in float32, rounded once."""
+    """Return the sum in rank order; half types are added in float32 and rounded once."""
     dtype = parts[0].dtype
     wide = torch.float32 if dtype in HALF else dtype
     return reduce(torch.add, (part.to(wide) for part in parts)).to(dtype)
 
 
 class Node:
-    """The memory and the flags of some ranks.
+    """Hold the shared memory of some ranks, and make their steps in a random order.
 
     Args:
-        size: ranks.
-        slot: elements of a slot.
-        dtype: of all vectors.
-        seed: of the order in which ranks make their steps.
+        size: the number of ranks.
+        slot: the number of elements of a slot.
+        dtype: the dtype of all vectors.
+        seed: the seed of the order in which ranks make their steps.
     """
 
     def __init__(self, size: int, slot: int, dtype: torch.dtype, seed: int) -> None:
@@ -102,11 +102,11 @@ class Node:
     def play(
         self, problems: Sequence[Problem], inputs: Sequence[Sequence[Tensor]]
     ) -> list[list[Tensor]]:
-        """The results of several collectives, one after the other, by rank.
+        """Run collectives one after the other, and return the results of all ranks for each.
 
         Args:
-            problems: what is done.
-            inputs: for each, those of all ranks.
+            problems: the collectives.
+            inputs: for each collective, the inputs of all ranks.
         """
         self._steps: list[list[tuple[int, bool, Program, int]]] = [[] for _ in range(self.size)]
         self._buffers: list[list[dict[Buffer, Tensor]]] = []
@@ -138,7 +138,7 @@ class Node:
             made[rank] += 1
 
     def _may(self, rank: int, made: Sequence[int]) -> bool:
-        """Whether a rank's next step may be made: what the flags say."""
+        """Return whether the flags allow a rank to make its next step."""
         if made[rank] == len(self._steps[rank]):
             return False
         first = self._steps[rank][made[rank]][1]
@@ -161,7 +161,7 @@ class Node:
 def inputs_of(
     problem: Problem, size: int, slot: int, dtype: torch.dtype, seed: int
 ) -> list[Tensor]:
-    """Numbers whose sums depend on their order."""
+    """Return the numbers of each rank; their sums depend on the order."""
     random = torch.Generator().manual_seed(seed)
     lengths = [sum(problem.task(rank, size, slot).send) for rank in range(size)]
     if problem.op == "broadcast":
@@ -173,6 +173,6 @@ def inputs_of(
 
 
 def use_window(comm: sp.Communicator, slot_bytes: int = 64, *, on_device: bool = False) -> None:
-    """Give a communicator shared memory, full of what no test expects; every rank calls this."""
+    """Give a communicator shared memory that is full of 0xFF bytes. Every rank calls this."""
     comm.window = Window(comm._comm, slot_bytes, DelayedMemory() if on_device else HOST)
     comm.window.slots[comm.rank].fill_(0xFF)

@@ -1,4 +1,4 @@
-"""Results that docstrings promise to all ranks alike, as rows: each yields what must be the same.
+"""List results that docstrings promise to be the same on all ranks, as rows that yield them.
 
 The numbers are such that their sums depend on the order in which they are added.
 """
@@ -27,12 +27,12 @@ PROMPTS = [[1, 5, 3], [2], [7, 4]]
 
 @dataclass(frozen=True)
 class Place:
-    """A mesh all of whose ranks are along one axis.
+    """Hold a mesh all of whose ranks are along one axis, and draw numbers for them.
 
     Args:
-        mesh, comm: the mesh, and its ranks.
-        dtype: of tensors.
-        seed: of random numbers.
+        mesh, comm: the mesh, and the communicator of its ranks.
+        dtype: the dtype of tensors.
+        seed: the seed of random numbers.
     """
 
     mesh: sp.Mesh
@@ -41,24 +41,24 @@ class Place:
     seed: int
 
     def noise(self, *shape: int, rank: int | None = None) -> Tensor:
-        """Numbers of very different sizes, other ones on each rank."""
+        """Return numbers of very different sizes, which differ between ranks."""
         seed = 31 * self.seed + (self.comm.rank if rank is None else rank)
         random = torch.Generator().manual_seed(seed)
         scale = 10.0 ** torch.randint(-3, 4, shape, generator=random)
         return (torch.randn(shape, generator=random) * scale).to(self.dtype)
 
     def common(self, *shape: int) -> Tensor:
-        """The same numbers on every rank."""
+        """Return the same numbers on every rank."""
         return self.noise(*shape, rank=99)
 
     def model(self, **options: Any) -> llama.Llama:
-        """A model with one layer for each stage."""
+        """Return a model with one layer for each pipeline stage."""
         config = replace(MODEL.config, num_hidden_layers=self.mesh.axes.get("pp", 1))
         return llama.create(config, self.mesh, seed=self.seed, **options)
 
 
 ROWS: Rows = {}
-"""Rows for a `Place`. All ranks may be along any one of the axes."""
+"""Rows for a `Place`. Each row is run for each of its axes, with all ranks along that axis."""
 
 
 @row(ROWS, "sp", "all_gather", "gather_replicated", "broadcast")
@@ -142,14 +142,14 @@ def _(place: Place) -> Iterator[Any]:
 
 @torch.no_grad()
 def descend(model: nn.Module) -> None:
-    """What an optimizer does; one of torch takes a second to be imported."""
+    """Subtract the gradients, as an optimizer would; torch's take a second to be imported."""
     for parameter in model.parameters():
         parameter.sub_(cast("Tensor", parameter.grad))
 
 
 @row(ROWS, "tp ring dp", "train_step", "backward", "create")
 def _(place: Place) -> Iterator[Any]:
-    """The loss, the norm, and all weights that several ranks hold, before and after a step."""
+    """Yield loss and norm of a step, and the weights that ranks share, before and after it."""
     for tp_sp in (False, True):
         model = place.model(tp_sp=tp_sp)
         shared = [p for p in model.parameters() if len(set(gradients.placement_of(p).held)) == 1]

@@ -1,6 +1,6 @@
-"""What docstrings say under "Communication:", as rows: each runs a call and states what is sent.
+"""List what docstrings say under "Communication:", as rows that run calls and count what is sent.
 
-P ranks hold even shards. Numbers are float32 unless a row says otherwise, so one has 4 bytes.
+All ranks hold shards of equal length. Numbers are float32, 4 bytes each, unless a row differs.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from sp_core.agreement import DIGEST_BYTES, RECORD_BYTES
 from sp_core.nn import gradients, loss
 
 MESSAGES = ("shift", "ring", "pipeline", "tied")
-"""Operations whose point-to-point messages are counted; of all others it is the calls."""
+"""Operations whose point-to-point messages are counted; of all others the calls are counted."""
 Sent = tuple[int | None, int]
-"""Calls or messages (None: as many as it likes), and bytes."""
+"""The number of calls or messages (None: any number), and the number of bytes."""
 Book = dict[str, Sent]
 TOKENS, KV = 12, 2 * 2 * 4
-"""Tokens of a sequence, which all numbers of ranks divide; elements of keys and values of one."""
+"""Tokens of a sequence, divisible by each number of ranks; elements of a token's key and value."""
 
 Row = Callable[[Any], Any]
 Rows = dict[tuple[str, ...], Row]
-"""What to run, by axes and the names of the functions that it states."""
+"""Functions that run calls, by the mesh's axes and the names of the product's functions."""
 
 ROWS: Rows = {}
-"""Rows for a `Scene`, all of whose ranks are along the axis."""
+"""Rows for a `Scene`, whose ranks are all along the row's axis."""
 
 
 def row(rows: Rows, *key: str) -> Callable[[Row], Row]:
-    """Enter a row."""
+    """Return a decorator that enters a function into `rows` under its key."""
 
     def enter(run: Row) -> Row:
         assert key not in rows
@@ -45,12 +45,12 @@ def row(rows: Rows, *key: str) -> Callable[[Row], Row]:
 
 
 class Scene:
-    """A mesh all of whose ranks are along one axis.
+    """Hold a mesh all of whose ranks are along one axis, and count what they send.
 
     Args:
-        mesh: made with `check="off"`: what agrees always is counted, and nothing else.
-        axis: of all its ranks.
-        folder: for files.
+        mesh: made with `check="off"`, so that only agreements that are always made are counted.
+        axis: the axis of all its ranks.
+        folder: the folder for files.
     """
 
     def __init__(self, mesh: sp.Mesh, axis: str, folder: Path) -> None:
@@ -61,7 +61,7 @@ class Scene:
     def sends(self, agreements: int = 0, **promised: Sent) -> Iterator[None]:
         """Compare what a block sends with what is promised; a single rank sends no bytes.
 
-        In `self.told` agreements the numbers of the ranks differ, so they are gathered.
+        In `self.told` of the agreements the ranks' records differ, so that they are gathered.
         """
         self.comm.counters.reset()
         yield
@@ -76,7 +76,7 @@ class Scene:
 
     @property
     def now(self) -> Book:
-        """What has been counted."""
+        """Return the counted calls or messages, and bytes, of each operation."""
         every = self.comm.counters.snapshot().items()
         kind = {op: "messages" if op in MESSAGES else "calls" for op, _ in every}
         counted = {op: (int(x[kind[op]]), int(x["bytes_sent"])) for op, x in every}
@@ -84,24 +84,24 @@ class Scene:
 
     @property
     def others(self) -> bool:
-        """Whether there are other ranks: layers of a single one call no collective."""
+        """Return whether there are other ranks; layers of a single rank call no collective."""
         return self.size > 1
 
     def to_others(self, elements: int) -> int:
-        """Bytes of so many elements, sent to every other rank."""
+        """Return the bytes of `elements` elements, sent to every other rank."""
         return (self.size - 1) * 4 * elements
 
     def of_others(self, elements: int) -> int:
-        """Bytes of the other ranks' parts of so many elements."""
+        """Return the bytes of the other ranks' parts of `elements` elements."""
         return 4 * elements * (self.size - 1) // self.size
 
     def parallel(self, kind: Any, inputs: int, outputs: int, sharding: sp.Sharding) -> Any:
-        """A parallel linear layer."""
+        """Return a parallel linear layer."""
         return kind.from_linear(nn.Linear(inputs, outputs), comm=self.comm, sharding=sharding)
 
     @property
     def own(self) -> int:
-        """Tokens of a rank."""
+        """Return the number of tokens of a rank."""
         return TOKENS // self.size
 
 
@@ -115,7 +115,7 @@ def parameter_bytes(module: nn.Module) -> int:
 
 @row(ROWS, "sp", "Communicator.agree_on")
 def _(scene: Scene) -> None:
-    """The scene's mesh has check="off"."""
+    """Make an agreement that is always made, then one that the mesh's check="off" leaves out."""
     with scene.sends(agreements=1):
         assert scene.comm.agree_on(lambda: "a call", lambda: 7) == (7,) * scene.size
     with scene.sends():
@@ -186,12 +186,12 @@ def _(scene: Scene) -> None:
     again = (None, 2 * gather[1])
     with scene.sends(all_gather=again, reduce_scatter=scatter, all_reduce=(1, 5 * 4)):
         out.sum().backward()
-    column.requires_grad_(False)  # then nobody needs the whole input again
+    column.requires_grad_(False)  # then no rank needs the whole input in backward
     out = line(column(x))
     with scene.sends(all_gather=gather, reduce_scatter=scatter, all_reduce=(1, 5 * 4)):
         out.sum().backward()
     column.requires_grad_(True)
-    out = line(column(x.detach()))  # then nobody needs the gradient of the input
+    out = line(column(x.detach()))  # then no rank needs the input's gradient
     with scene.sends(all_gather=again, all_reduce=(1, 5 * 4)):
         out.sum().backward()
 
@@ -214,15 +214,15 @@ def _(scene: Scene) -> None:
         torch.ones(2, scene.own, dtype=torch.int64),
     )
     borders = [2 * 8 * (scene.rank > 0), 2 * 8 * (scene.rank < scene.size - 1)]
-    shifts = min(scene.size - 1, 2)  # on two ranks both borders are in one
-    scene.told = shifts if scene.size > 2 else 0  # else both ranks have one border
+    shifts = min(scene.size - 1, 2)  # two ranks need one shift for both borders
+    scene.told = shifts if scene.size > 2 else 0  # each of two ranks has one border
     with scene.sends(agreements=1 + shifts, shift=(shifts, sum(borders))):
         loss.next_token_labels(tokens, comm=scene.comm, sharding=sharding)
 
 
 @row(ROWS, "sp", "next_token_loss")
 def _(scene: Scene) -> None:
-    """As the ranks that split the vocabulary, and as those that have other tokens."""
+    """Let the ranks split the vocabulary, then let each rank have its own tokens."""
     alone, logits, labels = scene.mesh[()], leaf(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64)
     with scene.sends(agreements=1, all_reduce=(2, 4 * (2 * 6 + 2 * 6))):
         mean = loss.next_token_loss(logits, labels, tensor=scene.comm, data=alone, chunk=4)
@@ -241,7 +241,7 @@ def _(scene: Scene) -> None:
 
 @row(ROWS, "sp", "reduce_gradients", "clip_gradient_norm")
 def _(scene: Scene) -> None:
-    """As the ranks that have other tokens, as those that split the weights, and as stages."""
+    """Let each rank have its own tokens and be a stage, then let the ranks split the weights."""
     alone, shape = scene.mesh[()], (scene.size, 3)
     for ranks, data, tensor in ((1, scene.comm, alone), (scene.size, alone, scene.comm)):
         cut = gradients.Placement.split(shape, 0, ranks)

@@ -1,4 +1,4 @@
-"""What the docstrings of models say under "Communication:", as rows of the ledger."""
+"""List what docstrings of models say under "Communication:", as rows of the ledger."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _(scene: Scene) -> None:
 
 @row(ROWS, "tp", "save_training", "load_training")
 def _(scene: Scene) -> None:
-    """The tensors of the optimizer go as the weights do."""
+    """Expect the optimizer's tensors to be gathered as the weights are."""
     model = llama.create(CONFIG, scene.mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     train.train_step(model, optimizer, [[1] * TOKENS], max_norm=1.0)
@@ -75,7 +75,7 @@ def _(scene: Scene) -> None:
 
 @row(ROWS, "tp", "Decoder.prefill", "Decoder.decode", "generate")
 def _(scene: Scene) -> None:
-    """Over the tensor ranks."""
+    """Let tensor ranks decode and generate."""
     model, times = llama.create(CONFIG, scene.mesh), 2 * LAYERS * scene.others + 1
     decoder = llama.Decoder(model, [9, 9])
 
@@ -99,10 +99,10 @@ def _(scene: Scene) -> None:
 
 @row(ROWS, "ring", "Decoder.prefill", "Decoder.decode")
 def _(scene: Scene) -> None:
-    """Over the sequence ranks."""
+    """Let sequence ranks decode."""
     grid_model = llama.create(CONFIG, scene.mesh, scheme="allgather_kv")
     decoder, more = llama.Decoder(grid_model, [TOKENS + 2]), scene.to_others(4 * 5)
-    last = scene.to_others(HIDDEN * (scene.rank == 0))  # which has the last token, as in a zigzag
+    last = scene.to_others(HIDDEN * (scene.rank == 0))  # rank 0 has the last token of a zigzag
     keys = LAYERS * scene.to_others(scene.own * KV)
     with scene.sends(agreements=1 + LAYERS, all_gather=(None, keys + last)):
         decoder.prefill([[1] * TOKENS])
@@ -112,7 +112,7 @@ def _(scene: Scene) -> None:
 
 @row(ROWS, "dp", "generate")
 def _(scene: Scene) -> None:
-    """Over the replicas: the tokens of each sequence behind their number."""
+    """Let replicas gather the tokens of each sequence, preceded by their number."""
     model = llama.create(CONFIG, scene.mesh)
     with scene.sends(agreements=2, all_gather=(1, 2 * scene.to_others(1 + 2))):
         llama.generate(model, [[1]] * scene.size, max_tokens=2, stop=())
@@ -140,7 +140,7 @@ def _(scene: Scene) -> None:
 
 @row(ROWS, "tp", "backward", "train_step", "Llama.loss")
 def _(scene: Scene) -> None:
-    """What the parts of a step send, and no more; a single rank calls some with no other."""
+    """Expect a step to send what its parts send and one agreement. A single rank is not tried."""
     model, tensor, text = llama.create(CONFIG, scene.mesh), scene.comm, tokens_of(scene)
     alone, sharding = scene.mesh[()], sp.Sharding.zigzag(TOKENS, 1)
     optimizer: Any = SimpleNamespace(step=lambda: None)
@@ -163,7 +163,7 @@ def _(scene: Scene) -> None:
 
 @row(ROWS, "tp", "backward")
 def _(scene: Scene) -> None:
-    """Recompute: each layer's two all-reduces once more. Two chunks: three more, as many bytes."""
+    """Expect two more all-reduces in each layer to recompute, and four more with two chunks."""
     model, sent = llama.create(CONFIG, scene.mesh), list[Book]()
     for how in ({}, {"recompute": True}, {"offload": True}, {"chunk": TOKENS // 2}, {"chunk": 99}):
         scene.comm.counters.reset()
@@ -175,7 +175,7 @@ def _(scene: Scene) -> None:
     more = (calls + 2 * times, nbytes + 2 * times * each)
     assert whole == once
     assert twice == offloaded == once | {"all_reduce": more}
-    # of a feed-forward two forward instead of one, as many in its backward, two repeated
+    # a feed-forward has two forward instead of one, two backward, and two that are repeated
     assert chunked["all_reduce"] == (calls + 4 * times, nbytes + times * each)
     assert {op: n for op, n in chunked.items() if op not in ("all_reduce", "control")} == {
         op: n for op, n in once.items() if op not in ("all_reduce", "control")
@@ -184,7 +184,7 @@ def _(scene: Scene) -> None:
 
 @row(ROWS, "tp", "prefill_unequal")
 def _(scene: Scene) -> None:
-    """Over the tensor ranks: two sequences together, and three that wait."""
+    """Let tensor ranks compute two sequences together, then three that wait."""
     model, times = llama.create(CONFIG, scene.mesh), 2 * LAYERS * scene.others + 1
     plan = scheduling.Plan((3, 1, 2, 4, 2), (), ((0, 1),), waiting=(2, 3, 4))
     runs, length = 1 + 3, 3 + 1 + 2 + 4 + 2
@@ -199,7 +199,7 @@ def _(scene: Scene) -> None:
 
 @row(ROWS, "ring", "prefill_unequal")
 def _(scene: Scene) -> None:
-    """Over the sequence ranks: only the last tokens' logits, and the numbers of their sequences."""
+    """Let sequence ranks gather only the last tokens' logits, and their sequences' numbers."""
     model, size = llama.create(CONFIG, scene.mesh), scene.size
     plan = scheduling.round_robin([2] * (2 * size), size, scheduling.Work(1, 1))
     logits, numbers = scene.to_others(2 * VOCAB), 2 * scene.to_others(2)

@@ -1,4 +1,4 @@
-"""Wrong calls of collectives, attention and layers, and what is said of each."""
+"""List wrong calls of collectives, attention and layers, with the error expected of each."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ S, K, D = 12, 2, 8
 Wrong = Callable[[sp.Mesh, bool], object]
 """A wrong call; the flag says whether the rank is the last."""
 Row = tuple[type[Exception], str, Wrong]
-"""An error, a part of its text, and the call."""
+"""The expected error, a part of its text, and the call."""
 Table = dict[str, dict[str, Row]]
-"""Rows by the axes of the mesh."""
+"""Rows by the axes of the mesh and by a description."""
 
 
 def comm_of(mesh: sp.Mesh) -> sp.Communicator:
@@ -25,7 +25,7 @@ def comm_of(mesh: sp.Mesh) -> sp.Communicator:
 
 
 def attention(mesh: sp.Mesh, scheme: Any = sp.allgather_kv_attention, **changes: Any) -> Any:
-    """A valid call of a scheme, with changes."""
+    """Call a scheme with arguments that are valid but for `changes`."""
     ranks, comm = mesh.size, comm_of(mesh)
     given = {"heads": 2 * K, "kv_heads": K, "seq": S, **changes}
     tokens = sp.Sharding.contiguous(given.pop("seq"), ranks).local_len(comm.rank)
@@ -40,7 +40,7 @@ def scheme(change: Any = sp.allgather_kv_attention, **changes: Any) -> Any:
 
 
 def hybrid(**changes: Any) -> Any:
-    """Hybrid attention with changes on the last rank."""
+    """Return a call of hybrid attention, with changes on the last rank."""
     return lambda mesh, here: attention(mesh, sp.hybrid_attention, **(changes if here else {}))
 
 
@@ -49,14 +49,14 @@ def call(name: str, x: Any, **named: Any) -> Any:
 
 
 def either(name: str, other: str, *shape: int) -> Any:
-    """Another collective on the last rank."""
+    """Return a call of collective `name`, and of `other` on the last rank."""
     return lambda mesh, here: getattr(sp, other if here else name)(
         torch.ones(shape or 2), comm=comm_of(mesh)
     )
 
 
 def linear(kind: Any, x: Tensor | None = None, **changes: Any) -> Any:
-    """A parallel layer with changed arguments, called on tokens that the last rank may change."""
+    """Return a call of a parallel layer with changed arguments, on the last rank with tokens x."""
 
     def make(mesh: sp.Mesh, here: bool) -> object:
         tokens = sp.Sharding.contiguous(3 * mesh.size, mesh.size)
@@ -229,7 +229,7 @@ EVERYWHERE: Table = {
         ),
     }
 }
-"""What is wrong on every rank."""
+"""Calls that are wrong on every rank."""
 
 ON_ONE_RANK: Table = {
     "ring": {
@@ -397,4 +397,4 @@ ON_ONE_RANK: Table = {
         ),
     },
 }
-"""What is wrong on the last rank only, or needs several."""
+"""Calls that are wrong on the last rank only, or wrong only with several ranks."""

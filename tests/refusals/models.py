@@ -1,4 +1,4 @@
-"""Wrong calls of models, losses, gradients and pipelines, and what is said of each."""
+"""List wrong calls of models, losses, gradients and pipelines, with the error of each."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def loss(change: Callable[[Tensor, Tensor], tuple[Tensor, ...]], *, everywhere: 
 
 
 def sending(wrong: Wrong) -> Wrong:
-    """Let a call send messages before it can tell what is wrong."""
+    """Allow a wrong call to send messages before it is refused: reset the counters after it."""
 
     def call(mesh: sp.Mesh, here: bool) -> object:
         try:
@@ -64,7 +64,7 @@ def sending(wrong: Wrong) -> Wrong:
 
 
 def logits(change: Callable[[Tensor], Tensor]) -> Any:
-    """The logits of tokens that are changed on the last rank."""
+    """Return a call of a model, whose tokens are changed on the last rank."""
     return lambda mesh, here: CASE.model(mesh)(
         change(CASE.tokens(1, 3)) if here else CASE.tokens(1, 3),
         sharding=sp.Sharding.contiguous(3 * mesh.size, mesh.size),
@@ -85,7 +85,7 @@ def decoded(tokens: Any) -> Any:
 
 
 def unequal(texts: list[list[int]], plan: Plan) -> Any:
-    """Sequences or a plan that are wrong on the last rank."""
+    """Return a call of `prefill_unequal`, with wrong sequences or plan on the last rank."""
     return lambda mesh, here: prefill_unequal(
         CASE.model(mesh), *((texts, plan) if here else (TEXTS, PLAN))
     )
@@ -188,7 +188,7 @@ EVERYWHERE: Table = {
         ),
     },
 }
-"""What is wrong on every rank."""
+"""Calls that are wrong on every rank."""
 
 ON_ONE_RANK: Table = {
     "ring": {
@@ -397,4 +397,4 @@ ON_ONE_RANK: Table = {
         ),
     },
 }
-"""What is wrong on the last rank only, or needs several."""
+"""Calls that are wrong on the last rank only, or wrong only with several ranks."""

@@ -1,4 +1,4 @@
-"""Wrong calls of functions that know no ranks, and what is said of each."""
+"""List wrong calls that are refused without ranks, with the error expected of each."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from sp_core.scheduling import (
 from sp_core.scheduling.pipeline import Slot, split_stages
 
 Row = tuple[type[Exception], str, Callable[[], object]]
-"""An error, a pattern of its text, and the call."""
+"""The expected error, a pattern of its text, and the call."""
 ROPE, TWO = sp.Rope(4), sp.Sharding.contiguous(4, 2)
 DROPPED = {"x": torch.ones(1, 4, 3), "p": 0.5, "seed": 1, "positions": range(4)}
 DOCUMENTS = sp.Mask(documents=(0, 3, 8))
 
 
 def balanced_by(chunk: Any) -> object:
-    """Deal chunks of so many tokens."""
+    """Call `Sharding.balanced` with chunks of `chunk` tokens."""
     return sp.Sharding.balanced(4, 2, sp.Mask(), chunk=chunk)
 
 
@@ -48,7 +48,7 @@ def dropout(**changes: Any) -> object:
 
 
 def attention(*shapes: tuple[int, ...], **changes: Any) -> object:
-    """Call `local_attention` on ones of these shapes, or of one; keys are values."""
+    """Call `local_attention` on ones: q has the first shape, k and v have the last."""
     q, k = (torch.ones(shape) for shape in (shapes[0], shapes[-1]))
     return sp.local_attention(q, k, k, **changes)
 
@@ -65,7 +65,7 @@ MODELS: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]] = [
     (save, (), {}),
     (load_training, (), {"optimizer": None}),
 ]
-"""Calls of functions of a model, without one."""
+"""Functions that take a model, and further arguments, to be called without a model."""
 ROWS: list[Row] = [
     *((sp.ShapeError, "even", partial(sp.Rope, dim)) for dim in (3, 0)),
     *(

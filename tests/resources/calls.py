@@ -1,4 +1,4 @@
-"""Use everything public, as each subject of the domains says, on meshes that stay open."""
+"""Call everything public, as the subjects of the domains do, on meshes that stay open."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ SHOWING = {
     "--flops": "None",
     "plan.policy": "dynamic",
 }
-"""Parts that use more than the first ones do."""
+"""Parts that use more of the product than the first parts of their factors."""
 ROTATED = re.compile(r"algorithm|\(form\)|\(sharding\)")
 
 
 class Meshes:
-    """Meshes that stay open while subjects are called, one for each transport and grid."""
+    """Hold meshes that stay open while subjects are called, one for each transport and grid."""
 
     def __init__(self) -> None:
         self._made: dict[int, dict[Any, sp.Mesh]] = {}
 
     @contextlib.contextmanager
     def opened(self, comm: Any, drawn: Values, axes: dict[str, Any]) -> Iterator[sp.Mesh]:
-        """Yield the mesh of a subject; takes the place of `situations.opened`."""
+        """Yield the mesh of a subject, in place of `situations.opened`."""
         own, transport = self._made.setdefault(comm.rank, {}), drawn["(transport)"]
         key = (transport, *axes.items())
         if key not in own:
@@ -48,7 +48,7 @@ class Meshes:
 
 
 def row_of(subject: Subject, number: int) -> dict[str, str]:
-    """Return the row of a turn: transports and algorithms take turns, values are drawn anew."""
+    """Return the row of turn `number`; transports and algorithms take turns."""
     row = subject.base | {name: part for name, part in SHOWING.items() if name in subject.factors}
     turning = {name: list(parts) for name, parts in subject.factors.items() if ROTATED.match(name)}
     row |= {name: parts[number // 2 % len(parts)] for name, parts in turning.items()}
@@ -64,7 +64,7 @@ def turns_of(subject: Subject) -> int:
 
 
 def use(subject: Subject, comm: Any, number: int) -> None:
-    """Call a subject; judge the result of one or two ranks, and go backward from that of more."""
+    """Call a subject. On one or two ranks judge the result, on more only run its backward."""
     drawn = subject.draw(row_of(subject, number), number)
     ranks = subject.ranks(drawn)
     if ranks == 1 and comm.rank:
@@ -83,7 +83,7 @@ def use(subject: Subject, comm: Any, number: int) -> None:
 
 
 def refusals(comm: sp.Communicator, n: int) -> None:
-    """Make errors, which every rank raises."""
+    """Make wrong calls, each of which every rank must refuse."""
     qkv: list[Tensor] = [torch.ones(1, n, 4, 4), *[torch.ones(1, n, 2, 4)] * 2]
     wrong: list[Callable[[], object]] = [
         lambda: sp.all_gather(torch.ones(n), comm=comm, dim=3),
@@ -99,8 +99,8 @@ def refusals(comm: sp.Communicator, n: int) -> None:
 
 
 def use_others(comm: sp.Communicator, n: int) -> None:
-    """Use what no subject is on a group that shares memory, with sizes that follow from n."""
-    sp.all_reduce_start(torch.ones(n), comm=comm, algorithm="ring")  # nobody waits for it
+    """Use what no subject calls, on a group that shares memory, with sizes that follow from n."""
+    sp.all_reduce_start(torch.ones(n), comm=comm, algorithm="ring")  # without its wait()
     while comm._pending:
         comm.poll()
     q = torch.ones(1, n, 4, 4, requires_grad=True)

@@ -32,12 +32,12 @@ class _Malloc(ctypes.Structure):
 
 
 def left_behind(comm: Any, call: Callable[[], object], rounds: int) -> list[str]:
-    """Name what is more after each round of calls than after the round before.
+    """Return everything that grows in every round of calls, with its first and last count.
 
     Args:
-        comm: the ranks; all of them call this.
-        call: one round.
-        rounds: how many there are, unless nothing grows any more.
+        comm: the communicator, all of whose ranks call this.
+        call: makes one round of calls.
+        rounds: the number of rounds. It is less if nothing grows any more.
     """
     first = last = held(comm)
     growing = set(first)
@@ -68,9 +68,10 @@ def held(comm: Any) -> Counter[str]:
 
 
 def counts(comm: Any, kind: str) -> bool:
-    """Whether `held` counts a kind on this rank.
+    """Return whether `held` counts a kind on this rank.
 
-    The kit's communicators know those made out of them; their records use memory in every call.
+    Only the kit's communicators know the communicators made from them. Malloc's memory is counted
+    without them, because their records grow in every call.
     """
     if kind == COMMUNICATORS:
         return isinstance(comm, LockstepComm)
@@ -99,7 +100,7 @@ def caches() -> dict[str, Any]:
 
 
 def _process() -> Counter[str]:
-    """Count everything but what only a library knows; bounded caches are emptied first."""
+    """Count objects, entries and system resources of this process, with bounded caches emptied."""
     for cache in caches().values():
         cache.cache_clear()
     gc.collect()

@@ -1,7 +1,7 @@
-"""`nox -s soak`: run the suite in its short profile again and again, each time with another seed.
+"""`nox -s soak`: run the suite in its short profile many times, each time with a different seed.
 
-Some runs have busy cores beside them. Each run is appended to soak.jsonl at once; the same command
-goes on after the last line. Exits with 1 where one failed.
+During some runs other processes keep all cores busy. Each run is appended to soak.jsonl when it
+ends; the same command continues after the last line. The exit code is 1 if a run failed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def runs(seed: int, kind: str, count: int) -> list[Run]:
-    """Return the runs of one kind. The seed of each depends on the soak's and its number only."""
+    """Return the runs of one kind. A run's seed follows from `seed`, its kind and its number."""
     return [
         Run(kind, number, random.Random(f"{seed} {kind} {number}").randrange(2**31))
         for number in range(count)
@@ -69,7 +69,7 @@ def runs(seed: int, kind: str, count: int) -> list[Run]:
 
 
 def told(run: dict[str, Any]) -> str:
-    """Return a run in a line, and two for each failure."""
+    """Return a text of a run: one line for it, and two lines for each failure."""
     failures = [
         f"  {f['stage']}: {f['test']}: {f['words']}\n  {f['command']}" for f in run["failures"]
     ]

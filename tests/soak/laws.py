@@ -1,7 +1,8 @@
-"""List the test files of the short profile: laws over drawn examples, and of the kit what waits.
+"""List the test files of the short profile: laws over drawn examples, and how the kit waits.
 
-About a minute for both stages together on two idle cores. What takes long for what it draws
-(decoding, pipelines, kernels of attention), or long and draws nothing, is left to `nox -s tests`.
+Both stages together take about a minute on two idle cores. Tests whose examples take long
+(decoding, pipelines, kernels of attention), and long tests without examples, are left to
+`nox -s tests`.
 """
 
 _MEETING = (
@@ -11,6 +12,6 @@ _MEETING = (
 _ALONE = ("sharding", "mask", "attention", "errors", "kit_threads")
 FILES = tuple(f"tests/test_{name}.py" for name in (*_ALONE, *_MEETING))
 THREADS_ONLY = tuple(f"tests/test_{name}.py" for name in _ALONE)
-"""What is the same under mpiexec, or takes most of its time there."""
+"""Files that test the same under mpiexec, or take most of their time there."""
 LEFT_OUT = ("tests/test_autograd.py::test_the_global_map_has_right_first_and_second_derivatives",)
-"""The same at each run, and half of its time."""
+"""A test that does the same in each run, and would take half of the run's time."""

@@ -1,4 +1,4 @@
-"""Run the suite once in its short profile with a seed, and tell what came of it."""
+"""Run the suite once in its short profile with a seed, and return the outcome."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from studies.records import junit
 
 STAGES = ("threads", "ranks")
 SECONDS = 900.0
-"""Limit of a stage, which takes half a minute on two idle cores."""
+"""Limit of a stage in seconds; it takes half a minute on two idle cores."""
 SPIN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
 LONGEST = 300
 
 
 class Run(NamedTuple):
-    """What a run is to be.
+    """Describe a run.
 
     Args:
-        kind: "idle", or "loaded" with a busy process on each core beside it.
-        number: among those of its kind.
-        seed: of all its examples.
+        kind: "idle", or "loaded" if there is a busy process on each core meanwhile.
+        number: the run's number among those of its kind.
+        seed: the seed of all its examples.
     """
 
     kind: str
@@ -40,15 +40,15 @@ class Run(NamedTuple):
 def carried_out(
     wanted_run: Run, files: Sequence[str], stages: Sequence[str], folder: Path
 ) -> dict[str, Any]:
-    """Run the stages, one after the other; return what became of the run as plain data.
+    """Run the stages, one after the other; return the outcome of the run as plain data.
 
-    It has passed if there were tests in each stage and none went red.
+    The run has passed if each stage had tests and none failed.
 
     Args:
-        wanted_run: which.
-        files: of tests.
+        wanted_run: the run to make.
+        files: the test files.
         stages: some of STAGES.
-        folder: for what they print.
+        folder: the folder for the output of stages that fail.
     """
     ended: dict[str, Any] = {"seconds": {}, "tests": {}, "failures": []}
     ended["load"] = round(os.getloadavg()[0], 1)
@@ -69,8 +69,8 @@ def run_stage(
     """Run one stage.
 
     Returns:
-        Its number of tests, and what went red or came to no end, with the command that does it
-        again.
+        The number of its tests, and those that failed, or the stage if it did not end, each with
+        the command that repeats it.
     """
     files = [file for file in files if stage == "threads" or file not in THREADS_ONLY]
     name, seed = f"{wanted_run.kind}-{wanted_run.number}-{stage}", wanted_run.seed
@@ -98,7 +98,7 @@ def short(words: str) -> str:
 
 
 def command(stage: str, seed: int, files: Sequence[str]) -> list[str]:
-    """Return what a stage runs."""
+    """Return the command of a stage."""
     suite = ["-q", *wanted(), "-p", "no:cacheprovider", f"--hypothesis-seed={seed}", *files]
     suite += [word for test in LEFT_OUT for word in ("--deselect", test)]
     if stage == "ranks":
@@ -118,7 +118,7 @@ def repeated(stage: str, seed: int, tests: Sequence[str]) -> str:
 
 @contextmanager
 def load(processes: int) -> Iterator[None]:
-    """Keep cores busy with processes that do nothing but take time."""
+    """Keep cores busy with `processes` processes that only spin."""
     spinning = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(processes)]
     try:
         yield

@@ -1,4 +1,4 @@
-"""Run a child program: in a copy of the repository, apart from other processes, with a limit."""
+"""Run a child program: in a copy of the repository, apart from other processes, in limited time."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from pathlib import Path
 from benchmarks.launching import ROOT as ROOT, process
 
 RANKS = 4
-"""As in `nox -s tests`: some tests need four."""
+"""The number of ranks, as in `nox -s tests`: some tests need four."""
 UNCOPIED = (".git", ".[!g]*", "reports", "site", "*.tmp")
 APART = (
     *("unshare", "--map-root-user", "--mount", "--mount-proc", "--pid", "--fork", "--kill-child"),
     *("sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && "$@"; exit $?', "sh"),
 )
-"""Begin of a command that runs in its own namespace of processes, and has its own shared memory.
+"""The beginning of a command that gets its own process namespace and its own shared memory.
 
-Whatever it starts ends with it, and it can signal no process outside. A wrong edit of the code that
-ends leftover processes would else end those of the whole machine.
+All processes that the command starts end with it, and it can signal no process outside. Otherwise a
+wrong edit of the code that ends leftover processes could end those of the whole machine.
 """
 
 
 @contextlib.contextmanager
 def copied() -> Iterator[Path]:
-    """Yield a copy of the repository, with what Python has compiled of it."""
+    """Yield the folder of a copy of the repository, with its compiled Python files."""
     with tempfile.TemporaryDirectory(prefix="sp_core-", ignore_cleanup_errors=True) as name:
         shutil.copytree(ROOT, name, ignore=shutil.ignore_patterns(*UNCOPIED), dirs_exist_ok=True)
         yield Path(name)
@@ -43,7 +43,7 @@ def on_ranks(seconds: float, *arguments: str, ranks: int = RANKS) -> list[str]:
 
 
 def outside(**more: str) -> dict[str, str]:
-    """Return the environment of a session that is not part of this one, with more variables."""
+    """Return the environment of a session that is independent of this one, with more variables."""
     kept = {name: x for name, x in os.environ.items() if not name.startswith(("SP_", "PYTEST_"))}
     paths = [str(ROOT / "tests"), str(ROOT), *filter(None, [kept.get("PYTHONPATH")])]
     return kept | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"} | more
@@ -67,7 +67,7 @@ def printed(
 
 
 def mpi_library() -> str:
-    """Return the MPI library, asked in a process of its own: this one must not start it."""
+    """Return the MPI library's name and version, asked in a new process: it must not start here."""
     asked = "name, numbers = MPI.get_vendor(); print(name, '.'.join(map(str, numbers)))"
     program = f"import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; {asked}"
     code, text = printed([sys.executable, "-c", program], ROOT, os.environ, 60)

@@ -20,7 +20,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def add_line(path: Path, line: dict[str, Any]) -> None:
-    """Append a line that outlives whatever happens next."""
+    """Append a line to a file, and write it through to the disk."""
     with path.open("a") as file:
         file.write(json.dumps(line) + "\n")
         file.flush()
@@ -28,7 +28,7 @@ def add_line(path: Path, line: dict[str, Any]) -> None:
 
 
 def junit(path: Path) -> list[tuple[str, str | None]]:
-    """Return the id of each test in a JUnit file, and what went wrong in it, None where nothing."""
+    """Return the id of each test in a JUnit file, and its error text, or None if it has none."""
     found: list[tuple[str, str | None]] = []
     for case in ET.parse(path).getroot().iter("testcase") if path.exists() else ():
         file = case.get("file", "")
@@ -41,7 +41,7 @@ def junit(path: Path) -> list[tuple[str, str | None]]:
 
 
 def named(commit: Mapping[str, Any]) -> str:
-    """Return the short name of a commit, as `benchmarks.launching.commit` tells of it."""
+    """Return the short name of a commit, from what `benchmarks.launching.commit` returns."""
     return f"{(commit['sha'] or 'unknown')[:10]}{' with changes' * bool(commit['dirty'])}"
 
 

@@ -1,7 +1,7 @@
 """Compute dense float64 attention, transformer block and LLaMA from definitions alone.
 
 It imports torch only and shares no code with the rest of the library. Beside each tensor it returns
-a scale, which is what rounding errors are proportional to (see `sp_core.testing.tolerance`).
+a scale, to which its rounding errors are proportional (see `sp_core.testing.tolerance`).
 """
 
 from .block import (

@@ -15,8 +15,8 @@ from torch.nn.functional import silu
 
 from .dense import Reference, distances, visible
 
-# of the perturbations: its square is far below, float64's round-off over it far below what is
-# measured
+# The size of the perturbations. Its square, and float64's round-off divided by it, are far below
+# the measured effects.
 EPSILON = 1e-7
 
 Rounding = Callable[[Tensor], Tensor]
@@ -26,10 +26,10 @@ Outputs = tuple[Tensor | None, dict[str, Tensor]]
 def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, rounding: Rounding = lambda t: t
 ) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dim, (..., E)."""
+    """Return (x - mean) / sqrt(variance + eps) * weight + bias over the last dim, (..., E)."""
     centred = rounding(
         x - rounding(x.mean(-1, keepdim=True))
-    )  # a mean far from 0 leaves its rounding in what is left
+    )  # the rounding of a mean far from 0 stays in the difference
     return _normalized(centred, eps, rounding) * weight + bias
 
 
@@ -61,7 +61,7 @@ def rotate(x: Tensor, positions: Sequence[int] | Tensor, base: float | Sequence[
 def feed_forward(
     x: Tensor, weights: Mapping[str, Tensor], rounding: Rounding = lambda t: t
 ) -> Tensor:
-    """down(gelu(up(x))), or down(silu(gate(x)) * up(x)) where the weights have a gate; (..., E)."""
+    """Return down(gelu(up(x))), or with a gate down(silu(gate(x)) * up(x)), (..., E)."""
     up = rounding(_linear(x, weights, "up"))
     if "gate.weight" in weights:
         inner = rounding(silu(rounding(_linear(x, weights, "gate")))) * up
@@ -84,7 +84,7 @@ def self_attention(
     softcap: float | None = None,
     alibi: Sequence[float] | None = None,
 ) -> Tensor:
-    """Attend to what each query sees; give zero for a query that sees nothing.
+    """Attend to the keys that each query sees; return zero for a query that sees none.
 
     Args:
         x: (B, S, E).
@@ -107,7 +107,7 @@ def self_attention(
     )
     if softcap is not None:
         x = rounding(logits) / softcap
-        t = rounding(x.tanh().detach())  # kernels compute the derivative from it, which cancels
+        t = rounding(x.tanh().detach())  # kernels compute 1 - t^2 from it, which cancels
         logits = softcap * (t + (1 - t**2) * (x - x.detach()))
     if alibi is not None:
         slopes = torch.tensor(alibi, dtype=x.dtype, device=x.device)[:, None, None]
@@ -118,8 +118,8 @@ def self_attention(
         seen = torch.cat([seen, torch.ones_like(seen[:, :1])], -1)
         v = torch.cat([v, torch.zeros_like(v[:, :1])], 1)
     e, total = _exponentials(_recomputed(rounding(logits), rounding), seen, rounding)
-    # Divided after the sum over keys, as kernels do: they round each element of it, and a sum over
-    # D of these in the backward.
+    # Divide after the sum over keys, as kernels do. They round each element of this sum and, in the
+    # backward, a sum over D of its elements.
     out = rounding(torch.einsum("bhqk,bkhd->bqhd", e, v)) / total.transpose(1, 2)
     return _linear(rounding(out.flatten(2)), weights, "o_proj")
 
@@ -147,18 +147,18 @@ def transformer_block(
     Args:
         x: (B, S, E), all tokens.
         weights: norm1, norm2: weight (E,) and for layer norm bias (E,); attention.q_proj (H D, E),
-            k_proj and v_proj (K D, E), o_proj (E, H D); feed_forward.up and, gated, gate (F, E),
+            k_proj and v_proj (K D, E), o_proj (E, H D); feed_forward.up and, if any, gate (F, E),
             down (E, F): each .weight and, if any, .bias.
         num_heads: H; K and D follow from the weights.
         norm: "layer" or "rms".
-        eps: of the norms; 1e-5 for layer and 1e-6 for rms when None.
+        eps: epsilon of the norms; 1e-5 for layer and 1e-6 for rms when None.
         rope_base: base of the rotary embedding, or its D/2 frequencies; none when None.
         positions: S global positions; 0 .. S - 1 when None.
         causal, window, documents: as in `visible`.
         softmax_scale: 1 / sqrt(D) when None.
         softcap: the logits are softcap tanh(s / softcap) of the scaled scores s; s when None.
         alibi: H slopes, by which the logits of each head fall with the distance; none when None.
-        kept: factors of what attention and feed-forward add to x, for dropout: 0 or 1 / (1 - p).
+        kept: factors of the outputs of attention and feed-forward, for dropout: 0 or 1 / (1 - p).
         rounding: applied to every intermediate result; `sensitivity` perturbs there.
 
     Returns:
@@ -190,17 +190,17 @@ def sensitivity(
 ) -> Reference:
     """Measure how far outputs and gradients move when inputs and intermediate results do.
 
-    Every element of every input, and of what the function passes through `rounding` (and its
-    gradient on the way back), is multiplied by 1 + EPSILON times a normal random number. The scale
-    is the root mean square of the movement over EPSILON, plus its mean along the last dim, because
+    Every element of every input is multiplied by 1 + EPSILON times a normal random number. So is
+    every tensor that the function passes through `rounding`, and its gradient on the way back. The
+    scale is the root mean square of the movement over EPSILON, plus its mean along the last dim:
     few samples may all miss an element.
 
     Args:
-        function: of `rounding` and the inputs in float64. It returns a number and outputs by name.
-            The gradient of the number is added to the outputs for each input, under its name;
-            nothing is added if there is no number.
-        inputs: by name.
-        samples: perturbed evaluations.
+        function: takes `rounding` and the inputs in float64. It returns a number, or None, and
+            outputs by name. The gradient of the number with respect to each input is added to the
+            outputs under the input's name.
+        inputs: the inputs by name.
+        samples: number of perturbed evaluations.
 
     Source: Vignes, "A stochastic arithmetic for reliable scientific computation", 1993.
     """
@@ -230,7 +230,7 @@ def sensitivity(
 
 
 def _perturb(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Return x with independent relative perturbations, of its gradient too if it has one."""
+    """Return x with independent relative perturbations; its gradient, if any, gets others."""
 
     def factor() -> Tensor:
         drawn = torch.randn(x.shape, generator=generator, dtype=torch.float64)
@@ -241,10 +241,11 @@ def _perturb(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _recomputed(logits: Tensor, rounding: Rounding) -> Tensor:
-    """Return the logits, whose gradient is that of a kernel that computes them again.
+    """Return the logits with the gradient of a kernel that computes them again in backward.
 
-    The backward takes p = exp(logits - lse) with the forward's lse. A rounding of u |logit| that
-    the forward did not make moves p (dp - rowsum(p dp)) by as much: these no longer add up to 0.
+    The backward takes p = exp(logits - lse) with the forward's lse, but rounds the logits anew, by
+    u |logit| for a round-off u. This moves p (dp - rowsum(p dp)) by as much: these terms then no
+    longer add up to 0.
 
     Source: Dao, "FlashAttention-2", 2023, algorithm 2.
     """
@@ -253,7 +254,7 @@ def _recomputed(logits: Tensor, rounding: Rounding) -> Tensor:
 
 
 def _exponentials(logits: Tensor, seen: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
-    """Return the softmax as numerators and sums, which a saturated gradient consists of."""
+    """Return numerators and sums of the softmax; their roundings remain in a saturated gradient."""
     # A row that sees nothing keeps finite logits and is zeroed at the end.
     hidden = ~seen & seen.any(-1, keepdim=True)
     logits = logits.masked_fill(hidden, -math.inf)
@@ -273,7 +274,7 @@ def _norm(
     eps: float | None,
     rounding: Rounding,
 ) -> Tensor:
-    """The norm of that name and kind."""
+    """Apply the norm of that name and kind."""
     if kind == "rms":
         return rms_norm(x, weights[f"{name}.weight"], 1e-6 if eps is None else eps, rounding)
     return layer_norm(
@@ -292,7 +293,7 @@ def _linear(x: Tensor, weights: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 def _under(weights: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """The weights whose names begin with `name.`, without it."""
+    """Return the weights whose names begin with `name.`, without this prefix."""
     return {
         key.removeprefix(f"{name}."): value
         for key, value in weights.items()

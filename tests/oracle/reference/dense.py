@@ -17,11 +17,11 @@ from torch import Tensor
 
 
 class Reference(NamedTuple):
-    """Results in float64 and the scales of their errors, by name.
+    """Hold results in float64 and the scales of their errors, by name.
 
     Args:
-        values, scales: "out", "lse" and "dq", or "out" and the names of the weights.
-        growth: bounds how roundings are amplified.
+        values, scales: tensors by names such as "out", "lse" and "dq", or the names of weights.
+        growth: a bound of how much roundings are amplified.
     """
 
     values: dict[str, Tensor]
@@ -38,16 +38,16 @@ def visible(
     documents: Sequence[int] | None = None,
     kv_documents: Sequence[int] | None = None,
 ) -> Tensor:
-    """Who sees whom, bool (Sq, Sk), from the definition of each mask on global positions.
+    """Return which query sees which key, bool (Sq, Sk), from the masks' definitions on positions.
 
     Args:
         q_positions: Sq global positions.
         kv_positions: Sk global positions.
         causal: a key is visible when it is not after the query.
-        window: a key is visible when fewer than this many positions away.
-        documents: boundaries 0 = b0 <= ... <= bn; a key is visible when its document has the number
-            of the query's.
-        kv_documents: boundaries for the keys, where they differ.
+        window: a key is visible when it is fewer than this many positions away.
+        documents: boundaries 0 = b0 <= ... <= bn; a key is visible when its document has the same
+            number as that of the query.
+        kv_documents: boundaries for the keys, if they differ.
     """
     q, k = (torch.as_tensor(p, dtype=torch.int64) for p in (q_positions, kv_positions))
     seen = torch.ones(len(q), len(k), dtype=torch.bool)
@@ -63,7 +63,7 @@ def visible(
 
 
 def distances(q_positions: Sequence[int] | Tensor, kv_positions: Sequence[int] | Tensor) -> Tensor:
-    """How many positions each key is away from each query, int64 (Sq, Sk)."""
+    """Return how many positions each key is away from each query, int64 (Sq, Sk)."""
     q, k = (torch.as_tensor(p, dtype=torch.int64) for p in (q_positions, kv_positions))
     return (q[:, None] - k[None, :]).abs()
 
@@ -76,19 +76,20 @@ def attention(
     grad_lse: Tensor | None = None,
     **options: Any,
 ) -> Reference:
-    """Dense attention, and its gradients by their formulas, not by autograd.
+    """Compute dense attention, and its gradients by their formulas, not by autograd.
 
-    With delta = sum_d do out - grad_lse, and t the derivative of the logits by q k^T: dv = p^T do,
-    ds = t p (do v^T - delta), dq = ds k, dk = ds^T q. A sink is a key whose v is 0: dsink = - sum
-    p_sink delta. Memory is B H Sq Sk doubles, so this is for Sq and Sk up to some hundreds.
+    Let p be the probabilities, do = grad_out, delta = sum_d do out - grad_lse, and t the derivative
+    of the logits by q k^T. Then dv = p^T do, ds = t p (do v^T - delta), dq = ds k, dk = ds^T q. A
+    sink is a key whose v is 0: dsink = - sum p_sink delta. Memory is B H Sq Sk doubles, so this is
+    for Sq and Sk up to some hundreds.
 
     Args:
         q: (B, Sq, H, D), any floating dtype.
         k: (B, Sk, K, D), query head h reads head h // (H / K).
         v: (B, Sk, K, D).
         grad_out: (B, Sq, H, D), gradient of out; without it there are no gradients.
-        grad_lse: (B, H, Sq), gradient of lse; zero when None. Must be finite, also where lse is
-            -inf (it is not read there).
+        grad_lse: (B, H, Sq), gradient of lse; zero when None. It must be finite, even where lse
+            is -inf and it has no effect.
         options: as in `_dense`.
 
     Returns:
@@ -140,7 +141,8 @@ def _dense(
 ) -> SimpleNamespace:
     """Return log-sum-exp and probabilities, and the sizes that their errors are proportional to.
 
-    Heads are spread out: tensors are (B, H, S, D) and (B, H, Sq, Sk).
+    Key and value heads are repeated for their query heads: tensors are (B, H, S, D) and
+    (B, H, Sq, Sk).
 
     Args:
         q, k, v: as in `attention`.
@@ -157,8 +159,8 @@ def _dense(
     Returns:
         Among others, `p_scale`: p and the size below which a kernel's p has no relative precision,
         where visible; `floor`: the error of numbers that are too small for the dtype, over one
-        round-off; `slope`: the derivative of the logits. Kernels flush below the smallest normal
-        number to 0, an error of 1 and not of u; but float16 underflows gradually.
+        round-off; `slope`: the derivative of the logits. Kernels flush numbers below the smallest
+        normal one to 0: a relative error of 1, not of a round-off. float16 underflows gradually.
     """
     at = range(q.shape[1]) if q_positions is None else q_positions
     kv_at = range(k.shape[1]) if kv_positions is None else kv_positions
@@ -205,8 +207,8 @@ def _capped(
         return scores * scale, slope, slope.abs()
     x = scores * scale / softcap
     slope = slope / x.cosh() ** 2
-    # Kernels compute 1 - tanh(x)^2, which cancels: it has the round-off of 1, and moves by 2
-    # tanh(x) of itself with x.
+    # Kernels compute 1 - tanh(x)^2, which cancels: it has the round-off of 1, and a change of x
+    # changes it by 2 tanh(x) times as much, relative to itself.
     slope_scale = slope.abs() * (1 + 2 * sizes * rounded / softcap) + 2 * abs(scale) * rounded
     return softcap * x.tanh(), slope, slope_scale
 
@@ -218,5 +220,5 @@ def _gathered(x: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def _greatest(x: Tensor) -> float:
-    """The greatest element; 0 where there is none."""
+    """Return the greatest element, or 0 if there is none."""
     return float(x.max()) if x.numel() else 0.0

@@ -1,4 +1,4 @@
-"""A dense float64 LLaMA from a dict of weights with the names of a Hugging Face checkpoint.
+"""Compute a dense float64 LLaMA from weights with the names of a Hugging Face checkpoint.
 
 Shape letters: B batch, S sequence, E model dim, F feed-forward dim, H heads, K key/value heads, D
 head dim, V vocabulary.
@@ -34,15 +34,15 @@ def llama(
     rounding: Rounding = lambda t: t,
     **seen: Any,
 ) -> Tensor:
-    """The logits of every next token of whole sequences, for autograd to differentiate.
+    """Return the logits of every next token of whole sequences, for autograd to differentiate.
 
     Args:
         tokens: int64 (B, S).
         weights: model.embed_tokens (V, E), model.norm (E,), lm_head (V, E), without which the head
             is the embedding, and for layer i model.layers.i.*, each .weight.
         num_heads: H; K and D follow from the weights.
-        rope_theta, rope_scaling: as `llama_frequencies`.
-        eps: of the norms.
+        rope_theta, rope_scaling: theta and scaling of `llama_frequencies`.
+        eps: epsilon of the norms.
         rounding: as in `transformer_block`.
         seen: positions, causal, window and documents as in `transformer_block`; causal if not
             given.
@@ -79,7 +79,7 @@ def llama(
 def llama_frequencies(
     head_dim: int, theta: float, scaling: Mapping[str, Any] | None
 ) -> list[float]:
-    """Radians per token of each pair of dims, scaled by wavelength.
+    """Return the radians per token of each pair of dims, scaled by wavelength.
 
     Args:
         head_dim: D, even.
@@ -103,7 +103,7 @@ def llama_frequencies(
 
 
 def llama_amplitude(scaling: Mapping[str, Any] | None) -> float:
-    """Return the factor of rotated queries and keys: that of the logits is its square.
+    """Return the factor of rotated queries and keys; the factor of the logits is its square.
 
     Source: Peng et al. 2023, YaRN, equation 22; `mscale` as DeepSeek-V2 has it.
     """
@@ -119,7 +119,7 @@ def llama_amplitude(scaling: Mapping[str, Any] | None) -> float:
 
 
 def _blended(head_dim: int, theta: float, scaling: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the last pair that is kept and the first that is divided, by their turns."""
+    """Return the last pair of dims that keeps its frequency, and the first whose one is divided."""
     length = float(scaling["original_max_position_embeddings"])
     fast, slow = float(scaling.get("beta_fast") or 32), float(scaling.get("beta_slow") or 1)
     if scaling.get("truncate", True):
@@ -136,7 +136,7 @@ def _blended(head_dim: int, theta: float, scaling: Mapping[str, Any]) -> tuple[f
 
 
 def _llama3(frequency: float, factor: float, scaling: Mapping[str, Any]) -> float:
-    """Short waves stay, long ones are stretched, and those between are blended."""
+    """Return the frequency: short waves stay, long ones are stretched, the others are blended."""
     length, wave = float(scaling["original_max_position_embeddings"]), 2 * math.pi / frequency
     low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
     if wave < length / high:
