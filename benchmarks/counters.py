@@ -1,8 +1,8 @@
-"""Compare what a fixed list of cases sends and holds with `counters.json`. Nothing is timed.
+"""Compare messages, bytes and memory of a fixed list of cases with `counters.json`, without timing.
 
-Ranks are threads of this process, which gives the numbers that ranks under mpiexec give
-(tests/test_counters.py runs it both ways). A change that sends or holds something else has to
-change the table with it, by `--write`: a reviewer sees the numbers.
+Ranks are threads of this process. Ranks under mpiexec give the same numbers (tests/test_counters.py
+runs it both ways). A change that alters a number must also alter the table, by `--write`, so that a
+reviewer sees it.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ SECONDS = 120.0
 OPTIONS = {"--write": about(action="store_true", help="make the table say what was counted")}
 Entry = dict[str, Any]
 Table = dict[str, Entry]
-"""By "case P=ranks"."""
+"""An entry for each "CASE P=RANKS"."""
 
 
 def chosen(ranks: int) -> list[Case]:
-    """Return the cases of the table on that number of ranks, all of small sizes."""
+    """Return the cases of the table for this number of ranks, all of small sizes."""
     attention = [
         case
         for case in bench_schemes.cases(ranks, shape=ATTENTION)
         if case.transport != bench_schemes.WINDOW
-    ]  # their peak depends on who is late
+    ]  # the peak of those in a window depends on which rank is late
     both = [*attention, *bench_layers.cases(ranks, shape=BLOCK)]
     llama = bench_llama.cases(ranks, shape=MODEL)
     return [
@@ -64,10 +64,10 @@ def chosen(ranks: int) -> list[Case]:
 
 
 def count(cases: Sequence[Case], comm: Any) -> Table:
-    """Count what one step of each case sends and holds; the same on all ranks.
+    """Count messages, bytes and memory of one step of each case; the result is equal on all ranks.
 
     Args:
-        cases: for the ranks of `comm`.
+        cases: the cases, whose number of ranks is that of `comm`.
         comm: an mpi4py communicator, or one whose ranks are threads.
     """
     return {
@@ -76,7 +76,7 @@ def count(cases: Sequence[Case], comm: Any) -> Table:
 
 
 def differences(found: Table, table: Table) -> list[str]:
-    """Return what differs, as "case P=p: what: table -> found"."""
+    """Return a line for each difference, as "case P=p: what: table -> found"."""
     told = [f"{name}: no longer measured" for name in table if name not in found]
     told += [f"{name}: not in the table" for name in found if name not in table]
     for name in sorted({*found} & {*table}):
@@ -101,7 +101,7 @@ def text(table: Table) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare or write the table; 0 if it is exact, 1 if something differs."""
+    """Compare or write the table. Return 0 if it is exact or written, 1 if something differs."""
     options = parse("counters", __doc__, OPTIONS, arguments)
     found: Table = {}
     for cases in map(chosen, SIZES):
@@ -124,7 +124,7 @@ def _one_rank(case: Case, comm: Any) -> Entry:
         case = replace(case, transport="auto")  # how messages travel is not what is counted here
     with meshes(case, comm, torch.device("cpu")) as mesh:
         work = module_of(case.layer).build(case, mesh, lambda: None)
-        work.step()  # the first makes what is kept
+        work.step()  # the first step makes the buffers that later steps use again
         watched = [Watched(member) for member in work.phases.comms]
         for member in work.phases.comms:
             member.counters.reset()
@@ -142,7 +142,7 @@ def _one_rank(case: Case, comm: Any) -> Entry:
 
 
 def _entry(by_rank: list[Entry]) -> Entry:
-    """Return each number once where all ranks have the same, else as a list by rank."""
+    """Return each number once if all ranks have the same, else as a list by rank."""
     together = {name: [rank[name] for rank in by_rank] for name in by_rank[0]}
     return {
         name: values[0] if all(v == values[0] for v in values) else values

@@ -1,4 +1,4 @@
-"""Start the ranks of one measurement under a launcher, and bring back their record."""
+"""Start the ranks of one measurement under a launcher, and return their record."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import msgspec
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORTS = ROOT / "reports"
-"""Where files go unless `--out` says otherwise: git does not follow what lies there."""
+"""The folder for files unless `--out` names another one; git ignores it."""
 
 POLL_SECONDS, ENDING_SECONDS = 0.1, 20.0
 GRACE_SECONDS = 15  # the launcher has the same limit and needs time to say where each rank was
@@ -35,7 +35,7 @@ NO_MEMORY = (
     "MemoryError",
     "oom-kill",
 )
-KILLED = ("signal 9", "Killed")  # by the kernel, which does not say why; or by somebody
+KILLED = ("signal 9", "Killed")  # the kernel or a person killed a rank; no text says why
 
 KEEP_MEMORY = (
     "GLIBC_TUNABLES=glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=17179869184"
@@ -47,7 +47,7 @@ and 6.8 to 7.5 ms with this."""
 Record = dict[str, Any]
 Options = dict[str, Record]
 Progress = Callable[..., None]
-"""Hears the news of rank 0, as it gives them to `benchmarks.worker.Rank.tell`."""
+"""Takes the progress of rank 0: the arguments of `benchmarks.worker.Rank.tell`, by name."""
 
 Main = Callable[[Sequence[str] | None], int]
 USAGE, INTERRUPTED = 2, 130
@@ -62,8 +62,8 @@ class Launch:
     """How ranks are started.
 
     Args:
-        prefix: command in front of the worker, with `{ranks}` in it; sp_core's own launcher if
-            empty.
+        prefix: command in front of the worker, with `{ranks}` for the number of ranks; if empty,
+            sp_core's own launcher.
         timeout: seconds that one launch may take.
         variables: NAME=VALUE to set and -uNAME to unset in the environment of the ranks.
         mpi_args: more arguments for mpiexec.
@@ -115,9 +115,9 @@ def parse(
     arguments: Sequence[str] | None,
     **defaults: object,
 ) -> argparse.Namespace:
-    """Read the command line of a program, whose options may have other defaults than given.
+    """Parse the command line of a program; `defaults` replace the defaults of `options`.
 
-    A space stands between two names of one option.
+    A key of `options` has one or more names of an option, separated by spaces.
     """
     made = argparse.ArgumentParser(prog=name, description=text)
     for flags, keywords in options.items():
@@ -149,10 +149,10 @@ def starting(*, ranks: str, timeout: float) -> Options:
 
 
 def numbers_of_ranks(text: str, least: int = 1, option: str = "--ranks") -> list[int]:
-    """Read different numbers, of ranks or for another option, from a list such as "1,2,4".
+    """Parse a list of distinct numbers such as "1,2,4", for `--ranks` or another option.
 
     Raises:
-        UsageError: the text is no such list.
+        UsageError: the text is no such list, or a number is less than `least`.
     """
     try:
         found = [int(part) for part in text.split(",")]
@@ -166,10 +166,10 @@ def numbers_of_ranks(text: str, least: int = 1, option: str = "--ranks") -> list
 
 
 def writable(path: Path) -> Path:
-    """Return a path to be written whose folder exists, which is made if it is missing.
+    """Check that a file can be written, make its folder if it is missing, and return its path.
 
     Raises:
-        UsageError: nothing can be written there.
+        UsageError: the file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -193,7 +193,7 @@ def run(
     *,
     root: Path = ROOT,
 ) -> Record:
-    """Measure on several ranks.
+    """Start several ranks that measure, and wait for their end.
 
     Args:
         ranks: how many are started.
@@ -201,12 +201,12 @@ def run(
             `benchmarks.worker.Rank`.
         setting: plain values, or a msgspec Struct that the function reads as its `Setting`.
         launch: how ranks are started.
-        progress: hears the news of rank 0, whenever these change.
+        progress: called with the progress of rank 0, whenever it changes.
         root: the checkout whose sp_core is measured.
 
     Returns:
-        The record of rank 0, and "status" and "took_s". A launch that fails has a "reason", its
-        "output" and the last "news".
+        The record of rank 0, with "status" and "took_s" (seconds). A launch that fails has instead
+        of the record a "reason", the last lines of "output", and "news", the last progress.
     """
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="sp_core-bench-") as name:
@@ -225,7 +225,7 @@ def run(
 
 
 def commit(root: Path = ROOT) -> Record:
-    """Return the hash of the commit that is checked out, and whether files differ from it."""
+    """Return "sha", the commit's hash, and "dirty", whether files differ; each None if unknown."""
     options = ("--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
     changed = git(root, "status", *options)
     dirty = None if changed is None else bool(changed)
@@ -236,11 +236,11 @@ def write_json(path: Path, document: Any) -> None:
     """Replace a file in one step; make its folder if it is missing.
 
     Args:
-        path: of the file; a draft lies beside it for a moment, with the suffix ".tmp".
-        document: plain values.
+        path: the file. It is written beside its place with the suffix ".tmp", then renamed.
+        document: values that JSON can hold.
 
     Raises:
-        ValueError: a number that is not finite.
+        ValueError: a number is not finite.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".tmp")
@@ -249,16 +249,16 @@ def write_json(path: Path, document: Any) -> None:
 
 
 def tail(output: str) -> str:
-    """Return the last lines of an output."""
+    """Return the last 40 lines of an output."""
     return "\n".join(output.rstrip().splitlines()[-40:])
 
 
 def watch(
     command: list[str], folder: Path, timeout: float, progress: Progress
 ) -> tuple[int | None, str]:
-    """Run a command that leaves `progress` in a folder. Return its exit code and its output.
+    """Run a command that writes its progress into a folder. Return its exit code and its output.
 
-    The exit code is None if time ran out.
+    The exit code is None if the command did not end in time.
     """
     code = known = None
     variables = {**os.environ, "PYTHONUNBUFFERED": "1"}
@@ -274,16 +274,16 @@ def watch(
                 progress(**now)
                 known = now
     said = (folder / "output").read_text(errors="replace")
-    return code, said.replace("\0", "")  # Open MPI ends some lines with one
+    return code, said.replace("\0", "")  # Open MPI ends some lines with a NUL character
 
 
 @contextlib.contextmanager
 def process(
     command: Sequence[str], output: Any, folder: Path, variables: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a process in a group of its own, and end all of the group with the block.
+    """Run a process in its own process group, and end the whole group when the block ends.
 
-    It is asked first, so that a launcher can end its ranks.
+    SIGTERM comes before SIGKILL, so that a launcher can end its ranks.
     """
     started = subprocess.Popen(
         command,
@@ -304,7 +304,7 @@ def process(
 
 
 def told(folder: Path) -> Record | None:
-    """Return the latest news of rank 0; None if there is none, or it is half written."""
+    """Return the latest progress of rank 0; None if there is none yet, or it is half written."""
     with contextlib.suppress(OSError, ValueError):
         return cast("Record", json.loads((folder / "progress").read_text()))
     return None
@@ -314,12 +314,12 @@ def failure(code: int | None, output: str, timeout: float, doing: str) -> Record
     """Return status and reason of a launch that went wrong.
 
     Args:
-        code: exit code, None if time ran out.
-        output: of the ranks and of the launcher.
-        timeout: seconds that the launch had.
+        code: the exit code; None if the launch did not end in time.
+        output: the text that the ranks and the launcher printed.
+        timeout: the limit of the launch in seconds.
         doing: the latest phase of rank 0.
     """
-    if code is None or "the launch has not ended after" in output:  # as the launcher says
+    if code is None or "the launch has not ended after" in output:  # the launcher's words
         return {"status": "timeout", "reason": f"not finished after {timeout:g} s, while {doing}"}
     if any(text in output for text in NO_MEMORY):
         return {"status": "oom", "reason": f"out of memory, while {doing}"}
@@ -349,9 +349,10 @@ def program(
     interrupted: str = "interrupted.",
     **defaults: object,
 ) -> Callable[[Callable[[argparse.Namespace], int]], Main]:
-    """Make a program of a function of its options, see `parse`.
+    """Return a decorator that makes a program of a function; for the arguments see `parse`.
 
-    It says in one line why it was refused or interrupted: exit codes 2 and 130.
+    The function takes the parsed options and returns the exit code. Bad options and an interruption
+    are reported in one line, with the exit codes 2 and 130.
     """
 
     def decorate(run: Callable[[argparse.Namespace], int]) -> Main:

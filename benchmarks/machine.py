@@ -1,4 +1,4 @@
-"""Tell facts about the machine, its devices and its MPI, by which records are comparable."""
+"""Describe the machine, its devices and its MPI, so that records can be compared."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ASKED = {
     "temperature": "temperature.gpu",
     "power_cap": "power.limit",
 }
-"""What nvidia-smi calls the readings of a record; MHz, degrees Celsius, W."""
+"""The names that nvidia-smi has for the readings of a record, in MHz, degrees Celsius and W."""
 _STAT = Path("/proc/stat")
 
 
@@ -69,11 +69,11 @@ def device(kind: str, world: Intracomm, *, share_gpu: bool) -> torch.device:
 
 
 def facts(world: Intracomm, device: torch.device, mode: str) -> dict[str, Any]:
-    """Return device, transport and environment of a record; asks all ranks which device they have.
+    """Return the parts "device", "transport" and "env" of a record.
 
     Args:
-        world: all ranks.
-        device: this rank's.
+        world: all ranks, which gather the names of their devices.
+        device: this rank's device.
         mode: name of the transport.
     """
     import torch
@@ -129,7 +129,7 @@ def fingerprint(env: dict[str, Any], device: dict[str, Any], transport: dict[str
 
 
 def _gpu_readings(device: torch.device) -> dict[str, Any]:
-    """Ask nvidia-smi about a GPU; nothing if it does not answer."""
+    """Return nvidia-smi's readings of a GPU; an empty dict if it does not answer."""
     query = [
         f"--query-gpu={','.join(ASKED.values())}",
         "--format=csv,noheader,nounits",
@@ -151,7 +151,7 @@ def _gpu_readings(device: torch.device) -> dict[str, Any]:
 def busy_share() -> float:
     """Measure for 0.3 s the share of the machine's processor time that is in use, from 0 to 1.
 
-    Return 0 if the system does not tell.
+    Return 0 on a system without /proc/stat.
     """
     before = _processor_times()
     time.sleep(0.3)
@@ -162,7 +162,7 @@ def busy_share() -> float:
 
 
 def _processor_times() -> tuple[int, int]:
-    """Return the clock ticks of all cores since boot, and those of them in which nothing ran."""
+    """Return the clock ticks of all cores since boot, and the idle ones among them."""
     text = _STAT.read_text() if _STAT.exists() else ""
     ticks = [int(word) for word in text.partition("\n")[0].split()[1:9]]
     return (sum(ticks), ticks[3] + ticks[4]) if ticks else (0, 0)  # idle, waiting for disk

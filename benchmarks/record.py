@@ -1,7 +1,7 @@
 """Measure all cases on several numbers of ranks: a launch for each, a record for each case.
 
-A record is on the disk as soon as its case is done. A case that fails, and one that a dying launch
-did not reach, are records too.
+A record is on the disk as soon as its case is done. A case that fails has a record, too, and so has
+a case that was not reached because its launch ended early.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ OPTIONS: Options = {
 
 @launching.program("bench", __doc__, OPTIONS)
 def main(options: argparse.Namespace) -> int:
-    """Measure; 0 if every case came out well, 1 if one did not, 2 for bad options."""
+    """Measure. Return 0 if every case ended well, 1 if one did not, 2 for bad options."""
     ranks = numbers_of_ranks(options.ranks)
     launch, setting = Launch(options.launcher, options.timeout), _setting(options)
     plan = listing(setting, ranks, options.root)
@@ -91,10 +91,10 @@ def main(options: argparse.Namespace) -> int:
 
 
 def listing(setting: Setting, ranks: Sequence[int], root: Path) -> Plan:
-    """Return the chosen cases, as the library that will be measured lists them.
+    """Return the chosen cases for each number of ranks, as the library in `root` lists them.
 
     Raises:
-        UsageError: the library cannot be imported, or does not have what the cases need.
+        UsageError: the library cannot be imported, or lacks something that the cases need.
     """
     asked = (str(root), msgspec.json.encode(setting).decode(), *map(str, ranks))
     answer = subprocess.run(
@@ -121,15 +121,15 @@ def run_launch(
     """Measure the cases of one P; every case has a record afterwards, however the launch ends.
 
     Args:
-        ranks: P.
-        cases: of this P.
-        setting: of the run; its `out` is appended to.
+        ranks: P, the number of ranks.
+        cases: the cases to measure on P ranks.
+        setting: the run's setting; records are appended to the file `out` in it.
         launch: how ranks are started.
         root: the checkout whose library is measured.
-        progress: told which case is measured.
+        progress: called with the case that is being measured.
 
     Returns:
-        The last lines of the ranks' output if the launch went wrong.
+        The last lines of the ranks' output if the launch failed, else an empty text.
     """
     before, found = len(records.read(setting.out).records), dict(INTERRUPTED)
     job = (ranks, "benchmarks.cases.session:measure", setting, launch)
@@ -146,10 +146,10 @@ def complete(
     """Write a record for every case that has none.
 
     Args:
-        cases: all that were planned.
+        cases: all cases that were planned.
         done: records that the ranks have written.
-        setting: of the launch.
-        problem: status and reason of its end, and the last news of rank 0.
+        setting: the launch's setting.
+        problem: "status" and "reason" of the launch's end, and "news", the last progress of rank 0.
     """
     reason = records.reason(problem.get("reason", "nothing was measured"))
     unreached = f"the launch ended before this case: {reason}"
@@ -186,7 +186,7 @@ def _run_all(plan: Plan, setting: Setting, launch: Launch, root: Path) -> int:
 
 
 def warn_of_load() -> None:
-    """Say that the machine is busy with something else; a timing cannot tell."""
+    """Warn if other work keeps the machine busy, because the timings do not show that."""
     if (busy := busy_share()) > BUSY_SHARE:
         tables.say(
             f"note: other work keeps {busy:.0%} of this machine busy; timings will suffer.",

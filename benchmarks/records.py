@@ -20,13 +20,13 @@ import msgspec
 SCHEMA_VERSION = 1
 MEASURED = ("ok", "skew_limited")
 NEEDED = ("device", "transport", "env", "timing", "phases", "comm")
-"""Parts of a record that has a time."""
+"""The parts that a record with a time must have."""
 
-AXIS = "sp"  # of a mesh with one axis
-MAX_BYTES = 256 << 20  # of a file
+AXIS = "sp"  # the name of the axis of a mesh that has only one
+MAX_BYTES = 256 << 20  # the largest file
 MAX_LINE = 1 << 20  # bytes; 10,000 samples of three kinds are about 600 KiB
 SHOWN = 160  # characters of a value that an error repeats
-CLOSE = 1e-9  # relative; a median that is computed again differs by rounding only
+CLOSE = 1e-9  # relative tolerance; a median that is computed again differs by rounding only
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=65536)]
@@ -50,15 +50,19 @@ Bit = Literal[0, 1]
 
 
 class ForeignError(ValueError):
-    """A file that cannot be used; the text names it and says why."""
+    """A file or record that cannot be used; the text says why."""
 
 
 class Part(msgspec.Struct, omit_defaults=True):
-    """A part of a record. Fields that have no name here, as in older records, are not read."""
+    """A part of a record. Unknown fields, which older records may have, are ignored on reading."""
 
 
 class Pair(Part):
-    """The place of a launch in a comparison: stage, pair, and the slot of a side by a coin."""
+    """The place of a launch in a comparison of two commits.
+
+    `index` is the pair's index in its stage. `slot` is 0 for the first launch of the pair, else 1.
+    `coin` is the throw that ordered the pair, 0 if base runs first. `seed` is that of all coins.
+    """
 
     index: Count
     stage: Literal["screen", "confirm"]
@@ -79,14 +83,14 @@ class Case(Part):
     """What was measured.
 
     Args:
-        id: name, the same for every P.
+        id: the case's name, the same for every P.
         layer: the suite: "collectives", "schemes", "layers" or "llama".
-        scheme: is called.
-        direction: "both" is forward and backward; None where there is only one.
-        ranks: P.
+        scheme: the scheme, collective or kind of work (such as "decode") that is timed.
+        direction: "both" means forward and backward; None if the suite has no choice.
+        ranks: P, the number of ranks.
         mesh: size of each axis; the product is P.
         shape: sizes of the whole problem, the same for every P.
-        layout, mask, algorithm: where there is a choice.
+        layout, mask, algorithm: their names; None if the case has no choice.
         transport: a name of `sp_core.transport.NAMES`.
     """
 
@@ -137,7 +141,7 @@ def make_case(
 
 
 class Device(Part):
-    """Where tensors lived; `count` is that of cores, or of the GPUs that the ranks used."""
+    """The device of the tensors; `count` is the number of cores, or of GPUs that the ranks used."""
 
     kind: Text
     name: Text
@@ -181,8 +185,8 @@ class Env(Part):
 class Timing(Part):
     """Seconds of one step, from the first rank's start to the last rank's end.
 
-    A sample has `inner` steps. The skew is that between the first and the last rank that left the
-    barrier.
+    A sample is the mean of `inner` steps. The skew is the time between the first and the last rank
+    that leaves the barrier before a sample.
     """
 
     iterations: Annotated[int, msgspec.Meta(ge=1, le=10_000)]
@@ -204,14 +208,14 @@ class Timing(Part):
 
 
 class Phase(Part):
-    """Seconds of a part of a step, on the slowest rank and on average."""
+    """Seconds of one phase of a step: on the slowest rank, and the mean over the ranks."""
 
     max_s: Seconds
     mean_s: Seconds
 
 
 class Traffic(Part):
-    """An operation in one step: bytes over all ranks, seconds of the rank that waited longest."""
+    """One operation of a step: bytes over all ranks, and seconds of the rank that waits longest."""
 
     bytes_sent: Count
     seconds: Seconds
@@ -219,14 +223,14 @@ class Traffic(Part):
 
 
 class Memory(Part):
-    """Bytes of the rank that held most."""
+    """The highest peak of tensor bytes on any rank, and how it was measured."""
 
     peak_bytes: Count
     method: Text
 
 
 class Work(Part):
-    """One step over all ranks."""
+    """The work of one step over all ranks; None for a number that is not known."""
 
     flops: Count | None
     tokens: Count | None
@@ -280,7 +284,7 @@ class Record(Part):
 
     @property
     def seconds(self) -> float:
-        """The median of a step; 0 if it was not measured."""
+        """The median seconds of a step; 0 if it was not measured."""
         return 0.0 if self.timing is None or self.status not in MEASURED else self.timing.median_s
 
 
@@ -288,11 +292,12 @@ def parse(line: bytes) -> Record:
     """Read the record that a line holds.
 
     Args:
-        line: UTF-8 text of one JSON object, without the end of line.
+        line: UTF-8 text of one JSON object, without the end of line. The last value of a repeated
+            key counts.
 
     Raises:
         ForeignError: the line is no JSON, has a number that is not finite, is too long, or is no
-            record. Of a key that is there twice the last value counts.
+            record.
     """
     if len(line) > MAX_LINE:
         raise ForeignError(f"the line has {len(line)} bytes, {MAX_LINE} are allowed.")
@@ -320,22 +325,22 @@ def short(value: object) -> str:
 
 
 class Reading(msgspec.Struct):
-    """The valid records of a file in its order, and a line of text for each thing that is wrong."""
+    """The valid records of a file in its order, and a line of text for each problem."""
 
     records: list[Record] = []
     problems: list[str] = []
 
 
 def append(path: Path | str, record: Record | dict[str, Any]) -> None:
-    """Add a record to a file, which is created if need be, and bring it to the disk.
+    """Append a record to a file, create the file if it is missing, and flush it to the disk.
 
     Args:
         path: the file; its folder exists.
         record: a valid record.
 
     Raises:
-        ForeignError: it is not valid, or is too long; nothing has been written.
-        OSError: it cannot be written.
+        ForeignError: the record is not valid or is too long; nothing is written.
+        OSError: the file cannot be written.
     """
     try:
         line = msgspec.json.encode(record)
@@ -344,7 +349,7 @@ def append(path: Path | str, record: Record | dict[str, Any]) -> None:
     parse(line)
     with Path(path).open("a+b") as file:
         file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
-        was_cut = file.read(1) not in (b"", b"\n")  # by the end of its writer
+        was_cut = file.read(1) not in (b"", b"\n")  # its writer ended within a line
         file.write(b"\n" * was_cut + line + b"\n")
         file.flush()
         os.fsync(file.fileno())
@@ -354,11 +359,10 @@ def read(path: Path | str) -> Reading:
     """Read the records of a file that can be used, and say what is wrong with the rest.
 
     Args:
-        path: a file of JSON lines, from whomever.
+        path: a file of JSON lines, from any source.
 
     Returns:
-        Records and problems; never an exception for what the file holds, or because it is not
-        there.
+        The records and the problems. A missing or damaged file is a problem, not an exception.
     """
     found = Reading()
     try:

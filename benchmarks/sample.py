@@ -1,8 +1,8 @@
 """Take samples of a step, as often as all ranks have agreed on, and let contestants take turns.
 
 `benchmark(step)` of pytest-benchmark finds its number of rounds with each rank's own clock: ranks
-disagree, and one of them waits for ever in a collective that the others do not enter. Here rank 0
-chooses, from a pilot that all ranks take, and tells the others.
+disagree, and one of them waits for ever in a collective that the others do not enter. Here all
+ranks run a few pilot steps. Rank 0 chooses the numbers from their times, and broadcasts them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch import Tensor
 
 from benchmarks.worker import THREADS, Intracomm
 
-OVERHEAD = 0.01  # share of a sample that sync and barrier may cost
+OVERHEAD = 0.01  # share of a sample that device sync and barrier may cost
 PILOT_STEPS, PILOT_BARRIERS = 3, 10
 SKEW_LIMIT = 0.05
-"""Of the typical makespan; above it the ranks start too unevenly for the time to mean much."""
+"""The largest skew, as a share of a sample's median makespan, at which a time is meaningful."""
 
 NAP_SECONDS = 0.002
 Span = tuple[float, float]
-"""Start and end on one rank."""
+"""The start and the end of a sample on one rank, in seconds."""
 
 ABSENT: Span = (math.inf, -math.inf)
 """The span of a rank that takes no part."""
@@ -40,9 +40,9 @@ class Budget:
     """How long a case may take.
 
     Args:
-        seconds: of all samples together.
-        warmup_s: of the samples before them that are not kept.
-        fewest, most: samples.
+        seconds: the time of all kept samples together.
+        warmup_s: the time of the samples before them, which are not kept.
+        fewest, most: the limits of the number of kept samples.
     """
 
     seconds: float = 0.25
@@ -52,7 +52,7 @@ class Budget:
 
 
 QUICK = Budget(seconds=0.4, warmup_s=0.02, fewest=7, most=40)
-"""For comparisons: few cases, each for longer.
+"""The budget of the small selection of cases, each of which is timed for longer.
 
 On two cores medians over 0.12 s scattered twice as much as over 0.4 s.
 """
@@ -60,7 +60,7 @@ On two cores medians over 0.12 s scattered twice as much as over 0.4 s.
 
 @dataclass(frozen=True)
 class Counts:
-    """The decision of rank 0: `warmup` samples, then `samples` that are kept, of `inner` steps."""
+    """How many to take: `warmup` samples, then `samples` that are kept, each of `inner` steps."""
 
     warmup: int
     inner: int
@@ -68,7 +68,7 @@ class Counts:
 
 
 def choose(step_s: float, meeting_s: float, budget: Budget) -> Counts:
-    """Return the counts for a step of `step_s` seconds, if sync and barrier take `meeting_s`."""
+    """Return the counts for steps of `step_s` seconds, if sync and barrier take `meeting_s`."""
     step_s = max(step_s, 1e-7)
     longest = int(budget.seconds / budget.fewest / step_s)
     enough = max(meeting_s / OVERHEAD, budget.seconds / budget.most)  # short steps fill the time
@@ -108,24 +108,24 @@ def timing(spans: Sequence[Sequence[Span]], inner: int) -> dict[str, Any]:
 
 
 Notes = list[list[dict[str, float]]]
-"""Plain values by name, `[rank][sample]`."""
+"""Numbers by name for each rank and sample, `[rank][sample]`."""
 
 
 def agree(
     step: Callable[[], object], world: Intracomm, budget: Budget, *, sync: Callable[[], None]
 ) -> Counts:
-    """Take a few steps, and let rank 0 choose by the slowest rank's time.
+    """Run a few steps. Return the counts that rank 0 chooses from the slowest rank's time.
 
     Args:
-        step: is timed.
-        world: the ranks.
+        step: the step to time, which all ranks run together.
+        world: all ranks.
         budget: how long all samples may take.
         sync: waits until the device is idle.
 
     Communication:
-        As many barriers as steps and `PILOT_BARRIERS` more, two gatherings, one broadcast.
+        `PILOT_STEPS + PILOT_BARRIERS` barriers, two all-gathers, one broadcast.
     """
-    step()  # the first touches all memory
+    step()  # the first step touches all memory
     spans, _ = take(step, world, Counts(0, 1, PILOT_STEPS), sync=sync)
     slowest = max(statistics.median(seconds) for seconds in step_seconds(spans, 1))
     start = time.perf_counter()
@@ -149,15 +149,15 @@ def take(
 
     Args:
         step, world, sync: as in `agree`.
-        counts: the same on all ranks.
-        note: read before the first step of a sample and after the last one; plain values by name.
-        tell: hears how many samples there are.
+        counts: how many samples to take; the same on all ranks.
+        note: returns numbers by name; called before and after each sample.
+        tell: called after each sample with a text, the number of samples taken and their total.
 
     Returns:
-        The spans, `[rank][sample]`, and the growth of each rank's notes in one step of each sample.
+        The spans, `[rank][sample]`, and how much each noted number grew per step, as `Notes`.
 
     Communication:
-        One barrier per sample, and one gathering at the end.
+        One barrier per sample, and one all-gather at the end.
     """
     taken: list[tuple[Span, dict[str, float]]] = []
     for number in range(1 - counts.warmup, 1 + counts.samples):
@@ -178,7 +178,13 @@ def take(
 
 
 def highest_and_mean(values: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """Return medians over samples of the largest and the mean value of `[rank][sample]`."""
+    """Return "max_s" and "mean_s": the largest and the mean value over the ranks.
+
+    Both are medians over the samples.
+
+    Args:
+        values: seconds, `[rank][sample]`.
+    """
     by_sample = list(zip(*values, strict=True))
     return {
         "max_s": statistics.median(map(max, by_sample)),
@@ -189,9 +195,10 @@ def highest_and_mean(values: Sequence[Sequence[float]]) -> dict[str, Any]:
 def race(
     world: Intracomm, runners: Mapping[str, Callable[[], Span]], rounds: int, seed: int
 ) -> dict[str, list[list[Span]]]:
-    """Let contestants take turns, in a new random order in each round; return their spans.
+    """Let contestants take turns, in a new random order in each round.
 
-    The spans of each are `[rank][round]`.
+    Returns:
+        The spans of each contestant by its name, `[rank][round]`.
     """
     order = random.Random(seed)
     mine: dict[str, list[Span]] = {name: [] for name in runners}
@@ -224,9 +231,9 @@ def turn(
 
     Args:
         world: all ranks.
-        act: is timed.
-        alone: whether rank 0 acts by itself.
-        threads: of torch, while a rank acts.
+        act: the call to time.
+        alone: whether only rank 0 acts; the span of the others is `ABSENT`.
+        threads: the number of torch threads of a rank that acts.
         sync: waits until the device is idle.
     """
     if alone and world.rank:
@@ -259,7 +266,7 @@ def undisturbed() -> Iterator[None]:
 
 
 def meet_asleep(world: Intracomm) -> None:
-    """Wait for all ranks, asleep, so that the others have this rank's core."""
+    """Wait for all ranks while asleep, so that other ranks can use this rank's core."""
     request = world.Ibarrier()
     while not request.Test():
         time.sleep(NAP_SECONDS)
@@ -268,7 +275,10 @@ def meet_asleep(world: Intracomm) -> None:
 def peak_memory(
     step: Callable[[], object], held: Iterable[Tensor], device: torch.device
 ) -> tuple[int, str]:
-    """Take one step. Return the most bytes of tensors alive, and how that was measured."""
+    """Run one step. Return the peak bytes of live tensors, and a text on how it was measured.
+
+    `held` are the tensors that are alive before the step.
+    """
     if device.type != "cpu":
         of_kind: Any = torch.get_device_module(device)
         of_kind.reset_peak_memory_stats(device)

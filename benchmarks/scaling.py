@@ -1,7 +1,7 @@
 """The scaling experiment: a transformer block, its sequence split over P ranks, checked and timed.
 
 For each P the ranks run in a job of their own. The output, and with `--backward` the gradient of
-the input, are first compared with a single device's; a wrong one is a failure, not a row.
+the input, are first compared with a single device's. A wrong result is a failure, not a row.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "trace": {"hidden": 256, "heads": 8, "seq": 2048, "batch": 1, "iterations": 1, "warmup": 0},
 }
-"""Sizes by name; all others follow from them."""
+"""The options of each preset; sizes that it lacks follow from the others."""
 
 SHAPE = ("batch", "seq", "hidden", "heads", "kv_heads", "head_dim", "ffn")
 COLUMNS = (
@@ -137,7 +137,7 @@ OPTIONS: Options = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """One P: the record, the verdict on the output, and the AllGather of K and V by itself."""
+    """The result of one P: the record, the verdict on the output, and the AllGather of K and V."""
 
     record: Record
     check: dict[str, Any] | None = None
@@ -145,10 +145,10 @@ class Outcome:
 
 
 def settings(options: argparse.Namespace) -> list[Setting]:
-    """Return the launches that the options ask for: for each dtype, one per number of ranks.
+    """Return a setting for each launch: for each dtype, one per number of ranks.
 
     Raises:
-        UsageError: options that make no case, or that this machine cannot run.
+        UsageError: the options make no case, or this machine cannot run them.
     """
     from sp_core.transport import NAMES  # it is slow to import
 
@@ -183,11 +183,11 @@ def settings(options: argparse.Namespace) -> list[Setting]:
 
 
 def shape_of(sizes: dict[str, Any], given: dict[str, Any]) -> dict[str, int]:
-    """Return all sizes of a block, also those that follow from others.
+    """Return all sizes of a block (`SHAPE`), computing the missing ones from the others.
 
     Args:
-        sizes: a preset with the given values over it.
-        given: the values that the user asked for, which must not be overruled.
+        sizes: the preset's values, replaced by the user's where there are any.
+        given: only the user's values. If they have head_dim and not hidden, hidden follows.
 
     Raises:
         UsageError: the sizes do not fit each other.
@@ -213,7 +213,7 @@ def check_machine(options: argparse.Namespace, ranks: int) -> None:
     """Check that there are GPUs for all ranks, before anything is launched.
 
     Raises:
-        UsageError: there are fewer.
+        UsageError: there are fewer GPUs than ranks, and ranks may not share them.
     """
     if options.device == "cpu":
         return
@@ -228,13 +228,13 @@ def check_machine(options: argparse.Namespace, ranks: int) -> None:
 
 
 def kind(device: str) -> str:
-    """Return what the names of files call a kind of device."""
+    """Return "cpu" or "gpu", the word for a kind of device in the names of files."""
     return "cpu" if device == "cpu" else "gpu"
 
 
 @launching.program("scaling", __doc__, OPTIONS)
 def main(options: argparse.Namespace) -> int:
-    """Run the experiment; 0 if every case came out right, 1 if one did not, 2 for bad options."""
+    """Run the experiment. Return 0 if every case is right, 1 if one is not, 2 for bad options."""
     launch, every, done = Launch(options.launcher, options.timeout), settings(options), []
     paths = [options.out / file_name(one, every[0].case.dtype) for one in every]
     writable(paths[0])
@@ -253,7 +253,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def run_once(setting: Setting, launch: Launch) -> Outcome:
-    """Run one P, and say in a line how it came out."""
+    """Run the launch of one P, print how it ended, and return the outcome."""
     ranks, name = setting.case.ranks, f"P = {setting.case.ranks}, {setting.case.dtype}"
     job = (ranks, "benchmarks.cases.block:measure", setting, launch)
     found = launching.run(*job, tables.following(name))
@@ -267,7 +267,7 @@ def run_once(setting: Setting, launch: Launch) -> Outcome:
 
 
 def outcome_of(setting: Setting, found: dict[str, Any]) -> Outcome:
-    """Return the outcome of a launch from what it has left."""
+    """Return the outcome of a launch; `found` is the record that `launching.run` returned."""
     run = Run(run_id=datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ"), commit=commit())
     check, status, reason = found.get("check"), found["status"], found.get("reason")
     if status == "ok" and found["parts"]["timing"]["skew_limited"]:
@@ -280,7 +280,7 @@ def outcome_of(setting: Setting, found: dict[str, Any]) -> Outcome:
 
 
 def table(outcomes: list[Outcome], device: str) -> tables.Table:
-    """Return the table of one dtype: a line for each P that was not wrong, also if it failed."""
+    """Return the table of one dtype: a line for each P, without those whose result is wrong."""
     rows = {row.ranks: row for row in derive.rows(outcome.record for outcome in outcomes)}
     right = {one.record.case.ranks: one for one in outcomes if one.record.status != "wrong"}
     lines = (cells(one, rows.get(ranks)) for ranks, one in sorted(right.items()))
@@ -288,7 +288,7 @@ def table(outcomes: list[Outcome], device: str) -> tables.Table:
 
 
 def cells(outcome: Outcome, row: derive.Row | None) -> tuple[str, ...]:
-    """Return the texts of COLUMNS."""
+    """Return the cells of one line, in the order of COLUMNS."""
     ranks, gather = str(outcome.record.case.ranks), outcome.all_gather
     if row is None:
         return (ranks, *[tables.DASH] * (len(COLUMNS) - 2), outcome.record.status)
@@ -321,7 +321,7 @@ def title(case: Case, device: str) -> str:
 
 
 def step(case: Case) -> str:
-    """Say what a step is."""
+    """Return the scheme and the direction of a case as text."""
     return f"{case.scheme}, {plots.DIRECTIONS.get(str(case.direction), case.direction)}"
 
 
@@ -354,7 +354,7 @@ def draw(records: Sequence[Record], path: Path, device: str) -> None:
 
 
 def file_name(setting: Setting, first: str) -> str:
-    """Return the name of a file; the first dtype has the plain name, others add theirs."""
+    """Return the name of a launch's file; a dtype other than `first` is added to it."""
     case = setting.case
     suffix = "" if case.dtype == first else f"_{case.dtype}"
     return f"strong_scaling_sp_{kind(setting.device)}_p{case.ranks}{suffix}.json"

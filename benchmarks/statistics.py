@@ -17,7 +17,7 @@ MISS = 0.02  # probability that one end of an interval may lie on the wrong side
 
 @dataclass(frozen=True)
 class Interval:
-    """A median of `count` values, between two of them."""
+    """The median of `count` values, and an interval around it from `low` to `high`."""
 
     low: float
     median: float
@@ -35,14 +35,14 @@ def chance(throws: int, heads: int) -> float:
 
 
 def exact_interval(values: Sequence[float]) -> Interval:
-    """Return the median and its exact interval; the widest one if `MISS` needs more values."""
+    """Return the median and its exact interval; the whole range if `MISS` needs more values."""
     ordered, n = sorted(values), len(values)
     k = max((k for k in range(1, n // 2 + 1) if chance(n, n - k + 1) <= MISS), default=1)
     return Interval(ordered[k - 1], statistics.median(ordered), ordered[n - k], n)
 
 
 def ratio(above: Sequence[float], below: Sequence[float]) -> Interval:
-    """Return the times of one contestant over those of another, in the same rounds."""
+    """Return the interval of `above` / `below`: two contestants' times, divided round by round."""
     return exact_interval([a / b for a, b in zip(above, below, strict=True)])
 
 
@@ -52,11 +52,11 @@ class Requirement:
 
     Args:
         text: names the line.
-        relation: ">=", "<=" or ">": how `found` must lie to `bound`.
+        relation: ">=", "<=" or ">", the relation that `found` must have to `bound`.
         bound: None for a line that is shown and not judged.
-        found: None if it was not measured.
+        found: the measured interval; None if nothing was measured.
         least: number of values that a judgement needs.
-        fails: something else than `found` is wrong.
+        fails: whether the line fails for another reason than `found`.
     """
 
     text: str
@@ -68,7 +68,7 @@ class Requirement:
 
     @property
     def mark(self) -> str:
-        """Say whether the median reaches it; "open" if the interval crosses the bound."""
+        """Say whether the median reaches the bound; "open" if the interval crosses the bound."""
         if self.found is None:
             return "not measured"
         if self.bound is None:
@@ -85,6 +85,6 @@ class Requirement:
         )
 
     def cells(self) -> tuple[str, ...]:
-        """Return the texts of "must be", "median, interval" and the mark."""
+        """Return the texts of three columns: "must be", "median, interval" and the mark."""
         must = "-" if self.bound is None else f"{self.relation} {self.bound:g}"
         return must, str(self.found or "-"), self.mark

@@ -21,18 +21,18 @@ else:
     # mpi4py starts MPI when it is imported, which programs that only start ranks must not do
     Intracomm = object
 
-THREADS = 1  # per rank: a P = 1 that used every core would leave more ranks nothing to gain
+THREADS = 1  # per rank: if one rank used every core, more ranks could not be faster
 
 
 @dataclass(frozen=True)
 class Rank:
-    """The ranks of the launch, and the folder in which rank 0 reports."""
+    """One rank of a launch: the communicator of all ranks, and the folder where rank 0 reports."""
 
     world: Intracomm
     folder: Path
 
     def tell(self, phase: str, done: int = 0, total: int = 0, **more: Any) -> None:
-        """Say what is going on; the program that started the ranks shows it."""
+        """Report progress, on rank 0 only; the program that started the ranks shows it."""
         if self.world.rank == 0:
             (self.folder / "progress").write_text(
                 json.dumps({"phase": phase, "done": done, "total": total, **more})
@@ -40,10 +40,10 @@ class Rank:
 
 
 def take_library(root: Path) -> None:
-    """Import `sp_core` from a checkout; whatever imports it later gets that one.
+    """Import `sp_core` from a checkout; later imports in this process get the same one.
 
     Raises:
-        SystemExit: another one was imported already, or the folder has none.
+        SystemExit: a different sp_core was imported before, or the folder has none.
     """
     sys.path.insert(0, str(root))
     found = importlib.import_module("sp_core").__file__
@@ -56,7 +56,7 @@ def take_library(root: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    """Carry out the job that a folder describes."""
+    """Run the job that a folder describes; rank 0 writes the record."""
     job = json.loads((folder / "job.json").read_text())
     take_library(Path(job["root"]))
     import torch

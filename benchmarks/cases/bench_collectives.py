@@ -1,8 +1,8 @@
 """Time every collective with every algorithm over every transport, for three sizes of buffers.
 
-What there is to time is read from the library: a collective, an algorithm or a transport that is
-registered there later is timed without a change here. `elements` are those of the largest buffer
-that a rank has in the call: the result of an all-gather, the input of a reduce-scatter.
+The cases are read from the library's tables: a collective, an algorithm or a transport that is
+added there is timed without a change here. `elements` is the size of the largest buffer of a rank
+in the call: the result of an all-gather, the input of a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sp_core.transport import MAY_BE_REFUSED, NAMES
 
 ELEMENTS = (256, 65_536, 1_048_576)  # of float32: 1 KiB, 256 KiB, 4 MiB
 QUICK = {("all_gather", 65_536), ("all_reduce", 65_536), ("reduce_scatter", 65_536)}
-WIDTH = 64  # of the dim that an all-to-all splits
+WIDTH = 64  # size of the dim that an all-to-all splits
 LIBRARY = "mpi"  # the algorithm whose bytes have a formula here
 WINDOW = "window"
 WITH_WINDOW = (WINDOW, "ipc", "pinned")  # transports for the algorithm "window"
@@ -44,9 +44,9 @@ def operations() -> list[str]:
 
 
 def algorithms(operation: str, transport: str) -> list[str]:
-    """Return the algorithms that the library offers for it; "auto" is one of these.
+    """Return the algorithms of a collective over a transport, without the choice "auto".
 
-    Shared memory has its own, which needs no messages.
+    Transports that share memory have only "window", which needs no messages; others have the rest.
     """
     return [
         name
@@ -56,7 +56,7 @@ def algorithms(operation: str, transport: str) -> list[str]:
 
 
 def cases(ranks: int, device: str = "cpu") -> list[Case]:
-    """Return all cases on that number of ranks."""
+    """Return all cases for a number of ranks and a kind of device."""
     return [
         make_case(
             "collectives",
@@ -81,7 +81,7 @@ def quick(case: Case) -> bool:
 
 
 def build(case: Case, mesh: Mesh, sync: Callable[[], None]) -> Work:
-    """Make this rank's part in one collective, without gradients."""
+    """Return this rank's work: one call of a collective, without gradients."""
     comm = mesh[AXIS]
     x, arguments = _input(case.scheme, case.shape["elements"], mesh, dtype_of(case))
     how = {"comm": comm, "algorithm": case.algorithm, **arguments}
@@ -98,7 +98,7 @@ def build(case: Case, mesh: Mesh, sync: Callable[[], None]) -> Work:
 def _input(
     operation: str, elements: int, mesh: Mesh, dtype: torch.dtype
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Return this rank's tensor, and the arguments that spare an agreement about sizes."""
+    """Return this rank's tensor, and the sizes as arguments, so that ranks need not gather them."""
     size, rank = mesh[AXIS].size, mesh[AXIS].rank
     if operation == "all_gather":
         sizes = split_sizes(elements, size)
@@ -125,4 +125,7 @@ SENT: dict[str, Callable[[Tensor, int, int], int]] = {
     "broadcast": lambda x, rank, size: (size - 1) * x.nbytes if rank == 0 else 0,
     "reduce": lambda x, rank, size: x.nbytes if rank != 0 else 0,
 }
-"""Bytes that a rank gives to the MPI library for others, or sends in messages."""
+"""By collective, the bytes that a rank gives to the MPI library for others, or sends itself.
+
+A function takes the rank's tensor, its rank and P.
+"""

@@ -30,11 +30,11 @@ LAYOUT, MASK = "zigzag", "causal"
 PAIR = "tp_sp"
 QUICK = {("allgather_kv", "forward"), (PAIR, "forward")}
 Made = tuple[nn.Module, Callable[[Tensor], Tensor], int | None]
-"""The layer, its forward, and bytes that this rank sends."""
+"""The layer, its forward, and the bytes that this rank sends in a step; None without a formula."""
 
 
 def cases(ranks: int, device: str = "cpu", shape: dict[str, int] = SHAPE) -> list[Case]:
-    """Return all cases on that number of ranks."""
+    """Return all cases for a number of ranks and a kind of device."""
     return [
         make_case(
             "layers",
@@ -59,7 +59,7 @@ def quick(case: Case) -> bool:
 
 
 def build(case: Case, mesh: sp.Mesh, sync: Callable[[], None]) -> Work:
-    """Make this rank's part in one layer."""
+    """Return this rank's work in one layer."""
     phases = Phases(bench_schemes.communicators(case, mesh), sync)
     sharding = bench_schemes.sharding_of(case)
     shape = (case.shape["batch"], sharding.local_len(mesh.rank), case.shape["hidden"])
@@ -94,7 +94,7 @@ def flops(case: Case) -> int:
 
 
 def block(case: Case, mesh: sp.Mesh, phases: Named) -> Made:
-    """Return a transformer block whose attention is that of the case."""
+    """Return a transformer block with the case's attention, its forward and the bytes it sends."""
     shape, axes = case.shape, tuple(case.mesh)
     sharding, call = bench_schemes.sharding_of(case), bench_schemes.attention_of(case, mesh)
 
@@ -136,7 +136,7 @@ def _pair(case: Case, mesh: sp.Mesh, phases: Named) -> Made:
 
 
 def _note(layer: nn.Module, name: str, phases: Named) -> None:
-    """Note the layer's forward as a phase."""
+    """Mark the layer's forward as the phase `name`."""
     forward = layer.forward
 
     def noted(*args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Time one token and a prompt of a small LLaMA over tensor ranks, with every all-reduce.
+"""Time one token and a prompt of a small LLaMA over tensor ranks, with every all-reduce algorithm.
 
-The ratio of two P of one case is what tensor parallelism gains; that of two algorithms at one P is
-what the algorithm does.
+The ratio of a case's times on two numbers of ranks is the gain of tensor parallelism. The ratio of
+two algorithms on the same ranks is the effect of the algorithm.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TOKEN = 1
 
 
 def cases(ranks: int, device: str = "cpu", shape: dict[str, int] = SHAPE) -> list[Case]:
-    """Return all cases on that number of ranks."""
+    """Return all cases for a number of ranks and a kind of device."""
     offered = [
         name
         for name in ALGORITHMS["all_reduce"]
@@ -59,7 +59,7 @@ def quick(case: Case) -> bool:
 
 
 def build(case: Case, mesh: Mesh, sync: Callable[[], None]) -> Work:
-    """Make this rank's part of a model and of what it has read."""
+    """Return this rank's work: a step of its part of a model, with the keys that it has cached."""
     shape = case.shape
     config = LlamaConfig(
         vocab_size=shape["vocab"],
@@ -82,16 +82,16 @@ def build(case: Case, mesh: Mesh, sync: Callable[[], None]) -> Work:
 
 
 Made = tuple[Callable[[], object], list[Tensor]]
-"""The step, and what is alive besides the weights when it begins."""
+"""The step, and the tensors besides the weights that are alive when it begins."""
 
 
 def _prefill(model: Llama, seq: int) -> Made:
-    """Read a prompt into a new cache, and compute the logits after it."""
+    """Return a step that reads a prompt into a new cache and computes the logits after it."""
     return lambda: Decoder(model, [seq]).prefill([[TOKEN] * seq]), []
 
 
 def _decode(model: Llama, seq: int) -> Made:
-    """Decode one token after a prompt; then forget it, so that every step is the same."""
+    """Return a step that decodes one token after a prompt, then drops it: all steps are equal."""
     decoder = Decoder(model, [seq + 1])
     decoder.prefill([[TOKEN] * seq])
     (cache,) = decoder.caches
@@ -113,7 +113,7 @@ def _tokens(case: Case) -> int:
 def _sent(case: Case, rank: int) -> int:
     """Return the bytes that this rank gives to the MPI library for others.
 
-    There is a sum after the embedding, two in each layer, then the logits.
+    The model sums over the ranks after the embedding and twice in each layer, then gathers logits.
     """
     ranks, hidden, itemsize = case.ranks, case.shape["hidden"], dtype_of(case).itemsize
     if ranks == 1:

@@ -1,6 +1,6 @@
 """Time attention under every scheme, layout and mask, forward and with its backward.
 
-A scheme that is registered later is timed too.
+A scheme that is added to the library is timed without a change here.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ LAYOUTS = ("contiguous", "zigzag", "striped")
 MASKS = {"full": sp.Mask(), "causal": sp.Mask(causal=True)}
 DIRECTIONS = ("forward", "both")
 WINDOW = "window"
-"""Shared memory, in which keys and values are read where they lie; timed in one layout."""
+"""The transport over shared memory: ranks read keys and values in place. It has one layout here."""
 
 QUICK = {("zigzag", "causal", "forward"), ("zigzag", "causal", "both")}
-BACKWARD_FLOPS = 2.5  # of the forward: five products of matrices instead of two
+BACKWARD_FLOPS = 2.5  # times the forward's: five products of matrices instead of two
 
 
 def cases(ranks: int, device: str = "cpu", shape: dict[str, int] = SHAPE) -> list[Case]:
-    """Return all cases on that number of ranks."""
+    """Return all cases for a number of ranks and a kind of device."""
     return [
         make_case(
             "schemes",
@@ -63,7 +63,7 @@ def quick(case: Case) -> bool:
 
 
 def build(case: Case, mesh: sp.Mesh, sync: Callable[[], None]) -> Work:
-    """Make this rank's part in one attention."""
+    """Return this rank's work: one call of attention."""
     sharding = sharding_of(case)
     own, (heads, kv_heads, head_dim) = sharding.local_len(mesh.rank), widths(case)
     q, k, v = (
@@ -95,25 +95,25 @@ def communicators(case: Case, mesh: sp.Mesh) -> list[sp.Communicator]:
 
 
 def attention_of(case: Case, mesh: sp.Mesh) -> Callable[..., Any]:
-    """Return the scheme, bound to its ranks."""
+    """Return the scheme's function, with its communicator or mesh filled in."""
     if case.scheme == HYBRID:
         return partial(sp.hybrid_attention, mesh=mesh)
     return partial(SCHEMES[case.scheme], comm=mesh[AXIS])
 
 
 def sharding_of(case: Case) -> sp.Sharding:
-    """Return who owns which tokens."""
+    """Return the case's sharding: which rank has which tokens."""
     make = getattr(sp.Sharding, str(case.layout))
     return cast("sp.Sharding", make(case.shape["seq"], case.ranks))
 
 
 def widths(case: Case) -> tuple[int, int, int]:
-    """Return H, K and D."""
+    """Return the numbers of heads and of key/value heads, and the dim of a head."""
     return case.shape["heads"], case.shape["kv_heads"], case.shape["head_dim"]
 
 
 def sent(case: Case, mesh: sp.Mesh) -> int | None:
-    """Return the bytes that this rank sends in a step, by the formulas of `sp_core.cost`."""
+    """Return the bytes that this rank sends in a step by `sp_core.cost`; None without a formula."""
     owned, mask = (sharding_of(case),) * 2, MASKS[str(case.mask)]
     sizes = cost.Attention(
         *(*owned, mask, case.shape["batch"], *widths(case), dtype_of(case).itemsize),
@@ -129,7 +129,7 @@ def sent(case: Case, mesh: sp.Mesh) -> int | None:
 
 
 def bytes_of(both: cost.Both, case: Case) -> int:
-    """Return the bytes of a forward, and of the backward if the case has one."""
+    """Return the bytes sent in a forward, plus those of the backward if the case has one."""
     return both[0].bytes_sent + (both[1].bytes_sent if case.direction == "both" else 0)
 
 
@@ -142,7 +142,7 @@ def flops(case: Case) -> int:
 
 
 def normal(shape: tuple[int, ...], case: Case, mesh: sp.Mesh, seed: int) -> Tensor:
-    """Draw normal numbers, with a gradient if the case has a backward."""
+    """Draw normal numbers that require a gradient if the case has a backward."""
     random = torch.Generator(mesh.device).manual_seed(seed)
     x = torch.randn(shape, generator=random, device=mesh.device, dtype=dtype_of(case))
     return x.requires_grad_(case.direction == "both")

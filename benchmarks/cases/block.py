@@ -1,4 +1,4 @@
-"""Check a transformer block against a single device, then time it: the step of the experiment.
+"""Check a transformer block against a single device, then time it, for the scaling experiment.
 
 The single device computes in plain torch, with nothing of sp_core. Shapes: B batch, S sequence, Q
 queries, E model dim, H heads, K key/value heads, D head dim.
@@ -53,15 +53,15 @@ Weights = Mapping[str, Tensor]
 
 
 def measure(values: Any, rank: Rank) -> dict[str, Any]:
-    """Carry out one launch.
+    """Run one launch of the scaling experiment.
 
     Returns:
         "parts" of the record; "check", the verdict on the output; and "all_gather", the gathering
-        of K and V by itself.
+        of K and V by itself. If the output is wrong, only "status" and "check".
     """
     setting, world = msgspec.convert(values, BlockSetting), rank.world
     case, device = setting.case, device_of(setting.device, world, share_gpu=setting.share_gpu)
-    # one more than asked for: the first touches all memory
+    # one warm-up step more than asked for: the first touches all memory
     counts = Counts(setting.warmup + 1, 1, setting.iterations)
     with meshes(case, world, device) as mesh:
         sync, comms = partial(wait_for, device), communicators(case, mesh)
@@ -81,7 +81,7 @@ def measure(values: Any, rank: Rank) -> dict[str, Any]:
 
 
 def block(setting: BlockSetting, mesh: sp.Mesh, phases: Named) -> tuple[bench_layers.Made, Tensor]:
-    """Return the block with its weights, and this rank's tokens (B, S/P, E)."""
+    """Return the block with its weights, and this rank's embedded tokens (B, S/P, E)."""
     case = setting.case
     made = bench_layers.block(case, mesh, phases)
     fill(made[0], setting.seed)
@@ -92,8 +92,8 @@ def block(setting: BlockSetting, mesh: sp.Mesh, phases: Named) -> tuple[bench_la
 def check(setting: BlockSetting, made: bench_layers.Made, x: Tensor, world: Intracomm) -> Verdict:
     """Compare gathered results with a single device's; the verdict is the same on every rank.
 
-    These are the output and, if the step has a backward, the gradient of the tokens; the verdict is
-    on the first that is wrong, else on the output.
+    The results are the output and, if the step has a backward, the gradient of the tokens. The
+    verdict is on the first wrong result, or on the output if none is wrong.
     """
     case, (layer, forward, _) = setting.case, made
     both, every = case.direction == "both", torch.arange(case.shape["seq"])
@@ -121,7 +121,7 @@ def judged(
     weights: Weights,
     case: Case,
 ) -> Verdict:
-    """Judge the ranks' output y and the gradient of the tokens, which may not be there."""
+    """Judge the ranks' output y, and the gradient of the tokens if `grad` has it."""
     with torch.no_grad():
         single, truth = alone(whole, weights, case), exact(whole, weights, case)
     verdicts = [judge(y, single, truth, case)]
@@ -136,7 +136,7 @@ def judged(
 def time_gather(
     setting: BlockSetting, mesh: sp.Mesh, sync: Callable[[], None], world: Intracomm
 ) -> dict[str, Any] | None:
-    """Time the AllGather of K and V by itself; None where nothing is gathered."""
+    """Time the AllGather of K and V by itself. Return None if the case gathers nothing."""
     case = setting.case
     if case.ranks == 1 or case.scheme != "allgather_kv":
         return None
@@ -164,15 +164,15 @@ def tokens(case: Case, positions: Tensor, seed: int = 0) -> Tensor:
     """Embed the text at the given positions.
 
     Args:
-        case: batch, sequence and width.
-        positions: int64 (N,), places in the sequence.
-        seed: of the embedding.
+        case: gives batch B, sequence length and model dim E.
+        positions: int64 (N,), positions in the sequence.
+        seed: the seed of the embedding.
 
     Returns:
         float32 (B, N, E).
 
-    Source: the positions are those of Vaswani et al. 2017, Attention Is All You Need,
-    arXiv:1706.03762, section 3.5.
+    Source: the waves added for positions are those of Vaswani et al. 2017, Attention Is All You
+    Need, arXiv:1706.03762, section 3.5.
     """
     batch, seq, hidden = (case.shape[name] for name in ("batch", "seq", "hidden"))
     text = torch.tensor(list(source_bytes(batch * seq))).view(batch, seq)
@@ -183,13 +183,14 @@ def tokens(case: Case, positions: Tensor, seed: int = 0) -> Tensor:
 
 
 def fill(block: nn.Module, seed: int) -> None:
-    """Draw all weights from one seed: matrices normal, 1/sqrt(fan in) wide.
+    """Draw all weights from one seed, except those of norms, which stay 1.
 
-    Those of queries and keys are LOGIT_GAIN wider.
+    They are normal. The standard deviation is 1/sqrt(fan in) for matrices, LOGIT_GAIN times that
+    for queries and keys, and BIAS_WIDTH for biases.
     """
     for number, (name, parameter) in enumerate(block.named_parameters()):
         if parameter.ndim == 1 and name.endswith("weight"):
-            continue  # of a norm: ones
+            continue  # a norm's weight stays 1
         gain = LOGIT_GAIN if "q_proj" in name or "k_proj" in name else 1.0
         width = gain / parameter.shape[1] ** 0.5 if parameter.ndim == 2 else BIAS_WIDTH
         generator = torch.Generator(parameter.device).manual_seed(seed + number)
@@ -198,12 +199,12 @@ def fill(block: nn.Module, seed: int) -> None:
 
 
 def alone(x: Tensor, weights: Weights, case: Case, queries: Tensor | None = None) -> Tensor:
-    """Compute a pre-norm transformer block.
+    """Compute a pre-norm transformer block on one device.
 
     Args:
         x: (B, S, E), all tokens.
-        weights: by the names that `TransformerBlock.state_dict()` has.
-        case: heads and mask.
+        weights: the weights by their names in `TransformerBlock.state_dict()`.
+        case: gives the heads and the mask.
         queries: int64 (Q,), the positions whose output is wanted; all if not given.
 
     Returns:
@@ -222,7 +223,7 @@ def alone(x: Tensor, weights: Weights, case: Case, queries: Tensor | None = None
 
 
 def gradient(x: Tensor, weights: Weights, case: Case, upstream: Tensor) -> Tensor:
-    """Return the gradient of all tokens x (B, S, E), in their dtype."""
+    """Return the gradient of all tokens x (B, S, E), in their dtype, on one device."""
     leaf = x.detach().requires_grad_()
     return torch.autograd.grad(alone(leaf, weights, case), leaf, upstream.to(x))[0]
 
@@ -256,17 +257,17 @@ def judge(
 ) -> Verdict:
     """Compare the output of the ranks with that of a single device.
 
-    The ranks may be twice as far from the float64 result as the single device is, and a few
-    roundings more. Tokens without a float64 result must be as near to the single device as these
-    distances together allow. All that means nothing where the single device is far off itself, as
-    with TF32: rounding makes a sum of n terms wrong by about sqrt(n) u, and it may not be further
-    off.
+    The ranks' error, measured against float64, may be twice that of the single device, plus
+    ROUND_OFFS roundings. The distance between ranks and single device, over all tokens, may be this
+    bound plus twice the single device's error. The single device must be right itself, which it is
+    not with TF32. So its error may be at most sqrt(n) u times the largest value, because rounding
+    makes a sum of n terms wrong by about sqrt(n) u.
 
     Args:
-        ranks: (B, S, E), gathered.
+        ranks: (B, S, E), gathered from the ranks.
         single: (B, S, E), in the same dtype.
-        truth: what `exact` returned.
-        case: its sizes give the longest sum: a linear layer's, or that over the keys.
+        truth: the result of `exact`.
+        case: its sizes give n, the terms of the longest sum: a linear layer's, or over the keys.
     """
     rows, positions, wanted = truth
     scale, unit = float(wanted.abs().max()), torch.finfo(single.dtype).eps / 2
@@ -286,9 +287,9 @@ def judge(
 
 
 def _distance(y: Tensor, wanted: Tensor) -> float | None:
-    """Return the largest difference, None where one is not finite.
+    """Return the largest difference; None if one is not finite.
 
-    It goes row by row, because a float64 copy of all may not fit.
+    Rows are compared one by one, because a float64 copy of all may not fit into memory.
     """
     largest = max(
         float((a.double() - b.double()).abs().max()) for a, b in zip(y, wanted, strict=True)
@@ -298,7 +299,7 @@ def _distance(y: Tensor, wanted: Tensor) -> float | None:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, case: Case, queries: Tensor | None) -> Tensor:
-    """(B, H, Q, D) from heads-first q, and k and v with K heads."""
+    """Return attention (B, H, Q, D) of heads-first q, k and v; k and v have K heads."""
     k, v = (x.repeat_interleave(case.shape["heads"] // case.shape["kv_heads"], 1) for x in (k, v))
     causal, seen = case.mask == "causal", None
     if causal and queries is not None:

@@ -1,4 +1,4 @@
-"""Make a case, do one rank's work in it, and measure it: from a case to parts of its record."""
+"""Measure a case: make its mesh, run one rank's work, and return the parts of its record."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ _OPERATION = "op:"
 
 
 def dtype_of(case: Case) -> torch.dtype:
-    """Return the dtype of a case as torch knows it."""
+    """Return the torch dtype of a case."""
     return cast("torch.dtype", getattr(torch, case.dtype))
 
 
 class Phases:
-    """Seconds of this rank by phase.
+    """A clock that adds up this rank's seconds by phase.
 
-    A phase does not count the phases inside it, nor the time spent waiting for others.
+    A phase does not count the phases inside it, nor the time spent waiting for other ranks.
 
     Args:
-        comms: whose waiting counts as communication.
-        sync: waits until the device has done everything, so that a phase's kernels count in it.
+        comms: communicators; the time that they wait counts as communication.
+        sync: waits until the device is idle, so that the kernels of a phase count in it.
     """
 
     def __init__(self, comms: Sequence[sp.Communicator], sync: Callable[[], None]) -> None:
@@ -58,7 +58,7 @@ class Phases:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Count what happens in this block for the phase."""
+        """Add the time of the block to the phase `name`."""
         self._sync()
         start = self._computing()
         self._inside.append(0.0)
@@ -83,15 +83,15 @@ class Phases:
 
 @dataclass
 class Work:
-    """What one rank does in one step.
+    """The work of one rank in one step.
 
     Args:
-        step: the step, which all ranks take together.
-        phases: where parts of the step are noted, over all communicators that it uses.
-        held: tensors that are alive when it begins.
-        sent: bytes that this rank sends in a step, by formula; None where there is none.
-        result_bytes: of the largest buffer of a collective.
-        flops, tokens: of a step over all ranks.
+        step: runs the step; all ranks call it together.
+        phases: the clock of the step's phases, with all communicators that the step uses.
+        held: tensors that are alive when the step begins.
+        sent: bytes that this rank sends in a step, by formula; None if there is no formula.
+        result_bytes: bytes of the largest buffer of a collective; None for other work.
+        flops, tokens: floating-point operations and tokens of a step over all ranks, if known.
     """
 
     step: Callable[[], object]
@@ -104,7 +104,7 @@ class Work:
 
 
 Named = Callable[[str], AbstractContextManager[Any]]
-"""Notes what happens in a step as a phase of that name."""
+"""Returns a context manager that marks its block as the phase of the given name."""
 
 
 def training(
@@ -114,9 +114,9 @@ def training(
 
     Args:
         direction: "forward" or "both".
-        forward: gives the output.
-        leaves: what has gradients.
-        phases: notes the backward, and what the forward notes nowhere else as "other".
+        forward: computes the output.
+        leaves: the tensors whose gradients are computed.
+        phases: marks "backward", and as "other" the rest of the forward's time.
     """
     upstream: list[Tensor] = []
 
@@ -133,9 +133,9 @@ def training(
 
 
 def meshes(case: Case, world: Any, device: torch.device) -> sp.Mesh:
-    """Return the mesh of a case, in which only schemes and layers compare their arguments."""
-    axes: dict[str, Any] = dict(case.mesh)  # of numbers, which mypy takes for any of the options
-    if case.algorithm is not None and case.layer != "collectives":  # those are called with theirs
+    """Return a case's mesh. Schemes and layers check that the ranks agree, collectives do not."""
+    axes: dict[str, Any] = dict(case.mesh)  # mypy takes its numbers for any of the options
+    if case.algorithm is not None and case.layer != "collectives":  # these get theirs in the call
         axes["algorithm"] = case.algorithm
     return sp.Mesh(world, device=device, transport=case.transport, check="off", **axes)
 
@@ -149,18 +149,18 @@ def counts_of(comms: Sequence[sp.Communicator]) -> dict[str, Count]:
 
 
 SENDING = {"run": 1, "start": 1, "prepare": 1, "exchange": 0, "announce": 0}
-"""Calls of a transport that are given buffers to send, and the argument that holds them."""
+"""The methods of a transport that get buffers to send, and the index of that argument."""
 
 
 class Watched:
     """A transport that notes the largest buffer it is given to send.
 
-    That is one message, or a collective's input on this rank. Nothing that was started completes
-    before it is waited for. When it would otherwise is chance, and buffers live until then: so the
-    bytes alive are the most that they can be, and the same every time.
+    The buffer is one message, or a collective's input on this rank. A started call completes only
+    when the rank waits for it. Otherwise chance would decide when it completes, and buffers live
+    until then. So the live bytes are the most that are possible, and the same in every run.
 
     Args:
-        comm: whose transport it takes the place of.
+        comm: the communicator whose transport is replaced.
     """
 
     def __init__(self, comm: sp.Communicator) -> None:
@@ -170,7 +170,7 @@ class Watched:
         object.__setattr__(comm, "poll", lambda: None)
 
     def __getattr__(self, name: str) -> Any:
-        """Return the transport's own method, which notes what it sends."""
+        """Return the transport's own method; one that sends notes the largest buffer, too."""
         method = getattr(self._inner, name)
         if name not in SENDING:
             return method
@@ -203,12 +203,12 @@ def measure(
     """Time one rank's work and count what it sends.
 
     Args:
-        work: of this rank.
+        work: this rank's work.
         world: all ranks, on a communicator that the work does not use.
-        device: where tensors live.
-        budget: how long it may take, or how many samples there are.
-        tell: hears how many samples were taken, and of how many.
-        memory: also find out the peak memory, which on a CPU takes every rank seconds of imports.
+        device: the device of the tensors.
+        budget: how long all samples may take, or how many to take.
+        tell: called with a text, the number of samples taken and their total.
+        memory: whether to measure the peak memory, too. On a CPU its imports take seconds.
 
     Returns:
         The parts of the record that were measured, the same on all ranks.
@@ -237,7 +237,7 @@ def measure(
 
 
 def problem(parts: Parts) -> str | None:
-    """Say what is wrong with the result: bytes counted that are not those of the formula."""
+    """Return an error text if the counted bytes are not those of the formula, else None."""
     counted = sum(entry["bytes_sent"] for name, entry in parts["comm"].items() if name != CONTROL)
     expected = parts["work"]["bytes_formula"]
     if expected is None or counted == expected:
@@ -261,8 +261,8 @@ def _comm(told: list[dict[str, int]], notes: Notes, work: Work) -> Parts:
 
     Args:
         told: bytes that each rank sent, by operation.
-        notes: of all ranks.
-        work: of this rank.
+        notes: the notes of all ranks.
+        work: this rank's work.
     """
     result = {} if work.result_bytes is None else {"bytes_result": work.result_bytes}
     return {

@@ -30,8 +30,8 @@ class Harness:
     """A pytest plugin that gives pytest-benchmark the cases, and times them on all ranks.
 
     Args:
-        setting: of the launch.
-        rank: the ranks.
+        setting: the launch's setting.
+        rank: this rank, with the communicator of all.
     """
 
     def __init__(self, setting: Setting, rank: Rank) -> None:
@@ -48,10 +48,10 @@ class Harness:
         metafunc.parametrize("run", runs, ids=[case.id for case in cases])
 
     def run(self, case: Case, benchmark: Any) -> None:
-        """Measure a case, and have rank 0 write its record, whatever becomes of it.
+        """Measure a case, and let rank 0 write its record, also if the case fails.
 
         Raises:
-            RuntimeError: on all ranks, if the case went wrong on one or its result is wrong.
+            RuntimeError: on all ranks, if the case failed on one or its result is wrong.
         """
         self.rank.tell(f"measuring {case.id}", self.done, self.total, case=case.id)
         found, error = Record(), None
@@ -65,7 +65,7 @@ class Harness:
                 sync = partial(wait_for, self.device)
                 work: Work = module_of(case.layer).build(case, mesh, sync)
                 found = measure_case(work, self.world, self.device, budget, memory=memory)
-        except Exception as raised:  # noqa: BLE001  # whatever it is, the other ranks must learn of it
+        except Exception as raised:  # noqa: BLE001  # the other ranks must learn of any exception
             error = raised
         failures = meet(self.world, error)
         status, reason = status_of(found, failures)
@@ -75,19 +75,19 @@ class Harness:
         self.done += 1
         if reason is not None:
             raise RuntimeError(reason) from error
-        benchmark.pedantic(lambda: None)  # makes the statistics, whose samples are replaced
+        benchmark.pedantic(lambda: None)  # makes the statistics; their samples are replaced
         benchmark.stats.stats.data[:] = found["timing"]["samples_s"]
         benchmark.group = case.layer
         benchmark.extra_info.update(case=case.id, ranks=case.ranks, inner=found["timing"]["inner"])
 
 
 def bench_case(run: Callable[[Any], None], benchmark: Any) -> None:
-    """Time one case; pytest collects this."""
+    """Time one case; pytest collects this function as a test."""
     run(benchmark)
 
 
 def status_of(found: Record, failures: list[str]) -> tuple[str, str | None]:
-    """Return the status of a case and its reason, from its parts and from what ranks raised."""
+    """Return a case's status and its reason, from the measured parts and the ranks' error texts."""
     if failures:
         status = "oom" if any(sign in failures[0] for sign in NO_MEMORY) else "failed"
         return status, reason_of("\n".join(failures))
@@ -98,17 +98,17 @@ def status_of(found: Record, failures: list[str]) -> tuple[str, str | None]:
 
 
 def meet(world: Intracomm, error: Exception | None) -> list[str]:
-    """Tell the other ranks how the case ended here.
+    """Exchange with all ranks how the case ended.
 
-    A rank that failed does not wait for ever: the others may be waiting for it inside the case. It
-    then ends the whole launch.
+    A rank that failed waits `PATIENCE_SECONDS` at most, because the others may be waiting for it
+    inside the case. Then it ends the whole launch.
 
     Args:
         world: a communicator that the case did not use.
-        error: raised by the case on this rank.
+        error: the exception of the case on this rank, if there was one.
 
     Returns:
-        A text for each rank that failed; the same on all.
+        A text for each rank that failed; the same list on all ranks.
     """
     mine = "" if error is None else f"rank {world.rank}: {type(error).__name__}: {error}"[:SHOWN]
     arrived = world.Ibarrier()
@@ -128,16 +128,16 @@ def meet(world: Intracomm, error: Exception | None) -> list[str]:
 
 
 def measure(values: Any, rank: Rank) -> Record:
-    """Run all benchmarks in this rank's pytest session.
+    """Run all benchmarks in this rank's pytest session. Return an empty record.
 
     Raises:
-        SystemExit: a case went wrong.
+        SystemExit: a case failed, or its result is wrong.
     """
     setting = msgspec.convert(values, Setting)
     if rank.world.rank != 0:  # rank 0's pytest prints enough; the runner shows errors of the others
         with Path(os.devnull).open("w") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
-    # sp_core is imported before the plugin in it is found
+    # sp_core is imported before pytest finds the plugin in it
     ignored = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
     options = ["-q", "--capture=no", "--no-header", "-p", "no:cacheprovider", *ignored]
     if setting.pair is None and rank.world.rank == 0:  # a comparison leaves records only

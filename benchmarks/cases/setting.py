@@ -1,8 +1,8 @@
-"""What all cases of a run share, and the list of them.
+"""Hold the settings that all cases of a run share, and list the cases.
 
 `python -m benchmarks.cases.setting LIBRARY SETTING P P ...` prints the cases as JSON. The runner
-asks in a process of its own, because the library that it measures need not be the one that it could
-import.
+calls this in a separate process, because the library to measure need not be the one that the runner
+would import.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HYBRID = "hybrid"
 NOTHING: dict[str, Any] = dict.fromkeys(
     ("device", "transport", "env", "timing", "phases", "comm", "memory", "work")
 )
-"""The parts of a record that was not measured."""
+"""The parts of a record, all None as in a case that was not measured."""
 
 
 class Setting(msgspec.Struct, frozen=True):
@@ -35,15 +35,15 @@ class Setting(msgspec.Struct, frozen=True):
 
     Args:
         out: file to which rank 0 appends records.
-        run_id: of the invocation of the runner.
+        run_id: the id of the run, one call of the runner.
         launch: index of the launch of this P within the run.
-        pair: the measurement of a comparison that this is.
-        commit: of the library that is measured.
-        only: parts of case ids, one of which a case must contain; all cases if empty.
+        pair: the launch's place in a comparison (`records.Pair`); None outside of one.
+        commit: the commit of the library that is measured.
+        only: texts, one of which a case's id must contain; all cases if empty.
         layers: suites to run; all if empty.
-        quick: the small selection, each case for longer.
+        quick: whether to run only the small selection, each case for longer.
         device: "cpu" or "cuda".
-        share_gpu: let several ranks use one GPU.
+        share_gpu: whether several ranks may use one GPU.
     """
 
     out: str = ""
@@ -58,7 +58,7 @@ class Setting(msgspec.Struct, frozen=True):
     share_gpu: bool = False
 
     def record(self, case: Case, **parts: Any) -> dict[str, Any]:
-        """Return the record of a case; what is not among the parts was not measured."""
+        """Return the record of a case; a part that is not passed is None in it."""
         shared = {name: getattr(self, name) for name in ("run_id", "launch", "pair", "commit")}
         head = {"schema": SCHEMA_VERSION, **shared, "harness_sha": harness_sha(), "case": case}
         return {**head, **NOTHING, **parts}
@@ -70,10 +70,10 @@ class BlockSetting(msgspec.Struct, frozen=True):
     Args:
         case: the block.
         iterations: timed steps.
-        warmup: steps before them.
-        seed: of weights and embedding.
+        warmup: steps before the timed ones.
+        seed: the seed of weights and embedding.
         device: "cpu" or "cuda".
-        share_gpu: let several ranks use one GPU.
+        share_gpu: whether several ranks may use one GPU.
     """
 
     case: Case
@@ -85,7 +85,7 @@ class BlockSetting(msgspec.Struct, frozen=True):
 
 
 def mesh_of(scheme: str, ranks: int) -> dict[str, int] | None:
-    """Return the axes of a scheme; None where a hybrid would be one of its parts alone."""
+    """Return a scheme's axes with their sizes; None for a hybrid on a prime number of ranks."""
     if scheme != HYBRID:
         return {AXIS: ranks}
     heads = max(n for n in range(1, int(ranks**0.5) + 1) if ranks % n == 0)
@@ -96,7 +96,7 @@ def mesh_of(scheme: str, ranks: int) -> dict[str, int] | None:
 def harness_sha() -> str:
     """Return the SHA-256 of the files that decide what is measured and how.
 
-    With it two records can show that they were made alike.
+    Records with the same hash were measured by the same code.
     """
     paths = sorted(path for pattern in MEASURING for path in BENCHMARKS.glob(pattern))
     parts = [(str(path.relative_to(BENCHMARKS)).encode(), path.read_bytes()) for path in paths]
@@ -104,7 +104,7 @@ def harness_sha() -> str:
 
 
 def module_of(layer: str) -> Any:
-    """Return the module that has the cases of a layer."""
+    """Return the module that has the cases of a suite, such as "schemes"."""
     return importlib.import_module(f"benchmarks.cases.bench_{layer}")
 
 
@@ -128,8 +128,8 @@ class Verdict:
         max_abs_error: max |ranks - single device| over all tokens; None if an output is not finite.
         single_error: max |single device - float64| over the tokens computed in float64.
         ranks_error: max |ranks - float64| over the same.
-        bound: of `ranks_error`: 2 * single_error + ROUND_OFFS * u * scale.
-        single_bound: of `single_error`: sqrt(longest sum) * u * scale.
+        bound: the bound of `ranks_error`: 2 * single_error + ROUND_OFFS * u * scale.
+        single_bound: the bound of `single_error`: sqrt(terms of the longest sum) * u * scale.
         scale: max |float64|.
         tokens: how many tokens were computed in float64.
         passed: whether the output counts as right.
@@ -162,7 +162,7 @@ class Verdict:
 
 
 def main(library: str, setting: str, *ranks: str) -> None:
-    """Print the cases of every number of ranks."""
+    """Print the cases of every number of ranks as JSON."""
     take_library(Path(library))
     asked = msgspec.json.decode(setting, type=Setting)
     print(msgspec.json.encode({size: listed(int(size), asked) for size in ranks}).decode())

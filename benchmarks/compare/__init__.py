@@ -1,4 +1,4 @@
 """Decide whether a commit made a case slower, by random pairs of launches of base and head.
 
-`rule` decides about plain numbers; `pairs` gets those out of records; `sides` makes the records.
+`rule` decides from plain numbers, `pairs` takes these from records, and `command` measures.
 """

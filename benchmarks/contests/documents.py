@@ -58,7 +58,7 @@ def sharded(layout: str, size: int, mask: sp.Mask) -> Any:
 def ideal(whole: Sequence[Tensor], mask: sp.Mask, heads: int) -> Callable[[], object]:
     """Return a step that does only the arithmetic, with `heads` heads of all tokens."""
     some = [x[:, :, :heads].transpose(1, 2) for x in whole]
-    if mask.documents is None:  # 64 queries see 127 keys, and one more makes the call faster
+    if mask.documents is None:  # 64 queries see 127 keys; with 128 the call is faster
         squares = [x.squeeze(0).unflatten(1, (-1, WINDOW)).transpose(0, 1) for x in some]
         calls = [[torch.cat([x] * n, 2) for x, n in zip(squares, (1, 2, 2, 1), strict=True)]]
     else:
@@ -102,7 +102,7 @@ def measure(setting: Record, rank: Rank) -> Record:
 
 
 def work(layout: str, size: int, mask: sp.Mask) -> float:
-    """Return the most work of a rank over the mean; work is the pairs that its queries see."""
+    """Return the greatest work of a rank over the mean, in pairs of a query and a visible key."""
     seen = count_visible(mask, range(SEQ), range(SEQ))
     shards = sharded(layout, size, mask)
     loads = [int(seen[shards.positions(rank)].sum()) for rank in range(size)]
@@ -110,7 +110,7 @@ def work(layout: str, size: int, mask: sp.Mask) -> float:
 
 
 def lines(name: str, samples: Record, size: int) -> Iterator[Requirement]:
-    """Yield the requirements for one mask; of each layout the quickest scheme is judged."""
+    """Yield the requirements for one mask; for each layout the quickest scheme is judged."""
     quick = {
         layout: min(
             (one for one in samples if one.endswith(f"/{layout}")),
@@ -136,7 +136,7 @@ def lines(name: str, samples: Record, size: int) -> Iterator[Requirement]:
 
 
 def show(document: Record) -> Iterator[Part]:
-    """Yield the times of all contestants, the requirements, and what is wrong."""
+    """Yield the times of all contestants, the requirements, and a complaint for each fault."""
     for size in sorted({launch["ranks"] for launch in document["launches"]}):
         rows, needed = [], list[Requirement]()
         for found in (one for one in document["launches"] if one["ranks"] == size):
@@ -154,9 +154,9 @@ def show(document: Record) -> Iterator[Part]:
 
 
 def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
-    """Return a launch for each number of ranks and mask."""
+    """Return the setting of all launches, and a launch for each number of ranks and mask."""
     setting = {"rounds": options.rounds, "seed": 0}
-    # without this, the kernel clears pages at random in the steps of either contestant
+    # without this variable the kernel clears pages in random steps of any contestant
     launch = Launch(variables=(KEEP_MEMORY,))
     return setting, [
         Entry(f"P = {n}, {name}", n, {**setting, "mask": name}, {"mask": name}, launch)

@@ -39,7 +39,7 @@ Call = Callable[[], object]
 def gathers(
     world: Intracomm, x: Tensor, stack: ExitStack, missing: dict[str, str]
 ) -> dict[str, Callable[[], Tensor]]:
-    """Return ways to gather x of all ranks, and in `missing` why others are not here."""
+    """Return a call for each way to gather x of all ranks; say in `missing` why a way is absent."""
     found: dict[str, Callable[[], Tensor]] = {"naive": lambda: naive(world, x)}
     for name in ON_CPU if x.device.type == "cpu" else ON_GPU:
         quick: Any = {"check": "off", "tuning": "off", "all": world.size}
@@ -56,17 +56,17 @@ def gathers(
 
 
 def naive(world: Intracomm, x: Tensor) -> Tensor:
-    """Gather as a program that knows no transport: down, gather, up, each in new memory."""
+    """Gather without sp_core: copy to the host, gather by MPI, copy back, each into new memory."""
     everything = np.empty(world.size * x.numel(), np.float32)
     world.Allgather(x.cpu().numpy(), everything)
     return torch.from_numpy(everything).to(x.device)
 
 
 def beside(world: Intracomm, nbytes: int, side: int, device: torch.device) -> dict[str, Call]:
-    """Return copies of so many bytes, and a computation, by rank 0 alone and by all ranks.
+    """Return calls that copy `nbytes` or compute, each on rank 0 alone and on all ranks.
 
-    The copies down and up go through page-locked memory. The last call gathers so many bytes by
-    MPI, between buffers in host memory.
+    The copies to the host (down) and back (up) use page-locked memory. The last call gathers
+    `nbytes` by MPI, between buffers in host memory.
     """
     there = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     here = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
@@ -83,7 +83,7 @@ def beside(world: Intracomm, nbytes: int, side: int, device: torch.device) -> di
 
 
 def finish(call: Call, device: torch.device) -> None:
-    """Carry out a call to its end on the device."""
+    """Run a call, and wait until the device has finished it."""
     call()
     wait_for(device)
 
@@ -96,14 +96,14 @@ def measured(
     side: int = SIDE,
     seconds: float = SECONDS,
 ) -> Record:
-    """Return all that one launch finds.
+    """Return the samples of all gathers and of the calls of `beside`, and the missing ways.
 
     Args:
-        world: the ranks.
-        device: this rank's.
-        nbytes: of the gathered vector.
-        side: of the matrices of the computation.
-        seconds: for each of the two groups of measurements.
+        world: all ranks.
+        device: this rank's device.
+        nbytes: bytes of the gathered vector.
+        side: rows and columns of the matrices of the computation.
+        seconds: the time for each of the two groups of measurements.
     """
     piece = nbytes // 4 // world.size
     x = torch.full((piece,), float(world.rank), device=device)
@@ -126,17 +126,20 @@ def measured(
 
 
 def measure(setting: Record, rank: Rank) -> Record:
-    """Carry out one launch."""
+    """Run one launch, and return its record."""
     device = device_of(setting["kind"], rank.world, share_gpu=True)
     found = measured(rank.world, device, int(setting["mib"] * 2**20))
     return {**facts(rank.world, device, "all"), **found}
 
 
 STAGED = "pipelined"
-"""The form that the project's table calls staged: page-locked, in chunks."""
+"""The transport that the requirements call staged: through page-locked memory, in chunks."""
 
 MILLISECONDS, SHARE, TIMES = 1.0, 0.7, 5.0
-"""Required: staged at P = 2 at most; of the link's rate at P = 4; device memory over staging."""
+"""Required of staging: at most these ms at P = 2, and this share of the link's rate at P = 4.
+
+`ipc` must be this many times as fast as staging.
+"""
 
 COLUMNS = ("way", "P", "ms", "of the link's rate", "times as quick as pipelined", "")
 
@@ -163,9 +166,9 @@ def rows(launch: Record, *, on_gpu: bool) -> Iterator[tuple[str, ...]]:
 
 
 def link_seconds(launch: Record) -> float:
-    """Return the least time of the link that all ranks share.
+    """Return the least seconds that a gather needs of the link between host and device.
 
-    Each rank sends its piece down, and takes the pieces of the others up.
+    All ranks share the link. Each copies its piece to the host, and the other pieces back.
     """
     down, up = (statistics.median(launch["beside"][f"{way}, one rank"]) for way in ("down", "up"))
     return float(max(down, up * (launch["ranks"] - 1)))  # each is of the whole vector
@@ -181,7 +184,7 @@ def slicing(launch: Record) -> float:
 
 
 def show(document: Record) -> Iterator[Part]:
-    """Yield the rows of every launch, and the figures beside them."""
+    """Yield a line of figures for each launch, and a table of all gathers."""
     launches, on_gpu = document["launches"], document["kind"] != "cpu"
     for launch in launches:
         by_mpi = statistics.median(launch["beside"][GATHER])
@@ -196,7 +199,7 @@ def show(document: Record) -> Iterator[Part]:
 
 
 def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
-    """Return a launch for each number of ranks."""
+    """Return the setting of all launches, and a launch for each number of ranks."""
     setting = {"kind": options.device, "mib": options.mib}
     counts = numbers_of_ranks(options.ranks)
     return setting, [Entry(f"P = {size}", size, setting) for size in counts]

@@ -1,4 +1,4 @@
-"""Costs that grow with ranks or documents: time to plan, messages, bytes, memory, right results.
+"""Fit how costs grow with ranks or documents: time to plan, messages, bytes, memory. Check results.
 
 Time, messages and sizes of data structures are computed for one rank of many, without the others.
 Results and live bytes are those of 16, 32 and 64 ranks. Exponents are fitted by least squares on
@@ -36,7 +36,7 @@ from sp_core.schemes import SCHEMES, reach
 from sp_core.transport import base
 
 FITTED = 16
-"""An exponent is fitted to sizes of at least the greatest over this: constants rule below."""
+"""Exponents are fitted to sizes of at least the greatest divided by this: constants rule below."""
 
 TIMED, COMPUTED = (64, 256, 1024, 4096), (256, 1024, 4096, 16384)
 """Ranks whose plans are timed, and ranks for which the rest is computed."""
@@ -47,11 +47,11 @@ TOKENS, TOGETHER = 1024, 1024
 LINEAR, LOG, FLAT, TENTH = 1.1, 0.2, 0.01, math.log(1.1) / math.log(4)
 """Greatest exponents of costs that are linear, logarithmic and constant in P.
 
-The last one is a tenth more from 16 to 64 ranks.
+TENTH allows a growth of a tenth from 16 to 64 ranks.
 """
 
 REST_SECONDS = 5e-3
-"""How long a rank of a launch of many sleeps before it looks again whether a message has come."""
+"""Seconds that a rank sleeps between two looks for a message, in a launch of many ranks."""
 
 Plan = Callable[[sp.Sharding, sp.Mask], object]
 
@@ -64,7 +64,7 @@ def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
 
 
 def line(what: str, sizes: Sequence[int], *rounds: Sequence[float], **more: Any) -> Record:
-    """Return values at growing sizes, one list for each time that all were measured.
+    """Return a line of the table: values at growing sizes, one list of values for each round.
 
     More fields: `over`, the name of the size; `allowed`, the greatest exponent; `bound` of the
     value at the greatest size.
@@ -73,7 +73,7 @@ def line(what: str, sizes: Sequence[int], *rounds: Sequence[float], **more: Any)
 
 
 def requirements(row: Record) -> Iterator[Requirement]:
-    """Yield the requirement on the exponent of a line, and on its last value if that has one."""
+    """Yield the requirement on the exponent of a line, and on its last value if it has a bound."""
     found = exact_interval([exponent(row["sizes"], values) for values in row["rounds"]])
     yield Requirement("exponent", "<=", row["allowed"], found)
     if row["bound"] is not None:
@@ -107,7 +107,7 @@ def plan_visits(sharding: sp.Sharding, mask: sp.Mask) -> object:
 
 
 def plan_sum(sharding: sp.Sharding, _: sp.Mask) -> object:
-    """Plan an all-reduce around a ring of as many ranks."""
+    """Plan an all-reduce around a ring of the sharding's ranks."""
     return table.program_of(program.operation("all_reduce", 0, sharding.size, (1 << 20,)), "ring")
 
 
@@ -119,7 +119,7 @@ def forget() -> None:
 
 
 def timed(plan: Plan, sharding: sp.Sharding, mask: sp.Mask) -> Span:
-    """Time a plan with cold caches. The sharding knows its hash: it stays the same over steps."""
+    """Time a plan with cold caches. The sharding's hash is known before: it is kept over steps."""
     forget()
     hash(sharding)
     start = time.perf_counter()
@@ -128,7 +128,7 @@ def timed(plan: Plan, sharding: sp.Sharding, mask: sp.Mask) -> Span:
 
 
 def times(rank: Rank, rounds: int) -> Iterator[Record]:
-    """Yield the milliseconds of all plans, which take turns."""
+    """Time all plans in turns, and yield a line of milliseconds for each."""
     striped = sp.Sharding.striped
     even = {P: (sp.Sharding.zigzag(TOKENS * P, P), sp.Mask(causal=True)) for P in TIMED}
     packed = {P: (striped(TOKENS * P, P), documents(20_000, TOKENS * P)) for P in TIMED}
@@ -154,7 +154,7 @@ def times(rank: Rank, rounds: int) -> Iterator[Record]:
 
 
 def kept(build: Callable[[], object]) -> int:
-    """Return the bytes of Python objects and arrays that a result keeps alive."""
+    """Return the bytes of Python objects and arrays that the result of `build` keeps alive."""
     forget()
     tracemalloc.start()
     _, (held, _) = build(), tracemalloc.get_traced_memory()
@@ -163,7 +163,7 @@ def kept(build: Callable[[], object]) -> int:
 
 
 def mesh(size: int) -> sp.Mesh:
-    """Make the mesh of one rank of many without the others."""
+    """Make the mesh of the middle one of `size` ranks, without the other ranks."""
     comm = MagicMock(rank=size // 2, size=size, **{"bcast.side_effect": lambda value: value})
     comm.Dup.return_value = comm.Split.return_value = comm
     with patch("sp_core.agreement.agree", lambda comm, call, value, error: (value,) * comm.size):
@@ -182,7 +182,7 @@ def predicted(whole: cost.Attention, rank: int, ulysses: int) -> dict[str, cost.
     Args:
         whole: the attention of all ranks.
         rank: the rank.
-        ulysses: ranks of a group, which divide the number of ranks.
+        ulysses: the number of ranks of a group, which divides that of all ranks.
     """
     starts = range(0, whole.sharding.size, ulysses)
     groups = [list(range(start, start + ulysses)) for start in starts]
@@ -195,9 +195,9 @@ def predicted(whole: cost.Attention, rank: int, ulysses: int) -> dict[str, cost.
 
 
 def computed_for(size: int) -> dict[tuple[str, float], float]:
-    """Return messages and bytes of one rank in a step, and sizes of what holds an entry by rank.
+    """Return messages and bytes of one rank in a step, and bytes of objects that list all ranks.
 
-    Keys are names and greatest exponents. The sequence is the same for all sizes.
+    A key is a name and the greatest exponent. The sequence is the same for all numbers of ranks.
     """
     rank, causal = size // 2, sp.Mask(causal=True)
     owned, near = sp.Sharding.zigzag(1 << 18, size), sp.Sharding.contiguous(TOKENS * size, size)
@@ -239,7 +239,7 @@ def computed_for(size: int) -> dict[tuple[str, float], float]:
 
 
 def computed(setting: Record, rank: Rank) -> Record:
-    """Measure what one rank computes without the others."""
+    """Return the lines that one rank computes without the others."""
     found = [computed_for(size) for size in (8, *COMPUTED)][1:]  # the first loads modules
     lines = [
         line(key[0], COMPUTED, [values[key] for values in found], allowed=key[1])
@@ -251,8 +251,9 @@ def computed(setting: Record, rank: Rank) -> Record:
 def measure(_: Record, rank: Rank) -> Record:
     """Compare every scheme with one process, forward and backward, and count live bytes.
 
-    Results are those over messages and in windows. Live bytes are those of a step over messages,
-    and "own" the bytes at the end that no other process shares. Each is that of the rank with most.
+    Results are those over messages and in windows. "peaks" are the live bytes of a step over
+    messages; "own" are the bytes at the end that no other process shares. Both are those of the
+    rank with the most.
 
     Raises:
         AssertionError: a result, a gradient or a count of messages is wrong.
@@ -295,16 +296,16 @@ def measure(_: Record, rank: Rank) -> Record:
 def meet(world: Any) -> None:
     """Wait for all ranks asleep: waiting in MPI would take time from a rank that computes.
 
-    Many ranks must look more seldom than `meet_asleep` does.
+    With many ranks each must look less often than in `meet_asleep`.
     """
     base.wait(base.Transfer([world.Ibarrier().Test]))
 
 
 def live(name: str, scheme: Callable[..., Any], ranks: sp.Mesh) -> int:
-    """Return the most bytes alive in a step on the first, the middle or the last rank; else 0.
+    """Return the peak bytes of a step on the first, the middle and the last rank; 0 on the others.
 
     Raises:
-        AssertionError: the step has sent other messages or bytes than `predicted` says.
+        AssertionError: the numbers of messages or bytes sent are not those of `predicted`.
     """
     comm, groups = ranks["ring", "ulysses"], (("ring", "ulysses"), "ring", "ulysses")
     owned, causal = sp.Sharding.zigzag(TOGETHER, comm.size), sp.Mask(causal=True)
@@ -313,11 +314,11 @@ def live(name: str, scheme: Callable[..., Any], ranks: sp.Mesh) -> int:
     def step() -> None:
         torch.autograd.grad(scheme(q, k, v, sharding=owned, mask=causal).sum(), (q, k, v))
 
-    step()  # the first makes what is kept
+    step()  # the first step makes the buffers that later steps use again
     for axes in groups:
         ranks[axes].counters.reset()
     peak, is_counted = 0, comm.rank in (0, comm.size // 2, comm.size - 1)
-    if is_counted:  # which takes longer than the step
+    if is_counted:  # counting takes longer than the step
         peak = peak_memory(step, (q, k, v), comm.device)[0]
     else:
         step()
@@ -336,7 +337,7 @@ def own_bytes() -> int:
 
 
 def lines_of(launches: Sequence[Record]) -> Iterator[Record]:
-    """Yield the lines of one rank, and those of live bytes over the launches of many."""
+    """Yield the lines of the launch of one rank, and those of live bytes over all others."""
     yield from (row for one in launches for row in one.get("lines", ()))
     many = sorted((one for one in launches if "peaks" in one), key=lambda one: one["ranks"])
     for name in many[0]["peaks"] if len(many) > 1 else ():
@@ -347,7 +348,7 @@ def lines_of(launches: Sequence[Record]) -> Iterator[Record]:
 
 
 def show(document: Record) -> Iterator[Part]:
-    """Yield the table, which schemes were right, and what is above its limit."""
+    """Yield the table, the schemes that were right, and a complaint for each exceeded limit."""
     rows, columns = [], ("what", "over", "measured", "", "must be", "found", "verdict")
     for row in lines_of(document["launches"]):
         medians = map(statistics.median, zip(*row["rounds"], strict=True))
@@ -366,7 +367,7 @@ def show(document: Record) -> Iterator[Part]:
 
 
 def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
-    """Return a launch of one rank, and one for each number of ranks."""
+    """Return no common fields; a launch of one rank, and one for each number of ranks."""
     alone = Entry(
         "computed", 1, {"rounds": options.rounds}, measure="benchmarks.contests.growth:computed"
     )

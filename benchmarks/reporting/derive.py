@@ -1,4 +1,4 @@
-"""Derive numbers from records on reading: speed-up, efficiency, bandwidth, shares."""
+"""Derive numbers from records that were read: speed-up, efficiency, bandwidth, shares."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ Source: nccl-tests, https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORM
 
 @dataclass(frozen=True, order=True)
 class Setting:
-    """What must be the same for two times to belong into one table.
+    """The properties that the times of one table have in common.
 
     Args:
-        sha: of the commit, "unknown" where the record does not know it.
+        sha: the commit's hash; "unknown" if the record has none.
         dirty: whether files differed from the commit.
         side: "base" or "head" of a comparison; empty outside of one.
-        fingerprint: of machine and software.
+        fingerprint: the fingerprint of machine and software.
     """
 
     sha: str
@@ -44,7 +44,7 @@ class Setting:
 
     @property
     def commit(self) -> str:
-        """The commit as people write it."""
+        """The commit's short hash, with "+changes" if files differed from it."""
         return self.sha[:10] + "+changes" * self.dirty
 
 
@@ -53,18 +53,18 @@ class Row:
     """One case on one number of ranks: the median over its launches, and what follows from it.
 
     Args:
-        case: as in the record.
-        seconds: of a step, the median over the launches.
+        case: the case of the record.
+        seconds: the time of a step, the median over the launches.
         speedup: time on the fewest ranks of this case over this time.
-        efficiency: speed-up over the growth in ranks.
-        algbw, busbw: bytes per second; None for what is not one collective.
-        share: part of the step that was communication, on the rank where it took longest.
-        sent: bytes of one step over all ranks, without agreement.
-        tokens_per_s, flops_per_s: None where the record does not count them.
-        peak_bytes: of the rank that held most.
-        imbalance: the slowest rank's median over the mean.
-        flags: why to read the row with care.
-        phases: seconds of each part of a step, the mean over the ranks.
+        efficiency: speed-up divided by the growth of the number of ranks.
+        algbw, busbw: bytes per second; None unless the case is one collective on several ranks.
+        share: share of the step that was communication, on the rank where it took longest.
+        sent: bytes of one step over all ranks, without those of agreements.
+        tokens_per_s, flops_per_s: None if the record does not count them.
+        peak_bytes: the peak of the rank with the highest peak.
+        imbalance: the slowest rank's median over the mean of the ranks' medians.
+        flags: reasons to read the row with care.
+        phases: seconds of each phase of a step, the mean over the ranks.
     """
 
     case: Case
@@ -84,7 +84,7 @@ class Row:
 
     @property
     def ranks(self) -> int:
-        """P."""
+        """The number of ranks."""
         return self.case.ranks
 
 
@@ -99,7 +99,7 @@ def setting_of(record: Record) -> Setting:
 
 
 def by_setting(records: Iterable[Record]) -> dict[Setting, list[Record]]:
-    """Return the records of each setting; the newest run comes last, and head after base."""
+    """Return the records of each setting; that of the newest run is last, and head after base."""
     found = dict(grouped(records, setting_of))
     newest = {setting: max(record.run_id for record in group) for setting, group in found.items()}
     order = sorted(found, key=lambda s: (s.fingerprint != "", newest[s], s.side, s))
@@ -107,7 +107,7 @@ def by_setting(records: Iterable[Record]) -> dict[Setting, list[Record]]:
 
 
 def rows(records: Iterable[Record]) -> list[Row]:
-    """Return a row for each measured case and number of ranks, in this order."""
+    """Return a row for each measured case and number of ranks, sorted by these."""
     measured = [record for record in records if record.seconds]
     launches = [group for _, group in grouped(measured, lambda record: record.key)]
     fewest: dict[str, tuple[int, float]] = {}
@@ -118,7 +118,7 @@ def rows(records: Iterable[Record]) -> list[Row]:
 
 
 def grouped(things: Iterable[T], name: Callable[[T], Any]) -> Iterator[tuple[Any, list[T]]]:
-    """Yield the things of each name, in the order of the names."""
+    """Yield each value of `name` with the list of things that have it, sorted by the values."""
     for key, group in groupby(sorted(things, key=name), key=name):
         yield key, list(group)
 

@@ -8,9 +8,9 @@ and that moves the median by 5 % or more, is a change; then each side is searche
 (binary segmentation). A run counts once, however many launches it has: what was measured in one
 hour on one machine is not independent.
 
-A change is seen once three runs stand behind it and some ten before it; with fewer, shuffling finds
-as much too often. Of a hundred series in which nothing changed about one is marked: an alert to
-look at, never a gate.
+A change is found if about ten runs precede it and three follow. With fewer runs, shuffled series
+have as large a maximum too often. Of a hundred series without a change about one is marked: an
+alert to look at, never a gate.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Series:
         ranks: P.
         fingerprint: of machine and software.
         points: one for each run.
-        changes: indices into the points, where the level moved.
+        changes: the changes of level; `at` is an index into the points.
     """
 
     case: str
@@ -79,8 +79,8 @@ class Series:
 def collect(records: Iterable[Record]) -> list[Series]:
     """Return all series with more than one run.
 
-    The launches of a comparison, which belong to pairs, are no history; nor are those of a case
-    that has since been given another size or another way to do it under the same name.
+    Launches of a comparison (with a pair) are left out. So are older records of a case whose sizes
+    or other properties have changed since under the same id.
     """
     records = [record for record in records if record.pair is None and record.seconds]
     newest = {record.key: record.case for record in records}
@@ -102,7 +102,7 @@ def _series(place: tuple[str, int, str], runs: dict[tuple[str, str], list[Record
 
 
 def alerts(series: Sequence[Series]) -> list[Table]:
-    """Return a table of every change, the largest first; none if there is no history."""
+    """Return a table of all changes, the largest first; an empty list if there are no series."""
     found = [(one, change) for one in series for change in one.changes]
     found.sort(key=lambda pair: -abs(math.log(pair[1].ratio)))
     note = (
@@ -139,7 +139,7 @@ def draw(axes: Axes, group: Sequence[Series]) -> None:
     """Draw time against commits, a line for each P; mark where a level changed."""
     longest = max((one.points for one in group), key=len)
     for number, one in enumerate(group):
-        offset = len(longest) - len(one.points)  # the newest runs under one another
+        offset = len(longest) - len(one.points)  # puts the newest runs of all series at the right
         points = [(float(offset + i), point.seconds * 1e3) for i, point in enumerate(one.points)]
         line(axes, number, points, [point.doubtful for point in one.points], f"P = {one.ranks}")
     log_axis(axes.yaxis)
@@ -149,24 +149,24 @@ def draw(axes: Axes, group: Sequence[Series]) -> None:
             axes.axvline(at, color=INK, linestyle="--", linewidth=1, label="level changed")
     hollow(axes, ["doubtful"] * any(point.doubtful for one in group for point in one.points))
     axes.set(xlabel="commit (in order of recording)", ylabel="time of one step (ms)")
-    step = math.ceil(len(longest) / LABELS)  # as many commits by name as fit, the last among them
+    step = math.ceil(len(longest) / LABELS)  # name as many commits as fit, and the last one
     places = list(range(len(longest) - 1, -1, -step))[::-1]
     plain_ticks(axes.xaxis, places, [plain(longest[place].commit)[:7] for place in places])
     axes.tick_params("x", rotation=90)
 
 
 ALPHA = 0.01
-LEAST = 1.05  # ratio of the medians; less is of no interest
+LEAST = 1.05  # least ratio of the medians of a change
 SIDE = 3  # values on each side of a change; fewer may be outliers
 SHUFFLES = 1999
-MOST = 1000  # values of one series that are looked at, the newest
+MOST = 1000  # only so many of the newest values of a series are searched
 
 Values = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Change:
-    """A move of the level.
+    """A change of level.
 
     Args:
         at: index of the first value of the new level.
@@ -224,9 +224,9 @@ def _splits(logs: Values, first: int, chance: np.random.Generator) -> Iterator[t
 
 
 def _scores(series: Values) -> Values:
-    """Return the squared t statistic of each series (a row) at each split.
+    """Return for each series (a row) and split the share of the spread that the split explains.
 
-    It is the share of the spread that the split explains.
+    The share grows with the squared t statistic.
     """
     n = series.shape[1]
     centred = series - series.mean(1, keepdims=True)

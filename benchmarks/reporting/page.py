@@ -36,10 +36,10 @@ MARKERS = "osD^vP"
 INK, GRID = "#1b1f24", "#8a8f98"
 SIZE = (4.6, 3.7)  # inches; a phone shows one plot beside nothing else
 PRETENDED: dict[str, Any] = {"linestyle": ":", "linewidth": 1}
-"""A line that nobody measured."""
+"""The style of a line that was not measured, such as an ideal."""
 
 LABEL = 44  # characters of a name in a plot
-HALF = 26  # of one that leaves room for another beside it
+HALF = 26  # characters of the longest name in a legend with several columns
 SETTINGS: Any = {
     "axes.axisbelow": True,
     "axes.edgecolor": INK,
@@ -69,7 +69,7 @@ SETTINGS: Any = {
 
 
 def styled() -> AbstractContextManager[None]:
-    """Draw and save in the style of this module."""
+    """Return a context in which matplotlib draws and saves in the style of this module."""
     import matplotlib
 
     return matplotlib.rc_context(SETTINGS)
@@ -80,10 +80,10 @@ class Picture:
     """A plot with one message.
 
     Args:
-        title: above it, also for those who do not see it.
-        draw: draws into axes.
-        size: in inches.
-        columns: of the legend, if its words are short.
+        title: the text above the plot, which is also its label for screen readers.
+        draw: draws the plot into the given axes.
+        size: width and height in inches.
+        columns: columns of the legend, if its names are short.
     """
 
     title: str
@@ -93,12 +93,12 @@ class Picture:
 
     @property
     def broad(self) -> bool:
-        """Whether it needs the whole width of the page."""
+        """Whether the plot needs the whole width of the page."""
         return self.size[0] > SIZE[0]
 
     @cached_property
     def figure(self) -> Figure:
-        """The plot by itself."""
+        """A figure with this plot alone."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=self.size, layout="constrained")
@@ -106,7 +106,7 @@ class Picture:
         return figure
 
     def onto(self, figure: FigureBase) -> None:
-        """Draw one pair of axes with a legend below, where it covers nothing."""
+        """Draw the plot into a figure, with a legend below the axes."""
         with styled():
             axes = figure.add_subplot()
             self.draw(axes)
@@ -117,13 +117,13 @@ class Picture:
 
 
 def picture(title: str, draw: Callable[..., None], *what: Any, **looks: Any) -> Picture:
-    """Return a picture into whose axes `draw` draws `what`."""
+    """Return a picture that is drawn by `draw(axes, *what)`; `looks` are its size and columns."""
     return Picture(plain(title), lambda axes: draw(axes, *what), **looks)
 
 
 def short(name: object) -> str:
-    """Cut the middle of a name for a legend or beside an axis: names begin alike."""
-    whole = plain(name).encode("latin-1", "replace").decode("latin-1")  # every font has these
+    """Return a name, without its middle if it is too long for a legend: names begin alike."""
+    whole = plain(name).encode("latin-1", "replace").decode("latin-1")  # every font has them
     ends = whole[: LABEL // 3], whole[-(LABEL - LABEL // 3 - 1) :]
     return whole if len(whole) <= LABEL else "…".join(ends)
 
@@ -135,7 +135,7 @@ def line(
     doubtful: Sequence[bool],
     label: str,
 ) -> None:
-    """Draw one series; what must be read with care has a hollow marker."""
+    """Draw the series with index `number`; a doubtful point has a hollow marker."""
     colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
     axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.4, label=short(label))
     for point, mark in zip(points, doubtful, strict=True):
@@ -144,14 +144,14 @@ def line(
 
 
 def hollow(axes: Axes, flags: Sequence[str]) -> None:
-    """Say in the legend what a hollow marker means."""
+    """Say in the legend what a hollow marker means, if there are flags."""
     if flags:
         label = f"hollow: {' or '.join(sorted(set(flags)))}"
         axes.plot([], color=GRID, marker="o", mfc="none", linestyle="none", label=label)
 
 
 def case_rows(axes: Axes, labels: Sequence[str], name: str) -> None:
-    """Make the y axis a list from top to bottom."""
+    """Label the rows of the y axis, from top to bottom; `name` is the label of the axis."""
     plain_ticks(axes.yaxis, range(len(labels)), labels)
     axes.set(ylabel=name, ylim=(len(labels) - 0.5, -0.5))
 
@@ -165,13 +165,13 @@ def log_axis(axis: Axis) -> None:
 
 
 def plain_ticks(axis: Axis, places: Sequence[float], labels: Sequence[str] | None = None) -> None:
-    """Set ticks at these places and nowhere else."""
+    """Set ticks at these places and nowhere else; without labels they show the places."""
     axis.set_ticks([], minor=True)
     axis.set_ticks(list(places), list(labels or (f"{place:g}" for place in places)))
 
 
 MAX_PROBLEMS = 50
-PLOTS, ROWS = 4, 12  # that are seen without a click, so that a page fits a phone
+PLOTS, ROWS = 4, 12  # shown before a click, so that a page fits a phone
 
 
 @dataclass(frozen=True)
@@ -180,8 +180,8 @@ class Section:
 
     Args:
         title: its heading.
-        text: sentences of ours.
-        tables, pictures: what it shows.
+        text: the sentences below the heading.
+        tables, pictures: its tables and pictures.
     """
 
     title: str
@@ -196,7 +196,7 @@ class Page:
 
     Args:
         title: the heading.
-        problems: what could not be read, each naming its file.
+        problems: a text for each problem on reading, which names the file.
         sections: in the order in which they are shown.
     """
 
@@ -206,7 +206,7 @@ class Page:
 
     @property
     def complaints(self) -> list[str]:
-        """The problems as they are shown: plain, and not more than one wants to read."""
+        """The problems as they are shown: plain text, and at most `MAX_PROBLEMS` of them."""
         more = len(self.problems) - MAX_PROBLEMS
         shown = [plain(problem, 400) for problem in self.problems[:MAX_PROBLEMS]]
         return [*shown, f"and {more} more"] if more > 0 else shown
@@ -223,9 +223,9 @@ def code(text: str) -> str:
 
 
 def svg(picture: Picture) -> Markup:
-    """Draw a picture for the inside of a page, whose ink is that of the text around it.
+    """Return a picture as SVG for the inside of a page, in the colour of the text around it.
 
-    It is named for those who cannot see it. matplotlib escapes the words inside.
+    Its title is the label for screen readers. matplotlib escapes the texts in the picture.
     """
     file = io.StringIO()
     with styled():
@@ -234,13 +234,13 @@ def svg(picture: Picture) -> Markup:
         )
     text = file.getvalue()
     drawn = text[text.index("<svg") :].replace(INK, "currentColor")
-    drawn = re.sub("<!--.*?-->", "", drawn, flags=re.DOTALL)  # comments repeat every text
+    drawn = re.sub("<!--.*?-->", "", drawn, flags=re.DOTALL)  # they repeat every text
     named = f'<svg role="img" aria-label="{escape(picture.title)}" '
     return Markup(drawn.replace("<svg ", named, 1))  # noqa: S704  # ours
 
 
 def breakable(cell: str) -> str:
-    """Let the text of a cell go on in the next line after a slash, if the column is narrow."""
+    """Allow a line break after each slash in the text of a cell, for narrow columns."""
     return Markup("/<wbr>").join(cell.split("/"))
 
 
@@ -255,14 +255,14 @@ TEMPLATES.filters |= {"svg": svg, "breakable": breakable, "code": code}
 
 
 def markdown(page: Page, picture: str | None) -> str:
-    """Return the page as Markdown of GitHub; `picture` is a file beside it, if there is one."""
+    """Return the page as GitHub Markdown; `picture` is a file beside it, if there is one."""
     return TEMPLATES.get_template("page.md").render(page=page, picture=picture)
 
 
 def html(page: Page) -> str:
     """Return the page as HTML: style, plots and one script inside, and nothing is fetched.
 
-    The page's policy names the script by its digest, so that no other can run.
+    The page's policy names the script by its digest, so that no other script can run.
     """
     script = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
     digest = "sha256-" + b64encode(sha256(script.encode()).digest()).decode()
@@ -284,14 +284,14 @@ def write(page: Page, folder: Path, name: str) -> list[Path]:
     if pictures:
         paths[2].write_bytes(overview(pictures))
     else:
-        paths.pop().unlink(missing_ok=True)  # that of an older report
+        paths.pop().unlink(missing_ok=True)  # remove the picture of an older report
     paths[0].write_text(markdown(page, f"{name}.png" if pictures else None), encoding="utf-8")
     paths[1].write_text(html(page), encoding="utf-8")
     return paths
 
 
 SHOWN = 6  # plots of the overview
-TITLE = 60  # characters
+TITLE = 60  # characters of a plot's title there
 
 
 def overview(pictures: Sequence[Picture]) -> bytes:

@@ -27,7 +27,7 @@ from benchmarks.reporting.page import (
 from benchmarks.reporting.tables import plain, size
 
 LINES = 6  # in one plot; more cannot be told apart
-BARS = 12
+BARS = 12  # in one plot
 OTHER = "other"
 DIRECTIONS = {"both": "forward and backward"}
 MAX_PICTURES = 30  # of one kind
@@ -35,7 +35,7 @@ CARE = ", to be read with care"
 T = TypeVar("T")
 
 Series = dict[str, list[Row]]
-"""Rows by what the legend calls them."""
+"""The rows of each line of a plot, by its name in the legend."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class Scaled:
     """A quantity that is drawn against P.
 
     Args:
-        name: in the title.
-        label: of its axis.
-        value: of a row.
-        ideal: of a row whose series has this first row.
+        name: the quantity's name in the title.
+        label: the label of its axis.
+        value: computes the quantity of a row.
+        ideal: computes its ideal value, from the first row of the series and a row.
         is_log: whether its axis is logarithmic.
     """
 
@@ -76,7 +76,7 @@ SPEEDUPS = Scaled(
 
 
 def scaling(rows: Sequence[Row]) -> Iterator[Picture]:
-    """Draw time and efficiency of what ran on several numbers of ranks, its variants as lines.
+    """Draw time and efficiency of the cases that ran on several numbers of ranks, a line for each.
 
     Collectives are left out: moving bytes to more ranks is more work, not the same work shared.
     """
@@ -96,7 +96,7 @@ def scaling(rows: Sequence[Row]) -> Iterator[Picture]:
 
 
 def draw_scaling(axes: Axes, series: Series, what: Scaled) -> None:
-    """Draw a quantity against P, with its ideal and a word on hollow markers."""
+    """Draw a quantity and its ideal against P, and explain hollow markers in the legend."""
     every = [row for rows in series.values() for row in rows]
     for number, (name, rows) in enumerate(series.items()):
         colour = COLOURS[number] if what.is_log else GRID
@@ -148,7 +148,7 @@ def draw_bandwidth(axes: Axes, series: Series) -> None:
 
 
 def buffer_bytes(row: Row) -> float:
-    """Return the size of the message: what is divided by the time in algbw."""
+    """Return the bytes of the largest buffer: algbw times the time."""
     return round((row.algbw or 0.0) * row.seconds)
 
 
@@ -194,13 +194,13 @@ def draw_shares(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _family(row: Row) -> str:
-    """Return what shares a plot: the variants of a scheme, all layers."""
+    """Return the name that rows of one plot share: the scheme of attention, or the suite."""
     layer = row.case.layer
     return f"{layer}/{row.case.scheme}" if layer == "schemes" else str(layer)
 
 
 def _way(row: Row) -> str:
-    """Say how the bytes of a collective travelled."""
+    """Return the algorithm, transport and dtype of a collective as text."""
     names = (row.case.algorithm, row.case.transport, row.case.dtype)
     return ", ".join(plain(name) for name in names if name)
 

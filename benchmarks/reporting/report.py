@@ -1,7 +1,7 @@
 """Report on records: `nox -s report -- RECORDS.jsonl... --out DIR`.
 
-Writes report.md, report.html and report.png. With `--history` only changes over the commits:
-history.md, history.html and history.png; the changes are printed too.
+Write report.md, report.html and report.png. With `--history` show only changes over the commits, in
+history.md, history.html and history.png, and print them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ OPTIONS: Options = {
 
 @program("report", "Tables and plots of benchmark records.", OPTIONS)
 def main(options: argparse.Namespace) -> int:
-    """Write a report; return 0, 1 if nothing could be used, 2 for arguments that make no sense."""
+    """Write a report. Return 0, or 1 if there is nothing to report, or 2 for bad arguments."""
     name, problems = "history" if options.history else "report", list[str]()
     writable(options.out / f"{name}.html")
     if not (options.records or options.trace):
@@ -84,7 +84,7 @@ def _records(paths: Sequence[Path], problems: list[str]) -> Iterator[Record]:
 
 
 def newest(groups: dict[derive.Setting, list[Record]]) -> Iterator[Section]:
-    """Yield the settings, and the newest of them as plots and tables."""
+    """Yield the sections of a report: all settings, then plots and tables of the newest one."""
     if not groups:
         return
     newest, records = list(groups.items())[-1]
@@ -114,7 +114,7 @@ def newest(groups: dict[derive.Setting, list[Record]]) -> Iterator[Section]:
 
 
 def _history(records: Sequence[Record]) -> list[Section]:
-    """Return times over commits, if there are several runs."""
+    """Return the section on times over commits; an empty list if no case has several runs."""
     series = history.collect(records)
     pictures = tuple(history.pictures(series))[: plots.MAX_PICTURES]
     text = (
@@ -124,14 +124,14 @@ def _history(records: Sequence[Record]) -> list[Section]:
     return [Section("History", text, tuple(history.alerts(series)), pictures)] if series else []
 
 
-RANKS = 32  # in the picture
+RANKS = 32  # at most so many are in the picture
 COLUMNS = ("rank", "step (ms)", "communication (ms)", "share", "calls", "bytes sent")
 TOLD = ("scheme", "direction", "layout", "dtype", "device")
 Microseconds = Annotated[float, Meta(ge=0, le=1e12)]
 
 
 class Call(Struct, frozen=True):
-    """The arguments of a communication's event."""
+    """The arguments of an event that is a communication."""
 
     operation: str = "other"
     kind: str = ""
@@ -139,7 +139,7 @@ class Call(Struct, frozen=True):
 
 
 class Event(Struct):
-    """The part of an event of a Chrome trace that is read."""
+    """The fields that are read of an event in a Chrome trace."""
 
     ph: str
     name: str
@@ -151,7 +151,7 @@ class Event(Struct):
 
 
 class Trace(Struct, rename="camel"):
-    """The part of a Chrome trace that is read."""
+    """The fields that are read of a Chrome trace."""
 
     trace_events: Annotated[list[Event], Meta(max_length=1_000_000)]
     other_data: dict[str, Any] = {}
@@ -164,7 +164,7 @@ def read_trace(path: Path) -> Section:
         path: trace.json of `nox -s trace`.
 
     Raises:
-        ForeignError: the file is not one, or shows no step of any rank.
+        ForeignError: the file is no trace, or has no step of any rank.
     """
     try:
         trace = msgspec.json.decode(read_bytes(path), type=Trace)
@@ -193,7 +193,7 @@ def _cells(step: Event, calls: Sequence[Event]) -> tuple[str, ...]:
         milliseconds(spent / 1e6),
         percent(spent / step.dur if step.dur else None),
         count(len(mine)),
-        size(sum(sent)),  # a wait repeats those of its start, and agreement is no payload
+        size(sum(sent)),  # without waits, which repeat the bytes of their start, and agreement
     )
 
 
@@ -207,7 +207,7 @@ def covered(step: Event, calls: Sequence[Event]) -> float:
 
 
 def draw_steps(axes: Axes, steps: Sequence[Event], calls: Sequence[Event]) -> None:
-    """Draw a grey bar for the step of each rank, and over it what was communication."""
+    """Draw a grey bar for the step of each rank, and its communication over it."""
     rows = {step.pid: place for place, step in enumerate(steps)}
     start = min(step.ts for step in steps)
 

@@ -1,4 +1,4 @@
-"""Tables of plain text, which Markdown, HTML and a terminal of any width show alike."""
+"""Make tables of plain text, which Markdown, HTML and a terminal of any width show alike."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ class Table:
     """A table.
 
     Args:
-        title: above it.
-        columns: their names.
-        rows: cells in the order of the columns.
-        note: below it.
+        title: the text above the table.
+        columns: the names of the columns.
+        rows: the cells of each row, in the order of the columns.
+        note: the text below the table.
     """
 
     title: str
@@ -73,7 +73,7 @@ class Table:
 def make(
     title: str, columns: Iterable[str], cells: Iterable[Iterable[str]], note: str = ""
 ) -> Table:
-    """Make a table without empty columns, if it has rows. Cut it after MAX_ROWS rows."""
+    """Make a table of at most MAX_ROWS rows. Columns that are empty in every row are left out."""
     names, lines = tuple(columns), [tuple(line) for line in cells]
     more = f"{len(lines) - MAX_ROWS} more rows are left out." if len(lines) > MAX_ROWS else ""
     kept = [
@@ -103,7 +103,7 @@ COLUMNS = (
 
 
 def cells(row: derive.Row) -> tuple[str, ...]:
-    """Return the text of each of COLUMNS."""
+    """Return the cells of a row, in the order of COLUMNS."""
     scales = row.algbw is None and row.case.layer != "collectives"
     return (
         plain(row.case.id),
@@ -132,7 +132,7 @@ def per_ranks(rows: list[derive.Row]) -> list[Table]:
 
 
 def failures(records: list[Record]) -> list[Table]:
-    """Return a table of the cases without a time, with the reasons; nothing if there are none."""
+    """Return a table of the cases without a time, with the reasons; no table if there are none."""
     lines = sorted(
         (plain(r.case.id), str(r.case.ranks), r.status, plain(r.reason or "the time is 0"))
         for r in records
@@ -142,7 +142,7 @@ def failures(records: list[Record]) -> list[Table]:
 
 
 def settings(groups: dict[derive.Setting, list[Record]]) -> Table:
-    """Return a table with a line for each commit and machine."""
+    """Return a table with a line for each setting: commit, side and machine."""
     lines = []
     for setting, group in groups.items():
         runs = sorted({r.run_id for r in group})
@@ -194,7 +194,7 @@ def plain(value: object, longest: int = LONGEST) -> str:
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """Write a number with so many significant digits, without an exponent."""
+    """Write a number with `digits` significant digits, without an exponent."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     rounded = float(f"{value:.{digits - 1}e}")  # 99.96 has as many digits before the point as 100
@@ -202,12 +202,12 @@ def significant(value: float, digits: int = 3) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Seconds as milliseconds, without the unit."""
+    """Write seconds as milliseconds, without the unit."""
     return significant(seconds * 1e3)
 
 
 def gigabytes(rate: float | None) -> str:
-    """Bytes per second as GB/s (1e9), without the unit."""
+    """Write bytes per second as GB/s (1e9), without the unit."""
     return DASH if rate is None else significant(rate / 1e9)
 
 
@@ -217,7 +217,7 @@ def percent(share: float | None) -> str:
 
 
 def size(count: float | None) -> str:
-    """Bytes with a binary unit."""
+    """Write bytes with a binary unit."""
     if count is None:
         return DASH
     step = max(0, min(len(BINARY) - 1, math.floor(math.log2(count) / 10))) if count >= 1 else 0
@@ -229,19 +229,19 @@ def count(value: float | None) -> str:
     return DASH if value is None else f"{value:,.0f}"
 
 
-WIDTH = 170  # of output that goes into a file
+WIDTH = 170  # characters of a line of output that goes into a file
 LINES_EVERY = 10  # steps between two lines of plain progress
 GAP = 3  # characters between columns
-WRAPPED = 60  # characters of a cell before it goes on in the next line
+WRAPPED = 60  # a longer cell counts as this many characters; it is wrapped
 
 
 def console() -> Console:
-    """Return a console as wide as the terminal, or as all tables if the output is a file."""
+    """Return a console as wide as the terminal; WIDTH characters if the output is a file."""
     return Console(width=None if sys.stdout.isatty() else WIDTH)
 
 
 def following(name: str) -> Callable[..., None]:
-    """Return a function of what is done now, how much is done and of how much: it prints some."""
+    """Return a function that prints a line for some of its calls with phase, done and total."""
     said = -LINES_EVERY
 
     def told(phase: str, done: int, total: int, **_: object) -> None:
@@ -259,7 +259,7 @@ def say(text: str, style: str = "") -> None:
 
 
 def show(table: Table) -> None:
-    """Print a table; columns that do not fit follow below, under the first one again."""
+    """Print a table. Columns that do not fit follow below, each time with the first column."""
     on, title = console(), table.title
     for part in _parts(table, on.width):
         grid = Grid(box=box.SIMPLE_HEAD, title=Text(title, "bold"), title_justify="left")
@@ -280,7 +280,7 @@ def show(table: Table) -> None:
 
 
 def _parts(table: Table, width: int) -> Iterator[list[int]]:
-    """Return the columns of each part, with the first column in all of them."""
+    """Yield the column indices of each part; the first column is in all parts."""
     widths = [
         max(map(len, (name, *(row[i][:WRAPPED] for row in table.rows)))) + GAP
         for i, name in enumerate(table.columns)

@@ -1,6 +1,6 @@
 """Trace one step of a transformer block on all ranks: `nox -s trace`.
 
-The trace is for Perfetto. Communication is named; each rank's clock is compared with rank 0's.
+Perfetto shows the trace. It names every communication. All times are by rank 0's clock.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NAMES: dict[str, Callable[..., object]] = {
     "wait": lambda handle, name: name,
     "_agree": lambda *_: "control",
 }
-"""By method of a communicator, its operation, as the communicator's counters name it."""
+"""By method of a communicator, a function of its arguments that returns the operation's name."""
 KINDS = {"exchange": "start", "_agree": "agree"}
 
 DESCRIBED = ("scheme", "layout", "dtype", "ranks", "transport")
@@ -73,12 +73,13 @@ def offset(world: Intracomm) -> float:
 
 
 def difference(trips: Iterable[tuple[float, float, float]]) -> float:
-    """Return the difference of two clocks by the shortest trip, which leaves the least doubt.
+    """Return the difference of two clocks in seconds, by the trip with the least uncertainty.
 
-    0 where it is less than its own doubt, as for ranks of one node, which share a clock.
+    Return 0 if the difference is at most its uncertainty, as for ranks of one node, which share a
+    clock.
 
     Args:
-        trips: this rank's time, the other rank's, and this rank's again.
+        trips: for each message there and back, this rank's time, the other's, and this rank's.
     """
     start, theirs, end = min(trips, key=lambda trip: trip[2] - trip[0], default=(0.0, 0.0, 0.0))
     found, doubt = (start + end) / 2 - theirs, (end - start) / 2
@@ -88,16 +89,16 @@ def difference(trips: Iterable[tuple[float, float, float]]) -> float:
 class Log:
     """Collects a span of every communication of a rank.
 
-    The span tells the operation, as in the communicator's counters; the kind, which is "run" until
-    it is done, "start" without waiting, "wait" for what was started, or "agree" on arguments; and
-    the bytes that this rank sent since its last call of the operation. A wait adds those of its
-    start.
+    A span has the operation, named as in the communicator's counters, the kind, and the bytes that
+    this rank sent since its last call of the operation. The kind is "run" (until it is done),
+    "start" (without waiting), "wait" (for a started call) or "agree" (on arguments). The bytes of a
+    wait include those of its start.
     """
 
     def __init__(self, comm: sp.Communicator) -> None:
         self.events: list[Event] = []
         self._comm, self._told = comm, Counter[str]()
-        # with the handle, or its id would be given to another
+        # holds the handle, because a new handle could get the id of a freed one
         self._begun: dict[int, tuple[object, Event]] = {}
         comm.counters.reset()
         for method in ("start", "exchange", "wait", "_agree"):
@@ -146,7 +147,7 @@ class Log:
 
 
 def measure(values: Any, rank: Rank) -> dict[str, Any]:
-    """Trace one step; return the merged trace on rank 0."""
+    """Trace one step. Return the merged trace on rank 0, and an empty dict on the others."""
     from mpi4py import MPI
 
     setting, world = msgspec.convert(values, BlockSetting), rank.world
@@ -180,7 +181,7 @@ def measure(values: Any, rank: Rank) -> dict[str, Any]:
 
 
 def stepping(setting: BlockSetting, mesh: sp.Mesh) -> Callable[[], None]:
-    """Return a function that runs one step of a block, whose parts are named in the profile."""
+    """Return a function that runs one step of a block and names its phases in the profile."""
     names = {"attention": f"attention, {setting.case.scheme}", "other": "forward"}
 
     def named(phase: str) -> AbstractContextManager[Any]:
@@ -193,7 +194,7 @@ def stepping(setting: BlockSetting, mesh: sp.Mesh) -> Callable[[], None]:
 
 
 def spans(trace: Event) -> Iterator[Event]:
-    """Yield the spans of a trace of torch.profiler, without those about the profiler itself."""
+    """Yield the spans of a torch.profiler trace, without those about the profiler itself."""
     for event in trace["traceEvents"]:
         about_itself = event.get("cat") in ("Trace", "overhead")
         if event.get("ph") == "X" and "dur" in event and not about_itself:
@@ -202,12 +203,12 @@ def spans(trace: Event) -> Iterator[Event]:
 
 
 def shifted(rank: int, place: str, events: Sequence[Event], ahead: float) -> list[Event]:
-    """Return the events of a rank by rank 0's clock, after the names of their rows.
+    """Return the events of a rank by rank 0's clock, after events that name their rows.
 
     Args:
-        rank: which.
-        place: its device and host.
-        events: by this rank's clock.
+        rank: the rank's number.
+        place: the rank's device and host.
+        events: the rank's events, by its own clock.
         ahead: seconds that this clock is ahead of rank 0's.
     """
 
@@ -229,8 +230,8 @@ def merge(ranks: Iterable[Sequence[Event]], about: dict[str, Any]) -> dict[str, 
     """Return one trace, whose time starts with the first event of any rank.
 
     Args:
-        ranks: the events of each rank by one clock; those without a time name rows.
-        about: what was traced, for the reader of the file.
+        ranks: the events of each rank, all by one clock; events without a time name rows.
+        about: describes what was traced, for the reader of the file.
 
     Returns:
         The content of trace.json. Times are microseconds.
@@ -265,7 +266,7 @@ OPTIONS: Options = {
     warmup=None,
 )
 def main(options: argparse.Namespace) -> int:
-    """Write the trace; return 0, 1 for a failed run, 2 for options that cannot be run."""
+    """Write the trace. Return 0, or 1 for a failed run, or 2 for options that cannot be run."""
     launch = Launch(options.launcher, options.timeout)
     setting, *others = scaling.settings(options)
     if others or len(setting.case.mesh) > 1:

@@ -23,17 +23,20 @@ from benchmarks.training.runs import DTYPES, FAULTS, Setting, places
 
 ALONE = "one rank"
 FACTOR = 10.0
-"""How many times as far as a run from weights one unit in the last place away a mesh may be."""
+"""A mesh's loss may be this many times as far from one rank's as that of a perturbed run.
+
+A perturbed run starts from weights that are one unit in the last place away.
+"""
 
 SHARE = 0.01
-"""Of what was learned, at most, may be allowed: a longer yardstick could not tell wrong."""
+"""The largest allowed difference as a share of the fall of the loss; more would hide errors."""
 
 KINDS = ("loss", "gradients", "norm", "clipped norm")
 COLUMNS = ("mesh", "P", "dtype", "last loss", "curve", *KINDS, "apart", "")
 
 
 def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
-    """Return the launches: one rank in every dtype, then each mesh, which is compared with it.
+    """Return fields of the document, and the launches: one rank in every dtype, then each mesh.
 
     Raises:
         UsageError: options that cannot be run.
@@ -53,10 +56,10 @@ def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
 
 
 def allowed(curve: Mapping[str, Any]) -> list[float]:
-    """Return how far from one rank's loss a mesh's may be at each step.
+    """Return for each step how far a mesh's loss may be from one rank's.
 
-    That is ten times the largest divergence so far of a perturbed run, which is at least one unit
-    in the last place of a loss.
+    The limit is FACTOR times the largest difference of a perturbed run up to this step. One unit in
+    the last place of the loss is the least such difference.
     """
     alone = np.array(curve["losses"])
     least = np.spacing(alone.astype(curve["dtype"])).astype(float)
@@ -65,7 +68,7 @@ def allowed(curve: Mapping[str, Any]) -> list[float]:
 
 
 def divergence(losses: Sequence[float], curve: Mapping[str, Any]) -> float:
-    """Return the worst difference from one rank's loss over what is allowed, which must be <= 1."""
+    """Return the worst difference from one rank's loss over the allowed one; it must be <= 1."""
     if len(losses) != len(curve["losses"]):
         return math.inf
     ratios = np.abs(np.array(losses) - np.array(curve["losses"])) / allowed(curve)
@@ -73,7 +76,7 @@ def divergence(losses: Sequence[float], curve: Mapping[str, Any]) -> float:
 
 
 def yardstick(curve: Mapping[str, Any]) -> list[str]:
-    """Say what is wrong with the runs of one rank."""
+    """Return a text for each fault of the runs on one rank."""
     longest, learned = allowed(curve)[-1], curve["losses"][0] - min(curve["losses"])
     far = f"{curve['worst']:.3g} times the bound around the float64 reference"
     amplified = (
@@ -84,7 +87,7 @@ def yardstick(curve: Mapping[str, Any]) -> list[str]:
 
 
 def complaints(record: Mapping[str, Any], curve: Mapping[str, Any]) -> list[str]:
-    """Say what is wrong with a mesh."""
+    """Return a text for each fault of the run on a mesh."""
     found = [
         f"{kind}: {ratio:.3g} times the bound, worst in {where}"
         for kind, (ratio, where) in record["worst"].items()
@@ -107,7 +110,7 @@ def runs_of(document: Record) -> tuple[dict[str, Any], list[Record]]:
 
 
 def show(document: Record) -> Iterator[Part]:
-    """Yield a table of the meshes, and what is wrong."""
+    """Yield a table of the meshes, and a complaint for each fault."""
     curves, runs = runs_of(document)
     rows, right = [], 0
     for run in runs:
@@ -138,8 +141,8 @@ def draw(document: Record, path: Path) -> None:
     """Draw losses on the left, and for each dtype their distances from one rank's on the right.
 
     Args:
-        document: with the run of one rank and those of meshes.
-        path: of the PNG to write.
+        document: has the runs of one rank and of all meshes.
+        path: the PNG file to write.
     """
     from matplotlib.figure import Figure
 
@@ -177,7 +180,7 @@ def draw(document: Record, path: Path) -> None:
 def _distances(axes: Any, curve: Mapping[str, Any], runs: Sequence[Record], number: int) -> None:
     """Draw differences of all meshes in one dtype, and the greatest that is allowed.
 
-    Differences of 0 are not on a logarithmic axis.
+    A logarithmic axis cannot show differences of 0.
     """
     dtype, colour = curve["dtype"], COLOURS[number]
     for losses, label, color in (

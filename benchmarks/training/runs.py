@@ -1,9 +1,9 @@
 """Train on one mesh and compare with one rank; and train on that one rank, which sets the limits.
 
-Two yardsticks. For gradients a float64 reference, which says element by element how far rounding
-may move a result. For whole curves the same run from weights that differ by one unit in the last
-place: training amplifies every difference, and a mesh that adds in another order may be as far away
-as such a run, within a factor.
+There are two limits. Gradients have a bound by element, from a float64 reference: the error that
+rounding may cause. Losses are compared with a run from weights that differ by one unit in the last
+place. Training amplifies every difference, and a mesh adds in a different order. So its losses may
+be as far away as those of such a run, within a factor.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Place(msgspec.Struct, frozen=True):
     """A mesh and how it is used.
 
     Args:
-        axes: of the mesh.
-        scheme: of attention over the ranks that share a sequence.
-        layout: which of them owns which tokens.
+        axes: the sizes of the mesh's axes by name.
+        scheme: the attention scheme over the ranks that share a sequence; None is the default.
+        layout: which of these ranks has which tokens.
         tp_sp: whether tensor ranks split the tokens too.
     """
 
@@ -59,7 +59,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 def places(ranks: int) -> list[Place]:
-    """Return every scheme on every mesh: all ranks along one axis, and two along each of two."""
+    """Return every scheme on every mesh: all ranks along one axis; 4 ranks also as 2 x 2."""
     single = [
         Place({"dp": ranks}),
         Place({"ring": ranks}),
@@ -97,14 +97,14 @@ class Setting(msgspec.Struct, frozen=True):
     """A training run.
 
     Args:
-        steps: how many.
-        every: steps between those at which gradients are compared.
-        sequences: in a batch.
-        shortest, longest: lengths of sequences, in tokens.
-        learning_rate: of AdamW, reached after `warmup` steps.
-        max_norm: to which gradients are clipped.
-        perturbed: runs from weights that differ by one unit in the last place.
-        seed: of weights, batches and perturbations.
+        steps: the number of steps.
+        every: gradients are compared once in so many steps.
+        sequences: the number of sequences in a batch.
+        shortest, longest: the limits of a sequence's length in tokens.
+        learning_rate: the learning rate of AdamW, reached after `warmup` steps.
+        max_norm: the norm to which gradients are clipped.
+        perturbed: number of runs from weights that differ by one unit in the last place.
+        seed: the seed of weights and batches.
         model: sizes of the LLaMA.
     """
 
@@ -154,15 +154,15 @@ FAULTS = {
         "    return torch.cat((tokens[:, 1:], torch.full_like(tokens[:, :1], IGNORED)), 1)\n",
     ),
 }
-"""A module, a function, a text in it, and what stands there instead."""
+"""By name of a fault: a module, its function, a text in this, and the wrong text in its place."""
 
 
 @contextlib.contextmanager
 def planted(name: str) -> Iterator[None]:
-    """Train with a fault inside the block.
+    """Plant a fault into the library while the block runs.
 
     Raises:
-        LookupError: the library no longer reads as the fault expects.
+        LookupError: the library no longer has the text that the fault replaces.
     """
     module, function, text, wrong = FAULTS[name]
     right = getattr(module, function)
@@ -185,7 +185,7 @@ def planted(name: str) -> Iterator[None]:
 
 WEIGHTS = "model.safetensors"
 Worst = dict[str, tuple[float, str]]
-"""By kind of result the worst error over its bound, and where it was."""
+"""By kind of result the worst error over its bound, and the place of that error."""
 
 
 def trained(
@@ -194,7 +194,7 @@ def trained(
     layout: Layout,
     before: Callable[[int], None] = lambda step: None,
 ) -> list[Step]:
-    """Train a model; `before` is called before every step and at the end."""
+    """Train a model and return its steps; `before` runs before each step and after the last."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=setting.learning_rate, fused=True)
     take = partial(train_step, model, optimizer, max_norm=setting.max_norm, layout=layout)
     seen = []
@@ -226,14 +226,13 @@ def run_place(comm: Any, place: Place, dtype: str, setting: Setting, alone: Path
     Args:
         comm: an mpi4py communicator.
         place: the mesh.
-        dtype: of weights and arithmetic.
+        dtype: the dtype of weights and arithmetic.
         setting: the run.
-        alone: where ``run_alone`` has left what one rank did.
+        alone: the folder that `run_alone` has filled.
 
     Returns:
-        The record: losses of all steps; for each kind of result the worst error over
-        bound and where it was; and how far apart replicas of a weight are in the end, which should
-        be 0.
+        The record: losses of all steps; for each kind of result the worst error over its bound and
+        its place; and how far replicas of a weight differ in the end, which should be 0.
     """
     layout: Layout = getattr(sp.Sharding, place.layout)
     how: Any = {"scheme": place.scheme, "tp_sp": place.tp_sp}
@@ -260,7 +259,7 @@ def run_place(comm: Any, place: Place, dtype: str, setting: Setting, alone: Path
 
 
 def compare(model: Llama, found: dict[str, Tensor], stored: dict[str, Tensor]) -> Worst:
-    """Return the worst error over bound of loss, gradients and norms over all ranks, by kind."""
+    """Return the worst error over its bound, on any rank, of the loss, gradients and norms."""
     rank, ratios = model.grid.tensor.rank, []
     weights = {checkpoint_name(name): weight for name, weight in model.named_parameters()}
     for name, x in found.items():
@@ -292,13 +291,14 @@ def apart(model: Llama) -> float:
 
 
 def run_alone(comm: Any, dtype: str, setting: Setting, folder: Path) -> dict[str, Any]:
-    """Train on one rank, and leave weights, gradients and their scales in `folder/dtype`.
+    """Train on one rank, and write weights, gradients and their scales into `folder/dtype`.
 
     Args:
         comm: an mpi4py communicator of one rank.
-        dtype: of weights and arithmetic.
+        dtype: the dtype of weights and arithmetic.
         setting: the run.
-        folder: where things go: weights before a step as `step-N`, gradients beside them.
+        folder: the folder for all dtypes. Weights before step N go into a folder `step-N`,
+            gradients into a file beside it.
 
     Returns:
         The losses, those of perturbed runs, and the worst error over bound of the gradients.
@@ -339,7 +339,7 @@ def move_by_one_ulp(model: Llama, seed: int) -> None:
 def expected(
     weights: dict[str, Tensor], sequences: Sequence[Sequence[int]], num_heads: int
 ) -> reference.Reference:
-    """Return loss and gradients in float64, each sequence by itself."""
+    """Return loss and gradients in float64, computed for each sequence by itself."""
     rows = [torch.tensor([sequence]) for sequence in sequences if len(sequence) > 1]
     count = sum(row.shape[1] - 1 for row in rows)
 
@@ -355,7 +355,7 @@ def expected(
 
 
 def _keep_gradients(mesh: sp.Mesh, folder: Path, setting: Setting, step: int) -> float:
-    """Store the float64 results from the weights in a folder. Return the worst error over bound."""
+    """Store the float64 results for the weights in a folder. Return the worst error over bound."""
     model, sequences = load(folder, mesh), setting.batch(step)
     found = gradients(model, sequences, setting.max_norm, sp.Sharding.zigzag)
     weights = load_file(folder / WEIGHTS)
@@ -371,7 +371,7 @@ def _keep_gradients(mesh: sp.Mesh, folder: Path, setting: Setting, step: int) ->
 
 
 def measure(job: dict[str, Any], rank: Rank) -> dict[str, Any]:
-    """Train on a mesh in every dtype; or, without a mesh, each rank by itself in one of them."""
+    """Train on a mesh in every dtype. Without a mesh each rank trains alone, in one dtype."""
     from mpi4py import MPI
 
     setting, folder = msgspec.convert(job["setting"], Setting), Path(job["folder"])

@@ -1,7 +1,8 @@
-"""Make ways to carry out a collective of two ranks over a float32 vector, and time them in turn.
+"""Prepare contestants for a collective of a float32 vector on two ranks, and time them in turns.
 
-A contestant is one line in `CONTESTANTS`: a name, and what makes a call and shows its result. It
-gives None where it has no way to do a collective, or where something that it needs is not there.
+A contestant is one line in `CONTESTANTS`: a name, and a function that prepares its call and result
+(`Runner`). The function returns None if the contestant lacks the collective, or something that it
+needs is missing.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from tests.oracle.collective_cases import DEFINITIONS
 
 @dataclass(frozen=True)
 class Field:
-    """Where contestants meet.
+    """The task that all contestants of a heat get.
 
     Args:
         world: all ranks; the library's calls go over it.
         mesh: the same ranks, with the axis "all".
-        op: collective.
-        x: what this rank contributes, flat; its piece in an all-gather or a ring exchange.
+        op: the name of the collective.
+        x: this rank's input, flat; its piece in an all-gather or a ring exchange.
     """
 
     world: Intracomm
@@ -56,7 +57,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Runner:
-    """A prepared call, its result as a flat tensor, and the bytes of our scratch, 0 for others."""
+    """A prepared call, its result as a flat tensor, and our bytes of scratch, 0 for others."""
 
     call: Callable[[], object]
     result: Callable[[], Tensor]
@@ -67,7 +68,7 @@ Maker = Callable[[Field], Runner | None]
 
 
 def library(field: Field) -> Runner | None:
-    """Make mpi4py's own call on NumPy arrays; nobody can call the library quicker from Python."""
+    """Prepare mpi4py's own call on NumPy arrays: no call of the library from Python is quicker."""
     world, send = field.world, field.x.numpy()
     out = field.x.clone() if field.op == "broadcast" else torch.zeros(field.received)
     recv, right, left = out.numpy(), (world.rank + 1) % world.size, (world.rank - 1) % world.size
@@ -84,7 +85,7 @@ def library(field: Field) -> Runner | None:
 
 
 def plan(algorithm: str, dtype: torch.dtype = torch.float32, *, shared: bool = False) -> Maker:
-    """Make a plan of ours by an algorithm, on a tensor in shared memory if that is asked for."""
+    """Return a maker of our plans by an algorithm; if `shared`, on a tensor in shared memory."""
 
     def make(field: Field) -> Runner | None:
         if algorithm != "auto" and algorithm not in ALGORITHMS.get(field.op, ()):
@@ -95,7 +96,7 @@ def plan(algorithm: str, dtype: torch.dtype = torch.float32, *, shared: bool = F
         x = x.view(field.world.size, 1, -1) if field.op == "all_to_all" else x
         made = sp.plan(field.op, x, comm=comm, algorithm=algorithm, **measuring.arguments(field.op))
         if algorithm not in ("auto", made.algorithm):
-            return None  # not on this communicator
+            return None  # this communicator lacks the algorithm
         return Runner(
             made.run,
             lambda: made.run().reshape(-1).float(),
@@ -114,9 +115,9 @@ def in_shared_memory(x: Tensor, field: Field) -> Tensor:
 
 
 def on_input(field: Field, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-    """Compute once x, in shared memory, holds everybody's input; then set x to zero.
+    """Set x, in shared memory, to this rank's input, compute on all inputs, then set x to zero.
 
-    Sums of sums would soon be infinite.
+    Timed calls sum x in place again and again, and sums of sums would soon be infinite.
     """
     fence = partial(sp.fence, comm=field.mesh["all"])
     x.copy_(field.x)
@@ -129,7 +130,7 @@ def on_input(field: Field, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
 
 
 def summed_in_place(field: Field) -> Runner | None:
-    """Our all-reduce of a tensor in shared memory that becomes the sum."""
+    """Prepare our all-reduce in place, of a tensor in shared memory."""
     if field.op != "all_reduce":
         return None
     comm, x = field.mesh["all"], in_shared_memory(field.x, field)
@@ -139,7 +140,7 @@ def summed_in_place(field: Field) -> Runner | None:
 
 
 def read_in_place(field: Field) -> Runner | None:
-    """Make a ring exchange in which nothing moves: the neighbour's tensor is read in place."""
+    """Prepare a ring exchange without any copy: the neighbour's tensor is read in place."""
     if field.op != "shift":
         return None
     comm = field.mesh["all"]
@@ -148,13 +149,13 @@ def read_in_place(field: Field) -> Runner | None:
 
 
 def barrier(field: Field) -> Runner:
-    """Make the library's barrier; what is "in place" would be wrong without it."""
+    """Prepare the library's barrier, which a read in place needs at least."""
     wanted = expected(field).float()
     return Runner(field.world.Barrier, lambda: wanted)
 
 
 def memory_floor(field: Field) -> Runner | None:
-    """Do with memory what a sum in place on two ranks does, while nobody waits for anybody."""
+    """Prepare the memory accesses of a sum in place on two ranks, without any waiting."""
     if field.op != "all_reduce" or field.world.size != 2:
         return None
     half, rank = field.x.numel() // 2, field.world.rank
@@ -170,7 +171,7 @@ def memory_floor(field: Field) -> Runner | None:
 
 
 def gloo(field: Field) -> Runner | None:
-    """torch.distributed's collectives over gloo, where this torch has them."""
+    """Prepare torch.distributed's collective over gloo."""
     x, out = field.x, torch.zeros(field.received)
     both = x.clone()
     calls: dict[str, Callable[[], object]] = {
@@ -221,7 +222,7 @@ def expected(field: Field) -> Tensor:
 
 
 def error_of(found: Tensor, wanted: Tensor) -> float:
-    """Return the largest error in roundings of the exact sum to bfloat16."""
+    """Return the largest error; its unit is the rounding of the exact result to bfloat16."""
     difference = (found[: wanted.numel()].double() - wanted).abs()
     roundings = difference / (wanted.abs() * 2**-8 + 1e-30)
     return float(roundings.max()) if wanted.numel() else 0.0
@@ -231,16 +232,16 @@ GLOO_SECONDS = 150.0
 SHARE = 0.3  # seconds for each heat, beside the least number of rounds
 LEAST_ROUNDS = 7
 EXACT = 2**-16
-"""Of a rounding to bfloat16: float32 sums of two are exact to one rounding of their own."""
+"""The allowed error of float32, in roundings to bfloat16: one float32 rounding of a sum of two."""
 
 
 def heat(
     world: Intracomm, mesh: sp.Mesh, op: str, nbytes: int, names: Iterable[str]
 ) -> dict[str, Any]:
-    """Check and time contestants."""
+    """Check and time some contestants. Return their samples in seconds and bytes of scratch."""
     count = nbytes // 4 // (world.size if op == "all_gather" else 1)
     generator = torch.Generator().manual_seed(world.rank)
-    x = torch.randn(count, generator=generator).bfloat16().float()  # bf16 is given the same
+    x = torch.randn(count, generator=generator).bfloat16().float()  # bf16 gets equal values
     field, counters = Field(world, mesh, op, x), mesh["all"].counters
     made = {name: CONTESTANTS[name](field) for name in names}
     runners = {name: runner for name, runner in made.items() if runner is not None}
@@ -260,7 +261,7 @@ def heat(
 
 
 def measure(kind: str, rank: Rank) -> dict[str, Any]:
-    """Carry out one launch."""
+    """Run one launch: all heats of a kind; for the kind "regret", the choices of "auto"."""
     world = rank.world
     with (
         sp.Mesh(world, transport="window", tuning="off", check="off", all=world.size) as mesh,
@@ -268,7 +269,7 @@ def measure(kind: str, rank: Rank) -> dict[str, Any]:
     ):
         record = facts(world, mesh.device, mesh["all"].transport.name)
         if kind == "regret":
-            # every algorithm is sampled, and constants that are not fitted on these samples
+            # sample every algorithm; the primitives are measured apart from these samples
             samples = (world, mesh["all"], CHOICE_SECONDS, JUDGED, CHOICE_ROUNDS)
             sizes = [x for x in JUDGED if x in FITTED]
             bare = measuring.primitives(world, mesh["all"], CHOICE_SECONDS / 4, sizes)
@@ -288,16 +289,16 @@ JUDGED = (
     *(2**place for place in range(6, 25)),
     4**13,
     4**14,
-)  # and those between up to 16 MiB, at which nothing was fitted
+)  # up to 16 MiB also the sizes between, at which nothing was fitted
 CHOICE_SECONDS, CHOICE_ROUNDS = 0.08, 6
-"""For each size and collective, where so many rounds do not take longer."""
+"""For each size and collective: the time, and the least number of rounds, which may take longer."""
 
 
 def judged(bare: Tuning, samples: measuring.Samples) -> list[Record]:
-    """Return for every collective and size what the constants choose, and what is best in truth.
+    """Return for every collective and size the algorithm that constants choose, and the best one.
 
-    Times are medians. "predicted" is that of the choice by the constants, and "plain" that by the
-    model without corrections.
+    Times are median seconds. "predicted" is the time that the constants predict for the choice, and
+    "plain" the time that the model without corrections predicts.
     """
     fit = {
         op: {
@@ -330,10 +331,10 @@ def judged(bare: Tuning, samples: measuring.Samples) -> list[Record]:
 
 
 def summary(found: Sequence[Record]) -> Record:
-    """Return the figures that are asked for, and how far the predictions are off."""
+    """Return the regret of "auto" over all cases, and the errors of the predictions."""
     shares = [case["seconds"] / case["least"] - 1 for case in found]
     lost = [(case["seconds"] - case["least"]) * 1e6 for case in found]
-    # who is within the microseconds has lost nothing that counts
+    # a loss of at most MICROSECONDS does not count
     counting = [s * (us > MICROSECONDS) for s, us in zip(shares, lost, strict=True)]
     errors = ([abs(x[kind] / x["seconds"] - 1) for x in found] for kind in ("predicted", "plain"))
     regret, beyond, error, model = (

@@ -21,10 +21,13 @@ from sp_core.machine import cores
 RANKS = 2
 KINDS = ("default", "tuned", "huge", "regret")
 YIELDS = ("MPIR_CVAR_ENABLE_HEAVY_YIELD", "OMPI_MCA_mpi_yield_when_idle")
-"""Let ranks share cores; with a core for each they make a library's large messages far slower."""
+"""Variables that let ranks share cores. If each has a core, they make large messages far slower."""
 
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
-"""Lets torch ask for huge pages, as NumPy does; copies between processes go page by page."""
+"""A variable that lets torch ask for huge pages, as NumPy does.
+
+Copies between processes go page by page.
+"""
 
 MEMORY = {"tuned": KEEP_MEMORY, "huge": f"{HUGE_PAGES}=1"}
 KIB, MIB = 1 << 10, 1 << 20
@@ -37,25 +40,25 @@ OURS = (
     "bruck",
     "binomial",
 )
-"""Contestants by messages, among which the quickest stands for us where a row names none."""
+"""Our contestants over messages. The quickest one counts in a row that names no others."""
 WINDOW = (*OURS, "window, staged", "window")
-"""And those in shared memory, on an ordinary tensor and on one that lives there."""
+"""These, and ours in shared memory, on an ordinary tensor and on a resident one."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line.
+    """One line of the table.
 
     Args:
-        what: what it says.
-        op, nbytes: collective, and the sizes of the whole vector (of a piece, in a ring exchange)
-            at each of which it must hold.
+        what: the text of the line.
+        op, nbytes: the collective, and the bytes of the whole vector (of a piece, in a ring
+            exchange); the line must hold at each size.
         ours, other: contestants; the quickest of `ours` counts.
-        target: the other's time over ours, at least; None is told and not judged.
-        kind: of the launches in which it is judged: "default"; "tuned", in which the C library
-            keeps what it is given back; "huge", in which torch asks for huge pages.
-        scratch: bytes that ours may use.
-        only: the MPI that it is about; both where it is empty.
+        target: the least ratio of the other's time to ours; None if the line is not judged.
+        kind: the launches in which the line is judged: "default"; "tuned", in which the C library
+            keeps freed memory; "huge", in which torch asks for huge pages.
+        scratch: the most bytes of scratch memory for ours; None without a limit.
+        only: the MPI that the line is about; both if empty.
         microseconds: instead of a ratio, how much longer ours may take.
     """
 
@@ -159,10 +162,10 @@ ROWS = (
 
 
 def heat_of(row: Row, nbytes: int) -> str:
-    """Return the name of the heat of a row at one size.
+    """Return the name of a heat: the contestants of one row at one size, which take turns.
 
     Rows do not share heats: contestants push each other's tensors out of the caches, and gloo's
-    threads take processor time from whoever comes after them.
+    threads take processor time from the contestants after them.
     """
     return f"{row.what}, {row.op} {nbytes}"
 
@@ -178,9 +181,9 @@ def heats(kind: str) -> dict[str, tuple[str, int, tuple[str, ...]]]:
 
 
 def judged(row: Row, nbytes: int, launches: Sequence[Record]) -> tuple[Requirement, str, int]:
-    """Return what one size of a row must reach, the best of ours, and the scratch bytes of that.
+    """Return the requirement of a row at one size, our best contestant, and its scratch bytes.
 
-    Two that took turns are compared round by round, over the rounds of all launches.
+    Ours and the other one are compared round by round, over the rounds of all launches.
     """
     limit = (">=", row.target) if row.microseconds is None else ("<=", row.microseconds)
     required = Requirement(row.what, *limit, None)
@@ -207,7 +210,7 @@ COLUMNS = ("what", "vector", "ours", "must be", "median, interval", "scratch", "
 
 
 def cells(row: Row, nbytes: int, launches: Sequence[Record]) -> tuple[str, ...]:
-    """Return the texts of COLUMNS."""
+    """Return the cells of one line, in the order of COLUMNS."""
     required, ours, scratch = judged(row, nbytes, launches)
     must, found, mark = required.cells()
     must += " us more" if row.microseconds is not None else ""
@@ -215,7 +218,7 @@ def cells(row: Row, nbytes: int, launches: Sequence[Record]) -> tuple[str, ...]:
 
 
 MEDIAN, WORST, MICROSECONDS = 0.05, 0.15, 2.0
-"""Requirements of "auto": the median loss, and its 95th percentile unless so little is lost."""
+"""Limits of "auto": the median regret, and the 95th percentile of regrets above so many us."""
 
 SHOWN = 12  # cases of regret, the worst ones
 REGRETS = ("collective", "vector", "chosen", "best")
@@ -246,14 +249,14 @@ def regrets(launch: Record) -> Table:
 
 
 def variables(kind: str) -> tuple[str, ...]:
-    """Return the changes of the environment in which a kind of launch runs."""
+    """Return the changes of the environment for a kind of launch, as `Launch.variables`."""
     unset = [text.partition("=")[0] for text in MEMORY.values()]
     unset += YIELDS if cores() >= RANKS else ()
     return *(f"-u{name}" for name in unset), *((MEMORY[kind],) if kind in MEMORY else ())
 
 
 def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
-    """Return the launches: `--launches` of each kind in turn, and one for the choices of "auto"."""
+    """Return fields of the document and the launches: each kind in turn, "regret" only once."""
     return {"ranks": RANKS}, [
         Entry(
             *(f"{kind} {number + 1}", RANKS, kind, {"kind": kind}),

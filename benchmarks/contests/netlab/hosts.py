@@ -9,10 +9,10 @@ of virtual interfaces shaped on both ends:
     host h1  eth0 ==shaped== p1  |  bridge br0, in the namespace of the switch
     host h2  eth0 ==shaped== p2  |
 
-With a delay each eth0 is a TUN device, and a process carries the packets from one to the other, as
-the kernel's netem would, which is not in every kernel: `python -m ....hosts switch RATE DELAY
-NAME=ADDRESS...`. A packet arrives when one wire for each host and direction would have brought it
-(`LinkModel`).
+With a delay each eth0 is a TUN device, and a process carries the packets from one to the other:
+`python -m ....hosts switch RATE DELAY NAME=ADDRESS...`. The kernel's netem could do this, but not
+every kernel has it. A packet arrives when one wire for each host and direction would have brought
+it (`LinkModel`).
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from typing import Any, NoReturn
 ALONE = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 AGENT = Path(__file__).with_name("agent.sh")
 BURST = "128kb"
-"""Of the token bucket: at 1 Gbit/s a millisecond, less than 1 % of a message of 16 MiB."""
+"""Size of the token bucket: a millisecond at 1 Gbit/s, less than 1 % of a message of 16 MiB."""
 
 QUEUE = "20ms"
-"""Of packets before the bucket drops one, as a switch with small buffers would."""
+"""The longest wait of a packet for the bucket, which drops later ones like a switch's buffer."""
 
 MTU = 16000
-"""Of TUN devices: few packets, because a Python program carries each of them."""
+"""Largest packet of a TUN device in bytes. A Python program carries each, so they should be few."""
 
 _SET_INTERFACE = 0x400454CA  # TUNSETIFF
 _TUN, _NO_HEADER = 0x0001, 0x1000
 _SET_TIMER_SLACK = 29  # prctl
 LARGEST = 1 << 16
-SPIN_SECONDS = 60e-6  # a sleep this short is not kept
+SPIN_SECONDS = 60e-6  # a sleep this short would last too long, so the program polls
 
 
 def names(count: int) -> dict[str, str]:
@@ -58,10 +58,10 @@ def names(count: int) -> dict[str, str]:
 
 
 def commands(addresses: Mapping[str, str], rate: float, delay: float) -> list[str]:
-    """Return what connects the hosts; with a delay, after the switch made its devices.
+    """Return the commands that connect the hosts; with a delay the switch must run before.
 
     Args:
-        addresses: of the hosts by name.
+        addresses: the hosts' addresses by name.
         rate: bits per second of the link of each host, in each direction.
         delay: seconds from one host to another, apart from the time that the bits take.
     """
@@ -89,7 +89,7 @@ def forward(ports: dict[bytes, int], wires: dict[int, Any]) -> NoReturn:
     """Forward packets between open devices.
 
     Args:
-        ports: file descriptor of the device with an address.
+        ports: the file descriptor of each device, by its IPv4 address.
         wires: the `LinkModel` of each device.
     """
     under_way: list[tuple[float, int, int, bytes]] = []
@@ -107,7 +107,7 @@ def forward(ports: dict[bytes, int], wires: dict[int, Any]) -> NoReturn:
                 heapq.heappush(under_way, (due, next(numbers), dest, packet))
         while under_way and under_way[0][0] <= time.monotonic():
             _, _, dest, packet = heapq.heappop(under_way)
-            with contextlib.suppress(OSError):  # down, or its queue is full: as on a real wire
+            with contextlib.suppress(OSError):  # device down or queue full: the packet is lost
                 os.write(dest, packet)
 
 
@@ -119,22 +119,22 @@ def open_tun(name: str) -> int:
 
 
 def switch(rate: str, delay: str, *hosts: str) -> NoReturn:
-    """Make a TUN device for each host, say "ready", and forward what is sent to its address."""
+    """Make a TUN device for each host, print "ready", and forward packets by their address."""
     from tests.oracle.link import LinkModel  # brings torch, which only this needs
 
     named = dict(host.split("=") for host in hosts)
     ports = {socket.inet_aton(address): open_tun(name) for name, address in named.items()}
     wires = {fd: LinkModel(float(delay), float(rate) / 8) for fd in ports.values()}
-    ctypes.CDLL(None).prctl(_SET_TIMER_SLACK, 1, 0, 0, 0)  # nanoseconds that the kernel may be late
+    ctypes.CDLL(None).prctl(_SET_TIMER_SLACK, 1, 0, 0, 0)  # the kernel may be 1 ns late
     with contextlib.suppress(PermissionError):  # root of a container may lack it
-        # a wire does not wait for a core
+        # real-time priority, because a wire does not wait for a core
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     print("ready", flush=True)
     forward(ports, wires)
 
 
 def main(count: str, rate: str, delay: str, *command: str) -> int:
-    """Make hosts. Return the exit code of the command on the first one."""
+    """Make hosts, and run a command on the first one. Return its exit code."""
     addresses = names(int(count))
     subprocess.run(["mount", "-t", "tmpfs", "none", "/run"], check=True)
     known = [f"{address} {host}\n" for host, address in addresses.items()]

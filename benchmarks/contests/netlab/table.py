@@ -63,11 +63,11 @@ class Setting(msgspec.Struct, frozen=True):
     """One launch.
 
     Args:
-        name: of the launch; rows find their samples by it.
+        name: the launch's name, by which rows find their samples.
         kind: "check" (results of every algorithm), "all_reduce" or "overlap" (times).
         hosts, per_host: how many hosts, and ranks on each.
-        rate, delay: of the link of each host, in bits per second and seconds.
-        nbytes: of the vector, float32.
+        rate, delay: the rate of each host's link in bits per second, and its delay in seconds.
+        nbytes: bytes of the float32 vector.
         contestants: algorithms of an all-reduce; "library" is the MPI library's own.
         rounds: samples of each contestant.
         modelled: whether the link is a model inside the transport, on one machine.
@@ -104,23 +104,23 @@ SETTINGS = (
 """All launches."""
 
 Of = Callable[[str], float]
-"""Seconds of a contestant in one round."""
+"""Returns the seconds of a contestant, by its name, in one round."""
 
 Step = Callable[[], object]
 PORT = 7077
-LEAD_SECONDS = 0.02  # until the last rank has heard of it, over links of a few milliseconds
-LATE_SECONDS = 3e-4  # a rank that begins later than this makes the sample be taken again
+LEAD_SECONDS = 0.02  # until all ranks know the start, over links of a few milliseconds
+LATE_SECONDS = 3e-4  # if a rank begins later than this, the sample is taken again
 NAP_SECONDS = 2e-4
 TRIES = 5
 TOKENS, HEADS, HEAD_DIM = 2048, 8, 64
-"""Of each rank: attention to a block takes longer than the block's way at 1 Gbit/s."""
+"""Sizes on each rank: attention to a block takes longer than sending the block at 1 Gbit/s."""
 
 
 def all_reduces(setting: Setting, mesh: sp.Mesh) -> dict[str, Step]:
-    """Return the contestants, each found to be right.
+    """Return the all-reduce of each contestant, after a check of its result.
 
     Raises:
-        RuntimeError: one is wrong.
+        RuntimeError: a result is wrong.
     """
     base, size = torch.arange(setting.nbytes // 4).remainder(97).float(), mesh.size
     x, wanted = base + mesh.rank, base * size + size * (size - 1) // 2
@@ -135,7 +135,7 @@ def all_reduces(setting: Setting, mesh: sp.Mesh) -> dict[str, Step]:
 
 
 def check(what: str, got: object, expected: Tensor) -> None:
-    """Raise where a result is not exactly what it must be."""
+    """Raise RuntimeError if a result is not exactly the expected one."""
     if not isinstance(got, Tensor) or not torch.equal(got, expected):
         raise RuntimeError(f"{what} is wrong: {got} instead of {expected}")
 
@@ -154,7 +154,7 @@ class Stream:
             self._end = listener.accept()[0]
 
     def __call__(self) -> None:
-        """Carry the bytes once; ranks at neither end do nothing."""
+        """Send STREAM_BYTES once; ranks at neither end do nothing."""
         if self._sends:
             self._end.sendall(self._buffer)
             self._end.recv(1)  # else the next stream would begin while this one still arrives
@@ -166,14 +166,14 @@ class Stream:
 
 
 class _Nowhere(HostTransport):
-    """A transport in which every message is complete at once and brings nothing."""
+    """A transport in which every message is complete at once and carries no data."""
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         return Done()
 
 
 def overlaps(world: Intracomm, mesh: sp.Mesh, idle: sp.Mesh) -> dict[str, Step]:
-    """Ring attention; the same without its messages; its messages without the rest."""
+    """Return three steps: ring attention, the same without messages, and its messages alone."""
     torch.manual_seed(mesh.rank)
     q, k, v = (torch.randn(1, TOKENS, HEADS, HEAD_DIM) for _ in range(3))
     sharding = sp.Sharding.contiguous(TOKENS * mesh.size, mesh.size)
@@ -192,11 +192,11 @@ def overlaps(world: Intracomm, mesh: sp.Mesh, idle: sp.Mesh) -> dict[str, Step]:
 
 
 def begin(world: Intracomm) -> tuple[float, float]:
-    """Wait for the time that rank 0 has chosen, mostly asleep; return it, and how late this was.
+    """Wait, mostly asleep, for a start that rank 0 chooses. Return it and this rank's lateness.
 
-    A barrier would let ranks go a link's delay apart; spinning would keep ranks that share a core
-    from it; and in sleep alone a library that sends only when it is called would keep the news to
-    itself.
+    After a barrier ranks would start a link's delay apart. Ranks that spin would keep others that
+    share their core from running. In mere sleep, a library that sends only when it is called would
+    not pass the start on.
     """
     start: float = world.bcast(time.perf_counter() + LEAD_SECONDS)
     while (left := start - time.perf_counter()) > 0:
@@ -206,7 +206,7 @@ def begin(world: Intracomm) -> tuple[float, float]:
 
 
 def sample(world: Intracomm, step: Step) -> Span:
-    """Time a step of this rank from the common beginning on; of some tries take the least late."""
+    """Time a step of this rank from a common start; of several tries return the least late one."""
     tries: list[tuple[float, float, float]] = []
     for _ in range(TRIES):
         start, late = begin(world)
@@ -220,7 +220,7 @@ def sample(world: Intracomm, step: Step) -> Span:
 
 
 def check_all(comm: sp.Communicator, *, library: bool) -> int:
-    """Compare every collective by every algorithm with its definition; return their number."""
+    """Compare every algorithm of every collective with the definition. Return their number."""
     absent = (*(() if library else ("auto", "mpi")), *(("window",) if comm.window is None else ()))
     chosen = [
         (op, name) for op, names in ALGORITHMS.items() for name in names if name not in absent
@@ -237,7 +237,7 @@ def check_all(comm: sp.Communicator, *, library: bool) -> int:
 
 
 def measure(values: Any, rank: Rank) -> Record:
-    """Carry out one launch."""
+    """Run one launch, and return its record."""
     from mpi4py import MPI
 
     setting, world = msgspec.convert(values, Setting), rank.world
@@ -272,7 +272,7 @@ def measure(values: Any, rank: Rank) -> Record:
 
 
 def across(mpi: str, hosts: int, per_host: int) -> tuple[str, ...]:
-    """Return the arguments of mpiexec for ranks on each host, neighbours on the same one."""
+    """Return the arguments of mpiexec that put `per_host` ranks on each host, in order."""
     slots = ",".join(f"{host}:{per_host}" for host in names(hosts))
     if mpi == "mpich":
         return ("-launcher", "rsh", "-launcher-exec", str(AGENT), "-hosts", slots, "-iface", "eth0")
@@ -286,7 +286,7 @@ def across(mpi: str, hosts: int, per_host: int) -> tuple[str, ...]:
 
 
 def check_system() -> None:
-    """Raise `UsageError` where root lacks what hosts are made with."""
+    """Raise `UsageError` if a program or device that emulated hosts need is missing."""
     missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
     if missing:
         names = ", ".join(missing)
@@ -305,7 +305,7 @@ def hosted(setting: Setting, mpi: str) -> Launch:
 
 
 def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
-    """Return the launches; the model has one rank per host.
+    """Return fields of the document and the launches; the link model has one rank per host.
 
     Raises:
         UsageError: root cannot make hosts here.
@@ -328,7 +328,7 @@ def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
 
 
 def show(document: Record) -> Iterator[Part]:
-    """Yield the requirements, which are for MPICH; for another MPI they are shown beside."""
+    """Yield a line for each launch, and the requirements; they hold for MPICH only."""
     launches = {launch["name"]: launch for launch in document["launches"]}
     yield f"{document['mpi']} over {document['net']}"
     for name, launch in launches.items():
@@ -344,7 +344,7 @@ def show(document: Record) -> Iterator[Part]:
 def rows(launches: Mapping[str, Record]) -> list[Requirement]:
     """Return every requirement, from the launches by name.
 
-    P hosts need at least 2(P-1)/P times a stream of its round to sum 16 MiB.
+    To sum 16 MiB, P hosts need at least 2(P-1)/P times as long as the stream of the same round.
     """
     bound, faster = "time / (2(P-1)/P n/B)", f"library / {DOUBLING}"
     attention = "ring attention: share of the communication that is hidden"
@@ -376,7 +376,7 @@ def rows(launches: Mapping[str, Record]) -> list[Requirement]:
 
 
 def _each(seconds: Mapping[str, list[float]], value: Callable[[Of], float]) -> Interval | None:
-    """Return a value of every round; None if something for it was not measured."""
+    """Return the interval of a value over all rounds; None if a contestant was not measured."""
     rounds = [
         dict(zip(seconds, times, strict=True)) for times in zip(*seconds.values(), strict=True)
     ]

@@ -1,1 +1,1 @@
-"""Time our attention schemes against others' and against one process."""
+"""Time our attention schemes against those of other libraries and against one process."""

@@ -1,4 +1,4 @@
-"""Check and time this project's schemes and others: who is right takes turns."""
+"""Check this project's schemes and other contestants, and time those that are right, in turns."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def draw(seq: int, seed: int, heads: int = HEADS, head_dim: int = HEAD_DIM) -> t
 
 
 def part(whole: Sequence[Tensor], positions: Tensor, *, heads_first: bool) -> Part:
-    """Take some tokens, (1, S, H, D), which lie in memory so or, `heads_first`, as (1, H, S, D)."""
+    """Return some tokens (1, S, H, D), stored in this order or, `heads_first`, as (1, H, S, D)."""
     mine = [x[:, positions].contiguous() for x in whole]
     if heads_first:
         mine = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in mine]
@@ -92,8 +92,8 @@ def alone(whole: Sequence[Tensor], mask: Mapping[str, Any] | None) -> tuple[Tens
     """Compute out, dq, dk and dv in one process, (1, S, H, D) each.
 
     Args:
-        whole: what `draw` returned.
-        mask: that of the definition; None computes as fast as torch can, with a causal mask.
+        whole: the tensors of `draw`.
+        mask: the mask's arguments for the reference; None is causal, by torch's fastest kernel.
     """
     device, everywhere = whole[0].device, range(whole[0].shape[1])
     seen = None if mask is None else visible(everywhere, everywhere, **mask).to(device)
@@ -102,13 +102,13 @@ def alone(whole: Sequence[Tensor], mask: Mapping[str, Any] | None) -> tuple[Tens
 
 
 def errors(results: Sequence[Tensor], positions: Tensor, expected: Sequence[Tensor]) -> list[float]:
-    """Return the `distance` of out, dq, dk and dv at some positions from those of all tokens."""
+    """Return the `distance` of out, dq, dk and dv at some positions from the expected ones."""
     pairs = zip(results, expected, strict=True)
     return [distance(x.detach(), y[:, positions]) for x, y in pairs]
 
 
 def distance(x: Tensor, y: Tensor) -> float:
-    """Return the largest |x - y| over the largest |y|; infinity where x is not finite."""
+    """Return the largest |x - y| over the largest |y|; infinity if that is not finite."""
     found = float((x - y).abs().max() / y.abs().max())
     return found if math.isfinite(found) else math.inf
 
@@ -120,7 +120,7 @@ def attempt(
     names: Sequence[str] = NAMES,
     limit: float = LIMIT,
 ) -> Record:
-    """Let each rank act, which fills `found` with its errors; return the check of all ranks."""
+    """Call `act`, which fills `found` with this rank's errors. Return the check of all ranks."""
     broken = ""
     try:
         act()
@@ -143,7 +143,7 @@ def verdict(
 
 
 class Heat:
-    """All contestants at one sequence length and dtype, that of `whole`."""
+    """Checks and times contestants, at the sequence length and dtype of `whole`."""
 
     def __init__(self, world: Intracomm, whole: tuple[Tensor, ...]) -> None:
         self.world, self._whole = world, whole
@@ -154,7 +154,7 @@ class Heat:
         self._limit = LIMIT + 2 * single + world.size * torch.finfo(whole[0].dtype).eps / 2
 
     def check(self, contestant: Contestant) -> Record:
-        """Compare a contestant's results with those of one process; this is its warm-up too."""
+        """Compare a contestant's results with those of one process, which also warms it up."""
         if isinstance(contestant.attend, str):
             return {"status": "not installed", "reason": contestant.attend}
         names = NAMES if contestant.backward else NAMES[:1]
@@ -170,7 +170,7 @@ class Heat:
     def sample(
         self, contestant: Contestant, use: Callable[[Part, Any], None] = lambda *_: None
     ) -> Span:
-        """Time one forward and backward on this rank, and use its results."""
+        """Time one forward and backward on this rank; `use` gets the tokens and the results."""
         attend: Any = contestant.attend
 
         def act() -> None:
@@ -191,7 +191,7 @@ class Heat:
 
 
 def measure(setting: Record, rank: Rank) -> Record:
-    """Carry out one launch. One rank has no others to meet: only what one rank does is timed."""
+    """Run one launch. If it has one rank, only the contestants of one rank are timed."""
     from mpi4py import MPI
 
     world, found = rank.world, dict[str, Any]()
@@ -238,7 +238,7 @@ def timed(
 
 
 def ours(meshes: dict[str, Mesh], single: Mesh, seq: int, *, extras: bool) -> Iterator[Contestant]:
-    """Yield our schemes at one length; with `extras` other masks and single ranks too."""
+    """Yield our schemes at one length; with `extras` also other masks and one rank alone."""
 
     def one(
         name: str, mesh: Mesh, scheme: str, layout: str, mask: str = "causal", **how: Any

@@ -1,18 +1,18 @@
 """Time LLaMAs: training steps of a model of transformers, and tokens that continue a text.
 
-`peers_model` compares `parallelize` with accelerate's context parallel and ALST, over gloo. One
-pair of processes takes turns. A step is forward and backward of one sequence, with the gradients of
-the whole sequence at its end. Ours sends its messages over gloo as the others do, or through memory
-that the ranks share (transport "window"). accelerate shards the weights too, as its context
-parallel needs it. torch's context parallel, which it enters, has no kernel for a CPU: its ring gets
-the one of torch. ALST gets one all-reduce of its gradients, in place of DeepSpeed's engine.
+`peers_model` compares `parallelize` with accelerate's context parallel and ALST, over gloo. All run
+in one pair of processes. A step is forward and backward of one sequence, with the gradients of the
+whole sequence at its end. Ours sends its messages over gloo as the others do, or through memory
+that the ranks share (transport "window"). accelerate shards the weights too, because its context
+parallel needs that. It enters torch's context parallel, which has no kernel for a CPU, so attention
+calls torch's ring. ALST gets one all-reduce of its gradients, in place of DeepSpeed's engine.
 
 `peers_decoding` compares a LLaMA of 134 million parameters with transformers. `prefill` is a prompt
 of 512 tokens, `decode` eight tokens after it, one at a time. transformers runs in one process of
 one or two threads, ours on one tensor rank or two of one thread each.
 
-All take turns. Losses and gradients, or logits, are compared with those of one process before they
-are timed. Exit codes as of `nox -s peers`.
+All contestants take turns. Losses and gradients, or logits, are compared with those of one process
+before they are timed. The exit codes are those of `nox -s peers`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ Given = Mapping[str, Tensor]
 """`input_ids`, `position_ids` and `shift_labels`, (1, S) each."""
 
 Made = tuple[Any, Callable[[], Tensor]]
-"""A model and its step, which returns a loss whose mean over the ranks is that of all tokens.
+"""A model and its step. The mean of the losses that ranks return is the loss of all tokens.
 
 After a step the gradients are those of that mean.
 """
@@ -85,7 +85,7 @@ def sample(world: Intracomm, model: Any, step: Callable[[], Tensor]) -> Span:
 
 
 def results(world: Intracomm, model: Any, step: Callable[[], Tensor]) -> list[Tensor]:
-    """Return the loss of a step and all gradients, whole ones."""
+    """Run a step. Return the mean loss over the ranks, and the whole gradient of each weight."""
     losses = world.allgather(float(step().detach()))
     grads = [parameter.grad for parameter in model.parameters()]
     whole = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in grads]
@@ -108,13 +108,13 @@ def drawn(seed: int, seq: int) -> tuple[Any, dict[str, Tensor]]:
 
 
 def loss_of(model: Any, given: Given, count: float) -> Tensor:
-    """Return the sum over these tokens, divided by `count`."""
+    """Return the sum of the losses of these tokens, divided by `count`."""
     how = {"labels": given["shift_labels"], "num_items_in_batch": count, "use_cache": False}
     return cast("Tensor", model(**given, **how).loss)
 
 
 def ours(scheme: str, model: Any, given: Given, mesh: Mesh) -> Made:
-    """Split it with `parallelize`."""
+    """Split a model with `parallelize`. Return it and its step."""
     integration = importlib.import_module("sp_core.integrations.transformers")
     parallel = integration.parallelize(model, mesh, scheme, BALANCED[scheme])
     tokens = given["input_ids"]
@@ -129,7 +129,7 @@ def ours(scheme: str, model: Any, given: Given, mesh: Mesh) -> Made:
 
 @contextmanager
 def attending(attention: Callable[..., object]) -> Iterator[None]:
-    """Put an attention in the place of the one that models of transformers use."""
+    """Let models of transformers call the given attention while the block runs."""
     functions: Any = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
     functions["sdpa"] = attention
     try:
@@ -139,14 +139,14 @@ def attending(attention: Callable[..., object]) -> Iterator[None]:
 
 
 def ring(module: object, *qkv: Tensor, scaling: float, **others: object) -> tuple[Tensor, None]:
-    """Compute attention by torch's ring, as transformers asks for it."""
+    """Compute attention by torch's ring, with the arguments that transformers passes."""
     heads_last = (x.transpose(1, 2) for x in qkv[:3])
     how: Any = {"layout": "zigzag", "causal": True, "softmax_scale": scaling}
     return torch_ring.attend(*heads_last, **how), None
 
 
 def accelerated(model: Any, given: Given, size: int, count: float) -> Made:
-    """Prepare it with an `Accelerator`, which averages gradients over the ranks."""
+    """Prepare a model with an `Accelerator`, which averages gradients over the ranks."""
     accelerate_context_parallel.prepare(None, "")
     library, utils = (importlib.import_module(f"accelerate{name}") for name in ("", ".utils"))
     library.PartialState(cpu=True).distributed_type = utils.DistributedType.MULTI_GPU
@@ -170,7 +170,7 @@ def accelerated(model: Any, given: Given, size: int, count: float) -> Made:
 
 
 def alst(model: Any, given: Given, size: int, count: float) -> Made:
-    """Put UlyssesSPAttentionHF in the place of transformers' attention during a forward."""
+    """Return a model and its step, in which UlyssesSPAttentionHF replaces the model's attention."""
     alst_ulysses.prepare(None, "")
     attention = alst_ulysses._registered(model.config, "sdpa", 1)
     shards = Sharding.contiguous(given["input_ids"].shape[1], size)
@@ -193,7 +193,7 @@ def alst(model: Any, given: Given, size: int, count: float) -> Made:
 def checked(
     make: Callable[[], Made], want: list[Tensor], world: Intracomm
 ) -> tuple[Record, Callable[[], Span]]:
-    """Return the check of a contestant, and how to time it if it can be made."""
+    """Return the check of a contestant, and a function that times one step of it."""
     try:
         made = make()
     except MISSING as error:
@@ -209,7 +209,7 @@ def checked(
 
 
 def measure(setting: Record, rank: Rank) -> Record:
-    """Carry out one launch of `peers_model`."""
+    """Run one launch of `peers_model`, and return its record."""
     world, seq, seed = rank.world, setting["seq"], setting["seed"]
     with ExitStack() as stack:
         Gloo(rank.folder, world, GLOO_SECONDS)
@@ -276,7 +276,7 @@ Step = Callable[[list[int]], Tensor]
 
 
 def theirs(model: Any) -> Step:
-    """Begin a sequence with transformers."""
+    """Return the step of a new sequence that transformers computes."""
     cache: Any = importlib.import_module("transformers").DynamicCache()
 
     @torch.no_grad()
@@ -293,7 +293,7 @@ def part(weights: dict[str, Tensor], rank: int, name: str, placement: Placement)
 
 
 def continued(model: Llama, room: int) -> Step:
-    """Begin a sequence with `Decoder`."""
+    """Return the step of a new sequence of up to `room` tokens that `Decoder` computes."""
     decoder = Decoder(model, [room])
     return lambda tokens: (decoder.decode if len(tokens) == 1 else decoder.prefill)([tokens])
 
@@ -305,14 +305,14 @@ def timers(
     want: list[Tensor],
     **how: Any,
 ) -> Iterator[tuple[str, Record, Callable[[], Span]]]:
-    """Yield for each kind of work its name, the check against `want`, and how to time it.
+    """Yield for each kind of work its name, the check against `want`, and a function to time it.
 
     Args:
-        world: the ranks.
-        begin: begins a sequence.
-        prompt: its first tokens.
-        want: logits after them and after a token; the first contestant appends its own.
-        how: who takes part, as `turn` has it.
+        world: all ranks.
+        begin: begins a sequence and returns its step.
+        prompt: the first tokens of the sequence.
+        want: the logits after prefill and after decode; the first contestant appends its own.
+        how: arguments for `turn`, which say who takes part.
     """
     steps, found = list[Step](), list[Tensor]()
 
@@ -334,7 +334,7 @@ def timers(
 
 
 def measure_decoding(setting: Record, rank: Rank) -> Record:
-    """Carry out one launch of `peers_decoding`."""
+    """Run one launch of `peers_decoding`, and return its record."""
     from mpi4py import MPI
 
     world, prompt = rank.world, [n % 1000 for n in range(setting["seq"])]

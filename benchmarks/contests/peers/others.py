@@ -23,10 +23,10 @@ from tests.conformance.adapters import deepspeed_ulysses, torch_ring
 from tests.oracle.reference.dense import visible
 
 WIDTH = 64
-"""Keys of a sliding window, and tokens of a packed document in the mean; fewer of few tokens."""
+"""Keys of a sliding window, and mean tokens of a packed document; at most half the sequence."""
 
 FLEX_BLOCK = 32
-"""Of 32, 64 and 128 the quickest for both masks."""
+"""The block size of FlexAttention: of 32, 64 and 128 the quickest for both masks."""
 
 MISSING = (ImportError, AttributeError, RuntimeError, OSError)
 TORCH_RING = "torch.distributed.tensor.experimental._context_parallel._attention"
@@ -40,15 +40,15 @@ class Contestant:
     """One way to compute the attention.
 
     Args:
-        name: parts separated by "/".
-        attend: from q, k and v of this rank to out; the reason if it is not installed.
+        name: the contestant's name, in parts separated by "/".
+        attend: computes out from q, k and v of this rank; or a text on why it is not installed.
         layout: which tokens a rank has.
-        ranks: how many ranks take part; with 1, rank 0 computes all of it and the others sleep.
+        ranks: how many ranks take part; with 1, rank 0 computes everything and the others sleep.
         heads_first: whether tensors lie in memory as (B, H, S, D), not (B, S, H, D).
         mask: the name of one of `masks`.
-        backward: whether gradients are computed too.
-        threads: of each rank.
-        around: opened before forward and closed after backward; its time does not count.
+        backward: whether gradients are computed, too.
+        threads: the torch threads of each rank.
+        around: makes a context around forward and backward; opening and closing is not timed.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Contestant:
 
 
 def masks(seq: int) -> dict[str, dict[str, Any]]:
-    """Return the arguments of `Mask`, and of its definition for the checks, by name."""
+    """Return by name the arguments of each mask, for `Mask` and for the reference of the checks."""
     width = min(WIDTH, seq // 2)
     cuts = sorted(random.Random(seq).sample(range(1, seq), seq // width - 1))
     return {
@@ -82,7 +82,10 @@ def plain(q: Tensor, k: Tensor, v: Tensor, *, seen: Tensor | None = None) -> Ten
 
 
 def processes(device: torch.device) -> Iterator[Contestant]:
-    """Yield plain torch. It is fastest with heads first; `strided` has the schemes' layout."""
+    """Yield torch's attention in one process, with heads first, which is fastest, and strided.
+
+    The strided tensors lie in memory as those of the schemes.
+    """
     yield Contestant(SOLO, plain, heads_first=True)
     if device.type == "cpu":
         yield Contestant(DUO, plain, heads_first=True, threads=2)
@@ -90,7 +93,7 @@ def processes(device: torch.device) -> Iterator[Contestant]:
 
 
 def peers(world: Intracomm, device: torch.device) -> Iterator[Contestant]:
-    """Yield torch's ring and DeepSpeed."""
+    """Yield torch's ring attention and DeepSpeed's Ulysses."""
     ways = ("ALL_GATHER", "ALL_TO_ALL")
     rings: list[Maker] = [functools.partial(make_torch_ring, way, device) for way in ways]
     for name, make in zip(PEERS, (*rings, make_deepspeed_ulysses), strict=True):
@@ -101,7 +104,7 @@ def peers(world: Intracomm, device: torch.device) -> Iterator[Contestant]:
 
 
 def masked_peers(world: Intracomm, seq: int) -> Iterator[Contestant]:
-    """Yield what torch has for other masks, in one process of two threads."""
+    """Yield torch's attention with other masks, in one process of two threads."""
     makers = {"flex/2 threads": (make_flex, True), "nested/2 threads": (make_nested, False)}
     for form, (name, mask, backward) in MASKED.items():
         make, heads_first = makers[name]
@@ -111,7 +114,7 @@ def masked_peers(world: Intracomm, seq: int) -> Iterator[Contestant]:
 
 
 def installed(world: Intracomm, make: Maker) -> tuple[Attend | str, Around]:
-    """Make a contestant; where a rank lacks it, all ranks return the reason instead."""
+    """Make a contestant; if a rank lacks it, all ranks return the reason in its place."""
     made: tuple[Attend | str, Around]
     try:
         made = make()
@@ -123,13 +126,13 @@ def installed(world: Intracomm, make: Maker) -> tuple[Attend | str, Around]:
 
 
 def make_torch_ring(rotation: str, device: torch.device) -> tuple[Attend, Around]:
-    """Make torch's ring with load balancing; it takes tokens of chunks r and 2P-1-r.
+    """Make torch's ring with load balancing; rank r of P has the tokens of chunks r and 2P-1-r.
 
-    A GPU has it by the public `context_parallel`, which has no kernel for a CPU.
+    On a GPU the ring runs in torch's public `context_parallel`, which has no kernel for a CPU.
 
     Args:
         rotation: "ALL_GATHER", torch's default, or "ALL_TO_ALL".
-        device: of the tokens.
+        device: the device of the tokens.
 
     Raises:
         ValueError: torch has no process group for tensors of such a device.
@@ -144,7 +147,7 @@ def make_torch_ring(rotation: str, device: torch.device) -> tuple[Attend, Around
     def around() -> Iterator[None]:
         ring._cp_options.rotate_method = method
         with ExitStack() as stack:
-            if mesh is not None:  # it wants a tensor to shard
+            if mesh is not None:  # the context needs a tensor to shard
                 given = {"buffers": [torch.zeros(2 * ranks, device=device)], "buffer_seq_dims": [0]}
                 stack.enter_context(ring.context_parallel(mesh, **given))
             yield
@@ -171,7 +174,7 @@ def make_flex(seq: int, mask: Mapping[str, Any]) -> tuple[Attend, Around]:
     Raises:
         RuntimeError: there is no C++ compiler.
     """
-    importlib.import_module("torch._inductor.cpp_builder").get_cpp_compiler()  # raises it here
+    importlib.import_module("torch._inductor.cpp_builder").get_cpp_compiler()  # raises RuntimeError
     library: Any = importlib.import_module("torch.nn.attention.flex_attention")
     seen = visible(range(seq), range(seq), **mask)
     begin = seen.int().argmax(1)

@@ -46,7 +46,7 @@ MASKED = {
     "documents/forward": ("flex/2 threads", "documents", False),
     "documents": ("nested/2 threads", "documents", True),
 }
-"""What torch has for other masks: its name, the mask, and whether it has a backward on a CPU."""
+"""For forms of our names: torch's contestant, its mask, and whether it has a backward on a CPU."""
 
 LEGEND = (
     "One launch gives one number per contestant, the median of its samples; a ratio is the median "
@@ -57,7 +57,7 @@ LEGEND = (
 
 
 def heat_name(seq: int, dtype: str) -> str:
-    """Name what one launch measures at a length and dtype; float32 is not named."""
+    """Return the name of a heat, the times at one length and dtype; float32 is left out."""
     return str(seq) if dtype == DTYPE else f"{seq} {dtype}"
 
 
@@ -67,10 +67,14 @@ def tokens(heat: str) -> int:
 
 
 def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
-    """Return the launches, one for each seed and number of ranks that have a GPU each.
+    """Return the setting of all launches, and a launch for each seed and number of ranks.
+
+    On GPUs a number of ranks is left out if it is greater than the number of GPUs. "left_out" in
+    the setting says so.
 
     Raises:
-        UsageError: lengths that the peers cannot split, no launch, or too few GPUs for any.
+        UsageError: the peers cannot split a length, --launches is less than 1, or there are too few
+            GPUs for every number of ranks.
     """
     from sp_core.transport import count_devices
 
@@ -109,9 +113,9 @@ def by_seeds(
     """Return a contest of two ranks at one length, whose launches differ by their seeds.
 
     Args:
-        name, text, measure, show, timeout: of the contest.
-        seq: the length, if no other one is asked for.
-        multiple: lengths must be multiples of twice this.
+        name, text, measure, show, timeout: as in `Contest`.
+        seq: the default number of tokens.
+        multiple: the number of tokens must be a multiple of twice this.
     """
 
     def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
@@ -128,7 +132,7 @@ def by_seeds(
 
 
 def refuse(options: argparse.Namespace, seqs: Iterable[int], counts: Sequence[int]) -> None:
-    """Raise UsageError for no launch, and for lengths that some number of ranks cannot split."""
+    """Raise UsageError if --launches is less than 1 or a number of ranks cannot split a length."""
     if any(seq % (2 * size) or seq < 1 for seq in seqs for size in counts) or options.launches < 1:
         text = f"--seq {options.seq} --launches {options.launches}: pass at least one launch, and "
         raise UsageError(text + f"lengths that are multiples of {2 * max(counts)}.")
@@ -150,7 +154,7 @@ def show(document: Record) -> Iterator[Part]:
 
 
 def standings(launches: Sequence[Record], seq: object, winner: str | None) -> Iterator[Part]:
-    """Yield the table of one length, its quickest contestant first, and who was wrong."""
+    """Yield the table of one length, its quickest contestant first, and the wrong contestants."""
     heats = [launch["seqs"][str(seq)] for launch in launches]
     times = {name: typical(launches, seq, name) for name in heats[0]}
     ranks = f"P = {launches[0].get('ranks', RANKS)}"
@@ -166,7 +170,7 @@ def standings(launches: Sequence[Record], seq: object, winner: str | None) -> It
 
 
 def judged(found: Sequence[Record]) -> tuple[str, str]:
-    """Return how the checks of a contestant came out in all launches, and its largest error."""
+    """Return the status of a contestant over all launches, and its largest error, as texts."""
     errors = [error for check in found for error in check.get("errors", {}).values()]
     worst = "-" if not errors else "not finite" if None in errors else f"{max(errors):.1e}"
     bad = [check for check in found if check["status"] != "ok"]
@@ -184,7 +188,7 @@ def medians(launches: Sequence[Record], seq: object, name: str | None) -> list[f
 
 
 def typical(launches: Sequence[Record], seq: object, name: str) -> float | None:
-    """Return the median over the launches that timed a contestant."""
+    """Return a contestant's median seconds over the launches that timed it; None without any."""
     times = [x for x in medians(launches, seq, name) if x is not None]
     return statistics.median(times) if times else None
 
@@ -192,14 +196,14 @@ def typical(launches: Sequence[Record], seq: object, name: str) -> float | None:
 def ratio(
     launches: Sequence[Record], seq: object, above: str | None, below: str | None
 ) -> Interval | None:
-    """Return the time of one contestant over that of another, by the launches that timed both."""
+    """Return the interval of `above` / `below` over the launches that timed both, or None."""
     pairs = zip(medians(launches, seq, above), medians(launches, seq, below), strict=True)
     values = [a / b for a, b in pairs if a is not None and b is not None]
     return exact_interval(values) if values else None
 
 
 def best(launches: Sequence[Record], seq: object, names: Iterable[str] = OURS) -> str | None:
-    """Return the quickest of these: one for all launches, not the luckiest of each."""
+    """Return the contestant with the least median over all launches; None if none was timed."""
     found = {name: time for name in names if (time := typical(launches, seq, name)) is not None}
     return min(found, key=lambda name: found[name], default=None)
 
@@ -207,7 +211,7 @@ def best(launches: Sequence[Record], seq: object, names: Iterable[str] = OURS) -
 def lines(launches: Sequence[Record], seqs: Sequence[str]) -> list[Requirement]:
     """Return the requirements of contestants that take part, at lengths of one dtype.
 
-    Those for no particular length are judged at 4096 tokens.
+    Requirements for no particular length are judged at 4096 tokens, or else at the longest.
     """
     place = max(seqs, key=lambda seq: (tokens(seq) == PLACE, tokens(seq)))
     winner = best(launches, place)
