@@ -173,11 +173,6 @@ def _ranks(column: Mapping[str, Mapping[str, Any]]) -> str:
     )
 
 
-def _commit(run: Mapping[str, Any]) -> str:
-    """Return the name of a run's commit; old runs did not record it."""
-    return named(run["commit"]) if "commit" in run else "not recorded"
-
-
 def _machine(run: Mapping[str, Any]) -> str:
     return (
         f"{run['cores']} cores, Python {run['python']}, torch {run['torch']} on CPU, {run['mpi']}"

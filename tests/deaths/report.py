@@ -22,16 +22,17 @@ HEAD = f"""# A rank is lost
 `nox -s deaths`: in a launch of {RANKS} ranks one of them, drawn at random, is lost in one of the
 ways below, at one of these points, from a random example on. Seconds: from the loss to the end of
 everything. Limits in these launches: {EXAMPLE_SECONDS:g} s for an example, {PHASE_SECONDS:g} s for
-anything else (30 and 300 unless told: `SP_WATCHDOG_S`, `SP_WATCHDOG_PHASE_S`). Bound: that limit
-and {MORE_SECONDS:g} s. Where nobody dies the seconds include the search for the smallest example.
+anything else; the defaults are 30 and 300 (`SP_WATCHDOG_S`, `SP_WATCHDOG_PHASE_S`). Bound: that
+limit and {MORE_SECONDS:g} s. If no rank dies, the seconds include the search for the smallest
+example.
 
 After each of them these are checked: the exit code is not 0; the report names the rank, the test,
 the example, and a stack (the last place, where the process had no chance to write one); the results
 of the tests before are in the JUnit file; no process and no file in shared memory is left.
 
-In the last tables one of three ranks of a program fails at some place, below what starts the ranks.
+In the last tables one of three ranks of a program fails at some place; a column for each launcher.
 The exit code must not be 0. The report must name rank and cause, and everything must end within
-{BOUND:g} s. A cell is empty where nothing that starts ranks so can learn of the failure.
+{BOUND:g} s. A cell is empty if that launcher cannot learn of the failure.
 """
 
 

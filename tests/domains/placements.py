@@ -152,9 +152,7 @@ METHODS: dict[str, Callable[[Values, Tensor], tuple[Values, Any]]] = {
 
 def part_of(drawn: Values, whole: Tensor) -> Tensor:
     """Return the part of a whole tensor that the drawn rank holds."""
-    return in_memory(
-        whole.index_select(drawn["dim"], indices(drawn["held"], drawn["rank"])), "contiguous"
-    )
+    return whole.index_select(drawn["dim"], indices(drawn["held"], drawn["rank"]))
 
 
 def asked(method: str, drawn: Values) -> Call:
