@@ -315,9 +315,6 @@ class LockstepComm(Observer, ABC):
             The request, or None for a blocking method.
         """
 
-    def _release(self) -> None:
-        """Hand over the data of started sends and collectives, if MPI does not do so itself."""
-
     def _complete(self, clean: bool) -> None:
         """Forget the messages and requests of an example.
 

@@ -118,10 +118,13 @@ class Family:
 
     Attributes:
         members: these communicators, in the order in which they were made.
+        pending: functions that copy the send buffer of a transfer between threads once it may be
+            read, and return whether they have done so.
     """
 
     def __init__(self, share: Callable[[Report | None], Ticket] | None = None) -> None:
         self.members: list[Any] = []
+        self.pending: list[Callable[[], bool]] = []
         self._share = share
         self._ticket: Ticket | None = None
         self._previous: list[Report] | None = None
@@ -191,8 +194,9 @@ class Family:
 
     def release(self) -> None:
         """Hand over the data of started sends and collectives, so that peers can complete."""
-        for member in self.members:
-            member._release()
+        if self.pending:
+            pending, self.pending = self.pending, []
+            self.pending += [release for release in pending if not release()]
 
     def finish(self, outcome: Outcome) -> list[Outcome]:
         """End the example on every communicator at once, then free all but the first.

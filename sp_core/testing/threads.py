@@ -118,8 +118,6 @@ class ThreadComm(LockstepComm):
 
     def __init__(self, carrier: ThreadCarrier, family: Family) -> None:
         self._carrier, self._world = carrier, carrier.world
-        # functions that copy the send buffer of a transfer, and return whether they have done so
-        self._pending: list[Callable[[], bool]] = []
         self._counts: dict[tuple[Any, ...], int] = defaultdict(int)
         super().__init__(Lockstep(carrier, carrier.name), family)
 
@@ -180,7 +178,7 @@ class ThreadComm(LockstepComm):
                 then({source: slot["data"] for source, slot in takes.items()})
             return complete
 
-        self._pending.append(release)
+        self.family.pending.append(release)
         return ThreadRequest(self, what, advance)
 
     def _slot(self, side: str, *key: Any) -> dict[str, Any]:
@@ -305,11 +303,6 @@ class ThreadComm(LockstepComm):
             take=self._world.shared(key, itertools.count()).__next__,
             free=partial(setattr, freed, "done", True),
         )
-
-    def _release(self) -> None:
-        if self._pending:
-            pending, self._pending = self._pending, []
-            self._pending = [release for release in pending if not release()]
 
     def _free(self) -> None:
         self._freed = True
