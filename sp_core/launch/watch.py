@@ -24,10 +24,10 @@ import signal
 import sys
 import sysconfig
 import tempfile
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 LIBRARY = Path(__file__).parent.parent
 KIT = tuple(f"{LIBRARY / name}{os.sep}" for name in ("launch", "testing"))
@@ -270,13 +270,15 @@ def here() -> str:
     the kit and foreign frames are skipped. Without any place return "an unknown place".
     """
     inner = ""
-    for frame, line in traceback.walk_stack(sys._getframe(1)):
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
         who = owner(frame.f_code.co_filename)
         if who == "test" or (who == "library" and not inner):
-            place = f"{short(frame.f_code.co_filename)}:{line}"
+            place = f"{short(frame.f_code.co_filename)}:{frame.f_lineno}"
             if who == "test":
                 return f"{inner} (called from {place})" if inner else place
             inner = place
+        frame = frame.f_back
     return inner or "an unknown place"
 
 
