@@ -47,7 +47,7 @@ and 6.8 to 7.5 ms with this."""
 Record = dict[str, Any]
 Options = dict[str, Record]
 Progress = Callable[..., None]
-"""Takes the progress of rank 0: the arguments of `benchmarks.worker.Rank.tell`, by name."""
+"""A function that is called with rank 0's progress: the arguments of `worker.Rank.tell`."""
 
 Main = Callable[[Sequence[str] | None], int]
 USAGE, INTERRUPTED = 2, 130
@@ -236,7 +236,7 @@ def write_json(path: Path, document: Any) -> None:
     """Replace a file in one step; make its folder if it is missing.
 
     Args:
-        path: the file. It is written beside its place with the suffix ".tmp", then renamed.
+        path: the file. It is written under its name with the suffix ".tmp", then renamed.
         document: values that JSON can hold.
 
     Raises:

@@ -42,7 +42,7 @@ def environment() -> dict[str, Any]:
 
 
 def device(kind: str, world: Intracomm, *, share_gpu: bool) -> torch.device:
-    """Return the CPU, or the GPU whose number is this rank's place on its node.
+    """Return the CPU, or the GPU whose number is this rank's index among the ranks of its node.
 
     Raises:
         SystemExit: on every rank of a node with more ranks than GPUs, unless they may be shared.

@@ -195,7 +195,7 @@ def highest_and_mean(values: Sequence[Sequence[float]]) -> dict[str, Any]:
 def race(
     world: Intracomm, runners: Mapping[str, Callable[[], Span]], rounds: int, seed: int
 ) -> dict[str, list[list[Span]]]:
-    """Let contestants take turns, in a new random order in each round.
+    """Time contestants in turns, in a new random order in each round.
 
     Returns:
         The spans of each contestant by its name, `[rank][round]`.

@@ -120,7 +120,7 @@ def commit_of(parent: str | None, new: Sequence[Record], title: str) -> tuple[st
 def append(
     new: Sequence[Record], title: str, remote: str, *, dry_run: bool, attempts: int = 3
 ) -> str:
-    """Push records to the branch, on top of commits pushed meanwhile. Return text on the result."""
+    """Push records to the branch, on top of commits by other pushes. Return text on the result."""
     access = authorisation()
     made, count = commit_of(tip(remote, access), new, title)
     if made is None:

@@ -1,7 +1,7 @@
 """Check that all ranks make the same call: a mistake on one rank becomes an error on all ranks.
 
 Such a check is called an agreement. A call is a text: the name of a function and its arguments.
-`agree` runs an agreement and waits for it; `Question` is the non-blocking form. Collectives reach
+`agree` runs an agreement and waits for it; `Question` does so without blocking. Collectives reach
 them through `Communicator.agree_on`. `make_alike` and `agreeing_in_turn` build on that method.
 
 A rank's record has 64 bytes: the `State`, a hash of the call, the rank's value (such as the length
@@ -249,7 +249,7 @@ class Question:
 class Questions:
     """Represent agreements on several communicators as one handle, for `transport.wait`.
 
-    An error on one communicator is raised even if the agreements on the others never complete.
+    An error on one communicator is raised even if other agreements never complete.
 
     Args:
         questions: the agreements, already started.
@@ -302,7 +302,7 @@ def _of_all(error: Exception, comm: Intracomm) -> Exception:
 
 
 def _parted(records: np.ndarray[Any, np.dtype[np.int64]]) -> RankError:
-    """Return the error for the case that some ranks free or leave the communicator, and others not.
+    """Return the error for the case that only some ranks free or leave the communicator.
 
     Args:
         records: the records of all ranks, int64 (ranks, 8). The columns are the state, the hash of

@@ -163,7 +163,7 @@ def check_type(name: str, value: Any, kind: type, remedy: str) -> None:
 
     Args:
         name: what the error calls the value.
-        value: the value.
+        value: the value to check.
         kind: the class that the value must be an instance of.
         remedy: a sentence for the error, which says how to get a `kind`.
 

@@ -176,7 +176,7 @@ class Communicator(NotCopied):
         return handle
 
     def next_tag(self) -> int:
-        """Return the MPI tag of the next collective, equal on all ranks if their order is equal."""
+        """Return the next MPI tag: equal on ranks that begin collectives in the same order."""
         return 1 + next(self._tags) % MAX_TAG
 
     def wait(self, handle: Handle, name: str) -> None:

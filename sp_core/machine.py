@@ -99,7 +99,7 @@ def bounded(
 
     Args:
         command: program and arguments. Standard input is empty.
-        seconds: the limit.
+        seconds: the time limit.
         env: the environment variables; None for those of this process.
 
     Returns:

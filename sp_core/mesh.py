@@ -284,7 +284,7 @@ def _ranks_of(given: Any, axes: dict[str, int]) -> tuple[Intracomm, dict[str, in
     From now on an uncaught error of this rank's program ends all ranks (`failing.watch_over`).
 
     Raises:
-        TypeError: `given` is no communicator; on this rank alone, which cannot tell others.
+        TypeError: `given` is no communicator; on this rank alone.
     """
     if hasattr(given, "Split"):
         if type(given).__module__ == "mpi4py.MPI":

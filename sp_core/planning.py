@@ -333,7 +333,7 @@ def link_of(text: str) -> Link:
     """Read a link: rate per second, time of an empty message. Examples: 25gbit,10us, 400MB,1ms.
 
     Raises:
-        ValueError: the text does not have this form.
+        ValueError: the text is not a rate and a time like these.
     """
     found = re.fullmatch(
         r"([\d.]+)(gbit|mbit|gb|mb)(?:/s)?,([\d.]+)(ns|us|ms|s)", text.strip().lower()

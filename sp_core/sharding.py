@@ -294,7 +294,7 @@ class Sharding:
         return gathered if index is None else gathered.index_select(dim, index.to(gathered.device))
 
     def group(self, groups: Sequence[Sequence[int]]) -> Sharding:
-        """Return the sharding whose rank i holds the tokens of the i-th group of ranks in turn.
+        """Return the sharding whose rank i holds the i-th group's tokens, one rank after the other.
 
         Args:
             groups: the ranks of each group. Every rank must be in exactly one group.
@@ -357,7 +357,7 @@ def check_sharding(sharding: Sharding, comm: Any, what: str, argument: str = "sh
 
     Args:
         sharding: the value to check.
-        comm: the `Communicator`.
+        comm: the `Communicator` whose ranks hold the tokens.
         what: the name of the call or tensor, for the text of a ShapeError.
         argument: the argument's name, for the text of a TypeError.
 

@@ -27,7 +27,7 @@ UNDER_MPI = [*attention.SUBJECTS, *collectives.SUBJECTS]
 
 
 def sized(subjects: list[Subject], size: int) -> pytest.MarkDecorator:
-    """Return the parametrization by subjects whose base row needs `size` ranks."""
+    """Parametrize by the subjects whose base row needs `size` ranks."""
     chosen = [
         subject for subject in subjects if subject.ranks(subject.draw(subject.base, 1)) == size
     ]

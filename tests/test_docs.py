@@ -60,7 +60,7 @@ def _found(name: str) -> object:
 
 
 def _hides_its_module(name: str) -> bool:
-    """Return whether a function has its module's name and replaces the module in its package."""
+    """Return whether `name` is a function that hides its module, which has the same name."""
     found = _found(name)
     package, _, module = getattr(found, "__module__", "").rpartition(".")
     return module == _last(name) and getattr(importlib.import_module(package), module) is found

@@ -37,7 +37,7 @@ DOCTOR = (sys.executable, "-m", "sp_core", "doctor")
 
 
 def statuses(text: str) -> dict[str, str]:
-    """Return the status of each subject in a report, after checking the form of every line."""
+    """Return the status of each subject in a report, after checking the syntax of every line."""
     lines = [line for line in text.partition("\n\n")[0].splitlines() if "WARNING" not in line]
     found = [re.fullmatch(r"(.+?) {2,}(ok|note|broken) {2,}(.+)", line) for line in lines]
     assert all(found), text

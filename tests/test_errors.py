@@ -48,7 +48,7 @@ def check_refused(comm: Any, axes: str, row: Row) -> None:
 
 
 def rows(*tables: Table, ranks: int) -> pytest.MarkDecorator:
-    """Return the parametrization by the rows whose mesh has `ranks` ranks, two along each axis."""
+    """Parametrize by the rows whose mesh has `ranks` ranks; each axis has two ranks."""
     found = {
         f"{axes}: {name}": (axes, row)
         for table in tables

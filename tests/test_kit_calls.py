@@ -37,7 +37,7 @@ TOPOLOGIES = ("Cartcomm", "Graphcomm", "Distgraphcomm")
 
 
 def ways(name: str) -> set[str]:
-    """Return the ways in which the checked communicator treats a call."""
+    """Return the names of all categories of the checked communicator in which a call is."""
     stem = name.removesuffix("_init")
     found = {
         "collective": {stem, stem[1:].capitalize()} & COLLECTIVES.keys(),

@@ -26,7 +26,7 @@ Array = np.ndarray[Any, Any]
 
 
 def finish(*requests: Any) -> None:
-    """Wait for requests as the library does, by testing them in turn."""
+    """Wait for requests as the library does: test each one until it is complete."""
     for request in requests:
         while request is not None and not request.Test():
             time.sleep(0)

@@ -177,7 +177,7 @@ class Tallied:
     """Count the calls of a communicator's methods, and of those of communicators made from it.
 
     Args:
-        comm: the communicator.
+        comm: the communicator whose calls are counted.
         calls: the number of calls by the method's name, to which each call adds one.
     """
 

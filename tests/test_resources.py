@@ -223,7 +223,7 @@ def keep_handle(place: Place) -> None:
 
 
 def fill_cache(place: Place) -> None:
-    """Let a cache without a bound grow in a module of the product."""
+    """Add an entry to a cache without a bound, in a module of the product."""
     seen = vars(maps).setdefault("seen", {})
     seen[len(seen)] = place
     place.kept.append(partial(vars(maps).pop, "seen", None))

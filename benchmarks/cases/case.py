@@ -203,7 +203,7 @@ def measure(
     """Time one rank's work and count what it sends.
 
     Args:
-        work: this rank's work.
+        work: the step of this rank, and the numbers that are known of it.
         world: all ranks, on a communicator that the work does not use.
         device: the device of the tensors.
         budget: how long all samples may take, or how many to take.
@@ -260,9 +260,9 @@ def _comm(told: list[dict[str, int]], notes: Notes, work: Work) -> Parts:
     """Return by operation the bytes of all ranks, and the seconds of the one that waited longest.
 
     Args:
-        told: bytes that each rank sent, by operation.
-        notes: the notes of all ranks.
-        work: this rank's work.
+        told: the bytes that each rank sent, by operation.
+        notes: for each rank and sample, the seconds that it waited, by operation.
+        work: has the bytes of the collective's largest buffer, which are repeated here.
     """
     result = {} if work.result_bytes is None else {"bytes_result": work.result_bytes}
     return {

@@ -128,7 +128,14 @@ def meet(world: Intracomm, error: Exception | None) -> list[str]:
 
 
 def measure(values: Any, rank: Rank) -> Record:
-    """Run all benchmarks in this rank's pytest session. Return an empty record.
+    """Run all cases of a launch in this rank's pytest session.
+
+    Args:
+        values: the plain values of a `Setting`.
+        rank: this rank, with the communicator of all ranks.
+
+    Returns:
+        An empty record, because each case appends its own record to a file.
 
     Raises:
         SystemExit: a case failed, or its result is wrong.

@@ -68,7 +68,7 @@ class BlockSetting(msgspec.Struct, frozen=True):
     """One launch of the scaling experiment.
 
     Args:
-        case: the block.
+        case: the block's scheme, mesh, sizes and dtype.
         iterations: timed steps.
         warmup: steps before the timed ones.
         seed: the seed of weights and embedding.

@@ -66,7 +66,7 @@ class Group:
 
     @property
     def is_suspicious(self) -> bool:
-        """Whether the screen can be judged and looks changed."""
+        """Whether the pairs of the stage "screen" can be judged and look changed."""
         return not obstacle(self, "screen") and bool(suspicion(self.logs("screen"), self.delta))
 
 
@@ -76,7 +76,7 @@ def coin(seed: int, stage: str, ranks: int, index: int) -> int:
 
 
 def places(stage: str, sides: Sequence[str] = SIDES) -> Iterator[tuple[str, int, str]]:
-    """Yield the places of a stage: its name, the index of a pair, a side."""
+    """Yield the keys of a stage's records: the stage, the index of a pair, a side."""
     return ((stage, index, side) for index in range(STAGES[stage]) for side in sides)
 
 
@@ -92,7 +92,7 @@ def build(
 
     Args:
         folder: the folder with the records.
-        base, head: the sides.
+        base, head: the two commits.
         listed: the cases that each side has.
         strict: whether an inconclusive case changes the exit code.
     """
@@ -118,7 +118,7 @@ def assess(name: Key, group: Group, listed: Mapping[str, set[Key]]) -> Row:
 
     Args:
         name: case and number of ranks.
-        group: all its records.
+        group: all records of this case on this number of ranks.
         listed: the cases that each side has.
     """
     if name not in listed["head"]:

@@ -184,7 +184,7 @@ class Row:
 
     Args:
         case, ranks: the case's id and the number of ranks.
-        verdict: the verdict.
+        verdict: what the comparison has found.
         remarks: why the case was not judged, the phase that changed, and reasons for care.
         change: median of head / base over the pairs that decided, and its exact interval.
         slower: the number of these pairs in which head took longer.
@@ -230,7 +230,7 @@ class Result:
     """A whole comparison.
 
     Args:
-        base, head: the sides.
+        base, head: the two commits.
         rows: a row for each case and number of ranks that either side has.
         gateable_share: the share of the cases that was quiet enough to be judged.
         exit_code: the program's exit code.
@@ -248,7 +248,7 @@ class Result:
 
     @property
     def same_commit(self) -> bool:
-        """Whether both sides are one commit."""
+        """Whether base and head are the same commit."""
         return self.base.sha == self.head.sha
 
 

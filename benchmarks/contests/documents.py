@@ -110,7 +110,10 @@ def work(layout: str, size: int, mask: sp.Mask) -> float:
 
 
 def lines(name: str, samples: Record, size: int) -> Iterator[Requirement]:
-    """Yield the requirements for one mask; for each layout the quickest scheme is judged."""
+    """Yield the requirements on speed and work for the mask called `name` on `size` ranks.
+
+    `samples` has the seconds of each contestant. Of each layout only the quickest scheme is judged.
+    """
     quick = {
         layout: min(
             (one for one in samples if one.endswith(f"/{layout}")),

@@ -1,6 +1,6 @@
 """Time AllGather between ranks that share a GPU: naive, and over each transport for a GPU.
 
-All ways to gather take turns in the same processes, and each is checked before it is timed. Beside
+All implementations take turns in the same processes, and each is checked before it is timed. Beside
 them stand the rate of the link between host and device, the same gather by MPI in host memory, and
 the cost of sharing one GPU for a computation that sends nothing. Exit code: 0 whatever the times, 1
 if a result was wrong or a launch failed, 2 for options that cannot be run.
@@ -39,7 +39,7 @@ Call = Callable[[], object]
 def gathers(
     world: Intracomm, x: Tensor, stack: ExitStack, missing: dict[str, str]
 ) -> dict[str, Callable[[], Tensor]]:
-    """Return a call for each way to gather x of all ranks; say in `missing` why a way is absent."""
+    """Return calls that gather all ranks' x, by transport; add the absent ones to `missing`."""
     found: dict[str, Callable[[], Tensor]] = {"naive": lambda: naive(world, x)}
     for name in ON_CPU if x.device.type == "cpu" else ON_GPU:
         quick: Any = {"check": "off", "tuning": "off", "all": world.size}
@@ -96,7 +96,7 @@ def measured(
     side: int = SIDE,
     seconds: float = SECONDS,
 ) -> Record:
-    """Return the samples of all gathers and of the calls of `beside`, and the missing ways.
+    """Return the samples of all gathers and of the calls of `beside`, and the missing transports.
 
     Args:
         world: all ranks.
@@ -145,7 +145,7 @@ COLUMNS = ("way", "P", "ms", "of the link's rate", "times as quick as pipelined"
 
 
 def rows(launch: Record, *, on_gpu: bool) -> Iterator[tuple[str, ...]]:
-    """Yield the cells of each way to gather."""
+    """Yield the cells of each gather."""
     samples, ranks = launch["samples"], launch["ranks"]
     for name, found in samples.items():
         seconds, share, quicker = statistics.median(found), None, None

@@ -181,7 +181,7 @@ def predicted(whole: cost.Attention, rank: int, ulysses: int) -> dict[str, cost.
 
     Args:
         whole: the attention of all ranks.
-        rank: the rank.
+        rank: the rank whose messages are counted.
         ulysses: the number of ranks of a group, which divides that of all ranks.
     """
     starts = range(0, whole.sharding.size, ulysses)

@@ -118,7 +118,7 @@ def rows(records: Iterable[Record]) -> list[Row]:
 
 
 def grouped(things: Iterable[T], name: Callable[[T], Any]) -> Iterator[tuple[Any, list[T]]]:
-    """Yield each value of `name` with the list of things that have it, sorted by the values."""
+    """Yield each result of `name` with the list of items that give it, sorted by the results."""
     for key, group in groupby(sorted(things, key=name), key=name):
         yield key, list(group)
 

@@ -62,9 +62,9 @@ class Series:
     """One case on P ranks of one machine, in the order in which the runs were recorded.
 
     Args:
-        case: its id.
-        ranks: P.
-        fingerprint: of machine and software.
+        case: the case's id.
+        ranks: P, the number of ranks.
+        fingerprint: the name of machine and software.
         points: one for each run.
         changes: the changes of level; `at` is an index into the points.
     """
@@ -181,7 +181,7 @@ class Change:
 
     @property
     def ratio(self) -> float:
-        """Median after over median before."""
+        """The median after the change over the median before it."""
         return self.after / self.before
 
 

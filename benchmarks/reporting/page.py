@@ -144,7 +144,7 @@ def line(
 
 
 def hollow(axes: Axes, flags: Sequence[str]) -> None:
-    """Say in the legend what a hollow marker means, if there are flags."""
+    """Add to the legend what a hollow marker means, if there are flags."""
     if flags:
         label = f"hollow: {' or '.join(sorted(set(flags)))}"
         axes.plot([], color=GRID, marker="o", mfc="none", linestyle="none", label=label)
@@ -165,7 +165,7 @@ def log_axis(axis: Axis) -> None:
 
 
 def plain_ticks(axis: Axis, places: Sequence[float], labels: Sequence[str] | None = None) -> None:
-    """Set ticks at these places and nowhere else; without labels they show the places."""
+    """Set ticks at these values only; without labels the ticks show the values."""
     axis.set_ticks([], minor=True)
     axis.set_ticks(list(places), list(labels or (f"{place:g}" for place in places)))
 
@@ -179,9 +179,9 @@ class Section:
     """A part of a report.
 
     Args:
-        title: its heading.
+        title: the section's heading.
         text: the sentences below the heading.
-        tables, pictures: its tables and pictures.
+        tables, pictures: what the section shows besides its text.
     """
 
     title: str
@@ -195,7 +195,7 @@ class Page:
     """A report.
 
     Args:
-        title: the heading.
+        title: the report's heading.
         problems: a text for each problem on reading, which names the file.
         sections: in the order in which they are shown.
     """

@@ -213,7 +213,7 @@ def _common(names: Sequence[str]) -> str:
 
 
 def parts(title: str, things: Sequence[T], most: int) -> Iterator[tuple[str, Sequence[T]]]:
-    """Cut a sequence into parts of at most so many things, with a title for each part."""
+    """Cut a sequence into parts of at most `most` items, with a title for each part."""
     count = -(-len(things) // most)
     for number in range(count):
         name = f"{title} ({number + 1} of {count})" if count > 1 else title

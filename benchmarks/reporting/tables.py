@@ -66,7 +66,7 @@ class Table:
 
     @property
     def left(self) -> tuple[bool, ...]:
-        """For each column whether it holds words."""
+        """Whether each column holds words, which start at the left."""
         return tuple(name in WORDS for name in self.columns)
 
 

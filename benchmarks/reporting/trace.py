@@ -207,7 +207,7 @@ def shifted(rank: int, place: str, events: Sequence[Event], ahead: float) -> lis
 
     Args:
         rank: the rank's number.
-        place: the rank's device and host.
+        place: names the rank's device and host.
         events: the rank's events, by its own clock.
         ahead: seconds that this clock is ahead of rank 0's.
     """

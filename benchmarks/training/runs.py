@@ -154,7 +154,7 @@ FAULTS = {
         "    return torch.cat((tokens[:, 1:], torch.full_like(tokens[:, :1], IGNORED)), 1)\n",
     ),
 }
-"""By name of a fault: a module, its function, a text in this, and the wrong text in its place."""
+"""By name of a fault: a module, its function, a text in this, and the wrong text for it."""
 
 
 @contextlib.contextmanager
@@ -185,7 +185,7 @@ def planted(name: str) -> Iterator[None]:
 
 WEIGHTS = "model.safetensors"
 Worst = dict[str, tuple[float, str]]
-"""By kind of result the worst error over its bound, and the place of that error."""
+"""By kind of result the worst error over its bound, and where it is: the result's name."""
 
 
 def trained(
@@ -225,9 +225,9 @@ def run_place(comm: Any, place: Place, dtype: str, setting: Setting, alone: Path
 
     Args:
         comm: an mpi4py communicator.
-        place: the mesh.
+        place: the mesh, with its scheme and layout.
         dtype: the dtype of weights and arithmetic.
-        setting: the run.
+        setting: the sizes and numbers of the training run.
         alone: the folder that `run_alone` has filled.
 
     Returns:
@@ -296,7 +296,7 @@ def run_alone(comm: Any, dtype: str, setting: Setting, folder: Path) -> dict[str
     Args:
         comm: an mpi4py communicator of one rank.
         dtype: the dtype of weights and arithmetic.
-        setting: the run.
+        setting: the sizes and numbers of the training run.
         folder: the folder for all dtypes. Weights before step N go into a folder `step-N`,
             gradients into a file beside it.
 

@@ -54,9 +54,9 @@ def local_attention(
             `alibi`.
 
     Returns:
-        out (B, Sq, H, D) in q's dtype; with return_lse also lse (B, H, Sq) in float32 or wider. A
-        query that sees no key gets out = 0, lse = -inf (with sinks: the sink of its head) and no
-        gradient. Differentiable once.
+        out (B, Sq, H, D) in q's dtype; with return_lse also lse (B, H, Sq) in float32 or wider.
+        With sinks, lse includes them. A query that sees no key gets out = 0, lse = -inf (with
+        sinks: the sink of its head) and no gradient. Differentiable once.
 
     Raises:
         ShapeError: shapes do not fit together, the numbers of positions and of tokens differ, the

@@ -257,7 +257,7 @@ def _readable(x: Tensor) -> Tensor:
 def _additive(allowed: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Return the mask (Sq, Sk) that the CPU kernel adds: 0 for visible and -inf for hidden pairs.
 
-    The result is cached as an attribute of `allowed`, which equal tiles of a window share.
+    The result is cached as an attribute of `allowed`, which equal tiles of a sliding window share.
     """
     if allowed is None:
         return None

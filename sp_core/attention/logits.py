@@ -83,7 +83,8 @@ class Logits:
             softmax_scale: factor of the scores; 1 / sqrt(D) if None.
             softcap: bound of the scaled scores; None for no bound.
             sinks: (H,), one logit per query head; None for none.
-            alibi: H slopes, one per query head; None for none. `Terms` explains all three.
+            alibi: H slopes, one per query head; None for none. `Terms` explains softcap, sinks and
+                alibi.
             unknown: any other keyword argument, which is refused.
 
         Raises:

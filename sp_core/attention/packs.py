@@ -236,7 +236,7 @@ def _sequences(blocks: tuple[Block, ...]) -> tuple[tuple[Block, ...], Packs]:
 
 
 def _side_of(parts: Iterable[slice]) -> Side:
-    """Return a `Side` that holds the tokens of some ranges in turn, without empty slots."""
+    """Return a `Side` with the tokens of some ranges, one after the other, without empty slots."""
     tokens = torch.cat([torch.arange(part.start, part.stop) for part in parts])
     return Side(tokens, torch.arange(len(tokens)), tokens)
 
@@ -290,7 +290,7 @@ def _pack(blocks: list[Block], side: int) -> Pack:
 
 
 def _side(length: int, slots: list[int], tokens: list[int]) -> Side:
-    """Return a `Side` of `length` slots with token tokens[i] in slot slots[i], others empty."""
+    """Return a `Side` of `length` slots: token tokens[i] in slot slots[i], the rest empty."""
     index = torch.full((length,), tokens[0])
     index[slots] = torch.tensor(tokens)
     return Side(index, torch.tensor(slots), torch.tensor(tokens))

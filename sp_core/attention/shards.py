@@ -57,8 +57,9 @@ def attend(
         logits: how the logits follow from q k^T. Sinks are not merged here.
         out_dtype: dtype of out; q's if None. A caller that merges the result passes
             `accumulation_dtype(q.dtype)`.
-        between: a function that is called without arguments after each block if there are
-            several, such as one that advances communication. If given, large full blocks are cut.
+        between: a function that is called without arguments after each block of queries and keys,
+            if there are several; it can advance communication. For float32 and float64 on a CPU,
+            large blocks without masked pairs are then cut, so that it is called more often.
 
     Returns:
         out (B, H, Sq, D) in `out_dtype`, and lse (B, H, Sq) in float32 or wider; 0 and -inf for
@@ -155,8 +156,8 @@ def attend_backward(
         grad_lse: (B, H, Sq), gradient of lse; None for zero.
         out_dtype: dtype of dq, dk and dv. If None, float32, or float64 for float64 inputs: the
             caller can then sum them without more rounding.
-        between: a function that is called without arguments after each block if there are
-            several.
+        between: a function that is called without arguments after each block of queries and keys,
+            if there are several; it can advance communication.
 
     Returns:
         dq (B, H, Sq, D), the summand of q's gradient that comes from these keys; dk and dv
@@ -240,7 +241,7 @@ def _dense_masks(q_positions: Positions, kv_positions: Positions, mask: Mask | N
     """Return a function that makes the bool mask of a partial block, on the CPU.
 
     The function returns None for full and causal blocks, and one shared tensor for all equal tiles
-    of a window.
+    of a sliding window.
     """
     band = cache(band_mask)
     q, kv = position_tensor(q_positions, "cpu"), position_tensor(kv_positions, "cpu")

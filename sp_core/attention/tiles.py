@@ -57,7 +57,7 @@ def on_cpu(like: Tensor) -> bool:
 
 
 def halves(block: Block) -> Iterator[Block]:
-    """Cut a causal block into two causal halves, cut again in turn, and the full square below.
+    """Cut a causal block into the full square below and two causal halves, which are cut again.
 
     Tiles come in the order of their queries. A full, partial or small block is yielded uncut.
     """

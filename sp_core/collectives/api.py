@@ -34,7 +34,7 @@ def all_gather(
 
     Args:
         x: this rank's shard, any shape; shards may differ in length along `dim` only.
-        comm: the ranks.
+        comm: the communicator whose ranks all make this call.
         dim: the dimension of concatenation.
         sizes: length of each rank's shard along `dim`, in rank order; None: the ranks tell each
             other before the all-gather.

@@ -106,18 +106,20 @@ def build(name: str, which: str, x: Tensor, comm: Communicator, /, **given: Any)
     """Return the map of a collective (see `maps`), once the ranks agree on its arguments.
 
     Args:
-        name: the name of the public function that was called.
+        name: the public function that was called, for the check and its error texts.
         which: the collective, one of `KINDS`.
         x: this rank's tensor.
-        comm: the ranks.
+        comm: the communicator whose ranks make the call.
         given: the other arguments, by name. If lengths that may differ between ranks are left out,
-            each rank tells the others how long its tensor is.
+            the ranks exchange the lengths of their tensors.
 
     Returns:
-        A map with all sizes filled in and the algorithm of a deterministic call chosen.
+        A map with all sizes filled in, and with an algorithm if `deterministic=True` was given.
 
     Communication:
-        One agreement (32-byte all-reduce). With `check="off"` only if lengths are left out.
+        One agreement (32-byte all-reduce), which also exchanges lengths that are left out. If these
+        differ, the ranks gather 64 bytes per rank. With `check="off"` there is an agreement only if
+        lengths are left out.
 
     Raises:
         The errors of `api.all_gather`, on the ranks that are named there.
@@ -157,7 +159,7 @@ def _call(
     Args:
         name: the name of the public function.
         x: this rank's tensor.
-        comm: the ranks.
+        comm: the communicator, whose name is in the text.
         free_dims: dimensions whose length may differ between ranks, and is not in the text.
         given: the other arguments by name.
     """
@@ -220,12 +222,12 @@ def check_summable(tensors: Sequence[Tensor], comm: Communicator) -> None:
 
 
 def _check_algorithm(op: str, algorithm: str, comm: Communicator, *, deterministic: bool) -> None:
-    """Raise `ValueError` if `comm` lacks the algorithm, or if a deterministic call cannot use it.
+    """Raise `ValueError` if `comm` lacks the algorithm, or if it cannot add in rank order.
 
     Args:
-        op: the collective.
+        op: the collective's name.
         algorithm: as the caller has given it.
-        comm: the ranks.
+        comm: the communicator of the call.
         deterministic: whether the sum must be made in rank order.
     """
     check_algorithm(op, algorithm)
@@ -251,7 +253,7 @@ def _check_sizes(
     Args:
         name: the name of the argument.
         sizes: one per rank, or None, which is always right.
-        comm: the ranks.
+        comm: the communicator of the call.
         own: length of this rank's tensor, which this rank's size must equal; None: no such check.
         total: length that the sum of all sizes must equal; None: no such check.
     """
@@ -273,7 +275,7 @@ def _check_sizes(
 
 
 def _check_sum(x: Tensor, op: str, *, in_place: bool) -> None:
-    """Raise an error if `op` is unknown, or x needs a gradient or overlaps where it must not."""
+    """Raise an error if `op` is unknown, or does not allow x's gradient or shared elements."""
     wants_grad = x.requires_grad and torch.is_grad_enabled()
     if op not in REDUCTIONS:
         raise ValueError(f"op={op!r} was given; there are {tuple(REDUCTIONS)}. Pass one of them.")

@@ -48,7 +48,7 @@ class _Local:
     Args:
         comm: the ranks; `_Apply` needs them for the check before a backward.
         name: names the function in the errors of that check.
-        run: the function.
+        run: the function that is held.
     """
 
     comm: Communicator
@@ -134,7 +134,7 @@ def call(which: str, x: Tensor, comm: Communicator, /, **given: Any) -> Tensor:
     Args:
         which: name of the collective.
         x: this rank's tensor.
-        comm: the ranks.
+        comm: the communicator whose ranks all make this call.
         given: the other arguments of the public function.
     """
     return apply(x, build(which, which, x, comm, **given))
@@ -155,11 +155,11 @@ def _identity(comm: Communicator) -> _Local:
 
 
 def copy_to_group(x: Tensor, *, comm: Communicator) -> Tensor:
-    """Turn one value that all ranks hold alike into a copy for each rank to use in its own way.
+    """Turn one value that all ranks hold alike into a copy for each rank's own computation.
 
     Args:
         x: the same values on every rank.
-        comm: the ranks.
+        comm: the communicator whose ranks all make this call.
 
     Returns:
         x; its gradient is the sum of the gradients of all ranks.
@@ -270,7 +270,7 @@ def copy_all_to_group(tensors: Sequence[Tensor], *, comm: Communicator) -> tuple
 
     Args:
         tensors: the same shapes, dtypes and `requires_grad` on every rank.
-        comm: the ranks.
+        comm: the communicator whose ranks all make this call.
 
     Returns:
         The tensors, in the given order; the gradient of each is the sum of the gradients of all

@@ -54,13 +54,13 @@ def bind(
     """Prepare a collective on fixed memory, to be run any number of times.
 
     Args:
-        comm: the ranks.
+        comm: the communicator whose ranks run the collective.
         operation: this rank's view of the collective.
         send, recv: flat contiguous input and output (IN and OUT); None if this rank has none.
         algorithm: a name of `sp_core.schedules.ALGORITHMS`, but not "auto".
         scratch: provides scratch memory.
-        resident: whether all ranks have agreed that IN lives in shared memory, at corresponding
-            places.
+        resident: whether all ranks have agreed that IN lies in tensors of one call of
+            `shared_empty`, at the same offset on every rank.
 
     Returns:
         A `Library` for "mpi", a `BoundWindow` for "window", else a `BoundProgram`.
@@ -344,7 +344,7 @@ class BoundWindow(Ready):
 
     The steps of a run depend on the slot (buffer in shared memory) that it begins with. For each
     slot the steps are bound to memory when first needed, and kept. If the argument `operation` is
-    `resident`, the input lies in shared memory, at corresponding places on every rank.
+    `resident`, the inputs are tensors of one call of `shared_empty`, at the same offset.
     """
 
     def __init__(

@@ -5,7 +5,7 @@
     AllReduce  <-> AllReduce
 
 The arrows show transposes, which are the maps of the gradients. A `Map` knows all sizes, so it runs
-without an agreement of the ranks. The map copies a tensor into the flat form that a transport
+without an agreement of the ranks. The map copies a tensor into a flat buffer that a transport
 moves, and back. `*` in a shape stands for the other dimensions.
 """
 

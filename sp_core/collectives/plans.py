@@ -80,11 +80,11 @@ class Plan:
 
 
 def _resident(mapping: Map, prepared: Prepared) -> bool:
-    """Return whether the input lies in shared memory on every rank, at corresponding places.
+    """Return whether the inputs are tensors of one call of `shared_empty`, at the same offset.
 
-    The other ranks then read the input there. The result is False for small tensors, for algorithms
-    without shared memory, and for an all-to-all, which packs its pieces first. Otherwise the ranks
-    compare where their inputs lie (one agreement: a 32-byte all-reduce).
+    The ranks then read each other's inputs there. The result is False for small tensors, for
+    algorithms without shared memory, and for an all-to-all, which packs its pieces first. Otherwise
+    the ranks compare where their inputs lie (one agreement: a 32-byte all-reduce).
     """
     comm, moves, asked = mapping.comm, prepared.operation, mapping.named
     if comm.window is None or asked not in ("auto", "window") or moves.op == "all_to_all":
@@ -105,7 +105,7 @@ def plan(op: str, x: Tensor, /, *, comm: Communicator, **arguments: Any) -> Plan
         x: the tensor that every run reads. A contiguous tensor is read in place; any other tensor
             is copied first in every run. If the mesh has a window (memory that the ranks share),
             other ranks read a tensor of `shared_empty` in place, too.
-        comm: the ranks.
+        comm: the communicator whose ranks run the plan.
         arguments: the other arguments of the function called `op`. The algorithm "auto" takes the
             window for a tensor of `shared_empty` with 16 KiB or more in all.
 

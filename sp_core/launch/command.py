@@ -263,7 +263,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "sp-core run") -
     """Parse the command line, run its program on several ranks, and return the exit code.
 
     Args:
-        arguments: the arguments of the command line; default: those of this process.
+        arguments: the words after the command's name; None: those of this process.
         prog: name of the command in its help.
     """
     parser = argparse.ArgumentParser(prog=prog, description=__doc__)

@@ -137,7 +137,8 @@ class Cache:
     def mask(self, end: int, kv_end: int) -> Mask:
         """Return a causal mask with each sequence as a document, so that no sequence sees another.
 
-        Positions of queries are below `end`, and positions of keys below `kv_end`.
+        Positions are those in the cache: sequence i begins at i * slot. Queries have positions
+        below `end`, and keys positions below `kv_end`.
         """
         slots = [number * self.slot for number in range(len(self.room))]
         documents, kv_documents = (
@@ -175,7 +176,7 @@ class Decoder:
     pipeline stages, stages compute different micro-batches at the same time.
 
     Args:
-        model: the model.
+        model: the model that continues the sequences.
         room: for each sequence, the number of tokens that it may get in all. Memory for the keys
             and values of so many is allocated at once.
         micro_batches: the number of parts into which the sequences are divided; the number of

@@ -78,7 +78,7 @@ def chat_prompt(folder: str | Path, text: str) -> str:
 
     Args:
         folder: the model folder.
-        text: the message.
+        text: the user's message.
 
     Returns:
         The prompt, up to where the model's answer begins.

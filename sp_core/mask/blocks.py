@@ -184,7 +184,7 @@ def count_visible(mask: Mask, queries: range, keys: range) -> Tensor:
     """Count the keys that each query sees, int64 (Sq,).
 
     Args:
-        mask: the mask.
+        mask: which keys a query sees.
         queries: positions of the queries.
         keys: positions of the keys, of step 1.
     """

@@ -21,7 +21,7 @@ class Piece(NamedTuple):
 
     Args:
         offset: index of the run's first token in the shard.
-        run: the positions.
+        run: the positions of the run.
         document: the number of the document; 0 without documents.
     """
 
@@ -79,7 +79,7 @@ def cut(shard: tuple[range, ...], boundaries: tuple[int, ...] | None) -> Iterato
     """Cut the runs of a shard at the boundaries of documents, and yield the pieces in order.
 
     Args:
-        shard: the runs.
+        shard: the runs of positions of one rank.
         boundaries: the boundaries of the documents, as in `Mask`; None for no documents.
 
     Raises:

@@ -36,9 +36,9 @@ class ParallelBlock(nn.Module):
     Args:
         hidden, ffn_hidden: E and F, the feed-forward dim.
         heads: H query heads and K key/value heads of the whole block.
-        head_dim: D.
+        head_dim: D, the elements of a head.
         eps: added to the mean square in the norms.
-        comm: the ranks.
+        comm: the ranks over which the block is split.
         dtype: the dtype of the weights.
         tp_sp: whether each rank applies the norms to different tokens. `reduce_gradients` then sums
             the gradients of the norms over the ranks.

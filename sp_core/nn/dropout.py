@@ -33,7 +33,7 @@ def dropout(
 
     Args:
         x: (B, S, *, E), any floating dtype; S is the number of this rank's tokens.
-        p: in [0, 1).
+        p: the probability that an element becomes zero, in [0, 1).
         seed: 0 <= seed < 2^62, equal on all ranks. The caller must pass a different seed for each
             layer and training step.
         positions: the global positions of the S tokens.

@@ -50,7 +50,7 @@ def attended(
 
     Args:
         projected: q (B, S, H*D), k and v (B, S, K*D), where S is the number of this rank's tokens.
-        head_dim: D.
+        head_dim: D, the elements of a head.
         rotate: the rotary embedding of q and k, which keeps their shapes; None for none.
         attend: attention from q (B, S, H, D), k and v (B, S, K, D) to (B, S, H, D).
 
@@ -99,7 +99,7 @@ class RMSNorm(_Norm):
     """Divide the E features of each token by their root mean square, and multiply by a weight.
 
     Args:
-        hidden: E.
+        hidden: E, the features of a token.
         comm: the ranks, each of which holds the whole weight.
         eps: added to the mean square.
         device, dtype: those of the weight.
@@ -117,7 +117,7 @@ class LayerNorm(_Norm):
     """Normalise the E features of each token by their mean and variance, then scale and shift.
 
     Args:
-        hidden: E.
+        hidden: E, the features of a token.
         comm: the ranks, each of which holds the whole weight and bias.
         eps: added to the variance.
         device, dtype: those of the weights.
@@ -148,10 +148,10 @@ class SelfAttention(ReplicatedLayer):
     Every rank holds the weights q_proj, k_proj, v_proj and o_proj whole.
 
     Args:
-        hidden: E.
-        num_heads: H.
-        num_kv_heads: K, a divisor of H; H if not given.
-        head_dim: D; E/H if not given.
+        hidden: E, the features of a token.
+        num_heads: H, the query heads.
+        num_kv_heads: K, the key/value heads, a divisor of H; H if not given.
+        head_dim: D, the elements of a head; E/H if not given.
         comm: the ranks that share the sequence.
         attention: the scheme, a function that computes attention over the tokens of all ranks;
             `functools.partial(hybrid_attention, mesh=mesh)` for two axes of a mesh.
@@ -238,10 +238,10 @@ class FeedForward(ReplicatedLayer):
     """A feed-forward layer: gelu(x W_up) W_down, or with a third weight SwiGLU.
 
     Args:
-        hidden: E.
-        ffn_hidden: F; 4 E if not given.
+        hidden: E, the features of a token.
+        ffn_hidden: F, the features between the linear layers; 4 E if not given.
         comm: the ranks, each of which holds the weights whole.
-        gated: whether to use SwiGLU, silu(x W_gate) * (x W_up), instead of gelu(x W_up).
+        gated: whether to use SwiGLU, silu(x W_gate) * (x W_up), in place of gelu(x W_up).
         bias: whether the linear layers have a bias.
         chunk: how many tokens to compute at a time, at least 1; None for all. Of several chunks,
             backward computes each again, so the F features of only one exist at a time.
@@ -293,7 +293,7 @@ class TransformerBlock(nn.Module):
     The result is y + feed_forward(norm2(y)), where y = x + attention(norm1(x)).
 
     Args:
-        hidden: E.
+        hidden: E, the features of a token.
         num_heads, num_kv_heads, head_dim, attention, rope, softcap, sinks, alibi: as in
             `SelfAttention`.
         ffn_hidden, gated, chunk: as in `FeedForward`.

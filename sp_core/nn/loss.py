@@ -84,7 +84,7 @@ def next_token_labels(
 
 
 def _owned(positions: Tensor, sharding: Sharding, rank: int) -> Tensor:
-    """Return the indices into `positions` of tokens that `rank` holds, sorted by position."""
+    """Return where in `positions` the tokens of `rank` are: indices, in order of position."""
     places = torch.isin(positions, sharding.positions(rank)).nonzero().squeeze(1)
     return places[positions[places].argsort()]
 

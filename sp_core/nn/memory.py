@@ -49,7 +49,8 @@ KEEP_ALL = Saving()
 def recomputed(function: Callable[..., Tensor], *given: Any) -> Tensor:
     """Return `function(*given)`, and keep only the arguments: backward calls the function again.
 
-    The second call runs to the end of `function`, so that every rank completes all messages.
+    Unlike in torch's checkpoint, the second call runs to the end of `function`, so that every rank
+    completes all messages.
     Random state is not restored: `function` must not draw from a generator of torch.
     """
     with set_checkpoint_early_stop(False):

@@ -215,7 +215,7 @@ class _ParallelLinear(Weight):
 
         Args:
             linear: the whole layer, equal on all ranks.
-            comm: the ranks.
+            comm: the communicator whose ranks split the layer. All of them call this.
             sharding: which rank holds which tokens outside a pair of a column and a row layer;
                 None if every rank holds all tokens.
             sizes: for each rank its number of features, of the output (`ColumnParallelLinear`) or

@@ -94,8 +94,8 @@ def rotation(rope: Rope, positions: Positions, like: Tensor) -> Callable[[Tensor
     """Compute the angles of S positions once, and return the function that rotates by them.
 
     Args:
-        rope: the embedding.
-        positions: a range, integers or a tensor: S global positions.
+        rope: the rotary embedding.
+        positions: S global positions, as a range, integers or a tensor.
         like: a tensor on the device, and in the dtype, of the tensors to rotate.
 
     Returns:

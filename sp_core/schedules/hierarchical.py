@@ -47,7 +47,7 @@ class _Place:
     """Hold which ranks are on which node, and which lanes (parts of the vector) they carry.
 
     A rank carries a lane if it sums that lane over the ranks of its node, and then over the nodes.
-    The ranks of a node carry the lanes in turn.
+    The rank with index i among the n ranks of a node carries lanes i, i + n, i + 2n, ...
 
     Args:
         t: the operation.
@@ -73,7 +73,7 @@ class _Place:
     def carrier(self, lane: int, node: int) -> int:
         """Return the rank that sums lane number `lane` on a node near this rank's node.
 
-        In the ring of nodes, that node is `node` places after this rank's node; or before it if
+        In the ring of nodes, that node comes `node` nodes after this rank's node; or before it if
         `node` is negative.
         """
         group = self.groups[(self.home + node) % len(self.groups)]

@@ -77,7 +77,7 @@ class Operation(NamedTuple):
         slot: elements of one slot (buffer of fixed size) of the shared memory.
         first: for a program in shared memory, how many steps the ranks have made before it, modulo
             the number of slots.
-        resident: whether IN lives in shared memory on every rank, at corresponding places.
+        resident: whether the ranks' IN are tensors of one `shared_empty`, at the same offset.
         in_place: whether OUT is the same memory as IN.
     """
 

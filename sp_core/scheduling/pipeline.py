@@ -60,7 +60,7 @@ class Timeline:
 
 
 def prefill_only(stages: int, batches: int) -> tuple[Order, ...]:
-    """Return the order of each stage for inference: the forwards of all micro-batches in turn.
+    """Return the order of each stage for inference: the forwards of all micro-batches in order.
 
     Args:
         stages: number of stages.

@@ -66,8 +66,8 @@ def allgather_kv_attention(
 
     Returns:
         out (B, S/P, H, D) in the dtype of q; with `return_lse` also lse (B, H, S/P) in float32 or
-        wider. A query that sees no key gets out = 0 and lse = -inf, or with sinks the sink of the
-        head as lse.
+        wider. With sinks, lse includes them. A query that sees no key gets out = 0 and lse = -inf;
+        with sinks, its lse is the sink of the head.
 
     Communication:
         First one agreement: each rank waits for all, and they check that their arguments match.

@@ -49,8 +49,8 @@ def split_heads(
     rank then receives the key/value heads that its query heads read, if needed repeatedly.
 
     Args:
-        num_heads: H.
-        num_kv_heads: K, which divides H.
+        num_heads: H, the number of query heads.
+        num_kv_heads: K, the number of key/value heads, which divides H.
         size: the number of ranks.
 
     Returns:

@@ -32,7 +32,7 @@ def may_share(comm: Communicator, op: str) -> bool:
     """Return whether the ranks share memory, and the collective `op` is allowed to use it.
 
     Args:
-        comm: the ranks.
+        comm: the communicator of the ranks.
         op: name of the collective, such as "shift"; allowed if its algorithm on `comm` is "auto" or
             "window".
     """
@@ -46,7 +46,7 @@ def is_read(comm: Communicator, op: str) -> bool:
     window's own copies are ordered, not the reads of kernels.
 
     Args:
-        comm: the ranks.
+        comm: the communicator of the ranks.
         op: name of the collective that would send the tensors otherwise, such as "shift".
     """
     has_rooms = comm.window is not None and comm.window.has_rooms

@@ -73,7 +73,7 @@ class Problem:
 
         Args:
             kv_positions: global positions of the block's keys.
-            heads: the query heads.
+            heads: the range of query heads, for the terms of the logits.
             part: (range of this rank's queries, range of the block's keys).
         """
         return {

@@ -72,23 +72,23 @@ def ring_attention(
 
     Returns:
         out (B, S/P, H, D) in the dtype of q; with `return_lse` also lse (B, H, S/P) in float32 or
-        wider. A query that sees no key gets out = 0 and lse = -inf, or with sinks the sink of the
-        head as lse.
+        wider. With sinks, lse includes them. A query that sees no key gets out = 0 and lse = -inf;
+        with sinks, its lse is the sink of the head.
 
     Communication:
         First one agreement: each rank waits for all, and they check that their arguments match.
         Another agreement begins the backward unless the communicator has `check="off"`. In the
         forward a rank sends P-1 messages of `2*B*(S/P)*K*D` elements. Only keys and values that
-        other ranks see are sent, so a window or documents make fewer and shorter messages. In the
-        backward a rank sends the same messages, and up to P messages of as many elements in float32
-        or wider. A single rank sends nothing.
+        other ranks see are sent, so a sliding window or documents make fewer and shorter messages.
+        In the backward a rank sends the same messages, and up to P messages of as many elements in
+        float32 or wider. A single rank sends nothing.
 
         In shared memory (`Mesh(transport="window")`) a rank sends no message. It writes its k and
         v once, or never if both are tensors of `shared_empty` on `comm`, and reads those of P-1
         ranks. All ranks wait for each other once, and once more for tensors of `shared_empty`.
-        In the backward they do the same. A rank also adds to P-1 sums in float32 or wider, and
-        waits for all ranks in each step. Windows on a device (`ipc`, `pinned`) carry the messages
-        instead.
+        In the backward they do the same. There a rank also adds its parts of the gradients of k
+        and v to the sums of P-1 ranks, in float32 or wider. It waits for all ranks in each step.
+        Over the transports "ipc" and "pinned" a rank sends the messages named above.
 
     Raises:
         TypeError, ValueError, ShapeError, DtypeError, DeviceError, RankError: wrong arguments; on
@@ -130,9 +130,9 @@ def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int
 def _visits(k: Tensor, v: Tensor, problem: Problem, groups: Sequence[Group]) -> Iterator[Visit]:
     """Yield a `Visit` for each step of the ring: one rank's keys and values, and all heads.
 
-    Keys and values are freed when the next visit begins. With a window or documents all heads form
-    a single group: the mask then cuts the work into small pieces, and communication makes progress
-    between them.
+    Keys and values are freed when the next visit begins. With a sliding window or documents all
+    heads form a single group: the mask then cuts the work into small pieces, and communication
+    makes progress between them.
     """
     if problem.mask.window is not None or problem.mask.documents is not None:
         groups = [(slice(None), slice(None))]
@@ -270,7 +270,7 @@ class Travel:
         return self.comm.exchange(sends, recvs, "ring", longest=self._longest)
 
     def circulate(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, int, Block | None]]:
-        """Yield the block (a rank's keys and values) of each step, and receive the next meanwhile.
+        """Yield the block (a rank's keys and values) of each step, while the next one is received.
 
         Args:
             k, v: this rank's own keys and values. Those that are sent are copied; if k or v is not

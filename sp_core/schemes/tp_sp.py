@@ -40,7 +40,7 @@ class Tokens:
     """Divide the tokens of all ranks into chunks. Iterating yields each `Chunk` that has tokens.
 
     Args:
-        comm: the ranks.
+        comm: the communicator of the ranks that hold the tokens.
         lengths: for each rank its number of tokens.
     """
 
@@ -94,7 +94,7 @@ def gather_linears(
         x: (B, S/P, E), this rank's tokens.
         layers: (weight, bias) of each layer, for this rank's output features: weight (F/P, E), and
             bias (F/P,) or None.
-        comm: the ranks.
+        comm: the communicator whose ranks all make this call.
         lengths: for each rank its number of tokens, the same on every rank.
 
     Returns:
@@ -126,7 +126,7 @@ def linear_scatter(
     Args:
         y: (B, S, F/P), this rank's input features of all tokens, rank after rank.
         weight: (E, F/P), the columns of the layer's weight for this rank's input features.
-        comm: the ranks.
+        comm: the communicator whose ranks all make this call.
         lengths: for each rank its number of tokens, the same on every rank.
 
     Returns:
@@ -235,7 +235,7 @@ def _scattered(products: Sequence[tuple[Tensor, Tensor]], tokens: Tokens, featur
 
     Args:
         products: pairs of all tokens (B, S, n) and a matrix (n, features).
-        tokens: the chunks.
+        tokens: divides the tokens into chunks.
         features: the number of columns of each matrix.
 
     Returns:

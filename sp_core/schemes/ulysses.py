@@ -63,8 +63,9 @@ def ulysses_attention(
 
     Returns:
         out (B, S/P, H, D) in the dtype of q; with `return_lse` also lse (B, H, S/P) in float32 or
-        wider. A query that sees no key gets out = 0 and lse = -inf, or with sinks the sink of the
-        head as lse. H and K need not be multiples of P; with few heads some ranks compute none.
+        wider. With sinks, lse includes them. A query that sees no key gets out = 0 and lse = -inf;
+        with sinks, its lse is the sink of the head. H and K need not be multiples of P; with few
+        heads some ranks compute none.
 
     Communication:
         First one agreement: each rank waits for all, and they check that their arguments match. A

@@ -142,7 +142,7 @@ class CheckedGroup:
     def send(self, tensor: Tensor, dst: int) -> None:
         """Call torch's `send`; `dst` is a rank of the whole world.
 
-        At the same time rank `dst` calls `recv`, and all other ranks call `stand_by`.
+        At the same time rank `dst` must call `recv`, and all other ranks `stand_by`.
         """
         message = Message(self.rank, dist.get_group_rank(self._group, dst), 0, tensor.nbytes)
         self._agree(
@@ -155,7 +155,7 @@ class CheckedGroup:
     def recv(self, tensor: Tensor, src: int) -> None:
         """Call torch's `recv` from `src`, a rank of the whole world.
 
-        At the same time rank `src` calls `send`, and all other ranks call `stand_by`.
+        At the same time rank `src` must call `send`, and all other ranks `stand_by`.
         """
         message = Message(dist.get_group_rank(self._group, src), self.rank, 0, tensor.nbytes)
         self._agree(
@@ -168,7 +168,7 @@ class CheckedGroup:
     def stand_by(self) -> None:
         """Take part in the check of a message between other ranks, which call `send` and `recv`.
 
-        Every rank that neither sends nor receives calls this.
+        Every rank that neither sends nor receives the message must call this.
         """
         self._agree(lambda: None, "send or recv", text="neither")
 

@@ -141,7 +141,8 @@ class LockstepComm(Observer, ABC):
     ) -> None:
         """Check, before point-to-point messages begin, that each send has a matching receive.
 
-        Every rank of the communicator calls this and waits for all.
+        They match if they name each other's ranks and the same number of bytes. Every rank of the
+        communicator calls this and waits for all.
 
         Args:
             sends: (destination, bytes) of each message that this rank will `Isend`.
@@ -171,9 +172,9 @@ class LockstepComm(Observer, ABC):
         self._early = True
 
     def watch(self, what: str) -> None:
-        """Raise if a peer has left the example by an error; called in waits outside MPI.
+        """Raise `PeerFailed` if a peer has left the example by an error.
 
-        `what` describes the wait.
+        A wait outside MPI calls this again and again; `what` describes the wait.
         """
         self.progress()
         self.lockstep.waiting(what)
@@ -259,7 +260,7 @@ class LockstepComm(Observer, ABC):
         made when all ranks have announced it.
 
         Args:
-            form: mpi4py's method, such as "Bcast", "Ibcast" or "Bcast_init".
+            form: the name of mpi4py's method, such as "Bcast", "Ibcast" or "Bcast_init".
             args, given: positional and named arguments of the method.
         """
         op = op_of(form)
@@ -292,7 +293,7 @@ class LockstepComm(Observer, ABC):
         return Beginning(self, what, then).settle()
 
     def _allow(self, what: Call) -> None:
-        """Raise if the communicator is freed."""
+        """Raise `RankError` if the communicator is freed."""
         if self._freed:
             raise RankError(
                 f"{what.op} on a communicator ({self.lockstep.name}) that has been freed"

@@ -149,7 +149,7 @@ class Lockstep:
         return made
 
     def waiting(self, what: str) -> None:
-        """Raise if a peer has failed; do not block. `what` describes what this rank waits for."""
+        """Raise `PeerFailed` if a peer has failed; do not block. `what` describes the wait."""
         if self.beginning is not None:
             self.beginning.step()
             return

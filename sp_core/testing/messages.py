@@ -89,9 +89,9 @@ class Messages(LockstepComm):
         return found
 
     def _bound(self, name: str, args: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of mpi4py's method `name`, by parameter.
+        """Return the arguments of mpi4py's method `name`, by parameter, with defaults filled in.
 
-        `self` is among them (the communicator without checks), and defaults are filled in.
+        The parameter `self` is the communicator without checks.
         """
         call = _signature(getattr(type(self._raw), name)).bind(self._raw, *args, **given)
         call.apply_defaults()
@@ -103,7 +103,7 @@ class Messages(LockstepComm):
         Args:
             name: mpi4py's method, such as "Isend", "irecv" or "Ssend_init".
             buf: buffer specification, or the object to send.
-            peer: the other rank.
+            peer: the rank to send to, or to receive from.
             tag: the message's tag.
             part: size and type of the message, if already known.
         """

@@ -266,7 +266,7 @@ def patient(
 
 
 def _hear(transfers: Sequence[Transfer]) -> None:
-    """Raise if a peer has failed while one of these messages is under way."""
+    """Raise `PeerFailed` if a peer has failed while one of these messages is under way."""
     for transfer in transfers:
         if transfer.is_message and not transfer.done:
             transfer.comm.lockstep.waiting(transfer.what)

@@ -127,7 +127,7 @@ class Session:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of the launch, or of those of `attempt`; 0 if ranks are threads."""
+        """The number of ranks of this launch, or of those of `attempt`; 0 if ranks are threads."""
         return self.ranks if self.control is None else int(self.control.size)
 
     def summary(self) -> str:
@@ -217,7 +217,7 @@ def record_ratio(name: str, value: float) -> None:
     The greatest value of each name is printed at the end of the session.
 
     Args:
-        name: the name of the comparison.
+        name: names the compared result in the report.
         value: error over bound; a session whose greatest value is above the option
             `sp_max_error_ratio` (0.5) fails.
     """

@@ -167,10 +167,12 @@ class Jobs:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Search for the smallest example that crashes or hangs, and return pytest's exit code.
+    """Search for the smallest example that crashes or hangs the ranks of a test.
+
+    Return the exit code of pytest in this process: 0 if every example has passed, 1 if one failed.
 
     Args:
-        arguments: the arguments of the command line; default: those of this process.
+        arguments: the words after the program's name; None: those of this process.
     """
     parser = argparse.ArgumentParser(
         prog="python -m sp_core.testing.shrink_crash", description=__doc__

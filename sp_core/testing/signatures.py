@@ -105,9 +105,10 @@ class Flow:
 
 
 def op_of(form: str) -> str:
-    """Return the collective on buffers that a method of mpi4py is a form of; "" if it is none.
+    """Return the blocking collective on buffers that corresponds to mpi4py's method `form`.
 
-    For example, it is "Bcast" for "Bcast", "Ibcast" and "Bcast_init".
+    For example, return "Bcast" for "Bcast", "Ibcast" and "Bcast_init", and "Allgatherv" for
+    "Iallgatherv". Return "" for any other method, such as "bcast" or "Send".
     """
     stem = form.removesuffix("_init")
     return next((op for op in (stem, stem[1:].capitalize()) if op in COLLECTIVES), "")
@@ -268,7 +269,7 @@ def _named(values: Values) -> str:
 
 
 def _check_self(gives: Part | None, takes: Part | None) -> None:
-    """Raise if the data that a rank sends to itself and expects there differ in size or type."""
+    """Raise ValueError if the data that a rank sends to itself and expects there do not match."""
     if gives is not None and takes is not None:
         require(
             gives.nbytes == takes.nbytes

@@ -78,8 +78,8 @@ def read(spec: Any, form: str, n: int, *, writable: bool = False) -> Spec:
 
     Args:
         spec: a buffer, or a list of it with counts, displacements and a datatype.
-        form: B for a block for each rank, V for counts, W for counts and datatypes; "" for one
-            block.
+        form: "B" if the buffer has a block for each rank, "V" if counts are given, "W" if counts
+            and datatypes are given; "" if the buffer is a single block.
         n: number of ranks.
         writable: whether something is received into the buffer.
 

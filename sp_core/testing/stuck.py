@@ -20,7 +20,7 @@ from sp_core.testing.outcome import FINISHED, Kind, Mismatched, Outcome, outcome
 Ends = tuple[str, int, int, int]
 """Communicator, source, destination and tag of a message.
 
--1 in the place of source or tag stands for any.
+-1 as the source or the tag stands for any.
 """
 
 
@@ -92,9 +92,9 @@ def deadlocked(reports: Sequence[Report]) -> bool:
 
 
 def turn(sent: Sequence[Any], message: Any) -> int:
-    """Return the place of `message` among the sent messages to its destination with its tag.
+    """Return the number of `message` among the sent messages to its destination with its tag.
 
-    The first such message has place 1. Return 0 if `message` is None.
+    The first such message has number 1. Return 0 if `message` is None.
     """
     last = max((place for place, each in enumerate(sent) if each is message), default=0)
     return sum(message is not None and each[:3] == message[:3] for each in sent[: last + 1])
@@ -110,7 +110,7 @@ def _takes(pattern: Ends, message: Ends) -> bool:
 class Family:
     """The communicators of one rank in an example, without those that are freed.
 
-    The first is the one that the body gets; the others are made from it.
+    The first is the one that the body gets; all later ones are made from it.
 
     Args:
         share: begins an all-gather over all ranks of the example, on a communicator used for
@@ -146,7 +146,7 @@ class Family:
             what: describes this rank's wait.
             pending: messages that this rank waits for; none if it waits for a collective.
             every: whether this rank waits for all of `pending`, not for one.
-            ending: whether this rank only waits for others to end; then it does not raise.
+            ending: whether this rank only waits for other ranks to end; then it does not raise.
         """
         named = [(member.lockstep.name, member) for member in self.members]
         accepts = tuple(
@@ -183,7 +183,8 @@ class Family:
     def _take_part(self, report: Report | None, *, begins: bool) -> list[Report] | None:
         """Poll the exchange of reports under way. If there is none and `begins`, begin one.
 
-        Return the reports of all ranks when the exchange is complete, else None.
+        `report` is this rank's contribution to an exchange that begins; None if this rank has ended
+        the example. Return the reports of all ranks when the exchange is complete, else None.
         """
         if self._ticket is None and begins and self._share is not None:
             self._ticket = self._share(report)
@@ -237,7 +238,7 @@ class Family:
         return list(everyone[0])
 
     def _finish(self, outcome: Outcome) -> Steps[list[list[Outcome]]]:
-        """Return a generator that ends the example on all communicators, and yields meanwhile.
+        """Return a generator that ends the example on all communicators, and yields while it waits.
 
         The result is the outcomes by communicator and rank. All communicators are polled, because a
         peer may wait on any of them.

@@ -344,7 +344,7 @@ def _store(host: str, port: int, listening: int | None = None) -> Any:
     """Return a TCP store (torch's key-value server) at an address.
 
     Args:
-        host, port: the address.
+        host, port: the address of the store.
         listening: file descriptor of a listening socket, to run the server; None to connect to it.
     """
     from torch._C._distributed_c10d import TCPStore

@@ -289,8 +289,8 @@ def _opened(
     Args:
         memory: maps the parts.
         told: for each rank (machine, problem, offer, random number).
-        mine: the part of this rank.
-        own: this rank.
+        mine: the part that this rank has allocated; None if that failed.
+        own: the number of this rank.
 
     Returns:
         (the parts in rank order, ""); or (the parts mapped so far, why the next cannot be used).

@@ -1,6 +1,6 @@
 """Move device tensors over an MPI that cannot read device memory, by copies through host memory.
 
-`StagedTransport` is the plain form: copy everything to the host, communicate, copy everything back.
+`StagedTransport` is the simple one: copy all to the host, communicate, copy everything back.
 Each call uses new pageable memory. Most programs do this, and it is here for comparison.
 
 `PipelinedTransport` cuts the vector of a collective into chunks and overlaps three kinds of work.

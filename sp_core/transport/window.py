@@ -283,9 +283,9 @@ class Window:
     def place(self, x: Tensor | None) -> int:
         """Return a number that identifies where the flat tensor x begins in shared memory, or -1.
 
-        The number combines the index of the allocation and the offset. Tensors at corresponding
-        places have the same number on every rank. The number is -1 if x is None, was not allocated
-        in this window, or has a different dtype than its allocation.
+        The number combines the index of the allocation and the offset. It is the same on ranks
+        whose tensors are at the same offset of the same allocation. The number is -1 if x is None,
+        was not allocated in this window, or has a different dtype than its allocation.
         """
         found = self._allocation(x)
         if x is None or found is None or found.dtype != x.dtype:

@@ -91,7 +91,7 @@ def load(path: Path, fingerprint: Mapping[str, str] | None = None) -> Tuning:
     """Read constants from a file.
 
     Args:
-        path: the file.
+        path: the file of constants.
         fingerprint: the fingerprint of the machine and MPI library on which the constants must have
             been measured; None for any.
 

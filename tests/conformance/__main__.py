@@ -81,7 +81,7 @@ def main(options: argparse.Namespace) -> int:
 def _tried(
     libraries: Sequence[Library], ranks: Sequence[int], limits: Limits
 ) -> tuple[Found, list[dict[str, Any]], list[str]]:
-    """Try all libraries; return the verdicts, those of planted faults, and a line per failure."""
+    """Test all libraries; return the verdicts, those of planted faults, and a line per failure."""
     found: Found = {}
     planted: list[dict[str, Any]] = []
     faults = []
@@ -99,7 +99,7 @@ def _tried(
 
 
 def _planted(libraries: set[str], size: int, limits: Limits) -> list[dict[str, Any]]:
-    """Plant every fault of these libraries in turn; return the fault and the verdict of each."""
+    """Plant the faults of these libraries one by one; return each fault and its verdict."""
     found = []
     for number, fault in enumerate(FAULTS):
         if fault.library in libraries:

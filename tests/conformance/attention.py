@@ -69,7 +69,7 @@ class Case:
 
     Args:
         problem: the attention problem.
-        rank: this rank.
+        rank: this rank's number.
         size: the number of ranks that share the sequence.
     """
 

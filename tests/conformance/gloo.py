@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 
 class Gloo:
-    """The default process group. The ranks find each other through a file.
+    """Make torch's default process group, whose ranks find each other through a file.
 
     Args:
         folder: a folder to which all ranks can write.

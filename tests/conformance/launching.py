@@ -70,7 +70,7 @@ class Limits:
 def put_on_trial(
     libraries: Sequence[Library], ranks: Sequence[int], limits: Limits, found: Found
 ) -> None:
-    """Try every capability that these libraries of one adapter offer, on each number of ranks.
+    """Test every capability that some libraries of one adapter offer, on each number of ranks.
 
     Args:
         libraries: libraries with the same adapter.

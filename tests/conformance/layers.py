@@ -74,7 +74,7 @@ class Case:
 
     Args:
         problem: a pair of layers.
-        rank: this rank.
+        rank: this rank's number.
         size: the number of ranks that share the tokens.
     """
 
@@ -141,7 +141,7 @@ def problems(
 
 
 def told(problem: Layers) -> dict[str, Any]:
-    """Turn a problem into plain data."""
+    """Return a problem as plain data."""
     return {**asdict(problem), "shards": [list(shard) for shard in problem.shards]}
 
 

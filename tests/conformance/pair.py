@@ -68,8 +68,8 @@ def results(
     """Run a library's layers; return this rank's output and gradients, empty where one is missing.
 
     Args:
-        p: the problem.
-        rank: this rank.
+        p: the problem, as plain data.
+        rank: this rank's number.
         make: a function from the whole parameters to a module with layers `up` and `down`.
         variant: the library's variant, passed to `make`.
         comm: the communicator of all ranks, passed to `make`.

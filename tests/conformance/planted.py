@@ -74,7 +74,7 @@ def _own_part_into(real: Any, out: Any, x: Any, group: Any, async_op: bool = Fal
 
 
 def _nothing(real: Any, *args: Any, **options: Any) -> None:
-    """Do nothing."""
+    """Do nothing, in place of the library's function `real`."""
 
 
 RING = "torch.distributed.tensor.experimental._context_parallel._attention"

@@ -74,10 +74,14 @@ class Trial:
     _began: float = 0.0
 
     def __call__(self, comm: Any, problem: Any) -> None:
-        """Try one problem.
+        """Let the library compute one problem on all ranks, and compare it with the reference.
+
+        If every rank raises an error, the library has refused the problem, which is counted and no
+        failure. A problem that has failed before fails again. No new one is begun after `seconds`.
 
         Raises:
-            AssertionError: a result is wrong, or only some ranks failed. Every rank raises it.
+            AssertionError: on every rank: a result is wrong, only some ranks raised an error, or
+                the process group has failed.
         """
         name = repr(problem)
         if name not in self.failures and not self.closed:
@@ -89,7 +93,7 @@ class Trial:
             raise AssertionError(f"{self.failure['verdict']}: {problem}")
 
     def _tried(self, comm: Any, problem: Any) -> dict[str, Any]:
-        """Try a problem on all ranks; return the failure, or an empty dict."""
+        """Compute a problem on all ranks, and compare. Return the failure, or an empty dict."""
         self._began = self._began or time.monotonic()
         if comm.rank == 0:
             self.examples += 1

@@ -1,6 +1,6 @@
 """Lose ranks of launches, and judge how the launches end (`nox -s deaths`).
 
-First a rank of a launch is lost in every way at every point. Then systems have faults that must be
+First a rank of a launch is lost, in every way at every place. Then systems have faults that must be
 caught, attributed and shrunk. Last, a rank of a plain program fails, under MPI and torchrun.
 
 Each run adds its rows to deaths.json. The exit code is 1 if a launch took too long, its report

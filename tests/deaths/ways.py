@@ -32,7 +32,7 @@ def spin() -> None:
 
 
 def exhaust_memory() -> None:
-    """Take more memory than this process is allowed; the limit protects the machine."""
+    """Limit the memory of this process, to protect the machine, and allocate until MemoryError."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(
         resource.RLIMIT_AS,

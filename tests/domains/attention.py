@@ -184,7 +184,7 @@ def on_a_communicator(name: str, group: sp.Communicator, drawn: Values) -> Call:
 
 
 def on_a_grid(mesh: sp.Mesh, drawn: Values) -> Call:
-    """Return the call of hybrid attention on two axes; groups along a third have other numbers."""
+    """Return the call of hybrid attention on two axes. Along a third axis the tensors differ."""
     _, axes = grid_of(drawn)
     tokens = mesh[axes]
     number = mesh["third"].rank if "third" in mesh.axes else 0
@@ -223,7 +223,7 @@ GRID: dict[str, Parts] = {
 RAISED = ("inner=gpipe", "inner=contiguous")
 """Changes of `inner` that are not tried: the function fails on its own rank only."""
 TOGETHER = ({"q.head_dim": "129 to 256"},)
-"""A row of wide heads; the base row adds the default scale and tokens that see several others."""
+"""A row of wide heads, with the base row's default scale and tokens that see several keys."""
 
 SUBJECTS = [
     *(

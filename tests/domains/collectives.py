@@ -180,7 +180,7 @@ OWN: dict[str, dict[str, Parts]] = {
 
 
 def factors(op: str) -> dict[str, Parts]:
-    """Return the domain that a collective shares with its `_start` form."""
+    """Return the domain that a collective shares with its `_start` function."""
     of = {"gather_replicated": "all_gather", "reduce_from_group": "all_reduce"}.get(op, op)
     algorithm = {} if op == "copy_to_group" else {"algorithm": values(*ALGORITHMS[of])}
     held: dict[str, Parts] = {

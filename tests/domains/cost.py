@@ -78,7 +78,7 @@ COLLECTIVES = ("all_to_all", "reduce_scatter")
 
 
 def drained(*comms: sp.Communicator) -> cost.Traffic:
-    """Return what was sent since the last call; messages that `COLLECTIVES` count are left out."""
+    """Return all bytes since the last call, and all messages except those of `COLLECTIVES`."""
     total = cost.Traffic()
     for comm in comms:
         count = comm.counters.total()

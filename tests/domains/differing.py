@@ -159,7 +159,7 @@ GIVEN_INSTEAD_OF_NONE = {
 """A valid value of each parameter that may be None; its type decides which changes are tried."""
 
 ASKED = ("comm", "mesh", "model", "tensor", "data", "stages")
-"""Parameters through which ranks communicate: a rank with a wrong one cannot tell the others."""
+"""Parameters through which ranks communicate: a wrong one is an error of its own rank only."""
 
 NEVER_ASKED: dict[str, Change] = {
     "None": lambda x: None,
@@ -193,7 +193,7 @@ class Difference:
         change: makes the changed value from the valid one.
         is_valid: whether the changed value may be valid, so that the call may succeed.
         everywhere: whether every rank has the changed value, or the last rank only.
-        is_told: whether the other ranks can be told of a value that the last rank alone has.
+        is_told: whether all ranks must get the error if the last rank alone has a wrong value.
     """
 
     parameter: str
@@ -264,7 +264,7 @@ def outcome(call: Call, difference: Difference, comm: Any) -> str:
 
 
 def alone(subject: Subject, drawn: Values, comm: Any, *, is_extra: bool) -> str:
-    """Make a call on all ranks, then another on the last rank only or on all but the last.
+    """Make a call on all ranks, then once more on the last rank only or on all but the last.
 
     Returns:
         The error of this rank, or an empty text if it had none.
@@ -280,7 +280,7 @@ def alone(subject: Subject, drawn: Values, comm: Any, *, is_extra: bool) -> str:
 
 
 def fault(difference: Difference, answers: Sequence[str]) -> str:
-    """Say what is wrong with the answers of all ranks; return an empty text if nothing is."""
+    """Return what is wrong with the answers of all ranks, or an empty text."""
     if len(set(answers)) > 1:
         return f"{difference}: ranks are told different things: {answers}"
     if not answers[0] and not difference.is_valid:
@@ -377,7 +377,7 @@ def every_difference(subject: Subject) -> dict[str, Any]:
 
 
 class Left(Exception):
-    """Leave a mesh without telling its other ranks, so that the engine finds their deadlock."""
+    """Report nothing: `judged` raises this to leave a mesh, so that the engine finds a deadlock."""
 
 
 def judged(subject: Subject, drawn: Values, difference: Difference, comm: Any) -> str:

@@ -158,7 +158,7 @@ def groups(drawn: Values) -> list[list[int]]:
 
 
 def places(order: Sequence[int]) -> Tensor:
-    """Return the place of each position in the ascending order of these positions."""
+    """Return the index that each position has once the positions are sorted."""
     return torch.tensor(order, dtype=torch.int64).argsort().argsort()
 
 
@@ -169,7 +169,7 @@ class Owned:
         sharding: the sharding whose methods are called.
         by_rank: the positions of each rank.
         gathered: the positions of all ranks, one rank after the other.
-        in_order: places in `gathered`, in the order of `sort_segments`.
+        in_order: indices into `gathered`, in the order of `sort_segments`.
     """
 
     def __init__(self, sharding: sp.Sharding) -> None:

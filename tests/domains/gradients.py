@@ -28,7 +28,10 @@ UNITS = {"float64": 1 + 2**-40, "float32": 1 + 2**-16}
 
 
 class Parameters:
-    """Hold the parameters of one rank, and compute the gradients that each rank's backward left."""
+    """Hold the parameters of one rank, and compute the gradients that each rank's backward left.
+
+    The methods' argument `number` is the index of a parameter.
+    """
 
     def __init__(self, drawn: Values, tensor: sp.Communicator, stage: int = 0) -> None:
         self.drawn, self.tensor, self.stage, chance = drawn, tensor, stage, Random(drawn["seed"])
@@ -45,7 +48,7 @@ class Parameters:
         self.list = [self.parameter(number) for number in range(len(self.placements))]
 
     def whole(self, number: int, *key: int, stage: int = 0) -> Tensor:
-        """Return a gradient of the whole parameter, as small multiples of a unit."""
+        """Return a random gradient of a whole parameter: small multiples of a unit."""
         seed = hash((self.drawn["seed"], number, stage * (number % 3 != 0), *key)) % 2**60
         kinds = KINDS[self.drawn["parameters.dtypes"]]
         kind = kinds[number % len(kinds)]
@@ -53,12 +56,12 @@ class Parameters:
         return x * UNITS.get(kind, 1) * self.drawn["parameters.magnitude"]
 
     def part(self, number: int, whole: Tensor, rank: int) -> Tensor:
-        """Return the part of a whole tensor that a rank of the tensor axis holds."""
+        """Return the part of a parameter's whole tensor that a rank of the tensor axis holds."""
         placement = self.placements[number]
         return whole.index_select(placement.dim, indices(placement.held, rank))
 
     def gradient(self, number: int, data: int, tensor: int) -> Tensor | None:
-        """Return the gradient that the backward of a rank has left, or None where it has left none.
+        """Return the gradient that the backward of a rank has left, or None if it has left none.
 
         Ranks of the tensor axis have summands if the placement is partial. Otherwise they have
         slices of one gradient.
@@ -76,7 +79,7 @@ class Parameters:
         )
 
     def parameter(self, number: int) -> nn.Parameter:
-        """Return a parameter without a gradient."""
+        """Return this rank's part of a parameter, with `grad` None; frozen if that was drawn."""
         mine = in_memory(
             self.part(number, self.whole(number), self.tensor.rank), self.drawn["parameters.memory"]
         )

@@ -24,7 +24,7 @@ from sp_core.testing.tolerance import bound, unit_roundoff
 
 Weights = Mapping[str, Tensor]
 Definition = Callable[..., Tensor]
-"""A function of tokens, weights by name, drawn values, positions, and a rounding of results."""
+"""A function of tokens, weights by name, drawn values, positions, and a function that rounds."""
 
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "training": nullcontext,
@@ -166,7 +166,12 @@ class Problem:
         self.compare(layer, {"out": out, **gradients_of(layer, self.x, out, upstream)})
 
     def compare(self, layer: nn.Module, found: Mapping[str, Tensor]) -> None:
-        """Compare results by name with the reference, which has the tokens of all ranks."""
+        """Compare results by name with the reference, which has the weights of `layer`.
+
+        The reference has the tokens of all ranks. "out" and the gradient "x" are compared with this
+        rank's part of it. Any other name is that of a weight, with the weight's gradient. Raise
+        AssertionError if a result is wrong.
+        """
         weights = {
             name: weight.detach().double().cpu() for name, weight in layer.named_parameters()
         }
@@ -250,7 +255,10 @@ def on_ranks(kind: Kind, group: sp.Communicator, drawn: Values) -> Call:
 
 
 def normalised(x: Tensor, weights: Weights, drawn: Values, _: Tensor, rounding: Any) -> Tensor:
-    """Return the reference's layer norm, or its root mean square norm if there is no bias."""
+    """Return the reference's layer norm, or its root mean square norm if there is no bias.
+
+    `rounding` rounds x and every intermediate result.
+    """
     eps = {} if drawn["eps"] == "default" else {"eps": drawn["eps"]}
     if "bias" in weights:
         return rounding(
@@ -273,7 +281,10 @@ def check_fed_forward(weights: Weights, drawn: Values, of: str = "") -> None:
 
 
 def fed_forward(x: Tensor, weights: Weights, drawn: Values, _: Tensor, rounding: Any) -> Tensor:
-    """Return the reference's feed-forward: two linear layers, or three if it is gated."""
+    """Return the reference's feed-forward: two linear layers, or three if it is gated.
+
+    `rounding` rounds x and every intermediate result.
+    """
     check_fed_forward(weights, drawn)
     return rounding(reference.feed_forward(rounding(x), weights, rounding))
 

@@ -113,7 +113,7 @@ def logits_of(drawn: Values) -> list[Tensor]:
 
 
 def axes_of(drawn: Values) -> dict[str, int]:
-    """Return the sizes of two axes in any order, and of a third along which numbers differ."""
+    """Return the sizes of three axes in any order; along the third one the tensors differ."""
     lengths = {"third": drawn["(third)"]} | {x: drawn[f"{x}.size"] for x in ("data", "tensor")}
     return dict(sorted(lengths.items(), reverse=drawn["(order)"] == "reversed"))
 

@@ -161,7 +161,7 @@ class Expected:
 
     Args:
         what: the name of the results in messages.
-        case: the model.
+        case: the model, which has the whole weights.
         run: the function, as in `reference.sensitivity`.
         key: everything that `run` depends on besides `case`.
         tokens: the length of the longest sequence.
@@ -192,7 +192,7 @@ class Expected:
     def check(
         self, name: str, result: Tensor, part: Callable[[Tensor], Tensor] = lambda x: x
     ) -> None:
-        """Compare a result with its part of the expected tensor of that name."""
+        """Compare a result with `part` of the expected tensor of that name."""
         value, allowed = part(self.values[name]), part(self.allowed(name))
         near(self.what, result, value, allowed, f"{self.what}: {name}")
 
@@ -250,7 +250,10 @@ def tokens_of(drawn: Values) -> tuple[int, int]:
 def expected(
     case: Case, tokens: Tensor, upstream: Tensor, positions: list[int], mask: Values
 ) -> Expected:
-    """Return the expected logits, and the gradients of their product with `upstream`."""
+    """Return the expected logits, and the gradients of sum(logits * upstream) by all weights.
+
+    `positions` are the global positions of the tokens (B, S); `mask` has the arguments of `Mask`.
+    """
     seen = {"positions": positions, **mask}
 
     def run(rounding: Any, weights: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

@@ -122,7 +122,11 @@ def mixed(z: np.ndarray) -> np.ndarray:
 
 
 def uniform(seed: int, places: Sequence[Sequence[int]]) -> Tensor:
-    """Return a number in [0, 1) for each element, by mixing its indices into the seed in turn."""
+    """Return a random number in [0, 1) for each element of a part of a tensor.
+
+    `places` has for each dimension the global indices of the part. The result has the counts of
+    these as its shape. An element's number is the seed, mixed with one index after the other.
+    """
     state = mixed(np.array(seed, dtype=np.uint64)[None])[0]
     for place in places:
         state = mixed(state[..., None] + np.array([int(n) for n in place], dtype=np.uint64))

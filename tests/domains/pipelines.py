@@ -206,7 +206,7 @@ def judge_picture(given: Values, text: str) -> None:
 def layers_of(
     chance: Random, drawn: Values, *, count: tuple[int, int], cost: tuple[float, ...]
 ) -> list[float]:
-    """Return costs of layers, of at least as many layers as stages."""
+    """Return the costs of random layers, at least as many as there are stages."""
     return [chance.choice(cost) for _ in range(chance.randint(*count) + drawn["stages"] - 1)]
 
 

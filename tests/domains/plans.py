@@ -62,7 +62,7 @@ def beside(x: Tensor, drawn: Values) -> Tensor:
 
 
 def planned(op: str, group: sp.Communicator, drawn: Values) -> Call:
-    """Return the call of `plan`. Each judged run has new numbers; a second plan may run too."""
+    """Return the call of `plan`. Each judged run has a new input; a second plan may run too."""
     x = placed(inputs_of(op, drawn, group.size, 0)[group.rank], drawn, group)
     arguments = given = collectives.arguments_of(op.removesuffix("_"), drawn)
     if drawn["arguments"] == "left out where the default":
@@ -92,7 +92,7 @@ def planned(op: str, group: sp.Communicator, drawn: Values) -> Call:
 
 
 def run_plans(form: str, plan: sp.Plan, other: sp.Plan, group: sp.Communicator) -> list[Tensor]:
-    """Run a plan, and maybe another meanwhile, as `form` says; the plan's result is the last."""
+    """Run a plan, or start it and `other`, as `form` says. Return the results, `plan`'s last."""
     if form == "run":
         return [plan.run()]
     plans = [plan, other] if form == "two under way" else [plan]

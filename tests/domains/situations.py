@@ -137,7 +137,7 @@ def on_group(
     around: Mapping[str, Parts] = SITUATIONS,
     **more: Any,
 ) -> Subject:
-    """Return the subject of a call on a group; the other groups of its mesh have other numbers."""
+    """Return the subject of a call on a group; other groups of its mesh get different tensors."""
 
     def on_own(mesh: sp.Mesh, drawn: Values) -> Call:
         group = group_of(mesh, drawn)

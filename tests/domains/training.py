@@ -134,7 +134,7 @@ def trained(
     """Return loss and norm of the last step, and the weights or, with no optimizer, gradients.
 
     Args:
-        case: the model.
+        case: the model before the first step.
         batches: the micro-batches, the same in every step.
         factor: the factor of the loss that is differentiated.
         steps: the number of steps.

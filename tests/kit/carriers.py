@@ -17,7 +17,7 @@ from sp_core.transport.staged import PipelinedTransport, StagedTransport
 
 
 class LateSends(HostTransport):
-    """Read the memory of announced sends as late as possible: in the third test of their handle.
+    """Read the memory of announced sends late: in the third call of their handle's `test`.
 
     The messages of `exchange` all have one tag, so they must be posted in the order of the calls.
     """
@@ -29,7 +29,7 @@ class LateSends(HostTransport):
 
 
 class LateSend:
-    """A handle of receives that are under way, and of sends that begin in its third test."""
+    """A handle of receives under way, and of sends that begin in the third call of `test`."""
 
     def __init__(self, received: Handle, begin: Callable[[], Handle]) -> None:
         self._received, self._begin = received, begin

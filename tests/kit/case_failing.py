@@ -68,7 +68,7 @@ def soon(place: str) -> None:
 
 
 def fail_in_a_thread() -> None:
-    """Let a thread fail, and wait as if it had not."""
+    """Let a thread raise an error, and wait in the main thread as if nothing had failed."""
     threading.Thread(target=error).start()
     time.sleep(60)
 

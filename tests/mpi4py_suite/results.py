@@ -92,7 +92,7 @@ def read(folders: Iterable[Path]) -> tuple[list[str], Tests]:
 def row(about: list[str], ranks: int, plain: Tests, checked: Tests) -> dict[str, Any]:
     """Return the results of a plain and a checked run as a row of the report.
 
-    It has the number of tests that ended in each way, and the reasons of those that did not pass.
+    It has the number of tests with each result, and the reasons of those that did not pass.
     """
     words = {
         name: [tests.get(name, Result(name, "not run")).word for tests in (plain, checked)]

@@ -56,7 +56,7 @@ class Edit:
         lines: the numbers of the replaced lines, and of the line in which their statement begins.
         start: the offset at which the replaced text begins, in characters.
         stop: the offset at which it ends, in characters.
-        new: the new text.
+        new: the text that replaces it.
         before: the source lines without the edit.
         after: the source lines with the edit.
         nth: the number of this edit among those with the same function, `before` and `after`.

@@ -117,7 +117,7 @@ def is_final(outcome: Outcome, until: str) -> bool:
 
 
 def attempt(edit: Edit, reached: reach.Reached, until: str) -> Outcome:
-    """Try an edit with the tests that reach it, up to the stage `until`."""
+    """Run the tests that reach an edit, with the edit planted, up to the stage `until`."""
     stages = [
         stage for stage in reached.stages(edit) if STAGES.index(stage.name) <= STAGES.index(until)
     ]

@@ -117,7 +117,7 @@ def tried(file: str, planted: Callable[[str], str], stages: Iterable[Stage]) -> 
 
 
 def judged(stage: str, ending: Ending, file: str) -> Outcome:
-    """Return the outcome of a fault in `file` from the way in which a stage ended.
+    """Return the outcome of a fault in `file` from the end of a stage.
 
     If the session could not start, the mutant is killed if the output names the file, else broken.
     """

@@ -147,7 +147,7 @@ class Shards:
         return dict(zip(needing, grads, strict=True))
 
     def take_back(self) -> None:
-        """Check that inputs are unchanged, and overwrite them: other ranks may still need them."""
+        """Check that inputs are unchanged, and overwrite them: no other rank may need them."""
         assert all(torch.equal(x, before) for x, before in self._given), (
             "the scheme has changed its inputs"
         )

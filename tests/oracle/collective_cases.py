@@ -155,7 +155,7 @@ class Case:
         return DEFINITIONS[self.op](inputs, self.arguments(size))[rank]
 
     def call(self, x: Tensor, comm: sp.Communicator) -> Tensor:
-        """Call the collective, or its `_start` form if drawn, and return the result."""
+        """Call the collective, or its `_start` function if drawn, and return the result."""
         start = getattr(sp, f"{self.op}_start", None) if self.non_blocking else None
         result: Any = (start or getattr(sp, self.op))(x, comm=comm, **self.arguments(comm.size))
         comm.poll()

@@ -164,5 +164,5 @@ def _memory(address: int, nbytes: int) -> Tensor:
 
 
 def _poison(x: Tensor) -> None:
-    """Fill x with 0xFF bytes: NaN in every floating type, an unlikely number in the others."""
+    """Fill x with 0xFF bytes: NaN in floating types, an unlikely number in integer types."""
     _bytes(x).fill_(0xFF)

@@ -72,7 +72,7 @@ class LinkTransport(Transport):
 
     Args:
         host: the transport that carries the messages.
-        link: the wire.
+        link: the model of this rank's wire.
     """
 
     name = "link"

@@ -1,7 +1,7 @@
 """Compute a value once per process if all ranks of an example need it and none changes it.
 
-Otherwise each rank that is a thread would compute it, one after the other. So would a test for each
-way in which it tries one problem.
+Otherwise all ranks that are threads would compute it, one after the other. A test that runs one
+problem several times, such as over several transports, would also compute it each time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def once(key: Hashable, make: Callable[[], T]) -> T:
 
     Args:
         key: everything that the result depends on; for tensors, their `contents`.
-        make: computes the result without communication, because other ranks wait meanwhile.
+        make: computes the result. It must not communicate, because other ranks wait for it.
     """
     with _lock:
         if key not in _found:

@@ -26,7 +26,7 @@ from sp_core.schedules import (
 from sp_core.schedules.program import overlap
 
 Value = tuple[tuple[int, int], ...]
-"""The contributions that an element is the sum of, sorted: (rank, place in its IN buffer) each."""
+"""An element as the sorted list of its addends: (rank, index in that rank's IN buffer) each."""
 
 Memory = dict[Buffer, Any]
 """The elements of each buffer: a list of a `Value` each (None if undefined), or a tensor."""
@@ -93,7 +93,7 @@ class ScheduleError(AssertionError):
 def verify(schedule: Schedule) -> None:
     """Run a schedule on symbols, and check all elements of the results.
 
-    An element is the list of contributions that it is the sum of, (rank, place) each. A send is
+    An element is a `Value`, the list of the input elements that were added up in it. A send is
     complete only when its message has been received, as in MPI with long messages. An all-reduce
     is run with OUT apart from IN, then with both as the same memory.
 
@@ -102,7 +102,7 @@ def verify(schedule: Schedule) -> None:
             use small ones.
 
     Raises:
-        ScheduleError: an element of a result is not the sum of exactly its contributions; an
+        ScheduleError: an element of a result is not the sum of exactly the right inputs; an
             undefined element is sent or added; a buffer is used while a message is under way in
             it; a send or receive has no counterpart, or one of a different length; ranks wait for
             each other for ever.
@@ -126,7 +126,7 @@ def verify(schedule: Schedule) -> None:
 
 
 def expected(schedule: Schedule, rank: int) -> list[Value]:
-    """Return for each element of a rank's OUT the contributions that it must be the sum of."""
+    """Return for each element of a rank's OUT the input elements that it must be the sum of."""
     ranks, received = range(schedule.size), schedule.recv[rank]
     match schedule.op:
         case "all_gather":
@@ -155,7 +155,7 @@ def _added(parts: Sequence[list[Value]]) -> list[Value]:
 
 
 def _no_conflicts(schedule: Schedule, rank: int, aliased: bool) -> None:
-    """Raise if a step touches memory that a message is writing or reading."""
+    """Raise ScheduleError if a step touches memory that a message is writing or reading."""
     program = schedule.programs[rank]
     for number, step in enumerate(program.steps):
         where = f"rank {rank}, step {number}"
@@ -183,7 +183,7 @@ def _under_way(step: Step, flying: Sequence[Step]) -> Iterator[tuple[Region, Reg
 
 
 def possible(combine: Combine, where: str, aliased: bool) -> None:
-    """Raise if the result overwrites parts that are still to be read, one after the other."""
+    """Raise ScheduleError if a sum overwrites addends that are read later in the same sum."""
     shared = [part for part in combine.parts if overlap(part, combine.into, aliased)]
     if any((part.start, part.stop) != (combine.into.start, combine.into.stop) for part in shared):
         raise ScheduleError(f"{where}: {combine.into} lies across one of its parts")

@@ -57,7 +57,7 @@ class AttentionProblem:
             heads.
         dtype: name of a torch dtype.
         layout, kv_layout: names in `DRAWN`.
-        mask: who sees whom.
+        mask: which keys a query sees.
         softmax_scale: None for the default.
         magnitude: the queries are multiplied by this, so logits grow with it.
         values: "normal", "constant" (V is the same everywhere) or "cancelling" (V alternates in
@@ -72,7 +72,7 @@ class AttentionProblem:
         softcap: bound of the logits, or None.
         sinks: about the size of the sinks, or None for none. They need a gradient if the seed is
             even.
-        alibi: ALiBi slope of head 0; those of the others are nearer to 0. None for none.
+        alibi: ALiBi slope of head 0; those of the other heads are nearer to 0. None for none.
     """
 
     batch: int
@@ -171,7 +171,11 @@ class AttentionProblem:
 
 
 def listed(length: int, size: int, start: int) -> Sharding:
-    """Return a sharding of positions in any order, with gaps and shards of any length."""
+    """Return a sharding of `length` positions over `size` ranks, in shuffled order and with gaps.
+
+    The positions are drawn from the 2 * `length` positions from `start` on. Shards have random
+    lengths. Equal arguments give equal shardings.
+    """
     chance = random.Random(f"{length} {size} {start}")
     positions = chance.sample(range(start, start + 2 * length), length)
     cuts = sorted(chance.randint(0, length) for _ in range(size - 1))

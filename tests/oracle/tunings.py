@@ -35,7 +35,7 @@ def timed(times: dict[str, dict[str, float]]) -> Tuning:
 
 
 def drawn(seed: int) -> Tuning:
-    """Return random constants, with which any algorithm may be the quickest."""
+    """Return random times of all algorithms, so that "auto" may choose any of them."""
     random = Random(seed)
     return timed(
         {

@@ -38,7 +38,7 @@ class Problem:
     Args:
         op: the collective.
         shape: the argument of `pieces`.
-        place: the root, or by how many ranks a shift goes.
+        place: the root, or the offset of a shift.
         resident, in_place: as in `Operation`.
         long: the factor of all sizes; a large one makes an all-reduce need two steps.
     """

@@ -49,7 +49,7 @@ class Scene:
 
     Args:
         mesh: made with `check="off"`, so that only agreements that are always made are counted.
-        axis: the axis of all its ranks.
+        axis: the name of the axis along which all its ranks are.
         folder: the folder for files.
     """
 
@@ -59,9 +59,10 @@ class Scene:
 
     @contextmanager
     def sends(self, agreements: int = 0, **promised: Sent) -> Iterator[None]:
-        """Compare what a block sends with what is promised; a single rank sends no bytes.
+        """Compare what a `with` block sends with what is promised; a single rank sends no bytes.
 
-        In `self.told` of the agreements the ranks' records differ, so that they are gathered.
+        In `self.told` of the `agreements` the ranks pass different values, so that they also gather
+        their records. `promised` has the calls or messages, and bytes, by operation.
         """
         self.comm.counters.reset()
         yield

@@ -99,7 +99,7 @@ def refusals(comm: sp.Communicator, n: int) -> None:
 
 
 def use_others(comm: sp.Communicator, n: int) -> None:
-    """Use what no subject calls, on a group that shares memory, with sizes that follow from n."""
+    """Make calls that no subject makes, on a group that shares memory; n sets the sizes."""
     sp.all_reduce_start(torch.ones(n), comm=comm, algorithm="ring")  # without its wait()
     while comm._pending:
         comm.poll()

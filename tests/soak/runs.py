@@ -27,7 +27,7 @@ class Run(NamedTuple):
     """Describe a run.
 
     Args:
-        kind: "idle", or "loaded" if there is a busy process on each core meanwhile.
+        kind: "idle", or "loaded" if other processes keep all cores busy during the run.
         number: the run's number among those of its kind.
         seed: the seed of all its examples.
     """

@@ -37,7 +37,7 @@ class Field:
     """The task that all contestants of a heat get.
 
     Args:
-        world: all ranks; the library's calls go over it.
+        world: all ranks; the MPI library's own calls use this communicator.
         mesh: the same ranks, with the axis "all".
         op: the name of the collective.
         x: this rank's input, flat; its piece in an all-gather or a ring exchange.
@@ -68,7 +68,7 @@ Maker = Callable[[Field], Runner | None]
 
 
 def library(field: Field) -> Runner | None:
-    """Prepare mpi4py's own call on NumPy arrays: no call of the library from Python is quicker."""
+    """Prepare mpi4py's own call on NumPy arrays, the quickest call of MPI from Python."""
     world, send = field.world, field.x.numpy()
     out = field.x.clone() if field.op == "broadcast" else torch.zeros(field.received)
     recv, right, left = out.numpy(), (world.rank + 1) % world.size, (world.rank - 1) % world.size
@@ -149,7 +149,7 @@ def read_in_place(field: Field) -> Runner | None:
 
 
 def barrier(field: Field) -> Runner:
-    """Prepare the library's barrier, which a read in place needs at least."""
+    """Prepare MPI's barrier: a read in place cannot take less time."""
     wanted = expected(field).float()
     return Runner(field.world.Barrier, lambda: wanted)
 
@@ -291,7 +291,7 @@ JUDGED = (
     4**14,
 )  # up to 16 MiB also the sizes between, at which nothing was fitted
 CHOICE_SECONDS, CHOICE_ROUNDS = 0.08, 6
-"""For each size and collective: the time, and the least number of rounds, which may take longer."""
+"""Seconds for each size and collective; and the least number of rounds, which may need more."""
 
 
 def judged(bare: Tuning, samples: measuring.Samples) -> list[Record]:

@@ -59,7 +59,7 @@ class Row:
             keeps freed memory; "huge", in which torch asks for huge pages.
         scratch: the most bytes of scratch memory for ours; None without a limit.
         only: the MPI that the line is about; both if empty.
-        microseconds: instead of a ratio, how much longer ours may take.
+        microseconds: how much longer ours may take; None if a ratio is required.
     """
 
     what: str
@@ -256,7 +256,7 @@ def variables(kind: str) -> tuple[str, ...]:
 
 
 def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
-    """Return fields of the document and the launches: each kind in turn, "regret" only once."""
+    """Return fields of the document, and as many launches of each kind as asked; "regret" once."""
     return {"ranks": RANKS}, [
         Entry(
             *(f"{kind} {number + 1}", RANKS, kind, {"kind": kind}),

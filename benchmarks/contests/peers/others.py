@@ -37,7 +37,7 @@ Maker = Callable[[], tuple[Attend, Around]]
 
 @dataclass(frozen=True)
 class Contestant:
-    """One way to compute the attention.
+    """Describe one implementation of the attention, and how it is timed.
 
     Args:
         name: the contestant's name, in parts separated by "/".
@@ -128,11 +128,15 @@ def installed(world: Intracomm, make: Maker) -> tuple[Attend | str, Around]:
 def make_torch_ring(rotation: str, device: torch.device) -> tuple[Attend, Around]:
     """Make torch's ring with load balancing; rank r of P has the tokens of chunks r and 2P-1-r.
 
-    On a GPU the ring runs in torch's public `context_parallel`, which has no kernel for a CPU.
+    On a GPU the ring runs in torch's public `context_parallel`. That has no kernel for a CPU, so on
+    a CPU the adapter `torch_ring` calls the same ring with torch's CPU kernel.
 
     Args:
         rotation: "ALL_GATHER", torch's default, or "ALL_TO_ALL".
         device: the device of the tokens.
+
+    Returns:
+        The attention function, and a function that makes the context in which to call it.
 
     Raises:
         ValueError: torch has no process group for tensors of such a device.
@@ -158,6 +162,8 @@ def make_torch_ring(rotation: str, device: torch.device) -> tuple[Attend, Around
 
 def make_deepspeed_ulysses() -> tuple[Attend, Around]:
     """Make DeepSpeed's DistributedAttention around torch's attention.
+
+    Return the attention function, and a function that makes an empty context.
 
     Raises:
         ImportError: DeepSpeed, or something that it imports, is not installed.

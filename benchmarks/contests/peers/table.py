@@ -46,7 +46,7 @@ MASKED = {
     "documents/forward": ("flex/2 threads", "documents", False),
     "documents": ("nested/2 threads", "documents", True),
 }
-"""For forms of our names: torch's contestant, its mask, and whether it has a backward on a CPU."""
+"""By the end of our names: torch's contestant, its mask, and whether that has a CPU backward."""
 
 LEGEND = (
     "One launch gives one number per contestant, the median of its samples; a ratio is the median "

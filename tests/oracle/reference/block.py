@@ -230,7 +230,7 @@ def sensitivity(
 
 
 def _perturb(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Return x with independent relative perturbations; its gradient, if any, gets others."""
+    """Multiply each element of x by a random factor near 1, and its gradient by another one."""
 
     def factor() -> Tensor:
         drawn = torch.randn(x.shape, generator=generator, dtype=torch.float64)

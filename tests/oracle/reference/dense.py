@@ -157,10 +157,11 @@ def _dense(
         mask: causal, window, documents and kv_documents as in `visible`.
 
     Returns:
-        Among others, `p_scale`: p and the size below which a kernel's p has no relative precision,
-        where visible; `floor`: the error of numbers that are too small for the dtype, over one
-        round-off; `slope`: the derivative of the logits. Kernels flush numbers below the smallest
-        normal one to 0: a relative error of 1, not of a round-off. float16 underflows gradually.
+        A namespace. Its `floor` is the error of numbers that are too small for the dtype, over one
+        round-off; below this size a kernel's p has no relative precision. `p_scale` is p + floor
+        for visible pairs, else 0. `slope` is the derivative of the logits. Kernels flush numbers
+        below the smallest normal one to 0: a relative error of 1, not of a round-off. float16
+        underflows gradually.
     """
     at = range(q.shape[1]) if q_positions is None else q_positions
     kv_at = range(k.shape[1]) if kv_positions is None else kv_positions

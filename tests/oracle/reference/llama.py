@@ -119,7 +119,7 @@ def llama_amplitude(scaling: Mapping[str, Any] | None) -> float:
 
 
 def _blended(head_dim: int, theta: float, scaling: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the last pair of dims that keeps its frequency, and the first whose one is divided."""
+    """Return the last pair of dims whose frequency stays, and the first whose frequency falls."""
     length = float(scaling["original_max_position_embeddings"])
     fast, slow = float(scaling.get("beta_fast") or 32), float(scaling.get("beta_slow") or 1)
     if scaling.get("truncate", True):
@@ -136,7 +136,7 @@ def _blended(head_dim: int, theta: float, scaling: Mapping[str, Any]) -> tuple[f
 
 
 def _llama3(frequency: float, factor: float, scaling: Mapping[str, Any]) -> float:
-    """Return the frequency: short waves stay, long ones are stretched, the others are blended."""
+    """Return the frequency: short waves stay, long ones are stretched, the rest is blended."""
     length, wave = float(scaling["original_max_position_embeddings"]), 2 * math.pi / frequency
     low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
     if wave < length / high:
