@@ -373,7 +373,8 @@ def _prepare(session: nox.Session, mpi: str, *packages: str, others: tuple[str, 
         return python
     if not home.exists():
         session.run_install(sys.executable, "-m", "venv", str(home))
-    pip = (python, "-m", "pip", "install", "--quiet", "-c")
+    # Python compiles what it imports; compiling all of torch would take 20 s
+    pip = (python, "-m", "pip", "install", "--quiet", "--no-compile", "-c")
     session.run_install(*pip, _constraints(session, python), "-e", ".[test,bench]", *packages, mpi)
     if others:
         session.run_install(*pip, CONSTRAINTS, "--no-deps", *others)
