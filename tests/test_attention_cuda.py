@@ -269,13 +269,13 @@ def test_cudnn_is_asked_where_torch_itself_asks_it(monkeypatch: pytest.MonkeyPat
     asked: list[tuple[Any, ...]] = []
 
     def choose(*given: Any, **named: Any) -> int:
-        asked.append((*given[4:], named))
+        asked.append((*map(id, given[:3]), *given[3:], named))
         return int(SDPBackend.CUDNN_ATTENTION.value)
 
     monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
-    q, k = (torch.empty(1, heads, 2, 128) for heads in (4, 2))
-    assert cuda.prefers_cudnn(q, k, k, True, 0.3)
-    assert asked == [(0.0, True, {"scale": 0.3, "enable_gqa": True})]
+    q, k, v = (torch.empty(1, heads, 2, 128) for heads in (4, 2, 2))
+    assert cuda.prefers_cudnn(q, k, v, True, 0.3)
+    assert asked == [(id(q), id(k), id(v), None, 0.0, True, {"scale": 0.3, "enable_gqa": True})]
     wide = torch.empty(1, 4, 2, 136)
     assert not cuda.prefers_cudnn(wide, wide, wide, True, 0.3)
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *given, **named: 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from transformers import AutoConfig, DynamicCache
 
 import sp_core as sp
 from hf.cases import EXPERTS, SIZES, inputs, model
-from sp_core.integrations.transformers import parallelize
+from sp_core.integrations.transformers import LAUNCHERS, one_process, parallelize
 from sp_core.testing import run_threads
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -163,3 +164,14 @@ def test_averaging_by_torch_is_refused(tmp_path: Path) -> None:
         run_threads(1, body)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_variables_of_launchers_are_hidden_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LAUNCHERS:
+        monkeypatch.setenv(name, f"of {name}")
+    monkeypatch.delenv(LAUNCHERS[0])
+    before = dict(os.environ)
+    with pytest.raises(LookupError), one_process():
+        assert os.environ.keys() == before.keys() - {*LAUNCHERS}
+        raise LookupError
+    assert dict(os.environ) == before
