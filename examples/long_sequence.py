@@ -41,7 +41,7 @@ def measured(world: MPI.Intracomm, tokens: int) -> tuple[float, int, int]:
     step = partial(train_step, max_norm=1.0, layout=sp.Sharding.contiguous, window=64)
     with sp.Mesh(world, ring=world.size) as mesh:
         model = llama.create(CONFIG, mesh)
-        optimizer, chunk = torch.optim.SGD(model.parameters()), tokens // world.size // 32
+        optimizer, chunk = torch.optim.SGD(model.parameters()), max(16, tokens // world.size // 32)
         with LiveBytes(model.parameters()) as live:
             done = step(model, optimizer, [sequence], recompute=True, chunk=chunk)
     peak, nbytes = world.allreduce(live.peak, op=MPI.MAX), sum(x.nbytes for x in model.parameters())

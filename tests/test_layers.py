@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 import sp_core as sp
 from sp_core.llama import LlamaConfig, create
-from sp_core.nn.gradients import reduce_gradients
+from sp_core.nn.block import ParallelBlock
+from sp_core.nn.gradients import placement_of, reduce_gradients
 from sp_core.schemes.tp_sp import gather_linears
 from sp_core.testing import device, spmd
 
@@ -43,10 +44,25 @@ def test_weights_that_no_rank_splits_need_no_placement_to_sum_their_gradients(co
         split = sp.ColumnParallelLinear.from_linear(nn.Linear(8, 8), comm=tokens)
         with nullcontext() if comm.size == 1 else pytest.raises(sp.ShapeError, match="as `tensor`"):
             reduce_gradients(split.parameters(), data=tokens)
+        turned = nn.Parameter(torch.ones((2, 3) if comm.rank else (3, 2), device=device()))
+        error = pytest.raises(sp.CollectiveMismatch, match=r"\(3, 2\)")
+        with nullcontext() if comm.size == 1 else error:
+            reduce_gradients([turned], data=tokens)
         elsewhere = nn.Parameter(torch.ones(1, device="meta"))
         mixed = [*weights, elsewhere] if comm.rank == 0 else weights
         with pytest.raises(sp.DeviceError, match="a parameter is on meta"):
             reduce_gradients(mixed, data=tokens)
+
+
+@spmd(1, 2, 4)
+def test_weights_of_a_key_head_are_partial_if_several_ranks_hold_it(comm: Any) -> None:
+    """Only then has each rank a summand of their gradient, which an all-reduce has to add."""
+    how: dict[str, Any] = {"dtype": torch.float32, "tp_sp": False}
+    with sp.Mesh(comm, device=device(), tp=comm.size) as mesh:
+        for kv_heads in (1, 2, 4):
+            block = ParallelBlock(8, 4, (4, kv_heads), 2, 1e-5, comm=mesh["tp"], **how)
+            placement = placement_of(block.self_attn["k_proj"].weight)
+            assert placement.partial == (kv_heads < comm.size)
 
 
 @pytest.mark.parametrize("kind", ["block", "hybrid", "column", "llama"])

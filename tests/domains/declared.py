@@ -114,12 +114,14 @@ class Subject:
         return values
 
     def each_part(self, seed: int) -> Iterator[Row]:
-        """Yield as few rows as have every part at least once; a slow part has a row of its own."""
-        chance = random.Random(seed)
-        orders = {factor: chance.sample(parts, len(parts)) for factor, parts in self._quick.items()}
+        """Yield as few rows as have every part; slow and repeating parts have rows of their own."""
+        chance, alone = random.Random(seed), SLOW | REPEATING
+        quick = self._without(alone)
+        orders = {factor: chance.sample(parts, len(parts)) for factor, parts in quick.items()}
         for place in range(max(map(len, orders.values()))):
             yield {factor: order[place % len(order)] for factor, order in orders.items()}
-        yield from (self.base | {factor: part} for factor, part in sorted(self._slow))
+        rows = sorted(self.singles() & alone)
+        yield from (self.base | {factor: part} for factor, part in rows)
 
     def with_parts(self, parts: Collection[tuple[str, str]]) -> Iterator[Row]:
         """Yield as few rows as have these parts; all other factors have their first part."""
@@ -131,19 +133,15 @@ class Subject:
         """Yield a covering array: rows with every pair of parts, or every part of a lone factor."""
         from covertable import make
 
-        yield from make(self._quick, strength=min(2, len(self._quick)), salt=str(seed))
-        for (factor, part), (other, its) in product(sorted(self._slow), sorted(self.singles())):
+        quick, slow = self._without(SLOW), sorted(self.singles() & SLOW)
+        yield from make(quick, strength=min(2, len(quick)), salt=str(seed))
+        for (factor, part), (other, its) in product(slow, sorted(self.singles())):
             if factor != other:
                 yield self.base | {factor: part, other: its}
 
-    @property
-    def _slow(self) -> set[tuple[str, str]]:
-        return self.singles() & SLOW
-
-    @property
-    def _quick(self) -> dict[str, list[str]]:
+    def _without(self, alone: set[tuple[str, str]]) -> dict[str, list[str]]:
         return {
-            factor: [part for part in parts if (factor, part) not in SLOW]
+            factor: [part for part in parts if (factor, part) not in alone]
             for factor, parts in self.factors.items()
         }
 
@@ -166,6 +164,8 @@ SLOW = {
     ),
 }
 """Slow parts, which are drawn in rows of their own."""
+REPEATING = {("chunk", "1"), ("chunk", "2 to 5"), ("micro_batches", "50"), ("pass_tokens", "8")}
+"""Parts that repeat collectives, the more the larger other parts are; slow only beside those."""
 
 
 LEFT_OUT = ...
