@@ -22,15 +22,13 @@ from sp_core.failing import exit_code
 
 pytestmark = [pytest.mark.mpi_skip, pytest.mark.starts_mpi]
 OF_MPI = (
-    *(("before", "mpiexec"), ("again", "mpiexec"), ("exit", "sp-core run")),
+    *(("before", "mpiexec"), ("exit", "sp-core run")),
     *(("import", "sp-core run"), ("_exit", "sp-core run")),
 )
 """Place of the error and launcher, for launches that differ between MPI libraries."""
 OTHERS = (
-    *(("inside", "torchrun"), ("thread", "torchrun"), ("atexit", "mpiexec")),
-    *(("wait", "mpiexec"), ("SIGTERM", "mpiexec")),
+    *(("inside", "torchrun"), ("atexit", "mpiexec"), ("wait", "mpiexec"), ("again", "mpiexec")),
     ("early", "mpi4py"),  # of 100 such launches, mpiexec of MPICH leaves out the rank in 3
-    ("slow", "torchrun"),  # it fails late, and the others end after it
 )
 
 
