@@ -61,7 +61,7 @@ def test_weights_of_a_key_head_are_partial_if_several_ranks_hold_it(comm: Any) -
     with sp.Mesh(comm, device=device(), tp=comm.size) as mesh:
         for kv_heads in (1, 2, 4):
             block = ParallelBlock(8, 4, (4, kv_heads), 2, 1e-5, comm=mesh["tp"], **how)
-            placement = placement_of(block.self_attn["k_proj"].weight)
+            placement = placement_of(block.get_parameter("self_attn.k_proj.weight"))
             assert placement.partial == (kv_heads < comm.size)
 
 

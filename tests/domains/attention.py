@@ -78,6 +78,7 @@ COMMON: dict[str, Parts] = {
     "q.magnitude": values(*(1.0, 30.0, 1e3)),
     "q.group": spans((1, 1), (2, 3), (7, 9)) | several(10, 17),
     "k.heads": spans((2, 4), (1, 1), (5, 9)) | several(10, 33),
+    "k.memory": values("like q", "shared_empty"),
     "k.gradients": {
         "all": lambda c, v: (True, True, True),
         "q": lambda c, v: (True, False, False),
@@ -146,14 +147,19 @@ def problem_of(drawn: Values) -> AttentionProblem:
     )
 
 
-def arguments_of(shards: Shards, drawn: Values) -> Values:
-    """Return the arguments that every scheme takes."""
-    q, k, v = shards.local
+def arguments_of(shards: Shards, drawn: Values, group: sp.Communicator) -> Values:
+    """Return the arguments that every scheme takes. k and v may lie in memory that ranks share."""
+    q, *kv = shards.local
+    if drawn["k.memory"] == "shared_empty":
+        homes = [sp.shared_empty(tuple(x.shape), comm=group, dtype=x.dtype) for x in kv]
+        kv = [
+            home.copy_(x.detach()).requires_grad_(x.requires_grad)
+            for home, x in zip(homes, kv, strict=True)
+        ]
+        shards.local = [q, *kv]
     own = drawn["kv_sharding"] == "own"
     return {
-        "q": q,
-        "k": k,
-        "v": v,
+        **dict(zip("qkv", shards.local, strict=True)),
         "sharding": shards.sharding,
         "kv_sharding": None if own else shards.kv_sharding,
         "mask": shards.problem.mask,
@@ -179,7 +185,7 @@ def on_a_communicator(name: str, group: sp.Communicator, drawn: Values) -> Call:
     """Return the call of a scheme on a group of ranks."""
     shards = Shards(problem_of(drawn), group.rank, group.size, group.device)
     inner = {"inner": drawn["inner"]} if name == "ulysses" else {}
-    arguments = {**arguments_of(shards, drawn), "comm": group, **inner}
+    arguments = {**arguments_of(shards, drawn, group), "comm": group, **inner}
     return Call(SCHEMES[name], arguments, partial(judge, name, shards, arguments, group))
 
 
@@ -191,7 +197,7 @@ def on_a_grid(mesh: sp.Mesh, drawn: Values) -> Call:
     problem = problem_of(drawn | {"seed": drawn["seed"] + 3 * number})
     shards = Shards(problem, tokens.rank, tokens.size, tokens.device)
     where = {"mesh": mesh, "axes": axes, "comm": tokens if drawn["comm"] == "given" else None}
-    arguments = {**arguments_of(shards, drawn), **where, "ulysses": drawn["ulysses"]}
+    arguments = {**arguments_of(shards, drawn, tokens), **where, "ulysses": drawn["ulysses"]}
     return Call(sp.hybrid_attention, arguments, partial(judge, "hybrid", shards, arguments, tokens))
 
 
@@ -222,8 +228,10 @@ GRID: dict[str, Parts] = {
 }
 RAISED = ("inner=gpipe", "inner=contiguous")
 """Changes of `inner` that are not tried: the function fails on its own rank only."""
-TOGETHER = ({"q.head_dim": "129 to 256"},)
+WIDE = {"q.head_dim": "129 to 256"}
 """A row of wide heads, with the base row's default scale and tokens that see several keys."""
+SHARED = {"k.memory": "shared_empty", "mask.causal": "True", "mask.documents": "2 to 6"}
+"""A row of keys in memory that ranks share, some of which only their own rank sees."""
 
 SUBJECTS = [
     *(
@@ -232,7 +240,7 @@ SUBJECTS = [
             COMMON | more,
             partial(on_a_communicator, name),
             allowed=RAISED,
-            together=TOGETHER,
+            together=(WIDE, SHARED),
         )
         for name, more in (("allgather_kv", {}), ("ring", {}), ("ulysses", {"inner": INNER}))
     ),
@@ -241,6 +249,6 @@ SUBJECTS = [
         GRID | COMMON | SITUATIONS,
         lambda drawn: grid_of(drawn)[0],
         on_a_grid,
-        together=TOGETHER,
+        together=(WIDE, SHARED),
     ),
 ]

@@ -367,7 +367,7 @@ SUBJECTS = [
             | {"(length)": spans((10, 40), (0, 0), (1, 9), (101, 140))}
         ),
         attended,
-        together=(*attention.TOGETHER, STRIPS),
+        together=(attention.WIDE, STRIPS),
     ),
     pure(
         "merge",
