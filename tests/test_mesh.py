@@ -241,6 +241,21 @@ def test_a_product_in_another_order_is_asked_for_by_one_rank(comm: Any) -> None:
         assert order == [rank for b in range(comm.size // 2) for rank in (b, b + comm.size // 2)]
 
 
+@spmd(4)
+def test_a_product_that_no_rank_has_used_is_left_without_a_message(comm: Any) -> None:
+    def use(mesh: sp.Mesh) -> None:
+        assert mesh["b", "a"].size == 4
+        if comm.rank == 0:
+            raise LookupError
+        sp.fence(comm=mesh["a", "b"])
+
+    with (
+        pytest.raises(LookupError if comm.rank == 0 else sp.PeerFailed),
+        sp.Mesh(comm, a=2, b=2) as mesh,
+    ):
+        use(mesh)
+
+
 def test_a_group_is_shut_down_when_every_rank_has_done_with_it() -> None:
     """If NCCL's group was dropped without a shutdown, it would abort transfers of other ranks."""
     done: list[int] = []
