@@ -303,6 +303,22 @@ def test_ranks_that_do_not_do_the_same_in_a_window_are_told(comm: Any) -> None:
                 sp.all_reduce(x, comm=group, algorithm="window")
 
 
+@pytest.mark.usefixtures("short_slots")
+def test_a_rank_that_is_lost_in_the_middle_of_an_operation_ends_the_waits_of_others() -> None:
+    """Rank 0 has begun to write its vector, which is longer than a slot, and leaves."""
+
+    def body(comm: Any) -> None:
+        with sp.Mesh(comm, transport="window", check="off", sp=comm.size) as mesh:
+            under_way = sp.all_reduce_start(torch.ones(4096), comm=mesh["sp"], algorithm="window")
+            if comm.rank == 0:
+                raise LookupError
+            under_way.wait()
+
+    with pytest.raises(RankFailure, match="rank 0: failed: LookupError") as caught:
+        run_threads(3, body, timeout=20)
+    assert str(caught.value).count("PeerFailed") == 2
+
+
 class Without:
     """Stand in for the module `os` of a system on which a call fails, on one rank or on all."""
 
