@@ -20,7 +20,7 @@ from sp_core.transport import HostTransport, cuda, cuda_aware, distributed, shar
 from sp_core.transport.cuda import CudaMemory, PinnedMemory
 from sp_core.transport.shared import Rooms
 from sp_core.transport.staged import PipelinedTransport
-from sp_core.transport.window import DEVICE_SLOT_BYTES, PINNED_SLOT_BYTES, Window
+from sp_core.transport.window import Window
 
 CPU = torch.device("cpu")
 
@@ -236,8 +236,8 @@ def test_each_transport_shares_memory_of_its_own_kind(monkeypatch: pytest.Monkey
     assert made == {
         "host": None,
         "window": (),
-        "pinned": (PINNED_SLOT_BYTES, "of the host", "in order"),
-        "ipc": (DEVICE_SLOT_BYTES, "of the device", "in order"),
+        "pinned": (4 << 20, "of the host", "in order"),
+        "ipc": (64 << 20, "of the device", "in order"),
     }
 
 
