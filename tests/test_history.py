@@ -11,9 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 from kit import records as made
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.text import Text
 
 from benchmarks.compare import rule
 from benchmarks.compare.rule import ORDER
@@ -149,7 +146,7 @@ def pictures() -> list[Picture]:
         ]
 
 
-def texts(figure: Figure) -> Iterator[Text]:
+def texts(figure: Any) -> Iterator[Any]:
     """Yield the labels of the axes, of their visible ticks, and of the legends."""
     for axis in (figure.axes[0].xaxis, figure.axes[0].yaxis):
         low, high = sorted(axis.get_view_interval())
@@ -160,12 +157,14 @@ def texts(figure: Figure) -> Iterator[Text]:
 
 
 def test_every_plot_has_units_and_no_text_covers_another_or_is_cut() -> None:
+    from matplotlib.backends import backend_agg  # slow to import
+
     for picture in pictures():
         axes = picture.figure.axes[0]
         assert UNIT.search(axes.get_xlabel()), picture.title
         assert UNIT.search(axes.get_ylabel()), picture.title
         with styled():
-            canvas: Any = FigureCanvasAgg(picture.figure)
+            canvas: Any = backend_agg.FigureCanvasAgg(picture.figure)
             canvas.draw()
         words = [word for word in texts(picture.figure) if word.get_text()]
         boxes = [word.get_window_extent(canvas.get_renderer()) for word in words]
