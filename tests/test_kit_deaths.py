@@ -153,3 +153,31 @@ def test_python_programs_are_watched(command: str, expected: str) -> None:
     names = {"PYTHON": sys.executable, "WATCH": watch_module.__file__}
     words = [names.get(word, word) for word in expected.split()]
     assert command_module.watched(command.split()) == words
+
+
+@pytest.mark.parametrize(("given", "code"), [("0", 0), ("None", 0), ("3", 3), ("'text'", 1)])
+def test_a_program_ends_all_ranks_with_its_own_exit_code(
+    given: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(watch_module, "abort_at_exit", codes.append)
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit):
+        watch_module.run_program(["-c", f"import sys; sys.exit({given})"])
+    assert codes == [code]
+
+
+def test_a_rank_that_nobody_launched_prints_its_stacks_and_leaves_no_file(tmp_path: Path) -> None:
+    program = "from sp_core.launch import watch; watch.start(0); watch.tell('a stack')"
+    kept = {name: x for name, x in os.environ.items() if name != watch_module.RUN_DIR}
+    answer = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**kept, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert answer.stderr == "a stack"
+    assert [*tmp_path.iterdir()] == []

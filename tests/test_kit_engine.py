@@ -219,3 +219,9 @@ def test_a_body_without_the_drawn_parameters_is_refused() -> None:
 
         @given(n=st.integers())
         def body(comm: Any) -> None: ...
+
+
+def test_a_profile_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SP_PROFILE", "quik")
+    with pytest.raises(ValueError, match=r"SP_PROFILE='quik' is not one of .*quick"):
+        profiles.load(None)

@@ -6,6 +6,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 from kit.failing import failure_of
 from mpi4py import MPI
 
-from sp_core.testing import run_threads, spmd
+from sp_core.testing import carriers, run_threads, spmd
 from sp_core.testing.carriers import Steps, ThreadCarrier, World
 from sp_core.testing.outcome import Mismatched
 
@@ -118,3 +119,14 @@ def test_ranks_that_end_and_wait_for_ever_are_told_so() -> None:
 
     with pytest.raises(Mismatched, match="none can go on:\n  rank 0: has ended"):
         ThreadCarrier(World(1), "comm", 0, 1, 0).drive(never(), "has ended", ending=True)
+
+
+def test_a_wait_looks_for_a_deadlock_only_once_it_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock here goes on by a second with every look at it, and the wait ends at the fifth."""
+    clock = Mock(perf_counter=Mock(side_effect=range(99)))
+    monkeypatch.setattr(carriers, "time", clock)
+    monkeypatch.setattr(carriers, "AFTER_SECONDS", 2.5)
+    stuck, ready = Mock(), Mock(side_effect=[None, None, None, None, "ready"])
+    assert carriers.patiently(ready, stuck) == "ready"
+    assert stuck.call_count == 2
+    assert clock.sleep.call_count == 4
