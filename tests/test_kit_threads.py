@@ -125,8 +125,8 @@ def test_a_wait_looks_for_a_deadlock_only_once_it_is_long(monkeypatch: pytest.Mo
     """The clock here goes on by a second with every look at it, and the wait ends at the fifth."""
     clock = Mock(perf_counter=Mock(side_effect=range(99)))
     monkeypatch.setattr(carriers, "time", clock)
-    monkeypatch.setattr(carriers, "AFTER_SECONDS", 2.5)
+    monkeypatch.setattr(carriers, "AFTER_SECONDS", 1.5)
     stuck, ready = Mock(), Mock(side_effect=[None, None, None, None, "ready"])
     assert carriers.patiently(ready, stuck) == "ready"
-    assert stuck.call_count == 2
+    assert stuck.call_count == 3
     assert clock.sleep.call_count == 4
