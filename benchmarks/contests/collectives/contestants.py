@@ -67,7 +67,7 @@ class Runner:
 Maker = Callable[[Field], Runner | None]
 
 
-def library(field: Field) -> Runner | None:
+def library(field: Field) -> Runner:
     """Prepare mpi4py's own call on NumPy arrays, the quickest call of MPI from Python."""
     world, send = field.world, field.x.numpy()
     out = field.x.clone() if field.op == "broadcast" else torch.zeros(field.received)
