@@ -158,7 +158,7 @@ PROGRAMS = {
         "Make small wrong edits of the library, or of the kit (`-- --kit`); tests must see them.",
         "mutants.generic",
         packages=(*PEERS_NEED, "coverage"),
-        others=("deepspeed",),
+        others=AMONG_PEERS["others"],
     ),
     "soak": Program("Run a short profile of the suite 50 times, and under load.", "soak"),
     "deaths": Program("Lose a rank in every way and place; plant faults.", "deaths", MPIS),

@@ -22,12 +22,17 @@ from sp_core.failing import exit_code
 
 pytestmark = [pytest.mark.mpi_skip, pytest.mark.starts_mpi]
 OF_MPI = (
-    *(("before", "mpiexec"), ("exit", "sp-core run")),
-    *(("import", "sp-core run"), ("_exit", "sp-core run")),
+    ("before", "mpiexec"),
+    ("exit", "sp-core run"),
+    ("import", "sp-core run"),
+    ("_exit", "sp-core run"),
 )
 """Place of the error and launcher, for launches that differ between MPI libraries."""
 OTHERS = (
-    *(("inside", "torchrun"), ("atexit", "mpiexec"), ("wait", "mpiexec"), ("again", "mpiexec")),
+    ("inside", "torchrun"),
+    ("atexit", "mpiexec"),
+    ("wait", "mpiexec"),
+    ("again", "mpiexec"),
     ("early", "mpi4py"),  # of 100 such launches, mpiexec of MPICH leaves out the rank in 3
 )
 

@@ -118,7 +118,7 @@ def test_ranks_that_end_and_wait_for_ever_are_told_so() -> None:
             yield
 
     with pytest.raises(Mismatched, match="none can go on:\n  rank 0: has ended"):
-        ThreadCarrier(World(1), "comm", 0, 1, 0).drive(never(), "has ended", ending=True)
+        ThreadCarrier(World(1), "comm", 0, [0]).drive(never(), "has ended", ending=True)
 
 
 def test_a_wait_looks_for_a_deadlock_only_once_it_is_long(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,10 +57,11 @@ def test_weights_that_no_rank_splits_need_no_placement_to_sum_their_gradients(co
 @spmd(1, 2, 4)
 def test_weights_of_a_key_head_are_partial_if_several_ranks_hold_it(comm: Any) -> None:
     """Only then has each rank a summand of their gradient, which an all-reduce has to add."""
-    how: dict[str, Any] = {"dtype": torch.float32, "tp_sp": False}
     with sp.Mesh(comm, device=device(), tp=comm.size) as mesh:
         for kv_heads in (1, 2, 4):
-            block = ParallelBlock(8, 4, (4, kv_heads), 2, 1e-5, comm=mesh["tp"], **how)
+            block = ParallelBlock(
+                8, 4, (4, kv_heads), 2, 1e-5, comm=mesh["tp"], dtype=torch.float32, tp_sp=False
+            )
             placement = placement_of(block.get_parameter("self_attn.k_proj.weight"))
             assert placement.partial == (kv_heads < comm.size)
 

@@ -13,7 +13,7 @@ import pickle
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -286,25 +286,20 @@ class ThreadCarrier(Carrier):
         world: state shared by the threads.
         name: the communicator's name: the same on all its ranks, and used by no other communicator.
         rank: this thread's rank in the communicator.
-        size: number of ranks of the communicator.
-        world_rank: this thread's rank in the world.
+        members: for each rank of the communicator, its rank in the world.
     """
 
-    def __init__(self, world: World, name: str, rank: int, size: int, world_rank: int) -> None:
-        self.world, self.name, self.rank, self.size, self.world_rank = (
-            world,
-            name,
-            rank,
-            size,
-            world_rank,
-        )
+    def __init__(self, world: World, name: str, rank: int, members: Sequence[int]) -> None:
+        self.world, self.name, self.rank, self.members = world, name, rank, members
+        self.size, self.world_rank = len(members), members[rank]
         self._rounds = 0
-        self._members = world.shared((name, "members"), {})
-        self._members[rank] = world_rank
 
     def wake(self, ranks: Iterable[int]) -> None:
-        """Wake these ranks of the communicator, as far as they have made it and wait."""
-        self.world.touch(self._members[rank] for rank in ranks if rank in self._members)
+        """Count a change for this rank and these ranks of the communicator, and wake them.
+
+        This rank polls again before it sleeps, because it may now have something to send.
+        """
+        self.world.touch(self.members[rank] for rank in {self.rank, *ranks})
 
     def share(self, value: object) -> Ticket:
         """Begin an all-gather of one value per rank, and return a function that polls for it.

@@ -72,7 +72,7 @@ def run_ranks(
     def run(rank: int) -> None:
         thread.sink, family = sink, Family()
         try:
-            comm = ThreadComm(ThreadCarrier(world, "comm", rank, size, rank), family)
+            comm = ThreadComm(ThreadCarrier(world, "comm", rank, range(size)), family)
             if torch:
                 # all backward passes on a GPU share one thread; ranks would block each other there
                 torch.autograd.set_multithreading_enabled(False)  # in this thread alone

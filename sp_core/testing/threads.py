@@ -121,13 +121,9 @@ class ThreadComm(LockstepComm):
         self._counts: dict[tuple[Any, ...], int] = defaultdict(int)
         super().__init__(Lockstep(carrier, carrier.name), family)
 
-    def _made(self, name: str, rank: int, size: int) -> ThreadComm:
-        return ThreadComm(
-            ThreadCarrier(
-                self._world, f"{self._carrier.name}.{name}", rank, size, self._carrier.world_rank
-            ),
-            self.family,
-        )
+    def _made(self, name: str, rank: int, members: Sequence[int]) -> ThreadComm:
+        name = f"{self._carrier.name}.{name}"
+        return ThreadComm(ThreadCarrier(self._world, name, rank, members), self.family)
 
     def _make(
         self, form: str, flow: Flow, args: Sequence[Any], given: Mapping[str, Any]
@@ -163,13 +159,13 @@ class ThreadComm(LockstepComm):
                 view(part).view(np.uint8)[:] = 0xFF  # NaN in floating point
         for slot in (*takes.values(), *(gives.values() if tag is None else ())):
             slot["awaited"] = True
-        self._carrier.wake({self.rank, *takes})  # this rank too: it may have to send at once
+        self._carrier.wake(takes)
 
         def release() -> bool:
             for dest, slot in gives.items():
                 if "awaited" in slot and "data" not in slot:
                     slot["data"] = contribution(flow, dest)
-                    self._carrier.wake({self.rank, dest})
+                    self._carrier.wake([dest])
             return all("data" in slot for slot in gives.values())
 
         def advance() -> bool:
@@ -274,7 +270,7 @@ class ThreadComm(LockstepComm):
         Every rank calls this.
         """
         self._enter(Call("Dup"))
-        return self._made(f"{next(self.children)}", self.rank, self.size)
+        return self._made(f"{next(self.children)}", self.rank, self._carrier.members)
 
     def Split(self, color: int = 0, key: int = 0) -> ThreadComm | None:
         """Return a communicator of the ranks with this rank's color, in the order of their keys.
@@ -283,12 +279,15 @@ class ThreadComm(LockstepComm):
         """
         choices = self._enter(Call("Split"), lambda: self._carrier.gather((color, key)))
         name = f"{next(self.children)}[{color}]"
-        ranks = sorted((k, rank) for rank, (c, k) in enumerate(choices) if c == color)
-        return None if color < 0 else self._made(name, ranks.index((key, self.rank)), len(ranks))
+        chosen = [rank for rank, (c, _) in enumerate(choices) if c == color]
+        ranks = sorted(chosen, key=lambda rank: choices[rank][1])
+        members = [self._carrier.members[rank] for rank in ranks]
+        return None if color < 0 else self._made(name, ranks.index(self.rank), members)
 
     def alone(self) -> ThreadComm:
         """Return a communicator of this rank alone, which needs no other rank."""
-        return self._made(f"alone[{self._carrier.world_rank}]", 0, 1)
+        rank = self._carrier.world_rank
+        return self._made(f"alone[{rank}]", 0, [rank])
 
     def make_counter(self) -> Any:
         """Return an object whose `take` gives 0, 1, 2, ... to whichever rank asks next.

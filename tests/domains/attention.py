@@ -8,6 +8,7 @@ from typing import Any
 
 from oracle.attention_check import Shards, compare
 from oracle.strategies import DTYPES, EVERY_LAYOUT, SLOPES, STORAGES, AttentionProblem
+from torch import Tensor
 
 import sp_core as sp
 from domains import masks
@@ -147,19 +148,22 @@ def problem_of(drawn: Values) -> AttentionProblem:
     )
 
 
+def shared(x: Tensor, group: sp.Communicator) -> Tensor:
+    """Return a leaf with the values of `x`, in memory that the ranks share."""
+    home = sp.shared_empty(tuple(x.shape), comm=group, dtype=x.dtype)
+    return home.copy_(x.detach()).requires_grad_(x.requires_grad)
+
+
 def arguments_of(shards: Shards, drawn: Values, group: sp.Communicator) -> Values:
     """Return the arguments that every scheme takes. k and v may lie in memory that ranks share."""
-    q, *kv = shards.local
     if drawn["k.memory"] == "shared_empty":
-        homes = [sp.shared_empty(tuple(x.shape), comm=group, dtype=x.dtype) for x in kv]
-        kv = [
-            home.copy_(x.detach()).requires_grad_(x.requires_grad)
-            for home, x in zip(homes, kv, strict=True)
-        ]
-        shards.local = [q, *kv]
+        shards.local[1:] = [shared(x, group) for x in shards.local[1:]]
+    q, k, v = shards.local
     own = drawn["kv_sharding"] == "own"
     return {
-        **dict(zip("qkv", shards.local, strict=True)),
+        "q": q,
+        "k": k,
+        "v": v,
         "sharding": shards.sharding,
         "kv_sharding": None if own else shards.kv_sharding,
         "mask": shards.problem.mask,

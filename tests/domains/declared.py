@@ -120,8 +120,8 @@ class Subject:
         orders = {factor: chance.sample(parts, len(parts)) for factor, parts in quick.items()}
         for place in range(max(map(len, orders.values()))):
             yield {factor: order[place % len(order)] for factor, order in orders.items()}
-        rows = sorted(self.singles() & alone)
-        yield from (self.base | {factor: part} for factor, part in rows)
+        for factor, part in sorted(self.singles() & alone):
+            yield self.base | {factor: part}
 
     def with_parts(self, parts: Collection[tuple[str, str]]) -> Iterator[Row]:
         """Yield as few rows as have these parts; all other factors have their first part."""
@@ -165,7 +165,10 @@ SLOW = {
 }
 """Slow parts, which are drawn in rows of their own."""
 REPEATING = {("chunk", "1"), ("chunk", "2 to 5"), ("micro_batches", "50"), ("pass_tokens", "8")}
-"""Parts that repeat collectives, the more the larger other parts are; slow only beside those."""
+"""Parts that repeat collectives, which takes long beside large parts.
+
+Single parts draw them in rows of their own; pairs combine them with all other parts.
+"""
 
 
 LEFT_OUT = ...
