@@ -130,3 +130,23 @@ def test_a_wait_looks_for_a_deadlock_only_once_it_is_long(monkeypatch: pytest.Mo
     assert carriers.patiently(ready, stuck) == "ready"
     assert stuck.call_count == 3
     assert clock.sleep.call_count == 4
+
+
+def test_a_wait_goes_on_after_a_receive_that_the_rank_itself_has_posted() -> None:
+    """Else a rank would sleep for ever before it has sent a message whose receive it posted."""
+
+    def body(comm: Any) -> list[float]:
+        out, into = np.array([1.0, 2.0]), np.zeros(2)
+
+        def steps() -> Steps[None]:
+            send = comm.Isend(out, 0)
+            yield
+            receive = comm.Irecv(into, 0)
+            yield
+            while not (send.Test() and receive.Test()):
+                yield
+
+        comm.lockstep.carrier.drive(steps(), "a message to itself")
+        return into.tolist()
+
+    assert run_threads(1, body) == [[1.0, 2.0]]
