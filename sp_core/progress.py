@@ -62,8 +62,8 @@ class Progress:
 
         Call `poll` between parts of a long computation; it is cheap.
         """
-        for source in list(self._busy):
-            if not source.advance():
+        for source in [ref() for ref in self._busy.keyrefs()]:
+            if source is not None and not source.advance():
                 self._busy.pop(source, None)
 
 

@@ -26,10 +26,10 @@ Steps = Generator[None, None, T]
 
 It yields whenever it has to wait for other ranks. Each `next` polls again.
 """
-Ticket = Callable[[], list[Any] | None]
+Ticket = Callable[[], T | None]
 """A function that polls an exchange under way.
 
-It returns the values of all ranks in rank order, or None while a rank has not begun the exchange.
+It returns None while a rank has not begun the exchange, and then what was made of all values.
 """
 
 HEAD_BYTES = 1024
@@ -61,12 +61,19 @@ class Carrier(ABC):
     size: int
 
     @abstractmethod
-    def share(self, value: object) -> Ticket:
+    def share(self, value: object, make: Callable[[list[Any]], T]) -> Ticket[T]:
         """Begin an all-gather of one value per rank, and return a function that polls for it.
 
-        That function (a ticket) returns None until all ranks have begun the exchange, and then all
-        values in rank order. Every rank calls `share`; none waits in it. The values may differ in
-        size.
+        Every rank calls `share`; none waits in it.
+
+        Args:
+            value: this rank's value; its size may differ over ranks.
+            make: the same function on all ranks, without effects. It gets the values of all ranks
+                in rank order; ranks that are threads call it once for all of them.
+
+        Returns:
+            A function (a ticket) that returns None until all ranks have begun the exchange, and
+            then the result of `make`.
         """
 
     @abstractmethod
@@ -82,13 +89,13 @@ class Carrier(ABC):
 
     def gather(self, value: object) -> list[Any]:
         """Return the values of all ranks, in rank order. Every rank calls this and waits."""
-        return self.drive(until(self.share(value)), "an exchange of values")
+        return self.drive(until(self.share(value, list)), "an exchange of values")
 
 
-def until(ticket: Ticket) -> Steps[list[Any]]:
-    """Return a generator that yields until an exchange is complete.
+def until(ticket: Ticket[T]) -> Steps[T]:
+    """Return a generator that yields until the exchange that `ticket` polls is complete.
 
-    Its result is the list of all ranks' values, in rank order. `ticket` polls the exchange.
+    Its result is what was made of all ranks' values.
     """
     while (got := ticket()) is None:
         yield
@@ -151,25 +158,24 @@ class MpiCarrier(Carrier):
         self.rank, self.size = comm.rank, comm.size
         self._stuck = stuck
 
-    def share(self, value: object) -> Ticket:
-        """Begin an all-gather of picklable values, and return a function that polls for the result.
+    def share(self, value: object, make: Callable[[list[Any]], T]) -> Ticket[T]:
+        """Begin an all-gather of picklable values, and return a function that polls for it.
 
-        That function (a ticket) returns None until all ranks have begun the exchange, and then all
-        values in rank order. Every rank calls `share`; none waits in it.
+        Arguments and result are those of `Carrier.share`.
         """
-        ask = begun(self._share(pickle.dumps(value)))
+        ask = begun(self._share(pickle.dumps(value), make))
         return lambda: next(iter(ask()), None)
 
-    def _share(self, mine: bytes) -> Steps[list[Any]]:
+    def _share(self, mine: bytes, make: Callable[[list[Any]], T]) -> Steps[T]:
         head = len(mine).to_bytes(8, "little") + mine[:HEAD_BYTES].ljust(HEAD_BYTES, b"\0")
         heads = yield from until(self._begin(head))
         longest = max(int.from_bytes(part[:8], "little") for part in heads)
         parts = [part[8:] for part in heads]
         if longest > HEAD_BYTES:
             parts = yield from until(self._begin(mine.ljust(longest, b"\0")))
-        return [pickle.loads(part) for part in parts]
+        return make([pickle.loads(part) for part in parts])
 
-    def _begin(self, mine: bytes) -> Ticket:
+    def _begin(self, mine: bytes) -> Ticket[list[bytes]]:
         """Begin an all-gather of bytes, and return a function that polls for the result.
 
         Every rank gives equally many bytes. The function returns None until the all-gather is
@@ -301,22 +307,21 @@ class ThreadCarrier(Carrier):
         """
         self.world.touch(self.members[rank] for rank in {self.rank, *ranks})
 
-    def share(self, value: object) -> Ticket:
+    def share(self, value: object, make: Callable[[list[Any]], T]) -> Ticket[T]:
         """Begin an all-gather of one value per rank, and return a function that polls for it.
 
-        That function (a ticket) returns None until all ranks have begun the exchange, and then all
-        values in rank order. Every rank calls `share`; none waits in it. The values are not copied.
+        Arguments and result are those of `Carrier.share`. Neither values nor result are copied.
         """
         self._rounds += 1
         key = self.name, "round", self._rounds
         with self.world.lock:
-            values: dict[int, object] = self.world.shared(key, {})
+            values, made = self.world.shared(key, (dict[int, object](), list[T]()))
             values[self.rank] = value
             if len(values) == self.size:
                 del self.world.kept[key]
+                made.append(make([values[rank] for rank in range(self.size)]))
                 self.wake(values)
-        ranks = range(self.size)
-        return lambda: [values[rank] for rank in ranks] if len(values) == self.size else None
+        return lambda: made[0] if made else None
 
     def drive(self, steps: Steps[T], what: str, *, ending: bool = False) -> T:
         """Run a generator to its end and return its result. Sleep whenever the generator yields.

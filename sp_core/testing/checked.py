@@ -113,7 +113,7 @@ class CheckedComm(Messages):
         )
         self._groups, self._persistent = itertools.count(), itertools.count()
         super().__init__(
-            Lockstep(self._carrier, name), family or Family(MpiCarrier(self._shadows[-1]).share)
+            Lockstep(self._carrier, name), family or Family(MpiCarrier(self._shadows[-1]))
         )
 
     def __enter__(self) -> Any:  # Any: its methods are those of mpi4py

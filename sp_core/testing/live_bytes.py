@@ -28,6 +28,8 @@ class LiveBytes(TorchDispatchMode):
         TorchDispatchMode.__init__(self)
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
+        self._most = 0  # a bound of `now`: the last count, and what was made since
+        self._counted = 0  # the number of tensors at the last count
         self._note(tensors)
 
     @classmethod
@@ -39,7 +41,11 @@ class LiveBytes(TorchDispatchMode):
     def now(self) -> int:
         """The bytes that are alive at this moment."""
         self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
-        return sum(nbytes for _, nbytes in self._alive.values())
+        self._most, self._counted = (
+            sum(nbytes for _, nbytes in self._alive.values()),
+            len(self._alive),
+        )
+        return self._most
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and count the bytes that are alive after it."""
@@ -49,5 +55,10 @@ class LiveBytes(TorchDispatchMode):
 
     def _note(self, tensors: Iterable[Tensor]) -> None:
         for storage in (x.untyped_storage() for x in tensors):
-            self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self.peak = max(self.peak, self.now)
+            known, nbytes = self._alive.get(storage._cdata), storage.nbytes()
+            if known is None or known[0].expired() or known[1] != nbytes:
+                self._alive[storage._cdata] = (StorageWeakRef(storage), nbytes)
+                self._most += nbytes
+        # counting after each operation would take longer than the operations
+        if self._most > self.peak or len(self._alive) > 2 * self._counted + 100:
+            self.peak = max(self.peak, self.now)

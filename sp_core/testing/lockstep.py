@@ -105,6 +105,15 @@ def decide(records: Sequence[Record]) -> Kind:
     return Kind.CALL if kinds == {Kind.CALL} and same and not _unmatched(calls) else Kind.MISMATCH
 
 
+Judged = tuple[Kind, list[Record]]
+"""The records of all ranks, in rank order, and the decision that follows from them."""
+
+
+def judged(records: list[Record]) -> Judged:
+    """Return the decision that follows from the records, and the records."""
+    return decide(records), records
+
+
 class Lockstep:
     """One rank's side of the protocol on one communicator.
 
@@ -123,7 +132,7 @@ class Lockstep:
         self.carrier = carrier
         self.name = name
         # kept even if the wait is interrupted, because MPI still writes to its memory
-        self.open: Ticket | None = None
+        self.open: Ticket[Judged] | None = None
         self._then: Callable[[], Any] | None = None  # makes the call of this exchange
         self.forget()
 
@@ -144,7 +153,8 @@ class Lockstep:
         yield from self._settle()
         decision = Kind.WAIT
         while decision is Kind.WAIT:
-            self.open, self._then = self.carrier.share(Record(Kind.CALL, call, what)), then
+            self.open = self.carrier.share(Record(Kind.CALL, call, what), judged)
+            self._then = then
             decision, made = yield from self._settle()
         return made
 
@@ -154,7 +164,7 @@ class Lockstep:
             self.beginning.step()
             return
         if self.open is None:
-            self.open = self.carrier.share(Record(Kind.WAIT, None, what))
+            self.open = self.carrier.share(Record(Kind.WAIT, None, what), judged)
         next(self._settle(), None)
 
     def finish(self, outcome: Outcome) -> Steps[list[Outcome]]:
@@ -172,7 +182,7 @@ class Lockstep:
             yield from self._read()
         end = Record(outcome.kind, self.ending("the end"), outcome)
         while True:
-            self.open = self.carrier.share(end)
+            self.open = self.carrier.share(end, judged)
             decision, records, _ = yield from self._read()
             if decision is Kind.OK:
                 return _outcomes(records)
@@ -199,9 +209,9 @@ class Lockstep:
         The result is (decision, see `decide`; the records; the result of the call or None).
         """
         assert self.open is not None
-        records = yield from until(self.open)
+        decision, records = yield from until(self.open)
         # drop `_then` as soon as possible: it keeps the memory alive that the call sends
-        self.open, then, self._then, decision = None, self._then, None, decide(records)
+        self.open, then, self._then = None, self._then, None
         return decision, records, then() if then and decision is Kind.CALL else None
 
 

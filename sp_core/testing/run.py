@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from sp_core import progress
@@ -91,8 +93,9 @@ def run_ranks(
     try:
         if torch:
             torch.set_num_threads(1)  # the ranks share the cores
-        for rank in ranks:
-            rank.start()
+        with _on_one_core():
+            for rank in ranks:
+                rank.start()
         _join(world, ranks, watch.example_seconds() if timeout is None else timeout)
     finally:
         if torch:
@@ -100,6 +103,24 @@ def run_ranks(
     for crash in crashes:
         raise crash
     return results, outcomes
+
+
+@contextmanager
+def _on_one_core() -> Iterator[None]:
+    """Let threads that are started inside run on the core of this thread only.
+
+    Python runs one of them at a time. To hand over to a thread on another core takes so long that
+    examples of small tensors need half as much time again.
+    """
+    if not hasattr(os, "sched_setaffinity"):  # Linux only
+        yield
+        return
+    usual = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {ctypes.CDLL(None).sched_getcpu()})
+        yield
+    finally:
+        os.sched_setaffinity(0, usual)
 
 
 def run_body(family: Family, body: Callable[[], T]) -> tuple[T | None, Outcome]:

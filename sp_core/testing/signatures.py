@@ -104,6 +104,7 @@ class Flow:
         )
 
 
+@functools.cache
 def op_of(form: str) -> str:
     """Return the blocking collective on buffers that corresponds to mpi4py's method `form`.
 

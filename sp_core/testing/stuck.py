@@ -113,7 +113,7 @@ class Family:
     The first is the one that the body gets; all later ones are made from it.
 
     Args:
-        share: begins an all-gather over all ranks of the example, on a communicator used for
+        carrier: exchanges values between all ranks of the example, on a communicator used for
             nothing else, for the search for deadlocks. None if ranks are threads.
 
     Attributes:
@@ -122,11 +122,11 @@ class Family:
             read, and return whether they have done so.
     """
 
-    def __init__(self, share: Callable[[Report | None], Ticket] | None = None) -> None:
+    def __init__(self, carrier: MpiCarrier | None = None) -> None:
         self.members: list[Any] = []
         self.pending: list[Callable[[], bool]] = []
-        self._share = share
-        self._ticket: Ticket | None = None
+        self._carrier = carrier
+        self._ticket: Ticket[list[Report]] | None = None
         self._previous: list[Report] | None = None
         self._rounds = 0
 
@@ -186,8 +186,8 @@ class Family:
         `report` is this rank's contribution to an exchange that begins; None if this rank has ended
         the example. Return the reports of all ranks when the exchange is complete, else None.
         """
-        if self._ticket is None and begins and self._share is not None:
-            self._ticket = self._share(report)
+        if self._ticket is None and begins and self._carrier is not None:
+            self._ticket = self._carrier.share(report, list)
             self._rounds += 1
         reports = None if self._ticket is None else self._ticket()
         self._ticket = None if reports is not None else self._ticket
@@ -223,7 +223,7 @@ class Family:
                 everyone[0][first.rank] = outcomes[member.rank]
         for member in others:
             member._free()
-        if self._share is not None:
+        if self._carrier is not None:
             polled = MpiCarrier(first.lockstep.carrier.comm)  # takes no part in the search
             rounds, self._previous = max(polled.gather(self._rounds)), None
 
