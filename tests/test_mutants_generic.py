@@ -146,12 +146,16 @@ def test_a_test_that_kills_nothing_without_an_edit_kills_nothing_with_one() -> N
 
 
 def test_an_edit_has_the_stages_whose_tests_reach_it() -> None:
-    found = reached({"t::a": 1.0}, {1: ["t::a"]})
-    found.ranks = reached({"t::b": 2.0}, {2: ["t::b"]})
+    found = reached({"t::a": 1.0, "t::c": NEAR_SECONDS}, {1: ["t::a", "t::c"]})
+    found.ranks = reached({"t::b": 2.0, "t::d": NEAR_SECONDS}, {1: ["t::d"], 2: ["t::b", "t::d"]})
     stages = [
         [(stage.name, stage.tests) for stage in found.stages(small(line))] for line in (1, 2, 3)
     ]
-    assert stages == [[("near", ["t::a"])], [("ranks", ["t::b"])], []]
+    assert stages == [
+        [("near", ["t::a"]), ("near ranks", ["t::d"]), ("far", ["t::c"])],
+        [("near ranks", ["t::b"]), ("ranks", ["t::d"])],
+        [],
+    ]
     assert generic.attempt(small(3), found, "far") == Outcome(
         "survived", "far", words="tests that reach it: none"
     )

@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     compileall.compile_dir(ROOT / "sp_core", quiet=1)  # otherwise every copy would compile again
     with ThreadPoolExecutor(options.jobs) as pool:
         try:
-            reached = _reached(pool, end, options.until)
+            reached = _reached(pool, end, options)
         except reach.Red as error:
             print(error, flush=True)
             return 2
@@ -94,18 +94,21 @@ def selected(edits: Sequence[Edit], only: Sequence[str]) -> list[Edit]:
     ]
 
 
-def _reached(pool: ThreadPoolExecutor, end: float, until: str) -> reach.Reached | None:
+def _reached(
+    pool: ThreadPoolExecutor, end: float, options: argparse.Namespace
+) -> reach.Reached | None:
     """Return which lines each test reaches, measuring where needed; None if the time is up."""
 
     def missing() -> list[tuple[str, str]]:
-        return [(file, stage) for file, stage in reach.gathered()[1] if stage in ("threads", until)]
+        left = reach.gathered(kit=options.kit)[1]
+        return [one for one in left if "threads" in one or options.until != NEAR]
 
     def measure(one: tuple[str, str]) -> None:
         if time.monotonic() <= end:
             reach.measure(*one)
 
     list(pool.map(measure, missing()))
-    reached, left = reach.gathered()[0], len(missing())
+    reached, left = reach.gathered(kit=options.kit)[0], len(missing())
     known = f"{len(reached.seconds)} tests, {sum(reached.seconds.values()):.0f} s"
     print(f"{known}; {left} measurements are left", flush=True)
     return None if left else reached

@@ -20,7 +20,7 @@ from typing import Any
 
 from mutants.edits import Edit
 from mutants.plugin import REACH, TEST
-from mutants.trial import NOTHING_FAILED, ON_RANKS, Stage, run_stage
+from mutants.trial import NEAR_RANKS, NOTHING_FAILED, ON_RANKS, Stage, run_stage
 from studies.commands import ROOT, copied
 
 KEPT = ROOT / "reports" / "reach"
@@ -30,6 +30,11 @@ APART = (
     *("netlab", "peers*", "promote_pr", "reporting*", "slurm", "soak", "workflows"),
 )
 """Names of test files that are not run: tests of benchmarks, CI, layout and the mutants."""
+OF_KIT = (
+    *("kit_*", "deaths", "example_project", "failing", "memory", "order", "reference"),
+    *("llama_command", "readme", "scheme_laws", "torchrun"),
+)
+"""Names of test files that are run for an edit of the kit; all others reach the kit too."""
 BRIEF = {"SP_PROFILE": "brief"}
 """Few examples: as many as `nox -s tests` draws under mpiexec."""
 UNHURRIED = {"SP_WATCHDOG_S": "120", "SP_WATCHDOG_PHASE_S": "300"}
@@ -44,10 +49,10 @@ patch = _exit
 """
 """Settings of coverage. Lines reached by a process that a test starts count for that test."""
 NEAR, FAR = "near", "far"
-STAGES = (NEAR, FAR, ON_RANKS)
-"""The stages: the first tests that reach an edit, all others, and those under mpiexec."""
+STAGES = (NEAR, NEAR_RANKS, FAR, ON_RANKS)
+"""The stages: the first tests that reach an edit, as threads and under mpiexec; then all others."""
 NEAR_SECONDS = 12.0
-"""The first stage holds as many tests as take this many seconds in total without an edit."""
+"""A stage of first tests holds as many as take this many seconds in total without an edit."""
 PATIENCE, LEAST_SECONDS = 4.0, 90.0
 """A stage may take LEAST_SECONDS plus PATIENCE times its seconds without an edit."""
 Told = dict[str, dict[str, Any]]
@@ -109,21 +114,22 @@ class Reached:
         return sorted(dear, key=lambda test: (dear[test], test))
 
     def near(self, tests: Sequence[str]) -> int:
-        """Return how many of these tests belong to the first stage; at least one."""
+        """Return how many of these tests are tried first; at least one."""
         return max(1, bisect([*accumulate(self.seconds[test] for test in tests)], NEAR_SECONDS))
 
     def stages(self, edit: Edit) -> list[Stage]:
         """Return the stages, each with its tests that reach the edit; none is empty."""
-        tests, ranks = self.tests(edit), self.ranks or Reached()
-        near = self.near(tests)
-        parts = ((tests[:near], self), (tests[near:], self), (ranks.tests(edit), ranks))
+        both = (self, self.ranks or Reached())
+        found = [(of.tests(edit), of) for of in both]
+        parts = [(tests[: of.near(tests)], of) for tests, of in found]
+        parts += [(tests[of.near(tests) :], of) for tests, of in found]
         return [
             Stage(
                 name,
                 list(dict.fromkeys(map(file_of, part))),
                 LEAST_SECONDS + PATIENCE * sum(of.seconds[test] for test in part),
                 part,
-                BRIEF if name == ON_RANKS else {},
+                {} if of is self else BRIEF,
             )
             for name, (part, of) in zip(STAGES, parts, strict=True)
             if part
@@ -137,13 +143,21 @@ def digest(file: Path) -> str:
     return hashlib.blake2b(text, digest_size=6).hexdigest()
 
 
-def files() -> list[str]:
-    """Return the test files that may notice an edit."""
-    tests = ROOT / "tests"
-    apart = {path for pattern in APART for path in tests.glob(f"test_{pattern}.py")}
-    found = sorted({*tests.glob("test_*.py")} - apart)
-    found += sorted(tests.glob("hf/test_*.py")) if find_spec("transformers") else []
+def files(*, kit: bool) -> list[str]:
+    """Return the test files that may notice an edit of the library, or of the kit."""
+    apart, of_kit = ({path for each in names for path in _named(each)} for names in (APART, OF_KIT))
+    found = sorted(of_kit if kit else {*_named("*")} - apart)
+    found += (
+        sorted((ROOT / "tests/hf").glob("test_*.py"))
+        if find_spec("transformers") and not kit
+        else []
+    )
     return [path.relative_to(ROOT).as_posix() for path in found]
+
+
+def _named(*patterns: str) -> list[Path]:
+    names = [path for each in patterns for path in (ROOT / "tests").glob(f"test_{each}.py")]
+    return sorted(names)
 
 
 def file_of(test: str) -> str:
@@ -190,11 +204,16 @@ def _lines(copy: Path) -> dict[str, dict[int, list[str]]]:
     }
 
 
-def gathered() -> tuple[Reached, list[tuple[str, str]]]:
-    """Return all stored measurements, and the pairs of test file and stage still to measure."""
+def gathered(*, kit: bool) -> tuple[Reached, list[tuple[str, str]]]:
+    """Return all stored measurements, and the pairs of test file and stage still to measure.
+
+    `kit`: whether the edits are those of the kit.
+    """
     reached = Reached(ranks=Reached())
     missing = []
-    for (stage, part), file in product((("threads", reached), (ON_RANKS, reached.ranks)), files()):
+    for (stage, part), file in product(
+        (("threads", reached), (ON_RANKS, reached.ranks)), files(kit=kit)
+    ):
         if part is not None and kept(file, stage).exists():
             part.add(json.loads(kept(file, stage).read_text()))
         else:

@@ -17,8 +17,8 @@ from mutants.plugin import REACH, TESTS, WITNESS
 from studies.commands import APART, copied, on_ranks, outside, printed
 
 PLUGINS = ("-p", "mutants.plugin", "-p", "no:cacheprovider")
-ON_RANKS = "ranks"
-"""The stage that runs under mpiexec."""
+NEAR_RANKS, ON_RANKS = "near ranks", "ranks"
+"""The stages that run under mpiexec: the first tests that reach an edit, and all others."""
 MORE_SECONDS = 60.0
 """Seconds beyond its limit after which a session is killed. A launch should have ended itself."""
 WATCHDOG = {"SP_WATCHDOG_S": "20", "SP_WATCHDOG_PHASE_S": "45"}
@@ -60,7 +60,8 @@ class Stage:
     """Tests that run in one session.
 
     Args:
-        name: `ON_RANKS` for a launch under mpiexec; with any other name ranks are threads.
+        name: NEAR_RANKS or ON_RANKS for a launch under mpiexec; with any other name ranks are
+            threads.
         files: the test files.
         seconds: the time limit.
         tests: the ids of the tests to run, in order; all tests of the files if empty.
@@ -156,7 +157,7 @@ def run_stage(copy: Path, stage: Stage) -> Ending:
     limited = () if REACH in variables else LIMITED
     options = ["-q", "-x", "--tb=short", *wanted(), *PLUGINS, *limited, *stage.files]
     command = [sys.executable, "-m", "pytest", *options]
-    if stage.name == ON_RANKS:
+    if stage.name in (NEAR_RANKS, ON_RANKS):
         command = on_ranks(stage.seconds, *options)
     code, text = printed([*APART, *command], copy, variables, stage.seconds + MORE_SECONDS)
     return Ending(code, json.loads(told.read_text()) if told.exists() else {}, text)
