@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -24,6 +25,15 @@ pytestmark = pytest.mark.mpi_skip  # threads of one process are enough
 def test_each_rank_goes_backward_in_its_own_thread() -> None:
     assert run_threads(2, lambda _: torch._C._is_multithreading_enabled()) == [False, False]
     assert torch._C._is_multithreading_enabled()
+
+
+def test_ranks_share_one_core_of_those_that_the_session_has() -> None:
+    usual = os.sched_getaffinity(0)
+    first, *others = run_threads(3, lambda _: os.sched_getaffinity(0))
+    assert len(first) == 1
+    assert first <= usual
+    assert others == [first] * 2
+    assert os.sched_getaffinity(0) == usual
 
 
 def test_reductions_add_in_rank_order() -> None:

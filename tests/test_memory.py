@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -63,6 +64,20 @@ def test_a_block_keeps_what_its_own_tokens_need(comm: Any, name: str, tokens: in
     if name == "ulysses" and comm.size > 1:  # out is kept by heads and by tokens
         kept -= tokens * HIDDEN
     assert kept == tokens * (8 * HIDDEN + 2 * FFN + HEADS + 4)
+
+
+@pytest.mark.mpi_skip
+def test_live_bytes_are_those_of_the_tensors_that_are_kept() -> None:
+    """Tensors grow, and many die at once; views and results in place need no more memory."""
+    chance, kept, peak = Random(1), [torch.ones(3)], 12
+    with LiveBytes(kept) as live:
+        for _ in range(3000):
+            kept.append(torch.empty(1))
+            kept[-1].resize_(chance.randrange(1, 99)).zero_().view(-1)
+            peak = max(peak, sum(x.nbytes for x in kept))
+            assert live.peak == peak
+            del kept[chance.randrange(len(kept)) :: chance.choice([2, 5, 999])]
+        assert live.now == sum(x.nbytes for x in kept)
 
 
 def held_by_a_ring(comm: Any, tokens: int) -> float:

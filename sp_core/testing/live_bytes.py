@@ -55,9 +55,9 @@ class LiveBytes(TorchDispatchMode):
 
     def _note(self, tensors: Iterable[Tensor]) -> None:
         for storage in (x.untyped_storage() for x in tensors):
-            known, nbytes = self._alive.get(storage._cdata), storage.nbytes()
-            if known is None or known[0].expired() or known[1] != nbytes:
-                self._alive[storage._cdata] = (StorageWeakRef(storage), nbytes)
+            key, nbytes = storage._cdata, storage.nbytes()
+            if key not in self._alive or self._alive[key][1] != nbytes:
+                self._alive[key] = (StorageWeakRef(storage), nbytes)  # also keeps the key its own
                 self._most += nbytes
         # counting after each operation would take longer than the operations
         if self._most > self.peak or len(self._alive) > 2 * self._counted + 100:
