@@ -60,7 +60,7 @@ On two cores medians over 0.12 s scattered twice as much as over 0.4 s.
 
 @dataclass(frozen=True)
 class Counts:
-    """How many to take: `warmup` samples, then `samples` that are kept, each of `inner` steps."""
+    """Hold numbers: `warmup` samples, then `samples` that are kept, each of `inner` steps."""
 
     warmup: int
     inner: int
@@ -256,7 +256,7 @@ def turn(
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Leave garbage uncollected while something is timed."""
+    """Turn off Python's garbage collection in a `with` block that is timed."""
     gc.collect()
     gc.disable()
     try:
@@ -277,7 +277,8 @@ def peak_memory(
 ) -> tuple[int, str]:
     """Run one step. Return the peak bytes of live tensors, and a text on how it was measured.
 
-    `held` are the tensors that are alive before the step.
+    `held` are the tensors that are alive before the step. They count towards the peak. On a GPU
+    torch's allocator counts all tensors, and `held` is not read.
     """
     if device.type != "cpu":
         of_kind: Any = torch.get_device_module(device)

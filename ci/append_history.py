@@ -75,7 +75,7 @@ def added(text: bytes, new: Iterable[Record]) -> tuple[bytes, int]:
 
 
 def authorisation() -> dict[str, str]:
-    """Return git's setting that sends a workflow job's token to its server alone; {} without."""
+    """Return git's setting that sends a workflow's token to its own server; {} without a token."""
     token, server = os.environ.get("GITHUB_TOKEN"), os.environ.get("GITHUB_SERVER_URL")
     if not token or not server:
         return {}
@@ -147,7 +147,10 @@ OPTIONS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Append records to the branch. Return the exit code."""
+    """Append records to the branch, and return the exit code.
+
+    The code is 1 if a line was left out or no record is left, 2 if git failed, else 0.
+    """
     chosen = parse("append_history", __doc__, OPTIONS, arguments)
     found, problems = of_commit(chosen.files, chosen.commit)
     for problem in problems:

@@ -50,19 +50,19 @@ class Communicator(NotCopied):
     Args:
         comm: an mpi4py communicator that only this object sends on. `free` frees `comm`.
         device: where the tensors live.
-        transport: "auto", a name of `sp_core.transport.NAMES`, or a `HostWrapper`.
+        transport: "auto", a name in `sp_core.transport.NAMES`, or on a CPU a `HostWrapper`.
         check: "agree": every collective first checks that the ranks agree on its arguments; "off":
-            only schemes and layers do.
+            only attention schemes and layers check this.
         name: the communicator's name in error messages.
-        algorithm: the algorithm of calls with algorithm="auto": a name, or names by collective, as
-            in `sp_core.schedules.defaults`.
+        algorithm: what calls with algorithm="auto" use: one name, or a name for each collective;
+            see `sp_core.schedules.defaults`.
         nodes: for each rank the number of its node (machine).
         tuning: measured constants by which "auto" chooses if `algorithm` is "auto" too, the same on
             every rank; None: the MPI library chooses.
 
     Attributes:
         counters: the calls of each operation, and the bytes they sent.
-        window, no_window: the ranks' shared memory or None; why it is None.
+        window, no_window: the ranks' shared memory, or None; a text that says why it is None.
     """
 
     rank: int
@@ -159,7 +159,7 @@ class Communicator(NotCopied):
     def counter(self) -> MpiCounter:
         """Return a counter whose `take` gives 0, 1, 2, ..., each number to one rank only.
 
-        Every rank calls this (one agreement), and in the end the counter's `free`.
+        Every rank calls this (one agreement). Every rank calls the counter's `free` in the end.
         """
         self.agree_on(lambda: f"counter() on {self.name}")
         self.settle()

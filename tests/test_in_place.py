@@ -116,7 +116,10 @@ def test_ranks_that_fall_behind_change_no_bit(
 
 
 def test_sums_are_read_before_another_rank_writes_its_next() -> None:
-    """Rank 0 reads the sums late, and the next backward's sums lie at other places."""
+    """Rank 0 reads its sums late. The other rank may not write the sums of the next backward yet.
+
+    The next sequence is shorter, so its sums lie at other places in the same memory.
+    """
     changes: dict[str, Any] = {"needs_grad": (False, True, True)}
     problems = [replace(PLAIN, seq_len=n, kv_len=n, **changes) for n in (13, 3)]
 

@@ -132,7 +132,7 @@ def test_ranks_that_end_and_wait_for_ever_are_told_so() -> None:
 
 
 def test_a_wait_looks_for_a_deadlock_only_once_it_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock here goes on by a second with every look at it, and the wait ends at the fifth."""
+    """The clock advances by a second with each call, and the fifth poll ends the wait."""
     clock = Mock(perf_counter=Mock(side_effect=range(99)))
     monkeypatch.setattr(carriers, "time", clock)
     monkeypatch.setattr(carriers, "AFTER_SECONDS", 1.5)
@@ -143,7 +143,7 @@ def test_a_wait_looks_for_a_deadlock_only_once_it_is_long(monkeypatch: pytest.Mo
 
 
 def test_a_wait_goes_on_after_a_receive_that_the_rank_itself_has_posted() -> None:
-    """Else a rank would sleep for ever before it has sent a message whose receive it posted."""
+    """Else a rank that sends to itself would sleep for ever after it has posted the receive."""
 
     def body(comm: Any) -> list[float]:
         out, into = np.array([1.0, 2.0]), np.zeros(2)

@@ -110,13 +110,14 @@ Named = Callable[[str], AbstractContextManager[Any]]
 def training(
     direction: str | None, forward: Callable[[], Tensor], leaves: Sequence[Tensor], phases: Named
 ) -> Callable[[], None]:
-    """Return a step over `forward`, alone or with its backward.
+    """Return a function that runs one step: `forward` alone, or `forward` and its backward.
 
     Args:
-        direction: "forward" or "both".
-        forward: computes the output.
+        direction: "both" for forward and backward; otherwise the forward runs without gradients.
+        forward: computes the output. The output's gradient is a tensor of ones.
         leaves: the tensors whose gradients are computed.
-        phases: marks "backward", and as "other" the rest of the forward's time.
+        phases: marks the backward as "backward". It marks the forward as "other", except for the
+            blocks that `forward` itself marks.
     """
     upstream: list[Tensor] = []
 

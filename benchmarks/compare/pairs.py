@@ -59,19 +59,22 @@ class Group:
 
     @property
     def delta(self) -> float:
-        """The smallest change that counts, by the screen stage: the second stage cannot move it."""
+        """Return the smallest change that counts, as a share; see `raised_delta`.
+
+        The screen stage alone decides it, so the times of the confirm stage cannot change it.
+        """
         device = self.of("screen")[0].device
         floor = DELTAS[device.kind if device else "cpu"]
         return raised_delta(floor, self.seconds("screen", "base"))
 
     @property
     def is_suspicious(self) -> bool:
-        """Whether the pairs of the stage "screen" can be judged and look changed."""
+        """Return whether the pairs of the stage "screen" can be judged and look changed."""
         return not obstacle(self, "screen") and bool(suspicion(self.logs("screen"), self.delta))
 
 
 def coin(seed: int, stage: str, ranks: int, index: int) -> int:
-    """Throw the coin that orders a pair: 0 lets base go first."""
+    """Return 0 if base runs first in a pair, else 1; equal arguments give equal results."""
     return hashlib.sha256(f"{seed}/{stage}/{ranks}/{index}".encode()).digest()[0] & 1
 
 
@@ -88,7 +91,7 @@ def grouped(records: Iterable[Record]) -> dict[Key, Group]:
 def build(
     folder: Path, base: Side, head: Side, listed: Mapping[str, set[Key]], *, strict: bool
 ) -> Result:
-    """Judge the records in a folder.
+    """Judge the records in a folder, and return the comparison's result.
 
     Args:
         folder: the folder with the records.
@@ -179,7 +182,7 @@ def _complaint(record: Record | None) -> str | None:
 
 
 def _difference(records: Sequence[Record]) -> str | None:
-    """Name a property that differs between launches and must not; None if there is none."""
+    """Return a text on a property that should not differ between launches but does, else None."""
     checks: dict[str, list[Any]] = {
         "fingerprint": [record.env and record.env.fingerprint for record in records],
         "harness": [record.harness_sha for record in records],

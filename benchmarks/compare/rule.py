@@ -204,7 +204,7 @@ class Row:
 
     @property
     def key(self) -> Key:
-        """Case and number of ranks."""
+        """Return the case's id and the number of ranks."""
         return self.case, self.ranks
 
 
@@ -248,7 +248,7 @@ class Result:
 
     @property
     def same_commit(self) -> bool:
-        """Whether base and head are the same commit."""
+        """Return whether base and head are the same commit."""
         return self.base.sha == self.head.sha
 
 
@@ -302,13 +302,13 @@ BARS = 24  # in one plot
 
 
 def section(result: Result) -> Section:
-    """Return the section on a comparison."""
+    """Return the report's section on a comparison: summary, table of cases, and plots."""
     shown = tuple(pictures(result.rows))
     return Section("Comparison", " ".join(summary(result)), (table(result),), shown)
 
 
 def pictures(rows: Sequence[Row]) -> Iterator[Picture]:
-    """Draw the intervals, those of the most important verdicts first."""
+    """Yield plots of the rows' intervals, in the order of the rows."""
     timed = [row for row in rows if row.change is not None]
     title = "Change of time from base to head, with exact intervals"
     for name, part in parts(title, timed, BARS):

@@ -1,4 +1,4 @@
-"""Train on one mesh and compare with one rank; and train on that one rank, which sets the limits.
+"""Train on a mesh and compare with a run on one rank, which also gives the limits.
 
 There are two limits. Gradients have a bound by element, from a float64 reference: the error that
 rounding may cause. Losses are compared with a run from weights that differ by one unit in the last
@@ -154,7 +154,7 @@ FAULTS = {
         "    return torch.cat((tokens[:, 1:], torch.full_like(tokens[:, :1], IGNORED)), 1)\n",
     ),
 }
-"""By name of a fault: a module, its function, a text in this, and the wrong text for it."""
+"""Name of a fault -> module, its function, a text in the function, and its wrong replacement."""
 
 
 @contextlib.contextmanager
@@ -185,7 +185,7 @@ def planted(name: str) -> Iterator[None]:
 
 WEIGHTS = "model.safetensors"
 Worst = dict[str, tuple[float, str]]
-"""By kind of result the worst error over its bound, and where it is: the result's name."""
+"""Kind of result -> (greatest error over its bound, name of the result with that error)."""
 
 
 def trained(
@@ -221,18 +221,19 @@ def gradients(
 
 
 def run_place(comm: Any, place: Place, dtype: str, setting: Setting, alone: Path) -> dict[str, Any]:
-    """Train on a mesh from the first step to the last, then compare from one rank's weights.
+    """Train on a mesh. Then check the mesh's gradients for the weights that one rank has stored.
 
     Args:
         comm: an mpi4py communicator.
         place: the mesh, with its scheme and layout.
         dtype: the dtype of weights and arithmetic.
         setting: the sizes and numbers of the training run.
-        alone: the folder that `run_alone` has filled.
+        alone: the folder that `run_alone` has filled with weights and expected gradients.
 
     Returns:
-        The record: losses of all steps; for each kind of result the worst error over its bound and
-        its place; and how far replicas of a weight differ in the end, which should be 0.
+        The record. "losses" has the loss of each step. "worst" has for each kind of result the
+        greatest error over its bound, with the result's name and step. "apart" is how far copies
+        of a weight differ between ranks in the end, which should be 0.
     """
     layout: Layout = getattr(sp.Sharding, place.layout)
     how: Any = {"scheme": place.scheme, "tp_sp": place.tp_sp}

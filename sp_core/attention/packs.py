@@ -74,19 +74,24 @@ class Pack(NamedTuple):
         return ((slot >= self.first) & (slot <= self.last)).repeat(batch, 1, 1, 1)
 
     def gather(self, side: Side, x: Tensor) -> Tensor:
-        """Copy tokens of x (B, H, S, D) into tiles of `self.side` tokens: (B * tiles, H, side, D).
+        """Return tiles with tokens of x, of shape (B * tiles, H, self.side, D).
 
         Args:
             side: `queries` or `keys`; its `source` has the index of the token for each slot.
-            x: the queries, or the keys or values.
+            x: (B, H, S, D), the queries, or the keys or values, of the shard.
         """
         found = x.transpose(1, 2).index_select(1, side.source)
         return found.reshape(-1, self.side, *x.shape[1::2]).transpose(1, 2)
 
     def scatter(self, side: Side, part: Tensor, into: Tensor) -> None:
-        """Copy tiles `part` (B * tiles, H, side, D) back to the tokens `into` (B, H, S, D).
+        """Copy tiles back: overwrite the pack's tokens in `into` with their rows of `part`.
 
         Empty slots are not copied, and tokens outside the pack are not changed.
+
+        Args:
+            side: `queries` or `keys`; it says which slot holds which token.
+            part: (B * tiles, H, self.side, D), as from `gather`.
+            into: (B, H, S, D), all tokens of the shard.
         """
         flat = part.transpose(1, 2).reshape(len(into), -1, *into.shape[1::2])
         into.transpose(1, 2).index_copy_(1, side.tokens, flat.index_select(1, side.slots))
@@ -94,7 +99,7 @@ class Pack(NamedTuple):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, logits: Logits, out: Tensor, lse: Tensor
     ) -> None:
-        """Compute attention in the tiles, and write the results of their queries in place.
+        """Compute attention in the pack's blocks, and write its queries' rows of `out` and `lse`.
 
         Args:
             q: (B, H, Sq, D), all queries of the shard.
@@ -115,12 +120,14 @@ class Pack(NamedTuple):
     def backward(
         self, tensors: tuple[Tensor, ...], logits: Logits, grads: Iterable[Tensor]
     ) -> None:
-        """Compute the gradients in the tiles, and write those of their tokens in place.
+        """Compute the gradients of the pack's blocks, and write its tokens' rows of `grads`.
+
+        These rows are overwritten. So call this before the gradients of other blocks are added.
 
         Args:
-            tensors: (grad_out, q, k, v, out, lse) of the whole shards.
+            tensors: (grad_out, q, k, v, out, lse), shaped as in `forward`; grad_out as out.
             logits: how the logits follow from q k^T.
-            grads: (dq, dk, dv) of the whole shards; rows of the pack's tokens are overwritten.
+            grads: (dq, dk, dv), with the shapes of q, k and v.
         """
         sides = (self.queries, self.queries, self.keys, self.keys, self.queries)
         do, q, k, v, out = (self.gather(side, x) for side, x in zip(sides, tensors, strict=False))
@@ -148,7 +155,7 @@ class Sequences(NamedTuple):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, logits: Logits, out: Tensor, lse: Tensor
     ) -> None:
-        """Compute attention in the blocks, and write results; arguments as in `Pack.forward`."""
+        """Compute attention in the blocks; arguments and effects are those of `Pack.forward`."""
         q, k, v = _tokens(q, self.queries), _tokens(k, self.keys), _tokens(v, self.keys)
         parts = cuda.sequences(q, k, v, self.lengths, self.causal, logits.softmax_scale)
         _put(parts[0], self.queries, out)
@@ -157,7 +164,7 @@ class Sequences(NamedTuple):
     def backward(
         self, tensors: tuple[Tensor, ...], logits: Logits, grads: Iterable[Tensor]
     ) -> None:
-        """Compute the gradients in the blocks, and write them; arguments as in `Pack.backward`."""
+        """Compute the blocks' gradients; arguments and effects are those of `Pack.backward`."""
         sides = (self.queries, self.queries, self.keys, self.keys, self.queries)
         given = [_tokens(x, side) for x, side in zip(tensors, sides, strict=False)]
         lse = _tokens(tensors[-1].unsqueeze(-1), self.queries).squeeze(-1)

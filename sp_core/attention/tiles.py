@@ -57,9 +57,10 @@ def on_cpu(like: Tensor) -> bool:
 
 
 def halves(block: Block) -> Iterator[Block]:
-    """Cut a causal block into the full square below and two causal halves, which are cut again.
+    """Cut a causal block into two causal halves, and the full square below the diagonal.
 
-    Tiles come in the order of their queries. A full, partial or small block is yielded uncut.
+    The halves are cut again, to at most HALVES_TILE queries. Tiles come in the order of their
+    queries. A full, partial or small block is yielded uncut.
     """
     size = block.q_stop - block.q_start
     if block.kind != "causal" or size <= HALVES_TILE:

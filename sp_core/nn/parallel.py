@@ -66,8 +66,7 @@ def join(*layers: Weight) -> None:
 
     `project` then needs one product for all of them while no gradients are recorded. On a CPU wide
     matrices of float32 or float64 are laid out by columns: a product with one token reads these
-    1.2 to 1.8 times as fast. Values, shapes and names of the parameters do not
-    change.
+    1.2 to 1.8 times as fast. Values, shapes and names of the parameters do not change.
     """
     sizes, columns = [len(layer.weight) for layer in layers], layers[0].weight.shape[1]
     total, like, before = sum(sizes), layers[0].weight.data, _side_by_side(layers)
@@ -143,7 +142,7 @@ class Norm(Weight):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x (..., E), and return the same shape. No communication."""
+        """Apply RMS norm to the last dim of x (..., E), and return the same shape. No messages."""
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 

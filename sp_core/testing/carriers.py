@@ -29,7 +29,7 @@ It yields whenever it has to wait for other ranks. Each `next` polls again.
 Ticket = Callable[[], T | None]
 """A function that polls an exchange under way.
 
-It returns None while a rank has not begun the exchange, and then what was made of all values.
+It returns None until all ranks have begun the exchange, and then the result of the exchange.
 """
 
 HEAD_BYTES = 1024
@@ -93,9 +93,9 @@ class Carrier(ABC):
 
 
 def until(ticket: Ticket[T]) -> Steps[T]:
-    """Return a generator that yields until the exchange that `ticket` polls is complete.
+    """Return a generator that calls `ticket` and yields until the ticket's exchange is complete.
 
-    Its result is what was made of all ranks' values.
+    Its return value is the result of the exchange, such as that of `make` in `Carrier.share`.
     """
     while (got := ticket()) is None:
         yield
@@ -195,17 +195,17 @@ class Stopped(BaseException):
 
 
 class World:
-    """The state that the ranks of one run of a body share; these ranks are threads.
+    """Hold the state that ranks share while they run one body; these ranks are threads.
 
     Args:
         size: number of ranks.
 
     Attributes:
         lock: guards the state.
-        versions: by rank, the number of changes so far for which it may wait.
-        kept: the objects of `shared`, by key.
-        waiting: for each waiting rank, a description of its wait, and whether it waits only for
-            other ranks to end.
+        versions: for each rank, how often `touch` has counted a change that may end its wait.
+        kept: the objects that `shared` has stored, by key.
+        waiting: waiting rank -> (description of its wait, whether it waits only for other ranks to
+            end).
         away: the ranks that have ended.
     """
 
@@ -221,7 +221,7 @@ class World:
         self._stopped = False
 
     def stop(self) -> None:
-        """End all ranks that wait, now or later."""
+        """Raise `Stopped` in all ranks that wait, now or later."""
         self._stopped = True
         self.touch(range(self.size))
 

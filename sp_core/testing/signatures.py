@@ -118,6 +118,10 @@ def op_of(form: str) -> str:
 def bind(op: str, args: Sequence[Any], given: Values) -> dict[str, Any]:
     """Return the arguments of a collective on buffers by name, with defaults.
 
+    Args:
+        op: a name in COLLECTIVES, such as "Allreduce".
+        args, given: the call's positional arguments, and its arguments by name.
+
     Raises:
         TypeError: an argument is missing, or unknown to this collective.
     """
@@ -270,7 +274,7 @@ def _named(values: Values) -> str:
 
 
 def _check_self(gives: Part | None, takes: Part | None) -> None:
-    """Raise ValueError if the data that a rank sends to itself and expects there do not match."""
+    """Raise ValueError if a rank sends itself other sizes or kinds of data than it expects."""
     if gives is not None and takes is not None:
         require(
             gives.nbytes == takes.nbytes

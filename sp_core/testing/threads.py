@@ -98,13 +98,13 @@ def _is_nobody(peer: int | None) -> bool:
 class ThreadComm(LockstepComm):
     """A communicator whose ranks are threads of this process. `run_threads` makes it.
 
-    It has mpi4py's collectives on buffers and on objects, and messages with a named source. Before
-    each collective the ranks check that all make the same call. If the calls differ, every rank
-    raises `CollectiveMismatch`.
+    It has mpi4py's collectives on buffers and on objects. It also has messages, but none from any
+    source (MPI.ANY_SOURCE). Before each collective the ranks check that all make the same call. If
+    the calls differ, every rank raises `CollectiveMismatch`.
 
     Args:
         carrier: exchanges values between the ranks.
-        family: communicators of this rank in the example, which this one joins.
+        family: this rank's communicators in the current test example; this one is added to them.
     """
 
     _pickle = pickle

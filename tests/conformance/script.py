@@ -71,7 +71,11 @@ def _source(module: Any) -> str:
 
 
 def last_words(path: Path, patience: float = 1.0) -> str:
-    """Run a script for at most `patience` times SECONDS; return the last line that it prints."""
+    """Run a script, and return the last line that it prints, cut to 300 characters.
+
+    Return a text that says so if it prints nothing, or has not ended after `patience` times
+    SECONDS.
+    """
     seconds = SECONDS * patience
     try:
         answer = subprocess.run(

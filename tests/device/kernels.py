@@ -43,7 +43,11 @@ LSE = ("", "lse")
 
 
 class Asked(TorchDispatchMode):
-    """A mode that records the names of the attention kernels that torch dispatches to."""
+    """Collect in `names` the fused attention kernels that torch dispatches to.
+
+    Names are "flash", "cudnn" and "efficient". The flash kernel for packed sequences is
+    "flash (sequences)".
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

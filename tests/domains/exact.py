@@ -182,7 +182,7 @@ class Owned:
         self.in_order = [starts[n] + i for n in by_start for i in range(len(self.pieces[n]))]
 
     def sorted_ranges(self, rank: int) -> list[list[int]]:
-        """Return where `sort_segments` puts each token of each segment of a rank."""
+        """Return for each segment of a rank the indices that `sort_segments` gives its tokens."""
         begin = sum(map(len, self.by_rank[:rank]))
         found = []
         for piece in self.sharding.segments[rank]:

@@ -54,7 +54,10 @@ WORKS: Parts = {
 
 
 def judge_work(given: Values, work: Work) -> None:
-    """Compare with a count token by token; rank r shares chunks r and 2 size - 1 - r."""
+    """Compare costs of sequences with sums over their tokens.
+
+    Of the 2 size chunks of a shared sequence, rank r has the chunks r and 2 size - 1 - r.
+    """
     cost = [
         given["per_token"] + given["per_pair"] * (t + 1)
         for t in range(max(given["length"], given["stop"]))
@@ -185,7 +188,7 @@ def judge_contiguous(given: Values, made: Plan) -> None:
 
 
 def judge_round_robin(given: Values, made: Plan, *, padded: bool = False) -> None:
-    """Check that sequence i is on rank i mod size, as long as the longest one if padded."""
+    """Check that sequence i is on rank i mod size, and if `padded` as long as the longest one."""
     packed = tuple(
         tuple(n for n in range(len(given["lengths"])) if n % given["size"] == rank)
         for rank in range(given["size"])

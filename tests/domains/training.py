@@ -165,7 +165,7 @@ def trained(
 
 
 def pipelined(case: Case, model: Llama, drawn: Values) -> Call:
-    """Return the call of `loss_and_gradients`; each replica has its own sequences of a batch."""
+    """Return the call of `loss_and_gradients` with this rank's part of each micro-batch."""
     wholes = micro_batches(case, drawn)
     batches = [
         MicroBatch(models.own(model, s, x).contiguous(), models.own(model, s, y).contiguous(), s, m)
@@ -269,7 +269,10 @@ SEQUENCES, MILESTONES = [[1, 2, 3, 4], [5, 6, 7]], (1, 3)
 
 
 def made(model: Llama, drawn: Values) -> Values:
-    """Return optimizer, scheduler and generator, which a checkpoint has besides the model."""
+    """Return what a checkpoint has besides the model: optimizer, scheduler and generator.
+
+    The scheduler and the generator are None if none was drawn.
+    """
     optimizer, scheduler = (
         drawn["optimizer"](model.parameters()),
         torch.optim.lr_scheduler.MultiStepLR,

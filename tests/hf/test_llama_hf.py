@@ -231,7 +231,7 @@ def test_greedy_tokens_are_those_of_transformers(theirs: Theirs, number: int) ->
 def test_transformers_reads_what_four_ranks_have_saved(name: str, tmp_path: Path) -> None:
     """The checkpoint has several files.
 
-    The logits of transformers equal those of the reference, up to its casts to float32.
+    The logits equal those of the reference, up to the casts to float32 in transformers.
     """
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""Make up records such as a run of the benchmarks leaves."""
+"""Make up records like those that a run of the benchmarks writes."""
 
 from __future__ import annotations
 
@@ -133,7 +133,10 @@ def save(path: Path, *records: Any) -> Path:
 
 
 def failed(what: Values, status: str, reason: str) -> Record:
-    """Return a valid record of a launch that left no time."""
+    """Return a valid record, without times, of a launch with this status and this reason for it.
+
+    `what` says what was to be measured, as `case` returns it.
+    """
     return record(what, 1.0, status=status, reason=reason, **NOTHING)
 
 

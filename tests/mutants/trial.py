@@ -39,10 +39,12 @@ class Outcome:
     """The result of trying a mutant.
 
     Args:
-        verdict: "killed", "survived", "hung", "stale" or "broken" (the tests could not start).
+        verdict: "killed" (a test or rank failed); "survived"; "hung" (a stage did not end);
+            "stale" (the text to replace is not in its file exactly once); "broken" (the tests
+            could not start).
         stage: the name of the stage that decided.
-        law: the test, or the program, that failed.
-        examples: how many examples of the kit that test drew until it failed.
+        law: the id of the test that failed; or "the launcher", "the process died", "the session".
+        examples: how many Hypothesis examples that test drew until it failed.
         seconds: the time of all stages, in seconds.
         words: the message of the failure.
     """

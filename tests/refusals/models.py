@@ -52,7 +52,7 @@ def loss(change: Callable[[Tensor, Tensor], tuple[Tensor, ...]], *, everywhere: 
 
 
 def sending(wrong: Wrong) -> Wrong:
-    """Allow a wrong call to send messages before it is refused: reset the counters after it."""
+    """Let a wrong call send before it raises: reset the counters, which the test expects at 0."""
 
     def call(mesh: sp.Mesh, here: bool) -> object:
         try:

@@ -141,7 +141,7 @@ def check(what: str, got: object, expected: Tensor) -> None:
 
 
 class Stream:
-    """One TCP stream from the first host to the last, without MPI: what the link can carry."""
+    """Send data from the first host to the last over one TCP stream, to measure the link."""
 
     def __init__(self, world: Intracomm, address: str) -> None:
         self._buffer = bytearray(STREAM_BYTES)
@@ -194,9 +194,9 @@ def overlaps(world: Intracomm, mesh: sp.Mesh, idle: sp.Mesh) -> dict[str, Step]:
 def begin(world: Intracomm) -> tuple[float, float]:
     """Wait, mostly asleep, for a start that rank 0 chooses. Return it and this rank's lateness.
 
-    After a barrier ranks would start a link's delay apart. Ranks that spin would keep others that
-    share their core from running. In mere sleep, a library that sends only when it is called would
-    not pass the start on.
+    After a barrier ranks would start a link's delay apart. A rank that spins would take the core
+    from ranks that share it. A rank that only sleeps would not forward the start, because some
+    libraries send only while they are called.
     """
     start: float = world.bcast(time.perf_counter() + LEAD_SECONDS)
     while (left := start - time.perf_counter()) > 0:
@@ -206,7 +206,7 @@ def begin(world: Intracomm) -> tuple[float, float]:
 
 
 def sample(world: Intracomm, step: Step) -> Span:
-    """Time a step of this rank from a common start; of several tries return the least late one."""
+    """Time a step from a common start. If a rank starts late, try again; return the least late."""
     tries: list[tuple[float, float, float]] = []
     for _ in range(TRIES):
         start, late = begin(world)
@@ -220,7 +220,7 @@ def sample(world: Intracomm, step: Step) -> Span:
 
 
 def check_all(comm: sp.Communicator, *, library: bool) -> int:
-    """Compare every algorithm of every collective with the definition. Return their number."""
+    """Check every algorithm of every collective. Return the number of algorithms."""
     absent = (*(() if library else ("auto", "mpi")), *(("window",) if comm.window is None else ()))
     chosen = [
         (op, name) for op, names in ALGORITHMS.items() for name in names if name not in absent
@@ -296,7 +296,7 @@ def check_system() -> None:
 
 
 def hosted(setting: Setting, mpi: str) -> Launch:
-    """Return how ranks are started on emulated hosts, which exist as long as the launch."""
+    """Return how the library `mpi` starts ranks on emulated hosts, which end with the launch."""
     module = (sys.executable, "-m", "benchmarks.contests.netlab.hosts")
     hosts = (*ALONE, *module, str(setting.hosts), str(setting.rate), str(setting.delay), "env")
     variables = [f"{name}={value}" for name, value in TCP[mpi].items()]
@@ -305,10 +305,12 @@ def hosted(setting: Setting, mpi: str) -> Launch:
 
 
 def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
-    """Return fields of the document and the launches; the link model has one rank per host.
+    """Return the first fields of the results file, and the launches to run.
+
+    Settings with several ranks per host are left out if the link is a model.
 
     Raises:
-        UsageError: root cannot make hosts here.
+        UsageError: emulated hosts are to be made, and a program or device for them is missing.
     """
     modelled, mpi = options.link_model or os.geteuid() != 0, installed()
     if not modelled and not options.list:
@@ -328,7 +330,7 @@ def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
 
 
 def show(document: Record) -> Iterator[Part]:
-    """Yield a line for each launch, and the requirements; they hold for MPICH only."""
+    """Yield a line for each launch, then the table of requirements, which only MPICH must meet."""
     launches = {launch["name"]: launch for launch in document["launches"]}
     yield f"{document['mpi']} over {document['net']}"
     for name, launch in launches.items():

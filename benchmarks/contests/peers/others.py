@@ -114,7 +114,7 @@ def masked_peers(world: Intracomm, seq: int) -> Iterator[Contestant]:
 
 
 def installed(world: Intracomm, make: Maker) -> tuple[Attend | str, Around]:
-    """Make a contestant; if a rank lacks it, all ranks return the reason in its place."""
+    """Call `make`. If it fails on a rank, return the reason on all ranks instead of a function."""
     made: tuple[Attend | str, Around]
     try:
         made = make()
@@ -175,7 +175,14 @@ def make_deepspeed_ulysses() -> tuple[Attend, Around]:
 
 
 def make_flex(seq: int, mask: Mapping[str, Any]) -> tuple[Attend, Around]:
-    """Make FlexAttention, compiled; its forward alone, because it has no backward on a CPU.
+    """Make torch's FlexAttention, compiled. It has no backward on a CPU, so only the forward runs.
+
+    Args:
+        seq: the number of tokens.
+        mask: the arguments of a mask, as in `masks`.
+
+    Returns:
+        The attention function, and a function that makes an empty context.
 
     Raises:
         RuntimeError: there is no C++ compiler.
@@ -199,7 +206,10 @@ def make_flex(seq: int, mask: Mapping[str, Any]) -> tuple[Attend, Around]:
 
 
 def make_nested(seq: int, mask: Mapping[str, Any]) -> tuple[Attend, Around]:
-    """Make torch's attention of nested tensors, one for each document."""
+    """Make torch's attention on a nested tensor, whose parts are the documents of `mask`.
+
+    Return the attention function, and a function that makes an empty context.
+    """
     bounds = torch.tensor(mask["documents"])
 
     def attend(*qkv: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
-"""DeepSpeed's DistributedAttention around torch's attention.
+"""Call DeepSpeed's DistributedAttention around torch's attention.
 
-Called as its class says (deepspeed/sequence/layer.py): a local attention over the whole sequence
-and some heads, between two exchanges; here (B, S, H, D), so `scatter_idx=2, gather_idx=1` and the
-batch in dim 0. Masks are the local attention's, which is written here, so window and documents say
-that nothing is lost on the way. The mesh is what `deepspeed.initialize(mesh_param=...)` makes,
-without a model.
+The call is that of its class's documentation (deepspeed/sequence/layer.py): a local attention over
+the whole sequence and some heads, between two exchanges. Tensors are (B, S, H, D), so
+`scatter_idx=2`, `gather_idx=1`, and the batch is dim 0. The local attention, which applies the
+mask, is written here. So a pass with window or documents only shows that the exchanges lose
+nothing. The mesh is the one that `deepspeed.initialize(mesh_param=...)` makes, without a model.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import Tensor
 
 
 def prepare(comm: Any, variant: str) -> None:
-    """Its own wrapper around the default process group, and its mesh with all ranks along the sequence."""
+    """Wrap the default process group for DeepSpeed. Make its mesh: all ranks share a sequence."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     wrapper = importlib.import_module("deepspeed.comm")
-    # Else its all-reduce through shared memory, not used here, is compiled now.
+    # otherwise DeepSpeed would compile its all-reduce through shared memory, which is not used here
     importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
     wrapper.init_distributed(
         dist_backend="gloo", auto_mpi_discovery=False, verbose=False, dist_init_required=False
@@ -45,7 +45,7 @@ def attend(
     softmax_scale: float | None,
     **rest: Any,
 ) -> Tensor:
-    """(B, S/P, H, D)."""
+    """Return DeepSpeed's attention, (B, S/P, H, D)."""
     layer = importlib.import_module("deepspeed.sequence.layer")
 
     def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def attend(
 def _visible(
     queries: int, keys: int, causal: bool, window: int | None, documents: Any
 ) -> Tensor | None:
-    """Who sees whom in the whole sequence; None where everybody sees everybody."""
+    """Return a bool mask (queries, keys), True where visible; None if all pairs are visible."""
     if not causal:
         return None
     distance = torch.arange(queries)[:, None] - torch.arange(keys)[None, :]

@@ -1,4 +1,7 @@
-"""The schemes of this project, called as any library is: if these do not pass, the harness is wrong."""
+"""Call the attention schemes of this project as any other library is called.
+
+If these do not pass, the harness is wrong.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from sp_core.schemes import SCHEMES
 
 
 def prepare(comm: Any, variant: str) -> None:
-    """Nothing: each call makes its mesh."""
+    """Do nothing: each call of `attend` makes its mesh."""
 
 
 def attend(
@@ -26,7 +29,10 @@ def attend(
     shards: Any,
     **rest: Any,
 ) -> Tensor:
-    """Any of the schemes: which one, the shape decides. The mesh has to outlive backward, and ends with the example."""
+    """Return the attention of one of the schemes, chosen by the shape: (B, S/P, H, D).
+
+    The mesh must outlive the backward, so it is freed only at the end of the example.
+    """
     names = sorted(SCHEMES)
     scheme = SCHEMES[
         names[(q.shape[0] + q.shape[2] + q.shape[3] // 8 + len(shards[0])) % len(names)]

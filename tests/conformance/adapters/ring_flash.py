@@ -1,9 +1,10 @@
-"""ring-flash-attn: its batch and its varlen functions, on a stand-in for the kernels of flash-attn.
+"""Call the functions of ring-flash-attn, on a stand-in for the kernels of flash-attn.
 
-Called as its tests do (test/test_ring_flash_attn_func.py and the like): `ring` takes contiguous
-pieces, `zigzag` pieces r and 2P-1-r, `stripe` every P-th token. The varlen functions take packed
-documents without a batch: `ring_varlen` and `zigzag_varlen` every rank's piece of each document,
-with `cu_seqlens // P`; `llama3` contiguous pieces of the packed sequence.
+The calls are those of its tests (test/test_ring_flash_attn_func.py and others). Rank r of P has the
+r-th contiguous piece (`ring`), pieces r and 2P-1-r of 2P (`zigzag`), or every P-th token
+(`stripe`). The varlen functions take packed documents without a batch dim. For `ring_varlen` and
+`zigzag_varlen` a rank has such pieces of each document, and gets `cu_seqlens // P`. For `llama3` it
+has a contiguous piece of the whole packed sequence.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ FUNCTIONS = {
 
 
 def prepare(comm: Any, variant: str) -> None:
-    """The default process group is all that it needs.
+    """Import ring_flash_attn. It needs only the default process group.
 
-    Its adapter for transformers, not used here, imports a name that transformers 5 does not have.
+    Its own adapter for transformers, not used here, imports a name that transformers 5 lacks. So
+    this sets the name.
     """
     utils = importlib.import_module("transformers.modeling_flash_attention_utils")
     utils.is_flash_attn_greater_or_equal_2_10 = lambda: True
@@ -47,7 +49,7 @@ def attend(
     shards: Any,
     **rest: Any,
 ) -> Tensor:
-    """(B, S/P, H, D), or for the varlen functions (1, S/P, H, D)."""
+    """Return the library's attention, (B, S/P, H, D); B is 1 for the varlen functions."""
     library = importlib.import_module("ring_flash_attn")
     function = getattr(library, FUNCTIONS[variant])
     options = {"causal": causal, "softmax_scale": softmax_scale, "group": dist.group.WORLD}

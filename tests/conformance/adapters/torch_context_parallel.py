@@ -1,8 +1,9 @@
-"""torch's public `context_parallel`, which replaces `scaled_dot_product_attention` inside a `with`.
+"""Call attention in torch's public context manager `context_parallel`.
 
-Called as its docstring says: a buffer that depends on the sequence (here the positions) is sharded
-on entry, and attention inside is computed over all ranks. Backward has to run inside too, so the
-context stays open until the next call.
+The context replaces `scaled_dot_product_attention`. The call is that of its docstring: a buffer
+that depends on the sequence (here the positions) is sharded on entry, and attention inside is
+computed over all ranks. The backward must run inside too, so the context stays open until the next
+call.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _open = contextlib.ExitStack()
 
 
 def prepare(comm: Any, variant: str) -> None:
-    """A mesh over the new process group."""
+    """Close the context of an earlier group, and make a mesh over the new process group."""
     global _mesh
     _open.close()
     _mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
@@ -37,7 +38,10 @@ def attend(
     shards: Any,
     **rest: Any,
 ) -> Tensor:
-    """Attention of tokens whose positions the context has chosen; they must be those that this rank was given."""
+    """Return the attention of this rank's tokens, (B, S/P, H, D).
+
+    Raise RuntimeError if the context gives this rank other positions than `shards`.
+    """
     _open.close()
     positions = torch.arange(sum(map(len, shards)))
     _open.enter_context(context_parallel(_mesh, buffers=[positions], buffer_seq_dims=[0]))

@@ -1,6 +1,7 @@
-"""yunchang's LongContextAttention: Ulysses within pairs of ranks where P is even and above 2, a ring across.
+"""Call yunchang's LongContextAttention, a ring of Ulysses groups.
 
-Called as its README says: `set_seq_parallel_pg`, tokens taken with its `EXTRACT_FUNC_DICT`, then
+If P is even and above 2, a Ulysses group has two ranks; otherwise each rank is its own group. The
+calls are those of its README: `set_seq_parallel_pg`, tokens chosen by its `EXTRACT_FUNC_DICT`, then
 `LongContextAttention(ring_impl_type=..., attn_type=...)`. A variant names both, such as "zigzag
 FA"; with FA the kernels are a stand-in for those of flash-attn. Of its torch kernels, its README
 names TORCH_EFFICIENT; TORCH_MATH is the one that a CPU can run.
@@ -17,14 +18,14 @@ from torch import Tensor
 
 
 def prepare(comm: Any, variant: str) -> None:
-    """Its process groups, over all ranks."""
+    """Make yunchang's process groups over all ranks."""
     size = dist.get_world_size()
     ulysses, ring = degrees(size)
     importlib.import_module("yunchang").set_seq_parallel_pg(ulysses, ring, dist.get_rank(), size)
 
 
 def degrees(size: int) -> tuple[int, int]:
-    """Ranks of a Ulysses group and of a ring."""
+    """Return the number of ranks of a Ulysses group, and of a ring, for `size` ranks."""
     return (2, size // 2) if size > 2 and size % 2 == 0 else (1, size)
 
 
@@ -40,9 +41,10 @@ def attend(
     shards: Any,
     **rest: Any,
 ) -> Tensor:
-    """(B, S/P, H, D); the tokens must be those that the library itself takes for this rank.
+    """Return the library's attention, (B, S/P, H, D).
 
-    A window is flash-attn's pair of how many tokens are seen to the left and to the right.
+    The tokens must be those that the library chooses for this rank. Its window is flash-attn's:
+    how many tokens are seen to the left, and how many to the right.
     """
     ring, kernel = variant.split()
     _check_tokens(ring, shards)
