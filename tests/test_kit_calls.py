@@ -215,6 +215,7 @@ MESSAGES_THAT_DIFFER: dict[str, tuple[str, Call, Call]] = {
 }
 ON_PROCESSES: dict[str, tuple[str, Call, Call]] = {
     "no object": (STUCK, lambda c: c.recv(source=1), lambda c: None),
+    "nobody sends to anyone": (STUCK, lambda c: c.Recv(sent()), lambda c: None),
     "no message to look at": (STUCK, lambda c: c.Probe(1), lambda c: None),
     "no message to take": (STUCK, lambda c: c.mprobe(), lambda c: None),
     "an object for numbers": (
@@ -294,7 +295,7 @@ CALLS_THAT_DIFFER: dict[str, tuple[tuple[str, ...] | str, Call, Call]] = {
         lambda c: c.Iallreduce(sent(), sent()),
     ),
     "all to all": (
-        BOTH,
+        (*BOTH, "rank 1 sends 16 bytes of float64 to rank 0, which does not expect them"),
         lambda c: c.Alltoallv([sent(), [1, 1]], [sent(), [1, 1]]),
         lambda c: c.Alltoallv([sent(3), [2, 1]], [sent(), [1, 1]]),
     ),
@@ -331,6 +332,11 @@ WRONG: dict[str, tuple[str, Call]] = {
     ),
 }
 """Texts of the error, and a call that is wrong by itself."""
+if tier() == "mpi":
+    WRONG["no displacements"] = (
+        "pass counts and displacements, or neither",
+        lambda c: c.Alltoallw([sent(), ([1, 1], None), [MPI.DOUBLE] * 2], None),
+    )
 
 
 DIFFERENCES = CALLS_THAT_DIFFER | MESSAGES_THAT_DIFFER | (ON_PROCESSES if tier() == "mpi" else {})

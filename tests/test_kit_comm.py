@@ -153,6 +153,13 @@ def test_messages_arrive_in_order(comm: Any, sizes: list[int], offset: int, is_r
         np.testing.assert_array_equal(found, due)
 
 
+@spmd(2)
+def test_bytes_are_received_as_any_numbers(comm: Any) -> None:
+    into, peer = np.zeros(2), 1 - comm.rank
+    comm.Sendrecv(values(comm.rank, 2).view(np.uint8), peer, 0, into, peer, 0)
+    np.testing.assert_array_equal(into, values(peer, 2))
+
+
 @given(
     nprocs=st.integers(1, 4),
     columns=st.integers(1, 3),
@@ -234,3 +241,4 @@ def test_what_was_begun_must_be_found_complete_before_the_end(what: str, end: st
     text = failure_of(spmd(2)(body))
     assert text.startswith("RankFailure[CollectiveMismatch")
     assert_told(text, f"{end} before these were found complete by Test or Wait")
+    assert_told(text, "a started " if what == "Iallreduce" else "to receive a message with tag 0")

@@ -104,6 +104,12 @@ FAULTS: dict[str, tuple[Callable[..., Any], str]] = {
         lambda group, odd: group.all_reduce(torch.zeros(3 if odd else 2)),
         "all_reduce(3 x float32 on cpu, op=SUM) on group",
     ),
+    "a share": (
+        lambda group, odd: group.reduce_scatter_tensor(
+            torch.zeros(1 + odd), torch.zeros((1 + odd) * group.size)
+        ),
+        "reduce_scatter_tensor(",
+    ),
     "dtype": (
         lambda group, odd: group.broadcast(torch.zeros(2, dtype=[torch.float, torch.int][odd]), 0),
         "2 x int32 on cpu, src=0",

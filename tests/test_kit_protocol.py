@@ -10,6 +10,7 @@ from random import Random
 import pytest
 from hypothesis import given, strategies as st
 
+from sp_core.testing import session
 from sp_core.testing.lockstep import Call, Record, decide
 from sp_core.testing.outcome import (
     DONE,
@@ -20,6 +21,7 @@ from sp_core.testing.outcome import (
     capture,
     failure,
 )
+from sp_core.testing.requests import say
 from sp_core.testing.stuck import Ends, Report, deadlocked
 
 pytestmark = pytest.mark.mpi_skip  # one process is enough
@@ -135,6 +137,17 @@ def test_a_deadlock_needs_that_no_awaited_call_or_message_can_come(
     reports: list[Report], expected: bool
 ) -> None:
     assert deadlocked(reports) is expected
+
+
+def test_what_is_not_checked_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(session.current, "notes", {})
+    say("Isendrecv")
+    say("Isendrecv")
+    text = "not checked between ranks: Isendrecv, because MPICH does not report"
+    assert capsys.readouterr().err.count(text) == 1
+    assert [note.startswith(text) for note in session.current.notes] == [True]
 
 
 def test_importing_the_kit_does_not_start_mpi() -> None:

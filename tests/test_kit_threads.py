@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from sp_core.testing import carriers, run_threads, spmd
 from sp_core.testing.carriers import Steps, ThreadCarrier, World
-from sp_core.testing.outcome import Mismatched
+from sp_core.testing.outcome import Mismatched, RankFailure
 
 pytestmark = pytest.mark.mpi_skip  # threads of one process are enough
 
@@ -25,6 +25,11 @@ pytestmark = pytest.mark.mpi_skip  # threads of one process are enough
 def test_each_rank_goes_backward_in_its_own_thread() -> None:
     assert run_threads(2, lambda _: torch._C._is_multithreading_enabled()) == [False, False]
     assert torch._C._is_multithreading_enabled()
+
+
+def test_an_error_on_one_rank_is_an_error_of_the_run() -> None:
+    with pytest.raises(RankFailure, match="rank 1 of 2"):
+        run_threads(2, lambda comm: 1 / (1 - comm.rank))
 
 
 def test_ranks_share_one_core_of_those_that_the_session_has() -> None:

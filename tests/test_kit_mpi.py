@@ -1,0 +1,125 @@
+"""Test calls that only ranks under mpiexec have: they do what they do in mpi4py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from sp_core.testing import spmd
+
+pytestmark = pytest.mark.mpi  # ranks that are threads do not have these calls
+
+
+def numbers(comm: Any, n: int = 8) -> np.ndarray[Any, Any]:
+    """Return numbers that differ by rank and place."""
+    first = 100.0 * comm.rank
+    return np.arange(first, first + n)
+
+
+def replaced(comm: Any) -> object:
+    """Replace a buffer by the other rank's."""
+    x = numbers(comm)
+    comm.Sendrecv_replace(x, 1 - comm.rank, 3, 1 - comm.rank, 3)
+    return x.tolist()
+
+
+def with_gaps(comm: Any) -> object:
+    """Exchange every second number, by a datatype that is made of one that is made."""
+    inner = MPI.DOUBLE.Create_vector(2, 1, 2)
+    outer, into, peer = inner.Create_contiguous(2).Commit(), np.zeros(8), 1 - comm.rank
+    comm.Sendrecv([numbers(comm), 1, outer], peer, 0, [into, 1, outer], peer, 0)
+    inner.Free()
+    outer.Free()
+    return into.tolist()
+
+
+def statuses(comm: Any) -> object:
+    """Return source and length of a message, from the list of statuses of a wait."""
+    into, peer, found = np.zeros(9), 1 - comm.rank, [MPI.Status(), MPI.Status()]
+    MPI.Request.Waitall([comm.Irecv(into, peer), comm.Isend(numbers(comm), peer)], found)
+    return found[0].Get_source(), found[0].Get_count(MPI.DOUBLE), into.tolist()
+
+
+def neighbours(comm: Any) -> object:
+    """Exchange objects with both neighbours in a ring of two ranks."""
+    ring = comm.Create_cart([2], [True])
+    found = ring.neighbor_alltoall([("down", comm.rank), ("up", comm.rank)])
+    ring.Free()
+    return found
+
+
+def duplicated(comm: Any) -> object:
+    """Use a duplicate that was made without blocking."""
+    twin, request = comm.Idup()
+    request.Wait()
+    found = twin.allgather(comm.rank)
+    twin.Free()
+    return found
+
+
+def smaller(comm: Any) -> object:
+    """Make a grid of one rank, which the other rank is not in."""
+    grid = comm.Create_cart([1])
+    found = bool(grid)
+    if found:
+        grid.Free()
+    return found
+
+
+def gathered(comm: Any) -> object:
+    """Gather into a buffer without counts, whose length is no multiple of the number of ranks."""
+    into = np.zeros(5)
+    comm.Allgatherv(numbers(comm, 3 - comm.rank), into)
+    return into.tolist()
+
+
+def freed(comm: Any) -> object:
+    """Free the request of a message that is then received."""
+    into = np.zeros(8)
+    comm.Isend(numbers(comm), 1 - comm.rank).Free()
+    comm.Recv(into, 1 - comm.rank)
+    return into.tolist()
+
+
+def persistent(comm: Any) -> object:
+    """Start a message twice, and never start another."""
+    x, into, peer = numbers(comm), np.zeros(8), 1 - comm.rank
+    unused, found = comm.Recv_init(into, peer, 9), []
+    requests = [comm.Recv_init(into, peer), comm.Send_init(x, peer)]
+    for _ in range(2):
+        MPI.Prequest.Startall(requests)
+        MPI.Request.Waitall(requests)
+        found += into.tolist()
+        x += 1
+    for request in (unused, *requests):
+        request.Free()
+    return found
+
+
+CALLS = (
+    *(replaced, with_gaps, statuses, neighbours, duplicated, smaller, gathered, freed, persistent),
+)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@spmd(2)
+def test_a_call_does_what_it_does_in_mpi4py(comm: Any, call: Callable[[Any], object]) -> None:
+    assert call(comm) == call(getattr(comm, "_raw", comm))  # some examples are without checks
+
+
+@spmd(2)
+def test_what_starts_an_operation_returns_a_request_of_mpi(comm: Any) -> None:
+    """Also if the operation begins only when all ranks have called it."""
+    into = np.zeros((3, 8))
+    requests = [
+        comm.Iallgather(numbers(comm, 4), into[0]),
+        comm.Iallreduce(numbers(comm), into[1]),
+        comm.Irecv(into[2], comm.rank),
+        comm.Isend(numbers(comm), comm.rank),
+    ]
+    assert all(isinstance(request, MPI.Request) for request in requests)
+    MPI.Request.Waitall(requests)
