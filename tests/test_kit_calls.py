@@ -223,6 +223,11 @@ ON_PROCESSES: dict[str, tuple[str, Call, Call]] = {
         lambda c: c.send(whole(), 1),
         lambda c: c.Recv(np.zeros(100)),
     ),
+    "numbers with gaps": (
+        NOT_AS_SENT,
+        lambda c: c.Send([sent(4), 1, MPI.DOUBLE.Create_vector(2, 1, 2).Commit()], 1),
+        lambda c: c.Recv(sent(2, "i8"), 0),
+    ),
     "two of a tag and one of another": (
         STUCK,
         lambda c: crossed(c, 1),

@@ -108,7 +108,7 @@ FAULTS: dict[str, tuple[Callable[..., Any], str]] = {
         lambda group, odd: group.reduce_scatter_tensor(
             torch.zeros(1 + odd), torch.zeros((1 + odd) * group.size)
         ),
-        "reduce_scatter_tensor(",
+        "reduce_scatter_tensor(4 x float32 on cpu, op=SUM)",
     ),
     "dtype": (
         lambda group, odd: group.broadcast(torch.zeros(2, dtype=[torch.float, torch.int][odd]), 0),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from kit.failing import as_two, assert_told
 from mpi4py import MPI
+from test_kit_calls import ON_PROCESSES, assert_clean
 
-from sp_core.testing import spmd
+from sp_core.testing import carriers, spmd
 
 pytestmark = pytest.mark.mpi  # ranks that are threads do not have these calls
 
@@ -48,8 +51,9 @@ def neighbours(comm: Any) -> object:
     """Exchange objects with both neighbours in a ring of two ranks."""
     ring = comm.Create_cart([2], [True])
     found = ring.neighbor_alltoall([("down", comm.rank), ("up", comm.rank)])
+    everyone = ring.neighbor_allgather(comm.rank)
     ring.Free()
-    return found
+    return found, everyone
 
 
 def duplicated(comm: Any) -> object:
@@ -123,3 +127,21 @@ def test_what_starts_an_operation_returns_a_request_of_mpi(comm: Any) -> None:
     ]
     assert all(isinstance(request, MPI.Request) for request in requests)
     MPI.Request.Waitall(requests)
+
+
+def test_a_receive_from_any_rank_does_not_take_what_ends_the_clearing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 is late, so rank 1 could send its last message while rank 0 still receives."""
+
+    def late(self: Any, value: object) -> list[Any]:
+        found = self.drive(carriers.until(self.share(value, list)), "an exchange of values")
+        until = time.monotonic() + 0.1 * (self.rank == 0)
+        while time.monotonic() < until:
+            self.comm.Iprobe()  # MPI makes progress
+        return found
+
+    monkeypatch.setattr(carriers.MpiCarrier, "gather", late)
+    said, zero, one = ON_PROCESSES["nobody sends to anyone"]
+    assert_told(as_two(zero, one), said)
+    assert_clean()

@@ -218,9 +218,9 @@ class Messages(LockstepComm):
         are left.
         """
         last = self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB)
-        awaited = MpiCarrier(self._carrier.comm).gather(
-            [transfer.takes for transfer in self._requests if transfer.takes]
-        )
+        carrier = MpiCarrier(self._carrier.comm)
+        takes = [transfer.takes for transfer in self._requests if transfer.takes]
+        awaited = carrier.gather(takes)
         sent = []
         for dest, ends in enumerate(awaited):
             mine = [tag for source, _, tag in ends if self.rank == (dest if source < 0 else source)]
@@ -233,6 +233,7 @@ class Messages(LockstepComm):
         for request, _ in filter(operator.itemgetter(1), requests):
             with suppress(CollectiveMismatch, self._mpi.Exception):  # too long a message
                 patiently(request.Test)
+        carrier.gather(None)  # a receive of any message must not take the last ones
         sent += [self._raw.Isend(b"", dest, last) for dest in range(self.size)]
         for source in range(self.size):
             self._take_all(source, last)
