@@ -135,7 +135,7 @@ def test_a_receive_from_any_rank_does_not_take_what_ends_the_clearing(
     """Rank 0 is late, so rank 1 could send its last message while rank 0 still receives."""
 
     def late(self: Any, value: object) -> list[Any]:
-        found = self.drive(carriers.until(self.share(value, list)), "an exchange of values")
+        found: list[Any] = self.drive(carriers.until(self.share(value, list)), "an exchange")
         until = time.monotonic() + 0.1 * (self.rank == 0)
         while time.monotonic() < until:
             self.comm.Iprobe()  # MPI makes progress
