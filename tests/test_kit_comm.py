@@ -160,6 +160,21 @@ def test_bytes_are_received_as_any_numbers(comm: Any) -> None:
     np.testing.assert_array_equal(into, values(peer, 2))
 
 
+class Exported:
+    """A buffer that other libraries can read by DLPack only, such as a tensor of JAX."""
+
+    def __init__(self, data: Array) -> None:
+        self.__dlpack__, self.__dlpack_device__ = data.__dlpack__, data.__dlpack_device__
+
+
+@pytest.mark.parametrize("dtype", ["f8", "f4", "i8", "u4", "c16"])
+@spmd(2)
+def test_a_buffer_may_be_known_by_dlpack_only(comm: Any, dtype: str) -> None:
+    into, peer = np.zeros(2, dtype), 1 - comm.rank
+    comm.Sendrecv(Exported(values(comm.rank, 2).astype(dtype)), peer, 0, into, peer, 0)
+    np.testing.assert_array_equal(into, values(peer, 2).astype(dtype))
+
+
 @given(
     nprocs=st.integers(1, 4),
     columns=st.integers(1, 3),

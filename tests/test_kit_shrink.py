@@ -41,7 +41,7 @@ class Launches:
     """Simulated launches, which die of every example with two ranks or more and n >= 7."""
 
     def __init__(self) -> None:
-        self.started, self.asked = 0, list[str]()
+        self.started, self.asked, self.first = 0, list[str](), 1
 
     def start(self, ranks: int, test: str, options: Any) -> Mock:
         self.started += 1
@@ -50,7 +50,7 @@ class Launches:
     def ask(self, example: Example) -> Result:
         self.asked.append(str(example))
         if len(example.ranks) > 1 and example.values["n"] >= 7:
-            raise Lost("rank 1 died first: killed by SIGSEGV", 1)
+            raise Lost("rank 1 died first: killed by SIGSEGV", self.first)
         return Result([FINISHED] * len(example.ranks), {})
 
 
@@ -74,6 +74,16 @@ def test_an_example_that_a_launch_dies_of_is_shrunk(
     assert len(launches.asked) == len(set(launches.asked))
     assert jobs.launches == launches.started in (jobs.lost, jobs.lost + 1)
     assert jobs.lost == 2 if losses == 2 else 0 < jobs.lost < losses
+
+
+def test_a_launch_that_another_rank_has_ended_is_a_failure_of_the_first_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    jobs, launches = Jobs(4, []), Launches()
+    launches.first = 9
+    monkeypatch.setattr(shrink_crash, "Job", launches.start)
+    monkeypatch.setattr(session, "current", session.Session(ranks=4, attempt=jobs.attempt))
+    assert "RankCrashed on rank 0 of 2: rank 1 died first" in failure_of(crashes)
 
 
 def test_a_launch_tries_the_examples_that_it_is_sent(

@@ -110,6 +110,23 @@ def test_an_endless_loop_ends(
     assert "test_kit_threads.py" in capfd.readouterr().err
 
 
+def test_a_wait_outside_of_mpi_hands_over_what_was_sent() -> None:
+    there: list[bool] = []
+
+    def body(comm: Any) -> None:
+        if comm.rank:
+            comm.Recv(np.zeros(1), 0)
+            there.append(True)
+            return
+        request = comm.Isend(np.ones(1), 1)
+        while not there:
+            comm.watch("the flag of rank 1")
+        request.Wait()
+
+    run_threads(2, body, timeout=10)
+    assert there
+
+
 def test_a_message_that_is_there_counts_though_its_sender_has_failed_since() -> None:
     """Otherwise the outcome would depend on when the receiving rank waits."""
 
