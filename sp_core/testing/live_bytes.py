@@ -41,10 +41,8 @@ class LiveBytes(TorchDispatchMode):
     def now(self) -> int:
         """The bytes that are alive at this moment."""
         self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
-        self._most, self._counted = (
-            sum(nbytes for _, nbytes in self._alive.values()),
-            len(self._alive),
-        )
+        self._counted = len(self._alive)
+        self._most = sum(nbytes for _, nbytes in self._alive.values())
         return self._most
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -119,8 +119,7 @@ class Reached:
 
     def stages(self, edit: Edit) -> list[Stage]:
         """Return the stages, each with its tests that reach the edit; none is empty."""
-        both = (self, self.ranks or Reached())
-        found = [(of.tests(edit), of) for of in both]
+        found = [(of.tests(edit), of) for of in (self, self.ranks or Reached())]
         parts = [(tests[: of.near(tests)], of) for tests, of in found]
         parts += [(tests[of.near(tests) :], of) for tests, of in found]
         return [
@@ -145,19 +144,14 @@ def digest(file: Path) -> str:
 
 def files(*, kit: bool) -> list[str]:
     """Return the test files that may notice an edit of the library, or of the kit."""
-    apart, of_kit = ({path for each in names for path in _named(each)} for names in (APART, OF_KIT))
-    found = sorted(of_kit if kit else {*_named("*")} - apart)
-    found += (
-        sorted((ROOT / "tests/hf").glob("test_*.py"))
-        if find_spec("transformers") and not kit
-        else []
-    )
+    found = _named(*OF_KIT) if kit else sorted({*_named("*")} - {*_named(*APART)})
+    if find_spec("transformers") and not kit:
+        found += sorted((ROOT / "tests" / "hf").glob("test_*.py"))
     return [path.relative_to(ROOT).as_posix() for path in found]
 
 
 def _named(*patterns: str) -> list[Path]:
-    names = [path for each in patterns for path in (ROOT / "tests").glob(f"test_{each}.py")]
-    return sorted(names)
+    return sorted(path for each in patterns for path in (ROOT / "tests").glob(f"test_{each}.py"))
 
 
 def file_of(test: str) -> str:
@@ -211,9 +205,8 @@ def gathered(*, kit: bool) -> tuple[Reached, list[tuple[str, str]]]:
     """
     reached = Reached(ranks=Reached())
     missing = []
-    for (stage, part), file in product(
-        (("threads", reached), (ON_RANKS, reached.ranks)), files(kit=kit)
-    ):
+    parts = (("threads", reached), (ON_RANKS, reached.ranks))
+    for (stage, part), file in product(parts, files(kit=kit)):
         if part is not None and kept(file, stage).exists():
             part.add(json.loads(kept(file, stage).read_text()))
         else:
