@@ -62,6 +62,7 @@ class Progress:
 
         Call `poll` between parts of a long computation; it is cheap.
         """
+        # `list(self._busy)` takes several times as long, and every wait polls again and again
         for source in [ref() for ref in self._busy.keyrefs()]:
             if source is not None and not source.advance():
                 self._busy.pop(source, None)

@@ -254,6 +254,6 @@ def test_what_was_begun_must_be_found_complete_before_the_end(what: str, end: st
             twin.Free()
 
     text = failure_of(spmd(2)(body))
+    begun = "a started " if what == "Iallreduce" else "to receive a message with tag 0"
     assert text.startswith("RankFailure[CollectiveMismatch")
-    assert_told(text, f"{end} before these were found complete by Test or Wait")
-    assert_told(text, "a started " if what == "Iallreduce" else "to receive a message with tag 0")
+    assert_told(text, f"{end} before these were found complete by Test or Wait", begun)

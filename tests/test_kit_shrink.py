@@ -38,10 +38,13 @@ pytestmark = pytest.mark.mpi_skip
 
 
 class Launches:
-    """Simulated launches, which die of every example with two ranks or more and n >= 7."""
+    """Simulated launches, which die of every example with two ranks or more and n >= 7.
 
-    def __init__(self) -> None:
-        self.started, self.asked, self.first = 0, list[str](), 1
+    `first`: the rank that the launcher has found dead first.
+    """
+
+    def __init__(self, first: int = 1) -> None:
+        self.started, self.asked, self.first = 0, list[str](), first
 
     def start(self, ranks: int, test: str, options: Any) -> Mock:
         self.started += 1
@@ -52,6 +55,12 @@ class Launches:
         if len(example.ranks) > 1 and example.values["n"] >= 7:
             raise Lost("rank 1 died first: killed by SIGSEGV", self.first)
         return Result([FINISHED] * len(example.ranks), {})
+
+
+def simulated(monkeypatch: pytest.MonkeyPatch, jobs: Jobs, launches: Launches) -> None:
+    """Let this process's tests run their examples in simulated launches."""
+    monkeypatch.setattr(shrink_crash, "Job", launches.start)
+    monkeypatch.setattr(session, "current", session.Session(ranks=4, attempt=jobs.attempt))
 
 
 @given(n=st.integers(0, 100), d=st.integers(0, 9))
@@ -65,8 +74,7 @@ def test_an_example_that_a_launch_dies_of_is_shrunk(
 ) -> None:
     """At most `losses` launches are lost."""
     jobs, launches = Jobs(4, [], losses), Launches()
-    monkeypatch.setattr(shrink_crash, "Job", launches.start)
-    monkeypatch.setattr(session, "current", session.Session(ranks=4, attempt=jobs.attempt))
+    simulated(monkeypatch, jobs, launches)
     text = failure_of(crashes)
     assert "RankCrashed on rank 1 of 2: rank 1 died first: killed by SIGSEGV" in text or losses == 2
     assert "to keep this example: @example(nprocs=2, n=7, d=0)" in text or losses == 2
@@ -79,10 +87,7 @@ def test_an_example_that_a_launch_dies_of_is_shrunk(
 def test_a_launch_that_another_rank_has_ended_is_a_failure_of_the_first_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    jobs, launches = Jobs(4, []), Launches()
-    launches.first = 9
-    monkeypatch.setattr(shrink_crash, "Job", launches.start)
-    monkeypatch.setattr(session, "current", session.Session(ranks=4, attempt=jobs.attempt))
+    simulated(monkeypatch, Jobs(4, []), Launches(first=9))
     assert "RankCrashed on rank 0 of 2: rank 1 died first" in failure_of(crashes)
 
 

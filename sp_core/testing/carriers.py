@@ -68,8 +68,8 @@ class Carrier(ABC):
 
         Args:
             value: this rank's value; its size may differ over ranks.
-            make: the same function on all ranks, without effects. It gets the values of all ranks
-                in rank order; ranks that are threads call it once for all of them.
+            make: the same function on all ranks, without side effects. It gets the values of all
+                ranks in rank order. If ranks are threads, it is called once for all of them.
 
         Returns:
             A function (a ticket) that returns None until all ranks have begun the exchange, and
@@ -204,8 +204,8 @@ class World:
         lock: guards the state.
         versions: for each rank, how often `touch` has counted a change that may end its wait.
         kept: the objects that `shared` has stored, by key.
-        waiting: waiting rank -> (description of its wait, whether it waits only for other ranks to
-            end).
+        waiting: for each waiting rank, a description of its wait, and whether it waits only for
+            other ranks to end.
         away: the ranks that have ended.
     """
 

@@ -28,7 +28,7 @@ class LiveBytes(TorchDispatchMode):
         TorchDispatchMode.__init__(self)
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
-        self._most = 0  # a bound of `now`: the last count, and what was made since
+        self._most = 0  # at least `now`: the bytes at the last count, and all made since
         self._counted = 0  # the number of tensors at the last count
         self._note(tensors)
 
@@ -55,7 +55,8 @@ class LiveBytes(TorchDispatchMode):
         for storage in (x.untyped_storage() for x in tensors):
             key, nbytes = storage._cdata, storage.nbytes()
             if key not in self._alive or self._alive[key][1] != nbytes:
-                self._alive[key] = (StorageWeakRef(storage), nbytes)  # also keeps the key its own
+                # as long as the weak reference is there, no other storage gets this key
+                self._alive[key] = (StorageWeakRef(storage), nbytes)
                 self._most += nbytes
         # counting after each operation would take longer than the operations
         if self._most > self.peak or len(self._alive) > 2 * self._counted + 100:

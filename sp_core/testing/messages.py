@@ -233,7 +233,7 @@ class Messages(LockstepComm):
         for request, _ in filter(operator.itemgetter(1), requests):
             with suppress(CollectiveMismatch, self._mpi.Exception):  # too long a message
                 patiently(request.Test)
-        carrier.gather(None)  # a receive of any message must not take the last ones
+        carrier.gather(None)  # wait for all ranks: their receives could take the last messages
         sent += [self._raw.Isend(b"", dest, last) for dest in range(self.size)]
         for source in range(self.size):
             self._take_all(source, last)

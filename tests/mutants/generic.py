@@ -1,6 +1,7 @@
 """`nox -s generic_mutants`: try a sample of small wrong edits of the library.
 
-`--kit` edits the testing kit instead. Each edit is tried alone, by the tests that reach its lines.
+`--kit` edits the testing kit instead. Each edit is tried alone, by the tests that reach its lines;
+an edit of the kit only by the tests of the kit (`reach.OF_KIT`).
 The exit code is 1 if too few edits are killed. It is 2 if a test fails without an edit, or if
 `equivalent.toml` is stale. It is 3 if the time was up too early; `--resume` then continues.
 """
@@ -101,7 +102,9 @@ def _reached(
 
     def missing() -> list[tuple[str, str]]:
         left = reach.gathered(kit=options.kit)[1]
-        return [one for one in left if "threads" in one or options.until != NEAR]
+        return [
+            (file, stage) for file, stage in left if stage == "threads" or options.until != NEAR
+        ]
 
     def measure(one: tuple[str, str]) -> None:
         if time.monotonic() <= end:

@@ -1,8 +1,9 @@
 """Find the tests that reach an edit, those first that are quick and reach few lines.
 
-Every test file runs twice under coverage, with ranks as threads and under mpiexec. Both runs draw
-few examples (`SP_PROFILE=brief`), or they would take more than half an hour on two cores. Processes
-that a test starts are measured too. A measurement stays valid until the file or the sources change.
+Every test file that may notice an edit runs twice under coverage, with ranks as threads and under
+mpiexec. Both runs draw few examples (`SP_PROFILE=brief`), or they would take more than half an hour
+on two cores. Processes that a test starts are measured too. A measurement stays valid until the
+file or the sources change.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ OF_KIT = (
     *("kit_*", "deaths", "example_project", "failing", "memory", "order", "reference"),
     *("llama_command", "readme", "scheme_laws", "torchrun"),
 )
-"""Names of test files that are run for an edit of the kit; all others reach the kit too."""
+"""Names of test files that try an edit of the kit. All others reach it too, and would take long."""
 BRIEF = {"SP_PROFILE": "brief"}
 """Few examples: as many as `nox -s tests` draws under mpiexec."""
 UNHURRIED = {"SP_WATCHDOG_S": "120", "SP_WATCHDOG_PHASE_S": "300"}
