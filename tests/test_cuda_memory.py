@@ -125,9 +125,8 @@ def test_what_a_handle_leads_to_is_the_memory_it_was_made_for(runtime: Runtime) 
     numbers = torch.arange(4, dtype=torch.uint8)
     memory.copying(y[10:14], numbers)()
     assert x[8:16].tolist() == [0, 0, 0, 1, 2, 3, 0, 0]
-    assert (
-        memory.open(offer).data_ptr() == x.data_ptr()
-    )  # this process made it, and cannot open its own handles
+    # this process made it, and cannot open its own handles
+    assert memory.open(offer).data_ptr() == x.data_ptr()
     assert len(runtime.opened) == 1
     memory.close(y)
     memory.close(x)

@@ -27,9 +27,8 @@ DESCRIBED = described()
 @pytest.mark.parametrize("package", [sp_core, llama, scheduling, testing], ids=lambda p: p.__name__)
 def test_every_public_name_has_a_place(package: object) -> None:
     names = {f"{vars(package)['__name__']}.{name}" for name in vars(package)["__all__"]}
-    public = {name for name in names if not name.rsplit(".", 1)[1].isupper()} - {
-        "sp_core.llama"
-    }  # constants have no docstring; a module has a page
+    # constants have no docstring; a module has a page
+    public = {name for name in names if not name.rsplit(".", 1)[1].isupper()} - {"sp_core.llama"}
     assert len(public) > 5
     assert public - {*DESCRIBED} == set()
 

@@ -27,10 +27,8 @@ from sp_core.mesh import fingerprint
 from sp_core.testing import run_threads
 from sp_core.transport import NAMES
 
-pytestmark = [
-    pytest.mark.mpi_skip,
-    pytest.mark.starts_mpi,
-]  # these start mpiexec, which must not be done inside mpiexec
+# these start mpiexec, which must not be done inside mpiexec
+pytestmark = [pytest.mark.mpi_skip, pytest.mark.starts_mpi]
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCTOR = (sys.executable, "-m", "sp_core", "doctor")

@@ -19,9 +19,8 @@ from mpi4py import MPI
 from sp_core.errors import CollectiveMismatch, PeerFailed, RankError
 from sp_core.testing import CheckedComm, CheckedGroup, given, spmd
 
-pytestmark = (
-    pytest.mark.mpi
-)  # a process has one world of torch.distributed, so ranks cannot be threads
+# a process has one world of torch.distributed, so ranks cannot be threads
+pytestmark = pytest.mark.mpi
 
 
 @contextmanager

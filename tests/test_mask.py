@@ -149,9 +149,8 @@ def test_runs_are_the_positions_in_order_whatever_their_container(positions: Seq
     cut = runs(positions)
     assert [*chain(*cut)] == [*positions]
     assert all(run.step >= 1 and run for run in cut)
-    assert (
-        cut == runs(torch.tensor(positions, dtype=torch.int32)) == runs(tuple(positions))
-    )  # they are keys of caches, so they must be equal
+    # they are keys of caches, so they must be equal
+    assert cut == runs(torch.tensor(positions, dtype=torch.int32)) == runs(tuple(positions))
 
 
 @pytest.mark.parametrize(
@@ -250,9 +249,8 @@ def test_equal_lengths_of_runs_are_not_equal_plans() -> None:
 def test_a_million_positions_are_planned_from_their_runs(mask: Mask) -> None:
     positions = torch.cat([torch.arange(250_000), torch.arange(750_000, 10**6)])
     blocks = plan_blocks(positions, positions, mask)
-    assert (
-        0 < len(blocks) <= len(positions) // plans.TILE[0] + 2
-    )  # a loop over chunks of positions would give 15 million blocks
+    # a loop over chunks of positions would give 15 million blocks
+    assert 0 < len(blocks) <= len(positions) // plans.TILE[0] + 2
 
 
 def test_positions_without_structure_stay_dense_chunks() -> None:

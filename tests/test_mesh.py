@@ -69,9 +69,8 @@ def test_what_was_under_way_when_a_mesh_was_left_is_not_waited_for(comm: Any) ->
         sp.Mesh(comm, transport="window", algorithm="window", check="off", sp=2) as mesh,
     ):
         assert mesh["sp"].window is not None
-        mesh["sp"].window._announce = lambda what: (
-            None
-        )  # else the kit would raise an error, since rank 0 alone makes the call
+        # else the kit would raise an error, since rank 0 alone makes the call
+        mesh["sp"].window._announce = lambda what: None
         pending = sp.all_reduce_start(torch.ones(3), comm=mesh["sp"]) if comm.rank == 0 else None
         raise KeyError("lost")
     if pending is not None:

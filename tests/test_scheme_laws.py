@@ -17,9 +17,8 @@ from sp_core.schemes.heads import head_groups, parts_of, split_heads
 from sp_core.testing import device, given, spmd
 
 pytestmark = [pytest.mark.explore, pytest.mark.usefixtures("short_slots")]
-IN_RANK_ORDER = {
-    "reduce_scatter": "pairwise"
-}  # adds in rank order, as a window; MPI may use any order
+# adds in rank order, as a window; MPI may use any order
+IN_RANK_ORDER = {"reduce_scatter": "pairwise"}
 
 
 @EVERY_SCHEME

@@ -111,9 +111,8 @@ def test_a_hybrid_of_any_grid_gives_what_one_device_gives(
     lengths = lengths_of(grid, comm.size)
     axes: Any = tuple(axis for axis in grid[0] if axis != "copies")
     with sp.Mesh(comm, device=device(), **way, **lengths) as mesh:
-        problem = replace(
-            problem, seed=problem.seed + 3 * mesh["copies"].rank
-        )  # seed % 3 stays, which decides about a gradient of lse
+        # seed % 3 stays, which decides about a gradient of lse
+        problem = replace(problem, seed=problem.seed + 3 * mesh["copies"].rank)
         scheme = functools.partial(sp.hybrid_attention, mesh=mesh, axes=axes)
         tokens = mesh[axes]
         check_attention("hybrid", scheme, problem, tokens)

@@ -42,10 +42,8 @@ LOGIT_GAIN = 1.5
 BIAS_WIDTH = 0.1
 WAVELENGTH = 10_000.0
 QUERY_CHUNK = 512  # keeps the score matrix of one chunk small: H * 512 * S elements
-EXACT_FLOPS = {
-    "cpu": 1e12,
-    "cuda": 2e13,
-}  # about half a minute of float64 on one core, and on a GPU
+# about half a minute of float64 on one core, and on a GPU
+EXACT_FLOPS = {"cpu": 1e12, "cuda": 2e13}
 SAMPLED_TOKENS = 64
 ROUND_OFFS = 2  # the output is rounded when attention and when the feed-forward are added
 

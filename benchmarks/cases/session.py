@@ -58,9 +58,8 @@ class Harness:
         said = facts(self.world, self.device, case.transport)
         try:
             budget = QUICK if self.setting.quick else Budget()
-            memory = (
-                self.setting.pair is None
-            )  # a comparison has many launches, and asks for times only
+            # a comparison has many launches, and asks for times only
+            memory = self.setting.pair is None
             with meshes(case, self.world, self.device) as mesh:
                 sync = partial(wait_for, self.device)
                 work: Work = module_of(case.layer).build(case, mesh, sync)

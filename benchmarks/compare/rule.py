@@ -35,10 +35,8 @@ from benchmarks.statistics import Interval, exact_interval
 
 SCREEN_PAIRS, SCREEN_AGREE, SCREEN_SHARE = 10, 8, 0.8
 CONFIRM_PAIRS, CONFIRM_AGREE = 20, 16
-DELTAS: Mapping[str, float] = {
-    "cuda": 0.05,
-    "cpu": 0.10,
-}  # the smallest change that counts, on a GPU node of our own and on a shared runner
+# the smallest change that counts, on a GPU node of our own and on a shared runner
+DELTAS: Mapping[str, float] = {"cuda": 0.05, "cpu": 0.10}
 MAX_DELTA = 0.15
 GATEABLE_SHARE = 0.8
 MANY_PAIRS = 1000

@@ -48,10 +48,8 @@ ENVIRONMENT = {
     "OMPI_MCA_btl": "^ofi",  # if its network is missing, it sleeps for a second in MPI_Init
     "MPIR_CVAR_POLLS_BEFORE_YIELD": "1",
 }
-SESSION_DIR, SESSION_DIR_HERE = (
-    "PRTE_MCA_prte_tmpdir_base",
-    "PRTE_MCA_prte_local_tmpdir_base",
-)  # folder of Open MPI's files; it refuses to start if both are set
+# folder of Open MPI's files; it refuses to start if both are set
+SESSION_DIR, SESSION_DIR_HERE = ("PRTE_MCA_prte_tmpdir_base", "PRTE_MCA_prte_local_tmpdir_base")
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
@@ -274,9 +272,8 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "sp-core run") -
     parser.add_argument("--mpi-args", default="", help="more arguments for mpiexec, in one string")
     parser.add_argument("command", nargs="+", help="after --: what each rank runs")
     options = parser.parse_args(arguments)
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-    )  # let `run` end the ranks, too
+    # let `run` end the ranks, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         return run(
             options.ranks,

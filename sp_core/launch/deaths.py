@@ -26,9 +26,8 @@ KILLED_BY_MPIEXEC = ("SIGKILL", "SIGTERM", "not known")
 ATTEMPTS, RETRY_SECONDS, WRITE_SECONDS = 5, 0.01, 0.3
 _INFO = struct.Struct("<Q52xi")  # struct pidfd_info: mask, fields that are not used here, exit_code
 _INFO_EXIT = 1 << 3
-_GET_INFO = (
-    (3 << 30) | (_INFO.size << 16) | (0xFF << 8) | 11
-)  # _IOWR(PIDFS_IOCTL_MAGIC, 11, struct pidfd_info)
+# _IOWR(PIDFS_IOCTL_MAGIC, 11, struct pidfd_info)
+_GET_INFO = (3 << 30) | (_INFO.size << 16) | (0xFF << 8) | 11
 
 
 class Deaths:
@@ -82,9 +81,8 @@ class Deaths:
             pid, end = self._watched.get(rank, (0, -1))
             if fd == end:
                 self.dead[rank] = _cause(pid, fd)
-        self._ended |= {
-            rank: None for rank in self.dead if rank not in self._ended
-        }  # ranks that opened no pipe
+        # ranks that opened no pipe
+        self._ended |= {rank: None for rank in self.dead if rank not in self._ended}
 
     def _watch(self, rank: int, pid: int) -> None:
         try:
@@ -248,9 +246,8 @@ def _cause(pid: int, fd: int) -> str:
         if status is not None:
             code = os.waitstatus_to_exitcode(status)
             return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        time.sleep(
-            RETRY_SECONDS
-        )  # between reaping and the write to pidfs the kernel knows neither status
+        # between reaping and the write to pidfs the kernel knows neither status
+        time.sleep(RETRY_SECONDS)
     return "its exit code is not known here, mpiexec may say it above"
 
 

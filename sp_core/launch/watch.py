@@ -71,14 +71,12 @@ class Watch:
             self.hang = self.stack = os.dup(2)
         self.enable()
         faulthandler.register(signal.SIGTERM, self.stack, all_threads=True, chain=True)
-        signal.signal(
-            signal.SIGUSR1, signal.SIG_IGN
-        )  # in effect once faulthandler has ended, so in MPI_Finalize
+        # in effect once faulthandler has ended, so in MPI_Finalize
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         faulthandler.register(signal.SIGUSR1, self.stack, all_threads=True, chain=False)
         hold_life(self.directory, rank)
-        file_of(self.directory, rank, "pid").write_text(
-            str(os.getpid())
-        )  # last: the launcher may send a signal from now on
+        # last: the launcher may send a signal from now on
+        file_of(self.directory, rank, "pid").write_text(str(os.getpid()))
 
     def enable(self) -> None:
         """Let faulthandler write to the stack file if a signal such as SIGSEGV ends the process."""

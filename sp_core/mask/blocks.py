@@ -24,13 +24,10 @@ Kind = Literal["full", "causal", "partial"]
 FAR = 1 << 100  # stands for no limit: greater than any difference of positions times any step
 FAR64 = 1 << 62  # stands for no limit in int64: the sum with a position does not overflow
 CHUNK = 128  # blocks of at most this many queries and keys: visible pairs are counted one by one
-TILE = (
-    48,
-    256,
-)  # limits of a window tile's queries: few need many calls, many compute many hidden pairs
-ALIGNED = (
-    16  # a tile's number of keys is a multiple of this: with one less, kernels are a sixth slower
-)
+# limits of a window tile's queries: few need many calls, many compute many hidden pairs
+TILE = (48, 256)
+# a tile's number of keys is a multiple of this: with one less, kernels are a sixth slower
+ALIGNED = 16
 
 
 class Block(NamedTuple):

@@ -306,9 +306,8 @@ def _two_shot(t: Operation, slot: int, chunk: range) -> tuple[Stage, ...]:
     where = room
     if t.resident and t.in_place:  # the others read the sum at its final place
         where = [out(part) for part in here]
-        total = (
-            (Combine(out(mine), addends),) if t.rank < 2 else total
-        )  # the first two addends may be overwritten by their sum
+        # the first two addends may be overwritten by their sum
+        total = (Combine(out(mine), addends),) if t.rank < 2 else total
     read = tuple(copy(replace(where[rank], rank=rank), out(here[rank])) for rank in _others(t))
     return (total, read) if t.resident else (write, total, read)
 

@@ -44,9 +44,8 @@ class Ranks:
     def __init__(self, config: pytest.Config, session: Session) -> None:
         import mpi4py
 
-        mpi4py.rc.fast_reduce = (
-            False  # the shortcut duplicates a communicator while it holds Python's global lock
-        )
+        # the shortcut duplicates a communicator while it holds Python's global lock
+        mpi4py.rc.fast_reduce = False
         from mpi4py import MPI
 
         requests.install()  # before any test imports a class from mpi4py
@@ -81,17 +80,15 @@ class Ranks:
         self.control = session.control = MpiCarrier(world.Dup())
 
     def _usage(self, text: str) -> NoReturn:
-        raise pytest.UsageError(
-            *([] if self.rank else [text])
-        )  # every rank raises, and only rank 0 prints the text
+        # every rank raises, and only rank 0 prints the text
+        raise pytest.UsageError(*([] if self.rank else [text]))
 
     def _be_quiet(self) -> None:
         """Stop pytest on this rank from writing to the terminal and to result files."""
         option = self.config.option
         vars(option).update(dict.fromkeys(_RESULT_FILES & vars(option).keys()))
-        option.basetemp = str(
-            self._watch.directory / f"tmp-rank{self.rank}"
-        )  # pytest clears it at the start, also while other ranks use it
+        # pytest clears it at the start, also while other ranks use it
+        option.basetemp = str(self._watch.directory / f"tmp-rank{self.rank}")
         sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115  until the terminal reporter has taken it
 
     @pytest.hookimpl(tryfirst=True)
@@ -225,9 +222,8 @@ class Ranks:
         try:
             mine = int(session.exitstatus), self._session.tally.ratios, self._session.notes
             everyone = [] if self._lost else self._everyone("the end of the session", mine)
-        except (
-            pytest.exit.Exception
-        ) as lost:  # raised here, it would keep other plugins from writing their files
+        # raised here, it would keep other plugins from writing their files
+        except pytest.exit.Exception as lost:
             everyone = []
             if self.rank == 0:
                 print(lost, file=sys.__stderr__)

@@ -170,9 +170,8 @@ class CheckedComm(Messages):
         made = self._enter(
             Call(name, (text,), text=text), lambda: getattr(self._raw, name)(*args, **given)
         )
-        if name.startswith(
-            "Idup"
-        ):  # the communicator may be used only when the request is complete
+        # the communicator may be used only when the request is complete
+        if name.startswith("Idup"):
             made[1].Wait()
             return self._adopted(made[0], self.children), made[1]
         return self._adopted(made, self.children)
@@ -207,9 +206,8 @@ class CheckedComm(Messages):
 
         Every rank calls this.
         """
-        from sp_core.transport.host import (
-            MpiCounter,
-        )  # this imports torch, which other projects may lack
+        # this imports torch, which other projects may lack
+        from sp_core.transport.host import MpiCounter
 
         self._enter(Call("make_counter"))
         return MpiCounter(self._raw)

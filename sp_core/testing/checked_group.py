@@ -17,9 +17,8 @@ from sp_core.testing.lockstep import Beginning, Call, Lockstep, Message
 from sp_core.testing.outcome import capture, raise_for_peers
 from sp_core.transport.groups import communicator_of
 
-_gather = getattr(
-    dist, "all_gather_single", dist.all_gather_into_tensor
-)  # torch 2.13 warns of the older names
+# torch 2.13 warns of the older names
+_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 

@@ -224,9 +224,8 @@ class Messages(LockstepComm):
         sent = []
         for dest, ends in enumerate(awaited):
             mine = [tag for source, _, tag in ends if self.rank == (dest if source < 0 else source)]
-            sent += [
-                self._raw.Isend(b"", dest, max(tag, 0)) for tag in mine for _ in ends
-            ]  # a receive from any source may take a message meant for another receive
+            # a receive from any source may take a message meant for another receive
+            sent += [self._raw.Isend(b"", dest, max(tag, 0)) for tag in mine for _ in ends]
         requests = [(transfer.request, transfer.takes) for transfer in self._requests]
         for transfer in [*self._requests]:
             transfer.end(None)  # from now on mpi4py alone completes it

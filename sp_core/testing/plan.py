@@ -192,9 +192,8 @@ def _decorated(
     seed = session.current.seed
     own = profiles.chosen(spec.marks.get(_SETTINGS), max_examples, seeded=seed is not None)
     if seed is not None and copied.get(_SEED) is None:
-        driver = hypothesis.seed(f"{seed} {spec.test_id.rpartition('::')[2]}")(
-            driver
-        )  # each test draws different examples
+        # each test draws different examples
+        driver = hypothesis.seed(f"{seed} {spec.test_id.rpartition('::')[2]}")(driver)
     test = hypothesis.given(**strategies)(own(driver))
     vars(test).update(copied)
     return test

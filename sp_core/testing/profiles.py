@@ -22,11 +22,8 @@ SUPPRESSED = (
 _OWN: dict[str, dict[str, Any]] = {
     "pr": {"derandomize": True, "max_examples": 60, "database": None},
     "quick": {"derandomize": True, "max_examples": 25, "database": None},
-    "brief": {
-        "derandomize": True,
-        "max_examples": 6,
-        "database": None,
-    },  # brief and soak also reduce a number that a test itself names
+    # brief and soak also reduce a number that a test itself names
+    "brief": {"derandomize": True, "max_examples": 6, "database": None},
     "soak": {"derandomize": False, "max_examples": 3, "database": None},
     "explore": {"derandomize": False, "max_examples": int(os.environ.get("SP_EXAMPLES", "5000"))},
 }

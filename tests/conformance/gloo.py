@@ -23,9 +23,8 @@ class Gloo:
 
     def __init__(self, folder: Path, comm: Any, patience: float, backend: str = "gloo") -> None:
         if Path("/sys/class/net/lo").exists():
-            os.environ.setdefault(
-                "GLOO_SOCKET_IFNAME", "lo"
-            )  # otherwise gloo looks up the host name, which containers may not know
+            # otherwise gloo looks up the host name, which containers may not know
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self._folder, self._made, self._patience = folder, 0, timedelta(seconds=patience)
         self._backend = backend
         self._prepare: Callable[[Any], None] = lambda comm: None

@@ -124,9 +124,8 @@ def balanced(drawn: Values) -> Call:
         assert max(loads) - min(loads) <= heaviest
         assert max(found.lengths) - min(found.lengths) <= length
         first = drawn | {"start": 0}
-        at_0 = sp.Sharding.balanced(
-            **given | {"start": 0, "mask": masks(first)[drawn["mask"]]}  # the same documents
-        )
+        # the same documents
+        at_0 = sp.Sharding.balanced(**given | {"start": 0, "mask": masks(first)[drawn["mask"]]})
         assert owned == [(at_0.positions(r) + tokens.start).tolist() for r in range(at_0.size)]
 
     return Call(sp.Sharding.balanced, given, judge)

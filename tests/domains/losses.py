@@ -58,9 +58,8 @@ def expected(logits: Tensor, labels: Tensor, count: int | None = None) -> Expect
         ((total.log() - picked) * weight).sum(),
         ((1 + total.log() + picked.abs()) * weight).sum(),
     )
-    tiny = torch.finfo(
-        logits.dtype
-    ).tiny  # below it neither a p nor a gradient has relative precision
+    # below it neither a p nor a gradient has relative precision
+    tiny = torch.finfo(logits.dtype).tiny
     return Expected(
         loss,
         loss_scale,

@@ -285,11 +285,8 @@ def measure(kind: str, rank: Rank) -> dict[str, Any]:
 
 
 FITTED = (*measuring.SIZES, 4**14)  # 64 bytes to 256 MiB, each four times the one before
-JUDGED = (
-    *(2**place for place in range(6, 25)),
-    4**13,
-    4**14,
-)  # up to 16 MiB also the sizes between, at which nothing was fitted
+# up to 16 MiB also the sizes between, at which nothing was fitted
+JUDGED = (*(2**place for place in range(6, 25)), 4**13, 4**14)
 CHOICE_SECONDS, CHOICE_ROUNDS = 0.08, 6
 """Seconds for each size and collective; and the least number of rounds, which may need more."""
 
