@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import random
+import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from studies.commands import outside, printed
 
-from sp_core.launch import command as command_module, watch as watch_module
-from sp_core.launch.command import SESSION_DIR, SESSION_DIR_HERE, environment
-from sp_core.launch.deaths import Deaths, mpi_file
+from sp_core.launch import command as command_module, deaths as deaths_module, watch as watch_module
+from sp_core.launch.command import SESSION_DIR, SESSION_DIR_HERE, Launch, environment
+from sp_core.launch.deaths import Deaths, innermost, mpi_file, shared_files, shortened
 from sp_core.launch.watch import file_of, hold_life
 
 RANKS = 4
@@ -82,6 +87,122 @@ def test_of_those_that_were_gone_before_they_were_seen_it_says_that_it_knows_not
     assert not watch.failed()
     file_of(tmp_path, 1, "place").write_bytes(b"raised KeyError('x')\0")
     assert watch.failed()
+
+
+def wait_for(is_so: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_living_rank_writes_its_stacks_and_a_stopped_one_is_ended(
+    tmp_path: Path, watch: Deaths, monkeypatch: pytest.MonkeyPatch, *, stopped: bool
+) -> None:
+    monkeypatch.setattr(deaths_module, "DUMP_SECONDS", 0.4)
+    program = "import time; from sp_core.launch import watch; watch.start(2); time.sleep(60)"
+    rank = subprocess.Popen([sys.executable, "-c", program], env=outside(SP_RUN_DIR=str(tmp_path)))
+    try:
+        wait_for(lambda: watch.alive())
+        if stopped:
+            rank.send_signal(signal.SIGSTOP)
+            wait_for(lambda: deaths_module.stat(rank.pid)[0] == "T")
+        watch.dump()
+        assert 'File "<string>", line 1 in <module>' in watch.story(2)
+        if stopped:
+            assert rank.wait(10) == -signal.SIGTERM
+            assert watch.suspects() == ["rank 2 is stopped by a signal"]
+        else:
+            assert watch.alive() == {2: rank.pid}
+    finally:
+        end([rank])
+
+
+@pytest.mark.parametrize(
+    ("reason", "code", "dumps"),
+    [("", None, 0), ("", 0, 0), ("a rank died", None, 1), ("a rank died", 1, 0)],
+)
+def test_stacks_are_written_if_a_launch_that_runs_must_be_ended(
+    reason: str, code: int | None, dumps: int
+) -> None:
+    process = SimpleNamespace(pid=os.getpid(), poll=lambda: code)
+    launch = Mock(process=process, _reason=lambda: reason, _next_search=float("inf"))
+    assert Launch.trouble(launch, 0.0) == reason
+    assert launch.deaths.dump.call_count == dumps
+
+
+LIBRARY, KIT = watch_module.LIBRARY / "mesh.py", watch_module.KIT[0] + "watch.py"
+FRAMES = {
+    "kit": f'  File "{KIT}", line 3 in here',
+    "library": f'  File "{LIBRARY}", line 2 in mesh',
+    "test": '  File "/some/test.py", line 5 in test',
+    "foreign": f'  File "{os.__file__}", line 1 in run',
+}
+
+
+@pytest.mark.parametrize(
+    ("inner_first", "shown", "place"),
+    [
+        ("kit library test foreign kit", "library test", ""),
+        ("library kit test test foreign", "library test test", "library"),
+        ("foreign test library foreign", "foreign test library", "test"),
+        ("foreign kit", "foreign kit", ""),
+    ],
+)
+def test_stacks_are_shown_from_the_test_on_and_without_the_kit(
+    inner_first: str, shown: str, place: str
+) -> None:
+    head = "Thread 1 (most recent call first):"
+    stacks = "\n".join([head, *map(FRAMES.__getitem__, inner_first.split())])
+    assert shortened(stacks).splitlines() == [head, *map(FRAMES.__getitem__, shown.split())]
+    assert innermost(stacks) == FRAMES.get(place, "").strip()
+
+
+def test_files_in_shared_memory_that_a_process_has_mapped_are_found() -> None:
+    path = Path(f"/dev/shm/mpich_shm_{os.getpid()}")
+    try:
+        with path.open("w+b") as file:
+            file.truncate(mmap.PAGESIZE)
+            with mmap.mmap(file.fileno(), mmap.PAGESIZE):
+                assert path in shared_files(os.getpid())
+        assert path not in shared_files(os.getpid())
+    finally:
+        path.unlink()
+
+
+def test_the_example_under_way_replaces_a_longer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "flying"
+    with path.open("w") as file:
+        monkeypatch.setattr(watch_module, "_watch", SimpleNamespace(flying=file.fileno()))
+        for text in ("a long example", "short", ""):
+            watch_module.in_flight(text)
+            assert path.read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("code", "has_mpi", "is_session", "aborts"),
+    [(3, True, False, [3]), (0, True, False, []), (3, False, False, []), (3, True, True, [])],
+)
+def test_an_exit_aborts_all_ranks_of_a_program_that_has_failed(
+    code: int,
+    aborts: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    has_mpi: bool,
+    is_session: bool,
+) -> None:
+    codes: list[int] = []
+    mpi = SimpleNamespace(_set_abort_status=codes.append) if has_mpi else None
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", mpi)
+    monkeypatch.setenv(watch_module.RUN_DIR, str(tmp_path))
+    if is_session:
+        (tmp_path / watch_module.STARTED).touch()
+    watch_module.abort_at_exit(code)
+    assert codes == aborts
 
 
 @pytest.mark.parametrize(
@@ -156,16 +277,22 @@ def test_python_programs_are_watched(command: str, expected: str) -> None:
     assert command_module.watched(command.split()) == words
 
 
-@pytest.mark.parametrize(("given", "code"), [("0", 0), ("None", 0), ("3", 3), ("'text'", 1)])
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        *(("sys.exit(0)", 0), ("sys.exit(None)", 0), ("sys.exit(3)", 3), ("sys.exit('text')", 1)),
+        *(("{}['key']", 1), ("raise KeyboardInterrupt", 1)),
+    ],
+)
 def test_a_program_ends_all_ranks_with_its_own_exit_code(
-    given: str, code: int, monkeypatch: pytest.MonkeyPatch
+    ending: str, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     codes: list[int] = []
     monkeypatch.setattr(watch_module, "abort_at_exit", codes.append)
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", [*sys.path])
-    with pytest.raises(SystemExit):
-        watch_module.run_program(["-c", f"import sys; sys.exit({given})"])
+    with pytest.raises((SystemExit, KeyError, KeyboardInterrupt)):
+        watch_module.run_program(["-c", f"import sys; {ending}"])
     assert codes == [code]
 
 
