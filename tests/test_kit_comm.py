@@ -110,6 +110,8 @@ def test_objects(comm: Any) -> None:
         "reduce": comm.reduce([rank], root=last),
         "scan": comm.scan([rank]),
         "exscan": comm.exscan([rank]),
+        "least": [comm.allreduce(-rank, MPI.MIN), comm.reduce(-rank, MPI.MIN, last)],
+        "least so far": [comm.scan(-rank, MPI.MIN), comm.exscan(-rank, MPI.MIN)],
         "barrier": comm.barrier(),
     }
     assert found == {
@@ -122,6 +124,8 @@ def test_objects(comm: Any) -> None:
         "reduce": everyone if is_last else None,
         "scan": everyone[: rank + 1],
         "exscan": everyone[:rank] or None,
+        "least": [-last, -last if is_last else None],
+        "least so far": [-rank, 1 - rank if rank else None],
         "barrier": None,
     }
 

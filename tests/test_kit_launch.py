@@ -86,6 +86,7 @@ def test_one_report_one_result_file_one_exit_code(tmp_path: Path) -> None:
         "rank 0: passed, rank 1: skipped, rank 2: passed",
         "rank 0: xpassed, rank 1: xfailed, rank 2: xpassed",
         "worst error over bound: 0.5 in of the session",
+        "worst error over bound: 0.25 in of one rank",
     )
     assert [said for said in wanted_texts if said not in text] == []
     assert "LookupError" not in text

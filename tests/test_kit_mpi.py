@@ -56,6 +56,28 @@ def neighbours(comm: Any) -> object:
     return found, everyone
 
 
+def at_the_ends(comm: Any) -> object:
+    """Gather from both neighbours on a line, at whose ends there is none."""
+    line, into = comm.Create_cart([2], [False]), np.full(4, -1.0)
+    line.Neighbor_allgather(numbers(comm, 2), into)
+    line.Free()
+    return into.tolist()
+
+
+def probed(comm: Any) -> object:
+    """Receive messages, of numbers and of objects, that a probe has found."""
+    into, peer = np.zeros(8), 1 - comm.rank
+    request = comm.Isend(numbers(comm), peer, 1)
+    comm.Mprobe(peer, 1).Recv(into)
+    request.Wait()
+    request = comm.isend({"rank": comm.rank}, peer, 2)
+    while (message := comm.improbe(peer, 2)) is None:
+        pass
+    found = message.recv()
+    request.wait()
+    return into.tolist(), found
+
+
 def duplicated(comm: Any) -> object:
     """Use a duplicate that was made without blocking."""
     twin, request = comm.Idup()
@@ -110,7 +132,8 @@ def persistent(comm: Any) -> object:
 
 
 CALLS = (
-    *(replaced, with_gaps, statuses, neighbours, duplicated, smaller, gathered, freed, persistent),
+    *(replaced, with_gaps, statuses, neighbours, at_the_ends, probed, duplicated),
+    *(smaller, gathered, freed, persistent),
 )
 
 
@@ -118,6 +141,13 @@ CALLS = (
 @spmd(2)
 def test_a_call_does_what_it_does_in_mpi4py(comm: Any, call: Callable[[Any], object]) -> None:
     assert call(comm) == call(getattr(comm, "_raw", comm))  # some examples are without checks
+
+
+@spmd(2)
+def test_each_part_of_a_communicator_has_a_name_of_its_own(comm: Any) -> None:
+    half = comm.Split(comm.rank)
+    assert len({*comm.allgather(repr(half))}) == 2
+    half.Free()
 
 
 @spmd(2)

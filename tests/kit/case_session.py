@@ -56,4 +56,5 @@ def test_skips_everywhere() -> None:
 
 
 def test_passes() -> None:
-    """Pass on every rank after the failures above."""
+    """Pass on every rank after the failures above, each with its own ratio of error to bound."""
+    record_ratio("of one rank", 0.125 * RANK)
