@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import time
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from kit.failing import assert_told, failure_of
 from mpi4py import MPI
 
+from sp_core import progress
 from sp_core.errors import RankError
 from sp_core.testing import ThreadComm, given, spmd
 from sp_core.testing.comm import LockstepComm
@@ -128,6 +130,14 @@ def test_objects(comm: Any) -> None:
         "least so far": [-rank, 1 - rank if rank else None],
         "barrier": None,
     }
+
+
+@spmd(2)
+def test_an_agreement_that_nobody_waits_for_may_be_incomplete_at_the_end(comm: Any) -> None:
+    """The next example is not disturbed by it."""
+    request = comm.Iallgather(np.zeros(1), np.zeros(2))
+    kept = SimpleNamespace(requests=[request], test=lambda: True)
+    progress.of_this_rank().keep([kept])
 
 
 @given(

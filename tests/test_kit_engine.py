@@ -6,8 +6,11 @@ On ranks other than 0 the text of a failure has one line.
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock, call
 
+import hypothesis
 import pytest
 from hypothesis import HealthCheck, assume, example, settings, strategies as st
 from hypothesis.errors import FailedHealthCheck, Unsatisfiable
@@ -126,6 +129,33 @@ def test_events_targets_and_notes_may_come_from_any_rank() -> None:
     assert_told(failure_of(body), *said)
 
 
+@pytest.mark.parametrize("of_kit", [True, False])
+def test_what_is_said_in_a_test_reaches_hypothesis(
+    monkeypatch: pytest.MonkeyPatch, *, of_kit: bool
+) -> None:
+    """What ranks say is handed over once, and of their targets the largest."""
+    said = {name: Mock() for name in ("event", "target", "note")}
+    for name, told in said.items():
+        monkeypatch.setattr(hypothesis, name, told)
+
+    def body(comm: Any) -> None:
+        event("rank", str(comm.rank))
+        target(7.0 * comm.rank, label="n")
+        note("said by all")
+
+    if of_kit:
+        given(nprocs=st.just(2), max_examples=1)(body)()
+    else:
+        one = settings(max_examples=1, database=None)
+        one(hypothesis.given(st.just(SimpleNamespace(rank=1)))(body))()
+    if leads() or not of_kit:
+        assert said["event"].call_args_list[-2 * of_kit :] == [
+            call("rank", str(rank)) for rank in range(1 - of_kit, 2)
+        ]
+        said["target"].assert_called_with(7.0, label="n")
+        assert said["note"].call_args_list == [call("said by all")] * said["target"].call_count
+
+
 def test_features_are_counted_once_for_each_example() -> None:
     @given(nprocs=st.just(2), n=st.integers(0, 5), max_examples=60)
     def body(comm: Any, n: int) -> None:
@@ -149,6 +179,7 @@ def test_counts_of_two_processes_add_up() -> None:
             tally.count(place, remarks | ratios)
     parts[0].merge(parts[1])
     assert whole.features == {"a": 2, "b": 1}
+    assert whole.sizes == {0: 1, 1: 1, 2: 1}
     assert math.isnan(whole.ratios.pop("in"))
     assert math.isnan(parts[0].ratios.pop("in"))
     assert whole.ratios == {"out": 0.2}
@@ -166,6 +197,14 @@ def test_a_profile_with_more_examples_than_usual_has_more_of_each_test(
     assert [number(*each) for each in wanted] == [60, 30, 30, 6, 3, 3]
     most = number("explore", None)
     assert number("explore", 30) == max(30, 30 * most // 60)
+
+
+@pytest.mark.parametrize("profile", ["pr", "explore"])
+def test_only_examples_that_differ_in_every_run_are_kept_in_the_database(
+    profile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiles, "name", lambda: profile)
+    assert (profiles.chosen(None).database is None) == (profile == "pr")
 
 
 @pytest.mark.parametrize("replay", [False, True])

@@ -5,6 +5,7 @@ A launch makes one report for all ranks, and ends in bounded time whatever happe
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -67,7 +68,8 @@ def pytest_here(
 
 @pytest.mark.every_mpi
 def test_one_report_one_result_file_one_exit_code(tmp_path: Path) -> None:
-    files = f"--junitxml={tmp_path / 'junit.xml'}", f"--basetemp={tmp_path / 'base'}"
+    cache = "-o", f"cache_dir={tmp_path / 'cache'}"
+    files = f"--junitxml={tmp_path / 'junit.xml'}", f"--basetemp={tmp_path / 'base'}", *cache
     code, text = launched(3, *PYTEST, "--with-mpi", "-q", *files, "case_session.py")
     assert code == 1, text
     assert "the launch was ended" not in text
@@ -90,6 +92,8 @@ def test_one_report_one_result_file_one_exit_code(tmp_path: Path) -> None:
     )
     assert [said for said in wanted_texts if said not in text] == []
     assert "LookupError" not in text
+    failed = json.loads((tmp_path / "cache" / "v" / "cache" / "lastfailed").read_text())
+    assert len(failed) == 5
     counted = (
         r"mpi: 2 tests, \d+ examples \(\+ 3 raw\); examples by ranks \{1: \d+, 2: \d+, 3: \d+\}"
     )
@@ -132,6 +136,19 @@ def test_ranks_that_collect_different_tests_are_refused() -> None:
     assert code == 4, text
     said = "the ranks collected different tests, or in another order:\n  not on all ranks, but on"
     assert text.count(f"{said} rank 1: ") == 1, text
+
+
+def test_ranks_of_which_one_ends_its_session_early_all_end() -> None:
+    code, text = launched(2, *PYTEST, "--with-mpi", "case_small.py", timeout=20, CASE_ENDS="0")
+    assert code == 3, text
+    assert "the launch was ended" not in text
+    head, zero, one = (
+        "the ranks are at different points of the session:",
+        "rank 0 is at",
+        "rank 1 is at",
+    )
+    test = "tests/kit/case_small.py::test_ordinary setup"
+    assert f"{head}\n  {zero} the end of the session\n  {one} {test}\n" in text
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,33 @@ def probed(comm: Any) -> object:
     return into.tolist(), found
 
 
+def by_addresses(comm: Any) -> object:
+    """Exchange numbers by a datatype that holds their address, so that there is no buffer."""
+    out, into, peer = numbers(comm), np.zeros(8), 1 - comm.rank
+    at = [
+        MPI.Datatype.Create_struct([8], [MPI.Get_address(x)], [MPI.DOUBLE]).Commit()
+        for x in (out, into)
+    ]
+    comm.Sendrecv([MPI.BOTTOM, 1, at[0]], peer, 0, [MPI.BOTTOM, 1, at[1]], peer, 0)
+    comm.Sendrecv([None, 0, at[0]], peer, 0, [None, 0, at[1]], peer, 0)
+    for datatype in at:
+        datatype.Free()
+    return into.tolist()
+
+
+def any_object(comm: Any) -> object:
+    """Receive objects by waits for one of several requests, and for some of them."""
+    peer, found = 1 - comm.rank, []
+    sends = [comm.isend((comm.rank, tag), peer, tag) for tag in range(3)]
+    receives = [comm.irecv(source=peer, tag=tag) for tag in range(3)]
+    found.append(MPI.Request.waitany(receives[:1]))
+    found.append(MPI.Request.waitsome(receives[1:2]))
+    while not (tested := MPI.Request.testany(receives[2:]))[1]:
+        pass
+    MPI.Request.waitall(sends)
+    return *found, tested
+
+
 def duplicated(comm: Any) -> object:
     """Use a duplicate that was made without blocking."""
     twin, request = comm.Idup()
@@ -132,7 +159,8 @@ def persistent(comm: Any) -> object:
 
 
 CALLS = (
-    *(replaced, with_gaps, statuses, neighbours, at_the_ends, probed, duplicated),
+    *(replaced, with_gaps, by_addresses, statuses, probed, any_object),
+    *(neighbours, at_the_ends, duplicated),
     *(smaller, gathered, freed, persistent),
 )
 

@@ -53,6 +53,17 @@ def test_reductions_add_in_rank_order() -> None:
     assert run_threads(4, body) == [((1.0 + 1e16) - 1e16) + 3.0] * 4
 
 
+def test_a_reduction_that_is_scattered_unevenly_needs_counts() -> None:
+    """mpi4py exchanges the counts if none are given; ranks that are threads do not."""
+
+    def body(comm: Any, counts: list[int] | None) -> None:
+        comm.Reduce_scatter(np.ones(4), np.empty(1 + 2 * comm.rank), counts)
+
+    run_threads(2, lambda comm: body(comm, [1, 3]))
+    with pytest.raises(RankFailure, match=r"4 elements are not \[1, 1\]"):
+        run_threads(2, lambda comm: body(comm, None))
+
+
 def ring(comm: Any, meddle: str) -> float:
     """Pass a number to the next rank in a ring; `meddle` names a buffer to touch too early."""
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
