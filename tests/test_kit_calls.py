@@ -194,6 +194,7 @@ BOTH = ("rank 0: ", "rank 1: ", "test_kit_calls.py:")
 STUCK = "every rank waits and none can go on"
 TOO_LONG = "the ranks' sizes differ, or messages of one tag came in another order"
 NOT_AS_SENT = "not every message sent has been received as it was sent"
+INCOMPLETE = "before these were found complete by Test or Wait, or freed: a message to nobody on"
 MESSAGES_THAT_DIFFER: dict[str, tuple[str, Call, Call]] = {
     "nobody sends": (STUCK, lambda c: c.Recv(sent(), 1), lambda c: None),
     "nobody receives": (STUCK, lambda c: c.Send(sent(), 1), lambda c: None),
@@ -226,6 +227,17 @@ ON_PROCESSES: dict[str, tuple[str, Call, Call]] = {
     "numbers with gaps": (
         NOT_AS_SENT,
         lambda c: c.Send([sent(4), 1, MPI.DOUBLE.Create_vector(2, 1, 2).Commit()], 1),
+        lambda c: c.Recv(sent(2, "i8"), 0),
+    ),
+    "a message from nobody": (
+        INCOMPLETE,
+        lambda c: c.Irecv(sent(), MPI.PROC_NULL),
+        lambda c: None,
+    ),
+    "a message to nobody": (INCOMPLETE, lambda c: c.Isend(sent(), MPI.PROC_NULL), lambda c: None),
+    "no numbers of another datatype": (
+        NOT_AS_SENT,
+        lambda c: c.Send([None, 0, MPI.DOUBLE], 1),
         lambda c: c.Recv(sent(2, "i8"), 0),
     ),
     "two of a tag and one of another": (
@@ -330,6 +342,7 @@ WRONG: dict[str, tuple[str, Call]] = {
     ),
     "strides": ("is not contiguous", lambda c: c.Allreduce(sent(4)[::2], sent())),
     "aliasing": ("share memory", lambda c: c.Allreduce(*[sent()] * 2)),
+    "nothing to gather": ("needs a datatype, got None alone", lambda c: c.Gather(None, sent(4))),
     "no such root": ("root 2 is not one of the 2 ranks", lambda c: c.Bcast(sent(), 2)),
     "no such rank": (
         "rank 5 is not one of the 2 ranks",
@@ -360,7 +373,7 @@ def test_calls_in_which_ranks_differ_are_reported_on_all(case: str) -> None:
 def test_a_rank_that_contradicts_itself_is_told_so_and_the_others_are_woken(case: str) -> None:
     said, wrong = WRONG[case]
     text = as_two(lambda c: c.Barrier(), wrong)
-    assert text.startswith(("RankFailure[ValueError", "RankFailure[RootError"))
+    assert text.startswith(tuple(f"RankFailure[{kind}Error" for kind in ("Value", "Type", "Root")))
     assert_told(text, said, "rank 0: stopped: PeerFailed")
 
 

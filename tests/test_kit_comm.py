@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import time
 from copy import deepcopy
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 from kit.failing import assert_told, failure_of
 from mpi4py import MPI
 
-from sp_core import progress
 from sp_core.errors import RankError
 from sp_core.testing import ThreadComm, given, spmd
 from sp_core.testing.comm import LockstepComm
@@ -132,12 +130,15 @@ def test_objects(comm: Any) -> None:
     }
 
 
-@spmd(2)
-def test_an_agreement_that_nobody_waits_for_may_be_incomplete_at_the_end(comm: Any) -> None:
-    """The next example is not disturbed by it."""
-    request = comm.Iallgather(np.zeros(1), np.zeros(2))
-    kept = SimpleNamespace(requests=[request], test=lambda: True)
-    progress.of_this_rank().keep([kept])
+@pytest.mark.parametrize("derived", [False, True])
+@spmd()
+def test_a_buffer_may_come_with_its_datatype(comm: Any, *, derived: bool) -> None:
+    pair = MPI.DOUBLE.Create_contiguous(2).Commit()
+    count, datatype = (1, pair) if derived else (2, MPI.DOUBLE)
+    into = np.zeros((comm.size, 2))
+    comm.Allgather([values(comm.rank, 2), datatype], [into, count, datatype])
+    np.testing.assert_array_equal(into, [values(rank, 2) for rank in range(comm.size)])
+    pair.Free()
 
 
 @given(

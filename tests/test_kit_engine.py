@@ -17,6 +17,7 @@ from hypothesis.errors import FailedHealthCheck, Unsatisfiable
 from kit.failing import SEARCH, assert_told, failure_of, leads
 from oracle.ways import offered
 
+from sp_core.launch import watch
 from sp_core.testing import (
     event,
     features,
@@ -216,12 +217,36 @@ def test_raw_replay_finds_what_the_checks_hide(
     def body(comm: Any, n: int) -> None:
         assert isinstance(comm, LockstepComm) or comm.size < 2 or n < 3
 
+    told: list[str] = []
+    monkeypatch.setattr(watch, "in_flight", told.append)
     monkeypatch.setattr(session.current, "raw_replay", replay)
     if replay and tier() == "mpi":
         said = "raw replay: this example passes with checked communicators"
         assert said in failure_of(body)
+        assert any(text.startswith("raw replay of ") for text in told) == leads()
     else:
         body()
+
+
+@pytest.mark.mpi  # ranks that are threads are always checked
+def test_a_message_left_by_a_raw_example_does_not_reach_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @spmd(2)
+    def leaves(comm: Any) -> None:
+        is_checked = isinstance(comm, LockstepComm)
+        if not is_checked:
+            comm.Isend(bytearray(1), 1 - comm.rank)
+        assert is_checked
+
+    @spmd(2)
+    def receives(comm: Any) -> None:
+        comm.barrier()
+        assert not comm.iprobe()
+
+    monkeypatch.setattr(session.current, "raw_replay", True)
+    assert "AssertionError" in failure_of(leaves)
+    receives()
 
 
 @pytest.mark.parametrize(

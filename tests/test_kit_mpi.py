@@ -24,10 +24,13 @@ def numbers(comm: Any, n: int = 8) -> np.ndarray[Any, Any]:
 
 
 def replaced(comm: Any) -> object:
-    """Replace a buffer by the other rank's."""
-    x = numbers(comm)
-    comm.Sendrecv_replace(x, 1 - comm.rank, 3, 1 - comm.rank, 3)
-    return x.tolist()
+    """Replace a buffer by the other rank's, also by calls that do not wait."""
+    x, into, peer = numbers(comm), np.zeros(8), 1 - comm.rank
+    comm.Sendrecv_replace(x, peer, 3, peer, 3)
+    first = x.tolist()
+    comm.Isendrecv(x, peer, 4, into, peer, 4).Wait()
+    comm.Isendrecv_replace(x, peer, 5, peer, 5).Wait()
+    return first, into.tolist(), x.tolist()
 
 
 def with_gaps(comm: Any) -> object:
@@ -44,7 +47,10 @@ def statuses(comm: Any) -> object:
     """Return source and length of a message, from the list of statuses of a wait."""
     into, peer, found = np.zeros(9), 1 - comm.rank, [MPI.Status(), MPI.Status()]
     MPI.Request.Waitall([comm.Irecv(into, peer), comm.Isend(numbers(comm), peer)], found)
-    return found[0].Get_source(), found[0].Get_count(MPI.DOUBLE), into.tolist()
+    request, done = comm.Isend(numbers(comm), peer), comm.Irecv(into, peer)
+    some = MPI.Request.Waitsome([done]), MPI.Request.Testsome([done])
+    request.Wait()
+    return found[0].Get_source(), found[0].Get_count(MPI.DOUBLE), into.tolist(), some
 
 
 def neighbours(comm: Any) -> object:
@@ -69,6 +75,7 @@ def probed(comm: Any) -> object:
     into, peer = np.zeros(8), 1 - comm.rank
     request = comm.Isend(numbers(comm), peer, 1)
     comm.Mprobe(peer, 1).Recv(into)
+    comm.Mprobe(MPI.PROC_NULL).Recv(into)
     request.Wait()
     request = comm.isend({"rank": comm.rank}, peer, 2)
     while (message := comm.improbe(peer, 2)) is None:
@@ -86,7 +93,6 @@ def by_addresses(comm: Any) -> object:
         for x in (out, into)
     ]
     comm.Sendrecv([MPI.BOTTOM, 1, at[0]], peer, 0, [MPI.BOTTOM, 1, at[1]], peer, 0)
-    comm.Sendrecv([None, 0, at[0]], peer, 0, [None, 0, at[1]], peer, 0)
     for datatype in at:
         datatype.Free()
     return into.tolist()
@@ -143,6 +149,14 @@ def freed(comm: Any) -> object:
     return found
 
 
+def cancelled(comm: Any) -> object:
+    """Cancel a receive."""
+    request, status = comm.Irecv(np.zeros(1)), MPI.Status()
+    request.Cancel()
+    request.Wait(status)
+    return status.Is_cancelled()
+
+
 def persistent(comm: Any) -> object:
     """Start a message twice, and never start another."""
     x, into, peer = numbers(comm), np.zeros(8), 1 - comm.rank
@@ -161,7 +175,7 @@ def persistent(comm: Any) -> object:
 CALLS = (
     *(replaced, with_gaps, by_addresses, statuses, probed, any_object),
     *(neighbours, at_the_ends, duplicated),
-    *(smaller, gathered, freed, persistent),
+    *(smaller, gathered, freed, cancelled, persistent),
 )
 
 

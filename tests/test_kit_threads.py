@@ -166,7 +166,7 @@ def test_ranks_that_end_and_wait_for_ever_are_told_so() -> None:
 
 def test_a_wait_looks_for_a_deadlock_only_once_it_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock advances by a second with each call, and the fifth poll ends the wait."""
-    clock = Mock(perf_counter=Mock(side_effect=range(99)))
+    clock = Mock(perf_counter=Mock(side_effect=range(5, 99)))
     monkeypatch.setattr(carriers, "time", clock)
     monkeypatch.setattr(carriers, "AFTER_SECONDS", 1.5)
     stuck, ready = Mock(), Mock(side_effect=[None, None, None, None, "ready"])
