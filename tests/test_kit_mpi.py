@@ -100,7 +100,8 @@ def by_addresses(comm: Any) -> object:
 
 def any_object(comm: Any) -> object:
     """Receive objects by waits for one of several requests, and for some of them."""
-    peer, found = 1 - comm.rank, []
+    peer = 1 - comm.rank
+    found: list[object] = []
     sends = [comm.isend((comm.rank, tag), peer, tag) for tag in range(3)]
     receives = [comm.irecv(source=peer, tag=tag) for tag in range(3)]
     found.append(MPI.Request.waitany(receives[:1]))
