@@ -48,11 +48,12 @@ Table = dict[str, Entry]
 
 def chosen(ranks: int) -> list[Case]:
     """Return the cases of the table for this number of ranks, all of small sizes."""
+    # the peak of those in a window depends on which rank is late
     attention = [
         case
         for case in bench_schemes.cases(ranks, shape=ATTENTION)
         if case.transport != bench_schemes.WINDOW
-    ]  # the peak of those in a window depends on which rank is late
+    ]
     both = [*attention, *bench_layers.cases(ranks, shape=BLOCK)]
     llama = bench_llama.cases(ranks, shape=MODEL)
     return [

@@ -143,9 +143,9 @@ def test_a_nan_that_is_seen_may_spread_inside_its_block_and_not_beyond() -> None
 
 def test_a_second_derivative_is_refused_and_not_wrong() -> None:
     q = torch.randn(1, 3, 1, 2, requires_grad=True)
-    (dq,) = torch.autograd.grad(
-        cast("Tensor", local_attention(q, q, q)).sum(), q, create_graph=True
-    )  # also if the gradient of out is constant
+    # also if the gradient of out is constant
+    total = cast("Tensor", local_attention(q, q, q)).sum()
+    (dq,) = torch.autograd.grad(total, q, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiable once"):
         dq.sum().backward()
 

@@ -151,9 +151,10 @@ def test_ranks_that_go_backward_through_different_calls_are_told_so(comm: Any, n
             sp.CollectiveMismatch, match=r"rank 0: the backward of (?s:.*)rank 1.*: the backward of"
         ):
             (first if comm.rank else second).sum().backward()
+        # only rank 0 goes backward
         with pytest.raises(
             sp.CollectiveMismatch, match=r"the backward of (?s:.*)rank 1: all_reduce\("
-        ):  # only rank 0 goes backward
+        ):
             sp.all_reduce(x.detach(), comm=mesh["sp"]) if comm.rank else first.sum().backward()
         assert sp.all_reduce(torch.ones(1), comm=mesh["sp"]).item() == comm.size
 

@@ -81,9 +81,10 @@ def test_a_step_of_two_ranks_is_traced(tmp_path: Path, capfd: pytest.CaptureFixt
     block = f"{size(2 * SEQ // RANKS * HIDDEN * 4)} sent"  # keys and values of a rank, float32
     mine = {one["name"]: one for one in reversed(events) if one["pid"] == 0}
     assert mine.keys() >= {"forward", "backward", "attention, ring"}
+    # a wait repeats the bytes of its start
     inside, started, waited = (
         mine[name] for name in ("forward", f"start ring, {block}", f"wait ring, {block}")
-    )  # a wait repeats the bytes of its start
+    )
     assert inside["tid"] == started["tid"]
     assert inside["ts"] < started["ts"] < inside["ts"] + inside["dur"]
     begun, ended = [one["ts"] for one in events if one["name"] == f"ring under way, {block}"][:2]

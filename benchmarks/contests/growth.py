@@ -279,8 +279,9 @@ def measure(_: Record, rank: Rank) -> Record:
             patch.object(oracle.reference, "attention", on_first),
             patch.object(base, "PAUSE_SECONDS", REST_SECONDS),
             patch.object(agreement.Question, "wait", base.wait),
+            # a ring of 2 holds less than one of more ranks
             sp.Mesh(world, transport=transport, ring=size // 4, ulysses=4) as ranks,
-        ):  # a ring of 2 holds less
+        ):
             comm = ranks["ring", "ulysses"]
             schemes = {name: partial(run, comm=comm) for name, run in SCHEMES.items()}
             schemes["hybrid"] = partial(sp.hybrid_attention, mesh=ranks)

@@ -334,9 +334,8 @@ def _plain_backward(
     dtype = accumulation_dtype(q.dtype)
     dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
     for rows, keys, visible in strips:
-        q_, do, o = (
-            _grouped(t[:, :, rows].to(dtype), k.shape[1]) for t in (q, grad_out, out)
-        )  # (B, K, H/K * rows, D)
+        # q_, do, o: (B, K, H/K * rows, D)
+        q_, do, o = (_grouped(t[:, :, rows].to(dtype), k.shape[1]) for t in (q, grad_out, out))
         k_, v_ = (t[:, :, keys].to(dtype) for t in (k, v))
         scores = _scores(q_, k_, logits)
         ds = (do @ v_.mT).sub_((do * o).sum(-1, keepdim=True)).mul_(logits.softmax_scale)

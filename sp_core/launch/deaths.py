@@ -49,9 +49,8 @@ class Deaths:
         self._dir = run_dir
         self._watched: dict[int, tuple[int, int]] = {}  # rank: process id, its pidfd (-1: ended)
         self._ends = select.epoll()  # reports events in the order in which they happened
-        self._ended: dict[
-            int, None
-        ] = {}  # ranks in the order in which their pipes were closed, else in which they died
+        # ranks in the order in which their pipes were closed, else in which they died
+        self._ended: dict[int, None] = {}
         self.dead: dict[int, str] = {}  # rank: cause
         self._stopped: dict[int, int] = {}  # rank: process id
         self._rank_of: dict[int, int] = {}  # by file descriptor, a pidfd or a pipe

@@ -117,9 +117,8 @@ def write_junit(directory: Path, report: str) -> None:
         told = {"classname": classname, "name": (parts or [path])[-1]}
         made = ET.SubElement(suite, "testcase", told, time=f"{case['seconds']:.3f}")
         if tag := _TAGS.get(case["outcome"]):
-            text = "".join(
-                letter for letter in case["text"] if letter.isprintable() or letter in "\n\t"
-            )  # XML allows no other characters
+            # XML allows no other characters
+            text = "".join(c for c in case["text"] if c.isprintable() or c in "\n\t")
             ET.SubElement(made, tag, message=text.partition("\n")[0]).text = text
     Path(wanted["xml"]).parent.mkdir(parents=True, exist_ok=True)
     ET.ElementTree(root).write(wanted["xml"], encoding="utf-8", xml_declaration=True)

@@ -124,9 +124,10 @@ def _gathered(k: Tensor, v: Tensor, problem: Problem, groups: Sequence[Group]) -
         yield from ((keys[:, :, kv], values[:, :, kv]) for _, kv in groups)
     else:
         gather = AllGather(comm, 0, sharding.lengths)
+        # each gathers a tensor (S/P, 2, B, K, D)
         calls = (
             (gather, torch.stack((k[:, :, kv], v[:, :, kv])).movedim(2, 0)) for _, kv in groups
-        )  # (S/P, 2, B, K, D)
+        )
         for rows in one_ahead(calls):
             keys, values = sharding.sort_segments(rows, 0).permute(1, 2, 0, 3, 4).unbind()
             yield keys, values

@@ -27,9 +27,8 @@ def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, rounding: Rounding = lambda t: t
 ) -> Tensor:
     """Return (x - mean) / sqrt(variance + eps) * weight + bias over the last dim, (..., E)."""
-    centred = rounding(
-        x - rounding(x.mean(-1, keepdim=True))
-    )  # the rounding of a mean far from 0 stays in the difference
+    # the rounding of a mean far from 0 stays in the difference
+    centred = rounding(x - rounding(x.mean(-1, keepdim=True)))
     return _normalized(centred, eps, rounding) * weight + bias
 
 
@@ -66,9 +65,8 @@ def feed_forward(
     if "gate.weight" in weights:
         inner = rounding(silu(rounding(_linear(x, weights, "gate")))) * up
     else:
-        inner = up * (
-            0.5 * (1 + rounding(torch.erf(up / math.sqrt(2))))
-        )  # 1 + erf cancels for negative up
+        # 1 + erf cancels for negative up
+        inner = up * (0.5 * (1 + rounding(torch.erf(up / math.sqrt(2)))))
     return _linear(rounding(inner), weights, "down")
 
 
