@@ -176,3 +176,8 @@ def test_no_example_is_blamed_for_a_launch_that_does_not_start(
     with pytest.raises(shrink_crash.NotStarted, match="no such test"):
         job.ask(Example((0, 1), {}))
     job.close()
+
+
+def test_a_first_line_that_is_incomplete_asks_for_nothing(tmp_path: Path) -> None:
+    (tmp_path / results.FILE).write_text('{"xml": "junit.xml", "suite": "')
+    assert results.read(tmp_path) == ({"xml": None}, {})
