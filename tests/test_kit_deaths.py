@@ -269,6 +269,7 @@ def test_files_of_an_mpi_library_in_shared_memory_are_known_by_name(
         ("python3 -c pass", "PYTHON WATCH -c pass"),
         ("pythonic -c pass", "pythonic -c pass"),
         ("python -", "PYTHON -"),
+        ("python -u", "PYTHON -u"),
     ],
 )
 def test_python_programs_are_watched(command: str, expected: str) -> None:
@@ -294,6 +295,39 @@ def test_a_program_ends_all_ranks_with_its_own_exit_code(
     with pytest.raises((SystemExit, KeyError, KeyboardInterrupt)):
         watch_module.run_program(["-c", f"import sys; {ending}"])
     assert codes == [code]
+
+
+@pytest.mark.parametrize("kind", ["file", "-m", "-c"])
+def test_a_program_finds_its_modules_and_arguments_as_without_the_launcher(
+    kind: str, tmp_path: Path
+) -> None:
+    (tmp_path / "apart").mkdir()
+    code = "import sys; print(sys.path[0], *sys.argv)"
+    (tmp_path / "apart" / "case.py").write_text(code)
+    (tmp_path / "module.py").write_text(code)
+    program = {"file": ["apart/case.py"], "-m": ["-m", "module"], "-c": ["-c", code]}[kind]
+    command = [*program, "one", "-c"]
+    watched = [sys.executable, watch_module.__file__, *command]
+    alone = printed([sys.executable, *command], tmp_path, outside(), 60)
+    assert printed(watched, tmp_path, outside(), 60) == alone
+    assert alone[1].endswith("one -c\n")
+
+
+def test_a_time_limit_that_was_cancelled_ends_nothing(tmp_path: Path) -> None:
+    program = (
+        "import time; from sp_core.launch import watch; watch.start(0); watch.limit_phases();"
+        "watch.stop(); time.sleep(0.5); print('on time')"
+    )
+    limits = outside(SP_WATCHDOG_PHASE_S="0.2", SP_WATCHDOG_S="0.1", TMPDIR=str(tmp_path))
+    assert printed((sys.executable, "-c", program), tmp_path, limits, 60) == (0, "on time\n")
+
+
+def test_what_a_process_outside_of_a_launch_tells_goes_to_standard_error(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(watch_module, "_watch", None)
+    watch_module.tell("the kit has failed")
+    assert capfd.readouterr().err == "the kit has failed"
 
 
 def test_a_rank_that_nobody_launched_prints_its_stacks_and_leaves_no_file(tmp_path: Path) -> None:

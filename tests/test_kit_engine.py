@@ -126,7 +126,7 @@ def test_events_targets_and_notes_may_come_from_any_rank() -> None:
         note(f"said by rank {comm.rank}")
         assert n < 100
 
-    said = ("said by rank 0", "said by rank 1", "@example(nprocs=2, n=100)")
+    said = ("said by rank 0", "said by rank 1", "@example(nprocs=2, n=100)", "test case: body(")
     assert_told(failure_of(body), *said)
 
 

@@ -77,7 +77,7 @@ def test_one_report_one_result_file_one_exit_code(tmp_path: Path) -> None:
     suite = ET.parse(tmp_path / "junit.xml").getroot().find("testsuite")
     assert suite is not None
     counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
-    assert counts == {"tests": 8, "failures": 4, "errors": 1, "skipped": 1}
+    assert counts == {"tests": 9, "failures": 5, "errors": 1, "skipped": 1}
     wanted_texts = (
         "AssertionError on rank 1 of 2",
         "@example(nprocs=2, n=5)",
@@ -93,7 +93,8 @@ def test_one_report_one_result_file_one_exit_code(tmp_path: Path) -> None:
     assert [said for said in wanted_texts if said not in text] == []
     assert "LookupError" not in text
     failed = json.loads((tmp_path / "cache" / "v" / "cache" / "lastfailed").read_text())
-    assert len(failed) == 5
+    assert len(failed) == 6
+    assert re.search(r"\nrank 2: \S*case_session\.py:\d+: AssertionError\n", text)
     counted = (
         r"mpi: 2 tests, \d+ examples \(\+ 3 raw\); examples by ranks \{1: \d+, 2: \d+, 3: \d+\}"
     )

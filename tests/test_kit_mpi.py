@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kit.failing import as_two, assert_told
+from kit.failing import as_two, assert_told, failure_of
 from mpi4py import MPI
 from test_kit_calls import ON_PROCESSES, assert_clean
 
@@ -109,7 +109,7 @@ def any_object(comm: Any) -> object:
     while not (tested := MPI.Request.testany(receives[2:]))[1]:
         pass
     MPI.Request.waitall(sends)
-    return *found, tested
+    return *found, tested, comm.sendrecv({"rank": comm.rank}, peer, 3, None, peer, 3)
 
 
 def duplicated(comm: Any) -> object:
@@ -184,6 +184,16 @@ CALLS = (
 @spmd(2)
 def test_a_call_does_what_it_does_in_mpi4py(comm: Any, call: Callable[[Any], object]) -> None:
     assert call(comm) == call(getattr(comm, "_raw", comm))  # some examples are without checks
+
+
+def test_a_wrong_number_of_objects_for_neighbours_stops_the_others_too() -> None:
+    @spmd(2)
+    def body(comm: Any) -> None:
+        comm.Create_cart([2], [True]).neighbor_alltoall([0] * (2 + comm.rank))
+
+    text = failure_of(body)
+    assert text.startswith("RankFailure[ValueError")
+    assert_told(text, "3 objects for 2 ranks", "rank 0: stopped: PeerFailed")
 
 
 @spmd(2)

@@ -150,6 +150,7 @@ def test_what_is_known_of_a_lost_launch_becomes_a_junit_file(tmp_path: Path) -> 
         ("tests.test_x.TestC", "d"): ["error"],
     }
     assert "rank 1 died first" in ET.tostring(suite, encoding="unicode")
+    assert [case.get("time") for case in suite] == ["1.500", "1.500", "1.500", "0.000"]
 
 
 def test_nothing_is_written_where_nothing_was_asked_for(tmp_path: Path) -> None:

@@ -41,6 +41,21 @@ def test_ranks_share_one_core_of_those_that_the_session_has() -> None:
     assert os.sched_getaffinity(0) == usual
 
 
+def test_each_rank_computes_with_one_thread_of_torch() -> None:
+    usual = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert run_threads(2, lambda _: torch.get_num_threads()) == [1, 1]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(usual)
+
+
+def test_a_rank_that_has_ended_is_not_told_of_a_deadlock() -> None:
+    with pytest.raises(RankFailure, match="rank 0: finished\n"):
+        run_threads(2, lambda comm: comm.Recv(np.zeros(1), 0) if comm.rank else None)
+
+
 def test_reductions_add_in_rank_order() -> None:
     """A different order would round differently."""
     parts = [1.0, 1e16, -1e16, 3.0]

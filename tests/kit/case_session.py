@@ -31,6 +31,10 @@ def test_without_communicator_fails_on_rank_1() -> None:
     assert RANK != 1, "only here"
 
 
+def test_without_communicator_fails_on_ranks_1_and_2() -> None:
+    assert RANK == 0, f"seen by rank {RANK}"
+
+
 def test_skips_on_rank_1() -> None:
     if RANK == 1:
         pytest.skip("only here")
@@ -52,7 +56,7 @@ def test_whose_set_up_fails_on_rank_1(broken_on_rank_1: None) -> None:
 
 
 def test_skips_everywhere() -> None:
-    pytest.skip("on all ranks")
+    pytest.skip(f"on all ranks, also on {RANK}")
 
 
 def test_passes() -> None:
