@@ -27,9 +27,12 @@ def test_each_rank_goes_backward_in_its_own_thread() -> None:
     assert torch._C._is_multithreading_enabled()
 
 
-def test_an_error_on_one_rank_is_an_error_of_the_run() -> None:
-    with pytest.raises(RankFailure, match="rank 1 of 2"):
+def test_an_error_on_one_rank_is_an_error_of_the_run_with_its_traceback() -> None:
+    with pytest.raises(RankFailure, match="rank 1 of 2") as caught:
         run_threads(2, lambda comm: 1 / (1 - comm.rank))
+    traceback = str(caught.value).partition("traceback of rank 1:")[2]
+    assert "test_kit_threads.py" in traceback
+    assert f"sp_core{os.sep}testing" not in traceback
 
 
 def test_ranks_share_one_core_of_those_that_the_session_has() -> None:
