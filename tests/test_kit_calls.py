@@ -341,6 +341,10 @@ WRONG: dict[str, tuple[str, Call]] = {
         lambda c: c.Allgatherv(sent(), [sent(3), [2, 2]]),
     ),
     "strides": ("is not contiguous", lambda c: c.Allreduce(sent(4)[::2], sent())),
+    "read-only": (
+        "a buffer to receive into is read-only",
+        lambda c: c.Bcast(np.broadcast_to(0.0, 1)),
+    ),
     "aliasing": ("share memory", lambda c: c.Allreduce(*[sent()] * 2)),
     "nothing to gather": ("needs a datatype, got None alone", lambda c: c.Gather(None, sent(4))),
     "no such root": ("root 2 is not one of the 2 ranks", lambda c: c.Bcast(sent(), 2)),

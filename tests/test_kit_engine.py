@@ -127,7 +127,9 @@ def test_events_targets_and_notes_may_come_from_any_rank() -> None:
         assert n < 100
 
     said = ("said by rank 0", "said by rank 1", "@example(nprocs=2, n=100)", "test case: body(")
-    assert_told(failure_of(body), *said)
+    text = failure_of(body)
+    assert_told(text, *said)
+    assert "raw replay" not in text
 
 
 @pytest.mark.parametrize("of_kit", [True, False])

@@ -74,7 +74,7 @@ def probed(comm: Any) -> object:
     """Receive messages, of numbers and of objects, that a probe has found."""
     into, peer = np.zeros(8), 1 - comm.rank
     request = comm.Isend(numbers(comm), peer, 1)
-    comm.Mprobe(peer, 1).Recv(into)
+    MPI.Message.Probe(comm=comm, source=peer, tag=1).Recv(into)
     comm.Mprobe(MPI.PROC_NULL).Recv(into)
     request.Wait()
     request = comm.isend({"rank": comm.rank}, peer, 2)
