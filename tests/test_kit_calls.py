@@ -194,7 +194,7 @@ BOTH = ("rank 0: ", "rank 1: ", "test_kit_calls.py:")
 STUCK = "every rank waits and none can go on"
 TOO_LONG = "the ranks' sizes differ, or messages of one tag came in another order"
 NOT_AS_SENT = "not every message sent has been received as it was sent"
-INCOMPLETE = "before these were found complete by Test or Wait, or freed: a message to nobody on"
+INCOMPLETE = "before these were found complete by Test or Wait, or freed: a message to nobody"
 MESSAGES_THAT_DIFFER: dict[str, tuple[str, Call, Call]] = {
     "nobody sends": (STUCK, lambda c: c.Recv(sent(), 1), lambda c: None),
     "nobody receives": (STUCK, lambda c: c.Send(sent(), 1), lambda c: None),
@@ -212,6 +212,12 @@ MESSAGES_THAT_DIFFER: dict[str, tuple[str, Call, Call]] = {
         lambda c: c.Send(sent(), 1),
         lambda c: c.Recv(sent(2, "i8"), 0),
     ),
+    "a message from nobody": (
+        INCOMPLETE,
+        lambda c: c.Irecv(sent(), MPI.PROC_NULL),
+        lambda c: None,
+    ),
+    "a message to nobody": (INCOMPLETE, lambda c: c.Isend(sent(), MPI.PROC_NULL), lambda c: None),
     "too long": (TOO_LONG, lambda c: c.Send(sent(3), 1), lambda c: c.Recv(sent(2), 0)),
 }
 ON_PROCESSES: dict[str, tuple[str, Call, Call]] = {
@@ -229,12 +235,6 @@ ON_PROCESSES: dict[str, tuple[str, Call, Call]] = {
         lambda c: c.Send([sent(4), 1, MPI.DOUBLE.Create_vector(2, 1, 2).Commit()], 1),
         lambda c: c.Recv(sent(2, "i8"), 0),
     ),
-    "a message from nobody": (
-        INCOMPLETE,
-        lambda c: c.Irecv(sent(), MPI.PROC_NULL),
-        lambda c: None,
-    ),
-    "a message to nobody": (INCOMPLETE, lambda c: c.Isend(sent(), MPI.PROC_NULL), lambda c: None),
     "no numbers of another datatype": (
         NOT_AS_SENT,
         lambda c: c.Send([None, 0, MPI.DOUBLE], 1),
@@ -302,7 +302,7 @@ def buffered(comm: Any) -> None:
 
 CALLS_THAT_DIFFER: dict[str, tuple[tuple[str, ...] | str, Call, Call]] = {
     "counts": (
-        BOTH,
+        (*BOTH, "recvbuf=[2, 2] x float64", "sendbuf=2 x float64, recvbuf=[3, 2] x float64"),
         lambda c: c.Allgatherv(sent(), [sent(4), [2, 2]]),
         lambda c: c.Allgatherv(sent(), [sent(5), [3, 2]]),
     ),
@@ -320,6 +320,11 @@ CALLS_THAT_DIFFER: dict[str, tuple[tuple[str, ...] | str, Call, Call]] = {
         (STUCK, "rank 0: Barrier() on comm.0", "rank 1: Barrier() on comm.1"),
         lambda c: barriers(c.Dup(), c.Dup()),
         lambda c: barriers(*[c.Dup(), c.Dup()][::-1]),
+    ),
+    "an operation outside of MPI": (
+        ("rank 0: announce_call(a fence)", "rank 1: announce_call(a copy)"),
+        lambda c: c.announce_call("a fence"),
+        lambda c: c.announce_call("a copy"),
     ),
     "announcement": (
         (
@@ -344,6 +349,10 @@ WRONG: dict[str, tuple[str, Call]] = {
     "read-only": (
         "a buffer to receive into is read-only",
         lambda c: c.Bcast(np.broadcast_to(0.0, 1)),
+    ),
+    "own datatypes": (
+        "sends 2 x float64 but receives 2 x int64",
+        lambda c: c.Allreduce(sent(), sent(2, "i8")),
     ),
     "aliasing": ("share memory", lambda c: c.Allreduce(*[sent()] * 2)),
     "nothing to gather": ("needs a datatype, got None alone", lambda c: c.Gather(None, sent(4))),

@@ -141,6 +141,13 @@ def test_a_buffer_may_come_with_its_datatype(comm: Any, *, derived: bool) -> Non
     pair.Free()
 
 
+@spmd()
+def test_blocks_may_lie_at_equal_distances(comm: Any) -> None:
+    into = np.zeros((comm.size, 3))
+    comm.Allgatherv(values(comm.rank, 2), [into, (2, 3)])
+    np.testing.assert_array_equal(into, [[*values(rank, 2), 0] for rank in range(comm.size)])
+
+
 @given(
     nprocs=st.integers(1, 4),
     sizes=SIZES,

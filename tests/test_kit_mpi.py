@@ -82,7 +82,11 @@ def probed(comm: Any) -> object:
         pass
     found = message.recv()
     request.wait()
-    return into.tolist(), found
+    request = comm.isend(1, peer, 3)
+    with pytest.warns(UserWarning, match="buf"):
+        last = comm.recv(bytearray(99), peer, 3)
+    request.wait()
+    return into.tolist(), found, last
 
 
 def by_addresses(comm: Any) -> object:
