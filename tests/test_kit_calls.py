@@ -194,7 +194,9 @@ BOTH = ("rank 0: ", "rank 1: ", "test_kit_calls.py:")
 STUCK = "every rank waits and none can go on"
 TOO_LONG = "the ranks' sizes differ, or messages of one tag came in another order"
 NOT_AS_SENT = "not every message sent has been received as it was sent"
-INCOMPLETE = "before these were found complete by Test or Wait, or freed: a message to nobody"
+INCOMPLETE = (
+    "before these were found complete by Test or Wait, or freed: a message to or from nobody"
+)
 MESSAGES_THAT_DIFFER: dict[str, tuple[str, Call, Call]] = {
     "nobody sends": (STUCK, lambda c: c.Recv(sent(), 1), lambda c: None),
     "nobody receives": (STUCK, lambda c: c.Send(sent(), 1), lambda c: None),

@@ -181,7 +181,7 @@ class Messages(LockstepComm):
                 f"waits for a message from {'any rank' if takes[1] < 0 else f'rank {takes[1]}'} "
                 f"with {'any tag' if takes[2] < 0 else f'tag {takes[2]}'}"
             )
-        what = f"{' and '.join(whats) or 'a message to nobody'} on {self.lockstep.name}"
+        what = f"{' and '.join(whats) or 'a message to or from nobody'} on {self.lockstep.name}"
         return Transfer(self, what, message, ends, "" if takes is None else takes[0].kind)
 
     def count_received(self, status: Any, kind: str) -> None:

@@ -200,7 +200,7 @@ class ThreadComm(LockstepComm):
         message.
         """
         if _is_nobody(dest):
-            return ThreadRequest(self, "a message to nobody", lambda: True)
+            return ThreadRequest(self, "a message to or from nobody", lambda: True)
         part = self._part("Isend", buf, dest)
         self.lockstep.sent.append(Message(self.rank, dest, tag, part.nbytes, part.kind))
         what = f"rank {dest} to receive a message with tag {tag}"
@@ -213,7 +213,7 @@ class ThreadComm(LockstepComm):
         `CollectiveMismatch` for a message of a different length.
         """
         if _is_nobody(source):
-            return ThreadRequest(self, "a message from nobody", lambda: True)
+            return ThreadRequest(self, "a message to or from nobody", lambda: True)
         part = self._part("Irecv", buf, source)
         what, flow = f"a message from rank {source} with tag {tag}", Flow(takes=((source, part),))
 
