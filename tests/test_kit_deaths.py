@@ -1,4 +1,4 @@
-"""Test parts of the launcher without a launch: finding the first death, and building commands."""
+"""Test parts of the launcher without a launch: what ranks leave, and the first death."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 from studies.commands import outside, printed
 
-from sp_core.launch import command as command_module, deaths as deaths_module, watch as watch_module
-from sp_core.launch.command import SESSION_DIR, SESSION_DIR_HERE, Launch, environment
+from sp_core.launch import deaths as deaths_module, watch as watch_module
 from sp_core.launch.deaths import Deaths, innermost, mpi_file, shared_files, shortened
 from sp_core.launch.watch import file_of, hold_life
 
@@ -119,19 +117,6 @@ def test_a_living_rank_writes_its_stacks_and_a_stopped_one_is_ended(
         end([rank])
 
 
-@pytest.mark.parametrize(
-    ("reason", "code", "dumps"),
-    [("", None, 0), ("", 0, 0), ("a rank died", None, 1), ("a rank died", 1, 0)],
-)
-def test_stacks_are_written_if_a_launch_that_runs_must_be_ended(
-    reason: str, code: int | None, dumps: int
-) -> None:
-    process = SimpleNamespace(pid=os.getpid(), poll=lambda: code)
-    launch = Mock(process=process, _reason=lambda: reason, _next_search=float("inf"))
-    assert Launch.trouble(launch, 0.0) == reason
-    assert launch.deaths.dump.call_count == dumps
-
-
 LIBRARY, KIT = watch_module.LIBRARY / "mesh.py", watch_module.KIT[0] + "watch.py"
 FRAMES = {
     "kit": f'  File "{KIT}", line 3 in here',
@@ -206,36 +191,6 @@ def test_an_exit_aborts_all_ranks_of_a_program_that_has_failed(
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({}, {SESSION_DIR_HERE: "/run", SESSION_DIR: None}),
-        ({SESSION_DIR_HERE: "/here"}, {SESSION_DIR_HERE: "/here", SESSION_DIR: None}),
-        ({SESSION_DIR: "/there"}, {SESSION_DIR_HERE: None, SESSION_DIR: "/there"}),
-    ],
-)
-def test_launches_share_no_folder_of_the_library_unless_one_is_named(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: dict[str, str | None]
-) -> None:
-    monkeypatch.setattr(os, "environ", given)
-    found = environment(Path("/run"))
-    assert {name: found.get(name) for name in expected} == expected
-
-
-def test_mpiexec_is_the_one_beside_python_else_that_on_the_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    beside, on_path = tmp_path / "mpiexec", tmp_path / "path" / "mpiexec"
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setenv("PATH", str(on_path.parent))
-    with pytest.raises(FileNotFoundError, match="Install one of the wheels"):
-        command_module.find_mpiexec()
-    on_path.parent.mkdir()
-    for mpiexec in (on_path, beside):
-        mpiexec.touch(mode=0o700)
-        assert command_module.find_mpiexec() == str(mpiexec)
-
-
-@pytest.mark.parametrize(
     ("mapped", "name"),
     [
         ("/dev/shm/sm_segment.host.0", "sm_segment.host.0"),
@@ -253,29 +208,6 @@ def test_files_of_an_mpi_library_in_shared_memory_are_known_by_name(
 ) -> None:
     found = mpi_file(f"7f00-7f01 rw-s 00000000 00:1a 42    {mapped}".rstrip())
     assert found == (None if name is None else Path("/dev/shm") / name)
-
-
-@pytest.mark.parametrize(
-    ("command", "expected"),
-    [
-        ("hostname -s", "hostname -s"),
-        ("python -V", "PYTHON -V"),
-        ("python a.py -m b", "PYTHON WATCH a.py -m b"),
-        ("/opt/python3.11 -uX dev -W error -m a -c", "/opt/python3.11 -uX dev -W error -m a -c"),
-        (
-            "/opt/python3.11 -u -X dev -W error -m a -c",
-            "/opt/python3.11 -u -X dev -W error WATCH -m a -c",
-        ),
-        ("python3 -c pass", "PYTHON WATCH -c pass"),
-        ("pythonic -c pass", "pythonic -c pass"),
-        ("python -", "PYTHON -"),
-        ("python -u", "PYTHON -u"),
-    ],
-)
-def test_python_programs_are_watched(command: str, expected: str) -> None:
-    names = {"PYTHON": sys.executable, "WATCH": watch_module.__file__}
-    words = [names.get(word, word) for word in expected.split()]
-    assert command_module.watched(command.split()) == words
 
 
 @pytest.mark.parametrize(
@@ -297,7 +229,7 @@ def test_a_program_ends_all_ranks_with_its_own_exit_code(
     assert codes == [code]
 
 
-@pytest.mark.parametrize("kind", ["file", "-m", "-c"])
+@pytest.mark.parametrize("kind", ["file", "link", "-m", "-c"])
 def test_a_program_finds_its_modules_and_arguments_as_without_the_launcher(
     kind: str, tmp_path: Path
 ) -> None:
@@ -305,7 +237,13 @@ def test_a_program_finds_its_modules_and_arguments_as_without_the_launcher(
     code = "import sys; print(sys.path[0], *sys.argv)"
     (tmp_path / "apart" / "case.py").write_text(code)
     (tmp_path / "module.py").write_text(code)
-    program = {"file": ["apart/case.py"], "-m": ["-m", "module"], "-c": ["-c", code]}[kind]
+    (tmp_path / "link.py").symlink_to("apart/case.py")
+    program = {
+        "file": ["apart/case.py"],
+        "link": ["link.py"],
+        "-m": ["-m", "module"],
+        "-c": ["-c", code],
+    }[kind]
     command = [*program, "one", "-c"]
     watched = [sys.executable, watch_module.__file__, *command]
     alone = printed([sys.executable, *command], tmp_path, outside(), 60)

@@ -210,6 +210,24 @@ def test_only_examples_that_differ_in_every_run_are_kept_in_the_database(
     assert (profiles.chosen(None).database is None) == (profile == "pr")
 
 
+@pytest.mark.mpi  # between ranks that are threads nothing is sent
+def test_values_that_cannot_be_sent_fail_their_own_test_only() -> None:
+    @given(nprocs=st.just(1), f=st.just(lambda: 0), max_examples=1)
+    def body(comm: Any, f: Any) -> None:
+        f()
+
+    with pytest.raises(TypeError if leads() else RankFailure) as caught:
+        body()
+    assert not leads() or "Draw values that can be pickled" in str(caught.value)
+
+
+def test_sizes_that_are_no_ranks_are_refused() -> None:
+    wrong: tuple[Any, ...] = (test_sizes_that_are_no_ranks_are_refused, 2.0, "2")
+    for size in wrong:
+        with pytest.raises(TypeError, match=r"write @spmd\(\)"):
+            spmd(size)
+
+
 @pytest.mark.parametrize("replay", [False, True])
 def test_raw_replay_finds_what_the_checks_hide(
     monkeypatch: pytest.MonkeyPatch, replay: bool

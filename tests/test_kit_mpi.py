@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from kit.failing import as_two, assert_told, failure_of
+from kit.wrong_calls import ON_PROCESSES
 from mpi4py import MPI
-from test_kit_calls import ON_PROCESSES, assert_clean
+from test_kit_calls import assert_clean
 
 from sp_core.testing import carriers, spmd
 

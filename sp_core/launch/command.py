@@ -18,7 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sp_core.launch import results, watch
@@ -33,7 +34,8 @@ ORPHAN_SECONDS = 4.0
 
 MPICH's mpiexec does not end ranks that have not called MPI_Init.
 """
-_FLAGS = re.compile(r"-[bBdEIOPqRsSuvx]+")
+_FLAGS = re.compile(r"-[bBdEIOPqRsSuv]+")
+_FIRST_LINE = re.compile(r"#!\s*(?:\S*/env\s+(?:-S\s+)?)?((?:\S*/)?python[\d.]*)(\s.*)?")
 ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "MPI4PY_RC_FAST_REDUCE": "false",
@@ -115,15 +117,25 @@ def environment(run_dir: Path) -> dict[str, str]:
     return {**defaults, **os.environ, RUN_DIR: str(run_dir)}
 
 
+def _python_of(script: Path) -> list[str]:
+    """Return the command of Python in the first line ("#!") of a script, [] if it has none."""
+    with suppress(OSError, UnicodeDecodeError), script.open() as file:
+        named = _FIRST_LINE.fullmatch(file.readline(500).strip())
+        return [named[1], *(named[2] or "").split()] if named else []
+    return []
+
+
 def watched(command: Sequence[str]) -> list[str]:
     """Return the command of a rank, with `watch.py` put in front of a Python program.
 
-    `watch.py` reports the rank's stacks and how the program ended. A command that does not start
-    Python is returned as it is.
+    `watch.py` reports the rank's stacks and how the program ended. The program may be a script
+    whose first line names Python. Any other command is returned as it is.
     """
     program, *rest = command
     if not re.fullmatch(r"python[\d.]*", Path(program).name):
-        return list(command)
+        path = shutil.which(program)
+        named = _python_of(Path(path)) if path else []
+        return watched([*named, str(path), *rest]) if named else list(command)
     end = 0
     while end < len(rest) and (rest[end] in ("-W", "-X") or _FLAGS.fullmatch(rest[end])):
         end += 2 if rest[end] in ("-W", "-X") else 1
@@ -222,6 +234,23 @@ class Launch:
         return "\n".join([*lines, *results.told(self.run_dir)])
 
 
+@contextmanager
+def _exit_on_signals() -> Iterator[None]:
+    """Raise SystemExit for signals that would end this process only, so that `run` ends the ranks.
+
+    A signal that is ignored, as under `nohup`, stays ignored.
+    """
+    ending = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    ours = [number for number in ending if signal.getsignal(number) is signal.SIG_DFL]
+    try:
+        for number in ours:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+
 def run(ranks: int, command: Sequence[str], *, timeout: float, mpi_args: Sequence[str] = ()) -> int:
     """Run a command on several ranks until it ends or its time limit is reached.
 
@@ -237,8 +266,16 @@ def run(ranks: int, command: Sequence[str], *, timeout: float, mpi_args: Sequenc
     Returns:
         The exit code of the test session; if that is 0 or there is none, mpiexec's. Never 0 if the
         launch had to be ended.
+
+    Raises:
+        ValueError: there is to be no rank, or no time.
+        FileNotFoundError: there is no mpiexec.
     """
-    with tempfile.TemporaryDirectory(prefix="sp_core-") as directory:
+    if ranks < 1 or not timeout > 0:
+        raise ValueError(
+            f"{ranks} ranks and a time limit of {timeout:g} s were given. Both must be above 0."
+        )
+    with _exit_on_signals(), tempfile.TemporaryDirectory(prefix="sp_core-") as directory:
         launch = Launch(ranks, command, mpi_args, Path(directory), timeout)
         result = launch.run_dir / RESULT
         try:
@@ -269,17 +306,14 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "sp-core run") -
     parser.add_argument(
         "--timeout", type=float, default=600.0, help="seconds for the whole launch (default: 600)"
     )
-    parser.add_argument("--mpi-args", default="", help="more arguments for mpiexec, in one string")
+    parser.add_argument(
+        "--mpi-args", type=shlex.split, default=[], help="more arguments for mpiexec, in one string"
+    )
     parser.add_argument("command", nargs="+", help="after --: what each rank runs")
-    options = parser.parse_args(arguments)
-    # let `run` end the ranks, too
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    given = parser.parse_args(arguments)
     try:
-        return run(
-            options.ranks,
-            options.command,
-            timeout=options.timeout,
-            mpi_args=shlex.split(options.mpi_args),
-        )
+        return run(given.ranks, given.command, timeout=given.timeout, mpi_args=given.mpi_args)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except (ValueError, FileNotFoundError) as error:
+        parser.error(str(error))

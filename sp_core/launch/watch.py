@@ -212,7 +212,7 @@ def run_program(arguments: list[str]) -> None:
         BaseException: the program raised it.
     """
     kind, *rest = arguments
-    folder = {"-c": "", "-m": os.getcwd()}.get(kind, os.path.dirname(os.path.abspath(kind)))
+    folder = {"-c": "", "-m": os.getcwd()}.get(kind, os.path.dirname(os.path.realpath(kind)))
     if sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
         sys.path[0] = folder
     sys.argv = {"-c": [kind, *rest[1:]], "-m": rest}.get(kind, arguments)

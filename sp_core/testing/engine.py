@@ -131,8 +131,11 @@ def spmd(*sizes: int | tuple[int, ...]) -> Callable[[Body], Body]:
         size.
 
     Raises:
+        TypeError: a size is neither a number nor a tuple.
         RankFailure: when the test is called, for the first size that fails.
     """
+    if not all(isinstance(size, int | tuple) for size in sizes):
+        raise TypeError(f"@spmd got {sizes}. Pass numbers or tuples of ranks, or write @spmd().")
 
     def plan(_: Spec, attempt: Try) -> None:
         sweep(attempt, sizes or range(1, 1 + (session.current.world_size or SPMD_SIZES)))
@@ -367,6 +370,7 @@ def _or_abort(control: MpiCarrier) -> Iterator[None]:
 
 def _order(control: MpiCarrier, spec: Spec, example: Example) -> Result:
     """Have every rank run its part of an example, and return the result. Rank 0 calls this."""
+    example.check_values()
     with _or_abort(control):
         raw = "raw replay of " if example.raw else ""
         call = f"{spec.function.__name__}({example})"

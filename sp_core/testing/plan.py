@@ -61,6 +61,16 @@ class Example:
             f"{name}={value!r}" for name, value in {"nprocs": self.nprocs, **self.values}.items()
         )
 
+    def check_values(self) -> None:
+        """Raise TypeError if the values cannot be sent to the other ranks."""
+        try:
+            pickle.dumps(self.values)
+        except Exception as error:
+            raise TypeError(
+                f"{self} cannot be sent to the other ranks: {error}. Draw values that can be "
+                "pickled, such as sizes and a seed, and make everything else in the test."
+            ) from error
+
 
 class Result(NamedTuple):
     """How an example ended.

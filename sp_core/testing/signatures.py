@@ -188,12 +188,9 @@ def flow(op: str, rank: int, size: int, values: Values, edges: Edges = ((), ()))
         _check_self(dict(gives).get(rank), dict(takes).get(rank))
     if sent is not None and received is not None:
         _check_apart(sent, received)
-    text = ", ".join(
-        f"{name}={value.text}"
-        for name, value in {sender: sent, receiver: received}.items()
-        if value
-    )
-    return Flow(gives, takes, (root,), text + _named(values))
+    buffers = (sender, sent), (receiver, received)
+    shown = [f"{name}={spec.text}" for name, spec in buffers if spec is not None]
+    return Flow(gives, takes, (root,), ", ".join([*shown, *_named(values)]))
 
 
 def _ends(op: str, rank: int, size: int, root: int | None) -> Edges:
@@ -258,19 +255,19 @@ def _reduction(op: str, rank: int, size: int, values: Values) -> Flow:
         tuple((dest, part) for dest in dests for part in sent.parts),
         tuple((source, place) for source in sources),
         equal,
-        sent.text + _named(values),
+        ", ".join([sent.text, *_named(values)]),
         name,
     )
 
 
-def _named(values: Values) -> str:
-    """Return the arguments that are no buffers as text, such as ", root=0"."""
+def _named(values: Values) -> list[str]:
+    """Return the arguments that are no buffers as texts, such as "root=0"."""
     rest = {
         name: op_name(value) if name == "op" else value
         for name, value in values.items()
         if name in _DEFAULTS
     }
-    return "".join(f", {name}={value}" for name, value in rest.items() if value is not None)
+    return [f"{name}={value}" for name, value in rest.items() if value is not None]
 
 
 def _check_self(gives: Part | None, takes: Part | None) -> None:

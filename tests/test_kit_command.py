@@ -1,0 +1,156 @@
+"""Test the command of a launch without a launch: its programs, arguments and signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+
+from sp_core.launch import command as command_module, watch as watch_module
+from sp_core.launch.command import SESSION_DIR, SESSION_DIR_HERE, Launch, environment
+
+
+@pytest.mark.parametrize(
+    ("reason", "code", "dumps"),
+    [("", None, 0), ("", 0, 0), ("a rank died", None, 1), ("a rank died", 1, 0)],
+)
+def test_stacks_are_written_if_a_launch_that_runs_must_be_ended(
+    reason: str, code: int | None, dumps: int
+) -> None:
+    process = SimpleNamespace(pid=os.getpid(), poll=lambda: code)
+    launch = Mock(process=process, _reason=lambda: reason, _next_search=float("inf"))
+    assert Launch.trouble(launch, 0.0) == reason
+    assert launch.deaths.dump.call_count == dumps
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {SESSION_DIR_HERE: "/run", SESSION_DIR: None}),
+        ({SESSION_DIR_HERE: "/here"}, {SESSION_DIR_HERE: "/here", SESSION_DIR: None}),
+        ({SESSION_DIR: "/there"}, {SESSION_DIR_HERE: None, SESSION_DIR: "/there"}),
+    ],
+)
+def test_launches_share_no_folder_of_the_library_unless_one_is_named(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: dict[str, str | None]
+) -> None:
+    monkeypatch.setattr(os, "environ", given)
+    found = environment(Path("/run"))
+    assert {name: found.get(name) for name in expected} == expected
+
+
+def test_mpiexec_is_the_one_beside_python_else_that_on_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside, on_path = tmp_path / "mpiexec", tmp_path / "path" / "mpiexec"
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(on_path.parent))
+    with pytest.raises(FileNotFoundError, match="Install one of the wheels"):
+        command_module.find_mpiexec()
+    on_path.parent.mkdir()
+    for mpiexec in (on_path, beside):
+        mpiexec.touch(mode=0o700)
+        assert command_module.find_mpiexec() == str(mpiexec)
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("hostname -s", "hostname -s"),
+        ("python -V", "PYTHON -V"),
+        ("python a.py -m b", "PYTHON WATCH a.py -m b"),
+        ("/opt/python3.11 -uX dev -W error -m a -c", "/opt/python3.11 -uX dev -W error -m a -c"),
+        (
+            "/opt/python3.11 -u -X dev -W error -m a -c",
+            "/opt/python3.11 -u -X dev -W error WATCH -m a -c",
+        ),
+        ("python3 -c pass", "PYTHON WATCH -c pass"),
+        ("pythonic -c pass", "pythonic -c pass"),
+        ("python -", "PYTHON -"),
+        ("python -u", "PYTHON -u"),
+        ("python -x a.py", "PYTHON -x a.py"),
+    ],
+)
+def test_python_programs_are_watched(command: str, expected: str) -> None:
+    names = {"PYTHON": sys.executable, "WATCH": watch_module.__file__}
+    words = [names.get(word, word) for word in expected.split()]
+    assert command_module.watched(command.split()) == words
+
+
+@pytest.mark.parametrize(
+    ("first", "expected"),
+    [
+        ("#!/usr/bin/env python", "PYTHON WATCH SCRIPT -c"),
+        ("#!/usr/bin/env -S /opt/python3.11 -u", "/opt/python3.11 -u WATCH SCRIPT -c"),
+        ("#!/opt/bin/python3", "/opt/bin/python3 WATCH SCRIPT -c"),
+        ("#!/bin/sh", "NAME -c"),
+        ("python", "NAME -c"),
+        ("#!/opt/pythonic", "NAME -c"),
+        ("#!", "NAME -c"),
+        ("\udcff", "NAME -c"),
+    ],
+)
+def test_scripts_that_name_python_are_watched(
+    first: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "a-tool"
+    script.write_bytes(os.fsencode(first) + b"\nprint()\n")
+    assert command_module.watched([str(script)]) == [str(script)]  # it cannot be run
+    script.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    names = {"PYTHON": sys.executable, "WATCH": watch_module.__file__, "NAME": "a-tool"}
+    words = [(names | {"SCRIPT": str(script)}).get(word, word) for word in expected.split()]
+    assert command_module.watched(["a-tool", "-c"]) == words
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-n", "0"], "0 ranks and a time limit of 600 s were given"),
+        (["-n", "2", "--timeout", "nan"], "2 ranks and a time limit of nan s were given"),
+        (["-n", "2", "--timeout", "-1"], "Both must be above 0"),
+        (["-n", "2", "--mpi-args", '"open'], "--mpi-args"),
+        (["-n", "2"], "no mpiexec beside this Python"),
+    ],
+)
+def test_a_launch_that_cannot_be_is_refused(
+    arguments: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(SystemExit) as end:
+        command_module.main([*arguments, "--", "true"])
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_signal_to_the_launcher_ends_the_launch_unless_it_is_ignored(
+    ending: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, ignored: bool
+) -> None:
+    launch = Mock(run_dir=tmp_path, report=str)
+    launch.process.poll.return_value = None
+
+    def trouble(seconds: float) -> str:
+        os.kill(os.getpid(), ending)
+        return "its time is up"
+
+    launch.trouble = trouble
+    monkeypatch.setattr(command_module, "Launch", lambda *_: launch)
+    usual = signal.signal(ending, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        with nullcontext() if ignored else pytest.raises(SystemExit, match=str(128 + ending)):
+            command_module.run(1, ["true"], timeout=1)
+    finally:
+        signal.signal(ending, usual)
+    launch.end.assert_called_once_with()
