@@ -198,9 +198,9 @@ DIFFERENCES = CALLS_THAT_DIFFER | MESSAGES_THAT_DIFFER | (ON_PROCESSES if tier()
 def test_calls_in_which_ranks_differ_are_reported_on_all(case: str) -> None:
     said, zero, one = DIFFERENCES[case]
     text = as_two(zero, one)
+    assert_clean()  # on every rank, so before the asserts that only rank 0 can fail
     assert text.startswith("RankFailure[CollectiveMismatch")
     assert_told(text, *([said] if isinstance(said, str) else said))
-    assert_clean()
 
 
 @pytest.mark.parametrize("case", WRONG)

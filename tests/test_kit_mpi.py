@@ -237,5 +237,6 @@ def test_a_receive_from_any_rank_does_not_take_what_ends_the_clearing(
 
     monkeypatch.setattr(carriers.MpiCarrier, "gather", late)
     said, zero, one = ON_PROCESSES["nobody sends to anyone"]
-    assert_told(as_two(zero, one), said)
+    text = as_two(zero, one)
     assert_clean()
+    assert_told(text, said)
