@@ -141,20 +141,12 @@ def project(problem: Problem) -> list[Projection]:
 
 
 def _check(problem: Problem) -> None:
-    if (
-        min(
-            problem.ranks,
-            problem.per_node,
-            problem.num_kv_heads,
-            problem.seq_len,
-            problem.head_dim,
-            problem.batch,
-        )
-        < 1
-    ):
+    heads = (problem.num_heads, problem.num_kv_heads, problem.head_dim)
+    sizes = (problem.seq_len, problem.ranks, problem.per_node, problem.batch, *heads)
+    if min(sizes) < 1 or max(sizes) > 2**40:
         raise ValueError(
-            "a size below 1 was given; --seq, --ranks, --ranks-per-node, --kv-heads, --head-dim "
-            "and --batch are at least 1."
+            "a size below 1 or above 2**40 was given; --seq, --ranks, --ranks-per-node, --heads, "
+            "--kv-heads, --head-dim and --batch are at least 1 and at most 2**40."
         )
     if problem.seq_len % (2 * problem.ranks) or problem.num_heads % problem.num_kv_heads:
         raise ValueError(

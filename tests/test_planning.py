@@ -109,7 +109,7 @@ def test_the_speed_of_attention_is_its_operations_over_the_shortest_of_four_time
     ] * 4
 
 
-SIZES = ("seq", "ranks-per-node", "kv-heads", "head-dim", "batch")
+SIZES = ("seq", "ranks-per-node", "heads", "kv-heads", "head-dim", "batch")
 ARGUMENTS = [
     "plan",
     "--seq",
@@ -134,6 +134,8 @@ ARGUMENTS = [
         (["--kv-heads", "5"], "equal shards"),
         *(([f"--{name}", "-1"], "at least 1") for name in SIZES),
         (["--ranks", "0"], "at least 1"),
+        (["--heads", "0"], "at least 1"),
+        (["--seq", str(128 * 2**34)], "at most 2**40"),
         (["--link", "quick"], "RATE,LATENCY"),
         (["--show", "0"], "--show is 0: pass at least 1"),
         (["--flops", "0"], "--flops is 0.0: pass the operations"),
