@@ -13,7 +13,10 @@ from kit.wrong_calls import ON_PROCESSES
 from mpi4py import MPI
 from test_kit_calls import assert_clean
 
-from sp_core.testing import carriers, spmd
+from sp_core.testing import carriers, messages, spmd
+from sp_core.testing.comm import LockstepComm
+from sp_core.testing.lockstep import UNCOUNTED
+from sp_core.testing.specs import Part
 
 pytestmark = pytest.mark.mpi  # ranks that are threads do not have these calls
 
@@ -199,6 +202,19 @@ def test_a_wrong_number_of_objects_for_neighbours_stops_the_others_too() -> None
     text = failure_of(body)
     assert text.startswith("RankFailure[ValueError")
     assert_told(text, "3 objects for 2 ranks", "rank 0: stopped: PeerFailed")
+
+
+@pytest.mark.parametrize("known", [True, False])
+@spmd(2)
+def test_only_messages_in_unknown_memory_are_said_to_be_unchecked(
+    comm: Any, monkeypatch: pytest.MonkeyPatch, *, known: bool
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(messages, "say", told.append)
+    if not known:
+        monkeypatch.setattr(messages.Messages, "_part", lambda *_: Part(0, UNCOUNTED))
+    comm.Sendrecv(numbers(comm), 1 - comm.rank, 0, np.zeros(8), 1 - comm.rank, 0)
+    assert (told == []) == (known or not isinstance(comm, LockstepComm))
 
 
 @spmd(2)
