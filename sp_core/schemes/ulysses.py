@@ -74,7 +74,8 @@ def ulysses_attention(
         one of out. If a rank has more or fewer queries than keys, q is sent in an all-to-all of its
         own. With `return_lse`, lse is sent in another one. With K < P, M counts every copy of a
         key/value head. The backward sends as much, with an agreement before each all-to-all unless
-        the communicator has `check="off"`. A single rank sends nothing.
+        the communicator has `check="off"`. A gradient of lse is exchanged, too: the losses of all
+        ranks use lse, or none does. A single rank sends nothing.
 
     Raises:
         TypeError, ValueError, ShapeError, DtypeError, DeviceError, RankError: wrong arguments; on
