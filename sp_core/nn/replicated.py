@@ -59,7 +59,7 @@ class ReplicatedLayer(nn.Module):
             CollectiveMismatch: on every rank, if shape, dtype or requires_grad of the weights, the
                 dtype or requires_grad of x, or the sharding differ between ranks.
         """
-        names, parameters = zip(*self.named_parameters(), strict=True)
+        names, parameters = zip(*self.named_parameters(remove_duplicate=False), strict=True)
         kind = type(self).__name__
 
         def call() -> str:
