@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         ("dim", "split_dim", "concat_dim", "root", "offset", "rank", "seq_len", "size", "start"),
         _WHOLE,
     ),
-    **dict.fromkeys(("seed", "max_tokens", "pass_tokens", "step"), _WHOLE),
+    **dict.fromkeys(("seed", "max_tokens", "pass_tokens", "step", "hidden", "num_heads"), _WHOLE),
     **dict.fromkeys(("tokens", "prompts", "sequences"), _TEXTS),
     **dict.fromkeys(("sizes", "split_sizes", "concat_sizes"), _SIZES),
     **dict.fromkeys(("deterministic", "return_lse", "causal", "tp_sp", "own"), _FLAG),
@@ -80,7 +80,10 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "batches": (_is_sequence, "a list of micro-batches"),
     "tensors": (lambda value: isinstance(value, (list, tuple)), "a list or tuple of tensors"),
     **dict.fromkeys(
-        ("count", "max_file_bytes", "chunk", "window"),
+        (
+            *("count", "max_file_bytes", "chunk", "window"),
+            *("num_kv_heads", "head_dim", "ffn_hidden"),
+        ),
         (lambda value: value is None or _is_whole(value), "a whole number, or None"),
     ),
     "folder": (lambda value: isinstance(value, (str, Path)), "a name or a Path"),
@@ -126,6 +129,16 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a finite slope for each query head, as a list, tuple or tensor (H,), or None",
     ),
     "inner": (lambda value: value is None or callable(value), "a function that computes attention"),
+    "attention": (callable, "a scheme, a function such as ring_attention"),
+    "rope": (
+        lambda value: value is None or hasattr(value, "frequencies"),
+        "a Rope, such as Rope(head_dim), or None",
+    ),
+    **dict.fromkeys(("p", "dropout", "base"), (_is_number, "a finite number")),
+    "scaling": (
+        lambda value: value is None or isinstance(value, Mapping),
+        "a dict with rope_type and its entries, or None",
+    ),
 }
 """Name of an argument -> (test that its value must pass, text of the error for what to pass)."""
 
@@ -146,16 +159,17 @@ def check(**given: Any) -> None:
             raise TypeError(f"{name}={_shown(value)} was given; pass {needed}.")
 
 
-def check_chunk(chunk: int | None) -> None:
-    """Check a number of tokens to compute at a time; None for all.
+def check_positive(**given: int | None) -> None:
+    """Check whole numbers of at least 1, or None where `check` takes None for the name.
 
     Raises:
-        TypeError: neither a whole number nor None.
+        TypeError: as in `check`.
         ValueError: a number below 1.
     """
-    check(chunk=chunk)
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk={chunk} was given; pass how many tokens, 1 or more.")
+    check(**given)
+    for name, value in given.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} was given; pass a whole number, 1 or more.")
 
 
 def check_type(name: str, value: Any, kind: type, remedy: str) -> None:

@@ -28,6 +28,7 @@ VALUES: dict[str, Any] = {
     "empty": "",
     "word": "ab",
     "path": Path(),
+    "mapping": {"ab": 1},
     "words": ["ab"],
     "blanks": ["ab", ""],
     "list": [],
@@ -49,6 +50,7 @@ VALUES: dict[str, Any] = {
     "generator": torch.Generator(),
     "tokenizer": SimpleNamespace(to_str=print),
     "comm": SimpleNamespace(Split=print),
+    "rope": sp.Rope(4),
 }
 SEQUENCES = "words blanks list wholes tuple range flags halves lists halves_in_lists all_endless"
 TAKEN = {
@@ -66,7 +68,7 @@ TAKEN = {
     "folder": "empty word path",
     "tokenizer": "none tokenizer",
     "comm": "comm",
-    "parameters": f"empty word set tensor iterator {SEQUENCES}",
+    "parameters": f"empty word mapping set tensor iterator {SEQUENCES}",
     "scheduler": "none scheduler",
     "generator": "none generator",
     "optimizer": "optimizer scheduler",
@@ -78,6 +80,10 @@ TAKEN = {
     "sinks": "none tensor",
     "alibi": "none list wholes tuple range halves",
     "inner": "none function class",
+    "attention": "function class",
+    "rope": "none rope",
+    "p": "zero numpy half",
+    "scaling": "none mapping",
 }
 """The names of the values that each argument accepts, by the argument's name. One argument stands
 for all that have the same check."""
@@ -114,10 +120,15 @@ SAID: list[tuple[Callable[[], object], Exception | None]] = [
         TypeError("op=tensor of shape (2, 3) was given; pass a name."),
     ),
     (lambda: arguments.check(dim="x" * 78), TypeError(f"dim={'x' * 78!r} was given; pass")),
-    (lambda: arguments.check_chunk(None), None),
-    (lambda: arguments.check_chunk(1), None),
-    (lambda: arguments.check_chunk(0), ValueError("chunk=0 was given; pass how many tokens, 1 or")),
-    (lambda: arguments.check_chunk(HALF), TypeError("chunk=0.5 was given; pass a whole number")),
+    (lambda: arguments.check_positive(chunk=None, count=1), None),
+    (
+        lambda: arguments.check_positive(count=1, chunk=0),
+        ValueError("chunk=0 was given; pass a whole number, 1 or more."),
+    ),
+    (
+        lambda: arguments.check_positive(chunk=HALF),
+        TypeError("chunk=0.5 was given; pass a whole number"),
+    ),
     (lambda: arguments.check_type("x", 1, int, ""), None),
     (
         lambda: arguments.check_type("x", X, int, "Count."),

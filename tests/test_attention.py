@@ -27,6 +27,7 @@ from sp_core.attention import (
     merge,
 )
 from sp_core.attention.shards import LSE_COLUMNS, _with_lse_columns
+from sp_core.errors import ShapeError
 from sp_core.mask import Mask
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -162,6 +163,32 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, ...]]:
     for direction in ("forward", "backward"):
         monkeypatch.setattr(kernels, direction, partial(noted, getattr(kernels, direction)))
     return results
+
+
+def test_a_merge_has_right_first_and_second_derivatives() -> None:
+    """Queries that saw no key on one side, or on neither, have derivatives too."""
+    parts = [torch.randn(shape).double().requires_grad_() for shape in ((5, 3), (5,)) * 2]
+    parts[1].data[4] += 1e3
+    blind = torch.tensor([[0, 1, 0, 1, 0], [0, 0, 1, 1, 0]]).bool()
+
+    def merged(*parts: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = (
+            (out.masked_fill(hidden[:, None], 0.0), lse.masked_fill(hidden, -torch.inf))
+            for out, lse, hidden in zip(parts[::2], parts[1::2], blind, strict=True)
+        )
+        out, lse = merge(*a, *b)
+        return out, lse.masked_fill(blind.all(0), 0.0)
+
+    assert torch.autograd.gradcheck(merged, parts)
+    assert torch.autograd.gradgradcheck(merged, parts)
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_a_merge_of_other_shapes_is_refused(place: int) -> None:
+    parts = [torch.ones(shape) for shape in ((4, 3), (4,)) * 2]
+    parts[place] = parts[place][:1]
+    with pytest.raises(ShapeError, match=r"\(1,.*one shape"):
+        merge(*parts)
 
 
 def test_merge_keeps_what_the_other_side_did_not_see_bitwise() -> None:

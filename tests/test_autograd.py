@@ -45,6 +45,27 @@ def test_the_global_map_has_right_first_and_second_derivatives(name: str) -> Non
     assert torch.autograd.gradgradcheck(global_map(kept, size), shards, fast_mode=True)
 
 
+@spmd(1, 2, 3)
+def test_copies_of_many_tensors_have_all_derivatives_of_copies_of_one(comm: Any) -> None:
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        leaves = [
+            torch.arange(2.0, dtype=dtype).requires_grad_()
+            for dtype in (torch.float64, torch.float32, torch.float64)
+        ]
+        found = []
+        for copies in (
+            sp.copy_all_to_group(leaves, comm=mesh["sp"]),
+            [sp.copy_to_group(x, comm=mesh["sp"]) for x in leaves],
+        ):
+            total = torch.cat([*copies]).pow(3).sum() * (1 + comm.rank)
+            for _ in range(3):
+                grads = torch.autograd.grad(total, leaves, create_graph=True)
+                found.append(torch.cat(grads))
+                total = found[-1].square().sum()
+        assert all(x.any() for x in found)
+        assert torch.equal(torch.stack(found[:3]), torch.stack(found[3:]))
+
+
 @spmd()
 def test_a_second_derivative_is_refused(comm: Any) -> None:
     with sp.Mesh(comm, sp=comm.size) as mesh:

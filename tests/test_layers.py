@@ -12,13 +12,20 @@ from typing import Any, cast
 
 import pytest
 import torch
+from domains.declared import normal
 from domains.numeric import uniform
 from torch import Tensor, nn
 
 import sp_core as sp
 from sp_core.llama import LlamaConfig, create
 from sp_core.nn.block import ParallelBlock
-from sp_core.nn.gradients import placement_of, reduce_gradients
+from sp_core.nn.gradients import (
+    Placement,
+    clip_gradient_norm,
+    place,
+    placement_of,
+    reduce_gradients,
+)
 from sp_core.schemes.tp_sp import gather_linears
 from sp_core.testing import device, spmd
 
@@ -111,6 +118,44 @@ def test_layers_that_share_an_input_give_the_gradients_that_are_needed(comm: Any
             torch.autograd.grad(torch.cat(outs, 2).sum(), [x for x in leaves if x.requires_grad])
             calls = [mesh["sp"].counters[op].calls for op in ("reduce_scatter", "all_gather")]
             assert calls == [3 * needs[0], 3 * (needs[1] or needs[3])]  # one token a call
+
+
+@spmd(1, 2, 3)
+def test_weights_that_are_tied_in_a_layer_have_the_gradient_of_one_device(comm: Any) -> None:
+    """The gradient is the sum of the gradients that the two weights have if they are not tied."""
+    whole, sharding = normal(1, (1, 6, 4), "float64"), sp.Sharding.contiguous(6, comm.size)
+    with sp.Mesh(comm, one=1, all=comm.size) as mesh:
+        for names, make, given in (
+            (("k_proj", "v_proj"), partial(sp.SelfAttention, 4, 2), {"sharding": sharding}),
+            (("gate", "up"), partial(sp.FeedForward, 4, gated=True), {}),
+        ):
+            tied = make(comm=mesh["all"], dtype=torch.float64)
+            setattr(tied, names[0], getattr(tied, names[1]))
+            for number, parameter in enumerate(tied.parameters()):
+                parameter.data = normal(number, parameter.shape, "float64")
+            alone = make(comm=mesh["one"], dtype=torch.float64)
+            alone.load_state_dict(tied.state_dict())
+            out = tied(sharding.shard(whole, comm.rank, 1), **given)
+            wanted = alone(whole, **{name: sp.Sharding.contiguous(6, 1) for name in given})
+            torch.testing.assert_close(out, sharding.shard(wanted, comm.rank, 1))
+            out.square().sum().backward()
+            wanted.square().sum().backward()
+            both = sum(getattr(alone, name).weight.grad for name in names)
+            torch.testing.assert_close(getattr(tied, names[0]).weight.grad, both)
+
+
+@spmd(1, 2)
+def test_a_parameter_that_is_given_twice_counts_once(comm: Any) -> None:
+    with sp.Mesh(comm, device=device(), tp=comm.size) as mesh:
+        x = nn.Parameter(torch.zeros(2, device=device()))
+        x.grad = torch.tensor([3.0, 4.0], device=device())
+        place(x, Placement.replicated((2,), comm.size))
+        assert clip_gradient_norm([x, x], 1.0, tensor=mesh["tp"]) == 5.0
+        torch.testing.assert_close(x.grad.cpu(), torch.tensor([0.6, 0.8]))
+        y = nn.Parameter(torch.zeros(2, device=device()))
+        y.grad = torch.ones(2, device=device())
+        reduce_gradients([y, y], data=mesh["tp"])
+        assert y.grad.tolist() == [comm.size] * 2
 
 
 def test_an_element_stays_whose_number_is_the_chance() -> None:

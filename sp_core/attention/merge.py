@@ -6,8 +6,13 @@ query that saw no key has out = 0 and lse = -inf.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from sp_core.errors import ShapeError
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -30,16 +35,47 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
         lse_b: like lse_a.
 
     Returns:
-        out (..., Sq, D) and lse (..., Sq), in float32 or wider.
+        out (..., Sq, D) and lse (..., Sq), in float32 or wider. Differentiable any number of times.
+
+    Raises:
+        ShapeError: the shapes of the two partial results differ, or do not fit.
 
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, section 3.1.
     """
+    shapes = [tuple(x.shape) for x in (out_a, lse_a, out_b, lse_b)]
+    if shapes[:2] != shapes[2:] or shapes[0][:-1] != shapes[1]:
+        raise ShapeError(
+            f"out and lse of shapes {shapes[:2]} and {shapes[2:]} given; needed one shape "
+            f"(..., Sq, D) of out and its (..., Sq) of lse."
+        )
     dtype = accumulation_dtype(torch.promote_types(out_a.dtype, out_b.dtype))
     wide = torch.promote_types(dtype, lse_a.dtype)
     out = out_a.to(dtype, copy=True)
-    lse = lse_a.to(wide, copy=True, memory_format=torch.contiguous_format)
-    merge_into(out, lse, out_b, lse_b)
-    return out, lse
+    unseen = (lse_a == -torch.inf) & (lse_b == -torch.inf)
+    # The derivatives of -inf - -inf would be NaN. Any weight will do there: both outs are 0.
+    a, b = (x.to(wide).masked_fill(unseen, 0.0).contiguous() for x in (lse_a, lse_b))
+    _add_weighted(out, (a - b).to(dtype), out_b)
+    return out, _log_add_exp(a, b).masked_fill(unseen, -torch.inf)
+
+
+class _LogAddExp(torch.autograd.Function):
+    """Compute `torch.logaddexp`, whose own second derivative overflows to NaN for distant a and b.
+
+    The backward is differentiable any number of times.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return torch.logaddexp(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        return grad * torch.sigmoid(a - b), grad * torch.sigmoid(b - a)
+
+
+_log_add_exp: Callable[[Tensor, Tensor], Tensor] = _LogAddExp.apply
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
@@ -97,8 +133,13 @@ def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> 
     # sigmoid may round an element of a SIMD vector and one of the remainder differently. Strides
     # must not decide where an element falls.
     ahead = ahead.contiguous()
+    _add_weighted(out, ahead, part_out)
+    # logaddexp may round by place too, so it also gets contiguous operands.
+    torch.logaddexp(lse, part_lse.to(lse.dtype).contiguous(), out=lse)
+
+
+def _add_weighted(out: Tensor, ahead: Tensor, part_out: Tensor) -> None:
+    """Set out to sigmoid(ahead) out + sigmoid(-ahead) part_out; change `ahead` too."""
     out.mul_(torch.sigmoid(ahead).unsqueeze(-1))
     # Not addcmul_: it rounds only one of the products, so exchanging a and b would change bits.
     out.add_(part_out * torch.sigmoid(ahead.neg_()).unsqueeze(-1))
-    # logaddexp may round by place too, so it also gets contiguous operands.
-    torch.logaddexp(lse, part_lse.to(lse.dtype).contiguous(), out=lse)

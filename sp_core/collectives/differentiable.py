@@ -249,15 +249,15 @@ class _CopyAllToGroup(torch.autograd.Function):
         return tuple(x.view_as(x) for x in tensors)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ctx.agree("the backward of copy_all_to_group")
         summed: list[Tensor | None] = [None] * len(grads)
         for dtype in sorted({grad.dtype for grad in grads}, key=str):
             places = [place for place, grad in enumerate(grads) if grad.dtype == dtype]
-            flat = AllReduce(ctx.comm).run(
-                torch.cat([grads[place].reshape(-1) for place in places])
-            )
+            joined = torch.cat([grads[place].reshape(-1) for place in places])
+            # as in copy_to_group: the sum is one value that all ranks hold alike
+            reduce = AllReduce(ctx.comm)
+            flat = _apply(joined, reduce, _identity(ctx.comm), reduce.run)
             for place, part in zip(
                 places, flat.split([grads[p].numel() for p in places]), strict=True
             ):
@@ -274,7 +274,7 @@ def copy_all_to_group(tensors: Sequence[Tensor], *, comm: Communicator) -> tuple
 
     Returns:
         The tensors, in the given order; the gradient of each is the sum of the gradients of all
-        ranks.
+        ranks. Differentiable any number of times.
 
     Communication:
         One agreement (32-byte all-reduce) of the arguments forward. Backward one all-reduce per

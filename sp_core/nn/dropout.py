@@ -48,12 +48,12 @@ def dropout(
         ShapeError: x has fewer than 3 dims, or there are not S positions or not E features.
         DtypeError: x is not floating.
         ValueError: p or seed is out of range.
-        TypeError: seed is not a whole number.
+        TypeError: p is not a finite number, or seed not a whole number.
 
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014, figure
     16, for the hash.
     """
-    check(seed=seed)
+    check(p=p, seed=seed)
     if not (0 <= p < 1 and 0 <= seed < 2**62):
         raise ValueError(f"{p=} and {seed=} were given; pass p in [0, 1), and seed in [0, 2^62).")
     if not x.dtype.is_floating_point:

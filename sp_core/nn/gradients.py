@@ -149,8 +149,9 @@ def reduce_gradients(
 
     Args:
         parameters: corresponding parameters, in the same order on every rank; those without
-            requires_grad are skipped. A gradient that is None counts as zero. With `tensor` each
-            parameter needs a placement, which says which rank holds which part.
+            requires_grad are skipped. One that is given twice counts once. A gradient that is None
+            counts as zero. With `tensor` each parameter needs a placement, which says which rank
+            holds which part.
         data: the ranks that hold the same parts and have different tokens.
         tensor: the ranks along the tensor axis, which have the same tokens; None on every rank if
             no weight is split.
@@ -161,7 +162,8 @@ def reduce_gradients(
         with partial placements, each padded with zeros to the size of the whole parameter.
 
     Raises:
-        ShapeError: with `tensor`, a parameter has no placement, or one for different ranks.
+        ShapeError: with `tensor`, a parameter has no placement, or one for different ranks; or a
+            gradient is sparse.
         DeviceError: a parameter is not on the device of `data`.
         TypeError: an item of `parameters` is not a parameter.
         CollectiveMismatch: the ranks pass different parameters.
@@ -225,7 +227,8 @@ def clip_gradient_norm(
 
     Raises:
         ValueError: max_norm is not above 0, or the norm is not finite.
-        ShapeError: a parameter has no `placement` (see `place`), or one for different ranks.
+        ShapeError: a parameter has no `placement` (see `place`), or one for different ranks; or a
+            gradient is sparse.
         DeviceError: a parameter is not on the device of `tensor`.
         CollectiveMismatch: max_norm differs between ranks, or the parameters between those of
             `tensor`.
@@ -268,18 +271,19 @@ def _placed(
     tensor: Communicator | None,
     is_wanted: Callable[[nn.Parameter], bool],
 ) -> Placed:
-    """Return the parameters for which `is_wanted` is true, with their placements.
+    """Return the parameters for which `is_wanted` is true, each once, with their placements.
 
     If `tensor` is None, a parameter without a placement gets a placement without slices.
 
     Raises:
         DeviceError: on this rank: a parameter is not on the device of `comm`.
-        ShapeError: on this rank: a placement is missing, or does not fit the ranks or the shape.
+        ShapeError: on this rank: a placement is missing, or does not fit the ranks or the shape;
+            or a gradient is sparse.
         TypeError: on this rank: an item of `parameters` is not a parameter.
     """
     arguments.check(parameters=parameters)
     found = []
-    for parameter in parameters:
+    for parameter in {id(each): each for each in parameters}.values():
         arguments.check_type(
             "a parameter",
             parameter,
@@ -289,6 +293,8 @@ def _placed(
         if not is_wanted(parameter):
             continue
         arguments.check_tensor(parameter, comm, "a parameter")
+        if parameter.grad is not None:
+            arguments.check_tensor(parameter.grad, comm, "a gradient")
         if tensor is None and "placement" not in vars(parameter):
             found.append((parameter, Placement(tuple(parameter.shape), 0, ())))
             continue

@@ -167,6 +167,7 @@ class SelfAttention(ReplicatedLayer):
     Raises:
         ShapeError: num_heads is no multiple of num_kv_heads, or, without head_dim, hidden is no
             multiple of num_heads.
+        TypeError, ValueError: an argument is of another type, or a number is below 1.
     """
 
     def __init__(
@@ -187,6 +188,8 @@ class SelfAttention(ReplicatedLayer):
         dtype: Dtype = None,
     ) -> None:
         super().__init__(hidden, comm)
+        arguments.check(attention=attention, rope=rope)
+        arguments.check_positive(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
         terms = {"softcap": softcap, "alibi": alibi}
         self.terms = {name: value for name, value in terms.items() if value is not None}
         if sinks:
@@ -195,8 +198,7 @@ class SelfAttention(ReplicatedLayer):
         if num_heads % num_kv_heads or (head_dim is None and hidden % num_heads):
             raise ShapeError(
                 f"hidden={hidden}, num_heads={num_heads}, num_kv_heads={num_kv_heads}: num_heads "
-                f"must be a multiple "
-                "of num_kv_heads, and divide hidden unless head_dim is given."
+                "must be a multiple of num_kv_heads, and divide hidden unless head_dim is given."
             )
         self.head_dim, self.attention, self.rope = head_dim or hidden // num_heads, attention, rope
         width, kv_width = num_heads * self.head_dim, num_kv_heads * self.head_dim
@@ -248,7 +250,7 @@ class FeedForward(ReplicatedLayer):
         device, dtype: those of the weights.
 
     Raises:
-        ValueError: `chunk` is below 1.
+        TypeError, ValueError: an argument is of another type, or a number is below 1.
 
     Source: Shazeer 2020, GLU Variants Improve Transformer, arXiv:2002.05202, equations 1 and 6.
     """
@@ -266,7 +268,7 @@ class FeedForward(ReplicatedLayer):
         dtype: Dtype = None,
     ) -> None:
         super().__init__(hidden, comm)
-        arguments.check_chunk(chunk)
+        arguments.check_positive(ffn_hidden=ffn_hidden, chunk=chunk)
         ffn_hidden = ffn_hidden or 4 * hidden
         self.gated, self.chunk = gated, chunk
         self.up = nn.Linear(hidden, ffn_hidden, bias, device, dtype)
@@ -306,8 +308,7 @@ class TransformerBlock(nn.Module):
         device, dtype: those of the weights.
 
     Raises:
-        ShapeError: numbers of heads as in `SelfAttention`.
-        ValueError: `norm` is neither "layer" nor "rms", or `chunk` is below 1.
+        ShapeError, TypeError, ValueError: as in the layers; `norm` is neither "layer" nor "rms".
     """
 
     def __init__(
@@ -334,17 +335,16 @@ class TransformerBlock(nn.Module):
         dtype: Dtype = None,
     ) -> None:
         super().__init__()
+        arguments.check(dropout=dropout)
         if norm not in ("layer", "rms"):
             raise ValueError(f"norm={norm!r} was given; pass 'layer' or 'rms'.")
         make_norm = LayerNorm if norm == "layer" else RMSNorm
         self.mask, self.dropout, self.comm = mask, dropout, comm
         held: Any = {"comm": comm, "device": device, "dtype": dtype}
         heads: Any = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "rope": rope}
-        heads |= {"softcap": softcap, "sinks": sinks, "alibi": alibi}
+        heads |= {"softcap": softcap, "sinks": sinks, "alibi": alibi, "attention": attention}
         self.norm1 = make_norm(hidden, **held)
-        self.attention = SelfAttention(
-            hidden, num_heads, attention=attention, bias=bias, **heads, **held
-        )
+        self.attention = SelfAttention(hidden, num_heads, bias=bias, **heads, **held)
         self.norm2 = make_norm(hidden, **held)
         held |= {"gated": gated, "bias": bias, "chunk": chunk}
         self.feed_forward = FeedForward(hidden, ffn_hidden, **held)

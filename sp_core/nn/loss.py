@@ -134,9 +134,9 @@ def next_token_loss(
         labels: int64 (...), indices in the whole vocabulary, or `IGNORED`.
         tensor: the T ranks that split the vocabulary and have the same tokens.
         data: the ranks that have different tokens.
-        count: the divisor of the sum over tokens, equal on every rank; None for the number of valid
-            labels of all ranks. With the number of valid labels of all micro-batches, the losses
-            of the micro-batches add up to the mean.
+        count: the divisor of the sum over tokens, equal on every rank, at least 1; None for the
+            number of valid labels of all ranks. With the number of valid labels of all
+            micro-batches, the losses of the micro-batches add up to the mean.
         head: (V/T, E), the weight that makes this rank's logits x @ head.T; None for logits.
         chunk: with `head`, the number of tokens whose logits exist at a time, at least 1; None for
             all. Backward computes the logits of each chunk again if there are several.
@@ -152,7 +152,8 @@ def next_token_loss(
 
     Raises:
         ShapeError, DtypeError: tensors that do not fit.
-        ValueError: a label outside the vocabulary, no valid label on any rank, or `chunk` below 1.
+        ValueError: a label outside the vocabulary, no valid label on any rank, or
+            `count` or `chunk` below 1.
         CollectiveMismatch: the tokens differ between ranks of `tensor`, or the dtypes, count, chunk
             or requires_grad between any ranks.
 
@@ -233,8 +234,7 @@ def _check_loss(
     Raises:
         ShapeError, DtypeError, DeviceError, ValueError: on this rank.
     """
-    arguments.check(count=count)
-    arguments.check_chunk(chunk)
+    arguments.check_positive(count=count, chunk=chunk)
     floats = [x] if head is None else [x, head]
     for given in (labels, *floats):
         arguments.check_tensor(given, comm)

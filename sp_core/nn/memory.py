@@ -30,7 +30,7 @@ class Saving:
     def check(self) -> None:
         """Raise TypeError or ValueError, on this rank, if a value is wrong."""
         arguments.check(recompute=self.recompute, offload=self.offload)
-        arguments.check_chunk(self.chunk)
+        arguments.check_positive(chunk=self.chunk)
 
     def apply(self, layer: Callable[..., Tensor], x: Tensor, *given: Any) -> Tensor:
         """Return `layer(x, *given, chunk)`. `recompute` and `offload` keep only its arguments."""

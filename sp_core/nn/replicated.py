@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sp_core.arguments import check_tensor
+from sp_core.arguments import check_communicator, check_positive, check_tensor
 from sp_core.collectives.differentiable import copy_all, describe_all
 from sp_core.communicator import Communicator
 from sp_core.errors import DtypeError, ShapeError
@@ -26,10 +26,15 @@ class ReplicatedLayer(nn.Module):
     Args:
         hidden: E, the features of a token in the layer's input.
         comm: the ranks. All of them call the layer, with equal weights.
+
+    Raises:
+        TypeError, ValueError: comm is no communicator, or hidden is not a number of at least 1.
     """
 
     def __init__(self, hidden: int, comm: Communicator) -> None:
         super().__init__()
+        check_communicator(comm)
+        check_positive(hidden=hidden)
         self.hidden = hidden
         self.comm = comm
 
@@ -54,7 +59,7 @@ class ReplicatedLayer(nn.Module):
             CollectiveMismatch: on every rank, if shape, dtype or requires_grad of the weights, the
                 dtype or requires_grad of x, or the sharding differ between ranks.
         """
-        names, parameters = zip(*self.named_parameters(), strict=True)
+        names, parameters = zip(*self.named_parameters(remove_duplicate=False), strict=True)
         kind = type(self).__name__
 
         def call() -> str:

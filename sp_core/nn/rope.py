@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sp_core.arguments import check
 from sp_core.errors import DtypeError, ShapeError
 from sp_core.mask import Positions, position_tensor
 
@@ -51,6 +52,7 @@ class Rope:
             factor that is not positive; llama3 without low_freq_factor < high_freq_factor; yarn
             without base > 1 and beta_fast > beta_slow > 0, or with an original context of fewer
             than 2 pi beta_slow tokens.
+        TypeError: an argument is of another type.
 
     Source: Su et al., "RoFormer", 2021, equation 34; linear: Chen et al., "Position interpolation",
         2023, equation 4; yarn: Peng et al., "YaRN", 2023, mixed as in the authors' code, by the
@@ -61,7 +63,8 @@ class Rope:
     def __init__(
         self, head_dim: int, base: float = 10000.0, scaling: Mapping[str, Any] | None = None
     ) -> None:
-        if head_dim < 2 or head_dim % 2:
+        check(head_dim=head_dim, base=base, scaling=scaling)
+        if not head_dim or head_dim < 2 or head_dim % 2:
             raise ShapeError(
                 f"head_dim is {head_dim}, needed an even number of at least 2, because dims "
                 f"rotate in pairs"

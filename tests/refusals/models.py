@@ -24,29 +24,32 @@ PLAN = balanced([3, 2], 2, Work(1, 1))
 TEXTS = [[1, 2, 3], [4, 5]]
 
 
-def reduced(mesh: sp.Mesh, *, without: bool = False, shape: tuple[int, ...] = (4, 2)) -> None:
+def reduced(
+    mesh: sp.Mesh, *, without: bool = False, shape: tuple[int, ...] = (4, 2), sparse: bool = False
+) -> None:
     parameters = [nn.Parameter(torch.ones(4, 2)), nn.Parameter(torch.ones(4, 2))]
+    parameters[1].grad = torch.ones(4, 2).to_sparse() if sparse else None
     for parameter in parameters[without:]:
         place(parameter, Placement.replicated(shape, mesh["ulysses"].size, partial=True))
     reduce_gradients(parameters, data=mesh["ring"], tensor=mesh["ulysses"])
 
 
-def clipped(mesh: sp.Mesh, max_norm: Any = 1.0, *, grad: float = 1.0, placed: bool = True) -> float:
+def clipped(mesh: sp.Mesh, max_norm: Any = 1.0, *, grad: Any = 1.0, placed: bool = True) -> float:
     parameter = nn.Parameter(torch.ones(4))
-    parameter.grad = torch.full((4,), grad)
+    parameter.grad = grad if isinstance(grad, Tensor) else torch.full((4,), grad)
     if placed:
         place(parameter, Placement.replicated((4,), mesh["ulysses"].size))
     return clip_gradient_norm([parameter], max_norm, tensor=mesh["ulysses"], stages=mesh["ring"])
 
 
-def loss(change: Callable[[Tensor, Tensor], tuple[Tensor, ...]], *, everywhere: bool) -> Any:
+def loss(change: Callable[[Tensor, Tensor], tuple[Any, ...]], *, everywhere: bool) -> Any:
 
     def compute(mesh: sp.Mesh, here: bool) -> Tensor:
         tensor, data = mesh["ulysses"], mesh["ring"]
         good = torch.ones(1, 3, 4 // tensor.size), torch.zeros(1, 3, dtype=torch.int64)
         bad = change(*good) if everywhere or data.rank == data.size - 1 else good
-        head = bad[2] if len(bad) > 2 else None
-        return next_token_loss(*bad[:2], tensor=tensor, data=data, head=head)
+        named: Any = dict(zip(("head", "count"), bad[2:], strict=False))
+        return next_token_loss(*bad[:2], tensor=tensor, data=data, **named)
 
     return compute
 
@@ -121,11 +124,7 @@ EVERYWHERE: Table = {
             lambda mesh, here: Grid.of(mesh, "hybrid"),
         ),
         "an empty prompt": (ValueError, "prompt 1 is empty", generated([[1], []], 4)),
-        "too many positions": (
-            ValueError,
-            "exceeds the model's 128 positions",
-            generated([[1]], 128),
-        ),
+        "too many positions": (ValueError, "the model's 128 positions", generated([[1]], 128)),
         "a prompt beyond the vocabulary": (ValueError, "has 0..12", generated([[13]], 1)),
         "a prompt below the vocabulary": (ValueError, "token -1 was given", generated([[-1]], 1)),
         "stop strings without a tokenizer": (
@@ -192,11 +191,7 @@ EVERYWHERE: Table = {
 
 ON_ONE_RANK: Table = {
     "ring": {
-        "a token beyond the vocabulary": (
-            ValueError,
-            "vocabulary has 0..12",
-            logits(lambda x: x + 13),
-        ),
+        "a token beyond the vocabulary": (ValueError, "has 0..12", logits(lambda x: x + 13)),
         "tokens of another dtype": (sp.DtypeError, "int64", logits(lambda x: x.int())),
         "another shard": (sp.ShapeError, "own shard", logits(lambda x: x[:, 1:])),
         "labels of other documents": (
@@ -221,11 +216,7 @@ ON_ONE_RANK: Table = {
                 CASE.model(mesh), TEXTS, PLAN, pass_tokens=int(not here)
             ),
         ),
-        "a plan for other lengths": (
-            sp.ShapeError,
-            "Make a plan for these",
-            unequal([[1], *TEXTS], PLAN),
-        ),
+        "a plan for other lengths": (sp.ShapeError, "Make a plan", unequal([[1], *TEXTS], PLAN)),
         "a plan for more ranks": (
             sp.ShapeError,
             "Make a plan for these",
@@ -236,11 +227,7 @@ ON_ONE_RANK: Table = {
             "sequence 1 is empty",
             unequal([TEXTS[0], []], Plan((3, 0), (), ((0,), (1,)))),
         ),
-        "a sequence beyond the vocabulary": (
-            ValueError,
-            "vocabulary has 0..12",
-            unequal([[13] * 3, TEXTS[1]], PLAN),
-        ),
+        "a sequence of others": (ValueError, "has 0..12", unequal([[13] * 3, TEXTS[1]], PLAN)),
     },
     "dp": {
         "unequal sequences on replicas": (
@@ -349,6 +336,16 @@ ON_ONE_RANK: Table = {
             "not how rank",
             lambda mesh, here: reduced(mesh, shape=(5, 2) if here else (4, 2)),
         ),
+        "a sparse gradient": (
+            sp.ShapeError,
+            "a gradient has layout torch.sparse_coo",
+            lambda mesh, here: reduced(mesh, sparse=here),
+        ),
+        "a sparse gradient in a norm": (
+            sp.ShapeError,
+            "a gradient has layout torch.sparse_coo",
+            lambda mesh, here: clipped(mesh, grad=torch.ones(4).to_sparse() if here else 1.0),
+        ),
         "a placement missing for the norm": (
             sp.ShapeError,
             "no placement",
@@ -388,6 +385,8 @@ ON_ONE_RANK: Table = {
                 ("a head for others", sp.ShapeError, "head", lambda x, y: (x, y, x[0, :, :-1])),
                 ("a head of 3 dims", sp.ShapeError, "head", lambda x, y: (x, y, x)),
                 ("a head without rows", sp.ShapeError, "head", lambda x, y: (x, y, x[0, :0])),
+                ("no tokens", ValueError, "count=0 was given", lambda x, y: (x, y, None, 0)),
+                ("-1 tokens", ValueError, "count=-1 was given", lambda x, y: (x, y, None, -1)),
             )
         },
         "no valid label": (

@@ -56,6 +56,10 @@ def attention(*shapes: tuple[int, ...], **changes: Any) -> object:
 HERE: Any = None
 THERE: Any = SimpleNamespace(agree_on=str)
 ONES = torch.ones(1, 3, 2, 4)
+LAYERS: list[Callable[..., object]] = [
+    *(partial(make, hidden=4) for make in (sp.RMSNorm, sp.LayerNorm, sp.FeedForward)),
+    *(partial(make, hidden=4, num_heads=2) for make in (sp.SelfAttention, sp.TransformerBlock)),
+]
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
 MODELS: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]] = [
     (generate, (), {"max_tokens": 1}),
@@ -67,7 +71,17 @@ MODELS: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]] = [
 ]
 """Functions that take a model, and further arguments, to be called without a model."""
 ROWS: list[Row] = [
-    *((sp.ShapeError, "even", partial(sp.Rope, dim)) for dim in (3, 0)),
+    *((sp.ShapeError, "even", partial(sp.Rope, dim)) for dim in (3, 0, HERE)),
+    *(
+        (TypeError, text, partial(sp.Rope, **{"head_dim": 4} | wrong))
+        for text, wrong in list[tuple[str, dict[str, Any]]](
+            [
+                ("head_dim='4'", {"head_dim": "4"}),
+                ("base='x'", {"base": "x"}),
+                (r"scaling=\[1\]", {"scaling": [1]}),
+            ]
+        )
+    ),
     *(
         (ValueError, "rope_type", partial(sp.Rope, 4, scaling=scaling))
         for scaling in (
@@ -108,7 +122,44 @@ ROWS: list[Row] = [
     (sp.DtypeError, "floating", lambda: ROPE.apply(torch.ones(1, 3, 2, 4).long(), range(3))),
     (TypeError, "chunk='2'", partial(balanced_by, "2")),
     (TypeError, "comm=3 was given", partial(cast("Any", sp.Mesh), 3, sp=1)),
-    (ValueError, "chunk=0", partial(sp.FeedForward, 4, comm=HERE, chunk=0)),
+    *(
+        (TypeError, f"comm={comm} was given; a Communicator", partial(make, comm=comm))
+        for comm in (None, 3)
+        for make in LAYERS
+    ),
+    *(
+        (ValueError, f"{name}={wrong} was given", partial(make, **{"comm": THERE, name: wrong}))
+        for make, name, wrong in (
+            *((make, "hidden", wrong) for make in LAYERS for wrong in (0, -2)),
+            *((LAYERS[2], name, wrong) for name in ("ffn_hidden", "chunk") for wrong in (0, -2)),
+            *(
+                (make, name, wrong)
+                for make in LAYERS[3:]
+                for name in ("num_heads", "num_kv_heads", "head_dim")
+                for wrong in (0, -2)
+            ),
+        )
+    ),
+    *(
+        (TypeError, text, partial(make, **{"comm": THERE} | wrong))
+        for make, text, wrong in list[tuple[Callable[..., object], str, dict[str, Any]]](
+            [
+                *((make, "hidden='4'", {"hidden": "4"}) for make in LAYERS),
+                (LAYERS[2], r"ffn_hidden=0\.5", {"ffn_hidden": 0.5}),
+                *(
+                    (make, text, wrong)
+                    for make in LAYERS[3:]
+                    for text, wrong in (
+                        ("attention='ring' was given; pass a scheme", {"attention": "ring"}),
+                        ("num_heads=None", {"num_heads": None}),
+                        (r"num_kv_heads=0\.5", {"num_kv_heads": 0.5}),
+                        ("rope=10000 was given; pass a Rope", {"rope": 10000}),
+                    )
+                ),
+                (LAYERS[4], r"dropout='\.1'", {"dropout": ".1"}),
+            ]
+        )
+    ),
     *(
         (TypeError, "None was given; a Communicator", call)
         for call in (
@@ -120,6 +171,7 @@ ROWS: list[Row] = [
             partial(loss.next_token_loss, ONES, ONES, tensor=THERE, data=HERE),
         )
     ),
+    (TypeError, r"p='\.1'", partial(dropout, p=".1")),
     (ValueError, "p=1.0", partial(dropout, p=1.0)),
     (ValueError, "p=-0.5", partial(dropout, p=-0.5)),
     (ValueError, "seed=-1", partial(dropout, seed=-1)),
