@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,7 +44,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def run(ranks: int, words: list[str], **more: Any) -> int:
-        text = Path(words[-1]).read_text() if Path(words[-1]).exists() else None
+        options = make_parser().parse_args(words[3:])
+        text = Path(options.input).read_text() if options.input else None
         found.update(ranks=ranks, words=words, text=text, **more)
         return 7
 
@@ -55,26 +57,67 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("given", "text"), [("", None), ("x y", "x y")])
+@pytest.mark.parametrize(
+    ("given", "text", "asked"),
+    [
+        ("", None, ("--prompt-file", "none")),
+        *(
+            ("x y", "x y", asked)
+            for asked in (("--prompt-file", "-"), ("--prompt-file=-",), ("--prompt-f", "-"))
+        ),
+    ],
+)
 def test_ranks_get_the_same_words_and_a_file_with_standard_input(
     given: str,
     text: str | None,
+    asked: tuple[str, ...],
     folder: Path,
     started: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "stdin", Stdin(given))
     more = ["--prompt", "-", "--timeout", "9", "--tp", "3", "--ring", "2"]
-    words = [*command("generate", folder, *more, "--prompt-file", "-" if given else "none")[3:]]
-    assert main(words) == 7
-    words[-1] = started["words"][-1] if given else "none"
-    assert started["words"] == [sys.executable, "-m", "sp_core", *words]
+    name, *words = command("generate", folder, *more, *asked)[3:]
+    assert main([name, *words]) == 7
+    words = [*started["words"][4:6], *words] if given else words
+    assert started["words"] == [sys.executable, "-m", "sp_core", name, *words]
     assert (started["ranks"], started["timeout"], started["text"]) == (6, 9.0, text)
     assert started["mpi_args"] == ["--at-once"]
     number, handler = started["signal"]
     with pytest.raises(SystemExit) as stop:
         handler(number, None)
     assert (number, stop.value.code) == (signal.SIGTERM, 143)
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("--prompt", ("--prompt", "a\udcff")),
+        ("--stop", ("--stop", "a\udcff")),
+        ("standard input", ("--prompt-file", "-")),
+        ("standard input", ("--prompt-file", "-", "--tp", "2")),
+        ("bad", ("--prompt-file", "bad")),
+    ],
+)
+def test_a_text_that_is_not_in_utf8_is_refused(
+    source: str,
+    words: tuple[str, ...],
+    errors: str,
+    folder: Path,
+    started: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Depending on the locale, Python refuses to read such bytes, or keeps them as surrogates."""
+    monkeypatch.chdir(folder)
+    Path("bad").write_bytes(b"a\xff")
+    stdin = io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8", errors=errors)
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert main(command("generate", folder, *words)[3:]) == 2
+    why = "cannot be read as text in UTF-8: 'utf-8' codec can't decode byte 0xff in position 1"
+    assert f"{source} {why}" in capsys.readouterr().err
+    assert not started
 
 
 def test_an_interrupt_ends_a_launch_with_its_code(
@@ -151,6 +194,8 @@ def test_an_error_that_nobody_foresaw_ends_all_ranks(
     [
         ("generate", ("--prompt-file", "-"), "several ranks cannot read standard input"),
         ("logits", ("--top", "0"), "--top 0 was given; pass at least 1"),
+        ("logits", ("--prompt", ""), "prompt 1 is empty; leave it out"),
+        ("logits", ("--prompt", "a" * 129), "prompt 1 has 129 tokens; with 0 more it exceeds the"),
     ],
 )
 def test_in_a_job_the_first_rank_says_what_is_wrong(
@@ -180,7 +225,7 @@ def test_prompts_are_those_of_options_files_and_standard_input(
     reading: dict[str, Callable[..., Any]] = {
         "read_tokenizer": {"dir": tokenizer}.__getitem__,
         "read_stop_strings": {"dir": ["stop"]}.__getitem__,
-        "chat_prompt": lambda folder, text: f"<{folder} {text}>",
+        "chat_prompt": lambda folder, text, now: f"<{folder} {text} {now:%M:%S}>",
         "load": loaded,
     }
     for name, read in reading.items():
@@ -192,30 +237,42 @@ def test_prompts_are_those_of_options_files_and_standard_input(
     options = make_parser().parse_args(words)
 
     def body(comm: Any) -> tuple[Any, ...]:
+        monkeypatch.setattr(inference, "time", lambda: 1207.9 + comm.rank)
         with Mesh(comm, tp=1) as mesh:
             found = inference._prepare(options, mesh)
             wanted = getattr(torch, dtype) if dtype else None
             loaded.assert_called_once_with("dir", mesh, dtype=wanted, scheme="ring", tp_sp=True)
         return found
 
-    texts = [f"<dir {text}>" if chat else text for text in ("a", "bb", "ccc")]
+    texts = [f"<dir {text} 20:07>" if chat else text for text in ("a", "bb", "ccc")]
     tokens = [[text, not chat] for text in texts]
     assert run_threads(1, body) == [(tokenizer, tokens, ["stop"], "model")]
 
 
+def test_a_template_gets_the_time_of_one_rank(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The clocks of two ranks differ by a second. Both must make the same prompt."""
+    monkeypatch.setattr(inference, "time", count(1207.0).__next__)
+    (folder / "chat_template.jinja").write_text("{{ strftime_now('%S') }}")
+    words = command("logits", folder, "--chat", "--tp", "2")[3:]
+    assert run_threads(2, lambda comm: main(words, comm)) == [0, 0]
+    assert capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
-    ("rank", "count", "text"),
+    ("rank", "number", "text"),
     [(0, 1, "aa\ufffd\n"), (0, 2, "[0] aa\ufffd\n[1] aa\ufffd\n"), (1, 1, ""), (1, 2, "")],
 )
 def test_the_first_rank_shows_one_text_as_it_grows_and_several_at_the_end(
     rank: int,
-    count: int,
+    number: int,
     text: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """An incomplete character is shown only at the end of the text."""
-    tokens, prompts = [*b"aa\xf0"], [[1]] * count
+    tokens, prompts = [*b"aa\xf0"], [[1]] * number
     mesh: Any = SimpleNamespace(rank=rank)
     words = "generate --model dir --temperature 0.5 --top-k 7 --top-p 0.25 --seed 3 --max-tokens 9"
     options = make_parser().parse_args([*words.split(), "--stop", "end"])
@@ -231,12 +288,12 @@ def test_the_first_rank_shows_one_text_as_it_grows_and_several_at_the_end(
         }
         for token in tokens if on_token else []:
             on_token(0, token)
-        assert capsys.readouterr().out == text[:2] * (count == 1)
-        return [tokens] * count
+        assert capsys.readouterr().out == text[:2] * (number == 1)
+        return [tokens] * number
 
     monkeypatch.setattr(
         inference, "_prepare", lambda *given: prepared if given == (options, mesh) else None
     )
     monkeypatch.setattr(inference, "generate", generate)
     inference._generate(options, mesh)
-    assert capsys.readouterr().out == text[2 * (count == 1) :]
+    assert capsys.readouterr().out == text[2 * (number == 1) :]

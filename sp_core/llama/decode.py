@@ -30,7 +30,7 @@ from sp_core.collectives.api import all_gather, broadcast
 from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
 from sp_core.llama import pipeline
-from sp_core.llama.config import Tokens, check_tokens, flat
+from sp_core.llama.config import Tokens, check_length, check_tokens, flat
 from sp_core.llama.model import LayerAttend, Llama, Pass
 from sp_core.mask import Mask
 from sp_core.nn.parallel import Lengths
@@ -74,7 +74,7 @@ class Cache:
 
     def __init__(self, model: Llama, room: Sequence[int]) -> None:
         comm, config = model.grid.sequence, model.config
-        self.rank = comm.rank
+        self.rank, self.config = comm.rank, config
         self.room = tuple(room)
         self.slot = max(room, default=0)
         self.lengths = [0] * len(room)
@@ -94,6 +94,7 @@ class Cache:
 
         Raises:
             ShapeError: on this rank: a sequence would get more tokens than it has room for.
+            ValueError: on this rank: a sequence would get more tokens than the model has positions.
         """
         for number, (length, new, room) in enumerate(
             zip(self.lengths, tokens, self.room, strict=True), first
@@ -103,6 +104,7 @@ class Cache:
                     f"sequence {number} has {length} tokens and room for {room}; {len(new)} more "
                     f"were given. Make more room."
                 )
+            check_length(f"sequence {number}", length, len(new), self.config)
         starts = [number * self.slot + length for number, length in enumerate(self.lengths)]
         return [
             start + t for start, new in zip(starts, tokens, strict=True) for t in range(len(new))
@@ -217,8 +219,9 @@ class Decoder:
             then one broadcast of (N', V).
 
         Raises:
-            ShapeError, ValueError, TypeError: more tokens than a sequence has room for, no token
-                at all, or a token that is not in the vocabulary. On every rank.
+            ShapeError, ValueError, TypeError: more tokens than a sequence has room for or than the
+                model has positions, no token at all, or a token that is not in the vocabulary. On
+                every rank.
             CollectiveMismatch: ranks with different tokens. On every rank.
         """
         return self._run("prefill", tokens, self._spread)

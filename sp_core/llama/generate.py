@@ -221,13 +221,6 @@ def _check(model: Llama, prompts: Tokens, max_tokens: int, sampling: Sampling, *
             f"stop_strings={list(texts)} were given without a tokenizer; pass tokenizer=, such as "
             f"that of the model's folder."
         )
-    limit = model.config.max_position_embeddings
     if max_tokens < 0:
         raise ValueError(f"max_tokens={max_tokens} was given; pass at least 0.")
-    check_sequences(prompts, model.config, "prompt")
-    for number, prompt in enumerate(prompts):
-        if len(prompt) + max_tokens > limit:
-            raise ValueError(
-                f"prompt {number} has {len(prompt)} tokens; with {max_tokens} more it exceeds the "
-                f"model's {limit} positions."
-            )
+    check_sequences(prompts, model.config, "prompt", more=max_tokens)

@@ -51,10 +51,20 @@ def read_text(path: Path) -> str:
     Raises:
         CheckpointError: the file is missing, cannot be read, or is not in UTF-8.
     """
+    return checked_text(path, partial(path.read_text, encoding="utf-8"))
+
+
+def checked_text(source: object, read: Callable[[], str]) -> str:
+    """Return the text that `read` returns; `source` names its origin in the error.
+
+    Raises:
+        CheckpointError: the source cannot be read, or is not in UTF-8.
+    """
     try:
-        return path.read_text(encoding="utf-8")
+        # Python keeps such bytes of a command line, and often of standard input, as surrogates
+        return read().encode(errors="surrogateescape").decode()
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as text in UTF-8: {error}.") from error
+        raise CheckpointError(f"{source} cannot be read as text in UTF-8: {error}.") from error
 
 
 def read_stop_strings(folder: str | Path) -> list[str]:

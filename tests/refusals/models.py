@@ -75,9 +75,9 @@ def generated(prompts: list[list[int]], count: int) -> Any:
     return lambda mesh, here: generate(CASE.model(mesh), prompts, max_tokens=count)
 
 
-def decoded(tokens: Any) -> Any:
+def decoded(tokens: Any, room: int = 3) -> Any:
     def decode(mesh: sp.Mesh, here: bool) -> object:
-        decoder = Decoder(CASE.model(mesh), [3, 2])
+        decoder = Decoder(CASE.model(mesh), [room, 2])
         decoder.prefill([[1, 2], []])
         return decoder.decode(tokens)
 
@@ -145,6 +145,20 @@ EVERYWHERE: Table = {
             sp.ShapeError,
             "sequence 0 has 2 tokens and room for 3",
             sending(decoded([[1, 2], [3]])),
+        ),
+        "more tokens than positions": (
+            ValueError,
+            "sequence 0 has 2 tokens; with 127 more it exceeds the model's 128 positions",
+            sending(decoded([[1] * 127, []], room=200)),
+        ),
+        "an unequal sequence longer than the positions": (
+            ValueError,
+            "sequence 1 has 129 tokens; with 0 more it exceeds the model's 128 positions",
+            lambda mesh, here: prefill_unequal(
+                CASE.model(mesh),
+                [[1], [2] * 129],
+                balanced([1, 129], mesh.size, Work(1, 1)),
+            ),
         ),
         "tokens in no list": (TypeError, "a list with a list of", sending(decoded([1, 2]))),
         "tokens of one sequence": (sp.ShapeError, "there are 2", sending(decoded([[1]]))),
