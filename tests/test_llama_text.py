@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.mpi_skip
 FAMILY = "a \U0001f469 b"
 
 
-NOW = datetime(2024, 2, 29, 7, 8, 9)
+NOW = datetime(2024, 2, 29, 7, 8, 9, tzinfo=UTC)
 MESSAGE = "a < b & \u00fc"
 SETTINGS: dict[str, Any] = {
     "bos_token": "<s>",
@@ -39,8 +39,14 @@ def chat(folder: Path, template: Any, **more: Any) -> str:
     ("template", "text"),
     [
         ("{{ bos_token }}{{ messages[0].role }}: {{ messages[0].content }}", f"<s>user: {MESSAGE}"),
-        ("{{ eos_token }}{{ unk_token }}{{ pad_token }}{{ mask_token }}{{ add_bos_token }}", "</s>"),
-        ("{{ add_generation_prompt }} {{ tools is none }} {{ documents is none }}", "True True True"),
+        (
+            "{{ eos_token }}{{ unk_token }}{{ pad_token }}{{ mask_token }}{{ add_bos_token }}",
+            "</s>",
+        ),
+        (
+            "{{ add_generation_prompt }} {{ tools is none }} {{ documents is none }}",
+            "True True True",
+        ),
         ("{{ strftime_now('%d %b %Y %H:%M:%S') }}", "29 Feb 2024 07:08:09"),
         ("{% for x in [1, 2, 3] %}{% if x == 2 %}{% break %}{% endif %}{{ x }}{% endfor %}", "1"),
         ("{{ messages[0].content | tojson }}", f'"{MESSAGE}"'),
@@ -60,10 +66,20 @@ def test_a_chat_template_has_the_names_that_transformers_gives_it(
 
 @pytest.mark.parametrize(
     "template",
-    [None, 3, {"default": "a"}, [], ["a"], [{"name": "tool", "template": "a"}], [{"name": "default"}]],
+    [
+        None,
+        3,
+        {"default": "a"},
+        [],
+        ["a"],
+        [{"name": "tool", "template": "a"}],
+        [{"name": "default"}],
+    ],
 )
 def test_a_folder_without_a_chat_template(tmp_path: Path, template: Any) -> None:
-    with pytest.raises(CheckpointError, match="has no chat template: .* one of them named default"):
+    with pytest.raises(
+        CheckpointError, match=r"has no chat template: .* one of them named default"
+    ):
         chat(tmp_path, template)
 
 

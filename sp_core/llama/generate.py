@@ -43,6 +43,7 @@ class Sampling:
 
     Raises:
         ValueError: temperature is negative or infinite, top_k below 1, or top_p not in (0, 1].
+        TypeError: a value that is no number, or that is not a whole number where one is needed.
 
     Source: Holtzman et al. 2020, The Curious Case of Neural Text Degeneration, arXiv:1904.09751,
     section 3.1 (top-p).
@@ -54,7 +55,8 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raise ValueError if a number is out of range."""
+        """Raise TypeError if a value is no number, and ValueError if one is out of range."""
+        arguments.check(**vars(self))
         if not 0 <= self.temperature < torch.inf:
             raise ValueError(
                 f"temperature={self.temperature} was given; pass a number of at least 0."
