@@ -27,7 +27,7 @@ from sp_core.launch import command
 from sp_core.llama.checkpoint import load
 from sp_core.llama.config import LlamaConfig, check_ranks, check_sequences
 from sp_core.llama.decode import Decoder
-from sp_core.llama.generate import Sampling, generate
+from sp_core.llama.generate import Sampling, generate, not_finite
 from sp_core.llama.grid import AXES
 from sp_core.llama.model import Llama, stage_layers
 from sp_core.llama.text import (
@@ -307,6 +307,13 @@ def _logits(options: argparse.Namespace, mesh: Mesh) -> None:
     tokenizer, prompts, _, model = _prepare(options, mesh)
     check_sequences(prompts, model.config, "prompt", more=0)
     logits = Decoder(model, [len(prompt) for prompt in prompts]).prefill(prompts)
+
+    def check() -> None:
+        finite = logits.amax(-1).isfinite().tolist()
+        if wrong := [number for number, is_finite in enumerate(finite) if not is_finite]:
+            raise not_finite(f"the logits of prompts {wrong}")
+
+    mesh[tuple(mesh.axes)].agree_on(lambda: "the logits", check)
     if mesh.rank:
         return
     for number, row in enumerate(logits.double().log_softmax(-1)):

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,9 @@ from unittest.mock import Mock, call
 
 import pytest
 import torch
-from test_llama_command import command, folder
+from llama_cases import Damaged
+from test_llama_checkpoint import written
+from test_llama_command import CASE, command, folder
 
 from sp_core import inference
 from sp_core.__main__ import main, make_parser
@@ -247,6 +250,21 @@ def test_prompts_are_those_of_options_files_and_standard_input(
     texts = [f"<dir {text} 20:07>" if chat else text for text in ("a", "bb", "ccc")]
     tokens = [[text, not chat] for text in texts]
     assert run_threads(1, body) == [(tokenizer, tokens, ["stop"], "model")]
+
+
+def test_logits_that_are_not_finite_are_not_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The weights of the token `x` are damaged, which is in the second prompt only."""
+    case = Damaged(**vars(CASE), token=ord("x"))
+    written(case, tmp_path)
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    for more, code in (("y", 0), ("x", 2)):
+        words = command("logits", tmp_path, "--prompt", more, "--tp", "2")[3:]
+        assert run_threads(2, partial(main, words)) == [code] * 2
+    told = capsys.readouterr()
+    assert told.err.count("the logits of prompts [1] are not finite") == 1
+    assert told.out.count("[1]") == 1
 
 
 def test_a_template_gets_the_time_of_one_rank(

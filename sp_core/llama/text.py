@@ -112,8 +112,8 @@ def chat_prompt(folder: str | Path, text: str, now: datetime) -> str:
     values = read_json(settings) if settings.exists() else {}
     template = read_text(file) if file.exists() else values.get("chat_template")
     if isinstance(template, list):  # several templates with names
-        named = [each for each in template if isinstance(each, dict)]
-        found = [each.get("template") for each in named if each.get("name") == "default"]
+        objects = [each for each in template if isinstance(each, dict)]
+        found = [each.get("template") for each in objects if each.get("name") == "default"]
         template = found[-1] if found else None
     if not isinstance(template, str):
         raise CheckpointError(
@@ -121,26 +121,21 @@ def chat_prompt(folder: str | Path, text: str, now: datetime) -> str:
             f"one of them named default. Leave --chat out, or take a model that was tuned for "
             f"chats."
         )
-    given = {
-        name: x.get("content") if isinstance(x, dict) else x
-        for name, x in values.items()
-        if name.endswith("_token")
-    }
-    tokens = {name: x for name, x in given.items() if isinstance(x, str)}
+    named = {name: value for name, value in values.items() if name.endswith("_token")}
+    texts = {name: x.get("content") if isinstance(x, dict) else x for name, x in named.items()}
+    tokens = {name: text for name, text in texts.items() if isinstance(text, str)}
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     # the filter of jinja2 escapes characters of HTML, which a prompt contains as they are
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     functions = {"raise_exception": raise_exception, "strftime_now": now.strftime}
-    said = {
-        "messages": [{"role": "user", "content": text}],
-        "add_generation_prompt": True,
-        "tools": None,
-        "documents": None,
-    }
+    said = [{"role": "user", "content": text}]
+    other = {"add_generation_prompt": True, "tools": None, "documents": None}
     try:
-        return environment.from_string(template, globals=tokens | functions).render(said)
+        return environment.from_string(template, globals=tokens | functions).render(
+            other, messages=said
+        )
     except Exception as error:  # a template is a program, and can raise any error
         raise CheckpointError(
             f"the chat template of the model fails: {type(error).__name__}: {error}."
