@@ -215,8 +215,9 @@ def test_in_a_job_the_first_rank_says_what_is_wrong(
 
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("dtype", [None, "float64"])
+@pytest.mark.parametrize("launched", [False, True])
 def test_prompts_are_those_of_options_files_and_standard_input(
-    chat: bool, dtype: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    chat: bool, dtype: str | None, launched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a chat each prompt is put into the template, which already has the special tokens."""
     (tmp_path / "text").write_text("bb")
@@ -233,9 +234,11 @@ def test_prompts_are_those_of_options_files_and_standard_input(
     }
     for name, read in reading.items():
         monkeypatch.setattr(inference, name, read)
-    monkeypatch.setattr(sys, "stdin", Stdin("ccc"))
+    (tmp_path / "input").write_text("ccc")
+    monkeypatch.setattr(sys, "stdin", Stdin("" if launched else "ccc"))
     files = ["--prompt-file", str(tmp_path / "text"), "--prompt-file", "-"]
     words = ["generate", "--model", "dir", "--prompt", "a", *files, "--scheme", "ring", "--tp-sp"]
+    words += ["--input", str(tmp_path / "input")] * launched
     words += ["--chat"] * chat + (["--dtype", dtype] if dtype else [])
     options = make_parser().parse_args(words)
 
