@@ -23,8 +23,12 @@ def _is_whole(value: Any) -> bool:
     return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
+def _is_real(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    return _is_real(value) and math.isfinite(value)
 
 
 def _are_whole(value: Any) -> bool:
@@ -77,12 +81,18 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "stop": (_are_tokens, "a list, tuple or set of tokens, whole numbers"),
     "stop_strings": (_are_strings, "a list or tuple of texts, none of them empty"),
     "shape": (_are_whole, "a list or tuple of whole numbers"),
+    "room": (
+        lambda value: _are_whole(value) and min(value, default=0) >= 0,
+        "a list or tuple with a number of tokens, at least 0, for each sequence",
+    ),
+    "temperature": (_is_real, "a number"),
+    "top_p": (lambda value: value is None or _is_real(value), "a number, or None"),
     "batches": (_is_sequence, "a list of micro-batches"),
     "tensors": (lambda value: isinstance(value, (list, tuple)), "a list or tuple of tensors"),
     **dict.fromkeys(
         (
-            *("count", "max_file_bytes", "chunk", "window"),
-            *("num_kv_heads", "head_dim", "ffn_hidden"),
+            *("count", "max_file_bytes", "chunk", "window", "micro_batches"),
+            *("top_k", "num_kv_heads", "head_dim", "ffn_hidden"),
         ),
         (lambda value: value is None or _is_whole(value), "a whole number, or None"),
     ),

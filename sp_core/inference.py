@@ -14,7 +14,9 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
+from time import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,14 +25,15 @@ from sp_core.agreement import ERRORS, make_alike
 from sp_core.errors import ShapeError
 from sp_core.launch import command
 from sp_core.llama.checkpoint import load
-from sp_core.llama.config import LlamaConfig, check_ranks
+from sp_core.llama.config import LlamaConfig, check_ranks, check_sequences
 from sp_core.llama.decode import Decoder
-from sp_core.llama.generate import Sampling, generate
+from sp_core.llama.generate import Sampling, generate, not_finite
 from sp_core.llama.grid import AXES
 from sp_core.llama.model import Llama, stage_layers
 from sp_core.llama.text import (
     Stream,
     chat_prompt,
+    checked_text,
     read_stop_strings,
     read_text,
     read_tokenizer,
@@ -93,6 +96,7 @@ _MODEL: dict[str, dict[str, Any]] = {
         "default": 86400.0,
         "help": "seconds for ranks that are started (default: a day)",
     },
+    "--input": {"metavar": "FILE", "help": argparse.SUPPRESS},  # only for ranks that are started
 }
 _AXES = {
     "dp": "replicas, which share the prompts",
@@ -176,25 +180,26 @@ def main(
         check_ranks(config, sizes["tp"])  # before any rank is started
         stage_layers(config, sizes["pp"])
         defaults(options.algorithm or "auto")
+        ranks = math.prod(sizes.values())
+        # MPI may not pass standard input on to a rank
+        spooled = "-" in options.prompt_file and ranks > 1
+        text = checked_text("standard input", sys.stdin.read) if spooled else ""
     except ERRORS as error:
         return _refuse(error)
-    ranks = math.prod(sizes.values())
     if ranks == 1:
         return _run(options, sizes, comm)
-    # `command.run` then ends the ranks that it has started
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.NamedTemporaryFile("w", encoding="utf-8") as kept:
-        if "-" in options.prompt_file:  # MPI may not pass standard input on to a rank
-            kept.write(sys.stdin.read())
-            kept.flush()
-        pairs = zip(("", *arguments), arguments, strict=False)
-        words = [kept.name if pair == ("--prompt-file", "-") else pair[1] for pair in pairs]
-        words = [sys.executable, "-m", "sp_core", *words]
+        kept.write(text)
+        kept.flush()
+        given = ["--input", kept.name] if spooled else []
+        words = [sys.executable, "-m", "sp_core", *arguments[:1], *given, *arguments[1:]]
         try:
             mpi_args = command.streaming()  # show each token when it is ready, not each line
             return command.run(ranks, words, timeout=options.timeout, mpi_args=mpi_args)
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
+        except (ValueError, FileNotFoundError) as error:
+            return _refuse(error)
 
 
 def _run(options: argparse.Namespace, sizes: dict[str, int], comm: Intracomm | None) -> int:
@@ -238,22 +243,32 @@ def _prepare(
     """
 
     def read() -> tuple[tuple[Tokenizer, list[list[int]], list[str]], str]:
-        tokenizer, texts = read_tokenizer(options.model), list(options.prompt)
+        tokenizer = read_tokenizer(options.model)
+        texts = [checked_text("--prompt", text.__str__) for text in options.prompt]
         for file in options.prompt_file:
-            if file == "-" and mesh.size > 1:
+            source = options.input or file if file == "-" else file
+            if source == "-" and mesh.size > 1:
                 raise ValueError(
                     "several ranks cannot read standard input; pass --prompt-file FILE."
                 )
-            texts.append(sys.stdin.read() if file == "-" else read_text(Path(file)))
+            texts.append(
+                checked_text("standard input", sys.stdin.read)
+                if source == "-"
+                else read_text(Path(source))
+            )
         if not texts:
             raise ValueError("no text to continue was given; pass --prompt or --prompt-file.")
         if options.chat:
-            texts = [chat_prompt(options.model, text) for text in texts]
+            texts = [chat_prompt(options.model, text, now) for text in texts]
         special = not options.chat  # a chat template contains the special tokens
         tokens = [tokenizer.encode(text, add_special_tokens=special).ids for text in texts]
         return (tokenizer, tokens, read_stop_strings(options.model)), f"prompts {tokens}"
 
-    found = make_alike(mesh[tuple(mesh.axes)], read)
+    comm = mesh[tuple(mesh.axes)]
+    # of one rank, since a template may show it
+    seconds, *_ = comm.agree_on(lambda: "the time", lambda: int(time()))
+    now = datetime.fromtimestamp(seconds).astimezone()
+    found = make_alike(comm, read)
     dtype = getattr(torch, options.dtype) if options.dtype else None
     return *found, load(
         options.model, mesh, dtype=dtype, scheme=options.scheme, tp_sp=options.tp_sp
@@ -262,6 +277,7 @@ def _prepare(
 
 def _generate(options: argparse.Namespace, mesh: Mesh) -> None:
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    stop = [checked_text("--stop", text.__str__) for text in options.stop]
     tokenizer, prompts, stop_strings, model = _prepare(options, mesh)
     stream = Stream(tokenizer)
     is_shown = mesh.rank == 0 and len(prompts) == 1
@@ -274,7 +290,7 @@ def _generate(options: argparse.Namespace, mesh: Mesh) -> None:
         prompts,
         max_tokens=options.max_tokens,
         sampling=sampling,
-        stop_strings=[*options.stop, *stop_strings],
+        stop_strings=[*stop, *stop_strings],
         tokenizer=tokenizer,
         on_token=show if is_shown else None,
     )
@@ -289,7 +305,15 @@ def _logits(options: argparse.Namespace, mesh: Mesh) -> None:
     if options.top < 1:
         raise ValueError(f"--top {options.top} was given; pass at least 1.")
     tokenizer, prompts, _, model = _prepare(options, mesh)
+    check_sequences(prompts, model.config, "prompt", more=0)
     logits = Decoder(model, [len(prompt) for prompt in prompts]).prefill(prompts)
+
+    def check() -> None:
+        finite = logits.amax(-1).isfinite().tolist()
+        if wrong := [number for number, is_finite in enumerate(finite) if not is_finite]:
+            raise not_finite(f"the logits of prompts {wrong}")
+
+    mesh[tuple(mesh.axes)].agree_on(lambda: "the logits", check)
     if mesh.rank:
         return
     for number, row in enumerate(logits.double().log_softmax(-1)):

@@ -154,6 +154,18 @@ class Case:
         )
 
 
+@dataclass(frozen=True)
+class Damaged(Case):
+    """A model that computes NaN from one token on, as with damaged weights of the embedding."""
+
+    token: int = 0
+
+    def weights(self) -> dict[str, Tensor]:
+        found = super().weights()
+        found["model.embed_tokens.weight"][self.token] = torch.nan
+        return found
+
+
 @st.composite
 def cases(draw: st.DrawFn, max_layers: int = 2) -> Case:
     return Case(

@@ -17,7 +17,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from refusals import calls, models, pure
+from refusals import calls, decoders, models, pure
 from refusals.calls import Row, Table, comm_of
 from torch import Tensor
 
@@ -59,19 +59,19 @@ def rows(*tables: Table, ranks: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("axes", "row"), [*found.values()], ids=[*found])
 
 
-@rows(calls.EVERYWHERE, models.EVERYWHERE, ranks=2)
+@rows(calls.EVERYWHERE, models.EVERYWHERE, decoders.EVERYWHERE, ranks=2)
 @spmd(1, 3)
 def test_what_is_wrong_everywhere(comm: Any, axes: str, row: Row) -> None:
     check_refused(comm, axes, row)
 
 
-@rows(calls.ON_ONE_RANK, models.ON_ONE_RANK, ranks=2)
+@rows(calls.ON_ONE_RANK, models.ON_ONE_RANK, decoders.ON_ONE_RANK, ranks=2)
 @spmd(2)
 def test_what_is_wrong_on_one_rank_is_raised_on_both(comm: Any, axes: str, row: Row) -> None:
     check_refused(comm, axes, row)
 
 
-@rows(calls.ON_ONE_RANK, models.ON_ONE_RANK, ranks=4)
+@rows(calls.ON_ONE_RANK, models.ON_ONE_RANK, decoders.ON_ONE_RANK, ranks=4)
 @spmd(4)
 def test_what_is_wrong_on_one_rank_of_a_grid_is_raised_on_all(
     comm: Any, axes: str, row: Row

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
-import signal
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,9 @@ from unittest.mock import Mock, call
 
 import pytest
 import torch
-from test_llama_command import command, folder
+from llama_cases import Damaged
+from test_llama_checkpoint import written
+from test_llama_command import CASE, command, folder
 
 from sp_core import inference
 from sp_core.__main__ import main, make_parser
@@ -43,38 +46,75 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def run(ranks: int, words: list[str], **more: Any) -> int:
-        text = Path(words[-1]).read_text() if Path(words[-1]).exists() else None
+        options = make_parser().parse_args(words[3:])
+        text = Path(options.input).read_text() if options.input else None
         found.update(ranks=ranks, words=words, text=text, **more)
         return 7
 
     monkeypatch.setattr(launcher, "run", run)
     monkeypatch.setattr(launcher, "streaming", lambda: ["--at-once"])
-    monkeypatch.setattr(signal, "signal", lambda *given: found.update(signal=given))
     for name in JOB_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     return found
 
 
-@pytest.mark.parametrize(("given", "text"), [("", None), ("x y", "x y")])
+@pytest.mark.parametrize(
+    ("given", "text", "asked"),
+    [
+        ("", None, ("--prompt-file", "none")),
+        *(
+            ("x y", "x y", asked)
+            for asked in (("--prompt-file", "-"), ("--prompt-file=-",), ("--prompt-f", "-"))
+        ),
+    ],
+)
 def test_ranks_get_the_same_words_and_a_file_with_standard_input(
     given: str,
     text: str | None,
+    asked: tuple[str, ...],
     folder: Path,
     started: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "stdin", Stdin(given))
     more = ["--prompt", "-", "--timeout", "9", "--tp", "3", "--ring", "2"]
-    words = [*command("generate", folder, *more, "--prompt-file", "-" if given else "none")[3:]]
-    assert main(words) == 7
-    words[-1] = started["words"][-1] if given else "none"
-    assert started["words"] == [sys.executable, "-m", "sp_core", *words]
+    name, *words = command("generate", folder, *more, *asked)[3:]
+    assert main([name, *words]) == 7
+    words = [*started["words"][4:6], *words] if given else words
+    assert started["words"] == [sys.executable, "-m", "sp_core", name, *words]
     assert (started["ranks"], started["timeout"], started["text"]) == (6, 9.0, text)
     assert started["mpi_args"] == ["--at-once"]
-    number, handler = started["signal"]
-    with pytest.raises(SystemExit) as stop:
-        handler(number, None)
-    assert (number, stop.value.code) == (signal.SIGTERM, 143)
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("--prompt", ("--prompt", "a\udcff")),
+        ("--stop", ("--stop", "a\udcff")),
+        ("standard input", ("--prompt-file", "-")),
+        ("standard input", ("--prompt-file", "-", "--tp", "2")),
+        ("bad", ("--prompt-file", "bad")),
+    ],
+)
+def test_a_text_that_is_not_in_utf8_is_refused(
+    source: str,
+    words: tuple[str, ...],
+    errors: str,
+    folder: Path,
+    started: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Depending on the locale, Python refuses to read such bytes, or keeps them as surrogates."""
+    monkeypatch.chdir(folder)
+    Path("bad").write_bytes(b"a\xff")
+    stdin = io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8", errors=errors)
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert main(command("generate", folder, *words)[3:]) == 2
+    why = "cannot be read as text in UTF-8: 'utf-8' codec can't decode byte 0xff in position 1"
+    assert f"{source} {why}" in capsys.readouterr().err
+    assert not started
 
 
 def test_an_interrupt_ends_a_launch_with_its_code(
@@ -82,6 +122,19 @@ def test_an_interrupt_ends_a_launch_with_its_code(
 ) -> None:
     monkeypatch.setattr(launcher, "run", Mock(side_effect=KeyboardInterrupt))
     assert main(command("generate", folder, "--tp", "2")[3:]) == 130
+
+
+@pytest.mark.parametrize("error", [ValueError("no time"), FileNotFoundError("no mpiexec")])
+def test_ranks_that_cannot_be_started_are_refused_in_one_line(
+    error: Exception,
+    folder: Path,
+    started: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(launcher, "run", Mock(side_effect=error))
+    assert main(command("generate", folder, "--tp", "2")[3:]) == inference.REFUSED
+    assert capsys.readouterr().err == f"sp-core: {error}\n"
 
 
 ONE = {"dp": 1, "pp": 1, "ring": 1, "ulysses": 1, "tp": 1}
@@ -151,6 +204,8 @@ def test_an_error_that_nobody_foresaw_ends_all_ranks(
     [
         ("generate", ("--prompt-file", "-"), "several ranks cannot read standard input"),
         ("logits", ("--top", "0"), "--top 0 was given; pass at least 1"),
+        ("logits", ("--prompt", ""), "prompt 1 is empty; leave it out"),
+        ("logits", ("--prompt", "a" * 129), "prompt 1 has 129 tokens; with 0 more it exceeds the"),
     ],
 )
 def test_in_a_job_the_first_rank_says_what_is_wrong(
@@ -167,8 +222,9 @@ def test_in_a_job_the_first_rank_says_what_is_wrong(
 
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("dtype", [None, "float64"])
+@pytest.mark.parametrize("launched", [False, True])
 def test_prompts_are_those_of_options_files_and_standard_input(
-    chat: bool, dtype: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    chat: bool, dtype: str | None, launched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a chat each prompt is put into the template, which already has the special tokens."""
     (tmp_path / "text").write_text("bb")
@@ -180,42 +236,71 @@ def test_prompts_are_those_of_options_files_and_standard_input(
     reading: dict[str, Callable[..., Any]] = {
         "read_tokenizer": {"dir": tokenizer}.__getitem__,
         "read_stop_strings": {"dir": ["stop"]}.__getitem__,
-        "chat_prompt": lambda folder, text: f"<{folder} {text}>",
+        "chat_prompt": lambda folder, text, now: f"<{folder} {text} {now:%M:%S}>",
         "load": loaded,
     }
     for name, read in reading.items():
         monkeypatch.setattr(inference, name, read)
-    monkeypatch.setattr(sys, "stdin", Stdin("ccc"))
+    (tmp_path / "input").write_text("ccc")
+    monkeypatch.setattr(sys, "stdin", Stdin("" if launched else "ccc"))
     files = ["--prompt-file", str(tmp_path / "text"), "--prompt-file", "-"]
     words = ["generate", "--model", "dir", "--prompt", "a", *files, "--scheme", "ring", "--tp-sp"]
+    words += ["--input", str(tmp_path / "input")] * launched
     words += ["--chat"] * chat + (["--dtype", dtype] if dtype else [])
     options = make_parser().parse_args(words)
 
     def body(comm: Any) -> tuple[Any, ...]:
+        monkeypatch.setattr(inference, "time", lambda: 1207.9 + comm.rank)
         with Mesh(comm, tp=1) as mesh:
             found = inference._prepare(options, mesh)
             wanted = getattr(torch, dtype) if dtype else None
             loaded.assert_called_once_with("dir", mesh, dtype=wanted, scheme="ring", tp_sp=True)
         return found
 
-    texts = [f"<dir {text}>" if chat else text for text in ("a", "bb", "ccc")]
+    texts = [f"<dir {text} 20:07>" if chat else text for text in ("a", "bb", "ccc")]
     tokens = [[text, not chat] for text in texts]
     assert run_threads(1, body) == [(tokenizer, tokens, ["stop"], "model")]
 
 
+def test_logits_that_are_not_finite_are_not_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The weights of the token `x` are damaged, which is in the second prompt only."""
+    case = Damaged(**vars(CASE), token=ord("x"))
+    written(case, tmp_path)
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    for more, code in (("y", 0), ("x", 2)):
+        words = command("logits", tmp_path, "--prompt", more, "--tp", "2")[3:]
+        assert run_threads(2, partial(main, words)) == [code] * 2
+    told = capsys.readouterr()
+    assert told.err.count("the logits of prompts [1] are not finite") == 1
+    assert told.out.count("[1]") == 1
+
+
+def test_a_template_gets_the_time_of_one_rank(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The clocks of two ranks differ by a second. Both must make the same prompt."""
+    monkeypatch.setattr(inference, "time", count(1207.0).__next__)
+    (folder / "chat_template.jinja").write_text("{{ strftime_now('%S') }}")
+    words = command("logits", folder, "--chat", "--tp", "2")[3:]
+    assert run_threads(2, lambda comm: main(words, comm)) == [0, 0]
+    assert capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
-    ("rank", "count", "text"),
+    ("rank", "number", "text"),
     [(0, 1, "aa\ufffd\n"), (0, 2, "[0] aa\ufffd\n[1] aa\ufffd\n"), (1, 1, ""), (1, 2, "")],
 )
 def test_the_first_rank_shows_one_text_as_it_grows_and_several_at_the_end(
     rank: int,
-    count: int,
+    number: int,
     text: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """An incomplete character is shown only at the end of the text."""
-    tokens, prompts = [*b"aa\xf0"], [[1]] * count
+    tokens, prompts = [*b"aa\xf0"], [[1]] * number
     mesh: Any = SimpleNamespace(rank=rank)
     words = "generate --model dir --temperature 0.5 --top-k 7 --top-p 0.25 --seed 3 --max-tokens 9"
     options = make_parser().parse_args([*words.split(), "--stop", "end"])
@@ -231,12 +316,12 @@ def test_the_first_rank_shows_one_text_as_it_grows_and_several_at_the_end(
         }
         for token in tokens if on_token else []:
             on_token(0, token)
-        assert capsys.readouterr().out == text[:2] * (count == 1)
-        return [tokens] * count
+        assert capsys.readouterr().out == text[:2] * (number == 1)
+        return [tokens] * number
 
     monkeypatch.setattr(
         inference, "_prepare", lambda *given: prepared if given == (options, mesh) else None
     )
     monkeypatch.setattr(inference, "generate", generate)
     inference._generate(options, mesh)
-    assert capsys.readouterr().out == text[2 * (count == 1) :]
+    assert capsys.readouterr().out == text[2 * (number == 1) :]

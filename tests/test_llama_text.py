@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,88 @@ pytestmark = pytest.mark.mpi_skip
 FAMILY = "a \U0001f469 b"
 
 
-def test_a_chat_template_sees_the_message_and_the_tokens_of_the_folder(tmp_path: Path) -> None:
-    """Of several templates the default one is used. A template that fails is an error."""
-    template = "{{ bos_token }}{{ messages[0].role }}: {{ messages[0].content }}{{ eos_token }}"
-    tokens = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
-    named = [{"name": "tool", "template": "no"}, {"name": "default", "template": template}]
-    for templates in (template, named):
-        settings = {**tokens, "chat_template": templates}
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-        assert chat_prompt(tmp_path, "how?") == "<s>user: how?</s>"
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[1].content }}")
-    with pytest.raises(CheckpointError, match="the chat template of the model fails"):
-        chat_prompt(tmp_path, "how?")
+NOW = datetime(2024, 2, 29, 7, 8, 9, tzinfo=UTC)
+MESSAGE = "a < b & \u00fc"
+SETTINGS: dict[str, Any] = {
+    "bos_token": "<s>",
+    "eos_token": {"content": "</s>", "lstrip": False},
+    "unk_token": None,
+    "pad_token": {"content": 3},
+    "mask_token": 5,
+    "add_bos_token": True,
+}
+
+
+def chat(folder: Path, template: Any, **more: Any) -> str:
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, **more}))
+    return chat_prompt(folder, MESSAGE, NOW)
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ bos_token }}{{ messages[0].role }}: {{ messages[0].content }}", f"<s>user: {MESSAGE}"),
+        (
+            "{{ eos_token }}{{ unk_token }}{{ pad_token }}{{ mask_token }}{{ add_bos_token }}",
+            "</s>",
+        ),
+        (
+            "{{ add_generation_prompt }} {{ tools is none }} {{ documents is none }}",
+            "True True True",
+        ),
+        ("{{ strftime_now('%d %b %Y %H:%M:%S') }}", "29 Feb 2024 07:08:09"),
+        ("{% for x in [1, 2, 3] %}{% if x == 2 %}{% break %}{% endif %}{{ x }}{% endfor %}", "1"),
+        ("{{ messages[0].content | tojson }}", f'"{MESSAGE}"'),
+        ("{{ {'b': 1, 'a': [2]} | tojson }}", '{"b": 1, "a": [2]}'),
+        ("{{ {'b': 1, 'a': 2} | tojson(indent=1, sort_keys=true) }}", '{\n "a": 2,\n "b": 1\n}'),
+        ("{{ 'ü' | tojson(ensure_ascii=true) }}", '"\\u00fc"'),
+    ],
+)
+def test_a_chat_template_has_the_names_that_transformers_gives_it(
+    tmp_path: Path, template: str, text: str
+) -> None:
+    """Entries such as add_bos_token are no tokens. Of several templates the default is used."""
+    both = [{"name": "tool", "template": "no"}, {"name": "default", "template": template}]
+    for given in (template, both, [3, {"name": []}, *both, {}]):
+        assert chat(tmp_path, given, **SETTINGS) == text
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        None,
+        3,
+        {"default": "a"},
+        [],
+        ["a"],
+        [{"name": "tool", "template": "a"}],
+        [{"name": "default"}],
+    ],
+)
+def test_a_folder_without_a_chat_template(tmp_path: Path, template: Any) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"has no chat template: .* one of them named default"
+    ):
+        chat(tmp_path, template)
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ messages[1].content }}", "UndefinedError: .* has no element 1"),
+        ("{% if %}", "TemplateSyntaxError"),
+        ("{{ raise_exception('Alternate roles!') }}", "TemplateError: Alternate roles!"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
+        ("{{ range(10 ** 9) }}", "OverflowError"),
+        ("{{ messages | tojson(3) }}", "TypeError"),
+        ("{{ ''.__class__.__mro__ }}", "SecurityError"),
+    ],
+)
+def test_a_chat_template_that_fails(tmp_path: Path, template: str, text: str) -> None:
+    """A template in a file of its own comes before that in `tokenizer_config.json`."""
+    (tmp_path / "chat_template.jinja").write_text(template)
+    with pytest.raises(CheckpointError, match=f"the chat template of the model fails: {text}"):
+        chat(tmp_path, "good")
 
 
 def test_a_stream_holds_back_half_a_character() -> None:

@@ -240,10 +240,13 @@ def flat(sequences: Tokens) -> Tensor:
     return torch.tensor([token for tokens in sequences for token in tokens], dtype=torch.int64)
 
 
-def check_sequences(sequences: Tokens, config: LlamaConfig, what: str = "sequence") -> None:
+def check_sequences(
+    sequences: Tokens, config: LlamaConfig, what: str = "sequence", more: int | None = None
+) -> None:
     """Raise ValueError for a sequence without tokens, or a token outside the vocabulary.
 
-    `what` names a sequence in the error.
+    Also, unless `more` is None, for a sequence that with `more` tokens exceeds the positions of the
+    model. `what` names a sequence in the error.
     """
     for number, tokens in enumerate(sequences):
         if not tokens:
@@ -251,7 +254,18 @@ def check_sequences(sequences: Tokens, config: LlamaConfig, what: str = "sequenc
                 f"{what} {number} is empty; leave it out, or give it at least one token, such as "
                 f"the one that begins a text."
             )
+        if more is not None:
+            check_length(f"{what} {number}", len(tokens), more, config)
     check_tokens(flat(sequences), config)
+
+
+def check_length(name: str, length: int, more: int, config: LlamaConfig) -> None:
+    """Raise ValueError if a sequence of `length` tokens with `more` exceeds the positions."""
+    if length + more > (limit := config.max_position_embeddings):
+        raise ValueError(
+            f"{name} has {length} tokens; with {more} more it exceeds the model's {limit} "
+            f"positions. Shorten it, or take a model with a greater max_position_embeddings."
+        )
 
 
 def check_tokens(tokens: Tensor, config: LlamaConfig, what: str = "token") -> None:

@@ -30,7 +30,7 @@ from sp_core.collectives.api import all_gather, broadcast
 from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
 from sp_core.llama import pipeline
-from sp_core.llama.config import Tokens, check_tokens, flat
+from sp_core.llama.config import Tokens, check_length, check_tokens, flat
 from sp_core.llama.model import LayerAttend, Llama, Pass
 from sp_core.mask import Mask
 from sp_core.nn.parallel import Lengths
@@ -74,7 +74,7 @@ class Cache:
 
     def __init__(self, model: Llama, room: Sequence[int]) -> None:
         comm, config = model.grid.sequence, model.config
-        self.rank = comm.rank
+        self.rank, self.config = comm.rank, config
         self.room = tuple(room)
         self.slot = max(room, default=0)
         self.lengths = [0] * len(room)
@@ -93,7 +93,8 @@ class Cache:
             first: the index of the first sequence in the whole batch, for errors.
 
         Raises:
-            ShapeError: on this rank: a sequence would get more tokens than it has room for.
+            ShapeError, ValueError: on this rank: a sequence would get more tokens than it has room
+                for, or than the model has positions.
         """
         for number, (length, new, room) in enumerate(
             zip(self.lengths, tokens, self.room, strict=True), first
@@ -103,6 +104,7 @@ class Cache:
                     f"sequence {number} has {length} tokens and room for {room}; {len(new)} more "
                     f"were given. Make more room."
                 )
+            check_length(f"sequence {number}", length, len(new), self.config)
         starts = [number * self.slot + length for number, length in enumerate(self.lengths)]
         return [
             start + t for start, new in zip(starts, tokens, strict=True) for t in range(len(new))
@@ -182,16 +184,25 @@ class Decoder:
         micro_batches: the number of parts into which the sequences are divided; the number of
             stages if not given.
 
+    Communication:
+        One agreement (32-byte all-reduce).
+
     Raises:
-        ShapeError: on this rank: less than one micro-batch.
+        ShapeError, TypeError: less than one micro-batch, or arguments of another type.
+        CollectiveMismatch: ranks with different arguments. All on every rank.
     """
 
     def __init__(
         self, model: Llama, room: Sequence[int], *, micro_batches: int | None = None
     ) -> None:
         count = model.grid.stages.size if micro_batches is None else micro_batches
-        if count < 1:
-            raise ShapeError(f"micro_batches={count} was given; needed at least 1.")
+
+        def check() -> None:
+            arguments.check(room=room, micro_batches=micro_batches)
+            if count < 1:
+                raise ShapeError(f"micro_batches={count} was given; needed at least 1.")
+
+        model.grid.model.agree_on(lambda: f"Decoder({list(room)}, micro_batches={count})", check)
         model.join_weights()
         self.model = model
         self.parts = split_ranges(len(room), count)
@@ -217,8 +228,8 @@ class Decoder:
             then one broadcast of (N', V).
 
         Raises:
-            ShapeError, ValueError, TypeError: more tokens than a sequence has room for, no token
-                at all, or a token that is not in the vocabulary. On every rank.
+            ShapeError, ValueError, TypeError: more tokens than a sequence has room for or than the
+                model has positions, no token, or a token not in the vocabulary. On every rank.
             CollectiveMismatch: ranks with different tokens. On every rank.
         """
         return self._run("prefill", tokens, self._spread)
@@ -289,12 +300,7 @@ class Decoder:
             cache.write(layer, k[:, mine], v[:, mine])
             keys, values = (model.spread(x).transpose(1, 2) for x in cache.read(layer))
             part = block_attention(
-                q.transpose(1, 2),
-                keys,
-                values,
-                kind=kind,
-                allowed=allowed,
-                logits=Logits.of(q),
+                q.transpose(1, 2), keys, values, kind=kind, allowed=allowed, logits=Logits.of(q)
             )
             return _merged(*part, comm).transpose(1, 2).to(q.dtype)
 

@@ -7,6 +7,7 @@ same prompts and get the same tokens. `Sampling` says how a token is chosen from
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 OnToken = Callable[[int, int], None]
 """Called with the index of a prompt and the next token of that prompt."""
+_NONE = -1  # stands for the token after logits that are not finite
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Sampling:
 
     Raises:
         ValueError: temperature is negative or infinite, top_k below 1, or top_p not in (0, 1].
+        TypeError: a value that is no number, or that is not a whole number where one is needed.
 
     Source: Holtzman et al. 2020, The Curious Case of Neural Text Degeneration, arXiv:1904.09751,
     section 3.1 (top-p).
@@ -54,7 +57,8 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raise ValueError if a number is out of range."""
+        """Raise TypeError if a value is no number, and ValueError if one is out of range."""
+        arguments.check(**vars(self))
         if not 0 <= self.temperature < torch.inf:
             raise ValueError(
                 f"temperature={self.temperature} was given; pass a number of at least 0."
@@ -78,8 +82,13 @@ class Sampling:
         """Return a token chosen from logits (V,).
 
         Draw one number from `random`, or, with temperature 0, none: return the lowest token with
-        the greatest logit.
+        the greatest logit. A token with logit -inf is never chosen.
+
+        Raises:
+            ValueError: a logit is NaN or infinity, or all are -inf.
         """
+        if not logits.amax().isfinite():  # the maximum of numbers with NaN is NaN
+            raise not_finite("the logits")
         if self.temperature == 0:
             return int(logits.argmax())
         order = logits.double().sort(descending=True, stable=True)
@@ -90,6 +99,15 @@ class Sampling:
             sums = sums[: torch.searchsorted(sums, self.top_p * sums[-1]) + 1]
         uniform = torch.rand((), generator=random, dtype=torch.float64).to(sums.device)
         return int(order.indices[torch.searchsorted(sums, uniform * sums[-1], right=True)])
+
+
+def not_finite(what: str) -> ValueError:
+    """Return the error for logits from which no token can be chosen; `what` names them."""
+    return ValueError(
+        f"{what} are not finite: NaN or infinity is among them, or all are -infinity. (NaN spreads "
+        f"among prompts that are computed together.) Compute in another dtype, such as float32 "
+        f"(dtype= of load, --dtype of sp-core), or check the weights of the model."
+    )
 
 
 def generate(
@@ -122,13 +140,14 @@ def generate(
         For each prompt the new tokens, including the one that ended its sequence, on every rank.
 
     Communication:
-        One agreement (32-byte all-reduce). As `Decoder.prefill` once and as `Decoder.decode` for
-        each further token. After each call a broadcast of the chosen tokens in the replica. In the
-        end an all-gather of the results over the replicas.
+        One agreement (32-byte all-reduce). As making a `Decoder` and `Decoder.prefill` once, and as
+        `Decoder.decode` for each further token. After each call a broadcast of the chosen tokens in
+        the replica. In the end an all-gather of the results over the replicas.
 
     Raises:
         ValueError: an empty prompt, a token that is not in the vocabulary, more tokens than the
-            model has positions, a negative max_tokens, or stop strings without a tokenizer.
+            model has positions, a negative max_tokens, stop strings without a tokenizer, or logits
+            that are not finite; then after all replicas have ended.
         TypeError: an argument of the wrong type, or an empty stop string.
         CollectiveMismatch: ranks with different arguments.
 
@@ -152,13 +171,16 @@ def generate(
         ends = partial(_ends, **ending)
         for number, token in _chosen(model, prompts, results, max_tokens, sampling, ends):
             results[number].append(token)
-            if on_token is not None:
+            if on_token is not None and token != _NONE:
                 on_token(number, token)
     line = [number for tokens in results.values() for number in (len(tokens), *tokens)]
     own = torch.tensor(line, dtype=torch.int64, device=grid.replicas.device)
     everybodys = iter(all_gather(own, comm=grid.replicas).tolist())
     # in `line` the tokens of a sequence follow their number
-    return [list(islice(everybodys, length)) for length in everybodys]
+    found = [list(islice(everybodys, length)) for length in everybodys]
+    if wrong := [number for number, tokens in enumerate(found) if _NONE in tokens]:
+        raise not_finite(f"the logits of prompts {wrong}")
+    return found
 
 
 def _chosen(
@@ -170,6 +192,8 @@ def _chosen(
     ends: Callable[[Sequence[int]], bool],
 ) -> Iterator[tuple[int, int]]:
     """Yield (index of a prompt, chosen token) for this replica's prompts, as tokens are chosen.
+
+    All ranks of the replica yield `_NONE` for logits that rank 0 finds not finite.
 
     Args:
         model, prompts, max_tokens, sampling: as in `generate`.
@@ -184,16 +208,21 @@ def _chosen(
     for _ in range(max_tokens):
         logits, step = step(list(new.values())), decoder.decode
         going_on = [number for number in said if new[number]]
-        rows = zip(going_on, logits, strict=True)
-        chosen = {number: sampling.choose(row, randoms[number]) for number, row in rows}
-        told = [2 * token + ends([*said[number], token]) for number, token in chosen.items()]
+        chosen = dict.fromkeys(going_on, _NONE)
+        for number, row in zip(going_on, logits, strict=True):
+            with suppress(ValueError):  # other ranks must not wait for this one
+                chosen[number] = sampling.choose(row, randoms[number])
+        told = [
+            2 * token + (token == _NONE or ends([*said[number], token]))
+            for number, token in chosen.items()
+        ]
         received = torch.tensor(told, dtype=torch.int64, device=logits.device)
         told = broadcast(received, comm=model.grid.model).tolist()
         new = {number: [] for number in said}
         for number, (token, is_last) in zip(going_on, (divmod(x, 2) for x in told), strict=True):
             yield number, token
             new[number] = [] if is_last else [token]
-        if not any(new.values()):
+        if not any(new.values()) or _NONE in told:  # 2 * _NONE + 1 is _NONE
             break
 
 
@@ -221,13 +250,6 @@ def _check(model: Llama, prompts: Tokens, max_tokens: int, sampling: Sampling, *
             f"stop_strings={list(texts)} were given without a tokenizer; pass tokenizer=, such as "
             f"that of the model's folder."
         )
-    limit = model.config.max_position_embeddings
     if max_tokens < 0:
         raise ValueError(f"max_tokens={max_tokens} was given; pass at least 0.")
-    check_sequences(prompts, model.config, "prompt")
-    for number, prompt in enumerate(prompts):
-        if len(prompt) + max_tokens > limit:
-            raise ValueError(
-                f"prompt {number} has {len(prompt)} tokens; with {max_tokens} more it exceeds the "
-                f"model's {limit} positions."
-            )
+    check_sequences(prompts, model.config, "prompt", more=max_tokens)

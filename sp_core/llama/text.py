@@ -5,6 +5,10 @@ The command line uses these functions. `byte_tokenizer` needs no folder. Nothing
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,10 +51,20 @@ def read_text(path: Path) -> str:
     Raises:
         CheckpointError: the file is missing, cannot be read, or is not in UTF-8.
     """
+    return checked_text(path, partial(path.read_text, encoding="utf-8"))
+
+
+def checked_text(source: object, read: Callable[[], str]) -> str:
+    """Return the text that `read` returns; `source` names its origin in the error.
+
+    Raises:
+        CheckpointError: the source cannot be read, or is not in UTF-8.
+    """
     try:
-        return path.read_text(encoding="utf-8")
+        # Python keeps such bytes of a command line, and often of standard input, as surrogates
+        return read().encode(errors="surrogateescape").decode()
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as text in UTF-8: {error}.") from error
+        raise CheckpointError(f"{source} cannot be read as text in UTF-8: {error}.") from error
 
 
 def read_stop_strings(folder: str | Path) -> list[str]:
@@ -71,14 +85,16 @@ def read_stop_strings(folder: str | Path) -> list[str]:
     return texts
 
 
-def chat_prompt(folder: str | Path, text: str) -> str:
+def chat_prompt(folder: str | Path, text: str, now: datetime) -> str:
     """Return the prompt that a model folder's chat template makes of one message from the user.
 
-    The template is in `chat_template.jinja`, or in `tokenizer_config.json`.
+    The template is in `chat_template.jinja`, or in `tokenizer_config.json`. It can use the same
+    variables, functions, filters and statements as in transformers, but not `generation` blocks.
 
     Args:
         folder: the model folder.
         text: the user's message.
+        now: the time that the template's `strftime_now` shows; equal on every rank.
 
     Returns:
         The prompt, up to where the model's answer begins.
@@ -89,24 +105,41 @@ def chat_prompt(folder: str | Path, text: str) -> str:
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
     file, settings = Path(folder) / "chat_template.jinja", Path(folder) / "tokenizer_config.json"
     values = read_json(settings) if settings.exists() else {}
     template = read_text(file) if file.exists() else values.get("chat_template")
     if isinstance(template, list):  # several templates with names
-        template = {each["name"]: each["template"] for each in template}.get("default")
+        objects = [each for each in template if isinstance(each, dict)]
+        found = [each.get("template") for each in objects if each.get("name") == "default"]
+        template = found[-1] if found else None
     if not isinstance(template, str):
         raise CheckpointError(
-            f"{folder} has no chat template. Leave --chat out, or take a model that was tuned for "
+            f"{folder} has no chat template: a text, or a list of objects with name and template, "
+            f"one of them named default. Leave --chat out, or take a model that was tuned for "
             f"chats."
         )
     named = {name: value for name, value in values.items() if name.endswith("_token")}
-    tokens = {name: x if isinstance(x, str) else x["content"] for name, x in named.items()}
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    said = {"messages": [{"role": "user", "content": text}], "add_generation_prompt": True}
+    texts = {name: x.get("content") if isinstance(x, dict) else x for name, x in named.items()}
+    tokens = {name: text for name, text in texts.items() if isinstance(text, str)}
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    # the filter of jinja2 escapes characters of HTML, which a prompt contains as they are
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    functions = {"raise_exception": raise_exception, "strftime_now": now.strftime}
+    said = [{"role": "user", "content": text}]
+    other = {"add_generation_prompt": True, "tools": None, "documents": None}
     try:
-        return environment.from_string(template, globals=tokens).render(said)
-    except TemplateError as error:
-        raise CheckpointError(f"the chat template of the model fails: {error}.") from error
+        return environment.from_string(template, globals=tokens | functions).render(
+            other, messages=said
+        )
+    except Exception as error:  # a template is a program, and can raise any error
+        raise CheckpointError(
+            f"the chat template of the model fails: {type(error).__name__}: {error}."
+        ) from error
 
 
 class Stream:

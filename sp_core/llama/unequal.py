@@ -76,7 +76,8 @@ def prefill_unequal(
 
     Raises:
         ShapeError, ValueError, TypeError: a plan for different lengths or ranks, an empty sequence,
-            a token that is not in the vocabulary, or a mesh with replicas.
+            more tokens than the model has positions, a token that is not in the vocabulary, or a
+            mesh with replicas.
         CollectiveMismatch: ranks with different sequences or plans.
 
     All of these errors are raised on every rank.
@@ -208,4 +209,4 @@ def _check(model: Llama, sequences: Tokens, plan: Plan, pass_tokens: int) -> Non
         )
     if pass_tokens < 1:
         raise ValueError(f"pass_tokens={pass_tokens} was given; needed at least 1.")
-    check_sequences(sequences, model.config)
+    check_sequences(sequences, model.config, more=0)

@@ -99,9 +99,9 @@ INFERENCE: dict[str, Parts] = {
     ),
 }
 
-BY_RANKS = dict.fromkeys(("--dp", "--pp", "--ring", "--ulysses", "--tp"), "by (ranks)") | {
-    "--timeout": "of ranks that are started: test_llama_command.py"
-}
+BY_RANKS = dict.fromkeys(
+    ("--dp", "--pp", "--ring", "--ulysses", "--tp"), "by (ranks)"
+) | dict.fromkeys(("--timeout", "--input"), "of ranks that are started: test_inference.py")
 
 FOLDER_STOPS = {"no file": None, "none": [], "a text": ["e"], "a list": [*"aeiou0123 "]}
 

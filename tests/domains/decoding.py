@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -58,6 +59,7 @@ def decoder(name: str, case: Case, model: Llama, drawn: Values) -> Call:
         len(past) + calls * len(more) + drawn["room.spare"]
         for past, more in zip(old, new, strict=True)
     ]
+    model.config = replace(model.config, max_position_embeddings=max(room))
     made = Decoder(model, room, micro_batches=drawn["micro_batches"])
     if drawn["(history)"] == "prefill":
         made.prefill(old)

@@ -73,11 +73,12 @@ def _(scene: Scene) -> None:
         out.sum().backward()
 
 
-@row(ROWS, "tp", "Decoder.prefill", "Decoder.decode", "generate")
+@row(ROWS, "tp", "Decoder", "Decoder.prefill", "Decoder.decode", "generate")
 def _(scene: Scene) -> None:
     """Let tensor ranks decode and generate."""
     model, times = llama.create(CONFIG, scene.mesh), 2 * LAYERS * scene.others + 1
-    decoder = llama.Decoder(model, [9, 9])
+    with scene.sends(agreements=1):
+        decoder = llama.Decoder(model, [9, 9])
 
     def step(length: int, sequences: int) -> dict[str, tuple[int, int]]:
         sums, logits = (
@@ -93,7 +94,7 @@ def _(scene: Scene) -> None:
     both = zip(step(5, 2).items(), step(2, 2).values(), strict=True)
     total = {op: (calls + 2 * n, nbytes + 2 * more) for (op, (calls, nbytes)), (n, more) in both}
     chosen = 3 * (scene.size - 1) * 2 * 8 if scene.rank == 0 else 0
-    with scene.sends(agreements=1 + 3, **total, broadcast=(3, chosen)):
+    with scene.sends(agreements=2 + 3, **total, broadcast=(3, chosen)):
         llama.generate(model, [[1, 2, 3], [4, 5]], max_tokens=3, stop=())
 
 

@@ -12,16 +12,13 @@ from refusals.calls import Table, Wrong, comm_of
 from torch import Tensor, nn
 
 import sp_core as sp
-from sp_core.llama import Decoder, Grid, Llama, generate, prefill_unequal
+from sp_core.llama import Grid, Llama
 from sp_core.llama.pipeline import MicroBatch, loss_and_gradients
 from sp_core.llama.train import backward
 from sp_core.nn.gradients import Placement, clip_gradient_norm, place, reduce_gradients
 from sp_core.nn.loss import IGNORED, next_token_labels, next_token_loss
-from sp_core.scheduling import Plan, Work, balanced
 
 CASE = Case((4, 2), layers=2)
-PLAN = balanced([3, 2], 2, Work(1, 1))
-TEXTS = [[1, 2, 3], [4, 5]]
 
 
 def reduced(
@@ -74,26 +71,6 @@ def logits(change: Callable[[Tensor], Tensor]) -> Any:
     )
 
 
-def generated(prompts: list[list[int]], count: int) -> Any:
-    return lambda mesh, here: generate(CASE.model(mesh), prompts, max_tokens=count)
-
-
-def decoded(tokens: Any) -> Any:
-    def decode(mesh: sp.Mesh, here: bool) -> object:
-        decoder = Decoder(CASE.model(mesh), [3, 2])
-        decoder.prefill([[1, 2], []])
-        return decoder.decode(tokens)
-
-    return decode
-
-
-def unequal(texts: list[list[int]], plan: Plan) -> Any:
-    """Return a call of `prefill_unequal`, with wrong sequences or plan on the last rank."""
-    return lambda mesh, here: prefill_unequal(
-        CASE.model(mesh), *((texts, plan) if here else (TEXTS, PLAN))
-    )
-
-
 def micro_batches(change: Callable[[MicroBatch], list[MicroBatch]], *, everywhere: bool) -> Any:
 
     def step(mesh: sp.Mesh, here: bool) -> Tensor:
@@ -123,31 +100,6 @@ EVERYWHERE: Table = {
             "scheme 'hybrid' was asked for",
             lambda mesh, here: Grid.of(mesh, "hybrid"),
         ),
-        "an empty prompt": (ValueError, "prompt 1 is empty", generated([[1], []], 4)),
-        "too many positions": (ValueError, "the model's 128 positions", generated([[1]], 128)),
-        "a prompt beyond the vocabulary": (ValueError, "has 0..12", generated([[13]], 1)),
-        "a prompt below the vocabulary": (ValueError, "token -1 was given", generated([[-1]], 1)),
-        "stop strings without a tokenizer": (
-            ValueError,
-            "without a tokenizer",
-            lambda mesh, here: generate(
-                CASE.model(mesh), [[1]], max_tokens=1, stop_strings=["a"] if here else []
-            ),
-        ),
-        "an empty stop string": (
-            TypeError,
-            "none of them empty",
-            lambda mesh, here: generate(CASE.model(mesh), [[1]], max_tokens=1, stop_strings=[""]),
-        ),
-        "a negative number of tokens": (ValueError, "max_tokens=-1", generated([[1]], -1)),
-        "tokens without room": (
-            sp.ShapeError,
-            "sequence 0 has 2 tokens and room for 3",
-            sending(decoded([[1, 2], [3]])),
-        ),
-        "tokens in no list": (TypeError, "a list with a list of", sending(decoded([1, 2]))),
-        "tokens of one sequence": (sp.ShapeError, "there are 2", sending(decoded([[1]]))),
-        "no token to decode": (ValueError, "no token", sending(decoded([[], []]))),
         "an empty sequence": (
             ValueError,
             "sequence 1 is empty",
@@ -204,40 +156,8 @@ ON_ONE_RANK: Table = {
                 mask=sp.Mask(documents=(0, 1, 4) if here else (0, 2, 4)),
             ),
         ),
-        "rows of another length": (
-            sp.CollectiveMismatch,
-            "pass_tokens=2",
-            lambda mesh, here: prefill_unequal(CASE.model(mesh), TEXTS, PLAN, pass_tokens=1 + here),
-        ),
-        "rows of no token": (
-            ValueError,
-            "pass_tokens=0 was given",
-            lambda mesh, here: prefill_unequal(
-                CASE.model(mesh), TEXTS, PLAN, pass_tokens=int(not here)
-            ),
-        ),
-        "a plan for other lengths": (sp.ShapeError, "Make a plan", unequal([[1], *TEXTS], PLAN)),
-        "a plan for more ranks": (
-            sp.ShapeError,
-            "Make a plan for these",
-            unequal(TEXTS, balanced(PLAN.lengths, 3, Work(1, 1))),
-        ),
-        "a sequence without tokens": (
-            ValueError,
-            "sequence 1 is empty",
-            unequal([TEXTS[0], []], Plan((3, 0), (), ((0,), (1,)))),
-        ),
-        "a sequence of others": (ValueError, "has 0..12", unequal([[13] * 3, TEXTS[1]], PLAN)),
     },
-    "dp": {
-        "unequal sequences on replicas": (
-            sp.ShapeError,
-            "leave dp out",
-            lambda mesh, here: prefill_unequal(
-                CASE.model(mesh), TEXTS, balanced([3, 2], 1, Work(1, 1))
-            ),
-        ),
-    },
+    "dp": {},
     "tp": {
         "too many tensor ranks": (
             sp.ShapeError,
@@ -246,13 +166,6 @@ ON_ONE_RANK: Table = {
         ),
     },
     "pp": {
-        "unequal sequences on stages": (
-            sp.ShapeError,
-            "leave pp out",
-            lambda mesh, here: prefill_unequal(
-                CASE.model(mesh), TEXTS, balanced([3, 2], 1, Work(1, 1))
-            ),
-        ),
         "a call of one stage": (
             sp.ShapeError,
             "Use Decoder",
@@ -264,11 +177,6 @@ ON_ONE_RANK: Table = {
             sp.ShapeError,
             "Use pp <= 1",
             lambda mesh, here: Llama(Case((4, 2), layers=1).config, Grid.of(mesh)),
-        ),
-        "no micro-batch for a decoder": (
-            sp.ShapeError,
-            "micro_batches=0",
-            lambda mesh, here: Decoder(CASE.model(mesh), [3], micro_batches=0),
         ),
         "more micro-batches": (
             sp.CollectiveMismatch,

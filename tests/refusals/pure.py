@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -53,6 +54,7 @@ def attention(*shapes: tuple[int, ...], **changes: Any) -> object:
     return sp.local_attention(q, k, k, **changes)
 
 
+SAMPLING: Any = Sampling
 HERE: Any = None
 THERE: Any = SimpleNamespace(agree_on=str)
 ONES = torch.ones(1, 3, 2, 4)
@@ -321,6 +323,20 @@ ROWS: list[Row] = [
     ),
     *((ValueError, "temperature", partial(Sampling, x)) for x in (-1.0, math.inf, math.nan)),
     (ValueError, "top_k", partial(Sampling, 1.0, 0)),
+    *(
+        (
+            TypeError,
+            re.escape(f"{name}={value!r} was given; pass {needed}."),
+            partial(SAMPLING, **{name: value}),
+        )
+        for name, wrong, needed in (
+            ("temperature", ("1", None, True, [1.0]), "a number"),
+            ("top_k", ("5", 5.0, True), "a whole number, or None"),
+            ("top_p", ("0.5", True), "a number, or None"),
+            ("seed", ("1", None, 0.5), "a whole number"),
+        )
+        for value in wrong
+    ),
     *((ValueError, "top_p", partial(Sampling, 1.0, None, x)) for x in (-0.5, 0.0, 1.5)),
     *(
         (sp.ShapeError, "size >= 1", partial(policy, lengths, size, Work(1, 1)))

@@ -1,0 +1,175 @@
+"""List wrong calls of decoders, generation and unequal prefills, with the error of each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from refusals.calls import Table
+from refusals.models import CASE, sending
+
+import sp_core as sp
+from sp_core.llama import Decoder, generate, prefill_unequal
+from sp_core.scheduling import Plan, Work, balanced
+
+PLAN = balanced([3, 2], 2, Work(1, 1))
+TEXTS = [[1, 2, 3], [4, 5]]
+
+
+def generated(prompts: list[list[int]], count: int) -> Any:
+    return lambda mesh, here: generate(CASE.model(mesh), prompts, max_tokens=count)
+
+
+def decoded(tokens: Any, room: int = 3) -> Any:
+    def decode(mesh: sp.Mesh, here: bool) -> object:
+        decoder = Decoder(CASE.model(mesh), [room, 2])
+        decoder.prefill([[1, 2], []])
+        return decoder.decode(tokens)
+
+    return decode
+
+
+def roomy(room: Any, others: Any = None, **more: Any) -> Any:
+    """Return a call that makes a decoder, with `others` as room on all but the last rank."""
+
+    def make(mesh: sp.Mesh, here: bool) -> object:
+        return Decoder(CASE.model(mesh), others if others and not here else room, **more)
+
+    return make
+
+
+def unequal(texts: list[list[int]], plan: Plan) -> Any:
+    """Return a call of `prefill_unequal`, with wrong sequences or plan on the last rank."""
+    return lambda mesh, here: prefill_unequal(
+        CASE.model(mesh), *((texts, plan) if here else (TEXTS, PLAN))
+    )
+
+
+EVERYWHERE: Table = {
+    "ring": {
+        "an empty prompt": (ValueError, "prompt 1 is empty", generated([[1], []], 4)),
+        "too many positions": (
+            ValueError,
+            "exceeds the model's 128 positions",
+            generated([[1]], 128),
+        ),
+        "a prompt beyond the vocabulary": (ValueError, "has 0..12", generated([[13]], 1)),
+        "a prompt below the vocabulary": (ValueError, "token -1 was given", generated([[-1]], 1)),
+        "stop strings without a tokenizer": (
+            ValueError,
+            "without a tokenizer",
+            lambda mesh, here: generate(
+                CASE.model(mesh), [[1]], max_tokens=1, stop_strings=["a"] if here else []
+            ),
+        ),
+        "an empty stop string": (
+            TypeError,
+            "none of them empty",
+            lambda mesh, here: generate(CASE.model(mesh), [[1]], max_tokens=1, stop_strings=[""]),
+        ),
+        "a negative number of tokens": (ValueError, "max_tokens=-1", generated([[1]], -1)),
+        "tokens without room": (
+            sp.ShapeError,
+            "sequence 0 has 2 tokens and room for 3",
+            sending(decoded([[1, 2], [3]])),
+        ),
+        "more tokens than positions": (
+            ValueError,
+            "sequence 0 has 2 tokens; with 127 more it exceeds the model's 128 positions",
+            sending(decoded([[1] * 127, []], room=200)),
+        ),
+        "an unequal sequence longer than the positions": (
+            ValueError,
+            "sequence 1 has 129 tokens; with 0 more it exceeds the model's 128 positions",
+            lambda mesh, here: prefill_unequal(
+                CASE.model(mesh),
+                [[1], [2] * 129],
+                balanced([1, 129], mesh.size, Work(1, 1)),
+            ),
+        ),
+        "tokens in no list": (TypeError, "a list with a list of", sending(decoded([1, 2]))),
+        **{
+            f"room of {what}": (TypeError, f"room={room!r} was given; pass a list", roomy(room))
+            for what, room in (
+                ("a number", 5),
+                ("half a token", [2.5]),
+                ("text", "55"),
+                ("fewer than no token", [3, -1]),
+            )
+        },
+        "tokens of one sequence": (sp.ShapeError, "there are 2", sending(decoded([[1]]))),
+        "no token to decode": (ValueError, "no token", sending(decoded([[], []]))),
+    },
+}
+"""Calls that are wrong on every rank."""
+
+ON_ONE_RANK: Table = {
+    "ring": {
+        "rows of another length": (
+            sp.CollectiveMismatch,
+            "pass_tokens=2",
+            lambda mesh, here: prefill_unequal(CASE.model(mesh), TEXTS, PLAN, pass_tokens=1 + here),
+        ),
+        "rows of no token": (
+            ValueError,
+            "pass_tokens=0 was given",
+            lambda mesh, here: prefill_unequal(
+                CASE.model(mesh), TEXTS, PLAN, pass_tokens=int(not here)
+            ),
+        ),
+        "room for fewer than no token, on one rank": (
+            TypeError,
+            "rank 1: room=[3, -1] was given",
+            roomy([3, -1], [3, 1]),
+        ),
+        "another room": (sp.CollectiveMismatch, "Decoder([3, 2]", roomy([3, 2], [3, 1])),
+        "a plan for other lengths": (
+            sp.ShapeError,
+            "Make a plan for these",
+            unequal([[1], *TEXTS], PLAN),
+        ),
+        "a plan for more ranks": (
+            sp.ShapeError,
+            "Make a plan for these",
+            unequal(TEXTS, balanced(PLAN.lengths, 3, Work(1, 1))),
+        ),
+        "a sequence without tokens": (
+            ValueError,
+            "sequence 1 is empty",
+            unequal([TEXTS[0], []], Plan((3, 0), (), ((0,), (1,)))),
+        ),
+        "a sequence beyond the vocabulary": (
+            ValueError,
+            "vocabulary has 0..12",
+            unequal([[13] * 3, TEXTS[1]], PLAN),
+        ),
+    },
+    "dp": {
+        "unequal sequences on replicas": (
+            sp.ShapeError,
+            "leave dp out",
+            lambda mesh, here: prefill_unequal(
+                CASE.model(mesh), TEXTS, balanced([3, 2], 1, Work(1, 1))
+            ),
+        ),
+    },
+    "pp": {
+        "unequal sequences on stages": (
+            sp.ShapeError,
+            "leave pp out",
+            lambda mesh, here: prefill_unequal(
+                CASE.model(mesh), TEXTS, balanced([3, 2], 1, Work(1, 1))
+            ),
+        ),
+        "no micro-batch for a decoder": (
+            sp.ShapeError,
+            "micro_batches=0",
+            roomy([3], micro_batches=0),
+        ),
+        "no micro-batch for a decoder of one stage": (
+            sp.ShapeError,
+            "rank 1: micro_batches=0",
+            lambda mesh, here: Decoder(CASE.model(mesh), [3], micro_batches=int(not here)),
+        ),
+    },
+}
+"""Calls that are wrong on the last rank only, or wrong only with several ranks."""
