@@ -221,10 +221,10 @@ ON_ONE_RANK: Table = {
                 CASE.model(mesh), TEXTS, PLAN, pass_tokens=int(not here)
             ),
         ),
-        "a plan for other lengths": (
+        "a plan for another order": (
             sp.ShapeError,
-            "Make a plan for these",
-            unequal([[1], *TEXTS], PLAN),
+            "sequence 0 has 2 tokens, in the plan 3",
+            unequal(TEXTS[::-1], PLAN),
         ),
         "a plan for more ranks": (
             sp.ShapeError,
