@@ -85,7 +85,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: _are_whole(value) and min(value, default=0) >= 0,
         "a list or tuple with a number of tokens, at least 0, for each sequence",
     ),
-    "temperature": (_is_real, "a number"),
+    **dict.fromkeys(("temperature", "p", "dropout", "base"), (_is_real, "a number")),
     "top_p": (lambda value: value is None or _is_real(value), "a number, or None"),
     "batches": (_is_sequence, "a list of micro-batches"),
     "tensors": (lambda value: isinstance(value, (list, tuple)), "a list or tuple of tensors"),
@@ -144,7 +144,6 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: value is None or hasattr(value, "frequencies"),
         "a Rope, such as Rope(head_dim), or None",
     ),
-    **dict.fromkeys(("p", "dropout", "base"), (_is_number, "a finite number")),
     "scaling": (
         lambda value: value is None or isinstance(value, Mapping),
         "a dict with rope_type and its entries, or None",

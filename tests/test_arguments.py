@@ -85,7 +85,6 @@ TAKEN = {
     "inner": "none function class",
     "attention": "function class",
     "rope": "none rope",
-    "p": "zero numpy half",
     "scaling": "none mapping",
 }
 """The names of the values that each argument accepts, by the argument's name. One argument stands

@@ -284,6 +284,7 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
     "a base that is no number": ("rope_theta='big'", {"rope_theta": "big"}),
     "an end in words": ("eos_token_id='2'", {"eos_token_id": "2"}),
     "an end that is no number": (r"eos_token_id=\[1, True\]", {"eos_token_id": [1, True]}),
+    "a flag in words": ("tie_word_embeddings='no'", {"tie_word_embeddings": "no"}),
 }
 
 

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from kit.case_resume import trained
 from llama_cases import Case, cases, mesh_of
 from studies.commands import ROOT, outside, printed
-from test_llama_checkpoint import contents, cut, edit, shared
+from test_llama_checkpoint import NORM, contents, cut, edit, shared
+from torch.nn import Linear
 
 import sp_core as sp
 from benchmarks.training.contest import divergence
@@ -42,6 +43,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "plateau": torch.optim.lr_scheduler.ReduceLROnPlateau,
 }
 CASE = Case((6, 3), layers=1)
+ENTRIES = ("of", "step", "groups", "state", "schedule", "random")
 
 
 class Training:
@@ -134,6 +136,18 @@ def test_a_training_goes_on_with_the_same_bits_on_any_mesh(
     some.Free()
 
 
+def edited(change: Callable[[Any], object], folder: Path) -> None:
+    edit(folder / RECORD, lambda x: (change(x), None)[1])
+
+
+def drop(name: str, values: dict[str, Any]) -> None:
+    del values[name]
+
+
+def first(values: dict[str, Any]) -> Any:
+    return values[next(iter(values))]
+
+
 def other(name: str) -> Callable[[Path], object]:
     return lambda folder: copy(folder.with_name("wider") / name, folder / name)
 
@@ -156,14 +170,42 @@ BROKEN: dict[str, tuple[type[Exception], str, Callable[[Path], object]]] = {
     ),
     "a record of something else": (
         sp.CheckpointError,
-        "optimizer None, now 'AdamW'",
+        f"{RECORD} .* step is missing; of is missing; ",
         lambda f: (f / RECORD).write_text("{}"),
     ),
-    "a random state that is none": (
-        RuntimeError,
-        "RNG state",
-        lambda f: edit(f / RECORD, lambda x: x.update(random="00")),
+}
+EDITED: dict[str, tuple[str, Callable[[Any], object]]] = {
+    **{f"no {name}": (f"{name} is missing", partial(drop, name)) for name in ENTRIES},
+    "a step in words": ("step is 'one', needed int", lambda x: x.update(step="one")),
+    "a list of kinds": (r"of is \[\], needed dict", lambda x: x.update(of=[])),
+    "a group less": ("groups have the params", lambda x: x["groups"].pop()),
+    "a group in words": (
+        "groups have the params .*False",
+        lambda x: x["groups"].__setitem__(0, "a"),
     ),
+    "other parameters": (
+        "groups have the params",
+        lambda x: x["groups"][0].update(params=[0]),
+    ),
+    "no rate": ("groups lack .*'lr'", lambda x: x["groups"][1].pop("lr")),
+    "a stranger's state": ("state has 'x'", lambda x: x["state"].update(x={})),
+    "a state in words": ("state has .*'a'", lambda x: x["state"].update({NORM: "a"})),
+    "a parameter less": ("state lacks .*exp_avg", lambda x: x["state"].pop(NORM)),
+    "no moments": ("state lacks .*exp_avg", lambda x: x["state"].clear()),
+    "no count of steps": ("KeyError: 'step'", lambda x: first(x["state"]).pop("step")),
+    "a count in words": ("'str'", lambda x: first(x["state"]).update(step={"": "a"})),
+    "no milestones": ("schedule lacks .*milestones", lambda x: x["schedule"].pop("milestones")),
+    "no random state": ("RNG state", lambda x: x.update(random="00")),
+    "a random state in words": ("hexadecimal", lambda x: x.update(random="zz")),
+}
+"""A part of the error, and an edit of the record."""
+BROKEN |= {
+    f"a record with {what}": (
+        sp.CheckpointError,
+        f"{RECORD} cannot be loaded: .*{text}.*Copy it again",
+        partial(edited, change),
+    )
+    for what, (text, change) in EDITED.items()
 }
 
 
@@ -259,6 +301,25 @@ def test_ranks_of_a_replica_must_know_the_same_tokens(comm: Any) -> None:
             backward(model, [[1, 2, 3 + (comm.rank == 1)]], own=True)
         with pytest.raises(sp.CollectiveMismatch, match="of own"):
             backward(model, [[1, 2]], own=comm.rank == 1)
+
+
+@pytest.mark.parametrize("more", [lambda mesh: CASE.model(mesh), lambda mesh: Linear(1, 1)])
+@spmd(2, 3)
+def test_an_optimizer_of_other_parameters_trains_nothing(comm: Any, more: Any) -> None:
+    """Only the last rank's optimizer has parameters of others. A part of the model's is enough."""
+    with sp.Mesh(comm, ring=comm.size) as mesh:
+        model = CASE.model(mesh)
+        first, *_, last = model.parameters()
+        train = partial(train_step, model, sequences=[[1, 2]], max_norm=1.0)
+        others = [*more(mesh).parameters()]
+        kinds = [first], others if comm.rank == comm.size - 1 else [last]
+        before, after = first.detach().clone(), last.detach().clone()
+        with pytest.raises(ValueError, match="parameters that the model lacks"):
+            train(torch.optim.SGD([{"params": kind} for kind in kinds], lr=0.1))
+        assert torch.equal(first, before)
+        train(torch.optim.SGD([first], lr=0.1))
+        assert torch.equal(last, after)
+        assert not torch.equal(first, before)
 
 
 STEPS = int(os.environ.get("SP_TRAINING_STEPS", "10"))

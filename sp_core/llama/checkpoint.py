@@ -45,6 +45,7 @@ Beside = tuple[str, Parts, dict[str, str]]
 class Checkpoint:
     """The tensors of a model folder: in `model.safetensors`, or in several files with an index.
 
+    If both are there the index is not read, as in transformers: an earlier save may have left it.
     The constructor reads only headers, `read` a tensor; `names` has the names of all tensors.
 
     Raises:
@@ -54,8 +55,9 @@ class Checkpoint:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        places = self._read_index() if (self.folder / INDEX).exists() else {}
-        if not places and not (self.folder / SINGLE).exists():
+        is_single = (self.folder / SINGLE).is_file()
+        places = self._read_index() if not is_single and (self.folder / INDEX).exists() else {}
+        if not places and not is_single:
             pickled = [x.name for x in self.folder.glob("*") if x.suffix in (".bin", ".pt", ".pth")]
             raise CheckpointError(
                 f"{self.folder} has neither {SINGLE} nor {INDEX}. Of the pickled files "
@@ -80,8 +82,7 @@ class Checkpoint:
         if kind not in DTYPES:
             raise CheckpointError(
                 f"{name} in {self._places[name]} has dtype {kind}; supported are "
-                f"{', '.join(DTYPES)}. Convert the model, or take "
-                "one that is not quantized."
+                f"{', '.join(DTYPES)}. Convert the model, or take one that is not quantized."
             )
         return DTYPES[kind]
 
@@ -94,8 +95,7 @@ class Checkpoint:
         if self.shape(name) != placement.shape:
             raise CheckpointError(
                 f"{name} in {self._places[name]} has shape {self.shape(name)}; the configuration "
-                f"needs {placement.shape}. "
-                "Weights and config.json belong to different models."
+                f"needs {placement.shape}. Weights and config.json belong to different models."
             )
         view = self._slice(name)
         *others, last = (
@@ -167,7 +167,7 @@ def load(
     Each rank reads only its own parts of the weights of its own layers.
 
     Args:
-        folder: holds `config.json` and either `model.safetensors`, or several files and
+        folder: holds `config.json` and either `model.safetensors`, or else several files and
             `model.safetensors.index.json`. Every rank must see it.
         mesh: a mesh with any of the axes "dp", "pp", "ring", "ulysses" and "tp" (see `Grid`).
         dtype: the dtype of weights and computation; the dtype of the file if not given.
@@ -198,8 +198,7 @@ def load(
         if layers != config.num_hidden_layers:  # before so many layers are built
             raise CheckpointError(
                 f"config.json says num_hidden_layers={config.num_hidden_layers}; the weights in "
-                f"{folder} are those of {layers}. "
-                "They belong to different models."
+                f"{folder} are those of {layers}. They belong to different models."
             )
         model = Llama(config, grid, dtype=_dtype(checkpoint, dtype), tp_sp=tp_sp)
         check_names(checkpoint, model)
@@ -252,7 +251,7 @@ def save(
 
     Args:
         model: a model on any mesh without the axis "pp".
-        folder: a path where nothing is yet, or an empty folder.
+        folder: a path where nothing is yet, or an empty folder other than the working directory.
         tokenizer: written to `tokenizer.json`, such as `byte_tokenizer()`; rank 0 writes its own.
         max_file_bytes: the most bytes of weights in a file, except for a file with one tensor; None
             writes a single file.
@@ -279,7 +278,7 @@ def write(
 ) -> None:
     """Write a folder as `save` does, with the further tensors and texts that `beside` returns."""
     check_model(model)
-    everyone, found = model.grid.everyone, list[Beside]()
+    everyone, found = model.grid.everyone, list[Any]()
 
     def call() -> str:
         arguments.check(folder=folder, max_file_bytes=max_file_bytes)
@@ -287,17 +286,17 @@ def write(
             raise CheckpointError(
                 f"max_file_bytes={max_file_bytes} was given; pass at least 1, or None for one file."
             )
-        found[:] = found or [beside()]
-        return f"{found[0][0]} to {folder}, {max_file_bytes}, on {everyone.name}"
+        found[:] = found or [(Path(folder).resolve(), *beside())]
+        return f"{found[0][1]} to {folder}, {max_file_bytes}, on {everyone.name}"
 
     def on_first(act: Callable[[], None]) -> None:
         everyone.agree_on(call, partial(_attempt, act, Path(folder), everyone.rank))
 
     everyone.agree_on(call)
-    target, ((_, tensors, texts),) = Path(folder), found
+    ((target, _, tensors, texts),) = found
     files = _files(".", parts_of(model), max_file_bytes, texts)
     files |= _files(STATE, tensors, max_file_bytes, texts)
-    draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    draft = target.parent / f".{target.name}.{uuid.uuid4().hex}"
     try:
         on_first(partial(_begin, model.grid.stages.size, target, draft))
         for file, parts in files.items():
@@ -363,13 +362,15 @@ def _begin(stages: int, target: Path, draft: Path) -> None:
     """Check that a model can be written to `target`, and make the temporary folder `draft`."""
     if stages > 1:
         raise CheckpointError(
-            f"the layers are split over {stages} stages, and a model is saved without pp only. "
-            f"Leave it out."
+            f"the layers are split over {stages} stages; a model is saved without pp. Leave it out."
         )
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise CheckpointError(
-            f"{target} is there already, and is no empty folder. Delete it, or save under another "
-            f"name."
+            f"{target} is there already, and is no empty folder. Delete it, or save elsewhere."
+        )
+    if target == Path.cwd():
+        raise CheckpointError(
+            f"{target} is the working directory, and would be replaced. Save under a name in it."
         )
     draft.mkdir(parents=True)
 

@@ -52,7 +52,8 @@ class LlamaConfig:
         rope_theta, rope_scaling: `base` and `scaling` of `sp_core.nn.rope.Rope`.
         tie_word_embeddings: whether the output layer uses the weight of the embedding.
         max_position_embeddings: the most tokens that a sequence may have.
-        eos_token_id: tokens after which generation of a sequence ends.
+        eos_token_id: tokens after which generation of a sequence ends; a number, a list or None as
+            in a `config.json` becomes a tuple.
 
     Raises:
         CheckpointError: sizes that do not fit together, or an unknown rotary embedding.
@@ -93,6 +94,17 @@ class LlamaConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
                 raise CheckpointError(f"{name}={value!r} was given, needed a number of at least 0.")
+        if not isinstance(self.tie_word_embeddings, bool):
+            raise CheckpointError(
+                f"tie_word_embeddings={self.tie_word_embeddings!r} was given, needed true or false."
+            )
+        ends: Any = self.eos_token_id
+        tokens = tuple(ends) if isinstance(ends, list | tuple) else () if ends is None else (ends,)
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
+            raise CheckpointError(
+                f"eos_token_id={ends!r} was given, needed a number, a list of numbers, or null."
+            )
+        object.__setattr__(self, "eos_token_id", tokens)
         try:
             self.rope()
         except (ShapeError, ValueError, TypeError) as error:
@@ -156,13 +168,7 @@ class LlamaConfig:
         hidden, heads = given["hidden_size"], given["num_attention_heads"]
         divides = _is_size(heads) and _is_size(hidden)
         inferred = {"num_key_value_heads": heads, "head_dim": hidden // heads if divides else 1}
-        ends = values.get("eos_token_id")
-        tokens = ends if isinstance(ends, list) else [] if ends is None else [ends]
-        if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
-            raise CheckpointError(
-                f"eos_token_id={ends!r} was given, needed a number, a list of numbers, or null."
-            )
-        return cls(**{**inferred, **given, **_rope(values), "eos_token_id": tuple(tokens)})
+        return cls(**{**inferred, **given, **_rope(values)})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the contents of a `config.json`, which `from_dict` reads again."""
@@ -214,7 +220,8 @@ def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
         raise CheckpointError(
             f"the scaling of the rotary embedding is {scaling!r}, needed an object or null."
         )
-    base = {"rope_theta": 10000.0, **values, **joint}["rope_theta"]
+    bases = (joint.get("rope_theta"), values.get("rope_theta"), 10000.0)
+    base = next(x for x in bases if x is not None)
     kept = {name: value for name, value in scaling.items() if name != "rope_theta"}
     is_plain = not kept or kept.get("rope_type", kept.get("type")) == "default"
     return {"rope_theta": base, "rope_scaling": None if is_plain else kept}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Container, Iterator
 from itertools import chain
+from pathlib import Path
 from typing import Any
 from zlib import crc32
 
@@ -16,6 +18,7 @@ from sp_core.llama.checkpoint import DTYPES, STATE, Checkpoint, parts_of
 from sp_core.llama.model import Llama
 
 Scheduler = torch.optim.lr_scheduler.LRScheduler
+_REMEDY = "Make one of model.parameters()."
 
 
 def record_of(
@@ -35,17 +38,14 @@ def record_of(
         "schedule": the state of the scheduler; None without one.
         "random": the state of the generator in hexadecimal; "" without one.
     """
-    remedy = "Make one of model.parameters()."
-    arguments.check_type("optimizer", optimizer, torch.optim.Optimizer, remedy)
+    arguments.check_type("optimizer", optimizer, torch.optim.Optimizer, _REMEDY)
     arguments.check(scheduler=scheduler, generator=generator)
     names = {weight: name for name, (weight, _) in parts_of(model).items()}
-    groups = [[names.get(x) for x in group["params"]] for group in optimizer.param_groups]
-    if any(None in group for group in groups):
-        raise CheckpointError(f"the optimizer has parameters that the model lacks. {remedy}")
+    check_parameters(optimizer, names, CheckpointError)
     kinds = {
         "dtype": str(model.dtype),
         "optimizer": type(optimizer).__name__,
-        "parameters": groups,
+        "parameters": [[names[x] for x in group["params"]] for group in optimizer.param_groups],
         "scheduler": scheduler and type(scheduler).__name__,
         "generator": generator and generator.device.type,
     }
@@ -69,19 +69,123 @@ def record_of(
     }
 
 
+def check_parameters(
+    optimizer: Any, known: Container[Tensor], error: type[ValueError] = ValueError
+) -> None:
+    """Raise an error if a parameter of an optimizer is not among the `known` ones of the model."""
+    groups = getattr(optimizer, "param_groups", ())  # a user's own optimizer may have none
+    if not all(x in known for group in groups for x in group["params"]):
+        raise error(f"the optimizer has parameters that the model lacks. {_REMEDY}")
+
+
+def check_record(path: Path, record: dict[str, Any], now: dict[str, Any]) -> None:
+    """Check that a record from the file `path` fits the training whose record is `now`.
+
+    Raises:
+        CheckpointError: on this rank: the record is broken, or of another training.
+    """
+    if faults := [*_mistyped(record, now)]:
+        raise _broken(path, *faults)
+    wrong = [
+        f"{name} {record['of'].get(name)!r:.300}, now {x!r:.300}"
+        for name, x in json.loads(json.dumps(now["of"])).items()
+        if record["of"].get(name) != x
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{path.parent} is of another training: {'; '.join(wrong)}. Make model, optimizer, "
+            "scheduler and generator as they were then."
+        )
+    if faults := [*_unfitting(record, now)]:
+        raise _broken(path, *faults)
+
+
+def _broken(path: Path, *faults: str) -> CheckpointError:
+    """Return the error for a record of the file `path` that has faults."""
+    return CheckpointError(
+        f"{path} cannot be loaded: {'; '.join(faults)}. Copy it again, or load another one."
+    )
+
+
+def _mistyped(record: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    """Yield a text for each entry of a record that is missing or has another type than now."""
+    for name, x in {"step": 0, **now}.items():
+        if name not in record:
+            yield f"{name} is missing"
+        elif type(record[name]) is not type(x):
+            yield f"{name} is {record[name]!r:.100}, needed {type(x).__name__}"
+
+
+def _unfitting(record: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    """Yield a text for each entry of a record whose parts are not those of the record `now`."""
+    found = [isinstance(group, dict) and group.get("params") for group in record["groups"]]
+    wanted = [group["params"] for group in now["groups"]]
+    if found != wanted:
+        yield f"groups have the params {found!s:.100}, needed {wanted!s:.100}"
+    names = set(chain.from_iterable(now["of"]["parameters"]))
+    for name, kinds in record["state"].items():
+        if name not in names or not isinstance(kinds, dict):
+            yield f"state has {name!r}: {kinds!r:.100}, needed an object for each parameter"
+    # torch adds private entries from version to version
+    needed = {x for x in now["schedule"] or () if x[0] != "_" or x == "_schedulers"}
+    if missing := needed - (record["schedule"] or {}).keys():
+        yield f"schedule lacks {sorted(missing)}"
+
+
 def is_cut(x: object, weight: Tensor) -> bool:
     """Return whether `x` of an optimizer's state is a floating tensor of the shape of `weight`."""
     return isinstance(x, Tensor) and x.shape == weight.shape and x.dtype in DTYPES.values()
 
 
 def read_parts(
-    model: Llama, weights: Checkpoint, record: dict[str, Any]
-) -> tuple[dict[str, Tensor], dict[int, dict[str, Any]]]:
-    """Read this rank's parts of weights, by name, and of optimizer state, by parameter number."""
+    path: Path,
+    record: dict[str, Any],
+    model: Llama,
+    optimizer: torch.optim.Optimizer,
+    generator: torch.Generator | None,
+) -> tuple[str, dict[str, Tensor], dict[str, Any], Tensor]:
+    """Read what a record of the file `path` needs, and try to load it, but change nothing.
+
+    Returns:
+        The fingerprint of the weights, this rank's parts of the weights by name, a state for the
+        optimizer, and one for the generator.
+
+    Raises:
+        CheckpointError: on this rank: the tensors, or the record, cannot be loaded.
+    """
+    weights, trial = Checkpoint(path.parent), object.__new__(type(optimizer))
+    vars(trial).update(vars(optimizer))  # loading replaces the attributes, and changes none
+    try:
+        random = torch.tensor([*bytes.fromhex(record["random"])], dtype=torch.uint8)
+        if generator is not None:
+            torch.Generator(generator.device).set_state(random)
+        values, state = _read(path, record, model, weights)
+        trial.load_state_dict(state)
+    except CheckpointError:
+        raise
+    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise _broken(path, f"{type(error).__name__}: {error}") from error
+    groups = zip(optimizer.param_groups, trial.param_groups, strict=True)
+    if lost := {name for old, new in groups for name in old.keys() - new.keys()}:
+        raise _broken(path, f"groups lack {sorted(lost)}")
+    return weights.fingerprint(), values, state, random
+
+
+def _read(
+    path: Path, record: dict[str, Any], model: Llama, weights: Checkpoint
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read this rank's parts of the weights, by name, and the state of the optimizer.
+
+    Raises:
+        CheckpointError: on this rank: a tensor is missing, or the record does not name it.
+    """
     placements = {name: placement for name, (_, placement) in parts_of(model).items()}
     rank, held = model.grid.tensor.rank, record["state"]
-    has_cut = any(x == {} for kinds in held.values() for x in kinds.values())
-    moments = Checkpoint(weights.folder / STATE) if has_cut else weights
+    cut = {f"{name}.{kind}" for name, kinds in held.items() for kind, x in kinds.items() if x == {}}
+    folder = path.with_name(STATE)
+    moments = Checkpoint(folder) if cut or folder.exists() else weights
+    if moments is not weights and (lost := sorted({*moments.names} - cut)):
+        raise _broken(path, f"state lacks {lost[:3]}, which are in {folder}")
 
     def value(name: str, kind: str, x: Any) -> Any:
         if x == {}:
@@ -93,7 +197,8 @@ def read_parts(
         for number, name in enumerate(chain.from_iterable(record["of"]["parameters"]))
         if name in held
     }
-    return {name: weights.read(name, one, rank) for name, one in placements.items()}, state
+    values = {name: weights.read(name, one, rank) for name, one in placements.items()}
+    return values, {"state": state, "param_groups": record["groups"]}
 
 
 def keyed(pairs: list[tuple[str, Any]]) -> dict[Any, Any]:

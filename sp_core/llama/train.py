@@ -24,13 +24,15 @@ from torch import Tensor
 
 from sp_core import arguments
 from sp_core.agreement import make_alike
-from sp_core.errors import CheckpointError, CollectiveMismatch
-from sp_core.llama.checkpoint import Beside, Checkpoint, parts_of, write
+from sp_core.errors import CollectiveMismatch
+from sp_core.llama.checkpoint import Beside, parts_of, write
 from sp_core.llama.config import Tokens, check_sequences, flat, read_json
 from sp_core.llama.grid import Grid
 from sp_core.llama.model import Llama, check_model
 from sp_core.llama.record import (
     Scheduler,
+    check_parameters,
+    check_record,
     digests,
     is_cut,
     keyed,
@@ -93,7 +95,8 @@ def train_step(
 
     Raises:
         ShapeError, ValueError, TypeError, CollectiveMismatch: as `backward` and
-            `clip_gradient_norm`, on every rank. The weights are then unchanged.
+            `clip_gradient_norm`; ValueError also for an optimizer with parameters that the model
+            lacks. All on every rank. The weights are then unchanged.
     """
     call = f"train_step({max_norm=})"
     saving = Saving(recompute=recompute, offload=offload, chunk=chunk)
@@ -171,6 +174,8 @@ def _backward(
 
     def check() -> int:
         arguments.check(sequences=sequences, layout=layout, own=own, **others)
+        if others:
+            check_parameters(others["optimizer"], {*model.parameters()})
         check_sequences(sequences, model.config)
         saving.check()
         shares = split_ranges(len(sequences), 1 if own else replicas.size)
@@ -309,27 +314,17 @@ def load_training(
 
     def read() -> tuple[tuple[Any, ...], str]:
         arguments.check(folder=folder)
-        now, place = record_of(model, optimizer, scheduler, generator)["of"], Path(folder)
-        record = read_json(place / RECORD, object_pairs_hook=keyed)
-        then, weights = record.get("of", {}), Checkpoint(folder)
-        wrong = [
-            f"{name} {then.get(name)!r:.300}, now {x!r:.300}"
-            for name, x in json.loads(json.dumps(now)).items()
-            if then.get(name) != x
-        ]
-        if wrong:
-            raise CheckpointError(
-                f"{folder} is of another training: {'; '.join(wrong)}. Make model, optimizer, "
-                "scheduler and generator as they were then."
-            )
-        text = f"load_training({digests(record)}, {weights.fingerprint()})"
-        return (record, *read_parts(model, weights, record)), text
+        now, path = record_of(model, optimizer, scheduler, generator), Path(folder) / RECORD
+        record = read_json(path, object_pairs_hook=keyed)
+        check_record(path, record, now)
+        weights, *parts = read_parts(path, record, model, optimizer, generator)
+        return (record, *parts), f"load_training({digests(record)}, {weights})"
 
-    record, values, state = make_alike(model.grid.everyone, read)
-    if generator is not None:  # first, because set_state may raise an error
-        generator.set_state(torch.tensor([*bytes.fromhex(record["random"])], dtype=torch.uint8))
-    model.fill(lambda name, _: values[name])
-    optimizer.load_state_dict({"state": state, "param_groups": record["groups"]})
-    if scheduler is not None:
+    record, values, state, random = make_alike(model.grid.everyone, read)
+    if scheduler is not None:  # first, because it alone was not tried
         scheduler.load_state_dict(record["schedule"])
+    if generator is not None:
+        generator.set_state(random)
+    model.fill(lambda name, _: values[name])
+    optimizer.load_state_dict(state)
     return int(record["step"])

@@ -201,11 +201,15 @@ def _check(model: Llama, sequences: Tokens, plan: Plan, pass_tokens: int) -> Non
                 f"for tensor and sequence ranks. Make the mesh again and leave {axis} out."
             )
     if plan.lengths != lengths or plan.size != grid.sequence.size:
+        pairs = enumerate(zip(lengths, plan.lengths, strict=False))
+        others = [
+            f"; sequence {n} has {a} tokens, in the plan {b}" for n, (a, b) in pairs if a != b
+        ]
         raise ShapeError(
             f"the plan is for {len(plan.lengths)} sequences of {sum(plan.lengths)} tokens on "
             f"{plan.size} ranks; given were "
-            f"{len(lengths)} of {sum(lengths)} on {grid.sequence.size} sequence ranks. Make a "
-            f"plan for these."
+            f"{len(lengths)} of {sum(lengths)} on {grid.sequence.size} sequence ranks"
+            f"{''.join(others[:1])}. Make a plan for these, in this order."
         )
     if pass_tokens < 1:
         raise ValueError(f"pass_tokens={pass_tokens} was given; needed at least 1.")

@@ -48,7 +48,7 @@ def dropout(
         ShapeError: x has fewer than 3 dims, or there are not S positions or not E features.
         DtypeError: x is not floating.
         ValueError: p or seed is out of range.
-        TypeError: p is not a finite number, or seed not a whole number.
+        TypeError: p is not a number, or seed not a whole number.
 
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014, figure
     16, for the hash.

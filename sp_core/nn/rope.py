@@ -48,10 +48,10 @@ class Rope:
 
     Raises:
         ShapeError: head_dim is odd or below 2.
-        ValueError: base is not positive; scaling has an unknown type, lacks an entry, or has a
-            factor that is not positive; llama3 without low_freq_factor < high_freq_factor; yarn
-            without base > 1 and beta_fast > beta_slow > 0, or with an original context of fewer
-            than 2 pi beta_slow tokens.
+        ValueError: a number is not finite; base is not positive; scaling has an unknown type, lacks
+            an entry, or has a factor, original context or attention_factor that is not positive;
+            llama3 without low_freq_factor < high_freq_factor; yarn without base > 1 and beta_fast >
+            beta_slow > 0, or with an original context of fewer than 2 pi beta_slow tokens.
         TypeError: an argument is of another type.
 
     Source: Su et al., "RoFormer", 2021, equation 34; linear: Chen et al., "Position interpolation",
@@ -69,7 +69,7 @@ class Rope:
                 f"head_dim is {head_dim}, needed an even number of at least 2, because dims "
                 f"rotate in pairs"
             )
-        if not base > 0:
+        if not 0 < base < math.inf:
             raise ValueError(f"base is {base}, needed a positive number; 10000 is the usual one")
         known = {name: value for name, value in (scaling or {}).items() if value is not None}
         self.frequencies = _frequencies(head_dim, float(base), known)
@@ -143,9 +143,10 @@ def _frequencies(head_dim: int, base: float, scaling: Mapping[str, Any]) -> Tens
             f"{scaling=} was given; needed None, or a rope_type with its entries, of {_FIELDS}. "
             "For another one use `parallelize`, with a model of transformers."
         )
-    if not (factor := float(scaling["factor"])) > 0:
-        raise ValueError(f"scaling has factor={factor}, needed a positive number.")
-    scaled = plain / factor
+    for name in ("factor", "original_max_position_embeddings"):
+        if not 0 < (x := float(scaling.get(name, 1))) < math.inf:
+            raise ValueError(f"scaling has {name}={x}, needed a positive number.")
+    scaled = plain / float(scaling["factor"])
     if kind == "linear":
         return scaled
     divided = _low(plain, scaling) if kind == "llama3" else _yarn(len(plain), base, scaling)
@@ -161,7 +162,7 @@ def _low(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     """
     turns = float(scaling["original_max_position_embeddings"]) * plain / (2 * math.pi)
     low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
-    if not high > low:
+    if not -math.inf < low < high < math.inf:
         raise ValueError(
             f"llama3 was given low_freq_factor={low} and high_freq_factor={high}; needed "
             "low_freq_factor < high_freq_factor."
@@ -178,7 +179,7 @@ def _yarn(half: int, base: float, scaling: Mapping[str, Any]) -> Tensor:
     fields = {**_YARN, **scaling}
     fast, slow = float(fields["beta_fast"]), float(fields["beta_slow"])
     most = float(fields["original_max_position_embeddings"]) / (2 * math.pi)
-    if not (base > 1 and fast > slow > 0 and most >= slow):
+    if not (base > 1 and math.inf > fast > slow > 0 and most >= slow):
         raise ValueError(
             f"yarn was given base={base}, beta_fast={fast}, beta_slow={slow} and an original "
             f"context of {2 * math.pi * most:.0f} tokens; needed base > 1, beta_fast > beta_slow "
@@ -205,4 +206,9 @@ def _amplitude(scaling: Mapping[str, Any]) -> float:
     if not (above and below):
         above, below = 1.0, 0.0
     usual = (1 + above * growth) / (1 + below * growth)
-    return float(scaling.get("attention_factor", usual))
+    if not 0 < (amplitude := float(scaling.get("attention_factor", usual))) < math.inf:
+        raise ValueError(
+            f"yarn multiplies by {amplitude}, needed a positive number; change attention_factor, "
+            "or mscale and mscale_all_dim."
+        )
+    return amplitude

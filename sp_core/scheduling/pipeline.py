@@ -12,6 +12,7 @@ computes from these when each slot starts and ends. Times are in the unit of its
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -237,7 +238,7 @@ def split_stages(
         cost. Among these splits the first stage has the fewest layers, then the second, and so on.
 
     Raises:
-        ShapeError: no stage, or more stages than layers.
+        ShapeError: no stage, more stages than layers, or a cost that is negative or not finite.
     """
     count = len(layers)
     if not 1 <= stages <= count:
@@ -245,6 +246,8 @@ def split_stages(
             f"{stages} stages were asked for, for {count} layers; each stage needs one. Use pp <= "
             f"{count}."
         )
+    if wrong := [x for x in (*layers, first, last) if not 0 <= x < math.inf]:
+        raise ShapeError(f"costs of {wrong[:3]} were given; pass finite costs >= 0.")
     before = list(accumulate(layers, initial=0.0))
 
     def cost(start: int, stop: int, stage: int) -> float:

@@ -9,6 +9,7 @@ operations of a rank. Everything is local and deterministic: equal arguments giv
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,17 +30,18 @@ class Work:
         per_pair: operations for each pair of a token and a token that it sees, which may be itself.
 
     Raises:
-        ShapeError: a negative number, or zero for both.
+        ShapeError: a number that is negative or not finite, or zero for both.
     """
 
     per_token: int
     per_pair: int
 
     def __post_init__(self) -> None:
-        if min(self.per_token, self.per_pair) < 0 or self.per_token + self.per_pair == 0:
+        numbers = (self.per_token, self.per_pair)
+        if not (_are_finite(numbers) and any(numbers)):
             raise ShapeError(
                 f"per_token={self.per_token} and per_pair={self.per_pair} were given; pass "
-                f"numbers >= 0, one above 0."
+                f"finite numbers >= 0, one above 0."
             )
 
     def of(self, length: int) -> int:
@@ -90,7 +92,7 @@ class Plan:
         ]
         if (
             not self.packed
-            or any(length < 0 for length in self.lengths)
+            or not _are_finite(self.lengths)
             or sorted(placed) != list(range(len(self.lengths)))
         ):
             raise ShapeError(
@@ -321,9 +323,14 @@ def _longest_first(
 
 
 def _check(lengths: Sequence[int], size: int) -> None:
-    """Raise ShapeError if a length is negative or `size` is below 1."""
-    if size < 1 or any(length < 0 for length in lengths):
+    """Raise ShapeError if a length is negative or not finite, or if `size` is below 1."""
+    if size < 1 or not _are_finite(lengths):
         raise ShapeError(
-            f"lengths from {min(lengths, default=0)} on {size} ranks were given; needed lengths "
-            f">= 0 and size >= 1."
+            f"lengths={list(lengths)!s:.80} on {size} ranks were given; needed lengths >= 0 and "
+            "size >= 1."
         )
+
+
+def _are_finite(numbers: Iterable[float]) -> bool:
+    """Return whether all numbers are finite and at least 0."""
+    return all(0 <= x < math.inf for x in numbers)

@@ -127,6 +127,11 @@ ON_ONE_RANK: Table = {
             "Make a plan for these",
             unequal([[1], *TEXTS], PLAN),
         ),
+        "a plan for another order": (
+            sp.ShapeError,
+            "sequence 0 has 2 tokens, in the plan 3",
+            unequal(TEXTS[::-1], PLAN),
+        ),
         "a plan for more ranks": (
             sp.ShapeError,
             "Make a plan for these",

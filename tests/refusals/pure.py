@@ -63,6 +63,8 @@ LAYERS: list[Callable[..., object]] = [
     *(partial(make, hidden=4, num_heads=2) for make in (sp.SelfAttention, sp.TransformerBlock)),
 ]
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+NOT_LENGTHS: list[Any] = [-1, math.nan]
+LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1, "high_freq_factor": 4}
 MODELS: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]] = [
     (generate, (), {"max_tokens": 1}),
     (prefill_unequal, (None,), {}),
@@ -94,19 +96,30 @@ ROWS: list[Row] = [
         )
     ),
     (ValueError, "base", partial(sp.Rope, 4, base=0.0)),
-    (
-        ValueError,
-        "factor=0",
-        partial(sp.Rope, 4, scaling={"rope_type": "linear", "factor": 0}),
+    *((ValueError, "base", partial(sp.Rope, 4, base=base)) for base in (math.nan, math.inf)),
+    *(
+        (ValueError, f"{name}={x}.* positive", partial(sp.Rope, 4, scaling=scaling | {name: x}))
+        for scaling in (YARN, LLAMA3)
+        for name in ("factor", "original_max_position_embeddings")
+        for x in (0.0, -2.0, math.nan, math.inf)
     ),
-    (
-        ValueError,
-        "high_freq_factor=1",
-        partial(
-            sp.Rope,
-            4,
-            scaling=YARN | {"rope_type": "llama3", "low_freq_factor": 1, "high_freq_factor": 1},
-        ),
+    *(
+        (ValueError, f"{name}={float(x)}", partial(sp.Rope, 4, scaling=LLAMA3 | {name: x}))
+        for name, x in (
+            ("high_freq_factor", 1),
+            ("high_freq_factor", math.inf),
+            ("low_freq_factor", -math.inf),
+        )
+    ),
+    *(
+        (ValueError, "attention_factor", partial(sp.Rope, 4, scaling=YARN | wrong))
+        for wrong in (
+            {"attention_factor": math.nan},
+            {"attention_factor": -1.0},
+            {"attention_factor": 0.0},
+            {"attention_factor": math.inf},
+            {"mscale": math.nan, "mscale_all_dim": 1.0},
+        )
     ),
     (ValueError, r"base=1\.0", partial(sp.Rope, 4, 1.0, YARN)),
     *(
@@ -114,6 +127,7 @@ ROWS: list[Row] = [
         for wrong in (
             {"beta_fast": 1},
             {"beta_slow": 0},
+            {"beta_fast": math.inf},
             {"original_max_position_embeddings": 6},
         )
     ),
@@ -340,7 +354,7 @@ ROWS: list[Row] = [
     *((ValueError, "top_p", partial(Sampling, 1.0, None, x)) for x in (-0.5, 0.0, 1.5)),
     *(
         (sp.ShapeError, "size >= 1", partial(policy, lengths, size, Work(1, 1)))
-        for lengths, size in (([1], 0), ([-1], 2))
+        for lengths, size in list[Any]([([1], 0), ([-1], 2), ([math.nan], 2), ([1, math.inf], 2)])
         for policy in POLICIES.values()
     ),
     *(
@@ -348,7 +362,7 @@ ROWS: list[Row] = [
         for call, more, named in MODELS
     ),
     (sp.ShapeError, "exactly once", partial(Plan, (3, 4), (0,), ((), (0, 1)))),
-    (sp.ShapeError, "lengths >= 0", partial(Plan, (-1,), (), ((0,),))),
+    *((sp.ShapeError, "lengths >= 0", partial(Plan, (x,), (), ((0,),))) for x in NOT_LENGTHS),
     (sp.ShapeError, "at least 1 rank", partial(Plan, (), (), ())),
     (sp.ShapeError, "less than the longest", partial(Plan, (3, 5), (), ((0, 1),), padded_to=4)),
     (sp.ShapeError, "longest sequence has, 0", partial(Plan, (), (), ((),), padded_to=-1)),
@@ -356,7 +370,17 @@ ROWS: list[Row] = [
     (sp.ShapeError, "tolerance", partial(balanced, [1], 1, Work(1, 1), 0.0)),
     *(
         (sp.ShapeError, "one above 0", partial(Work, *numbers))
-        for numbers in ((0, 0), (-1, 5), (5, -1))
+        for numbers in ((0, 0), (-1, 5), (5, -1), (math.nan, 1), (1, math.nan), (math.inf, 1))
+    ),
+    *(
+        (sp.ShapeError, "finite costs >= 0", partial(split_stages, layers, 2, **more))
+        for layers, more in (
+            ([math.nan, 1], {}),
+            ([-1, 1], {}),
+            ([1, math.inf], {}),
+            ([1, 1], {"first": math.nan}),
+            ([1, 1], {"last": -1}),
+        )
     ),
     (
         sp.ShapeError,

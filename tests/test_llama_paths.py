@@ -1,0 +1,68 @@
+"""Test which paths and files of a model folder are used, and what numbers and nulls in it mean."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llama_cases import mesh_of
+from test_llama_checkpoint import CASE, INDEX, contents, saved, shared
+
+import sp_core as sp
+from sp_core.llama import Checkpoint, LlamaConfig, create, load, save
+from sp_core.testing import spmd
+
+
+def test_a_number_for_the_end_and_null_for_the_base_mean_what_they_do_for_transformers() -> None:
+    config = replace(CASE.config, eos_token_id=2)  # type: ignore[arg-type]
+    assert config == replace(CASE.config, eos_token_id=(2,))
+    config = replace(config, rope_theta=1e4)
+    nulls = {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": None}}
+    values = config.to_dict() | dict.fromkeys(("rope_scaling", "tie_word_embeddings"))
+    assert LlamaConfig.from_dict(values | nulls) == config
+
+
+@spmd(2)
+def test_a_single_file_is_read_rather_than_an_index(comm: Any, tmp_path: Path) -> None:
+    """As in transformers, an index that an earlier save has left is not read."""
+    folder = saved(comm, tmp_path, lambda f: (f / INDEX).write_text("stale"), shards=False)
+    with mesh_of(comm, 0) as mesh:
+        load(folder, mesh)
+    assert set(Checkpoint(folder).names) == set(CASE.weights())
+
+
+@spmd(2)
+def test_a_folder_may_have_any_path(comm: Any, tmp_path: Path) -> None:
+    """A link to an empty folder is one; a path without a name of its own is refused, too."""
+    folder = shared(comm, tmp_path)
+    if comm.rank == 0:
+        (folder / "real").mkdir()
+        (folder / "link").symlink_to("real")
+    comm.Barrier()
+    with mesh_of(comm, 0) as mesh:
+        model = create(CASE.config, mesh)
+        save(model, folder / "link")
+        comm.Barrier()
+        assert (folder / "link").is_symlink()
+        assert len(contents(folder / "real")) == 2
+        save(model, folder / "new" / ".." / "up")
+        comm.Barrier()
+        assert sorted(x.name for x in folder.iterdir()) == ["link", "real", "up"]
+        for path, text in ((".", "is there already"), ("/", "is there already"), ("\0", "null")):
+            with pytest.raises(ValueError, match=text) as caught:
+                save(model, path)
+            assert len(set(comm.allgather(str(caught.value)))) == 1
+
+
+@spmd(1)
+def test_the_working_directory_is_not_replaced(comm: Any, tmp_path: Path) -> None:
+    with (
+        contextlib.chdir(tmp_path),
+        mesh_of(comm, 0) as mesh,
+        pytest.raises(sp.CheckpointError, match="is the working directory"),
+    ):
+        save(create(CASE.config, mesh), ".")
+    assert not contents(tmp_path)
