@@ -18,6 +18,7 @@ from sp_core.attention.kernels import FLOATS
 from sp_core.attention.logits import Logits, Terms
 from sp_core.attention.merge import accumulation_dtype, add_sinks, sinks_gradient
 from sp_core.attention.shards import attend, attend_backward
+from sp_core.compiling import EagerFunction
 from sp_core.errors import DeviceError, DtypeError, ShapeError
 from sp_core.mask import Mask, Positions
 
@@ -175,7 +176,7 @@ def differentiable_once(backward: Backward) -> Backward:
     return refusing
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(EagerFunction):
     """Autograd function of `local_attention`: `attend`, and `attend_backward` as its derivative."""
 
     @staticmethod

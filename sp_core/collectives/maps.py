@@ -25,6 +25,7 @@ from torch import Tensor
 from sp_core.collectives.combining import Work
 from sp_core.collectives.execution import Ready, bind
 from sp_core.communicator import Communicator
+from sp_core.compiling import eager
 from sp_core.schedules import ALGORITHMS, Operation, operation, usable
 from sp_core.transport import Handle, HostTransport
 
@@ -97,12 +98,14 @@ class Map(ABC):
     def prepare(self, x: Tensor) -> Prepared:
         """Return the buffers to run the collective on x. Copy x if it is not contiguous."""
 
+    @eager
     def run(self, x: Tensor) -> Tensor:
         """Run the collective on x, and return the result."""
         prepared = self.prepare(x)
         self._bind(prepared).run(once=True)
         return prepared.result()
 
+    @eager
     def start(self, x: Tensor) -> Started:
         """Begin the collective on x without waiting. Return a `Started`, to wait for later."""
         prepared = self.prepare(x)

@@ -13,6 +13,7 @@ from sp_core.collectives import execution
 from sp_core.collectives.build import KINDS, NEEDED, build
 from sp_core.collectives.maps import Map, Prepared
 from sp_core.communicator import Communicator
+from sp_core.compiling import eager
 from sp_core.scratch import Scratch
 from sp_core.transport import Handle
 
@@ -45,6 +46,7 @@ class Plan:
             *(comm, moves, *buffers, self.algorithm, Scratch(comm.device)), resident=resident
         )
 
+    @eager
     def run(self) -> Tensor:
         """Run the collective on the values that `input` has now, and wait for the end.
 
@@ -60,6 +62,7 @@ class Plan:
         self._bound.run()
         return self._prepared.result()
 
+    @eager
     def start(self) -> Handle:
         """Begin a run of the collective. Return a handle at once; pass it to `finish`.
 
@@ -73,6 +76,7 @@ class Plan:
         self._prepared.refresh()
         return self._bound.start()
 
+    @eager
     def finish(self, handle: Handle) -> Tensor:
         """Wait until the run that `start` began is complete. Return the result, as `run` does."""
         self._comm.wait(handle, self._name)

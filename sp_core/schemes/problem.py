@@ -34,6 +34,7 @@ from sp_core.attention import (
 )
 from sp_core.attention.function import Saved, attention, differentiable_once, exact
 from sp_core.communicator import Communicator
+from sp_core.compiling import EagerFunction
 from sp_core.errors import ShapeError
 from sp_core.mask import Mask, Positions, plan_blocks
 from sp_core.schemes.heads import Group, head_groups
@@ -274,7 +275,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, scheme: Scheme) -> tu
     return _blockwise(q, k, v, problem.logits.sinks, problem, scheme)
 
 
-class _Blockwise(torch.autograd.Function):
+class _Blockwise(EagerFunction):
     """Autograd function of `run`: merge the results of blocks; let the scheme sum the gradients.
 
     The backward first checks that all ranks run the backward of the same call, unless the
