@@ -275,16 +275,16 @@ class Communicator(NotCopied):
         finally:
             self.check = check
 
-    def numbered(self) -> Callable[[str], object]:
+    def numbered(self) -> Callable[..., object]:
         """Give a number to an object, such as a plan, which all ranks make in the same order.
 
-        Return a function to call before each use of the object with a name of that use, such as
+        Return a function (name of a use, `check` of `agree_on`) to call before each use, such as
         "the backward of all_reduce". Unless check="off", it is an agreement on name and number.
         """
         number = next(self._numbers)
 
-        def compare(what: str) -> None:
-            self.agree_on(lambda: f"{what}, number {number} on {self.name}", always=False)
+        def compare(what: str, check: Callable[[], None] | None = None) -> None:
+            self.agree_on(lambda: f"{what}, number {number} on {self.name}", check, always=False)
 
         return compare
 
