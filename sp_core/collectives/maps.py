@@ -256,7 +256,7 @@ class InPlace(AllReduce):
     """Write the sum of all ranks' tensors into x: in place if possible, else by a copy."""
 
     def prepare(self, x: Tensor) -> Prepared:
-        if x.is_contiguous() and self.chosen(x.nbytes) != "mpi":
+        if x.is_contiguous() and not x.is_neg() and self.chosen(x.nbytes) != "mpi":
             flat = x.detach().view(-1)
             return Prepared(self.operation(x, (x.numel(),), reduction=self.op), flat, flat, x)
         prepared = super().prepare(x)
@@ -366,9 +366,9 @@ def one_ahead(calls: Iterable[tuple[Map, Tensor]]) -> Iterator[Tensor]:
 def flattened(x: Tensor) -> tuple[Tensor, Work]:
     """Return (x as a flat vector, a call that copies x into it again).
 
-    If x is contiguous, the vector is its memory, and the call does nothing.
+    If x is contiguous, without negative bit, the vector is its memory; the call does nothing.
     """
-    vector = x.detach().contiguous().view(-1)
+    vector = x.detach().resolve_neg().contiguous().view(-1)
     shared = vector.data_ptr() == x.data_ptr()
     return vector, nothing if shared else partial(vector.view(x.shape).copy_, x.detach())
 

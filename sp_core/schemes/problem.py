@@ -196,7 +196,7 @@ def _home(kv: Block, comm: Communicator) -> int:
     Return a number < 0 if k or v is not at the start of such memory. Ranks number their allocations
     alike, so equal numbers mean tensors of the same calls of `shared_empty`.
     """
-    if comm.window is None or not all(x.is_contiguous() for x in kv):
+    if comm.window is None or not all(x.is_contiguous() and not x.is_neg() for x in kv):
         return -1
     of_k, of_v = (comm.window.number(x.view(-1)) for x in kv)
     return of_k << 31 | of_v
