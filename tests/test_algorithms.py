@@ -25,6 +25,7 @@ from sp_core.scratch import Scratch
 from sp_core.testing import device, given, spmd
 
 CALLS = [(op, name) for op, names in ALGORITHMS.items() for name in names if name != "auto"]
+IN_PLACE = [("all_reduce_", "mpi"), ("all_reduce_", "ring")]
 SEGMENT_BYTES = 24
 
 
@@ -225,9 +226,7 @@ def test_greatest_and_least_with_nan(comm: Any, dtype: str, algorithm: str, seed
             torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    ("op", "algorithm"), [*CALLS, ("all_reduce_", "mpi"), ("all_reduce_", "ring")]
-)
+@pytest.mark.parametrize(("op", "algorithm"), [*CALLS, *IN_PLACE])
 @spmd(1, 2)
 def test_a_tensor_with_the_negative_bit_is_sent_with_its_sign(
     comm: Any, op: str, algorithm: str
@@ -254,6 +253,6 @@ def test_keys_with_the_negative_bit_keep_their_sign(comm: Any) -> None:
         for scheme in SCHEMES.values():
             q = torch.rand(1, 2, comm.size, 4)
             k, v = (sp.shared_empty(q.shape, comm=mesh["sp"]).copy_(q) for _ in "kv")
-            attend = partial(scheme, comm=mesh["sp"], sharding=sharding)
+            attend: Any = partial(scheme, comm=mesh["sp"], sharding=sharding)
             views = attend(q, torch._neg_view(k), torch._neg_view(v))
             assert torch.equal(views, attend(q, -k, -v))

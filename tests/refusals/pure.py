@@ -41,6 +41,11 @@ def balanced_by(chunk: Any) -> object:
     return sp.Sharding.balanced(4, 2, sp.Mask(), chunk=chunk)
 
 
+def from_iterators(*positions: list[int]) -> object:
+    """Call `Sharding.from_positions` with iterators, which give their items only once."""
+    return sp.Sharding.from_positions(cast("Any", map(iter, positions)))
+
+
 def dropout(**changes: Any) -> object:
     """Call `dropout` with changed arguments."""
     given: dict[str, Any] = DROPPED | changes
@@ -143,7 +148,28 @@ ROWS: list[Row] = [
             partial(TWO.shard, torch.zeros(4), -1, 0),
             partial(TWO.shard, torch.zeros(4), 2, 0),
             partial(TWO.unshard, [torch.zeros(1), torch.zeros(3)], 0),
+            partial(from_iterators, [0, 1], [1]),
+            partial(from_iterators, [-3], [0]),
             partial(TWO.group, [[0], [0, 1]]),
+        )
+    ),
+    *(
+        (sp.ShapeError, f"dim {dim} was given for a tensor with 1 dims", call)
+        for dim in (1, -2)
+        for call in (
+            partial(TWO.shard, torch.zeros(4), 0, dim),
+            partial(TWO.unshard, [torch.zeros(2), torch.zeros(2)], dim),
+            partial(TWO.restore, torch.zeros(4), dim),
+        )
+    ),
+    (TypeError, "dim=None was given", partial(TWO.shard, torch.zeros(4), 0, HERE)),
+    *(
+        (sp.ShapeError, "covers 7 tokens, but dim -1 .* has 9", call)
+        for layout in (sp.Sharding.contiguous, sp.Sharding.zigzag, sp.Sharding.striped)
+        for made in (layout(7, 2),)
+        for call in (
+            partial(made.shard, torch.zeros(2, 9), 0, -1),
+            partial(made.restore, torch.zeros(2, 9), -1),
         )
     ),
     *(
@@ -153,6 +179,9 @@ ROWS: list[Row] = [
             (TypeError, "window=2.0", {"window": 2.0}),
             (TypeError, "window=True", {"window": True}),
             (TypeError, "needed", {"documents": (0, 1.5)}),
+            (TypeError, "documents is 5, needed integers", {"documents": 5}),
+            (TypeError, "needed integers", {"documents": torch.tensor(5)}),
+            (TypeError, "kv_documents is 5, needed integers", {"kv_documents": 5}),
             (TypeError, "needed", {"documents": (False, 4)}),
             (TypeError, "needed", {"documents": torch.tensor([False, True])}),
             (sp.ShapeError, "needed boundaries", {"documents": ()}),
@@ -205,6 +234,23 @@ ROWS: list[Row] = [
     ),
     (sp.ShapeError, "one shape", partial(sp.local_attention, ONES, ONES, ONES[:, 1:])),
     *(
+        (sp.DtypeError, f"{name} must be a tensor", partial(sp.local_attention, **given))
+        for name in "qkv"
+        for wrong in (None, ONES.numpy())
+        for given in (cast("Any", dict.fromkeys("qkv", ONES) | {name: wrong}),)
+    ),
+    *(
+        (sp.ShapeError, f"{name} has layout torch.sparse", partial(sp.local_attention, **given))
+        for name in "qkv"
+        for given in (cast("Any", dict.fromkeys("qkv", ONES) | {name: ONES.to_sparse()}),)
+    ),
+    *(
+        (TypeError, f"{name}=.* was given; pass integers", call)
+        for name in ("q_positions", "kv_positions")
+        for wrong in (4, torch.tensor(4), "012")
+        for call in (partial(attention, (1, 3, 1, 2), **{name: wrong}),)
+    ),
+    *(
         (sp.DeviceError, "needed one device", partial(sp.local_attention, ONES, *others))
         for others in ((ONES.to("meta"), ONES), (ONES, ONES.to("meta")))
     ),
@@ -235,22 +281,25 @@ ROWS: list[Row] = [
             ("a Mask is needed", {"mask": True}),
             ("a Mask is needed", {"mask": torch.ones(3, 3)}),
             ("return_lse='no'", {"return_lse": "no"}),
+            (r"pass a finite number, at most 3\.4e38", {"softmax_scale": 1e39}),
         )
     ),
     (sp.ShapeError, "needed 3", partial(attention, (1, 3, 1, 2), q_positions=range(4))),
     *(
         (
             TypeError,
-            "pass a positive number, or None",
+            r"pass a positive number up to 3\.4e38, .* or None",
             partial(attention, (1, 3, 1, 2), softcap=softcap),
         )
-        for softcap in (0.0, -1.0, float("inf"), float("nan"), True, "5")
+        for softcap in (1e39, 10**400, 0.0, -1.0, float("inf"), float("nan"), True, "5")
     ),
     *(
         (error, text, partial(attention, (1, 3, 1, 2), alibi=alibi))
         for error, text, alibi in (
             (TypeError, "pass a finite slope", 0.5),
             (TypeError, "pass a finite slope", [float("nan")]),
+            (TypeError, r"pass a finite slope, at most 3\.4e38", [1e39]),
+            (TypeError, r"pass a finite slope, at most 3\.4e38", [-1e39]),
             (TypeError, "pass a finite slope", torch.ones(1, 1)),
             (TypeError, "pass a finite slope", torch.tensor(0.5)),
             (sp.ShapeError, "2 ALiBi slopes given, needed 1", (0.5, 0.25)),
