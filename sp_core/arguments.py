@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
@@ -28,7 +27,8 @@ def _is_real(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return _is_real(value) and math.isfinite(value)
+    """Return whether a number is finite in float32, in which attention computes."""
+    return _is_real(value) and -_MAX <= value <= _MAX
 
 
 def _are_whole(value: Any) -> bool:
@@ -47,6 +47,11 @@ def _are_tokens(value: Any) -> bool:
     )
 
 
+def _are_positions(value: Any) -> bool:
+    has_dims = getattr(value, "ndim", None) != 0  # a list has none to ask for
+    return isinstance(value, Collection) and not isinstance(value, str) and has_dims
+
+
 def _are_strings(value: Any) -> bool:
     return _is_sequence(value) and all(isinstance(text, str) and text for text in value)
 
@@ -59,6 +64,7 @@ def _is_sequence(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
+_MAX: Any = torch.finfo(torch.float32).max
 _WHOLE = (_is_whole, "a whole number")
 _SIZES = (
     lambda value: value is None or _are_whole(value),
@@ -78,6 +84,13 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("deterministic", "return_lse", "causal", "tp_sp", "own"), _FLAG),
     **dict.fromkeys(("recompute", "offload"), _FLAG),
     **dict.fromkeys(("algorithm", "op"), _NAME),
+    **dict.fromkeys(
+        ("q_positions", "kv_positions"),
+        (
+            lambda value: value is None or _are_positions(value),
+            "integers: a range, a list, a tensor (S,), or None for 0, 1, 2, ...",
+        ),
+    ),
     "stop": (_are_tokens, "a list, tuple or set of tokens, whole numbers"),
     "stop_strings": (_are_strings, "a list or tuple of texts, none of them empty"),
     "shape": (_are_whole, "a list or tuple of whole numbers"),
@@ -124,11 +137,11 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "softmax_scale": (
         lambda value: value is None or _is_number(value),
-        "a finite number, or None for 1/sqrt(head_dim)",
+        "a finite number, at most 3.4e38 in magnitude, or None for 1/sqrt(head_dim)",
     ),
     "softcap": (
         lambda value: value is None or (_is_number(value) and value > 0),
-        "a positive number, or None for no bound",
+        "a positive number up to 3.4e38, the greatest of float32, or None for no bound",
     ),
     "sinks": (
         lambda value: value is None or isinstance(value, Tensor),
@@ -136,7 +149,8 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "alibi": (
         lambda value: value is None or (_is_sequence(value) and all(map(_is_number, value))),
-        "a finite slope for each query head, as a list, tuple or tensor (H,), or None",
+        "a finite slope, at most 3.4e38 in magnitude, for each query head, as a list, tuple or "
+        "tensor (H,), or None",
     ),
     "inner": (lambda value: value is None or callable(value), "a function that computes attention"),
     "attention": (callable, "a scheme, a function such as ring_attention"),
@@ -198,6 +212,22 @@ def check_type(name: str, value: Any, kind: type, remedy: str) -> None:
         raise TypeError(f"{name}={_shown(value)} was given; a {kind.__name__} is needed. {remedy}")
 
 
+def length_along(x: Tensor, dim: int) -> int:
+    """Return the length of a tensor along `dim`.
+
+    Raises:
+        TypeError: `dim` is not a whole number.
+        ShapeError: x does not have that dimension.
+    """
+    check(dim=dim)
+    if not -x.dim() <= dim < x.dim():
+        raise ShapeError(
+            f"dim {dim} was given for a tensor with {x.dim()} dims, shape {tuple(x.shape)}. "
+            "Pass a dim that it has."
+        )
+    return x.shape[dim]
+
+
 def check_communicator(comm: Any, name: str = "comm") -> None:
     """Check that a value is a `Communicator`. Without one, other ranks do not learn of the error.
 
@@ -238,6 +268,22 @@ def check_tensor(
         DeviceError: x is on a different device than `comm`.
         ShapeError: x is not strided, such as a sparse tensor.
     """
+    check_dense(x, name)
+    want = comm.device
+    if x.device.type != want.type or (want.index is not None and x.device.index != want.index):
+        raise DeviceError(
+            f"{name} is on {x.device}, {comm.name} is on {want}. "
+            f"Move it, or make the mesh with device={str(x.device)!r}."
+        )
+    if dtypes is not None and x.dtype not in dtypes:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise DtypeError(
+            f"a tensor of {x.dtype} was given; this collective takes {names}. Convert the tensor."
+        )
+
+
+def check_dense(x: Tensor, name: str) -> None:
+    """Refuse an x that is no tensor, a DTensor, or not dense; see `check_tensor`."""
     if not isinstance(x, Tensor):
         raise DtypeError(
             f"{name} must be a tensor, {type(x).__name__} was given. "
@@ -248,16 +294,5 @@ def check_tensor(
             f"{name} is a DTensor, whose own layout may differ from the sharding. "
             "Pass this rank's own tokens as a plain tensor, such as x.to_local()."
         )
-    want = comm.device
-    if x.device.type != want.type or (want.index is not None and x.device.index != want.index):
-        raise DeviceError(
-            f"{name} is on {x.device}, {comm.name} is on {want}. "
-            f"Move it, or make the mesh with device={str(x.device)!r}."
-        )
     if x.layout is not torch.strided:
         raise ShapeError(f"{name} has layout {x.layout}; a dense one is needed. Pass x.to_dense().")
-    if dtypes is not None and x.dtype not in dtypes:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise DtypeError(
-            f"a tensor of {x.dtype} was given; this collective takes {names}. Convert the tensor."
-        )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sp_core import agreement, progress
+from sp_core.compiling import eager
 from sp_core.counters import Counters
 from sp_core.errors import DeviceError, RankError, short_text
 from sp_core.observer import observer_of
@@ -89,11 +90,9 @@ class Communicator(NotCopied):
     def _describe(self, rank: int, size: int, name: str, nodes: Sequence[int]) -> None:
         """Set the attributes of this rank that need no communication."""
         self.rank, self.size, self.name, self.nodes = rank, size, name, tuple(nodes)
-        self.counters = Counters()
-        self._pending: list[Handle] = []
-        self._progress = progress.of_this_rank()
+        self.counters, self._pending = Counters(), list[Handle]()
         self._tags, self._numbers = itertools.count(), itertools.count()
-        self._freed = False
+        self._progress, self._freed = progress.of_this_rank(), False
 
     def _open(self, comm: Intracomm, owned: Sequence[Intracomm]) -> None:
         """Make the transport over `comm`, and the window: memory that the ranks share, or None.
@@ -179,6 +178,7 @@ class Communicator(NotCopied):
         """Return the next MPI tag: equal on ranks that begin collectives in the same order."""
         return 1 + next(self._tags) % MAX_TAG
 
+    @eager
     def wait(self, handle: Handle, name: str) -> None:
         """Block until `handle` is complete. Add the time to the counts of the operation `name`.
 
@@ -195,6 +195,7 @@ class Communicator(NotCopied):
         self._pending = [other for other in self._pending if other is not handle]
         self.counters[name].seconds += time.perf_counter() - start
 
+    @eager
     def poll(self) -> None:
         """Advance all operations that this rank has started, on any communicator, without blocking.
 
@@ -218,8 +219,7 @@ class Communicator(NotCopied):
             wait(self.window.start(((), ()), "fence"), self.poll)
 
     def _agree(self, call: str, value: int, error: Exception | None) -> tuple[int, ...]:
-        start = time.perf_counter()
-        told: tuple[int, ...] = ()
+        start, told = time.perf_counter(), tuple[int, ...]()
         try:
             told = agreement.agree(self._control, call, value, error, self._progress)
             return told
@@ -228,6 +228,7 @@ class Communicator(NotCopied):
             control.add(bytes_sent=agreement.bytes_sent(self.size, len(set(told)) == 1))
             control.seconds += time.perf_counter() - start
 
+    @eager
     def agree_on(
         self,
         call: Callable[[], str],
@@ -253,8 +254,7 @@ class Communicator(NotCopied):
         self.ensure_open()  # a freed communicator sends nothing: each rank raises by itself
         error, value, text = None, 0, ""
         try:
-            value = (check() if check else None) or 0
-            text = call()
+            value, text = (check() if check else None) or 0, call()
         except Exception as found:  # noqa: BLE001  # the other ranks must not wait for this one
             error = found
         if always or self.check == "agree":
@@ -275,16 +275,16 @@ class Communicator(NotCopied):
         finally:
             self.check = check
 
-    def numbered(self) -> Callable[[str], object]:
+    def numbered(self) -> Callable[..., object]:
         """Give a number to an object, such as a plan, which all ranks make in the same order.
 
-        Return a function to call before each use of the object with a name of that use, such as
+        Return a function (name of a use, `check` of `agree_on`) to call before each use, such as
         "the backward of all_reduce". Unless check="off", it is an agreement on name and number.
         """
         number = next(self._numbers)
 
-        def compare(what: str) -> None:
-            self.agree_on(lambda: f"{what}, number {number} on {self.name}", always=False)
+        def compare(what: str, check: Callable[[], None] | None = None) -> None:
+            self.agree_on(lambda: f"{what}, number {number} on {self.name}", check, always=False)
 
         return compare
 

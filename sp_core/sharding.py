@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_core.arguments import check, check_type
+from sp_core.arguments import check, check_type, length_along
 from sp_core.errors import ShapeError
 from sp_core.mask import Mask
 from sp_core.mask.blocks import count_visible
@@ -147,7 +147,7 @@ class Sharding:
             ShapeError: a position that is owned twice, or is negative.
         """
         segments = tuple(tuple(runs(owned)) for owned in positions)
-        flat = sorted(position for owned in positions for position in owned)
+        flat = sorted(position for owned in segments for run in owned for position in run)
         twice = [a for a, b in pairwise(flat) if a == b]
         if twice or (flat and flat[0] < 0):
             raise ShapeError(
@@ -247,15 +247,9 @@ class Sharding:
             consecutive range, else a new tensor.
 
         Raises:
-            ShapeError: `x` has not `seq_len` tokens along `dim`, or there is no such rank.
+            ShapeError: `x` has not `seq_len` tokens along `dim`, or there is no such rank or `dim`.
         """
-        if x.shape[dim] != self.seq_len:
-            raise ShapeError(
-                f"this sharding covers {self.seq_len} tokens, but dim {dim} of the tensor with "
-                f"shape {tuple(x.shape)} has "
-                f"{x.shape[dim]}. Make the sharding for {x.shape[dim]} tokens, or pass the "
-                f"sequence dimension."
-            )
+        self._check_tokens(x, dim)
         match self.segments[self._checked(rank)]:
             case (range(step=1) as owned,) if owned and self._is_dense:
                 return x.narrow(dim, owned.start - self._first, len(owned))
@@ -275,9 +269,9 @@ class Sharding:
             A new tensor with `seq_len` tokens along `dim`.
 
         Raises:
-            ShapeError: wrong number of shards, or a shard of wrong length.
+            ShapeError: wrong number of shards, a shard of wrong length, or no such `dim`.
         """
-        given = tuple(shard.shape[dim] for shard in shards)
+        given = tuple(length_along(shard, dim) for shard in shards)
         if given != self.lengths:
             raise ShapeError(
                 f"this sharding has shards of {self.lengths} tokens, but dim {dim} of those given "
@@ -288,8 +282,10 @@ class Sharding:
     def restore(self, gathered: Tensor, dim: int) -> Tensor:
         """Reorder tokens from the order of an all-gather to ascending order of position.
 
-        `gathered` has `seq_len` tokens along `dim`. If they are in order, return `gathered` itself.
+        `gathered` has `seq_len` tokens along `dim`; otherwise this raises ShapeError. If they are
+        in order, return `gathered` itself.
         """
+        self._check_tokens(gathered, dim)
         index = self._restore_index
         return gathered if index is None else gathered.index_select(dim, index.to(gathered.device))
 
@@ -318,6 +314,15 @@ class Sharding:
                 f"rank {rank} was given; this sharding is for the ranks 0..{self.size - 1}."
             )
         return rank
+
+    def _check_tokens(self, x: Tensor, dim: int) -> None:
+        """Raise a ShapeError unless `x` has all tokens of this sharding along `dim`."""
+        if (given := length_along(x, dim)) != self.seq_len:
+            raise ShapeError(
+                f"this sharding covers {self.seq_len} tokens, but dim {dim} of the tensor with "
+                f"shape {tuple(x.shape)} has {given}. Make the sharding for {given} tokens, or "
+                "pass the sequence dimension."
+            )
 
     @cached_property
     def fingerprint(self) -> str:

@@ -12,12 +12,15 @@ Every rank makes these calls:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from sp_core import arguments
+from sp_core.agreement import make_alike
 from sp_core.communicator import Communicator
 from sp_core.errors import DtypeError, RankError, ShapeError
 
@@ -48,9 +51,15 @@ def shared_empty(
         TypeError: a wrong type of `shape` or `dtype`, on every rank; of `comm`, on this rank.
     """
     arguments.check_communicator(comm)
-    comm.agree_on(lambda: f"shared_empty({dtype}) on {comm.name}", lambda: _check(shape, dtype))
+
+    def make() -> tuple[Tensor | None, str]:
+        _check(shape, dtype)
+        x = None if comm.window is not None else _zeros(shape, dtype, comm)
+        return x, f"shared_empty({dtype}) on {comm.name}"
+
+    x = make_alike(comm, make)
     if comm.window is None:
-        return torch.zeros(tuple(shape), dtype=dtype, device=comm.device)
+        return cast("Tensor", x)
     comm.settle()
     return comm.window.allocate(shape, dtype)
 
@@ -96,6 +105,17 @@ def fence(*, comm: Communicator) -> None:
         agreement if `check="off"`.
     """
     comm.fence()
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, comm: Communicator) -> Tensor:
+    """Return zeros in ordinary memory, or raise a RankError if there is not enough."""
+    try:
+        return torch.zeros(tuple(shape), dtype=dtype, device=comm.device)
+    except (RuntimeError, TypeError) as error:  # TypeError if a length is beyond int64
+        raise RankError(
+            f"{math.prod(shape) * dtype.itemsize:,} bytes were asked for, but rank {comm.rank} "
+            f"cannot allocate them on {comm.device}. Free some, or pass a smaller shape."
+        ) from error
 
 
 def _check(shape: Sequence[int], dtype: torch.dtype) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from kit.carriers import CARRIERS
-from oracle.collective_cases import DTYPES, Case, cases, part_of
+from oracle.collective_cases import DTYPES, NEEDED, Case, cases, part_of
 from oracle.proof import replay
 from oracle.schedule_cases import FLOATS, SUMS, Vectors, pieces, vectors
 from oracle.window_cases import in_rank_order, use_window
@@ -20,10 +20,12 @@ from oracle.window_cases import in_rank_order, use_window
 import sp_core as sp
 from sp_core.collectives import combining
 from sp_core.schedules import ALGORITHMS, HALF, cost, table
+from sp_core.schemes import SCHEMES
 from sp_core.scratch import Scratch
-from sp_core.testing import device, given
+from sp_core.testing import device, given, spmd
 
 CALLS = [(op, name) for op, names in ALGORITHMS.items() for name in names if name != "auto"]
+IN_PLACE = [("all_reduce_", "mpi"), ("all_reduce_", "ring")]
 SEGMENT_BYTES = 24
 
 
@@ -222,3 +224,35 @@ def test_greatest_and_least_with_nan(comm: Any, dtype: str, algorithm: str, seed
             found = sp.all_reduce(every[comm.rank], comm=mesh["sp"], op=op, algorithm=name)
             wanted = getattr(every, f"a{op}")(0)
             torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("op", "algorithm"), [*CALLS, *IN_PLACE])
+@spmd(1, 2)
+def test_a_tensor_with_the_negative_bit_is_sent_with_its_sign(
+    comm: Any, op: str, algorithm: str
+) -> None:
+    """Such a tensor, as of `x.conj().imag`, has the opposite sign in memory. A plan reads anew."""
+    arguments = NEEDED.get(op, {})
+    with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
+        for rows in (comm.size, 1):  # an all-to-all packs its pieces, but not a single row
+            values = torch.arange(1.0, 1 + 2 * rows * comm.size).view(comm.size * 2, rows)
+            given = partial(getattr(sp, op), comm=mesh["sp"], algorithm=algorithm, **arguments)
+            wanted = given(-values)
+            negative = torch._neg_view(values.clone())
+            assert torch.equal(given(negative), wanted)
+            negative.copy_(-values)
+            plan = sp.plan(op, negative, comm=mesh["sp"], algorithm=algorithm, **arguments)
+            negative.copy_(-values * 2)
+            assert torch.equal(plan.run(), wanted * 2)
+
+
+@spmd(1, 2)
+def test_keys_with_the_negative_bit_keep_their_sign(comm: Any) -> None:
+    with sp.Mesh(comm, transport="window", sp=comm.size) as mesh:
+        sharding = sp.Sharding.contiguous(2 * comm.size, comm.size)
+        for scheme in SCHEMES.values():
+            q = torch.rand(1, 2, comm.size, 4)
+            k, v = (sp.shared_empty(q.shape, comm=mesh["sp"]).copy_(q) for _ in "kv")
+            attend: Any = partial(scheme, comm=mesh["sp"], sharding=sharding)
+            views = attend(q, torch._neg_view(k), torch._neg_view(v))
+            assert torch.equal(views, attend(q, -k, -v))

@@ -59,6 +59,7 @@ TAKEN = {
     "tokens": "list lists",
     "causal": "flag",
     "op": "empty word",
+    "q_positions": f"none {SEQUENCES} mapping set tensor",
     "stop": "list wholes tuple range set",
     "stop_strings": "words list",
     "shape": "list wholes tuple range",

@@ -17,7 +17,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from refusals import calls, decoders, models, pure
+from refusals import calls, decoders, layers, models, pure
 from refusals.calls import Row, Table, comm_of
 from torch import Tensor
 
@@ -153,7 +153,7 @@ def test_a_tensor_belongs_where_the_communicator_is(tensor: str, wanted: str) ->
         check_tensor(x, comm)
 
 
-@pytest.mark.parametrize(("kind", "text", "call"), pure.ROWS)
+@pytest.mark.parametrize(("kind", "text", "call"), [*pure.ROWS, *layers.ROWS])
 def test_what_needs_no_ranks_is_refused(
     kind: type[Exception], text: str, call: Callable[[], object]
 ) -> None:

@@ -16,6 +16,7 @@ ROOMS = (
     ("errors",),
     (
         "arguments",
+        "compiling",
         "machine",
         "launch",
         "observer",

@@ -226,3 +226,43 @@ def test_a_vector_is_moved_by_one_call_that_does_not_block() -> None:
     task = operation("all_reduce", 0, 2, (len(x),), itemsize=4)
     HostTransport(comm).start(task, x, torch.empty_like(x))
     assert (comm.Iallreduce.call_count, comm.Allreduce.call_count) == (1, 0)
+
+
+@pytest.mark.parametrize("transport", ["host", "window"])
+@spmd(1, 2)
+def test_torch_notices_that_a_run_overwrites_a_saved_tensor(comm: Any, transport: str) -> None:
+    with sp.Mesh(comm, transport=transport, sp=comm.size) as mesh:
+        weight, group = torch.ones(3, requires_grad=True), mesh["sp"]
+        for op, algorithm in (("all_reduce", "auto"), ("all_reduce_", "auto"), NAMES[0]):
+            plan = sp.plan(op, torch.ones(3), comm=group, algorithm=algorithm)
+            for begin, finish in ((plan.run, lambda _: None), (plan.start, plan.finish)):
+                saved = weight * plan.run().view(-1)[:3]
+                under_way: Any = begin()
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    saved.sum().backward()
+                finish(under_way)
+        x = torch.ones(3)
+        saved = weight * x
+        sp.all_reduce_(x, comm=group)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            saved.sum().backward()
+
+
+@pytest.mark.parametrize("check", ["agree", "off"])
+@spmd(1, 2)
+def test_a_plan_has_one_run_at_a_time(comm: Any, check: Any) -> None:
+    with sp.Mesh(comm, check=check, sp=comm.size) as mesh:
+        plan = sp.plan("all_reduce", torch.ones(3), comm=mesh["sp"])
+        handle = plan.start()
+        for begin in (plan.start, plan.run):
+            with pytest.raises(sp.RankError, match=r"is under way\. Call finish"):
+                begin()
+        for wrong in (None, sp.plan("all_reduce", torch.ones(3), comm=mesh["sp"]).start()):
+            with pytest.raises(ValueError, match="Pass the handle"):
+                plan.finish(wrong)  # type: ignore[arg-type]
+        for _ in range(2):
+            assert torch.equal(plan.finish(handle), torch.full((3,), float(comm.size)))
+            with pytest.raises(ValueError, match="Pass the handle"):
+                plan.finish(handle)
+            handle = plan.start()
+        plan.finish(handle)

@@ -379,3 +379,18 @@ def test_without_common_memory_the_others_carry_on_and_the_reason_is_known(
                 sp.peer(x, 0, comm=group)
 
     run_threads(3, body)
+
+
+@pytest.mark.parametrize("length", [10**14, 10**30])
+@pytest.mark.parametrize("transport", ["host", "window"])
+@spmd(1, 3)
+def test_no_memory_for_a_shared_tensor_is_an_error_on_all_ranks(
+    comm: Any, transport: str, length: int
+) -> None:
+    """The length may be too much for one rank only, or too great for int64."""
+    with sp.Mesh(comm, transport=transport, sp=comm.size) as mesh:
+        for is_asked in (True, comm.rank == 0):
+            with pytest.raises(sp.RankError, match="rank 0 cannot allocate") as caught:
+                sp.shared_empty((length if is_asked else 3,), comm=mesh["sp"])
+            assert f"{4 * length:,} bytes" in str(caught.value)
+        assert sp.shared_empty((3,), comm=mesh["sp"]).tolist() == [0, 0, 0]

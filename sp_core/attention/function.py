@@ -13,11 +13,12 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from sp_core.arguments import check, check_type
+from sp_core.arguments import check, check_dense, check_type
 from sp_core.attention.kernels import FLOATS
 from sp_core.attention.logits import Logits, Terms
 from sp_core.attention.merge import accumulation_dtype, add_sinks, sinks_gradient
 from sp_core.attention.shards import attend, attend_backward
+from sp_core.compiling import EagerFunction
 from sp_core.errors import DeviceError, DtypeError, ShapeError
 from sp_core.mask import Mask, Positions
 
@@ -61,14 +62,14 @@ def local_attention(
     Raises:
         ShapeError: shapes do not fit together, the numbers of positions and of tokens differ, the
             mask is for a different length, or a position lies outside the mask's documents.
-        DtypeError: dtypes of q, k and v that differ or are not among the four.
+        DtypeError: q, k or v is no plain tensor; their dtypes differ or are not among the four.
         DeviceError: tensors on different devices.
         TypeError: mask, softmax_scale, return_lse, a term or positions have a wrong type, or an
             argument is unknown.
         ValueError: alibi slopes that require a gradient.
         RuntimeError: autograd is asked for a second derivative; only the first is implemented.
     """
-    check(return_lse=return_lse)
+    check(return_lse=return_lse, q_positions=q_positions, kv_positions=kv_positions)
     if mask is not None:
         check_type("mask", mask, Mask, "Pass Mask(causal=True), or None to see everything.")
     check_qkv(q, k, v)
@@ -91,11 +92,15 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Refuse q (B, Sq, H, D), k and v (B, Sk, K, D) that do not fit together.
 
     Raises:
-        ShapeError: a tensor without four dimensions, shapes of k and v that differ, a batch or head
-            dim of q that differs from that of k, head dim 0, or H that is no multiple of K.
-        DtypeError: dtypes that differ or are not among float64, float32, bfloat16, float16.
+        ShapeError: a sparse tensor or one without four dimensions, shapes of k and v that differ, a
+            batch or head dim of q that differs from that of k, head dim 0, or H that is no multiple
+            of K.
+        DtypeError: not a plain tensor; dtypes that differ or are not among float64, float32,
+            bfloat16, float16.
         DeviceError: tensors on different devices.
     """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_dense(x, name)
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
         raise ShapeError(
@@ -175,7 +180,7 @@ def differentiable_once(backward: Backward) -> Backward:
     return refusing
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(EagerFunction):
     """Autograd function of `local_attention`: `attend`, and `attend_backward` as its derivative."""
 
     @staticmethod

@@ -36,6 +36,7 @@ from sp_core.arguments import check_communicator
 from sp_core.collectives.build import build, check_summable
 from sp_core.collectives.maps import AllGather, AllReduce, Map, Started
 from sp_core.communicator import Communicator
+from sp_core.compiling import EagerFunction, eager
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class _Local:
     run: Callable[[Tensor], Tensor]
 
 
-class _Apply(torch.autograd.Function):
+class _Apply(EagerFunction):
     """Run or begin a collective (a map) in forward, and run its transpose in backward.
 
     `forward` takes x, the map, its transpose (None for that of `Map.transpose`), and the function
@@ -112,6 +113,7 @@ class Pending:
         # the same memory in another tensor: writing into a view would change the graph of this one
         return self._started.out.detach()
 
+    @eager
     def wait(self) -> Tensor:
         """Wait until the collective is complete on this rank, and return the result.
 
@@ -237,7 +239,7 @@ def gather_replicated(
     return _apply(x, gather, own, gather.run)
 
 
-class _CopyAllToGroup(torch.autograd.Function):
+class _CopyAllToGroup(EagerFunction):
     """Apply `copy_to_group` to many tensors. Backward makes one all-reduce per dtype.
 
     `forward` takes the communicator and the tensors.

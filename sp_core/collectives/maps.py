@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor
 from sp_core.collectives.combining import Work
 from sp_core.collectives.execution import Ready, bind
 from sp_core.communicator import Communicator
+from sp_core.compiling import eager
 from sp_core.schedules import ALGORITHMS, Operation, operation, usable
 from sp_core.transport import Handle, HostTransport
 
@@ -52,9 +53,15 @@ class Prepared:
     refresh: Work = nothing
     finish: Work = nothing
 
+    @cached_property
+    def overwrite(self) -> Work:
+        """Tell torch in each call that `out` changes, which backward passes may have saved."""
+        return partial(torch.autograd.graph.increment_version, (self.out,))
+
     def result(self) -> Tensor:
         """Fill `out`, once the transfer is complete, and return it."""
         self.finish()
+        self.overwrite()
         return self.out
 
 
@@ -97,12 +104,14 @@ class Map(ABC):
     def prepare(self, x: Tensor) -> Prepared:
         """Return the buffers to run the collective on x. Copy x if it is not contiguous."""
 
+    @eager
     def run(self, x: Tensor) -> Tensor:
         """Run the collective on x, and return the result."""
         prepared = self.prepare(x)
         self._bind(prepared).run(once=True)
         return prepared.result()
 
+    @eager
     def start(self, x: Tensor) -> Started:
         """Begin the collective on x without waiting. Return a `Started`, to wait for later."""
         prepared = self.prepare(x)
@@ -247,7 +256,7 @@ class InPlace(AllReduce):
     """Write the sum of all ranks' tensors into x: in place if possible, else by a copy."""
 
     def prepare(self, x: Tensor) -> Prepared:
-        if x.is_contiguous() and self.chosen(x.nbytes) != "mpi":
+        if x.is_contiguous() and not x.is_neg() and self.chosen(x.nbytes) != "mpi":
             flat = x.detach().view(-1)
             return Prepared(self.operation(x, (x.numel(),), reduction=self.op), flat, flat, x)
         prepared = super().prepare(x)
@@ -357,9 +366,9 @@ def one_ahead(calls: Iterable[tuple[Map, Tensor]]) -> Iterator[Tensor]:
 def flattened(x: Tensor) -> tuple[Tensor, Work]:
     """Return (x as a flat vector, a call that copies x into it again).
 
-    If x is contiguous, the vector is its memory, and the call does nothing.
+    If x is contiguous, without negative bit, the vector is its memory; the call does nothing.
     """
-    vector = x.detach().contiguous().view(-1)
+    vector = x.detach().resolve_neg().contiguous().view(-1)
     shared = vector.data_ptr() == x.data_ptr()
     return vector, nothing if shared else partial(vector.view(x.shape).copy_, x.detach())
 

@@ -13,6 +13,8 @@ from sp_core.collectives import execution
 from sp_core.collectives.build import KINDS, NEEDED, build
 from sp_core.collectives.maps import Map, Prepared
 from sp_core.communicator import Communicator
+from sp_core.compiling import eager
+from sp_core.errors import RankError
 from sp_core.scratch import Scratch
 from sp_core.transport import Handle
 
@@ -40,11 +42,13 @@ class Plan:
         moves, self.input = prepared.operation, x
         self.algorithm = mapping.chosen(moves.nbytes)
         self._comm, self._name, self._prepared = comm, mapping.name, prepared
+        self._under_way: Handle | None = None
         self._agree, buffers = comm.numbered(), (prepared.send, prepared.recv)
         self._bound = execution.bind(
             *(comm, moves, *buffers, self.algorithm, Scratch(comm.device)), resident=resident
         )
 
+    @eager
     def run(self) -> Tensor:
         """Run the collective on the values that `input` has now, and wait for the end.
 
@@ -54,12 +58,15 @@ class Plan:
 
         Raises:
             CollectiveMismatch: the ranks run different plans. `check="off"` skips this check.
+            RankError: `finish` was not called for a run that `start` began; on every rank, or with
+                `check="off"` on this rank.
         """
-        self._agree(f"a run of the plan of {self._name}")
+        self._agree(f"a run of the plan of {self._name}", self._under_way and self._refuse)
         self._prepared.refresh()
         self._bound.run()
         return self._prepared.result()
 
+    @eager
     def start(self) -> Handle:
         """Begin a run of the collective. Return a handle at once; pass it to `finish`.
 
@@ -67,16 +74,36 @@ class Plan:
         begin.
 
         Raises:
-            CollectiveMismatch: as `run`.
+            CollectiveMismatch, RankError: as `run`.
         """
-        self._agree(f"a started run of the plan of {self._name}")
+        self._agree(f"a started run of the plan of {self._name}", self._under_way and self._refuse)
         self._prepared.refresh()
-        return self._bound.start()
+        self._prepared.overwrite()
+        self._under_way = self._bound.start()
+        return self._under_way
 
+    @eager
     def finish(self, handle: Handle) -> Tensor:
-        """Wait until the run that `start` began is complete. Return the result, as `run` does."""
+        """Wait until the run that `start` began is complete. Return the result, as `run` does.
+
+        Raises:
+            ValueError: `handle` is not that of the run under way; on this rank.
+        """
+        if handle is None or handle is not self._under_way:
+            raise ValueError(
+                f"finish of the plan of {self._name} was given {handle!r}, which is not under way. "
+                "Pass the handle that the last start() of this plan returned, once."
+            )
         self._comm.wait(handle, self._name)
+        self._under_way = None
         return self._prepared.result()
+
+    def _refuse(self) -> None:
+        """Raise the error for a run that begins while another one is under way."""
+        raise RankError(
+            f"a run of the plan of {self._name} was begun while another one is under way. Call "
+            "finish with the handle of that run first, or make a second plan."
+        )
 
 
 def _resident(mapping: Map, prepared: Prepared) -> bool:

@@ -7,10 +7,11 @@ positions b_i to b_(i+1) - 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import index
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -216,7 +217,8 @@ def _boundaries(name: str, values: Sequence[int] | Tensor | None) -> tuple[int, 
     """
     if values is None:
         return None
-    items = values.tolist() if isinstance(values, Tensor) else list(values)
+    given: Any = values.tolist() if isinstance(values, Tensor) else values
+    items: list[Any] = list(given) if isinstance(given, Iterable) else [None]
     if any(isinstance(b, bool) or not hasattr(b, "__index__") for b in items):
         raise TypeError(
             f"{name} is {values!r}, needed integers: the boundaries 0 = b0 <= ... <= bn = seq_len"

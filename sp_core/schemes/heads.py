@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sp_core.attention import accumulation_dtype
+from sp_core.compiling import EagerFunction
 from sp_core.sharding import split_ranges
 
 Part = tuple[int, range]
@@ -93,7 +94,7 @@ def side_by_side(tensors: Sequence[Tensor], parts: Sequence[Part]) -> Tensor:
     return _side_by_side(parts, *tensors)
 
 
-class _SideBySide(torch.autograd.Function):
+class _SideBySide(EagerFunction):
     """Autograd function of `side_by_side`.
 
     The backward sums the gradients of a head that was taken more than once, in the order of

@@ -34,6 +34,7 @@ from sp_core.attention import (
 )
 from sp_core.attention.function import Saved, attention, differentiable_once, exact
 from sp_core.communicator import Communicator
+from sp_core.compiling import EagerFunction
 from sp_core.errors import ShapeError
 from sp_core.mask import Mask, Positions, plan_blocks
 from sp_core.schemes.heads import Group, head_groups
@@ -195,7 +196,7 @@ def _home(kv: Block, comm: Communicator) -> int:
     Return a number < 0 if k or v is not at the start of such memory. Ranks number their allocations
     alike, so equal numbers mean tensors of the same calls of `shared_empty`.
     """
-    if comm.window is None or not all(x.is_contiguous() for x in kv):
+    if comm.window is None or not all(x.is_contiguous() and not x.is_neg() for x in kv):
         return -1
     of_k, of_v = (comm.window.number(x.view(-1)) for x in kv)
     return of_k << 31 | of_v
@@ -274,7 +275,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, scheme: Scheme) -> tu
     return _blockwise(q, k, v, problem.logits.sinks, problem, scheme)
 
 
-class _Blockwise(torch.autograd.Function):
+class _Blockwise(EagerFunction):
     """Autograd function of `run`: merge the results of blocks; let the scheme sum the gradients.
 
     The backward first checks that all ranks run the backward of the same call, unless the

@@ -26,6 +26,7 @@ from sp_core.attention import accumulation_dtype
 from sp_core.attention.function import Saved, differentiable_once
 from sp_core.collectives.maps import AllGather, ReduceScatter, one_ahead
 from sp_core.communicator import Communicator
+from sp_core.compiling import EagerFunction
 from sp_core.sharding import split_ranges
 
 CHUNKS = 4
@@ -146,7 +147,7 @@ def linear_scatter(
     return _linear_scatter(y, weight, Tokens(comm, lengths))
 
 
-class _GatherLinears(torch.autograd.Function):
+class _GatherLinears(EagerFunction):
     """Autograd function of `gather_linears`. `layers` holds weight, bias, weight, bias, ..."""
 
     @staticmethod
@@ -189,7 +190,7 @@ class _GatherLinears(torch.autograd.Function):
         return None, dx, *found
 
 
-class _LinearScatter(torch.autograd.Function):
+class _LinearScatter(EagerFunction):
     """Autograd function of `linear_scatter`."""
 
     @staticmethod

@@ -13,6 +13,7 @@ memory is freed by a collective call, and its segments are files in /dev/shm.
 
 from __future__ import annotations
 
+import errno
 import math
 import mmap
 import os
@@ -89,6 +90,9 @@ class HostMemory:
         Raises:
             OSError: there is not enough memory.
         """
+        if nbytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+            # the system would take all memory for the first pages, and then end this process
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
         file = os.memfd_create("sp_core")
         try:
             self._extend(file, nbytes)

@@ -16,7 +16,6 @@ from sp_core.llama import Sampling, generate, prefill_unequal, save
 from sp_core.llama.pipeline import loss_and_gradients
 from sp_core.llama.train import backward, load_training
 from sp_core.mask import plan_blocks
-from sp_core.nn import gradients, loss
 from sp_core.scheduling import (
     POLICIES,
     Plan,
@@ -33,7 +32,6 @@ from sp_core.scheduling.pipeline import Slot, split_stages
 Row = tuple[type[Exception], str, Callable[[], object]]
 """The expected error, a pattern of its text, and the call."""
 ROPE, TWO = sp.Rope(4), sp.Sharding.contiguous(4, 2)
-DROPPED = {"x": torch.ones(1, 4, 3), "p": 0.5, "seed": 1, "positions": range(4)}
 DOCUMENTS = sp.Mask(documents=(0, 3, 8))
 
 
@@ -42,10 +40,9 @@ def balanced_by(chunk: Any) -> object:
     return sp.Sharding.balanced(4, 2, sp.Mask(), chunk=chunk)
 
 
-def dropout(**changes: Any) -> object:
-    """Call `dropout` with changed arguments."""
-    given: dict[str, Any] = DROPPED | changes
-    return sp.dropout(given.pop("x"), given.pop("p"), **given)
+def from_iterators(*positions: list[int]) -> object:
+    """Call `Sharding.from_positions` with iterators, which give their items only once."""
+    return sp.Sharding.from_positions(cast("Any", map(iter, positions)))
 
 
 def attention(*shapes: tuple[int, ...], **changes: Any) -> object:
@@ -58,13 +55,7 @@ SAMPLING: Any = Sampling
 HERE: Any = None
 THERE: Any = SimpleNamespace(agree_on=str)
 ONES = torch.ones(1, 3, 2, 4)
-LAYERS: list[Callable[..., object]] = [
-    *(partial(make, hidden=4) for make in (sp.RMSNorm, sp.LayerNorm, sp.FeedForward)),
-    *(partial(make, hidden=4, num_heads=2) for make in (sp.SelfAttention, sp.TransformerBlock)),
-]
-YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
 NOT_LENGTHS: list[Any] = [-1, math.nan]
-LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1, "high_freq_factor": 4}
 MODELS: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]] = [
     (generate, (), {"max_tokens": 1}),
     (prefill_unequal, (None,), {}),
@@ -75,128 +66,8 @@ MODELS: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]] = [
 ]
 """Functions that take a model, and further arguments, to be called without a model."""
 ROWS: list[Row] = [
-    *((sp.ShapeError, "even", partial(sp.Rope, dim)) for dim in (3, 0, HERE)),
-    *(
-        (TypeError, text, partial(sp.Rope, **{"head_dim": 4} | wrong))
-        for text, wrong in list[tuple[str, dict[str, Any]]](
-            [
-                ("head_dim='4'", {"head_dim": "4"}),
-                ("base='x'", {"base": "x"}),
-                (r"scaling=\[1\]", {"scaling": [1]}),
-            ]
-        )
-    ),
-    *(
-        (ValueError, "rope_type", partial(sp.Rope, 4, scaling=scaling))
-        for scaling in (
-            {"rope_type": "dynamic", "factor": 2.0},
-            {"rope_type": "yarn", "factor": 2.0},
-            {"rope_type": "linear", "factor": None},
-            {"factor": 2.0},
-        )
-    ),
-    (ValueError, "base", partial(sp.Rope, 4, base=0.0)),
-    *((ValueError, "base", partial(sp.Rope, 4, base=base)) for base in (math.nan, math.inf)),
-    *(
-        (ValueError, f"{name}={x}.* positive", partial(sp.Rope, 4, scaling=scaling | {name: x}))
-        for scaling in (YARN, LLAMA3)
-        for name in ("factor", "original_max_position_embeddings")
-        for x in (0.0, -2.0, math.nan, math.inf)
-    ),
-    *(
-        (ValueError, f"{name}={float(x)}", partial(sp.Rope, 4, scaling=LLAMA3 | {name: x}))
-        for name, x in (
-            ("high_freq_factor", 1),
-            ("high_freq_factor", math.inf),
-            ("low_freq_factor", -math.inf),
-        )
-    ),
-    *(
-        (ValueError, "attention_factor", partial(sp.Rope, 4, scaling=YARN | wrong))
-        for wrong in (
-            {"attention_factor": math.nan},
-            {"attention_factor": -1.0},
-            {"attention_factor": 0.0},
-            {"attention_factor": math.inf},
-            {"mscale": math.nan, "mscale_all_dim": 1.0},
-        )
-    ),
-    (ValueError, r"base=1\.0", partial(sp.Rope, 4, 1.0, YARN)),
-    *(
-        (ValueError, "beta_fast", partial(sp.Rope, 4, scaling=YARN | wrong))
-        for wrong in (
-            {"beta_fast": 1},
-            {"beta_slow": 0},
-            {"beta_fast": math.inf},
-            {"original_max_position_embeddings": 6},
-        )
-    ),
-    *(
-        (sp.ShapeError, "needed", partial(ROPE.apply, torch.ones(shape), range(3)))
-        for shape in ((1, 3, 2, 6), (1, 4, 2, 4), (3, 2, 4))
-    ),
-    (sp.DtypeError, "floating", lambda: ROPE.apply(torch.ones(1, 3, 2, 4).long(), range(3))),
     (TypeError, "chunk='2'", partial(balanced_by, "2")),
     (TypeError, "comm=3 was given", partial(cast("Any", sp.Mesh), 3, sp=1)),
-    *(
-        (TypeError, f"comm={comm} was given; a Communicator", partial(make, comm=comm))
-        for comm in (None, 3)
-        for make in LAYERS
-    ),
-    *(
-        (ValueError, f"{name}={wrong} was given", partial(make, **{"comm": THERE, name: wrong}))
-        for make, name, wrong in (
-            *((make, "hidden", wrong) for make in LAYERS for wrong in (0, -2)),
-            *((LAYERS[2], name, wrong) for name in ("ffn_hidden", "chunk") for wrong in (0, -2)),
-            *(
-                (make, name, wrong)
-                for make in LAYERS[3:]
-                for name in ("num_heads", "num_kv_heads", "head_dim")
-                for wrong in (0, -2)
-            ),
-        )
-    ),
-    *(
-        (TypeError, text, partial(make, **{"comm": THERE} | wrong))
-        for make, text, wrong in list[tuple[Callable[..., object], str, dict[str, Any]]](
-            [
-                *((make, "hidden='4'", {"hidden": "4"}) for make in LAYERS),
-                (LAYERS[2], r"ffn_hidden=0\.5", {"ffn_hidden": 0.5}),
-                *(
-                    (make, text, wrong)
-                    for make in LAYERS[3:]
-                    for text, wrong in (
-                        ("attention='ring' was given; pass a scheme", {"attention": "ring"}),
-                        ("num_heads=None", {"num_heads": None}),
-                        (r"num_kv_heads=0\.5", {"num_kv_heads": 0.5}),
-                        ("rope=10000 was given; pass a Rope", {"rope": 10000}),
-                    )
-                ),
-                (LAYERS[4], r"dropout='\.1'", {"dropout": ".1"}),
-            ]
-        )
-    ),
-    *(
-        (TypeError, "None was given; a Communicator", call)
-        for call in (
-            partial(sp.RowParallelLinear.from_linear, torch.nn.Linear(2, 2), comm=HERE),
-            partial(gradients.reduce_gradients, [], data=HERE),
-            partial(gradients.clip_gradient_norm, [], 1.0, tensor=HERE),
-            partial(loss.next_token_labels, ONES, comm=HERE, sharding=TWO),
-            partial(loss.next_token_loss, ONES, ONES, tensor=HERE, data=HERE),
-            partial(loss.next_token_loss, ONES, ONES, tensor=THERE, data=HERE),
-        )
-    ),
-    (TypeError, r"p='\.1'", partial(dropout, p=".1")),
-    (ValueError, "p=1.0", partial(dropout, p=1.0)),
-    (ValueError, "p=-0.5", partial(dropout, p=-0.5)),
-    (ValueError, "seed=-1", partial(dropout, seed=-1)),
-    (ValueError, "seed=4611686018427387904", partial(dropout, seed=2**62)),
-    (TypeError, r"seed=0\.5", partial(dropout, seed=0.5)),
-    (sp.ShapeError, "3 positions", partial(dropout, positions=range(3))),
-    (sp.ShapeError, "4 positions", partial(dropout, x=torch.ones(3, 4))),
-    (sp.ShapeError, "2 features", partial(dropout, features=range(2))),
-    (sp.DtypeError, "int64", partial(dropout, x=torch.ones(1, 4, 3).long())),
     *(
         (sp.ShapeError, ".", call)
         for call in (
@@ -211,7 +82,28 @@ ROWS: list[Row] = [
             partial(TWO.shard, torch.zeros(4), -1, 0),
             partial(TWO.shard, torch.zeros(4), 2, 0),
             partial(TWO.unshard, [torch.zeros(1), torch.zeros(3)], 0),
+            partial(from_iterators, [0, 1], [1]),
+            partial(from_iterators, [-3], [0]),
             partial(TWO.group, [[0], [0, 1]]),
+        )
+    ),
+    *(
+        (sp.ShapeError, f"dim {dim} was given for a tensor with 1 dims", call)
+        for dim in (1, -2)
+        for call in (
+            partial(TWO.shard, torch.zeros(4), 0, dim),
+            partial(TWO.unshard, [torch.zeros(2), torch.zeros(2)], dim),
+            partial(TWO.restore, torch.zeros(4), dim),
+        )
+    ),
+    (TypeError, "dim=None was given", partial(TWO.shard, torch.zeros(4), 0, HERE)),
+    *(
+        (sp.ShapeError, "covers 7 tokens, but dim -1 .* has 9", call)
+        for layout in (sp.Sharding.contiguous, sp.Sharding.zigzag, sp.Sharding.striped)
+        for made in (layout(7, 2),)
+        for call in (
+            partial(made.shard, torch.zeros(2, 9), 0, -1),
+            partial(made.restore, torch.zeros(2, 9), -1),
         )
     ),
     *(
@@ -221,6 +113,9 @@ ROWS: list[Row] = [
             (TypeError, "window=2.0", {"window": 2.0}),
             (TypeError, "window=True", {"window": True}),
             (TypeError, "needed", {"documents": (0, 1.5)}),
+            (TypeError, "documents is 5, needed integers", {"documents": 5}),
+            (TypeError, "needed integers", {"documents": torch.tensor(5)}),
+            (TypeError, "kv_documents is 5, needed integers", {"kv_documents": 5}),
             (TypeError, "needed", {"documents": (False, 4)}),
             (TypeError, "needed", {"documents": torch.tensor([False, True])}),
             (sp.ShapeError, "needed boundaries", {"documents": ()}),
@@ -273,6 +168,23 @@ ROWS: list[Row] = [
     ),
     (sp.ShapeError, "one shape", partial(sp.local_attention, ONES, ONES, ONES[:, 1:])),
     *(
+        (sp.DtypeError, f"{name} must be a tensor", partial(sp.local_attention, **given))
+        for name in "qkv"
+        for wrong in (None, ONES.numpy())
+        for given in (cast("Any", dict.fromkeys("qkv", ONES) | {name: wrong}),)
+    ),
+    *(
+        (sp.ShapeError, f"{name} has layout torch.sparse", partial(sp.local_attention, **given))
+        for name in "qkv"
+        for given in (cast("Any", dict.fromkeys("qkv", ONES) | {name: ONES.to_sparse()}),)
+    ),
+    *(
+        (TypeError, f"{name}=.* was given; pass integers", call)
+        for name in ("q_positions", "kv_positions")
+        for wrong in (4, torch.tensor(4), "012")
+        for call in (partial(attention, (1, 3, 1, 2), **{name: wrong}),)
+    ),
+    *(
         (sp.DeviceError, "needed one device", partial(sp.local_attention, ONES, *others))
         for others in ((ONES.to("meta"), ONES), (ONES, ONES.to("meta")))
     ),
@@ -303,22 +215,25 @@ ROWS: list[Row] = [
             ("a Mask is needed", {"mask": True}),
             ("a Mask is needed", {"mask": torch.ones(3, 3)}),
             ("return_lse='no'", {"return_lse": "no"}),
+            (r"pass a finite number, at most 3\.4e38", {"softmax_scale": 1e39}),
         )
     ),
     (sp.ShapeError, "needed 3", partial(attention, (1, 3, 1, 2), q_positions=range(4))),
     *(
         (
             TypeError,
-            "pass a positive number, or None",
+            r"pass a positive number up to 3\.4e38, .* or None",
             partial(attention, (1, 3, 1, 2), softcap=softcap),
         )
-        for softcap in (0.0, -1.0, float("inf"), float("nan"), True, "5")
+        for softcap in (1e39, 10**400, 0.0, -1.0, float("inf"), float("nan"), True, "5")
     ),
     *(
         (error, text, partial(attention, (1, 3, 1, 2), alibi=alibi))
         for error, text, alibi in (
             (TypeError, "pass a finite slope", 0.5),
             (TypeError, "pass a finite slope", [float("nan")]),
+            (TypeError, r"pass a finite slope, at most 3\.4e38", [1e39]),
+            (TypeError, r"pass a finite slope, at most 3\.4e38", [-1e39]),
             (TypeError, "pass a finite slope", torch.ones(1, 1)),
             (TypeError, "pass a finite slope", torch.tensor(0.5)),
             (sp.ShapeError, "2 ALiBi slopes given, needed 1", (0.5, 0.25)),

@@ -1,0 +1,93 @@
+"""Test that a program under `torch.compile` computes what it computes without."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sp_core as sp
+from sp_core.testing import run_threads
+
+TOKENS, HEADS, HEAD_DIM = 6, 2, 4
+pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler warns of what it does itself
+
+
+def programs(comm: sp.Communicator) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Return functions of this rank's tokens x (1, S/P, E) that communicate."""
+    sharding = sp.Sharding.contiguous(TOKENS, comm.size)
+    block = sp.TransformerBlock(HEADS * HEAD_DIM, HEADS, comm=comm)
+    like = torch.ones(3)
+    plan = sp.plan("all_reduce", like, comm=comm)
+
+    def attended(x: Tensor) -> Tensor:
+        q, k = x.view(1, -1, HEADS, HEAD_DIM), x.sin().view(1, -1, HEADS, HEAD_DIM)
+        out = sp.ring_attention(q, k, k, comm=comm, sharding=sharding, mask=sp.Mask(causal=True))
+        assert isinstance(out, Tensor)
+        return out.sin()
+
+    def overlapped(x: Tensor) -> Tensor:
+        pending = sp.all_gather_start(x * 2, comm=comm, dim=1)
+        x = x.cos()
+        comm.poll()
+        return pending.wait().sum() * x
+
+    def in_place(x: Tensor) -> Tensor:
+        return x * sp.all_reduce_(x.detach() * 2, comm=comm) * plan.run().sum()
+
+    def differentiated(x: Tensor) -> Tensor:
+        inner = x.detach().requires_grad_()
+        sp.all_reduce(inner * 2, comm=comm).square().sum().backward()
+        assert inner.grad is not None
+        return x * inner.grad
+
+    return {
+        "block": lambda x: block(x * 2, sharding=sharding).sin(),
+        "all_reduce": lambda x: sp.all_reduce(x * 2, comm=comm).sin(),
+        "ring": attended,
+        "overlapped": overlapped,
+        "in place": in_place,
+        "differentiated inside": differentiated,
+    }
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_compiled_programs_give_what_they_give_uncompiled(size: int) -> None:
+    def body(comm: Any) -> None:
+        with sp.Mesh(comm, sp=comm.size) as mesh:
+            torch.manual_seed(0)
+            whole = torch.randn(1, TOKENS, HEADS * HEAD_DIM)
+            mine = sp.Sharding.contiguous(TOKENS, comm.size).shard(whole, comm.rank, 1)
+            for name, program in programs(mesh["sp"]).items():
+                found = []
+                for run in (program, torch.compile(program, backend="eager")):
+                    x = mine.clone().requires_grad_()
+                    out = run(x)
+                    found.append((out, *torch.autograd.grad(out.sum(), x)))
+                torch.testing.assert_close(found[1], found[0], rtol=0, atol=0, msg=name)
+
+    run_threads(size, body, timeout=300)
+    torch.compiler.reset()  # its caches hold communicators
+
+
+def test_no_call_imports_the_compiler_by_itself() -> None:
+    """It takes more than a second and tens of MB, of every rank."""
+    program = (
+        "import sys, torch, sp_core as sp\n"
+        "from sp_core.testing import run_threads\n"
+        "def body(comm):\n"
+        "    with sp.Mesh(comm, sp=comm.size) as mesh:\n"
+        "        x = torch.ones(1, 2, 8, requires_grad=True)\n"
+        "        sharding = sp.Sharding.contiguous(2 * comm.size, comm.size)\n"
+        "        block = sp.TransformerBlock(8, 2, comm=mesh['sp'])\n"
+        "        block(x, sharding=sharding).sum().backward()\n"
+        "        sp.plan('all_reduce', x.detach(), comm=mesh['sp']).run()\n"
+        "run_threads(2, body)\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
