@@ -90,4 +90,4 @@ def test_no_call_imports_the_compiler_by_itself() -> None:
         "run_threads(2, body)\n"
         "assert 'torch._dynamo' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
