@@ -21,15 +21,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler warns of what 
 def programs(comm: sp.Communicator) -> dict[str, Callable[[Tensor], Tensor]]:
     """Return functions of this rank's tokens x (1, S/P, E) that communicate."""
     sharding = sp.Sharding.contiguous(TOKENS, comm.size)
-    block = sp.TransformerBlock(HEADS * HEAD_DIM, HEADS, comm=comm)
+    block = sp.TransformerBlock(
+        HEADS * HEAD_DIM, HEADS, comm=comm, attention=sp.ring_attention, mask=sp.Mask(causal=True)
+    )
     like = torch.ones(3)
     plan = sp.plan("all_reduce", like, comm=comm)
-
-    def attended(x: Tensor) -> Tensor:
-        q, k = x.view(1, -1, HEADS, HEAD_DIM), x.sin().view(1, -1, HEADS, HEAD_DIM)
-        out = sp.ring_attention(q, k, k, comm=comm, sharding=sharding, mask=sp.Mask(causal=True))
-        assert isinstance(out, Tensor)
-        return out.sin()
 
     def overlapped(x: Tensor) -> Tensor:
         pending = sp.all_gather_start(x * 2, comm=comm, dim=1)
@@ -48,16 +44,13 @@ def programs(comm: sp.Communicator) -> dict[str, Callable[[Tensor], Tensor]]:
 
     return {
         "block": lambda x: block(x * 2, sharding=sharding).sin(),
-        "all_reduce": lambda x: sp.all_reduce(x * 2, comm=comm).sin(),
-        "ring": attended,
         "overlapped": overlapped,
         "in place": in_place,
         "differentiated inside": differentiated,
     }
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_compiled_programs_give_what_they_give_uncompiled(size: int) -> None:
+def test_compiled_programs_give_what_they_give_uncompiled() -> None:
     def body(comm: Any) -> None:
         with sp.Mesh(comm, sp=comm.size) as mesh:
             torch.manual_seed(0)
@@ -71,7 +64,7 @@ def test_compiled_programs_give_what_they_give_uncompiled(size: int) -> None:
                     found.append((out, *torch.autograd.grad(out.sum(), x)))
                 torch.testing.assert_close(found[1], found[0], rtol=0, atol=0, msg=name)
 
-    run_threads(size, body, timeout=300)
+    run_threads(2, body, timeout=300)
     torch.compiler.reset()  # its caches hold communicators
 
 
