@@ -46,8 +46,8 @@ WITHOUT_MPI = ("pytest", "hypothesis", "covertable", "markdown-it-py")
 UNENDED = ("-o", "faulthandler_timeout=300", "-o", "faulthandler_exit_on_timeout=true")
 """Print the stacks if a test does not end within 300 seconds, and exit."""
 
-SPREAD = ("-n", str(min((os.cpu_count() or 1) + 2, 4)), "--dist", "worksteal")
-"""Use two processes more than cores, at most four, because some tests wait."""
+SPREAD = ("-n", str(min((os.cpu_count() or 1) + 1, 4)), "--dist", "worksteal")
+"""Use one process more than cores, because some tests wait. A second one was no quicker."""
 
 NOTHING_CHOSEN = 5  # pytest's exit code
 HELPED = bool({"-h", "--help"} & {*sys.argv})
