@@ -144,6 +144,25 @@ def test_stacks_are_shown_from_the_test_on_and_without_the_kit(
     assert innermost(stacks) == FRAMES.get(place, "").strip()
 
 
+@pytest.mark.parametrize(
+    ("hang", "stack", "shown"),
+    [
+        ("", "foreign", "foreign"),
+        ("foreign", "", "foreign"),
+        ("foreign", "kit", "foreign"),
+        ("Timeout (0:00:20)!", "foreign", "foreign"),
+        ("Timeout (0:00:20)!", "", "Timeout (0:00:20)!"),
+    ],
+)
+def test_the_stacks_of_a_rank_are_those_that_were_written(
+    hang: str, stack: str, shown: str, tmp_path: Path, watch: Deaths
+) -> None:
+    """A rank that is ended while it writes at a time limit has written no frame."""
+    for kind, text in (("hang", hang), ("stack", stack)):
+        file_of(tmp_path, 1, kind).write_text(FRAMES.get(text, text))
+    assert watch.story(1).endswith(f"\n{FRAMES.get(shown, shown).strip()}")
+
+
 def test_files_in_shared_memory_that_a_process_has_mapped_are_found() -> None:
     path = Path(f"/dev/shm/mpich_shm_{os.getpid()}")
     try:

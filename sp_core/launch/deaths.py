@@ -171,7 +171,9 @@ class Deaths:
         return f"{separator}last place: {place}" if place else ""
 
     def _stacks(self, rank: int) -> str:
-        return self._text(rank, "hang") or self._text(rank, "stack")
+        hang, stack = (self._text(rank, kind) for kind in ("hang", "stack"))
+        # a rank that is ended while it writes leaves a beginning without a frame
+        return stack if stack and not _FRAME.search(hang) else hang
 
     def _state(self, rank: int) -> str:
         if rank not in self._watched:
