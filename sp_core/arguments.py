@@ -283,7 +283,12 @@ def check_tensor(
 
 
 def check_dense(x: Tensor, name: str) -> None:
-    """Refuse an x that is no tensor, a DTensor, or not dense; see `check_tensor`."""
+    """Check that x is a plain dense tensor; `name` names it in the error.
+
+    Raises:
+        DtypeError: x is no tensor, or a DTensor.
+        ShapeError: x is not strided, such as a sparse tensor.
+    """
     if not isinstance(x, Tensor):
         raise DtypeError(
             f"{name} must be a tensor, {type(x).__name__} was given. "

@@ -53,6 +53,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     out = out_a.to(dtype, copy=True)
     unseen = (lse_a == -torch.inf) & (lse_b == -torch.inf)
     # The derivatives of -inf - -inf would be NaN. Any weight will do there: both outs are 0.
+    # Contiguous, because strides must not decide how an element is rounded (see `merge_into`).
     a, b = (x.to(wide).masked_fill(unseen, 0.0).contiguous() for x in (lse_a, lse_b))
     _add_weighted(out, (a - b).to(dtype), out_b)
     return out, _log_add_exp(a, b).masked_fill(unseen, -torch.inf)

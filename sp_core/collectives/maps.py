@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -53,10 +53,9 @@ class Prepared:
     refresh: Work = nothing
     finish: Work = nothing
 
-    @cached_property
-    def overwrite(self) -> Work:
-        """Tell torch in each call that `out` changes, which backward passes may have saved."""
-        return partial(torch.autograd.graph.increment_version, (self.out,))
+    def overwrite(self) -> None:
+        """Tell torch that `out` changes, because a backward may need its values of before."""
+        torch.autograd.graph.increment_version(self.out)
 
     def result(self) -> Tensor:
         """Fill `out`, once the transfer is complete, and return it."""

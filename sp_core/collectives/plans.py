@@ -61,7 +61,7 @@ class Plan:
             RankError: `finish` was not called for a run that `start` began; on every rank, or with
                 `check="off"` on this rank.
         """
-        self._agree(f"a run of the plan of {self._name}", self._under_way and self._refuse)
+        self._agree(f"a run of the plan of {self._name}", self._check_idle)
         self._prepared.refresh()
         self._bound.run()
         return self._prepared.result()
@@ -76,7 +76,7 @@ class Plan:
         Raises:
             CollectiveMismatch, RankError: as `run`.
         """
-        self._agree(f"a started run of the plan of {self._name}", self._under_way and self._refuse)
+        self._agree(f"a started run of the plan of {self._name}", self._check_idle)
         self._prepared.refresh()
         self._prepared.overwrite()
         self._under_way = self._bound.start()
@@ -98,12 +98,13 @@ class Plan:
         self._under_way = None
         return self._prepared.result()
 
-    def _refuse(self) -> None:
-        """Raise the error for a run that begins while another one is under way."""
-        raise RankError(
-            f"a run of the plan of {self._name} was begun while another one is under way. Call "
-            "finish with the handle of that run first, or make a second plan."
-        )
+    def _check_idle(self) -> None:
+        """Raise a RankError if a run that `start` began is under way."""
+        if self._under_way is not None:
+            raise RankError(
+                f"a run of the plan of {self._name} was begun while another one is under way. Call "
+                "finish with the handle of that run first, or make a second plan."
+            )
 
 
 def _resident(mapping: Map, prepared: Prepared) -> bool:

@@ -9,16 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from refusals.pure import Row
+from refusals.pure import HERE, ONES, TWO, Row
 
 import sp_core as sp
 from sp_core.nn import gradients, loss
 
-ROPE, TWO = sp.Rope(4), sp.Sharding.contiguous(4, 2)
+ROPE = sp.Rope(4)
 DROPPED = {"x": torch.ones(1, 4, 3), "p": 0.5, "seed": 1, "positions": range(4)}
-HERE: Any = None
 THERE: Any = SimpleNamespace(agree_on=str)
-ONES = torch.ones(1, 3, 2, 4)
 LAYERS: list[Callable[..., object]] = [
     *(partial(make, hidden=4) for make in (sp.RMSNorm, sp.LayerNorm, sp.FeedForward)),
     *(partial(make, hidden=4, num_heads=2) for make in (sp.SelfAttention, sp.TransformerBlock)),

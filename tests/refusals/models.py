@@ -157,7 +157,6 @@ ON_ONE_RANK: Table = {
             ),
         ),
     },
-    "dp": {},
     "tp": {
         "too many tensor ranks": (
             sp.ShapeError,

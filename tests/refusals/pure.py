@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -31,7 +30,7 @@ from sp_core.scheduling.pipeline import Slot, split_stages
 
 Row = tuple[type[Exception], str, Callable[[], object]]
 """The expected error, a pattern of its text, and the call."""
-ROPE, TWO = sp.Rope(4), sp.Sharding.contiguous(4, 2)
+TWO = sp.Sharding.contiguous(4, 2)
 DOCUMENTS = sp.Mask(documents=(0, 3, 8))
 
 
@@ -53,7 +52,6 @@ def attention(*shapes: tuple[int, ...], **changes: Any) -> object:
 
 SAMPLING: Any = Sampling
 HERE: Any = None
-THERE: Any = SimpleNamespace(agree_on=str)
 ONES = torch.ones(1, 3, 2, 4)
 NOT_LENGTHS: list[Any] = [-1, math.nan]
 MODELS: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]] = [
