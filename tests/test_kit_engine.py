@@ -6,6 +6,10 @@ On ranks other than 0 the text of a failure has one line.
 from __future__ import annotations
 
 import math
+import os
+import re
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock, call
@@ -208,6 +212,14 @@ def test_only_examples_that_differ_in_every_run_are_kept_in_the_database(
 ) -> None:
     monkeypatch.setattr(profiles, "name", lambda: profile)
     assert (profiles.chosen(None).database is None) == (profile == "pr")
+
+
+def test_settings_are_the_same_where_hypothesis_finds_a_ci_server() -> None:
+    source = "from sp_core.testing import profiles as p; print(p.settings.get_profile('explore'))"
+    env = {**os.environ, "CI": "1"}
+    printed = subprocess.check_output([sys.executable, "-c", source], env=env, text=True)
+    values = dict(re.findall(r"(\w+)=(\w+)", printed))
+    assert (values["database"], values["derandomize"]) == ("DirectoryBasedExampleDatabase", "False")
 
 
 @pytest.mark.mpi  # between ranks that are threads nothing is sent

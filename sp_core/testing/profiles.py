@@ -38,13 +38,12 @@ _TAKEN_FROM_TEST = (
 )
 
 
-for (
-    _name,
-    _values,
-) in _OWN.items():  # no deadlines, because times include waiting for other ranks
+for _name, _values in _OWN.items():
     settings.register_profile(
         _name,
-        deadline=None,
+        # not Hypothesis' profile `ci`, which it takes where the variable CI is set
+        settings.get_profile("default"),
+        deadline=None,  # times include waiting for other ranks
         suppress_health_check=SUPPRESSED,
         print_blob=True,
         phases=set(Phase) - {Phase.explain},  # `explain` traces only the thread that draws
