@@ -370,7 +370,7 @@ def _lines(
             f" {total.bytes_sent / 1e6:>10.1f} {total.messages:>10}"
         )
     yield (
-        f"One layer, forward and backward; {problem.flops / 1e9:.1f} Gflop/s per rank, "
+        f"One layer, forward and backward; {problem.flops:.4g} operations/s per rank, "
         f"{problem.ranks} ranks, {problem.per_node} to a node."
     )
     for figure in assumed:

@@ -185,7 +185,7 @@ ring                    4 x 1     2216.00       2%      327.2         10
 ulysses                 1 x 4     2258.16       4%       75.5          0
 hybrid                  2 x 2     2272.33       5%      176.2          4
 allgather_kv            4 x 1     2475.65      13%      302.0          0
-One layer, forward and backward; 1000.0 Gflop/s per rank, 4 ranks, """
+One layer, forward and backward; 1e+12 operations/s per rank, 4 ranks, """
 
 
 def told(*more: str, tuning: Tuning | None = None) -> str:
