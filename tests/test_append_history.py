@@ -152,8 +152,7 @@ def test_the_token_goes_to_its_server_alone_and_is_never_shown(
     assert name == "http.https://forge.example/.extraheader"
     assert base64.b64decode(value.split()[-1]) == b"x-access-token:s3cret"
     ask = ("config", "--get-urlmatch", "http.extraheader")
-    shown = git(*ask, "https://forge.example/a", settings=dict(access))
-    assert shown.decode().strip() == value
+    assert git(*ask, "https://forge.example/a", settings=dict(access)).decode().strip() == value
     for elsewhere in ((*ask, "https://other.example/a"), ("push", "nowhere")):
         with pytest.raises(GitFailed) as failed:
             git(*elsewhere, settings=dict(access))

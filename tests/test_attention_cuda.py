@@ -48,15 +48,13 @@ def test_a_tensor_on_a_gpu_gets_the_fastest_kernel_that_takes_it(
 
     Flash takes head dims up to 256. Only the efficient kernel takes a mask.
     """
-    half = dtype.itemsize == 2
-    fused = "flash_cuda" if half and head_dim <= 256 else "efficient_cuda"
+    fused = "flash_cuda" if dtype.itemsize == 2 and head_dim <= 256 else "efficient_cuda"
     fits = head_dim * dtype.itemsize % 16 == 0 and dtype != torch.float64
     cuda, meta, cpu = (tensor_on(device, dtype, head_dim) for device in ("cuda", "meta", "cpu"))
     assert {backend_for(cuda, kind, Logits(0.3)) for kind in ("causal", "full")} == {
         fused if fits else "plain"
     }
-    masked = "efficient_cuda" if fits else "plain"
-    assert backend_for(cuda, "partial", Logits(0.3)) == masked
+    assert backend_for(cuda, "partial", Logits(0.3)) == ("efficient_cuda" if fits else "plain")
     unfit = backend_for(cuda, "causal", Logits(0.0)), backend_for(meta, "full", Logits(0.3))
     assert unfit == ("plain", "plain")
     assert backend_for(cpu, "partial", Logits(0.3)) == "flash_cpu"

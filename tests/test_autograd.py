@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -59,8 +60,7 @@ def test_copies_of_many_tensors_have_all_derivatives_of_copies_of_one(comm: Any)
         ):
             total = torch.cat([*copies]).pow(3).sum() * (1 + comm.rank)
             for _ in range(3):
-                grads = torch.autograd.grad(total, leaves, create_graph=True)
-                found.append(torch.cat(grads))
+                found.append(torch.cat(torch.autograd.grad(total, leaves, create_graph=True)))
                 total = found[-1].square().sum()
         assert all(x.any() for x in found)
         assert torch.equal(torch.stack(found[:3]), torch.stack(found[3:]))
@@ -69,10 +69,11 @@ def test_copies_of_many_tensors_have_all_derivatives_of_copies_of_one(comm: Any)
 @spmd()
 def test_a_second_derivative_is_refused(comm: Any) -> None:
     with sp.Mesh(comm, sp=comm.size) as mesh:
-        for scheme in SCHEMES.values():
+        shards = {"comm": mesh["sp"], "sharding": sp.Sharding.contiguous(2 * comm.size, comm.size)}
+        calls: list[Any] = [partial(scheme, **shards) for scheme in SCHEMES.values()]
+        for attention in (*calls, sp.local_attention):
             x = torch.ones(1, 2, 1, 4, requires_grad=True)
-            sharding = sp.Sharding.contiguous(2 * comm.size, comm.size)
-            out: Any = scheme(x, x, x, comm=mesh["sp"], sharding=sharding)
+            out = attention(x, x, x)
             (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
             with pytest.raises(RuntimeError, match="differentiable once"):
                 torch.autograd.grad(grad.sum(), x)

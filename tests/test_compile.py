@@ -24,8 +24,7 @@ def programs(comm: sp.Communicator) -> dict[str, Callable[[Tensor], Tensor]]:
     block = sp.TransformerBlock(
         HEADS * HEAD_DIM, HEADS, comm=comm, attention=sp.ring_attention, mask=sp.Mask(causal=True)
     )
-    like = torch.ones(3)
-    plan = sp.plan("all_reduce", like, comm=comm)
+    plan = sp.plan("all_reduce", torch.ones(3), comm=comm)
 
     def overlapped(x: Tensor) -> Tensor:
         pending = sp.all_gather_start(x * 2, comm=comm, dim=1)

@@ -97,8 +97,7 @@ def test_packed_documents_of_the_stand_in_do_not_see_each_other() -> None:
     out, lse, *_ = flash_standin._flash_attn_varlen_forward(q, k, v, *lengths, 0.0, 0.5, True)
     assert lse.dtype == torch.float32
     options: dict[str, Any] = {"causal": True, "documents": cuts.tolist(), "softmax_scale": 0.5}
-    batched = (q[None], k[None], v[None])
-    want = reference.attention(*batched, grad[None], **options)
+    want = reference.attention(*(q[None], k[None], v[None]), grad[None], **options)
     check_out(out[None], want)
     found: Any = [torch.full_like(x, math.nan) for x in (q, k, v)]
     flash_standin._flash_attn_varlen_backward(

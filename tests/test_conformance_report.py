@@ -172,8 +172,7 @@ def test_a_new_run_keeps_the_columns_that_it_has_not_tried() -> None:
 )
 def test_a_script_uses_the_library_alone(library: Any) -> None:
     problem = {"attention": EXAMPLE, "layers": LAYERS}[library.about]
-    verdict = condemned(library.subject.told(problem), rank=1)
-    tree = ast.parse(script(library, verdict, "1.0"))
+    tree = ast.parse(script(library, condemned(library.subject.told(problem), rank=1), "1.0"))
     names = [
         alias.name
         for node in ast.walk(tree)
@@ -238,8 +237,7 @@ def test_a_script_of_layers_shows_the_result_that_it_is_about(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """One rank runs ordinary layers. Faults of other results than the script's are ignored."""
-    problem = {**layers.told(LAYERS), "shards": [[0, 1, 2, 3]]}
-    verdict = condemned(problem, result)
+    verdict = condemned({**layers.told(LAYERS), "shards": [[0, 1, 2, 3]]}, result)
     text = script(named("megatron-core"), verdict, "1.0")
     before, after = text[: text.index("# ---- the call")], text[text.index("# ---- the smallest") :]
     text = before + PLAIN_LAYERS.replace(right, wrong) + after

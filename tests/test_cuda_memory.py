@@ -274,8 +274,7 @@ def test_a_room_is_memory_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = MagicMock(wraps=shared.demand)
     monkeypatch.setattr(shared, "demand", counted)
     run_threads(3, lambda comm: Rooms(comm, 1).enter([((shared.ALIGNMENT,), torch.uint8)]))
-    asked = sorted(each.args[2] for each in counted.call_args_list)
-    assert asked == [0, 0, shared.ALIGNMENT]
+    assert sorted(each.args[2] for each in counted.call_args_list) == [0, 0, shared.ALIGNMENT]
 
 
 def test_a_handle_is_as_long_as_that_of_cuda() -> None:

@@ -124,25 +124,28 @@ def test_a_machine_is_examined(
 
 
 VARIABLES = {
-    "SP_TRANSPORT": ("host", "pigeon"),
-    "SP_ALGORITHM": ("ring", "magic"),
-    "SP_TUNING": ("off", "/proc/nope"),
-    "SP_NODES": ("0,5", "0,one"),
+    "SP_TRANSPORT": ("host", "pigeon", "pigeon"),
+    "SP_ALGORITHM": ("ring", "magic", "magic"),
+    "SP_TUNING": ("off", "/proc/nope", "/proc/nope"),
+    "SP_NODES": ("0,5", "0,one", "one"),
+    "SP_NODES in a job": ("5", "0,1", "given for 1 ranks"),
 }
+"""A good value of each variable, a wrong one, and a part of the text about the wrong one."""
 
 
-@pytest.mark.parametrize("name", VARIABLES)
-def test_a_variable_that_no_mesh_takes_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("what", VARIABLES)
+def test_a_variable_that_no_mesh_takes_is_named(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for other in VARIABLES:
         monkeypatch.delenv(other, raising=False)
-    good, bad = VARIABLES[name]
+    monkeypatch.setattr(doctor, "in_job", lambda: " in a job" in what)
+    name, (good, bad, text) = what.partition(" ")[0], VARIABLES[what]
     monkeypatch.setenv(name, good)
     assert [*doctor._variables()] == [Finding(name, "note", good)]
     monkeypatch.setenv(name, bad)
     (finding,) = doctor._variables()
     remedy = f"unset {name}, or set it to what help(sp_core.Mesh) names"
     assert finding == Finding(name, "broken", finding.text, remedy)
-    assert bad.split(",")[-1] in finding.text
+    assert text in finding.text
 
 
 @pytest.mark.parametrize("problem", [None, Finding("MPI", "broken", "none", "get one")])
@@ -197,8 +200,7 @@ def test_the_first_rank_prints_and_all_return_whether_something_is_broken(
         call.dump_traceback_later(120, exit=True),
         call.cancel_dump_traceback_later(),
     ]
-    said = "" if rank and job else f"{doctor.report(found)}\n"
-    assert capsys.readouterr().out == said
+    assert capsys.readouterr().out == ("" if rank and job else f"{doctor.report(found)}\n")
 
 
 def test_constants_are_found_again_whichever_cores_mpiexec_binds_to(
@@ -253,8 +255,7 @@ def test_a_trial_gathers_from_all_ranks_and_looks_at_the_numbers(
         )
 
     def body(comm: Any) -> str | None:
-        refused = pytest.raises(RuntimeError, match="not the ones")
-        with refused if wrong else nullcontext():
+        with pytest.raises(RuntimeError, match="not the ones") if wrong else nullcontext():
             return doctor._gather(comm, "cpu", name)
         return None
 
@@ -282,15 +283,6 @@ def test_the_command_passes_its_options_on(
     monkeypatch.setattr(doctor, "main", made)
     assert main(["doctor", *arguments]) == 7
     made.assert_called_once_with(device, measure=measure)
-
-
-def test_nodes_for_another_number_of_ranks_are_named_in_a_job(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("SP_NODES", "0,1")
-    monkeypatch.setattr(doctor, "in_job", lambda: True)
-    (finding,) = (each for each in doctor._variables() if each.status == "broken")
-    assert "given for 1 ranks" in finding.text
 
 
 def test_a_report_fits_the_terminal_and_repeats_what_is_broken(

@@ -32,8 +32,7 @@ def numbers(result: Any) -> list[float]:
 )
 @spmd(1, 2, 4)
 def test_an_example_runs(comm: Any, name: str) -> None:
-    program = import_module(f"examples.{name}")
-    result = program.main(comm)
+    result = import_module(f"examples.{name}").main(comm)
     if name in ONE_RESULT and comm.size == 1:
         ALONE[name] = numbers(result)
     elif name in ONE_RESULT:

@@ -151,8 +151,7 @@ def test_keys_that_lie_otherwise_in_memory_change_no_bit(comm: Any, storage: str
     for transport in ("host", "window"):
         with sp.Mesh(comm, transport=transport, sp=comm.size) as mesh:
             shards = Shards(replace(PLAIN, **changes), comm.rank, comm.size, mesh.device)
-            scheme = functools.partial(sp.ring_attention, comm=mesh["sp"])
-            results.append(shards.results(scheme))
+            results.append(shards.results(functools.partial(sp.ring_attention, comm=mesh["sp"])))
     assert all(torch.equal(x, results[1][what]) for what, x in results[0].items())
 
 

@@ -266,8 +266,7 @@ def test_logits_that_are_not_finite_are_not_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The weights of the token `x` are damaged, which is in the second prompt only."""
-    case = Damaged(**vars(CASE), token=ord("x"))
-    written(case, tmp_path)
+    written(Damaged(**vars(CASE), token=ord("x")), tmp_path)
     byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
     for more, code in (("y", 0), ("x", 2)):
         words = command("logits", tmp_path, "--prompt", more, "--tp", "2")[3:]

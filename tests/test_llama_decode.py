@@ -118,8 +118,7 @@ def test_weights_of_one_input_are_multiplied_at_once(comm: Any, dtype: str) -> N
         ((2 * ffn, 10), (1, 2 * ffn) if by_columns and not comm.rank else (10, 1)),
         ((10, ffn), (ffn, 1)),
     ]
-    head = (vocab, 10), (1, vocab) if by_columns else (10, 1)
-    assert products.found == [*2 * layer, head]
+    assert products.found == [*2 * layer, ((vocab, 10), (1, vocab) if by_columns else (10, 1))]
 
 
 def test_each_prompt_of_each_seed_has_random_numbers_of_its_own() -> None:

@@ -262,8 +262,7 @@ def test_a_group_is_shut_down_when_every_rank_has_done_with_it() -> None:
     def body(comm: Any) -> None:
         seen: list[int] = []
         group = SimpleNamespace(shutdown=lambda: seen.append(len(done)))
-        messages = HostTransport(comm)
-        made = DistributedTransport(comm, group, messages, torch.device("cpu"))
+        made = DistributedTransport(comm, group, HostTransport(comm), torch.device("cpu"))
         time.sleep(0.02 * comm.rank)
         done.append(comm.rank)
         made.close(together=True)

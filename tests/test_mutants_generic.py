@@ -218,8 +218,7 @@ def test_a_report_leaves_out_what_goes_unnoticed_and_names_survivors() -> None:
     assert f"## Survivors\n\n- `{other.id}` sp_core/sharding.py f: `x = 1` to `x = 2`.\n" in text
     _, _, apart = text.partition("## Equivalent")
     assert "it is only slower" in apart
-    verdicts = [result.as_dict()["verdict"] for result in results]
-    assert verdicts == ["killed", "survived", "survived"]
+    assert [result.as_dict()["verdict"] for result in results] == ["killed", "survived", "survived"]
 
 
 def test_the_seed_is_the_date_and_each_sample_has_its_own_number_and_report() -> None:

@@ -154,8 +154,7 @@ def test_auto_reads_in_place_what_lives_in_shared_memory_and_is_not_small(
 def test_what_was_not_measured_is_left_to_the_library(comm: Any, transport: str) -> None:
     """A window can move ordinary tensors five times slower. A shift is never measured."""
     curve = Curve(((1, 1e-6),))
-    window = {"all_reduce": {"window": curve}}
-    known = Tuning({}, (0,), {"node": curve}, curve, curve, times=window)
+    known = Tuning({}, (0,), {"node": curve}, curve, curve, times={"all_reduce": {"window": curve}})
     for tuning in ("off", known):
         with sp.Mesh(comm, transport=transport, tuning=tuning, sp=comm.size) as mesh:
             group = mesh["sp"]

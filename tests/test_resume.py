@@ -311,8 +311,7 @@ def test_an_optimizer_of_other_parameters_trains_nothing(comm: Any, more: Any) -
         model = CASE.model(mesh)
         first, *_, last = model.parameters()
         train = partial(train_step, model, sequences=[[1, 2]], max_norm=1.0)
-        others = [*more(mesh).parameters()]
-        kinds = [first], others if comm.rank == comm.size - 1 else [last]
+        kinds = [first], [*more(mesh).parameters()] if comm.rank == comm.size - 1 else [last]
         before, after = first.detach().clone(), last.detach().clone()
         with pytest.raises(ValueError, match="parameters that the model lacks"):
             train(torch.optim.SGD([{"params": kind} for kind in kinds], lr=0.1))

@@ -61,8 +61,7 @@ def test_chunks_are_chosen_so_that_work_is_even_within_2_percent(mask: Mask, siz
 
 
 def test_a_last_chunk_that_is_short_and_heavy_is_dealt_last() -> None:
-    made = Sharding.balanced(11, 2, Mask(causal=True), chunk=4)
-    assert sorted(made.lengths) == [4, 7]
+    assert sorted(Sharding.balanced(11, 2, Mask(causal=True), chunk=4).lengths) == [4, 7]
     alone = Sharding.balanced(11, 1, Mask(causal=True), chunk=1)
     assert alone.segments == ((range(11),),)  # adjacent chunks are joined
 

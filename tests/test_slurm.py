@@ -134,8 +134,7 @@ def test_the_jobs_ask_for_one_node_and_four_gpus(tmp_path: Path) -> None:
         assert {"--nodes=1", "--ntasks=4", "--gres=gpu:4"} | more <= options
     for name in ("bash", "dirname", "mkdir"):
         (tmp_path / name).symlink_to(shutil.which(name) or name)
-    answer = run({"PATH": str(tmp_path)}, SUBMIT, code=1)
-    assert "no sbatch on the PATH" in answer
+    assert "no sbatch on the PATH" in run({"PATH": str(tmp_path)}, SUBMIT, code=1)
 
 
 def test_the_job_runs_doctor_and_the_experiment_through_srun(
@@ -200,8 +199,7 @@ def test_the_job_tries_the_kinds_of_mpi_that_srun_may_speak(
     cluster: dict[str, str], refused: str
 ) -> None:
     answer = run({**cluster, "REFUSED": refused}, JOB, "--device", "cpu", "--help")
-    tried = [call.split()[0] for call in called(cluster, "--mpi=")]
-    assert tried == ["--mpi=pmix", "--mpi=pmi2"]
+    assert [call.split()[0] for call in called(cluster, "--mpi=")] == ["--mpi=pmix", "--mpi=pmi2"]
     assert ("mpiexec is used instead" in answer) == (refused == "pm*")
 
 
@@ -222,8 +220,7 @@ def test_the_gpu_command_says_what_is_missing(
     words = [word.format(tmp=tmp_path) for word in arguments]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
     code = 1 if len(words) == 2 else 2
-    answer = run(environment, ROOT / "ci" / "gpu.sh", *words, code=code)
-    assert complaint in answer
+    assert complaint in run(environment, ROOT / "ci" / "gpu.sh", *words, code=code)
     assert not (tmp_path / "out").exists()
 
 
@@ -262,8 +259,7 @@ def gpu_steps(gpu: dict[str, str], steps: str, code: int = 0) -> str:
 
 def test_the_gpu_command_installs_once_and_keeps_every_step(gpu: dict[str, str]) -> None:
     """It runs only tests that ask for the device. Each tar file has the logs of earlier steps."""
-    broken = gpu_steps({**gpu, "PIP_ENDS": "1"}, "doctor", code=1)
-    assert "could not be installed" in broken
+    assert "could not be installed" in gpu_steps({**gpu, "PIP_ENDS": "1"}, "doctor", code=1)
     Path(gpu["CALLS"]).unlink()
     for steps in ("tests-ipc table", "tests-pinned peers"):
         gpu_steps(gpu, steps)

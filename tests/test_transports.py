@@ -226,8 +226,7 @@ def test_ranks_whose_copies_take_longer_call_in_the_same_order(comm: Any) -> Non
 def test_a_failed_transfer_fails_everything_behind_it_and_again_when_asked_again() -> None:
     host = Mock(**{"start.side_effect": OSError("the network is gone")})
     made, one = PipelinedTransport(host, DelayedStreams(), 1), operation("all_reduce", 0, 1, (5,))
-    handles = [made.start(one, torch.ones(5), torch.zeros(5)) for _ in range(2)]
-    for handle in handles * 2:
+    for handle in [made.start(one, torch.ones(5), torch.zeros(5)) for _ in range(2)] * 2:
         with pytest.raises(OSError, match="network"):
             wait(handle)
 

@@ -264,8 +264,7 @@ def test_constants_survive_their_file(tmp_path: Path, monkeypatch: pytest.Monkey
     )
     path = default_path(known.fingerprint)
     save(known, path)
-    found = load(path, known.fingerprint)
-    assert {**vars(found)} == {**vars(known)}
+    assert {**vars(load(path, known.fingerprint))} == {**vars(known)}
     assert list(folder.iterdir()) == [path]
     for year, mpi in (("2025", "y"), ("2027", "z"), ("2024", "w")):
         other = replace(known, fingerprint={"host": "here", "mpi": mpi}, measured_at=year)

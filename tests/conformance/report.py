@@ -187,8 +187,7 @@ def _cells(about: str, verdict: Mapping[str, Any]) -> list[str]:
     )
     if verdict["verdict"] == "wrong":
         relative = "not finite" if verdict["relative"] is None else f"{verdict['relative']:.2g}"
-        where = f"{verdict['result']} of rank {verdict['rank']}: {relative}"
-        return [problem, where, alone[:300]]
+        return [problem, f"{verdict['result']} of rank {verdict['rank']}: {relative}", alone[:300]]
     if verdict["verdict"] in NO_RESULT:
         return [problem, verdict["states"][:300], alone[:300]]
     return [verdict.get("text", "")[:300], verdict.get("source", "tried")[:300]]

@@ -68,8 +68,7 @@ def launched(place: str, start: str) -> tuple[int | None, str, tuple[str, float]
         The exit code; the printed text; the process id of the failed rank, and the seconds from its
         failure to the end of the launch.
     """
-    of_mpi = start in ("mpiexec", "mpi4py")
-    head = [find_mpiexec(), "-n", str(RANKS)] if of_mpi else []
+    head = [find_mpiexec(), "-n", str(RANKS)] if start in ("mpiexec", "mpi4py") else []
     variables = ENVIRONMENT | AS_ROOT | outside()
     with tempfile.TemporaryDirectory(prefix="sp_core-") as folder:
         lost = Path(folder) / "lost"

@@ -89,8 +89,7 @@ def tried_fault(fault: str) -> tuple[Row, str]:
         A row of the report, and the printed text.
     """
     begin = time.monotonic()
-    variables = outside(**LIMITS, SUT_FAULT=fault)
-    code, text = printed(command_of(fault), ROOT, variables, FAULT_SECONDS)
+    code, text = printed(command_of(fault), ROOT, outside(**LIMITS, SUT_FAULT=fault), FAULT_SECONDS)
     known = {one.fault: one for one in FAULTS}.get(fault)
     minimum, words = CRASH_MINIMUM, ["RankFailure[RankCrashed"]
     if known is not None:

@@ -49,8 +49,7 @@ class Call:
         }
         result = self.function(*(self.arguments[name] for name in self.positional), **named)
         if not isinstance(result, sp.Pending):
-            busy = progress.of_this_rank()._busy
-            late = [comm for comm in busy if comm._pending]
+            late = [comm for comm in progress.of_this_rank()._busy if comm._pending]
             assert not late, "the call has returned before its messages were through"
         return result
 
@@ -234,8 +233,7 @@ def whole(
 ) -> Tensor:
     """Return small whole numbers, which every dtype adds exactly."""
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(low, high + 1, tuple(shape), generator=generator)
-    return drawn.to(getattr(torch, dtype))
+    return torch.randint(low, high + 1, tuple(shape), generator=generator).to(getattr(torch, dtype))
 
 
 def leaf(x: Tensor, memory: str, *, learns: bool = True) -> Tensor:

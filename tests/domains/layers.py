@@ -93,8 +93,7 @@ class Kind:
 
 def sharding_of(drawn: Values, size: int, length: str = "x.seq_len") -> sp.Sharding:
     """Return the drawn sharding of the tokens over `size` ranks."""
-    make = EVERY_LAYOUT[drawn["sharding.layout"]]
-    return make(drawn[length], size, drawn["sharding.start"])
+    return EVERY_LAYOUT[drawn["sharding.layout"]](drawn[length], size, drawn["sharding.start"])
 
 
 def called_in(mode: str, drawn: Values, layer: nn.Module, **given: Any) -> Tensor:
@@ -141,8 +140,7 @@ class Problem:
         for n, weight in enumerate(layer.parameters()):
             numbers = normal(self.drawn["seed"] + 7 + n, weight.shape, "float64")
             weight.data = numbers.to(weight.dtype) * min(0.5, weight.shape[-1] ** -0.5)
-            some = (n + self.drawn["seed"]) % 2 == 0
-            learns = {"no weight": True, "some": some, "all": False}
+            learns = {"no weight": True, "some": (n + self.drawn["seed"]) % 2 == 0, "all": False}
             weight.requires_grad_(learns[self.drawn["(frozen)"]])
         if self.drawn["(autocast)"] == "weights of two dtypes":
             for linear in [module for module in layer.modules() if isinstance(module, nn.Linear)][
@@ -181,8 +179,7 @@ class Problem:
             if name in ("out", "x"):
                 value, scale = (self.sharding.shard(t, self.group.rank, 1) for t in (value, scale))
                 actual = actual.reshape(value.shape)
-            kind = name if name in ("out", "x") else "weights"
-            told = f"{type(layer).__name__} {kind}"
+            told = f"{type(layer).__name__} {name if name in ('out', 'x') else 'weights'}"
             allowed = bound(scale, precision(self.drawn))
             allowed += self.additions(layer, name, actual.dtype) * scale
             near(told, actual, value, allowed, f"{told} {name}")

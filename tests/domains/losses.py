@@ -185,8 +185,7 @@ def judge_gradients(
 ) -> None:
     """Compare gradients with `own`, the gradient of this rank's logits and its scale."""
     upstream = torch.tensor(drawn["(upstream)"], dtype=loss.dtype)
-    given = [x] if head is None else [x, head]
-    grads = torch.autograd.grad(loss, given, upstream)
+    grads = torch.autograd.grad(loss, [x] if head is None else [x, head], upstream)
     (exact, scale), wanted = own, [own]
     if head is not None:
         states = x.detach().double().reshape(-1, x.shape[-1])

@@ -185,8 +185,7 @@ class Expected:
         self._dtype: torch.dtype = getattr(torch, dtype or case.dtype)
         widths = (case.hidden, case.ffn, case.heads[0] * case.head_dim, case.vocab)
         self._longest_sum = max(*widths, tokens)
-        weights = weights_of(case)
-        made = partial(reference.sensitivity, run, weights, samples=2)
+        made = partial(reference.sensitivity, run, weights_of(case), samples=2)
         self.values, self._scales, _ = once((what, case, key), made)
 
     def check(

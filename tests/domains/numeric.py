@@ -223,8 +223,7 @@ def judge_attended(
     )
     q, k, v = wholes
     wanted = reference.attention(q, k, v, *grads, **options)
-    roots = list(results.values())[: len(grads)]
-    made = torch.autograd.grad(roots, list(leaves.values()), grads)
+    made = torch.autograd.grad(list(results.values())[: len(grads)], list(leaves.values()), grads)
     for name, actual in (results | dict(zip(leaves, made, strict=True))).items():
         allowed = bound(wanted.scales[name], wholes[0].dtype, wanted.growth, partials)
         near(f"local attention {name}", actual, wanted.values[name], allowed)

@@ -159,8 +159,7 @@ def _no_conflicts(schedule: Schedule, rank: int, aliased: bool) -> None:
     program = schedule.programs[rank]
     for number, step in enumerate(program.steps):
         where = f"rank {rank}, step {number}"
-        flying = program.steps[number + 1 : number + program.depth]
-        for region, other in _under_way(step, flying):
+        for region, other in _under_way(step, program.steps[number + 1 : number + program.depth]):
             if overlap(region, other, aliased):
                 raise ScheduleError(f"{where}: {region} is used while {other} is under way")
         for combine in step.then:

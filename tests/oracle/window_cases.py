@@ -130,8 +130,7 @@ class Node:
     def _run(self) -> None:
         made = [0] * self.size
         while any(len(steps) > made[rank] for rank, steps in enumerate(self._steps)):
-            ready = [rank for rank in range(self.size) if self._may(rank, made)]
-            rank = self._random.choice(ready)
+            rank = self._random.choice([rank for rank in range(self.size) if self._may(rank, made)])
             number, _, program, step = self._steps[rank][made[rank]]
             for combine in program.steps[step].then:
                 self._combine(self._buffers[number], rank, combine)

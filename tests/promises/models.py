@@ -43,8 +43,7 @@ def _(scene: Scene) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     train.train_step(model, optimizer, [[1] * TOKENS], max_norm=1.0)
     held, count = sum(p.nbytes for p in model.parameters()), len(list(model.parameters()))
-    sent = (2 * count, 2 * (scene.size - 1) * held)
-    with scene.sends(agreements=3 + 2, all_gather=sent):
+    with scene.sends(agreements=3 + 2, all_gather=(2 * count, 2 * (scene.size - 1) * held)):
         train.save_training(model, scene.folder / "step", optimizer=optimizer, step=1)
     with scene.sends(agreements=1):
         train.load_training(model, scene.folder / "step", optimizer=optimizer)
