@@ -6,6 +6,7 @@ from itertools import product
 from random import Random
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -44,14 +45,11 @@ def cases(draw: st.DrawFn) -> tuple[Sharding, Sharding, Mask]:
     return queries, keys, draw(masks(queries.end, keys.end))
 
 
-def defined(queries: Sharding, keys: Sharding, mask: Mask) -> list[list[bool]]:
-    """Return for each rank and block whether any query sees any key."""
-    ranks = range(queries.size)
-    q, k = ([sharding.positions(rank) for rank in ranks] for sharding in (queries, keys))
-    return [[bool(mask.allowed(q[r], k[b]).any()) for b in ranks] for r in ranks]
+Blocks = list[tuple[torch.Tensor, ...]]
+"""For each rank and block, which of the rank's queries see which of the block's keys."""
 
 
-def check_shown(queries: Sharding, keys: Sharding, mask: Mask) -> None:
+def check_shown(queries: Sharding, keys: Sharding, mask: Mask, blocks: Blocks) -> None:
     """Compare the keys that are sent with those that other ranks see.
 
     Of a run of keys in a document, those from the first to the last such key are sent. If a
@@ -60,11 +58,10 @@ def check_shown(queries: Sharding, keys: Sharding, mask: Mask) -> None:
     shown, has_stripes = shown_keys(queries, keys, mask), bool(_Owners(queries).period)
     has_stripes |= any(len(s) > 1 < s.step for x in (queries, keys) for s in x.gathered_segments)
     for rank, length in enumerate(keys.lengths):
-        others = [queries.positions(other) for other in range(queries.size) if other != rank]
-        q, k = torch.cat([*others, torch.empty(0, dtype=torch.int64)]), keys.positions(rank)
-        seen = mask.allowed(q, k).any(0)
-        sent = torch.arange(length)[shown.of(rank)]
         wanted, begin = torch.zeros(length, dtype=torch.bool), 0
+        others = [row[rank].any(0) for other, row in enumerate(blocks) if other != rank]
+        seen = torch.stack([wanted, *others]).any(0)
+        sent = torch.arange(length)[shown.of(rank)]
         pieces = cut(tuple(s for s in keys.segments[rank] if len(s)), mask.key_documents)
         for stop in [length] if has_stripes else [piece.indices.stop for piece in pieces]:
             places = begin + seen[begin:stop].nonzero()[:, 0]
@@ -79,16 +76,19 @@ def check_shown(queries: Sharding, keys: Sharding, mask: Mask) -> None:
 
 def check(queries: Sharding, keys: Sharding, mask: Mask) -> None:
     """Compare seen blocks, sent keys, and how far blocks and labels of next tokens travel."""
-    seen = defined(queries, keys, mask)
-    ranks = range(len(seen))
+    ranks = range(queries.size)
+    q, k = (torch.cat([owned.positions(rank) for rank in ranks]) for owned in (queries, keys))
+    rows = mask.allowed(q, k).split(list(queries.lengths))
+    blocks = [row.split(list(keys.lengths), 1) for row in rows]
+    seen = [[bool(block.any()) for block in row] for row in blocks]
     assert [[*seen_blocks(queries, keys, mask, rank)] for rank in ranks] == seen
     expected = [
         max((s for s in ranks if seen[(block + s) % len(seen)][block]), default=0)
         for block in ranks
     ]
     assert [*hops(queries, keys, mask)] == expected, (queries, keys, mask)
-    check_shown(queries, keys, mask)
-    owner = {p: rank for rank in ranks for p in queries.positions(rank).tolist()}
+    check_shown(queries, keys, mask, blocks)
+    owner = dict(zip(q.tolist(), np.repeat(ranks, queries.lengths).tolist(), strict=True))
     ways = {(owner[p + 1] - owner[p]) % len(seen) for p in owner if p + 1 in owner}
     assert [*next_owner_distances(queries)] == sorted(ways - {0})
 
