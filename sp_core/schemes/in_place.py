@@ -18,9 +18,10 @@ Shapes: B batch, S sequence, K key/value heads, D head dim, P ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from sp_core.communicator import Communicator
@@ -71,38 +72,44 @@ def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int
     comm.wait(written, "ring")
     for step in range(1, max(problem.hops) + 1):
         block = (comm.rank - step) % comm.size
-        keys, values = blocks[block]
+        held = blocks[block]
         if problem.resident:
-            keys, values = (x[:, shown.of(block)] for x in (keys, values))
+            held = held[0][:, shown.of(block)], held[1][:, shown.of(block)]
         if problem.sees(block):
-            _count(comm, "ring", (keys, values))
-        yield step, block, (keys, values)
+            _count(comm, held)
+        yield step, block, held
     if problem.resident:
         comm.fence()  # then all ranks have read k and v, and the caller may change them
 
 
-def _written(k: Tensor, v: Tensor, problem: Problem) -> tuple[list[Block], Handle]:
+def _written(k: Tensor, v: Tensor, problem: Problem) -> tuple[Sequence[Block], Handle]:
     """Copy this rank's keys and values that other ranks see into shared memory.
 
     Returns:
         For each rank its keys and values that other ranks see, as views of shared memory; and a
         handle that completes when every rank has written.
     """
-    comm, window, shown = problem.comm, _window(problem), problem.shown
-    batch, _, heads, head_dim = k.shape
-    room = window.blocks.enter(
-        [((2, batch, length, heads, head_dim), k.dtype) for length in shown.lengths]
-    )
-    mine = shown.of(comm.rank)
+    comm, window = problem.comm, _window(problem)
+    room = window.blocks.enter(_rooms(k, problem))
+    mine = problem.shown.of(comm.rank)
     writes = [
         partial(into.copy_, x[:, mine]) for into, x in zip(room[comm.rank], (k, v), strict=True)
     ]
     what = f"blocks of {problem.kv_sharding.fingerprint} in place"
     wait(window.start([writes], what), comm.poll)
-    return [(both[0], both[1]) for both in room], _fence(problem)
+    return room, _fence(problem)
 
 
-def _resident(k: Tensor, v: Tensor, problem: Problem) -> tuple[list[Block], Handle]:
+def _rooms(like: Tensor, problem: Problem) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Return shape and dtype of a block, in one tensor, of the keys of each rank that others see.
+
+    `like` is any tensor (B, *, K, D) of their dtype.
+    """
+    batch, _, *head = like.shape
+    return [((2, batch, length, *head), like.dtype) for length in problem.shown.lengths]
+
+
+def _resident(k: Tensor, v: Tensor, problem: Problem) -> tuple[Sequence[Block], Handle]:
     """Return the blocks of all ranks as views of the tensors that their owners passed.
 
     Returns:
@@ -149,7 +156,7 @@ def whole(k: Tensor, v: Tensor, problem: Problem) -> Block:
     comm.counters["all_gather"].add(
         messages=len(others), bytes_sent=sum(others) * room[..., :1, :].nbytes
     )
-    return room[0], room[1]
+    return room
 
 
 class SharedSums:
@@ -167,7 +174,7 @@ class SharedSums:
         self._problem, self._like = problem, like[:, :0]
         self._shown = problem.shown.of(problem.comm.rank)
         self._sums: list[Tensor] = []
-        self._mine: Block | None = None
+        self._mine: Block = self._like, self._like
         self._adding: Handle = Done()
 
     def add(self, step: int, own: Block | None, keys: slice) -> None:
@@ -193,7 +200,7 @@ class SharedSums:
             work = self._begin(own)
         elif own is not None:
             total = self._sums[(comm.rank - step) % comm.size]
-            _count(comm, "ring", (total[0], total[1]))
+            _count(comm, total)
             work = [partial(x[:, keys].add_, y) for x, y in zip(total, own, strict=True)]
         self._adding = comm.track(_window(self._problem).start([[], work], "gradients in place"))
 
@@ -202,15 +209,10 @@ class SharedSums:
 
         Gradients of keys that other ranks see are summed in shared memory.
         """
-        batch, _, heads, head_dim = self._like.shape
         problem, rank = self._problem, self._problem.comm.rank
-        self._sums = _window(problem).sums.enter(
-            [
-                ((2, batch, length, heads, head_dim), self._like.dtype)
-                for length in problem.shown.lengths
-            ]
-        )
-        self._mine = own or zeros(self._like, problem.kv_sharding.local_len(rank))
+        self._sums = _window(problem).sums.enter(_rooms(self._like, problem))
+        length = problem.kv_sharding.local_len(rank)
+        self._mine = zeros(self._like, length) if own is None else own
         return [
             partial(shared.copy_, x[:, self._shown])
             for shared, x in zip(self._sums[rank], self._mine, strict=True)
@@ -224,20 +226,18 @@ class SharedSums:
         comm = self._problem.comm
         for handle in (self._adding, _fence(self._problem)):
             comm.wait(handle, "ring")
-        assert self._mine is not None
         for shared, x in zip(self._sums[comm.rank], self._mine, strict=True):
             x[:, self._shown] = shared
         return self._mine
 
 
 def zeros(like: Tensor, length: int) -> Block:
-    """Return zeros as the gradients of `length` keys and values, (B, length, K, D) each.
+    """Return zeros as the gradients of `length` keys and values, (2, B, length, K, D).
 
     `like` is any tensor (B, *, K, D) of their dtype, on their device.
     """
-    batch, _, heads, head_dim = like.shape
-    dk, dv = like.new_zeros((2, batch, length, heads, head_dim))
-    return dk, dv
+    batch, _, *head = like.shape
+    return like.new_zeros((2, batch, length, *head))
 
 
 def _window(problem: Problem) -> Window:
@@ -251,6 +251,6 @@ def _fence(problem: Problem) -> Handle:
     return problem.comm.track(_window(problem).start([[], []], "fence of blocks in place"))
 
 
-def _count(comm: Communicator, name: str, block: Block) -> None:
-    """Count a block read from another rank's memory as one message in the counter `name`."""
-    comm.counters[name].add(messages=1, bytes_sent=sum(x.nbytes for x in block))
+def _count(comm: Communicator, block: Block) -> None:
+    """Count a block read from another rank's memory as one message of the ring."""
+    comm.counters["ring"].add(messages=1, bytes_sent=sum(x.nbytes for x in block))

@@ -45,8 +45,9 @@ from sp_core.sharding import Sharding, check_sharding
 Part = tuple[slice, slice]
 """(queries, keys): a range of this rank's queries and a range of a block's keys, as indices."""
 
-Block = tuple[Tensor, Tensor]
-"""Keys and values, or the gradients of keys and values: a pair of (B, S_block, K, D) tensors."""
+Block = tuple[Tensor, Tensor] | Tensor
+"""Keys and values, or the gradients of keys and values: a pair of (B, S_block, K, D) tensors, or
+both in one tensor (2, B, S_block, K, D)."""
 
 
 @dataclass(frozen=True)
@@ -392,7 +393,6 @@ def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
-def heads_first(block: Block, heads: slice, tokens: slice = slice(None)) -> Block:
+def heads_first(block: Block, heads: slice, tokens: slice = slice(None)) -> tuple[Tensor, Tensor]:
     """Return views (B, K, S, D) of some heads and tokens of a block's k and v, (B, S, K, D)."""
-    k, v = (x[:, tokens, heads].transpose(1, 2) for x in block)
-    return k, v
+    return block[0][:, tokens, heads].transpose(1, 2), block[1][:, tokens, heads].transpose(1, 2)

@@ -234,26 +234,15 @@ class Travel:
         """Return the rank whose keys and values the ring brings to this rank in `step`."""
         return (self.comm.rank - step) % self.comm.size
 
-    def goes_on(self, block: int, step: int) -> bool:
-        """Return whether the block of rank `block` is passed on after `step`."""
-        return self._hops[block] > step
-
-    def ends(self, block: int, step: int) -> bool:
-        """Return whether the block of rank `block` stops in `step`, not on its owner.
-
-        That rank sends the sum of the block's gradients to the owner.
-        """
-        return self._hops[block] == step > 0
-
     def empty(self, block: int) -> Tensor:
         """Return an uninitialized tensor (2, B, S_block, K, D) for the block of rank `block`."""
-        batch, _, heads, head_dim = self._like.shape
-        return self._like.new_empty((2, batch, self._lengths[block], heads, head_dim))
+        batch, _, *head = self._like.shape
+        return self._like.new_empty((2, batch, self._lengths[block], *head))
 
     def arriving(self, step: int) -> Tensor | None:
         """Return an uninitialized tensor for the block that arrives in `step`; None without one."""
         coming = self.block(step + 1)
-        return self.empty(coming) if self.goes_on(coming, step) else None
+        return self.empty(coming) if self._hops[coming] > step else None
 
     def exchange(self, *messages: list[tuple[int, Tensor | None]]) -> Handle:
         """Start the messages of a step. Return a handle that completes with all of them.
@@ -280,7 +269,7 @@ class Travel:
             (step, rank that owns the block, (k, v)). None stands for (k, v) if this rank does not
             receive the block.
         """
-        goes_on = self.goes_on(self.comm.rank, 0)
+        goes_on = self._hops[self.comm.rank] > 0
         present = torch.stack((k[:, self.shown], v[:, self.shown])) if goes_on else None
         # contiguous on every rank, so that the kernels round alike
         held: Block | None = (k.contiguous(), v.contiguous())
@@ -288,18 +277,12 @@ class Travel:
             arriving, block = self.arriving(step), self.block(step)
             handle: Handle = Done()
             if step < self.last:
-                going = present if self.goes_on(block, step) else None
-                handle = self.exchange([(self.right, going)], [(self.left, arriving)])
+                going = [(self.right, present)] if self._hops[block] > step else []
+                handle = self.exchange(going, [(self.left, arriving)])
                 del going
             yield step, block, held
             self.comm.wait(handle, "ring")
-            present = arriving
-            held = _halves(present)
-
-
-def _halves(block: Tensor | None) -> Block | None:
-    """Return both halves of a block (2, B, S_block, K, D), such as k and v; None for None."""
-    return None if block is None else (block[0], block[1])
+            held = present = arriving
 
 
 class TravellingSums(Travel):
@@ -335,9 +318,9 @@ class TravellingSums(Travel):
         """
         self.comm.wait(self._handle, "ring")
         block, total, rank = self.block(step), self._coming, self.comm.rank
-        goes_on = self.goes_on(block, step)
+        goes_on = self._hops[block] > step
         if step == 0:
-            own = own or in_place.zeros(self._like, self._length)
+            own = in_place.zeros(self._like, self._length) if own is None else own
             total = torch.stack([x[:, self.shown] for x in own]) if goes_on else None
             self._mine = None if goes_on and self._lengths[rank] == self._length else own
         elif own is not None:
@@ -346,13 +329,12 @@ class TravellingSums(Travel):
                 half[:, keys].add_(addend)
         if self.last == 0:
             return
-        going = total if goes_on or self.ends(block, step) else None
         self._coming = self.arriving(step)
         recvs = [(self.left, self._coming)]
-        if self.ends(rank, step):
+        if self._hops[rank] == step > 0:  # this rank's block has reached the last rank
             self._sum = self.empty(rank)
             recvs.append(((rank + step) % self.comm.size, self._sum))
-        self._handle = self.exchange([(self.right if goes_on else block, going)], recvs)
+        self._handle = self.exchange([(self.right if goes_on else block, total)], recvs)
 
     def arrived(self) -> Block:
         """Wait for the last messages. Return the summed dk and dv of this rank's block.
@@ -360,12 +342,11 @@ class TravellingSums(Travel):
         Each is (B, S_block, K, D).
         """
         self.comm.wait(self._handle, "ring")
-        shown = _halves(self._sum)
         if self._mine is None:  # all gradients were sent
-            assert shown is not None
-            return shown
-        if shown is not None:
-            for x, part in zip(self._mine, shown, strict=True):
+            assert self._sum is not None
+            return self._sum
+        if self._sum is not None:
+            for x, part in zip(self._mine, self._sum, strict=True):
                 x[:, self.shown] = part
         return self._mine
 
