@@ -85,15 +85,6 @@ def parts_of(tensor: int, heads: Sequence[int]) -> list[Part]:
     return [(tensor, range(heads[a], heads[b - 1] + 1)) for a, b in pairwise(cuts) if a < b]
 
 
-def side_by_side(tensors: Sequence[Tensor], parts: Sequence[Part]) -> Tensor:
-    """Concatenate the heads named by `parts`, from tensors (B, S, *, D), to (B, S, heads, D).
-
-    A part is (index in `tensors`, range of heads). Differentiable: if a head is taken more than
-    once, the gradients of all its copies are summed.
-    """
-    return _side_by_side(parts, *tensors)
-
-
 class _SideBySide(EagerFunction):
     """Autograd function of `side_by_side`.
 
@@ -125,7 +116,12 @@ class _SideBySide(EagerFunction):
         )
 
 
-_side_by_side: Callable[..., Tensor] = _SideBySide.apply
+side_by_side: Callable[..., Tensor] = _SideBySide.apply
+"""A function of parts and tensors that concatenates the heads named by the parts, from the tensors
+(B, S, *, D), to (B, S, heads, D).
+
+A part is (number of a tensor, range of heads). Differentiable: if a head is taken more than once,
+the gradients of all its copies are summed."""
 
 
 def _summed(pieces: list[tuple[range, Tensor]], number: int, empty: Tensor) -> Tensor:

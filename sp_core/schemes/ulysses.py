@@ -23,7 +23,7 @@ from sp_core.collectives.differentiable import apply
 from sp_core.collectives.maps import AllToAll
 from sp_core.communicator import Communicator
 from sp_core.mask import Mask
-from sp_core.schemes.heads import Part, parts_of, side_by_side, split_heads
+from sp_core.schemes.heads import parts_of, side_by_side, split_heads
 from sp_core.schemes.problem import Problem, agree
 from sp_core.segments import positions_of
 from sp_core.sharding import Sharding
@@ -170,39 +170,34 @@ class Exchange:
             lse = apply(lse, AllToAll(self.comm, 2, 1, self.lengths, counts))
         return out, lse
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """Send all heads of this rank's tokens, and receive this rank's heads of all tokens.
 
         Take q (B, S/P, H, D), k and v (B, S/P, K, D). Return q, k and v, (B, S, heads, D) each, of
         this rank's query heads and the key/value heads that they read.
         """
-        rank = self.comm.rank
-        own = [len(self.heads[rank]), *[len(self.kv_heads[rank])] * 2]
         if self.alike:
-            dealt = [
-                [*parts_of(0, queries), *parts_of(1, keys), *parts_of(2, keys)]
-                for queries, keys in zip(self.heads, self.kv_heads, strict=True)
-            ]
-            q, k, v = self._dealt((q, k, v), dealt, self.lengths).split(own, 2)
-            return q, k, v
-        q = self._dealt((q,), [parts_of(0, queries) for queries in self.heads], self.lengths)
-        dealt = [[*parts_of(0, keys), *parts_of(1, keys)] for keys in self.kv_heads]
-        k, v = self._dealt((k, v), dealt, self.kv_lengths).split(own[1:], 2)
-        return q, k, v
+            return self._dealt(
+                self.lengths, (q, self.heads), (k, self.kv_heads), (v, self.kv_heads)
+            )
+        (q,) = self._dealt(self.lengths, (q, self.heads))
+        return q, *self._dealt(self.kv_lengths, (k, self.kv_heads), (v, self.kv_heads))
 
     def _dealt(
-        self, tensors: tuple[Tensor, ...], parts: Sequence[list[Part]], lengths: tuple[int, ...]
-    ) -> Tensor:
+        self, lengths: tuple[int, ...], *dealt: tuple[Tensor, Sequence[Sequence[int]]]
+    ) -> tuple[Tensor, ...]:
         """Exchange the heads of some tensors in one all-to-all.
 
         Args:
-            tensors: (B, S/P, *, D) each.
-            parts: for each rank the heads that it receives, as (index in `tensors`, heads).
             lengths: for each rank its number of tokens.
+            dealt: tensors (B, S/P, *, D), each with the heads that each rank receives.
 
         Returns:
-            (B, S, heads that this rank receives, D), in the order of this rank's `parts`.
+            For each tensor (B, S, heads that this rank receives, D).
         """
-        widths = tuple(sum(len(heads) for _, heads in dealt) for dealt in parts)
-        x = side_by_side(tensors, [part for dealt in parts for part in dealt])
-        return apply(x, AllToAll(self.comm, 2, 1, widths, lengths))
+        tensors, heads = zip(*dealt, strict=True)
+        by_rank = list(zip(*heads, strict=True))
+        parts = [part for held in by_rank for each in enumerate(held) for part in parts_of(*each)]
+        widths = tuple(sum(map(len, held)) for held in by_rank)
+        x = apply(side_by_side(parts, *tensors), AllToAll(self.comm, 2, 1, widths, lengths))
+        return tuple(x.split([*map(len, by_rank[self.comm.rank])], 2))
