@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, groupby, pairwise, starmap
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+Item = TypeVar("Item")
 Segment = range
 """The global positions of consecutive tokens of a shard. The step is P for a striped shard."""
 
@@ -56,16 +58,30 @@ def deal_chunks(work: Tensor, size: int, chunk: int) -> tuple[list[list[int]], b
     return hands, 100 * int(loads.max()) * size <= 102 * int(loads.sum())
 
 
-def chunk_slices(hand: list[int], chunk: int) -> Iterator[slice]:
-    """Yield the slices of tokens that some chunks cover, in ascending order, neighbours joined.
+def consecutive(numbers: Iterable[int]) -> Iterator[range]:
+    """Cut numbers into ranges of consecutive ones, in the given order."""
+    for _, group in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        found = [number for _, number in group]
+        yield range(found[0], found[-1] + 1)
 
-    Args:
-        hand: the numbers of the chunks, in any order.
-        chunk: the number of tokens of a chunk.
+
+def grouped(
+    items: Iterable[Item], size: Callable[[Item], float], most: float
+) -> Iterator[tuple[Item, ...]]:
+    """Yield groups of consecutive items whose sizes add up to at most `most`.
+
+    A larger item is a group of its own.
     """
-    for _, group in groupby(enumerate(sorted(hand)), lambda pair: pair[1] - pair[0]):
-        numbers = [number for _, number in group]
-        yield slice(numbers[0] * chunk, (numbers[-1] + 1) * chunk)
+    together: list[Item] = []
+    total = 0.0
+    for item in items:
+        if together and total + size(item) > most:
+            yield tuple(together)
+            together, total = [], 0.0
+        together.append(item)
+        total += size(item)
+    if together:
+        yield tuple(together)
 
 
 def positions_of(segments: Sequence[Segment]) -> Segment | Tensor:

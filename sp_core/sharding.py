@@ -23,8 +23,8 @@ from sp_core.mask.blocks import count_visible
 from sp_core.mask.runs import runs
 from sp_core.segments import (
     Segment,
-    chunk_slices,
     concatenated,
+    consecutive,
     deal_chunks,
     split_ranges,
     split_sizes,
@@ -134,7 +134,10 @@ class Sharding:
         while not even and chunk is None and length > LEAST_CHUNK:
             length = -(-length // 2)
             hands, even = deal_chunks(work, size, length)
-        return cls(tuple(tuple(tokens[s] for s in chunk_slices(hand, length)) for hand in hands))
+        parts = (consecutive(sorted(hand)) for hand in hands)
+        return cls(
+            tuple(tuple(tokens[p.start * length : p.stop * length] for p in own) for own in parts)
+        )
 
     @classmethod
     def from_positions(cls, positions: Sequence[Sequence[int]]) -> Sharding:

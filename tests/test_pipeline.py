@@ -20,7 +20,7 @@ from sp_core.llama import model as llama_model
 from sp_core.llama.pipeline import forward, sum_tied_gradients
 from sp_core.nn.memory import KEEP_ALL
 from sp_core.scheduling import POLICIES, Work, split_stages
-from sp_core.scheduling.plan import passes
+from sp_core.segments import grouped
 from sp_core.testing import spmd
 
 LENGTHS = st.lists(st.one_of(st.integers(0, 12), st.integers(0, 5000)), max_size=40)
@@ -84,7 +84,7 @@ def test_a_pipeline_returns_when_its_messages_have_left(comm: Any) -> None:
 def test_passes_keep_the_order_and_their_limit(lengths: list[int], size: int, most: int) -> None:
     plan = POLICIES["contiguous"](lengths, size, Work(1, 1))
     for numbers in plan.packed:
-        cut = list(passes(plan, numbers, most))
+        cut = list(grouped(numbers, plan.tokens, most))
         assert [number for part in cut for number in part] == list(numbers)
         assert all(len(part) == 1 or sum(lengths[n] for n in part) <= most for part in cut)
         assert all(sum(lengths[n] for n in (*a, b[0])) > most for a, b in pairwise(cut))

@@ -28,6 +28,7 @@ from sp_core.llama.grid import Grid
 from sp_core.llama.model import Llama, check_model, checkpoint_name
 from sp_core.mesh import Mesh
 from sp_core.nn.gradients import Placement, placement_of
+from sp_core.segments import grouped
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -330,13 +331,10 @@ def _files(
     file. If there are several files, their index is added to `texts`.
     """
     sizes = {name: one.numel * x.element_size() for name, (x, one) in tensors.items()}
-    groups: list[Parts] = []
-    for name, part in tensors.items():
-        if not groups or (
-            limit is not None and sum(sizes[each] for each in (*groups[-1], name)) > limit
-        ):
-            groups.append({})
-        groups[-1][name] = part
+    most = torch.inf if limit is None else limit
+    groups = [
+        {name: tensors[name] for name in names} for names in grouped(sizes, sizes.__getitem__, most)
+    ]
     if len(groups) < 2:
         return {f"{folder}/{SINGLE}": group for group in groups}
     names = [f"model-{n:05}-of-{len(groups):05}.safetensors" for n in range(1, len(groups) + 1)]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 
 import torch
 from torch import Tensor
@@ -158,17 +158,10 @@ class Cache:
         each, more = divmod(sum(counts) + number, len(counts))
         first = sorted(range(len(counts)), key=lambda rank: (-counts[rank], rank))[:more]
         quotas = [each + (rank in first) - count for rank, count in enumerate(counts)]
-        fronts = [quota - quota // 2 for quota in quotas]
-        pieces = [
-            *enumerate(fronts),
-            *((rank, quotas[rank] - fronts[rank]) for rank in reversed(range(len(counts)))),
-        ]
-        shares: list[list[int]] = [[] for _ in quotas]
-        start = 0
-        for rank, length in pieces:
-            shares[rank].extend(range(start, start + length))
-            start += length
-        return shares
+        places = iter(range(number))
+        fronts = [[*islice(places, quota - quota // 2)] for quota in quotas]
+        backs = [[*islice(places, quota // 2)] for quota in reversed(quotas)]
+        return [front + back for front, back in zip(fronts, reversed(backs), strict=True)]
 
 
 class Decoder:

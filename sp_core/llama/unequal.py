@@ -29,7 +29,7 @@ from sp_core.llama.config import LlamaConfig, Tokens, check_sequences
 from sp_core.llama.model import Llama, Pass, check_model, document_positions
 from sp_core.llama.train import packed
 from sp_core.scheduling import Plan, Work
-from sp_core.scheduling.plan import passes
+from sp_core.segments import grouped
 from sp_core.sharding import Sharding, split_sizes
 
 PASS_TOKENS = 1024
@@ -105,9 +105,9 @@ def compute(model: Llama, sequences: Tokens, plan: Plan, *, pass_tokens: int = P
     rows: Rows = {}
     for number in plan.sharded:
         rows |= _computed(model, (number,), sequences, plan)
-    for numbers in passes(plan, plan.packed[model.grid.sequence.rank], pass_tokens):
+    for numbers in grouped(plan.packed[model.grid.sequence.rank], plan.tokens, pass_tokens):
         rows |= _computed(model, numbers, sequences, plan, alone=True)
-    for numbers in _taken(model, list(passes(plan, plan.waiting, pass_tokens))):
+    for numbers in _taken(model, list(grouped(plan.waiting, plan.tokens, pass_tokens))):
         rows |= _computed(model, numbers, sequences, plan, alone=True)
     return rows
 

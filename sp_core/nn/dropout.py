@@ -15,8 +15,7 @@ from sp_core.errors import DtypeError, ShapeError
 from sp_core.mask import Positions, position_tensor
 
 # the constants of SplitMix64; signed 64-bit numbers, because torch computes in int64
-_MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
-_SHIFTS = (30, 27, 31)
+_STEPS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1))
 _BITS = 53
 
 
@@ -70,8 +69,7 @@ def dropout(
     if features is not None:
         places[-1] = features
     kept = _uniform(seed, places, x.device) >= p
-    dropped: Tensor = x * kept.to(x.dtype) * (1.0 / (1.0 - p))
-    return dropped
+    return x.mul(kept.to(x.dtype)).mul(1.0 / (1.0 - p))
 
 
 def _uniform(seed: int, places: list[Positions], device: torch.device) -> Tensor:
@@ -82,13 +80,12 @@ def _uniform(seed: int, places: list[Positions], device: torch.device) -> Tensor
     state = _mixed(torch.tensor(seed, dtype=torch.int64, device=device))
     for place in places:
         state = _mixed(state[..., None] + position_tensor(place, device))
-    uniform: Tensor = (state & (2**_BITS - 1)).double() / 2**_BITS
-    return uniform
+    return state.bitwise_and(2**_BITS - 1).double().div(2**_BITS)
 
 
 def _mixed(x: Tensor) -> Tensor:
     """Apply the finalizer of SplitMix64 to each element of int64 x. Products are modulo 2^64."""
-    for shift, multiplier in zip(_SHIFTS, (*_MULTIPLIERS, None), strict=True):
-        x = x ^ ((x >> shift) & (2 ** (64 - shift) - 1))  # >> fills with copies of the sign
-        x = x if multiplier is None else x * multiplier
+    for shift, multiplier in _STEPS:
+        # >> fills with copies of the sign
+        x = (x ^ ((x >> shift) & (2 ** (64 - shift) - 1))) * multiplier
     return x

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from sp_core.errors import ShapeError
@@ -128,9 +128,9 @@ class Plan:
                 strict=True,
             )
         ]
-        taken = deal([work.of(self.tokens(number)) for number in self.waiting], loads)
-        for place, number in enumerate(self.waiting):
-            loads[taken[place]] += work.of(self.tokens(number))
+        costs = [work.of(self.tokens(number)) for number in self.waiting]
+        for rank, cost in zip(deal(costs, loads), costs, strict=True):
+            loads[rank] += cost
         return tuple(loads)
 
     def useful(self, work: Work) -> int:
@@ -173,26 +173,6 @@ def deal(costs: Iterable[int], loads: Sequence[int]) -> list[int]:
         heapq.heapreplace(heap, (load + cost, rank))
         taken.append(rank)
     return taken
-
-
-def passes(plan: Plan, numbers: Sequence[int], max_tokens: int) -> Iterator[tuple[int, ...]]:
-    """Yield groups of consecutive sequences. One forward pass computes the sequences of a group.
-
-    Args:
-        plan: tells the number of tokens of each sequence.
-        numbers: the sequences, as indices, in order.
-        max_tokens: most tokens of a group. A longer sequence is a group of its own.
-    """
-    together: list[int] = []
-    total = 0
-    for number in numbers:
-        if together and total + plan.tokens(number) > max_tokens:
-            yield tuple(together)
-            together, total = [], 0
-        together.append(number)
-        total += plan.tokens(number)
-    if together:
-        yield tuple(together)
 
 
 Policy = Callable[[Sequence[int], int, Work], Plan]

@@ -7,7 +7,6 @@ H / K query heads. Shapes: B batch, S sequence, H heads, K key/value heads, D he
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -77,12 +76,6 @@ def _slots(kv_of_head: list[int]) -> tuple[int, ...]:
     distinct = sorted(set(kv_of_head))
     is_equal = len({kv_of_head.count(head) for head in distinct}) == 1
     return tuple(distinct if is_equal else kv_of_head)
-
-
-def parts_of(tensor: int, heads: Sequence[int]) -> list[Part]:
-    """Cut `heads` into ranges of consecutive numbers. Return each as (`tensor`, range)."""
-    cuts = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(heads)) if b != a + 1), len(heads)]
-    return [(tensor, range(heads[a], heads[b - 1] + 1)) for a, b in pairwise(cuts) if a < b]
 
 
 class _SideBySide(EagerFunction):

@@ -23,9 +23,9 @@ from sp_core.collectives.differentiable import apply
 from sp_core.collectives.maps import AllToAll
 from sp_core.communicator import Communicator
 from sp_core.mask import Mask
-from sp_core.schemes.heads import parts_of, side_by_side, split_heads
+from sp_core.schemes.heads import side_by_side, split_heads
 from sp_core.schemes.problem import Problem, agree
-from sp_core.segments import positions_of
+from sp_core.segments import consecutive, positions_of
 from sp_core.sharding import Sharding
 
 
@@ -197,7 +197,12 @@ class Exchange:
         """
         tensors, heads = zip(*dealt, strict=True)
         by_rank = list(zip(*heads, strict=True))
-        parts = [part for held in by_rank for each in enumerate(held) for part in parts_of(*each)]
+        parts = [
+            (number, part)
+            for held in by_rank
+            for number, own in enumerate(held)
+            for part in consecutive(own)
+        ]
         widths = tuple(sum(map(len, held)) for held in by_rank)
         x = apply(side_by_side(parts, *tensors), AllToAll(self.comm, 2, 1, widths, lengths))
         return tuple(x.split([*map(len, by_rank[self.comm.rank])], 2))
