@@ -33,8 +33,7 @@ from sp_core.segments import (
 __all__ = ["Sharding", "check_sharding", "split_ranges", "split_sizes"]
 
 LEAST_CHUNK = 32
-"""`Sharding.balanced` halves no chunk of this many tokens or fewer. Short chunks make kernels
-slow."""
+"""`Sharding.balanced` halves no chunk of at most this many tokens: short ones make kernels slow."""
 
 
 @dataclass(frozen=True)
@@ -155,8 +154,7 @@ class Sharding:
         if twice or (flat and flat[0] < 0):
             raise ShapeError(
                 f"positions must be >= 0 and owned by exactly one rank; lowest is {flat[0]}, "
-                f"owned twice: {twice[:5]}. "
-                "Give every token to one rank."
+                f"owned twice: {twice[:5]}. Give every token to one rank."
             )
         return cls(segments)
 

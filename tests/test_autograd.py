@@ -69,8 +69,10 @@ def test_copies_of_many_tensors_have_all_derivatives_of_copies_of_one(comm: Any)
 @spmd()
 def test_a_second_derivative_is_refused(comm: Any) -> None:
     with sp.Mesh(comm, sp=comm.size) as mesh:
-        shards = {"comm": mesh["sp"], "sharding": sp.Sharding.contiguous(2 * comm.size, comm.size)}
-        calls: list[Any] = [partial(scheme, **shards) for scheme in SCHEMES.values()]
+        sharding = sp.Sharding.contiguous(2 * comm.size, comm.size)
+        calls: list[Any] = [
+            partial(scheme, comm=mesh["sp"], sharding=sharding) for scheme in SCHEMES.values()
+        ]
         for attention in (*calls, sp.local_attention):
             x = torch.ones(1, 2, 1, 4, requires_grad=True)
             out = attention(x, x, x)

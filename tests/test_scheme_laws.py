@@ -13,7 +13,8 @@ from oracle.strategies import AttentionProblem, attention_problems
 from test_schemes import EVERY_SCHEME, on
 
 import sp_core as sp
-from sp_core.schemes.heads import head_groups, parts_of, split_heads
+from sp_core.schemes.heads import head_groups, split_heads
+from sp_core.segments import consecutive
 from sp_core.testing import device, given, spmd
 
 pytestmark = [pytest.mark.explore, pytest.mark.usefixtures("short_slots")]
@@ -92,8 +93,8 @@ def test_ulysses_exchanges_what_is_asked_for_at_once(comm: Any) -> None:
 
 def test_heads_are_taken_in_their_order_in_the_fewest_ranges() -> None:
     for heads, ranges in (((), 0), ((3,), 1), ((0, 1, 2), 1), ((1, 1, 2), 2), ((0, 2, 3, 5), 3)):
-        parts = parts_of(7, heads)
-        assert ([head for _, part in parts for head in part], len(parts)) == ([*heads], ranges)
+        parts = [*consecutive(heads)]
+        assert ([*chain(*parts)], len(parts)) == ([*heads], ranges)
 
 
 @EVERY_SCHEME
