@@ -39,6 +39,7 @@ from sp_core.llama.record import (
     read_parts,
     record_of,
     refuse,
+    settings_of,
 )
 from sp_core.mask import Mask
 from sp_core.nn.gradients import clip_gradient_norm, reduce_gradients
@@ -96,7 +97,8 @@ def train_step(
     Raises:
         ShapeError, ValueError, TypeError, CollectiveMismatch: as `backward` and
             `clip_gradient_norm`; ValueError also for an optimizer with parameters that the model
-            lacks. All on every rank. The weights are then unchanged.
+            lacks, CollectiveMismatch for optimizers that differ in class or settings. All on every
+            rank. The weights are then unchanged.
     """
     call = f"train_step({max_norm=})"
     saving = Saving(recompute=recompute, offload=offload, chunk=chunk)
@@ -183,7 +185,11 @@ def _backward(
         return crc32(f"{replicas.rank} {given[0]}".encode())
 
     seen = grid.everyone.agree_on(
-        lambda: f"{call} of {'own' if own else given[0]}, window={given[2].window}, {saving}", check
+        lambda: (
+            f"{call} of {'own' if own else given[0]}, window={given[2].window}, {saving}, "
+            f"{[*map(settings_of, others.values())]}"
+        ),
+        check,
     )
     if len(set(seen)) > replicas.size:
         raise CollectiveMismatch(
