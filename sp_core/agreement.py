@@ -186,7 +186,8 @@ class Question:
         self._control, self._comm = control, (comm := control.comm)
         self._call, self._error, self._value = call, error, value
         state = state if error is None else State.REFUSES
-        named, beginning = call.encode(), (_text(error) if error else call).encode()
+        texts = call, _text(error) if error else call
+        named, beginning = (text.encode(errors="backslashreplace") for text in texts)
         head = struct.pack("qq", state, value)
         words = np.frombuffer(blake2b(head + named, digest_size=16).digest(), "<u4")
         digest = blake2b(named).digest()  # packed are its first 8 bytes

@@ -36,6 +36,7 @@ CALLS: list[tuple[list[Any], type[Exception], str]] = [
     ([TypeError("a"), "g", TypeError("a")], TypeError, "rank 0: a"),
     (["f", "f", ZeroDivisionError("a")], sp.RankError, "rank 2: ZeroDivisionError: a"),
     *((["f", "f", kind("a")], kind, "rank 2: a") for kind in agreement.ERRORS),
+    (["f", "f", ValueError("caf\udce9")], ValueError, "rank 2: caf\udce9"),
     (["f", "f", ValueError(LETTERS)], ValueError, f"rank 2: {LETTERS}"),
     (
         ["f", "f", ValueError(LETTERS * 2)],

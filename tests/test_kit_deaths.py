@@ -181,9 +181,9 @@ def test_the_example_under_way_replaces_a_longer_one(
     path = tmp_path / "flying"
     with path.open("w") as file:
         monkeypatch.setattr(watch_module, "_watch", SimpleNamespace(flying=file.fileno()))
-        for text in ("a long example", "short", ""):
+        for text in ("a long example", "caf\udce9", "short", ""):
             watch_module.in_flight(text)
-            assert path.read_text() == text
+            assert path.read_text() == text.replace("\udce9", r"\udce9")
 
 
 @pytest.mark.parametrize(
@@ -234,6 +234,7 @@ def test_files_of_an_mpi_library_in_shared_memory_are_known_by_name(
     [
         *(("sys.exit(0)", 0), ("sys.exit(None)", 0), ("sys.exit(3)", 3), ("sys.exit('text')", 1)),
         *(("{}['key']", 1), ("raise KeyboardInterrupt", 1)),
+        ("raise type('Odd', (KeyError,), {'__repr__': lambda error: 1 / 0})", 1),
     ],
 )
 def test_a_program_ends_all_ranks_with_its_own_exit_code(

@@ -47,12 +47,6 @@ def test_an_assumption_that_fails_on_one_rank_rejects_the_example(comm: Any, n: 
     assert n % 2 == 0
 
 
-def test_skipping_on_every_rank_is_a_skip() -> None:
-    """A skip on only one rank is a failure, which test_kit_faults.py tests."""
-    with pytest.raises(pytest.skip.Exception, match="not here"):
-        spmd(2)(lambda comm: pytest.skip("not here"))()
-
-
 def test_ranks_are_a_value_in_any_order_and_without_rank_0() -> None:
     seen = []
 
@@ -206,6 +200,17 @@ def test_a_profile_with_more_examples_than_usual_has_more_of_each_test(
     assert number("explore", 30) == max(30, 30 * most // 60)
 
 
+def test_a_profile_of_the_project_gives_the_number_of_examples() -> None:
+    before = settings.get_current_profile_name()
+    settings.register_profile("mine", settings.get_profile("default"), max_examples=7)
+    settings.load_profile("mine")
+    chosen = [profiles.chosen(*each) for each in ((None,), (settings(),), (None, 30))]
+    five = profiles.chosen(settings(max_examples=5))
+    settings.load_profile(before)
+    assert [each.max_examples for each in (*chosen, five)] == [7, 7, 30, 5]
+    assert {(each.derandomize, each.deadline) for each in (*chosen, five)} == {(True, None)}
+
+
 @pytest.mark.parametrize("profile", ["pr", "explore"])
 def test_only_examples_that_differ_in_every_run_are_kept_in_the_database(
     profile: str, monkeypatch: pytest.MonkeyPatch
@@ -223,10 +228,11 @@ def test_settings_are_the_same_where_hypothesis_finds_a_ci_server() -> None:
 
 
 @pytest.mark.mpi  # between ranks that are threads nothing is sent
-def test_values_that_cannot_be_sent_fail_their_own_test_only() -> None:
-    @given(nprocs=st.just(1), f=st.just(lambda: 0), max_examples=1)
+@pytest.mark.parametrize("values", [st.just(lambda: 0), st.randoms()], ids=["pickle", "unpickle"])
+def test_values_that_cannot_be_sent_fail_their_own_test_only(values: Any) -> None:
+    @given(nprocs=st.just(1), f=values, max_examples=1)
     def body(comm: Any, f: Any) -> None:
-        f()
+        str(f)
 
     with pytest.raises(TypeError if leads() else RankFailure) as caught:
         body()
@@ -308,13 +314,6 @@ class TestMethods:
         assert tmp_path.is_dir()
         assert power in (1, 2)
         assert comm.allreduce(1) == comm.size
-
-
-def test_a_body_without_the_drawn_parameters_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"parameters named \['n'\]"):
-
-        @given(n=st.integers())
-        def body(comm: Any) -> None: ...
 
 
 def test_a_profile_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,6 +209,14 @@ def test_the_plugin_does_nothing_where_nobody_uses_it(tmp_path: Path) -> None:
     assert "sp_core.testing" not in text
 
 
+def test_a_skip_in_a_body_is_reported_at_the_test(tmp_path: Path) -> None:
+    program = "import pytest\nfrom sp_core.testing import spmd\n@spmd(2)\ndef test_x(comm):\n"
+    (tmp_path / "test_x.py").write_text(f"{program}    pytest.skip('odd')\n")
+    code, text = run(*PYTEST, "-q", "-rs", str(tmp_path))
+    assert code == 0, text
+    assert "test_x.py:3: odd" in text
+
+
 @pytest.mark.parametrize(
     ("program", "codes", "said"),
     [

@@ -24,6 +24,7 @@ import signal
 import sys
 import sysconfig
 import tempfile
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -178,7 +179,12 @@ def progress() -> None:
 def note(text: str) -> None:
     """Write `text`, cut to 511 bytes, to this rank's file "place", which outlives the process."""
     if _watch is not None:
-        os.pwrite(_watch.place, text.encode()[: PLACE_BYTES - 1] + b"\0", 0)
+        os.pwrite(_watch.place, encoded(text)[: PLACE_BYTES - 1] + b"\0", 0)
+
+
+def encoded(text: str) -> bytes:
+    """Return the text in UTF-8. Lone surrogates, as in odd file names, become escapes."""
+    return text.encode(errors="backslashreplace")
 
 
 def tell(text: str) -> None:
@@ -186,7 +192,7 @@ def tell(text: str) -> None:
 
     The text goes to the stack file, which the launcher prints, or without one to standard error.
     """
-    os.write(2 if _watch is None else _watch.stack, text.encode())
+    os.write(2 if _watch is None else _watch.stack, encoded(text))
 
 
 def in_flight(text: str) -> None:
@@ -196,8 +202,8 @@ def in_flight(text: str) -> None:
     slow.
     """
     if _watch is not None:
-        os.pwrite(_watch.flying, text.encode(), 0)
-        os.ftruncate(_watch.flying, len(text.encode()))
+        os.pwrite(_watch.flying, encoded(text), 0)
+        os.ftruncate(_watch.flying, len(encoded(text)))
 
 
 def run_program(arguments: list[str]) -> None:
@@ -226,7 +232,7 @@ def run_program(arguments: list[str]) -> None:
     except BaseException as error:
         code = error.code if isinstance(error, SystemExit) else 1
         code = code if isinstance(code, int) else int(code is not None)
-        note(f"{FAILED}{error!r}" if code else ENDED)
+        note(f"{FAILED}{traceback.format_exception_only(error)[-1].strip()}" if code else ENDED)
         abort_at_exit(code)
         raise
     note(ENDED)

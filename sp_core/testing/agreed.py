@@ -19,7 +19,7 @@ from sp_core.launch import watch
 from sp_core.launch.results import Ledger
 from sp_core.testing import requests
 from sp_core.testing.carriers import MpiCarrier
-from sp_core.testing.session import Session, find_shared_gpu, keep_largest
+from sp_core.testing.session import Session, find_shared_gpu, keep_largest, thread
 
 _RESULT_FILES = {"xmlpath", "benchmark_json", "benchmark_save", "benchmark_autosave"}
 
@@ -153,7 +153,15 @@ class Ranks:
         """Combine all ranks' reports on a test's setup, call or teardown. Every rank waits for all.
 
         If a rank has failed, or the outcomes differ, the report fails on every rank.
+
+        Raises:
+            TypeError: the body of an example uses the fixture `subtests`.
         """
+        if hasattr(thread, "sink") and thread.sink is not None:
+            raise TypeError(
+                "a body that runs on ranks cannot use `subtests` under mpiexec: other ranks would "
+                "not see a subtest that fails. Use plain `assert`, or pytest.mark.parametrize."
+            )
         report: pytest.TestReport = yield
         watch.progress()
         if not self._lost:

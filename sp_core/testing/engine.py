@@ -20,7 +20,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from hypothesis import strategies as st
 
 from sp_core.launch import watch
@@ -39,6 +38,7 @@ from sp_core.testing.outcome import (
 )
 from sp_core.testing.plan import (
     Example,
+    Nprocs,
     Plan,
     Result,
     Spec,
@@ -46,7 +46,10 @@ from sp_core.testing.plan import (
     combined,
     feed,
     is_fed,
+    leave,
+    require_strategies,
     search,
+    signature,
     sweep,
 )
 from sp_core.testing.run import ThreadsHung, run_body, run_ranks
@@ -71,7 +74,7 @@ All ranks add and remove the same keys in the same order.
 
 
 def given(
-    nprocs: st.SearchStrategy[Any] | None = None,
+    nprocs: st.SearchStrategy[Any] | Nprocs | None = None,
     *,
     max_examples: int | None = None,
     max_ranks: int = MAX_RANKS,
@@ -81,14 +84,17 @@ def given(
 
     The body's first argument is the communicator. Drawn arguments come by name, and all other
     parameters are pytest's fixtures. `@settings`, `@example`, `@seed` and `@reproduce_failure` go
-    on top; an `@example` names `nprocs` too.
+    on top; an `@example` names `nprocs` too. A deadline has no effect: it would count the time in
+    which ranks wait for each other. SP_WATCHDOG_S limits the seconds of an example.
 
     Args:
         nprocs: draws the number of ranks p (ranks 0 to p-1), or a tuple of world ranks in any
-            order. Default: 1 to `max_ranks`, and no more ranks than the launch has. A draw that
-            needs more ranks is rejected; if every draw needs more, the test is skipped.
-        max_examples: number of examples; default: the profile's (see `profiles`). A profile of more
-            than 60 examples scales this up in proportion; `brief` and `soak` scale it down.
+            order; or is such a number or tuple itself. Default: 1 to `max_ranks`, and no more ranks
+            than the launch has. A draw that needs more ranks is rejected; if every draw needs more,
+            the test is skipped.
+        max_examples: number of examples; default: the profile's (see `profiles`), which may be one
+            that the project itself has registered and loaded. A profile of the kit with more than
+            60 examples scales this up in proportion; `brief` and `soak` scale it down.
         max_ranks: greatest number of ranks that the default `nprocs` draws.
         strategies: each draws the argument of its name. Draw specifications (sizes, a seed), not
             data: the values are pickled and printed.
@@ -101,15 +107,19 @@ def given(
         example.
 
     Raises:
+        TypeError: an argument is no strategy or is `st.data()`, or the body is `async`, has a
+            `yield`, or lacks a parameter.
         RankFailure: when the test is called, for the smallest example that fails. Each origin of
             an error (class, file, line) has a subclass, by which Hypothesis tells bugs apart.
     """
 
     def plan(spec: Spec, attempt: Try) -> None:
         most = min(max_ranks, session.current.world_size or max_ranks)
-        ranks = st.integers(1, most) if nprocs is None else nprocs
+        ranks = st.integers(1, most) if named is None else named
         search(spec, attempt, ranks, strategies, max_examples)
 
+    named = st.just(nprocs) if isinstance(nprocs, int | tuple) else nprocs
+    require_strategies(strategies if named is None else {"nprocs": named, **strategies})
     return lambda body: _as_test(body, tuple(strategies), plan)
 
 
@@ -131,7 +141,8 @@ def spmd(*sizes: int | tuple[int, ...]) -> Callable[[Body], Body]:
         size.
 
     Raises:
-        TypeError: a size is neither a number nor a tuple.
+        TypeError: a size is neither a number nor a tuple, or the body is `async`, has a `yield`, or
+            lacks a parameter.
         RankFailure: when the test is called, for the first size that fails.
     """
     if not all(isinstance(size, int | tuple) for size in sizes):
@@ -154,31 +165,18 @@ def _as_test(body: Body, drawn: tuple[str, ...], plan: Plan) -> Body:
 
     @functools.wraps(body)
     def test(*instance: Any, **fixtures: Any) -> None:
+        inspect.signature(test).bind(*instance, **fixtures)  # names an argument that is missing
         spec = Spec(functools.partial(body, *instance), fixtures, body, vars(test))
         run(spec, plan)
 
     vars(test).update(
-        __signature__=_signature(body, drawn),
+        __signature__=signature(body, drawn),
         sp_core_ranks=True,
         # Hypothesis' pytest plugin requires these attributes for @settings and @example
         is_hypothesis_test=True,
         hypothesis=SimpleNamespace(inner_test=test),
     )
     return test
-
-
-def _signature(body: Body, drawn: tuple[str, ...]) -> inspect.Signature:
-    """Return the signature of the body without the communicator and the drawn arguments."""
-    parameters = list(inspect.signature(body).parameters.values())
-    instance = [p for p in parameters[:1] if p.name == "self"]
-    rest = parameters[len(instance) :]
-    missing = sorted(set(drawn) - {p.name for p in rest[1:]})
-    if not rest or missing:
-        raise TypeError(
-            f"{body.__qualname__} needs a communicator as its first parameter, and parameters "
-            f"named {missing or 'as drawn'}"
-        )
-    return inspect.Signature([*instance, *(p for p in rest[1:] if p.name not in drawn)])
 
 
 def run(spec: Spec, plan: Plan) -> None:
@@ -224,13 +222,12 @@ def _lead(
         result = attempt(spec, example)
         session.current.tally.count(len(example.ranks), result.remarks, raw=example.raw)
         session.replay(result.remarks)
+        leave(result.outcomes)
         begin = RACE if example.raw else ""
         if (problem := failure(result.outcomes, example.ranks, begin)) is not None:
             problem.add_note(keeps.format(example))
             raise problem from None
         kinds = {outcome.kind for outcome in result.outcomes}
-        if kinds == {Kind.SKIP}:
-            pytest.skip(result.outcomes[0].message)
         if Kind.REJECT not in kinds:
             passed[str(example)] = example
         return kinds
@@ -256,9 +253,7 @@ def _on_threads(spec: Spec, example: Example) -> Result:
     """Run one example on ranks that are threads, and return its result."""
     with session.collected() as sink:
         try:
-            _, outcomes = run_ranks(
-                len(example.ranks), lambda comm: spec.body(comm, **spec.fixtures, **example.values)
-            )
+            _, outcomes = run_ranks(len(example.ranks), lambda comm: spec.run(comm, example))
         except ThreadsHung as hung:
             hung.add_note(f"example: {example}")
             raise
@@ -345,8 +340,7 @@ def _follow(control: MpiCarrier, spec: Spec) -> None:
     with _or_abort(control):
         while isinstance(told := control.gather(None)[0], Example):
             _take_part(control, spec, told)
-    if told.kind is Kind.SKIP:
-        pytest.skip(told.message)
+    leave([told])
     if told.kind is not Kind.OK:
         text = f"{first_line(told.message)} (rank 0 has the whole report)"
         raise failure_class(told.type, told.file, told.line)(text)
@@ -388,7 +382,7 @@ def _take_part(control: MpiCarrier, spec: Spec, example: Example) -> Result:
     with session.collected() as sink, watch.limit(watch.example_seconds()):
         if comm is not None:
             watch.note(f"in the body of {spec.function.__name__}")
-            body = functools.partial(spec.body, comm, **spec.fixtures, **example.values)
+            body = functools.partial(spec.run, comm, example)
             # a rank does not wait for the other ranks of a raw example
             outcome = outcome_of(body) if example.raw else run_body(comm.family, body)[1]
         everyone = control.gather((outcome, sink))

@@ -13,15 +13,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sp_core.errors import CollectiveMismatch, PeerFailed
-from sp_core.launch.watch import owner, short
+from sp_core.launch.watch import encoded, owner, short
 
 
 class Kind(enum.Enum):
     """What a rank tells the other ranks: it is about to make a call, awaits a message, or is done.
 
     A rank is done in one of six ways. OK: its body returned. REJECT: Hypothesis' `assume` failed.
-    SKIP: pytest's skip. FAIL: an error of its own. WOKEN: it stopped because a peer had left.
-    MISMATCH: the ranks made different calls.
+    SKIP: pytest's skip, xfail or exit. FAIL: an error of its own. WOKEN: it stopped because a peer
+    had left. MISMATCH: the ranks made different calls.
     """
 
     CALL = "is about to make a call"
@@ -36,8 +36,14 @@ class Kind(enum.Enum):
 
 DONE = frozenset(Kind) - {Kind.CALL, Kind.WAIT}
 """The kinds of ranks that have left the example."""
-_KINDS = {"UnsatisfiedAssumption": Kind.REJECT, "Skipped": Kind.SKIP}
-"""Kinds by the class of an error; all other errors are failures."""
+_KINDS = {
+    "hypothesis.errors.UnsatisfiedAssumption": Kind.REJECT,
+    "builtins.Skipped": Kind.SKIP,
+    "unittest.case.SkipTest": Kind.SKIP,
+    "_pytest.outcomes.XFailed": Kind.SKIP,
+    "_pytest.outcomes.Exit": Kind.SKIP,
+}
+"""Kinds by module and name of an error's class; all other errors are failures."""
 
 
 class Woken(PeerFailed):
@@ -102,7 +108,15 @@ def capture(error: BaseException | None) -> Outcome:
     file, line = (own or frames or [("", 0)])[-1]
     name = next(kind for kind in type(root).__mro__ if kind not in (Woken, Mismatched)).__name__
     name, file, line = getattr(root, "key", (name, file, line))
-    return Outcome(kind, name, str(root), file, line, _traceback(error))
+    return Outcome(kind, name, shown(root, str), file, line, _traceback(error))
+
+
+def shown(value: object, how: Callable[[object], str] = repr) -> str:
+    """Return `how(value)`, or a text that says that it raised an error."""
+    try:
+        return how(value)
+    except Exception:  # noqa: BLE001  # code of the test's author must not end the session
+        return f"<{how.__name__}() of {type(value).__name__} failed>"
 
 
 def outcome_of(body: Callable[[], object]) -> Outcome:
@@ -138,7 +152,8 @@ def _root(error: BaseException) -> tuple[BaseException, Kind]:
         chain.append(cause)
     ours = [i for i, link in enumerate(chain) if isinstance(link, Woken | Mismatched)]
     if not ours:
-        return error, _KINDS.get(type(error).__name__, Kind.FAIL)
+        kind = type(error)
+        return error, _KINDS.get(f"{kind.__module__}.{kind.__name__}", Kind.FAIL)
     if ours[-1] + 1 < len(chain):
         return chain[ours[-1] + 1], Kind.FAIL
     return chain[ours[-1]], Kind.WOKEN if isinstance(chain[ours[-1]], Woken) else Kind.MISMATCH
@@ -151,9 +166,8 @@ def failure_class(type_name: str, file: str, line: int) -> type[RankFailure]:
     Hypothesis tells bugs apart by class, because all are raised from the same line of this package.
     """
     place = f" at {short(file)}:{line}" if file else ""
-    return type(
-        f"RankFailure[{type_name}{place}]", (RankFailure,), {"key": (type_name, file, line)}
-    )
+    name = encoded(f"RankFailure[{type_name}{place}]").decode()
+    return type(name, (RankFailure,), {"key": (type_name, file, line)})
 
 
 def table(outcomes: Sequence[Outcome]) -> str:

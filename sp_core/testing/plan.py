@@ -9,10 +9,10 @@ from __future__ import annotations
 import inspect
 import os
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import hypothesis
 import pytest
@@ -22,7 +22,7 @@ from hypothesis.errors import FailedHealthCheck, Unsatisfiable
 from sp_core.launch.watch import RUN_DIR
 from sp_core.testing import profiles, session
 from sp_core.testing.carriers import patiently
-from sp_core.testing.outcome import Kind, Outcome
+from sp_core.testing.outcome import Kind, Outcome, shown
 from sp_core.testing.session import Remarks, keep_largest
 
 __tracebackhide__ = True  # pytest shows no frames of this file
@@ -33,6 +33,7 @@ _COPIED = (
     "_hypothesis_internal_add_digest",
     "hypothesis_explicit_examples",
 )
+MAX_THREADS = 128
 Nprocs = int | tuple[int, ...]
 """A number p of ranks (the world ranks 0 to p-1), or world ranks in any order."""
 
@@ -58,13 +59,14 @@ class Example:
 
     def __str__(self) -> str:
         return ", ".join(
-            f"{name}={value!r}" for name, value in {"nprocs": self.nprocs, **self.values}.items()
+            f"{name}={shown(value)}"
+            for name, value in {"nprocs": self.nprocs, **self.values}.items()
         )
 
     def check_values(self) -> None:
         """Raise TypeError if the values cannot be sent to the other ranks."""
         try:
-            pickle.dumps(self.values)
+            pickle.loads(pickle.dumps(self.values))
         except Exception as error:
             raise TypeError(
                 f"{self} cannot be sent to the other ranks: {error}. Draw values that can be "
@@ -103,10 +105,19 @@ class Spec:
         marks: attributes that decorators have left on the test.
     """
 
-    body: Callable[..., None]
+    body: Callable[..., object]
     fixtures: dict[str, Any]
-    function: Callable[..., None]
+    function: Callable[..., object]
     marks: dict[str, Any]
+
+    def run(self, comm: Any, example: Example) -> None:
+        """Run the body on this rank. Raise TypeError if it returns anything but None."""
+        result = self.body(comm, **self.fixtures, **example.values)
+        if result is not None:
+            raise TypeError(
+                f"{self.function.__name__} returned {shown(result)}. The body of a test must "
+                "return None: use `assert` to check a result."
+            )
 
     @property
     def test_id(self) -> str:
@@ -115,21 +126,78 @@ class Spec:
         return session.current.node_id or f"{function.__module__}::{function.__qualname__}"
 
 
+def signature(body: Callable[..., object], drawn: Collection[str]) -> inspect.Signature:
+    """Return the signature of the body without the communicator and the drawn arguments.
+
+    Raise TypeError if the body cannot be called on ranks.
+    """
+    kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    if any(is_kind(body) for is_kind in kinds):
+        raise TypeError(
+            f"{body.__qualname__} is `async` or has a `yield`, so that a call would not run it. "
+            "Write a function with neither."
+        )
+    parameters = list(inspect.signature(body).parameters.values())
+    instance = [p for p in parameters[:1] if p.name == "self"]
+    rest = parameters[len(instance) :]
+    missing = sorted({*drawn} - {p.name for p in rest[1:]})
+    if not rest or missing:
+        raise TypeError(
+            f"{body.__qualname__} needs a communicator as its first parameter, and parameters "
+            f"named {missing or 'as drawn'}"
+        )
+    return inspect.Signature([*instance, *(p for p in rest[1:] if p.name not in drawn)])
+
+
+def require_strategies(strategies: Mapping[str, Any]) -> None:
+    """Raise TypeError unless each value is a strategy that draws before the body begins."""
+    for name, strategy in strategies.items():
+        if not isinstance(strategy, st.SearchStrategy):
+            raise TypeError(
+                f"@given got {name}={strategy!r}. Pass a strategy of Hypothesis; nprocs may also "
+                "be a number or a tuple of ranks."
+            )
+        if isinstance(strategy, type(st.data())):
+            raise TypeError(
+                f"@given got {name}=st.data(), by which each rank would draw alone. Draw only "
+                "through the arguments of @given, so that all ranks see the same example."
+            )
+
+
+def leave(outcomes: Sequence[Outcome]) -> None:
+    """Leave the test as all its ranks did by pytest's skip or xfail, or one of them by its exit."""
+    skips = [outcome for outcome in outcomes if outcome.kind is Kind.SKIP]
+    exits = [outcome for outcome in skips if outcome.type == "Exit"]
+    if exits or len(skips) == len(outcomes):
+        first = (exits or skips)[0]
+        ways: dict[str, Callable[[str], NoReturn]]
+        ways = {"XFailed": pytest.xfail, "Exit": pytest.exit}
+        ways.get(first.type, pytest.skip)(first.message)
+
+
 def ranks_of(nprocs: Nprocs) -> tuple[int, ...]:
     """Return the world ranks that an `nprocs` stands for."""
     return tuple(range(nprocs)) if isinstance(nprocs, int) else tuple(nprocs)
 
 
 def fits(nprocs: Nprocs) -> bool:
-    """Return whether the launch has the ranks of `nprocs`. Threads can always be made.
+    """Return whether the launch has the ranks of `nprocs`. MAX_THREADS threads can always be made.
 
     Raises:
-        ValueError: `nprocs` is neither a number of ranks nor a tuple of different ranks.
+        ValueError: `nprocs` is neither a number of ranks nor a tuple of different ranks, or ranks
+            are threads and it needs more than MAX_THREADS.
     """
-    ranks, size = ranks_of(nprocs), session.current.world_size
-    if not ranks or len(set(ranks)) != len(ranks) or min(ranks) < 0:
+    size, ranks = session.current.world_size, [nprocs - 1] if isinstance(nprocs, int) else nprocs
+    if (
+        not (isinstance(ranks, tuple | list) and ranks)
+        or not all(isinstance(rank, int) and rank >= 0 for rank in ranks)
+        or len({*ranks}) != len(ranks)
+        or (size == 0 and max(ranks) >= MAX_THREADS)
+    ):
         raise ValueError(
-            f"nprocs={nprocs!r} is neither a number of ranks nor a tuple of different ranks"
+            f"nprocs={nprocs!r} is neither a number of ranks nor a tuple of different ranks, or "
+            f"it needs more than {MAX_THREADS} threads. The first argument of @given draws the "
+            "ranks; pass other strategies by name. Without it at most `max_ranks` ranks are drawn."
         )
     return size == 0 or max(ranks) < size
 
@@ -168,9 +236,9 @@ def search(
         return nprocs in fitting
 
     def driver(**values: Any) -> None:
-        example = Example(ranks_of(values.pop("nprocs")), values)
-        if not is_fitting(example.nprocs):  # an `@example` for a larger launch
+        if not is_fitting(nprocs := values.pop("nprocs")):  # an `@example` for a larger launch
             hypothesis.reject()
+        example = Example(ranks_of(nprocs), values)
         if Kind.REJECT in attempt(example, "to keep this example: @example({})"):
             hypothesis.reject()
 

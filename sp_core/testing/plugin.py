@@ -131,9 +131,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Report a `RankFailure` by its text alone, which has the traceback that matters."""
-    report = yield
+    """Report a `RankFailure` by its text alone, which has the traceback that matters.
+
+    Report a skip in a body at the line of the test, as no line of the body is in the traceback.
+    """
     error = None if call.excinfo is None else call.excinfo.value
+    if isinstance(error, pytest.skip.Exception) and call.when == "call" and _is_ours(item):
+        error._use_item_location = True
+    report = yield
     if report.failed and "RankFailure" in [kind.__name__ for kind in type(error).__mro__]:
         report.longrepr = f"{type(error).__name__}\n{error}"
     return report

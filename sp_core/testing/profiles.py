@@ -3,6 +3,9 @@
 The examples are the same in every run for the profiles `pr` (the default, 60 examples), `quick`
 (25) and `brief` (6). Every run draws different examples for `soak` (3) and `explore` (SP_EXAMPLES,
 by default 5000). SP_PROFILE names the profile.
+
+If a profile that a project has registered itself is loaded instead, the values in which it differs
+from Hypothesis' profile `default` replace those of `pr`; its deadline does not.
 """
 
 from __future__ import annotations
@@ -101,6 +104,12 @@ def _grown(max_examples: int, profile_examples: int) -> int:
     return max(scaled, 3 if name() in ("brief", "soak") else max_examples)
 
 
+def _differing(own: settings | None, base: settings | None) -> dict[str, Any]:
+    """Return the values of `own` that are not those of `base`, by name."""
+    values = {name: getattr(own, name) for name in _TAKEN_FROM_TEST}
+    return {name: value for name, value in values.items() if value != getattr(base, name)}
+
+
 def chosen(
     own: settings | None, max_examples: int | None = None, *, seeded: bool = False
 ) -> settings:
@@ -108,24 +117,21 @@ def chosen(
 
     Args:
         own: the test's `@settings`, or None. Values that `own` leaves at Hypothesis' default are
-            taken from the profile.
+            taken from the profile. `deadline` always is, because times include waiting for ranks.
         max_examples: argument of `given`. It overrides `own` and the profile, and is changed by
             `_grown`.
         seeded: whether a seed was asked for. Then the examples are drawn from the seed and not from
             the test's name.
     """
     profile = settings.get_profile(name())
-    values: dict[str, Any] = (
-        {} if max_examples is None else {"max_examples": _grown(max_examples, profile.max_examples)}
-    )
+    values: dict[str, Any] = {}
+    if settings.get_current_profile_name() not in _OWN:
+        values = _differing(settings.default, settings.get_profile("default"))
     if own is not None:
-        differing = {
-            field: getattr(own, field)
-            for field in _TAKEN_FROM_TEST
-            if getattr(own, field) != getattr(settings.default, field)
-        }
-        suppressed = {*SUPPRESSED, *own.suppress_health_check}
-        values = {**differing, **values, "suppress_health_check": suppressed}
+        values |= _differing(own, settings.default)
+        values["suppress_health_check"] = {*SUPPRESSED, *own.suppress_health_check}
+    if max_examples is not None:
+        values["max_examples"] = _grown(max_examples, profile.max_examples)
     if seeded:
         values["derandomize"] = False
     if values.get("derandomize", profile.derandomize):

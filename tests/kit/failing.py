@@ -34,4 +34,8 @@ def assert_told(text: str, *said: str) -> None:
 
 def as_two(zero: Callable[[Any], Any], one: Callable[[Any], Any]) -> str:
     """Return the failure of a test in which rank 0 calls `zero` and rank 1 calls `one`."""
-    return failure_of(spmd(2)(lambda comm: (one if comm.rank else zero)(comm)))
+
+    def body(comm: Any) -> None:
+        (one if comm.rank else zero)(comm)
+
+    return failure_of(spmd(2)(body))

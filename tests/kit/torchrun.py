@@ -73,5 +73,5 @@ def attempt(spec: Spec, example: Example) -> Result:
     comm, outcome = communicator(example.ranks), FINISHED
     with collected() as sink:
         if comm is not None:
-            outcome = outcome_of(lambda: spec.body(comm, **spec.fixtures, **example.values))
+            outcome = outcome_of(lambda: spec.run(comm, example))
     return combined(example, world().allgather((outcome, sink)))

@@ -1,0 +1,144 @@
+"""Test what the body of a test on ranks may do, and which tests are refused.
+
+On ranks other than 0 the text of a failure has one line.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+from unittest import SkipTest
+
+import pytest
+from hypothesis import strategies as st
+from kit.failing import assert_told, failure_of, leads
+
+from sp_core.testing import given, spmd
+from sp_core.testing.outcome import RankFailure
+
+pytestmark = pytest.mark.ranks  # these laws hold for threads and for MPI
+
+
+def raise_skip(reason: str) -> None:
+    raise SkipTest(reason)
+
+
+@pytest.mark.parametrize(
+    ("leave", "expected"),
+    [
+        (pytest.skip, pytest.skip.Exception),
+        (raise_skip, pytest.skip.Exception),
+        (pytest.xfail, pytest.xfail.Exception),
+        (pytest.exit, pytest.exit.Exception),
+    ],
+)
+def test_a_body_leaves_a_test_as_pytest_lets_it(leave: Any, expected: Any) -> None:
+    """A skip on only one rank is a failure, which test_kit_faults.py tests."""
+    with pytest.raises(expected, match="not here"):
+        spmd(2)(lambda comm: leave("not here"))()
+    if leave is pytest.xfail:
+        with pytest.raises(expected, match="not here"):
+            given(nprocs=2, n=st.integers(0, 9))(lambda comm, n: leave("not here"))()
+
+
+def test_an_exit_of_one_rank_ends_the_session() -> None:
+    @spmd(2)
+    def body(comm: Any) -> None:
+        if comm.rank:
+            pytest.exit("not here")
+        comm.barrier()
+
+    with pytest.raises(pytest.exit.Exception, match="not here"):
+        body()
+
+
+class Exit(Exception):
+    """An error of a program, whose text cannot be made."""
+
+    def __str__(self) -> str:
+        raise LookupError
+
+    __repr__ = __str__
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (Exit(), ("RankFailure[Exit at", "<str() of Exit failed>")),
+        (ValueError("caf\udce9"), ("caf\udce9",)),
+    ],
+)
+def test_an_error_with_an_odd_text_is_told(error: Exception, said: tuple[str, ...]) -> None:
+    @spmd(2)
+    def body(comm: Any) -> None:
+        if comm.rank:
+            raise error
+
+    assert_told(failure_of(body), *said)
+
+
+def test_a_file_with_an_odd_name_is_told() -> None:
+    names: dict[str, Any] = {}
+    exec(compile("def body(comm): assert comm.rank == 0", "caf\udce9.py", "exec"), names)
+    assert_told(failure_of(spmd(2)(names["body"])), r"caf\udce9.py:1")
+
+
+@given(nprocs=2, odd=st.builds(Exit))
+def test_ranks_may_be_given_as_a_number_and_a_value_without_a_text(comm: Any, odd: Any) -> None:
+    assert (comm.size, type(odd)) == (2, Exit)
+
+
+async def coroutine(comm: Any) -> None: ...
+
+
+def generator(comm: Any) -> Any:
+    yield comm
+
+
+@pytest.mark.parametrize(
+    ("decorate", "body", "said"),
+    [
+        (lambda: given(n=st.integers()), leads, "first parameter"),
+        (lambda: given(n=st.integers()), failure_of, r"parameters named \['n'\]"),
+        (spmd, coroutine, "coroutine is `async` or has a `yield`"),
+        (given, generator, "generator is `async` or has a `yield`"),
+        (lambda: given(n=cast("Any", 3)), failure_of, "got n=3. Pass a strategy"),
+        (lambda: given(cast("Any", "2")), failure_of, "got nprocs='2'. Pass a strategy"),
+        (lambda: given(n=st.data()), failure_of, "all ranks see the same example"),
+    ],
+)
+def test_a_test_that_cannot_run_on_ranks_is_refused(decorate: Any, body: Any, said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        decorate()(body)
+
+
+@pytest.mark.parametrize(
+    "nprocs", [st.just(x) for x in (0, "2", 2.0, (), (1, 1), (-1,), ("0",), 129)]
+)
+def test_drawn_ranks_that_are_none_are_refused(nprocs: Any) -> None:
+    """Threads may be up to 128. A launch skips a test that needs more ranks."""
+    expected = (ValueError, RankFailure, pytest.skip.Exception)
+    with pytest.raises(expected, match=r"neither a number of ranks|fits a launch"):
+        given(nprocs)(lambda comm: None)()
+
+
+def test_an_argument_that_is_missing_is_named_before_a_body_runs() -> None:
+    with pytest.raises(TypeError, match="missing a required argument: 'fixture'"):
+        given(n=st.integers())(lambda comm, n, fixture: None)()
+
+
+def test_a_body_that_returns_a_result_fails() -> None:
+    def body(comm: Any, n: int) -> Any:
+        return n == 25
+
+    text = failure_of(given(n=st.integers(0, 9))(body))
+    assert_told(text, "body returned False. The body of a test must return None: use `assert`")
+
+
+@pytest.mark.mpi  # one report is made of those of all ranks
+def test_subtests_are_refused(subtests: Any) -> None:
+    @spmd(1)
+    def body(comm: Any) -> None:
+        with subtests.test():
+            comm.barrier()
+
+    assert_told(failure_of(body), "cannot use `subtests` under mpiexec")
