@@ -141,7 +141,7 @@ def make_case(
 
 
 class Device(Part):
-    """The device of the tensors; `count` is the number of cores, or of GPUs that the ranks used."""
+    """The device of the tensors. `count`: the machine's cores, or the GPUs that the ranks used."""
 
     kind: Text
     name: Text
@@ -183,7 +183,7 @@ class Env(Part):
 
 
 class Timing(Part):
-    """Seconds of one step, from the first rank's start to the last rank's end.
+    """Seconds of one step, from the start of the earliest rank to the end of the last one.
 
     A sample is the mean of `inner` steps. The skew is the time between the first and the last rank
     that leaves the barrier before a sample.

@@ -265,7 +265,7 @@ def arguments(op: str) -> dict[str, Any]:
 
 
 def _pair(nodes: tuple[int, ...], kind: str) -> tuple[int, int] | None:
-    """Return the first two ranks that share a node ("node") or do not ("network"), or None."""
+    """Return the first pair of ranks on one node ("node") or on two ("network"), or None."""
     pairs = combinations(range(len(nodes)), 2)
     return next(((a, b) for a, b in pairs if (nodes[a] == nodes[b]) == (kind == "node")), None)
 

@@ -203,7 +203,10 @@ def used_and_freed(comm: Any, transport: str) -> sp.Mesh:
 
 
 class Place(NamedTuple):
-    """MPI's communicator, that of the mesh, and functions that release what was kept on purpose."""
+    """Hold mpi4py's communicator, a communicator of a mesh on it, and what ends planted leaks.
+
+    Each planted leak adds to `kept` the function that releases it.
+    """
 
     comm: Any
     group: sp.Communicator

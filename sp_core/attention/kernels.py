@@ -364,7 +364,10 @@ def _ungrouped(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, logits: Logits) -> Tensor:
-    """Return q k^T (B, K, H/K * Sq, Sk), scaled, and bounded by the softcap if there is one."""
+    """Return q k^T, scaled, and bounded by the softcap if there is one.
+
+    The shape is (B, K, H/K * Sq, Sk): beside each key/value head the queries of its H/K heads.
+    """
     scores = torch.matmul(q, k.mT).mul_(logits.softmax_scale)
     cap = logits.softcap
     return scores if cap is None else scores.div_(cap).tanh_().mul_(cap)

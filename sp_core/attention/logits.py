@@ -116,7 +116,7 @@ class Logits:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether only the plain kernel computes such logits: softcap or ALiBi is given."""
+        """Return whether softcap or ALiBi is given, which no fused kernel computes."""
         return self.softcap is not None or self.alibi is not None
 
     def of_heads(self, heads: range | slice) -> Logits:
@@ -157,9 +157,9 @@ class Logits:
             by_query.addcmul_(scores.new_tensor(self.alibi).view(heads), apart, value=-1)
 
     def given(self) -> dict[str, Any]:
-        """Return name -> value of all fields that are not None.
+        """Return the fields that are not None, by name.
 
-        Without positions these are keyword arguments of `local_attention`.
+        If `positions` is None, they can be passed to `local_attention` as keyword arguments.
         """
         return {name: value for name, value in vars(self).items() if value is not None}
 

@@ -38,7 +38,8 @@ LEAST_BLOCKS = 4
 class Side(NamedTuple):
     """Map the slots of a pack to tokens of a shard, either for its queries or for its keys.
 
-    `Sequences` have no empty slots, so there `source` equals `tokens`.
+    A pack is a padded batch of documents, and a slot is a place for one token in it. A pack of
+    class `Sequences` has no empty slots, so its `source` equals its `tokens`.
 
     Args:
         source: for every slot the index of its token in the shard, int64 (all slots,). An empty

@@ -41,10 +41,11 @@ POLLED_ROWS = 768
 
 
 def tiled(blocks: Iterable[Block], cut: Cut, like: Tensor) -> tuple[Block, ...]:
-    """Cut blocks into tiles by `cut`, if `like` (q, k or v) is on a CPU in float32 or float64.
+    """Cut blocks of queries and keys into tiles, so that fewer hidden pairs are computed.
 
-    `cut` is `halves`, `rows` or `strips`. For other dtypes or devices return the blocks uncut: with
-    half types the kernel would round once more for each tile.
+    `cut` is the function `halves`, `rows` or `strips`. Blocks are cut only if `like` (any of q, k
+    and v) is on a CPU in float32 or float64. Of half types each tile would round the output once
+    more.
     """
     if not on_cpu(like):
         return tuple(blocks)

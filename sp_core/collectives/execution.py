@@ -306,7 +306,7 @@ class Running:
         return self._posted == len(self._bound.steps) and self._have_left(self._posted)
 
     def _post(self) -> None:
-        """Post steps until `depth` are under way, or the next would overwrite unfinished sends."""
+        """Start steps until `depth` are under way, or the next writes where a send still reads."""
         bound = self._bound
         while (
             len(self._under_way) < bound.depth

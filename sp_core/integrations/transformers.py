@@ -350,7 +350,10 @@ def _check_inputs(model: Any, given: Mapping[str, Any], comm: Communicator) -> N
 
 
 def _check_padding(mask: Tensor, labels: Tensor | None, documents: tuple[int, ...] | None) -> None:
-    """Raise ValueError if there are documents, or `mask` hides more than unlabelled end padding."""
+    """Raise ValueError unless `mask` hides only padding at the end of rows, labelled IGNORED.
+
+    A mask together with several documents is refused as well.
+    """
     seen = mask.bool()
     if documents is not None or (mask != seen).any() or (seen[:, 1:] & ~seen[:, :-1]).any():
         raise ValueError(

@@ -99,10 +99,10 @@ class Deaths:
         return {rank: pid for rank, (pid, _) in self._watched.items() if rank not in self.dead}
 
     def dump(self) -> None:
-        """Let living ranks write their stacks, and terminate ranks that are stopped (SIGSTOP).
+        """Signal living ranks to write their stacks, and end ranks that are stopped (SIGSTOP).
 
-        `suspects` names the stopped ranks. SIGCONT follows SIGTERM, because a stopped process
-        cannot write its stacks.
+        A stopped rank gets SIGTERM, then SIGCONT: it must run to write its stacks and to end. The
+        report of `suspects` names it.
         """
         time.sleep(DUMP_SECONDS / 2)  # several ranks reach one time limit nearly together
         for rank, pid in self.alive().items():

@@ -92,8 +92,8 @@ _limits: list[float] = []
 def file_of(directory: Path, rank: int, kind: str) -> Path:
     """Return the path of the file of one kind that a rank writes.
 
-    `kind` is "pid", "hang" (stacks at a time limit), "stack" (stacks at a signal), "place" (the
-    last place) or "life" (the pipe of `hold_life`).
+    `kind` is "pid", "hang" (stacks at a time limit), "stack" (stacks at a signal), "place" (where
+    in the program the rank was last) or "life" (the pipe that closes when the rank ends).
     """
     return directory / f"rank{rank}.{kind}"
 

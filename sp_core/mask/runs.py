@@ -17,11 +17,11 @@ from sp_core.mask.definition import Positions, check_inside, position_tensor
 
 
 class Piece(NamedTuple):
-    """Hold a run whose positions all lie in one document.
+    """Hold tokens of a shard that follow each other there and lie in one document.
 
     Args:
-        offset: index of the run's first token in the shard.
-        run: the positions of the run.
+        offset: index of the first of these tokens in the shard.
+        run: their global positions, which have a constant step.
         document: the number of the document; 0 without documents.
     """
 

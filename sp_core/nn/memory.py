@@ -33,7 +33,11 @@ class Saving:
         arguments.check_positive(chunk=self.chunk)
 
     def apply(self, layer: Callable[..., Tensor], x: Tensor, *given: Any) -> Tensor:
-        """Return `layer(x, *given, chunk)`. `recompute` and `offload` keep only its arguments."""
+        """Return `layer(x, *given, chunk)`.
+
+        With `recompute` or `offload` only the arguments of `layer` are saved for backward, which
+        calls `layer` again; with `offload` they are saved in host memory.
+        """
         given = *given, self.chunk
         if not (self.recompute or self.offload):
             return layer(x, *given)

@@ -152,7 +152,9 @@ def _product(
 
 
 def groups_of(slow: int, fast: int, *, ulysses_fastest: bool) -> list[list[int]]:
-    """Return the groups of ranks of `mesh[axes]` that exchange heads, one for each ring index.
+    """Return the groups of ranks that exchange heads by Ulysses, one for each place of the ring.
+
+    The ranks are those of `mesh[axes]`, which has two axes.
 
     Args:
         slow, fast: the number of ranks along the first axis, and along the last one. Rank

@@ -179,7 +179,8 @@ class CheckedComm(Messages):
     def _adopted(self, made: Any, counter: Iterator[int]) -> Any:
         """Return the result `made` of a call; replace an intracommunicator by a checked one.
 
-        The checked communicator joins the family of `self`. `counter` gives the number in its name.
+        The kit looks for deadlocks in `self` and the checked communicator together. Its name has
+        the next number of `counter`.
         """
         if not isinstance(made, self._mpi.Comm):
             return made

@@ -144,10 +144,14 @@ class Lockstep:
         self.beginning: Beginning | None = None
 
     def agree(self, call: Call, what: str, then: Callable[[], Any]) -> Steps[Any]:
-        """Return a generator that awaits all ranks, then makes the call.
+        """Return a generator that waits until all ranks have announced matching calls, then calls.
 
-        While the generator yields, this rank can do other work. All ranks must announce a matching
-        `call`. `what` describes it; `then` makes it and gives the generator's result.
+        While the generator yields, this rank can do other work.
+
+        Args:
+            call: this rank's call, for comparison with those of the other ranks.
+            what: the call in words, for reports.
+            then: makes the call; its result is the generator's.
         """
         self.calls += 1
         yield from self._settle()

@@ -89,9 +89,9 @@ class Messages(LockstepComm):
         return found
 
     def _bound(self, name: str, args: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of mpi4py's method `name`, by parameter, with defaults filled in.
+        """Return the arguments of a call of mpi4py's method `name`, by parameter, with defaults.
 
-        The parameter `self` is the communicator without checks.
+        The result has the unchecked communicator under "self".
         """
         call = _signature(getattr(type(self._raw), name)).bind(self._raw, *args, **given)
         call.apply_defaults()

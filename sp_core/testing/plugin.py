@@ -179,7 +179,10 @@ def _worst(config: pytest.Config) -> Iterator[tuple[str, bool]]:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Write the counts, the seed, the notes, and for each name the greatest error over bound."""
+    """Write to the terminal how many tests and examples ran, the seed, notes, and error ratios.
+
+    The ratio of a compared quantity, such as "ring dq", is its greatest error / allowed error.
+    """
     current = kit.current
     if not current.tally.tests and not current.tally.ratios and not current.notes:
         return

@@ -323,9 +323,10 @@ def exchange(
 
 
 def _messages(parts: Iterable[tuple[int, int, int, str]], *, count: bool = True) -> list[Message]:
-    """Return messages, given (source, destination, bytes, kind) of each.
+    """Return messages, given source, destination, number of bytes and kind of data of each.
 
-    Messages between the same two ranks get the turns 0, 1, 2, ...; with `count` False all get 0.
+    Messages from one rank to another are numbered 0, 1, 2, ... (`turn`); with `count` False all are
+    number 0.
     """
     turns, made = Counter[tuple[int, int]](), []
     for source, dest, nbytes, kind in parts:

@@ -206,9 +206,10 @@ def _element(buffer: Any, datatype: Any, writable: bool) -> _Element:
 
 
 def _typed(data: Array, datatype: Any, known: bool) -> _Element:
-    """Return the elements of a buffer with a datatype of MPI.
+    """Describe the elements of a buffer that is passed with a datatype of MPI.
 
-    `known`: whether there is a buffer; without it the datatype has absolute addresses.
+    `known` is False for MPI.BOTTOM: the datatype then holds absolute addresses, and there is no
+    buffer to read.
     """
     require(bool(datatype), "the datatype is null")
     size, (lower, extent) = datatype.Get_size(), datatype.Get_extent()

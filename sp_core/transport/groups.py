@@ -196,7 +196,7 @@ class GroupComm(Observer):
 
         Args:
             name: the transport's name.
-            poll: called while a rank waits.
+            poll: called without arguments, again and again while a rank waits.
         """
         comm = cast("Intracomm", self)
         return DistributedTransport(comm, self.group, HostTransport(comm), CPU, poll, name)

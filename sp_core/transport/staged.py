@@ -366,9 +366,9 @@ def _until(event: Handle) -> Iterator[None]:
 
 
 def _prefix(buffer: Tensor, like: Tensor | None, sizes: tuple[int, ...]) -> Tensor | None:
-    """Return the first bytes of a buffer as a vector in the dtype of `like`.
+    """Return a view of a buffer of bytes: its first `sum(sizes)` elements in the dtype of `like`.
 
-    The vector has `sum(sizes)` elements. Return None if `like` is None.
+    Return None if `like` is None.
     """
     if like is None:
         return None

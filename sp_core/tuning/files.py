@@ -88,7 +88,7 @@ def latest(host: str) -> Tuning | None:
 
 
 def load(path: Path, fingerprint: Mapping[str, str] | None = None) -> Tuning:
-    """Read constants from a file.
+    """Read measured costs of messages and copies (`Tuning`) from a file.
 
     Args:
         path: the file of constants.

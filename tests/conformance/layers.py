@@ -70,10 +70,10 @@ class Layers:
 
 
 class Case:
-    """A problem as one rank sees it.
+    """Compute one rank's results of two linear layers, and the results that it should have.
 
     Args:
-        problem: a pair of layers.
+        problem: the two layers, column- and row-parallel, and their input.
         rank: this rank's number.
         size: the number of ranks that share the tokens.
     """

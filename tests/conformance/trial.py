@@ -118,7 +118,10 @@ class Trial:
         return {} if most["ratio"] <= 1.0 else {"verdict": "wrong", **said}
 
     def _not_fine(self, everyone: Sequence[Attempt]) -> dict[str, Any]:
-        """Count a refusal by all ranks; for any other failure return "crashed" or "hung"."""
+        """Return {} and count a refusal if all ranks raised an error; else say what happened.
+
+        Then the verdict is "crashed" if some ranks raised, or "hung".
+        """
         statuses = {status for status, _ in everyone}
         if statuses == {RAISED}:
             self.refusals[everyone[0][1]] += 1

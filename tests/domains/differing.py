@@ -381,7 +381,10 @@ class Left(Exception):
 
 
 def judged(subject: Subject, drawn: Values, difference: Difference, comm: Any) -> str:
-    """Return the text of `outcome`, or "wrong: ..." for a wrong result, and leave the mesh."""
+    """Make the calls on a mesh; return what `outcome` says, or "wrong: ..." for a wrong result.
+
+    The mesh is left by an error, so that a rank that still waits in it is found.
+    """
     told = ""
     with suppress(Left), subject.prepare(comm, drawn) as call:
         try:

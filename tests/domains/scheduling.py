@@ -141,7 +141,12 @@ def longest_first(given: Values) -> list[int]:
 
 
 def dealt(given: Values, count: int) -> tuple[list[list[int]], list[int]]:
-    """Deal by list scheduling, with the `count` longest shared; return packs and loads by rank."""
+    """Give each sequence to the rank with the least work so far; all ranks share the longest.
+
+    Returns:
+        For each rank the numbers of its own sequences, and each rank's work. The `count` longest
+        sequences are split among all ranks.
+    """
     lengths, work, order = given["lengths"], given["work"], longest_first(given)
     loads = shared_loads((lengths[number] for number in order[:count]), given["size"], work)
     packed: list[list[int]] = [[] for _ in loads]

@@ -161,7 +161,10 @@ def file_of(test: str) -> str:
 
 
 def kept(file: str, stage: str) -> Path:
-    """Return the path of the stored measurement of a test file in a stage."""
+    """Return the path where `measure` stores the lines that a test file reaches in a stage.
+
+    A stage is "threads" or "ranks".
+    """
     return KEPT / f"{Path(file).stem}-{stage}-{digest(ROOT / file)}.json"
 
 

@@ -145,7 +145,7 @@ class DelayedMemory(_Computing, HostMemory):
         self._computing, self._launched = _Queue(), _Queue()
 
     def launch(self, work: Sequence[Callable[[], object]]) -> _Event:
-        """Ask for work after all work that was launched before, and return its event."""
+        """Put work at the end of the device's queue, and return the event of its end."""
         for item in work:
             self._launched.add(item)
         return _Event(self._launched, self._polls)

@@ -64,11 +64,11 @@ class Vectors:
 
     Args:
         op, algorithm: the collective and its algorithm.
-        shape: the argument of `pieces`.
+        shape: says how long the pieces are (see `pieces`).
         place: the root, modulo the number of ranks.
         dtype: the name of a torch dtype.
         seed: the seed of the vectors.
-        layout: the argument of `nodes_of`.
+        layout: says which ranks share a node (see `nodes_of`).
     """
 
     op: str

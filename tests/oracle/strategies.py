@@ -56,7 +56,7 @@ class AttentionProblem:
         batch, seq_len, kv_len, kv_heads, group, head_dim: sizes; there are `kv_heads * group` query
             heads.
         dtype: name of a torch dtype.
-        layout, kv_layout: names in `DRAWN`.
+        layout, kv_layout: how tokens and keys are sharded: names of the table `DRAWN`.
         mask: which keys a query sees.
         softmax_scale: None for the default.
         magnitude: the queries are multiplied by this, so logits grow with it.
@@ -67,11 +67,11 @@ class AttentionProblem:
         needs_grad: which of q, k, v require a gradient.
         storage: how the tensors lie in memory, one of `STORAGES`.
         seed: the seed of the tensors.
-        late: whether some rank is a little later than the others.
+        late: whether one rank is delayed a little on purpose.
         start, kv_start: global position of the first token.
         softcap: bound of the logits, or None.
-        sinks: about the size of the sinks, or None for none. They need a gradient if the seed is
-            even.
+        sinks: about how large the drawn logits of the sinks are, or None for none. They need a
+            gradient if the seed is even.
         alibi: ALiBi slope of head 0; those of the other heads are nearer to 0. None for none.
     """
 

@@ -142,7 +142,7 @@ def _(place: Place) -> Iterator[Any]:
 
 @torch.no_grad()
 def descend(model: nn.Module) -> None:
-    """Subtract the gradients, as an optimizer would; torch's take a second to be imported."""
+    """Subtract the gradients from the weights, as SGD with lr=1; torch.optim imports slowly."""
     for parameter in model.parameters():
         parameter.sub_(cast("Tensor", parameter.grad))
 

@@ -80,7 +80,10 @@ def draw(seq: int, seed: int, heads: int = HEADS, head_dim: int = HEAD_DIM) -> t
 
 
 def part(whole: Sequence[Tensor], positions: Tensor, *, heads_first: bool) -> Part:
-    """Return some tokens (1, S, H, D), stored in this order or, `heads_first`, as (1, H, S, D)."""
+    """Return the tokens at `positions` of each tensor, with shape (1, S, H, D).
+
+    With `heads_first` they lie in memory in the order (1, H, S, D).
+    """
     mine = [x[:, positions].contiguous() for x in whole]
     if heads_first:
         mine = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in mine]

@@ -293,7 +293,10 @@ def part(weights: dict[str, Tensor], rank: int, name: str, placement: Placement)
 
 
 def continued(model: Llama, room: int) -> Step:
-    """Return the step of a new sequence of up to `room` tokens that `Decoder` computes."""
+    """Begin a sequence of at most `room` tokens with `Decoder`; return its function of tokens.
+
+    The function takes the next tokens, and returns the logits after the last of them.
+    """
     decoder = Decoder(model, [room])
     return lambda tokens: (decoder.decode if len(tokens) == 1 else decoder.prefill)([tokens])
 

@@ -17,7 +17,10 @@ class Finder:
 
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
-        """Return the spec of sp_core.transport with a loader that also imports the plugin."""
+        """Return the spec of sp_core.transport, whose loader then imports `device.plugin`.
+
+        Return None for any other module, so that Python asks its next finder.
+        """
         if name != AFTER:
             return None
         sys.meta_path.remove(cls)
