@@ -101,7 +101,15 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("temperature", "p", "dropout", "base"), (_is_real, "a number")),
     "top_p": (lambda value: value is None or _is_real(value), "a number, or None"),
     "batches": (_is_sequence, "a list of micro-batches"),
-    "tensors": (lambda value: isinstance(value, (list, tuple)), "a list or tuple of tensors"),
+    **dict.fromkeys(
+        ("tensors", "shards"),
+        (lambda value: isinstance(value, (list, tuple)), "a list or tuple of tensors"),
+    ),
+    "positions": (
+        lambda value: _is_sequence(value) and all(isinstance(one, Iterable) for one in value),
+        "a list with the positions, whole numbers, of each rank",
+    ),
+    "groups": (_are_texts, "a list with the ranks, whole numbers, of each group"),
     **dict.fromkeys(
         (
             *("count", "max_file_bytes", "chunk", "window", "micro_batches"),
@@ -112,9 +120,10 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "folder": (lambda value: isinstance(value, (str, Path)), "a name or a Path"),
     "tokenizer": (lambda value: value is None or hasattr(value, "to_str"), "a Tokenizer, or None"),
     "comm": (
-        lambda value: hasattr(value, "Split"),
-        "a communicator of mpi4py, such as MPI.COMM_WORLD, or, after init_process_group(), a "
-        "ProcessGroup, a DeviceMesh, or None for all ranks",
+        lambda value: hasattr(value, "Split") and bool(value),  # false: null, or freed
+        "on the mesh's own ranks only a communicator of mpi4py that is neither null nor freed, "
+        "such as MPI.COMM_WORLD, or, after init_process_group(), a ProcessGroup, a DeviceMesh, or "
+        "None for all ranks",
     ),
     "parameters": (
         lambda value: isinstance(value, Iterable),
@@ -216,10 +225,11 @@ def length_along(x: Tensor, dim: int) -> int:
     """Return the length of a tensor along `dim`.
 
     Raises:
-        TypeError: `dim` is not a whole number.
+        TypeError: `dim` is not a whole number, or x no tensor.
         ShapeError: x does not have that dimension.
     """
     check(dim=dim)
+    check_type("x", x, Tensor, "Pass torch.as_tensor(...) of it.")
     if not -x.dim() <= dim < x.dim():
         raise ShapeError(
             f"dim {dim} was given for a tensor with {x.dim()} dims, shape {tuple(x.shape)}. "
@@ -264,7 +274,8 @@ def check_tensor(
         dtypes: the dtypes that are allowed; None allows all.
 
     Raises:
-        DtypeError: x is not a tensor, is a DTensor, or has a dtype that is not allowed.
+        DtypeError: x is not a tensor, is a DTensor, has a dtype that is not allowed, or has no
+            memory of its own, as a FakeTensor or a tensor inside torch.func.vmap.
         DeviceError: x is on a different device than `comm`.
         ShapeError: x is not strided, such as a sparse tensor.
     """
@@ -275,6 +286,12 @@ def check_tensor(
             f"{name} is on {x.device}, {comm.name} is on {want}. "
             f"Move it, or make the mesh with device={str(x.device)!r}."
         )
+    if not _has_memory(x):
+        raise DtypeError(
+            f"{name} is a tensor ({type(x).__name__}) without memory that could be sent, as in "
+            "torch.func, FakeTensorMode and gradients with is_grads_batched=True. Pass a plain "
+            "tensor, and compute one gradient at a time."
+        )
     if dtypes is not None and x.dtype not in dtypes:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise DtypeError(
@@ -282,12 +299,31 @@ def check_tensor(
         )
 
 
+def check_gradients(comm: Any, *grads: Tensor | None) -> None:
+    """Check as `check_tensor` the gradients that a backward has got; None is a gradient of 0."""
+    for grad in grads:
+        if grad is not None:
+            check_tensor(grad, comm, "an incoming gradient")
+
+
+def _has_memory(x: Tensor) -> bool:
+    """Return whether a tensor has memory of its own: no subclass, and no transform, hides it."""
+    plain = Tensor.__torch_dispatch__
+    if getattr(type(x), "__torch_dispatch__", plain) is not plain:
+        return False
+    try:
+        x.data_ptr()
+    except RuntimeError:  # inside a transform of torch.func
+        return False
+    return True
+
+
 def check_dense(x: Tensor, name: str) -> None:
     """Check that x is a plain dense tensor; `name` names it in the error.
 
     Raises:
         DtypeError: x is no tensor, or a DTensor.
-        ShapeError: x is not strided, such as a sparse tensor.
+        ShapeError: x is not strided, such as a sparse or nested tensor.
     """
     if not isinstance(x, Tensor):
         raise DtypeError(
@@ -299,5 +335,8 @@ def check_dense(x: Tensor, name: str) -> None:
             f"{name} is a DTensor, whose own layout may differ from the sharding. "
             "Pass this rank's own tokens as a plain tensor, such as x.to_local()."
         )
-    if x.layout is not torch.strided:
-        raise ShapeError(f"{name} has layout {x.layout}; a dense one is needed. Pass x.to_dense().")
+    if x.is_nested or x.layout is not torch.strided:
+        layout, dense = (
+            ("nested", "to_padded_tensor(0.0)") if x.is_nested else (x.layout, "to_dense()")
+        )
+        raise ShapeError(f"{name} has layout {layout}; a dense one is needed. Pass x.{dense}.")

@@ -392,7 +392,9 @@ def _gather(world: Intracomm, kind: str, name: str) -> str:
         mine = torch.full((1000, 3), float(world.rank), device=device)
         everything = all_gather(mine, comm=mesh["all"]).cpu()
         fallback = mesh["all"].no_window if name in ("window", "ipc", "pinned") else ""
-    expected = torch.arange(float(world.size)).repeat_interleave(1000)[:, None].expand(-1, 3)
+    expected = (
+        torch.arange(float(world.size), device="cpu").repeat_interleave(1000)[:, None].expand(-1, 3)
+    )
     if not torch.equal(everything, expected):
         raise RuntimeError("the gathered numbers are not the ones that were sent")
     return fallback

@@ -8,6 +8,7 @@ failed, and it reports the first rank that exits as the cause, which may be anot
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import threading
 import time
@@ -28,7 +29,7 @@ does not complete them in MPI_Finalize."""
 hooked = False
 """Whether `watch_over` has nothing to do: it has been called, or a test session has set this in
 order to handle errors itself."""
-_head = ""
+_head, _pid = "", os.getpid()
 _stop: Callable[[int], Any] = sys.exit
 
 
@@ -45,10 +46,10 @@ def watch_over(rank: int, size: int, stop: Callable[[int], Any]) -> None:
         stop: takes an exit code and ends all ranks (MPI's Abort), or only this process if its
             launcher then ends the other ranks (torchrun).
     """
-    global hooked, _head, _stop
+    global hooked, _head, _pid, _stop
     if hooked or size == 1:
         return
-    hooked, _head, _stop = True, f"rank {rank} of {size}: ", stop
+    hooked, _head, _pid, _stop = True, f"rank {rank} of {size}: ", os.getpid(), stop
     usual, of_threads, ignored = sys.excepthook, threading.excepthook, sys.unraisablehook
 
     def ended(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -70,6 +71,8 @@ def watch_over(rank: int, size: int, stop: Callable[[int], Any]) -> None:
 def end(error: BaseException, tell: Callable[[], Any]) -> None:
     """Print an error with this rank's number, wait GRACE_SECONDS, and end all ranks.
 
+    In a process that a rank has forked, only print the error, as Python does.
+
     If another rank prints the same error in full, print one line and wait twice as long. A rank
     that has lost a peer also waits twice as long, because torchrun names the rank that ends first.
 
@@ -77,6 +80,9 @@ def end(error: BaseException, tell: Callable[[], Any]) -> None:
         error: the error that ends the program; it gives the exit code.
         tell: prints the error in full.
     """
+    if os.getpid() != _pid:
+        tell()
+        return
     agreed = getattr(error, AGREED, 0)
     try:
         if agreed and error.__cause__ is None:
@@ -107,7 +113,9 @@ def left_by(error: BaseException) -> None:
     """Let the exit of this program end all ranks if `error` is a SystemExit other than success.
 
     `Mesh` calls this when an error leaves its `with` block, since Python calls no excepthook for
-    SystemExit. atexit then calls `end`. Without `watch_over` nothing happens.
+    SystemExit. atexit then calls `end`. Without `watch_over`, and in a forked process, nothing
+    happens.
     """
-    if _head and isinstance(error, SystemExit) and exit_code(error):
+    is_rank = _head and os.getpid() == _pid
+    if is_rank and isinstance(error, SystemExit) and exit_code(error):
         atexit.register(end, error, partial(traceback.print_exception, error))

@@ -253,10 +253,10 @@ def vector(op: str, nbytes: int, group: Communicator) -> torch.Tensor:
     """Return a rank's float32 input of `op`: `nbytes` bytes, or for all_gather 1/P of them."""
     count = nbytes // 4
     if op == "all_gather":
-        return torch.ones(count // group.size)
+        return torch.ones(count // group.size, device="cpu")
     if op == "all_to_all":
-        return torch.ones(group.size, 1, count // group.size)
-    return torch.ones(count)
+        return torch.ones(group.size, 1, count // group.size, device="cpu")
+    return torch.ones(count, device="cpu")
 
 
 def arguments(op: str) -> dict[str, Any]:
@@ -287,7 +287,9 @@ def _exchange(group: Communicator, peers: list[int], size: int) -> Call:
     """Return a function that sends `size` bytes to each peer, and receives as many."""
     transport = group.transport
     sends, recvs = (
-        transport.bind([(peer, torch.ones(size, dtype=torch.uint8)) for peer in peers])
+        transport.bind(
+            [(peer, torch.ones(size, dtype=torch.uint8, device="cpu")) for peer in peers]
+        )
         for _ in range(2)
     )
     return lambda: wait(transport.post(sends=sends, recvs=recvs, tag=group.next_tag()), group.poll)
@@ -295,7 +297,7 @@ def _exchange(group: Communicator, peers: list[int], size: int) -> Call:
 
 def _local(world: Intracomm, kind: str, size: int, share: float) -> float:
     """Return the seconds of a sum ("add") or copy of `size` bytes, while all ranks do the same."""
-    into, one, other = (torch.ones(size // 4) for _ in range(3))
+    into, one, other = (torch.ones(size // 4, device="cpu") for _ in range(3))
     if kind == "add":
         return _median(world, lambda: torch.add(one, other=other, out=into), share)
     return _median(world, lambda: into.copy_(one), share)
@@ -305,7 +307,7 @@ def _binding(world: Intracomm, group: Communicator) -> tuple[float, float]:
     """Return the seconds to prepare a collective: (without any step, additional for each step)."""
     found = []
     for nbytes in BOUND_BYTES:
-        x, scratch = torch.ones(nbytes // 4), Scratch(group.device)
+        x, scratch = torch.ones(nbytes // 4, device="cpu"), Scratch(group.device)
         moves = operation("all_reduce", group.rank, group.size, (x.numel(),), itemsize=x.itemsize)
         bind = partial(execution.bind, group, moves, x, x, "segmented_ring", scratch)
         bound = bind()

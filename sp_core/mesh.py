@@ -48,7 +48,7 @@ class Mesh(NotCopied):
         comm: an mpi4py communicator, a ProcessGroup of torch.distributed, None for all ranks of its
             default group, or a DeviceMesh, whose dimensions are the axes if none are given. Without
             mpi4py the ranks communicate over gloo, and with "distributed" on a GPU over NCCL.
-        device: where tensors live; default "cpu".
+        device: where tensors live, also the number of an accelerator; default "cpu".
         transport: "auto", a name of `sp_core.transport.NAMES`, or a `HostWrapper`. With "window"
             (host memory), "ipc" (memory of a GPU) and "pinned" (host memory that a GPU reads) the
             ranks of one machine share memory, or send messages if they cannot
@@ -87,7 +87,7 @@ class Mesh(NotCopied):
         self,
         comm: Intracomm | ProcessGroup | DeviceMesh | None,
         *,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         transport: str | HostWrapper = "auto",
         check: Check = "agree",
         algorithm: str | Mapping[str, str] | None = None,
@@ -137,11 +137,11 @@ class Mesh(NotCopied):
         """
         if self._freed:
             raise RankError("this mesh has been freed. Use it inside its `with Mesh(...)` block.")
-        names = (axes,) if isinstance(axes, str) else tuple(axes)
-        if not set(names) <= self.axes.keys() or len(set(names)) != len(names):
+        is_one, known = isinstance(axes, str) or not isinstance(axes, Iterable), tuple(self.axes)
+        names: tuple[Any, ...] = (axes,) if is_one else tuple(axes)
+        if not all(name in known and names.count(name) == 1 for name in names):
             raise ShapeError(
-                f"axes {names} were asked for; this mesh has {tuple(self.axes)}. Pass names "
-                "of this mesh, each once."
+                f"axes {names} were asked for; this mesh has {known}. Pass its names, each once."
             )
         if names not in self._made:
             self._made[names] = self._later(names)
@@ -164,7 +164,7 @@ class Mesh(NotCopied):
                 "a DeviceMesh needs torch.distributed. Call init_process_group() before, on every "
                 "rank."
             )
-        ranks = torch.tensor(self._comm.allgather(distributed.get_rank()))
+        ranks = torch.tensor(self._comm.allgather(distributed.get_rank()), device="cpu")
         grid = ranks.view(tuple(self.axes.values()))
         return DeviceMesh(self.device.type, grid, mesh_dim_names=tuple(self.axes))
 
@@ -266,6 +266,7 @@ class Mesh(NotCopied):
     def _check_arguments(self) -> None:
         for length in self.axes.values():
             arguments.check(size=length)
+        self.axes = {axis: int(length) for axis, length in self.axes.items()}
         defaults(self._algorithm)
         ranks = math.prod(self.axes.values())
         if min(self.axes.values(), default=0) < 1 or ranks != self.size:
@@ -286,7 +287,7 @@ def _ranks_of(given: Any, axes: dict[str, int]) -> tuple[Intracomm, dict[str, in
     Raises:
         TypeError: `given` is no communicator; on this rank alone.
     """
-    if hasattr(given, "Split"):
+    if hasattr(given, "Split") and given:
         if type(given).__module__ == "mpi4py.MPI":
             from mpi4py.MPI import COMM_WORLD as world
 
@@ -349,15 +350,17 @@ def named_transport(transport: str | HostWrapper, device: torch.device) -> str |
     return transport
 
 
-def _device(device: torch.device | str | None) -> torch.device:
+def _device(device: torch.device | str | int | None) -> torch.device:
     """Return the device with its index, or raise a DeviceError if it is not there."""
     try:
-        found = torch.device(device or "cpu")
+        found = torch.device("cpu" if device is None else device)
+        if found.type == "cpu" and found.index:
+            raise RuntimeError("there is only one CPU device, cpu:0.")
     except (RuntimeError, TypeError) as error:
         text = short_text(error)
         raise DeviceError(f"device={device!r} was given: {text} Pass 'cpu' or 'cuda'.") from None
     if (kind := found.type) == "cpu" or kind not in NAMES:  # `choose` refuses the latter
-        return found
+        return torch.device(kind)
     count = count_devices(kind)
     if count == 0:
         raise DeviceError(

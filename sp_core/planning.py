@@ -348,7 +348,7 @@ def timed_flops(head_dim: int) -> float:
     The quickest of four calls counts. Only operations on visible pairs are counted.
     """
     seq_len, heads = 1024, 4
-    x = torch.randn(1, seq_len, heads, head_dim)
+    x = torch.randn(1, seq_len, heads, head_dim, device="cpu")
     seconds = []
     for _ in range(4):
         start = time.perf_counter()

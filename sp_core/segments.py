@@ -46,8 +46,9 @@ def deal_chunks(work: Tensor, size: int, chunk: int) -> tuple[list[list[int]], b
     stops = range(chunk, len(work) + chunk, chunk)
     costs = pad(work[[min(stop, len(work)) - 1 for stop in stops]], (1, 0)).diff()
     whole = costs[: len(work) // chunk].argsort(descending=True, stable=True)
-    order = torch.cat([whole, torch.arange(len(whole), len(costs))])  # the shorter chunk is last
-    loads = torch.zeros(size, dtype=torch.int64)
+    shorter = torch.arange(len(whole), len(costs), device="cpu")  # this chunk is dealt last
+    order = torch.cat([whole, shorter])
+    loads = torch.zeros(size, dtype=torch.int64, device="cpu")
     hands: list[list[int]] = [[] for _ in range(size)]
     for dealt in order.split(size):
         heavy_first = dealt[costs[dealt].argsort(descending=True, stable=True)]
@@ -93,8 +94,8 @@ def positions_of(segments: Sequence[Segment]) -> Segment | Tensor:
 @torch.inference_mode(False)
 def concatenated(segments: Sequence[Segment]) -> Tensor:
     """Return all positions of some segments, one segment after the other, int64 (positions,)."""
-    pieces = [torch.arange(s.start, max(s.start, s.stop), s.step) for s in segments]
-    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
+    pieces = [torch.arange(s.start, max(s.start, s.stop), s.step, device="cpu") for s in segments]
+    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def moved(piece: range, start: int) -> range:

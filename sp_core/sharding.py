@@ -40,9 +40,9 @@ LEAST_CHUNK = 32
 class Sharding:
     """The global positions of the tokens that each rank holds, in the rank's own order.
 
-    Make one with `contiguous`, `zigzag`, `striped`, `balanced` or `from_positions`. Shards may be
-    uneven and empty. Some methods take tensors in the order of an all-gather: the shards of all
-    ranks in rank order.
+    Make one with `contiguous`, `zigzag`, `striped`, `balanced` or `from_positions`, which check
+    their arguments; `Sharding(segments)` does not. Shards may be uneven and empty. Some methods
+    take tensors in the order of an all-gather: the shards of all ranks in rank order.
 
     Args:
         segments: for each rank the position ranges that it holds, one after the other.
@@ -147,7 +147,10 @@ class Sharding:
 
         Raises:
             ShapeError: a position that is owned twice, or is negative.
+            TypeError: positions that are not whole numbers for each rank.
         """
+        positions = list(positions) if isinstance(positions, Iterable) else positions
+        check(positions=positions)
         segments = tuple(tuple(runs(owned)) for owned in positions)
         flat = sorted(position for owned in segments for run in owned for position in run)
         twice = [a for a, b in pairwise(flat) if a == b]
@@ -217,15 +220,20 @@ class Sharding:
             gathered: any shape, `gathered.shape[dim] == seq_len`.
             dim: the sequence dimension.
         """
-        return _permuted(gathered, dim, map(len, self.gathered_segments), self._segment_order)
+        return self._permuted(gathered, dim, range(len(self._segment_order)), self._segment_order)
 
     def unsort_segments(self, x: Tensor, dim: int) -> Tensor:
         """Reorder x from the order of `sort_segments` to that of an all-gather."""
         order = self._segment_order
-        return _permuted(
-            *(x, dim, (len(self.gathered_segments[place]) for place in order)),
-            sorted(range(len(order)), key=order.__getitem__),
-        )
+        return self._permuted(x, dim, order, sorted(range(len(order)), key=order.__getitem__))
+
+    def _permuted(self, x: Tensor, dim: int, held: Iterable[int], order: list[int]) -> Tensor:
+        """Cut x, the segments `held`, along `dim`, and join part order[0], order[1], ..."""
+        self._check_tokens(x, dim)
+        if order == sorted(order):
+            return x
+        parts = x.split([len(self.gathered_segments[place]) for place in held], dim)
+        return torch.cat([parts[place] for place in order], dim)
 
     def sorted_ranges(self, rank: int) -> list[range]:
         """Return for each segment of `rank` the range to which `sort_segments` moves it."""
@@ -272,6 +280,7 @@ class Sharding:
         Raises:
             ShapeError: wrong number of shards, a shard of wrong length, or no such `dim`.
         """
+        check(shards=shards)
         given = tuple(length_along(shard, dim) for shard in shards)
         if given != self.lengths:
             raise ShapeError(
@@ -299,6 +308,7 @@ class Sharding:
         Raises:
             ShapeError: the groups do not cover the ranks exactly once.
         """
+        check(groups=groups)
         if sorted(rank for group in groups for rank in group) != list(range(self.size)):
             raise ShapeError(
                 f"groups {groups} must hold each of the ranks 0..{self.size - 1} exactly once."
@@ -311,9 +321,7 @@ class Sharding:
         """Return `rank` if it is a rank of this sharding, else raise a ShapeError."""
         check(rank=rank)
         if not 0 <= rank < self.size:
-            raise ShapeError(
-                f"rank {rank} was given; this sharding is for the ranks 0..{self.size - 1}."
-            )
+            raise ShapeError(f"rank {rank} was given; this sharding has ranks 0..{self.size - 1}.")
         return rank
 
     def _check_tokens(self, x: Tensor, dim: int) -> None:
@@ -346,7 +354,7 @@ class Sharding:
     def _restore_index(self) -> Tensor | None:
         """The index of each token in an all-gather, in order of position; None if 0, 1, 2, ..."""
         order = concatenated(self.gathered_segments).argsort()
-        return None if torch.equal(order, torch.arange(len(order))) else order
+        return None if torch.equal(order, torch.arange(len(order), device="cpu")) else order
 
     @cached_property
     def _first(self) -> int:
@@ -390,11 +398,3 @@ def _tokens(seq_len: int, size: int, start: int) -> range:
             f"given were {seq_len}, {size} and {start}."
         )
     return range(start, start + seq_len)
-
-
-def _permuted(x: Tensor, dim: int, lengths: Iterable[int], order: Sequence[int]) -> Tensor:
-    """Cut a tensor along `dim` into parts of `lengths`, and join part order[0], order[1], ..."""
-    if order == sorted(order):
-        return x
-    parts = x.split(list(lengths), dim)
-    return torch.cat([parts[place] for place in order], dim)

@@ -50,6 +50,7 @@ VALUES: dict[str, Any] = {
     "generator": torch.Generator(),
     "tokenizer": SimpleNamespace(to_str=print),
     "comm": SimpleNamespace(Split=print),
+    "null": type("Null", (), {"Split": print, "__bool__": lambda self: False})(),
     "rope": sp.Rope(4),
 }
 SEQUENCES = "words blanks list wholes tuple range flags halves lists halves_in_lists all_endless"
@@ -65,6 +66,8 @@ TAKEN = {
     "shape": "list wholes tuple range",
     "batches": SEQUENCES,
     "tensors": SEQUENCES.replace("range ", ""),
+    "positions": "list lists halves_in_lists words blanks",
+    "groups": "list lists",
     "count": "none zero numpy",
     "room": "list wholes tuple range",
     "temperature": "zero numpy half endless",

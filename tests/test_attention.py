@@ -246,3 +246,38 @@ def test_the_gradient_of_the_lse_is_not_rounded_to_the_heads_dtype(dtype: torch.
     assert (wide_q[..., 3:] == 0).all()
     assert torch.equal(wide_q @ wide_k.mT, q @ k.mT)
     assert torch.equal(do @ wide_v.mT, q @ k.mT)
+
+
+def test_a_result_may_be_changed_in_place_as_after_sdpa() -> None:
+    for kernel in (local_attention, scaled_dot_product_attention):
+        q = torch.randn(1, 3, 2, 4, requires_grad=True)
+        out: Any = kernel(q.clone(), q, q)
+        wanted = 2 * out.detach()
+        assert torch.equal(out.mul_(2), wanted)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Mask(causal=True, window=3),
+        Mask(documents=(0, 3, 41)),
+        Mask(documents=(*range(0, 41, 2), 41), causal=True),
+        Mask(documents=(*range(0, 41, 2), 41), kv_documents=(*range(22),)),
+    ],
+    ids=str,
+)
+def test_the_default_device_of_torch_changes_nothing(mask: Mask) -> None:
+    """The call under the other default comes first, because plans of blocks are cached."""
+
+    def results() -> list[Tensor]:
+        x = q.clone().requires_grad_()
+        k = x[:, : mask.key_documents[-1]] if mask.key_documents else x
+        out: Any = local_attention(x, k, k, mask=mask)
+        return [out, *torch.autograd.grad(out.square().sum(), x)]
+
+    q = torch.randn(1, 41, 2, 4)
+    with torch.device("meta"):
+        found = results()
+    assert all(map(torch.equal, found, results()))

@@ -46,6 +46,18 @@ def test_the_global_map_has_right_first_and_second_derivatives(name: str) -> Non
     assert torch.autograd.gradgradcheck(global_map(kept, size), shards, fast_mode=True)
 
 
+@pytest.mark.parametrize("name", sorted(DIFFERENTIABLE))
+@spmd(1, 3)
+def test_a_result_may_be_changed_in_place(comm: Any, name: str) -> None:
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        x = torch.ones(2, 3, requires_grad=True)
+        plain = DIFFERENTIABLE[name](x, mesh["sp"])
+        doubled = DIFFERENTIABLE[name](x, mesh["sp"]).mul_(2)
+        assert torch.equal(doubled, 2 * plain)
+        (once,), (twice,) = (torch.autograd.grad(y.sum(), x) for y in (plain, doubled))
+        assert torch.equal(twice, 2 * once)
+
+
 @spmd(1, 2, 3)
 def test_copies_of_many_tensors_have_all_derivatives_of_copies_of_one(comm: Any) -> None:
     with sp.Mesh(comm, sp=comm.size) as mesh:

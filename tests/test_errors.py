@@ -17,7 +17,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from refusals import calls, decoders, layers, models, pure
+from refusals import calls, decoders, kinds, layers, models, pure
 from refusals.calls import Row, Table, comm_of
 from torch import Tensor
 
@@ -59,13 +59,13 @@ def rows(*tables: Table, ranks: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("axes", "row"), [*found.values()], ids=[*found])
 
 
-@rows(calls.EVERYWHERE, models.EVERYWHERE, decoders.EVERYWHERE, ranks=2)
+@rows(calls.EVERYWHERE, kinds.EVERYWHERE, models.EVERYWHERE, decoders.EVERYWHERE, ranks=2)
 @spmd(1, 3)
 def test_what_is_wrong_everywhere(comm: Any, axes: str, row: Row) -> None:
     check_refused(comm, axes, row)
 
 
-@rows(calls.ON_ONE_RANK, models.ON_ONE_RANK, decoders.ON_ONE_RANK, ranks=2)
+@rows(*(calls.ON_ONE_RANK, kinds.ON_ONE_RANK, models.ON_ONE_RANK, decoders.ON_ONE_RANK), ranks=2)
 @spmd(2)
 def test_what_is_wrong_on_one_rank_is_raised_on_both(comm: Any, axes: str, row: Row) -> None:
     check_refused(comm, axes, row)
@@ -109,6 +109,10 @@ NO_MESH: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (sp.ShapeError, "sizes >= 1", {"a": 2, "b": 0}),
     (sp.ShapeError, "no axes", {}),
     (sp.DeviceError, "meta", {"device": "meta", "a": 2}),
+    *(
+        (sp.DeviceError, f"device={re.escape(repr(wrong))} was given", {"device": wrong, "a": 2})
+        for wrong in list[Any](["cpu:1", "", []])
+    ),
     (sp.DeviceError, "pigeon", {"transport": "pigeon", "a": 2}),
     (ValueError, "never", {"check": "never", "a": 2}),
     *(
@@ -144,7 +148,7 @@ def test_a_mesh_that_cannot_be(
 @given(tensor=st.sampled_from(DEVICES), wanted=st.sampled_from(DEVICES))
 def test_a_tensor_belongs_where_the_communicator_is(tensor: str, wanted: str) -> None:
     """A communicator on "cuda" takes tensors of every GPU; one on "cuda:1" only of that one."""
-    x = Mock(Tensor, device=torch.device(tensor), layout=torch.strided)
+    x = Mock(Tensor, device=torch.device(tensor), layout=torch.strided, is_nested=False)
     comm: Any = SimpleNamespace(device=torch.device(wanted), name="sp")
     kinds = tensor.partition(":")[0], wanted.partition(":")[0]
     refused = pytest.raises(sp.DeviceError, match=f"tensor is on {tensor}, sp is on {wanted}")

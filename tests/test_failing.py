@@ -65,6 +65,7 @@ def test_an_error_that_is_caught_and_a_thread_that_exits_end_nothing(place: str)
     assert code == 0, text
 
 
+END = failing.end
 HOOKS = (sys, "excepthook"), (threading, "excepthook"), (sys, "unraisablehook")
 
 
@@ -129,6 +130,24 @@ def test_an_error_ends_all_after_the_usual_hook_has_told_it_once(
     for call in end.call_args_list:
         call.args[1]()
     usual[place].assert_called_once_with(*given)
+
+
+@pytest.mark.parametrize(
+    ("place", "given"),
+    [(0, ("kind", LOST, "trace")), (1, (told(LOST),)), (2, (told(LOST, AT_EXIT),))],
+)
+def test_an_error_of_a_forked_process_ends_only_that_process(
+    place: int, given: tuple[Any, ...], usual: list[Mock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing.watch_over(1, 3, stop := Mock())
+    monkeypatch.setattr(failing, "end", END)
+    monkeypatch.setattr(failing, "os", Mock(**{"getpid.return_value": -1}))
+    monkeypatch.setattr(failing, "atexit", registry := Mock())
+    hook: Any = set_now()[place]
+    hook(*given)
+    usual[place].assert_called_once_with(*given)
+    failing.left_by(SystemExit(3))
+    assert (stop.called, registry.register.called) == (False, False)
 
 
 def with_cause(error: BaseException, *, agreed: bool, cause: BaseException | None) -> BaseException:

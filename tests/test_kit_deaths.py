@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -247,6 +247,21 @@ def test_a_program_ends_all_ranks_with_its_own_exit_code(
     with pytest.raises((SystemExit, KeyError, KeyboardInterrupt)):
         watch_module.run_program(["-c", f"import sys; {ending}"])
     assert codes == [code]
+
+
+@pytest.mark.parametrize("ending", ["{}['key']", "sys.exit(3)", "pass"])
+def test_the_end_of_a_forked_process_is_not_that_of_the_rank(
+    ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[object] = []
+    monkeypatch.setattr(watch_module, "abort_at_exit", said.append)
+    monkeypatch.setattr(watch_module, "note", said.append)
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(os, "getpid", os.getpid)  # the program replaces it, as a fork does
+    with suppress(KeyError, SystemExit):
+        watch_module.run_program(["-c", f"import os, sys; os.getpid = lambda: -1; {ending}"])
+    assert said == []
 
 
 @pytest.mark.parametrize("kind", ["file", "link", "-m", "-c"])

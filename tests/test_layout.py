@@ -180,6 +180,31 @@ def test_files_import_what_they_may(path: str, text: str) -> None:
     assert len(foreign({path: text})) == 1
 
 
+MAKES = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "tensor", "zeros"}
+"""Functions of torch that make a tensor on the default device if no device is given."""
+
+
+def without_device(sources: dict[str, str]) -> list[str]:
+    """Return the calls of functions in MAKES that name no device."""
+    return [
+        f"{path}: {ast.unparse(node)}"
+        for path, text in sources.items()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func).removeprefix("torch.") in MAKES
+        and ast.unparse(node.func).startswith("torch.")
+        and "device" not in [keyword.arg for keyword in node.keywords]
+    ]
+
+
+def test_tensors_are_not_made_on_the_default_device() -> None:
+    """A program may have any default device. A mesh and its arguments say where tensors live."""
+    assert without_device({"x.py": "torch.ones(2)\ntorch.ones(2, device=x.device)"}) == [
+        "x.py: torch.ones(2)"
+    ]
+    assert without_device(read("sp_core")) == []
+
+
 ALONE = {
     "a scheme, and everything": f"""
 import sys, sp_core.schemes.ring

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from refusals.calls import hybrid
@@ -28,10 +29,12 @@ from sp_core.transport.distributed import DistributedTransport
         ("cuda:2", "cuda", "there are 2 CUDA devices, cuda:0 to cuda:1"),
         ("cuda", "mps", "torch sees no CUDA device"),
         ("cuda", "", "torch sees no CUDA device"),
+        ("cpu:0", "", "cpu"),
+        (None, "", "cpu"),
     ],
 )
 def test_a_gpu_is_the_current_one_unless_it_is_numbered(
-    asked: str, sees: str, found: str, monkeypatch: pytest.MonkeyPatch
+    asked: str | None, sees: str, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = {"device_count": 2, "current_device_index": 1}
     accelerator = torch.device(sees) if sees else None
@@ -40,7 +43,7 @@ def test_a_gpu_is_the_current_one_unless_it_is_numbered(
     )
     for name, value in answers.items():
         monkeypatch.setattr(torch.accelerator, name, lambda value=value: value)
-    if found.startswith("cuda"):
+    if found.startswith(("cuda", "cpu")):
         assert str(_device(asked)) == found
         return
     with pytest.raises(sp.DeviceError, match=found):
@@ -128,6 +131,22 @@ def test_a_transport_of_the_environment_that_is_none_is_refused(
     monkeypatch.setenv("SP_TRANSPORT", "magic")
     with pytest.raises(sp.DeviceError, match="magic"):
         sp.Mesh(comm, sp=1)
+
+
+@spmd(2)
+def test_numbers_of_numpy_are_those_of_python(comm: Any) -> None:
+    two: Any = np.int64(2) if comm.rank else 2
+    with sp.Mesh(comm, sp=two) as mesh:
+        x = torch.ones(4)
+        mine = sp.reduce_scatter(x, comm=mesh["sp"], sizes=[two, two])
+        assert sp.all_gather(mine, comm=mesh["sp"], sizes=[two, two]).tolist() == [2.0] * 4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
+@spmd(2)
+def test_a_number_is_that_of_an_accelerator(comm: Any) -> None:
+    with pytest.raises(sp.DeviceError, match=r"device=0 was given: .*accelerator"):
+        sp.Mesh(comm, device=0, sp=comm.size)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -153,6 +154,41 @@ def test_checkpointing_and_no_grad(comm: Any, name: str) -> None:
         assert not bare.requires_grad
         found = shards.gradients(kept, lse)
         assert all(torch.equal(x, grads[what]) for what, x in found.items())
+
+
+@EVERY_SCHEME
+@spmd()
+def test_a_result_may_be_changed_in_place_and_no_gradient_is_wrong(comm: Any, name: str) -> None:
+    """The backward needs the result as it was, as that of torch's own attention, and says so.
+
+    The result of Ulysses is a copy if there are several ranks. Then the gradient is right.
+    """
+    with sp.Mesh(comm, device=device(), sp=comm.size) as mesh:
+        shards = Shards(PLAIN, comm.rank, comm.size, mesh["sp"].device)
+        out, _ = shards.run(on(mesh, name))
+        (grad,) = torch.autograd.grad(out.sum(), shards.local[0], retain_graph=True)
+        wanted = 2 * out.detach()
+        assert torch.equal(out.mul_(2), wanted)
+        copies = name == "ulysses" and comm.size > 1
+        refused = pytest.raises(RuntimeError, match="modified by an inplace operation")
+        with nullcontext() if copies else refused:
+            (again,) = torch.autograd.grad(out.sum(), shards.local[0])
+            assert torch.allclose(again, 2 * grad)
+
+
+@EVERY_SCHEME
+@spmd()
+def test_the_default_device_of_torch_changes_nothing(comm: Any, name: str) -> None:
+    found = []
+    for default in ("meta", device()):  # plans are cached: the other default comes first
+        with torch.device(default), sp.Mesh(comm, device=device(), sp=comm.size) as mesh:
+            with torch.device(device()):
+                shards = Shards(
+                    replace(PLAIN, seq_len=19, kv_len=19), comm.rank, comm.size, device()
+                )
+            found.append(shards.results(on(mesh, name)))
+            found[-1]["all"] = sp.all_gather(found[-1]["out"], comm=mesh["sp"], dim=1)
+    assert all(torch.equal(x, found[1][what]) for what, x in found[0].items())
 
 
 @pytest.mark.parametrize("kind", ["messages", "shared memory"])

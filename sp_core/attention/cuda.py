@@ -189,7 +189,10 @@ def _ends(lengths: Lengths, like: Tensor) -> tuple[object, ...]:
         of queries of a sequence; the greatest number of keys.
     """
     batch = len(like) // sum(lengths[0])
-    ends = (torch.tensor([0, *accumulate(each * batch)], dtype=torch.int32) for each in lengths)
+    ends = (
+        torch.tensor([0, *accumulate(each * batch)], dtype=torch.int32, device="cpu")
+        for each in lengths
+    )
     return *(end.to(like.device) for end in ends), *map(max, lengths)
 
 

@@ -202,7 +202,7 @@ class _Attention(EagerFunction):
         with exact(q):
             out, lse = attend(*(t.transpose(1, 2) for t in (q, k, v)), **call, out_dtype=dtype)
             add_sinks(out, lse, sinks)
-        out = out.transpose(1, 2).to(q.dtype)
+        out = out.transpose(1, 2).to(q.dtype).detach()  # one of several outputs must be no view
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         return out, lse
 

@@ -206,7 +206,8 @@ def forward(
         q, k, v = (_readable(t) for t in (q, k, v))
         # the kernel hides keys before it scales the scores, but its backward after that
         if kind == "causal" and scale <= 0:
-            kind, allowed = "partial", torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril_()
+            whole = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device="cpu")
+            kind, allowed = "partial", whole.tril_()
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, kind == "causal", attn_mask=_additive(allowed, q.dtype), scale=scale
         )
@@ -263,7 +264,8 @@ def _additive(allowed: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         return None
     kept: dict[torch.dtype, Tensor] = vars(allowed).setdefault("additive", {})
     if dtype not in kept:
-        kept[dtype] = torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, -torch.inf)
+        zeros = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+        kept[dtype] = zeros.masked_fill_(~allowed, -torch.inf)
     return kept[dtype]
 
 

@@ -71,7 +71,7 @@ class Pack(NamedTuple):
 
     def allowed(self, batch: int) -> Tensor:
         """Return the mask of the tiles of `batch` examples, bool (batch * tiles, 1, side, side)."""
-        slot = torch.arange(self.side)
+        slot = torch.arange(self.side, device="cpu")
         return ((slot >= self.first) & (slot <= self.last)).repeat(batch, 1, 1, 1)
 
     def gather(self, side: Side, x: Tensor) -> Tensor:
@@ -245,8 +245,8 @@ def _sequences(blocks: tuple[Block, ...]) -> tuple[tuple[Block, ...], Packs]:
 
 def _side_of(parts: Iterable[slice]) -> Side:
     """Return a `Side` with the tokens of some ranges, one after the other, without empty slots."""
-    tokens = torch.cat([torch.arange(part.start, part.stop) for part in parts])
-    return Side(tokens, torch.arange(len(tokens)), tokens)
+    tokens = torch.cat([torch.arange(part.start, part.stop, device="cpu") for part in parts])
+    return Side(tokens, torch.arange(len(tokens), device="cpu"), tokens)
 
 
 def _apart(blocks: Iterable[Block], most: int = sys.maxsize) -> Iterator[Block]:
@@ -291,14 +291,15 @@ def _pack(blocks: list[Block], side: int) -> Pack:
         seen[1].extend(ends if block.kind == "causal" else [ends[-1]] * height)
         rows, columns = rows + height, columns + width
     queries, keys = (_side((tile + 1) * side, *found) for found in zip(slots, tokens, strict=True))
-    limits = torch.tensor([1, 0])[:, None].repeat(1, (tile + 1) * side)  # empty slots see nothing
-    limits[:, queries.slots] = torch.tensor(seen)
+    # empty slots see nothing
+    limits = torch.tensor([[1], [0]], device="cpu").repeat(1, (tile + 1) * side)
+    limits[:, queries.slots] = torch.tensor(seen, device="cpu")
     first, last = limits.view(2, -1, 1, side, 1)
     return Pack(side, queries, keys, first, last)
 
 
 def _side(length: int, slots: list[int], tokens: list[int]) -> Side:
     """Return a `Side` of `length` slots: token tokens[i] in slot slots[i], the rest empty."""
-    index = torch.full((length,), tokens[0])
-    index[slots] = torch.tensor(tokens)
-    return Side(index, torch.tensor(slots), torch.tensor(tokens))
+    index = torch.full((length,), tokens[0], device="cpu")
+    index[slots] = torch.tensor(tokens, device="cpu")
+    return Side(index, torch.tensor(slots, device="cpu"), torch.tensor(tokens, device="cpu"))

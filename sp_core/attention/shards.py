@@ -108,7 +108,7 @@ def _attend(
         return part(blocks[0])
     out = _zeros(q, accumulation_dtype(q.dtype))
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=out.dtype)
-    fresh = torch.ones(q.shape[2], dtype=torch.bool)
+    fresh = torch.ones(q.shape[2], dtype=torch.bool, device="cpu")
     for pack in packs:
         pack.forward(q, k, v, logits, out, lse)
         fresh[pack.queries.tokens] = False

@@ -164,7 +164,7 @@ def _call(
         given: the other arguments by name.
     """
     shown = ", ".join(
-        f"{n}={tuple(v) if isinstance(v, Sequence) and not isinstance(v, str) else v}"
+        f"{n}={tuple(map(int, v)) if isinstance(v, Sequence) and not isinstance(v, str) else v}"
         for n, v in given.items()
     )
     shape = ", ".join(

@@ -27,12 +27,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sp_core.arguments import check_communicator
+from sp_core.arguments import check_communicator, check_gradients
 from sp_core.collectives.build import build, check_summable
 from sp_core.collectives.maps import AllGather, AllReduce, Map, Started
 from sp_core.communicator import Communicator
@@ -80,7 +81,8 @@ class _Apply(EagerFunction):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         transpose = ctx.transpose or ctx.mapping.transpose
         if isinstance(transpose, Map):
-            ctx.agree(f"the backward of {ctx.mapping.name}")
+            check = partial(check_gradients, transpose.comm, *grads)
+            ctx.agree(f"the backward of {ctx.mapping.name}", check)
         return _apply(grads[0], transpose, ctx.mapping, transpose.run), None, None, None
 
 
@@ -252,7 +254,8 @@ class _CopyAllToGroup(EagerFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.agree("the backward of copy_all_to_group")
+        check = partial(check_gradients, ctx.comm, *grads)
+        ctx.agree("the backward of copy_all_to_group", check)
         summed: list[Tensor | None] = [None] * len(grads)
         for dtype in sorted({grad.dtype for grad in grads}, key=str):
             places = [place for place, grad in enumerate(grads) if grad.dtype == dtype]

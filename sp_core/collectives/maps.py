@@ -176,7 +176,7 @@ class _AlongDim(Map):
         moves = self.operation(x, tuple(size * width for size in self.sizes), root=self.offset)
         received = self.operation(x, self.sizes, root=self.offset).recv
         recv = x.new_empty((sum(received), *rows.shape[1:]))
-        out = recv.movedim(0, self.dim) if self.dim else recv  # for dim 0: recv, no view of it
+        out = recv.movedim(0, self.dim).detach()  # no view, which autograd would protect
         return Prepared(moves, send, recv.view(-1), out, refresh)
 
 
@@ -307,7 +307,7 @@ class AllToAll(Map):
             moves,
             send,
             recv.view(-1),
-            recv.movedim((0, 1), (self.concat_dim, self.split_dim)),
+            recv.movedim((0, 1), (self.concat_dim, self.split_dim)).detach(),
             refresh,
         )
 

@@ -192,7 +192,7 @@ def all_reduce_(
 
 def _problem(op: str, given: Mapping[str, Any]) -> str:
     """Return what is wrong with the name `op` or the argument names of a plan, or "" if nothing."""
-    if op not in KINDS:
+    if op not in tuple(KINDS):  # a list cannot be looked up in a dict
         return f"a plan of {op!r} was asked for; there are {tuple(KINDS)}. Pass one of them."
     known = KINDS[op].arguments
     taken, needed = {*known, "algorithm"}, {name for name in known if known[name] is NEEDED}

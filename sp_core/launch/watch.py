@@ -209,7 +209,8 @@ def in_flight(text: str) -> None:
 def run_program(arguments: list[str]) -> None:
     """Run a Python program in this process as the interpreter would, and note how it ended.
 
-    After an error, the exit of this process ends all ranks (`abort_at_exit`).
+    After an error, the exit of this process ends all ranks (`abort_at_exit`). Nothing is noted of
+    the end of a process that the program has forked.
 
     Args:
         arguments: a file, `-m` and a module, or `-c` and code; then the program's arguments.
@@ -222,6 +223,7 @@ def run_program(arguments: list[str]) -> None:
     if sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
         sys.path[0] = folder
     sys.argv = {"-c": [kind, *rest[1:]], "-m": rest}.get(kind, arguments)
+    pid = os.getpid()
     try:
         if kind == "-m":
             runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
@@ -232,10 +234,12 @@ def run_program(arguments: list[str]) -> None:
     except BaseException as error:
         code = error.code if isinstance(error, SystemExit) else 1
         code = code if isinstance(code, int) else int(code is not None)
-        note(f"{FAILED}{traceback.format_exception_only(error)[-1].strip()}" if code else ENDED)
-        abort_at_exit(code)
+        if os.getpid() == pid:
+            note(f"{FAILED}{traceback.format_exception_only(error)[-1].strip()}" if code else ENDED)
+            abort_at_exit(code)
         raise
-    note(ENDED)
+    if os.getpid() == pid:
+        note(ENDED)
 
 
 def abort_at_exit(code: int) -> None:

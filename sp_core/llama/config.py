@@ -244,7 +244,9 @@ def check_ranks(config: LlamaConfig, size: int) -> None:
 
 def flat(sequences: Tokens) -> Tensor:
     """Return the tokens of all sequences, one after the other, as a 1-dim int64 tensor."""
-    return torch.tensor([token for tokens in sequences for token in tokens], dtype=torch.int64)
+    return torch.tensor(
+        [token for tokens in sequences for token in tokens], dtype=torch.int64, device="cpu"
+    )
 
 
 def check_sequences(

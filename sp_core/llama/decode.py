@@ -32,7 +32,7 @@ from sp_core.errors import ShapeError
 from sp_core.llama import pipeline
 from sp_core.llama.config import Tokens, check_length, check_tokens, flat
 from sp_core.llama.model import LayerAttend, Llama, Pass
-from sp_core.mask import Mask
+from sp_core.mask import Mask, position_tensor
 from sp_core.nn.parallel import Lengths
 from sp_core.sharding import Sharding, split_ranges, split_sizes
 
@@ -121,7 +121,7 @@ class Cache:
             owned.extend(positions[place] for place in share)
         mine = [positions[place] for place in shares[self.rank]]
         kept = len(self.owned[self.rank])
-        self.positions[kept - len(mine) : kept] = torch.tensor(mine, dtype=torch.int64)
+        self.positions[kept - len(mine) : kept] = position_tensor(mine)
         return New(tokens, positions, shares)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -358,7 +358,7 @@ class Decoder:
             ]
             rows = all_gather(row[parts[tensor.rank]], comm=tensor, sizes=list(map(len, parts)))
         rows = all_gather(rows, comm=comm, sizes=list(map(len, held)))
-        order = torch.tensor([place for part in held for place in part]).argsort()
+        order = torch.tensor([place for part in held for place in part], device="cpu").argsort()
         return rows[order.to(rows.device)]
 
 

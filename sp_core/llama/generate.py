@@ -97,7 +97,8 @@ class Sampling:
         sums = p[: self.top_k].cumsum(0)
         if self.top_p is not None:
             sums = sums[: torch.searchsorted(sums, self.top_p * sums[-1]) + 1]
-        uniform = torch.rand((), generator=random, dtype=torch.float64).to(sums.device)
+        uniform = torch.rand((), generator=random, dtype=torch.float64, device="cpu")
+        uniform = uniform.to(sums.device)
         return int(order.indices[torch.searchsorted(sums, uniform * sums[-1], right=True)])
 
 

@@ -298,7 +298,8 @@ def document_positions(positions: Tensor, mask: Mask) -> Tensor:
     """Return the position of each token in its document, from positions in the whole sequence."""
     if mask.documents is None:
         return positions
-    return positions - torch.tensor(mask.documents)[document_of(positions, mask.documents)]
+    starts = torch.tensor(mask.documents, device="cpu")
+    return positions - starts[document_of(positions, mask.documents)]
 
 
 def create(
@@ -344,7 +345,7 @@ def create(
     model = make_alike(grid.everyone, make)
 
     def draw(name: str, placement: Placement) -> Tensor:
-        whole = torch.ones(placement.shape, dtype=torch.float64)
+        whole = torch.ones(placement.shape, dtype=torch.float64, device="cpu")
         if len(placement.shape) > 1:  # not the weight of a norm
             random = torch.Generator().manual_seed(crc32(f"{seed} {name}".encode()))
             whole.normal_(0.0, 0.02, generator=random)

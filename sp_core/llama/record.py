@@ -169,7 +169,7 @@ def read_parts(
     weights, trial = Checkpoint(path.parent), object.__new__(type(optimizer))
     vars(trial).update(vars(optimizer))  # loading replaces the attributes, and changes none
     try:
-        random = torch.tensor([*bytes.fromhex(record["random"])], dtype=torch.uint8)
+        random = torch.tensor([*bytes.fromhex(record["random"])], dtype=torch.uint8, device="cpu")
         if generator is not None:
             torch.Generator(generator.device).set_state(random)
         values, state = _read(path, record, model, weights)
@@ -203,7 +203,7 @@ def _read(
     def value(name: str, kind: str, x: Any) -> Any:
         if x == {}:
             return moments.read(f"{name}.{kind}", placements[name], rank)
-        return torch.tensor(x[""]) if isinstance(x, dict) and "" in x else x
+        return torch.tensor(x[""], device="cpu") if isinstance(x, dict) and "" in x else x
 
     state = {
         number: {kind: value(name, kind, x) for kind, x in held[name].items()}

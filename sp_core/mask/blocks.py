@@ -89,7 +89,7 @@ def plan_blocks(
 
 def band_mask(rows: int, columns: int, lo: int, hi: int) -> Tensor:
     """Return a bool tensor (rows, columns), True at row i and column j if lo <= i - j <= hi."""
-    visible = torch.ones(rows, columns, dtype=torch.bool)
+    visible = torch.ones(rows, columns, dtype=torch.bool, device="cpu")
     return visible.tril_(max(-lo, -rows)).triu_(min(max(-hi, -rows), columns))
 
 
@@ -189,7 +189,8 @@ def count_visible(mask: Mask, queries: range, keys: range) -> Tensor:
     least, greatest = limits(mask, FAR64)
     low, high = (q - greatest).clamp(min=keys.start), (q - least).clamp(max=keys.stop - 1)
     if mask.documents is not None:
-        document, bounds = document_of(q, mask.documents), torch.tensor(mask.key_documents)
+        document = document_of(q, mask.documents)
+        bounds = torch.tensor(mask.key_documents, device="cpu")
         low = low.maximum(bounds[document])
         high = high.minimum(bounds[document + 1] - 1)
     return (high - low + 1).clamp(min=0)

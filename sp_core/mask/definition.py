@@ -140,15 +140,16 @@ def position_tensor(positions: Positions, device: torch.device | str | None = No
 
     Args:
         positions: S global positions.
-        device: the result's device. None: that of `positions` if they are a tensor, else torch's
-            default device.
+        device: the result's device. None: that of `positions` if they are a tensor, else the CPU.
 
     Raises:
         ShapeError: a tensor that is not one-dimensional.
         TypeError: positions that are not integers.
     """
     if isinstance(positions, range):
-        tensor = positions.start + positions.step * torch.arange(len(positions), device=device)
+        tensor = positions.start + positions.step * torch.arange(
+            len(positions), device=device or "cpu"
+        )
     elif isinstance(positions, Tensor):
         kind = positions.dtype
         if kind.is_floating_point or kind.is_complex or kind == torch.bool:
@@ -158,13 +159,25 @@ def position_tensor(positions: Positions, device: torch.device | str | None = No
             )
         tensor = positions.to(device=device, dtype=torch.int64)
     else:
-        tensor = torch.tensor([*map(index, positions)], dtype=torch.int64, device=device)
+        items = [*positions]
+        if not all(map(_is_position, items)):
+            raise TypeError(
+                f"positions are {items!s:.80}, needed integers below 2**63; pass global token "
+                f"positions"
+            )
+        tensor = torch.tensor([*map(index, items)], dtype=torch.int64, device=device or "cpu")
     if tensor.dim() != 1:
         raise ShapeError(
             f"positions have shape {tuple(tensor.shape)}, needed one dimension; one list serves "
             f"the whole batch"
         )
     return tensor
+
+
+def _is_position(value: Any) -> bool:
+    """Return whether a value is an integer of 64 bits and no bool."""
+    is_whole = hasattr(value, "__index__") and not isinstance(value, bool)
+    return is_whole and -(1 << 63) <= index(value) < 1 << 63
 
 
 def document_of(positions: Tensor, boundaries: tuple[int, ...]) -> Tensor:

@@ -78,7 +78,7 @@ def next_token_labels(
         met = sent if distance == 0 else shift(sent, comm=comm, offset=-distance, dim=1)
         labels[:, _owned(own + 1, sharding, after).to(tokens.device)] = met
     if mask is not None and mask.documents is not None:
-        ends = torch.isin(own + 1, torch.tensor(mask.documents))
+        ends = torch.isin(own + 1, torch.tensor(mask.documents, device="cpu"))
         labels[:, ends.to(tokens.device)] = IGNORED
     return labels
 

@@ -134,7 +134,7 @@ def _kind(scaling: Mapping[str, Any]) -> str:
 
 def _frequencies(head_dim: int, base: float, scaling: Mapping[str, Any]) -> Tensor:
     """Return the radians per token of each pair after scaling, float64 (head_dim / 2,)."""
-    plain = base ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    plain = base ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
     kind = _kind(scaling)
     if kind == "default":
         return plain
@@ -190,7 +190,8 @@ def _yarn(half: int, base: float, scaling: Mapping[str, Any]) -> Tensor:
     if fields["truncate"]:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * half - 1)
-    return ((torch.arange(half).double() - first) / (last - first or 1)).clamp(0.0, 1.0)
+    pairs = torch.arange(half, device="cpu").double()
+    return ((pairs - first) / (last - first or 1)).clamp(0.0, 1.0)
 
 
 def _amplitude(scaling: Mapping[str, Any]) -> float:

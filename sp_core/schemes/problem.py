@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, Unpack
 
 import torch
@@ -298,7 +299,7 @@ class _Blockwise(EagerFunction):
         with exact(q):
             out, lse = _attend(q.transpose(1, 2), k, v, problem, scheme)
             add_sinks(out.transpose(1, 2), lse, sinks)
-        out = out.to(q.dtype)
+        out = out.to(q.dtype).detach()  # one of several outputs must be no view
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         return out, lse
 
@@ -307,7 +308,8 @@ class _Blockwise(EagerFunction):
     def backward(
         ctx: Any, saved: Saved, grad_out: Tensor | None, grad_lse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        ctx.agree(f"the backward of {ctx.scheme.name}")
+        check = partial(arguments.check_gradients, ctx.problem.comm, grad_out, grad_lse)
+        ctx.agree(f"the backward of {ctx.scheme.name}", check)
         q, k, v, out, lse, sinks = saved
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         upstream = (grad_out.transpose(1, 2), q.transpose(1, 2), out.transpose(1, 2), lse, grad_lse)

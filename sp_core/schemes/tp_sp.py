@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sp_core.arguments import check_gradients
 from sp_core.attention import accumulation_dtype
 from sp_core.attention.function import Saved, differentiable_once
 from sp_core.collectives.maps import AllGather, ReduceScatter, one_ahead
@@ -166,7 +168,8 @@ class _GatherLinears(EagerFunction):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, saved: Saved, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.agree("the backward of gather_linear")
+        check = partial(check_gradients, ctx.tokens.comm, *grads)
+        ctx.agree("the backward of gather_linear", check)
         x, *weights = saved
         needs = ctx.needs_input_grad
         products = list(zip(grads, weights, strict=True))
@@ -202,7 +205,8 @@ class _LinearScatter(EagerFunction):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, saved: Saved, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.agree("the backward of linear_scatter")
+        check = partial(check_gradients, ctx.tokens.comm, grad)
+        ctx.agree("the backward of linear_scatter", check)
         y, weight = saved
         tokens = ctx.tokens
         dy, dw = torch.empty_like(y), _zeros(weight)

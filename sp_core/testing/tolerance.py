@@ -113,7 +113,7 @@ def check_close(name: str, actual: Tensor, expected: Tensor, bound: Tensor) -> f
         return ratio
     ratios = _ratios(actual, expected, bound)
     flat, beyond = int(ratios.argmax()), int((ratios > 1).sum())
-    index = [int(i) for i in torch.unravel_index(torch.tensor(flat), ratios.shape)]
+    index = [int(i) for i in torch.unravel_index(torch.tensor(flat, device="cpu"), ratios.shape)]
     got, want, allowed = (
         float(t.detach().double().cpu().reshape(-1)[flat]) for t in (actual, expected, bound)
     )

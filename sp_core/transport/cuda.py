@@ -69,7 +69,7 @@ class CudaStreams:
 
     def buffer(self, nbytes: int) -> Tensor:
         """Return new page-locked host memory, uint8 of shape (nbytes,)."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
     def begin(self) -> None:
         """Make later `download` and `upload` copies wait for the current stream's work so far."""

@@ -93,7 +93,7 @@ def memory(x: Tensor) -> np.ndarray[Any, Any]:
     Only MPI may read it: for a device tensor the address is not host memory. The array keeps the
     tensor alive.
     """
-    kind = as_numpy(torch.empty(0, dtype=x.dtype)).dtype
+    kind = as_numpy(torch.empty(0, dtype=x.dtype, device="cpu")).dtype
     place: Any = (ctypes.c_ubyte * x.nbytes).from_address(x.data_ptr())
     place.tensor = x  # keeps the memory alive while MPI reads it
     return np.frombuffer(place, kind)

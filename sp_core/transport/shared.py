@@ -201,7 +201,9 @@ def share(comm: Intracomm, memory: HostMemory, nbytes: int) -> list[Tensor]:
     parts: list[Tensor] = []
     try:
         mine, offer = memory.allocate((-(-nbytes // NONCE_BYTES) + 1) * NONCE_BYTES)
-        _copy(memory, mine[-NONCE_BYTES:], torch.tensor([nonce]).view(torch.uint8).to(mine.device))
+        _copy(
+            memory, mine[-NONCE_BYTES:], torch.tensor([nonce], device=mine.device).view(torch.uint8)
+        )
     except (OSError, AttributeError) as error:  # a system may lack `memfd_create`
         problem = f"rank {comm.rank} cannot allocate {nbytes:,} bytes: {error}"
     try:
@@ -346,7 +348,7 @@ class Rooms:
 
     def __init__(self, comm: Intracomm, number: int) -> None:
         self._comm = comm
-        self._rooms = [torch.empty(0, dtype=torch.uint8) for _ in range(number)]
+        self._rooms = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(number)]
         self._uses = count()
 
     def enter(self, specs: Sequence[Spec]) -> list[Tensor]:
@@ -374,7 +376,7 @@ class Rooms:
 
     def clear(self) -> None:
         """Drop all regions. Memory in which a tensor still lies is freed with that tensor."""
-        self._rooms = [torch.empty(0, dtype=torch.uint8)] * len(self._rooms)
+        self._rooms = [torch.empty(0, dtype=torch.uint8, device="cpu")] * len(self._rooms)
 
 
 def shaped(part: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

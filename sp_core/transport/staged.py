@@ -102,7 +102,9 @@ class StagedTransport(OverHost):
             on_host: begins (sends, recvs) between buffers in host memory.
             sends, recvs: messages of device tensors.
         """
-        host_recvs = [(peer, torch.empty(x.shape, dtype=x.dtype)) for peer, x in recvs]
+        host_recvs = [
+            (peer, torch.empty(x.shape, dtype=x.dtype, device="cpu")) for peer, x in recvs
+        ]
         handle = on_host([(peer, x.detach().cpu()) for peer, x in sends], host_recvs)
         back = [partial(x.copy_, host) for (_, x), (_, host) in zip(recvs, host_recvs, strict=True)]
         return Transfer([handle.test], after=partial(in_turn, *back))

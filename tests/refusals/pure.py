@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -54,6 +55,11 @@ SAMPLING: Any = Sampling
 HERE: Any = None
 ONES = torch.ones(1, 3, 2, 4)
 NOT_LENGTHS: list[Any] = [-1, math.nan]
+NULL: Any = type("Null", (), {"Split": print, "__bool__": lambda self: False})()
+"""As MPI.COMM_NULL, or a communicator of mpi4py that has been freed."""
+with warnings.catch_warnings(action="ignore"):  # torch says once that this is a prototype
+    NESTED = torch.nested.nested_tensor([torch.ones(2, 1, 1), torch.ones(1, 1, 1)])
+"""A nested tensor, which says that its layout is strided."""
 MODELS: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]] = [
     (generate, (), {"max_tokens": 1}),
     (prefill_unequal, (None,), {}),
@@ -66,6 +72,38 @@ MODELS: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]] = [
 ROWS: list[Row] = [
     (TypeError, "chunk='2'", partial(balanced_by, "2")),
     (TypeError, "comm=3 was given", partial(cast("Any", sp.Mesh), 3, sp=1)),
+    (TypeError, "neither null nor freed", partial(sp.Mesh, NULL, sp=1)),
+    *(
+        (TypeError, text, partial(sp.Sharding.from_positions, cast("Any", positions)))
+        for text, positions in (
+            ("positions=None was given; pass a list with the positions", None),
+            (r"positions=\[1, 2\] was given; pass a list with the positions", [1, 2]),
+            ("positions are .True., needed integers below", [[True], [False]]),
+            (r"positions are .0\.0, 1\.0., needed integers below", [[0.0, 1.0], [2.0]]),
+            ("positions are .9223372036854775808., needed integers below", [[1 << 63]]),
+        )
+    ),
+    *(
+        (TypeError, "groups=.* was given; pass a list with the ranks", partial(TWO.group, groups))
+        for groups in list[Any]([None, 3, [0, 1], [[0.0], [1.0]], [[False, True]]])
+    ),
+    *(
+        (TypeError, "x=.* was given; a Tensor is needed", call)
+        for call in (
+            partial(TWO.shard, cast("Any", torch.zeros(4).numpy()), 0, 0),
+            partial(TWO.restore, cast("Any", [0, 1, 2, 3]), 0),
+            partial(TWO.unshard, cast("Any", [[0, 1], [2, 3]]), 0),
+        )
+    ),
+    *(
+        (TypeError, "shards=.* was given; pass a list or tuple", partial(TWO.unshard, shards, 0))
+        for shards in (HERE, cast("Any", iter([torch.zeros(2), torch.zeros(2)])))
+    ),
+    *(
+        (sp.ShapeError, "covers 4 tokens, but dim 0 .* has 5", partial(call, torch.zeros(5), 0))
+        for made in (TWO, sp.Sharding.zigzag(4, 2))
+        for call in (made.sort_segments, made.unsort_segments)
+    ),
     *(
         (sp.ShapeError, ".", call)
         for call in (
@@ -144,7 +182,7 @@ ROWS: list[Row] = [
     ),
     *(
         (TypeError, "integer", partial(plan_blocks, wrong, range(3)))
-        for wrong in list[Any]([torch.rand(3), [0.5], torch.ones(3, dtype=torch.bool)])
+        for wrong in list[Any]([torch.rand(3), [0.5], torch.ones(3, dtype=torch.bool), [True]])
     ),
     (
         sp.ShapeError,
@@ -176,6 +214,7 @@ ROWS: list[Row] = [
         for name in "qkv"
         for given in (cast("Any", dict.fromkeys("qkv", ONES) | {name: ONES.to_sparse()}),)
     ),
+    (sp.ShapeError, "q has layout nested", partial(sp.local_attention, NESTED, NESTED, NESTED)),
     *(
         (TypeError, f"{name}=.* was given; pass integers", call)
         for name in ("q_positions", "kv_positions")

@@ -1,0 +1,132 @@
+"""List calls with values of a wrong kind: tensors without memory, and names that are no names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from refusals.calls import Table, Wrong, comm_of
+from refusals.pure import NESTED
+from torch import Tensor, nn
+
+import sp_core as sp
+from sp_core.schemes import SCHEMES
+
+ANY: Any = None
+
+
+def fake(x: Tensor) -> Tensor:
+    """Return a FakeTensor like x, which has a shape and a dtype, but no values."""
+    from torch._subclasses import FakeTensorMode  # takes a second
+
+    return FakeTensorMode().from_tensor(x)
+
+
+USES: dict[str, Callable[[Tensor, sp.Mesh], Any]] = {
+    "all_reduce": lambda x, mesh: sp.all_reduce(x, comm=comm_of(mesh)),
+    "reduce": lambda x, mesh: sp.reduce(x, comm=comm_of(mesh)),
+    "copy_to_group": lambda x, mesh: sp.copy_to_group(x, comm=comm_of(mesh)),
+    "copy_all_to_group": lambda x, mesh: sp.copy_all_to_group([x], comm=comm_of(mesh))[0],
+    "ring_attention": lambda x, mesh: SCHEMES["ring"](
+        *(x, x, x), comm=comm_of(mesh), sharding=sp.Sharding.contiguous(2 * mesh.size, mesh.size)
+    ),
+    "ColumnParallelLinear": lambda x, mesh: sp.ColumnParallelLinear.from_linear(
+        nn.Linear(4, 4), comm=comm_of(mesh), sharding=sp.Sharding.contiguous(4, 2)
+    )(x[0]),
+    "RowParallelLinear": lambda x, mesh: sp.RowParallelLinear.from_linear(
+        nn.Linear(4, 4), comm=comm_of(mesh), sharding=sp.Sharding.contiguous(2, 2)
+    )(x[0, ..., :2]),
+}
+"""Functions that communicate, of a tensor of the shape (1, 2, 2, 4)."""
+
+
+def given(use: Callable[[Tensor, sp.Mesh], Any], change: Callable[[Tensor], Any]) -> Wrong:
+    """Return a call of a function, with a changed tensor on the last rank."""
+    return lambda mesh, here: use((change if here else torch.clone)(torch.ones(1, 2, 2, 4)), mesh)
+
+
+def transformed(transform: Callable[..., Any], x: Tensor) -> Wrong:
+    """Return a sum of all ranks, inside a transform of torch.func on the last rank."""
+
+    def wrong(mesh: sp.Mesh, here: bool) -> object:
+        def total(x: Tensor) -> Tensor:
+            return sp.all_reduce(x, comm=comm_of(mesh)).sum()
+
+        return transform(total)(x) if here else total(torch.ones(2))
+
+    return wrong
+
+
+def batched(use: Callable[[Tensor, sp.Mesh], Any]) -> Wrong:
+    """Return a backward that computes two gradients at once on the last rank."""
+
+    def wrong(mesh: sp.Mesh, here: bool) -> object:
+        x = torch.ones(1, 2, 2, 4, requires_grad=True)
+        y = use(x, mesh)
+        comm_of(mesh).counters.reset()
+        grad = torch.ones(2, *y.shape) if here else torch.ones_like(y)
+        return torch.autograd.grad(y, x, grad, is_grads_batched=here)
+
+    return wrong
+
+
+EVERYWHERE: Table = {
+    "ring": {
+        f"the axis {axis!r}": (
+            sp.ShapeError,
+            "this mesh has ('ring',)",
+            lambda mesh, here, axis=axis: mesh[axis],  # type: ignore[misc]
+        )
+        for axis in (0, None, slice(None), [["ring"]])
+    }
+}
+"""Calls that are wrong on every rank."""
+
+ON_ONE_RANK: Table = {
+    "ring": {
+        **{
+            f"a FakeTensor in {name}": (
+                sp.DtypeError,
+                "(FakeTensor) without memory that could be sent",
+                given(use, fake),
+            )
+            for name, use in USES.items()
+        },
+        **{
+            f"a {kind} of torch.func": (
+                sp.DtypeError,
+                "without memory that could be sent",
+                transformed(transform, torch.ones(shape)),
+            )
+            for kind, transform, shape in (
+                ("vmap", torch.func.vmap, (3, 2)),
+                ("grad", torch.func.grad, (2,)),
+            )
+        },
+        **{
+            f"two gradients at once of {name}": (
+                sp.DtypeError,
+                "without memory that could be sent",
+                batched(use),
+            )
+            for name, use in USES.items()
+        },
+        "a nested tensor": (
+            sp.ShapeError,
+            "has layout nested; a dense one is needed. Pass x.to_padded_tensor(0.0).",
+            given(USES["all_reduce"], lambda _: NESTED),
+        ),
+        **{
+            f"a plan of {op!r}": (
+                ValueError,
+                f"a plan of {op!r} was asked for; there are",
+                lambda mesh, here, op=op: sp.plan(  # type: ignore[misc]
+                    op if here else "all_reduce", torch.ones(2), comm=comm_of(mesh)
+                ),
+            )
+            for op in (["all_reduce"], 3, ANY)
+        },
+    },
+}
+"""Calls that are wrong on the last rank only."""
