@@ -76,6 +76,9 @@ LOCAL = (
 """Prefixes of the names of calls that a rank may make alone."""
 
 
+_kept: list[CheckedComm] = []  # until the end of the process
+
+
 class CheckedComm(Messages):
     """An mpi4py communicator whose ranks check before each collective that all make the same call.
 
@@ -213,12 +216,18 @@ class CheckedComm(Messages):
         return MpiCounter(self._raw)
 
     def _free(self) -> None:
-        type(self._raw).Free(self)
+        if not self.lockstep.uneven:
+            type(self._raw).Free(self)
         self._give_back()
 
     def _give_back(self) -> None:
-        """Mark this communicator as freed, and free the communicators that its checks use."""
+        """Mark this communicator as freed, and free the communicators that its checks use.
+
+        If messages may still arrive, keep it with its buffers: MPI reuses what is freed.
+        """
         self._freed = True
+        if self.lockstep.uneven:
+            _kept.append(self)
         for shadow in self._shadows:
             shadow.Free()
 
