@@ -205,6 +205,22 @@ def test_a_wrong_number_of_objects_for_neighbours_stops_the_others_too() -> None
     assert_told(text, "3 objects for 2 ranks", "rank 0: stopped: PeerFailed")
 
 
+@pytest.mark.parametrize(
+    ("op", "right", "wrong", "said"),
+    [
+        ("Split", 0, "a", "Split on rank 1 of 2: an integer is required"),
+        ("Split_type", MPI.COMM_TYPE_SHARED, None, "Split_type on rank 1 of 2: an integer"),
+        ("Create", MPI.COMM_SELF.Get_group(), None, "NoneType"),
+        ("Create", MPI.COMM_SELF.Get_group(), MPI.GROUP_NULL, "nvalid group"),
+    ],
+)
+def test_a_wrong_argument_for_a_new_communicator_stops_the_others_too(
+    op: str, right: object, wrong: object, said: str
+) -> None:
+    text = as_two(lambda comm: getattr(comm, op)(right), lambda comm: getattr(comm, op)(wrong))
+    assert_told(text, said, "rank 0: stopped: PeerFailed")
+
+
 @pytest.mark.parametrize("known", [True, False])
 @spmd(2)
 def test_only_messages_in_unknown_memory_are_said_to_be_unchecked(

@@ -304,7 +304,7 @@ def kill_session(leader: int, run_dir: Path) -> None:
     """Kill the processes of a launch (SIGKILL): those that its leader has started.
 
     mpiexec puts ranks into process groups, and MPICH's into sessions, other than the leader's. A
-    child of a rank that has ended descends from the leader no more, but it has inherited SP_RUN_DIR.
+    child of a rank that has ended descends from the leader no more, but inherited SP_RUN_DIR.
     """
     killed = set[int]()
     while new := (processes_of(leader) | _marked(run_dir)) - killed:  # they may start others

@@ -165,6 +165,13 @@ class CheckedComm(Messages):
             if name == "neighbor_alltoall":
                 objects = self._one_each(name, objects, self._raw.outdegree)
             self._pickle.dumps(objects)
+        if name.startswith("Split"):  # raise now for what mpi4py does not take as numbers
+            with self._named(name):
+                alone = getattr(self._mpi.COMM_SELF, name)(*args, **given)
+            if alone:
+                alone.Free()
+        if "group" in call:
+            self._mpi.Group.Get_size(call["group"])  # raises if it is no group
         values = ((key, call[key]) for key in AGREED[name].split())
         text = ", ".join(
             f"{key}={value if value is None else np.asarray(value).tolist()}"
