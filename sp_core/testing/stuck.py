@@ -173,8 +173,7 @@ class Family:
             received=received,
             every=every,
         )
-        reports = self._take_part(report, begins=True)
-        if reports is None:
+        if (reports := self._take_part(report, begins=True)) is None:
             return
         again, self._previous = reports == self._previous, reports
         # another rank may have found the deadlock and left; that ends this rank's wait
