@@ -210,6 +210,7 @@ def test_sub_communicators(comm: Any, columns: int, reverse: bool, left_out: boo
     color = MPI.UNDEFINED if is_out else comm.rank // columns
     row = comm.Split(color, -comm.rank if reverse else comm.rank)
     assert bool(row) == (not is_out)
+    assert (row == MPI.COMM_NULL) == is_out
     if row:
         everyone = range(int(left_out), comm.size)
         members = [rank for rank in everyone if rank // columns == color]

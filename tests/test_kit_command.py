@@ -45,6 +45,16 @@ def test_launches_share_no_folder_of_the_library_unless_one_is_named(
     assert {name: found.get(name) for name in expected} == expected
 
 
+def test_ranks_have_a_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Open MPI does not start without one."""
+    monkeypatch.setattr(os, "environ", {})
+    for home, expected in (("/home/of-the-user", "/home/of-the-user"), ("~", "/run")):
+        monkeypatch.setattr(os.path, "expanduser", lambda _, home=home: home)
+        assert environment(Path("/run"))["HOME"] == expected
+    monkeypatch.setattr(os, "environ", {"HOME": "/given"})
+    assert environment(Path("/run"))["HOME"] == "/given"
+
+
 def test_mpiexec_is_the_one_beside_python_else_that_on_the_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,7 +149,7 @@ def test_a_signal_to_the_launcher_ends_the_launch_unless_it_is_ignored(
     ending: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, ignored: bool
 ) -> None:
     launch = Mock(run_dir=tmp_path, report=str)
-    launch.process.poll.return_value = None
+    launch.ended.return_value = None
 
     def trouble(seconds: float) -> str:
         os.kill(os.getpid(), ending)

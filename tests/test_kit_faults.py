@@ -5,6 +5,7 @@ On ranks other than 0 the text of a failure has one line.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 from kit.failing import SEARCH, assert_told, failure_of
 from kit.faults import FAULTS, average
 
-from sp_core.testing import given, spmd, tier
+from sp_core.errors import CollectiveMismatch, RankError
+from sp_core.testing import given, session, spmd, tier
 
 pytestmark = pytest.mark.ranks  # these laws hold for threads and for MPI
 
@@ -139,6 +141,42 @@ def test_a_rank_that_is_interrupted_keeps_its_word(op: str) -> None:
     assert "RankFailure[InterruptedError" in text
     assert "Mismatch" not in text
     assert_told(text, "rank 0: stopped: PeerFailed", "rank 2: stopped: PeerFailed")
+
+
+def caught(comm: Any) -> None:
+    """Catch the error of calls that differ."""
+    with contextlib.suppress(CollectiveMismatch):
+        comm.Barrier() if comm.rank else comm.allreduce(1)
+
+
+def expected(comm: Any) -> None:
+    """Expect the error of a call that is wrong on every rank."""
+    with pytest.raises(ValueError, match="read-only"):
+        comm.Allreduce(np.ones(1), np.float64(0.0))
+
+
+def freed(comm: Any) -> None:
+    """Expect the errors of a communicator that is freed too early, and then used."""
+    twin, peer, memory = comm.Dup(), 1 - comm.rank, np.zeros((2, 1))
+    request = twin.Isend(memory[0], peer)
+    twin.Recv(memory[1], peer)
+    with pytest.raises(CollectiveMismatch, match="Free before these were found complete"):
+        twin.Free()
+    request.Wait()
+    twin.Free()
+    with pytest.raises(RankError, match="freed"):
+        twin.Barrier()
+
+
+@pytest.mark.parametrize("body", [caught, expected, freed])
+def test_an_example_in_which_a_check_raised_is_not_repeated_without_checks(
+    monkeypatch: pytest.MonkeyPatch, body: Any
+) -> None:
+    """Without checks its ranks would hang, or raise another error or none."""
+    monkeypatch.setattr(session.current, "raw_replay", True)
+    before = session.current.tally.raw
+    spmd(2)(body)()
+    assert session.current.tally.raw == before
 
 
 def test_a_call_begun_early_ends_with_the_peer_that_never_makes_it() -> None:

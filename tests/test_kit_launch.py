@@ -251,6 +251,13 @@ if __name__ == "__main__":
 """
 
 
+def assert_ended(pids: list[str]) -> None:
+    """Assert that these processes have ended. A process that is killed takes a moment to end."""
+    end = time.monotonic() + 5
+    while living := [pid for pid in pids if deaths.stat(pid)[:1] not in ([], ["Z"])]:
+        assert time.monotonic() < end, living
+
+
 @pytest.mark.parametrize("way", ["file", "module"])
 @pytest.mark.every_mpi
 def test_a_program_that_hangs_is_killed_and_its_stacks_are_told(way: str, tmp_path: Path) -> None:
@@ -265,14 +272,42 @@ def test_a_program_that_hangs_is_killed_and_its_stacks_are_told(way: str, tmp_pa
     assert code == 1, text
     pids = re.findall(rf"(\d+) \['--fast', '7'\] {tmp_path / 'hanging.py'}", text)
     assert len(pids) == 2, text
-    end = time.monotonic() + 5  # a process that is killed takes a moment to end
-    while living := [pid for pid in pids if deaths.stat(pid)[:1] not in ([], ["Z"])]:
-        assert time.monotonic() < end, living
+    assert_ended(pids)
     assert "the launch has not ended after 3 s" in text
     first, second = text.split("---- rank ")[1:]
     assert 'hanging.py", line 12 in <module>' in first
     assert 'hanging.py", line 7 in wait_for_nobody' in second
     assert "watch.py" not in first + second
+
+
+LEAVING = """
+import os, sys, time
+from mpi4py import MPI
+if (child := os.fork()) == 0:
+    if "session" in sys.argv:
+        os.setsid()
+    if "closed" in sys.argv:
+        os.closerange(0, 100)
+    time.sleep(100)
+    os._exit(0)
+os.write(1, f"child {child}\\n".encode())  # in one piece
+MPI.COMM_WORLD.Barrier()
+if MPI.COMM_WORLD.rank == 1 and "fail" in sys.argv:
+    os._exit(7)
+MPI.COMM_WORLD.Barrier()
+"""
+
+
+@pytest.mark.parametrize("how", ["", "session", "fail", "closed fail"])
+@pytest.mark.every_mpi
+def test_processes_that_ranks_leave_are_ended_with_the_launch(how: str) -> None:
+    begin = time.monotonic()
+    code, text = launched(2, "-c", LEAVING, *how.split(), timeout=90)
+    assert time.monotonic() - begin < 60
+    assert bool(code) == ("fail" in how), text
+    children = re.findall(r"child (\d+)", text)
+    assert len(children) == 2, text
+    assert_ended(children)
 
 
 @pytest.mark.every_mpi

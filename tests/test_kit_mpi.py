@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -204,6 +205,22 @@ def test_a_wrong_number_of_objects_for_neighbours_stops_the_others_too() -> None
     assert_told(text, "3 objects for 2 ranks", "rank 0: stopped: PeerFailed")
 
 
+@pytest.mark.parametrize(
+    ("op", "right", "wrong", "said"),
+    [
+        ("Split", 0, "a", "Split on rank 1 of 2: an integer is required"),
+        ("Split_type", MPI.COMM_TYPE_SHARED, None, "Split_type on rank 1 of 2: an integer"),
+        ("Create", MPI.COMM_SELF.Get_group(), None, "NoneType"),
+        ("Create", MPI.COMM_SELF.Get_group(), MPI.GROUP_NULL, "nvalid group"),
+    ],
+)
+def test_a_wrong_argument_for_a_new_communicator_stops_the_others_too(
+    op: str, right: object, wrong: object, said: str
+) -> None:
+    text = as_two(lambda comm: getattr(comm, op)(right), lambda comm: getattr(comm, op)(wrong))
+    assert_told(text, said, "rank 0: stopped: PeerFailed")
+
+
 @pytest.mark.parametrize("known", [True, False])
 @spmd(2)
 def test_only_messages_in_unknown_memory_are_said_to_be_unchecked(
@@ -215,6 +232,48 @@ def test_only_messages_in_unknown_memory_are_said_to_be_unchecked(
         monkeypatch.setattr(messages.Messages, "_part", lambda *_: Part(0, UNCOUNTED))
     comm.Sendrecv(numbers(comm), 1 - comm.rank, 0, np.zeros(8), 1 - comm.rank, 0)
     assert (told == []) == (known or not isinstance(comm, LockstepComm))
+
+
+@pytest.mark.parametrize("after", ["raise", "go on", "Free"])
+@pytest.mark.parametrize("on_twin", [False, True])
+@pytest.mark.parametrize("form", ["Bcast", "Ibcast"])
+def test_an_error_inside_a_call_of_one_rank_reaches_no_later_example(
+    form: str, after: str, *, on_twin: bool
+) -> None:
+    """The message of rank 0 is under way when rank 1 raises."""
+
+    @spmd(2)
+    def wrong(comm: Any) -> None:
+        on = comm.Dup() if on_twin or after == "Free" else comm
+
+        def refused(*_: object) -> None:
+            del vars(on)["_make"]
+            raise BufferError("refused")
+
+        if comm.rank == 1:
+            on._make = refused
+        with contextlib.suppress(*([] if after == "raise" else [BufferError])):
+            request = getattr(on, form)(np.full(1, 9.0))
+            assert request is None or request.Wait()
+        if after == "Free":
+            on.Free()
+
+    @spmd(2)
+    def right(comm: Any) -> None:
+        for on in (comm, comm.Dup(), comm.Split()):
+            x = np.full(1, float(comm.rank))
+            on.Bcast(x)
+            assert x.tolist() == [0]
+
+    for _ in range(2):
+        if after == "go on":
+            wrong()
+        else:
+            text = failure_of(wrong)
+        right()  # on every rank, so before an assert that only rank 0 can fail
+        if after != "go on":
+            told = {"raise": "BufferError", "Free": "after errors inside calls (1,)"}[after]
+            assert_told(text, told)
 
 
 @spmd(2)

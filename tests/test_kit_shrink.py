@@ -165,7 +165,7 @@ def test_no_example_is_blamed_for_a_launch_that_does_not_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gone = Mock()
-    gone.process.poll.return_value = gone.process.returncode = 4
+    gone.ended.return_value = 4
     gone.configure_mock(**{"trouble.return_value": "", "report.side_effect": str})
 
     def launch(*arguments: Any, output: int) -> Mock:

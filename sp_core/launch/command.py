@@ -111,9 +111,11 @@ def environment(run_dir: Path) -> dict[str, str]:
     """Return the environment variables of mpiexec and its ranks.
 
     These are the variables of this process, defaults for those not set, and `run_dir` in
-    SP_RUN_DIR.
+    SP_RUN_DIR. Open MPI does not start without HOME.
     """
+    home = os.path.expanduser("~")  # noqa: PTH111  # it returns "~" for a user without a folder
     defaults = ENVIRONMENT | (AS_ROOT if os.geteuid() == 0 else {}) | session_dir(run_dir)
+    defaults["HOME"] = str(run_dir) if home == "~" else home
     return {**defaults, **os.environ, RUN_DIR: str(run_dir)}
 
 
@@ -168,6 +170,7 @@ class Launch:
     ) -> None:
         self.run_dir, self._timeout = run_dir, timeout
         self._begin, self._failed = time.monotonic(), math.inf
+        self._last = self._begin  # when a rank was last seen alive
         self.deaths = Deaths(run_dir, ranks)
         self.process = subprocess.Popen(
             [find_mpiexec(), *mpi_args, "-n", str(ranks), *watched(command)],
@@ -198,8 +201,20 @@ class Launch:
             self.deaths.dump()
         return reason
 
+    def ended(self) -> int | None:
+        """Return the exit code of mpiexec, or None while it runs.
+
+        mpiexec also waits for processes that the ranks have left, if they hold its pipes. If it
+        runs ORPHAN_SECONDS after the last rank, return 0 if every rank ended with 0, else 1.
+        """
+        if len(self.deaths.dead) < self.deaths.ranks:
+            self._last = time.monotonic()
+        code, late = self.process.poll(), time.monotonic() > self._last + ORPHAN_SECONDS
+        causes = self.deaths.dead.values()
+        return int({*causes} != {"exit code 0"}) if code is None and late else code
+
     def _reason(self) -> str:
-        now, code = time.monotonic(), self.process.poll()
+        now, code = time.monotonic(), self.ended()
         is_session = (self.run_dir / STARTED).exists()
         if any(path.stat().st_size for path in self.run_dir.glob("*.hang")):
             return "a rank has reached its time limit"
@@ -218,7 +233,7 @@ class Launch:
 
     def end(self) -> None:
         """Kill the remaining processes of this launch, and remove its files in shared memory."""
-        kill_session(self.process.pid)
+        kill_session(self.process.pid, self.run_dir)
         self.process.wait()
         for path in self._files:
             path.unlink(missing_ok=True)
@@ -279,13 +294,16 @@ def run(ranks: int, command: Sequence[str], *, timeout: float, mpi_args: Sequenc
         launch = Launch(ranks, command, mpi_args, Path(directory), timeout)
         result = launch.run_dir / RESULT
         try:
-            while not (reason := launch.trouble(POLL_SECONDS)) and launch.process.poll() is None:
+            while not (reason := launch.trouble(POLL_SECONDS)) and launch.ended() is None:
                 pass
-            reason, ended = reason or launch.trouble(0.0), launch.process.poll()
+            reason, ended = reason or launch.trouble(0.0), launch.ended()
             if reason:
                 report = launch.report(reason)
                 print(report, file=sys.stderr, flush=True)
                 results.write_junit(launch.run_dir, report)
+            elif launch.process.poll() is None:
+                text = "all ranks have ended; the processes that they have left are ended, too"
+                print(text, file=sys.stderr, flush=True)
             elif ended and not (launch.run_dir / STARTED).exists():
                 print(*launch.deaths.suspects(), sep="\n", file=sys.stderr, flush=True)
         finally:

@@ -17,7 +17,7 @@ import struct
 import time
 from pathlib import Path
 
-from sp_core.launch.watch import FAILED, STARTED, file_of, owner
+from sp_core.launch.watch import FAILED, RUN_DIR, STARTED, file_of, owner
 
 _FRAME = re.compile(r'\s*File "([^"]+)", line \d+')
 DUMP_SECONDS = 2.0
@@ -291,14 +291,27 @@ def processes_of(leader: int) -> set[int]:
     return found
 
 
-def kill_session(leader: int) -> None:
-    """Kill the processes in the session of `leader`, and their descendants (SIGKILL).
+def _marked(run_dir: Path) -> set[int]:
+    """Return the ids of the processes whose environment names `run_dir` in SP_RUN_DIR."""
+    mark, found = f"{RUN_DIR}={run_dir}".encode(), set[int]()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+            found |= {int(path.parent.name)} if mark in path.read_bytes().split(b"\0") else set()
+    return found
 
-    mpiexec puts ranks into process groups, and MPICH's into sessions, other than the leader's.
+
+def kill_session(leader: int, run_dir: Path) -> None:
+    """Kill the processes of a launch (SIGKILL): those that its leader has started.
+
+    mpiexec puts ranks into process groups, and MPICH's into sessions, other than the leader's. A
+    child of a rank that has ended descends from the leader no more, but inherited SP_RUN_DIR.
     """
-    for pid in processes_of(leader):
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
+    killed = set[int]()
+    while new := (processes_of(leader) | _marked(run_dir)) - killed:  # they may start others
+        for pid in new:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        killed |= new
     with contextlib.suppress(OSError):
         os.killpg(leader, signal.SIGKILL)
 

@@ -76,6 +76,9 @@ LOCAL = (
 """Prefixes of the names of calls that a rank may make alone."""
 
 
+_kept: list[CheckedComm] = []  # until the end of the process
+
+
 class CheckedComm(Messages):
     """An mpi4py communicator whose ranks check before each collective that all make the same call.
 
@@ -162,6 +165,13 @@ class CheckedComm(Messages):
             if name == "neighbor_alltoall":
                 objects = self._one_each(name, objects, self._raw.outdegree)
             self._pickle.dumps(objects)
+        if name.startswith("Split"):  # raise now for what mpi4py does not take as numbers
+            with self._named(name):
+                alone = getattr(self._mpi.COMM_SELF, name)(*args, **given)
+            if alone:
+                alone.Free()
+        if "group" in call:
+            self._mpi.Group.Get_size(call["group"])  # raises if it is no group
         values = ((key, call[key]) for key in AGREED[name].split())
         text = ", ".join(
             f"{key}={value if value is None else np.asarray(value).tolist()}"
@@ -214,12 +224,18 @@ class CheckedComm(Messages):
         return MpiCounter(self._raw)
 
     def _free(self) -> None:
-        type(self._raw).Free(self)
+        if not self.lockstep.uneven:
+            type(self._raw).Free(self)
         self._give_back()
 
     def _give_back(self) -> None:
-        """Mark this communicator as freed, and free the communicators that its checks use."""
+        """Mark this communicator as freed, and free the communicators that its checks use.
+
+        If messages may still arrive, keep it with its buffers: MPI reuses what is freed.
+        """
         self._freed = True
+        if self.lockstep.uneven:
+            _kept.append(self)
         for shadow in self._shadows:
             shadow.Free()
 

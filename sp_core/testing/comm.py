@@ -190,6 +190,7 @@ class LockstepComm(Observer, ABC):
             return
         self.ensure_complete("Free")
         self._enter(self.lockstep.ending("Free"))
+        self.family.stopped |= self.lockstep.stopped
         self._complete(clean=False)
         self._free()
         self.family.members = [other for other in self.family.members if other is not self]
@@ -202,6 +203,7 @@ class LockstepComm(Observer, ABC):
         `before`: the call that this rank is about to make, for the error message.
         """
         if self._requests:
+            self.family.stopped = True
             raise CollectiveMismatch(
                 f"{before} before these were found complete by Test or Wait, or freed: "
                 f"{', '.join(request.what for request in self._requests)}"
@@ -213,6 +215,7 @@ class LockstepComm(Observer, ABC):
         try:
             yield
         except (ValueError, TypeError, KeyError) as problem:
+            self.family.stopped = True
             raise type(problem)(f"{op} on rank {self.rank} of {self.size}: {problem}") from problem
 
     def _on_objects(
@@ -295,9 +298,8 @@ class LockstepComm(Observer, ABC):
     def _allow(self, what: Call) -> None:
         """Raise `RankError` if the communicator is freed."""
         if self._freed:
-            raise RankError(
-                f"{what.op} on a communicator ({self.lockstep.name}) that has been freed"
-            )
+            self.family.stopped = True
+            raise RankError(f"{what.op} on {self.lockstep.name}, a communicator that is freed")
         self.progress()
 
     def progress(self) -> None:

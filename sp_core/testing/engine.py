@@ -223,12 +223,11 @@ def _lead(
         session.current.tally.count(len(example.ranks), result.remarks, raw=example.raw)
         session.replay(result.remarks)
         leave(result.outcomes)
-        begin = RACE if example.raw else ""
-        if (problem := failure(result.outcomes, example.ranks, begin)) is not None:
+        if problem := failure(result.outcomes, example.ranks, RACE if example.raw else ""):
             problem.add_note(keeps.format(example))
             raise problem from None
         kinds = {outcome.kind for outcome in result.outcomes}
-        if Kind.REJECT not in kinds:
+        if Kind.REJECT not in kinds and all(each.replayable for each in result.outcomes):
             passed[str(example)] = example
         return kinds
 
@@ -388,6 +387,8 @@ def _take_part(control: MpiCarrier, spec: Spec, example: Example) -> Result:
         everyone = control.gather((outcome, sink))
     watch.note(f"waits for the next example of {spec.function.__name__}")
     result = combined(example, everyone)
-    if example.raw and any(outcome.kind is not Kind.OK for outcome in result.outcomes):
-        _pool.pop((example.ranks, True), None)  # messages may be left in it
+    if any(not x.reusable or (example.raw and x.kind is not Kind.OK) for x in result.outcomes):
+        left = _pool.pop((example.ranks, example.raw))  # messages may be left in it
+        if isinstance(left, CheckedComm):
+            left._give_back()
     return result

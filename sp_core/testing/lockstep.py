@@ -126,6 +126,10 @@ class Lockstep:
         calls: number of calls begun in this example.
         sent, received: messages that this rank has sent and received in this example.
         beginning: latest call that not all ranks have announced yet, or None.
+        stopped: whether a check has raised an error in this example.
+        raised: numbers of the calls that raised although all ranks made the same.
+        uneven: whether `raised` differed over the ranks at the end of the example. Then messages of
+            those calls may still arrive.
     """
 
     def __init__(self, carrier: Carrier, name: str) -> None:
@@ -134,6 +138,7 @@ class Lockstep:
         # kept even if the wait is interrupted, because MPI still writes to its memory
         self.open: Ticket[Judged] | None = None
         self._then: Callable[[], Any] | None = None  # makes the call of this exchange
+        self.uneven = False
         self.forget()
 
     def forget(self) -> None:
@@ -142,6 +147,7 @@ class Lockstep:
         self.sent: list[Message] = []
         self.received: list[Message] = []
         self.beginning: Beginning | None = None
+        self.stopped, self.raised = False, list[int]()
 
     def agree(self, call: Call, what: str, then: Callable[[], Any]) -> Steps[Any]:
         """Return a generator that waits until all ranks have announced matching calls, then calls.
@@ -189,11 +195,14 @@ class Lockstep:
             self.open = self.carrier.share(end, judged)
             decision, records, _ = yield from self._read()
             if decision is Kind.OK:
+                self.uneven = len({record.call and record.call.equal for record in records}) > 1
                 return _outcomes(records)
 
     def ending(self, op: str) -> Call:
-        """Return a call that has all messages of this example on this communicator."""
-        return Call(op, sends=list(self.sent), receives=list(self.received))
+        """Return a call that has all messages and errors of this example on this communicator."""
+        raised = tuple(self.raised)
+        text = f"after errors inside calls {raised}" if raised else ""
+        return Call(op, (raised,), list(self.sent), list(self.received), text)
 
     def _settle(self) -> Steps[tuple[Kind, Any]]:
         if self.open is None:
@@ -201,6 +210,7 @@ class Lockstep:
         decision, records, made = yield from self._read()
         if decision not in (Kind.WOKEN, Kind.MISMATCH):
             return decision, made
+        self.stopped = True
         said = "; ".join(f"rank {rank}: {record.said}" for rank, record in enumerate(records))
         if decision is Kind.WOKEN:
             raise Woken(said)
@@ -216,7 +226,12 @@ class Lockstep:
         decision, records = yield from until(self.open)
         # drop `_then` as soon as possible: it keeps the memory alive that the call sends
         self.open, then, self._then = None, self._then, None
-        return decision, records, then() if then and decision is Kind.CALL else None
+        if then is None or decision is not Kind.CALL:
+            return decision, records, None
+        self.raised.append(self.calls)
+        made = then()
+        self.raised.pop()
+        return decision, records, made
 
 
 def meanwhile(comm: Any, steps: Steps[Any]) -> Steps[Any]:

@@ -73,6 +73,9 @@ class Outcome:
         file: path of the source that raised it.
         line: line number in that file.
         traceback: the error's traceback as text.
+        replayable: whether the example may run again without checks. It may not if a check has
+            raised an error, or a call on which all ranks agreed has.
+        reusable: whether later examples may use the communicator.
     """
 
     kind: Kind
@@ -81,6 +84,8 @@ class Outcome:
     file: str = ""
     line: int = 0
     traceback: str = ""
+    replayable: bool = True
+    reusable: bool = True
 
     def __str__(self) -> str:
         place = f"{short(self.file)}:{self.line}" if self.file else ""

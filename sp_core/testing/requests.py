@@ -205,6 +205,7 @@ def _ask(
         complete = [index for index, request in enumerate(requests) if not request]
         taken = [each for each in map(_under, requests) if each is not None and each.takes]
         if taken and getattr(error, "Get_error_class", int)() == taken[0].comm._mpi.ERR_TRUNCATE:
+            taken[0].comm.family.stopped = True
             raise CollectiveMismatch(
                 "a message is longer than its buffer: the ranks' sizes differ, or messages of one "
                 f"tag came in another order; this rank {taken[0].what}"

@@ -75,8 +75,8 @@ class Job:
         hand_over(self._directory / EXAMPLE, example)
         while (result := taken(self._directory / RESULT)) is None:
             reason = self._launch.trouble(POLL_SECONDS)
-            if not reason and self._launch.process.poll() is not None:
-                reason = f"a rank died (mpiexec: exit code {self._launch.process.returncode})"
+            if not reason and (code := self._launch.ended()) is not None:
+                reason = f"a rank died (mpiexec: exit code {code})"
             if reason and (self._directory / UNASKED).exists():
                 raise NotStarted(
                     f"the launch has ended before it asked for an "

@@ -135,10 +135,10 @@ def _foreign(buffer: Any) -> Array:
     device only address, size and dtype may be used.
     """
     on_device = getattr(buffer, "__cuda_array_interface__", None)
+    if on_device is None and not hasattr(buffer, "__dlpack__"):
+        return np.asarray(memoryview(buffer))  # `__array__` may give a copy
     if on_device is None and hasattr(buffer, "__array__"):
         return np.asarray(buffer)
-    if on_device is None and not hasattr(buffer, "__dlpack__"):
-        return np.asarray(memoryview(buffer))
     from mpi4py.MPI import buffer as memory
 
     kind = _type_of_tensor(buffer) if on_device is None else on_device["typestr"]
@@ -179,6 +179,7 @@ def _items(spec: Any, form: str) -> tuple[Any, Any, Any, Any]:
     pair = (tuple,) if form == "V" else (tuple, list)
     if len(middle) == 1 and (form == "W" or isinstance(middle[0], pair)):
         (middle,) = middle
+        require(len(middle) == 2, f"{middle} are not a count or counts, and displacements")
     return buffer, *[*middle, None, None][:2], last
 
 
@@ -188,7 +189,10 @@ def _element(buffer: Any, datatype: Any, writable: bool) -> _Element:
     if not known and datatype is None:
         raise TypeError(f"a message without a buffer needs a datatype, got {buffer!r} alone")
     data = array(buffer) if known else np.empty(0, np.uint8)
-    require(not writable or data.flags.writeable, "a buffer to receive into is read-only")
+    require(
+        not writable or data.flags.writeable,
+        "a buffer to receive into is read-only, as NumPy's scalars are. Pass a writable array.",
+    )
     if isinstance(datatype, str):
         from mpi4py.MPI import Datatype
 
@@ -198,7 +202,7 @@ def _element(buffer: Any, datatype: Any, writable: bool) -> _Element:
             raise KeyError(str(unknown)) from None
     if datatype is not None:
         return _typed(data.view(np.uint8), datatype, known)
-    if data.dtype.kind not in "?biufcS":
+    if (data.dtype.kind not in "?biufc" and data.dtype != "S1") or not data.dtype.isnative:
         raise KeyError(f"no datatype of MPI is {data.dtype}")
     return _Element(
         data.view(np.uint8), data.itemsize, data.itemsize, _kind(data.dtype), data.dtype
@@ -212,6 +216,10 @@ def _typed(data: Array, datatype: Any, known: bool) -> _Element:
     buffer to read.
     """
     require(bool(datatype), "the datatype is null")
+    if not datatype.is_predefined:
+        from mpi4py.MPI import COMM_SELF
+
+        COMM_SELF.Send_init([bytearray(1), 1, datatype], 0).Free()  # raises if not committed
     size, (lower, extent) = datatype.Get_size(), datatype.Get_extent()
     leaves = set(_leaves(datatype))
     plain = known and size == extent and lower == 0 and len(leaves) == 1

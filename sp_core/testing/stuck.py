@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from sp_core.testing.carriers import MpiCarrier, Steps, Ticket, begun, patiently
@@ -117,6 +118,7 @@ class Family:
             nothing else, for the search for deadlocks. None if ranks are threads.
 
     Attributes:
+        stopped: whether one of them has raised an error of a check that it does not remember.
         members: these communicators, in the order in which they were made.
         pending: functions that copy the send buffer of a transfer between threads once it may be
             read, and return whether they have done so.
@@ -125,6 +127,7 @@ class Family:
     def __init__(self, carrier: MpiCarrier | None = None) -> None:
         self.members: list[Any] = []
         self.pending: list[Callable[[], bool]] = []
+        self.stopped = False
         self._carrier = carrier
         self._ticket: Ticket[list[Report]] | None = None
         self._previous: list[Report] | None = None
@@ -170,13 +173,13 @@ class Family:
             received=received,
             every=every,
         )
-        reports = self._take_part(report, begins=True)
-        if reports is None:
+        if (reports := self._take_part(report, begins=True)) is None:
             return
         again, self._previous = reports == self._previous, reports
         # another rank may have found the deadlock and left; that ends this rank's wait
         is_same = again and reports[self.members[0].rank] == report
         if not ending and is_same and deadlocked(reports):
+            self.stopped = True
             table = "".join(f"\n  rank {r}: {said.what}" for r, said in enumerate(reports))
             raise Mismatched(f"every rank waits and none can go on:{table}")
 
@@ -216,9 +219,12 @@ class Family:
         if outcome == FINISHED:
             end = "the end of the body"
             outcome = outcome_of(lambda: [each.ensure_complete(end) for each in self.members])
+        if self.stopped or any(x.lockstep.stopped or x.lockstep.raised for x in self.members):
+            outcome = replace(outcome, replayable=False)
         everyone = first.lockstep.carrier.drive(self._finish(outcome), "has ended", ending=True)
         for member, outcomes in zip(self.members, everyone, strict=True):
-            member._complete(any(each.kind is not Kind.OK for each in outcomes))
+            if not member.lockstep.uneven:
+                member._complete(any(each.kind is not Kind.OK for each in outcomes))
             if outcomes[member.rank].kind is Kind.MISMATCH and outcome.kind is Kind.OK:
                 everyone[0][first.rank] = outcomes[member.rank]
         for member in others:
@@ -234,8 +240,8 @@ class Family:
             patiently(settled)
         # every run of an example gives its communicators the same names
         first.children = itertools.count()
-        self.members = [first]
-        return list(everyone[0])
+        self.members, self.stopped = [first], False
+        return [replace(each, reusable=not first.lockstep.uneven) for each in everyone[0]]
 
     def _finish(self, outcome: Outcome) -> Steps[list[list[Outcome]]]:
         """Return a generator that ends the example on all communicators, and yields while it waits.

@@ -272,17 +272,20 @@ class ThreadComm(LockstepComm):
         self._enter(Call("Dup"))
         return self._made(f"{next(self.children)}", self.rank, self._carrier.members)
 
-    def Split(self, color: int = 0, key: int = 0) -> ThreadComm | None:
+    def Split(self, color: int = 0, key: int = 0) -> Any:
         """Return a communicator of the ranks with this rank's color, in the order of their keys.
 
-        Every rank calls this. A negative color (`MPI.UNDEFINED`) gives None.
+        Every rank calls this. A negative color (`MPI.UNDEFINED`) gives `MPI.COMM_NULL`, or None if
+        mpi4py is not imported.
         """
         choices = self._enter(Call("Split"), lambda: self._carrier.gather((color, key)))
         name = f"{next(self.children)}[{color}]"
         chosen = [rank for rank, (c, _) in enumerate(choices) if c == color]
         ranks = sorted(chosen, key=lambda rank: choices[rank][1])
         members = [self._carrier.members[rank] for rank in ranks]
-        return None if color < 0 else self._made(name, ranks.index(self.rank), members)
+        if color < 0:
+            return getattr(sys.modules.get("mpi4py.MPI"), "COMM_NULL", None)
+        return self._made(name, ranks.index(self.rank), members)
 
     def alone(self) -> ThreadComm:
         """Return a communicator of this rank alone, which needs no other rank."""

@@ -19,6 +19,13 @@ def sent(n: int = 2, dtype: str = "f8") -> np.ndarray[Any, Any]:
     return np.arange(n, dtype=dtype)
 
 
+class Copied:
+    """An object that NumPy can copy into an array, but that gives no access to memory."""
+
+    def __array__(self, *_: object, **__: object) -> np.ndarray[Any, Any]:
+        return sent()
+
+
 BOTH = ("rank 0: ", "rank 1: ", "wrong_calls.py:")
 STUCK = "every rank waits and none can go on"
 TOO_LONG = "the ranks' sizes differ, or messages of one tag came in another order"
@@ -185,6 +192,18 @@ WRONG: dict[str, tuple[str, Call]] = {
     "read-only": (
         "a buffer to receive into is read-only",
         lambda c: c.Bcast(np.broadcast_to(0.0, 1)),
+    ),
+    "a scalar": ("a buffer to receive into is read-only", lambda c: c.Bcast(np.float64(0.0))),
+    "only a copy": ("a bytes-like object is required", lambda c: c.Bcast(Copied())),
+    "byte order": ("no datatype of MPI is >f8", lambda c: c.Bcast(sent(2, ">f8"))),
+    "words": ("no datatype of MPI is", lambda c: c.Bcast(np.zeros(2, "S3"))),
+    "one of a pair": (
+        "(2,) are not a count or counts, and displacements",
+        lambda c: c.Bcast([sent(), (2,), MPI.DOUBLE]),
+    ),
+    "not committed": (
+        "nvalid datatype",  # MPICH begins with a capital
+        lambda c: c.Bcast([sent(), 1, MPI.DOUBLE.Create_contiguous(2)]),
     ),
     "own datatypes": (
         "sends 2 x float64 but receives 2 x int64",
