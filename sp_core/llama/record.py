@@ -78,6 +78,19 @@ def check_parameters(
         raise error(f"the optimizer has parameters that the model lacks. {_REMEDY}")
 
 
+def settings_of(optimizer: Any) -> str:
+    """Return the class and the groups of an optimizer as text, equal on ranks with equal ones."""
+    groups = [
+        {
+            name: x.tolist() if isinstance(x, Tensor) else x
+            for name, x in sorted({**group, "params": len(group["params"])}.items())
+            if isinstance(x, Tensor | int | float | str | tuple | list)
+        }
+        for group in getattr(optimizer, "param_groups", ())
+    ]
+    return f"{type(optimizer).__name__}({groups})"
+
+
 def check_record(path: Path, record: dict[str, Any], now: dict[str, Any]) -> None:
     """Check that a record from the file `path` fits the training whose record is `now`.
 
