@@ -54,12 +54,15 @@ def positions_of(given: Mapping[str, Any]) -> tuple[Tensor, tuple[int, ...] | No
 
 
 def byte_sums(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sums of a tensor's bytes by row and by column, int64. Rows run along the last dim.
+    """Return the sums of a tensor's bytes by row and by column. Rows run along the last dim.
 
-    Unlike one sum they tell a permutation of rows or columns, and their memory is small.
+    Unlike one sum they tell a permutation of rows or columns. Eight bytes are added as one int64
+    where rows allow it, since torch converts bytes to int64 before it adds them.
     """
-    rows = torch.atleast_2d(x).flatten(0, -2).contiguous().view(torch.uint8)
-    return rows.sum(0), rows.sum(1)
+    rows = torch.atleast_2d(x).flatten(0, -2).clone(memory_format=torch.contiguous_format)
+    is_even = rows.numel() > 0 and rows.shape[-1] * rows.itemsize % 8 == 0
+    words = rows.view(torch.int64 if is_even else torch.uint8)
+    return words.sum(0), words.sum(1)
 
 
 def digest(*tensors: Tensor | None) -> str:
