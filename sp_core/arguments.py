@@ -117,7 +117,10 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         ),
         (lambda value: value is None or _is_whole(value), "a whole number, or None"),
     ),
-    "folder": (lambda value: isinstance(value, (str, Path)), "a name or a Path"),
+    "folder": (
+        lambda value: isinstance(value, (str, Path)) and "\0" not in str(value),
+        "a name or a Path, without the character \\0",
+    ),
     "tokenizer": (lambda value: value is None or hasattr(value, "to_str"), "a Tokenizer, or None"),
     "comm": (
         lambda value: hasattr(value, "Split") and bool(value),  # false: null, or freed
@@ -295,7 +298,7 @@ def check_tensor(
     if dtypes is not None and x.dtype not in dtypes:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise DtypeError(
-            f"a tensor of {x.dtype} was given; this collective takes {names}. Convert the tensor."
+            f"{name} has dtype {x.dtype}; needed is one of {names}. Convert the tensor."
         )
 
 

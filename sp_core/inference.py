@@ -245,6 +245,8 @@ def _prepare(
     def read() -> tuple[tuple[Tokenizer, list[list[int]], list[str]], str]:
         tokenizer = read_tokenizer(options.model)
         texts = [checked_text("--prompt", text.__str__) for text in options.prompt]
+        if options.prompt_file.count("-") > 1:
+            raise ValueError("--prompt-file - was given twice; pass it once, or name files.")
         for file in options.prompt_file:
             source = options.input or file if file == "-" else file
             if source == "-" and mesh.size > 1:

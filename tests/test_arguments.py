@@ -125,6 +125,10 @@ SAID: list[tuple[Callable[[], object], Exception | None]] = [
         lambda: arguments.check(dim=1, op=X),
         TypeError("op=tensor of shape (2, 3) was given; pass a name."),
     ),
+    (
+        lambda: arguments.check(folder="a\0"),
+        TypeError("folder='a\\x00' was given; pass a name or a Path, without the character \\0."),
+    ),
     (lambda: arguments.check(dim="x" * 78), TypeError(f"dim={'x' * 78!r} was given; pass")),
     (lambda: arguments.check_positive(chunk=None, count=1), None),
     (
@@ -171,7 +175,7 @@ SAID: list[tuple[Callable[[], object], Exception | None]] = [
     ),
     (
         lambda: arguments.check_tensor(X.int(), HERE, "q", FLOATS),
-        sp.errors.DtypeError("a tensor of torch.int32 was given; this collective takes float32, "),
+        sp.errors.DtypeError("q has dtype torch.int32; needed is one of float32, "),
     ),
 ]
 

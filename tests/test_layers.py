@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -71,6 +73,93 @@ def test_weights_of_a_key_head_are_partial_if_several_ranks_hold_it(comm: Any) -
             )
             placement = placement_of(block.get_parameter("self_attn.k_proj.weight"))
             assert placement.partial == (kv_heads < comm.size)
+
+
+OTHER: dict[str, Any] = {
+    "hidden": 32,
+    "num_heads": 2,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "ffn_hidden": 8,
+    "gated": True,
+    "norm": "rms",
+    "attention": sp.ring_attention,
+    "mask": sp.Mask(causal=True),
+    "rope": sp.Rope(4),
+    "bias": False,
+    "dropout": 0.5,
+    "softcap": 2.0,
+    "sinks": True,
+    "alibi": (1.0, 0.5, 0.2, 0.1),
+    "chunk": 1,
+    "eps": 0.5,
+    "dtype": torch.float64,
+}
+"""Other values than the defaults of all arguments of layers but `comm` and `device`."""
+ROPES: list[dict[str, Any]] = [{"base": 100.0}, {"scaling": {"rope_type": "linear", "factor": 2.0}}]
+LAYERS = (sp.RMSNorm, sp.LayerNorm, sp.FeedForward, sp.SelfAttention, sp.TransformerBlock)
+
+
+@pytest.mark.parametrize("made", LAYERS)
+@spmd(2)
+def test_layers_of_other_settings_on_one_rank_are_refused(
+    comm: Any, made: Callable[..., nn.Module]
+) -> None:
+    names = {*inspect.signature(made).parameters} - {"comm", "device"}
+    base = {name: value for name, value in (("hidden", 16), ("num_heads", 4)) if name in names}
+    changes: list[Any] = [({}, {name: OTHER[name]}) for name in sorted(names)]
+    if "rope" in names:
+        changes += [({"rope": sp.Rope(4)}, {"rope": sp.Rope(4, **other)}) for other in ROPES]
+    sharding, x = sp.Sharding.contiguous(4, comm.size), torch.ones(1, 2, 16, device=device())
+    for usual, other in changes:
+        with grid(comm) as mesh:
+            held = {"comm": mesh["ring", "ulysses"], "device": device()}
+            layer = made(**(base | usual | (other if comm.rank else {})), **held)
+            forward = partial(layer, x)
+            if "num_heads" in names:
+                forward = partial(forward, sharding=sharding)
+            if made is sp.TransformerBlock:
+                forward = partial(forward, seed=1)
+            try:
+                told = str(forward().shape)
+            except (ValueError, TypeError, sp.RankError) as error:
+                told = f"{type(error).__name__}: {error}"
+            (first, *rest) = comm.allgather(told)
+            assert [first] == rest
+            assert not first.startswith("torch.Size"), other
+
+
+@spmd(1, 2, 4)
+def test_a_block_between_layers_of_torch_has_the_gradients_of_one_process(comm: Any) -> None:
+    """The block sums its own gradients, and `reduce_gradients` those of the other layers."""
+    tokens = torch.arange(8)[None]
+
+    def gradients(group: sp.Communicator) -> dict[str, Tensor]:
+        sharding = sp.Sharding.zigzag(8, group.size)
+        block = sp.TransformerBlock(4, 2, comm=group, dtype=torch.float64)
+        parts = {"embedding": nn.Embedding(8, 4), "block": block, "head": nn.Linear(4, 8)}
+        model = nn.ModuleDict(parts).double().to(group.device)
+        for n, weight in enumerate(model.parameters()):
+            weight.data = normal(n, weight.shape, "float64").to(weight)
+        x = sharding.shard(tokens, group.rank, 1).to(group.device)
+        y = model["head"](model["block"](model["embedding"](x), sharding=sharding))
+        sp.reduce_from_group(y.square().sum(), comm=group).backward()
+        own = [*model["embedding"].parameters(), *model["head"].parameters()]
+        reduce_gradients(own, data=group)
+        return {name: cast("Tensor", weight.grad) for name, weight in model.named_parameters()}
+
+    with grid(comm) as mesh:
+        found, wanted = gradients(mesh["ring", "ulysses"]), gradients(mesh[()])
+        for name, grad in found.items():
+            torch.testing.assert_close(grad, wanted[name], rtol=1e-9, atol=1e-9)
+
+
+def test_a_rope_of_another_head_dim_is_refused() -> None:
+    there: Any = SimpleNamespace(agree_on=str)
+    for made in (sp.SelfAttention, sp.TransformerBlock):
+        with pytest.raises(sp.ShapeError, match=r"Rope\(8, .* head_dim 4; pass Rope\(4\)"):
+            made(16, 4, comm=there, rope=sp.Rope(8))
+        made(16, 4, comm=there, rope=sp.Rope(4))
 
 
 @pytest.mark.parametrize("kind", ["block", "hybrid", "column", "llama"])

@@ -124,6 +124,7 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "no ranks": ("each needs at least 1", ("--ring", "0")),
     "an unknown algorithm": ("'bubble'", ("--tp", "2", "--algorithm", "bubble")),
     "a file that is not there": ("nothing cannot be read as text", ("--prompt-file", "nothing")),
+    "standard input given twice": ("given twice", ("--prompt-file", "-", "--prompt-file", "-")),
     "an empty stop string": ("none of them empty", ("--stop", "")),
     "a chat with a model without template": ("has no chat template", ("--chat",)),
 }

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 import sp_core as sp
 from sp_core.llama import model as llama_model
-from sp_core.llama.pipeline import forward, sum_tied_gradients
+from sp_core.llama.pipeline import MicroBatch, forward, loss_and_gradients, sum_tied_gradients
 from sp_core.nn.memory import KEEP_ALL
 from sp_core.scheduling import POLICIES, Work, split_stages
 from sp_core.segments import grouped
@@ -60,6 +61,38 @@ def test_a_tied_weight_without_a_gradient_on_one_stage_gets_the_other_stages(
         if tied and weight is not None:
             wanted = {"neither": 3.0, "first": 2.0, "last": 1.0}[without]
             assert torch.equal(cast("Tensor", weight.grad), torch.full_like(weight, wanted))
+
+
+@pytest.mark.parametrize("frozen", ["everywhere", "first", "last"])
+@spmd(2, 3)
+def test_a_frozen_tied_weight_gets_no_gradient(comm: Any, frozen: str) -> None:
+    """Weights that learn on one stage only would become different, so they are refused."""
+    with sp.Mesh(comm, pp=comm.size) as mesh:
+        model = Case((4, 2), layers=4, tied=True).model(mesh)
+        stage = {0: "first", comm.size - 1: "last"}.get(comm.rank)
+        for weight in model.embed_tokens.parameters() if stage else ():
+            weight.requires_grad_(frozen not in ("everywhere", stage))
+        error = pytest.raises(ValueError, match="requires_grad=True on one of the two stages")
+        with nullcontext() if frozen == "everywhere" else error:
+            sum_tied_gradients(model)
+        assert not any(weight.grad is not None for weight in model.parameters())
+
+
+@spmd(2, 3)
+def test_a_frozen_first_stage_trains_the_others(comm: Any) -> None:
+    """The other weights get the gradients that they have if all weights learn."""
+    sharding, tokens = sp.Sharding.contiguous(5, 1), torch.ones(1, 5, dtype=torch.int64)
+    with sp.Mesh(comm, pp=comm.size) as mesh:
+        found = []
+        for is_frozen in (False, True):
+            model = Case((4, 2), layers=4).model(mesh)
+            for weight in model.parameters():
+                weight.requires_grad_(not (is_frozen and comm.rank == 0))
+            loss_and_gradients(model, [MicroBatch(tokens, tokens, sharding)] * 2)
+            found.append([weight.grad for weight in model.parameters()])
+        assert all(
+            x is None if comm.rank == 0 else torch.equal(x, y) for y, x in zip(*found, strict=True)
+        )
 
 
 @spmd(3)

@@ -321,6 +321,31 @@ def test_an_optimizer_of_other_parameters_trains_nothing(comm: Any, more: Any) -
         assert not torch.equal(first, before)
 
 
+DIFFERENT: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "class": partial(torch.optim.Adam, lr=0.01),
+    "rate": partial(torch.optim.AdamW, lr=0.02),
+    "betas": partial(torch.optim.AdamW, lr=0.01, betas=(0.9, 0.99)),
+    "maximize": partial(torch.optim.AdamW, lr=0.01, maximize=True),
+    "parameters": lambda weights: torch.optim.AdamW([*weights][:-1], lr=0.01),
+    "groups": lambda weights: torch.optim.AdamW([{"params": [x]} for x in weights], lr=0.01),
+    "tensor rate": partial(torch.optim.AdamW, lr=torch.tensor(0.02)),
+}
+"""Optimizers that differ from AdamW with lr=0.01."""
+
+
+@spmd(2, 3)
+def test_optimizers_that_differ_between_ranks_train_nothing(comm: Any) -> None:
+    with sp.Mesh(comm, ring=comm.size) as mesh:
+        model = CASE.model(mesh)
+        before = [x.detach().clone() for x in model.parameters()]
+        usual = partial(torch.optim.AdamW, lr=0.01)
+        for made in DIFFERENT.values():
+            optimizer = (made if comm.rank == comm.size - 1 else usual)(model.parameters())
+            with pytest.raises(sp.CollectiveMismatch, match=r"(?s)the ranks disagree.*train_step"):
+                train_step(model, optimizer, [[1, 2]], max_norm=1.0)
+        assert all(map(torch.equal, model.parameters(), before))
+
+
 STEPS = int(os.environ.get("SP_TRAINING_STEPS", "10"))
 KILLED, EVERY = STEPS * 3 // 5, STEPS // 5
 """The step after which the training is killed, and the steps between checkpoints."""

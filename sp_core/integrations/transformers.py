@@ -13,21 +13,24 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from hashlib import blake2b
 from typing import Any, TypeVar, cast
+from weakref import finalize
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 from sp_core import arguments
 from sp_core.agreement import agreeing_in_turn
 from sp_core.collectives.api import all_reduce
 from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
+from sp_core.integrations.sequences import byte_sums, check_values, digest, positions_of
 from sp_core.llama.grid import Grid
 from sp_core.mask import Mask
 from sp_core.mesh import Mesh
@@ -45,6 +48,7 @@ LAYOUTS = ("contiguous", "striped", "zigzag")
 AXES = ("dp", "ring", "ulysses")
 WHOLE = ("input_ids", "attention_mask", "position_ids", "labels")
 """The arguments of a forward that are tensors (B, S) of the whole sequence."""
+DTYPES = {"input_ids": (torch.int64, torch.int32), "labels": (torch.int64,)}
 
 REMEDY = "Leave them out; to generate, save the model and load it without `parallelize`."
 TAKEN = (*WHOLE, "num_items_in_batch", "return_dict", "output_hidden_states")
@@ -53,6 +57,9 @@ LAUNCHERS = (
     *("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"),
 )
 """The environment variables by which accelerate finds other processes."""
+
+Held = list[tuple[nn.Parameter, Tensor | None]]
+"""Parameters, each with its gradient before a backward."""
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -96,17 +103,21 @@ def parallelize(model: Model, mesh: Mesh, scheme: str = "ring", layout: str = "z
 
     These errors are raised on every rank. The forward, too, raises them: for inputs that differ
     between ranks, a cache, `output_attentions` or attention dropout, for example. A backward that
-    leaves no gradient in `.grad`, as of `torch.autograd.grad`, raises a RuntimeError.
+    leaves no gradient in `.grad`, as of `torch.autograd.grad`, raises a RuntimeError. After any
+    error in a backward `.grad` is what it was before.
     """
     arguments.check_type("mesh", mesh, Mesh, "Make one, such as Mesh(MPI.COMM_WORLD, ring=4).")
 
     def call() -> str:
         found = _checked(model, mesh, layout)
-        weights = torch.stack([x.detach().flatten().view(torch.uint8).sum() for x in found])
+        sums = [sums for x in found for sums in byte_sums(x.detach())]
         kinds = blake2b(repr([(x.shape, x.dtype) for x in found]).encode(), digest_size=4)
+        config: Any = model.config
+        settings = {**config.to_dict(), "_name_or_path": ""}  # the path may differ between nodes
         return (
-            f"parallelize({type(model).__name__} with {len(found)} parameters "
-            f"#{kinds.hexdigest()} of values #{_digest(weights)}, {scheme=}, {layout=})"
+            f"parallelize({type(model).__name__} with {len(found)} parameters and buffers "
+            f"#{kinds.hexdigest()} of values #{digest(*sums)}, {scheme=}, {layout=}, "
+            f"{sorted(settings.items())})"
         )
 
     mesh[tuple(mesh.axes)].agree_on(call)
@@ -144,7 +155,7 @@ class _Parallel:
         model.set_attn_implementation(NAME)
         model.loss_function = self._loss
         model.register_forward_pre_hook(self._shard, with_kwargs=True)
-        model.get_output_embeddings().register_full_backward_pre_hook(self._begin)
+        model.register_forward_hook(self._watch)
 
     def _shard(
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -157,13 +168,13 @@ class _Parallel:
             whole = [given.get(name) for name in WHOLE]
             return (
                 f"{type(model).__name__}.forward of {tuple(given['input_ids'].shape)} tokens "
-                f"#{_digest(*whole)}, grad={torch.is_grad_enabled()}, training={model.training}"
+                f"#{digest(*whole)}, grad={torch.is_grad_enabled()}, training={model.training}"
             )
 
         with agreeing_in_turn() as agree_on:
             agree_on(comm, call, lambda: _check_inputs(model, given, comm))
             agree_on(self._grid.replicas, lambda: f"{type(model).__name__}.forward")
-        tokens, positions, documents = given["input_ids"], *_positions(given)
+        tokens, positions, documents = given["input_ids"], *positions_of(given)
         sharding: Sharding = getattr(Sharding, self._layout)(tokens.shape[1], comm.size)
         whole = {"input_ids": tokens, "position_ids": positions}
         if given.get("labels") is not None:
@@ -193,8 +204,17 @@ class _Parallel:
         grid = self._grid
         return next_token_loss(logits, labels, tensor=grid.tensor, data=grid.data, count=count)
 
-    def _begin(self, head: nn.Module, grads: object) -> None:
-        """Set earlier gradients aside when a backward begins. When it ends, sum the new ones."""
+    def _watch(self, model: object, args: object, out: Any) -> None:
+        """Call `_begin` as soon as a backward reaches a tensor among the results of a forward."""
+        for x in tree_leaves(tuple(out.values() if isinstance(out, Mapping) else out)):
+            if isinstance(x, Tensor) and x.requires_grad:
+                x.register_hook(self._begin)
+
+    def _begin(self, grad: object) -> None:
+        """Set earlier gradients aside when a backward begins. When it ends, sum the new ones.
+
+        If it fails, put the earlier ones back.
+        """
         backward = torch._C._current_graph_task_id()
         if backward == self._backward:
             return
@@ -203,14 +223,16 @@ class _Parallel:
         for parameter, _ in held:
             parameter.grad = None
         engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(partial(self._reduce, held))
+        reduce = partial(self._reduce, held)
+        finalize(reduce, _put_back, held)  # the engine drops `reduce` also after an error
+        engine.queue_callback(reduce)
 
     @torch.no_grad()
-    def _reduce(self, held: Sequence[tuple[nn.Parameter, Tensor | None]]) -> None:
+    def _reduce(self, held: Held) -> None:
         """Sum the gradients of one backward over the ranks, and add them to the earlier ones.
 
-        `held` has each parameter with the gradient it had before, or None. A parameter that no rank
-        has used, such as that of an idle expert, gets no gradient.
+        `held` has each parameter with the gradient it had before, or None. Afterwards it is empty.
+        A parameter that no rank has used, such as that of an idle expert, gets no gradient.
         """
         grid = self._grid
         own = torch.tensor([p.grad is not None for p, _ in held], device=grid.data.device)
@@ -226,6 +248,13 @@ class _Parallel:
             if earlier is not None:
                 new = parameter.grad
                 parameter.grad = earlier if new is None else earlier.add_(new)
+        held.clear()
+
+
+def _put_back(held: Held) -> None:
+    """Set the gradient of each parameter to the one held, or None."""
+    for parameter, earlier in held:
+        parameter.grad = earlier
 
 
 def _attend(
@@ -246,6 +275,7 @@ def _attend(
     """Compute attention of this rank's queries (B, H, S/P, D) as transformers asks for it.
 
     `s_aux` are the sinks of the heads, (H,). Return (B, S/P, H, D), and None for attention weights.
+    Under autocast values have the lower dtype, and rotated queries and keys that of the angles.
     """
     if sp_core is None or dropout:
         raise RuntimeError(
@@ -253,13 +283,13 @@ def _attend(
             f"{'no' if sp_core is None else 'a'} parallelized forward; it needs dropout=0.0 "
             "and a forward of the model itself from parallelize(model, mesh), not of a part of it."
         )
-    qkv = (x.transpose(1, 2) for x in (query, key, value))
+    qkv = (x.to(value.dtype).transpose(1, 2) for x in (query, key, value))
     terms = {"softmax_scale": scaling, "softcap": softcap, "sinks": s_aux}
     return sp_core(*qkv, window=sliding_window, **terms), None
 
 
-def _checked(model: Any, mesh: Mesh, layout: str) -> list[nn.Parameter]:
-    """Check the arguments of `parallelize`. Return the parameters of the model."""
+def _checked(model: Any, mesh: Mesh, layout: str) -> list[Tensor]:
+    """Check the arguments of `parallelize`. Return the parameters and buffers of the model."""
     from transformers import PreTrainedModel
 
     arguments.check_type("model", model, PreTrainedModel, "Load it with AutoModelForCausalLM.")
@@ -282,7 +312,7 @@ def _checked(model: Any, mesh: Mesh, layout: str) -> list[nn.Parameter]:
     if config._attn_implementation == NAME:
         raise ValueError(f"this {kind} was parallelized before. Load it again.")
     _check_config(model)
-    return list(model.parameters())
+    return [*model.parameters(), *model.buffers()]
 
 
 def _check_config(model: Any) -> None:
@@ -332,59 +362,17 @@ def _check_inputs(model: Any, given: Mapping[str, Any], comm: Communicator) -> N
         x: Any = given.get(name)
         if x is None and name != "input_ids":
             continue
-        arguments.check_tensor(x, comm, name)
+        arguments.check_tensor(x, comm, name, DTYPES.get(name))
         rows = (1, len(tokens)) if name == "position_ids" else (len(tokens),)
         if x.dim() != 2 or x.shape[0] not in rows or x.shape[1] != tokens.shape[1]:
             raise ShapeError(
                 f"{name} has shape {tuple(x.shape)}, input_ids {tuple(tokens.shape)}; needed is "
                 "(batch, tokens of the whole sequence), the same on every rank."
             )
-    if tokens.shape[1] < comm.size:
+    if tokens.shape[1] < comm.size or not len(tokens):
         raise ShapeError(
-            f"sequences of {tokens.shape[1]} tokens were given to {comm.size} ranks; transformers "
-            "needs at least one token on each rank. Use fewer ranks, or pad."
+            f"{len(tokens)} sequences of {tokens.shape[1]} tokens were given to {comm.size} ranks; "
+            "transformers needs at least one sequence, and at least one token on each rank. Use "
+            "fewer ranks, or pad."
         )
-    _, documents = _positions(given)
-    if given.get("attention_mask") is not None:
-        _check_padding(given["attention_mask"], given.get("labels"), documents)
-
-
-def _check_padding(mask: Tensor, labels: Tensor | None, documents: tuple[int, ...] | None) -> None:
-    """Raise ValueError unless `mask` hides only padding at the end of rows, labelled IGNORED.
-
-    A mask together with several documents is refused as well.
-    """
-    seen = mask.bool()
-    if documents is not None or (mask != seen).any() or (seen[:, 1:] & ~seen[:, :-1]).any():
-        raise ValueError(
-            "an attention_mask was given that is not 1 for tokens and 0 for padding at the end of "
-            "each row, or one together with position_ids that restart. Pad on the right; leave it "
-            "out for packed documents."
-        )
-    if labels is not None and (labels[~seen] != IGNORED).any():
-        raise ValueError(f"padding has labels; set them to {IGNORED}, so that they do not count.")
-
-
-def _positions(given: Mapping[str, Any]) -> tuple[Tensor, tuple[int, ...] | None]:
-    """Return position ids (B, S), and the bounds (0, ..., S) of documents (None if only one)."""
-    tokens, positions = given["input_ids"], given.get("position_ids")
-    if positions is None:
-        positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
-    starts = positions.diff(dim=1) != 1
-    if (starts != starts[:1]).any():
-        raise ValueError(
-            "the rows of position_ids restart at different places; all rows of a batch need the "
-            "same documents. Give each packed row in a batch of its own."
-        )
-    bounds = (starts[0].nonzero().flatten() + 1).tolist()
-    documents = (0, *bounds, tokens.shape[1]) if bounds else None
-    return positions.expand_as(tokens), documents
-
-
-def _digest(*tensors: Tensor | None) -> str:
-    """Return a short text: equal on ranks with equal tensors, else almost surely different."""
-    digest = blake2b(digest_size=8)
-    for x in tensors:
-        digest.update(repr(x if x is None else x.shape).encode())
-        digest.update(b"" if x is None else x.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
+    check_values(given, model.config)

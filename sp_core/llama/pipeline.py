@@ -225,7 +225,9 @@ def loss_and_gradients(
 
     def go_back(number: int) -> None:
         x, y = held.pop(number)
-        y.backward(None if model.is_last else mail.receive(backward=True))
+        gradient = None if model.is_last else mail.receive(backward=True)
+        if y.requires_grad:  # not if all weights of the first stage are frozen
+            y.backward(gradient)
         if not model.is_first:
             mail.send(cast("Tensor", x.grad), backward=True)
 
@@ -266,16 +268,32 @@ def sum_tied_gradients(model: Llama) -> None:
 
     The first stage holds the embedding and the last stage a copy as the head. Afterwards the two
     copies have the same `.grad`, the sum of their gradients. Every rank calls this once before each
-    step of the optimizer, before or after `reduce_gradients`.
+    step of the optimizer, before or after `reduce_gradients`. Frozen copies get no gradient.
 
     Communication:
-        None if there is one stage or the head is not tied. Else the first and the last stage send
-        each other one message, as large as this rank's part of the embedding.
+        None if there is one stage or the head is not tied. Else one agreement (32-byte all-reduce)
+        over the stages. Then, if the copies learn, the first and the last stage send each other one
+        message, as large as this rank's part of the embedding.
+
+    Raises:
+        ValueError: on every stage, if only one copy has requires_grad.
     """
     stages = model.grid.stages
     if not model.config.tie_word_embeddings or stages.size == 1:
         return
-    if not (model.is_first or model.is_last):
+    is_middle = not (model.is_first or model.is_last)
+    learns = stages.agree_on(
+        lambda: "sum_tied_gradients",
+        lambda: int(is_middle or model.embed_tokens.weight.requires_grad),
+    )
+    if learns[0] != learns[-1]:
+        raise ValueError(
+            "the tied embedding has requires_grad=True on one of the two stages that hold it, the "
+            "first and the last. Set it alike on both."
+        )
+    if not learns[0]:
+        return
+    if is_middle:
         stages.wait(stages.exchange([], [], "tied"), "tied")
         return
     weight = model.embed_tokens.weight

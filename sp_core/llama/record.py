@@ -82,8 +82,8 @@ def settings_of(optimizer: Any) -> str:
     """Return the class and the groups of an optimizer as text, equal on ranks with equal ones."""
     groups = [
         {
-            name: x.tolist() if isinstance(x, Tensor) else len(x) if name == "params" else x
-            for name, x in sorted(group.items())
+            name: x.tolist() if isinstance(x, Tensor) else x
+            for name, x in sorted({**group, "params": len(group["params"])}.items())
             if isinstance(x, Tensor | int | float | str | tuple | list)
         }
         for group in getattr(optimizer, "param_groups", ())

@@ -100,8 +100,11 @@ def train_step(
             lacks, CollectiveMismatch for optimizers that differ in class or settings. All on every
             rank. The weights are then unchanged.
     """
-    call = f"train_step({max_norm=})"
     saving = Saving(recompute=recompute, offload=offload, chunk=chunk)
+
+    def call() -> str:
+        return f"train_step({max_norm=}, {settings_of(optimizer)})"
+
     loss = _backward(call, model, sequences, layout, own, window, saving, optimizer=optimizer)
     norm = clip_gradient_norm(model.parameters(), max_norm, tensor=model.grid.tensor)
     optimizer.step()
@@ -157,11 +160,11 @@ def backward(
         CollectiveMismatch: ranks with different sequences. All on every rank.
     """
     saving = Saving(recompute=recompute, offload=offload, chunk=chunk)
-    return _backward("backward()", model, sequences, layout, own, window, saving)
+    return _backward(lambda: "backward()", model, sequences, layout, own, window, saving)
 
 
 def _backward(
-    call: str,
+    call: Callable[[], str],
     model: Llama,
     sequences: Tokens,
     layout: Layout,
@@ -170,7 +173,7 @@ def _backward(
     saving: Saving,
     **others: object,
 ) -> float:
-    """Do what `backward` does, for the function named `call`; also check its arguments `others`."""
+    """Do what `backward` does, for the function in `call`; also check its arguments `others`."""
     check_model(model)
     grid, replicas, given = model.grid, model.grid.replicas, list[Any]()
 
@@ -185,15 +188,12 @@ def _backward(
         return crc32(f"{replicas.rank} {given[0]}".encode())
 
     seen = grid.everyone.agree_on(
-        lambda: (
-            f"{call} of {'own' if own else given[0]}, window={given[2].window}, {saving}, "
-            f"{[*map(settings_of, others.values())]}"
-        ),
+        lambda: f"{call()} of {'own' if own else given[0]}, window={given[2].window}, {saving}",
         check,
     )
     if len(set(seen)) > replicas.size:
         raise CollectiveMismatch(
-            f"{call}: ranks of one replica have other sequences or layouts. Pass them alike to all."
+            f"{call()}: ranks of one replica have other sequences or layouts. Pass them alike."
         )
     _, row, mask, sharding = given
     tokens = sharding.shard(row, grid.sequence.rank, 1).to(grid.everyone.device)

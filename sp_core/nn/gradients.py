@@ -145,7 +145,8 @@ def reduce_gradients(
 ) -> None:
     """Replace the gradients on every rank by those of the sum of all ranks' losses.
 
-    Every rank calls this once after backward.
+    Every rank calls this once after backward. Leave out the weights of `TransformerBlock` and the
+    other layers of `sp_core.nn.layers`: their backward has summed these gradients over their ranks.
 
     Args:
         parameters: corresponding parameters, in the same order on every rank; those without

@@ -26,7 +26,7 @@ from sp_core.mask import Mask
 from sp_core.nn.dropout import dropout
 from sp_core.nn.memory import tiled
 from sp_core.nn.replicated import ReplicatedLayer, linear
-from sp_core.nn.rope import Rope, rotation
+from sp_core.nn.rope import Rope, check_rope, rotation
 from sp_core.schemes import allgather_kv_attention
 from sp_core.sharding import Sharding
 
@@ -166,7 +166,7 @@ class SelfAttention(ReplicatedLayer):
 
     Raises:
         ShapeError: num_heads is no multiple of num_kv_heads, or, without head_dim, hidden is no
-            multiple of num_heads.
+            multiple of num_heads; or rope has another head_dim.
         TypeError, ValueError: an argument is of another type, or a number is below 1.
     """
 
@@ -201,6 +201,7 @@ class SelfAttention(ReplicatedLayer):
                 "must be a multiple of num_kv_heads, and divide hidden unless head_dim is given."
             )
         self.head_dim, self.attention, self.rope = head_dim or hidden // num_heads, attention, rope
+        check_rope(rope, self.head_dim)
         width, kv_width = num_heads * self.head_dim, num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(hidden, width, bias, device, dtype)
         self.k_proj = nn.Linear(hidden, kv_width, bias, device, dtype)
@@ -377,8 +378,7 @@ class TransformerBlock(nn.Module):
         def call() -> str:
             if seed is None:
                 raise ValueError(
-                    "a block with dropout was called in training without seed=; pass a number, "
-                    "the same on all ranks."
+                    "dropout without seed= in training; pass a number, equal on all ranks."
                 )
             return f"a block with dropout={self.dropout}, seed={seed}"
 

@@ -15,7 +15,11 @@ from sp_core.arguments import check_communicator, check_positive, check_tensor
 from sp_core.collectives.differentiable import copy_all, describe_all
 from sp_core.communicator import Communicator
 from sp_core.errors import DtypeError, ShapeError
+from sp_core.nn.rope import Rope
 from sp_core.sharding import Sharding, check_sharding
+
+Setting = int | float | Rope | None
+"""The types of settings of a layer that change its result and that no scheme compares."""
 
 
 class ReplicatedLayer(nn.Module):
@@ -25,7 +29,7 @@ class ReplicatedLayer(nn.Module):
 
     Args:
         hidden: E, the features of a token in the layer's input.
-        comm: the ranks. All of them call the layer, with equal weights.
+        comm: the ranks. All of them call the layer, with equal weights and settings.
 
     Raises:
         TypeError, ValueError: comm is no communicator, or hidden is not a number of at least 1.
@@ -37,6 +41,11 @@ class ReplicatedLayer(nn.Module):
         check_positive(hidden=hidden)
         self.hidden = hidden
         self.comm = comm
+
+    def extra_repr(self) -> str:
+        """Return the settings, which must be equal on all ranks, as text. `print` shows it, too."""
+        kept = {name: x for name, x in vars(self).items() if name[0] != "_" and name != "training"}
+        return ", ".join(f"{name}={x}" for name, x in kept.items() if isinstance(x, Setting))
 
     def weights(self, x: Tensor, *sharding: Sharding) -> dict[str, Tensor]:
         """Check a forward call on all ranks, and return the parameters to compute with.
@@ -56,8 +65,9 @@ class ReplicatedLayer(nn.Module):
         Raises:
             ShapeError, DtypeError, DeviceError, RankError: on every rank, also if only one rank's
                 input is wrong.
-            CollectiveMismatch: on every rank, if shape, dtype or requires_grad of the weights, the
-                dtype or requires_grad of x, or the sharding differ between ranks.
+            CollectiveMismatch: on every rank, if settings of the layer, shape, dtype or
+                requires_grad of the weights, the dtype or requires_grad of x, or the sharding
+                differ between ranks.
         """
         names, parameters = zip(*self.named_parameters(remove_duplicate=False), strict=True)
         kind = type(self).__name__
@@ -76,7 +86,7 @@ class ReplicatedLayer(nn.Module):
                 tokens,
             )
             return (
-                f"{kind}({x.dtype}, requires_grad={x.requires_grad}{owned}): "
+                f"{kind}({self.extra_repr()})({x.dtype}, requires_grad={x.requires_grad}{owned}): "
                 f"{describe_all(parameters, self.comm)}"
             )
 

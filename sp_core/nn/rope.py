@@ -74,6 +74,11 @@ class Rope:
         known = {name: value for name, value in (scaling or {}).items() if value is not None}
         self.frequencies = _frequencies(head_dim, float(base), known)
         self.amplitude = _amplitude(known)
+        self._text = f"Rope({head_dim}, base={float(base)}, scaling={sorted(known.items())})"
+
+    def __repr__(self) -> str:
+        """Return head_dim, base and the entries of scaling: equal for equal ropes."""
+        return self._text
 
     def apply(self, x: Tensor, positions: Positions) -> Tensor:
         """Rotate queries or keys by the angles of their tokens' global positions.
@@ -91,6 +96,14 @@ class Rope:
             DtypeError: x is not floating.
         """
         return rotation(self, positions, x)(x)
+
+
+def check_rope(rope: Rope | None, head_dim: int) -> None:
+    """Raise ShapeError if a rope is not made for heads of `head_dim`."""
+    if rope is not None and 2 * len(rope.frequencies) != head_dim:
+        raise ShapeError(
+            f"{rope} was given for heads of head_dim {head_dim}; pass Rope({head_dim})."
+        )
 
 
 def rotation(rope: Rope, positions: Positions, like: Tensor) -> Callable[[Tensor], Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 from types import ModuleType
@@ -197,6 +198,84 @@ def test_padding_at_the_end_of_rows_changes_nothing() -> None:
         for row, length in enumerate((SEQ_LEN, SEQ_LEN - 5)):
             at = (row, slice(length))
             check_close("logits", logits[at], want.logits[at], allowed[at])
+
+
+@pytest.mark.parametrize("outputs", ["logits", "hidden_states", "new head"])
+def test_a_loss_of_ones_own_has_the_gradients_of_one_process(outputs: str) -> None:
+    """The loss is a sum over tokens, of one of the outputs. The head may be replaced before."""
+
+    def backward(whole: Any) -> Values:
+        if outputs == "new head":
+            whole.set_output_embeddings(copy.deepcopy(whole.lm_head))
+        out = whole(input_ids=inputs()["input_ids"], output_hidden_states=True, use_cache=False)
+        x = out.hidden_states[1] if outputs == "hidden_states" else out.logits
+        x.square().sum().backward()
+        return gradients(whole)
+
+    with InFloat64():
+        want = backward(model("llama"))
+
+    def body(comm: Any) -> Values:
+        with InFloat64(), sp.Mesh(comm, ring=2) as mesh:
+            return backward(integration.parallelize(model("llama"), mesh))
+
+    for got in run_threads(2, body):
+        assert got.keys() == want.keys()
+        for name, grad in got.items():
+            torch.testing.assert_close(grad, want[name], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("hooked", [None, "lm_head", "model.embed_tokens"])
+def test_a_failed_backward_keeps_earlier_gradients(hooked: str | None) -> None:
+    """A hook fails before or after other gradients are there; without one `autograd.grad` fails."""
+    model("llama")
+
+    def fail(_: Tensor) -> None:
+        raise RuntimeError("a hook failed")
+
+    def backward(parallel: Any, loss: Tensor) -> None:
+        if hooked is None:
+            torch.autograd.grad(loss, [*parallel.parameters()])
+        hook = parallel.get_submodule(hooked).weight.register_hook(fail)
+        try:
+            loss.backward()
+        finally:
+            hook.remove()
+
+    def body(comm: Any) -> None:
+        with InFloat64(), sp.Mesh(comm, ring=2) as mesh:
+            parallel = integration.parallelize(model("llama"), mesh)
+            parallel(**inputs()).loss.backward()
+            before = {name: grad.clone() for name, grad in gradients(parallel).items()}
+            loss = parallel(**inputs(seed=1)).loss
+            with pytest.raises(RuntimeError, match=r"Call loss\.backward|a hook failed"):
+                backward(parallel, loss)
+            assert gradients(parallel).keys() == before.keys()
+            assert all(map(torch.equal, gradients(parallel).values(), before.values()))
+            parallel(**inputs(seed=1)).loss.backward()
+            assert not any(map(torch.equal, gradients(parallel).values(), before.values()))
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt_oss"])
+def test_autocast_computes_as_on_one_process(kind: str) -> None:
+    """Autocast leaves rotated queries and keys in float32, and has the values in bfloat16."""
+
+    def loss(whole: Any) -> float:
+        with torch.autocast("cpu", torch.bfloat16):
+            found: Tensor = whole(**inputs(), use_cache=False).loss
+        found.backward()
+        assert all(x.isfinite().all() for x in gradients(whole).values())
+        return found.item()
+
+    want = loss(model(kind).float())
+
+    def body(comm: Any) -> float:
+        with sp.Mesh(comm, ring=2) as mesh:
+            return loss(integration.parallelize(model(kind).float(), mesh))
+
+    assert run_threads(2, body) == [pytest.approx(want, rel=0.03)] * 2
 
 
 FAULTS = {

@@ -36,6 +36,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"labels": torch.ones(2, 11).long()}, "labels has shape"),
     ({"position_ids": torch.arange(42).view(2, 21) % 25}, "all rows of a batch"),
     (inputs(seq_len=1), "at least one token"),
+    ({"input_ids": torch.full((2, 21), 19)}, "token 19 was given; the vocabulary has 0..18"),
+    ({"input_ids": torch.full((2, 21), -1)}, "token -1 was given"),
+    ({"labels": torch.full((2, 21), 19)}, "label 19 was given"),
+    ({"labels": torch.ones(2, 21).int()}, "labels has dtype torch.int32; needed is one of int64"),
+    ({"input_ids": torch.ones(2, 21)}, "input_ids has dtype torch.float32"),
+    ({name: x[:0] for name, x in inputs().items()}, "at least one sequence"),
 ]  # fmt: skip
 """Arguments of a forward, and a part of the error's text."""
 
@@ -100,6 +106,28 @@ def other_weights(parallel: Any, mesh: sp.Mesh) -> None:
     parallelize(whole, mesh)
 
 
+def other_order(parallel: Any, mesh: sp.Mesh) -> None:
+    whole = qwen3()
+    with torch.no_grad():
+        weight = next(whole.parameters())
+        weight.copy_(weight.flip(0) if mesh.rank else weight)
+    parallelize(whole, mesh)
+
+
+def other_settings(**wrong: Any) -> Callable[[Any, sp.Mesh], object]:
+    """Return a use that parallelizes models with equal weights, and wrong settings on rank 1."""
+    one, other = configured(), configured(**wrong)
+    other.load_state_dict(one.state_dict())
+    return lambda parallel, mesh: parallelize(other if mesh.rank else one, mesh)
+
+
+DIFFERENT: list[dict[str, Any]] = [
+    {"rms_norm_eps": 0.1},
+    {"hidden_act": "gelu"},
+    {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    {"rope_theta": 100.0},
+]
+
 CASES = [
     *(Wrong(text, called(wrong, ranks)) for wrong, text in REFUSED for ranks in ((0, 1), (1,))),
     Wrong("attention_dropout=0.1", changed("attention_dropout", 0.1, "model.layers.0.self_attn")),
@@ -111,6 +139,8 @@ CASES = [
     Wrong("ranks disagree", called({"attention_mask": torch.ones(2, 21)}, (1,))),
     Wrong("ranks disagree", lambda parallel, mesh: parallel.train(mesh.rank == 0)(**inputs())),
     Wrong("ranks disagree", other_weights),
+    Wrong("ranks disagree", other_order),
+    *(Wrong("ranks disagree", other_settings(**wrong)) for wrong in DIFFERENT),
     Wrong("was parallelized before", parallelize),
     Wrong("the model itself", lambda parallel, _: parallel.model(**inputs(), use_cache=False)),
     Wrong(
@@ -146,6 +176,20 @@ def test_what_is_wrong_is_refused_on_every_rank(case: Wrong) -> None:
     whole = case.made()
     (error,) = {*run_threads(2, lambda comm: case.error(whole, comm))}
     assert case.text in error
+
+
+def test_only_the_place_of_a_model_may_differ_between_ranks() -> None:
+    whole = qwen3()
+
+    def body(comm: Any) -> None:
+        with sp.Mesh(comm, ring=2) as mesh:
+            mine = copy.deepcopy(whole)
+            mine.config._name_or_path = f"/node{mesh.rank}/model"
+            parallel = parallelize(mine, mesh)
+            mask = torch.ones(2, 21, dtype=torch.bfloat16)
+            assert parallel(**inputs(), attention_mask=mask).loss > 0
+
+    run_threads(2, body)
 
 
 def test_averaging_by_torch_is_refused(tmp_path: Path) -> None:

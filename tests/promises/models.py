@@ -133,7 +133,8 @@ def _(scene: Scene) -> None:
     with scene.sends(agreements=3, **sent):
         pipeline.loss_and_gradients(model, batches)
     ends = scene.others and scene.rank in (0, scene.size - 1)
-    with scene.sends(tied=(1, VOCAB * HIDDEN * 4)) if ends else scene.sends():
+    tied: Book = {"tied": (1, VOCAB * HIDDEN * 4)} if ends else {}
+    with scene.sends(agreements=1 if scene.others else 0, **tied):
         pipeline.sum_tied_gradients(model)
     assert stages.rank == scene.rank
 

@@ -1,0 +1,77 @@
+"""Read documents and padding from whole sequences, and shorten tensors to texts to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sp_core.llama.config import check_tokens
+from sp_core.nn.loss import IGNORED
+
+
+def check_values(given: Mapping[str, Any], config: Any) -> None:
+    """Raise ValueError for tokens, labels, documents or padding that no forward takes."""
+    labels, mask = given.get("labels"), given.get("attention_mask")
+    check_tokens(given["input_ids"], config)
+    if labels is not None:
+        check_tokens(labels[labels != IGNORED], config, "label")
+    _, documents = positions_of(given)
+    if mask is not None:
+        _check_padding(mask, labels, documents)
+
+
+def _check_padding(mask: Tensor, labels: Tensor | None, documents: tuple[int, ...] | None) -> None:
+    """Raise ValueError unless `mask` hides only padding at the end of rows, labelled IGNORED.
+
+    A mask together with several documents is refused as well.
+    """
+    seen = mask.bool()
+    if documents is not None or (mask != seen).any() or (seen[:, 1:] & ~seen[:, :-1]).any():
+        raise ValueError(
+            "an attention_mask was given that is not 1 for tokens and 0 for padding at the end of "
+            "each row, or one together with position_ids that restart. Pad on the right; leave it "
+            "out for packed documents."
+        )
+    if labels is not None and (labels[~seen] != IGNORED).any():
+        raise ValueError(f"padding has labels; set them to {IGNORED}, so that they do not count.")
+
+
+def positions_of(given: Mapping[str, Any]) -> tuple[Tensor, tuple[int, ...] | None]:
+    """Return position ids (B, S), and the bounds (0, ..., S) of documents (None if only one)."""
+    tokens, positions = given["input_ids"], given.get("position_ids")
+    if positions is None:
+        positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+    starts = positions.diff(dim=1) != 1
+    if (starts != starts[:1]).any():
+        raise ValueError(
+            "the rows of position_ids restart at different places; all rows of a batch need the "
+            "same documents. Give each packed row in a batch of its own."
+        )
+    bounds = (starts[0].nonzero().flatten() + 1).tolist()
+    documents = (0, *bounds, tokens.shape[1]) if bounds else None
+    return positions.expand_as(tokens), documents
+
+
+def byte_sums(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sums of a tensor's bytes by row and by column. Rows run along the last dim.
+
+    Unlike one sum they tell a permutation of rows or columns. Eight bytes are added as one int64
+    where rows allow it, since torch converts bytes to int64 before it adds them.
+    """
+    rows = torch.atleast_2d(x).flatten(0, -2).clone(memory_format=torch.contiguous_format)
+    is_even = rows.numel() > 0 and rows.shape[-1] * rows.itemsize % 8 == 0
+    words = rows.view(torch.int64 if is_even else torch.uint8)
+    return words.sum(0), words.sum(1)
+
+
+def digest(*tensors: Tensor | None) -> str:
+    """Return a short text: equal on ranks with equal tensors, else almost surely different."""
+    found = blake2b(digest_size=8)
+    for x in tensors:
+        found.update(repr(x if x is None else x.shape).encode())
+        found.update(b"" if x is None else x.flatten().cpu().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
