@@ -51,8 +51,12 @@ def test_a_folder_may_have_any_path(comm: Any, tmp_path: Path) -> None:
         save(model, folder / "new" / ".." / "up")
         comm.Barrier()
         assert sorted(x.name for x in folder.iterdir()) == ["link", "real", "up"]
-        for path, text in ((".", "is there already"), ("/", "is there already"), ("\0", "null")):
-            with pytest.raises(ValueError, match=text) as caught:
+        for path, text in (
+            (".", "is there already"),
+            ("/", "is there already"),
+            ("\0", "the character"),
+        ):
+            with pytest.raises((ValueError, TypeError), match=text) as caught:
                 save(model, path)
             assert len(set(comm.allgather(str(caught.value)))) == 1
 

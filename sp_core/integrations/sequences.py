@@ -63,8 +63,8 @@ def byte_sums(x: Tensor) -> tuple[Tensor, Tensor]:
     where rows allow it, since torch converts bytes to int64 before it adds them.
     """
     rows = torch.atleast_2d(x).flatten(0, -2).clone(memory_format=torch.contiguous_format)
-    is_even = rows.numel() > 0 and rows.shape[-1] * rows.itemsize % 8 == 0
-    words = rows.view(torch.int64 if is_even else torch.uint8)
+    in_words = rows.numel() > 0 and rows.shape[-1] * rows.itemsize % 8 == 0
+    words = rows.view(torch.int64 if in_words else torch.uint8)
     return words.sum(0), words.sum(1)
 
 

@@ -11,11 +11,11 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from sp_core.tuning.model import Curve, Tuning
 
@@ -135,13 +135,12 @@ def save(tuning: Tuning, path: Path) -> None:
     text = json.dumps(
         {"schema_version": SCHEMA_VERSION, **asdict(tuning)}, indent=" ", allow_nan=False
     )
-    descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    draft = path.with_suffix(f".{uuid4().hex}")
     try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text + "\n")
-        Path(draft).replace(path)
+        draft.write_text(text + "\n")  # unlike a file of tempfile, others may read it
+        draft.replace(path)
     except BaseException:
-        Path(draft).unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
         raise
 
 
