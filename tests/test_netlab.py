@@ -44,7 +44,10 @@ def test_every_link_is_shaped_on_both_ends_or_carried_by_the_switch(delay: float
     assert sum("1000000000bit" in line for line in lines) == (0 if delay else 6)
 
 
-@pytest.mark.skipif(shutil.which("unshare") is None or os.geteuid() != 0, reason="needs root")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not all(map(shutil.which, ("unshare", "ip"))),
+    reason="needs root, and unshare and ip on the PATH",
+)
 @pytest.mark.parametrize("delay", ["0.0", "0.001"])
 def test_a_command_runs_on_the_first_host_and_nothing_stays(delay: str) -> None:
     """The command reaches host h1 by name and finds no h2. Its exit code is returned."""
