@@ -45,8 +45,8 @@ def test_every_link_is_shaped_on_both_ends_or_carried_by_the_switch(delay: float
 
 
 @pytest.mark.skipif(
-    os.geteuid() != 0 or not all(map(shutil.which, ("unshare", "ip"))),
-    reason="needs root, and unshare and ip on the PATH",
+    os.geteuid() != 0 or not all(map(shutil.which, ("unshare", "ip", "tc"))),
+    reason="needs root, and unshare, ip and tc on the PATH",
 )
 @pytest.mark.parametrize("delay", ["0.0", "0.001"])
 def test_a_command_runs_on_the_first_host_and_nothing_stays(delay: str) -> None:
