@@ -35,7 +35,7 @@ def _are_whole(value: Any) -> bool:
     return isinstance(value, (list, tuple, range)) and all(map(_is_whole, value))
 
 
-def _are_texts(value: Any) -> bool:
+def _are_lists(value: Any) -> bool:
     return _is_sequence(value) and all(
         _is_sequence(tokens) and all(map(_is_whole, tokens)) for tokens in value
     )
@@ -70,7 +70,7 @@ _SIZES = (
     lambda value: value is None or _are_whole(value),
     "a list or tuple of whole numbers, one per rank, or None",
 )
-_TEXTS = (_are_texts, "a list with a list of tokens, whole numbers, for each sequence")
+_TEXTS = (_are_lists, "a list with a list of tokens, whole numbers, for each sequence")
 _FLAG = (lambda value: isinstance(value, bool), "True or False")
 _NAME = (lambda value: isinstance(value, str), "a name")
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -109,7 +109,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: _is_sequence(value) and all(isinstance(one, Iterable) for one in value),
         "a list with the positions, whole numbers, of each rank",
     ),
-    "groups": (_are_texts, "a list with the ranks, whole numbers, of each group"),
+    "groups": (_are_lists, "a list with the ranks, whole numbers, of each group"),
     **dict.fromkeys(
         (
             *("count", "max_file_bytes", "chunk", "window", "micro_batches"),

@@ -49,6 +49,7 @@ AXES = ("dp", "ring", "ulysses")
 WHOLE = ("input_ids", "attention_mask", "position_ids", "labels")
 """The arguments of a forward that are tensors (B, S) of the whole sequence."""
 DTYPES = {"input_ids": (torch.int64, torch.int32), "labels": (torch.int64,)}
+"""The dtypes that torch's embedding and loss take, by argument of a forward."""
 
 REMEDY = "Leave them out; to generate, save the model and load it without `parallelize`."
 TAKEN = (*WHOLE, "num_items_in_batch", "return_dict", "output_hidden_states")

@@ -296,7 +296,8 @@ def _marked(run_dir: Path) -> set[int]:
     mark, found = f"{RUN_DIR}={run_dir}".encode(), set[int]()
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user
-            found |= {int(path.parent.name)} if mark in path.read_bytes().split(b"\0") else set()
+            if mark in path.read_bytes().split(b"\0"):
+                found.add(int(path.parent.name))
     return found
 
 

@@ -202,8 +202,7 @@ def in_flight(text: str) -> None:
     slow.
     """
     if _watch is not None:
-        os.pwrite(_watch.flying, encoded(text), 0)
-        os.ftruncate(_watch.flying, len(encoded(text)))
+        os.ftruncate(_watch.flying, os.pwrite(_watch.flying, encoded(text), 0))
 
 
 def run_program(arguments: list[str]) -> None:

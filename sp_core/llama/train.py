@@ -173,7 +173,7 @@ def _backward(
     saving: Saving,
     **others: object,
 ) -> float:
-    """Do what `backward` does, for the function in `call`; also check its arguments `others`."""
+    """Do what `backward` does for a caller that `call` describes; also check arguments `others`."""
     check_model(model)
     grid, replicas, given = model.grid, model.grid.replicas, list[Any]()
 

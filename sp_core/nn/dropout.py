@@ -15,7 +15,7 @@ from sp_core.errors import DtypeError, ShapeError
 from sp_core.mask import Positions, position_tensor
 
 # the constants of SplitMix64; signed 64-bit numbers, because torch computes in int64
-_STEPS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1))
+_STEPS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, None))
 _BITS = 53
 
 
@@ -86,6 +86,6 @@ def _uniform(seed: int, places: list[Positions], device: torch.device) -> Tensor
 def _mixed(x: Tensor) -> Tensor:
     """Apply the finalizer of SplitMix64 to each element of int64 x. Products are modulo 2^64."""
     for shift, multiplier in _STEPS:
-        # >> fills with copies of the sign
-        x = (x ^ ((x >> shift) & (2 ** (64 - shift) - 1))) * multiplier
+        x = x ^ ((x >> shift) & (2 ** (64 - shift) - 1))  # >> fills with copies of the sign
+        x = x if multiplier is None else x * multiplier
     return x

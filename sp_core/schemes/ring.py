@@ -234,6 +234,10 @@ class Travel:
         """Return the rank whose keys and values the ring brings to this rank in `step`."""
         return (self.comm.rank - step) % self.comm.size
 
+    def goes_on(self, block: int, step: int) -> bool:
+        """Return whether the block of rank `block` is passed on after `step`."""
+        return self._hops[block] > step
+
     def empty(self, block: int) -> Tensor:
         """Return an uninitialized tensor (2, B, S_block, K, D) for the block of rank `block`."""
         batch, _, *head = self._like.shape
@@ -242,7 +246,7 @@ class Travel:
     def arriving(self, step: int) -> Tensor | None:
         """Return an uninitialized tensor for the block that arrives in `step`; None without one."""
         coming = self.block(step + 1)
-        return self.empty(coming) if self._hops[coming] > step else None
+        return self.empty(coming) if self.goes_on(coming, step) else None
 
     def exchange(self, *messages: list[tuple[int, Tensor | None]]) -> Handle:
         """Start the messages of a step. Return a handle that completes with all of them.
@@ -269,7 +273,7 @@ class Travel:
             (step, rank that owns the block, (k, v)). None stands for (k, v) if this rank does not
             receive the block.
         """
-        goes_on = self._hops[self.comm.rank] > 0
+        goes_on = self.goes_on(self.comm.rank, 0)
         present = torch.stack((k[:, self.shown], v[:, self.shown])) if goes_on else None
         # contiguous on every rank, so that the kernels round alike
         held: Block | None = (k.contiguous(), v.contiguous())
@@ -277,7 +281,7 @@ class Travel:
             arriving, block = self.arriving(step), self.block(step)
             handle: Handle = Done()
             if step < self.last:
-                going = [(self.right, present)] if self._hops[block] > step else []
+                going = [(self.right, present)] if self.goes_on(block, step) else []
                 handle = self.exchange(going, [(self.left, arriving)])
                 del going
             yield step, block, held
@@ -318,7 +322,7 @@ class TravellingSums(Travel):
         """
         self.comm.wait(self._handle, "ring")
         block, total, rank = self.block(step), self._coming, self.comm.rank
-        goes_on = self._hops[block] > step
+        goes_on = self.goes_on(block, step)
         if step == 0:
             own = in_place.zeros(self._like, self._length) if own is None else own
             total = torch.stack([x[:, self.shown] for x in own]) if goes_on else None

@@ -76,7 +76,8 @@ LOCAL = (
 """Prefixes of the names of calls that a rank may make alone."""
 
 
-_kept: list[CheckedComm] = []  # until the end of the process
+_kept: list[CheckedComm] = []
+"""Communicators in which messages may still arrive. They are never freed: MPI reuses what is."""
 
 
 class CheckedComm(Messages):
@@ -231,7 +232,7 @@ class CheckedComm(Messages):
     def _give_back(self) -> None:
         """Mark this communicator as freed, and free the communicators that its checks use.
 
-        If messages may still arrive, keep it with its buffers: MPI reuses what is freed.
+        If messages may still arrive, keep it with its buffers (`_kept`).
         """
         self._freed = True
         if self.lockstep.uneven:

@@ -34,6 +34,7 @@ _COPIED = (
     "hypothesis_explicit_examples",
 )
 MAX_THREADS = 128
+"""The most ranks of an example in which ranks are threads."""
 Nprocs = int | tuple[int, ...]
 """A number p of ranks (the world ranks 0 to p-1), or world ranks in any order."""
 

@@ -118,7 +118,8 @@ class Family:
             nothing else, for the search for deadlocks. None if ranks are threads.
 
     Attributes:
-        stopped: whether one of them has raised an error of a check that it does not remember.
+        stopped: whether a check has raised an error in this example, other than those that set
+            `stopped` of a member's lockstep.
         members: these communicators, in the order in which they were made.
         pending: functions that copy the send buffer of a transfer between threads once it may be
             read, and return whether they have done so.
