@@ -25,9 +25,11 @@ RANKS = re.compile(r"\bspmd\b|mark\.ranks\b|from sp_core\.testing import .*\bgiv
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not import, on every rank, a file without tests that run on ranks."""
-    is_test = config.getoption("--only-mpi", False) and collection_path.match("test_*.py")
-    return True if is_test and not RANKS.search(collection_path.read_text()) else None
+    """Do not import a file that has none of the wanted tests: on ranks, or marked `every_mpi`."""
+    marked = "every_mpi" if config.option.markexpr == "every_mpi" else ""
+    wanted = RANKS.pattern if config.getoption("--only-mpi", False) else marked
+    is_test = collection_path.match("test_*.py")
+    return True if is_test and not re.search(wanted, collection_path.read_text()) else None
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
