@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -16,7 +17,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock, call
 
 import pytest
-from studies.commands import outside
+from studies.commands import outside, printed
 
 from sp_core.launch import watch
 from sp_core.launch.watch import GRACE_SECONDS, KIT, LIBRARY, PLACE_BYTES, RANKS, file_of
@@ -179,3 +180,114 @@ def through(files: list[str], end: Callable[[], str]) -> str:
 def test_a_place_is_the_innermost_in_library_or_test(inner_first: str, place: str) -> None:
     files = {name: files[0] for name, files in OWNERS.items()} | {"more": OWNERS["library"][1]}
     assert through([files[name] for name in inner_first.split()], watch.here) == place
+
+
+def test_the_example_under_way_replaces_a_longer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "flying"
+    with path.open("w") as file:
+        monkeypatch.setattr(watch, "_watch", SimpleNamespace(flying=file.fileno()))
+        for text in ("a long example", "caf\udce9", "short", ""):
+            watch.in_flight(text)
+            assert path.read_text() == text.replace("\udce9", r"\udce9")
+
+
+@pytest.mark.parametrize(
+    ("code", "has_mpi", "is_session", "aborts"),
+    [(3, True, False, [3]), (0, True, False, []), (3, False, False, []), (3, True, True, [])],
+)
+def test_an_exit_aborts_all_ranks_of_a_program_that_has_failed(
+    code: int,
+    aborts: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    has_mpi: bool,
+    is_session: bool,
+) -> None:
+    codes: list[int] = []
+    mpi = SimpleNamespace(_set_abort_status=codes.append) if has_mpi else None
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", mpi)
+    monkeypatch.setenv(watch.RUN_DIR, str(tmp_path))
+    if is_session:
+        (tmp_path / watch.STARTED).touch()
+    watch.abort_at_exit(code)
+    assert codes == aborts
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        *(("pass", None), ("sys.exit(0)", 0), ("sys.exit(None)", 0), ("sys.exit(3)", 3)),
+        *(("sys.exit('text')", 1), ("{}['key']", 1), ("raise KeyboardInterrupt", 1)),
+        ("raise type('Odd', (KeyError,), {'__repr__': lambda error: 1 / 0})", 1),
+        ("compile('(', '', 'exec')", 1),
+    ],
+)
+def test_a_program_ends_all_ranks_with_its_own_exit_code_and_notes_its_error(
+    ending: str, code: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[object] = []
+    monkeypatch.setattr(watch, "abort_at_exit", said.append)
+    monkeypatch.setattr(watch, "note", said.append)
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    last = watch.ENDED
+    try:
+        watch.run_program(["-c", f"import sys; {ending}"])
+    except BaseException as error:  # noqa: BLE001  # every way in which a program may end
+        if code:
+            last = f"raised {traceback.format_exception_only(error)[-1].strip()}"
+    assert said == ([last] if code is None else [last, code])
+
+
+@pytest.mark.parametrize("ending", ["{}['key']", "sys.exit(3)", "pass"])
+def test_the_end_of_a_forked_process_is_not_that_of_the_rank(
+    ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[object] = []
+    monkeypatch.setattr(watch, "abort_at_exit", said.append)
+    monkeypatch.setattr(watch, "note", said.append)
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(os, "getpid", os.getpid)  # the program replaces it, as a fork does
+    with suppress(KeyError, SystemExit):
+        watch.run_program(["-c", f"import os, sys; os.getpid = lambda: -1; {ending}"])
+    assert said == []
+
+
+@pytest.mark.parametrize("flags", [[], ["-P"]])
+@pytest.mark.parametrize("kind", ["file", "link", "-m", "-c"])
+def test_a_program_finds_its_modules_and_arguments_as_without_the_launcher(
+    kind: str, flags: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "apart").mkdir()
+    code = "import sys; print(sys.path, *sys.argv)"
+    (tmp_path / "apart" / "case.py").write_text(code)
+    (tmp_path / "module.py").write_text(code)
+    (tmp_path / "link.py").symlink_to("apart/case.py")
+    program = {
+        "file": ["apart/case.py"],
+        "link": ["link.py"],
+        "-m": ["-m", "module"],
+        "-c": ["-c", code],
+    }[kind]
+    command = [*program, "one", "-c"]
+    watched = [sys.executable, *flags, watch.__file__, *command]
+    env = outside(PYTHONPATH=str(tmp_path))
+    alone = printed([sys.executable, *flags, *command], tmp_path, env, 60)
+    assert printed(watched, tmp_path, env, 60) == alone
+    assert alone[1].endswith("one -c\n")
+
+
+def test_what_a_process_outside_of_a_launch_tells_goes_to_standard_error(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(watch, "_watch", None)
+    watch.tell("the kit has failed")
+    assert capfd.readouterr().err == "the kit has failed"
+
+
+def test_without_a_launcher_no_pipe_is_held(tmp_path: Path) -> None:
+    assert watch.hold_life(tmp_path, 0) == -1

@@ -41,8 +41,8 @@ ENVIRONMENT = {
     "MPI4PY_RC_FAST_REDUCE": "false",
     "OMP_NUM_THREADS": "1",
     # keep the memory of freed tensors; else the system maps and clears memory for each large one
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 25),
+    "MALLOC_TRIM_THRESHOLD_": "1073741824",
+    "MALLOC_MMAP_THRESHOLD_": "33554432",
     # allow more ranks than cores, bind no rank to a core, let a rank that waits yield its core
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
@@ -122,7 +122,7 @@ def environment(run_dir: Path) -> dict[str, str]:
 def _python_of(script: Path) -> list[str]:
     """Return the command of Python in the first line ("#!") of a script, [] if it has none."""
     with suppress(OSError, UnicodeDecodeError), script.open() as file:
-        named = _FIRST_LINE.fullmatch(file.readline(500).strip())
+        named = _FIRST_LINE.fullmatch(file.readline().strip())
         return [named[1], *(named[2] or "").split()] if named else []
     return []
 
