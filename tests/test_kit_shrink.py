@@ -114,43 +114,69 @@ def phase_of(when: str, outcome: str) -> SimpleNamespace:
     """Return a stand-in for pytest's report of one phase of a test."""
     failed = outcome in ("failed", "error")
     told = {"outcome": "failed" if failed else outcome, "failed": failed, "when": when}
-    return SimpleNamespace(**told, duration=0.5, longreprtext=f"it is \x1b {outcome}")
+    return SimpleNamespace(**told, duration=0.5, longreprtext=f"{when} \x1b{outcome}\n\ta\x00é\n")
 
 
-def test_what_is_known_of_a_lost_launch_becomes_a_junit_file(tmp_path: Path) -> None:
-    ledger = results.Ledger(tmp_path, str(tmp_path / "new" / "junit.xml"), "a suite")
-    for name, phases in {
-        "a": ["passed"] * 3,
-        "b": ["passed", "failed", "passed"],
-        "c": ["passed", "passed", "error"],
-        "TestC::d": ["passed"],
-    }.items():
-        ledger.pytest_runtest_logstart(f"tests/test_x.py::{name}")
+CASES: dict[str, tuple[list[str], str, str, str]] = {
+    "test_x.py::a": (["passed"] * 3, "passed", "test_x", "a"),
+    "tests/test_x.py::b": (["passed", "failed", "passed"], "failed", "tests.test_x", "b"),
+    "tests/test_x.py::c": (["passed", "passed", "error"], "error", "tests.test_x", "c"),
+    "tests/test_x.py::d": (["passed", "failed", "error"], "error", "tests.test_x", "d"),
+    "tests/a/test_x.py::C::D::e": (["skipped"], "skipped", "tests.a.test_x.C.D", "e"),
+    "tests/a.txt": (["passed", "skipped", "passed"], "skipped", "tests.a.txt", "tests/a.txt"),
+}
+"""Phases of tests, and what is told of each test: its outcome, class and name."""
+
+
+@pytest.mark.parametrize("is_last_under_way", [True, False])
+def test_what_is_known_of_a_lost_launch_becomes_a_junit_file(
+    tmp_path: Path, *, is_last_under_way: bool
+) -> None:
+    ledger = results.Ledger(tmp_path, str(tmp_path / "new" / "one" / "junit.xml"), "a suite")
+    last, where = ("the launch",) * 2, "the launch"
+    cases = dict(CASES)
+    if is_last_under_way:
+        last, where = ("tests.test_x", "f"), "tests/test_x.py::f"
+        cases[where] = ["passed"], "error", *last
+    for name, (phases, *_) in cases.items():
+        ledger.pytest_runtest_logstart(name)
         for phase, outcome in zip(("setup", "call", "teardown"), phases, strict=False):
             ledger.pytest_runtest_logreport(phase_of(phase, outcome))
-        if name != "TestC::d":
+        if name != where:
             ledger.pytest_runtest_logfinish()
     with (tmp_path / results.FILE).open("a") as file:
-        file.write('{"test": "tests/test_x.py::e"')  # an incomplete line, written as the rank died
+        file.write('{"test": "tests/test_x.py::g"')  # an incomplete line, written as the rank died
     assert results.told(tmp_path) == [
-        "tests that had ended: 1 passed, 1 failed, 1 error",
-        "  failed: tests/test_x.py::b",
-        "  error: tests/test_x.py::c",
-        "test under way: tests/test_x.py::TestC::d",
+        "tests that had ended: 1 passed, 2 skipped, 1 failed, 2 error",
+        *(f"  {CASES[f'tests/test_x.py::{name}'][1]}: tests/test_x.py::{name}" for name in "bcd"),
+        *([f"test under way: {where}"] if is_last_under_way else []),
     ]
     results.write_junit(tmp_path, "rank 1 died first")
-    (suite,) = ET.parse(tmp_path / "new" / "junit.xml").getroot()
-    expected = {"name": "a suite", "tests": "4", "failures": "1", "errors": "2", "skipped": "0"}
+    (suite,) = ET.parse(tmp_path / "new" / "one" / "junit.xml").getroot()
+    expected = {"name": "a suite", "tests": "7", "failures": "1", "errors": "3", "skipped": "2"}
     assert suite.attrib == expected
-    found = {(case.get("classname"), case.get("name")): [bad.tag for bad in case] for case in suite}
-    assert found == {
-        ("tests.test_x", "a"): [],
-        ("tests.test_x", "b"): ["failure"],
-        ("tests.test_x", "c"): ["error"],
-        ("tests.test_x.TestC", "d"): ["error"],
-    }
-    assert "rank 1 died first" in ET.tostring(suite, encoding="unicode")
-    assert [case.get("time") for case in suite] == ["1.500", "1.500", "1.500", "0.000"]
+    died = ("error", "rank 1 died first", "rank 1 died first")
+    found = [
+        (case.attrib, [(bad.tag, bad.get("message"), bad.text) for bad in case]) for case in suite
+    ]
+    assert found == [
+        *(told_of(*case) for case in CASES.values()),
+        ({"classname": last[0], "name": last[1], "time": "0.000"}, [died]),
+    ]
+
+
+def told_of(phases: list[str], outcome: str, classname: str, name: str) -> tuple[Any, list[Any]]:
+    """Return the attributes of a test in a JUnit file, and its children: tag, message and text."""
+    bad = [
+        f"{when} {phase}"
+        for when, phase in zip(("setup", "call", "teardown"), phases, strict=False)
+        if phase in ("failed", "error")
+    ]
+    text = "".join(f"{line}\n\taé\n" for line in bad) or None
+    tag = {"failed": "failure"}.get(outcome, outcome)
+    children = [(tag, bad[0] if bad else "", text)] if tag != "passed" else []
+    attributes = {"classname": classname, "name": name, "time": f"{0.5 * len(phases):.3f}"}
+    return attributes, children
 
 
 def test_nothing_is_written_where_nothing_was_asked_for(tmp_path: Path) -> None:
