@@ -56,6 +56,19 @@ def test_mpiexec_is_the_one_beside_python_else_that_on_the_path(
         assert command_module.find_mpiexec() == str(mpiexec)
 
 
+@pytest.mark.parametrize("name", ["mpiexec (Open MPI) 5.0", "HYDRA build details:"])
+def test_only_mpiexec_of_open_mpi_is_told_to_pass_on_parts_of_lines(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mpiexec = tmp_path / "mpiexec"
+    mpiexec.touch(mode=0o700)
+    mpiexec.write_text(f"#!/bin/sh\necho '{name}'\necho \"$@\" >&2\n")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert command_module.mpiexec_version() == f"{name}\n--version\n"
+    expected = ["--stream-buffering", "0"] if "Open MPI" in name else []
+    assert command_module.streaming() == expected
+
+
 @pytest.mark.parametrize(
     ("command", "expected"),
     [

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
@@ -173,24 +175,51 @@ def test_a_message_that_is_there_counts_though_its_sender_has_failed_since() -> 
     assert "rank 0: failed: KeyError" in failure_of(body)
 
 
-def test_ranks_that_end_and_wait_for_ever_are_told_so() -> None:
-    def never() -> Steps[None]:
-        while True:
-            yield
-
-    with pytest.raises(Mismatched, match="none can go on:\n  rank 0: has ended"):
-        ThreadCarrier(World(1), "comm", 0, [0]).drive(never(), "has ended", ending=True)
+def never() -> Steps[None]:
+    while True:
+        yield
 
 
-def test_a_wait_looks_for_a_deadlock_only_once_it_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock advances by a second with each call, and the fifth poll ends the wait."""
-    clock = Mock(perf_counter=Mock(side_effect=range(5, 99)))
-    monkeypatch.setattr(carriers, "time", clock)
-    monkeypatch.setattr(carriers, "AFTER_SECONDS", 1.5)
-    stuck, ready = Mock(), Mock(side_effect=[None, None, None, None, "ready"])
-    assert carriers.patiently(ready, stuck) == "ready"
-    assert stuck.call_count == 3
-    assert clock.sleep.call_count == 4
+@pytest.mark.parametrize("ending", [*product([False, True], repeat=3), (True,), (False,)])
+def test_ranks_that_wait_only_for_others_to_end_learn_of_a_deadlock_last(
+    ending: tuple[bool, ...],
+) -> None:
+    """One more rank has ended before. Ranks that learn of the deadlock end, too."""
+    size = len(ending)
+    world = World(size + 1)
+    world.leave(size)
+
+    def waits(rank: int) -> str:
+        carrier = ThreadCarrier(world, "comm", rank, range(size))
+        with pytest.raises(Mismatched) as caught:
+            carrier.drive(never(), f"waits {rank}", ending=ending[rank])
+        world.leave(rank)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(size) as pool:
+        said = [*pool.map(waits, range(size), timeout=60)]
+    for rank, last in enumerate(ending):
+        waiting = [other for other in range(size) if not last or ending[other]]
+        lines = [f"  rank {other}: waits {other}" for other in waiting]
+        assert said[rank].splitlines()[1:] == lines
+
+
+def test_a_wait_yields_then_sleeps_then_looks_for_a_deadlock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The clock advances by a second with each call, and the sixth poll ends the wait."""
+    did, polls = Mock(), Mock(side_effect=[None, 0, (), False, "", "ready"])
+    did.perf_counter.side_effect = range(5, 99)
+    monkeypatch.setattr(carriers, "time", did)
+    monkeypatch.setattr(os, "sched_yield", did.sched_yield)
+    limits = {"AFTER": 3, "YIELD": 1, "LONGEST_PAUSE": 0.6, "PAUSE_SHARE": 0.25}
+    for name, value in limits.items():
+        monkeypatch.setattr(carriers, f"{name}_SECONDS" if len(name) < 6 else name, value)
+    assert carriers.patiently(polls, did.stuck) == "ready"
+    assert [each for each in did.mock_calls if each != call.perf_counter()] == [
+        *(call.sched_yield(), call.sleep(0.5), call.sleep(0.6)),
+        *(call.stuck(), call.sleep(0.6)) * 2,
+    ]
 
 
 def test_a_wait_goes_on_after_a_receive_that_the_rank_itself_has_posted() -> None:

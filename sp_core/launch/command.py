@@ -81,7 +81,7 @@ def mpiexec_version() -> str:
         subprocess.TimeoutExpired: mpiexec has not ended after 60 s.
     """
     command = [find_mpiexec(), "--version"]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60.0, check=False)
     return said.stdout + said.stderr
 
 

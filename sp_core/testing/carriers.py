@@ -8,6 +8,7 @@ threads find a deadlock at once, when every rank waits or has ended.
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import threading
@@ -202,7 +203,7 @@ class World:
 
     Attributes:
         lock: guards the state.
-        versions: for each rank, how often `touch` has counted a change that may end its wait.
+        versions: for each rank, an object that `touch` replaces at a change that may end its wait.
         kept: the objects that `shared` has stored, by key.
         waiting: for each waiting rank, a description of its wait, and whether it waits only for
             other ranks to end.
@@ -213,7 +214,7 @@ class World:
         self.size = size
         self.lock = threading.RLock()
         self._changed = [threading.Condition(self.lock) for _ in range(size)]
-        self.versions = [0] * size
+        self.versions: list[object] = [None] * size
         self.waiting: dict[int, tuple[str, bool]] = {}
         self._doomed: dict[int, str] = {}
         self.away: set[int] = set()
@@ -226,10 +227,10 @@ class World:
         self.touch(range(self.size))
 
     def touch(self, ranks: Iterable[int]) -> None:
-        """Count a change of the state for these ranks, and wake those of them that wait."""
+        """Note a change of the state for these ranks, and wake those of them that wait."""
         with self.lock:
             for rank in ranks:
-                self.versions[rank] += 1
+                self.versions[rank] = object()
                 self.waiting.pop(rank, None)
                 self._changed[rank].notify()
 
@@ -247,7 +248,7 @@ class World:
             self.away.add(rank)
             self.touch(range(self.size))
 
-    def sleep(self, rank: int, seen: int, what: str, ending: bool) -> None:
+    def sleep(self, rank: int, seen: object, what: str, ending: bool) -> None:
         """Wait until something has changed for this rank since its version `seen`.
 
         Args:
@@ -262,10 +263,10 @@ class World:
             Stopped: `stop` was called.
         """
         with self.lock:
-            while self.versions[rank] == seen:
+            while self.versions[rank] is seen:
                 self.waiting[rank] = (what, ending)
                 self._find_deadlock()
-                if self.versions[rank] == seen:
+                if self.versions[rank] is seen:
                     self._changed[rank].wait()
             if self._stopped:
                 raise Stopped
@@ -298,10 +299,10 @@ class ThreadCarrier(Carrier):
     def __init__(self, world: World, name: str, rank: int, members: Sequence[int]) -> None:
         self.world, self.name, self.rank, self.members = world, name, rank, members
         self.size, self.world_rank = len(members), members[rank]
-        self._rounds = 0
+        self._rounds = itertools.count()
 
     def wake(self, ranks: Iterable[int]) -> None:
-        """Count a change for this rank and these ranks of the communicator, and wake them.
+        """Note a change for this rank and these ranks of the communicator, and wake them.
 
         This rank polls again before it sleeps, because it may now have something to send.
         """
@@ -312,8 +313,7 @@ class ThreadCarrier(Carrier):
 
         Arguments and result are those of `Carrier.share`. Neither values nor result are copied.
         """
-        self._rounds += 1
-        key = self.name, "round", self._rounds
+        key = self.name, "round", next(self._rounds)
         with self.world.lock:
             values, made = self.world.shared(key, (dict[int, object](), list[T]()))
             values[self.rank] = value
