@@ -17,9 +17,10 @@ import torch
 from kit.failing import failure_of
 from mpi4py import MPI
 
-from sp_core.testing import carriers, run_threads, spmd
+from sp_core.testing import carriers, run, run_threads, spmd
 from sp_core.testing.carriers import Steps, ThreadCarrier, World
-from sp_core.testing.outcome import Mismatched, RankFailure
+from sp_core.testing.outcome import FINISHED, Mismatched, RankFailure
+from sp_core.testing.run import ThreadsHung
 
 pytestmark = pytest.mark.mpi_skip  # threads of one process are enough
 
@@ -125,20 +126,57 @@ def test_mpi4py_names_a_request_of_threads_that_it_cannot_take() -> None:
 def test_an_endless_loop_ends(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    @spmd(2)
+    """Rank 1 is to blame: rank 0 waits for it, and rank 2 has nothing more to do."""
+
+    @spmd(3)
     def body(comm: Any) -> None:
         while comm.rank == 1:
             pass
-        comm.Barrier()
+        if comm.rank == 0:
+            comm.Recv(np.zeros(1), 1)
 
     monkeypatch.setenv("SP_WATCHDOG_S", "0.5")
     begin, before = time.monotonic(), threading.active_count()
     text = failure_of(body)
-    assert "not ended within 0.5 s; ranks [1] of 2 were not waiting" in text
-    assert "example: nprocs=2" in text
+    assert "not ended within 0.5 s; ranks [1] of 3 were not waiting" in text
+    assert "example: nprocs=3" in text
     assert time.monotonic() - begin < 10
     assert threading.active_count() == before
-    assert "test_kit_threads.py" in capfd.readouterr().err
+    printed = capfd.readouterr().err
+    assert "ranks [0, 1, 2] of 3 have not ended after 0.5 s; all stacks:" in printed
+    assert "test_kit_threads.py" in printed
+
+
+def test_ranks_that_wait_for_one_that_cannot_be_ended_are_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(run, "GRACE_SECONDS", 0.5)
+    go_on, before = threading.Event(), {*threading.enumerate()}
+    with pytest.raises(ThreadsHung, match=r"ranks \[0\] of 2"):
+        run_threads(2, lambda comm: comm.Barrier() if comm.rank else go_on.wait(60), timeout=0.2)
+    left = {*threading.enumerate()} - before
+    assert [thread.name for thread in left] == ["rank 0"]
+    go_on.set()
+    for thread in left:
+        thread.join(60)
+
+
+def test_a_fault_of_the_kit_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = LookupError("of the kit")
+    monkeypatch.setattr(run, "run_body", Mock(side_effect=fault))
+    with pytest.raises(LookupError) as caught:
+        run_threads(2, lambda comm: None)
+    assert caught.value is fault
+
+
+def test_how_each_rank_has_left_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[str] = []
+    monkeypatch.setattr(run.watch, "note", noted.append)
+    results, outcomes = run.run_ranks(2, lambda comm: 1 // comm.rank)
+    assert results == [None, 1]
+    assert outcomes[1] == FINISHED
+    lasts = [text for text in noted if text.startswith("after the body: ")]
+    assert sorted(lasts) == sorted(f"after the body: {outcome}" for outcome in outcomes)
 
 
 def test_a_wait_outside_of_mpi_hands_over_what_was_sent() -> None:

@@ -121,7 +121,7 @@ def environment(run_dir: Path) -> dict[str, str]:
 
 def _python_of(script: Path) -> list[str]:
     """Return the command of Python in the first line ("#!") of a script, [] if it has none."""
-    with suppress(OSError, UnicodeDecodeError), script.open() as file:
+    with suppress(OSError), script.open(errors="replace") as file:
         named = _FIRST_LINE.fullmatch(file.readline().strip())
         return [named[1], *(named[2] or "").split()] if named else []
     return []
