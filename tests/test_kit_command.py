@@ -193,7 +193,7 @@ def test_variables_that_are_set_stay_and_the_others_have_defaults(
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: user)
     given = {"HOME": "/home", "OMP_NUM_THREADS": "7", "SP_RUN_DIR": "/other", "X": "y"}
-    monkeypatch.setattr(os, "environ", given)
+    monkeypatch.setattr(os, "environ", {**given})
     defaults = command_module.ENVIRONMENT | {SESSION_DIR_HERE: "/run"}
     as_root = {} if user else command_module.AS_ROOT
     assert environment(Path("/run")) == defaults | as_root | given | {"SP_RUN_DIR": "/run"}

@@ -113,7 +113,7 @@ def test_a_rank_has_the_device_with_its_number_on_the_machine(
     allowed: bool,
 ) -> None:
     """With fewer devices than ranks, which must be allowed, ranks get them round-robin."""
-    monkeypatch.setattr(session.os, "environ", variables)
+    monkeypatch.setattr(session.os, "environ", {**variables})
     monkeypatch.setattr(transport, "count_devices", lambda _: count)
     assert session.device() == torch.device("cpu")
     one = Session(device="cuda", gpu_is_shared=shared, share_gpu=allowed)

@@ -6,12 +6,13 @@ The results that are kept of a lost launch are tested, too.
 from __future__ import annotations
 
 import os
+import subprocess
 import xml.etree.ElementTree as ET
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 from hypothesis import strategies as st
@@ -20,7 +21,7 @@ from kit.failing import failure_of
 from sp_core.launch import results, watch
 from sp_core.testing import given, session, shrink_crash
 from sp_core.testing.carriers import patiently
-from sp_core.testing.outcome import FINISHED
+from sp_core.testing.outcome import FINISHED, Kind
 from sp_core.testing.plan import (
     EXAMPLE,
     RESULT,
@@ -187,22 +188,121 @@ def test_nothing_is_written_where_nothing_was_asked_for(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [results.FILE]
 
 
-def test_no_example_is_blamed_for_a_launch_that_does_not_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    gone = Mock()
-    gone.ended.return_value = 4
-    gone.configure_mock(**{"trouble.return_value": "", "report.side_effect": str})
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Replace launches by stand-ins, which print a text and make a report of a reason."""
+    found = Mock()
+    found.configure_mock(**{"trouble.return_value": "", "ended.return_value": None})
+    found.report.side_effect, found.deaths.first.return_value = "report: {}".format, 3
 
-    def launch(*arguments: Any, output: int) -> Mock:
+    def started(*arguments: Any, output: int) -> Mock:
         os.write(output, b"no such test")
-        return gone
+        found.arguments = arguments
+        return found
 
-    monkeypatch.setattr(shrink_crash, "Launch", launch)
-    job = shrink_crash.Job(2, "tests/test_x.py::test_y", [])
-    with pytest.raises(shrink_crash.NotStarted, match="no such test"):
-        job.ask(Example((0, 1), {}))
+    monkeypatch.setattr(shrink_crash, "Launch", started)
+    return found
+
+
+@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize(
+    ("trouble", "ended", "reason"),
+    [
+        (["", "it hangs"], None, "it hangs"),
+        (["", "", ""], 4, "a rank died (mpiexec: exit code 4)"),
+        (["it hangs"], 0, "it hangs"),
+    ],
+)
+def test_an_example_is_blamed_only_for_a_launch_that_has_asked_for_one(
+    trouble: list[str], ended: int | None, reason: str, launch: Mock, *, asked: bool
+) -> None:
+    launch.trouble.side_effect = trouble
+    launch.ended.side_effect = [*[None] * (len(trouble) - 1), ended]
+    job = shrink_crash.Job(2, "tests/test_x.py::test_y", ["-x"])
+    words = ["python", "-m", "pytest", "--with-mpi", "-x", "tests/test_x.py::test_y"]
+    folder = launch.arguments[3]
+    assert launch.arguments == (2, words, (), folder)
+    if asked:
+        (folder / UNASKED).unlink()
+    with pytest.raises(Lost if asked else shrink_crash.NotStarted) as caught:
+        job.ask(Example((0, 1), {"n": 3}))
+    text = f"the launch has ended before it asked for an example:\nno such test\nreport: {reason}"
+    assert caught.value.args == ((f"report: {reason}", 3) if asked else (text,))
+    assert launch.trouble.call_args == call(shrink_crash.POLL_SECONDS)
     job.close()
+
+
+@pytest.mark.parametrize("patience", [None, 0.5])
+def test_a_launch_answers_and_may_end_by_itself(patience: float | None, launch: Mock) -> None:
+    """It gets a time in which to end; then it is ended, and its folder is removed."""
+    job, answer = shrink_crash.Job(2, "test_x.py", []), Result([FINISHED], {})
+    folder = launch.arguments[3]
+
+    def late(_: float) -> str:
+        if launch.trouble.call_count == 3:
+            hand_over(folder / RESULT, answer)
+        return ""
+
+    def told_to_end(seconds: float) -> None:
+        assert taken(folder / EXAMPLE) == (None,)
+        raise subprocess.TimeoutExpired("mpiexec", seconds)
+
+    launch.trouble.side_effect, launch.process.wait.side_effect = late, told_to_end
+    assert job.ask(Example((0,), {"n": 3})) == answer
+    assert taken(folder / EXAMPLE) == (Example((0,), {"n": 3}),)
+    job.close(*([] if patience is None else [patience]))
+    launch.process.wait.assert_called_once_with(patience or shrink_crash.END_SECONDS)
+    launch.end.assert_called_once_with()
+    assert not folder.exists()
+
+
+def test_each_test_has_a_launch_which_ends_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An example runs once. A launch that is lost gets no time to end, and is not closed again."""
+    did, jobs = Mock(), Jobs(4, ["-x"], losses=1)
+    done = Result([FINISHED], {})
+    did.start.return_value.ask.side_effect = [done, done, Lost("died", None)]
+    monkeypatch.setattr(shrink_crash, "Job", did.start)
+    monkeypatch.setattr(session, "current", session.Session())
+    jobs.pytest_configure()
+    assert (session.current.ranks, session.current.attempt) == (4, jobs.attempt)
+    examples = [Example((2, 1), {"n": n}) for n in range(4)]
+    specs: list[Any] = [SimpleNamespace(test_id=name) for name in "ab"]
+    for _ in range(2):
+        found = [jobs.attempt(specs[n > 0], examples[n]) for n in range(4)]
+    assert [result.outcomes for result in (*found[:2], found[3])] == [
+        *[[FINISHED]] * 2,
+        [FINISHED] * 2,
+    ]
+    crash, woken = found[2].outcomes
+    assert (crash.kind, crash.type, crash.message, woken.kind) == (
+        *(Kind.FAIL, "RankCrashed", "died"),
+        Kind.WOKEN,
+    )
+    jobs.pytest_sessionfinish()
+    job = call.start()
+    assert did.mock_calls == [
+        *(call.start(4, "a", ["-x"]), job.ask(examples[0]), job.close()),
+        *(call.start(4, "b", ["-x"]), job.ask(examples[1]), job.ask(examples[2])),
+        job.close(patience=0.0),
+    ]
+    terminal = Mock()
+    jobs.pytest_terminal_summary(terminal)
+    terminal.write_line.assert_called_once_with("2 launches of 4 ranks, 1 of them lost")
+
+
+@pytest.mark.parametrize("losses", [None, 3])
+def test_the_words_of_the_command_reach_pytest(
+    losses: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main, jobs = Mock(return_value=1), Mock()
+    monkeypatch.setattr(pytest, "main", main)
+    monkeypatch.setattr(shrink_crash, "Jobs", jobs)
+    more = [] if losses is None else ["--losses", str(losses)]
+    assert shrink_crash.main(["-n", "4", *more, "test_x.py", "--", "-k", "y"]) == 1
+    jobs.assert_called_once_with(4, ["-k", "y"], losses or 25)
+    (words,), plugins = main.call_args
+    assert words[2:] == ["-k", "y", "test_x.py"]
+    assert plugins == {"plugins": [jobs.return_value]}
 
 
 def test_a_first_line_that_is_incomplete_asks_for_nothing(tmp_path: Path) -> None:
