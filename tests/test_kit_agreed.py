@@ -99,7 +99,8 @@ def test_the_first_rank_that_fails_explains_the_test(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_at_different_points_of_the_session_end_it(tmp_path: Path, rank: int) -> None:
-    same, complaint = (POINT, [], 7), ("a test", ["why:\nx"], 8)
+    same: Any = (POINT, [], 7)
+    complaint: Any = ("a test", ["why:\nx"], 8)
     assert ranks_of(tmp_path, rank, same, same)._everyone(POINT, 6) == [
         *[7] * rank,
         6,
@@ -132,6 +133,7 @@ def test_ranks_that_collect_other_tests_are_refused(
     plugin = ranks_of(tmp_path, rank, (POINT, [], (others, ["its error"])))
     session = SimpleNamespace(items=[SimpleNamespace(nodeid=name) for name in "abc"])
     refused = contextlib.nullcontext() if only is None else pytest.raises(pytest.UsageError)
+    caught: Any
     with refused as caught:
         try:
             raise KeyError("an import")
@@ -212,7 +214,7 @@ def test_a_session_ends_with_the_worst_status_and_all_notes(
     point, printed = "the end of the session", Mock()
     monkeypatch.setattr(sys, "__stderr__", printed)
     values = (2, {"out": 0.5, "in": 0.1}, {"theirs": None})
-    other = ("a test" if lost == "now" else point, [], values)
+    other: Any = ("a test" if lost == "now" else point, [], values)
     plugin = ranks_of(tmp_path, rank, other)
     plugin._lost = lost == "before"
     plugin._session = Session(tally=Tally(ratios={"out": 0.25, "in": 0.2}), notes={"mine": None})

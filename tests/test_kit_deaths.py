@@ -287,12 +287,11 @@ def test_the_cause_of_a_death_is_what_the_kernel_knows(
     late, slept = known == "after a while", Mock()
     told = Mock(return_value=status if known == "by the kernel" else None)
     fields = ["Z", "1", str(status)] if known in ("by its parent", "by the kernel") else []
-    told.side_effect = [None] * (deaths_module.ATTEMPTS - 1) + [status] if late else None
+    told.side_effect = [*[None] * 4, status] if late else None
     monkeypatch.setattr(deaths_module, "_status_of", told)
     monkeypatch.setattr(deaths_module, "stat", lambda pid: fields if pid == 70 else ["S", "9"])
     monkeypatch.setattr(deaths_module, "time", slept)
     found = deaths_module._cause(70, 5)
     assert found == cause if known != "never" else found.startswith(GONE)
     told.assert_called_with(5)
-    attempts = {"after a while": deaths_module.ATTEMPTS, "never": deaths_module.ATTEMPTS + 1}
-    assert slept.sleep.call_count == attempts.get(known, 1) - 1
+    assert slept.sleep.call_count == {"after a while": 4, "never": 5}.get(known, 0)

@@ -58,7 +58,7 @@ RANDOM = 2**32 - 1
 )
 def test_a_seed_is_chosen_where_examples_differ_in_every_run(
     profile: str,
-    options: dict[str, object],
+    options: dict[str, Any],
     seed: int | None,
     current: Session,
     monkeypatch: pytest.MonkeyPatch,
@@ -85,7 +85,7 @@ def test_a_seed_is_chosen_where_examples_differ_in_every_run(
 @pytest.mark.parametrize("kind", ["of the kit", "marked", "ordinary"])
 def test_tests_on_ranks_are_marked_under_mpi_and_refused_without(
     size: dict[str, str],
-    option: dict[str, bool],
+    option: dict[str, Any],
     kind: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -53,14 +54,23 @@ def test_files_of_an_mpi_library_in_shared_memory_are_known_by_name(
 
 @pytest.mark.parametrize("command", ["exit 3", "kill -SEGV $$", "true"])
 def test_the_kernel_knows_how_a_child_has_ended(command: str) -> None:
-    child = subprocess.Popen(["sh", "-c", command])
+    """Before its parent asks, and since Linux 6.15 also afterwards; of the living it knows none."""
+    child = subprocess.Popen(["sh", "-c", f"read line; {command}"], stdin=subprocess.PIPE)
     pidfd = os.pidfd_open(child.pid)
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     expected = {"exit 3": "exit code 3", "true": "exit code 0"}.get(command, "killed by SIGSEGV")
+    version = [int(number) for number in re.findall(r"\d+", os.uname().release)[:2]]
     try:
+        assert deaths._status_of(pidfd) is None
+        assert child.stdin is not None
+        child.stdin.close()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         assert deaths._cause(child.pid, pidfd) == expected
+        child.wait()
+        after = expected if version >= [6, 15] else "its exit code is not known"
+        assert deaths._cause(child.pid, pidfd).startswith(after)
     finally:
         os.close(pidfd)
+        child.kill()
         child.wait()
 
 
@@ -96,7 +106,7 @@ outer.wait()
     yield {"leader": leader.pid, "outer": outer, "inner": inner} | {
         name: one.pid for name, one in started.items()
     }
-    for pid in (inner, outer):
+    for pid in (outer, inner):  # the outer ends when the inner does
         os.kill(pid, signal.SIGKILL)
     leader.wait(20)
     for one in started.values():

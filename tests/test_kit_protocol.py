@@ -8,6 +8,7 @@ import subprocess
 import sys
 import unittest
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from random import Random
 
@@ -135,7 +136,7 @@ def test_an_error_is_placed_at_its_innermost_line_in_library_or_test(
 
 
 PLACE = ("/a/b/c.py", 7, "the traceback\n\n")
-WRONG, LATER = (Outcome(Kind.FAIL, name, "\n why \nx", *PLACE) for name in ("KeyError", "OSError"))
+WRONG, SECOND = (Outcome(Kind.FAIL, name, "\n why \nx", *PLACE) for name in ("KeyError", "OSError"))
 DIFFER = Outcome(Kind.MISMATCH, "CollectiveMismatch", "they differ", *PLACE)
 PEER = Outcome(Kind.WOKEN, "PeerFailed", "another", *PLACE)
 SKIPS, REJECTS = Outcome(Kind.SKIP, "Skipped", "no"), Outcome(Kind.REJECT)
@@ -144,8 +145,8 @@ SKIPS, REJECTS = Outcome(Kind.SKIP, "Skipped", "no"), Outcome(Kind.REJECT)
 @pytest.mark.parametrize(
     ("outcomes", "lead", "name"),
     [
-        ([FINISHED, PEER, WRONG, DIFFER, LATER], 2, "KeyError at b/c.py:7"),
-        ([REJECTS, LATER], 1, "OSError at b/c.py:7"),
+        ([FINISHED, PEER, WRONG, DIFFER, SECOND], 2, "KeyError at b/c.py:7"),
+        ([REJECTS, SECOND], 1, "OSError at b/c.py:7"),
         ([PEER, DIFFER, DIFFER], 1, "CollectiveMismatch"),
         ([PEER, FINISHED], 0, "PeerFailed at b/c.py:7"),
         ([FINISHED, SKIPS, PEER], None, "SkipMismatch"),
@@ -169,6 +170,7 @@ def test_a_failure_tells_what_every_rank_did(
     for found in (failure(outcomes, ranks, "begin: "), failure(outcomes, [*ranks], "begin: ")):
         assert str(found).split("\n") == expected
         assert type(found).__name__ == f"RankFailure[{name}]"
+        assert vars(type(found))["key"][1:] == (PLACE[:2] if " at " in name else ("", 0))
     assert type(failure(outcomes)) is type(found)
     assert str(failure(outcomes)).split("\n")[1:] == expected[1:]
 
@@ -223,8 +225,10 @@ def test_what_pytest_and_hypothesis_raise_has_a_kind_of_its_own(
 
 def test_a_text_that_cannot_be_made_is_replaced() -> None:
     odd = type("Odd", (KeyError,), {"__str__": lambda error: 1 / 0})()
-    assert capture(odd).message == "<str() of Odd failed>"
-    assert (shown(3), shown("x", str.upper)) == ("3", "X")
+    found = replace(capture(odd), traceback="")
+    assert found == Outcome(Kind.FAIL, "Odd", "<str() of Odd failed>", "", 0)
+    assert capture(None) == FINISHED == Outcome(Kind.OK, "", "", "", 0)
+    assert (shown(3), shown("x", str)) == ("3", "x")
     loop = KeyError("a")
     loop.__cause__, loop.__context__ = ValueError("b"), OSError("c")
     loop.__cause__.__context__ = loop

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, call
@@ -61,7 +62,7 @@ def test_remarks_reach_the_innermost_example_else_hypothesis(
     """Outside of an example the session keeps errors, and Hypothesis gets the rest."""
     told, tally = Mock(), Tally()
     told.currently_in_test_context.return_value = in_test
-    monkeypatch.setitem(session.sys.modules, "hypothesis", told)
+    monkeypatch.setitem(sys.modules, "hypothesis", told)
     monkeypatch.setattr(session.current, "tally", tally)
 
     def say() -> None:
@@ -87,7 +88,7 @@ def test_remarks_reach_the_innermost_example_else_hypothesis(
 
 
 def test_remarks_go_nowhere_without_hypothesis(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(session.sys.modules, "hypothesis")
+    monkeypatch.delitem(sys.modules, "hypothesis")
     session.replay(REMARKS)
 
 
@@ -113,7 +114,7 @@ def test_a_rank_has_the_device_with_its_number_on_the_machine(
     allowed: bool,
 ) -> None:
     """With fewer devices than ranks, which must be allowed, ranks get them round-robin."""
-    monkeypatch.setattr(session.os, "environ", {**variables})
+    monkeypatch.setattr(os, "environ", {**variables})
     monkeypatch.setattr(transport, "count_devices", lambda _: count)
     assert session.device() == torch.device("cpu")
     one = Session(device="cuda", gpu_is_shared=shared, share_gpu=allowed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ import torch
 from kit.failing import failure_of
 from mpi4py import MPI
 
+from sp_core.launch import watch
 from sp_core.testing import carriers, run, run_threads, spmd
 from sp_core.testing.carriers import Steps, ThreadCarrier, World
 from sp_core.testing.outcome import FINISHED, Mismatched, RankFailure
@@ -40,11 +42,24 @@ def test_an_error_on_one_rank_is_an_error_of_the_run_with_its_traceback() -> Non
 
 def test_ranks_share_one_core_of_those_that_the_session_has() -> None:
     usual = os.sched_getaffinity(0)
-    first, *others = run_threads(3, lambda _: os.sched_getaffinity(0))
-    assert len(first) == 1
-    assert first <= usual
-    assert others == [first] * 2
-    assert os.sched_getaffinity(0) == usual
+    try:
+        for cores in (usual, {min(usual)}):
+            os.sched_setaffinity(0, cores)
+            first, *others = run_threads(3, lambda _: os.sched_getaffinity(0))
+            assert len(first) == 1
+            assert first <= cores
+            assert others == [first] * 2
+            assert os.sched_getaffinity(0) == cores
+    finally:
+        os.sched_setaffinity(0, usual)
+
+
+def test_ranks_need_neither_torch_nor_a_system_that_binds_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delattr(os, "sched_setaffinity")
+    assert run_threads(2, lambda comm: comm.rank) == [0, 1]
 
 
 def test_each_rank_computes_with_one_thread_of_torch() -> None:
@@ -171,7 +186,7 @@ def test_a_fault_of_the_kit_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) 
 
 def test_how_each_rank_has_left_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     noted: list[str] = []
-    monkeypatch.setattr(run.watch, "note", noted.append)
+    monkeypatch.setattr(watch, "note", noted.append)
     results, outcomes = run.run_ranks(2, lambda comm: 1 // comm.rank)
     assert results == [None, 1]
     assert outcomes[1] == FINISHED

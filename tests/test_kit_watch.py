@@ -156,10 +156,10 @@ def test_every_source_file_has_an_owner(
     assert watch.owner(os.path.relpath(file, "/") if file[0] == "/" else file) == owner
 
 
-def through(files: list[str], end: Callable[[], str]) -> str:
+def through(files: list[str], end: Callable[[], object]) -> object:
     """Call `end` through one function in each of the files, the innermost first."""
     for file in files:
-        found: dict[str, Callable[[], str]] = {}
+        found: dict[str, Callable[[], object]] = {}
         exec(compile("def inner(): return end()", file, "exec"), {"end": end}, found)
         end = found["inner"]
     with ThreadPoolExecutor() as pool:  # else this file would be a caller

@@ -188,7 +188,8 @@ class MpiCarrier(Carrier):
 
     def drive(self, steps: Steps[T], what: str, *, ending: bool = False) -> T:
         """Run a generator to its end and return its result. Sleep whenever the generator yields."""
-        return patiently(begun(steps), lambda: self._stuck(what, ending))[0]
+        (result,) = patiently(begun(steps), lambda: self._stuck(what, ending))
+        return result
 
 
 class Stopped(BaseException):
@@ -321,7 +322,7 @@ class ThreadCarrier(Carrier):
                 del self.world.kept[key]
                 made.append(make([values[rank] for rank in range(self.size)]))
                 self.wake(values)
-        return lambda: made[0] if made else None
+        return lambda: next(iter(made), None)
 
     def drive(self, steps: Steps[T], what: str, *, ending: bool = False) -> T:
         """Run a generator to its end and return its result. Sleep whenever the generator yields.
@@ -334,4 +335,5 @@ class ThreadCarrier(Carrier):
         while not (done := ask()):
             self.world.sleep(self.world_rank, seen, what, ending)
             seen = versions[self.world_rank]
-        return done[0]
+        (result,) = done
+        return result

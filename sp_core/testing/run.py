@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from sp_core import progress
 from sp_core.launch import watch
@@ -161,11 +161,11 @@ def _join(world: World, ranks: Sequence[threading.Thread], timeout: float) -> No
         f"\nranks {[*late]} of {world.size} have not ended after {timeout:g} s; all stacks:",
         file=sys.__stderr__,
     )
-    faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
+    faulthandler.dump_traceback(2)
     blame = sorted({*range(world.size)} - world.away - world.waiting.keys())
     for number in blame:  # an endless loop in Python code ends at its next instruction
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(ranks[number].ident or 0), ctypes.py_object(Stopped)
+            ctypes.c_ulong(cast("int", ranks[number].ident)), ctypes.py_object(Stopped)
         )
     world.stop()
     for rank in late.values():
