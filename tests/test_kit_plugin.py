@@ -6,6 +6,7 @@ import math
 import os
 import pickle
 import random
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from unittest.mock import Mock, call
 import pytest
 from hypothesis import HealthCheck, settings
 
-from sp_core.testing import plugin, session, spmd
+from sp_core.testing import agreed, plugin, session
 from sp_core.testing.outcome import failure_class
 from sp_core.testing.session import Session, Tally
 
@@ -78,6 +79,23 @@ def test_a_seed_is_chosen_where_examples_differ_in_every_run(
         settings.load_profile(loaded)
 
 
+@pytest.mark.parametrize("expected", [None, 4])
+@pytest.mark.parametrize("option", ["with_mpi", "only_mpi", "other"])
+def test_ranks_under_mpi_make_one_session(
+    option: str, expected: int | None, current: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without MPI no number of ranks can be expected."""
+    ranks, found = Mock(), config(**{option: True}, sp_expect_ranks=expected)
+    monkeypatch.setattr(agreed, "Ranks", ranks)
+    monkeypatch.delenv("SP_PROFILE", raising=False)
+    refused = option == "other" and expected is not None
+    with pytest.raises(pytest.UsageError, match="needs --with-mpi") if refused else nullcontext():
+        plugin.pytest_configure(found)
+    joined = [call.register(ranks.return_value, "sp_core_ranks")] * (option != "other")
+    assert found.pluginmanager.mock_calls == joined
+    assert ranks.mock_calls == [call(found, session.current)] * (option != "other")
+
+
 @pytest.mark.parametrize(
     "size", [{}, {"PMI_SIZE": "1"}, {"OMPI_COMM_WORLD_SIZE": "2"}, {"PMI_SIZE": "3"}]
 )
@@ -91,10 +109,11 @@ def test_tests_on_ranks_are_marked_under_mpi_and_refused_without(
 ) -> None:
     """Only tests of the kit have their health check suppressed."""
 
-    def test(comm: Any) -> None:
+    def test() -> None:
         """Do nothing."""
 
-    item = Mock(obj=spmd()(test) if kind == "of the kit" else test, config=config(**option))
+    vars(test).update(sp_core_ranks=kind == "of the kit")
+    item = Mock(obj=test, config=config(**option))
     item.get_closest_marker.side_effect = {"ranks": 1}.get if kind == "marked" else {}.get
     plugin.pytest_itemcollected(item)
     marks = [call.add_marker("mpi")] if option and kind != "ordinary" else []

@@ -93,6 +93,9 @@ def test_a_rank_that_fails_is_never_overlooked(kinds: list[Kind]) -> None:
             "PeerFailed",
         ),
         ([KeyError("cause"), ValueError("own")], Kind.FAIL, "ValueError"),
+        ([ValueError("own"), Woken("1"), OSError("2"), Woken("3")], Kind.FAIL, "ValueError"),
+        ([Mismatched("all"), OSError("1"), Woken("2")], Kind.MISMATCH, "CollectiveMismatch"),
+        ([Woken("peer"), Mismatched("all"), Mismatched("all")], Kind.WOKEN, "PeerFailed"),
     ],
 )
 def test_the_first_cause_counts(chain: list[BaseException], kind: Kind, name: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,7 @@ from unittest.mock import Mock, call
 import pytest
 from hypothesis import strategies as st
 from kit.failing import failure_of
+from studies.commands import outside, printed
 
 from sp_core.launch import results, watch
 from sp_core.testing import given, session, shrink_crash
@@ -303,6 +305,13 @@ def test_the_words_of_the_command_reach_pytest(
     (words,), plugins = main.call_args
     assert words[2:] == ["-k", "y", "test_x.py"]
     assert plugins == {"plugins": [jobs.return_value]}
+
+
+def test_the_search_is_a_program(tmp_path: Path) -> None:
+    command = (sys.executable, "-m", "sp_core.testing.shrink_crash", "--help")
+    code, text = printed(command, tmp_path, outside(), 60)
+    assert code == 0, text
+    assert "number of ranks of each launch" in text
 
 
 def test_a_first_line_that_is_incomplete_asks_for_nothing(tmp_path: Path) -> None:
