@@ -221,10 +221,10 @@ def test_a_launch_has_the_exit_code_of_its_session_else_of_mpiexec(
     constructed = Mock(return_value=made)
     monkeypatch.setattr(command_module, "Launch", constructed)
     monkeypatch.setattr(results, "write_junit", written)
-    assert command_module.run(2, ["tool"], timeout=9.0, mpi_args=["-x"]) == code
+    assert command_module.run(2, ["tool"], timeout=0.5, mpi_args=["-x"]) == code
     assert capsys.readouterr().err == printed
     reports = [each for each in reasons if each]
     assert written.mock_calls == [call(tmp_path, f"report of {each}") for each in reports]
     made.end.assert_called_once_with()
     assert constructed.call_args.args[:3] == (2, ["tool"], ["-x"])
-    assert constructed.call_args.args[4] == 9.0
+    assert constructed.call_args.args[4] == 0.5

@@ -112,7 +112,6 @@ class Jobs:
         self.ranks, self.launches, self.lost = ranks, 0, 0
         self._options, self._most = options, losses
         self._known: dict[tuple[str, str], Result] = {}
-        self._test = ""
         self._job: Job | None = None
 
     def attempt(self, spec: Spec, example: Example) -> Result:
