@@ -175,7 +175,8 @@ def test_settings_of_a_test_are_its_own_else_those_of_the_profile(
     seeded: bool,
 ) -> None:
     loaded = settings.get_current_profile_name()
-    settings.register_profile("mine", settings.get_profile("default"), derandomize=False)
+    default = settings.get_profile("default")
+    settings.register_profile("mine", default, max_examples=7, derandomize=False)
     settings.load_profile(profile)
     try:
         test = None if own is None else settings(**own)
@@ -183,8 +184,8 @@ def test_settings_of_a_test_are_its_own_else_those_of_the_profile(
     finally:
         settings.load_profile(loaded)
     usual = EXAMPLES.get(profile, 60)
+    named = (own or {}).get("max_examples", 7 if profile == "mine" else usual)
     differs = profile in ("soak", "explore")
-    named = (own or {}).get("max_examples", usual)
     grown = max((most or 0) * usual // 60, 3 if profile in ("brief", "soak") else most or 0)
     assert found.max_examples == (named if most is None else grown)
     assert found.derandomize == (not differs and not seeded)

@@ -25,9 +25,8 @@ DUMP_SECONDS = 2.0
 KILLED_BY_MPIEXEC = ("SIGKILL", "SIGTERM", "not known")
 ATTEMPTS, RETRY_SECONDS, WRITE_SECONDS = 5, 0.01, 0.3
 _INFO = struct.Struct("<Q52xi")  # struct pidfd_info: mask, fields that are not used here, exit_code
-_INFO_EXIT = 1 << 3
-# _IOWR(PIDFS_IOCTL_MAGIC, 11, struct pidfd_info)
-_GET_INFO = (3 << 30) | (_INFO.size << 16) | (0xFF << 8) | 11
+_INFO_EXIT = 8
+_GET_INFO = 0xC040FF0B  # _IOWR(PIDFS_IOCTL_MAGIC, 11, struct pidfd_info)
 
 
 class Deaths:
@@ -258,7 +257,7 @@ def _status_of(fd: int) -> int | None:
     This is `PIDFD_GET_INFO` with `PIDFD_INFO_EXIT` of linux/pidfd.h, since Linux 6.15.
     """
     with contextlib.suppress(OSError):
-        info = fcntl.ioctl(fd, _GET_INFO, _INFO.pack(_INFO_EXIT, 0))
+        info = fcntl.ioctl(fd, _GET_INFO, _INFO_EXIT.to_bytes(_INFO.size, "little"))
         mask, status = _INFO.unpack(info)
         return int(status) if mask & _INFO_EXIT else None
     return None
