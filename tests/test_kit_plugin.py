@@ -85,7 +85,8 @@ def test_ranks_under_mpi_make_one_session(
     option: str, expected: int | None, current: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without MPI no number of ranks can be expected."""
-    ranks, found = Mock(), config(**{option: True}, sp_expect_ranks=expected)
+    options: dict[str, Any] = {option: True, "sp_expect_ranks": expected}
+    ranks, found = Mock(), config(**options)
     monkeypatch.setattr(agreed, "Ranks", ranks)
     monkeypatch.delenv("SP_PROFILE", raising=False)
     refused = option == "other" and expected is not None

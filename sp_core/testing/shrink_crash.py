@@ -108,6 +108,8 @@ class Jobs:
             Hypothesis reports the smallest failure so far.
     """
 
+    _test: str  # of the latest launch
+
     def __init__(self, ranks: int, options: Sequence[str], losses: int = LOSSES) -> None:
         self.ranks, self.launches, self.lost = ranks, 0, 0
         self._options, self._most = options, losses
