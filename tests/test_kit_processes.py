@@ -103,6 +103,7 @@ outer.wait()
     wait_for(lambda: children.read_text().split())
     inner = int(children.read_text())
     wait_for(lambda: Path(f"/proc/{inner}/comm").read_text() == "a) T (b\n")
+    wait_for(lambda: deaths.stat(inner)[:1] == ["S"])
     yield {"leader": leader.pid, "outer": outer, "inner": inner} | {
         name: one.pid for name, one in started.items()
     }

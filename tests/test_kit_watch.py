@@ -89,7 +89,7 @@ def test_the_stacks_of_a_rank_outlive_it(last: str, tmp_path: Path, *, launched:
     code, kind = ENDS[last]
     lines = (
         "import faulthandler, os, signal, time; from sp_core.launch import watch",
-        "watch.GRACE_SECONDS = 0.2; watch.start(2); watch.tell('told'); print(os.getpid())",
+        "watch.GRACE_SECONDS = 2.0; watch.start(2); watch.tell('told'); print(os.getpid())",
         last,
     )
     limits = {"SP_WATCHDOG_PHASE_S": "0.2", "SP_WATCHDOG_S": "0.1", "TMPDIR": str(tmp_path)}
