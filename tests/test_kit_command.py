@@ -7,26 +7,13 @@ import signal
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
 from sp_core.launch import command as command_module, watch as watch_module
-from sp_core.launch.command import SESSION_DIR, SESSION_DIR_HERE, Launch, environment
-
-
-@pytest.mark.parametrize(
-    ("reason", "code", "dumps"),
-    [("", None, 0), ("", 0, 0), ("a rank died", None, 1), ("a rank died", 1, 0)],
-)
-def test_stacks_are_written_if_a_launch_that_runs_must_be_ended(
-    reason: str, code: int | None, dumps: int
-) -> None:
-    process = SimpleNamespace(pid=os.getpid(), poll=lambda: code)
-    launch = Mock(process=process, _reason=lambda: reason, _next_search=float("inf"))
-    assert Launch.trouble(launch, 0.0) == reason
-    assert launch.deaths.dump.call_count == dumps
+from sp_core.launch.command import SESSION_DIR, SESSION_DIR_HERE, environment
 
 
 @pytest.mark.parametrize(
@@ -67,6 +54,19 @@ def test_mpiexec_is_the_one_beside_python_else_that_on_the_path(
     for mpiexec in (on_path, beside):
         mpiexec.touch(mode=0o700)
         assert command_module.find_mpiexec() == str(mpiexec)
+
+
+@pytest.mark.parametrize("name", ["mpiexec (Open MPI) 5.0", "HYDRA build details:"])
+def test_only_mpiexec_of_open_mpi_is_told_to_pass_on_parts_of_lines(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mpiexec = tmp_path / "mpiexec"
+    mpiexec.touch(mode=0o700)
+    mpiexec.write_text(f"#!/bin/sh\necho '{name}'\necho \"$@\" >&2\n")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert command_module.mpiexec_version() == f"{name}\n--version\n"
+    expected = ["--stream-buffering", "0"] if "Open MPI" in name else []
+    assert command_module.streaming() == expected
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_scripts_that_name_python_are_watched(
     [
         (["-n", "0"], "0 ranks and a time limit of 600 s were given"),
         (["-n", "2", "--timeout", "nan"], "2 ranks and a time limit of nan s were given"),
-        (["-n", "2", "--timeout", "-1"], "Both must be above 0"),
+        (["-n", "2", "--timeout", "0"], "Both must be above 0"),
         (["-n", "2", "--mpi-args", '"open'], "--mpi-args"),
         (["-n", "2"], "no mpiexec beside this Python"),
     ],
@@ -161,6 +161,39 @@ def test_a_signal_to_the_launcher_ends_the_launch_unless_it_is_ignored(
     try:
         with nullcontext() if ignored else pytest.raises(SystemExit, match=str(128 + ending)):
             command_module.run(1, ["true"], timeout=1)
+        assert signal.getsignal(ending) is (signal.SIG_IGN if ignored else signal.SIG_DFL)
     finally:
         signal.signal(ending, usual)
     launch.end.assert_called_once_with()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "more"),
+    [
+        ([], {}),
+        (["--timeout", "2.5"], {"timeout": 2.5}),
+        (["--mpi-args", "--map-by 'a b'"], {"mpi_args": ["--map-by", "a b"]}),
+    ],
+)
+def test_the_words_of_the_command_reach_the_launch(
+    arguments: list[str], more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Mock(side_effect=[7, KeyboardInterrupt])
+    monkeypatch.setattr(command_module, "run", run)
+    words = ["-n", "3", *arguments, "--", "tool", "-n", "4"]
+    assert command_module.main(words) == 7
+    usual = {"timeout": 600.0, "mpi_args": []}
+    run.assert_called_once_with(3, ["tool", "-n", "4"], **(usual | more))
+    assert command_module.main(words) == 128 + signal.SIGINT
+
+
+@pytest.mark.parametrize("user", [0, 1000])
+def test_variables_that_are_set_stay_and_the_others_have_defaults(
+    user: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    given = {"HOME": "/home", "OMP_NUM_THREADS": "7", "SP_RUN_DIR": "/other", "X": "y"}
+    monkeypatch.setattr(os, "environ", {**given})
+    defaults = command_module.ENVIRONMENT | {SESSION_DIR_HERE: "/run"}
+    as_root = {} if user else command_module.AS_ROOT
+    assert environment(Path("/run")) == defaults | as_root | given | {"SP_RUN_DIR": "/run"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import random
 import signal
@@ -10,15 +9,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import Mock, call
 
 import pytest
-from studies.commands import outside, printed
+from studies.commands import outside
 
 from sp_core.launch import deaths as deaths_module, watch as watch_module
-from sp_core.launch.deaths import Deaths, innermost, mpi_file, shared_files, shortened
+from sp_core.launch.deaths import Deaths, innermost, shortened
 from sp_core.launch.watch import file_of, hold_life
 
 RANKS = 4
@@ -103,6 +102,8 @@ def test_a_living_rank_writes_its_stacks_and_a_stopped_one_is_ended(
     rank = subprocess.Popen([sys.executable, "-c", program], env=outside(SP_RUN_DIR=str(tmp_path)))
     try:
         wait_for(lambda: watch.alive())
+        opened = [file.readlink() for file in Path(f"/proc/{rank.pid}/fd").iterdir()]
+        assert file_of(tmp_path, 2, "life") in opened
         if stopped:
             rank.send_signal(signal.SIGSTOP)
             wait_for(lambda: deaths_module.stat(rank.pid)[0] == "T")
@@ -163,148 +164,134 @@ def test_the_stacks_of_a_rank_are_those_that_were_written(
     assert watch.story(1).endswith(f"\n{FRAMES.get(shown, shown).strip()}")
 
 
-def test_files_in_shared_memory_that_a_process_has_mapped_are_found() -> None:
-    path = Path(f"/dev/shm/mpich_shm_{os.getpid()}")
-    try:
-        with path.open("w+b") as file:
-            file.truncate(mmap.PAGESIZE)
-            with mmap.mmap(file.fileno(), mmap.PAGESIZE):
-                assert path in shared_files(os.getpid())
-        assert path not in shared_files(os.getpid())
-    finally:
-        path.unlink()
-
-
-def test_the_example_under_way_replaces_a_longer_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_all_files_that_were_opened_are_closed(
+    tmp_path: Path, ranks: list[subprocess.Popen[bytes]]
 ) -> None:
-    path = tmp_path / "flying"
-    with path.open("w") as file:
-        monkeypatch.setattr(watch_module, "_watch", SimpleNamespace(flying=file.fileno()))
-        for text in ("a long example", "caf\udce9", "short", ""):
-            watch_module.in_flight(text)
-            assert path.read_text() == text.replace("\udce9", r"\udce9")
+    opened = Path("/proc/self/fd")
+    before = {*opened.iterdir()}
+    introduce(tmp_path, ranks)
+    with closing(Deaths(tmp_path, RANKS)) as deaths:
+        deaths.look(0.0)
+        assert len([*opened.iterdir()]) > len(before) + RANKS
+    assert {*opened.iterdir()} <= before
+
+
+GONE = "its exit code is not known"
 
 
 @pytest.mark.parametrize(
-    ("code", "has_mpi", "is_session", "aborts"),
-    [(3, True, False, [3]), (0, True, False, []), (3, False, False, []), (3, True, True, [])],
-)
-def test_an_exit_aborts_all_ranks_of_a_program_that_has_failed(
-    code: int,
-    aborts: list[int],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    has_mpi: bool,
-    is_session: bool,
-) -> None:
-    codes: list[int] = []
-    mpi = SimpleNamespace(_set_abort_status=codes.append) if has_mpi else None
-    monkeypatch.setitem(sys.modules, "mpi4py.MPI", mpi)
-    monkeypatch.setenv(watch_module.RUN_DIR, str(tmp_path))
-    if is_session:
-        (tmp_path / watch_module.STARTED).touch()
-    watch_module.abort_at_exit(code)
-    assert codes == aborts
-
-
-@pytest.mark.parametrize(
-    ("mapped", "name"),
+    ("causes", "first", "failed"),
     [
-        ("/dev/shm/sm_segment.host.0", "sm_segment.host.0"),
-        ("/dev/shm/mpich_shm_1", "mpich_shm_1"),
-        ("/dev/shm/folder/mpich_shm_1", None),
-        ("/dev/shm/mpich_shm_1/other", None),
-        ("/dev/shm/mpich_shm_1 (deleted)", None),
-        ("/dev/shm/somebody", None),
-        ("/tmp/mpich_shm_1", None),
-        ("", None),
+        ([], None, False),
+        (["exit code 0", "exit code 0"], 0, False),
+        (["exit code 0", "exit code 10"], 0, True),
+        (["killed by SIGKILL", "exit code 1"], 1, True),
+        (["killed by SIGTERM", GONE, "killed by SIGSEGV"], 2, True),
+        (["killed by SIGTERM", GONE, "killed by SIGKILL"], 0, True),
+        ([GONE, "killed by SIGKILL"], 0, True),
+        ([GONE, GONE], 0, False),
+        ([GONE, "exit code 0"], 1, False),
     ],
 )
-def test_files_of_an_mpi_library_in_shared_memory_are_known_by_name(
-    mapped: str, name: str | None
+def test_a_rank_that_ended_by_itself_is_the_first(
+    causes: list[str], first: int | None, failed: bool, watch: Deaths, tmp_path: Path
 ) -> None:
-    found = mpi_file(f"7f00-7f01 rw-s 00000000 00:1a 42    {mapped}".rstrip())
-    assert found == (None if name is None else Path("/dev/shm") / name)
+    """Ranks die in the order 3, 2, 1; before that ranks 0 and 2 closed their pipes."""
+    order = [2, 3, 1][: len(causes)]
+    for life in (hold_life(tmp_path, 2), hold_life(tmp_path, 0)):
+        os.close(life)
+        watch.look(0.0)
+    watch.dead.update(sorted(zip(order, causes, strict=True), key=lambda each: -each[0]))
+    assert watch.first() == (None if first is None else order[first])
+    assert watch.failed() == failed
+    expected = [] if first is None else [f"rank {order[first]} died first: {causes[first]}"]
+    assert watch.suspects() == expected
 
 
+STOPPED, MARK = "stopped by a signal", "Thread 1 (most recent call first):"
+
+
+def test_the_story_of_a_rank_has_its_state_place_and_stacks(
+    tmp_path: Path, watch: Deaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 lives, rank 1 died first, rank 2 too, and rank 3 was never seen. Later one stops."""
+    watch._watched = {0: 70, 1: 71, 2: 72}
+    monkeypatch.setattr(watch, "look", lambda _: None)
+    watch.dead, watch._ended = {2: "killed by SIGKILL", 1: "exit code 3"}, {1: None, 2: None}
+    file_of(tmp_path, 1, "place").write_bytes(b"in Barrier\0at an older place")
+    file_of(tmp_path, 2, "stack").write_text(f"{MARK}\n{FRAMES['kit']}\n{FRAMES['test']}\n")
+    nothing = "no stack was written"
+    stacks = f"{MARK}\n{FRAMES['test']}"
+    unseen = "never seen: it runs no Python program, or ended before that began"
+    assert [watch.story(rank) for rank in range(RANKS)] == [
+        f"---- rank 0: alive (process 70)\n{nothing}",
+        "---- rank 1: dead, the first to die, exit code 3 (process 71)\nlast place: in Barrier\n"
+        + nothing,
+        f"---- rank 2: dead, killed by SIGKILL (process 72)\n{stacks}",
+        f"---- rank 3: {unseen}\n{nothing}",
+    ]
+    assert watch.suspects() == ["rank 1 died first: exit code 3; last place: in Barrier"]
+    watch._stopped = {2: 72, 0: 70}
+    assert [f"rank {rank} is {STOPPED}" for rank in (0, 2)] == watch.suspects()
+    assert watch.story(2).startswith(f"---- rank 2: {STOPPED} (process 72)\n")
+
+
+def test_in_a_session_without_a_death_those_are_suspected_that_wait_for_nobody(
+    tmp_path: Path, watch: Deaths
+) -> None:
+    for rank, frames in enumerate((["kit", "test"], ["foreign", "library", "test"], ["test"])):
+        lines = [MARK, *(FRAMES[frame] for frame in frames)]
+        file_of(tmp_path, rank, "stack").write_text("\n".join(lines))
+    assert watch.suspects() == []
+    (tmp_path / watch_module.STARTED).touch()
+    assert watch.suspects() == [
+        f"rank {rank} waits for nobody: it is at {FRAMES[at].strip()}"
+        for rank, at in ((1, "library"), (2, "test"))
+    ]
+
+
+@pytest.mark.parametrize("stopped", [[], [1], [1, 0]])
+def test_ranks_that_live_are_asked_for_stacks_and_stopped_ones_are_ended(
+    stopped: list[int], tmp_path: Path, watch: Deaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 2 has written its stacks already, and rank 3 has died."""
+    watch._watched, watch.dead = {rank: 70 + rank for rank in range(RANKS)}, {3: "exit code 1"}
+    file_of(tmp_path, 2, "hang").write_text("Timeout")
+    did = Mock()
+    monkeypatch.setattr(deaths_module, "stat", lambda pid: ["T" if pid - 70 in stopped else "S"])
+    monkeypatch.setattr(os, "kill", did.kill)
+    monkeypatch.setattr(deaths_module, "time", did)
+    watch.dump()
+    half = deaths_module.DUMP_SECONDS / 2
+    assert did.mock_calls == [
+        call.sleep(half),
+        *(call.kill(70 + rank, signal.SIGUSR1) for rank in (0, 1) if rank not in stopped),
+        call.sleep(half),
+        *(
+            call.kill(70 + rank, number)
+            for rank in sorted(stopped)
+            for number in (signal.SIGTERM, signal.SIGCONT)
+        ),
+        call.sleep(deaths_module.WRITE_SECONDS if stopped else 0.0),
+    ]
+
+
+@pytest.mark.parametrize("known", ["by the kernel", "by its parent", "after a while", "never"])
 @pytest.mark.parametrize(
-    ("ending", "code"),
-    [
-        *(("sys.exit(0)", 0), ("sys.exit(None)", 0), ("sys.exit(3)", 3), ("sys.exit('text')", 1)),
-        *(("{}['key']", 1), ("raise KeyboardInterrupt", 1)),
-        ("raise type('Odd', (KeyError,), {'__repr__': lambda error: 1 / 0})", 1),
-    ],
+    ("status", "cause"),
+    [(0, "exit code 0"), (3 << 8, "exit code 3"), (signal.SIGSEGV, "killed by SIGSEGV")],
 )
-def test_a_program_ends_all_ranks_with_its_own_exit_code(
-    ending: str, code: int, monkeypatch: pytest.MonkeyPatch
+def test_the_cause_of_a_death_is_what_the_kernel_knows(
+    known: str, status: int, cause: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    codes: list[int] = []
-    monkeypatch.setattr(watch_module, "abort_at_exit", codes.append)
-    monkeypatch.setattr(sys, "argv", [])
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    with pytest.raises((SystemExit, KeyError, KeyboardInterrupt)):
-        watch_module.run_program(["-c", f"import sys; {ending}"])
-    assert codes == [code]
-
-
-@pytest.mark.parametrize("ending", ["{}['key']", "sys.exit(3)", "pass"])
-def test_the_end_of_a_forked_process_is_not_that_of_the_rank(
-    ending: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[object] = []
-    monkeypatch.setattr(watch_module, "abort_at_exit", said.append)
-    monkeypatch.setattr(watch_module, "note", said.append)
-    monkeypatch.setattr(sys, "argv", [])
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(os, "getpid", os.getpid)  # the program replaces it, as a fork does
-    with suppress(KeyError, SystemExit):
-        watch_module.run_program(["-c", f"import os, sys; os.getpid = lambda: -1; {ending}"])
-    assert said == []
-
-
-@pytest.mark.parametrize("kind", ["file", "link", "-m", "-c"])
-def test_a_program_finds_its_modules_and_arguments_as_without_the_launcher(
-    kind: str, tmp_path: Path
-) -> None:
-    (tmp_path / "apart").mkdir()
-    code = "import sys; print(sys.path[0], *sys.argv)"
-    (tmp_path / "apart" / "case.py").write_text(code)
-    (tmp_path / "module.py").write_text(code)
-    (tmp_path / "link.py").symlink_to("apart/case.py")
-    program = {
-        "file": ["apart/case.py"],
-        "link": ["link.py"],
-        "-m": ["-m", "module"],
-        "-c": ["-c", code],
-    }[kind]
-    command = [*program, "one", "-c"]
-    watched = [sys.executable, watch_module.__file__, *command]
-    alone = printed([sys.executable, *command], tmp_path, outside(), 60)
-    assert printed(watched, tmp_path, outside(), 60) == alone
-    assert alone[1].endswith("one -c\n")
-
-
-def test_a_time_limit_that_was_cancelled_ends_nothing(tmp_path: Path) -> None:
-    program = (
-        "import time; from sp_core.launch import watch; watch.start(0); watch.limit_phases();"
-        "watch.stop(); time.sleep(0.5); print('on time')"
-    )
-    limits = outside(SP_WATCHDOG_PHASE_S="0.2", SP_WATCHDOG_S="0.1", TMPDIR=str(tmp_path))
-    assert printed((sys.executable, "-c", program), tmp_path, limits, 60) == (0, "on time\n")
-
-
-def test_what_a_process_outside_of_a_launch_tells_goes_to_standard_error(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(watch_module, "_watch", None)
-    watch_module.tell("the kit has failed")
-    assert capfd.readouterr().err == "the kit has failed"
-
-
-def test_a_rank_that_nobody_launched_prints_its_stacks_and_leaves_no_file(tmp_path: Path) -> None:
-    program = "from sp_core.launch import watch; watch.start(0); watch.tell('a stack')"
-    command = (sys.executable, "-c", program)
-    assert printed(command, tmp_path, outside(TMPDIR=str(tmp_path)), 60) == (0, "a stack")
-    assert [*tmp_path.iterdir()] == []
+    late, slept = known == "after a while", Mock()
+    told = Mock(return_value=status if known == "by the kernel" else None)
+    fields = ["Z", "1", str(status)] if known in ("by its parent", "by the kernel") else []
+    told.side_effect = [*[None] * 4, status] if late else None
+    monkeypatch.setattr(deaths_module, "_status_of", told)
+    monkeypatch.setattr(deaths_module, "stat", lambda pid: fields if pid == 70 else ["S", "9"])
+    monkeypatch.setattr(deaths_module, "time", slept)
+    found = deaths_module._cause(70, 5)
+    assert found == cause if known != "never" else found.startswith(GONE)
+    told.assert_called_with(5)
+    assert slept.sleep.call_count == {"after a while": 4, "never": 5}.get(known, 0)

@@ -5,7 +5,6 @@ On ranks other than 0 the text of a failure has one line.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import subprocess
@@ -35,7 +34,7 @@ from sp_core.testing import (
 )
 from sp_core.testing.comm import LockstepComm
 from sp_core.testing.outcome import RankFailure
-from sp_core.testing.session import Remarks, Tally
+from sp_core.testing.session import Tally
 
 pytestmark = pytest.mark.ranks  # these laws hold for threads and for MPI
 
@@ -168,55 +167,6 @@ def test_features_are_counted_once_for_each_example() -> None:
     if leads():
         assert counted.features["rank=0"] == counted.features["rank=1"] == counted.examples > 0
         assert counted.features["parity=0"] + counted.features["parity=1"] == counted.examples
-
-
-def test_counts_of_two_processes_add_up() -> None:
-    """Such processes are the workers of pytest-xdist. An error that is NaN is the greatest."""
-    whole, parts = Tally(), (Tally(), Tally())
-    for place, names in enumerate(("ab", "a", "")):
-        remarks: Remarks = {("feature", name): 0.0 for name in names}
-        ratios = {("ratio", "out"): 0.1 * place, ("ratio", "in"): [0.1, math.nan, 0.2][place]}
-        for tally in (whole, parts[place % 2]):
-            tally.count(place, remarks | ratios)
-    parts[0].merge(parts[1])
-    assert whole.features == {"a": 2, "b": 1}
-    assert whole.sizes == {0: 1, 1: 1, 2: 1}
-    assert math.isnan(whole.ratios.pop("in"))
-    assert math.isnan(parts[0].ratios.pop("in"))
-    assert whole.ratios == {"out": 0.2}
-    assert parts[0] == whole
-
-
-def test_a_profile_with_more_examples_than_usual_has_more_of_each_test(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def number(profile: str, own: int | None) -> int:
-        monkeypatch.setattr(profiles, "name", lambda: profile)
-        return int(profiles.chosen(None, own).max_examples)
-
-    wanted = [("pr", None), ("pr", 30), ("quick", 30), ("brief", None), ("brief", 30), ("brief", 4)]
-    assert [number(*each) for each in wanted] == [60, 30, 30, 6, 3, 3]
-    most = number("explore", None)
-    assert number("explore", 30) == max(30, 30 * most // 60)
-
-
-def test_a_profile_of_the_project_gives_the_number_of_examples() -> None:
-    before = settings.get_current_profile_name()
-    settings.register_profile("mine", settings.get_profile("default"), max_examples=7)
-    settings.load_profile("mine")
-    chosen = [profiles.chosen(*each) for each in ((None,), (settings(),), (None, 30))]
-    five = profiles.chosen(settings(max_examples=5))
-    settings.load_profile(before)
-    assert [each.max_examples for each in (*chosen, five)] == [7, 7, 30, 5]
-    assert {(each.derandomize, each.deadline) for each in (*chosen, five)} == {(True, None)}
-
-
-@pytest.mark.parametrize("profile", ["pr", "explore"])
-def test_only_examples_that_differ_in_every_run_are_kept_in_the_database(
-    profile: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(profiles, "name", lambda: profile)
-    assert (profiles.chosen(None).database is None) == (profile == "pr")
 
 
 def test_settings_are_the_same_where_hypothesis_finds_a_ci_server() -> None:

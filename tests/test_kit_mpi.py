@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import time
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -315,3 +317,16 @@ def test_a_receive_from_any_rank_does_not_take_what_ends_the_clearing(
     text = as_two(zero, one)
     assert_clean()
     assert_told(text, said)
+
+
+def test_values_of_any_length_are_gathered() -> None:
+    """Those whose pickles fill the first exchange, or do not fit into it, too."""
+    lengths = [1, *(carriers.HEAD_BYTES + more for more in (-1, 0, 1, 2000))]
+    overhead = len(pickle.dumps(bytes(1000))) - 1000
+    world = MPI.COMM_WORLD.Dup()
+    carrier = carriers.MpiCarrier(world)
+    for shift, length in product(range(5), lengths):
+        mine = lengths[(lengths.index(length) + shift * world.rank) % 5] - overhead
+        value = b"a" * max(mine, 0)
+        assert carrier.gather(value) == world.allgather(value)
+    world.Free()

@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import itertools
+import re
 import subprocess
 import sys
+import unittest
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from random import Random
 
 import pytest
 from hypothesis import given, strategies as st
+from hypothesis.errors import UnsatisfiedAssumption
+from test_kit_watch import OWNERS, through
 
+from sp_core.errors import PeerFailed
 from sp_core.testing import session
 from sp_core.testing.lockstep import Call, Record, decide
 from sp_core.testing.outcome import (
     DONE,
+    FINISHED,
     Kind,
     Mismatched,
     Outcome,
     Woken,
     capture,
     failure,
+    outcome_of,
+    raise_for_peers,
+    shown,
+    table,
 )
 from sp_core.testing.requests import say
 from sp_core.testing.stuck import Ends, Report, deadlocked
@@ -80,6 +93,9 @@ def test_a_rank_that_fails_is_never_overlooked(kinds: list[Kind]) -> None:
             "PeerFailed",
         ),
         ([KeyError("cause"), ValueError("own")], Kind.FAIL, "ValueError"),
+        ([ValueError("own"), Woken("1"), OSError("2"), Woken("3")], Kind.FAIL, "ValueError"),
+        ([Mismatched("all"), OSError("1"), Woken("2")], Kind.MISMATCH, "CollectiveMismatch"),
+        ([Woken("peer"), Mismatched("all"), Mismatched("all")], Kind.WOKEN, "PeerFailed"),
     ],
 )
 def test_the_first_cause_counts(chain: list[BaseException], kind: Kind, name: str) -> None:
@@ -87,6 +103,139 @@ def test_the_first_cause_counts(chain: list[BaseException], kind: Kind, name: st
         error.__context__ = cause  # the error was raised while its cause was handled
     found = capture(chain[-1])
     assert (found.kind, found.type) == (kind, name)
+
+
+@pytest.mark.parametrize(
+    ("inner_first", "place"),
+    [
+        ("foreign library kit test", "library"),
+        ("kit test library", "test"),
+        ("foreign kit", "foreign"),
+        ("kit", "kit"),
+    ],
+)
+def test_an_error_is_placed_at_its_innermost_line_in_library_or_test(
+    inner_first: str, place: str
+) -> None:
+    """If it has none, its innermost line counts. Frames of the kit are shown only if alone."""
+    names = inner_first.split()
+    files = {name: OWNERS[name][0] for name in names}
+    with pytest.raises(ValueError, match="invalid literal") as caught:
+        through([files[name] for name in names], partial(int, "x"))
+    frames = caught.tb
+    while frames.tb_frame.f_code.co_filename != files[names[-1]]:
+        assert frames.tb_next is not None
+        frames = frames.tb_next
+    found = capture(caught.value.with_traceback(frames))
+    assert (found.kind, found.type, found.file, found.line) == (
+        *(Kind.FAIL, "ValueError"),
+        *(files[place], 1),
+    )
+    later, cause = LookupError("later"), LookupError("cause")
+    later.__context__, cause.__cause__ = caught.value, caught.value
+    for text in (found.traceback, capture(later).traceback, capture(cause).traceback):
+        shown = {name for name in names if f'File "{files[name]}"' in text}
+        assert shown == ({*names} - {"kit"} or {"kit"})
+
+
+PLACE = ("/a/b/c.py", 7, "the traceback\n\n")
+WRONG, SECOND = (Outcome(Kind.FAIL, name, "\n why \nx", *PLACE) for name in ("KeyError", "OSError"))
+DIFFER = Outcome(Kind.MISMATCH, "CollectiveMismatch", "they differ", *PLACE)
+PEER = Outcome(Kind.WOKEN, "PeerFailed", "another", *PLACE)
+SKIPS, REJECTS = Outcome(Kind.SKIP, "Skipped", "no"), Outcome(Kind.REJECT)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "lead", "name"),
+    [
+        ([FINISHED, PEER, WRONG, DIFFER, SECOND], 2, "KeyError at b/c.py:7"),
+        ([REJECTS, SECOND], 1, "OSError at b/c.py:7"),
+        ([PEER, DIFFER, DIFFER], 1, "CollectiveMismatch"),
+        ([PEER, FINISHED], 0, "PeerFailed at b/c.py:7"),
+        ([FINISHED, SKIPS, PEER], None, "SkipMismatch"),
+    ],
+)
+@pytest.mark.parametrize("is_world", [True, False])
+def test_a_failure_tells_what_every_rank_did(
+    outcomes: list[Outcome], lead: int | None, name: str, *, is_world: bool
+) -> None:
+    """The text begins with the lowest rank that failed by itself."""
+    size = len(outcomes)
+    ranks = (*range(size),) if is_world else (*range(size, 0, -1),)
+    where = "" if is_world else f" (world ranks {ranks})"
+    lines = [f"  rank {rank}: {outcome}" for rank, outcome in enumerate(outcomes)]
+    expected = ["begin: the ranks disagree about skipping" + where + ":", *lines]
+    if lead is not None:
+        one = outcomes[lead]
+        head = f"begin: {one.type} on rank {lead} of {size}{where}: {one.message}"
+        ends = [f"traceback of rank {lead}:", "the traceback"]
+        expected = [*head.split("\n"), "what each rank did:", *lines, *ends]
+    for found in (failure(outcomes, ranks, "begin: "), failure(outcomes, [*ranks], "begin: ")):
+        assert str(found).split("\n") == expected
+        assert type(found).__name__ == f"RankFailure[{name}]"
+        assert vars(type(found))["key"][1:] == (PLACE[:2] if " at " in name else ("", 0))
+    assert type(failure(outcomes)) is type(found)
+    assert str(failure(outcomes)).split("\n")[1:] == expected[1:]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "told"),
+    [
+        (FINISHED, "finished"),
+        (WRONG, "failed: KeyError at b/c.py:7: why"),
+        (Outcome(Kind.WOKEN), "stopped"),
+        (Outcome(Kind.FAIL, "OSError", " \n", "c.py", 1), "failed: OSError at c.py:1: "),
+    ],
+)
+def test_an_outcome_is_told_in_one_line(outcome: Outcome, told: str) -> None:
+    assert str(outcome) == told
+    assert table([outcome, FINISHED]) == f"  rank 0: {told}\n  rank 1: finished"
+
+
+@pytest.mark.parametrize("error", [None, KeyError()])
+@pytest.mark.parametrize("kind", sorted(DONE, key=str))
+def test_a_rank_without_an_error_learns_of_another_that_did_not_finish(
+    kind: Kind, error: BaseException | None
+) -> None:
+    outcomes = [FINISHED, Outcome(kind)]
+    learns = error is None and kind not in (Kind.OK, Kind.REJECT)
+    told = re.escape(f"another rank has failed:\n{table(outcomes)}")
+    with pytest.raises(PeerFailed, match=told) if learns else nullcontext():
+        raise_for_peers(error, outcomes)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (None, Kind.OK),
+        (pytest.skip.Exception("x"), Kind.SKIP),
+        (pytest.xfail.Exception("x"), Kind.SKIP),
+        (pytest.exit.Exception("x"), Kind.SKIP),
+        (unittest.SkipTest("x"), Kind.SKIP),
+        (UnsatisfiedAssumption(), Kind.REJECT),
+        (KeyboardInterrupt(), Kind.FAIL),
+    ],
+)
+def test_what_pytest_and_hypothesis_raise_has_a_kind_of_its_own(
+    error: BaseException | None, kind: Kind
+) -> None:
+    def body() -> None:
+        if error is not None:
+            raise error
+
+    assert (outcome_of(body).kind, capture(error).kind) == (kind, kind)
+
+
+def test_a_text_that_cannot_be_made_is_replaced() -> None:
+    odd = type("Odd", (KeyError,), {"__str__": lambda error: 1 / 0})()
+    found = replace(capture(odd), traceback="")
+    assert found == Outcome(Kind.FAIL, "Odd", "<str() of Odd failed>", "", 0)
+    assert capture(None) == FINISHED == Outcome(Kind.OK, "", "", "", 0)
+    assert (shown(3), shown("x", str)) == ("3", "x")
+    loop = KeyError("a")
+    loop.__cause__, loop.__context__ = ValueError("b"), OSError("c")
+    loop.__cause__.__context__ = loop
+    assert capture(loop).type == "KeyError"
 
 
 MINE, OTHER = ("c", 0, 1, 5), ("c", 0, 1, 6)

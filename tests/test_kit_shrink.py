@@ -6,21 +6,24 @@ The results that are kept of a lost launch are tested, too.
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 from hypothesis import strategies as st
 from kit.failing import failure_of
+from studies.commands import outside, printed
 
 from sp_core.launch import results, watch
 from sp_core.testing import given, session, shrink_crash
 from sp_core.testing.carriers import patiently
-from sp_core.testing.outcome import FINISHED
+from sp_core.testing.outcome import FINISHED, Kind
 from sp_core.testing.plan import (
     EXAMPLE,
     RESULT,
@@ -114,43 +117,69 @@ def phase_of(when: str, outcome: str) -> SimpleNamespace:
     """Return a stand-in for pytest's report of one phase of a test."""
     failed = outcome in ("failed", "error")
     told = {"outcome": "failed" if failed else outcome, "failed": failed, "when": when}
-    return SimpleNamespace(**told, duration=0.5, longreprtext=f"it is \x1b {outcome}")
+    return SimpleNamespace(**told, duration=0.5, longreprtext=f"{when} \x1b{outcome}\n\ta\x00é\n")
 
 
-def test_what_is_known_of_a_lost_launch_becomes_a_junit_file(tmp_path: Path) -> None:
-    ledger = results.Ledger(tmp_path, str(tmp_path / "new" / "junit.xml"), "a suite")
-    for name, phases in {
-        "a": ["passed"] * 3,
-        "b": ["passed", "failed", "passed"],
-        "c": ["passed", "passed", "error"],
-        "TestC::d": ["passed"],
-    }.items():
-        ledger.pytest_runtest_logstart(f"tests/test_x.py::{name}")
+CASES: dict[str, tuple[list[str], str, str, str]] = {
+    "test_x.py::a": (["passed"] * 3, "passed", "test_x", "a"),
+    "tests/test_x.py::b": (["passed", "failed", "passed"], "failed", "tests.test_x", "b"),
+    "tests/test_x.py::c": (["passed", "passed", "error"], "error", "tests.test_x", "c"),
+    "tests/test_x.py::d": (["passed", "failed", "error"], "error", "tests.test_x", "d"),
+    "tests/a/test_x.py::C::D::e": (["skipped"], "skipped", "tests.a.test_x.C.D", "e"),
+    "tests/a.txt": (["passed", "skipped", "passed"], "skipped", "tests.a.txt", "tests/a.txt"),
+}
+"""Phases of tests, and what is told of each test: its outcome, class and name."""
+
+
+@pytest.mark.parametrize("is_last_under_way", [True, False])
+def test_what_is_known_of_a_lost_launch_becomes_a_junit_file(
+    tmp_path: Path, *, is_last_under_way: bool
+) -> None:
+    ledger = results.Ledger(tmp_path, str(tmp_path / "new" / "one" / "junit.xml"), "a suite")
+    last, where = ("the launch",) * 2, "the launch"
+    cases = dict(CASES)
+    if is_last_under_way:
+        last, where = ("tests.test_x", "f"), "tests/test_x.py::f"
+        cases[where] = ["passed"], "error", *last
+    for name, (phases, *_) in cases.items():
+        ledger.pytest_runtest_logstart(name)
         for phase, outcome in zip(("setup", "call", "teardown"), phases, strict=False):
             ledger.pytest_runtest_logreport(phase_of(phase, outcome))
-        if name != "TestC::d":
+        if name != where:
             ledger.pytest_runtest_logfinish()
     with (tmp_path / results.FILE).open("a") as file:
-        file.write('{"test": "tests/test_x.py::e"')  # an incomplete line, written as the rank died
+        file.write('{"test": "tests/test_x.py::g"')  # an incomplete line, written as the rank died
     assert results.told(tmp_path) == [
-        "tests that had ended: 1 passed, 1 failed, 1 error",
-        "  failed: tests/test_x.py::b",
-        "  error: tests/test_x.py::c",
-        "test under way: tests/test_x.py::TestC::d",
+        "tests that had ended: 1 passed, 2 skipped, 1 failed, 2 error",
+        *(f"  {CASES[f'tests/test_x.py::{name}'][1]}: tests/test_x.py::{name}" for name in "bcd"),
+        *([f"test under way: {where}"] if is_last_under_way else []),
     ]
     results.write_junit(tmp_path, "rank 1 died first")
-    (suite,) = ET.parse(tmp_path / "new" / "junit.xml").getroot()
-    expected = {"name": "a suite", "tests": "4", "failures": "1", "errors": "2", "skipped": "0"}
+    (suite,) = ET.parse(tmp_path / "new" / "one" / "junit.xml").getroot()
+    expected = {"name": "a suite", "tests": "7", "failures": "1", "errors": "3", "skipped": "2"}
     assert suite.attrib == expected
-    found = {(case.get("classname"), case.get("name")): [bad.tag for bad in case] for case in suite}
-    assert found == {
-        ("tests.test_x", "a"): [],
-        ("tests.test_x", "b"): ["failure"],
-        ("tests.test_x", "c"): ["error"],
-        ("tests.test_x.TestC", "d"): ["error"],
-    }
-    assert "rank 1 died first" in ET.tostring(suite, encoding="unicode")
-    assert [case.get("time") for case in suite] == ["1.500", "1.500", "1.500", "0.000"]
+    died = ("error", "rank 1 died first", "rank 1 died first")
+    found = [
+        (case.attrib, [(bad.tag, bad.get("message"), bad.text) for bad in case]) for case in suite
+    ]
+    assert found == [
+        *(told_of(*case) for case in CASES.values()),
+        ({"classname": last[0], "name": last[1], "time": "0.000"}, [died]),
+    ]
+
+
+def told_of(phases: list[str], outcome: str, classname: str, name: str) -> tuple[Any, list[Any]]:
+    """Return the attributes of a test in a JUnit file, and its children: tag, message and text."""
+    bad = [
+        f"{when} {phase}"
+        for when, phase in zip(("setup", "call", "teardown"), phases, strict=False)
+        if phase in ("failed", "error")
+    ]
+    text = "".join(f"{line}\n\taé\n" for line in bad) or None
+    tag = {"failed": "failure"}.get(outcome, outcome)
+    children = [(tag, bad[0] if bad else "", text)] if tag != "passed" else []
+    attributes = {"classname": classname, "name": name, "time": f"{0.5 * len(phases):.3f}"}
+    return attributes, children
 
 
 def test_nothing_is_written_where_nothing_was_asked_for(tmp_path: Path) -> None:
@@ -161,22 +190,128 @@ def test_nothing_is_written_where_nothing_was_asked_for(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [results.FILE]
 
 
-def test_no_example_is_blamed_for_a_launch_that_does_not_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    gone = Mock()
-    gone.ended.return_value = 4
-    gone.configure_mock(**{"trouble.return_value": "", "report.side_effect": str})
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Replace launches by stand-ins, which print a text and make a report of a reason."""
+    found = Mock()
+    found.configure_mock(**{"trouble.return_value": "", "ended.return_value": None})
+    found.report.side_effect, found.deaths.first.return_value = "report: {}".format, 3
 
-    def launch(*arguments: Any, output: int) -> Mock:
+    def started(*arguments: Any, output: int) -> Mock:
         os.write(output, b"no such test")
-        return gone
+        found.arguments = arguments
+        return found
 
-    monkeypatch.setattr(shrink_crash, "Launch", launch)
-    job = shrink_crash.Job(2, "tests/test_x.py::test_y", [])
-    with pytest.raises(shrink_crash.NotStarted, match="no such test"):
-        job.ask(Example((0, 1), {}))
+    monkeypatch.setattr(shrink_crash, "Launch", started)
+    return found
+
+
+@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize(
+    ("trouble", "ended", "reason"),
+    [
+        (["", "it hangs"], None, "it hangs"),
+        (["", "", ""], 4, "a rank died (mpiexec: exit code 4)"),
+        (["it hangs"], 0, "it hangs"),
+    ],
+)
+def test_an_example_is_blamed_only_for_a_launch_that_has_asked_for_one(
+    trouble: list[str], ended: int | None, reason: str, launch: Mock, *, asked: bool
+) -> None:
+    launch.trouble.side_effect = trouble
+    launch.ended.side_effect = [*[None] * (len(trouble) - 1), ended]
+    job = shrink_crash.Job(2, "tests/test_x.py::test_y", ["-x"])
+    words = ["python", "-m", "pytest", "--with-mpi", "-x", "tests/test_x.py::test_y"]
+    folder = launch.arguments[3]
+    assert launch.arguments == (2, words, (), folder)
+    if asked:
+        (folder / UNASKED).unlink()
+    with pytest.raises(Lost if asked else shrink_crash.NotStarted) as caught:
+        job.ask(Example((0, 1), {"n": 3}))
+    text = f"the launch has ended before it asked for an example:\nno such test\nreport: {reason}"
+    assert caught.value.args == ((f"report: {reason}", 3) if asked else (text,))
+    assert launch.trouble.call_args == call(shrink_crash.POLL_SECONDS)
     job.close()
+
+
+@pytest.mark.parametrize("patience", [None, 0.5])
+def test_a_launch_answers_and_may_end_by_itself(patience: float | None, launch: Mock) -> None:
+    """It gets a time in which to end; then it is ended, and its folder is removed."""
+    job, answer = shrink_crash.Job(2, "test_x.py", []), Result([FINISHED], {})
+    folder = launch.arguments[3]
+
+    def late(_: float) -> str:
+        if launch.trouble.call_count == 3:
+            hand_over(folder / RESULT, answer)
+        return ""
+
+    def told_to_end(seconds: float) -> None:
+        assert taken(folder / EXAMPLE) == (None,)
+        raise subprocess.TimeoutExpired("mpiexec", seconds)
+
+    launch.trouble.side_effect, launch.process.wait.side_effect = late, told_to_end
+    assert job.ask(Example((0,), {"n": 3})) == answer
+    assert taken(folder / EXAMPLE) == (Example((0,), {"n": 3}),)
+    job.close(*([] if patience is None else [patience]))
+    launch.process.wait.assert_called_once_with(patience or shrink_crash.END_SECONDS)
+    launch.end.assert_called_once_with()
+    assert not folder.exists()
+
+
+def test_each_test_has_a_launch_which_ends_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An example runs once. A launch that is lost gets no time to end, and is not closed again."""
+    did, jobs = Mock(), Jobs(4, ["-x"], losses=1)
+    done = Result([FINISHED], {})
+    did.start.return_value.ask.side_effect = [done, done, Lost("died", None)]
+    monkeypatch.setattr(shrink_crash, "Job", did.start)
+    monkeypatch.setattr(session, "current", session.Session())
+    jobs.pytest_configure()
+    assert (session.current.ranks, session.current.attempt) == (4, jobs.attempt)
+    examples = [Example((2, 1), {"n": n}) for n in range(4)]
+    specs: list[Any] = [SimpleNamespace(test_id=name) for name in "ab"]
+    for _ in range(2):
+        found = [jobs.attempt(specs[n > 0], examples[n]) for n in range(4)]
+    assert [result.outcomes for result in (*found[:2], found[3])] == [
+        *[[FINISHED]] * 2,
+        [FINISHED] * 2,
+    ]
+    crash, woken = found[2].outcomes
+    assert (crash.kind, crash.type, crash.message, woken.kind) == (
+        *(Kind.FAIL, "RankCrashed", "died"),
+        Kind.WOKEN,
+    )
+    jobs.pytest_sessionfinish()
+    job = call.start()
+    assert did.mock_calls == [
+        *(call.start(4, "a", ["-x"]), job.ask(examples[0]), job.close()),
+        *(call.start(4, "b", ["-x"]), job.ask(examples[1]), job.ask(examples[2])),
+        job.close(patience=0.0),
+    ]
+    terminal = Mock()
+    jobs.pytest_terminal_summary(terminal)
+    terminal.write_line.assert_called_once_with("2 launches of 4 ranks, 1 of them lost")
+
+
+@pytest.mark.parametrize("losses", [None, 3])
+def test_the_words_of_the_command_reach_pytest(
+    losses: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main, jobs = Mock(return_value=1), Mock()
+    monkeypatch.setattr(pytest, "main", main)
+    monkeypatch.setattr(shrink_crash, "Jobs", jobs)
+    more = [] if losses is None else ["--losses", str(losses)]
+    assert shrink_crash.main(["-n", "4", *more, "test_x.py", "--", "-k", "y"]) == 1
+    jobs.assert_called_once_with(4, ["-k", "y"], losses or 25)
+    (words,), plugins = main.call_args
+    assert words[2:] == ["-k", "y", "test_x.py"]
+    assert plugins == {"plugins": [jobs.return_value]}
+
+
+def test_the_search_is_a_program(tmp_path: Path) -> None:
+    command = (sys.executable, "-m", "sp_core.testing.shrink_crash", "--help")
+    code, text = printed(command, tmp_path, outside(), 60)
+    assert code == 0, text
+    assert "number of ranks of each launch" in text
 
 
 def test_a_first_line_that_is_incomplete_asks_for_nothing(tmp_path: Path) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
@@ -15,9 +18,11 @@ import torch
 from kit.failing import failure_of
 from mpi4py import MPI
 
-from sp_core.testing import carriers, run_threads, spmd
+from sp_core.launch import watch
+from sp_core.testing import carriers, run, run_threads, spmd
 from sp_core.testing.carriers import Steps, ThreadCarrier, World
-from sp_core.testing.outcome import Mismatched, RankFailure
+from sp_core.testing.outcome import FINISHED, Mismatched, RankFailure
+from sp_core.testing.run import ThreadsHung
 
 pytestmark = pytest.mark.mpi_skip  # threads of one process are enough
 
@@ -37,11 +42,24 @@ def test_an_error_on_one_rank_is_an_error_of_the_run_with_its_traceback() -> Non
 
 def test_ranks_share_one_core_of_those_that_the_session_has() -> None:
     usual = os.sched_getaffinity(0)
-    first, *others = run_threads(3, lambda _: os.sched_getaffinity(0))
-    assert len(first) == 1
-    assert first <= usual
-    assert others == [first] * 2
-    assert os.sched_getaffinity(0) == usual
+    try:
+        for cores in (usual, {min(usual)}):
+            os.sched_setaffinity(0, cores)
+            first, *others = run_threads(3, lambda _: os.sched_getaffinity(0))
+            assert len(first) == 1
+            assert first <= cores
+            assert others == [first] * 2
+            assert os.sched_getaffinity(0) == cores
+    finally:
+        os.sched_setaffinity(0, usual)
+
+
+def test_ranks_need_neither_torch_nor_a_system_that_binds_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delattr(os, "sched_setaffinity")
+    assert run_threads(2, lambda comm: comm.rank) == [0, 1]
 
 
 def test_each_rank_computes_with_one_thread_of_torch() -> None:
@@ -123,20 +141,58 @@ def test_mpi4py_names_a_request_of_threads_that_it_cannot_take() -> None:
 def test_an_endless_loop_ends(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    @spmd(2)
+    """Rank 1 is to blame: rank 0 waits for it, and rank 2 has nothing more to do."""
+
+    @spmd(3)
     def body(comm: Any) -> None:
         while comm.rank == 1:
             pass
-        comm.Barrier()
+        if comm.rank == 0:
+            comm.Recv(np.zeros(1), 1)
 
     monkeypatch.setenv("SP_WATCHDOG_S", "0.5")
     begin, before = time.monotonic(), threading.active_count()
     text = failure_of(body)
-    assert "not ended within 0.5 s; ranks [1] of 2 were not waiting" in text
-    assert "example: nprocs=2" in text
+    assert "not ended within 0.5 s; ranks [1] of 3 were not waiting" in text
+    assert "example: nprocs=3" in text
     assert time.monotonic() - begin < 10
     assert threading.active_count() == before
-    assert "test_kit_threads.py" in capfd.readouterr().err
+    printed = capfd.readouterr().err
+    assert "ranks [0, 1, 2] of 3 have not ended after 0.5 s; all stacks:" in printed
+    assert "test_kit_threads.py" in printed
+
+
+def test_ranks_that_wait_for_one_that_cannot_be_ended_are_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(run, "GRACE_SECONDS", 0.5)
+    go_on, before = threading.Event(), {*threading.enumerate()}
+    with pytest.raises(ThreadsHung, match=r"ranks \[0(, 1)?\] of 2"):
+        run_threads(2, lambda comm: comm.Barrier() if comm.rank else go_on.wait(60), timeout=0.2)
+    left = sorted({*threading.enumerate()} - before, key=lambda thread: thread.name)
+    for thread in left[1:]:
+        thread.join(60)
+    assert [thread.name for thread in left if thread.is_alive()] == ["rank 0"]
+    go_on.set()
+    left[0].join(60)
+
+
+def test_a_fault_of_the_kit_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = LookupError("of the kit")
+    monkeypatch.setattr(run, "run_body", Mock(side_effect=fault))
+    with pytest.raises(LookupError) as caught:
+        run_threads(2, lambda comm: None)
+    assert caught.value is fault
+
+
+def test_how_each_rank_has_left_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[str] = []
+    monkeypatch.setattr(watch, "note", noted.append)
+    results, outcomes = run.run_ranks(2, lambda comm: 1 // comm.rank)
+    assert results == [None, 1]
+    assert outcomes[1] == FINISHED
+    lasts = [text for text in noted if text.startswith("after the body: ")]
+    assert sorted(lasts) == sorted(f"after the body: {outcome}" for outcome in outcomes)
 
 
 def test_a_wait_outside_of_mpi_hands_over_what_was_sent() -> None:
@@ -173,24 +229,68 @@ def test_a_message_that_is_there_counts_though_its_sender_has_failed_since() -> 
     assert "rank 0: failed: KeyError" in failure_of(body)
 
 
-def test_ranks_that_end_and_wait_for_ever_are_told_so() -> None:
-    def never() -> Steps[None]:
-        while True:
-            yield
-
-    with pytest.raises(Mismatched, match="none can go on:\n  rank 0: has ended"):
-        ThreadCarrier(World(1), "comm", 0, [0]).drive(never(), "has ended", ending=True)
+def never() -> Steps[None]:
+    while True:
+        yield
 
 
-def test_a_wait_looks_for_a_deadlock_only_once_it_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock advances by a second with each call, and the fifth poll ends the wait."""
-    clock = Mock(perf_counter=Mock(side_effect=range(5, 99)))
-    monkeypatch.setattr(carriers, "time", clock)
-    monkeypatch.setattr(carriers, "AFTER_SECONDS", 1.5)
-    stuck, ready = Mock(), Mock(side_effect=[None, None, None, None, "ready"])
-    assert carriers.patiently(ready, stuck) == "ready"
-    assert stuck.call_count == 3
-    assert clock.sleep.call_count == 4
+@pytest.mark.parametrize("ending", [*product([False, True], repeat=3), (True,), (False,)])
+def test_ranks_that_wait_only_for_others_to_end_learn_of_a_deadlock_last(
+    ending: tuple[bool, ...],
+) -> None:
+    """One more rank has ended before. Ranks that learn of the deadlock end, too."""
+    size = len(ending)
+    world = World(size + 1)
+    world.leave(size)
+
+    def waits(rank: int) -> str:
+        carrier = ThreadCarrier(world, "comm", rank, range(size))
+        with pytest.raises(Mismatched) as caught:
+            carrier.drive(never(), f"waits {rank}", ending=ending[rank])
+        world.leave(rank)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(size) as pool:
+        said = [*pool.map(waits, range(size), timeout=60)]
+    for rank, last in enumerate(ending):
+        waiting = [other for other in range(size) if not last or ending[other]]
+        lines = [f"  rank {other}: waits {other}" for other in waiting]
+        assert said[rank].splitlines()[1:] == lines
+
+
+def test_a_wait_yields_then_sleeps_then_looks_for_a_deadlock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The clock advances by a second with each call, and the sixth poll ends the wait."""
+    did, polls = Mock(), Mock(side_effect=[None, 0, (), False, "", "ready"])
+    did.perf_counter.side_effect = range(5, 99)
+    monkeypatch.setattr(carriers, "time", did)
+    monkeypatch.setattr(os, "sched_yield", did.sched_yield)
+    limits = {"AFTER": 3, "YIELD": 1, "LONGEST_PAUSE": 0.6, "PAUSE_SHARE": 0.25}
+    for name, value in limits.items():
+        monkeypatch.setattr(carriers, f"{name}_SECONDS" if len(name) < 6 else name, value)
+    assert carriers.patiently(polls, did.stuck) == "ready"
+    assert [each for each in did.mock_calls if each != call.perf_counter()] == [
+        *(call.sched_yield(), call.sleep(0.5), call.sleep(0.6)),
+        *(call.stuck(), call.sleep(0.6)) * 2,
+    ]
+
+
+def test_a_long_wait_of_processes_says_what_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(carriers, "AFTER_SECONDS", 0.0)
+
+    def steps() -> Steps[str]:
+        yield
+        yield
+        return ""
+
+    stuck = Mock()
+    for ending in (True, False):
+        found = carriers.MpiCarrier(MPI.COMM_SELF, stuck).drive(steps(), "a wait", ending=ending)
+        assert found == carriers.MpiCarrier(MPI.COMM_SELF).drive(steps(), "a wait") == ""
+        assert stuck.call_args == call("a wait", ending)
 
 
 def test_a_wait_goes_on_after_a_receive_that_the_rank_itself_has_posted() -> None:

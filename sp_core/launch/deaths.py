@@ -47,7 +47,8 @@ class Deaths:
     def __init__(self, run_dir: Path, ranks: int) -> None:
         self.ranks = ranks
         self._dir = run_dir
-        self._watched: dict[int, tuple[int, int]] = {}  # rank: process id, its pidfd (-1: ended)
+        self._watched: dict[int, int] = {}  # rank: process id
+        self._pid_of: dict[int, int] = {}  # by pidfd
         self._ends = select.epoll()  # reports events in the order in which they happened
         # ranks in the order in which their pipes were closed, else in which they died
         self._ended: dict[int, None] = {}
@@ -77,26 +78,25 @@ class Deaths:
             self._ends.unregister(fd)
             rank = self._rank_of[fd]
             self._ended.setdefault(rank)
-            pid, end = self._watched.get(rank, (0, -1))
-            if fd == end:
-                self.dead[rank] = _cause(pid, fd)
+            if fd in self._pid_of:
+                self.dead[rank] = _cause(self._pid_of[fd], fd)
         # ranks that opened no pipe
-        self._ended |= {rank: None for rank in self.dead if rank not in self._ended}
+        self._ended |= dict.fromkeys(self.dead)
 
     def _watch(self, rank: int, pid: int) -> None:
+        self._watched[rank] = pid
         try:
-            self._watched[rank] = (pid, os.pidfd_open(pid))
+            fd = os.pidfd_open(pid)
         except OSError:  # the process ended before the launcher saw it
-            self._watched[rank] = (pid, -1)
-            self.dead.setdefault(rank, "its exit code is not known")
+            self.dead[rank] = "its exit code is not known"
         else:
-            self._rank_of[self._watched[rank][1]] = rank
-            self._ends.register(self._watched[rank][1], select.EPOLLIN)
+            self._rank_of[fd], self._pid_of[fd] = rank, pid
+            self._ends.register(fd, select.EPOLLIN)
 
     def alive(self) -> dict[int, int]:
         """Return {rank: process id} of the ranks that have started and not died."""
         self.look(0.0)
-        return {rank: pid for rank, (pid, _) in self._watched.items() if rank not in self.dead}
+        return {rank: pid for rank, pid in self._watched.items() if rank not in self.dead}
 
     def dump(self) -> None:
         """Signal living ranks to write their stacks, and end ranks that are stopped (SIGSTOP).
@@ -182,7 +182,7 @@ class Deaths:
         if rank in self.dead and rank not in self._stopped:
             first = ", the first to die" if rank == self.first() else ""
             state = f"dead{first}, {self.dead[rank]}"
-        return f"{state} (process {self._watched[rank][0]})"
+        return f"{state} (process {self._watched[rank]})"
 
     def _text(self, rank: int, kind: str) -> str:
         path = file_of(self._dir, rank, kind)

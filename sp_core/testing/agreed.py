@@ -157,7 +157,7 @@ class Ranks:
         Raises:
             TypeError: the body of an example uses the fixture `subtests`.
         """
-        if hasattr(thread, "sink") and thread.sink is not None:
+        if getattr(thread, "sink", None) is not None:
             raise TypeError(
                 "a body that runs on ranks cannot use `subtests` under mpiexec: other ranks would "
                 "not see a subtest that fails. Use plain `assert`, or pytest.mark.parametrize."

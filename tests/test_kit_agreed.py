@@ -1,0 +1,299 @@
+"""Test how the sessions of all ranks become one; the values of other ranks are simulated."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Generator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import ANY, Mock, call
+
+import pytest
+
+from sp_core import failing
+from sp_core.launch import watch
+from sp_core.testing import agreed
+from sp_core.testing.agreed import Ranks
+from sp_core.testing.session import Session, Tally, collected
+
+pytestmark = pytest.mark.mpi_skip  # the other ranks are simulated
+
+POINT = "the end of collection"
+
+
+@pytest.fixture
+def kit(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Replace what changes this process by stand-ins, whose calls are written down in order."""
+    found = Mock(ENDED=watch.ENDED, STARTED=watch.STARTED, RESULT=watch.RESULT)
+    for name in ("watch", "requests", "find_shared_gpu"):
+        monkeypatch.setattr(agreed, name, found if name == "watch" else getattr(found, name))
+    monkeypatch.setattr(failing, "hooked", False)
+    return found
+
+
+class Control:
+    """Exchange values with ranks whose values are given, as `others`; this rank is `rank`."""
+
+    def __init__(self, rank: int, others: list[Any]) -> None:
+        self.rank, self.others = rank, others
+
+    def gather(self, value: Any) -> list[Any]:
+        return [*self.others[: self.rank], value, *self.others[self.rank :]]
+
+
+def ranks_of(folder: Path, rank: int, *others: Any) -> Any:
+    """Return the plugin of one rank, without its constructor; `others` are the others' values."""
+    made = object.__new__(Ranks)
+    vars(made).update(
+        rank=rank,
+        size=1 + len(others),
+        config=SimpleNamespace(option=SimpleNamespace(), cache=None),
+        control=Control(rank, [*others]),
+        _session=Session(),
+        _watch=Mock(directory=folder),
+        _lost=False,
+        _complaints=[],
+        _stdout=sys.stdout,
+    )
+    return made
+
+
+def driven(hook: Generator[None, Any, Any], value: object) -> Any:
+    """Run a hook that wraps others, which return `value`, and return its result."""
+    next(hook)
+    try:
+        hook.send(value)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("it goes on")
+
+
+PASSED, SKIPPED, ODD = ("passed", ""), ("skipped", "why"), ("skipped", "why else")
+WRONG, OTHER, EMPTY = ("failed", "a\n b \n\n"), ("failed", "c\nd\n \n"), ("failed", " \n")
+WHOLE = ("failed", "rank 0 has the whole report\n")
+
+
+@pytest.mark.parametrize(
+    ("reports", "text"),
+    [
+        ([PASSED] * 3, ""),
+        ([WRONG] * 3, ""),
+        ([SKIPPED, ODD], ""),
+        ([PASSED, SKIPPED, PASSED], "disagree"),
+        ([PASSED, WRONG, SKIPPED], "a\n b \n\n\n\nfailed on rank 1 of 3; this is what rank 1 says"),
+        (
+            [WRONG, PASSED, OTHER],
+            "a\n b \n\n\n\nfailed on rank 0, 2 of 3; this is what rank 0 says\nrank 2: d",
+        ),
+        ([OTHER, EMPTY, WRONG, WHOLE], "c\nd\n \n\nrank 1: failed\nrank 2:  b "),
+    ],
+)
+def test_the_first_rank_that_fails_explains_the_test(
+    reports: list[tuple[str, str]], text: str, tmp_path: Path
+) -> None:
+    found = ranks_of(tmp_path, 0, *reports[1:])._judged(reports)
+    said = ", ".join(f"rank {rank}: {word}" for rank, (word, _) in enumerate(reports))
+    disagrees = f"the ranks disagree about the outcome of this test: {said}"
+    assert found == (disagrees if text == "disagree" else text)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_at_different_points_of_the_session_end_it(tmp_path: Path, rank: int) -> None:
+    same: Any = (POINT, [], 7)
+    complaint: Any = ("a test", ["why:\nx"], 8)
+    assert ranks_of(tmp_path, rank, same, same)._everyone(POINT, 6) == [
+        *[7] * rank,
+        6,
+        *[7] * (2 - rank),
+    ]
+    lost = ranks_of(tmp_path, rank, same, complaint)
+    with pytest.raises(pytest.exit.Exception) as caught:
+        lost._everyone(POINT, 6)
+    points = [f"  rank {n} is at {POINT}" for n in (0, 1)]
+    head = "the ranks are at different points of the session:"
+    assert str(caught.value).split("\n") == [head, *points, "  rank 2 is at a test", "why:", "x"]
+    assert caught.value.returncode == pytest.ExitCode.INTERNAL_ERROR
+    assert lost._lost
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("others", "only"),
+    [
+        (["a", "b", "c"], None),
+        (["a", "c", "b"], {}),
+        (["b"], {"mine": ["a", "c"]}),
+        ([*"abc", *"1234567"], {"other": [*"12345"]}),
+    ],
+)
+def test_ranks_that_collect_other_tests_are_refused(
+    others: list[str], only: dict[str, list[str]] | None, rank: int, tmp_path: Path
+) -> None:
+    """Rank 0 says which tests are not on all ranks, and what each rank could not collect."""
+    plugin = ranks_of(tmp_path, rank, (POINT, [], (others, ["its error"])))
+    session = SimpleNamespace(items=[SimpleNamespace(nodeid=name) for name in "abc"])
+    refused = contextlib.nullcontext() if only is None else pytest.raises(pytest.UsageError)
+    caught: Any
+    with refused as caught:
+        try:
+            raise KeyError("an import")
+        except KeyError:
+            plugin.pytest_collection_finish(session)
+    if only is None:
+        return
+    told = ["the ranks collected different tests, or in another order:"]
+    for number, who in enumerate(("mine", "other") if rank == 0 else ("other", "mine")):
+        error = "its error" if who == "other" else plugin._complaints[0]
+        told += [f"rank {number} {error}"]
+        told += [f"  not on all ranks, but on rank {number}: {name}" for name in only.get(who, [])]
+    assert plugin._complaints[0].startswith("left collection:\nTraceback")
+    assert caught.value.args == (("\n".join(told),) if rank == 0 else ())
+
+
+def test_what_a_rank_could_not_do_is_kept_for_the_report(tmp_path: Path, kit: Mock) -> None:
+    plugin = ranks_of(tmp_path, 1)
+    for failed in (True, False):
+        report = SimpleNamespace(failed=failed, nodeid="test_x.py", longreprtext="why")
+        plugin.pytest_collectreport(report)
+    plugin.pytest_internalerror(KeyError("odd"))
+    assert plugin._complaints == ["could not collect test_x.py:\nwhy", "'odd'"]
+    for nodeid in ("tests", ""):
+        plugin.pytest_collectstart(SimpleNamespace(nodeid=nodeid))
+    plugin.pytest_runtest_logstart("test_x")
+    notes = [call.note("collects tests")] * 2 + [call.note("in test_x")]
+    assert kit.mock_calls == notes
+
+
+@pytest.mark.parametrize(
+    ("mine", "is_expected", "other", "outcome", "stays"),
+    [
+        ("passed", False, "passed", "passed", True),
+        ("passed", False, "failed", "failed", False),
+        ("passed", True, "xpassed", "passed", True),
+        ("passed", True, "xfailed", "failed", False),
+        ("skipped", True, "xfailed", "skipped", True),
+        ("skipped", True, "skipped", "failed", False),
+        ("failed", True, "failed", "failed", True),
+    ],
+)
+def test_a_report_fails_on_every_rank_or_on_none(
+    mine: str,
+    other: str,
+    outcome: str,
+    tmp_path: Path,
+    kit: Mock,
+    *,
+    is_expected: bool,
+    stays: bool,
+) -> None:
+    """A report that stays is that of this rank. Ranks that are lost exchange nothing."""
+    item, call_of = SimpleNamespace(nodeid="test_x"), Mock()
+    for lost in (False, True):
+        report = SimpleNamespace(outcome=mine, longreprtext="", longrepr="own", when="call")
+        if is_expected:
+            report.wasxfail = "reason"
+        plugin = ranks_of(tmp_path, 0, ("test_x call", [], (other, "")))
+        plugin._lost = lost
+        found = driven(plugin.pytest_runtest_makereport(item, call_of), report)
+        assert found is report
+        assert found.outcome == (mine if lost else outcome)
+        assert (found.longrepr == "own", hasattr(found, "wasxfail")) == (
+            (True, is_expected) if stays or lost else (False, False)
+        )
+    assert kit.mock_calls == [call.progress()] * 2
+    with collected(), pytest.raises(TypeError, match="cannot use `subtests`"):
+        next(plugin.pytest_runtest_makereport(item, call_of))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("lost", ["", "before", "now"])
+def test_a_session_ends_with_the_worst_status_and_all_notes(
+    lost: str, rank: int, tmp_path: Path, kit: Mock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that are at different points end with an internal error, which rank 0 prints."""
+    point, printed = "the end of the session", Mock()
+    monkeypatch.setattr(sys, "__stderr__", printed)
+    values = (2, {"out": 0.5, "in": 0.1}, {"theirs": None})
+    other: Any = ("a test" if lost == "now" else point, [], values)
+    plugin = ranks_of(tmp_path, rank, other)
+    plugin._lost = lost == "before"
+    plugin._session = Session(tally=Tally(ratios={"out": 0.25, "in": 0.2}), notes={"mine": None})
+    session = SimpleNamespace(exitstatus=pytest.ExitCode.TESTS_FAILED)
+    assert driven(plugin.pytest_sessionfinish(session), "result") == "result"
+    assert session.exitstatus == (3 if lost else 2)
+    assert plugin._session.tally.ratios == {"out": 0.25 if lost else 0.5, "in": 0.2}
+    assert [*plugin._session.notes] == (["mine"] if lost else ["mine", "theirs"])
+    told = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert told == ({} if rank else {watch.RESULT: "3" if lost else "2"})
+    said = "".join(each.args[0] for each in printed.write.mock_calls)
+    assert ("different points" in said) == (lost == "now" and rank == 0)
+    assert kit.mock_calls == [call.progress()]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_only_rank_0_writes_to_the_terminal_and_to_files(
+    rank: int, tmp_path: Path, kit: Mock, monkeypatch: pytest.MonkeyPatch, *, has_cache: bool
+) -> None:
+    plugin, written = ranks_of(tmp_path, rank, None), Mock()
+    if has_cache:
+        plugin.config.cache = SimpleNamespace(set=written)
+    option = plugin.config.option
+    option.xmlpath = option.benchmark_json = option.color = "given"
+    usual = sys.stdout
+    monkeypatch.setattr(sys, "stdout", usual)
+    if rank:
+        plugin._be_quiet()
+        assert sys.stdout.name == "/dev/null"
+        values = {"xmlpath": None, "benchmark_json": None, "color": "given"}
+        assert vars(option) == values | {"basetemp": str(tmp_path / "tmp-rank1")}
+        sys.stdout.close()
+    plugin.pytest_sessionstart()
+    assert sys.stdout is usual
+    assert (tmp_path / watch.STARTED).exists()
+    plugin._watch.enable.assert_called_once_with()
+    if has_cache:
+        plugin.config.cache.set("key", 1)
+    assert written.call_count == (has_cache and not rank)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"--sp-expect-ranks": 4}, "--sp-expect-ranks 4 was given, but .* has 1"),
+        ({"numprocesses": 2}, "cannot be combined"),
+    ],
+)
+def test_a_session_that_cannot_be_meant_does_not_begin(
+    options: dict[str, int], said: str, kit: Mock
+) -> None:
+    kit.config.getoption = lambda name, default=None: options.get(name, default)
+    with pytest.raises(pytest.UsageError, match=said):
+        Ranks(kit.config, Session())
+    assert kit.mock_calls == [call.requests.install()]
+
+
+@pytest.mark.parametrize("xml", [None, "junit.xml"])
+def test_a_session_watches_this_rank_until_it_ends(
+    xml: str | None, kit: Mock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger, session = Mock(), Session()
+    monkeypatch.setattr(agreed, "Ledger", ledger)
+    kit.start.return_value.directory = tmp_path
+    options = {"xmlpath": xml, "numprocesses": None, "--sp-expect-ranks": 1}
+    kit.config.getoption = lambda name, default=None: options.get(name, default)
+    kit.config.getini = {"junit_suite_name": "a suite"}.get
+    plugin = Ranks(kit.config, session)
+    assert kit.mock_calls == [
+        *(call.requests.install(), call.start(0), call.limit_phases()),
+        call.config.add_cleanup(kit.stop),
+        call.config.pluginmanager.register(ledger.return_value),
+        call.find_shared_gpu(session, ANY),
+    ]
+    assert ledger.mock_calls == [call(tmp_path, xml, "a suite" if xml else "")]
+    assert failing.hooked
+    assert session.control is plugin.control
+    assert plugin.control.gather("x") == ["x"]
+    plugin.control.comm.Free()

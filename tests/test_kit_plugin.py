@@ -1,0 +1,253 @@
+"""Test the hooks of the pytest plugin, each by itself."""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import random
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock, call
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from sp_core.testing import agreed, plugin, session
+from sp_core.testing.outcome import failure_class
+from sp_core.testing.session import Session, Tally
+
+
+@pytest.fixture
+def current(monkeypatch: pytest.MonkeyPatch) -> Session:
+    found = Session()
+    monkeypatch.setattr(session, "current", found)
+    return found
+
+
+def config(limit: str = "0.5", **options: object) -> Any:
+    """Return a stand-in for pytest's configuration; names of options have no dashes here."""
+
+    def getoption(name: str, default: object = None) -> object:
+        return options.get(name.lstrip("-").replace("-", "_"), default)
+
+    return Mock(
+        getoption=getoption,
+        getini={"sp_max_error_ratio": limit}.get,
+        spec=["getoption", "getini", "addinivalue_line", "pluginmanager"],
+    )
+
+
+RANDOM = 2**32 - 1
+
+
+@pytest.mark.parametrize(
+    ("profile", "options", "seed"),
+    [
+        ("", {}, None),
+        ("", {"hypothesis_seed": "7"}, 7),
+        ("", {"hypothesis_seed": 7}, 7),
+        ("", {"hypothesis_seed": "random"}, None),
+        ("quick", {}, None),
+        ("explore", {}, RANDOM),
+        ("explore", {"hypothesis_seed": "7"}, 7),
+        ("explore", {"hypothesis_profile": "quick"}, None),
+        ("", {"hypothesis_profile": "soak"}, RANDOM),
+    ],
+)
+def test_a_seed_is_chosen_where_examples_differ_in_every_run(
+    profile: str,
+    options: dict[str, Any],
+    seed: int | None,
+    current: Session,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SP_PROFILE", profile)
+    monkeypatch.setattr(random, "SystemRandom", lambda: Mock(randrange=lambda most: most - 1))
+    loaded, more = settings.get_current_profile_name(), {"sp_device": "a", "sp_share_gpu": "b"}
+    try:
+        plugin.pytest_configure(config(**more, **options))
+        named = profile or ("pr" if "hypothesis_profile" in options else loaded)
+        assert settings.get_current_profile_name() == named
+        expected: dict[str, Any] = {"device": "a", "share_gpu": "b", "raw_replay": True}
+        assert session.current == Session(**expected, seed=seed)
+        plugin.pytest_configure(config(sp_no_raw_replay=True))
+        assert not session.current.raw_replay
+    finally:
+        settings.load_profile(loaded)
+
+
+@pytest.mark.parametrize("expected", [None, 4])
+@pytest.mark.parametrize("option", ["with_mpi", "only_mpi", "other"])
+def test_ranks_under_mpi_make_one_session(
+    option: str, expected: int | None, current: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without MPI no number of ranks can be expected."""
+    options: dict[str, Any] = {option: True, "sp_expect_ranks": expected}
+    ranks, found = Mock(), config(**options)
+    monkeypatch.setattr(agreed, "Ranks", ranks)
+    monkeypatch.delenv("SP_PROFILE", raising=False)
+    refused = option == "other" and expected is not None
+    with pytest.raises(pytest.UsageError, match="needs --with-mpi") if refused else nullcontext():
+        plugin.pytest_configure(found)
+    joined = [call.register(ranks.return_value, "sp_core_ranks")] * (option != "other")
+    assert found.pluginmanager.mock_calls == joined
+    assert ranks.mock_calls == [call(found, session.current)] * (option != "other")
+
+
+@pytest.mark.parametrize(
+    "size", [{}, {"PMI_SIZE": "1"}, {"OMPI_COMM_WORLD_SIZE": "2"}, {"PMI_SIZE": "3"}]
+)
+@pytest.mark.parametrize("option", [{}, {"with_mpi": True}, {"only_mpi": True}])
+@pytest.mark.parametrize("kind", ["of the kit", "marked", "ordinary"])
+def test_tests_on_ranks_are_marked_under_mpi_and_refused_without(
+    size: dict[str, str],
+    option: dict[str, Any],
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only tests of the kit have their health check suppressed."""
+
+    def test() -> None:
+        """Do nothing."""
+
+    vars(test).update(sp_core_ranks=kind == "of the kit")
+    item = Mock(obj=test, config=config(**option))
+    item.get_closest_marker.side_effect = {"ranks": 1}.get if kind == "marked" else {}.get
+    plugin.pytest_itemcollected(item)
+    marks = [call.add_marker("mpi")] if option and kind != "ordinary" else []
+    assert [each for each in item.mock_calls if each == call.add_marker("mpi")] == marks
+    own = getattr(item.obj, "_hypothesis_internal_use_settings", None)
+    assert (
+        own is not None and HealthCheck.function_scoped_fixture in own.suppress_health_check
+    ) == (kind == "of the kit")
+    monkeypatch.setattr(os, "environ", {**size})
+    alone = option or kind == "ordinary" or "1" in size.values() or not size
+    plain = Mock(obj=None, get_closest_marker=lambda name: None)
+    plugin.pytest_collection_modifyitems(config(), [plain])
+    if alone:
+        plugin.pytest_collection_modifyitems(config(**option), [plain, item])
+    else:
+        started = max(size.values())
+        with pytest.raises(pytest.UsageError, match=f"mpiexec started {started} processes"):
+            plugin.pytest_collection_modifyitems(config(**option), [plain, item])
+
+
+def test_the_running_test_is_known_by_a_path_from_here(
+    current: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    item: Any = SimpleNamespace(path=tmp_path / "a" / "test_x.py", nodeid="rootdir/test_x.py::C::y")
+    hook = plugin.pytest_runtest_protocol(item)
+    next(hook)
+    with pytest.raises(StopIteration) as end:
+        hook.send("result")
+    assert (end.value.value, current.node_id) == ("result", "a/test_x.py::C::y")
+
+
+@pytest.mark.parametrize("when", ["setup", "call"])
+@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (
+            failure_class("KeyError", "", 0)("what each rank did"),
+            "RankFailure[KeyError]\nwhat each rank did",
+        ),
+        (KeyError("x"), "own"),
+        (pytest.skip.Exception("why"), "own"),
+        (None, "own"),
+    ],
+)
+def test_a_failure_of_ranks_is_its_text_and_a_skip_is_at_the_test(
+    error: BaseException | None, text: str, when: str, *, ours: bool
+) -> None:
+    if isinstance(error, pytest.skip.Exception):
+        error._use_item_location = False
+    excinfo = None if error is None else SimpleNamespace(value=error)
+    item: Any = SimpleNamespace(obj=SimpleNamespace(sp_core_ranks=ours))
+    failed = error is not None and not isinstance(error, pytest.skip.Exception)
+    report: Any = SimpleNamespace(failed=failed, longrepr="own")
+    info: Any = SimpleNamespace(excinfo=excinfo, when=when)
+    hook = plugin.pytest_runtest_makereport(item, info)
+    next(hook)
+    with pytest.raises(StopIteration) as end:
+        hook.send(report)
+    assert end.value.value is report
+    assert report.longrepr == text
+    if isinstance(error, pytest.skip.Exception):
+        assert error._use_item_location == (ours and when == "call")
+
+
+LINE = "worst error over bound: "
+
+
+@pytest.mark.parametrize(
+    ("ratios", "ini", "option", "lines"),
+    [
+        ({}, "0.5", None, []),
+        ({"a": 0.25, "b": 0.5, "c": 0.375}, "0.5", None, ["0.5 in b", "0.375 in c", "0.25 in a"]),
+        (
+            {"a": 0.25, "b": 0.5},
+            "0.4",
+            None,
+            ["0.5 in b, above the limit 0.4: FAILED", "0.25 in a"],
+        ),
+        ({"a": 0.5}, "0.4", 0.5, ["0.5 in a"]),
+        ({"a": 0.5}, "0.9", 0.0, ["0.5 in a, above the limit 0: FAILED"]),
+        ({"a": math.nan}, "0.9", None, ["nan in a, above the limit 0.9: FAILED"]),
+    ],
+)
+@pytest.mark.parametrize("status", [0, 2])
+def test_errors_over_their_bounds_are_told_and_fail_a_session(
+    ratios: dict[str, float],
+    ini: str,
+    option: float | None,
+    lines: list[str],
+    status: int,
+    current: Session,
+) -> None:
+    current.tally.ratios = ratios
+    session_of: Any = SimpleNamespace(
+        config=config(ini, sp_max_error_ratio=option), exitstatus=status
+    )
+    plugin.pytest_sessionfinish(session_of)
+    assert session_of.exitstatus == (1 if status == 0 and "FAILED" in str(lines) else status)
+    terminal: Any = Mock()
+    plugin.pytest_terminal_summary(terminal, session_of.config)
+    told = [call.write_line(f"{LINE}{line}", red="FAILED" in line) for line in lines]
+    assert terminal.mock_calls[2:] == told
+
+
+@pytest.mark.parametrize("seed", [None, 0, 7])
+@pytest.mark.parametrize(
+    ("tally", "notes"), [(Tally(), {}), (Tally(tests=1), {}), (Tally(), {"b": None, "a": None})]
+)
+def test_the_summary_is_told_where_the_kit_was_used(
+    tally: Tally, notes: dict[str, None], seed: int | None, current: Session
+) -> None:
+    current.tally, current.notes, current.seed = tally, notes, seed
+    terminal: Any = Mock()
+    plugin.pytest_terminal_summary(terminal, config())
+    lines = [current.summary(), *notes]
+    if seed is not None:
+        lines.insert(1, f"seed: {seed} (again with --hypothesis-seed={seed})")
+    expected = [call.section("sp_core.testing"), *(call.write_line(line) for line in lines)]
+    assert terminal.mock_calls == (expected if tally.tests or notes else [])
+
+
+def test_the_counts_of_workers_are_added(current: Session) -> None:
+    worker: Any = config()
+    worker.mock_add_spec([*dir(worker), "workeroutput"])
+    worker.workeroutput = {}
+    for tests in (2, 3):
+        session.current.tally = Tally(tests=tests)
+        plugin.pytest_sessionfinish(Mock(config=worker, exitstatus=0))
+        assert pickle.loads(worker.workeroutput["sp_core"]) == Tally(tests=tests)
+        plugin.pytest_testnodedown(worker)
+        assert session.current.tally.tests == 2 * tests
+    for other in (SimpleNamespace(), SimpleNamespace(workeroutput={})):
+        plugin.pytest_testnodedown(other)
+    assert session.current.tally.tests == 6

@@ -1,0 +1,231 @@
+"""Test what the tests of a session share: counts, remarks, profiles, and the device of a rank."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock, call
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+
+from sp_core import transport
+from sp_core.errors import DeviceError
+from sp_core.testing import profiles, session
+from sp_core.testing.session import Remarks, Session, Tally
+from sp_core.transport import cuda
+
+REMARKS: Remarks = {
+    ("event", "odd", "1"): 0.0,
+    ("feature", "scheme=ring"): 0.0,
+    ("feature", "n=3"): 0.0,
+    ("target", "steps"): 7.0,
+    ("note", "said"): 0.0,
+    ("ratio", "out"): 0.25,
+}
+
+
+def test_a_summary_counts_examples_by_ranks_and_schemes() -> None:
+    """An example that runs once more without checks counts as raw only; its errors count."""
+    found = Session()
+    assert found.summary() == "threads: 0 tests, 0 examples; examples by ranks {}"
+    found.tally.tests = 4
+    for ranks, raw in ((3, False), (1, False), (3, False), (3, True)):
+        found.tally.count(ranks, {**REMARKS, ("ratio", "out"): 0.25 + raw}, raw=raw)
+    found.tally.count(2, {("feature", "scheme=all"): 0.0})
+    assert found.tally.ratios == {"out": 1.25}
+    assert found.tally.features == {"scheme=ring": 3, "n=3": 3, "scheme=all": 1}
+    twice = Tally()
+    for _ in range(2):
+        twice.merge(found.tally)
+    assert (twice.tests, twice.examples, twice.raw) == (8, 8, 2)
+    assert found.summary() == (
+        "threads: 4 tests, 4 examples (+ 1 raw); examples by ranks {1: 1, 2: 1, 3: 2}\n"
+        "examples by scheme {all: 1, ring: 3}"
+    )
+
+
+def test_the_larger_number_stays_and_nan_is_the_largest() -> None:
+    mine = {"a": 1.0, "b": 2.0, "c": math.nan, "d": 1.0}
+    session.keep_largest(mine, {"a": 2.0, "b": 1.0, "c": 9.0, "d": math.nan, "e": -1.0})
+    assert str(mine) == "{'a': 2.0, 'b': 2.0, 'c': nan, 'd': nan, 'e': -1.0}"
+
+
+@pytest.mark.parametrize("in_test", [True, False])
+def test_remarks_reach_the_innermost_example_else_hypothesis(
+    monkeypatch: pytest.MonkeyPatch, *, in_test: bool
+) -> None:
+    """Outside of an example the session keeps errors, and Hypothesis gets the rest."""
+    told, tally = Mock(), Tally()
+    told.currently_in_test_context.return_value = in_test
+    monkeypatch.setitem(sys.modules, "hypothesis", told)
+    monkeypatch.setattr(session.current, "tally", tally)
+
+    def say() -> None:
+        session.event("odd", 1)
+        session.features({"scheme": "ring", "n": 3})
+        session.target(7.0, label="steps")
+        session.note("said")
+        session.record_ratio("out", 0.25)
+
+    with session.collected() as outer:
+        with session.collected() as inner:
+            say()
+        session.target(3.0, label="steps")
+        session.target(2.0, label="steps")
+    assert (inner, outer) == (REMARKS, {("target", "steps"): 3.0})
+    assert (session.thread.sink, tally.ratios, told.mock_calls) == (None, {}, [])
+    say()
+    assert tally.ratios == {"out": 0.25}
+    calls = [call.event("odd", "1"), call.event("scheme=ring"), call.event("n=3")]
+    calls += [call.target(7.0, label="steps"), call.note("said")]
+    asked = call.currently_in_test_context()
+    assert [each for each in told.mock_calls if each != asked] == (calls if in_test else [])
+
+
+def test_remarks_go_nowhere_without_hypothesis(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "hypothesis")
+    session.replay(REMARKS)
+
+
+@pytest.mark.parametrize(
+    ("variables", "count", "shared", "allowed", "number"),
+    [
+        ({}, 2, False, False, 0),
+        ({"MPI_LOCALRANKID": "1"}, 2, False, False, 1),
+        ({"SLURM_LOCALID": "5"}, 3, True, True, 2),
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "3", "SLURM_LOCALID": "0"}, 3, False, True, 0),
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "2", "SLURM_LOCALID": "0"}, 3, False, False, 2),
+        ({}, 0, False, True, None),
+        ({}, 1, True, False, None),
+    ],
+)
+def test_a_rank_has_the_device_with_its_number_on_the_machine(
+    variables: dict[str, str],
+    count: int,
+    number: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    shared: bool,
+    allowed: bool,
+) -> None:
+    """With fewer devices than ranks, which must be allowed, ranks get them round-robin."""
+    monkeypatch.setattr(os, "environ", {**variables})
+    monkeypatch.setattr(transport, "count_devices", lambda _: count)
+    assert session.device() == torch.device("cpu")
+    one = Session(device="cuda", gpu_is_shared=shared, share_gpu=allowed)
+    monkeypatch.setattr(session, "current", one)
+    if number is None:
+        with pytest.raises(DeviceError, match="local rank 0 has no cuda device of its own"):
+            session.device()
+    else:
+        assert session.device() == torch.device("cuda", number)
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "others", "shared"),
+    [
+        ("cpu", 1, ["gpu 0"], False),
+        ("cuda", 1, ["gpu 1"], False),
+        ("cuda", 1, ["gpu 1", "gpu 0"], True),
+        ("cuda", 0, ["none of rank 1", "none of rank 2"], False),
+    ],
+)
+def test_ranks_with_the_same_gpu_share_it(
+    device: str,
+    count: int,
+    others: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    shared: bool,
+) -> None:
+    """A rank without a GPU shares none."""
+    one = Session(device=device)
+    monkeypatch.setattr(session, "current", one)
+    monkeypatch.setattr(transport, "count_devices", lambda _: count)
+    monkeypatch.setattr(cuda, "uuid_of", lambda found: f"gpu {found.index}")
+    session.find_shared_gpu(one, SimpleNamespace(rank=0, allgather=lambda mine: [mine, *others]))
+    assert one.gpu_is_shared == shared
+
+
+def test_the_session_has_the_ranks_of_its_launch_else_those_of_its_attempts() -> None:
+    control: Any = SimpleNamespace(size=3)
+    assert [Session().world_size, Session(ranks=4).world_size] == [0, 4]
+    assert Session(ranks=4, control=control).world_size == 3
+
+
+EXAMPLES = {"pr": 60, "quick": 25, "brief": 6, "soak": 3}
+EXAMPLES["explore"] = int(os.environ.get("SP_EXAMPLES", "5000"))
+"""Numbers of examples by profile, as the module tells them."""
+
+
+@pytest.mark.parametrize("own", [None, {}, {"max_examples": 40, "deadline": 5}])
+@pytest.mark.parametrize("most", [None, 4, 40])
+@pytest.mark.parametrize("seeded", [False, True])
+@pytest.mark.parametrize("profile", [*EXAMPLES, "mine", "default"])
+def test_settings_of_a_test_are_its_own_else_those_of_the_profile(
+    profile: str,
+    own: dict[str, Any] | None,
+    most: int | None,
+    *,
+    seeded: bool,
+) -> None:
+    loaded = settings.get_current_profile_name()
+    default = settings.get_profile("default")
+    settings.register_profile("mine", default, max_examples=7, derandomize=False)
+    settings.load_profile(profile)
+    try:
+        test = None if own is None else settings(**own)
+        found = profiles.chosen(test, most, seeded=seeded)
+    finally:
+        settings.load_profile(loaded)
+    usual = EXAMPLES.get(profile, 60)
+    named = (own or {}).get("max_examples", 7 if profile == "mine" else usual)
+    differs = profile in ("soak", "explore")
+    grown = max((most or 0) * usual // 60, 3 if profile in ("brief", "soak") else most or 0)
+    assert found.max_examples == (named if most is None else grown)
+    assert found.derandomize == (not differs and not seeded)
+    assert (found.database is None) == (profile != "explore")
+    assert found.deadline is None
+    assert found.print_blob
+    assert {*found.phases} == {*Phase} - {Phase.explain}
+    assert {*found.suppress_health_check} == {*profiles.SUPPRESSED}
+
+
+@pytest.mark.parametrize("named", [None, "soak", "quick", "of the project"])
+@pytest.mark.parametrize("wanted", [*EXAMPLES, ""])
+def test_a_profile_says_whether_each_run_has_other_examples(
+    wanted: str, named: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the command line names counts, though Hypothesis loads it later."""
+    monkeypatch.setenv("SP_PROFILE", wanted)
+    loaded = settings.get_current_profile_name()
+    try:
+        assert profiles.load(named) == ((named or wanted) in ("soak", "explore"))
+        assert (settings.get_current_profile_name(), profiles.name()) == (wanted or "pr",) * 2
+        settings.register_profile("mine", settings.default)
+        settings.load_profile("mine")
+        assert profiles.name() == "pr"
+    finally:
+        settings.load_profile(loaded)
+
+
+@pytest.mark.parametrize("has_settings", [True, False])
+def test_a_test_may_have_fixtures_besides_what_it_suppresses_itself(*, has_settings: bool) -> None:
+    class Tests:
+        def test(self) -> None:
+            """Do nothing."""
+
+    own = settings(max_examples=7, suppress_health_check=[HealthCheck.too_slow])
+    if has_settings:
+        vars(Tests)["test"]._hypothesis_internal_use_settings = own
+    profiles.allow_fixtures(Tests().test)
+    found = Tests.test._hypothesis_internal_use_settings  # type: ignore[attr-defined]
+    expected = own if has_settings else settings()
+    assert found.max_examples == expected.max_examples
+    fixtures = HealthCheck.function_scoped_fixture
+    assert {*found.suppress_health_check} == {*expected.suppress_health_check, fixtures}
