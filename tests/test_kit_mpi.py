@@ -102,9 +102,10 @@ def by_addresses(comm: Any) -> object:
         for x in (out, into)
     ]
     comm.Sendrecv([MPI.BOTTOM, 1, at[0]], peer, 0, [MPI.BOTTOM, 1, at[1]], peer, 0)
+    comm.Sendrecv_replace([MPI.BOTTOM, 1, at[0]], peer, 0, peer, 0)
     for datatype in at:
         datatype.Free()
-    return into.tolist()
+    return out.tolist(), into.tolist()
 
 
 def any_object(comm: Any) -> object:
@@ -160,7 +161,8 @@ def freed(comm: Any) -> object:
 
 
 def cancelled(comm: Any) -> object:
-    """Cancel a receive."""
+    """Cancel a receive after another message."""
+    comm.Sendrecv(numbers(comm), 1 - comm.rank, 0, np.zeros(8), 1 - comm.rank, 0)
     request, status = comm.Irecv(np.zeros(1)), MPI.Status()
     request.Cancel()
     request.Wait(status)

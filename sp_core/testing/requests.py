@@ -55,7 +55,8 @@ class Transfer:
     def waits(self) -> tuple[int, Ends]:
         """Return the entry of `stuck.Report.awaits` for the message that this one waits for."""
         lockstep = self.comm.lockstep
-        ends = self.takes or (self.sends[:3] if self.sends else (-1, -1, -1))
+        sends: Any = self.sends
+        ends = self.takes or (sends.source, sends.dest, sends.turn)
         return 0 if self.takes else turn(lockstep.sent, self.sends), (lockstep.name, *ends)
 
     @property
@@ -204,8 +205,10 @@ def _ask(
     except RuntimeError as error:  # an MPI error; the requests concerned are complete
         complete = [index for index, request in enumerate(requests) if not request]
         taken = [each for each in map(_under, requests) if each is not None and each.takes]
-        if taken and getattr(error, "Get_error_class", int)() == taken[0].comm._mpi.ERR_TRUNCATE:
-            taken[0].comm.family.stopped = True
+        code = getattr(error, "Get_error_class", int)()  # int: for an error in an object's pickle
+        comm = taken[0].comm if taken else None
+        if comm and code in (comm._mpi.ERR_TRUNCATE, comm._mpi.ERR_IN_STATUS):
+            comm.family.stopped = True
             raise CollectiveMismatch(
                 "a message is longer than its buffer: the ranks' sizes differ, or messages of one "
                 f"tag came in another order; this rank {taken[0].what}"
@@ -231,10 +234,10 @@ def _meaning(several: str, got: tuple[Any, ...], number: int) -> tuple[bool, Any
     `got` is the result of the test in mpi4py; `several` as in `_room`.
     """
     if several == "some":
-        return got[0] != [], got if len(got) > 1 else got[0], got[0] or []
+        return got[0] != [], got if len(got) > 1 else got[0], got[0]
     if several == "any":
         index, flag, *message = got
-        return flag, (index, *message) if message else index, [index] if flag and index >= 0 else []
+        return flag, (index, *message) if message else index, [index] if flag else []
     flag, *messages = got
     return flag, messages[0] if messages else True, range(number) if flag else []
 
