@@ -168,7 +168,17 @@ def freed(comm: Any) -> None:
         twin.Barrier()
 
 
-@pytest.mark.parametrize("body", [caught, expected, freed])
+def too_long(comm: Any) -> None:
+    """Expect the error of a message that is too long, after one that is not counted."""
+    peer = 1 - comm.rank
+    comm.Isendrecv(np.ones(1), peer, 0, np.ones(1), peer, 0).Wait()
+    with pytest.raises(CollectiveMismatch, match="a message is longer than its buffer"):
+        comm.Sendrecv(np.ones(2), peer, 0, np.ones(1), peer, 0)
+
+
+@pytest.mark.parametrize(
+    "body", [caught, expected, freed, pytest.param(too_long, marks=pytest.mark.mpi)]
+)
 def test_an_example_in_which_a_check_raised_is_not_repeated_without_checks(
     monkeypatch: pytest.MonkeyPatch, body: Any
 ) -> None:

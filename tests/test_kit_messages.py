@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import time
 from collections.abc import Callable
 from functools import partial
 from random import Random
@@ -136,7 +137,8 @@ def ask(name: str, requests: list[Any], tag: int) -> tuple[bool, object]:
     lists, several = name.endswith(("all", "some")), len(name) > 4
     statuses = [MPI.Status() for _ in range(tag if lists else 1)]
     call = getattr(MPI.Request if several else requests[1 + tag], name)
-    got = call(*([requests] if several else []), statuses if lists else statuses[0])
+    given = {"statuses": statuses} if lists else {"status": statuses[0]}
+    got = call(*([requests] if several else []), **given)
     flag = got[name.endswith("any")] if isinstance(got, tuple) else got
     return name[0] in "Ww" or flag not in (False, []), (got, [*map(told, statuses)])
 
@@ -316,3 +318,51 @@ def test_a_failed_example_leaves_no_message_and_no_receive(seed: int) -> None:
 
     assert "LookupError" in failure_of(wrong)
     right()
+
+
+@pytest.mark.parametrize("name", [name for name in SEVERAL if not name.endswith("all")])
+def test_a_message_that_is_there_counts_though_its_sender_has_failed_since(name: str) -> None:
+    """Rank 1 sends a first message, but not a second one."""
+
+    def gives(comm: Any) -> None:
+        comm.Send(numbers(comm, 2), 0, 3)
+        raise LookupError
+
+    def takes(comm: Any) -> None:
+        requests = [MPI.REQUEST_NULL, *(comm.Irecv(numbers(comm, 2), 1, tag) for tag in (3, 4))]
+        until = time.monotonic() + 0.1
+        while time.monotonic() < until:
+            comm._raw.Iprobe()  # MPI makes progress
+        if ask(name, requests, 0)[0]:
+            raise KeyError
+
+    text = as_two(takes, gives)
+    assert_clean()  # on every rank, so before the assert that only rank 0 can fail
+    assert_told(text, "rank 0: failed: KeyError")
+
+
+@spmd(2)
+def test_a_test_of_a_collective_that_a_rank_has_not_begun_waits_for_nobody(comm: Any) -> None:
+    into = np.zeros(2)
+    if comm.rank == 1:
+        comm.Recv(np.zeros(2), 0)
+    request = comm.Iallgather(numbers(comm, 1), into)
+    if comm.rank == 0:
+        is_complete = request.Test()
+        comm.Send(np.zeros(2), 1)
+        assert not is_complete
+    while not request.Test():
+        pass
+    assert into.tolist() == [10, 20]
+
+
+@spmd(2)
+def test_a_send_that_is_cancelled_need_not_be_received(comm: Any) -> None:
+    if isinstance(comm, LockstepComm):
+        status, peer, into = MPI.Status(), 1 - comm.rank, np.zeros(2)
+        status.Set_cancelled(True)  # an MPI library may cancel no send
+        comm.Sendrecv(numbers(comm, 2), peer, 0, into, peer, 0)
+        request = comm.Isend(numbers(comm, 2), peer)
+        request.transfer.end(status)
+        comm._raw.Recv(into, peer)  # so the kit knows of no receive
+        request.Wait()

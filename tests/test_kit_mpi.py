@@ -157,13 +157,18 @@ def freed(comm: Any) -> object:
         (request if on is comm else MPI.Request(request)).Free()
         on.Recv(into, peer)
         found += into.tolist()
-    return found
+    complete = comm.Irecv(into, peer)
+    comm.Send(numbers(comm, 2), peer)
+    while not complete.Get_status():
+        pass
+    complete.Free()
+    return found + into.tolist()
 
 
 def cancelled(comm: Any) -> object:
     """Cancel a receive after another message."""
     comm.Sendrecv(numbers(comm), 1 - comm.rank, 0, np.zeros(8), 1 - comm.rank, 0)
-    request, status = comm.Irecv(np.zeros(1)), MPI.Status()
+    request, status = comm.Irecv(np.zeros(1), tag=9), MPI.Status()
     request.Cancel()
     request.Wait(status)
     return status.Is_cancelled()
@@ -179,7 +184,10 @@ def persistent(comm: Any) -> object:
         MPI.Request.Waitall(requests)
         found += into.tolist()
         x += 1
-    for request in (unused, *requests):
+    unknown = MPI.Prequest(comm.Recv_init(into, MPI.PROC_NULL))  # not by the kit
+    unknown.Start()
+    unknown.Wait()
+    for request in (unused, unknown, *requests):
         request.Free()
     return found
 
@@ -297,6 +305,8 @@ def test_what_starts_an_operation_returns_a_request_of_mpi(comm: Any) -> None:
     ]
     assert all(isinstance(request, MPI.Request) for request in requests)
     MPI.Request.Waitall(requests)
+    expected = [0, 1, 2, 3, 100, 101, 102, 103], 100 + 2 * np.arange(8), numbers(comm)
+    np.testing.assert_array_equal(into, expected)
 
 
 def test_a_receive_from_any_rank_does_not_take_what_ends_the_clearing(

@@ -148,9 +148,7 @@ def _method(base: Any, name: str) -> Any:
         transfers = [t for t in map(_under, requests) if t is not None and not t.done]
         if not transfers:
             return getattr(base, name)(target, status)
-        ask = functools.partial(
-            _ask, base, test, requests, target, _room(transfers[0].comm._mpi, test[4:], status)
-        )
+        ask = functools.partial(_ask, base, test, requests, target, _room(test[4:], status))
         if name != test:
             return patient(ask, transfers, test.endswith("all"))
         done, got, _ = ask()
@@ -173,13 +171,15 @@ def _method(base: Any, name: str) -> Any:
     return single if len(test) == 4 else classmethod(several)
 
 
-def _room(mpi: Any, several: str, given: Any) -> Any:
+def _room(several: str, given: Any) -> Any:
     """Return the status, or the list for statuses, that MPI fills: the caller's if there is one.
 
     `several` is "" for one request, or "any", "all" or "some".
     """
+    from mpi4py import MPI
+
     if several in ("", "any"):
-        return given or mpi.Status()
+        return given or MPI.Status()
     return given if isinstance(given, list) else list(given or ())
 
 
@@ -196,6 +196,8 @@ def _ask(
     Returns:
         (whether the wait is over, what the test returned, what the wait would return).
     """
+    from mpi4py import MPI
+
     complete: Sequence[int] = ()
     try:
         got = getattr(base, test)(target, status)
@@ -206,9 +208,9 @@ def _ask(
         complete = [index for index, request in enumerate(requests) if not request]
         taken = [each for each in map(_under, requests) if each is not None and each.takes]
         code = getattr(error, "Get_error_class", int)()  # int: for an error in an object's pickle
-        comm = taken[0].comm if taken else None
-        if comm and code in (comm._mpi.ERR_TRUNCATE, comm._mpi.ERR_IN_STATUS):
-            comm.family.stopped = True
+        if taken and code in (MPI.ERR_TRUNCATE, MPI.ERR_IN_STATUS):
+            for each in taken:
+                each.comm.family.stopped = True
             raise CollectiveMismatch(
                 "a message is longer than its buffer: the ranks' sizes differ, or messages of one "
                 f"tag came in another order; this rank {taken[0].what}"
@@ -217,14 +219,8 @@ def _ask(
     finally:
         for place, index in enumerate(complete):
             if (transfer := _under(requests[index])) is not None and not transfer.done:
-                known = (
-                    status
-                    if not isinstance(status, list)
-                    else status[place]
-                    if place < len(status)
-                    else None
-                )
-                transfer.end(known)
+                known = [status] if test[4:] in ("", "any") else status[place:]
+                transfer.end(next(iter(known), None))
     return done, got, answer
 
 
@@ -234,12 +230,13 @@ def _meaning(several: str, got: tuple[Any, ...], number: int) -> tuple[bool, Any
     `got` is the result of the test in mpi4py; `several` as in `_room`.
     """
     if several == "some":
-        return got[0] != [], got if len(got) > 1 else got[0], got[0]
+        indices, *messages = got
+        return indices != [], got if messages else indices, indices
     if several == "any":
         index, flag, *message = got
         return flag, (index, *message) if message else index, [index] if flag else []
     flag, *messages = got
-    return flag, messages[0] if messages else True, range(number) if flag else []
+    return flag, (*messages, True)[0], range(number) if flag else []
 
 
 def patient(

@@ -58,7 +58,7 @@ MESSAGES_THAT_DIFFER: dict[str, tuple[str, Call, Call]] = {
     "a message to nobody": (INCOMPLETE, lambda c: c.Isend(sent(), MPI.PROC_NULL), lambda c: None),
     "too long": (TOO_LONG, lambda c: c.Send(sent(3), 1), lambda c: c.Recv(sent(2), 0)),
 }
-ON_PROCESSES: dict[str, tuple[str, Call, Call]] = {
+ON_PROCESSES: dict[str, tuple[tuple[str, ...] | str, Call, Call]] = {
     "no object": (STUCK, lambda c: c.recv(source=1), lambda c: None),
     "nobody sends to anyone": (STUCK, lambda c: c.Recv(sent()), lambda c: None),
     "no message to look at": (STUCK, lambda c: c.Probe(1), lambda c: None),
@@ -94,6 +94,16 @@ ON_PROCESSES: dict[str, tuple[str, Call, Call]] = {
         lambda c: c.Recv(sent(), 0),
     ),
     "a persistent one": (STUCK, lambda c: started(c.Recv_init(sent(), 1)).Wait(), lambda c: None),
+    "persistent ones in another order": (
+        ("rank 0: Start(Bcast_init number ", "rank 1: Start(Bcast_init number "),
+        lambda c: started([c.Bcast_init(sent()), c.Bcast_init(sent())][0]),
+        lambda c: started([c.Bcast_init(sent()), c.Bcast_init(sent())][1]),
+    ),
+    "a message and a collective": (
+        STUCK,
+        lambda c: MPI.Request.Waitall([c.Irecv(sent(), 1), c.Ibarrier()]),
+        lambda c: c.Ibarrier().Wait(),
+    ),
     "kept by MPI and lost": (NOT_AS_SENT, lambda c: buffered(c), lambda c: None),
 }
 
