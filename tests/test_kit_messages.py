@@ -7,6 +7,8 @@ import itertools
 import time
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -34,6 +36,7 @@ SENDS = sorted(
     {*("send", "bsend", "ssend", "isend", "ibsend", "issend"), "Send_init", "Bsend_init"}
     | {*("Send", "Bsend", "Ssend", "Isend", "Ibsend", "Issend", "Ssend_init")}
 )
+OF_MESSAGE = [f"Message.{name}" for name in ("Probe", "Iprobe", "probe", "iprobe")]
 RECEIVES = sorted({"recv", "irecv", "Recv", "Irecv", "Recv_init"} | PROBES)
 KINDS, WAYS = ("Wait", "Test", "wait", "test"), ("", "any", "all", "some")
 
@@ -62,10 +65,17 @@ def received(comm: Any, name: str, source: int, tag: int) -> object:
     """Receive by mpi4py's method `name`. If it is a probe, receive what it finds."""
     into, probed, status = np.zeros(4), MPI.Status(), MPI.Status()
     message: Any = None
-    while name in PROBES and not message:
-        message = getattr(comm, name)(source, tag, probed)
+    method = name.rpartition(".")[2]
+    while method in PROBES and not message:
+        ends = {"source": source, "tag": tag, "status": probed}
+        if name == method:
+            message = getattr(comm, name)(*ends.values())
+        elif method.islower():
+            message = getattr(MPI.Message, method)(comm, *ends.values())
+        else:
+            message = getattr(MPI.Message, method)(comm=comm, **ends)
     if isinstance(message, MPI.Message):
-        call = message.recv if name.islower() else partial(message.Recv, into)
+        call = message.recv if method.islower() else partial(message.Recv, into)
         result = call(status)
     elif message:
         call = comm.recv if name.islower() else comm.Recv
@@ -82,7 +92,9 @@ def every_form(comm: Any) -> object:
     attached()
     found, peer = {}, 1 - comm.rank
     pairs = [
-        pair for pair in itertools.product(SENDS, RECEIVES) if len({*map(str.islower, pair)}) == 1
+        (send, receive)
+        for send, receive in itertools.product(SENDS, RECEIVES + OF_MESSAGE)
+        if send.islower() == receive.rpartition(".")[2].islower()
     ]
     for turn, (send, receive) in enumerate(pairs):
         source, tag = (peer, MPI.ANY_SOURCE)[turn % 2], (turn, MPI.ANY_TAG)[turn // 2 % 2]
@@ -366,3 +378,29 @@ def test_a_send_that_is_cancelled_need_not_be_received(comm: Any) -> None:
         request.transfer.end(status)
         comm._raw.Recv(into, peer)  # so the kit knows of no receive
         request.Wait()
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("Win.Create", [bytearray(8), 1, MPI.INFO_NULL]),
+        ("Win.Allocate", [8, 1, MPI.INFO_NULL]),
+        ("Win.Allocate_shared", [8, 1, MPI.INFO_NULL]),
+        ("Win.Create_dynamic", [MPI.INFO_NULL]),
+        ("File.Open", []),
+    ],
+)
+@spmd(2)
+def test_what_takes_a_communicator_and_is_not_checked_is_told(
+    comm: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, args: list[Any]
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(requests, "say", said.append)
+    kind, call = getattr(MPI, name.partition(".")[0]), attrgetter(name)(MPI)
+    file = [comm.bcast(str(tmp_path / "file")), MPI.MODE_CREATE | MPI.MODE_WRONLY]
+    for on in (getattr(comm, "_raw", comm), comm):
+        assert said == []
+        made = call(*args, on) if kind is MPI.Win else call(on, *file)
+        assert type(made) is kind
+        (made.Free if kind is MPI.Win else made.Close)()
+    assert said == ([name] if isinstance(comm, LockstepComm) else [])

@@ -257,19 +257,19 @@ def patient(
         return (answer,) if done else None
 
     def look() -> None:
-        left = [transfer for transfer in transfers if not transfer.done]
-        pending = [transfer for transfer in left if transfer.is_message]
-        if pending and (every or pending == left):
-            comm, what = pending[0].comm, " and ".join(each.what for each in pending)
-            comm.family.look(comm, what, pending, every=every)
+        pending = [transfer for transfer in transfers if transfer.is_message]
+        if pending and (every or pending == transfers):
+            (first, *_), what = pending, " and ".join(each.what for each in pending)
+            first.comm.family.look(first.comm, what, pending, every=every)
 
-    return patiently(ready, look)[0]
+    (answer,) = patiently(ready, look)
+    return answer
 
 
 def _hear(transfers: Sequence[Transfer]) -> None:
     """Raise `PeerFailed` if a peer has failed while one of these messages is under way."""
     for transfer in transfers:
-        if transfer.is_message and not transfer.done:
+        if transfer.is_message:
             transfer.comm.lockstep.waiting(transfer.what)
 
 
@@ -368,8 +368,9 @@ def _taking(base: Any, name: str, of_comm: str = "") -> Any:
     def call(cls: type, *args: Any, **given: Any) -> Any:
         checked = [each for each in (*args, *given.values()) if isinstance(each, LockstepComm)]
         if checked and of_comm:
-            rest = {key: value for key, value in given.items() if value is not checked[0]}
-            return getattr(checked[0], of_comm)(*(x for x in args if x is not checked[0]), **rest)
+            comm, *_ = checked
+            rest = {key: value for key, value in given.items() if value is not comm}
+            return getattr(comm, of_comm)(*(x for x in args if x is not comm), **rest)
         if checked:
             say(f"{base.__name__}.{name}")
         return vars(base)[name].__get__(None, cls)(*args, **given)

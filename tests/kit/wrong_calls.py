@@ -100,8 +100,8 @@ ON_PROCESSES: dict[str, tuple[tuple[str, ...] | str, Call, Call]] = {
         lambda c: started([c.Bcast_init(sent()), c.Bcast_init(sent())][1]),
     ),
     "a message and a collective": (
-        STUCK,
-        lambda c: MPI.Request.Waitall([c.Irecv(sent(), 1), c.Ibarrier()]),
+        (STUCK, "rank 0: waits for a message from rank 1 with tag 3 on comm\n"),
+        lambda c: MPI.Request.Waitall([c.Ibarrier(), c.Irecv(sent(), 1, 3)]),
         lambda c: c.Ibarrier().Wait(),
     ),
     "kept by MPI and lost": (NOT_AS_SENT, lambda c: buffered(c), lambda c: None),
