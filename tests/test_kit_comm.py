@@ -102,9 +102,10 @@ def test_objects(comm: Any) -> None:
     is_last = rank == last
     found = {
         "allgather": comm.allgather({"rank": rank}),
-        "bcast": comm.bcast([rank], root=last),
+        "bcast": comm.bcast([rank] if is_last else (lambda: "never sent"), root=last),
         "gather": comm.gather(rank),
-        "scatter": comm.scatter([10 * r for r in everyone] if is_last else None, root=last),
+        "scatter": comm.scatter([10 * r for r in everyone] if is_last else [0] * 9, root=last),
+        "nothing": (comm.scatter(None), comm.alltoall(None)),
         "alltoall": comm.alltoall([(rank, r) for r in everyone]),
         "allreduce": comm.allreduce(rank + 1),
         "reduce": comm.reduce([rank], root=last),
@@ -119,6 +120,7 @@ def test_objects(comm: Any) -> None:
         "bcast": [last],
         "gather": everyone if rank == 0 else None,
         "scatter": 10 * rank,
+        "nothing": (None, [None] * comm.size),
         "alltoall": [(r, rank) for r in everyone],
         "allreduce": sum(everyone) + comm.size,
         "reduce": everyone if is_last else None,
@@ -178,7 +180,7 @@ def test_messages_arrive_in_order(comm: Any, sizes: list[int], offset: int, is_r
 @spmd(2)
 def test_bytes_are_received_as_any_numbers(comm: Any) -> None:
     into, peer = np.zeros(2), 1 - comm.rank
-    comm.Sendrecv(values(comm.rank, 2).view(np.uint8), peer, 0, into, peer, 0)
+    comm.Sendrecv(values(comm.rank, 2).view(np.uint8), peer, recvbuf=into, source=peer)
     np.testing.assert_array_equal(into, values(peer, 2))
 
 
@@ -228,8 +230,9 @@ def test_a_freed_communicator_is_refused_on_every_rank(comm: Any) -> None:
     twin.Free()
     assert not twin
     if isinstance(comm, LockstepComm):
-        with pytest.raises(RankError, match="freed"):
-            twin.Barrier()
+        for call in (twin.Barrier, twin.Dup, lambda: twin.allgather(0)):
+            with pytest.raises(RankError, match="freed"):
+                call()
 
 
 @spmd(2)

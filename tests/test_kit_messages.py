@@ -7,8 +7,6 @@ import itertools
 import time
 from collections.abc import Callable
 from functools import partial
-from operator import attrgetter
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -378,29 +376,3 @@ def test_a_send_that_is_cancelled_need_not_be_received(comm: Any) -> None:
         request.transfer.end(status)
         comm._raw.Recv(into, peer)  # so the kit knows of no receive
         request.Wait()
-
-
-@pytest.mark.parametrize(
-    ("name", "args"),
-    [
-        ("Win.Create", [bytearray(8), 1, MPI.INFO_NULL]),
-        ("Win.Allocate", [8, 1, MPI.INFO_NULL]),
-        ("Win.Allocate_shared", [8, 1, MPI.INFO_NULL]),
-        ("Win.Create_dynamic", [MPI.INFO_NULL]),
-        ("File.Open", []),
-    ],
-)
-@spmd(2)
-def test_what_takes_a_communicator_and_is_not_checked_is_told(
-    comm: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, args: list[Any]
-) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(requests, "say", said.append)
-    kind, call = getattr(MPI, name.partition(".")[0]), attrgetter(name)(MPI)
-    file = [comm.bcast(str(tmp_path / "file")), MPI.MODE_CREATE | MPI.MODE_WRONLY]
-    for on in (getattr(comm, "_raw", comm), comm):
-        assert said == []
-        made = call(*args, on) if kind is MPI.Win else call(on, *file)
-        assert type(made) is kind
-        (made.Free if kind is MPI.Win else made.Close)()
-    assert said == ([name] if isinstance(comm, LockstepComm) else [])

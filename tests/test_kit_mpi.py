@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import re
 import time
+import weakref
 from collections.abc import Callable
+from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +19,7 @@ from kit.wrong_calls import ON_PROCESSES
 from mpi4py import MPI
 from test_kit_calls import assert_clean
 
-from sp_core.testing import carriers, messages, spmd
+from sp_core.testing import carriers, checked, messages, requests, spmd
 from sp_core.testing.comm import LockstepComm
 from sp_core.testing.lockstep import UNCOUNTED
 from sp_core.testing.specs import Part
@@ -131,6 +136,16 @@ def duplicated(comm: Any) -> object:
     return found
 
 
+def between(comm: Any) -> object:
+    """Make an intercommunicator, whose calls are not checked."""
+    own = comm.Split(comm.rank)
+    inter = own.Create_intercomm(0, comm, 1 - comm.rank)
+    found = type(inter), inter.remote_size
+    inter.Free()
+    own.Free()
+    return found
+
+
 def smaller(comm: Any) -> object:
     """Make a grid of one rank, which the other rank is not in."""
     grid = comm.Create_cart([1])
@@ -195,7 +210,7 @@ def persistent(comm: Any) -> object:
 CALLS = (
     *(replaced, with_gaps, by_addresses, statuses, probed, any_object),
     *(neighbours, at_the_ends, duplicated),
-    *(smaller, gathered, freed, cancelled, persistent),
+    *(between, smaller, gathered, freed, cancelled, persistent),
 )
 
 
@@ -276,11 +291,14 @@ def test_an_error_inside_a_call_of_one_rank_reaches_no_later_example(
             assert x.tolist() == [0]
 
     for _ in range(2):
+        before = len(checked._kept)
         if after == "go on":
             wrong()
         else:
             text = failure_of(wrong)
+        kept = len(checked._kept)
         right()  # on every rank, so before an assert that only rank 0 can fail
+        assert before < kept == len(checked._kept)
         if after != "go on":
             told = {"raise": "BufferError", "Free": "after errors inside calls (1,)"}[after]
             assert_told(text, told)
@@ -288,9 +306,15 @@ def test_an_error_inside_a_call_of_one_rank_reaches_no_later_example(
 
 @spmd(2)
 def test_each_part_of_a_communicator_has_a_name_of_its_own(comm: Any) -> None:
-    half = comm.Split(comm.rank)
+    half, twin, whole = comm.Split(comm.rank), comm.Dup(), comm.Split()
+    group = comm.Create_group(comm.Get_group())
     assert len({*comm.allgather(repr(half))}) == 2
-    half.Free()
+    if isinstance(comm, LockstepComm):
+        found = [each.lockstep.name for each in (half, twin, whole)]
+        assert found == [f"comm.0[{comm.rank}]", "comm.1", "comm.2"]
+        assert re.fullmatch(r"comm\.g\d+\[0\]", group.lockstep.name)
+    for each in (half, twin, whole, group):
+        each.Free()
 
 
 @spmd(2)
@@ -327,3 +351,45 @@ def test_a_receive_from_any_rank_does_not_take_what_ends_the_clearing(
     text = as_two(zero, one)
     assert_clean()
     assert_told(text, said)
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("Win.Create", [bytearray(8), 1, MPI.INFO_NULL]),
+        ("Win.Allocate", [8, 1, MPI.INFO_NULL]),
+        ("Win.Allocate_shared", [8, 1, MPI.INFO_NULL]),
+        ("Win.Create_dynamic", [MPI.INFO_NULL]),
+        ("File.Open", []),
+    ],
+)
+@spmd(2)
+def test_what_takes_a_communicator_and_is_not_checked_is_told(
+    comm: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, args: list[Any]
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(requests, "say", said.append)
+    kind, call = getattr(MPI, name.partition(".")[0]), attrgetter(name)(MPI)
+    file = [comm.bcast(str(tmp_path / "file")), MPI.MODE_CREATE | MPI.MODE_WRONLY]
+    for on in (getattr(comm, "_raw", comm), comm):
+        assert said == []
+        made = call(*args, on) if kind is MPI.Win else call(on, *file)
+        assert type(made) is kind
+        (made.Free if kind is MPI.Win else made.Close)()
+    assert said == ([name] if isinstance(comm, LockstepComm) else [])
+
+
+@pytest.mark.parametrize("form", ["Iallreduce", "Allreduce_init"])
+@spmd(2)
+def test_the_buffers_of_a_request_live_as_long_as_it(comm: Any, form: str) -> None:
+    """mpi4py does not keep those of reductions."""
+    if isinstance(comm, LockstepComm):
+        buffers = [np.ones(2), np.zeros(2)]
+        kept = [weakref.ref(buffer) for buffer in buffers]
+        request = getattr(comm, form)(*buffers)
+        del buffers
+        gc.collect()
+        assert all(ref() is not None for ref in kept)
+        request.Wait()
+        if form == "Allreduce_init":
+            request.Free()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from sp_core.testing import session
-from sp_core.testing.lockstep import Call, Record, decide
+from sp_core.testing.lockstep import UNCOUNTED, Call, Message, Record, _unmatched, decide
 from sp_core.testing.outcome import (
     DONE,
     Kind,

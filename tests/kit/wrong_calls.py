@@ -164,6 +164,26 @@ CALLS_THAT_DIFFER: dict[str, tuple[tuple[str, ...] | str, Call, Call]] = {
         lambda c: c.Bcast(sent()),
         lambda c: c.Bcast(sent(), 1),
     ),
+    "roots of objects": (
+        ("rank 0: bcast(root=0) on", "rank 1: bcast(root=1) on"),
+        lambda c: c.bcast(0),
+        lambda c: c.bcast(0, 1),
+    ),
+    "operations on objects": (
+        ("rank 0: allreduce(op=", "rank 1: allreduce() on"),
+        lambda c: c.allreduce(0, MPI.MAX),
+        lambda c: c.allreduce(0),
+    ),
+    "communicators": (
+        ("rank 0: Dup() on", "rank 1: Split() on"),
+        lambda c: c.Dup(),
+        lambda c: c.Split(),
+    ),
+    "a counter": (
+        ("rank 0: make_counter() on", "rank 1: allgather() on"),
+        lambda c: c.make_counter(),
+        lambda c: c.allgather(0),
+    ),
     "all to all": (
         (*BOTH, "rank 1 sends 16 bytes of float64 to rank 0, which does not expect them"),
         lambda c: c.Alltoallv([sent(), [1, 1]], [sent(), [1, 1]]),
