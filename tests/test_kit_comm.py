@@ -19,6 +19,7 @@ from mpi4py import MPI
 from sp_core.errors import RankError
 from sp_core.testing import ThreadComm, given, spmd
 from sp_core.testing.comm import LockstepComm
+from sp_core.testing.lockstep import abandon
 
 pytestmark = pytest.mark.ranks  # these laws hold for threads and for MPI
 SIZES = st.lists(st.integers(0, 5), min_size=4, max_size=4)
@@ -250,6 +251,35 @@ def test_a_message_is_sent_while_its_sender_waits_in_a_collective(comm: Any) -> 
         comm.Recv(np.zeros(1), 0)
     comm.Barrier()
     finish(*requests)
+
+
+@spmd(2)
+def test_collectives_begun_early_are_made_while_a_rank_waits_for_a_message(comm: Any) -> None:
+    into, x = np.zeros((3, 2)), np.zeros(1)
+    requests = [comm.Iallgather(values(comm.rank, 3)[i : i + 1], into[i]) for i in range(3)]
+    if comm.rank == 0:
+        comm.Recv(x, 1)
+    finish(*requests[::-1])
+    if comm.rank == 1:
+        comm.Send(x, 0)
+    np.testing.assert_array_equal(into, [[100 + i, 200 + i] for i in range(3)])
+
+
+@pytest.mark.parametrize("early", [False, True])
+@spmd(2)
+def test_a_request_that_is_abandoned_need_not_be_complete(comm: Any, *, early: bool) -> None:
+    is_checked = isinstance(comm, LockstepComm)
+    if is_checked:
+        memory = np.ones((2, 1))
+        for begin in [comm.announce_early] * early:
+            begin()
+        request = comm.Iallreduce(*memory)
+        comm.Barrier()
+        incomplete = len(comm._requests)
+        abandon([object(), request])
+        assert incomplete == 1
+        assert comm._requests == []
+        finish(request)
 
 
 SAME = ("bcast", "gather", "scatter", "allgather", "alltoall", "reduce", "Isend", "Send", "Split")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kit.failing import as_two, assert_told, failure_of
-from kit.wrong_calls import ON_PROCESSES
+from kit.wrong_calls import ON_PROCESSES, STUCK
 from mpi4py import MPI
 from test_kit_calls import assert_clean
 
@@ -347,10 +347,10 @@ def test_a_receive_from_any_rank_does_not_take_what_ends_the_clearing(
         return found
 
     monkeypatch.setattr(carriers.MpiCarrier, "gather", late)
-    said, zero, one = ON_PROCESSES["nobody sends to anyone"]
+    _, zero, one = ON_PROCESSES["nobody sends to anyone"]
     text = as_two(zero, one)
     assert_clean()
-    assert_told(text, said)
+    assert_told(text, STUCK)
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ def test_a_round_means_the_same_in_any_order_of_ranks(
         ((CALL, Record(Kind.FAIL)), Kind.WOKEN),
         ((Record(Kind.WAIT), Record(Kind.FAIL)), Kind.WOKEN),
         ((Record(Kind.WAIT), CALL, Record(Kind.OK)), Kind.WAIT),
+        (tuple(map(Record, DONE)), Kind.OK),
     ],
 )
 def test_ranks_that_do_not_call_the_same(records: tuple[Record, ...], decision: Kind) -> None:
@@ -74,7 +75,7 @@ def test_messages_match_by_ends_length_and_type_and_bytes_match_every_type(
     left = 0
     for ends in itertools.product([0, 1], repeat=4):
         (lost, *losts), (missed, *misseds) = (
-            [(one - other)[Message(*ends, kind)] for kind in ("", "float64", "int64")]
+            [(one - other)[Message._make([*ends, kind])] for kind in ("", "float64", "int64")]
             for one, other in (more, more[::-1])
         )
         left += abs(sum(losts) - missed) + abs(sum(misseds) - lost)

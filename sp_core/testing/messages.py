@@ -204,7 +204,8 @@ class Messages(LockstepComm):
         The type is UNCOUNTED if only mpi4py can read the buffer, or if mpi4py will refuse it.
         """
         try:
-            return read(buf, "", 1).parts[0]
+            (part,) = read(buf, "", self.size).parts
+            return part
         except (ValueError, TypeError, KeyError, BufferError, self._mpi.Exception):
             return Part(0, UNCOUNTED)
 

@@ -99,6 +99,11 @@ ON_PROCESSES: dict[str, tuple[tuple[str, ...] | str, Call, Call]] = {
         lambda c: started([c.Bcast_init(sent()), c.Bcast_init(sent())][0]),
         lambda c: started([c.Bcast_init(sent()), c.Bcast_init(sent())][1]),
     ),
+    "half of an exchange": (
+        (STUCK, "rank 0: waits for rank 1 to receive a message"),
+        lambda c: c.Isendrecv(sent(), 1, 0, sent(), 1, 0).Wait(),
+        lambda c: c.Recv(sent(), 0),
+    ),
     "a message and a collective": (
         (STUCK, "rank 0: waits for a message from rank 1 with tag 3 on comm\n"),
         lambda c: MPI.Request.Waitall([c.Ibarrier(), c.Irecv(sent(), 1, 3)]),
