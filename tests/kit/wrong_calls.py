@@ -184,6 +184,11 @@ CALLS_THAT_DIFFER: dict[str, tuple[tuple[str, ...] | str, Call, Call]] = {
         lambda c: c.Dup(),
         lambda c: c.Split(),
     ),
+    "a communicator that one rank frees": (
+        ("rank 0: Free() on comm.0", "rank 1: Barrier() on comm.0"),
+        lambda c: c.Dup().Free(),
+        lambda c: c.Dup().Barrier(),
+    ),
     "a counter": (
         ("rank 0: make_counter() on", "rank 1: allgather() on"),
         lambda c: c.make_counter(),
