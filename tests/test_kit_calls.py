@@ -203,6 +203,12 @@ def test_calls_in_which_ranks_differ_are_reported_on_all(case: str) -> None:
     assert_told(text, *([said] if isinstance(said, str) else said))
 
 
+def test_messages_that_have_arrived_are_not_told_where_calls_differ() -> None:
+    text = as_two(lambda c: (c.Recv(sent(), 1), c.Barrier()), lambda c: c.Send(sent(), 0))
+    assert text.startswith("RankFailure[CollectiveMismatch")
+    assert "does not expect" not in text
+
+
 @pytest.mark.parametrize("case", WRONG)
 def test_a_rank_that_contradicts_itself_is_told_so_and_the_others_are_woken(case: str) -> None:
     said, wrong = WRONG[case]

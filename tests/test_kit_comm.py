@@ -5,6 +5,7 @@ Calls and requests do what the MPI standard says.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import time
 from copy import deepcopy
@@ -19,6 +20,7 @@ from mpi4py import MPI
 from sp_core.errors import RankError
 from sp_core.testing import ThreadComm, given, spmd
 from sp_core.testing.comm import LockstepComm
+from sp_core.testing.lockstep import abandon
 
 pytestmark = pytest.mark.ranks  # these laws hold for threads and for MPI
 SIZES = st.lists(st.integers(0, 5), min_size=4, max_size=4)
@@ -102,9 +104,10 @@ def test_objects(comm: Any) -> None:
     is_last = rank == last
     found = {
         "allgather": comm.allgather({"rank": rank}),
-        "bcast": comm.bcast([rank], root=last),
+        "bcast": comm.bcast([rank] if is_last else (lambda: "never sent"), root=last),
         "gather": comm.gather(rank),
-        "scatter": comm.scatter([10 * r for r in everyone] if is_last else None, root=last),
+        "scatter": comm.scatter([10 * r for r in everyone] if is_last else [0] * 9, root=last),
+        "nothing": (comm.scatter(None), comm.alltoall(None)),
         "alltoall": comm.alltoall([(rank, r) for r in everyone]),
         "allreduce": comm.allreduce(rank + 1),
         "reduce": comm.reduce([rank], root=last),
@@ -119,6 +122,7 @@ def test_objects(comm: Any) -> None:
         "bcast": [last],
         "gather": everyone if rank == 0 else None,
         "scatter": 10 * rank,
+        "nothing": (None, [None] * comm.size),
         "alltoall": [(r, rank) for r in everyone],
         "allreduce": sum(everyone) + comm.size,
         "reduce": everyone if is_last else None,
@@ -178,7 +182,7 @@ def test_messages_arrive_in_order(comm: Any, sizes: list[int], offset: int, is_r
 @spmd(2)
 def test_bytes_are_received_as_any_numbers(comm: Any) -> None:
     into, peer = np.zeros(2), 1 - comm.rank
-    comm.Sendrecv(values(comm.rank, 2).view(np.uint8), peer, 0, into, peer, 0)
+    comm.Sendrecv(values(comm.rank, 2).view(np.uint8), peer, recvbuf=into, source=peer)
     np.testing.assert_array_equal(into, values(peer, 2))
 
 
@@ -224,12 +228,19 @@ def test_sub_communicators(comm: Any, columns: int, reverse: bool, left_out: boo
 
 @spmd(2)
 def test_a_freed_communicator_is_refused_on_every_rank(comm: Any) -> None:
-    twin = comm.Dup()
+    twin, late = comm.Dup(), comm.Dup()
     twin.Free()
+    with contextlib.suppress(KeyError):
+        try:
+            raise KeyError
+        finally:
+            late.Free()
     assert not twin
+    assert not late
     if isinstance(comm, LockstepComm):
-        with pytest.raises(RankError, match="freed"):
-            twin.Barrier()
+        for call in (twin.Barrier, twin.Dup, lambda: twin.allgather(0)):
+            with pytest.raises(RankError, match="freed"):
+                call()
 
 
 @spmd(2)
@@ -247,6 +258,35 @@ def test_a_message_is_sent_while_its_sender_waits_in_a_collective(comm: Any) -> 
         comm.Recv(np.zeros(1), 0)
     comm.Barrier()
     finish(*requests)
+
+
+@spmd(2)
+def test_collectives_begun_early_are_made_while_a_rank_waits_for_a_message(comm: Any) -> None:
+    into, x = np.zeros((3, 2)), np.zeros(1)
+    requests = [comm.Iallgather(values(comm.rank, 3)[i : i + 1], into[i]) for i in range(3)]
+    if comm.rank == 0:
+        comm.Recv(x, 1)
+    finish(*requests[::-1])
+    if comm.rank == 1:
+        comm.Send(x, 0)
+    np.testing.assert_array_equal(into, [[100 + i, 200 + i] for i in range(3)])
+
+
+@pytest.mark.parametrize("early", [False, True])
+@spmd(2)
+def test_a_request_that_is_abandoned_need_not_be_complete(comm: Any, *, early: bool) -> None:
+    is_checked = isinstance(comm, LockstepComm)
+    if is_checked:
+        memory = np.ones((2, 1))
+        for begin in [comm.announce_early] * early:
+            begin()
+        request = comm.Iallreduce(*memory)
+        comm.Barrier()
+        incomplete = len(comm._requests)
+        abandon([object(), request])
+        assert incomplete == 1
+        assert comm._requests == []
+        finish(request)
 
 
 SAME = ("bcast", "gather", "scatter", "allgather", "alltoall", "reduce", "Isend", "Send", "Split")

@@ -92,6 +92,13 @@ def for_a_message(comm: Any) -> None:
     comm.Barrier()
 
 
+def outside(comm: Any) -> None:
+    """Fail on the last rank while the others wait outside of MPI."""
+    lost(comm)
+    while True:
+        comm.watch("a flag of the last rank")
+
+
 def after_a_start(comm: Any) -> None:
     """Fail on the last rank after starting a collective for which no rank waits."""
     comm.Iallreduce(np.ones(1000), np.empty(1000))
@@ -107,7 +114,13 @@ def lost(comm: Any) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "body"),
-    [(3, cleans_up), (4, on_other_communicators), (3, for_a_message), (2, after_a_start)],
+    [
+        (3, cleans_up),
+        (4, on_other_communicators),
+        (3, for_a_message),
+        (2, after_a_start),
+        (3, outside),
+    ],
 )
 def test_a_rank_that_fails_wakes_the_others_and_leaves_nothing(ranks: int, body: Any) -> None:
     for _ in range(2):
@@ -149,6 +162,13 @@ def caught(comm: Any) -> None:
         comm.Barrier() if comm.rank else comm.allreduce(1)
 
 
+def caught_on_a_twin(comm: Any) -> None:
+    """Catch the error of calls that differ on a communicator that is then freed."""
+    twin = comm.Dup()
+    caught(twin)
+    twin.Free()
+
+
 def expected(comm: Any) -> None:
     """Expect the error of a call that is wrong on every rank."""
     with pytest.raises(ValueError, match="read-only"):
@@ -168,7 +188,18 @@ def freed(comm: Any) -> None:
         twin.Barrier()
 
 
-@pytest.mark.parametrize("body", [caught, expected, freed])
+def too_long(comm: Any) -> None:
+    """Expect the error of a message that is too long, after one that is not counted."""
+    peer = 1 - comm.rank
+    comm.Isendrecv(np.ones(1), peer, 0, np.ones(1), peer, 0).Wait()
+    with pytest.raises(CollectiveMismatch, match="a message is longer than its buffer"):
+        comm.Sendrecv(np.ones(2), peer, 0, np.ones(1), peer, 0)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [caught, caught_on_a_twin, expected, freed, pytest.param(too_long, marks=pytest.mark.mpi)],
+)
 def test_an_example_in_which_a_check_raised_is_not_repeated_without_checks(
     monkeypatch: pytest.MonkeyPatch, body: Any
 ) -> None:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import pickle
+import re
 import time
+import weakref
 from collections.abc import Callable
 from itertools import product
+from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from kit.failing import as_two, assert_told, failure_of
-from kit.wrong_calls import ON_PROCESSES
+from kit.wrong_calls import ON_PROCESSES, STUCK
 from mpi4py import MPI
 from test_kit_calls import assert_clean
 
-from sp_core.testing import carriers, messages, spmd
+from sp_core.testing import carriers, checked, messages, requests, spmd
 from sp_core.testing.comm import LockstepComm
 from sp_core.testing.lockstep import UNCOUNTED
 from sp_core.testing.specs import Part
@@ -104,9 +109,10 @@ def by_addresses(comm: Any) -> object:
         for x in (out, into)
     ]
     comm.Sendrecv([MPI.BOTTOM, 1, at[0]], peer, 0, [MPI.BOTTOM, 1, at[1]], peer, 0)
+    comm.Sendrecv_replace([MPI.BOTTOM, 1, at[0]], peer, 0, peer, 0)
     for datatype in at:
         datatype.Free()
-    return into.tolist()
+    return out.tolist(), into.tolist()
 
 
 def any_object(comm: Any) -> object:
@@ -129,6 +135,16 @@ def duplicated(comm: Any) -> object:
     request.Wait()
     found = twin.allgather(comm.rank)
     twin.Free()
+    return found
+
+
+def between(comm: Any) -> object:
+    """Make an intercommunicator, whose calls are not checked."""
+    own = comm.Split(comm.rank)
+    inter = own.Create_intercomm(0, comm, 1 - comm.rank)
+    found = type(inter), inter.remote_size
+    inter.Free()
+    own.Free()
     return found
 
 
@@ -158,12 +174,18 @@ def freed(comm: Any) -> object:
         (request if on is comm else MPI.Request(request)).Free()
         on.Recv(into, peer)
         found += into.tolist()
-    return found
+    complete = comm.Irecv(into, peer)
+    comm.Send(numbers(comm, 2), peer)
+    while not complete.Get_status():
+        pass
+    complete.Free()
+    return found + into.tolist()
 
 
 def cancelled(comm: Any) -> object:
-    """Cancel a receive."""
-    request, status = comm.Irecv(np.zeros(1)), MPI.Status()
+    """Cancel a receive after another message."""
+    comm.Sendrecv(numbers(comm), 1 - comm.rank, 0, np.zeros(8), 1 - comm.rank, 0)
+    request, status = comm.Irecv(np.zeros(1), tag=9), MPI.Status()
     request.Cancel()
     request.Wait(status)
     return status.Is_cancelled()
@@ -179,7 +201,10 @@ def persistent(comm: Any) -> object:
         MPI.Request.Waitall(requests)
         found += into.tolist()
         x += 1
-    for request in (unused, *requests):
+    unknown = MPI.Prequest(comm.Recv_init(into, MPI.PROC_NULL))  # not by the kit
+    unknown.Start()
+    unknown.Wait()
+    for request in (unused, unknown, *requests):
         request.Free()
     return found
 
@@ -187,7 +212,7 @@ def persistent(comm: Any) -> object:
 CALLS = (
     *(replaced, with_gaps, by_addresses, statuses, probed, any_object),
     *(neighbours, at_the_ends, duplicated),
-    *(smaller, gathered, freed, cancelled, persistent),
+    *(between, smaller, gathered, freed, cancelled, persistent),
 )
 
 
@@ -268,11 +293,15 @@ def test_an_error_inside_a_call_of_one_rank_reaches_no_later_example(
             assert x.tolist() == [0]
 
     for _ in range(2):
+        before = len(checked._kept)
         if after == "go on":
             wrong()
         else:
             text = failure_of(wrong)
+        kept = len(checked._kept)
         right()  # on every rank, so before an assert that only rank 0 can fail
+        assert kept == len(checked._kept)
+        assert (before < kept) == (MPI.COMM_WORLD.rank < 2)
         if after != "go on":
             told = {"raise": "BufferError", "Free": "after errors inside calls (1,)"}[after]
             assert_told(text, told)
@@ -280,9 +309,15 @@ def test_an_error_inside_a_call_of_one_rank_reaches_no_later_example(
 
 @spmd(2)
 def test_each_part_of_a_communicator_has_a_name_of_its_own(comm: Any) -> None:
-    half = comm.Split(comm.rank)
+    half, twin, whole = comm.Split(comm.rank), comm.Dup(), comm.Split()
+    group = comm.Create_group(comm.Get_group())
     assert len({*comm.allgather(repr(half))}) == 2
-    half.Free()
+    if isinstance(comm, LockstepComm):
+        found = [each.lockstep.name for each in (half, twin, whole)]
+        assert found == [f"comm.0[{comm.rank}]", "comm.1", "comm.2"]
+        assert re.fullmatch(r"comm\.g\d+\[0\]", group.lockstep.name)
+    for each in (half, twin, whole, group):
+        each.Free()
 
 
 @spmd(2)
@@ -297,6 +332,8 @@ def test_what_starts_an_operation_returns_a_request_of_mpi(comm: Any) -> None:
     ]
     assert all(isinstance(request, MPI.Request) for request in requests)
     MPI.Request.Waitall(requests)
+    expected = [0, 1, 2, 3, 100, 101, 102, 103], 100 + 2 * np.arange(8), numbers(comm)
+    np.testing.assert_array_equal(into, expected)
 
 
 def test_a_receive_from_any_rank_does_not_take_what_ends_the_clearing(
@@ -313,10 +350,52 @@ def test_a_receive_from_any_rank_does_not_take_what_ends_the_clearing(
         return found
 
     monkeypatch.setattr(carriers.MpiCarrier, "gather", late)
-    said, zero, one = ON_PROCESSES["nobody sends to anyone"]
+    _, zero, one = ON_PROCESSES["nobody sends to anyone"]
     text = as_two(zero, one)
     assert_clean()
-    assert_told(text, said)
+    assert_told(text, STUCK)
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("Win.Create", [bytearray(8), 1, MPI.INFO_NULL]),
+        ("Win.Allocate", [8, 1, MPI.INFO_NULL]),
+        ("Win.Allocate_shared", [8, 1, MPI.INFO_NULL]),
+        ("Win.Create_dynamic", [MPI.INFO_NULL]),
+        ("File.Open", []),
+    ],
+)
+@spmd(2)
+def test_what_takes_a_communicator_and_is_not_checked_is_told(
+    comm: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, args: list[Any]
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(requests, "say", said.append)
+    kind, call = getattr(MPI, name.partition(".")[0]), attrgetter(name)(MPI)
+    file = [comm.bcast(str(tmp_path / "file")), MPI.MODE_CREATE | MPI.MODE_WRONLY]
+    for on in (getattr(comm, "_raw", comm), comm):
+        assert said == []
+        made = call(*args, on) if kind is MPI.Win else call(on, *file)
+        assert type(made) is kind
+        (made.Free if kind is MPI.Win else made.Close)()
+    assert said == ([name] if isinstance(comm, LockstepComm) else [])
+
+
+@pytest.mark.parametrize("form", ["Iallreduce", "Allreduce_init"])
+@spmd(2)
+def test_the_buffers_of_a_request_live_as_long_as_it(comm: Any, form: str) -> None:
+    """mpi4py does not keep those of reductions."""
+    if isinstance(comm, LockstepComm):
+        buffers = [np.ones(2), np.zeros(2)]
+        kept = [weakref.ref(buffer) for buffer in buffers]
+        request = getattr(comm, form)(*buffers)
+        del buffers
+        gc.collect()
+        assert all(ref() is not None for ref in kept)
+        request.Wait()
+        if form == "Allreduce_init":
+            request.Free()
 
 
 def test_values_of_any_length_are_gathered() -> None:

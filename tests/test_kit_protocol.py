@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import unittest
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,7 @@ from test_kit_watch import OWNERS, through
 
 from sp_core.errors import PeerFailed
 from sp_core.testing import session
-from sp_core.testing.lockstep import Call, Record, decide
+from sp_core.testing.lockstep import UNCOUNTED, Call, Message, Record, _unmatched, decide
 from sp_core.testing.outcome import (
     DONE,
     FINISHED,
@@ -62,10 +63,40 @@ def test_a_round_means_the_same_in_any_order_of_ranks(
         ((CALL, Record(Kind.FAIL)), Kind.WOKEN),
         ((Record(Kind.WAIT), Record(Kind.FAIL)), Kind.WOKEN),
         ((Record(Kind.WAIT), CALL, Record(Kind.OK)), Kind.WAIT),
+        (tuple(map(Record, DONE)), Kind.OK),
     ],
 )
 def test_ranks_that_do_not_call_the_same(records: tuple[Record, ...], decision: Kind) -> None:
     assert decide(records) is decision
+
+
+SOME = st.lists(
+    st.builds(
+        Message,
+        *(st.integers(0, 1) for _ in range(4)),
+        st.sampled_from(["", "float64", "int64"]),
+    ),
+    max_size=12,
+)
+
+
+@given(SOME, SOME, st.booleans())
+def test_messages_match_by_ends_length_and_type_and_bytes_match_every_type(
+    sent: list[Message], received: list[Message], counted: bool
+) -> None:
+    more = Counter(sent), Counter(received)
+    left = 0
+    for ends in itertools.product([0, 1], repeat=4):
+        (lost, *losts), (missed, *misseds) = (
+            [(one - other)[Message._make([*ends, kind])] for kind in ("", "float64", "int64")]
+            for one, other in (more, more[::-1])
+        )
+        left += abs(sum(losts) - missed) + abs(sum(misseds) - lost)
+    odd = [] if counted else [Message(0, 1, 0, 0, UNCOUNTED)]
+    calls = Call("Barrier", (), sent + odd), Call("Barrier", (), [], received)
+    assert _unmatched(calls).count("\n") == min(left, 8) * counted
+    expected = Kind.MISMATCH if left and counted else Kind.CALL
+    assert decide([Record(Kind.CALL, call) for call in calls]) is expected
 
 
 @given(st.lists(st.sampled_from(sorted(DONE, key=str)), min_size=1, max_size=4))

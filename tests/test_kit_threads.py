@@ -311,3 +311,23 @@ def test_a_wait_goes_on_after_a_receive_that_the_rank_itself_has_posted() -> Non
         return into.tolist()
 
     assert run_threads(1, body) == [[1.0, 2.0]]
+
+
+@pytest.mark.parametrize("peer", [-1, 2, None, MPI.ANY_SOURCE])
+@pytest.mark.parametrize("op", ["Isend", "Irecv"])
+def test_a_peer_that_is_no_rank_is_refused(op: str, peer: int | None) -> None:
+    with pytest.raises(RankFailure, match=f"{op}: rank {peer} is not one of the 2 ranks"):
+        run_threads(2, lambda comm: getattr(comm, op)(np.zeros(1), peer))
+
+
+def test_a_rank_counts_from_0_with_each_counter_and_may_be_alone() -> None:
+    def body(comm: Any) -> list[object]:
+        counters, alone = [comm.make_counter() for _ in range(2)], comm.alone()
+        mine = [[counter.take() for _ in range(2)] for counter in counters]
+        found = [sorted(number for part in comm.allgather(one) for number in part) for one in mine]
+        for counter in counters:
+            counter.free()
+        return [found, alone.size, alone.allgather(comm.rank), comm.Split(-1) == MPI.COMM_NULL]
+
+    numbers = [[0, 1, 2, 3]] * 2
+    assert run_threads(2, body) == [[numbers, 1, [rank], True] for rank in range(2)]

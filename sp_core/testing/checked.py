@@ -193,8 +193,6 @@ class CheckedComm(Messages):
         The kit looks for deadlocks in `self` and the checked communicator together. Its name has
         the next number of `counter`.
         """
-        if not isinstance(made, self._mpi.Comm):
-            return made
         name = f"{self.lockstep.name}.{'' if counter is self.children else 'g'}{next(counter)}"
         if not isinstance(made, self._mpi.Intracomm) or not made:
             return made

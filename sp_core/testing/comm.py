@@ -185,13 +185,12 @@ class LockstepComm(Observer, ABC):
         While an exception is handled, the communicator is only marked as freed, so that no second
         error hides the exception. The end of the example then frees it.
         """
-        if sys.exc_info()[0] is not None:
+        if sys.exception() is not None:
             self._freed = True
             return
         self.ensure_complete("Free")
         self._enter(self.lockstep.ending("Free"))
         self.family.stopped |= self.lockstep.stopped
-        self._complete(clean=False)
         self._free()
         self.family.members = [other for other in self.family.members if other is not self]
 
@@ -300,7 +299,6 @@ class LockstepComm(Observer, ABC):
         if self._freed:
             self.family.stopped = True
             raise RankError(f"{what.op} on {self.lockstep.name}, a communicator that is freed")
-        self.progress()
 
     def progress(self) -> None:
         """Hand over the data of started sends and collectives, so that peers can complete."""

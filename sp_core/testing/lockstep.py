@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from sp_core import progress
@@ -101,7 +102,7 @@ def decide(records: Sequence[Record]) -> Kind:
     if Kind.WAIT in kinds:
         return Kind.WAIT
     calls = [record.call for record in records if record.call is not None]
-    same = all((call.op, call.equal) == (calls[0].op, calls[0].equal) for call in calls)
+    same = all(one == other for one, other in pairwise((call.op, call.equal) for call in calls))
     return Kind.CALL if kinds == {Kind.CALL} and same and not _unmatched(calls) else Kind.MISMATCH
 
 
@@ -190,12 +191,13 @@ class Lockstep:
                 self.beginning = None
         while self.open is not None:
             yield from self._read()
-        end = Record(outcome.kind, self.ending("the end"), outcome)
+        mine = Record(outcome.kind, self.ending("the end"), outcome)
         while True:
-            self.open = self.carrier.share(end, judged)
+            self.open = self.carrier.share(mine, judged)
             decision, records, _ = yield from self._read()
             if decision is Kind.OK:
-                self.uneven = len({record.call and record.call.equal for record in records}) > 1
+                ends: list[Any] = [record.call for record in records]
+                self.uneven = len({end.equal for end in ends}) > 1
                 return _outcomes(records)
 
     def ending(self, op: str) -> Call:
@@ -247,7 +249,8 @@ def meanwhile(comm: Any, steps: Steps[Any]) -> Steps[Any]:
         for question in progress.of_this_rank().kept:
             question.test()
         yield
-    return done[0]
+    (result,) = done
+    return result
 
 
 def _unmatched(calls: Sequence[Call]) -> str:
@@ -255,8 +258,6 @@ def _unmatched(calls: Sequence[Call]) -> str:
 
     Bytes are received as elements of any kind. Return "" if all messages match.
     """
-    if not any(call.sends or call.receives for call in calls):
-        return ""
     sent = Counter(message for call in calls for message in call.sends)
     received = Counter(message for call in calls for message in call.receives)
     if any(message.kind == UNCOUNTED for message in (*sent, *received)):
@@ -282,7 +283,8 @@ def _outcomes(records: Sequence[Record]) -> list[Outcome]:
     If every body returned and a message was lost, every rank has ended in a mismatch.
     """
     outcomes = [record.said for record in records]
-    lost = _unmatched([record.call for record in records if record.call is not None])
+    ends: list[Any] = [record.call for record in records]
+    lost = _unmatched(ends)
     if not lost or {record.kind for record in records} != {Kind.OK}:
         return outcomes
     text = "at the end of the body not every message sent has been received as it was sent:" + lost
@@ -319,7 +321,6 @@ class Beginning:
             try:
                 if self._before is not None and not self._before.step():
                     return False
-                self._before = None
                 next(self._steps)
             except BaseException as end:
                 self._end()

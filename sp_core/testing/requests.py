@@ -55,7 +55,8 @@ class Transfer:
     def waits(self) -> tuple[int, Ends]:
         """Return the entry of `stuck.Report.awaits` for the message that this one waits for."""
         lockstep = self.comm.lockstep
-        ends = self.takes or (self.sends[:3] if self.sends else (-1, -1, -1))
+        sends: Any = self.sends
+        ends = self.takes or (sends.source, sends.dest, sends.turn)
         return 0 if self.takes else turn(lockstep.sent, self.sends), (lockstep.name, *ends)
 
     @property
@@ -147,9 +148,7 @@ def _method(base: Any, name: str) -> Any:
         transfers = [t for t in map(_under, requests) if t is not None and not t.done]
         if not transfers:
             return getattr(base, name)(target, status)
-        ask = functools.partial(
-            _ask, base, test, requests, target, _room(transfers[0].comm._mpi, test[4:], status)
-        )
+        ask = functools.partial(_ask, base, test, requests, target, _room(test[4:], status))
         if name != test:
             return patient(ask, transfers, test.endswith("all"))
         done, got, _ = ask()
@@ -172,13 +171,15 @@ def _method(base: Any, name: str) -> Any:
     return single if len(test) == 4 else classmethod(several)
 
 
-def _room(mpi: Any, several: str, given: Any) -> Any:
+def _room(several: str, given: Any) -> Any:
     """Return the status, or the list for statuses, that MPI fills: the caller's if there is one.
 
     `several` is "" for one request, or "any", "all" or "some".
     """
+    from mpi4py import MPI
+
     if several in ("", "any"):
-        return given or mpi.Status()
+        return given or MPI.Status()
     return given if isinstance(given, list) else list(given or ())
 
 
@@ -195,6 +196,8 @@ def _ask(
     Returns:
         (whether the wait is over, what the test returned, what the wait would return).
     """
+    from mpi4py import MPI
+
     complete: Sequence[int] = ()
     try:
         got = getattr(base, test)(target, status)
@@ -204,8 +207,10 @@ def _ask(
     except RuntimeError as error:  # an MPI error; the requests concerned are complete
         complete = [index for index, request in enumerate(requests) if not request]
         taken = [each for each in map(_under, requests) if each is not None and each.takes]
-        if taken and getattr(error, "Get_error_class", int)() == taken[0].comm._mpi.ERR_TRUNCATE:
-            taken[0].comm.family.stopped = True
+        code = getattr(error, "Get_error_class", int)()  # int: for an error in an object's pickle
+        if taken and code in (MPI.ERR_TRUNCATE, MPI.ERR_IN_STATUS):
+            for each in taken:
+                each.comm.family.stopped = True
             raise CollectiveMismatch(
                 "a message is longer than its buffer: the ranks' sizes differ, or messages of one "
                 f"tag came in another order; this rank {taken[0].what}"
@@ -214,14 +219,8 @@ def _ask(
     finally:
         for place, index in enumerate(complete):
             if (transfer := _under(requests[index])) is not None and not transfer.done:
-                known = (
-                    status
-                    if not isinstance(status, list)
-                    else status[place]
-                    if place < len(status)
-                    else None
-                )
-                transfer.end(known)
+                known = [status] if test[4:] in ("", "any") else status[place:]
+                transfer.end(next(iter(known), None))
     return done, got, answer
 
 
@@ -231,12 +230,13 @@ def _meaning(several: str, got: tuple[Any, ...], number: int) -> tuple[bool, Any
     `got` is the result of the test in mpi4py; `several` as in `_room`.
     """
     if several == "some":
-        return got[0] != [], got if len(got) > 1 else got[0], got[0] or []
+        indices, *messages = got
+        return indices != [], got if messages else indices, indices
     if several == "any":
         index, flag, *message = got
-        return flag, (index, *message) if message else index, [index] if flag and index >= 0 else []
+        return flag, (index, *message) if message else index, [index] if flag else []
     flag, *messages = got
-    return flag, messages[0] if messages else True, range(number) if flag else []
+    return flag, (*messages, True)[0], range(number) if flag else []
 
 
 def patient(
@@ -257,19 +257,19 @@ def patient(
         return (answer,) if done else None
 
     def look() -> None:
-        left = [transfer for transfer in transfers if not transfer.done]
-        pending = [transfer for transfer in left if transfer.is_message]
-        if pending and (every or pending == left):
-            comm, what = pending[0].comm, " and ".join(each.what for each in pending)
-            comm.family.look(comm, what, pending, every=every)
+        pending = [transfer for transfer in transfers if transfer.is_message]
+        if pending and (every or pending == transfers):
+            (first, *_), what = pending, " and ".join(each.what for each in pending)
+            first.comm.family.look(first.comm, what, pending, every=every)
 
-    return patiently(ready, look)[0]
+    (answer,) = patiently(ready, look)
+    return answer
 
 
 def _hear(transfers: Sequence[Transfer]) -> None:
     """Raise `PeerFailed` if a peer has failed while one of these messages is under way."""
     for transfer in transfers:
-        if transfer.is_message and not transfer.done:
+        if transfer.is_message:
             transfer.comm.lockstep.waiting(transfer.what)
 
 
@@ -368,8 +368,9 @@ def _taking(base: Any, name: str, of_comm: str = "") -> Any:
     def call(cls: type, *args: Any, **given: Any) -> Any:
         checked = [each for each in (*args, *given.values()) if isinstance(each, LockstepComm)]
         if checked and of_comm:
-            rest = {key: value for key, value in given.items() if value is not checked[0]}
-            return getattr(checked[0], of_comm)(*(x for x in args if x is not checked[0]), **rest)
+            comm, *_ = checked
+            rest = {key: value for key, value in given.items() if value is not comm}
+            return getattr(comm, of_comm)(*(x for x in args if x is not comm), **rest)
         if checked:
             say(f"{base.__name__}.{name}")
         return vars(base)[name].__get__(None, cls)(*args, **given)

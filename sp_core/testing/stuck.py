@@ -21,7 +21,7 @@ from sp_core.testing.outcome import FINISHED, Kind, Mismatched, Outcome, outcome
 Ends = tuple[str, int, int, int]
 """Communicator, source, destination and tag of a message.
 
--1 as the source or the tag stands for any.
+A negative source or tag stands for any.
 """
 
 
@@ -102,10 +102,9 @@ def turn(sent: Sequence[Any], message: Any) -> int:
 
 
 def _takes(pattern: Ends, message: Ends) -> bool:
-    """Return whether a receive with the ends `pattern`, where -1 matches any, takes a message."""
-    return pattern[::2] == message[::2] and all(
-        pattern[place] in (message[place], -1) for place in (1, 3)
-    )
+    """Return whether a receive with the ends `pattern` takes a message."""
+    pairs = zip(pattern[1::2], message[1::2], strict=True)
+    return pattern[::2] == message[::2] and all(one < 0 or one == other for one, other in pairs)
 
 
 class Family:

@@ -155,7 +155,7 @@ class ThreadComm(LockstepComm):
         given = [view(part) for _, part in flow.gives]
         for _, part in flow.takes:
             # with MPI.IN_PLACE this part is the input, and is read later
-            if not any(np.may_share_memory(view(part), other) for other in given):
+            if not any(map(partial(np.may_share_memory, view(part)), given)):
                 view(part).view(np.uint8)[:] = 0xFF  # NaN in floating point
         for slot in (*takes.values(), *(gives.values() if tag is None else ())):
             slot["awaited"] = True
@@ -262,7 +262,8 @@ class ThreadComm(LockstepComm):
             f"{op}: rank {peer} is not one of the {self.size} ranks of this communicator. Name one "
             "rank; a receive from any source needs mpiexec.",
         )
-        return read(buf, "", 1, writable=op == "Irecv").parts[0]
+        (part,) = read(buf, "", self.size, writable=op == "Irecv").parts
+        return part
 
     def Dup(self) -> ThreadComm:
         """Return a communicator of the same ranks, whose messages are separate from this one's.

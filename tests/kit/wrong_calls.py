@@ -58,7 +58,7 @@ MESSAGES_THAT_DIFFER: dict[str, tuple[str, Call, Call]] = {
     "a message to nobody": (INCOMPLETE, lambda c: c.Isend(sent(), MPI.PROC_NULL), lambda c: None),
     "too long": (TOO_LONG, lambda c: c.Send(sent(3), 1), lambda c: c.Recv(sent(2), 0)),
 }
-ON_PROCESSES: dict[str, tuple[str, Call, Call]] = {
+ON_PROCESSES: dict[str, tuple[tuple[str, ...] | str, Call, Call]] = {
     "no object": (STUCK, lambda c: c.recv(source=1), lambda c: None),
     "nobody sends to anyone": (STUCK, lambda c: c.Recv(sent()), lambda c: None),
     "no message to look at": (STUCK, lambda c: c.Probe(1), lambda c: None),
@@ -94,6 +94,21 @@ ON_PROCESSES: dict[str, tuple[str, Call, Call]] = {
         lambda c: c.Recv(sent(), 0),
     ),
     "a persistent one": (STUCK, lambda c: started(c.Recv_init(sent(), 1)).Wait(), lambda c: None),
+    "persistent ones in another order": (
+        ("rank 0: Start(Bcast_init number ", "rank 1: Start(Bcast_init number "),
+        lambda c: started([c.Bcast_init(sent()), c.Bcast_init(sent())][0]),
+        lambda c: started([c.Bcast_init(sent()), c.Bcast_init(sent())][1]),
+    ),
+    "half of an exchange": (
+        (STUCK, "rank 0: waits for rank 1 to receive a message"),
+        lambda c: c.Isendrecv(sent(), 1, 0, sent(), 1, 0).Wait(),
+        lambda c: c.Recv(sent(), 0),
+    ),
+    "a message and a collective": (
+        (STUCK, "rank 0: waits for a message from rank 1 with tag 3 on comm\n"),
+        lambda c: MPI.Request.Waitall([c.Ibarrier(), c.Irecv(sent(), 1, 3)]),
+        lambda c: c.Ibarrier().Wait(),
+    ),
     "kept by MPI and lost": (NOT_AS_SENT, lambda c: buffered(c), lambda c: None),
 }
 
@@ -153,6 +168,31 @@ CALLS_THAT_DIFFER: dict[str, tuple[tuple[str, ...] | str, Call, Call]] = {
         ("rank 0: Bcast(buf=2 x float64, root=0)", "rank 1: Bcast(buf=2 x float64, root=1)"),
         lambda c: c.Bcast(sent()),
         lambda c: c.Bcast(sent(), 1),
+    ),
+    "roots of objects": (
+        ("rank 0: bcast(root=0) on", "rank 1: bcast(root=1) on"),
+        lambda c: c.bcast(0),
+        lambda c: c.bcast(0, 1),
+    ),
+    "operations on objects": (
+        ("rank 0: allreduce(op=", "rank 1: allreduce() on"),
+        lambda c: c.allreduce(0, MPI.MAX),
+        lambda c: c.allreduce(0),
+    ),
+    "communicators": (
+        ("rank 0: Dup() on", "rank 1: Split() on"),
+        lambda c: c.Dup(),
+        lambda c: c.Split(),
+    ),
+    "a communicator that one rank frees": (
+        ("rank 0: Free() on comm.0", "rank 1: Barrier() on comm.0"),
+        lambda c: c.Dup().Free(),
+        lambda c: c.Dup().Barrier(),
+    ),
+    "a counter": (
+        ("rank 0: make_counter() on", "rank 1: allgather() on"),
+        lambda c: c.make_counter(),
+        lambda c: c.allgather(0),
     ),
     "all to all": (
         (*BOTH, "rank 1 sends 16 bytes of float64 to rank 0, which does not expect them"),
