@@ -42,7 +42,7 @@ def ring(n: int) -> Any:
 def moved(spec: Any, form: str, n: int) -> list[bytes] | None:
     """Return the bytes that mpi4py sends to each of n ranks; None if it refuses."""
     send = getattr(ring(n), f"Neighbor_{CALLS[form]}")
-    for block in range(MOST) if form == "B" else [MOST]:
+    for block in range(MOST, -1, -1) if form == "B" else [MOST]:
         into = np.full((n, block), UNSENT, "u1")
         places = [block] * n, [block * rank for rank in range(n)]
         types = {"B": [block, MPI.BYTE], "W": [places, [MPI.BYTE] * n]}
@@ -141,7 +141,8 @@ def test_a_specification_means_what_it_means_to_mpi4py(form: str, n: int) -> Non
         last = [datatype] * n if form == "W" else datatype
         spec = [memory().view("f8"), *tail, *([] if name == "absent" else [last])]
         seen = found(spec, form, n)
-        known = wanted(spec, form, n, size, kind, gaps=name in GAPS)
+        valid = name not in ("null", "not committed")  # MPICH takes no elements of these
+        known = wanted(spec, form, n, size, kind, gaps=name in GAPS) if valid else None
         if seen != known and not (known is None and name in GAPS):
             differ.append((spec[1:], seen, known))
     assert not differ
