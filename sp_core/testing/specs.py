@@ -119,20 +119,20 @@ def array(buffer: Any) -> Array:
         ValueError: it is not contiguous, so MPI would take its elements in a different order.
         TypeError: it gives no access to memory.
     """
-    flat = buffer if isinstance(buffer, np.ndarray) else _foreign(buffer)
+    flat = _memory(buffer)
     if not flat.flags.forc:
         raise ValueError(
             f"a buffer of shape {flat.shape} and strides {flat.strides} is not contiguous. Pass a "
             "contiguous copy."
         )
-    return flat.reshape(-1, order="A")
+    return flat.ravel(order="A")
 
 
-def _foreign(buffer: Any) -> Array:
-    """Return a NumPy array over the memory of an object that is no NumPy array.
+def _memory(buffer: Any) -> Array:
+    """Return a NumPy array over the memory of an object.
 
-    The object is a tensor, has Python's buffer protocol, or lives on a device. Of memory on a
-    device only address, size and dtype may be used.
+    The object is an array or a tensor, has Python's buffer protocol, or lives on a device. Of
+    memory on a device only address, size and dtype may be used.
     """
     on_device = getattr(buffer, "__cuda_array_interface__", None)
     if on_device is None and not hasattr(buffer, "__dlpack__"):
