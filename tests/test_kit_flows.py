@@ -21,8 +21,10 @@ from sp_core.testing.signatures import (
     bind,
     contribution,
     deliver,
+    exchange,
     flow,
     op_name,
+    op_of,
     view,
 )
 from sp_core.testing.specs import Part, read
@@ -157,18 +159,21 @@ def test_a_reduction_combines_what_its_definition_says(op: str, inside: bool, p:
         n = {"Reduce_scatter": sum(counts), "Reduce_scatter_block": 2 * p}.get(op, 2)
         data = [10.0**rank * np.arange(1, n + 1) for rank in range(p)]
         shares = {"Reduce_scatter": counts, "Reduce_scatter_block": [2] * p}.get(op)
-        total, calls = sum(data), []
+        total, calls = np.sum(data, axis=0), list[Any]()
         for rank in range(p):
             here = op != "Reduce" or rank == root
-            due = {"Scan": sum(data[: rank + 1]), "Exscan": sum(data[:rank])}.get(op, total)
+            due: Any = {"Scan": sum(data[: rank + 1]), "Exscan": sum(data[:rank])}.get(op, total)
             if shares:
                 due = total[sum(shares[:rank]) :][: shares[rank]]
             own = inside and here
             into = data[rank].copy() if own else np.full(len(np.atleast_1d(due)), -1.0)
             if op == "Exscan" and not rank:
                 into, due = data[rank].copy() if own else np.full(n, -1.0), []
-            values = {"sendbuf": None if own else data[rank], "recvbuf": into if here else None}
-            given_ = {
+            values: Any = {
+                "sendbuf": None if own else data[rank],
+                "recvbuf": into if here else None,
+            }
+            given_: Any = {
                 "root": root,
                 "op": MPI.SUM,
                 "recvcounts": counts if given or inside else None,
@@ -177,6 +182,9 @@ def test_a_reduction_combines_what_its_definition_says(op: str, inside: bool, p:
             calls.append((values, into, due if here else []))
         flows = [flow(op, rank, p, bind(op, [], calls[rank][0])) for rank in range(p)]
         assert len({repr(x.equal) for x in flows}) == 1
+        going = [(rank, dest) for rank, x in enumerate(flows) for dest, _ in x.gives]
+        coming = [(source, rank) for rank, x in enumerate(flows) for source, _ in x.takes]
+        assert sorted(set(going)) == sorted(coming)
         befores = [into.copy() for _, into, _ in calls]
         moved(op, flows)
         for (_, into, due), before in zip(calls, befores, strict=True):
@@ -208,6 +216,12 @@ def test_an_operation_has_one_name_and_those_of_the_program_share_one() -> None:
     with pytest.raises(ValueError, match=f"reduce with {', '.join(_UFUNCS)}, not MINLOC$"):
         deliver("Allreduce", 0, strange, {0: np.ones(2)})
     own.Free()
+
+
+def test_threads_share_a_sum_evenly_without_counts() -> None:
+    values = {"sendbuf": np.arange(4.0), "recvbuf": np.zeros(3), "op": None, "recvcounts": None}
+    with pytest.raises(ValueError, match=r"^4 elements are not \[3, 3\]$"):
+        moved("Reduce_scatter", [flow("Reduce_scatter", rank, 2, values) for rank in range(2)])
 
 
 SIX, TWO, NO = np.arange(6.0), np.zeros(2), np.zeros(0)
@@ -299,3 +313,29 @@ def test_messages_between_two_ranks_are_numbered_but_not_those_of_neighbours(op:
     assert [(x.dest, *x[2:]) for x in call.sends] == expected
     assert [(x.source, *x[2:]) for x in call.receives] == expected
     assert {x.source for x in call.sends} == {x.dest for x in call.receives} == {0}
+
+
+@pytest.mark.parametrize("op", COLLECTIVES)
+def test_every_form_of_a_collective_is_known(op: str) -> None:
+    assert [*map(op_of, (op, f"I{op.lower()}", f"{op}_init"))] == [op] * 3
+    assert not any(map(op_of, (op.lower(), f"{op}s", "Isend", "Send_init", "")))
+
+
+@pytest.mark.parametrize("peer", range(-1, 4))
+@pytest.mark.parametrize("to", [False, True])
+def test_announced_messages_are_those_of_ranks_that_exist(peer: int, to: bool) -> None:
+    announced = [(0, 4), (peer, 8), (0, 0)]
+    given: Any = {"sends": announced if to else [], "recvs": [] if to else announced}
+    if not 0 <= peer < 3:
+        with pytest.raises(
+            ValueError, match=f"^rank {peer} is not one of the 3 ranks of this comm"
+        ):
+            exchange(1, 3, **given)
+        return
+    call = exchange(1, 3, **given, later=to)
+    turns = [0, int(peer == 0), 1 + (peer == 0)]
+    ends = [(1, x) if to else (x, 1) for x, _ in announced]
+    due = [Message(*x, turn, n) for x, turn, (_, n) in zip(ends, turns, announced, strict=True)]
+    assert (call.sends, call.receives) == ((due, []) if to else ([], due))
+    assert (call.op, call.equal) == ("announce_exchange", (to,))
+    assert call.text == f"sends={given['sends']}, recvs={given['recvs']}"

@@ -45,7 +45,7 @@ def moved(spec: Any, form: str, n: int) -> list[bytes] | None:
     for block in range(MOST, -1, -1) if form == "B" else [MOST]:
         into = np.full((n, block), UNSENT, "u1")
         places = [block] * n, [block * rank for rank in range(n)]
-        types = {"B": [block, MPI.BYTE], "W": [places, [MPI.BYTE] * n]}
+        types: dict[str, Any] = {"B": [block, MPI.BYTE], "W": [places, [MPI.BYTE] * n]}
         try:
             send(spec, [into, *types.get(form, [places, MPI.BYTE])])
         except MPI.Exception as error:
@@ -92,8 +92,10 @@ def tails(n: int) -> list[list[Any]]:
     some, where, no = [1, 2, 1][:n], [2, 0, 1][:n], [None]
     pair, text = [some, where], [[2.0], ["2"], [np.int64(1)], [np.array(2)], [()], [[]]]
     numbers = [[], [2], [0], [-1], [7], [1, 3], [1, -1], [1, 2, 3, 4], [(1, 3)], [(2, None)]]
-    lists = [[x] for x in (some, tuple(some), np.array(some), (1, 3, 1), [-1] * n, [1] * (n + 1))]
-    pairs = [[tuple(pair)], pair, [[*pair]], [*map(tuple, pair)], [[*map(tuple, pair)]]]
+    lists: list[Any] = [
+        [x] for x in (some, tuple(some), np.array(some), (1, 3, 1), [-1] * n, [1] * (n + 1))
+    ]
+    pairs: list[Any] = [[tuple(pair)], pair, [[*pair]], [*map(tuple, pair)], [[*map(tuple, pair)]]]
     pairs += [[some, [1] * (n + 1)], [some, [5] * n], [some, [-1] * n], [[0] * n, [50] * n]]
     places = [8 * place for place in where]
     pairs += [[some, places], [(some, places)], [[some, places]], [[*map(tuple, pair)], None]]
@@ -165,10 +167,13 @@ class OnDevice:
 
 def buffers() -> dict[str, Any]:
     """Return objects, some of which mpi4py takes for buffers."""
-    plain, codes = memory(), (*"?bBhHiIqQefdFDO", "S1", "S3", ">f8", "M8[s]")
+    plain: Any = memory()
+    codes = (*"?bBhHiIqQefdFDO", "S1", "S3", ">f8", "M8[s]")
     numbers = {code: np.arange(4).astype("f8").astype(code) for code in codes}
     few = numbers["d"].reshape(2, 2)
-    lent = {f"dlpack {code}": Exported("__dlpack__", numbers[code]) for code in "?bBhHiIqQefdFD"}
+    lent: dict[str, Any] = {
+        f"dlpack {code}": Exported("__dlpack__", numbers[code]) for code in "?bBhHiIqQefdFD"
+    }
     lent |= {f"gpu {code}": OnDevice(numbers[code]) for code in "?bBhHiIqQfdFD"}
     odd = {
         "strides": few[:, 0],

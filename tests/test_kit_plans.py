@@ -1,0 +1,159 @@
+"""Test how examples are chosen, run once more, and told of."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from typing import Any
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from sp_core.testing import engine, given, session
+from sp_core.testing.outcome import FINISHED, Kind, Outcome, RankFailure
+from sp_core.testing.plan import Example, Result, Spec
+from sp_core.testing.session import Session
+
+pytestmark = pytest.mark.mpi_skip
+
+
+@pytest.fixture
+def own_session(monkeypatch: pytest.MonkeyPatch) -> Session:
+    """Give a test its own session."""
+    monkeypatch.setattr(session, "current", Session(node_id="test_a.py::test_b"))
+    return session.current
+
+
+def plain(comm: Any, n: int = 0) -> None:
+    """Do nothing."""
+
+
+def decorated() -> Any:
+    """Return a new test with decorators of Hypothesis, and with a digest as its plugin sets it."""
+    test: Any = given(nprocs=2, n=st.integers(0, 9))(plain)
+    test = hypothesis.reproduce_failure("6.0", b"")(hypothesis.example(nprocs=3, n=1)(test))
+    test._hypothesis_internal_add_digest = b"digest"
+    return test
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.parametrize("own", [None, 3])
+def test_hypothesis_gets_the_body_and_its_decorators(
+    monkeypatch: pytest.MonkeyPatch, own_session: Session, own: int | None, seed: int | None
+) -> None:
+    own_session.seed, drivers, tests = seed, list[Any](), list[Any]()
+
+    def caught(**drawn: Any) -> Any:
+        assert [*drawn] == ["nprocs", "n"]
+        tests.append(lambda: None)
+
+        def kept(driver: Any) -> Any:
+            drivers.append(driver)
+            return tests[-1]
+
+        return kept
+
+    monkeypatch.setattr(hypothesis, "given", caught)
+    test = decorated() if own is None else hypothesis.seed(own)(decorated())
+    test()
+    (driver,) = drivers
+    for name in ("__name__", "__qualname__", "__module__"):
+        assert getattr(driver, name) == getattr(plain, name)
+    assert inspect.unwrap(driver) is plain
+    kinds = {name: x.kind for name, x in inspect.signature(driver).parameters.items()}
+    assert kinds == dict.fromkeys(("nprocs", "n"), inspect.Parameter.KEYWORD_ONLY)
+    kept = ("use_seed", "use_reproduce_failure", "add_digest")
+    names = {*(f"_hypothesis_internal_{name}" for name in kept), "hypothesis_explicit_examples"}
+    marks = {name: vars(test)[name] for name in names & vars(test).keys()}
+    assert len(marks) == (3 if own is None else 4)
+    assert marks.items() <= vars(tests[0]).items()
+    if own is None and seed is not None:
+        marks["_hypothesis_internal_use_seed"] = "5 test_b"
+    assert {name: vars(driver)[name] for name in names & vars(driver).keys()} == marks
+
+
+def judge(many: int, most: int, bad: Any = lambda example: False) -> list[tuple[int, bool]]:
+    """Return number and kind of the examples that are run, if `many` pass and `most` run again."""
+    ran: list[tuple[int, bool]] = []
+
+    def attempt(spec: Spec, example: Example) -> Result:
+        ran.append((example.values["n"], example.raw))
+        return Result(bad(example) or [FINISHED] * 2, {})
+
+    def plan(spec: Spec, judged: Any) -> None:
+        for n in range(many):
+            judged(Example((0, 1), {"n": n}), "keep {}")
+
+    engine._lead(Spec(plain, {}, plain, {}), plan, attempt, most)
+    return ran
+
+
+@pytest.mark.parametrize("many", [0, 1, 3, 7, 10])
+@pytest.mark.parametrize("most", [0, 1, 3, 5, 50])
+def test_passed_examples_run_again_evenly_spread(
+    own_session: Session, many: int, most: int
+) -> None:
+    again = [n for n, raw in judge(many, most) if raw]
+    assert len(again) == min(many, most) == own_session.tally.raw
+    assert again == [place * many // len(again) for place in range(len(again))]
+    assert own_session.tally.sizes == ({2: many} if many else {})
+
+
+@pytest.mark.parametrize(
+    "outcome", [Outcome(Kind.REJECT), Outcome(Kind.OK, replayable=False)], ids=["rejected", "ended"]
+)
+def test_what_cannot_run_without_checks_does_not_run_again(
+    own_session: Session, outcome: Outcome
+) -> None:
+    odd = judge(4, 9, lambda example: example.values["n"] % 2 and [FINISHED, outcome])
+    assert [n for n, raw in odd if raw] == [0, 2]
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_a_failure_names_its_example_and_how_to_run_it_again(
+    own_session: Session, raw: bool
+) -> None:
+    wrong = [FINISHED, Outcome(Kind.FAIL, "KeyError", "oh", "b.py", 3)]
+    with pytest.raises(RankFailure) as caught:
+        judge(2, 1, lambda example: example.raw == raw and wrong)
+    assert type(caught.value).__name__ == "RankFailure[KeyError at b.py:3]"
+    text = str(caught.value)
+    example = "example: plain(nprocs=2, n=0)" if raw else "keep nprocs=2, n=0"
+    assert text.endswith(f'\n{example}\nrun it again: python -m pytest "test_a.py::test_b"')
+    assert text.startswith("raw replay: this example passes") == raw
+
+
+def test_errors_are_told_with_their_notes_and_those_within() -> None:
+    first, second, third = ValueError("one"), KeyError("two"), TypeError("")
+    for error, notes in ((first, ["a\n", "", "b"]), (second, [" c "])):
+        for note in notes:
+            error.add_note(note)
+    group = ExceptionGroup("all", [first, ExceptionGroup("some", [second, third])])
+    group.add_note("last")
+    assert engine._told(first) == "one\na\nb"
+    assert engine._told(group) == "all\n\none\na\nb\n\nsome\n\n'two'\n c\n\n\nlast"
+
+
+@pytest.mark.parametrize("wanted", [*itertools.product([False, True], repeat=6)])
+def test_the_command_to_run_a_test_again_has_what_this_run_has(
+    monkeypatch: pytest.MonkeyPatch, own_session: Session, wanted: tuple[bool, ...]
+) -> None:
+    profile, examples, ranks, device, shared, seed = wanted
+    monkeypatch.setenv("SP_PROFILE", "soak" * profile)
+    monkeypatch.setenv("SP_EXAMPLES", "7" * examples)
+    own_session.ranks, own_session.seed = 3 * ranks, 0 if seed else None
+    own_session.device, own_session.share_gpu = "cuda" if device else "cpu", shared
+    words = [
+        "SP_PROFILE=soak" * profile,
+        "SP_EXAMPLES=7" * examples,
+        "python -m sp_core.testing.launch -n 3 --" * ranks,
+        "python -m pytest",
+        "--with-mpi" * ranks,
+        "--sp-device cuda" * device,
+        "--sp-share-gpu" * shared,
+        "--hypothesis-seed=0" * seed,
+        '"test_a.py::test_b"',
+    ]
+    command = " ".join(filter(None, words))
+    assert engine._rerun(Spec(plain, {}, plain, {})) == f"run it again: {command}"
