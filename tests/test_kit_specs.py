@@ -188,6 +188,9 @@ def buffers() -> dict[str, Any]:
     return numbers | lent | odd | {repr(other)[:30]: other for other in others}
 
 
+SIX = np.arange(6.0)
+
+
 def receives(buffer: Any) -> bool:
     """Return whether mpi4py takes a buffer to receive into."""
     try:
@@ -210,3 +213,50 @@ def test_a_buffer_is_what_mpi4py_takes_for_one(form: str, n: int) -> None:
         assert found(buffer, form, n, writable=True) == (meaning if receives(buffer) else None), (
             name
         )
+
+
+@pytest.mark.parametrize("form", ["", "B", "V"])
+@pytest.mark.parametrize("n", [1, 2])
+def test_there_may_be_no_buffer(form: str, n: int) -> None:
+    """A datatype may hold the address of the memory."""
+    data, kind = memory(), "float64"
+    absolute = MPI.Datatype.Create_struct([2], [MPI.Get_address(data)], [DOUBLE]).Commit()
+    for spec in ([None, 0, DOUBLE], [MPI.BOTTOM, 1, absolute]):
+        known = wanted(spec, form, n, spec[2].Get_size(), kind, gaps=True)
+        assert known is not None
+        assert found(spec, form, n) == known
+    absolute.Free()
+
+
+@pytest.mark.parametrize(
+    ("spec", "form", "said"),
+    [
+        ([SIX], "", "a message is a buffer, or 2 to 4 items, not 1"),
+        ([SIX, 1, 0, None, None], "", "a message is a buffer, or 2 to 4 items, not 5"),
+        ([SIX, (1,)], "", r"\(1,\) are not a count or counts, and displacements"),
+        ([SIX, [1, 1, 1]], "V", "3 counts and 3 displacements for 2 ranks"),
+        ([SIX, ([1, 1], [0, 3, 4])], "V", "2 counts and 3 displacements for 2 ranks"),
+        (SIX[:5], "B", "40 bytes are not 2 blocks of elements of 8 bytes"),
+        ([SIX[:3], PAIR], "", "24 bytes are not 1 blocks of elements of 16 bytes"),
+        (
+            [SIX, ([4, 4], [0, 2])],
+            "V",
+            "4 elements from byte 16 on, but the buffer has 48 bytes. C",
+        ),
+        ([SIX, ([4, -2], [0, 2])], "V", r"-2 elements from byte 16 on.* \(in all 2 elements\) or "),
+        ([SIX, MPI.DATATYPE_NULL], "", "the datatype is null"),
+        ([SIX, "zz"], "", "zz"),
+        (
+            [SIX, ([1, 1], None), [DOUBLE] * 2],
+            "W",
+            "pass counts and displacements, or neither; a b",
+        ),
+        ([None, [DOUBLE] * 2], "W", "neither; a buffer of unknown length needs both"),
+        (SIX[::2], "", r"a buffer of shape \(3,\) and strides \(16,\) is not contiguous. Pass"),
+        (np.zeros(2, ">f8"), "", "no datatype of MPI is >f8"),
+        (None, "", "a message without a buffer needs a datatype, got None alone"),
+    ],
+)
+def test_why_a_specification_is_refused_is_told(spec: Any, form: str, said: str) -> None:
+    with pytest.raises((TypeError, ValueError, KeyError), match=said):
+        read(spec, form, 2)

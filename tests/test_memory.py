@@ -78,6 +78,7 @@ def test_live_bytes_are_those_of_the_tensors_that_are_kept() -> None:
             assert live.peak == peak
             del kept[chance.randrange(len(kept)) :: chance.choice([2, 5, 999])]
         assert live.now == sum(x.nbytes for x in kept)
+    assert (LiveBytes().peak, LiveBytes().now) == (0, 0)
 
 
 def held_by_a_ring(comm: Any, tokens: int) -> float:
