@@ -75,14 +75,9 @@ def moving(
     came = {source: part for (source, dest), part in data.items() if dest == rank}
     form = MOVES[op]["sendbuf"]
     _, sends = joined(out if form else out[:1], form)
-    own = {
-        "Gather": {rank: out[:1]},
-        "Allgat": {rank: out[:1]},
-        "Alltoa": dict(enumerate(zip(out))),
-    }
     before = {source: np.full(len(part), -1.0) for source, part in came.items()}
-    if inside:
-        before |= {source: part for source, (part,) in own.get(op[:6], {}).items()}
+    if inside and "Scatter" not in op:
+        before |= dict(enumerate(out)) if "to" in op else {rank: out[0]}
     into, receives = joined([*before.values()], MOVES[op]["recvbuf"])
     after, _ = joined([*came.values()], MOVES[op]["recvbuf"])
     if op == "Bcast":

@@ -27,8 +27,8 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
         TorchDispatchMode.__init__(self)
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-        self._most = 0  # at least `now`: the bytes at the last count, and all made since
+        # _most is at least `now`: the bytes at the last count, and all made since
+        self.peak = self._most = 0
         self._note(tensors)
 
     @classmethod
