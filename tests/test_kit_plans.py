@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from sp_core.testing import engine, given, session
 from sp_core.testing.outcome import FINISHED, Kind, Outcome, RankFailure
-from sp_core.testing.plan import Example, Result, Spec
+from sp_core.testing.plan import Example, Result, Spec, fits, leave, ranks_of, sweep
 from sp_core.testing.session import Session
 
 pytestmark = pytest.mark.mpi_skip
@@ -71,6 +72,63 @@ def test_hypothesis_gets_the_body_and_its_decorators(
     if own is None and seed is not None:
         marks["_hypothesis_internal_use_seed"] = "5 test_b"
     assert {name: vars(driver)[name] for name in names & vars(driver).keys()} == marks
+
+
+NUMBERS = [*range(-1, 5), 128, 129, True, 2.0, "2", None]
+TUPLES = [(), (0,), (2, 0), (1, 1), (0, -1), (0, 127), (0, 128), ("0",), [0, 1], {0}, (0, 1.0)]
+
+
+@pytest.mark.parametrize("there", [0, 3])
+@pytest.mark.parametrize("nprocs", [*NUMBERS, *TUPLES], ids=repr)
+def test_ranks_fit_a_launch_that_has_them(own_session: Session, nprocs: Any, there: int) -> None:
+    own_session.ranks = there
+    many = nprocs if isinstance(nprocs, int) else 0
+    ranks = [*range(many)] if isinstance(nprocs, int) else nprocs
+    valid = isinstance(ranks, list | tuple) and all(isinstance(x, int) for x in ranks)
+    valid = valid and len(ranks) == len(set(ranks)) > 0 <= min(ranks)
+    if not valid or (not there and max(ranks) > 127):
+        with pytest.raises(ValueError, match="neither a number of ranks nor a tuple of different"):
+            fits(nprocs)
+        return
+    assert fits(nprocs) == (not there or set(ranks) <= set(range(there)))
+    assert ranks_of(nprocs) == tuple(ranks)
+    shown = Example(tuple(ranks), {"n": 7})
+    assert shown.nprocs == (len(ranks) if tuple(ranks) == (*range(len(ranks)),) else tuple(ranks))
+    assert str(shown) == f"nprocs={shown.nprocs}, n=7"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ran"), [((1, 2, 5), (1, 2)), (((0, 2), 3, (3,)), ((0, 2), 3)), ((5, (7, 0)), None)]
+)
+def test_sizes_that_the_launch_has_are_run(own_session: Session, sizes: Any, ran: Any) -> None:
+    own_session.ranks, tried = 3, list[Any]()
+    skips = pytest.raises(pytest.skip.Exception, match=r"^needs 5 ranks, the launch has 3$")
+    with contextlib.nullcontext() if ran else skips:
+        sweep(lambda *call: tried.append(call) or set(), sizes)
+    assert tried == [(Example(ranks_of(size), {}), "failed with {}") for size in ran or ()]
+
+
+SKIP, EXIT, XFAIL = (Outcome(Kind.SKIP, name, name) for name in ("Skipped", "Exit", "XFailed"))
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "kind", "text"),
+    [
+        ([FINISHED, SKIP], None, ""),
+        ([FINISHED, XFAIL], None, ""),
+        ([SKIP, SKIP], pytest.skip.Exception, "Skipped"),
+        ([XFAIL, SKIP], pytest.xfail.Exception, "XFailed"),
+        ([SKIP, XFAIL], pytest.skip.Exception, "Skipped"),
+        ([SKIP, EXIT], pytest.exit.Exception, "Exit"),
+        ([FINISHED, EXIT], pytest.exit.Exception, "Exit"),
+        ([Outcome(Kind.FAIL, "Exit", "no"), FINISHED], None, ""),
+    ],
+)
+def test_ranks_leave_a_test_together_but_one_may_end_the_session(
+    outcomes: list[Outcome], kind: Any, text: str
+) -> None:
+    with pytest.raises(kind, match=f"^{text}$") if kind else contextlib.nullcontext():
+        leave(outcomes)
 
 
 def judge(many: int, most: int, bad: Any = lambda example: False) -> list[tuple[int, bool]]:

@@ -124,6 +124,8 @@ GAPS: dict[str, tuple[Any, int, str]] = {
     "far apart": (DOUBLE.Create_resized(0, 16), 8, "float64"),
     "mixed": (MPI.Datatype.Create_struct([1, 1], [0, 8], [DOUBLE, MPI.INT]), 12, "float64,int32"),
     "nested": (PAIR.Create_hvector(2, 1, 24), 32, "float64"),
+    "in one place": (DOUBLE.Create_resized(0, 0), 8, "float64"),
+    "backwards": (DOUBLE.Create_resized(0, -8), 8, "float64"),
     "wide": (PAIR.Create_resized(-8, 24), 16, "float64"),
 }
 """Datatypes of which an element is not the bytes from its beginning to its end."""
@@ -226,6 +228,8 @@ def test_there_may_be_no_buffer(form: str, n: int) -> None:
         assert known is not None
         assert found(spec, form, n) == known
     absolute.Free()
+    short = [np.zeros(1, "u1"), [MPI.BYTE] * n]
+    assert found(short, "W", n) == wanted(short, "W", n, 1, "")
 
 
 @pytest.mark.parametrize(
@@ -244,6 +248,7 @@ def test_there_may_be_no_buffer(form: str, n: int) -> None:
             "5 elements from byte 16 on, but the buffer has 48 bytes. C",
         ),
         ([SIX, ([4, -2], [0, 2])], "V", r"-2 elements from byte 16 on.* \(in all 2 elements\) or "),
+        ([SIX, GAPS["backwards"][0]], "V", "a datatype of extent -8 needs counts"),
         ([SIX, MPI.DATATYPE_NULL], "", "the datatype is null"),
         ([SIX, "zz"], "", "zz"),
         (
