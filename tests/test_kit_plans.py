@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import itertools
 from typing import Any
+from unittest.mock import Mock, call
 
 import hypothesis
 import pytest
@@ -101,11 +102,12 @@ def test_ranks_fit_a_launch_that_has_them(own_session: Session, nprocs: Any, the
     ("sizes", "ran"), [((1, 2, 5), (1, 2)), (((0, 2), 3, (3,)), ((0, 2), 3)), ((5, (7, 0)), None)]
 )
 def test_sizes_that_the_launch_has_are_run(own_session: Session, sizes: Any, ran: Any) -> None:
-    own_session.ranks, tried = 3, list[Any]()
+    own_session.ranks, attempt = 3, Mock()
     skips = pytest.raises(pytest.skip.Exception, match=r"^needs 5 ranks, the launch has 3$")
     with contextlib.nullcontext() if ran else skips:
-        sweep(lambda *call: tried.append(call) or set(), sizes)
-    assert tried == [(Example(ranks_of(size), {}), "failed with {}") for size in ran or ()]
+        sweep(attempt, sizes)
+    due = [call(Example(ranks_of(size), {}), "failed with {}") for size in ran or ()]
+    assert attempt.call_args_list == due
 
 
 SKIP, EXIT, XFAIL = (Outcome(Kind.SKIP, name, name) for name in ("Skipped", "Exit", "XFailed"))
