@@ -95,7 +95,8 @@ def test_a_search_that_rejects_nearly_everything_fails_a_health_check(accepted: 
     def body(comm: Any, n: int) -> None:
         assume(n in accepted)
 
-    expected = (Unsatisfiable, FailedHealthCheck, RankFailure)
+    # a skip would have another text
+    expected = (Unsatisfiable, FailedHealthCheck, RankFailure, pytest.skip.Exception)
     with pytest.raises(expected, match=r"[Ff]ilter|satisf"):
         body()
 

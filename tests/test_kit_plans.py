@@ -13,7 +13,7 @@ import pytest
 from hypothesis import strategies as st
 
 from sp_core.testing import engine, given, session
-from sp_core.testing.outcome import FINISHED, Kind, Outcome, RankFailure
+from sp_core.testing.outcome import FINISHED, Kind, Outcome, RankFailure, failure_class
 from sp_core.testing.plan import Example, Result, Spec, fits, leave, ranks_of, sweep
 from sp_core.testing.session import Session
 
@@ -200,6 +200,20 @@ def test_errors_are_told_with_their_notes_and_those_within() -> None:
     group.add_note("last")
     assert engine._told(first) == "one\na\nb"
     assert engine._told(group) == "all\n\none\na\nb\n\nsome\n\n'two'\n c\n\n\nlast"
+
+
+@pytest.mark.parametrize("bug", [failure_class("KeyError", "b.py", 3)("two"), ValueError("two")])
+def test_several_bugs_of_one_test_are_told_together(own_session: Session, bug: Exception) -> None:
+    """Other groups of errors are raised as they are."""
+    group = ExceptionGroup("both", [ValueError("one"), bug])
+    with pytest.raises((RankFailure, ExceptionGroup)) as caught:
+        engine._lead(Spec(plain, {}, plain, {}), Mock(side_effect=group), Mock())
+    if isinstance(bug, RankFailure):
+        assert str(caught.value).startswith("both\n\none\n\ntwo\nrun it again: python")
+        assert type(caught.value) is not RankFailure
+        assert vars(type(caught.value))["key"] == ("ExceptionGroup", "", 0)
+    else:
+        assert caught.value is group
 
 
 @pytest.mark.parametrize("wanted", [*itertools.product([False, True], repeat=6)])
