@@ -267,7 +267,9 @@ def test_raw_replay_finds_what_the_checks_hide(
         assert said in failure_of(body)
         assert any(text.startswith("raw replay of ") for text in told) == leads()
     else:
+        before = session.current.tally.raw
         body()
+        assert session.current.tally.raw == before
 
 
 @pytest.mark.mpi  # ranks that are threads are always checked
