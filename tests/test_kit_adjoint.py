@@ -91,6 +91,14 @@ def test_outputs_that_do_not_depend_on_an_input_have_zero_gradient() -> None:
     assert [grad.tolist() for grad in grads] == [[0.0, 0.0], [3.0, 3.0]]
 
 
+def test_whole_numbers_are_passed_on_without_a_gradient() -> None:
+    x, places = shards(3, 3), [torch.tensor([2, 0]), torch.tensor([1, 1])]
+    given = [each for pair in zip(x, places, strict=True) for each in pair]
+    outputs = global_map(lambda comm, x, at: (x[at] * (1 + comm.rank), at), 2)(*given)
+    assert torch.equal(torch.cat(outputs[::2]), torch.cat([x[0][[2, 0]], 2 * x[1][[1, 1]]]))
+    assert [output.tolist() for output in outputs[1::2]] == [[2, 0], [1, 1]]
+
+
 def test_a_number_of_shards_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="3 tensors cannot be the shards of 2 ranks"):
         global_map(right, 2)(*shards(1, 1, 1))
@@ -109,13 +117,16 @@ def test_adjointness_is_exact(comm: Any, adjoint: Call | None) -> None:
     checked(comm, right, adjoint)
 
 
+SUMS = r"^not adjoint: <A x, y> = -?\d+\.0, <x, A\^T y> = -?\d+\.[05], summed over 2 ranks$"
+
+
 @pytest.mark.parametrize(
     ("forward", "adjoint", "said"),
     [
-        (halved, None, "not adjoint"),
-        (of_rank_only, None, "not adjoint"),
-        (summed, lambda comm, y: y[:2], "shape"),
-        (lambda comm, x: x[:2], None, "shape"),
+        (halved, None, SUMS),
+        (of_rank_only, None, SUMS),
+        (summed, lambda comm, y: y[:2], r"A\^T y has shape \(2,\), x has \(4,\)$"),
+        (lambda comm, x: x[:2], None, r"A x has shape \(2,\), y has \(4,\)$"),
     ],
 )
 @spmd(2)

@@ -22,6 +22,8 @@ from oracle.ways import offered
 
 from sp_core.launch import watch
 from sp_core.testing import (
+    CheckedComm,
+    engine,
     event,
     features,
     given,
@@ -34,6 +36,7 @@ from sp_core.testing import (
 )
 from sp_core.testing.comm import LockstepComm
 from sp_core.testing.outcome import RankFailure
+from sp_core.testing.plan import Example
 from sp_core.testing.session import Tally
 
 pytestmark = pytest.mark.ranks  # these laws hold for threads and for MPI
@@ -91,7 +94,8 @@ def test_a_search_that_rejects_nearly_everything_fails_a_health_check(accepted: 
     def body(comm: Any, n: int) -> None:
         assume(n in accepted)
 
-    expected = (Unsatisfiable, FailedHealthCheck, RankFailure)
+    # a skip would have another text
+    expected = (Unsatisfiable, FailedHealthCheck, RankFailure, pytest.skip.Exception)
     with pytest.raises(expected, match=r"[Ff]ilter|satisf"):
         body()
 
@@ -213,7 +217,9 @@ def test_raw_replay_finds_what_the_checks_hide(
         assert said in failure_of(body)
         assert any(text.startswith("raw replay of ") for text in told) == leads()
     else:
+        before = session.current.tally.raw
         body()
+        assert session.current.tally.raw == before
 
 
 @pytest.mark.mpi  # ranks that are threads are always checked
@@ -235,6 +241,30 @@ def test_a_message_left_by_a_raw_example_does_not_reach_the_next(
     monkeypatch.setattr(session.current, "raw_replay", True)
     assert "AssertionError" in failure_of(leaves)
     receives()
+
+
+@pytest.mark.mpi  # ranks that are threads get new communicators for each example
+def test_communicators_are_kept_for_later_examples_and_the_oldest_is_freed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    control: Any = session.current.control
+    monkeypatch.setattr(engine, "_pool", {})
+    monkeypatch.setattr(engine, "MAX_COMMUNICATORS", 2)
+    asked = [Example(ranks, {}, raw) for ranks in ((0, 1), (1, 0), (1,)) for raw in (False, True)]
+    made, found, due = list[Any](), list[Any](), list[Any]()
+    for number, one in enumerate(asked, 1):
+        made += [engine._communicator(control, one), engine._communicator(control, one)]
+        place = one.ranks.index(control.rank) if control.rank in one.ranks else None
+        found.append((place is not None and (made[-1].rank, made[-1].size), [*engine._pool]))
+        kept = [(each.ranks, each.raw) for each in asked[:number][-2:]]
+        due.append((place is not None and (place, len(one.ranks)), kept))
+        found.append(
+            [isinstance(made[-1], CheckedComm), made[-1] is made[-2], *map(bool, made[:-4])]
+        )
+        due.append([place is not None and not one.raw, True, *[False] * len(made[:-4])])
+    for comm in filter(None, engine._pool.values()):
+        (comm._free if isinstance(comm, CheckedComm) else comm.Free)()
+    assert found == due
 
 
 @pytest.mark.parametrize(

@@ -162,13 +162,57 @@ def test_ranks_that_disagree_all_get_an_error_and_the_group_still_works(
             pass_along(group, torch.full((2,), float(comm.rank)), torch.zeros(2))
 
 
+def some(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return a tensor of zeros."""
+    return torch.zeros(shape, dtype=dtype)
+
+
+INT = torch.int32
+UNFIT: list[tuple[str, tuple[Any, ...], str]] = [
+    ("all_gather_into_tensor", (some(3), some(2)), "output has 3 x float32 on cpu, the input 2 x"),
+    ("all_gather_into_tensor", (some(4, dtype=INT), some(2)), "4 x int32 on cpu, the input 2 x f"),
+    ("reduce_scatter_tensor", (some(2), some(3)), "output has 2 x float32 on cpu, the input 3 x"),
+    ("reduce_scatter_tensor", (some(2, dtype=INT), some(4)), "2 x int32 on cpu, the input 4 x fl"),
+    ("all_reduce", (some(4, 3).T,), r"of shape \(3, 4\) and strides \(1, 3\) is not contiguous"),
+    ("all_to_all_single", (some(4), some(3)), "3 rows cannot be split evenly over 2 ranks"),
+    (
+        "all_to_all_single",
+        (some(4), some(4), None, [4]),
+        r"sizes \[4\] are not 2 sizes that add up",
+    ),
+    ("all_to_all_single", (some(4), some(4), None, [1, 2]), r"\[1, 2\] are not .* up to 4 rows"),
+    ("all_to_all_single", (some(4), some(4), [3, 2]), r"\[3, 2\] are not .* up to 4 rows"),
+]
+
+
 @spmd(2)
 def test_a_rank_whose_own_tensors_do_not_fit_says_so(comm: Any) -> None:
     with world(comm):
-        with pytest.raises(ValueError, match="do not fit"), CheckedGroup() as group:
-            group.all_gather_into_tensor(torch.zeros(3), torch.zeros(2))
-        with pytest.raises(ValueError, match="not contiguous"), CheckedGroup() as group:
-            group.all_reduce(torch.zeros(4, 4).T)
+        for name, tensors, said in UNFIT:
+            with pytest.raises(ValueError, match=said), CheckedGroup() as group:
+                getattr(group, name)(*tensors)
+
+
+@spmd(3)
+def test_ranks_of_a_part_of_the_world_are_named_as_in_the_world(comm: Any) -> None:
+    mine, into = torch.full((2, 3), float(comm.rank)), some(2, 3)
+    with world(comm):
+        part = dist.new_group([1, 2])
+        if comm.rank == 0:
+            return
+        with CheckedGroup(part) as group:
+            assert (group.rank, group.size) == (comm.rank - 1, 2)
+            if comm.rank == 1:
+                group.send(mine, dst=2)
+            else:
+                group.recv(into, src=1)
+                group.broadcast(into, src=2)
+            if comm.rank == 1:
+                group.broadcast(into, src=2)
+            swapped = some(2, 3)
+            group.all_to_all_single(swapped, mine)
+    assert into.tolist() == [[1.0] * 3] * 2
+    assert swapped.tolist() == [[1.0] * 3, [2.0] * 3]
 
 
 def test_without_a_world_there_is_no_group() -> None:

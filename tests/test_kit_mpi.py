@@ -55,16 +55,6 @@ def with_gaps(comm: Any) -> object:
     return into.tolist()
 
 
-def statuses(comm: Any) -> object:
-    """Return source and length of a message, from the list of statuses of a wait."""
-    into, peer, found = np.zeros(9), 1 - comm.rank, [MPI.Status(), MPI.Status()]
-    MPI.Request.Waitall([comm.Irecv(into, peer), comm.Isend(numbers(comm), peer)], found)
-    request, done = comm.Isend(numbers(comm), peer), comm.Irecv(into, peer)
-    some = MPI.Request.Waitsome([done]), MPI.Request.Testsome([done])
-    request.Wait()
-    return found[0].Get_source(), found[0].Get_count(MPI.DOUBLE), into.tolist(), some
-
-
 def neighbours(comm: Any) -> object:
     """Exchange objects with both neighbours in a ring of two ranks."""
     ring = comm.Create_cart([2], [True])
@@ -82,25 +72,6 @@ def at_the_ends(comm: Any) -> object:
     return into.tolist()
 
 
-def probed(comm: Any) -> object:
-    """Receive messages, of numbers and of objects, that a probe has found."""
-    into, peer = np.zeros(8), 1 - comm.rank
-    request = comm.Isend(numbers(comm), peer, 1)
-    MPI.Message.Probe(comm=comm, source=peer, tag=1).Recv(into)
-    comm.Mprobe(MPI.PROC_NULL).Recv(into)
-    request.Wait()
-    request = comm.isend({"rank": comm.rank}, peer, 2)
-    while (message := comm.improbe(peer, 2)) is None:
-        pass
-    found = message.recv()
-    request.wait()
-    request = comm.isend(1, peer, 3)
-    with pytest.warns(UserWarning, match="buf"):
-        last = comm.recv(bytearray(99), peer, 3)
-    request.wait()
-    return into.tolist(), found, last
-
-
 def by_addresses(comm: Any) -> object:
     """Exchange numbers by a datatype that holds their address, so that there is no buffer."""
     out, into, peer = numbers(comm), np.zeros(8), 1 - comm.rank
@@ -113,20 +84,6 @@ def by_addresses(comm: Any) -> object:
     for datatype in at:
         datatype.Free()
     return out.tolist(), into.tolist()
-
-
-def any_object(comm: Any) -> object:
-    """Receive objects by waits for one of several requests, and for some of them."""
-    peer = 1 - comm.rank
-    found: list[object] = []
-    sends = [comm.isend((comm.rank, tag), peer, tag) for tag in range(3)]
-    receives = [comm.irecv(source=peer, tag=tag) for tag in range(3)]
-    found.append(MPI.Request.waitany(receives[:1]))
-    found.append(MPI.Request.waitsome(receives[1:2]))
-    while not (tested := MPI.Request.testany(receives[2:]))[1]:
-        pass
-    MPI.Request.waitall(sends)
-    return *found, tested, comm.sendrecv({"rank": comm.rank}, peer, 3, None, peer, 3)
 
 
 def duplicated(comm: Any) -> object:
@@ -210,8 +167,7 @@ def persistent(comm: Any) -> object:
 
 
 CALLS = (
-    *(replaced, with_gaps, by_addresses, statuses, probed, any_object),
-    *(neighbours, at_the_ends, duplicated),
+    *(replaced, with_gaps, by_addresses, neighbours, at_the_ends, duplicated),
     *(between, smaller, gathered, freed, cancelled, persistent),
 )
 

@@ -36,7 +36,7 @@ from sp_core.testing.outcome import (
     table,
 )
 from sp_core.testing.requests import say
-from sp_core.testing.stuck import Ends, Report, deadlocked
+from sp_core.testing.stuck import Ends, Report, _takes, deadlocked, turn
 
 pytestmark = pytest.mark.mpi_skip  # one process is enough
 
@@ -290,6 +290,8 @@ SENDS, RECEIVES = waits(1, MINE, sent=(MINE,)), waits(0, MINE)
 LATER = [waits(turn, MINE, sent=(MINE, MINE)) for turn in (1, 2)]
 ANY_TAG = NO_CALLS._replace(accepts=(MINE, ("c", 0, 1, -1)))
 TAKEN = NO_CALLS._replace(received=(MINE,))
+TWO = Report({}, "", 2, "", ((0, MINE), (0, OTHER)), (MINE, OTHER))
+THREE = [calls(on, a, b)._replace(size=3) for on, a, b in (("a", 1, 0), ("a", 1, 0), ("b", 0, 1))]
 
 
 @pytest.mark.parametrize(
@@ -310,6 +312,16 @@ TAKEN = NO_CALLS._replace(received=(MINE,))
         *[([LATER[i], NO_CALLS._replace(accepts=(MINE,))], bool(i)) for i in (0, 1)],
         *[([LATER[i], TAKEN], bool(i)) for i in (0, 1)],
         *[([LATER[i], ANY_TAG], False) for i in (0, 1)],
+        *[([NO_CALLS._replace(sent=(MINE,)), TWO._replace(every=x)], x) for x in (False, True)],
+        ([NO_CALLS._replace(sent=(MINE, OTHER)), TWO._replace(every=True)], False),
+        ([NO_CALLS, TWO], True),
+        ([NO_CALLS, NO_CALLS], False),
+        ([NO_CALLS, waits(0, MINE, received=(("c", -1, 1, 5),))], False),  # its source is unknown
+        ([NO_CALLS, waits(0, MINE, received=(("c", 0, 1, -1),))], True),
+        (THREE, True),
+        ([*THREE[:2], THREE[2]._replace(waits_on="a", calls={"a": 1})], False),
+        ([*THREE[:2], NO_CALLS._replace(calls={"a": 0})], False),
+        ([*THREE[:2], NO_CALLS], True),  # the third rank does not have this communicator
         *[([LATER[i], TAKEN._replace(accepts=(MINE,))], False) for i in (0, 1)],
     ],
 )
@@ -317,6 +329,22 @@ def test_a_deadlock_needs_that_no_awaited_call_or_message_can_come(
     reports: list[Report], expected: bool
 ) -> None:
     assert deadlocked(reports) is expected
+
+
+def test_a_receive_takes_what_it_names() -> None:
+    """-1 stands for any source or tag."""
+    messages = [*itertools.product("cd", (0, 1), (0, 1), (5, 6))]
+    for comm, source, dest, tag in itertools.product("cd", (-1, 0, 1), (0, 1), (-1, 5, 6)):
+        sources, tags = ((0, 1) if source < 0 else (source,)), ((5, 6) if tag < 0 else (tag,))
+        due = [*itertools.product(comm, sources, (dest,), tags)]
+        assert [x for x in messages if _takes((comm, source, dest, tag), x)] == due
+
+
+def test_a_message_is_known_by_its_number_among_those_with_its_ends() -> None:
+    sent = [list(ends) for ends in itertools.product((1, 2, 1), (5, 6, 5), (0,), "ab")]
+    for place, message in enumerate(sent):
+        assert turn(sent, message) == 1 + sum(x[:3] == message[:3] for x in sent[:place])
+    assert turn(sent, None) == turn([], None) == 0
 
 
 def test_what_is_not_checked_is_told_once(

@@ -78,6 +78,12 @@ def test_live_bytes_are_those_of_the_tensors_that_are_kept() -> None:
             assert live.peak == peak
             del kept[chance.randrange(len(kept)) :: chance.choice([2, 5, 999])]
         assert live.now == sum(x.nbytes for x in kept)
+    assert LiveBytes().peak == 0
+    one = torch.zeros(1, dtype=torch.uint8)
+    with LiveBytes((one,)) as live:
+        assert live.peak == 1
+        assert torch.zeros(6, dtype=torch.uint8).sum().item() == 0  # the sum has 8 bytes
+    assert (live.peak, live.now) == (15, 1)
 
 
 def held_by_a_ring(comm: Any, tokens: int) -> float:

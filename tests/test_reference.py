@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from itertools import product
 from typing import Any
@@ -13,7 +14,6 @@ from oracle import reference
 from torch import Tensor
 from torch.nn import functional as F
 
-from sp_core.testing import tolerance
 from sp_core.testing.tolerance import bound, check_close, error_ratio, unit_roundoff
 
 Sizes = dict[str, Any]
@@ -236,20 +236,26 @@ def test_a_result_may_underflow_and_nothing_else_may_come_from_nothing(dtype: to
     assert allowed[1] == 0
 
 
-def test_the_bound_counts_what_it_says() -> None:
-    scale = torch.tensor([2.0])
-    u = unit_roundoff(torch.float32)
-    assert u == 2.0**-24
-    assert float(bound(scale, torch.float32, growth=9.0)) == pytest.approx(tolerance.C * 10 * u * 2)
-    half = unit_roundoff(torch.bfloat16)
-    assert half == 2.0**-8
-    assert float(bound(scale, torch.bfloat16, growth=9.0)) == pytest.approx(
-        tolerance.C * (half + 9 * u) * 2
-    )
-    more = bound(
-        scale, torch.bfloat16, 9.0, extra_roundings=3, single_device_error=torch.tensor([0.25])
-    )
-    assert float(more - bound(scale, torch.bfloat16, 9.0)) == pytest.approx(3 * half * 2 + 0.5)
+@pytest.mark.parametrize(
+    ("dtype", "u", "least"),
+    [
+        (torch.float64, 2**-53, 2**-1074),
+        (torch.float32, 2**-24, 2**-149),
+        (torch.bfloat16, 2**-8, 2**-133),
+        (torch.float16, 2**-11, 2**-24),
+    ],
+)
+def test_the_bound_counts_what_it_says(dtype: torch.dtype, u: float, least: float) -> None:
+    terms, errors = [2.0, -3.0, 0.0, 1e-40], [0.25, -0.5, -1e-9, 0.0]
+    scale, others = torch.tensor(terms, dtype=torch.float64), torch.tensor(errors)
+    assert unit_roundoff(dtype) == u
+    assert torch.equal(bound(scale, dtype), bound(scale, dtype, 1.0, 0, None))
+    for growth, extra, single in itertools.product((1.0, 9.0), (0, 3), (None, others)):
+        found = bound(scale, dtype, growth, extra, single).tolist()
+        for got, term, error in zip(found, map(abs, terms), map(abs, errors), strict=True):
+            due = 20 * ((u + min(u, 2**-24) * growth) * term + (least if term else 0.0))
+            due += extra * u * term + (0.0 if single is None else 2 * error)
+            assert got == pytest.approx(due, rel=1e-6, abs=0.0)
 
 
 ONE, ZERO = torch.ones(2), torch.zeros(2)
@@ -285,14 +291,18 @@ def test_error_ratio_of_what_is_not_a_number(
 def test_check_close_names_the_worst_element() -> None:
     expected = torch.zeros(2, 3)
     actual = expected.clone()
-    assert check_close("out", actual + 0.25, expected, torch.ones(2, 3)) == 0.25
+    for ratio in (0.25, 1.0):
+        assert check_close("out", actual + ratio, expected, torch.ones(2, 3)) == ratio
     actual[1, 2], actual[0, 1] = 3.0, 2.0
     with pytest.raises(
         AssertionError,
-        match=r"out\[1, 2\] = 3\.0, expected 0\.0, error 3 is 3 times the bound 1 \(2 of 6",
+        match=r"out\[1, 2\] = 3\.0, expected 0\.0, error 3 is 3 times the bound 1 \(2 of 6 "
+        r"elements out of bounds, dtype torch\.float32\)$",
     ):
         check_close("out", actual, expected, torch.ones(2, 3))
-    with pytest.raises(AssertionError, match=r"shape \(2, 3\) given, expected \(3, 2\)"):
+    with pytest.raises(
+        AssertionError, match=r"out: shape \(2, 3\) given, expected \(3, 2\) \(bound \(3, 2\)\)"
+    ):
         check_close("out", actual, expected.T, torch.ones(3, 2))
     with pytest.raises(AssertionError, match="nan"):
         check_close("out", actual * math.nan, expected, torch.ones(2, 3))

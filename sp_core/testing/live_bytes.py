@@ -27,9 +27,8 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
         TorchDispatchMode.__init__(self)
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-        self._most = 0  # at least `now`: the bytes at the last count, and all made since
-        self._counted = 0  # the number of tensors at the last count
+        # _most is at least `now`: the bytes at the last count, and all made since
+        self.peak = self._most = 0
         self._note(tensors)
 
     @classmethod
@@ -41,7 +40,6 @@ class LiveBytes(TorchDispatchMode):
     def now(self) -> int:
         """The bytes that are alive at this moment."""
         self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
-        self._counted = len(self._alive)
         self._most = sum(nbytes for _, nbytes in self._alive.values())
         return self._most
 
@@ -59,5 +57,5 @@ class LiveBytes(TorchDispatchMode):
                 self._alive[key] = (StorageWeakRef(storage), nbytes)
                 self._most += nbytes
         # counting after each operation would take longer than the operations
-        if self._most > self.peak or len(self._alive) > 2 * self._counted + 100:
+        if self._most > self.peak:
             self.peak = max(self.peak, self.now)

@@ -6,6 +6,7 @@ An example is one choice of ranks and arguments for the body. `search` has Hypot
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import pickle
@@ -260,14 +261,11 @@ def _decorated(
     max_examples: int | None,
 ) -> Callable[[], None]:
     """Return `driver`, which runs one example, as a Hypothesis test with `spec.marks`."""
-    for name in ("__name__", "__qualname__", "__module__"):
-        setattr(driver, name, getattr(spec.function, name))
+    # Hypothesis tells tests apart by the body's name and source, for its seed and in its database
+    driver = functools.wraps(spec.function, updated=())(driver)
     parameters = [inspect.Parameter(x, inspect.Parameter.KEYWORD_ONLY) for x in strategies]
     copied = {name: spec.marks[name] for name in _COPIED if name in spec.marks}
-    # Hypothesis tells tests apart by the body's source, for its seed and in its database
-    vars(driver).update(
-        copied, __wrapped__=spec.function, __signature__=inspect.Signature(parameters)
-    )
+    vars(driver).update(copied, __signature__=inspect.Signature(parameters))
     seed = session.current.seed
     own = profiles.chosen(spec.marks.get(_SETTINGS), max_examples, seeded=seed is not None)
     if seed is not None and copied.get(_SEED) is None:

@@ -185,7 +185,7 @@ def flow(op: str, rank: int, size: int, values: Values, edges: Edges = ((), ()))
         gives = tuple(pair for pair in gives if pair[0] != rank)
         takes = tuple(pair for pair in takes if pair[0] != rank)
     elif not op.startswith("Neighbor"):
-        _check_self(dict(gives).get(rank), dict(takes).get(rank))
+        _check_self(*[[part for peer, part in ends if peer == rank] for ends in (gives, takes)])
     if sent is not None and received is not None:
         _check_apart(sent, received)
     buffers = (sender, sent), (receiver, received)
@@ -250,7 +250,7 @@ def _reduction(op: str, rank: int, size: int, values: Values) -> Flow:
     dests = range({"Scan": rank, "Exscan": rank + 1}.get(op, 0), size) if root is None else (root,)
     sources = range({"Scan": rank + 1, "Exscan": rank}.get(op, size) if root in (None, rank) else 0)
     name = op_name(values["op"])
-    equal = (blocks * sent.parts[0].nbytes, sent.parts[0].kind, name, root, counts)
+    equal = (sum(part.nbytes for part in sent.parts), sent.parts[0].kind, name, root, counts)
     return Flow(
         tuple((dest, part) for dest in dests for part in sent.parts),
         tuple((source, place) for source in sources),
@@ -270,23 +270,22 @@ def _named(values: Values) -> list[str]:
     return [f"{name}={value}" for name, value in rest.items() if value is not None]
 
 
-def _check_self(gives: Part | None, takes: Part | None) -> None:
+def _check_self(gives: Sequence[Part], takes: Sequence[Part]) -> None:
     """Raise ValueError if a rank sends itself other sizes or kinds of data than it expects."""
-    if gives is not None and takes is not None:
+    for given, taken in itertools.product(gives, takes):
         require(
-            gives.nbytes == takes.nbytes
-            and (not gives.nbytes or gives.kind == takes.kind or "" in (gives.kind, takes.kind)),
-            f"sends itself {gives.nbytes} bytes of {gives.kind}, but expects {takes.nbytes} of "
-            f"{takes.kind}",
+            given.nbytes == taken.nbytes
+            and (not given.nbytes or given.kind == taken.kind or "" in (given.kind, taken.kind)),
+            f"sends itself {given.nbytes} bytes of {given.kind}, but expects {taken.nbytes} of "
+            f"{taken.kind}",
         )
 
 
 def _check_apart(sent: Spec, received: Spec) -> None:
     """Refuse buffers of one call that overlap in memory, as MPI does."""
     parts = itertools.product(sent.parts, received.parts)
-    views = [(a.view, b.view) for a, b in parts if a.view is not None and b.view is not None]
     # only the addresses are compared: memory on a device cannot be read
-    shared = any(np.may_share_memory(a, b, max_work=0) for a, b in views)
+    shared = any(np.may_share_memory(a.view, b.view) for a, b in parts)
     require(not shared, "two buffers of this call share memory")
 
 

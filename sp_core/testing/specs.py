@@ -119,20 +119,20 @@ def array(buffer: Any) -> Array:
         ValueError: it is not contiguous, so MPI would take its elements in a different order.
         TypeError: it gives no access to memory.
     """
-    flat = buffer if isinstance(buffer, np.ndarray) else _foreign(buffer)
+    flat = _memory(buffer)
     if not flat.flags.forc:
         raise ValueError(
             f"a buffer of shape {flat.shape} and strides {flat.strides} is not contiguous. Pass a "
             "contiguous copy."
         )
-    return flat.reshape(-1, order="A")
+    return flat.ravel(order="A")
 
 
-def _foreign(buffer: Any) -> Array:
-    """Return a NumPy array over the memory of an object that is no NumPy array.
+def _memory(buffer: Any) -> Array:
+    """Return a NumPy array over the memory of an object.
 
-    The object is a tensor, has Python's buffer protocol, or lives on a device. Of memory on a
-    device only address, size and dtype may be used.
+    The object is an array or a tensor, has Python's buffer protocol, or lives on a device. Of
+    memory on a device only address, size and dtype may be used.
     """
     on_device = getattr(buffer, "__cuda_array_interface__", None)
     if on_device is None and not hasattr(buffer, "__dlpack__"):
@@ -155,9 +155,8 @@ def _type_of_tensor(tensor: Any) -> str:
     capsule = tensor.__dlpack__(**({} if on_host else {"stream": -1}))
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
-    code, bits, lanes = struct.unpack_from(
-        "=BBH", ctypes.string_at(pointer(capsule, b"dltensor"), 24), 20
-    )
+    described = ctypes.string_at(pointer(capsule, b"dltensor") + 20, 4)
+    code, bits, lanes = struct.unpack("=BBH", described)
     return f"{'c' if lanes == 2 else 'iufVVcb'[code]}{bits * lanes // 8}"
 
 
@@ -252,29 +251,30 @@ def _places(
 
     The beginnings are in extents of the datatype; for form W in bytes.
     """
-    length = element.data.size // element.extent if element.extent > 0 else 0
+    given = counts is not None
     if form == "W":
-        given = counts is not None
         require(
             given is (displs is not None) and (given or element.data.size > 0),
             "pass counts and displacements, or neither; a buffer of unknown length needs both",
         )
         sizes, starts = (counts, displs) if given else ([1] * n, [0] * n)
         return [*map(index, sizes)], [*map(index, starts)]
+    require(given or element.extent > 0, f"a datatype of extent {element.extent} needs counts")
+    length = element.data.size // max(element.extent, 1)
     if form == "V":
         counts = (
-            [length // n + (length % n > i) for i in range(n)]
-            if counts is None
-            else _repeated(counts, [1] * n)
+            _repeated(counts, [1] * n)
+            if given
+            else [length // n + (length % n > i) for i in range(n)]
         )
         displs = [0, *accumulate(counts[:-1])] if displs is None else _repeated(displs, range(n))
         return counts, displs
     blocks, first = (n if form == "B" else 1), index(displs or 0)
     require(
-        counts is not None or not (element.data.size % element.extent or (length - first) % blocks),
+        given or not (element.data.size % element.extent or (length - first) % blocks),
         f"{element.data.size} bytes are not {blocks} blocks of elements of {element.extent} bytes",
     )
-    count = (length - first) // blocks if counts is None else index(counts)
+    count = index(counts) if given else (length - first) // blocks
     return [count] * blocks, [first + i * count for i in range(blocks)]
 
 

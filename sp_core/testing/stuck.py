@@ -97,8 +97,8 @@ def turn(sent: Sequence[Any], message: Any) -> int:
 
     The first such message has number 1. Return 0 if `message` is None.
     """
-    last = max((place for place, each in enumerate(sent) if each is message), default=0)
-    return sum(message is not None and each[:3] == message[:3] for each in sent[: last + 1])
+    same = [each for each in sent if message is not None and each[:3] == message[:3]]
+    return max((number for number, each in enumerate(same, 1) if each is message), default=0)
 
 
 def _takes(pattern: Ends, message: Ends) -> bool:

@@ -1,0 +1,339 @@
+"""Test the description of collectives: which data it says goes to which rank, and what it moves.
+
+One process describes the calls of all ranks, and moves their data by the descriptions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from sp_core.testing.lockstep import Message
+from sp_core.testing.signatures import (
+    _UFUNCS,
+    COLLECTIVES,
+    Flow,
+    bind,
+    contribution,
+    deliver,
+    exchange,
+    flow,
+    op_name,
+    op_of,
+    view,
+)
+from sp_core.testing.specs import Part, read
+
+Array = np.ndarray[Any, Any]
+REDUCTIONS = {op: names for op, names in COLLECTIVES.items() if "op" in names}
+MOVES = {op: names for op, names in COLLECTIVES.items() if "sendbuf" in names and "op" not in names}
+MOVES["Bcast"] = {"sendbuf": "", "recvbuf": "", "root": ""}
+
+
+def edges(p: int, rank: int) -> tuple[list[int], list[int]]:
+    """Return the ranks that a rank receives from, and those it sends to, as its neighbours."""
+    return [(rank - 1) % p], [(rank + 1) % p]
+
+
+def sent(op: str, p: int, root: int, *, symmetric: bool) -> dict[tuple[int, int], Array]:
+    """Return the numbers that each rank sends to each rank in a collective, by its definition."""
+    pairs = [*itertools.product(range(p), range(p))]
+    if "root" in MOVES[op]:
+        pairs = [pair for pair in pairs if pair["Gather" in op] == root]
+    if op.startswith("Neighbor"):
+        pairs = [(i, j) for i, j in pairs if j in edges(p, i)[1]]
+    made = {}
+    for i, j in pairs:
+        to = j if "Scatter" in op or "to" in op else 0
+        count = (i + to + i * to * (not symmetric)) % 3 if op.endswith(("v", "w")) else 2
+        made[i, j] = 100.0 * i + 10 * to + np.arange(count)
+    return made
+
+
+def joined(parts: list[Array], form: str) -> tuple[Array, Any]:
+    """Return a buffer with these parts, and its specification. Parts of form V and W have gaps."""
+    counts, gap = [len(part) for part in parts], int(form in ("V", "W"))
+    buffer = np.concatenate([np.append(part, [-1.0] * gap) for part in parts] or [np.zeros(0)])
+    places = [int(sum(counts[:i])) + gap * i for i in range(len(parts))]
+    types = [MPI.DOUBLE] * len(parts)
+    return buffer, {
+        "V": [buffer, (counts, places)],
+        "W": [buffer, counts, [8 * place for place in places], types],
+    }.get(form, buffer)
+
+
+def moving(
+    op: str, p: int, rank: int, root: int, data: dict[tuple[int, int], Array], *, inside: bool
+) -> tuple[dict[str, Any], Array, Array]:
+    """Return a rank's arguments, its receive buffer, and what the buffer holds afterwards."""
+    out = [part for (source, _), part in data.items() if source == rank]
+    came = {source: part for (source, dest), part in data.items() if dest == rank}
+    form = MOVES[op]["sendbuf"]
+    _, sends = joined(out if form else out[:1], form)
+    before = {source: np.full(len(part), -1.0) for source, part in came.items()}
+    if inside and "Scatter" not in op:
+        before |= dict(enumerate(out)) if "to" in op else {rank: out[0]}
+    into, receives = joined([*before.values()], MOVES[op]["recvbuf"])
+    after, _ = joined([*came.values()], MOVES[op]["recvbuf"])
+    if op == "Bcast":
+        buffer = sends if rank == root else into
+        return {"buf": buffer, "root": root}, buffer, after
+    values = {"sendbuf": sends if out else None, "recvbuf": receives if came else None}
+    if inside:
+        values["recvbuf" if "Scatter" in op else "sendbuf"] = MPI.IN_PLACE
+        after = into.copy() if "Scatter" in op else after
+    return values | ({"root": root} if "root" in MOVES[op] else {}), into, after
+
+
+def moved(op: str, flows: list[Flow]) -> None:
+    """Move the data between all ranks as their flows say."""
+    parts = [
+        {source: contribution(flows[source], rank) for source, _ in mine.takes}
+        for rank, mine in enumerate(flows)
+    ]
+    for rank, came in enumerate(parts):
+        deliver(op, rank, flows[rank], came)
+
+
+def told(op: str, values: dict[str, Any], numbers: dict[str, int]) -> str:
+    """Return a rank's arguments as text, with the numbers of ranks that its buffers are for."""
+    specs = {name: read(values[name], COLLECTIVES[op][name], n) for name, n in numbers.items() if n}
+    texts = {name: spec.text for name, spec in specs.items()}
+    texts |= {"root": str(values["root"])} if "root" in values else {}
+    return ", ".join(f"{name}={text}" for name, text in texts.items())
+
+
+@pytest.mark.parametrize("p", [1, 2, 3])
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("op", MOVES)
+def test_what_is_said_to_move_is_what_the_collective_moves(op: str, inside: bool, p: int) -> None:
+    for root in range(p if "root" in MOVES[op] else 1):
+        data = sent(op, p, root, symmetric=inside)
+        at_root = op.startswith(("Gather", "Scatter"))
+        may_be = at_root or op.startswith("All")
+        calls = [
+            moving(op, p, r, root, data, inside=inside and may_be and (r == root or not at_root))
+            for r in range(p)
+        ]
+        flows = [flow(op, r, p, calls[r][0], edges(p, r)) for r in range(p)]
+        others = {(i, j): part for (i, j), part in data.items() if i != j}
+        messages = {
+            (i, j): Message(i, j, 0, x.nbytes, "float64" if len(x) else "")
+            for (i, j), x in others.items()
+        }
+        for rank, (values, _, _) in enumerate(calls):
+            call = flows[rank].call(op, rank)
+            assert call.sends == [x for x in messages.values() if x.source == rank]
+            assert call.receives == [x for x in messages.values() if x.dest == rank]
+            ends = data if op != "Bcast" else others
+            numbers = {
+                "buf": len(others),
+                "sendbuf": sum(i == rank for i, _ in ends),
+                "recvbuf": sum(j == rank for _, j in ends),
+            }
+            used = {
+                x: n for x, n in numbers.items() if x in values and values[x] is not MPI.IN_PLACE
+            }
+            assert call.text == told(op, values, used)
+            assert (call.op, call.equal) == (op, (values.get("root"),))
+        moved(op, flows)
+        assert [into.tolist() for _, into, _ in calls] == [after.tolist() for *_, after in calls]
+
+
+@pytest.mark.parametrize("p", [1, 2, 3])
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("op", REDUCTIONS)
+def test_a_reduction_combines_what_its_definition_says(op: str, inside: bool, p: int) -> None:
+    for root, given in itertools.product(range(p), (True, False)):
+        counts = [1 + given * rank % 2 for rank in range(p)]
+        n = {"Reduce_scatter": sum(counts), "Reduce_scatter_block": 2 * p}.get(op, 2)
+        data = [10.0**rank * np.arange(1, n + 1) for rank in range(p)]
+        shares = {"Reduce_scatter": counts, "Reduce_scatter_block": [2] * p}.get(op)
+        total, calls = np.sum(data, axis=0), list[Any]()
+        for rank in range(p):
+            here = op != "Reduce" or rank == root
+            due: Any = {"Scan": sum(data[: rank + 1]), "Exscan": sum(data[:rank])}.get(op, total)
+            if shares:
+                due = total[sum(shares[:rank]) :][: shares[rank]]
+            own = inside and here
+            into = data[rank].copy() if own else np.full(len(np.atleast_1d(due)), -1.0)
+            if op == "Exscan" and not rank:
+                into, due = data[rank].copy() if own else np.full(n, -1.0), []
+            values: Any = {
+                "sendbuf": None if own else data[rank],
+                "recvbuf": into if here else None,
+            }
+            given_: Any = {
+                "root": root,
+                "op": MPI.SUM,
+                "recvcounts": counts if given or inside else None,
+            }
+            values |= {name: given_[name] for name in REDUCTIONS[op] if name in given_}
+            calls.append((values, into, due if here else []))
+        flows = [flow(op, rank, p, bind(op, [], calls[rank][0])) for rank in range(p)]
+        assert len({repr(x.equal) for x in flows}) == 1
+        going = [(rank, dest) for rank, x in enumerate(flows) for dest, _ in x.gives]
+        coming = [(source, rank) for rank, x in enumerate(flows) for source, _ in x.takes]
+        assert sorted(set(going)) == sorted(coming)
+        befores = [into.copy() for _, into, _ in calls]
+        moved(op, flows)
+        for (_, into, due), before in zip(calls, befores, strict=True):
+            assert into.tolist() == [*due, *before[len(due) :]]
+        assert not any(x.call(op, r).sends or x.call(op, r).receives for r, x in enumerate(flows))
+
+
+@pytest.mark.parametrize("dtype", ["f8", "i4", "u1"])
+@pytest.mark.parametrize("name", list(_UFUNCS))
+def test_threads_reduce_as_mpi_does(name: str, dtype: str) -> None:
+    if name.startswith("B") and dtype == "f8":
+        return  # nobody combines the bits of these
+    op, data = getattr(MPI, name), [np.array(x, dtype) for x in ([0, 3, 5, 0], [6, 2, 0, 0])]
+    flows = [
+        flow("Allreduce", rank, 2, {"sendbuf": x, "recvbuf": np.zeros(4, dtype), "op": op})
+        for rank, x in enumerate(data)
+    ]
+    moved("Allreduce", flows)
+    with contextlib.suppress(MPI.Exception):  # Open MPI has no logic of float64
+        op.Reduce_local(*data)
+        assert [view(x.takes[0][1]).tolist() for x in flows] == [data[1].tolist()] * 2
+
+
+def test_an_operation_has_one_name_and_those_of_the_program_share_one() -> None:
+    own, product = MPI.Op.Create(lambda *_: None), {"sendbuf": np.ones(2), "op": MPI.MINLOC}
+    names = [*map(op_name, (None, MPI.SUM, MPI.MAX, MPI.MINLOC, own, max))]
+    assert names == ["SUM", "SUM", "MAX", "MINLOC", *["an operation of the program"] * 2]
+    strange = flow("Allreduce", 0, 1, product | {"recvbuf": np.ones(2)})
+    with pytest.raises(ValueError, match=f"reduce with {', '.join(_UFUNCS)}, not MINLOC$"):
+        deliver("Allreduce", 0, strange, {0: np.ones(2)})
+    own.Free()
+
+
+def test_threads_share_a_sum_evenly_without_counts() -> None:
+    values = {"sendbuf": np.arange(4.0), "recvbuf": np.zeros(3), "op": None, "recvcounts": None}
+    with pytest.raises(ValueError, match=r"^4 elements are not \[3, 3\]$"):
+        moved("Reduce_scatter", [flow("Reduce_scatter", rank, 2, values) for rank in range(2)])
+
+
+SIX, TWO, NO = np.arange(6.0), np.zeros(2), np.zeros(0)
+BOTH = {"sendbuf": SIX, "op": None}
+SHARES = {"sendbuf": np.arange(4.0), "recvbuf": TWO, "op": None}
+GAPS = MPI.DOUBLE.Create_vector(1, 1, 2).Create_resized(0, 16).Commit()
+
+
+@pytest.mark.parametrize(
+    ("op", "values", "said"),
+    [
+        ("Reduce_scatter", SHARES | {"recvcounts": [4]}, "1 counts for 2 ranks"),
+        ("Reduce_scatter", SHARES | {"recvcounts": [2, 2]}, ""),
+        ("Reduce_scatter", SHARES | {"recvcounts": None}, ""),
+        (
+            "Reduce_scatter",
+            SHARES | {"recvcounts": [2, 1]},
+            "the buffer has 4 elements, its counts add up to 3",
+        ),
+        (
+            "Reduce_scatter",
+            SHARES | {"recvcounts": [1, 3]},
+            "receives 2 elements, but this rank's share of 4 x float64 has 3",
+        ),
+        ("Reduce_scatter_block", SHARES, ""),
+        ("Reduce_scatter_block", SHARES | {"recvbuf": SIX}, "share of 2 x float64 has 2"),
+        ("Allreduce", SHARES, "receives 2 elements, but this rank's share of 4 x float64 has 4"),
+        ("Allreduce", BOTH | {"recvbuf": np.arange(6)}, "sends 6 x float64 but receives 6 x int64"),
+        ("Allreduce", BOTH | {"recvbuf": SIX}, "share memory"),
+        ("Reduce", {"sendbuf": SIX, "recvbuf": None, "op": None, "root": 0}, ""),
+        ("Allgather", {"sendbuf": SIX[:2], "recvbuf": SIX[2:]}, ""),
+        ("Allgather", {"sendbuf": SIX[:2], "recvbuf": SIX[1:5]}, "share memory"),
+        ("Allgather", {"sendbuf": SIX[3:5], "recvbuf": SIX[:4]}, "share memory"),
+        ("Alltoall", {"sendbuf": SIX[2:], "recvbuf": SIX[:4]}, "share memory"),
+        (
+            "Allgather",
+            {"sendbuf": TWO, "recvbuf": np.arange(4)},
+            "16 bytes of float64, but expects 16 of int64",
+        ),
+        ("Allgather", {"sendbuf": TWO.view("u1"), "recvbuf": np.arange(4)}, ""),
+        ("Allgather", {"sendbuf": TWO, "recvbuf": np.arange(4).view("u1")}, ""),
+        ("Allgather", {"sendbuf": NO, "recvbuf": np.arange(0)}, ""),
+        (
+            "Allgather",
+            {"sendbuf": TWO, "recvbuf": SIX},
+            "sends itself 16 bytes of float64, but expects 24",
+        ),
+        ("Allgather", {"sendbuf": [SIX, 1, GAPS], "recvbuf": SIX[:2]}, ""),
+        ("Neighbor_allgather", {"sendbuf": TWO, "recvbuf": np.arange(6)}, ""),
+        ("Bcast", {"buf": SIX, "root": 1}, ""),
+        ("Bcast", {"buf": None, "root": 1}, "needs a datatype, got None alone"),
+        ("Gather", {"sendbuf": None, "recvbuf": SIX, "root": 0}, "needs a datatype"),
+        ("Scatter", {"sendbuf": SIX, "recvbuf": None, "root": 0}, "needs a datatype"),
+    ],
+)
+def test_arguments_that_contradict_each_other_are_refused(op: str, values: Any, said: str) -> None:
+    """They are those of rank 1 of two ranks, whose neighbours are both rank 1."""
+    with pytest.raises((TypeError, ValueError), match=said) if said else contextlib.nullcontext():
+        flow(op, 1, 2, values, ((1, 1), (1, 1)))
+
+
+@pytest.mark.parametrize("op", COLLECTIVES)
+def test_arguments_are_named_as_by_mpi4py(op: str) -> None:
+    """Some may be left out, and any may be given by name."""
+    names, defaults = list(COLLECTIVES[op]), {"root": 0, "op": None, "recvcounts": None}
+    values = dict(zip(names, "abcde", strict=False))
+    for k in range(len(names) + 1):
+        by_name = {name: values[name] for name in names[k:]}
+        assert bind(op, [*values.values()][:k], by_name) == values
+        assert bind(op, [*values.values()][:k], by_name | {"info": 3}) == values | {"info": 3}
+        missing = [name for name in names[k:] if name not in defaults]
+        if missing:
+            with pytest.raises(
+                TypeError, match=f"{op} takes .*unknown: {', '.join(sorted(missing))}$"
+            ):
+                bind(op, "abcde"[:k], {})
+        else:
+            assert bind(op, "abcde"[:k], {}) == {
+                name: values[name] if i < k else defaults[name] for i, name in enumerate(names)
+            }
+    with pytest.raises(TypeError, match=f"takes {', '.join(names) or 'no arguments'}; .*: unheard"):
+        bind(op, [], values | {"unheard": 1})
+
+
+@pytest.mark.parametrize("op", ["Alltoall", "Ialltoall", "Neighbor_alltoall", "Ineighbor_alltoall"])
+def test_messages_between_two_ranks_are_numbered_but_not_those_of_neighbours(op: str) -> None:
+    """Neither are the messages of a rank to itself listed, nor those to nobody."""
+    parts = [(peer, Part(8 * n, "int64")) for n, peer in enumerate((1, 2, 1, 0, MPI.PROC_NULL, -1))]
+    call = Flow(tuple(parts), tuple(parts)).call(op, 0)
+    turns = [0, 0, 0 if "eighbor" in op else 1]
+    expected = [(1, turns[0], 0, ""), (2, turns[1], 8, "int64"), (1, turns[2], 16, "int64")]
+    assert [(x.dest, *x[2:]) for x in call.sends] == expected
+    assert [(x.source, *x[2:]) for x in call.receives] == expected
+    assert {x.source for x in call.sends} == {x.dest for x in call.receives} == {0}
+
+
+@pytest.mark.parametrize("op", COLLECTIVES)
+def test_every_form_of_a_collective_is_known(op: str) -> None:
+    assert [*map(op_of, (op, f"I{op.lower()}", f"{op}_init"))] == [op] * 3
+    assert not any(map(op_of, (op.lower(), f"{op}s", "Isend", "Send_init", "")))
+
+
+@pytest.mark.parametrize("peer", range(-1, 4))
+@pytest.mark.parametrize("to", [False, True])
+def test_announced_messages_are_those_of_ranks_that_exist(peer: int, to: bool) -> None:
+    announced = [(0, 4), (peer, 8), (0, 0)]
+    given: Any = {"sends": announced if to else [], "recvs": [] if to else announced}
+    if not 0 <= peer < 3:
+        with pytest.raises(
+            ValueError, match=f"^rank {peer} is not one of the 3 ranks of this comm"
+        ):
+            exchange(1, 3, **given)
+        return
+    call = exchange(1, 3, **given, later=to)
+    turns = [0, int(peer == 0), 1 + (peer == 0)]
+    ends = [(1, x) if to else (x, 1) for x, _ in announced]
+    due = [Message(*x, turn, n) for x, turn, (_, n) in zip(ends, turns, announced, strict=True)]
+    assert (call.sends, call.receives) == ((due, []) if to else ([], due))
+    assert (call.op, call.equal) == ("announce_exchange", (to,))
+    assert call.text == f"sends={given['sends']}, recvs={given['recvs']}"
