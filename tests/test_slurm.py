@@ -151,6 +151,22 @@ def test_the_job_runs_doctor_and_the_experiment_through_srun(
     assert steps == [["--mpi=pmix", "--ntasks=2"]]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "device"),
+    [
+        ([], "cuda"),
+        (["--device=cpu"], "cpu"),
+        (["--device", "cpu"], "cpu"),
+        (["--device=cuda", "--device=cpu"], "cpu"),
+    ],
+)
+def test_the_doctor_looks_at_the_device_of_the_experiment(
+    cluster: dict[str, str], arguments: list[str], device: str
+) -> None:
+    run({**cluster, "BROKEN": "1"}, JOB, *arguments, code=1)
+    assert called(cluster)[-1].endswith(f"-m sp_core doctor --device {device}")
+
+
 @pytest.mark.parametrize(("place", "submitted"), [(ROOT, "{tmp}/other"), ("{tmp}", str(ROOT))])
 def test_a_job_runs_the_checkout_that_it_was_submitted_for(
     scratch: dict[str, str], tmp_path: Path, place: str | Path, submitted: str
