@@ -208,7 +208,8 @@ def race(
             for name in order.sample(list(runners), len(runners)):
                 mine[name].append(runners[name]())
     every = world.allgather(mine)
-    first = min(span[0] for rank in every for spans in rank.values() for span in spans)
+    starts = [start for rank in every for spans in rank.values() for start, _ in spans]
+    first = min(starts, default=0.0)
     return {
         name: [[(start - first, end - first) for start, end in rank[name]] for rank in every]
         for name in runners
