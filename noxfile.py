@@ -93,8 +93,7 @@ PROGRAMS = {
         "benchmarks bench_selftest",
     ),
     "report": Program(
-        "Show benchmark records as tables and plots: `-- RECORDS.jsonl...`.",
-        "benchmarks report",
+        "Show benchmark records as tables and plots: `-- RECORDS.jsonl...`.", "benchmarks report"
     ),
     "history": Program(
         "Plot times over commits, and print where their level changed: `-- RECORDS.jsonl`.",
@@ -299,7 +298,11 @@ def workflows(session: nox.Session) -> None:
 
 @nox.session(venv_backend="venv")
 def package(session: nox.Session) -> None:
-    """Build sdist and wheel; run from the wheel what a newcomer runs, and some of the tests."""
+    """Build sdist and wheel; run from the wheel what a newcomer runs: `-- [TAG TO RELEASE]`."""
+    text = (ROOT / "sp_core" / "__init__.py").read_text()
+    version = text.partition('__version__ = "')[2].partition('"')[0]
+    if session.posargs not in ([], [f"v{version}"]):
+        session.error(f"{session.posargs} was given, but sp_core has the version of tag v{version}")
     dist, scratch = ROOT / "dist", Path(session.create_tmp())
     for old in (dist, scratch, ROOT / "build"):
         shutil.rmtree(old, ignore_errors=True)
@@ -353,12 +356,9 @@ def _choose_mpis(session: nox.Session, usual: tuple[str, ...]) -> tuple[list[str
 
 
 def _prepare(session: nox.Session, mpi: str, *packages: str, others: tuple[str, ...] = ()) -> str:
-    """Make the environment of an MPI that sessions share, and set its variables.
+    """Make the shared environment of an MPI, set its variables, return its interpreter's path.
 
     `--help` is answered in an environment that exists already, of either MPI.
-
-    Returns:
-        The path of its interpreter.
     """
     kind = "peers" if {*PEERS_NEED} <= {*packages} else "tests"
     homes = {name: session.cache_dir.resolve().parent / f"{kind}-mpi-{name}" for name in MPIS}

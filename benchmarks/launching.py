@@ -373,6 +373,11 @@ def program(
 
 
 def main(program: Main) -> None:
-    """Run a program as the command line does. SIGTERM ends it and its ranks like Ctrl-C."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """Run a program as the command line does. Signals that would end it act like Ctrl-C.
+
+    A signal that is ignored, as SIGHUP is under `nohup`, stays ignored.
+    """
+    for ending in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(ending) is signal.SIG_DFL:
+            signal.signal(ending, signal.default_int_handler)
     sys.exit(program(None))

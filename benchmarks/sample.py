@@ -198,7 +198,7 @@ def race(
     """Time contestants in turns, in a new random order in each round.
 
     Returns:
-        The spans of each contestant by its name, `[rank][round]`.
+        The spans of each contestant by its name, `[rank][round]`, from the first start on.
     """
     order = random.Random(seed)
     mine: dict[str, list[Span]] = {name: [] for name in runners}
@@ -208,7 +208,12 @@ def race(
             for name in order.sample(list(runners), len(runners)):
                 mine[name].append(runners[name]())
     every = world.allgather(mine)
-    return {name: [rank[name] for rank in every] for name in runners}
+    starts = [start for rank in every for spans in rank.values() for start, _ in spans]
+    first = min(starts, default=0.0)
+    return {
+        name: [[(start - first, end - first) for start, end in rank[name]] for rank in every]
+        for name in runners
+    }
 
 
 def makespans(by_rank: Sequence[Sequence[Span]]) -> list[float]:

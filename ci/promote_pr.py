@@ -3,8 +3,10 @@
     python -m ci.promote_pr 123 0123456789abcdef0123456789abcdef01234567 [--dry-run]
 
 The commit is the one that you reviewed, in full: what is pushed is that commit or nothing. Nothing
-of the pull request is checked out or run here. Needs git and the right to push. Exit code: 0 pushed
-or nothing to do, 1 refused, 2 wrong arguments or git failed.
+of the pull request is checked out or run here, but all of it runs on the GPU runner, its tests too:
+your review is the guard. A change of how CI runs is refused because it is easily overlooked. Needs
+git and the right to push. Exit code: 0 pushed or nothing to do, 1 refused, 2 wrong arguments or git
+failed.
 """
 
 from __future__ import annotations
@@ -22,12 +24,17 @@ GUARDED = (
     ".github/*",
     ".ci/*",
     "ci/*",
-    ".gitmodules",
     "*constraints*.txt",
     "*requirements*.txt",
     "*.lock",
+    "*conftest.py",
+    "*sitecustomize.py",
+    "*usercustomize.py",
 )
-"""Patterns of files that decide how code runs in CI, and with which packages."""
+"""Patterns of files that decide how code runs in CI, and with which packages.
+
+Files at the root, such as noxfile.py and pyproject.toml, decide it too, except Markdown.
+"""
 
 SHOWN = 20
 
@@ -57,7 +64,10 @@ def changed_files(base: str, head: str) -> list[str]:
 
 def guarded(paths: Sequence[str]) -> Iterator[str]:
     """Yield those of the paths that decide how CI runs."""
-    yield from (path for path in paths if any(fnmatch(path, rule) for rule in GUARDED))
+    for path in paths:
+        at_root = "/" not in path and not path.endswith(".md")
+        if at_root or any(fnmatch(path, rule) for rule in GUARDED):
+            yield path
 
 
 def listed(names: Sequence[str]) -> str:
@@ -139,7 +149,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--allow-ci",
         action="store_true",
-        help="it may change .github/, ci/, and which packages are installed",
+        help="it may change how CI runs, and which packages are installed",
     )
     parser.add_argument("--dry-run", action="store_true", help="check everything, push nothing")
     return parser.parse_args(arguments)

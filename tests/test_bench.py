@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import pkgutil
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -287,3 +289,22 @@ def test_a_launch_that_takes_too_long_is_ended_by_the_launcher() -> None:
     found = launching.run(1, "nowhere:measure", {}, launching.Launch(timeout=0.5))
     assert found["status"] == "timeout"
     assert found["took_s"] < launching.GRACE_SECONDS  # else the launcher itself would be killed
+
+
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_signal_that_ends_a_program_ends_its_ranks_unless_it_is_ignored(
+    ending: signal.Signals, monkeypatch: pytest.MonkeyPatch, *, ignored: bool
+) -> None:
+    """A closed terminal sends SIGHUP, which `nohup` ignores; ranks must not go on without us."""
+
+    def interrupted(_: object) -> int:
+        os.kill(os.getpid(), ending)
+        return 0
+
+    usual = signal.signal(ending, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        with pytest.raises(SystemExit if ignored else KeyboardInterrupt):
+            launching.main(interrupted)
+    finally:
+        signal.signal(ending, usual)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 import sp_core as sp
 from benchmarks.contests import balance, documents, growth
 from benchmarks.contests.contest import Wrong
+from benchmarks.sample import ABSENT, race
 from benchmarks.statistics import Interval
 from sp_core.llama import create
 from sp_core.scheduling.plan import imbalance
@@ -16,6 +20,7 @@ from sp_core.testing import run_threads
 
 SIZES = (64, 256, 1024, 4096)
 SOME = balance.workload()[::18]
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def wrong(contest: Any, *launches: dict[str, Any]) -> list[Wrong]:
@@ -176,3 +181,24 @@ def test_a_wrong_result_and_an_unbalanced_count_are_told(
 ) -> None:
     balanced["policies"]["balanced"][part] = value
     assert text in wrong(balance, balanced)[0]
+
+
+def test_the_page_of_results_tells_the_committed_balance() -> None:
+    """A record whose clock readings were rounded tells other ratios."""
+    document = json.loads((ROOT / "benchmarks" / "results" / "balance.json").read_text())
+    (record, _) = document["launches"]
+    page = (ROOT / "docs" / "results.md").read_text()
+    (text,) = (part for part in page.split("\n## ") if "`nox -s balance`" in part)
+    for name, power in (("round_robin", 1), ("contiguous", 1), ("dynamic", -1)):
+        found = balance.throughput(record, name)
+        assert found
+        assert f" {found.median**power:.2f} " in text, name
+
+
+def test_the_times_of_a_race_count_from_its_first_sample() -> None:
+    """Readings of a clock that runs for days would lose a short duration when they are rounded."""
+    spans = iter([(1e6 + 1, 1e6 + 2), (1e6 + 3, 1e6 + 4)])
+    other = {"a": [ABSENT, ABSENT]}
+    assert race(Mock(allgather=lambda mine: [mine]), {}, 2, 0) == {}
+    world = Mock(allgather=lambda mine: [mine, other])
+    assert race(world, {"a": lambda: next(spans)}, 2, 0) == {"a": [[(0, 1), (2, 3)], other["a"]]}

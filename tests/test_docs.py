@@ -146,6 +146,14 @@ def test_files_that_a_text_names_are_there() -> None:
     assert lost == []
 
 
+def test_each_section_of_the_results_names_a_committed_record() -> None:
+    """Its figures can be printed again from the record; whether they agree is not checked."""
+    _, *sections = (ROOT / "docs" / "results.md").read_text().split("\n## ")
+    assert len(sections) > 5
+    kept = re.compile(r"`benchmarks/results/[\w*-]+\.jsonl?`|`tests/conformance/REPORT\.md`")
+    assert [part.partition("\n")[0] for part in sections if not kept.search(part)] == []
+
+
 def test_links_between_files_lead_somewhere() -> None:
     """Check all Markdown files; mkdocs checks anchors and the pictures that it makes."""
     links = [

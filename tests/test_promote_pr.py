@@ -85,8 +85,16 @@ GUARDED = [
     "docs/requirements.txt",
     "uv.lock",
     ".gitmodules",
+    "noxfile.py",
+    "pyproject.toml",
+    "setup.py",
+    "pytest.ini",
+    "pip.py",
+    "tests/conftest.py",
+    "tests/device/startup/sitecustomize.py",
+    "sp_core/usercustomize.py",
 ]
-FREE = ["ci_tools/a.py", "sp_core/ci/a.py", "sp_core/github.py", "circuit.py", "README.md"]
+FREE = ["ci_tools/a.py", "sp_core/ci/a.py", "sp_core/github.py", "tests/test_a.py", "README.md"]
 
 
 def test_what_ci_runs_is_guarded_and_nothing_else() -> None:

@@ -151,6 +151,48 @@ def test_the_job_runs_doctor_and_the_experiment_through_srun(
     assert steps == [["--mpi=pmix", "--ntasks=2"]]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "device"),
+    [
+        ([], "cuda"),
+        (["--device=cpu"], "cpu"),
+        (["--device", "cpu"], "cpu"),
+        (["--device=cuda", "--device=cpu"], "cpu"),
+    ],
+)
+def test_the_doctor_looks_at_the_device_of_the_experiment(
+    cluster: dict[str, str], arguments: list[str], device: str
+) -> None:
+    run({**cluster, "BROKEN": "1"}, JOB, *arguments, code=1)
+    assert called(cluster)[-1].endswith(f"-m sp_core doctor --device {device}")
+
+
+@pytest.mark.parametrize(("place", "submitted"), [(ROOT, "{tmp}/other"), ("{tmp}", str(ROOT))])
+def test_a_job_runs_the_checkout_that_it_was_submitted_for(
+    scratch: dict[str, str], tmp_path: Path, place: str | Path, submitted: str
+) -> None:
+    """submit.sh sets --chdir, so the job starts there, wherever submit.sh was called.
+
+    Relative paths in variables are relative to the folder in which submit.sh was called.
+    """
+    folder = Path(submitted.format(tmp=tmp_path))
+    for job in (JOB, NOX):
+        copy = tmp_path / "other" / job.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.touch()
+    relative = {
+        "SP_VENV": os.path.relpath(tmp_path / "bin" / "undoctored", folder),
+        "SP_TORCH": os.path.relpath(scratch["UNDOCTORED"], folder),
+    }
+    environment = {**scratch, **relative, "SLURM_SUBMIT_DIR": str(folder)}
+    for command, told in (([JOB, "--device", "cpu", "--help"], "usage: "), ([NOX, "-l"], "")):
+        started = Path(str(place).format(tmp=tmp_path))
+        code, text = printed([*map(str, command)], started, environment, 180)
+        assert (code, told in text) == (0, True), text
+    (call,) = called(scratch, "nox ")
+    assert Path(call.split(" with ")[1]).samefile(scratch["UNDOCTORED"])
+
+
 @pytest.fixture
 def scratch(cluster: dict[str, str], tmp_path: Path) -> dict[str, str]:
     """Add to `cluster` a fake python3. Its virtual environments are scripts that record calls."""

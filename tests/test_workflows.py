@@ -7,9 +7,16 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
+
+import sp_core
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKFLOWS = {
@@ -92,17 +99,56 @@ def test_only_the_writer_of_the_history_may_write_and_it_measures_nothing() -> N
     assert naming("github.token") == ["bench-history.yml"]
 
 
+def test_no_push_to_main_takes_the_place_of_another() -> None:
+    """The forge keeps one waiting run in a group, and cancels it if another one comes."""
+    pushed = {name: text for name, text in WORKFLOWS.items() if "branches: [main" in text}
+    pushed["gpu-run.yml"] = WORKFLOWS["gpu-run.yml"]  # gpu.yml calls it
+    assert set(pushed) == {"bench-history.yml", "ci.yml", "gpu.yml", "gpu-run.yml"}
+    for name, text in pushed.items():
+        (group,) = (one for one in values("group", text) if one != "gpu")
+        assert "github.sha }}" in group, name
+
+
+def test_a_case_that_failed_costs_no_other_record_of_its_commit() -> None:
+    record, append = jobs(WORKFLOWS["bench-history.yml"]).values()
+    assert re.search(r"if: \${{ !cancelled\(\) }}.*\n *uses: actions/upload-artifact@", record)
+    ready = "if: ${{ !cancelled() && github.ref == 'refs/heads/main' }}"
+    assert f"    needs: record\n    {ready}\n" in append
+
+
 def test_only_a_tag_that_was_tested_and_approved_is_published() -> None:
     text = WORKFLOWS["release.yml"]
     publish = jobs(text)["publish"]
     assert triggers(text) == ["push"]
     assert '    tags: ["v*"]\n' in text
+    assert '-s package -- "$GITHUB_REF_NAME"\n' in jobs(text)["build"]
     assert re.findall(r": write", publish) == [": write"]
     assert "id-token: write" in publish
     assert "\n    needs: build\n" in publish
     assert "\n    environment: pypi" in publish
     assert values("run", publish) == []
     assert "checkout" not in "".join(values("uses", publish))
+
+
+@pytest.mark.parametrize("tag", ["v9.9", sp_core.__version__, f"v{sp_core.__version__}0"])
+def test_a_tag_of_another_version_is_not_built(tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`nox -s package -- TAG` refuses it before it does anything. No nox is needed here."""
+
+    def plain(function: Callable[..., Any] | None = None, **_: object) -> Callable[..., Any]:
+        return function or plain
+
+    monkeypatch.setitem(sys.modules, "nox", Mock(session=plain, parametrize=lambda *_: plain))
+    package = runpy.run_path(str(ROOT / "noxfile.py"))["package"]
+    session = Mock(posargs=[tag], error=Mock(side_effect=SystemExit))
+    session.create_tmp = Mock(side_effect=EOFError)  # what the session does first
+    with pytest.raises(SystemExit):
+        package(session)
+    (told,) = session.error.call_args.args
+    assert f"['{tag}'] " in told
+    assert f"v{sp_core.__version__}" in told
+    session.posargs = [f"v{sp_core.__version__}"]
+    with pytest.raises(EOFError):
+        package(session)
 
 
 def test_gpu_runners_serve_no_pull_request_by_itself() -> None:
