@@ -22,7 +22,8 @@ pytestmark = pytest.mark.mpi_skip
 
 @pytest.fixture
 def own_session(monkeypatch: pytest.MonkeyPatch) -> Session:
-    """Give a test its own session."""
+    """Give a test its own session, without SP_PROFILE."""
+    monkeypatch.delenv("SP_PROFILE", raising=False)
     monkeypatch.setattr(session, "current", Session(node_id="test_a.py::test_b"))
     return session.current
 
