@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from mpi4py import MPI
 
 from sp_core.launch import watch
 from sp_core.testing import carriers, run, run_threads, spmd
-from sp_core.testing.carriers import Steps, ThreadCarrier, World
+from sp_core.testing.carriers import Steps, Stopped, ThreadCarrier, World
 from sp_core.testing.outcome import FINISHED, Mismatched, RankFailure
 from sp_core.testing.run import ThreadsHung
 
@@ -167,8 +168,15 @@ def test_ranks_that_wait_for_one_that_cannot_be_ended_are_ended(
 ) -> None:
     monkeypatch.setattr(run, "GRACE_SECONDS", 0.5)
     go_on, before = threading.Event(), {*threading.enumerate()}
+
+    def body(comm: Any) -> None:
+        while comm.rank == 0 and not go_on.is_set():
+            with suppress(Stopped):
+                go_on.wait(60)
+        comm.Barrier()
+
     with pytest.raises(ThreadsHung, match=r"ranks \[0(, 1)?\] of 2"):
-        run_threads(2, lambda comm: comm.Barrier() if comm.rank else go_on.wait(60), timeout=0.2)
+        run_threads(2, body, timeout=0.2)
     left = sorted({*threading.enumerate()} - before, key=lambda thread: thread.name)
     for thread in left[1:]:
         thread.join(60)
