@@ -7,6 +7,7 @@ and `sequences_backward` for many blocks at once. Shapes as in `sp_core.attentio
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import accumulate
 
 import torch
@@ -26,6 +27,12 @@ Triple = tuple[Tensor, Tensor, Tensor]
 """The gradients (dq, dk, dv)."""
 Lengths = tuple[tuple[int, ...], tuple[int, ...]]
 """For each sequence the number of queries; for each sequence the number of keys."""
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a CUDA device, such as (8, 0) for an A100."""
+    return torch.cuda.get_device_capability(device)
 
 
 def forward(

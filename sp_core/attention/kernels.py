@@ -9,9 +9,13 @@ Facts about the fused kernels of torch 2.13 that the rest of the package relies 
   that is not positive. The additive mask must have q's dtype: a float32 mask for float64 is read
   wrongly, without an error. A tensor whose last dim is not contiguous is read wrongly, too. Zero
   queries, keys or heads end the process with SIGFPE.
-- CUDA flash and efficient: rows at multiples of 16 bytes, which is not checked.
+- CUDA flash and efficient: rows at multiples of 16 bytes, which is not checked. bfloat16 needs
+  compute capability 8.0.
 - CUDA flash: half precision, head dim a multiple of 8 up to 256, causal only for Sq = Sk, takes
-  K < H.
+  K < H; compute capability 8.0. On 8.6 to 8.9 and 12.x the backward refuses head dims of 193 to
+  224.
+- The backward of each CUDA kernel takes out and lse of another: `backend_for` may choose another
+  kernel for heads that are widened for the gradient of lse.
 - CUDA cuDNN: as flash, head dim up to 128; its lse is (B, H, Sq, 1). On an H200 with bfloat16,
   8192 tokens and 32 heads of 64, it takes 0.6 times flash's time.
 - CUDA efficient: K = H only, so keys are repeated for it; takes an additive mask of q's dtype. Its
@@ -184,7 +188,12 @@ def backend_for(q: Tensor, kind: str, logits: Logits) -> str:
         return "flash_cpu" if dtype in FLOATS else "plain"
     if device_type not in FUSED or logits.softmax_scale <= 0:
         return "plain"
-    if dtype in HALF and head_dim % 8 == 0 and head_dim <= 256 and kind != "partial":
+    capability = cuda.capability(q.device)
+    if dtype == torch.bfloat16 and capability < (8, 0):
+        return "plain"
+    is_small = (8, 6) <= capability < (9, 0) or capability[0] == 12
+    fits = head_dim % 8 == 0 and head_dim <= 256 and not (is_small and 192 < head_dim <= 224)
+    if dtype in HALF and fits and kind != "partial" and capability >= (8, 0):
         return "flash_cuda"
     aligned = head_dim % (8 if dtype in HALF else 4) == 0
     return "efficient_cuda" if dtype in (torch.float32, *HALF) and aligned else "plain"
