@@ -170,6 +170,21 @@ def test_a_window_over_it(runtime: Runtime, kind: Callable[[torch.device], Any])
 
 
 @pytest.mark.parametrize("kind", [CudaMemory, PinnedMemory])
+def test_an_empty_shared_tensor_is_freed(
+    runtime: Runtime, kind: Callable[[torch.device], Any]
+) -> None:
+    """A tensor without elements has the address 0, which no function frees."""
+
+    def body(comm: Any) -> None:
+        with sp.Mesh(comm, sp=comm.size) as mesh:
+            mesh["sp"].window = Window(mesh["sp"]._comm, 64, kind(CPU))
+            assert sp.shared_empty((0,), comm=mesh["sp"]).tolist() == []
+
+    run_threads(2, body)
+    assert (runtime.blocks, runtime.registered) == ({}, set())
+
+
+@pytest.mark.parametrize("kind", [CudaMemory, PinnedMemory])
 def test_memory_that_no_rank_uses_any_more_is_given_back(
     runtime: Runtime, kind: Callable[[torch.device], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
