@@ -8,6 +8,7 @@ from __future__ import annotations
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -28,6 +29,12 @@ from sp_core.attention import (
 from sp_core.mask import Mask
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every device have the compute capability of an H100, whose kernels take the most."""
+    monkeypatch.setattr(cuda, "capability", lambda device: (9, 0))
 
 
 def tensor_on(device: str, dtype: torch.dtype, head_dim: int) -> Any:
@@ -58,6 +65,58 @@ def test_a_tensor_on_a_gpu_gets_the_fastest_kernel_that_takes_it(
     unfit = backend_for(cuda, "causal", Logits(0.0)), backend_for(meta, "full", Logits(0.3))
     assert unfit == ("plain", "plain")
     assert backend_for(cpu, "partial", Logits(0.3)) == "flash_cpu"
+
+
+FLASH, EFFICIENT, PLAIN = "flash_cuda", "efficient_cuda", "plain"
+HEADS = {64: FLASH, 128: FLASH, 192: FLASH, 200: EFFICIENT, 224: EFFICIENT, 232: FLASH, 256: FLASH}
+"""Head dim -> the kernel of a half type on a GPU whose flash backward lacks some head dims."""
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "kernels_of"),
+    [
+        (
+            [(7, 0), (7, 5)],
+            {
+                torch.float16: dict.fromkeys(HEADS, EFFICIENT),
+                torch.bfloat16: dict.fromkeys(HEADS, PLAIN),
+            },
+        ),
+        (
+            [(8, 0), (9, 0), (10, 0)],
+            dict.fromkeys((torch.float16, torch.bfloat16), dict.fromkeys(HEADS, FLASH)),
+        ),
+        (
+            [(8, 6), (8, 7), (8, 9), (12, 0), (12, 1)],
+            dict.fromkeys((torch.float16, torch.bfloat16), HEADS),
+        ),
+    ],
+    ids=["before Ampere", "data centre", "small shared memory"],
+)
+def test_a_gpu_gets_only_kernels_that_it_can_run(
+    capabilities: list[tuple[int, int]],
+    kernels_of: dict[torch.dtype, dict[int, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in torch, flash and bfloat16 need capability 8.0, and some backwards a large chip."""
+    for capability in capabilities:
+        monkeypatch.setattr(cuda, "capability", lambda device, at=capability: at)
+        for dtype, wanted in {**kernels_of, torch.float32: dict.fromkeys(HEADS, EFFICIENT)}.items():
+            tensors = [tensor_on("cuda", dtype, head_dim) for head_dim in wanted]
+            for kind in ("causal", "full"):
+                found = [backend_for(x, kind, Logits(0.3)) for x in tensors]
+                assert found == list(wanted.values()), (capability, dtype)
+            masked = {backend_for(x, "partial", Logits(0.3)) for x in tensors}
+            assert masked == {PLAIN if wanted[64] == PLAIN else EFFICIENT}
+
+
+def test_a_gpu_is_asked_once_for_its_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = MagicMock(return_value=(7, 5))
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", asked)
+    x = tensor_on("cuda:77", torch.bfloat16, 64)
+    assert [backend_for(x, "full", Logits(0.3)) for _ in range(2)] == [PLAIN] * 2
+    asked.assert_called_once_with(x.device)
 
 
 @pytest.fixture
@@ -133,6 +192,28 @@ def test_the_cuda_kernels_get_each_argument_under_its_own_name(
     assert [(x.shape, x.dtype) for x in states] == [
         (backward[name].shape, backward[name].dtype) for name in ("philox_seed", "philox_offset")
     ]
+
+
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("head_dim", [192, 224])
+def test_the_backward_may_run_another_kernel_than_the_forward(
+    head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gradient of the lse widens the heads, and flash's backward lacks 200 to 224 here."""
+    monkeypatch.setattr(cuda, "capability", lambda device: (8, 6))
+    monkeypatch.setattr(cuda, "prefers_cudnn", lambda *given: False)
+    q, k = (
+        torch.empty(2, heads, 40, head_dim, dtype=torch.bfloat16, device="meta") for heads in (4, 2)
+    )
+    here: dict[str, Any] = {"q_positions": range(40), "kv_positions": range(40)}
+    with Passed() as passed:
+        out, lse = attend(q, k, k, **here, logits=Logits(0.3))
+        grads = attend_backward(q, q, k, k, out, lse, **here, logits=Logits(0.3), grad_lse=lse)
+    assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
+    (forward, _, _), (backward, given_, _) = passed.calls
+    assert ("flash" in forward, "flash" in backward) == (head_dim == 192, head_dim == 224)
+    assert given_["query"].shape[-1] == head_dim + 8
+    assert given_["logsumexp"].shape == (2, 4, 64 if "efficient" in backward else 40)
 
 
 @pytest.mark.usefixtures("fused")

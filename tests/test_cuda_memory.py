@@ -15,6 +15,7 @@ import torch
 
 import sp_core as sp
 from sp_core import transport
+from sp_core.schedules import SLOTS
 from sp_core.testing import run_threads, spmd
 from sp_core.transport import HostTransport, cuda, cuda_aware, distributed, shared
 from sp_core.transport.cuda import CudaMemory, PinnedMemory
@@ -167,6 +168,43 @@ def test_a_window_over_it(runtime: Runtime, kind: Callable[[torch.device], Any])
     runtime.failing = "cudaMalloc" if kind is CudaMemory else "cudaHostRegister"
     with pytest.raises(Exception, match=f"cannot allocate .* {runtime.failing}"):
         run_threads(2, lambda comm: Window(comm, 64, kind(CPU)))
+
+
+def test_one_rank_takes_no_device_memory_for_slots(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mesh with four axes has 15 communicators. Here 7 of them have one rank."""
+    monkeypatch.setitem(transport.NAMES, "cpu", ("ipc",))
+    monkeypatch.setattr(transport, "DEVICE_SLOT_BYTES", 64)
+
+    def body(comm: Any) -> list[int]:
+        with sp.Mesh(comm, dp=1, pp=1, ring=2, tp=1) as mesh:
+            comm.Barrier()
+            taken = sorted(map(len, runtime.blocks.values()))
+            comm.Barrier()
+            x = torch.arange(50.0)
+            for op, more in (("all_gather", {}), ("all_reduce", {}), ("broadcast", {"root": 0})):
+                found = getattr(sp, op)(x, comm=mesh["tp"], algorithm="window", **more)
+                assert torch.equal(found, x)
+        return taken
+
+    unused, slots = [8 + 8] * 7, [SLOTS * 64 + 8] * 8  # a random number takes 8 bytes
+    assert run_threads(2, body) == [sorted((unused + slots) * 2)] * 2
+
+
+@pytest.mark.parametrize("kind", [CudaMemory, PinnedMemory])
+def test_an_empty_shared_tensor_is_freed(
+    runtime: Runtime, kind: Callable[[torch.device], Any]
+) -> None:
+    """A tensor without elements has the address 0, which no function frees."""
+
+    def body(comm: Any) -> None:
+        with sp.Mesh(comm, sp=comm.size) as mesh:
+            mesh["sp"].window = Window(mesh["sp"]._comm, 64, kind(CPU))
+            assert sp.shared_empty((0,), comm=mesh["sp"]).tolist() == []
+
+    run_threads(2, body)
+    assert (runtime.blocks, runtime.registered) == ({}, set())
 
 
 @pytest.mark.parametrize("kind", [CudaMemory, PinnedMemory])

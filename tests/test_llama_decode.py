@@ -16,6 +16,7 @@ from llama_cases import Case, Damaged
 from tokenizers import Tokenizer, models
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sp_core as sp
 from sp_core.llama import Decoder, Sampling, byte_tokenizer, create, generate
@@ -56,6 +57,33 @@ def test_a_token_costs_one_comparison(comm: Any, axes: dict[str, Any]) -> None:
             decoder.decode([[31]])
         sp.all_reduce(torch.zeros(1), comm=group)
         assert group.counters["control"].calls == 3
+
+
+class Values(TorchDispatchMode):
+    """A mode that counts the calls whose result the host needs: on a GPU it waits for them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.name().startswith(("aten::_local_scalar_dense", "aten::nonzero"))
+        return func(*args, **(kwargs or {}))
+
+
+@spmd(1, 2)
+def test_a_mask_is_searched_once_a_step(comm: Any) -> None:
+    """Not in each layer: a GPU would have to answer first."""
+    found = []
+    with sp.Mesh(comm, ring=comm.size) as mesh:
+        for layers in (1, 2, 5):
+            case = Case((6, 3), layers=layers, vocab=31, seed=11)
+            decoder = Decoder(case.model(mesh), [20, 20])
+            decoder.prefill([[1, 2, 3, 4, 5], [6, 7, 8]])
+            with Values() as values:
+                decoder.decode([[1], [2]])
+            found.append(values.count)
+    assert found == [found[0]] * 3
 
 
 @pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"pp": 2, "ring": 2}])

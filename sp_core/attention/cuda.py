@@ -7,6 +7,7 @@ and `sequences_backward` for many blocks at once. Shapes as in `sp_core.attentio
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache, lru_cache
 from itertools import accumulate
 
 import torch
@@ -26,6 +27,27 @@ Triple = tuple[Tensor, Tensor, Tensor]
 """The gradients (dq, dk, dv)."""
 Lengths = tuple[tuple[int, ...], tuple[int, ...]]
 """For each sequence the number of queries; for each sequence the number of keys."""
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a CUDA device, such as (8, 0) for an A100."""
+    return torch.cuda.get_device_capability(device)
+
+
+def beside(x: Tensor, device: torch.device) -> Tensor:
+    """Return x on a device. A copy is kept as an attribute of x for later calls.
+
+    The host waits for the device while it copies x. So indices and masks are copied only once.
+    """
+    if x.device == device:
+        return x
+    kept: dict[torch.device, Tensor] = vars(x).setdefault("copies", {})
+    if device not in kept:
+        kept[device] = x.to(device)
+    if device.type not in ("cpu", "meta"):  # these have no streams
+        kept[device].record_stream(torch.accelerator.current_stream(device))
+    return kept[device]
 
 
 def forward(
@@ -189,11 +211,14 @@ def _ends(lengths: Lengths, like: Tensor) -> tuple[object, ...]:
         of queries of a sequence; the greatest number of keys.
     """
     batch = len(like) // sum(lengths[0])
-    ends = (
-        torch.tensor([0, *accumulate(each * batch)], dtype=torch.int32, device="cpu")
-        for each in lengths
-    )
-    return *(end.to(like.device) for end in ends), *map(max, lengths)
+    ends = (_cumulative(each * batch) for each in lengths)
+    return *(beside(end, like.device) for end in ends), *map(max, lengths)
+
+
+@lru_cache(maxsize=64)
+def _cumulative(lengths: tuple[int, ...]) -> Tensor:
+    """Return the cumulative sums of `lengths`, from 0 on, int32. Results are cached."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cpu")
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -222,7 +247,7 @@ def added(allowed: Tensor | None, q: Tensor) -> Tensor | None:
     if allowed is None:
         return None
     room = q.new_full((len(allowed), -(-allowed.shape[1] // LOAD_BYTES) * LOAD_BYTES), -torch.inf)
-    bias = room[:, : allowed.shape[1]].masked_fill_(allowed.to(q.device), 0.0)
+    bias = room[:, : allowed.shape[1]].masked_fill_(beside(allowed, q.device), 0.0)
     return bias.expand(*q.shape[:2], *bias.shape)
 
 

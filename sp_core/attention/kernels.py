@@ -9,9 +9,11 @@ Facts about the fused kernels of torch 2.13 that the rest of the package relies 
   that is not positive. The additive mask must have q's dtype: a float32 mask for float64 is read
   wrongly, without an error. A tensor whose last dim is not contiguous is read wrongly, too. Zero
   queries, keys or heads end the process with SIGFPE.
-- CUDA flash and efficient: rows at multiples of 16 bytes, which is not checked.
+- CUDA flash and efficient: rows at multiples of 16 bytes, which is not checked. bfloat16 needs
+  compute capability 8.0.
 - CUDA flash: half precision, head dim a multiple of 8 up to 256, causal only for Sq = Sk, takes
-  K < H.
+  K < H; compute capability 8.0; on 8.6 to 8.9 and 12.x no backward for head dims of 193 to 224.
+- The backward of a CUDA kernel takes out and lse of any other: heads may be widened in between.
 - CUDA cuDNN: as flash, head dim up to 128; its lse is (B, H, Sq, 1). On an H200 with bfloat16,
   8192 tokens and 32 heads of 64, it takes 0.6 times flash's time.
 - CUDA efficient: K = H only, so keys are repeated for it; takes an additive mask of q's dtype. Its
@@ -67,7 +69,7 @@ def block_attention(
         v: (B, K, Sk, D).
         kind: "full" (every pair is visible), "causal" (Sq = Sk, key j is visible to query i when
             j <= i) or "partial" (`allowed` says which pairs are visible).
-        allowed: bool (Sq, Sk), True for visible pairs; for "partial" only.
+        allowed: bool (Sq, Sk), True for visible pairs; for "partial" only. Do not change it later.
         all_seen: whether the caller knows that each query sees a key and each key is seen by a
             query. If False, `allowed` is searched for queries and keys without a visible pair.
         logits: how the logits follow from q k^T; with positions if it has ALiBi slopes. Sinks are
@@ -157,12 +159,17 @@ def _seen(
     """
     if allowed is None:
         return None
-    rows, columns = allowed.any(1), allowed.any(0)
-    if bool(rows.all()) and bool(columns.all()):
+    kept = vars(allowed)
+    if "seen" not in kept:  # a GPU has to be asked
+        rows, columns = allowed.any(1), allowed.any(0)
+        queries, keys = rows.nonzero()[:, 0], columns.nonzero()[:, 0]
+        is_whole = (len(queries), len(keys)) == allowed.shape
+        kept["seen"] = None if is_whole else (queries, keys, allowed[queries][:, keys])
+    if kept["seen"] is None:
         return None
-    queries, keys = rows.nonzero()[:, 0], columns.nonzero()[:, 0]
-    i, j = queries.to(device), keys.to(device)
-    return i, j, {"kind": kind, "allowed": allowed[queries][:, keys], "logits": logits.at(i, j)}
+    queries, keys, part = kept["seen"]
+    i, j = cuda.beside(queries, device), cuda.beside(keys, device)
+    return i, j, {"kind": kind, "allowed": part, "all_seen": True, "logits": logits.at(i, j)}
 
 
 def backend_for(q: Tensor, kind: str, logits: Logits) -> str:
@@ -184,7 +191,12 @@ def backend_for(q: Tensor, kind: str, logits: Logits) -> str:
         return "flash_cpu" if dtype in FLOATS else "plain"
     if device_type not in FUSED or logits.softmax_scale <= 0:
         return "plain"
-    if dtype in HALF and head_dim % 8 == 0 and head_dim <= 256 and kind != "partial":
+    capability = cuda.capability(q.device)
+    if dtype == torch.bfloat16 and capability < (8, 0):
+        return "plain"
+    is_small = (8, 6) <= capability < (9, 0) or capability[0] == 12
+    fits = head_dim % 8 == 0 and head_dim <= 256 and not (is_small and 192 < head_dim <= 224)
+    if dtype in HALF and fits and kind != "partial" and capability >= (8, 0):
         return "flash_cuda"
     aligned = head_dim % (8 if dtype in HALF else 4) == 0
     return "efficient_cuda" if dtype in (torch.float32, *HALF) and aligned else "plain"
@@ -279,6 +291,8 @@ def _strips(q: Tensor, k: Tensor, kind: str, allowed: Tensor | None) -> Iterator
     """
     most = CPU_SCORES if q.device.type == "cpu" else SCORES
     step = max(1, most // (q.shape[0] * q.shape[1] * k.shape[2]))
+    if allowed is not None and allowed.numel() <= most:
+        allowed = cuda.beside(allowed, q.device)
     for start in range(0, q.shape[2], step):
         stop = min(start + step, q.shape[2])
         rows, keys = slice(start, stop), slice(stop if kind == "causal" else None)

@@ -23,8 +23,9 @@ own half, r reads the other rank's sum:
 
 A resident tensor is one that itself lives in shared memory. Such a tensor is not written into
 slots. The program then begins with an empty step, which waits until all ranks have arrived. The
-other ranks read the tensor in place. A last empty step waits until all have done so. Every sum is
-bitwise that of a loop over the ranks. Half types are summed in float32 and rounded once.
+other ranks read the tensor in place. A last empty step waits until all have done so. A single rank
+uses no slots either, since nobody would read them. Every sum is bitwise that of a loop over the
+ranks. Half types are summed in float32 and rounded once.
 
 A slot may be used again after `SLOTS` steps. Data written in step t are read in steps t + 1 and t +
 2 at most. A rank in step t + 4 has waited until all ranks have made step t + 2.
@@ -89,6 +90,9 @@ def in_window(t: Operation) -> Program:
     Args:
         t: this rank's view of the collective; its `slot`, `first` and `resident` are used.
     """
+    around = [Step()] if t.resident else []
+    if t.size == 1:  # nobody would read a slot
+        t = t._replace(resident=True)
     if t.resident and t.op != "all_reduce":  # goes through no slot: one chunk holds everything
         t = t._replace(slot=t.size * max(t.longest, 1))
     chunks = list(_BUILDERS[t.op](t))
@@ -100,7 +104,6 @@ def in_window(t: Operation) -> Program:
     into = [combine.into for step in steps for combine in step.then]
     written = sorted(region.stop for region in into if region.buffer is Buffer.TMP)
     used = {(stop - 1) // t.slot: stop for stop in written}  # for each slot the largest
-    around = [Step()] if t.resident else []
     return Program(
         (*around, *steps, *around), sum(stop - slot * t.slot for slot, stop in used.items())
     )

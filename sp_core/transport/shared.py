@@ -187,7 +187,7 @@ def share(comm: Intracomm, memory: HostMemory, nbytes: int) -> list[Tensor]:
 
     Returns:
         The part of each rank, in rank order: zeroed uint8. Its length is that rank's `nbytes`,
-        rounded up to a multiple of 8.
+        rounded up to a multiple of 8, and at least 8: an empty tensor would have no address.
 
     Communication:
         Two all-gathers of a few bytes per rank; after a failure also a barrier.
@@ -200,7 +200,7 @@ def share(comm: Intracomm, memory: HostMemory, nbytes: int) -> list[Tensor]:
     mine = offer = None
     parts: list[Tensor] = []
     try:
-        mine, offer = memory.allocate((-(-nbytes // NONCE_BYTES) + 1) * NONCE_BYTES)
+        mine, offer = memory.allocate((-(-max(nbytes, 1) // NONCE_BYTES) + 1) * NONCE_BYTES)
         _copy(
             memory, mine[-NONCE_BYTES:], torch.tensor([nonce], device=mine.device).view(torch.uint8)
         )

@@ -1,7 +1,7 @@
 """Run collectives in memory that the ranks of one node share.
 
 A `Window` holds slots, one flag per rank, and tensors that callers have allocated. A slot is a
-buffer of fixed size for data in transit to other ranks; each rank has `SLOTS` of them. In host
+buffer of fixed size for data in transit to other ranks; each of several ranks has `SLOTS`. In host
 memory a slot takes only the pages that some operation has written.
 
 An operation (a collective, or a set of messages) is a list of steps. A step is a list of copies and
@@ -109,7 +109,8 @@ class Window:
             the window's own copies are in order there.
         blocks: two regions, used in turn (`Rooms`), for tensors that all ranks read in place.
         sums: one region (`Rooms`) for sums to which one rank after the other adds.
-        slots: for each rank its slots, as one uint8 vector; empty after `close`.
+        slots: for each rank its slots, as one uint8 vector. A single rank has none: its vector has
+            8 unused bytes. The list is empty after `close`.
         slot_bytes: bytes of one slot.
         begun: steps of all operations started so far, the same on every rank.
         made: steps that this rank has completed.
@@ -129,7 +130,7 @@ class Window:
         self._comm, self.memory, self.has_rooms = comm, memory, memory is HOST
         self.blocks, self.sums = Rooms(comm, 2), Rooms(comm, 1)
         flags = [part.numpy().data.cast("q") for part in share(comm, HOST, FLAG_BYTES)]
-        slots = SLOTS * self.slot_bytes
+        slots = SLOTS * self.slot_bytes * (comm.size > 1)
         self.slots = share(comm, GROWING if memory is HOST else memory, slots)
         self._mine = flags[comm.rank]
         self._others = [flag for rank, flag in enumerate(flags) if rank != comm.rank]

@@ -18,6 +18,7 @@
 #include <torch/library.h>
 
 #include <cstring>
+#include <set>
 
 namespace {
 
@@ -48,17 +49,22 @@ struct Block { // what the storage of a tensor holds
   void* place;
   std::size_t nbytes;
   late::Stream* stream;
-  std::vector<late::Event> users; // other streams that use it, by `record_stream`
+  std::set<late::Stream*> users; // other streams that use it, by `record_stream`
 };
 
 void poison(late::Stream* stream, void* place, std::size_t nbytes) {
   late::add(stream, [to = late::shadow(place), nbytes] { std::memset(to, late::POISON, nbytes); });
 }
 
-// As CUDA's allocator: freed memory waits for no other stream than its own and the recorded ones.
+// As CUDA's allocator: freed memory waits for no other stream than its own and the recorded ones. It
+// waits for all that these have been given when it is freed.
 void free_block(void* given) {
   std::unique_ptr<Block> block(static_cast<Block*>(given));
-  for (auto& event : block->users) late::block(event, block->stream);
+  for (auto* user : block->users) {
+    late::Event event;
+    late::record(event, user);
+    late::block(event, block->stream);
+  }
   poison(block->stream, block->place, block->nbytes);
   late::add(block->stream, [place = block->place] { late::release(place); });
 }
@@ -168,9 +174,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     auto* block = static_cast<Block*>(data.get_context());
     if (!block || data.get_deleter() != &free_block) return;
-    late::Event event;
-    late::record(event, native(stream));
-    block->users.push_back(event);
+    if (native(stream) != block->stream) block->users.insert(native(stream));
   }
 };
 

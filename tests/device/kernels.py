@@ -21,7 +21,7 @@ from oracle.strategies import AttentionProblem
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sp_core as sp
-from sp_core.attention import kernels
+from sp_core.attention import cuda, kernels
 from sp_core.schemes import SCHEMES
 from sp_core.testing import run_threads
 
@@ -62,14 +62,16 @@ class Asked(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def why_plain(problem: AttentionProblem) -> str:
-    """Return the reason why no fused kernel can compute a problem, or "" if one can."""
+def why_plain(problem: AttentionProblem, device: str) -> str:
+    """Return the reason why no fused kernel can compute a problem on a device, or ""."""
     if problem.softcap is not None:
         return "the scores are bounded"
     if problem.alibi is not None:
         return "the scores are biased by position"
     if problem.dtype == "float64":
         return "no fused kernel takes float64"
+    if problem.dtype == "bfloat16" and cuda.capability(torch.device(device)) < (8, 0):
+        return "the GPU has no kernel for bfloat16"
     nbytes = problem.head_dim * problem.torch_dtype.itemsize
     return f"rows of {nbytes} bytes, no multiple of 16" if nbytes % 16 else ""
 
@@ -116,7 +118,7 @@ def rows(device: str, quick: bool) -> Iterator[tuple[str, ...]]:
             **CASES[case],
         )
         names, wrong = tried(problem, device)
-        why = why_plain(problem) or "WRONG: no known reason" if "plain" in names else ""
+        why = why_plain(problem, device) or "WRONG: no known reason" if "plain" in names else ""
         said = f"WRONG: {wrong}" if wrong else why
         yield dtype, str(head_dim), case, layout, lse, ", ".join(sorted(names)), said
 
