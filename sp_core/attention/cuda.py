@@ -35,7 +35,7 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def beside(x: Tensor, device: torch.device) -> Tensor:
+def on_device(x: Tensor, device: torch.device) -> Tensor:
     """Return x on a device. A copy is kept as an attribute of x for later calls.
 
     The host waits for the device while it copies x. So indices and masks are copied only once.
@@ -212,7 +212,7 @@ def _ends(lengths: Lengths, like: Tensor) -> tuple[object, ...]:
     """
     batch = len(like) // sum(lengths[0])
     ends = (_cumulative(each * batch) for each in lengths)
-    return *(beside(end, like.device) for end in ends), *map(max, lengths)
+    return *(on_device(end, like.device) for end in ends), *map(max, lengths)
 
 
 @lru_cache(maxsize=64)
@@ -247,7 +247,7 @@ def added(allowed: Tensor | None, q: Tensor) -> Tensor | None:
     if allowed is None:
         return None
     room = q.new_full((len(allowed), -(-allowed.shape[1] // LOAD_BYTES) * LOAD_BYTES), -torch.inf)
-    bias = room[:, : allowed.shape[1]].masked_fill_(beside(allowed, q.device), 0.0)
+    bias = room[:, : allowed.shape[1]].masked_fill_(on_device(allowed, q.device), 0.0)
     return bias.expand(*q.shape[:2], *bias.shape)
 
 

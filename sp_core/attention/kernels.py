@@ -168,7 +168,7 @@ def _seen(
     if kept["seen"] is None:
         return None
     queries, keys, part = kept["seen"]
-    i, j = cuda.beside(queries, device), cuda.beside(keys, device)
+    i, j = cuda.on_device(queries, device), cuda.on_device(keys, device)
     return i, j, {"kind": kind, "allowed": part, "all_seen": True, "logits": logits.at(i, j)}
 
 
@@ -292,7 +292,7 @@ def _strips(q: Tensor, k: Tensor, kind: str, allowed: Tensor | None) -> Iterator
     most = CPU_SCORES if q.device.type == "cpu" else SCORES
     step = max(1, most // (q.shape[0] * q.shape[1] * k.shape[2]))
     if allowed is not None and allowed.numel() <= most:
-        allowed = cuda.beside(allowed, q.device)
+        allowed = cuda.on_device(allowed, q.device)
     for start in range(0, q.shape[2], step):
         stop = min(start + step, q.shape[2])
         rows, keys = slice(start, stop), slice(stop if kind == "causal" else None)

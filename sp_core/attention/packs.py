@@ -176,13 +176,13 @@ class Sequences(NamedTuple):
 
 def _tokens(x: Tensor, side: Side) -> Tensor:
     """Copy the tokens of `side` from x (B, H, S, D), as (B * tokens, H, D)."""
-    return x.transpose(1, 2).index_select(1, cuda.beside(side.tokens, x.device)).flatten(0, 1)
+    return x.transpose(1, 2).index_select(1, cuda.on_device(side.tokens, x.device)).flatten(0, 1)
 
 
 def _put(part: Tensor, side: Side, into: Tensor) -> None:
     """Write `part` (B * tokens, H, D) over the tokens of `side` in `into` (B, H, S, D)."""
     part = part.unflatten(0, (len(into), -1)).to(into.dtype)
-    into.transpose(1, 2).index_copy_(1, cuda.beside(side.tokens, into.device), part)
+    into.transpose(1, 2).index_copy_(1, cuda.on_device(side.tokens, into.device), part)
 
 
 Packs = tuple[Pack | Sequences, ...]
