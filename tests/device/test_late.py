@@ -12,7 +12,7 @@ from oracle.ways import Way, ways
 
 import sp_core as sp
 from device.build import load
-from sp_core.attention.cuda import beside
+from sp_core.attention.cuda import on_device
 from sp_core.testing import device, given, spmd
 from sp_core.transport import cuda, on_stream
 
@@ -89,9 +89,9 @@ def test_a_kept_copy_is_not_freed_while_a_stream_uses_it() -> None:
     """Another stream than the one on which the copy was made may use it last."""
     found = torch.empty(8, dtype=torch.uint8, pin_memory=True)
     x, stream = torch.ones(8, dtype=torch.uint8), torch.Stream(LATE)
-    kept = beside(x, LATE)
+    kept = on_device(x, LATE)
     with stream:
-        again = beside(x, LATE)
+        again = on_device(x, LATE)
         found.copy_(again, non_blocking=True)
     assert kept is again
     del x, kept, again
