@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from sp_core.schedules import Operation
-from sp_core.transport.base import Bound, Done, Handle, Messages, Transfer, wait
+from sp_core.transport.base import Bound, Done, Handle, Messages, Transfer, ordered, wait
 from sp_core.transport.cuda import CudaStreams
 from sp_core.transport.host import HostTransport, OverHost, in_turn, pieces
 
@@ -43,12 +43,13 @@ class StagedTransport(OverHost):
 
     Args:
         host: sends between buffers in host memory.
+        device: where the tensors live.
     """
 
     name = "staged"
 
-    def __init__(self, host: HostTransport) -> None:
-        self._host = host
+    def __init__(self, host: HostTransport, device: torch.device) -> None:
+        self._host, self._device = host, device
 
     def prepare(
         self, operation: Operation, send: Tensor | None, recv: Tensor | None
@@ -107,7 +108,7 @@ class StagedTransport(OverHost):
         ]
         handle = on_host([(peer, x.detach().cpu()) for peer, x in sends], host_recvs)
         back = [partial(x.copy_, host) for (_, x), (_, host) in zip(recvs, host_recvs, strict=True)]
-        return Transfer([handle.test], after=partial(in_turn, *back))
+        return ordered(Transfer([handle.test], after=partial(in_turn, *back)), self._device)
 
 
 @dataclass
