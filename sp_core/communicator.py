@@ -127,8 +127,7 @@ class Communicator(NotCopied):
 
         def run() -> None:
             self.ensure_open()
-            count = self.counters[operation.op]
-            count.add(bytes_sent=bytes_sent)
+            (count := self.counters[operation.op]).add(bytes_sent=bytes_sent)
             start = time.perf_counter()
             call()
             count.seconds += time.perf_counter() - start
@@ -169,10 +168,11 @@ class Communicator(NotCopied):
         wait(self.transport.in_order(lambda: None), self.poll)
 
     def track(self, handle: Handle) -> Handle:
-        """Test `handle` in each `poll` and `wait` of this rank until complete. Return `handle`."""
-        self._pending.append(handle)
-        self._progress.add(self)
-        return handle
+        """Test `handle` in `poll` until complete. Return it for any thread of this rank."""
+        with self._progress.lock:
+            self._pending.append(tracked := progress.Locked(handle, self._progress.lock))
+            self._progress.add(self)
+        return tracked
 
     def next_tag(self) -> int:
         """Return the next MPI tag: equal on ranks that begin collectives in the same order."""
@@ -192,7 +192,8 @@ class Communicator(NotCopied):
         except RankError:
             self.ensure_open()  # its error says why a rank was lost
             raise
-        self._pending = [other for other in self._pending if other is not handle]
+        with self._progress.lock:
+            self._pending = [other for other in self._pending if other is not handle]
         self.counters[name].seconds += time.perf_counter() - start
 
     @eager
@@ -221,8 +222,7 @@ class Communicator(NotCopied):
     def _agree(self, call: str, value: int, error: Exception | None) -> tuple[int, ...]:
         start, told = time.perf_counter(), tuple[int, ...]()
         try:
-            told = agreement.agree(self._control, call, value, error, self._progress)
-            return told
+            return (told := agreement.agree(self._control, call, value, error, self._progress))
         finally:
             control = self.counters["control"]
             control.add(bytes_sent=agreement.bytes_sent(self.size, len(set(told)) == 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from itertools import product
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from oracle.ways import Way, ways
 import sp_core as sp
 from device.build import load
 from device.plugin import TRANSPORTS
+from sp_core.machine import bounded
 from sp_core.schedules import operation
 from sp_core.testing import device, given, spmd
 from sp_core.transport import Handle, cuda, on_stream
@@ -272,3 +274,10 @@ def test_what_is_copied_or_added_at_the_end_is_seen_by_the_stream_that_waits(way
         assert found.tolist() == [1] * 8
         torch.accelerator.synchronize(LATE)
         assert recv.cpu().tolist() == [1] * 8
+
+
+def test_two_threads_of_a_rank_go_backward_at_once() -> None:
+    """One communicates over a mesh of CPUs, and one over a mesh of the device."""
+    launch = (sys.executable, "-m", "sp_core.testing.launch", "-n", "2", "--timeout", "60", "--")
+    code, output = bounded([*launch, sys.executable, "-m", "device.two_threads"])
+    assert code == 0, output
