@@ -39,10 +39,8 @@ class NotCopied:
         return self
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            f"{self!r} belongs to this run and cannot be pickled. Save state_dict() of a "
-            f"layer, and make the layer again."
-        )
+        how = "Save state_dict() of a layer, and make the layer again."
+        raise TypeError(f"{self!r} belongs to this run and cannot be pickled. {how}")
 
 
 class Communicator(NotCopied):
@@ -169,10 +167,11 @@ class Communicator(NotCopied):
         wait(self.transport.in_order(lambda: None), self.poll)
 
     def track(self, handle: Handle) -> Handle:
-        """Test `handle` in each `poll` and `wait` of this rank until complete. Return `handle`."""
-        self._pending.append(handle)
-        self._progress.add(self)
-        return handle
+        """Test `handle` in `poll` until complete. Return it for any thread of this rank."""
+        with self._progress.lock:
+            self._pending.append(tracked := progress.Locked(handle, self._progress.lock))
+            self._progress.add(self)
+        return tracked
 
     def next_tag(self) -> int:
         """Return the next MPI tag: equal on ranks that begin collectives in the same order."""
@@ -192,7 +191,8 @@ class Communicator(NotCopied):
         except RankError:
             self.ensure_open()  # its error says why a rank was lost
             raise
-        self._pending = [other for other in self._pending if other is not handle]
+        with self._progress.lock:
+            self._pending = [other for other in self._pending if other is not handle]
         self.counters[name].seconds += time.perf_counter() - start
 
     @eager

@@ -3,6 +3,9 @@
 An algorithm that sends in several steps makes progress only while its rank polls it. A rank that
 waits on one communicator must therefore poll all communicators. Otherwise ranks that wait in
 different orders would wait for each other.
+
+A rank may have several threads: autograd runs a backward in one thread for each device. One lock
+lets only one of them at a time test operations that others can reach.
 """
 
 from __future__ import annotations
@@ -24,9 +27,11 @@ class Progress:
         kept: agreements (`agreement.Question`) whose result nobody waits for. They are held until
             MPI no longer needs their memory.
         lost: transfers that an error has ended. MPI may use their memory as long as it runs.
+        lock: held by the thread of this rank that tests an operation which `poll` can reach.
     """
 
     def __init__(self) -> None:
+        self.lock = threading.RLock()
         self._busy: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
         self.kept: list[Any] = []
         self.lost: list[Any] = []
@@ -60,12 +65,35 @@ class Progress:
     def poll(self) -> None:
         """Let all operations that this rank has started make progress, without blocking.
 
-        Call `poll` between parts of a long computation; it is cheap.
+        Call `poll` between parts of a long computation; it is cheap. It does nothing while another
+        thread of this rank polls.
         """
-        # `list(self._busy)` takes several times as long, and every wait polls again and again
-        for source in [ref() for ref in self._busy.keyrefs()]:
-            if source is not None and not source.advance():
-                self._busy.pop(source, None)
+        if not self.lock.acquire(False):
+            return
+        try:
+            # `list(self._busy)` takes several times as long, and every wait polls again and again
+            for source in [ref() for ref in self._busy.keyrefs()]:
+                if source is not None and not source.advance():
+                    self._busy.pop(source, None)
+        finally:
+            self.lock.release()
+
+
+class Locked:
+    """Test a handle while no other thread of this rank tests it or polls; a `Handle`.
+
+    Args:
+        handle: tests an operation.
+        lock: the lock of the rank's `Progress`.
+    """
+
+    def __init__(self, handle: Any, lock: threading.RLock) -> None:
+        self._test, self._lock = handle.test, lock
+
+    def test(self) -> Any:
+        """Return what the test of the handle returns."""
+        with self._lock:
+            return self._test()
 
 
 def _goes_on(question: Any) -> bool:

@@ -8,6 +8,8 @@ clears each of them first.
 
 from __future__ import annotations
 
+from threading import Lock
+
 import torch
 from torch import Tensor
 
@@ -19,12 +21,14 @@ memory."""
 class Scratch:
     """Hold blocks of memory on one device, which `take` lends and `give` takes back.
 
+    Several threads may call these at once.
+
     Args:
         device: where the memory is.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._lock = device, Lock()
         self._free: list[Tensor] = []  # the smallest first
 
     def take(self, nbytes: int) -> Tensor:
@@ -32,14 +36,16 @@ class Scratch:
 
         `nbytes` is at least 1. Pass the tensor to `give` after use.
         """
-        for place, block in enumerate(self._free):
-            if block.numel() >= nbytes:
-                return self._free.pop(place)
+        with self._lock:
+            for place, block in enumerate(self._free):
+                if block.numel() >= nbytes:
+                    return self._free.pop(place)
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def give(self, block: Tensor) -> None:
         """Keep a block (it may be empty) for later calls. Of more than KEPT, drop the smallest."""
-        self._free = sorted([*self._free, block], key=Tensor.numel)[-KEPT:]
+        with self._lock:
+            self._free = sorted([*self._free, block], key=Tensor.numel)[-KEPT:]
 
     def clear(self) -> None:
         """Drop all blocks that are kept."""

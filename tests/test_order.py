@@ -5,15 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from random import Random
+from threading import Event, Thread
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 from hypothesis import strategies as st
 from kit.carriers import CARRIERS
+from mpi4py import MPI
 from oracle.collective_cases import Case, cases
+from oracle.fake_device import DelayedStreams
 from torch import Tensor
 
 import sp_core as sp
@@ -21,6 +24,8 @@ from sp_core import progress
 from sp_core.progress import Progress
 from sp_core.schemes import SCHEMES
 from sp_core.testing import given, spmd
+from sp_core.transport import Window
+from sp_core.transport.staged import PipelinedTransport
 
 STARTED = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift", "broadcast"]
 
@@ -210,3 +215,70 @@ def test_comparisons_are_completed_before_the_end_for_so_many_seconds(
     assert question.test.call_count < 100  # it sleeps between tests
     # references: of `found`, of getrefcount's argument, and one that is never released
     assert (sys.getrefcount(found.kept), sys.getrefcount(found.lost)) == (3, 3)
+
+
+class Held:
+    """Stand in for an operation, a handle or a communicator: `test` waits until it may go on."""
+
+    def __init__(self) -> None:
+        self.entered, self.leave, self.count = Event(), Event(), 0
+
+    def test(self) -> bool:
+        self.count += 1
+        self.entered.set()
+        self.leave.wait(5)
+        return True
+
+    advance = test
+
+
+def in_a_poll(held: Held) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Return two polls of one rank, of which the first one is held."""
+    rank = Progress()
+    rank.add(held)
+    return rank.poll, rank.poll
+
+
+def in_a_transfer(held: Held) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Return tests of two transfers in one queue, of which the first one is held."""
+    host = SimpleNamespace(exchange=lambda *_: held)
+    made = PipelinedTransport(cast("Any", host), DelayedStreams(), 2)
+    first, second = (made.exchange([], []) for _ in range(2))
+    return first.test, second.test
+
+
+def in_a_window(held: Held) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Return two tests of one window, the first of which is held."""
+    window = Window(MPI.COMM_SELF)
+    window._under_way.append(held)
+    return window.advance, window.advance
+
+
+@pytest.mark.parametrize("place", [in_a_poll, in_a_transfer, in_a_window])
+def test_no_thread_enters_or_waits_where_another_one_of_the_rank_polls(place: Any) -> None:
+    held = Held()
+    first, second = place(held)
+    other = Thread(target=first)
+    other.start()
+    assert held.entered.wait(30)
+    second()
+    assert held.count == 1
+    held.leave.set()
+    other.join()
+
+
+@spmd(1)
+def test_a_wait_in_one_thread_and_a_poll_in_another_take_turns(comm: Any) -> None:
+    held = Held()
+    with sp.Mesh(comm, sp=1) as mesh:
+        tracked = mesh["sp"].track(held)
+        threads = [Thread(target=call) for call in (mesh["sp"].poll, tracked.test)]
+        for thread in threads:
+            thread.start()
+            assert held.entered.wait(30)
+        threads[1].join(0.05)
+        assert held.count == 1
+        held.leave.set()
+        for thread in threads:
+            thread.join()
+        assert not mesh["sp"]._pending

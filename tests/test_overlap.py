@@ -67,8 +67,8 @@ class Log:
         transport, log, wait = vars(comm.transport), self.mine, comm.wait
         handles: list[Any] = []
 
-        def started(begin: Callable[..., Any], *given: Any) -> Any:
-            handles.append(begin(*given))
+        def started(begin: Callable[..., Any], *given: Any, **named: Any) -> Any:
+            handles.append(begin(*given, **named))
             log.append(("start", len(handles) - 1))
             return handles[-1]
 
@@ -77,7 +77,7 @@ class Log:
             wait(handle, name)
 
         for name in ("start", "exchange"):
-            transport[name] = functools.partial(started, getattr(comm.transport, name))
+            vars(comm)[name] = functools.partial(started, getattr(comm, name))
         transport["prepare"] = None
         comm.wait = waited  # type: ignore[method-assign]
 

@@ -20,11 +20,12 @@ from oracle.window_cases import use_window
 
 import sp_core as sp
 from sp_core import measuring
-from sp_core.collectives import execution, maps
-from sp_core.collectives.execution import BoundProgram
+from sp_core.collectives import maps
+from sp_core.collectives.execution import BoundProgram, Running
 from sp_core.schedules import ALGORITHMS, SCHEDULED, operation
 from sp_core.scratch import Scratch
 from sp_core.testing import given, run_threads, spmd
+from sp_core.transport import base
 from sp_core.transport.host import HostTransport
 from sp_core.transport.staged import PipelinedTransport
 from sp_core.tuning import Curve, Tuning
@@ -81,7 +82,7 @@ def test_a_run_on_a_device_stays_on_its_stream_and_its_user_waits_for_that(
         here.stream = before
 
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: here.stream)
-    monkeypatch.setattr(execution, "on_stream", on_stream)
+    monkeypatch.setattr(base, "on_stream", on_stream)
 
     def body(comm: Any) -> None:
         first, other = Mock(), Mock()
@@ -99,7 +100,8 @@ def test_a_run_on_a_device_stays_on_its_stream_and_its_user_waits_for_that(
             here.stream = other
             mesh["sp"].wait(running, "all_reduce")
             assert seen == [first] * len(bound.steps)
-            other.wait_stream.assert_called_once_with(first)
+            first.record_event.assert_called_once_with()
+            other.wait_event.assert_called_once_with(first.record_event())
             assert torch.equal(plan.run(), torch.full((40,), 2.0))
 
     run_threads(2, body)
@@ -113,6 +115,7 @@ def test_a_rank_goes_on_before_its_sends_are_complete(op: str, algorithm: str) -
     for rank, made in enumerate(schedule(op, algorithm, (2,) * 4, segment=1).programs):
         task, scratch = operation(op, rank, 4, (2,) * 4), Scratch(torch.device("cpu"))
         running = BoundProgram(comm, task, memory[0], memory[1], scratch, made).begin()
+        assert isinstance(running, Running)
         told = [
             [(peer, len(x)) for peer, x in each] for each in comm.transport.announce.call_args[0]
         ]

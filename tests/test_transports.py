@@ -234,7 +234,7 @@ def test_a_failed_transfer_fails_everything_behind_it_and_again_when_asked_again
 def test_what_a_transport_leaves_to_another_is_passed_on() -> None:
     host, group = Mock(), Mock(size=2)
     for made in (
-        StagedTransport(host),
+        StagedTransport(host, CPU),
         PipelinedTransport(host, DelayedStreams(), 2),
         DistributedTransport(cast("Any", group), group, host, CPU),
     ):

@@ -38,7 +38,7 @@ from sp_core.schedules import (
     wide_length,
 )
 from sp_core.scratch import Scratch
-from sp_core.transport import Bound, Done, Handle, Transfer, on_stream, wait
+from sp_core.transport import Bound, Done, Handle, Transfer, ordered, wait
 
 
 def bind(
@@ -104,20 +104,17 @@ class Ready(ABC):
         }
 
     @abstractmethod
-    def begin(self) -> Handle:
+    def begin(self, *, once: bool = False) -> Handle:
         """Begin a run of the collective, and return a handle that says when the run is complete.
 
         All ranks begin their collectives in the same order. Until the handle is complete, the
-        caller must neither write the input nor use the output.
+        caller must neither write the input nor use the output. With `once`, the end of the run
+        calls `release`: the collective cannot run again.
         """
 
     def start(self, *, once: bool = False) -> Handle:
-        """Begin a run of the collective, and return its handle, which `comm.poll` tests.
-
-        With `once`, the end of the run calls `release`: the collective cannot run again.
-        """
-        running = self.begin()
-        return self.comm.track(Transfer([running.test], after=self.release) if once else running)
+        """Do what `begin` does, and let `comm.poll` test the handle."""
+        return self.comm.track(self.begin(once=once))
 
     def run(self, *, once: bool = False) -> None:
         """Run the collective to its end, and add the wall time to the counters of `comm`.
@@ -134,6 +131,10 @@ class Ready(ABC):
     def release(self) -> None:
         """Give the scratch memory back to its provider. The collective cannot run afterwards."""
         self._scratch.give(self._block)
+
+    def _once(self, running: Handle) -> Handle:
+        """Return the handle of a run that calls `release` at its end."""
+        return Transfer([running.test], after=self.release)
 
     def _count(self, cost: Cost) -> None:
         self.comm.counters[self.name].add(
@@ -186,8 +187,11 @@ class Library(Ready):
     MPI has no shift, so for a shift each rank sends one message and receives one.
     """
 
-    def begin(self) -> Handle:
-        """Begin a run of the collective, and return its handle, which `comm.poll` tests."""
+    def begin(self, *, once: bool = False) -> Handle:
+        """Begin a run of the collective, and return its handle, which `comm.poll` tests.
+
+        `once` changes nothing, because there is no scratch memory.
+        """
         comm, operation, (send, recv) = self.comm, self.operation, self._buffers
         if operation.op != "shift":
             return comm.start(operation, send, recv)
@@ -200,7 +204,7 @@ class Library(Ready):
         return comm.exchange([(dest, send)], [(source, recv)], "shift")
 
     def start(self, *, once: bool = False) -> Handle:
-        """Do what `begin` does. `once` changes nothing, because there is no scratch memory."""
+        """Do what `begin` does, which lets `comm.poll` test the handle."""
         return self.begin()
 
     def run(self, *, once: bool = False) -> None:
@@ -253,18 +257,22 @@ class BoundProgram(Ready):
     def _messages(self, messages: Iterable[Message]) -> list[tuple[int, Tensor]]:
         return [(message.peer, self._view(message.region)) for message in messages]
 
-    def begin(self) -> Running:
-        """Tell the communicator's observer what will be sent, begin, and return the handle."""
+    def begin(self, *, once: bool = False) -> Handle:
+        """Tell the communicator's observer what will be sent, begin, and return the handle.
+
+        On a device, the work of the run follows what was queued on the current stream before. The
+        handle may be tested on any stream.
+        """
         self._count(self._cost)
-        return Running(self, self.comm.transport.announce(self._sends, self._recvs))
+        running = Running(self, self.comm.transport.announce(self._sends, self._recvs))
+        return ordered(self._once(running) if once else running, self.device)
 
 
 class Running:
     """Represent one execution (run) of a `BoundProgram`; a `Handle`. It advances only in `test`.
 
-    On a device, `test` may be called on any stream. The work of the run follows what was queued
-    before it began. The stream on which `test` returns True waits for the results. The run ends
-    after `told`, which is complete once the communicator's observer knows what will be sent.
+    The run ends after `told`, which is complete once the communicator's observer knows what will be
+    sent.
     """
 
     def __init__(self, bound: BoundProgram, told: Handle) -> None:
@@ -274,9 +282,6 @@ class Running:
         self._under_way: deque[tuple[Handle, tuple[Work, ...]]] = deque()
         # (step that must wait, handle it waits for); the step after the last is the end
         self._leaving = [] if told.test() else [(len(bound.steps), told)]
-        self._stream = (
-            None if bound.device.type == "cpu" else torch.accelerator.current_stream(bound.device)
-        )
         self._post()
 
     def test(self) -> bool:
@@ -284,15 +289,6 @@ class Running:
 
         Return True once all steps are made and all sends have completed.
         """
-        if self._stream is None:
-            return self._advance()
-        with on_stream(self._stream):
-            complete = self._advance()
-        if complete:
-            torch.accelerator.current_stream(self._stream.device).wait_stream(self._stream)
-        return complete
-
-    def _advance(self) -> bool:
         self._post()
         while self._under_way:
             handle, work = self._under_way[0]
@@ -378,7 +374,7 @@ class BoundWindow(Ready):
         )
         self._bound: dict[int, tuple[list[tuple[Work, ...]], Cost]] = {}
 
-    def begin(self) -> Handle:
+    def begin(self, *, once: bool = False) -> Handle:
         """Begin a run of the collective, in the same order on all ranks, and return its handle."""
         first = self._window.begun % SLOTS
         if first not in self._bound:
@@ -389,7 +385,8 @@ class BoundWindow(Ready):
             )
         steps, figures = self._bound[first]
         self._count(figures)
-        return self._window.start(steps, self._what)
+        running = self._window.start(steps, self._what)
+        return self._once(running) if once else running
 
 
 _DONE = Done()

@@ -24,6 +24,7 @@ from sp_core.transport.base import (
     Transfer,
     Transport,
     on_stream,
+    ordered,
     wait,
 )
 from sp_core.transport.host import HostTransport
@@ -49,6 +50,7 @@ __all__ = [
     "make_transport",
     "make_window",
     "on_stream",
+    "ordered",
     "wait",
 ]
 
@@ -167,7 +169,7 @@ def _staged(
     from sp_core.transport import cuda, staged
 
     if name == "staged":
-        return staged.StagedTransport(host)
+        return staged.StagedTransport(host, device)
     return staged.PipelinedTransport(host, cuda.CudaStreams(device), size, name=name, poll=poll)
 
 

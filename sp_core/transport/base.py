@@ -183,10 +183,42 @@ class Transfer:
         self._tests = [test for test in self._tests if not test()]
         if self._tests:
             return False
-        after, self._after, self._keep = self._after, None, None
+        after, self._after = self._after, None
         if after is not None:
             after()
+        self._keep = None
         return True
+
+
+class Ordered:
+    """Order the streams of a device with a transfer that copies or sums in `test`; a `Handle`.
+
+    The work of the transfer runs on the stream on which this object is made. Every stream on which
+    `test` returns True waits for it, even if an earlier `test` on another stream completed it.
+
+    Args:
+        transfer: the handle of the transfer.
+        device: where the tensors live; not a CPU.
+    """
+
+    def __init__(self, transfer: Handle, device: torch.device) -> None:
+        self._transfer, self._stream = transfer, torch.accelerator.current_stream(device)
+        self._end: torch.Event | None = None
+
+    def test(self) -> bool:
+        """Test the transfer on its stream. Once it is complete, let the current stream wait."""
+        if self._end is None:
+            with on_stream(self._stream):
+                if not self._transfer.test():
+                    return False
+                self._end = self._stream.record_event()
+        torch.accelerator.current_stream(self._stream.device).wait_event(self._end)
+        return True
+
+
+def ordered(transfer: Handle, device: torch.device) -> Handle:
+    """Return the handle of a transfer as an `Ordered`, or as it is if its tensors are on a CPU."""
+    return transfer if device.type == "cpu" else Ordered(transfer, device)
 
 
 def on_stream(stream: torch.Stream) -> torch.Stream:

@@ -23,7 +23,7 @@ from torch import Tensor
 from sp_core.errors import DeviceError
 from sp_core.machine import bounded, last_line
 from sp_core.schedules import Operation
-from sp_core.transport.base import Done, Handle, Intracomm
+from sp_core.transport.base import Done, Handle, Intracomm, ordered
 from sp_core.transport.host import HostTransport, as_numpy
 
 PROBE_SECONDS = 60.0
@@ -81,7 +81,7 @@ class DeviceTransport(HostTransport):
     def start(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Handle:
         """Run a collective by the blocking call, and return a handle that is complete."""
         self.prepare(operation, send, recv)()
-        return Done()
+        return Done() if recv is None else ordered(Done(), recv.device)
 
     def _memory(self, x: Tensor) -> np.ndarray[Any, Any]:
         return memory(x)

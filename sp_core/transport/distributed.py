@@ -38,6 +38,7 @@ from sp_core.transport.base import (
     Messages,
     Transfer,
     Transport,
+    ordered,
     wait,
 )
 from sp_core.transport.cuda import uuid_of
@@ -156,9 +157,8 @@ class DistributedTransport(OverHost):
             keep: buffers to keep alive until the end.
             after: calls to make when the transfer is complete.
         """
-        return Transfer(
-            [partial(is_complete, work, what, self._watch)], keep, partial(in_turn, *after)
-        )
+        tests = [partial(is_complete, work, what, self._watch)]
+        return ordered(Transfer(tests, keep, partial(in_turn, *after)), self._nothing.device)
 
     def _begin(self, operation: Operation, send: Tensor | None, recv: Tensor | None) -> Begun:
         """Begin a collective by the matching call of the process group."""

@@ -19,12 +19,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from threading import Lock
 
 import torch
 from torch import Tensor
 
 from sp_core.schedules import Operation
-from sp_core.transport.base import Bound, Done, Handle, Messages, Transfer, wait
+from sp_core.transport.base import Bound, Done, Handle, Messages, Transfer, ordered, wait
 from sp_core.transport.cuda import CudaStreams
 from sp_core.transport.host import HostTransport, OverHost, in_turn, pieces
 
@@ -43,12 +44,13 @@ class StagedTransport(OverHost):
 
     Args:
         host: sends between buffers in host memory.
+        device: where the tensors live.
     """
 
     name = "staged"
 
-    def __init__(self, host: HostTransport) -> None:
-        self._host = host
+    def __init__(self, host: HostTransport, device: torch.device) -> None:
+        self._host, self._device = host, device
 
     def prepare(
         self, operation: Operation, send: Tensor | None, recv: Tensor | None
@@ -107,7 +109,7 @@ class StagedTransport(OverHost):
         ]
         handle = on_host([(peer, x.detach().cpu()) for peer, x in sends], host_recvs)
         back = [partial(x.copy_, host) for (_, x), (_, host) in zip(recvs, host_recvs, strict=True)]
-        return Transfer([handle.test], after=partial(in_turn, *back))
+        return ordered(Transfer([handle.test], after=partial(in_turn, *back)), self._device)
 
 
 @dataclass
@@ -160,7 +162,7 @@ class PipelinedTransport(OverHost):
             chunk_bytes or min(PIECE_BYTES * size, MOST_BYTES), size * 8
         )
         self._slots = [_Slot(streams.buffer(nbytes), streams.buffer(nbytes)) for _ in range(2)]
-        self._queue: deque[_Steps] = deque()
+        self._queue = _Queue()
 
     def prepare(
         self, operation: Operation, send: Tensor | None, recv: Tensor | None
@@ -210,7 +212,7 @@ class PipelinedTransport(OverHost):
         different times. The tag tells the messages from all others.
         """
         on_host = partial(self.on_host, tag)
-        return self._enqueue(self._messages(sends, recvs, on_host), deque())
+        return self._enqueue(self._messages(sends, recvs, on_host), _Queue())
 
     def close(self, *, together: bool) -> None:
         """Close the transport that sends and, with `together`, release the host buffers.
@@ -221,7 +223,7 @@ class PipelinedTransport(OverHost):
         if together:
             self._slots.clear()
 
-    def _enqueue(self, steps: Iterator[None], queue: deque[_Steps]) -> _Steps:
+    def _enqueue(self, steps: Iterator[None], queue: _Queue) -> _Steps:
         """Put a transfer into a queue, behind those that began before. Return its handle.
 
         It advances as far as it can without waiting.
@@ -317,6 +319,14 @@ class PipelinedTransport(OverHost):
         return self._streams.buffer(x.nbytes).view(x.dtype).view(x.shape)
 
 
+class _Queue(deque["_Steps"]):
+    """Hold transfers in the order in which they began, and a lock for the thread that advances."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = Lock()
+
+
 class _Steps:
     """Represent a transfer in a queue, whose transfers advance in order; a `Handle`.
 
@@ -331,7 +341,7 @@ class _Steps:
         streams: run the copies.
     """
 
-    def __init__(self, steps: Iterator[None], queue: deque[_Steps], streams: CudaStreams) -> None:
+    def __init__(self, steps: Iterator[None], queue: _Queue, streams: CudaStreams) -> None:
         self._steps = steps
         self._queue = queue
         self._streams = streams
@@ -341,20 +351,27 @@ class _Steps:
     def test(self) -> bool:
         """Advance the queue as far as possible, and return whether this transfer is complete.
 
+        Return False if another thread advances the queue.
+
         Raises:
             BaseException: the error of this transfer, or of one before it in the queue.
         """
-        while self in self._queue:
-            try:
-                next(self._queue[0]._steps)
-            except StopIteration:
-                self._queue.popleft()
-            except BaseException as error:  # noqa: BLE001  # raised again in `test` of each of them
-                for broken in self._queue:  # after a failure the others cannot be in order
-                    broken._error = error
-                self._queue.clear()
-            else:
-                return False
+        if not self._queue.lock.acquire(False):
+            return False
+        try:
+            while self in self._queue:
+                try:
+                    next(self._queue[0]._steps)
+                except StopIteration:
+                    self._queue.popleft()
+                except BaseException as error:  # noqa: BLE001  # raised in `test` of each of them
+                    for broken in self._queue:  # after a failure the others cannot be in order
+                        broken._error = error
+                    self._queue.clear()
+                else:
+                    return False
+        finally:
+            self._queue.lock.release()
         if self._error is not None:
             raise self._error
         self._streams.finish()

@@ -29,6 +29,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -136,7 +137,7 @@ class Window:
         self._others = [flag for rank, flag in enumerate(flags) if rank != comm.rank]
         self.begun = 0  # steps of all operations started so far
         self.made = 0  # steps that this rank has completed
-        self._launched = 0
+        self._launched, self._advancing = 0, Lock()
         self._queue: deque[tuple[int, Sequence[Work]]] = deque()  # to launch: (step, work)
         self._under_way: deque[Handle] = deque()  # launched steps that are not complete
         self._numbers = itertools.count()  # of allocations; the same on all ranks
@@ -191,23 +192,28 @@ class Window:
 
         A step is ready when the other ranks have made all steps before it. For the first step of an
         operation, they may lack the last of these. The call does not wait. Other ranks read the
-        number from this rank's flag.
+        number from this rank's flag. The call does nothing while another thread makes it.
         """
-        while True:
-            while self._under_way and self._under_way[0].test():
-                self._under_way.popleft()
-                self.made += 1
-                self._mine[0] = self.made
-            if not self._queue:
-                return
-            place, step = self._queue[0]
-            reached = self._launched if place else self._launched - 1
-            for flag in self._others:
-                if flag[0] < reached:
+        if not (self._queue or self._under_way) or not self._advancing.acquire(False):
+            return
+        try:
+            while True:
+                while self._under_way and self._under_way[0].test():
+                    self._under_way.popleft()
+                    self.made += 1
+                    self._mine[0] = self.made
+                if not self._queue:
                     return
-            self._queue.popleft()
-            self._launched += 1
-            self._under_way.append(self.memory.launch(step))
+                place, step = self._queue[0]
+                reached = self._launched if place else self._launched - 1
+                for flag in self._others:
+                    if flag[0] < reached:
+                        return
+                self._queue.popleft()
+                self._launched += 1
+                self._under_way.append(self.memory.launch(step))
+        finally:
+            self._advancing.release()
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a zeroed tensor in shared memory. Every rank calls this.

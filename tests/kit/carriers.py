@@ -49,7 +49,7 @@ def carriers(part: int = 3) -> dict[str, Callable[[sp.Communicator], Any]]:
     return {
         "host": lambda comm: HostTransport(comm._comm),
         "host in parts": lambda comm: narrow_transport(comm._comm, part),
-        "staged": lambda comm: StagedTransport(HostTransport(comm._comm)),
+        "staged": lambda comm: StagedTransport(HostTransport(comm._comm), comm.device),
         "late sends": lambda comm: LateSends(comm._comm),
         "link": lambda comm: LinkModel(2e-5, 1e8).over(HostTransport(comm._comm)),
         "pipelined": lambda comm: PipelinedTransport(
