@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.contests.contest import Contest, Entry, Part
 from benchmarks.launching import KEEP_MEMORY, Launch, Record, about
+from benchmarks.options import at_least
 from benchmarks.reporting.tables import Table, make, size
 from benchmarks.statistics import Requirement, exact_interval
 from sp_core.machine import cores
@@ -285,7 +286,10 @@ def show(document: Record) -> Iterator[Part]:
 
 OPTIONS = {
     "--launches": about(
-        type=int, default=2, metavar="N", help="how often processes start for a row (%(default)s)"
+        type=at_least(1),
+        default=2,
+        metavar="N",
+        help="how often processes start for a row (%(default)s)",
     )
 }
 collectives = Contest(
