@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 import sp_core as sp
-from benchmarks.contests import balance, documents, growth
-from benchmarks.contests.contest import Wrong
+from benchmarks import launching
+from benchmarks.contests import balance, contest, documents, growth
+from benchmarks.contests.contest import Contest, Wrong
+from benchmarks.contests.netlab.table import netlab
 from benchmarks.statistics import Interval
 from sp_core.llama import create
 from sp_core.scheduling.plan import imbalance
@@ -22,6 +26,85 @@ def wrong(contest: Any, *launches: dict[str, Any]) -> list[Wrong]:
     """Return the complaints in a contest's report of these launches."""
     shown = contest.show({"launches": launches})
     return [part for part in shown if isinstance(part, Wrong)]
+
+
+RIGHT = {"name": "computed", "ranks": 1, "status": "ok", "lines": []}
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (None, "FileNotFoundError"),
+        ("{", "JSONDecodeError"),
+        ("[]", "TypeError"),
+        ("{}", "KeyError('launches')"),
+        ('{"launches": [1]}', "TypeError"),
+        ('{"launches": [{"status": "ok", "lines": [{}]}]}', "KeyError('sizes')"),
+        ("[" * 100_000, "RecursionError"),
+    ],
+)
+@pytest.mark.parametrize("option", ["--show", "--resume --out"])
+def test_a_file_that_is_no_record_is_refused_in_one_line(
+    text: str | None,
+    told: str,
+    option: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(launching, "run", lambda *_: {**RIGHT})
+    path = tmp_path / "record.json"
+    if text is not None:
+        path.write_text(text)
+    is_begun = option != "--show" and text is None  # there is nothing to resume yet
+    assert growth.growth([*option.split(), str(path)]) == (0 if is_begun else 2)
+    said = capsys.readouterr().err
+    assert said.count("\n") == (not is_begun)
+    assert is_begun or "sizes" in told or f"{path} is no record of a contest: {told}" in said
+
+
+@pytest.mark.parametrize(
+    ("launch", "code"),
+    [
+        (RIGHT, 0),
+        ({**RIGHT, "status": "oom"}, 1),
+        ({**RIGHT, "lines": [growth.line("a cost", SIZES, [P * P for P in SIZES], allowed=1)]}, 1),
+    ],
+)
+def test_a_record_is_shown_with_the_exit_code_of_its_measurement(
+    launch: Any, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = Mock(side_effect=lambda *_: {"reason": "it failed", **launch})
+    monkeypatch.setattr(launching, "run", found)
+    out = str(tmp_path / "record.json")
+    assert growth.growth(["--only", "computed", "--out", out]) == code
+    assert growth.growth(["--show", out]) == code
+    assert growth.growth(["--show", out, out]) == code
+
+
+@pytest.mark.parametrize("program", [growth.growth, balance.balance, netlab])
+def test_other_rounds_or_another_machine_are_not_resumed(
+    program: Contest,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(Contest, "_tell", lambda *_: False)
+    out = tmp_path / "record.json"
+    more = ["--link-model"] * (program is netlab)
+
+    def again(rounds: str) -> int:
+        chosen = "computed" if program is growth.growth else "P = 2"
+        return program([*more, "--only", chosen, "--resume", "--out", str(out), "--rounds", rounds])
+
+    failed = {"status": "failed", "reason": "it failed"}
+    monkeypatch.setattr(launching, "run", lambda *_: failed)
+    assert again("3") == again("3") == 0
+    assert again("4") == 2
+    assert "differs in rounds from what" in capsys.readouterr().err
+    monkeypatch.setattr(contest, "machine", lambda: "another")
+    assert again("3") == 2
+    assert "differs in machine from what" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("degree", [-1.0, 0.0, 0.5, 1.0, 2.0])
