@@ -365,16 +365,21 @@ def read(path: Path | str) -> Reading:
     Returns:
         The records and the problems. A missing or damaged file is a problem, not an exception.
     """
-    found = Reading()
     try:
-        for number, line in enumerate(io.BytesIO(read_bytes(Path(path))), 1):
-            try:
-                if line.strip():
-                    found.records.append(parse(line.rstrip(b"\r\n")))
-            except ForeignError as error:
-                found.problems.append(f"{path}, line {number}: {error}")
+        return read_lines(read_bytes(Path(path)), str(path))
     except ForeignError as error:
-        found.problems.append(str(error))
+        return Reading(problems=[str(error)])
+
+
+def read_lines(content: bytes, name: str) -> Reading:
+    """Read the records of a file with this name and content, as `read` does."""
+    found = Reading()
+    for number, line in enumerate(io.BytesIO(content), 1):
+        try:
+            if line.strip():
+                found.records.append(parse(line.rstrip(b"\r\n")))
+        except ForeignError as error:
+            found.problems.append(f"{name}, line {number}: {error}")
     return found
 
 
