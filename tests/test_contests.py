@@ -20,6 +20,7 @@ from sp_core.testing import run_threads
 
 SIZES = (64, 256, 1024, 4096)
 SOME = balance.workload()[::18]
+LINEAR, QUADRATIC = [float(P) for P in SIZES], [1e-6 * P * P for P in SIZES]
 
 
 def wrong(contest: Any, *launches: dict[str, Any]) -> list[Wrong]:
@@ -28,7 +29,8 @@ def wrong(contest: Any, *launches: dict[str, Any]) -> list[Wrong]:
     return [part for part in shown if isinstance(part, Wrong)]
 
 
-RIGHT = {"name": "computed", "ranks": 1, "status": "ok", "lines": []}
+CHEAP = growth.line("a cost", SIZES, LINEAR, allowed=growth.LINEAR)
+RIGHT = {"name": "computed", "ranks": 1, "status": "ok", "lines": [CHEAP]}
 
 
 @pytest.mark.parametrize(
@@ -67,8 +69,9 @@ def test_a_file_that_is_no_record_is_refused_in_one_line(
     ("launch", "code"),
     [
         (RIGHT, 0),
+        ({**RIGHT, "lines": []}, 1),  # nothing can be shown, as of a record of another contest
         ({**RIGHT, "status": "oom"}, 1),
-        ({**RIGHT, "lines": [growth.line("a cost", SIZES, [P * P for P in SIZES], allowed=1)]}, 1),
+        ({**RIGHT, "lines": [growth.line("a cost", SIZES, QUADRATIC, allowed=1)]}, 1),
     ],
 )
 def test_a_record_is_shown_with_the_exit_code_of_its_measurement(
@@ -111,9 +114,6 @@ def test_other_rounds_or_another_machine_are_not_resumed(
 def test_the_exponent_of_a_power_is_found_beside_a_constant_at_small_sizes(degree: float) -> None:
     values = [1e9, *(3 * size**degree for size in SIZES[1:])]
     assert growth.exponent(SIZES, values) == pytest.approx(degree)
-
-
-LINEAR, QUADRATIC = [float(P) for P in SIZES], [1e-6 * P * P for P in SIZES]
 
 
 @pytest.mark.parametrize(

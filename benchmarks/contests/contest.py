@@ -186,8 +186,9 @@ class Contest:
 
     def _tell(self, document: Record) -> bool:
         """Print tables, lines and complaints. Return whether one is there, or a launch failed."""
-        done, nothing = _finished(document), [Wrong("no launch was completed.")]
-        parts = list(self.show(done)) if done["launches"] else nothing
+        done = _finished(document)
+        parts = list(self.show(done)) if done["launches"] else []
+        parts = parts or [Wrong("no launch was completed that can be shown.")]
         for part in sorted(parts, key=lambda part: isinstance(part, Wrong)):
             if isinstance(part, tables.Table):
                 tables.show(part)
