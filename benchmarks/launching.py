@@ -70,7 +70,8 @@ class Launch:
         around: command in front of sp_core's own launcher.
 
     Raises:
-        UsageError: the prefix has no `{ranks}` or no program, or the timeout is not positive.
+        UsageError: the prefix has no `{ranks}` or no program, or cannot be split or filled in; or
+            the timeout is not positive.
     """
 
     prefix: str = ""
@@ -80,7 +81,13 @@ class Launch:
     around: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        program, *_ = shlex.split(self.prefix) or [sys.executable]
+        try:
+            program, *_ = shlex.split(self.prefix.format(ranks=1)) or [sys.executable]
+        except (ValueError, LookupError, AttributeError) as error:
+            raise UsageError(
+                f"--launcher {self.prefix!r}: {error}. Close quotation marks, and double other "
+                "braces than those of {ranks}."
+            ) from None
         if self.prefix and "{ranks}" not in self.prefix:
             raise UsageError(
                 f"--launcher {self.prefix!r} does not say where the number of ranks goes; "
@@ -88,7 +95,7 @@ class Launch:
             )
         if shutil.which(program) is None:
             raise UsageError(f"--launcher {self.prefix!r}: there is no {program} on the PATH.")
-        if self.timeout <= 0:
+        if not self.timeout > 0:
             raise UsageError(f"--timeout is {self.timeout:g}; pass more than 0.")
 
     def command(self, ranks: int, *arguments: str) -> list[str]:
@@ -148,11 +155,14 @@ def starting(*, ranks: str, timeout: float) -> Options:
     }
 
 
-def numbers_of_ranks(text: str, least: int = 1, option: str = "--ranks") -> list[int]:
+def numbers_of_ranks(
+    text: str, least: int = 1, option: str = "--ranks", divide: int = 0
+) -> list[int]:
     """Parse a list of distinct numbers such as "1,2,4", for `--ranks` or another option.
 
     Raises:
-        UsageError: the text is no such list, or a number is less than `least`.
+        UsageError: the text is no such list, or a number is less than `least`, or does not divide
+            `divide`.
     """
     try:
         found = [int(part) for part in text.split(",")]
@@ -160,8 +170,9 @@ def numbers_of_ranks(text: str, least: int = 1, option: str = "--ranks") -> list
         raise UsageError(
             f"{option} {text!r} is not a list of numbers; pass one such as 1,2,4."
         ) from None
-    if min(found) < least or len(set(found)) != len(found):
-        raise UsageError(f"{option} {text}: every number must be {least} or more, and appear once.")
+    if min(found) < least or len(set(found)) != len(found) or any(divide % n for n in found):
+        needed = f"be {least} or more, {f'and divide {divide}, ' * bool(divide)}and appear once."
+        raise UsageError(f"{option} {text}: every number must {needed}")
     return found
 
 

@@ -77,6 +77,11 @@ def main(options: argparse.Namespace) -> int:
     """Measure. Return 0 if every case ended well, 1 if one did not, 2 for bad options."""
     ranks = numbers_of_ranks(options.ranks)
     launch, setting = Launch(options.launcher, options.timeout), _setting(options)
+    try:
+        if (out := Path(setting.out)).exists():
+            records.read_bytes(out)
+    except records.ForeignError as error:
+        raise UsageError(f"--out {error} Pass another file.") from None
     plan = listing(setting, ranks, options.root)
     if not any(plan.values()):
         raise UsageError(
@@ -86,7 +91,7 @@ def main(options: argparse.Namespace) -> int:
         for size, cases in plan.items():
             print("\n".join(f"{case.id} {size}" for case in cases))
         return 0
-    writable(Path(setting.out))
+    writable(out)
     return _run_all(plan, setting, launch, options.root)
 
 
@@ -167,6 +172,24 @@ def _run_all(plan: Plan, setting: Setting, launch: Launch, root: Path) -> int:
     tables.say(f"{total} measurements: P = {counts}; this machine offers {cores()} cores.")
     warn_of_load()
     earlier = len(records.read(setting.out).records)
+    problem = ""
+    try:
+        _launch_all(plan, setting, launch, root, earlier)
+    except OSError as error:
+        problem = f"{setting.out} cannot be written: {error.strerror}"
+    reading = records.read(setting.out)
+    found = reading.records[earlier:]
+    for table in [*tables.per_ranks(derive.rows(found)), *tables.failures(found)]:
+        tables.show(table)
+    tables.say(f"records: {setting.out}")
+    if len(found) < total:
+        told = problem or "; ".join(reading.problems)
+        print(f"bench: {told}; {len(found)} of {total} records are kept.", file=sys.stderr)
+    return int(len(found) < total or any(record.status not in MEASURED for record in found))
+
+
+def _launch_all(plan: Plan, setting: Setting, launch: Launch, root: Path, earlier: int) -> None:
+    """Run all launches; if interrupted, record what was not reached. `earlier` records are old."""
     try:
         for ranks, cases in plan.items():
             name = f"P = {ranks}"
@@ -176,13 +199,8 @@ def _run_all(plan: Plan, setting: Setting, launch: Launch, root: Path) -> int:
                 tables.say(f"{name} went wrong; the last lines of its output:\n{output}", "red")
     except KeyboardInterrupt:
         print("\nbench: interrupted; what is complete is kept.", file=sys.stderr)
-    done = records.read(setting.out).records[earlier:]
-    complete(chain(*plan.values()), done, setting, INTERRUPTED)
-    found = records.read(setting.out).records[earlier:]
-    for table in [*tables.per_ranks(derive.rows(found)), *tables.failures(found)]:
-        tables.show(table)
-    tables.say(f"records: {setting.out}")
-    return 0 if all(record.status in MEASURED for record in found) else 1
+        done = records.read(setting.out).records[earlier:]
+        complete(chain(*plan.values()), done, setting, INTERRUPTED)
 
 
 def warn_of_load() -> None:

@@ -24,6 +24,7 @@ NEEDED = ("device", "transport", "env", "timing", "phases", "comm")
 
 AXIS = "sp"  # the name of the axis of a mesh that has only one
 MAX_BYTES = 256 << 20  # the largest file
+MAX_SAMPLES = 10_000
 MAX_LINE = 1 << 20  # bytes; 10,000 samples of three kinds are about 600 KiB
 SHOWN = 160  # characters of a value that an error repeats
 CLOSE = 1e-9  # relative tolerance; a median that is computed again differs by rounding only
@@ -31,7 +32,7 @@ CLOSE = 1e-9  # relative tolerance; a median that is computed again differs by r
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=65536)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
-Samples = Annotated[list[Seconds], msgspec.Meta(min_length=1, max_length=10_000)]
+Samples = Annotated[list[Seconds], msgspec.Meta(min_length=1, max_length=MAX_SAMPLES)]
 Text = Annotated[
     str, msgspec.Meta(max_length=300, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]*\Z")
 ]
@@ -189,7 +190,7 @@ class Timing(Part):
     that leaves the barrier before a sample.
     """
 
-    iterations: Annotated[int, msgspec.Meta(ge=1, le=10_000)]
+    iterations: Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)]
     inner: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
     samples_s: Samples
     per_rank_median_s: Samples
@@ -364,16 +365,21 @@ def read(path: Path | str) -> Reading:
     Returns:
         The records and the problems. A missing or damaged file is a problem, not an exception.
     """
-    found = Reading()
     try:
-        for number, line in enumerate(io.BytesIO(read_bytes(Path(path))), 1):
-            try:
-                if line.strip():
-                    found.records.append(parse(line.rstrip(b"\r\n")))
-            except ForeignError as error:
-                found.problems.append(f"{path}, line {number}: {error}")
+        return read_lines(read_bytes(Path(path)), str(path))
     except ForeignError as error:
-        found.problems.append(str(error))
+        return Reading(problems=[str(error)])
+
+
+def read_lines(content: bytes, name: str) -> Reading:
+    """Read the records of a file with this name and content, as `read` does."""
+    found = Reading()
+    for number, line in enumerate(io.BytesIO(content), 1):
+        try:
+            if line.strip():
+                found.records.append(parse(line.rstrip(b"\r\n")))
+        except ForeignError as error:
+            found.problems.append(f"{name}, line {number}: {error}")
     return found
 
 

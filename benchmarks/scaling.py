@@ -36,7 +36,14 @@ from benchmarks.launching import (
     write_json,
 )
 from benchmarks.record import warn_of_load
-from benchmarks.records import Case, Record, make_case, parse as read_record, reason as reason_of
+from benchmarks.records import (
+    MAX_SAMPLES,
+    Case,
+    Record,
+    make_case,
+    parse as read_record,
+    reason as reason_of,
+)
 from benchmarks.reporting import derive, page, plots, tables
 
 SCHEMES = ("allgather_kv", "ring", "ulysses", HYBRID)
@@ -198,6 +205,8 @@ def shape_of(sizes: dict[str, Any], given: dict[str, Any]) -> dict[str, int]:
     for name, value in sizes.items():
         if value < (name not in ("warmup", "seed")):
             raise UsageError(f"{name} is {value}; pass more.")
+    if sizes["iterations"] > MAX_SAMPLES:
+        raise UsageError(f"iterations is {sizes['iterations']}; pass at most {MAX_SAMPLES}.")
     hidden, heads, kv_heads = sizes["hidden"], sizes["heads"], sizes["kv_heads"]
     sizes.setdefault("head_dim", hidden // heads)
     if hidden != heads * sizes["head_dim"] or heads % kv_heads:

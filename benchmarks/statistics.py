@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MISS = 0.02  # probability that one end of an interval may lie on the wrong side of the true median
+FEWEST = 6  # values for which the whole range misses no more often
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
     python -m ci.append_history COMMIT RECORDS.jsonl... [--dry-run]
 
 The records come out of another job, so they are not trusted: a line that is no record, or a record
-of a different commit, is reported and left out, and the exit code is 1. It is 2 if git failed.
+of a different commit, is reported and left out, and the exit code is 1. It is 2 if git failed. A
+line of the branch that is no record is reported and kept.
 Records that the branch has already are not added again. The branch has one file a month, as servers
 refuse large ones. With GITHUB_TOKEN and GITHUB_SERVER_URL set, that token pushes.
 """
@@ -66,9 +67,16 @@ def month(record: Record) -> str:
     return f"{record.run_id[:4]}-{record.run_id[4:6]}.jsonl"
 
 
-def added(text: bytes, new: Iterable[Record]) -> tuple[bytes, int]:
-    """Append to a file's text the records that it lacks. Return the new text and their number."""
-    there = {identity(msgspec.json.decode(line, type=Record)) for line in text.splitlines()}
+def added(text: bytes, new: Iterable[Record], name: str) -> tuple[bytes, int]:
+    """Append to a file's text the records that it lacks. Return the new text and their number.
+
+    Lines of it that are no record, as of another version, are reported and kept.
+    """
+    reading = records.read_lines(text, f"{name} of the branch")
+    for problem in reading.problems:
+        print(f"append_history: {problem}; the line is kept", file=sys.stderr)
+    there = {identity(record) for record in reading.records}
+    text += b"\n" * (text[-1:] not in (b"", b"\n"))  # the last line may have been cut off
     missing = {identity(record): record for record in new if identity(record) not in there}
     lines = [msgspec.json.encode(record) + b"\n" for record in missing.values()]
     return text + b"".join(lines), len(lines)
@@ -106,7 +114,7 @@ def commit_of(parent: str | None, new: Sequence[Record], title: str) -> tuple[st
     total = 0
     for name in sorted({month(record) for record in new}):
         text = git("cat-file", "blob", files[name]) if name in files else b""
-        text, count = added(text, [record for record in new if month(record) == name])
+        text, count = added(text, [record for record in new if month(record) == name], name)
         files[name] = git("hash-object", "-w", "--stdin", data=text).decode().strip()
         total += count
     if not total:

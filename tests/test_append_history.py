@@ -106,6 +106,26 @@ def test_records_of_something_else_are_left_out(
     assert [place in said for place in ("new.jsonl, line 1:", "absent.jsonl")] == [True, True]
 
 
+def test_a_line_of_the_branch_that_is_no_record_is_kept_and_told(
+    branch: Branch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another version may have written it; its last line may have been cut off."""
+    assert branch.append(record()) == 0
+    foreign = [b'{"schema": 2}\n', b"\n", b'{"schema": 1, "run']
+    with monkeypatch.context() as patched:
+        patched.setattr(append_history, "added", lambda text, *_: (text + b"".join(foreign), 1))
+        assert branch.append(record(launch=1)) == 0
+    for launch in (1, 1, 2):
+        assert branch.append(record(launch=launch)) == 0
+    shown = run_git(branch.bare, "show", f"{append_history.BRANCH}:2026-11.jsonl").encode()
+    lines = shown.splitlines()
+    kept = [json.loads(line) for line in (lines[0], *lines[-2:])]
+    assert kept == [record(launch=n) for n in range(3)]
+    assert b"\n".join(lines[1:-2]) == b"".join(foreign)
+    said = capsys.readouterr().err
+    assert [said.count(f"2026-11.jsonl of the branch, line {n}: ") for n in (2, 3, 4)] == [3, 0, 3]
+
+
 def test_a_writer_that_was_faster_is_not_overwritten(
     branch: Branch, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,12 +6,14 @@ import json
 import os
 import pkgutil
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import msgspec
 import pytest
@@ -149,6 +151,38 @@ def test_an_end_in_the_middle_loses_nothing(
     assert [(r.case.id, r.status, r.reason) for r in records.read(out).records] == told
 
 
+def test_an_unreadable_file_is_refused_and_a_lost_record_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A file that is too large is refused at once. One that grows too large is exit code 1."""
+    out = tmp_path / "records.jsonl"
+    monkeypatch.setattr(record, "listing", lambda *_: {1: planned("a", ranks=1)})
+    for size, code in ((records.MAX_BYTES + 1, 2), (0, 1)):
+
+        def watch(*_: object) -> Any:
+            os.truncate(out, records.MAX_BYTES + 1)
+            return 1, "it failed"
+
+        out.write_bytes(b"")
+        os.truncate(out, size)
+        monkeypatch.setattr(launching, "watch", watch if code == 1 else pytest.fail)
+        assert record.main(["--out", str(out)]) == code
+        assert "are allowed" in "".join(capsys.readouterr())
+
+
+def test_a_full_disk_is_told_in_one_line_and_the_records_are_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out, write, full = tmp_path / "records.jsonl", records.append, OSError(28, "No space left")
+    monkeypatch.setattr(record, "listing", lambda *_: {1: planned("a", "b", ranks=1)})
+    monkeypatch.setattr(launching, "watch", lambda *_: (1, "it failed"))
+    monkeypatch.setattr(records, "append", Mock(side_effect=[DEFAULT, full, full], wraps=write))
+    assert record.main(["--out", str(out)]) == 1
+    shown = capsys.readouterr()
+    told = f"bench: {out} cannot be written: No space left; 1 of 2 records are kept."
+    assert (told in shown.err, "it failed" in shown.out) == (True, True)
+
+
 REFUSED = {
     "scaling": {
         "--ranks 0": "every number must be 1 or more",
@@ -164,6 +198,11 @@ REFUSED = {
         "--timeout 0": "pass more than 0",
         "--launcher srun": "write {ranks} in it",
         "--launcher no-such-program{ranks}": "no no-such-program",
+        "--launcher 'env {ranks} {foo}'": "double other braces",
+        "--launcher 'env {ranks} {ranks.foo}'": "double other braces",
+        '--launcher "env {ranks} \'"': "No closing quotation",
+        "--timeout nan": "pass more than 0",
+        "--iterations 10001": "iterations is 10001; pass at most 10000",
         "--device cuda --share-gpu": "torch sees 0 GPUs",
         "--out file": "cannot be written",
     },
@@ -172,18 +211,44 @@ REFUSED = {
         "--timeout 0": "pass more than 0",
         "--launcher srun": "write {ranks} in it",
         "--root /": "has no folder sp_core",
+        "--out /dev/full": "no ordinary file",
+        "--out /dev/null": "no ordinary file",
     },
+    "documents": {
+        "--rounds 0": "0 is not 1 or more",
+        "--ranks 3": "and divide 8",
+    },
+    "growth": {
+        "--rounds 0": "0 is not 1 or more",
+        "--ranks 18": "16 or more, and divide 64",
+    },
+    "collectives": {
+        "--launches 0": "0 is not 1 or more",
+        "--launches two": "invalid int value",
+    },
+    "netlab": {"--rounds -3": "-3 is not 1 or more"},
+    "gpu": {"--mib nan": "nan is not", "--mib inf": "inf is not"},
+    "bench_selftest": {"--same -1": "-1 is not 0 or more"},
     "train": {
         "--ranks 1": "every number must be 2 or more",
         "--only pp": "no mesh",
-        "--steps 0": "--steps 0",
+        "--steps 0": "argument --steps: 0 is not 1 or more",
     },
-    "balance": {"--ranks 0": "1 or more", "--rounds -1": "must be at least 0"},
+    "balance": {
+        "--ranks 0": "1 or more",
+        "--rounds -1": "-1 is not 0 or more",
+        "--timeout nan": "pass more than 0",
+    },
     "peers": {
         "--seq 30": "multiples of 4",
         "--seq 64,64": "appear once",
         "--seq many": "not a list of numbers",
-        "--launches 0": "at least one launch",
+        "--launches 0": "0 is not 1 or more",
+        "--samples -1": "-1 is not 0 or more",
+        "--heads 0": "0 is not 1 or more",
+        "--heads 3": "and divide 3",
+        "--dtype float32,foo": "'foo' is none of float32",
+        "--timeout nan": "pass more than 0",
         "--device cuda --ranks 2,4": "P = 2 needs a GPU for each rank; there are 0. P = 4",
         "--only nothing": "--list prints all",
         "--timeout 0": "pass more than 0",
@@ -212,7 +277,8 @@ def test_bad_options_are_refused_before_anything_starts(
     monkeypatch.setattr(launching, "run", lambda *_, **__: pytest.fail("a launch began"))
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("")
-    assert PROGRAM[program](["--out", "folder/out", *options.split()]) == 2
+    with pytest.raises(SystemExit, match=r"^2$"):  # argparse raises it, and the others return 2
+        sys.exit(PROGRAM[program](["--out", "folder/out", *shlex.split(options)]))
     assert complaint in capsys.readouterr().err
     assert [path.name for path in Path().iterdir()] == ["file"]
 

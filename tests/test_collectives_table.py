@@ -13,6 +13,7 @@ import sp_core as sp
 from benchmarks.contests.collectives import contestants as timed, table as program
 from benchmarks.contests.collectives.contestants import CONTESTANTS, error_of
 from benchmarks.contests.collectives.table import KIB, MIB, ROWS, Row, heat_of, heats, judged
+from benchmarks.statistics import FEWEST, MISS, chance
 from sp_core.testing import run_threads
 from sp_core.tuning import Curve, Tuning
 
@@ -51,11 +52,22 @@ def launch(other: float, ours: float, *, scratch: int = 0, kind: str = "default"
     ],
 )
 def test_what_counts_as_reached(row: Row, found: Any, mark: str) -> None:
-    """The rounds of all launches are counted together."""
+    """The rounds of a few launches are counted together."""
     launches = found if isinstance(found, list) else [found]
     required, *_ = judged(row, 64 * MIB, launches)
     assert required.mark == mark
     assert required.found is None or required.found.count == 8 * len(launches)
+
+
+def test_rounds_of_one_launch_are_not_independent() -> None:
+    """With six launches each counts once, so one fast launch does not narrow the interval."""
+    assert chance(FEWEST, FEWEST) <= MISS < chance(FEWEST - 1, FEWEST - 1)
+    launches = [launch(2.0 + place / 10, 1.0) for place in range(FEWEST)]
+    required, *_ = judged(RATIO, 64 * MIB, launches)
+    found = required.found
+    assert found is not None
+    assert (found.count, found.low, found.high) == pytest.approx((FEWEST, 2.0, 2.5), rel=0.01)
+    assert judged(RATIO, 64 * MIB, launches[1:])[0].found != found
 
 
 def test_every_contestant_that_a_row_names_is_there() -> None:
@@ -154,6 +166,9 @@ def test_what_is_shown() -> None:
     shown = str(list(program.show(document)))
     for text in ("MPICH 5.0.2", "reached", "median regret 50.0%", "all_reduce"):
         assert text in shown
+    assert "float32; intervals hold within the 1 launches of a row" in shown
+    document["launches"] = launches[:1] * FEWEST
+    assert "float32; intervals over 6 launches" in str(list(program.show(document)))
 
 
 @pytest.mark.parametrize(

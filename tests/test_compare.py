@@ -90,6 +90,8 @@ def broken(stage: str, pair: int, side: str = "head", **more: Any) -> Machine:
             4,
         ),
         (Machine(noise=0.5), "ungateable", "base against itself varies so much", 3),
+        (Machine(drift=0.3), "ungateable", "base against itself varies so much", 3),
+        (Machine(drift=0.3, slower={(RING, 2): 10.0}), "regressed", "slower in attention", 1),
     ],
 )
 def test_every_verdict_has_its_reason(

@@ -10,8 +10,10 @@ from unittest.mock import Mock
 import pytest
 
 import sp_core as sp
-from benchmarks.contests import balance, documents, growth
-from benchmarks.contests.contest import Wrong
+from benchmarks import launching
+from benchmarks.contests import balance, contest, documents, growth
+from benchmarks.contests.contest import Contest, Wrong
+from benchmarks.contests.netlab.table import netlab
 from benchmarks.sample import ABSENT, race
 from benchmarks.statistics import Interval
 from sp_core.llama import create
@@ -21,6 +23,7 @@ from sp_core.testing import run_threads
 SIZES = (64, 256, 1024, 4096)
 SOME = balance.workload()[::18]
 ROOT = Path(__file__).resolve().parent.parent
+LINEAR, QUADRATIC = [float(P) for P in SIZES], [1e-6 * P * P for P in SIZES]
 
 
 def wrong(contest: Any, *launches: dict[str, Any]) -> list[Wrong]:
@@ -29,13 +32,91 @@ def wrong(contest: Any, *launches: dict[str, Any]) -> list[Wrong]:
     return [part for part in shown if isinstance(part, Wrong)]
 
 
+CHEAP = growth.line("a cost", SIZES, LINEAR, allowed=growth.LINEAR)
+RIGHT = {"name": "computed", "ranks": 1, "status": "ok", "lines": [CHEAP]}
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (None, "FileNotFoundError"),
+        ("{", "JSONDecodeError"),
+        ("[]", "TypeError"),
+        ("{}", "KeyError('launches')"),
+        ('{"launches": [1]}', "TypeError"),
+        ('{"launches": [{"status": "ok", "lines": [{}]}]}', "KeyError('sizes')"),
+        ("[" * 100_000, "RecursionError"),
+    ],
+)
+@pytest.mark.parametrize("option", ["--show", "--resume --out"])
+def test_a_file_that_is_no_record_is_refused_in_one_line(
+    text: str | None,
+    told: str,
+    option: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(launching, "run", lambda *_: {**RIGHT})
+    path = tmp_path / "record.json"
+    if text is not None:
+        path.write_text(text)
+    is_begun = option != "--show" and text is None  # there is nothing to resume yet
+    assert growth.growth([*option.split(), str(path)]) == (0 if is_begun else 2)
+    said = capsys.readouterr().err
+    assert said.count("\n") == (not is_begun)
+    assert is_begun or "sizes" in told or f"{path} is no record of a contest: {told}" in said
+
+
+@pytest.mark.parametrize(
+    ("launch", "code"),
+    [
+        (RIGHT, 0),
+        ({**RIGHT, "lines": []}, 1),  # nothing can be shown, as of a record of another contest
+        ({**RIGHT, "status": "oom"}, 1),
+        ({**RIGHT, "lines": [growth.line("a cost", SIZES, QUADRATIC, allowed=1)]}, 1),
+    ],
+)
+def test_a_record_is_shown_with_the_exit_code_of_its_measurement(
+    launch: Any, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = Mock(side_effect=lambda *_: {"reason": "it failed", **launch})
+    monkeypatch.setattr(launching, "run", found)
+    out = str(tmp_path / "record.json")
+    assert growth.growth(["--only", "computed", "--out", out]) == code
+    assert growth.growth(["--show", out]) == code
+    assert growth.growth(["--show", out, out]) == code
+
+
+@pytest.mark.parametrize("program", [growth.growth, balance.balance, netlab])
+def test_other_rounds_or_another_machine_are_not_resumed(
+    program: Contest,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(Contest, "_tell", lambda *_: False)
+    out = tmp_path / "record.json"
+    more = ["--link-model"] * (program is netlab)
+
+    def again(rounds: str) -> int:
+        chosen = "computed" if program is growth.growth else "P = 2"
+        return program([*more, "--only", chosen, "--resume", "--out", str(out), "--rounds", rounds])
+
+    failed = {"status": "failed", "reason": "it failed"}
+    monkeypatch.setattr(launching, "run", lambda *_: failed)
+    assert again("3") == again("3") == 0
+    assert again("4") == 2
+    assert "differs in rounds from what" in capsys.readouterr().err
+    monkeypatch.setattr(contest, "machine", lambda: "another")
+    assert again("3") == 2
+    assert "differs in machine from what" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("degree", [-1.0, 0.0, 0.5, 1.0, 2.0])
 def test_the_exponent_of_a_power_is_found_beside_a_constant_at_small_sizes(degree: float) -> None:
     values = [1e9, *(3 * size**degree for size in SIZES[1:])]
     assert growth.exponent(SIZES, values) == pytest.approx(degree)
-
-
-LINEAR, QUADRATIC = [float(P) for P in SIZES], [1e-6 * P * P for P in SIZES]
 
 
 @pytest.mark.parametrize(

@@ -84,17 +84,33 @@ def test_series_hold_the_median_of_each_run_in_the_order_of_recording() -> None:
     assert [(point.commit, point.seconds) for point in series.points] == wanted
 
 
+def test_files_may_be_given_in_any_order() -> None:
+    """A run's id begins with its time, so it orders the runs."""
+    (series,) = history.collect(runs(16, change=12))
+    assert history.collect(runs(16, change=12)[::-1]) == [series]
+    assert [change.ratio > 1 for change in series.changes] == [True]
+
+
 def test_what_cannot_be_compared_is_kept_apart() -> None:
     paired = {"index": 0, "stage": "screen", "side": "base", "slot": 0, "coin": 0, "seed": 1}
     changes: tuple[dict[str, Any], ...] = (
         {"case": {"shape": {"seq": 7}}},  # the same id with a different size
         {"env": {"fingerprint": "0" * 16}},
+        {"harness_sha": "0" * 64},
         {"pair": paired},
         {},
     )
-    records = [made.again(one, **change) for one, change in zip(runs(4), changes, strict=True)]
+    records = [made.again(one, **change) for one, change in zip(runs(5), changes, strict=True)]
     assert history.collect(records) == []
-    assert [len(series.points) for series in history.collect(runs(4))] == [4]
+    assert [len(series.points) for series in history.collect(runs(5))] == [5]
+
+
+def test_a_change_of_the_harness_is_no_change_of_the_library() -> None:
+    records = runs(16, change=12)
+    records[12:] = [made.again(one, harness_sha="0" * 64) for one in records[12:]]
+    found = history.collect(records)
+    assert [(len(one.points), one.changes) for one in found] == [(4, ()), (12, ())]
+    assert len({picture.title for picture in history.pictures(found)}) == 2
 
 
 @pytest.mark.parametrize(

@@ -252,6 +252,33 @@ def test_what_cannot_be_used_is_named_and_the_rest_is_used(
     assert "100" in shown.words  # milliseconds of the good record
 
 
+def test_other_sizes_and_other_harnesses_are_not_mixed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Older records of another size are left out and named, in whatever order they are given.
+
+    One number of ranks is enough: speed-up compares the numbers of ranks.
+    """
+    small = {"shape": {"batch": 1, "seq": 64}}
+    old = [
+        made.record(made.case("schemes", "ring", "zigzag", p, **small), 1e-4, run_id=f"2025-{p}")
+        for p in (1, 2)
+    ]
+    new = [made.record(made.case("schemes", "ring", "zigzag", p), 0.2 / p) for p in (2, 4)]
+    kept, told = derive.comparable([*new, *old])
+    assert [record.key for record in kept] == [record.key for record in new]
+    assert told == [
+        "schemes/ring/zigzag: 2 records of another problem than in the newest run are left out."
+    ]
+    other = [made.again(record, harness_sha="0" * 64) for record in new]
+    groups = derive.by_setting([*new, *other])
+    assert [len(group) for group in groups.values()] == [2, 2]
+    assert len({line["harness"] for line in lines(tables.settings(groups))}) == 2
+    path = made.save(tmp_path / "mixed.jsonl", *new, *old)
+    assert main([str(path), "--out", str(tmp_path)]) == 0
+    assert told[0] in capsys.readouterr().err
+
+
 def test_nothing_to_report_is_an_error_and_no_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

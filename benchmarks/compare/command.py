@@ -1,8 +1,8 @@
 """Compare the speed of two commits: `nox -s compare -- BASE [HEAD]`.
 
 The commit where HEAD left BASE is compared with HEAD. Every case is launched in pairs of both, in
-random order. Cases that look changed after 10 pairs are measured in 20 more. Exit code: 0 nothing
-regressed, 1 something regressed, 2 usage, 3 something is missing or does not match, or nothing
+random order. Cases that look changed after 10 pairs are measured in 20 more. Exit code: 0 no judged
+case regressed, 1 one did, 2 usage, 3 something is missing or does not match, or nothing
 could be judged, 4 inconclusive under --strict.
 
 Each side is a worktree of its commit. Only the library comes from it; harness and cases are those

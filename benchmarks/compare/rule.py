@@ -75,12 +75,15 @@ def raised_delta(floor: float, base_seconds: Sequence[float]) -> float:
 
 def suspicion(screen: Sequence[float], delta: float) -> int:
     """Return 1 if head looks slower in the screen pairs, -1 if it looks faster, else 0."""
-    found = _direction(screen, SCREEN_PAIRS, SCREEN_AGREE, math.log1p(SCREEN_SHARE * delta))
-    return found if delta <= MAX_DELTA else 0
+    return _direction(screen, SCREEN_PAIRS, SCREEN_AGREE, math.log1p(SCREEN_SHARE * delta))
 
 
 def judge(screen: Sequence[float], confirm: Sequence[float], delta: float) -> Verdict:
     """Return the verdict on one case.
+
+    Pairs cancel a drift that both launches share, but delta contains it. So a delta above
+    `MAX_DELTA` hides a small change only: beyond it must lie the whole interval, not just the
+    median.
 
     Args:
         screen: log-ratios of `SCREEN_PAIRS` pairs.
@@ -90,13 +93,14 @@ def judge(screen: Sequence[float], confirm: Sequence[float], delta: float) -> Ve
     Raises:
         ValueError: too few pairs, or too many.
     """
-    suspected, found = suspicion(screen, delta), 0
+    suspected = suspicion(screen, delta)
     if suspected:
         found = _direction(confirm, CONFIRM_PAIRS, CONFIRM_AGREE, math.log1p(delta))
+        beyond = exact_interval([suspected * d for d in confirm]).low > math.log1p(delta)
+        if found == suspected and (beyond or delta <= MAX_DELTA):
+            return Verdict.REGRESSED if found > 0 else Verdict.IMPROVED
     if delta > MAX_DELTA:
         return Verdict.UNGATEABLE
-    if suspected and found == suspected:
-        return Verdict.REGRESSED if found > 0 else Verdict.IMPROVED
     is_below = exact_interval(confirm if suspected else screen).high < math.log1p(delta)
     return Verdict.UNCHANGED if is_below else Verdict.INCONCLUSIVE
 
@@ -117,7 +121,7 @@ def exit_code(verdicts: Iterable[Verdict], *, strict: bool = False) -> ExitCode:
 
 
 def gateable_share(verdicts: Iterable[Verdict]) -> float:
-    """Return the share of cases whose times are quiet enough to be judged; 0 without cases."""
+    """Return the share of cases that are quiet or changed enough to be judged; 0 without any."""
     counted = [verdict for verdict in verdicts if verdict in JUDGED | {Verdict.UNGATEABLE}]
     return sum(verdict in JUDGED for verdict in counted) / len(counted) if counted else 0.0
 
@@ -171,7 +175,8 @@ CODES = {
 NOTE = (
     "change: median of head / base over pairs of launches, and its exact interval. "
     "counts from: the smallest change judged. regressed: confirmed by fresh pairs. "
-    "ungateable: base against itself varies too much. inconclusive is not red."
+    "ungateable: base against itself varies too much, and the change is not beyond that. "
+    "inconclusive is not red."
 )
 ORDER = list(Verdict)
 
@@ -280,7 +285,11 @@ def summary(result: Result) -> Iterator[str]:
     """Yield a few lines that sum up a result."""
     counts = Counter(row.verdict for row in result.rows)
     shown = ", ".join(f"{counts[verdict]} {verdict}" for verdict in ORDER if counts[verdict])
-    yield f"{shown or 'no case'}. Exit code {result.exit_code}: {CODES[result.exit_code]}."
+    told, total = CODES[result.exit_code], len(result.rows)
+    good = counts[Verdict.UNCHANGED] + counts[Verdict.IMPROVED]
+    if result.exit_code == 0 and good < total:
+        told = f"{good} of {total} cases have not regressed; the others could not be judged"
+    yield f"{shown or 'no case'}. Exit code {result.exit_code}: {told}."
     if 0 < result.gateable_share < GATEABLE_SHARE:
         yield (
             f"Only {result.gateable_share:.0%} of the cases are quiet enough to be judged, "

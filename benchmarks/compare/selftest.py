@@ -31,6 +31,7 @@ from benchmarks.compare.rule import (
     Verdict,
 )
 from benchmarks.launching import Options, UsageError, about, program
+from benchmarks.options import at_least
 
 PLANTED_CASE = "schemes/ring/zigzag/causal/forward"
 PLANTED_IN = Path("sp_core") / "schemes" / "ring.py"
@@ -54,9 +55,11 @@ SEEN = (Verdict.REGRESSED, Verdict.IMPROVED, Verdict.MISSING, Verdict.MISMATCH, 
 OPTIONS: Options = {
     **MEASURING,
     "--same": about(
-        type=int, default=1, metavar="N", help="comparisons of a commit with itself (1)"
+        type=at_least(0), default=1, metavar="N", help="comparisons of a commit with itself (1)"
     ),
-    "--slower": about(type=int, default=1, metavar="N", help="comparisons with more work (1)"),
+    "--slower": about(
+        type=at_least(0), default=1, metavar="N", help="comparisons with more work (1)"
+    ),
 }
 
 

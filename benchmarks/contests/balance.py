@@ -21,8 +21,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.contests.contest import Contest, Entry, Part, Wrong, unmet
 from benchmarks.corpus import source_files
-from benchmarks.launching import Record, UsageError, about, numbers_of_ranks
+from benchmarks.launching import Record, about, numbers_of_ranks
 from benchmarks.machine import facts
+from benchmarks.options import at_least
 from benchmarks.reporting.tables import make
 from benchmarks.sample import makespans, race, turn
 from benchmarks.statistics import Interval, Requirement, exact_interval, ratio
@@ -196,21 +197,16 @@ LEGEND = (
 
 
 def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
-    """Return no common fields, and a launch for each number of ranks.
+    """Return the number of rounds, and a launch for each number of ranks.
 
     With more ranks than cores nothing is timed.
-
-    Raises:
-        UsageError: options that cannot be run.
     """
-    if options.rounds < 0:
-        raise UsageError("--rounds must be at least 0.")
     entries = []
     for ranks in numbers_of_ranks(options.ranks):
         setting = {"ranks": ranks, "rounds": options.rounds if ranks <= cores() else 0}
         known = {"setting": setting, **planned(workload(), ranks)}
         entries.append(Entry(f"P = {ranks}", ranks, setting, known))
-    return {}, entries
+    return {"rounds": options.rounds}, entries
 
 
 def planned(sequences: Sequence[Sequence[int]], ranks: int) -> Record:
@@ -274,7 +270,9 @@ OPTIONS = {
     "--ranks": about(
         default="2,4", metavar="P,P,...", help="numbers of ranks (default: %(default)s)"
     ),
-    "--rounds": about(type=int, default=6, metavar="N", help="timed rounds (default: %(default)s)"),
+    "--rounds": about(
+        type=at_least(0), default=6, metavar="N", help="timed rounds (default: %(default)s)"
+    ),
 }
 balance = Contest(
     *("balance", __doc__, OPTIONS, plan, "benchmarks.contests.balance:measure", show),

@@ -23,7 +23,7 @@ from benchmarks.launching import (
     writable,
     write_json,
 )
-from benchmarks.machine import busy_share
+from benchmarks.machine import busy_share, environment, fingerprint
 from benchmarks.reporting import tables
 from benchmarks.statistics import Requirement
 from sp_core.launch.command import find_mpiexec, mpiexec_version
@@ -121,9 +121,7 @@ class Contest:
 
     def _main(self, options: argparse.Namespace) -> int:
         if options.show:
-            for path in options.show:
-                self._tell(_finished(json.loads(path.read_text())))
-            return 0
+            return max(map(self._again, options.show))
         known, entries = self.plan(options)
         entries = [
             replace(one, launch=replace(one.launch, timeout=options.timeout))
@@ -137,7 +135,8 @@ class Contest:
             raise UsageError(f"no launch has {options.only!r} in its name. --list prints all.")
         path = str(options.out)
         out = writable(Path(path.format(mpi=installed()) if "{mpi}" in path else path))
-        document = {"schema_version": SCHEMA_VERSION, "commit": commit(), **known}
+        fresh = {"schema_version": SCHEMA_VERSION, "commit": commit(), "machine": machine()}
+        document = {**fresh, **known}
         if options.resume and out.exists():
             document = begun(out, document)
         document = {"busy_before": busy_share(), "launches": [], **document}
@@ -157,12 +156,21 @@ class Contest:
         except KeyboardInterrupt:
             interrupted = True
             print(f"\n{self.name}: interrupted; what is complete follows.", file=sys.stderr)
-        done = _finished(document)
-        wrong = self._tell(done)
+        code, done = int(self._tell(document)), _finished(document)
         if self.draw is not None and done["launches"]:
             self.draw(done, out.with_suffix(".png"))
-        failed = len(done["launches"]) < len(document["launches"])
-        return launching.INTERRUPTED if interrupted else int(wrong or failed)
+        return launching.INTERRUPTED if interrupted else code
+
+    def _again(self, path: Path) -> int:
+        """Print an earlier run from its file. Return the exit code that the run had."""
+        document = read(path)
+        try:
+            return int(self._tell(document))
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+            text = (
+                f"{path} is no record of {self.name}: {error!r}. Pass a file that it has written."
+            )
+            raise UsageError(text) from error
 
     def _launch(self, entry: Entry) -> Record:
         """Start the ranks, print how the launch ended, and return its record."""
@@ -177,9 +185,10 @@ class Contest:
         return found
 
     def _tell(self, document: Record) -> bool:
-        """Print a document's tables, lines and complaints. Return whether there are complaints."""
-        nothing = [Wrong("no launch was completed.")]
-        parts = list(self.show(document)) if document["launches"] else nothing
+        """Print tables, lines and complaints. Return whether one is there, or a launch failed."""
+        done = _finished(document)
+        parts = list(self.show(done)) if done["launches"] else []
+        parts = parts or [Wrong("no launch was completed that can be shown.")]
         for part in sorted(parts, key=lambda part: isinstance(part, Wrong)):
             if isinstance(part, tables.Table):
                 tables.show(part)
@@ -187,18 +196,41 @@ class Contest:
                 tables.say(f"{self.name}: {part}", "red")
             else:
                 tables.say(part)
-        return any(isinstance(part, Wrong) for part in parts)
+        failed = len(done["launches"]) < len(document["launches"])
+        return failed or any(isinstance(part, Wrong) for part in parts)
+
+
+def read(path: Path) -> Record:
+    """Read the document of an earlier run.
+
+    Raises:
+        UsageError: the file is missing, or holds no document of a contest.
+    """
+    try:
+        found: Record = json.loads(path.read_text())
+        if not all(isinstance(one, dict) for one in found["launches"]):
+            raise TypeError("not every launch is an object")
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        text = f"{path} is no record of a contest: {error!r}. Pass a file that one has written."
+        raise UsageError(text) from error
+    return found
+
+
+def machine() -> str:
+    """Return a name of this machine, its software and its MPI; the same in every run."""
+    mpi = ""
+    with suppress(FileNotFoundError):
+        mpi = mpiexec_version()
+    return fingerprint(environment(), {}, {"mpi": mpi})
 
 
 def begun(path: Path, fresh: Record) -> Record:
-    """Return the document of an earlier run, if it measured the same.
+    """Return the document of an earlier run, if it measured the same on the same machine.
 
     Raises:
         UsageError: the file holds the document of a different run.
     """
-    found: Record = {}
-    with suppress(ValueError):
-        found = json.loads(path.read_text())
+    found = read(path)
     differing = [name for name, value in fresh.items() if found.get(name) != value]
     if differing:
         raise UsageError(

@@ -24,7 +24,9 @@ import sp_core as sp
 from benchmarks.contests.contest import Contest, Entry, Part, Wrong, requirements, unmet
 from benchmarks.contests.growth import documents
 from benchmarks.contests.peers.contestants import alone, draw, errors, part, verdict
+from benchmarks.contests.peers.table import HEADS
 from benchmarks.launching import KEEP_MEMORY, Launch, Record, about, numbers_of_ranks
+from benchmarks.options import at_least
 from benchmarks.reporting.tables import make
 from benchmarks.sample import makespans, race, turn
 from benchmarks.statistics import Requirement, exact_interval, ratio
@@ -163,7 +165,7 @@ def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
     launch = Launch(variables=(KEEP_MEMORY,))
     return setting, [
         Entry(f"P = {n}, {name}", n, {**setting, "mask": name}, {"mask": name}, launch)
-        for n, name in product(numbers_of_ranks(options.ranks), masks())
+        for n, name in product(numbers_of_ranks(options.ranks, divide=HEADS), masks())
     ]
 
 
@@ -172,7 +174,7 @@ OPTIONS = {
         default="1,2", metavar="P,P,...", help="numbers of ranks (default: %(default)s)"
     ),
     "--rounds": about(
-        type=int, default=15, metavar="N", help="timed rounds (default: %(default)s)"
+        type=at_least(1), default=15, metavar="N", help="timed rounds (default: %(default)s)"
     ),
 }
 contest = Contest(

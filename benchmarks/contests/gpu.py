@@ -24,6 +24,7 @@ from benchmarks.cases.case import wait_for
 from benchmarks.contests.contest import Contest, Entry, Part
 from benchmarks.launching import Record, about, numbers_of_ranks
 from benchmarks.machine import device as device_of, facts
+from benchmarks.options import at_least
 from benchmarks.reporting.tables import make
 from benchmarks.statistics import Requirement, exact_interval, ratio
 from benchmarks.worker import Intracomm, Rank
@@ -209,7 +210,9 @@ OPTIONS = {
     "--device": about(default="cuda", help="cpu tries the program (default: %(default)s)"),
     "--ranks": about(default="2,4", metavar="P,...", help="default: %(default)s"),
     "--mib": about(
-        type=float, default=16.0, help="size of the gathered vector (default: %(default)g)"
+        type=at_least(1, float),
+        default=16.0,
+        help="size of the gathered vector (default: %(default)g)",
     ),
 }
 gpu = Contest(

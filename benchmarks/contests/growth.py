@@ -25,6 +25,7 @@ import torch
 import sp_core as sp
 from benchmarks.contests.contest import Contest, Entry, Part, unmet
 from benchmarks.launching import Record, about, numbers_of_ranks
+from benchmarks.options import at_least
 from benchmarks.reporting.tables import make, significant
 from benchmarks.sample import Span, peak_memory, race
 from benchmarks.statistics import Requirement, exact_interval
@@ -41,7 +42,7 @@ FITTED = 16
 TIMED, COMPUTED = (64, 256, 1024, 4096), (256, 1024, 4096, 16384)
 """Ranks whose plans are timed, and ranks for which the rest is computed."""
 
-TOKENS, TOGETHER = 1024, 1024
+TOKENS, TOGETHER, HEADS = 1024, 1024, 64
 """Tokens of a rank, and of all ranks of a launch."""
 
 LINEAR, LOG, FLAT, TENTH = 1.1, 0.2, 0.01, math.log(1.1) / math.log(4)
@@ -310,7 +311,7 @@ def live(name: str, scheme: Callable[..., Any], ranks: sp.Mesh) -> int:
     """
     comm, groups = ranks["ring", "ulysses"], (("ring", "ulysses"), "ring", "ulysses")
     owned, causal = sp.Sharding.zigzag(TOGETHER, comm.size), sp.Mask(causal=True)
-    q, k, v = (torch.ones(1, TOGETHER // comm.size, 64, 8, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.ones(1, TOGETHER // comm.size, HEADS, 8, requires_grad=True) for _ in range(3))
 
     def step() -> None:
         torch.autograd.grad(scheme(q, k, v, sharding=owned, mask=causal).sum(), (q, k, v))
@@ -324,7 +325,7 @@ def live(name: str, scheme: Callable[..., Any], ranks: sp.Mesh) -> int:
     else:
         step()
     counts = [ranks[axes].counters.total() for axes in groups]
-    whole = cost.Attention(owned, owned, causal, 1, 64, 64, 8, 4)
+    whole = cost.Attention(owned, owned, causal, 1, HEADS, HEADS, 8, 4)
     wanted = sum(predicted(whole, comm.rank, 4)[name], cost.Traffic())
     assert wanted.messages == sum(count.messages for count in counts), name
     assert wanted.bytes_sent == sum(count.bytes_sent for count in counts), name
@@ -368,19 +369,21 @@ def show(document: Record) -> Iterator[Part]:
 
 
 def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
-    """Return no common fields; a launch of one rank, and one for each number of ranks."""
+    """Return the number of rounds; a launch of one rank, and one for each number of ranks."""
     alone = Entry(
         "computed", 1, {"rounds": options.rounds}, measure="benchmarks.contests.growth:computed"
     )
-    counts = numbers_of_ranks(options.ranks, 16)
-    return {}, [alone, *(Entry(f"P = {size}", size, {}) for size in counts)]
+    counts = numbers_of_ranks(options.ranks, 16, divide=HEADS)
+    return {"rounds": options.rounds}, [alone, *(Entry(f"P = {size}", size, {}) for size in counts)]
 
 
 OPTIONS = {
     "--ranks": about(
         default="16,32,64", metavar="P,P,...", help="numbers of ranks (default: %(default)s)"
     ),
-    "--rounds": about(type=int, default=5, metavar="N", help="timed rounds (default: %(default)s)"),
+    "--rounds": about(
+        type=at_least(1), default=5, metavar="N", help="timed rounds (default: %(default)s)"
+    ),
 }
 growth = Contest(
     *("growth", __doc__, OPTIONS, plan, "benchmarks.contests.growth:measure", show),

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeVar
+
+import msgspec
 
 from benchmarks.records import Case, Record
 
@@ -35,12 +38,14 @@ class Setting:
         dirty: whether files differed from the commit.
         side: "base" or "head" of a comparison; empty outside of one.
         fingerprint: the fingerprint of machine and software.
+        harness: the hash of the files that decide how something is measured.
     """
 
     sha: str
     dirty: bool
     side: str
     fingerprint: str
+    harness: str
 
     @property
     def commit(self) -> str:
@@ -95,7 +100,34 @@ def setting_of(record: Record) -> Setting:
         bool(record.commit.dirty),
         record.pair.side if record.pair else "",
         record.env.fingerprint if record.env else "",
+        record.harness_sha,
     )
+
+
+def comparable(records: Iterable[Record]) -> tuple[list[Record], list[str]]:
+    """Return the records in the order of their runs, and a text for each name that lost some.
+
+    Records of another problem or mesh than the newest ones of the same name are left out. A run's
+    id begins with its time.
+    """
+    ordered = sorted(records, key=lambda record: record.run_id)
+    newest: dict[object, object] = {}
+    for record in ordered:
+        newest |= {record.key: record.case.mesh, record.case.id: _problem(record.case)}
+    kept = [
+        record
+        for record in ordered
+        if newest[record.key] == record.case.mesh
+        and newest[record.case.id] == _problem(record.case)
+    ]
+    lost = Counter(one.case.id for one in ordered) - Counter(one.case.id for one in kept)
+    why = "of another problem than in the newest run are left out."
+    return kept, [f"{name}: {number} records {why}" for name, number in lost.items()]
+
+
+def _problem(case: Case) -> Case:
+    """Return what a case has in common on all numbers of ranks."""
+    return msgspec.structs.replace(case, ranks=1, mesh={})
 
 
 def by_setting(records: Iterable[Record]) -> dict[Setting, list[Record]]:

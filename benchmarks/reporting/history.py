@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.records import Record
-from benchmarks.reporting.derive import flags, grouped, setting_of
+from benchmarks.reporting.derive import comparable, flags, grouped, setting_of
 from benchmarks.reporting.page import (
     INK,
     Axes,
@@ -59,12 +59,13 @@ class Point:
 
 @dataclass(frozen=True)
 class Series:
-    """One case on P ranks of one machine, in the order in which the runs were recorded.
+    """One case on P ranks of one machine, measured by one harness, in the order of the runs.
 
     Args:
         case: the case's id.
         ranks: P, the number of ranks.
         fingerprint: the name of machine and software.
+        harness: the hash of the files that decide how something is measured.
         points: one for each run.
         changes: the changes of level; `at` is an index into the points.
     """
@@ -72,6 +73,7 @@ class Series:
     case: str
     ranks: int
     fingerprint: str
+    harness: str
     points: tuple[Point, ...]
     changes: tuple[Change, ...]
 
@@ -79,21 +81,18 @@ class Series:
 def collect(records: Iterable[Record]) -> list[Series]:
     """Return all series with more than one run.
 
-    Launches of a comparison (with a pair) are left out. So are older records of a case whose sizes
-    or other properties have changed since under the same id.
+    Launches of a comparison (with a pair) are left out. So are the records that `comparable` does.
     """
-    records = [record for record in records if record.pair is None and record.seconds]
-    newest = {record.key: record.case for record in records}
-    found: dict[tuple[str, int, str], dict[tuple[str, str], list[Record]]] = {}
-    for record in records:
-        if record.case == newest[record.key]:
-            place = (*record.key, setting_of(record).fingerprint)
-            run = (record.run_id, setting_of(record).commit)
-            found.setdefault(place, {}).setdefault(run, []).append(record)
+    timed = (record for record in records if record.pair is None and record.seconds)
+    found: dict[tuple[str, int, str, str], dict[tuple[str, str], list[Record]]] = {}
+    for record in comparable(timed)[0]:
+        setting = setting_of(record)
+        place = (*record.key, setting.fingerprint, setting.harness)
+        found.setdefault(place, {}).setdefault((record.run_id, setting.commit), []).append(record)
     return [_series(place, runs) for place, runs in sorted(found.items()) if len(runs) > 1]
 
 
-def _series(place: tuple[str, int, str], runs: dict[tuple[str, str], list[Record]]) -> Series:
+def _series(place: tuple[str, int, str, str], runs: dict[tuple[str, str], list[Record]]) -> Series:
     points = tuple(
         Point(commit, statistics.median(one.seconds for one in group), any(map(flags, group)))
         for (_, commit), group in runs.items()
@@ -127,10 +126,13 @@ def alerts(series: Sequence[Series]) -> list[Table]:
 
 
 def pictures(series: Sequence[Series]) -> Iterator[Picture]:
-    """Draw a plot for each case on each machine; those with changes first."""
-    groups = [group for _, group in grouped(series, lambda one: (one.case, one.fingerprint))]
+    """Draw a plot for each case, machine and harness; those with changes first."""
+    same = grouped(series, lambda one: (one.case, one.fingerprint, one.harness))
+    groups = [group for _, group in same]
     for group in sorted(groups, key=lambda group: not any(one.changes for one in group)):
-        title = f"{group[0].case}: time over commits, machine {group[0].fingerprint[:6]}"
+        one = group[0]
+        where = f"machine {one.fingerprint[:6]}, harness {one.harness[:6]}"
+        title = f"{one.case}: time over commits, {where}"
         for name, part in parts(title, group, LINES):
             yield picture(name, draw, part)
 

@@ -1,7 +1,8 @@
 """Report on records: `nox -s report -- RECORDS.jsonl... --out DIR`.
 
 Write report.md, report.html and report.png. With `--history` show only changes over the commits, in
-history.md, history.html and history.png, and print them.
+history.md, history.html and history.png, and print them. Runs are ordered by their ids, which begin
+with the time; records that cannot be compared with the newest run are named and left out.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from benchmarks.reporting.page import (
 from benchmarks.reporting.tables import count, make, milliseconds, percent, plain, size
 
 NO_HISTORY = (
-    "no case was measured in two runs or more on the same machine. "
+    "no case was measured in two runs or more on the same machine by the same harness. "
     "A history needs the records of several runs. "
     "Measure again, after the next commit, into the same file: nox -s bench -- --out RECORDS.jsonl"
 )
@@ -52,7 +53,8 @@ def main(options: argparse.Namespace) -> int:
     writable(options.out / f"{name}.html")
     if not (options.records or options.trace):
         raise UsageError("name a file of records, or pass --trace.")
-    records = list(_records(options.records, problems))
+    records, left_out = derive.comparable(_records(options.records, problems))
+    problems += left_out
     sections = _history(records)
     if not options.history:
         sections = [*newest(derive.by_setting(records)), *sections]
@@ -119,7 +121,7 @@ def _history(records: Sequence[Record]) -> list[Section]:
     pictures = tuple(history.pictures(series))[: plots.MAX_PICTURES]
     text = (
         "One point for each run: the median over its launches. "
-        "Only runs on the same machine and software are compared."
+        "Only runs on the same machine and software, measured by the same harness, are compared."
     )
     return [Section("History", text, tuple(history.alerts(series)), pictures)] if series else []
 

@@ -149,8 +149,9 @@ def settings(groups: dict[derive.Setting, list[Record]]) -> Table:
         run = runs[0] if len(runs) == 1 else f"{len(runs)} runs, the last {runs[-1]}"
         what = (setting.commit, setting.side or DASH, run, len(group))
         machine = next(filter(None, map(_machine, group)), (DASH,) * 5)
-        lines.append([plain(cell) for cell in (*what, *machine, setting.fingerprint)])
-    columns = "commit side run records device count MPI software system fingerprint"
+        names = (setting.fingerprint, setting.harness[:16])
+        lines.append([plain(cell) for cell in (*what, *machine, *names)])
+    columns = "commit side run records device count MPI software system fingerprint harness"
     return make("Commits and machines", columns.split(), lines)
 
 

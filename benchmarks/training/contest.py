@@ -17,6 +17,7 @@ import numpy as np
 
 from benchmarks.contests.contest import Contest, Entry, Part, Wrong
 from benchmarks.launching import REPORTS, Record, UsageError, about, numbers_of_ranks
+from benchmarks.options import at_least
 from benchmarks.reporting.page import COLOURS, styled
 from benchmarks.reporting.tables import make
 from benchmarks.training.runs import DTYPES, FAULTS, Setting, places
@@ -41,8 +42,6 @@ def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
     Raises:
         UsageError: options that cannot be run.
     """
-    if options.steps < 1:
-        raise UsageError(f"--steps {options.steps}; pass at least 1.")
     setting, folder = Setting(steps=options.steps), options.folder.resolve()
     if options.plant:
         options.out = folder / "planted.json"
@@ -200,7 +199,9 @@ OPTIONS = {
         metavar="P,P,...",
         help="beside one, which always runs (default: %(default)s)",
     ),
-    "--steps": about(type=int, default=Setting().steps, metavar="N", help="default: %(default)s"),
+    "--steps": about(
+        type=at_least(1), default=Setting().steps, metavar="N", help="default: %(default)s"
+    ),
     "--plant": about(
         choices=tuple(FAULTS),
         help="train with this fault on all meshes: then the exit code must be 1",

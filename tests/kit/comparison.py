@@ -27,6 +27,7 @@ class Machine:
     Args:
         seed: the seed of the noise.
         noise: standard deviation of the logarithm of a launch's time.
+        drift: standard deviation of the logarithm of a pair's time, which both sides share.
         slower: head's time divided by base's, by case and ranks.
         broken: (side, case, ranks, stage, pair) of each record that fails.
         lost: (side, case) of each case that the side does not have.
@@ -36,6 +37,7 @@ class Machine:
 
     seed: int = 0
     noise: float = 0.01
+    drift: float = 0.0
     slower: dict[Key, float] = field(default_factory=dict)
     broken: set[tuple[str, str, int, str, int]] = field(default_factory=set)
     lost: set[tuple[str, str]] = field(default_factory=set)
@@ -64,7 +66,9 @@ class Machine:
             failure = {**made.NOTHING, "status": "timeout", "reason": "it hung"}
             return {**record(case, ranks, 1.0, side, pair), **failure}
         factor = self.slower.get((case, ranks), 1.0) if side.name == "head" else 1.0
-        seconds = 0.01 / ranks * self.random.lognormvariate(0, self.noise)
+        shared = random.Random(f"{ranks} {pair['stage']} {pair['index']}")
+        speed = shared.lognormvariate(0, self.drift)
+        seconds = 0.01 / ranks * speed * self.random.lognormvariate(0, self.noise)
         found = record(case, ranks, seconds, side, pair, factor)
         found["transport"]["oversubscribed"] = ranks > self.cores
         since, change = self.changes.get(side.name, (0, {}))

@@ -1,21 +1,25 @@
 """Time our collectives on two ranks of this machine: the table of requirements, for one MPI.
 
 Contestants of a row share one pair of processes and take turns; a ratio is the median over all
-rounds of all launches, with its exact interval. Exit code: 0 whatever the ratios, 1 if a result was
-wrong or a launch failed, 2 for options that cannot be run.
+rounds of all launches, with its exact interval, or from six launches on over their medians. Exit
+code: 0 whatever the ratios, 1 if a result was wrong or a launch failed, 2 for options that cannot
+be run.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from benchmarks.contests.contest import Contest, Entry, Part
 from benchmarks.launching import KEEP_MEMORY, Launch, Record, about
+from benchmarks.options import at_least
 from benchmarks.reporting.tables import Table, make, size
-from benchmarks.statistics import Requirement, exact_interval
+from benchmarks.statistics import FEWEST, Requirement, exact_interval
 from sp_core.machine import cores
 
 RANKS = 2
@@ -183,7 +187,8 @@ def heats(kind: str) -> dict[str, tuple[str, int, tuple[str, ...]]]:
 def judged(row: Row, nbytes: int, launches: Sequence[Record]) -> tuple[Requirement, str, int]:
     """Return the requirement of a row at one size, our best contestant, and its scratch bytes.
 
-    Ours and the other one are compared round by round, over the rounds of all launches.
+    Ours and the other one are compared round by round. Rounds of one launch are not independent, so
+    with `FEWEST` launches each counts once, with its median.
     """
     limit = (">=", row.target) if row.microseconds is None else ("<=", row.microseconds)
     required = Requirement(row.what, *limit, None)
@@ -197,10 +202,16 @@ def judged(row: Row, nbytes: int, launches: Sequence[Record]) -> tuple[Requireme
         for name in (*there, row.other)
     }
     best = min(there, key=lambda name: statistics.median(times[name]))
-    pairs = zip(times[row.other], times[best], strict=True)
-    values = [
-        other / ours if row.microseconds is None else (ours - other) * 1e6 for other, ours in pairs
+    by_launch = [
+        [
+            other / ours if row.microseconds is None else (ours - other) * 1e6
+            for other, ours in zip(samples[row.other], samples[best], strict=True)
+        ]
+        for samples in (heat["samples"] for heat in found)
     ]
+    values = [*chain(*by_launch)]
+    if len(found) >= FEWEST:
+        values = [*map(statistics.median, by_launch)]
     scratch = max(heat["scratch"][best] for heat in found)
     fails = row.scratch is not None and scratch > row.scratch
     return replace(required, found=exact_interval(values), fails=fails), best, scratch
@@ -279,13 +290,19 @@ def show(document: Record) -> Iterator[Part]:
     chosen = [row for row in ROWS if timed and row.only in ("", mpi["vendor"])]
     shown = [cells(row, nbytes, timed) for row in chosen for nbytes in row.nbytes]
     if shown:
-        yield make(f"{mpi['vendor']}, {document['ranks']} ranks, float32", COLUMNS, shown)
+        fewest = min(Counter(launch["kind"] for launch in timed).values())
+        held = "over" if fewest >= FEWEST else "hold within the"
+        title = f"{mpi['vendor']}, {document['ranks']} ranks, float32; intervals {held} {fewest}"
+        yield make(f"{title} launches" + " of a row" * (fewest < FEWEST), COLUMNS, shown)
     yield from (regrets(launch) for launch in launches if "summary" in launch)
 
 
 OPTIONS = {
     "--launches": about(
-        type=int, default=2, metavar="N", help="how often processes start for a row (%(default)s)"
+        type=at_least(1),
+        default=2,
+        metavar="N",
+        help="how often processes start for a row (%(default)s)",
     )
 }
 collectives = Contest(

@@ -31,6 +31,7 @@ from benchmarks.contests.contest import Contest, Entry, Part, installed, require
 from benchmarks.contests.netlab.hosts import AGENT, ALONE, names
 from benchmarks.launching import Launch, Record, UsageError, about
 from benchmarks.machine import environment
+from benchmarks.options import at_least
 from benchmarks.sample import Span, makespans, race
 from benchmarks.statistics import Interval, Requirement, exact_interval
 from benchmarks.worker import Intracomm, Rank
@@ -107,11 +108,10 @@ Of = Callable[[str], float]
 """Returns the seconds of a contestant, by its name, in one round."""
 
 Step = Callable[[], object]
-PORT = 7077
+PORT, TRIES = 7077, 5
 LEAD_SECONDS = 0.02  # until all ranks know the start, over links of a few milliseconds
 LATE_SECONDS = 3e-4  # if a rank begins later than this, the sample is taken again
 NAP_SECONDS = 2e-4
-TRIES = 5
 TOKENS, HEADS, HEAD_DIM = 2048, 8, 64
 """Sizes on each rank: attention to a block takes longer than sending the block at 1 Gbit/s."""
 
@@ -326,7 +326,8 @@ def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
             work = (one.name, one.hosts * one.per_host, setting, known, launch)
             # MPICH's launcher now and then dies while it starts; no result was wrong then
             entries.append(Entry(*work, again="demux engine error"))
-    return {"mpi": mpi, "net": MODEL if modelled else "network namespaces"}, entries
+    net = MODEL if modelled else "network namespaces"
+    return {"mpi": mpi, "net": net, "rounds": options.rounds}, entries
 
 
 def show(document: Record) -> Iterator[Part]:
@@ -389,7 +390,7 @@ def _each(seconds: Mapping[str, list[float]], value: Callable[[Of], float]) -> I
 
 
 OPTIONS = {
-    "--rounds": about(type=int, metavar="N", help="samples of each contestant"),
+    "--rounds": about(type=at_least(1), metavar="N", help="samples of each contestant"),
     "--link-model": about(action="store_true", help="the model of the link, as without root"),
 }
 netlab = Contest(

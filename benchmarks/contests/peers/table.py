@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from benchmarks.contests.contest import Contest, Entry, Part, Wrong, requirements
 from benchmarks.launching import Options, Record, UsageError, about, numbers_of_ranks
+from benchmarks.options import at_least, some_of
 from benchmarks.reporting.tables import make
 from benchmarks.statistics import Interval, Requirement, exact_interval
 
@@ -36,7 +37,10 @@ PLACE = 4096  # tokens; unmasked attention and single ranks are measured up to t
 LAUNCHES = 12  # a verdict needs at least as many
 HOW_OFTEN: Options = {
     "--launches": about(
-        type=int, default=LAUNCHES, metavar="N", help="how often processes start (%(default)s)"
+        type=at_least(1),
+        default=LAUNCHES,
+        metavar="N",
+        help="how often processes start (%(default)s)",
     )
 }
 PEERS = ("torch ring/all-gather", "torch ring/all-to-all", "deepspeed ulysses")
@@ -73,13 +77,13 @@ def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
     the setting says so.
 
     Raises:
-        UsageError: the peers cannot split a length, --launches is less than 1, or there are too few
-            GPUs for every number of ranks.
+        UsageError: the peers cannot split a length or the heads, or there are too few GPUs for
+            every number of ranks.
     """
     from sp_core.transport import count_devices
 
     seqs = numbers_of_ranks(options.seq, option="--seq")
-    counts = numbers_of_ranks(options.ranks)
+    counts = numbers_of_ranks(options.ranks, divide=options.heads)
     refuse(options, seqs, counts)
     gpus = max(counts) if options.device == "cpu" else count_devices(options.device)
     found = [size for size in counts if size <= gpus]
@@ -88,7 +92,7 @@ def plan(options: argparse.Namespace) -> tuple[Record, list[Entry]]:
         raise UsageError(" ".join(left_out) + " Pass fewer --ranks.")
     setting = {
         "seqs": seqs,
-        "dtypes": options.dtype.split(","),
+        "dtypes": options.dtype,
         "heads": options.heads,
         "device": options.device,
         "samples": options.samples,
@@ -126,16 +130,16 @@ def by_seeds(
             for seed in range(options.launches)
         ]
 
-    tokens = about(type=int, default=seq, metavar="S", help="tokens (default: %(default)s)")
+    tokens = about(type=at_least(1), default=seq, metavar="S", help="tokens (default: %(default)s)")
     options = {**HOW_OFTEN, "--seq": tokens}
     return Contest(name, text, options, plan, measure, show, f"{name}.json", timeout)
 
 
 def refuse(options: argparse.Namespace, seqs: Iterable[int], counts: Sequence[int]) -> None:
-    """Raise UsageError if --launches is less than 1 or a number of ranks cannot split a length."""
-    if any(seq % (2 * size) or seq < 1 for seq in seqs for size in counts) or options.launches < 1:
-        text = f"--seq {options.seq} --launches {options.launches}: pass at least one launch, and "
-        raise UsageError(text + f"lengths that are multiples of {2 * max(counts)}.")
+    """Raise UsageError if a number of ranks cannot split a length."""
+    if any(seq % (2 * size) for seq in seqs for size in counts):
+        text = f"--seq {options.seq}: pass lengths that are multiples of {2 * max(counts)}."
+        raise UsageError(text)
 
 
 def show(document: Record) -> Iterator[Part]:
@@ -261,12 +265,20 @@ peers = Contest(
         ),
         "--device": about(default="cpu", metavar="KIND", help="cpu, or cuda (default: cpu)"),
         "--dtype": about(
-            default=DTYPE, metavar="DTYPE,...", help="such as float32,bfloat16 (%(default)s)"
+            type=some_of(DTYPE, "bfloat16", "float16", "float64"),
+            default=DTYPE,
+            metavar="DTYPE,...",
+            help="such as float32,bfloat16 (%(default)s)",
         ),
         "--samples": about(
-            type=int, default=0, metavar="N", help="of a contestant (default: fewer for long ones)"
+            type=at_least(0),
+            default=0,
+            metavar="N",
+            help="of a contestant (default: fewer for long ones)",
         ),
-        "--heads": about(type=int, default=HEADS, help="of 64 elements (default: %(default)s)"),
+        "--heads": about(
+            type=at_least(1), default=HEADS, help="of 64 elements (default: %(default)s)"
+        ),
     },
     plan,
     f"{__package__}.contestants:measure",
