@@ -21,7 +21,7 @@ from kit.wrong_calls import ON_PROCESSES, STUCK
 from mpi4py import MPI
 from test_kit_calls import assert_clean
 
-from sp_core.testing import carriers, checked, messages, requests, spmd
+from sp_core.testing import CheckedComm, carriers, checked, messages, requests, spmd
 from sp_core.testing.comm import LockstepComm
 from sp_core.testing.lockstep import UNCOUNTED
 from sp_core.testing.specs import Part
@@ -176,6 +176,20 @@ CALLS = (
 @spmd(2)
 def test_a_call_does_what_it_does_in_mpi4py(comm: Any, call: Callable[[Any], object]) -> None:
     assert call(comm) == call(getattr(comm, "_raw", comm))  # some examples are without checks
+
+
+@spmd(2)
+def test_a_checked_communicator_may_take_the_place_of_mpis(
+    comm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        alone: Any = CheckedComm(MPI.COMM_SELF)
+        patch.setattr(MPI, "COMM_SELF", alone)
+        for call in (with_gaps, smaller, between):
+            assert call(comm) == call(getattr(comm, "_raw", comm))
+        twin = alone.Split(0)
+        assert isinstance(twin, LockstepComm)
+        twin.Free()
 
 
 def test_a_wrong_number_of_objects_for_neighbours_stops_the_others_too() -> None:

@@ -23,6 +23,7 @@ from sp_core.testing.messages import MESSAGES, PROBES, Messages
 from sp_core.testing.outcome import Kind, Mismatched, capture, raise_for_peers
 from sp_core.testing.requests import UNCHECKED, Transfer, begun, install, say
 from sp_core.testing.signatures import Flow, op_of
+from sp_core.testing.specs import own_comm
 from sp_core.testing.stuck import Family
 
 AGREED = {
@@ -168,7 +169,7 @@ class CheckedComm(Messages):
             self._pickle.dumps(objects)
         if name.startswith("Split"):  # raise now for what mpi4py does not take as numbers
             with self._named(name):
-                alone = getattr(self._mpi.COMM_SELF, name)(*args, **given)
+                alone = getattr(own_comm(), name)(*args, **given)
             if alone:
                 alone.Free()
         if "group" in call:
@@ -209,7 +210,7 @@ class CheckedComm(Messages):
     def alone(self) -> CheckedComm:
         """Return a communicator of this rank alone, which needs no other rank."""
         name = f"{self.lockstep.name}.alone[{self.rank}]"
-        return CheckedComm(self._mpi.COMM_SELF.Dup(), self.family, name)
+        return CheckedComm(own_comm().Dup(), self.family, name)
 
     def make_counter(self) -> Any:
         """Return an object whose `take` gives 0, 1, 2, ... to whichever rank asks next.

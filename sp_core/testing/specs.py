@@ -208,6 +208,16 @@ def _element(buffer: Any, datatype: Any, writable: bool) -> _Element:
     )
 
 
+def own_comm() -> Any:
+    """Return mpi4py's communicator of this rank alone.
+
+    A program may have put a checked communicator in the place of `MPI.COMM_SELF`.
+    """
+    from mpi4py.MPI import COMM_SELF
+
+    return getattr(COMM_SELF, "_raw", COMM_SELF)
+
+
 def _typed(data: Array, datatype: Any, known: bool) -> _Element:
     """Describe the elements of a buffer that is passed with a datatype of MPI.
 
@@ -216,9 +226,7 @@ def _typed(data: Array, datatype: Any, known: bool) -> _Element:
     """
     require(bool(datatype), "the datatype is null")
     if not datatype.is_predefined:
-        from mpi4py.MPI import COMM_SELF
-
-        COMM_SELF.Send_init([bytearray(1), 1, datatype], 0).Free()  # raises if not committed
+        own_comm().Send_init([bytearray(1), 1, datatype], 0).Free()  # raises if not committed
     size, (lower, extent) = datatype.Get_size(), datatype.Get_extent()
     leaves = set(_leaves(datatype))
     plain = known and size == extent and lower == 0 and len(leaves) == 1
