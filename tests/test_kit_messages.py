@@ -17,6 +17,7 @@ from kit.wrong_calls import STUCK, TOO_LONG, attached
 from mpi4py import MPI
 from test_kit_calls import assert_clean
 
+from sp_core.errors import CollectiveMismatch
 from sp_core.testing import carriers, messages, requests, spmd
 from sp_core.testing.comm import LockstepComm
 from sp_core.testing.messages import MESSAGES, PROBES
@@ -290,6 +291,14 @@ def test_a_wait_for_a_message_that_never_comes_is_told(name: str) -> None:
     assert_told(text, STUCK, f"rank 0: waits {waits} with tag 3 on comm{others}\n")
 
 
+@spmd(2)
+def test_a_deadlock_that_a_body_handles_is_not_run_again_without_checks(comm: Any) -> None:
+    is_checked = isinstance(comm, LockstepComm)
+    assert is_checked
+    with pytest.raises(CollectiveMismatch, match=STUCK):
+        comm.recv(source=1 - comm.rank)
+
+
 @pytest.mark.parametrize("name", SEVERAL)
 def test_a_message_that_is_too_long_is_told_by_whatever_waits_for_it(name: str) -> None:
     def give(comm: Any) -> None:
@@ -360,7 +369,7 @@ def test_a_test_of_a_collective_that_a_rank_has_not_begun_waits_for_nobody(comm:
         comm.Recv(np.zeros(2), 0)
     request = comm.Iallgather(numbers(comm, 1), into)
     if comm.rank == 0:
-        is_complete = request.Test()
+        is_complete = request.Test(MPI.Status())
         comm.Send(np.zeros(2), 1)
         assert not is_complete
     while not request.Test():

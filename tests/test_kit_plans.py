@@ -108,6 +108,16 @@ def test_ranks_fit_a_launch_that_has_them(own_session: Session, nprocs: Any, the
     assert str(shown) == f"nprocs={shown.nprocs}, n=7"
 
 
+@pytest.mark.parametrize("there", [0, 3, 9])
+def test_no_more_ranks_are_drawn_than_the_launch_has(
+    own_session: Session, monkeypatch: pytest.MonkeyPatch, there: int
+) -> None:
+    own_session.ranks = there
+    monkeypatch.setattr(engine, "search", searched := Mock())
+    given(max_ranks=4)(plain)()
+    assert repr(searched.call_args.args[2]) == repr(st.integers(1, min(4, there or 4)))
+
+
 @pytest.mark.parametrize(
     ("sizes", "ran"), [((1, 2, 5), (1, 2)), (((0, 2), 3, (3,)), ((0, 2), 3)), ((5, (7, 0)), None)]
 )

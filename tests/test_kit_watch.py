@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -89,15 +90,21 @@ def test_the_stacks_of_a_rank_outlive_it(last: str, tmp_path: Path, *, launched:
     code, kind = ENDS[last]
     lines = (
         "import faulthandler, os, signal, time; from sp_core.launch import watch",
-        "watch.GRACE_SECONDS = 2.0; watch.start(2); watch.tell('told'); print(os.getpid())",
+        "watch.GRACE_SECONDS = 2.0; watch.start(2); watch.tell('told')",
+        "print(os.getpid(), flush=True)",
         last,
     )
+    os.mkfifo(file_of(tmp_path, 2, "life"))
+    life = os.open(file_of(tmp_path, 2, "life"), os.O_RDONLY | os.O_NONBLOCK)
+    (ends := select.poll()).register(life)
     limits = {"SP_WATCHDOG_PHASE_S": "0.2", "SP_WATCHDOG_S": "0.1", "TMPDIR": str(tmp_path)}
     env = outside(**limits, **({watch.RUN_DIR: str(tmp_path)} if launched else {}))
     command = [sys.executable, "-c", "\n".join(lines)]
     found = subprocess.run(
         command, env=env, capture_output=True, text=True, timeout=60, check=False
     )
+    assert ends.poll(0) == ([(life, select.POLLHUP)] if launched else [])
+    os.close(life)
     assert found.returncode == code, found.stderr
     texts = {"stderr": found.stderr}
     if launched:
@@ -105,9 +112,9 @@ def test_the_stacks_of_a_rank_outlive_it(last: str, tmp_path: Path, *, launched:
         assert file_of(tmp_path, 2, "pid").read_text() == found.stdout.strip()
         assert found.stderr == ""
     expected = {kind if launched else "stderr"} if kind else set()
-    assert {name for name, text in texts.items() if 'File "<string>", line 3' in text} == expected
+    assert {name for name, text in texts.items() if 'File "<string>", line 4' in text} == expected
     assert texts["stack" if launched else "stderr"].startswith("told")
-    assert launched or code or [*tmp_path.iterdir()] == []
+    assert launched or code or [each.name for each in tmp_path.iterdir()] == ["rank2.life"]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ and `sequences_backward` for many blocks at once. Shapes as in `sp_core.attentio
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import accumulate
 
 import torch
@@ -29,7 +29,7 @@ Lengths = tuple[tuple[int, ...], tuple[int, ...]]
 """For each sequence the number of queries; for each sequence the number of keys."""
 
 
-@cache
+@lru_cache(maxsize=64)
 def capability(device: torch.device) -> tuple[int, int]:
     """Return the compute capability of a CUDA device, such as (8, 0) for an A100."""
     return torch.cuda.get_device_capability(device)

@@ -198,9 +198,8 @@ class Family:
 
     def release(self) -> None:
         """Hand over the data of started sends and collectives, so that peers can complete."""
-        if self.pending:
-            pending, self.pending = self.pending, []
-            self.pending += [release for release in pending if not release()]
+        pending, self.pending = self.pending, []
+        self.pending += [release for release in pending if not release()]
 
     def finish(self, outcome: Outcome) -> list[Outcome]:
         """End the example on every communicator at once, then free all but the first.
