@@ -321,6 +321,7 @@ class Beginning:
             try:
                 if self._before is not None and not self._before.step():
                     return False
+                self._before = None  # it keeps the memory alive that its call has sent
                 next(self._steps)
             except BaseException as end:
                 self._end()
