@@ -72,6 +72,20 @@ def at_the_ends(comm: Any) -> object:
     return into.tolist()
 
 
+def not_needed(comm: Any) -> object:
+    """Receive from nobody by a probe, an object with a buffer, and ask for complete requests."""
+    into, peer = np.zeros(8), 1 - comm.rank
+    comm.Mprobe(MPI.PROC_NULL).Recv(into)
+    request = comm.isend(1, peer, 3)
+    with pytest.warns(UserWarning, match="buf"):
+        found = comm.recv(bytearray(99), peer, 3)
+    request.wait()
+    request, done = comm.Isend(numbers(comm), peer), comm.Irecv(into, peer)
+    some = MPI.Request.Waitsome([done]), MPI.Request.Testsome([done])
+    request.Wait()
+    return found, some, into.tolist()
+
+
 def by_addresses(comm: Any) -> object:
     """Exchange numbers by a datatype that holds their address, so that there is no buffer."""
     out, into, peer = numbers(comm), np.zeros(8), 1 - comm.rank
@@ -167,7 +181,7 @@ def persistent(comm: Any) -> object:
 
 
 CALLS = (
-    *(replaced, with_gaps, by_addresses, neighbours, at_the_ends, duplicated),
+    *(replaced, with_gaps, not_needed, by_addresses, neighbours, at_the_ends, duplicated),
     *(between, smaller, gathered, freed, cancelled, persistent),
 )
 

@@ -223,6 +223,17 @@ def test_an_exit_aborts_all_ranks_of_a_program_that_has_failed(
     assert codes == aborts
 
 
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Let a test run programs; return what they note, and the codes with which they end ranks."""
+    found: list[object] = []
+    for name in ("abort_at_exit", "note"):
+        monkeypatch.setattr(watch, name, found.append)
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return found
+
+
 @pytest.mark.parametrize(
     ("ending", "code"),
     [
@@ -233,13 +244,8 @@ def test_an_exit_aborts_all_ranks_of_a_program_that_has_failed(
     ],
 )
 def test_a_program_ends_all_ranks_with_its_own_exit_code_and_notes_its_error(
-    ending: str, code: int | None, monkeypatch: pytest.MonkeyPatch
+    ending: str, code: int | None, said: list[object]
 ) -> None:
-    said: list[object] = []
-    monkeypatch.setattr(watch, "abort_at_exit", said.append)
-    monkeypatch.setattr(watch, "note", said.append)
-    monkeypatch.setattr(sys, "argv", [])
-    monkeypatch.setattr(sys, "path", [*sys.path])
     last = watch.ENDED
     try:
         watch.run_program(["-c", f"import sys; {ending}"])
@@ -251,13 +257,8 @@ def test_a_program_ends_all_ranks_with_its_own_exit_code_and_notes_its_error(
 
 @pytest.mark.parametrize("ending", ["{}['key']", "sys.exit(3)", "pass"])
 def test_the_end_of_a_forked_process_is_not_that_of_the_rank(
-    ending: str, monkeypatch: pytest.MonkeyPatch
+    ending: str, said: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[object] = []
-    monkeypatch.setattr(watch, "abort_at_exit", said.append)
-    monkeypatch.setattr(watch, "note", said.append)
-    monkeypatch.setattr(sys, "argv", [])
-    monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(os, "getpid", os.getpid)  # the program replaces it, as a fork does
     with suppress(KeyError, SystemExit):
         watch.run_program(["-c", f"import os, sys; os.getpid = lambda: -1; {ending}"])

@@ -81,9 +81,8 @@ def suspicion(screen: Sequence[float], delta: float) -> int:
 def judge(screen: Sequence[float], confirm: Sequence[float], delta: float) -> Verdict:
     """Return the verdict on one case.
 
-    Pairs cancel a drift that both launches share, but delta contains it. So a delta above
-    `MAX_DELTA` hides a small change only: beyond it must lie the whole interval, not just the
-    median.
+    Pairs cancel a drift that both launches share, but delta contains it. If delta is above
+    `MAX_DELTA`, a change counts only if its whole interval lies beyond delta, not just its median.
 
     Args:
         screen: log-ratios of `SCREEN_PAIRS` pairs.

@@ -43,7 +43,7 @@ TIMED, COMPUTED = (64, 256, 1024, 4096), (256, 1024, 4096, 16384)
 """Ranks whose plans are timed, and ranks for which the rest is computed."""
 
 TOKENS, TOGETHER, HEADS = 1024, 1024, 64
-"""Tokens of a rank, and of all ranks of a launch."""
+"""Tokens of a rank, tokens of all ranks of a launch, and heads."""
 
 LINEAR, LOG, FLAT, TENTH = 1.1, 0.2, 0.01, math.log(1.1) / math.log(4)
 """Greatest exponents of costs that are linear, logarithmic and constant in P.

@@ -48,7 +48,7 @@ class Deaths:
         self.ranks = ranks
         self._dir = run_dir
         self._watched: dict[int, int] = {}  # rank: process id
-        self._pid_of: dict[int, int] = {}  # by pidfd
+        self._pid_of: dict[int, int] = {}  # pidfd: process id
         self._ends = select.epoll()  # reports events in the order in which they happened
         # ranks in the order in which their pipes were closed, else in which they died
         self._ended: dict[int, None] = {}

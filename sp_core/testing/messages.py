@@ -121,10 +121,11 @@ class Messages(LockstepComm):
     def _receive_object(self, values: Sequence[Any]) -> Any:
         """Receive a pickled object and return it. `values` are buf, source, tag and status.
 
-        A receive from nobody comes first: mpi4py warns in it if `buf` is not None.
+        If `buf` is not None, mpi4py warns that it is not needed.
         """
         buf, *source_and_tag, status = values
-        self._raw.recv(buf, self._mpi.PROC_NULL)
+        if buf is not None:
+            self._raw.recv(buf, self._mpi.PROC_NULL)
         return self._probe("mprobe", (*source_and_tag, status), {}, OBJECT).recv(status)
 
     def _both(self, name: str, values: list[Any], status: Any) -> Any:
@@ -193,10 +194,12 @@ class Messages(LockstepComm):
 
         `kind`: type of the message's elements; UNCOUNTED if the status may be wrong.
         """
-        nbytes = status.Get_count(self._mpi.BYTE)
-        known = Message(status.source, self.rank, status.tag, nbytes, kind)
-        unknown = Message._make([*[self._mpi.ANY_SOURCE] * 4, kind])
-        self.lockstep.received.append(unknown if kind == UNCOUNTED else known)
+        if kind == UNCOUNTED:
+            message = Message(-1, self.rank, -1, 0, kind)
+        else:
+            nbytes = status.Get_count(self._mpi.BYTE)
+            message = Message(status.source, self.rank, status.tag, nbytes, kind)
+        self.lockstep.received.append(message)
 
     def _part(self, buf: Any) -> Part:
         """Return the size and element type of a message, given its buffer.

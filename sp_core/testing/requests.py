@@ -196,8 +196,6 @@ def _ask(
     Returns:
         (whether the wait is over, what the test returned, what the wait would return).
     """
-    from mpi4py import MPI
-
     complete: Sequence[int] = ()
     try:
         got = getattr(base, test)(target, status)
@@ -205,6 +203,8 @@ def _ask(
             test[4:], got if isinstance(got, tuple) else (got,), len(requests)
         )
     except RuntimeError as error:  # an MPI error; the requests concerned are complete
+        from mpi4py import MPI
+
         complete = [index for index, request in enumerate(requests) if not request]
         taken = [each for each in map(_under, requests) if each is not None and each.takes]
         code = getattr(error, "Get_error_class", int)()  # int: for an error in an object's pickle
@@ -236,7 +236,7 @@ def _meaning(several: str, got: tuple[Any, ...], number: int) -> tuple[bool, Any
         index, flag, *message = got
         return flag, (index, *message) if message else index, [index] if flag else []
     flag, *messages = got
-    return flag, (*messages, True)[0], range(number) if flag else []
+    return flag, messages[0] if messages else True, range(number) if flag else []
 
 
 def patient(
