@@ -252,12 +252,12 @@ class Communicator(NotCopied):
             None, or one `agreement.agree`.
         """
         self.ensure_open()  # a freed communicator sends nothing: each rank raises by itself
-        error, value, text = None, 0, ""
+        error, value, text, asks = None, 0, "", always or self.check == "agree"
         try:
-            value, text = (check() if check else None) or 0, call()
+            value, text = (check() if check else None) or 0, call() if asks else ""
         except Exception as found:  # noqa: BLE001  # the other ranks must not wait for this one
             error = found
-        if always or self.check == "agree":
+        if asks:
             return self._agree(text, value, error)
         if error is not None:
             raise error
