@@ -266,20 +266,19 @@ def test_ranks_that_wait_only_for_others_to_end_learn_of_a_deadlock_last(
         assert said[rank].splitlines()[1:] == lines
 
 
-def test_a_wait_yields_then_sleeps_then_looks_for_a_deadlock(
+def test_a_wait_sleeps_longer_each_time_and_then_looks_for_a_deadlock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The clock advances by a second with each call, and the sixth poll ends the wait."""
     did, polls = Mock(), Mock(side_effect=[None, 0, (), False, "", "ready"])
     did.perf_counter.side_effect = range(5, 99)
     monkeypatch.setattr(carriers, "time", did)
-    monkeypatch.setattr(os, "sched_yield", did.sched_yield)
-    limits = {"AFTER": 3, "YIELD": 1, "LONGEST_PAUSE": 0.6, "PAUSE_SHARE": 0.25}
+    limits = {"AFTER_SECONDS": 3, "LONGEST_PAUSE": 0.6, "PAUSE_SHARE": 0.25}
     for name, value in limits.items():
-        monkeypatch.setattr(carriers, f"{name}_SECONDS" if len(name) < 6 else name, value)
+        monkeypatch.setattr(carriers, name, value)
     assert carriers.patiently(polls, did.stuck) == "ready"
     assert [each for each in did.mock_calls if each != call.perf_counter()] == [
-        *(call.sched_yield(), call.sleep(0.5), call.sleep(0.6)),
+        *(call.sleep(0.25), call.sleep(0.5), call.sleep(0.6)),
         *(call.stuck(), call.sleep(0.6)) * 2,
     ]
 
