@@ -22,7 +22,8 @@ ranks: R along the ring and U along Ulysses, e bytes per element.
 
 A node has one link to other nodes, which all its ranks share. Backward sends
 gradients of K and V in float32 or wider. A message of n bytes takes
-alpha + beta n. The bytes and messages are those of `sp_core.cost`.
+alpha + beta n. The bytes and messages are those of `sp_core.cost`, which
+counts no messages for a collective of the MPI library.
 """
 
 from __future__ import annotations
