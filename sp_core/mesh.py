@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from sp_core import agreement, arguments, failing, progress
-from sp_core.communicator import Check, Communicator, NotCopied, Reordered
-from sp_core.errors import DeviceError, RankError, ShapeError, short_text
+from sp_core.communicator import Check, Communicator, Reordered
+from sp_core.errors import DeviceError, NotCopied, RankError, ShapeError, short_text
 from sp_core.machine import cpu_model, node_cores, node_name, node_number
 from sp_core.observer import observer_of
 from sp_core.schedules import defaults
