@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import sp_core as sp
+from sp_core import progress
 from sp_core.schedules import ALGORITHMS
 
 LOST = 1
@@ -49,6 +50,13 @@ def of_plan(group: sp.Communicator, leave: Callable[[], None]) -> None:
     plan.finish(handle)
 
 
+def a_call(group: sp.Communicator, leave: Callable[[], None]) -> None:
+    """Let rank 0 wait and the other ranks make a call: its agreement needs rank 0."""
+    pending = sp.all_reduce_start(torch.ones(100_000), comm=group, algorithm="ring")
+    leave()
+    pending.wait() if group.rank == 0 else sp.all_reduce(torch.ones(1), comm=group)
+
+
 def backward(group: sp.Communicator, leave: Callable[[], None]) -> None:
     """Complete a started collective; then rank LOST leaves before its backward."""
     x = torch.ones(50_000, requires_grad=True)
@@ -85,6 +93,7 @@ BEGUN: dict[str, Case] = {
         for count in (1, 3)
     },
     "plan": ({}, of_plan),
+    "a call": ({}, a_call),
 }
 """Cases in which rank LOST makes the same calls as the others, except the wait."""
 CASES: dict[str, Case] = BEGUN | {
@@ -104,7 +113,7 @@ CASES: dict[str, Case] = BEGUN | {
 
 
 def outcomes(comm: Any, name: str) -> Iterator[str]:
-    """Yield the name of the error that leaves the mesh, then the sum in a new mesh."""
+    """Yield the error that leaves the mesh, the sum in a new mesh, and agreements left open."""
     options, body = CASES[name]
 
     def leave() -> None:
@@ -118,11 +127,14 @@ def outcomes(comm: Any, name: str) -> Iterator[str]:
         yield type(error).__name__
     with sp.Mesh(comm, sp=comm.size, **options) as mesh:
         yield str(sp.all_reduce(torch.ones(1), comm=mesh["sp"], algorithm="ring").item())
+    mine = progress.of_this_rank()
+    mine.settle(5)
+    yield f"{len(mine.kept)} open"
 
 
 def wanted(comm: Any) -> list[str]:
     """Return what `outcomes` has to yield."""
-    return ["Lost" if comm.rank == LOST else "PeerFailed", str(float(comm.size))]
+    return ["Lost" if comm.rank == LOST else "PeerFailed", str(float(comm.size)), "0 open"]
 
 
 def main() -> None:
