@@ -68,7 +68,7 @@ class State(IntEnum):
 
     Attributes:
         CALLS: the rank makes the call.
-        REFUSES: a check of the rank's arguments has failed.
+        REFUSES: a check of the rank's arguments has failed, or a message says that a rank leaves.
         FREES: the rank frees the communicator.
         FAILS: the rank has an error: it leaves the communicator, or has refused a call that other
             ranks may make here.
@@ -147,7 +147,7 @@ class Control:
     def ensure_whole(self) -> None:
         """Raise the error by which this rank learned that others leave, if there was one."""
         if self.lost:
-            raise self.lost()
+            raise _of_all(self.lost(), self.comm)
 
     def leave(self, why: str, state: State) -> list[Question]:
         """Start the last agreement of this rank, unless it was started before. Return `last`.
@@ -157,6 +157,12 @@ class Control:
         self.ensure_whole()
         self.last = self.last or [Question(self, why, state=state)]
         return self.last
+
+    def hear(self, rank: int, where: str) -> list[Question]:
+        """Let `ensure_whole` say that `rank` has left; return this rank's last agreement."""
+        last = self.leave(where, State.REFUSES)
+        self.lost = partial(PeerFailed, f"{where} cannot end: {errors.LEFT.format(rank)}")
+        return last
 
 
 class Question:
@@ -318,10 +324,7 @@ def _parted(records: np.ndarray[Any, np.dtype[np.int64]]) -> RankError:
         ]
     )
     if (failed := np.flatnonzero(records[:, 0] >= State.FAILS)).size:
-        return PeerFailed(
-            f"rank {failed[0]} has left because of an error; read the error that it printed. "
-            f"Nothing was sent.\n{lines}"
-        )
+        return PeerFailed(f"{errors.LEFT.format(failed[0])} Nothing was sent.\n{lines}")
     return CollectiveMismatch(
         f"some ranks leave and others do not; nothing was sent. Make these calls equal:\n{lines}"
     )

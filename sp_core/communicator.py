@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -14,8 +14,8 @@ from torch import Tensor
 from sp_core import agreement, progress
 from sp_core.compiling import eager
 from sp_core.counters import Counters
-from sp_core.errors import DeviceError, RankError, short_text
-from sp_core.observer import observer_of
+from sp_core.errors import DeviceError, NotCopied, RankError, short_text
+from sp_core.observer import LEFT_TAG, observer_of
 from sp_core.schedules import Operation, defaults
 from sp_core.scratch import Scratch
 from sp_core.transport import Handle, HostWrapper, Messages, make_transport, make_window, wait
@@ -26,21 +26,10 @@ if TYPE_CHECKING:
     from sp_core.tuning import Tuning
 
 Check = Literal["agree", "off"]
-MAX_TAG = 32767
-"""The largest tag that the MPI standard guarantees."""
+MAX_TAG = LEFT_TAG - 1
+"""The largest tag of a collective."""
 MADE_LATER = ("_comm", "_owned", "scratch", "transport", "window", "no_window")
 """Attributes that a `Reordered` gets at its first use."""
-
-
-class NotCopied:
-    """Let copies of a layer share this object: `deepcopy` returns it, `pickle` refuses it."""
-
-    def __deepcopy__(self, memo: object) -> Self:
-        return self
-
-    def __reduce__(self) -> NoReturn:
-        how = "Save state_dict() of a layer, and make the layer again."
-        raise TypeError(f"{self!r} belongs to this run and cannot be pickled. {how}")
 
 
 class Communicator(NotCopied):
@@ -164,7 +153,7 @@ class Communicator(NotCopied):
 
     def settle(self) -> None:
         """Wait until this rank has made the MPI calls of all operations that it has begun."""
-        wait(self.transport.in_order(lambda: None), self.poll)
+        wait(self.transport.in_order(lambda: None), self.poll, self.look)
 
     def track(self, handle: Handle) -> Handle:
         """Test `handle` in `poll` until complete. Return it for any thread of this rank."""
@@ -187,7 +176,7 @@ class Communicator(NotCopied):
         try:
             if not handle.test():
                 self.ensure_open()  # after `free` nothing makes progress
-                wait(handle, self.poll)
+                wait(handle, self.poll, self.look)
         except RankError:
             self.ensure_open()  # its error says why a rank was lost
             raise
@@ -203,6 +192,15 @@ class Communicator(NotCopied):
         """
         self._progress.poll()
 
+    def look(self) -> None:
+        """Raise `PeerFailed` if another rank has told that it abandons this communicator.
+
+        A long wait calls this again and again, because the message that it waits for may not come.
+        """
+        if (rank := observer_of(self._comm).first_left()) is not None:
+            self._progress.keep(self._control.hear(rank, f"a wait on {self.name}"))
+            self.ensure_open()
+
     def advance(self) -> bool:
         """Test all handles of this communicator. Return whether any is still incomplete."""
         self._pending = [handle for handle in self._pending if not handle.test()]
@@ -216,7 +214,7 @@ class Communicator(NotCopied):
         self.agree_on(lambda: f"fence() on {self.name}", always=self.window is None)
         if self.window is not None:
             self.counters["control"].add()
-            wait(self.window.start(((), ()), "fence"), self.poll)
+            wait(self.window.start(((), ()), "fence"), self.poll, self.look)
 
     def _agree(self, call: str, value: int, error: Exception | None) -> tuple[int, ...]:
         start, told = time.perf_counter(), tuple[int, ...]()
@@ -320,7 +318,7 @@ class Communicator(NotCopied):
             if not is_agreed:
                 wait(agreement.Questions(self.ask_to_free()), self.poll)
             for handle in self._pending:
-                wait(handle, self.poll)
+                wait(handle, self.poll, self.look)
         except RankError as error:
             self.abandon(error)
             raise
@@ -336,7 +334,8 @@ class Communicator(NotCopied):
         if self.is_made and not self._freed:
             with suppress(Exception):  # do not hide the error
                 self.decline(f"{type(error).__name__}: {short_text(error)}")
-            observer_of(self._comm).abandoned()
+            with suppress(Exception):
+                observer_of(self._comm).abandoned()
             self._progress.lost += self._pending
         self._leave(together=False)
 
@@ -349,6 +348,7 @@ class Communicator(NotCopied):
         if not made:
             return
         self._pending.clear()
+        self._progress.remove(self)
         self.scratch.clear()
         self.transport.close(together=together)
         if self.window is not None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from os.path import commonprefix
+from typing import NoReturn, Self
 
 AGREED = "rank_of_agreement"
 """Name of an attribute of errors that all ranks raise. It is true on a rank if another rank prints
 the error in full."""
+LEFT = "rank {} has left because of an error; read the error that it printed."
+"""Text for a rank that waits for another one, which has left."""
 MOST_CHARACTERS, MOST_LINES = 1800, 5
 """The most characters of an error text. A longer text is cut to MOST_LINES lines, each
 shortened."""
@@ -75,3 +78,14 @@ def joined(told: Sequence[tuple[str, str]]) -> str:
     ]
     more = f"\n  and {len(told) - MOST_LINES} more" * (len(told) > MOST_LINES)
     return "\n".join(lines) + more
+
+
+class NotCopied:
+    """Let copies of a layer share this object: `deepcopy` returns it, `pickle` refuses it."""
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        how = "Save state_dict() of a layer, and make the layer again."
+        raise TypeError(f"{self!r} belongs to this run and cannot be pickled. {how}")

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from sp_core import agreement, arguments, failing, progress
-from sp_core.communicator import Check, Communicator, NotCopied, Reordered
-from sp_core.errors import DeviceError, RankError, ShapeError, short_text
+from sp_core.communicator import Check, Communicator, Reordered
+from sp_core.errors import DeviceError, NotCopied, RankError, ShapeError, short_text
 from sp_core.machine import cpu_model, node_cores, node_name, node_number
 from sp_core.observer import observer_of
 from sp_core.schedules import defaults
@@ -41,8 +41,8 @@ class Mesh(NotCopied):
     """Arrange the ranks of a communicator as a grid with named axes; the last axis varies fastest.
 
     Use it as a context manager: the communicators that it makes are freed at the end, `comm` is
-    not. If an exception leaves the block on one rank, later calls on the other ranks that check
-    arguments between ranks raise `PeerFailed`, with the beginning of the exception's text.
+    not. If an exception leaves the block on one rank, the other ranks raise `PeerFailed` in waits
+    for messages or shared memory, and in later calls that check arguments between ranks.
 
     Args:
         comm: an mpi4py communicator, a ProcessGroup of torch.distributed, None for all ranks of its
@@ -169,9 +169,9 @@ class Mesh(NotCopied):
         return DeviceMesh(self.device.type, grid, mesh_dim_names=tuple(self.axes))
 
     def free(self) -> None:
-        """Free every communicator of the mesh, on every rank; a second call does nothing.
+        """Free every communicator of the mesh. All ranks free their meshes in the same order.
 
-        If a rank leaves with an error or makes a different call instead, this raises a RankError.
+        A second call does nothing. If a rank leaves or makes a different call, raise a RankError.
         """
         if self._freed:
             return

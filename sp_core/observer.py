@@ -49,6 +49,12 @@ class Observer:
     def abandoned(self) -> None:
         """Hear that this rank stops using the communicator because of an error."""
 
+    def first_left(self) -> int | None:
+        """Return a rank that has called `abandoned`, or None if this rank knows of none.
+
+        A long wait calls this again and again.
+        """
+
     def alone(self) -> Any:
         """Return a communicator of this rank alone, or None to get a duplicate of MPI.COMM_SELF."""
 
@@ -67,10 +73,32 @@ class Observer:
         """
 
 
-_NOBODY = Observer()
+LEFT_TAG = 32767
+"""Tag of the messages of `abandoned`, the largest that the MPI standard guarantees."""
+
+
+class Notices(Observer):
+    """Tell the ranks of an mpi4py communicator by messages that a rank has left; hear nothing else.
+
+    Nobody receives the messages. So the ranks must not free a communicator that one has left.
+    """
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+
+    def abandoned(self) -> None:
+        """Send an empty message to every other rank, without waiting."""
+        for rank in {*range(self._comm.size)} - {self._comm.rank}:
+            self._comm.Isend(b"", rank, LEFT_TAG).Free()
+
+    def first_left(self) -> int | None:
+        """Return the lowest rank from which there is a message of `abandoned`, or None."""
+        if not self._comm.Iprobe(tag=LEFT_TAG):
+            return None
+        return next(x for x in range(self._comm.size) if self._comm.Iprobe(x, LEFT_TAG))
 
 
 @functools.singledispatch
 def observer_of(comm: object) -> Observer:
-    """Return the observer registered for a communicator's class, else one that ignores all."""
-    return _NOBODY
+    """Return the observer registered for a communicator's class, else its `Notices`."""
+    return Notices(comm)

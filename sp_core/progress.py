@@ -40,6 +40,10 @@ class Progress:
         """Let every `poll` call `source.advance()` from now on, until `advance` returns False."""
         self._busy[source] = None
 
+    def remove(self, source: Any) -> None:
+        """Let `poll` leave out this source, whose operations end."""
+        self._busy.pop(source, None)
+
     def keep(self, questions: Sequence[Any]) -> None:
         """Add agreements to `kept`, and drop those in `kept` that are complete."""
         self.kept = [*filter(_goes_on, self.kept), *questions]

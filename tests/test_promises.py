@@ -115,7 +115,7 @@ def differing(comm: Any, results: Iterable[Any]) -> list[int]:
     return [place for place, x in enumerate(mine) if any(other[place] != x for other in every)]
 
 
-NO_RESULTS = {"Communicator.agree_on", "Mesh.free", "copy_to_group"}
+NO_RESULTS = {"Communicator.agree_on", "copy_to_group"}
 """Functions whose docstrings speak of all ranks as callers or of arguments, not of a result."""
 
 

@@ -120,11 +120,11 @@ class Pending:
         """Wait until the collective is complete on this rank, and return the result.
 
         The result is a differentiable function of the input. A second call returns the same tensor
-        at once.
+        at once. After `Mesh.free`, which has waited for the collective, this returns the result.
 
         Raises:
-            RankError: the communicator has been freed, or is known to have lost a rank
-                (`PeerFailed`).
+            RankError: the collective is incomplete, and this rank has left the mesh because of an
+                error, or another rank has (`PeerFailed`).
         """
         if self._started is not None:
             self._started.wait()

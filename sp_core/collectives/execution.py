@@ -125,7 +125,7 @@ class Ready(ABC):
             self.comm.wait(self.start(once=True), self.name)
             return
         begun = time.perf_counter()
-        wait(self.begin(), self.comm.poll)
+        wait(self.begin(), self.comm.poll, self.comm.look)
         self.comm.counters[self.name].seconds += time.perf_counter() - begun
 
     def release(self) -> None:

@@ -96,7 +96,7 @@ def _written(k: Tensor, v: Tensor, problem: Problem) -> tuple[Sequence[Block], H
         partial(into.copy_, x[:, mine]) for into, x in zip(room[comm.rank], (k, v), strict=True)
     ]
     what = f"blocks of {problem.kv_sharding.fingerprint} in place"
-    wait(window.start([writes], what), comm.poll)
+    wait(window.start([writes], what), comm.poll, comm.look)
     return room, _fence(problem)
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from sp_core.errors import CollectiveMismatch
 from sp_core.testing.carriers import Steps, ThreadCarrier
 from sp_core.testing.comm import LockstepComm, forwarded
-from sp_core.testing.lockstep import Call, Lockstep, Message
+from sp_core.testing.lockstep import UNCOUNTED, Call, Lockstep, Message, abandon
 from sp_core.testing.signatures import (
     COLLECTIVES,
     Flow,
@@ -292,6 +292,21 @@ class ThreadComm(LockstepComm):
         """Return a communicator of this rank alone, which needs no other rank."""
         rank = self._carrier.world_rank
         return self._made(f"alone[{rank}]", 0, [rank])
+
+    def abandoned(self) -> None:
+        """Tell the other ranks that this one has left, and let the example end.
+
+        The transfers of this communicator may then stay incomplete, and their messages are not
+        compared.
+        """
+        self._world.shared((self._carrier.name, "left"), []).append(self.rank)
+        self.lockstep.sent.append(Message(self.rank, self.rank, 0, 0, UNCOUNTED))
+        abandon(self._requests)
+
+    def first_left(self) -> int | None:
+        """Return the rank that called `abandoned` first, or None."""
+        left: list[int] = self._world.shared((self._carrier.name, "left"), [])
+        return left[0] if left else None
 
     def make_counter(self) -> Any:
         """Return an object whose `take` gives 0, 1, 2, ... to whichever rank asks next.

@@ -253,7 +253,11 @@ def at_once(call: Callable[[], object]) -> Handle:
     return Done()
 
 
-def wait(handle: Handle, poll: Callable[[], None] = lambda: None) -> None:
+def wait(
+    handle: Handle,
+    poll: Callable[[], None] = lambda: None,
+    look: Callable[[], None] = lambda: None,
+) -> None:
     """Wait until `handle.test()` returns True, and call `poll` before each further test.
 
     Up to 20 us the rank spins. Up to 200 us it yields the core between tests, and after that it
@@ -262,6 +266,7 @@ def wait(handle: Handle, poll: Callable[[], None] = lambda: None) -> None:
     Args:
         handle: the handle of the transfer to wait for.
         poll: lets other transfers of this rank make progress.
+        look: called before each sleep; raises an error if the transfer may never be complete.
     """
     if handle.test():
         return
@@ -271,6 +276,7 @@ def wait(handle: Handle, poll: Callable[[], None] = lambda: None) -> None:
         poll()
         waited = time.perf_counter() - start
         if waited > YIELD_SECONDS:
+            look()
             time.sleep(PAUSE_SECONDS)
         elif waited > SPIN_SECONDS:
             os.sched_yield()

@@ -24,7 +24,7 @@ import torch
 from torch import distributed
 from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo
 
-from sp_core.errors import PeerFailed, RankError, short_text
+from sp_core.errors import LEFT, PeerFailed, RankError, short_text
 from sp_core.launch.deaths import stat
 from sp_core.observer import Observer, observer_of
 from sp_core.transport.base import Intracomm, Transfer, wait
@@ -166,10 +166,7 @@ class GroupComm(Observer):
         self._next_look = time.monotonic() + WATCH_SECONDS
         if self._store.check([f"{self._name}/left"]):
             rank = self._store.get(f"{self._name}/left").decode()
-            raise PeerFailed(
-                f"{what} cannot end: rank {rank} has left because of an error; read the error that "
-                "it printed."
-            )
+            raise PeerFailed(f"{what} cannot end: {LEFT.format(rank)}")
         dead = [rank for rank, pid in self._near.items() if stat(pid)[:1] in ([], ["Z"], ["X"])]
         if dead:
             raise PeerFailed(f"{what} cannot end: rank {dead[0]} has died; read what it printed.")

@@ -1,0 +1,151 @@
+"""Programs in which an error leaves a mesh on rank 1, while the other ranks wait for its messages.
+
+mpiexec -n 3 python case_leaving.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import sp_core as sp
+from sp_core import progress
+from sp_core.schedules import ALGORITHMS
+
+LOST = 1
+NEEDED: dict[str, dict[str, int]] = {
+    "all_to_all": {"split_dim": 0, "concat_dim": 1},
+    "shift": {"offset": 1},
+    "broadcast": {"root": LOST},
+}
+STARTED = sorted(op for op in ALGORITHMS if hasattr(sp, f"{op}_start"))
+Case = tuple[dict[str, Any], Callable[[sp.Communicator, Callable[[], None]], object]]
+
+
+class Lost(Exception):
+    """The error that leaves the mesh on rank LOST."""
+
+
+def started(op: str, algorithm: str, count: int) -> Case:
+    """Start collectives; then rank LOST leaves and the others wait, for the last one first."""
+
+    def body(group: sp.Communicator, leave: Callable[[], None]) -> None:
+        x = torch.ones(6 * 8192, 2)
+        arguments: Any = {"algorithm": algorithm, **NEEDED.get(op, {})}
+        begun = [getattr(sp, f"{op}_start")(x, comm=group, **arguments) for _ in range(count)]
+        leave()
+        for pending in reversed(begun):
+            pending.wait()
+
+    return {"transport": "window"}, body
+
+
+def of_plan(group: sp.Communicator, leave: Callable[[], None]) -> None:
+    """Start a run of a plan, then rank LOST leaves."""
+    plan = sp.plan("all_reduce", torch.ones(100_000), comm=group, algorithm="ring")
+    handle = plan.start()
+    leave()
+    plan.finish(handle)
+
+
+def a_call(group: sp.Communicator, leave: Callable[[], None]) -> None:
+    """Let rank 0 wait and the other ranks make a call: its agreement needs rank 0."""
+    pending = sp.all_reduce_start(torch.ones(100_000), comm=group, algorithm="ring")
+    leave()
+    pending.wait() if group.rank == 0 else sp.all_reduce(torch.ones(1), comm=group)
+
+
+def backward(group: sp.Communicator, leave: Callable[[], None]) -> None:
+    """Complete a started collective; then rank LOST leaves before its backward."""
+    x = torch.ones(50_000, requires_grad=True)
+    y = sp.all_gather_start(x, comm=group, algorithm="ring").wait()
+    leave()
+    y.sum().backward()
+
+
+def attention(group: sp.Communicator, leave: Callable[[], None]) -> None:
+    """Let all ranks but LOST call a scheme."""
+    sharding = sp.Sharding.contiguous(256 * group.size, group.size)
+    q = torch.ones(1, 256, 2, 64)
+    leave()
+    with group.agreed():
+        sp.ring_attention(q, q, q, comm=group, sharding=sharding)
+
+
+def calling(name: str, **arguments: Any) -> Callable[[sp.Communicator, Callable[[], None]], object]:
+    """Return a body in which all ranks but LOST make a blocking call."""
+
+    def body(group: sp.Communicator, leave: Callable[[], None]) -> None:
+        x = () if name == "fence" else (torch.ones(100_000),)
+        leave()
+        getattr(sp, name)(*x, comm=group, **arguments)
+
+    return body
+
+
+BEGUN: dict[str, Case] = {
+    **{
+        f"{op} {algorithm}, {count} started": started(op, algorithm, count)
+        for op in STARTED
+        for algorithm in ALGORITHMS[op]
+        for count in (1, 3)
+    },
+    "plan": ({}, of_plan),
+    "a call": ({}, a_call),
+}
+"""Cases in which rank LOST makes the same calls as the others, except the wait."""
+CASES: dict[str, Case] = BEGUN | {
+    "backward": ({"check": "off"}, backward),
+    "attention": ({"transport": "host"}, attention),
+    "attention in place": ({"transport": "window"}, attention),
+    "fence": ({"transport": "window", "check": "off"}, calling("fence")),
+    **{
+        f"all_reduce {algorithm}": (
+            {"transport": "window", "check": "off"},
+            calling("all_reduce", algorithm=algorithm),
+        )
+        for algorithm in ALGORITHMS["all_reduce"]
+        if algorithm not in ("auto", "mpi")  # MPI itself waits there
+    },
+}
+
+
+def outcomes(comm: Any, name: str) -> Iterator[str]:
+    """Yield the error that leaves the mesh, the sum in a new mesh, and agreements left open."""
+    options, body = CASES[name]
+
+    def leave() -> None:
+        if comm.rank == LOST:
+            raise Lost
+
+    try:
+        with sp.Mesh(comm, sp=comm.size, **options) as mesh:
+            body(mesh["sp"], leave)
+    except (Lost, sp.PeerFailed) as error:
+        yield type(error).__name__
+    with sp.Mesh(comm, sp=comm.size, **options) as mesh:
+        yield str(sp.all_reduce(torch.ones(1), comm=mesh["sp"], algorithm="ring").item())
+    mine = progress.of_this_rank()
+    mine.settle(5)
+    yield f"{len(mine.kept)} open"
+
+
+def wanted(comm: Any) -> list[str]:
+    """Return what `outcomes` has to yield."""
+    return ["Lost" if comm.rank == LOST else "PeerFailed", str(float(comm.size)), "0 open"]
+
+
+def main() -> None:
+    """Run every case on the ranks of MPI."""
+    from mpi4py import MPI
+
+    for name in CASES:
+        found = [*outcomes(MPI.COMM_WORLD, name)]
+        assert found == wanted(MPI.COMM_WORLD), (name, found)
+    print(f"rank {MPI.COMM_WORLD.rank}: {len(CASES)} cases", flush=True)
+
+
+if __name__ == "__main__":
+    main()
