@@ -102,6 +102,16 @@ def dual(use: Callable[[Tensor, sp.Mesh], Any]) -> Wrong:
 EVERYWHERE: Table = {
     "ring": {
         **{
+            f"shared memory of {dtype}": (
+                sp.DtypeError,
+                f"{dtype} was given; needed is one of float64, ",
+                lambda mesh, here, dtype=dtype: sp.shared_empty(  # type: ignore[misc]
+                    (2,), comm=comm_of(mesh), dtype=dtype
+                ),
+            )
+            for dtype in (torch.complex64, torch.qint8, torch.uint16, torch.float8_e4m3fn)
+        },
+        **{
             f"the axis {axis!r}": (
                 sp.ShapeError,
                 "this mesh has ('ring',)",
