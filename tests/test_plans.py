@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -325,3 +326,16 @@ def test_a_plan_takes_new_values_in_the_memory_that_its_input_has(
             assert torch.equal(plan.run(), torch.full(x.shape, 2.0 * comm.size))
             x.data = x.data
             assert torch.equal(plan.run(), torch.full(x.shape, 2.0 * comm.size))
+
+
+@spmd(1)
+def test_a_collective_that_was_prepared_or_begun_cannot_be_copied(comm: Any) -> None:
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        plan = sp.plan("all_reduce", torch.ones(3), comm=mesh["sp"])
+        pending = sp.all_reduce_start(torch.ones(3), comm=mesh["sp"])
+        for duplicate in (copy.copy, copy.deepcopy):
+            with pytest.raises(TypeError, match="Make a new plan on every rank"):
+                duplicate(plan)
+            with pytest.raises(TypeError, match="Begin the collective again on every rank"):
+                duplicate(pending)
+        pending.wait()

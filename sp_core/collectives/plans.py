@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -98,6 +98,11 @@ class Plan:
         self._comm.wait(handle, self._name)
         self._under_way = None
         return self._prepared.result()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a plan of {self._name} cannot be copied or pickled. Make a new plan on every rank."
+        )
 
     def _check_ready(self) -> None:
         """Raise a RankError if a started run is under way, or if `input` has other memory now."""
