@@ -111,7 +111,7 @@ class Pending:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"a {self._mapping.name} that has begun cannot be copied or pickled. Begin the "
+            f"the Pending of {self._mapping.name} cannot be copied or pickled. Begin the "
             "collective again on every rank."
         )
 
