@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from sp_core.errors import DeviceError, DtypeError, ShapeError
 
@@ -277,8 +278,8 @@ def check_tensor(
         dtypes: the dtypes that are allowed; None allows all.
 
     Raises:
-        DtypeError: x is not a tensor, is a DTensor, has a dtype that is not allowed, or has no
-            memory of its own, as a FakeTensor or a tensor inside torch.func.vmap.
+        DtypeError: x is not a tensor, is a DTensor, has a dtype that is not allowed, or is refused
+            by `check_memory`.
         DeviceError: x is on a different device than `comm`.
         ShapeError: x is not strided, such as a sparse tensor.
     """
@@ -289,12 +290,7 @@ def check_tensor(
             f"{name} is on {x.device}, {comm.name} is on {want}. "
             f"Move it, or make the mesh with device={str(x.device)!r}."
         )
-    if not _has_memory(x):
-        raise DtypeError(
-            f"{name} is a tensor ({type(x).__name__}) without memory that could be sent, as in "
-            "torch.func, FakeTensorMode and gradients with is_grads_batched=True. Pass a plain "
-            "tensor, and compute one gradient at a time."
-        )
+    check_memory(x, name)
     if dtypes is not None and x.dtype not in dtypes:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise DtypeError(
@@ -309,16 +305,37 @@ def check_gradients(comm: Any, *grads: Tensor | None) -> None:
             check_tensor(grad, comm, "an incoming gradient")
 
 
-def _has_memory(x: Tensor) -> bool:
-    """Return whether a tensor has memory of its own: no subclass, and no transform, hides it."""
+def check_memory(x: Tensor, name: str, *, is_sent: bool = True) -> None:
+    """Check that x has memory of its own, and no tangent of forward-mode AD.
+
+    Args:
+        x: a strided tensor.
+        name: what the error calls the tensor.
+        is_sent: whether x will be sent. Otherwise a subclass without memory is allowed, such as a
+            FakeTensor.
+
+    Raises:
+        DtypeError: x is a dual tensor, is inside a transform such as torch.func.vmap, is a
+            ZeroTensor, or its memory was freed.
+    """
     plain = Tensor.__torch_dispatch__
-    if getattr(type(x), "__torch_dispatch__", plain) is not plain:
-        return False
+    is_plain = getattr(type(x), "__torch_dispatch__", plain) is plain
+    if not (_has_values(x) if is_plain else not is_sent):
+        raise DtypeError(
+            f"{name} is a tensor ({type(x).__name__}) without memory that could be sent, or with a "
+            "tangent, as in torch.func, forward-mode AD, FakeTensorMode and gradients with "
+            "is_grads_batched=True. Pass a plain tensor, and compute one gradient at a time."
+        )
+
+
+def _has_values(x: Tensor) -> bool:
+    """Return whether the elements of x lie in its memory, and are all that x has."""
     try:
-        x.data_ptr()
-    except RuntimeError:  # inside a transform of torch.func
+        is_there = x.untyped_storage().data_ptr() != 0 or not x.numel()
+    except RuntimeError:  # a ZeroTensor, or inside a transform of torch.func
         return False
-    return True
+    # `unpack_dual` finds no tangent outside a level; not to call it is faster
+    return is_there and (forward_ad._current_level < 0 or forward_ad.unpack_dual(x).tangent is None)
 
 
 def check_dense(x: Tensor, name: str) -> None:

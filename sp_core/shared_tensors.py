@@ -21,6 +21,7 @@ from torch import Tensor
 
 from sp_core import arguments
 from sp_core.agreement import make_alike
+from sp_core.collectives.build import MOVABLE
 from sp_core.communicator import Communicator
 from sp_core.errors import DtypeError, RankError, ShapeError
 
@@ -35,7 +36,7 @@ def shared_empty(
     Args:
         shape: the shape of this rank's tensor; may differ between ranks.
         comm: the ranks. Every rank calls this.
-        dtype: the tensor's dtype, the same on every rank.
+        dtype: the tensor's dtype, one that `all_gather` takes, the same on every rank.
 
     Returns:
         Zeros of that shape. Host memory is freed when no rank has a tensor in it any more. Unused
@@ -80,6 +81,7 @@ def peer(x: Tensor, rank: int, *, comm: Communicator) -> Tensor:
     Raises:
         RankError, TypeError: x is not such a tensor, or there is no such rank; on this rank.
     """
+    arguments.check_communicator(comm)
     comm.ensure_open()
     arguments.check(rank=rank)
     arguments.check_type("x", x, Tensor, "Pass what shared_empty gave.")
@@ -103,7 +105,11 @@ def fence(*, comm: Communicator) -> None:
     Communication:
         One agreement on the call; with shared memory also two flags in that memory, and no
         agreement if `check="off"`.
+
+    Raises:
+        TypeError: `comm` is no communicator; on this rank.
     """
+    arguments.check_communicator(comm)
     comm.fence()
 
 
@@ -123,8 +129,9 @@ def _check(shape: Sequence[int], dtype: torch.dtype) -> None:
     arguments.check_type("dtype", dtype, torch.dtype, "Pass one, such as torch.float32.")
     if any(length < 0 for length in shape):
         raise ShapeError(f"shape {tuple(shape)} was given; pass lengths >= 0.")
-    if dtype.is_complex:
+    if dtype not in MOVABLE:
+        names = ", ".join(str(each).removeprefix("torch.") for each in MOVABLE)
         raise DtypeError(
-            f"{dtype} was given; collectives take no complex numbers. Use torch.view_as_real of "
-            f"them."
+            f"{dtype} was given; needed is one of {names}, which collectives take. Pass one of "
+            "them, and use x.view(...) to read x as another dtype."
         )

@@ -117,6 +117,7 @@ X = torch.ones(2, 3)
 HERE: Any = SimpleNamespace(device=torch.device("cpu"), name="ring", agree_on=print)
 HALF: Any = 0.5
 ANY_LIST: Any = [1]
+NONE: Any = None
 DTensor = type("DTensor", (torch.Tensor,), {})
 FLOATS = torch.float32, torch.float64
 SAID: list[tuple[Callable[[], object], Exception | None]] = [
@@ -152,6 +153,10 @@ SAID: list[tuple[Callable[[], object], Exception | None]] = [
     (
         lambda: sp.plan("", X, comm=ANY_LIST),
         TypeError("comm=[1] was given; a Communicator is needed. Pass one of"),
+    ),
+    *(
+        (call, TypeError("comm=None was given; a Communicator is needed. Pass one of"))
+        for call in (lambda: sp.fence(comm=NONE), lambda: sp.peer(X, 0, comm=NONE))
     ),
     (lambda: arguments.check_tensor(X, HERE, dtypes=FLOATS), None),
     (lambda: arguments.check_tensor(X, HERE), None),

@@ -83,3 +83,13 @@ def test_no_call_imports_the_compiler_by_itself() -> None:
         "assert 'torch._dynamo' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_attention_on_one_device_gives_the_shape_of_a_tensor_without_values() -> None:
+    """Tools that trace a program, such as `torch.export`, run it with FakeTensors."""
+    from torch._subclasses import FakeTensorMode  # takes a second
+
+    with FakeTensorMode():
+        q = torch.ones(1, 3, 2, 4)
+        out: Any = sp.local_attention(q, q, q)
+        assert out.shape == q.shape

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
@@ -268,3 +269,73 @@ def test_a_plan_has_one_run_at_a_time(comm: Any, check: Any) -> None:
                 plan.finish(handle)
             handle = plan.start()
         plan.finish(handle)
+
+
+def first_two(x: torch.Tensor) -> None:
+    x.data = x[:2]
+
+
+def read_as_integers(x: torch.Tensor) -> None:
+    x.data = x.view(torch.int32)
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
+    "data": lambda x: setattr(x, "data", torch.full((4, 4), 5.0)),
+    "set_": lambda x: x.set_(torch.ones(16).untyped_storage(), 0, (4, 4), (4, 1)),
+    "resize_": lambda x: x.resize_(8, 4),
+    "freed storage": lambda x: x.untyped_storage().resize_(0),
+    "shape": first_two,
+    "transpose_": lambda x: x.transpose_(0, 1),
+    "dtype": read_as_integers,
+}
+"""By description, a change of a tensor (4, 4) of ones that leaves a plan with other memory."""
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("check", ["agree", "off"])
+@pytest.mark.parametrize("op", ["all_reduce", "all_reduce_", "all_gather"])
+@spmd(1, 2)
+def test_a_plan_refuses_an_input_that_got_other_memory(
+    comm: Any, op: str, check: Any, change: str
+) -> None:
+    """With check="agree" every rank refuses, also if the input changed on one rank only."""
+    with sp.Mesh(comm, check=check, sp=comm.size) as mesh:
+        for strided in (False, True):
+            x = torch.ones(4, 8)[:, ::2] if strided and change != "resize_" else torch.ones(4, 4)
+            plan = sp.plan(op, x, comm=mesh["sp"])
+            before = mesh["sp"].counters[op.removesuffix("_")].bytes_sent
+            if comm.rank == 0 or check == "off":
+                CHANGES[change](x)
+            for begin in (plan.run, plan.start):
+                with pytest.raises(sp.RankError, match=r"of the plan of all_.* Make a new plan on"):
+                    begin()
+            assert mesh["sp"].counters[op.removesuffix("_")].bytes_sent == before
+
+
+@pytest.mark.parametrize("transport", ["host", "window"])
+@spmd(1, 2)
+def test_a_plan_takes_new_values_in_the_memory_that_its_input_has(
+    comm: Any, transport: str
+) -> None:
+    """This includes no elements, shared memory, and a gradient that the input requires later."""
+    with sp.Mesh(comm, transport=transport, sp=comm.size) as mesh:
+        group = mesh["sp"]
+        for x in (torch.ones(0, 3), torch.ones(3), sp.shared_empty((1 << 12,), comm=group)):
+            plan = sp.plan("all_reduce", x, comm=group)
+            x.fill_(2).requires_grad_()
+            assert torch.equal(plan.run(), torch.full(x.shape, 2.0 * comm.size))
+            x.data = x.data
+            assert torch.equal(plan.run(), torch.full(x.shape, 2.0 * comm.size))
+
+
+@spmd(1)
+def test_a_collective_that_was_prepared_or_begun_cannot_be_copied(comm: Any) -> None:
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        plan = sp.plan("all_reduce", torch.ones(3), comm=mesh["sp"])
+        pending = sp.all_reduce_start(torch.ones(3), comm=mesh["sp"])
+        for duplicate in (copy.copy, copy.deepcopy):
+            with pytest.raises(TypeError, match="Make a new plan on every rank"):
+                duplicate(plan)
+            with pytest.raises(TypeError, match="Begin the collective again on every rank"):
+                duplicate(pending)
+        pending.wait()

@@ -13,7 +13,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from sp_core.arguments import check, check_dense, check_type
+from sp_core.arguments import check, check_dense, check_memory, check_type
 from sp_core.attention.kernels import FLOATS
 from sp_core.attention.logits import Logits, Terms
 from sp_core.attention.merge import accumulation_dtype, add_sinks, sinks_gradient
@@ -62,7 +62,8 @@ def local_attention(
     Raises:
         ShapeError: shapes do not fit together, the numbers of positions and of tokens differ, the
             mask is for a different length, or a position lies outside the mask's documents.
-        DtypeError: q, k or v is no plain tensor; their dtypes differ or are not among the four.
+        DtypeError: q, k or v is no plain tensor, as inside a transform of torch.func; their dtypes
+            differ or are not among the four.
         DeviceError: tensors on different devices.
         TypeError: mask, softmax_scale, return_lse, a term or positions have a wrong type, or an
             argument is unknown.
@@ -96,7 +97,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
             batch or head dim of q that differs from that of k, head dim 0, or H that is no multiple
             of K.
         DtypeError: not a plain tensor; dtypes that differ or are not among float64, float32,
-            bfloat16, float16.
+            bfloat16, float16; a tensor that `check_memory` refuses.
         DeviceError: tensors on different devices.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -126,6 +127,8 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"devices {q.device}, {k.device}, {v.device} given, needed one device for all three; "
             f"move them first"
         )
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_memory(x, name, is_sent=False)
 
 
 class _Refuse(torch.autograd.Function):

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -108,6 +108,12 @@ class Pending:
         self._started: Started | None = None
         # `wait` returns this tensor; it has no values before
         self._result = _apply(x, mapping, None, self._start)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"the Pending of {self._mapping.name} cannot be copied or pickled. Begin the "
+            "collective again on every rank."
+        )
 
     def _start(self, x: Tensor) -> Tensor:
         """Begin the collective on x, and return the result tensor, which has no values yet."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -39,7 +39,7 @@ class Plan:
         resident = _resident(mapping, shared.prepare(x))
         mapping = shared if resident else mapping
         prepared = mapping.prepare(x)
-        moves, self.input = prepared.operation, x
+        moves, self.input, self._memory = prepared.operation, x, _memory(x)
         self.algorithm = mapping.chosen(moves.nbytes)
         self._comm, self._name, self._prepared = comm, mapping.name, prepared
         self._under_way: Handle | None = None
@@ -58,10 +58,11 @@ class Plan:
 
         Raises:
             CollectiveMismatch: the ranks run different plans. `check="off"` skips this check.
-            RankError: `finish` was not called for a run that `start` began; on every rank, or with
-                `check="off"` on this rank.
+            RankError: `finish` was not called for a run that `start` began, or the memory, shape
+                or dtype of `input` has changed since the plan was made, as by `x.data = ...`; on
+                every rank, or with `check="off"` on this rank.
         """
-        self._agree(f"a run of the plan of {self._name}", self._check_idle)
+        self._agree(f"a run of the plan of {self._name}", self._check_ready)
         self._prepared.refresh()
         self._bound.run()
         return self._prepared.result()
@@ -76,7 +77,7 @@ class Plan:
         Raises:
             CollectiveMismatch, RankError: as `run`.
         """
-        self._agree(f"a started run of the plan of {self._name}", self._check_idle)
+        self._agree(f"a started run of the plan of {self._name}", self._check_ready)
         self._prepared.refresh()
         self._prepared.overwrite()
         self._under_way = self._bound.start()
@@ -98,13 +99,30 @@ class Plan:
         self._under_way = None
         return self._prepared.result()
 
-    def _check_idle(self) -> None:
-        """Raise a RankError if a run that `start` began is under way."""
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a plan of {self._name} cannot be copied or pickled. Make a new plan on every rank."
+        )
+
+    def _check_ready(self) -> None:
+        """Raise a RankError if a started run is under way, or if `input` has other memory now."""
         if self._under_way is not None:
             raise RankError(
                 f"a run of the plan of {self._name} was begun while another one is under way. Call "
                 "finish with the handle of that run first, or make a second plan."
             )
+        if _memory(self.input) != self._memory:
+            shape, dtype = tuple(self.input.shape), self.input.dtype
+            raise RankError(
+                f"the memory, shape, strides or dtype of the input of the plan of {self._name} "
+                f"(now {shape} and {dtype}) has changed since the plan was made. Make a new plan "
+                "on every rank."
+            )
+
+
+def _memory(x: Tensor) -> tuple[object, ...]:
+    """Return the address, shape, strides and dtype of a tensor."""
+    return x.data_ptr(), x.shape, x.stride(), x.dtype
 
 
 def _resident(mapping: Map, prepared: Prepared) -> bool:

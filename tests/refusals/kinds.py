@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from refusals.calls import Table, Wrong, comm_of
 from refusals.pure import NESTED
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import sp_core as sp
 from sp_core.schemes import SCHEMES
@@ -21,6 +23,17 @@ def fake(x: Tensor) -> Tensor:
     from torch._subclasses import FakeTensorMode  # takes a second
 
     return FakeTensorMode().from_tensor(x)
+
+
+def zero(x: Tensor) -> Tensor:
+    """Return a ZeroTensor of the shape of x, as forward-mode AD makes them for tangents."""
+    return torch._efficientzerotensor(x.shape)
+
+
+def freed(x: Tensor) -> Tensor:
+    """Return x after its memory was freed, as `fully_shard` does with parameters."""
+    x.untyped_storage().resize_(0)
+    return x
 
 
 USES: dict[str, Callable[[Tensor, sp.Mesh], Any]] = {
@@ -39,6 +52,11 @@ USES: dict[str, Callable[[Tensor, sp.Mesh], Any]] = {
     )(x[0, ..., :2]),
 }
 """Functions that communicate, of a tensor of the shape (1, 2, 2, 4)."""
+FORWARDS = USES | {
+    "all_reduce_": lambda x, mesh: sp.all_reduce_(x, comm=comm_of(mesh)),
+    "plan": lambda x, mesh: sp.plan("all_reduce_", x, comm=comm_of(mesh)),
+}
+"""The same, and functions without a backward."""
 
 
 def given(use: Callable[[Tensor, sp.Mesh], Any], change: Callable[[Tensor], Any]) -> Wrong:
@@ -71,14 +89,36 @@ def batched(use: Callable[[Tensor, sp.Mesh], Any]) -> Wrong:
     return wrong
 
 
+def dual(use: Callable[[Tensor, sp.Mesh], Any]) -> Wrong:
+    """Return a call of a function with a dual tensor of forward-mode AD on the last rank."""
+
+    def wrong(mesh: sp.Mesh, here: bool) -> object:
+        with forward_ad.dual_level() if here else nullcontext():
+            return given(use, lambda x: forward_ad.make_dual(x, x))(mesh, here)
+
+    return wrong
+
+
 EVERYWHERE: Table = {
     "ring": {
-        f"the axis {axis!r}": (
-            sp.ShapeError,
-            "this mesh has ('ring',)",
-            lambda mesh, here, axis=axis: mesh[axis],  # type: ignore[misc]
-        )
-        for axis in (0, None, slice(None), [["ring"]])
+        **{
+            f"shared memory of {dtype}": (
+                sp.DtypeError,
+                f"{dtype} was given; needed is one of float64, ",
+                lambda mesh, here, dtype=dtype: sp.shared_empty(  # type: ignore[misc]
+                    (2,), comm=comm_of(mesh), dtype=dtype
+                ),
+            )
+            for dtype in (torch.complex64, torch.qint8, torch.uint16, torch.float8_e4m3fn)
+        },
+        **{
+            f"the axis {axis!r}": (
+                sp.ShapeError,
+                "this mesh has ('ring',)",
+                lambda mesh, here, axis=axis: mesh[axis],  # type: ignore[misc]
+            )
+            for axis in (0, None, slice(None), [["ring"]])
+        },
     }
 }
 """Calls that are wrong on every rank."""
@@ -94,6 +134,15 @@ ON_ONE_RANK: Table = {
             for name, use in USES.items()
         },
         **{
+            f"a {kind} in {name}": (sp.DtypeError, "without memory that could be sent, or", wrong)
+            for name, use in FORWARDS.items()
+            for kind, wrong in (
+                ("dual tensor", dual(use)),
+                ("ZeroTensor", given(use, zero)),
+                ("view of a ZeroTensor", given(use, lambda x: zero(torch.cat((x, x)))[1:])),
+            )
+        },
+        **{
             f"a {kind} of torch.func": (
                 sp.DtypeError,
                 "without memory that could be sent",
@@ -102,6 +151,7 @@ ON_ONE_RANK: Table = {
             for kind, transform, shape in (
                 ("vmap", torch.func.vmap, (3, 2)),
                 ("grad", torch.func.grad, (2,)),
+                ("jvp", lambda f: lambda x: torch.func.jvp(f, (x,), (x,)), (2,)),
             )
         },
         **{
@@ -112,6 +162,11 @@ ON_ONE_RANK: Table = {
             )
             for name, use in USES.items()
         },
+        "a tensor with freed memory": (
+            sp.DtypeError,
+            "without memory that could be sent, or",
+            given(USES["all_reduce"], freed),
+        ),
         "a nested tensor": (
             sp.ShapeError,
             "has layout nested; a dense one is needed. Pass x.to_padded_tensor(0.0).",

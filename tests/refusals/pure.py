@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from torch.autograd import forward_ad
 
 import sp_core as sp
 from sp_core.llama import Sampling, generate, prefill_unequal, save
@@ -49,6 +50,17 @@ def attention(*shapes: tuple[int, ...], **changes: Any) -> object:
     """Call `local_attention` on ones: q has the first shape, k and v have the last."""
     q, k = (torch.ones(shape) for shape in (shapes[0], shapes[-1]))
     return sp.local_attention(q, k, k, **changes)
+
+
+def attend_to_itself(q: torch.Tensor) -> Any:
+    """Call `local_attention` with one tensor as q, k and v."""
+    return sp.local_attention(q, q, q)
+
+
+def forward_derivative(q: torch.Tensor) -> object:
+    """Call `attend_to_itself` on a dual tensor of forward-mode AD."""
+    with forward_ad.dual_level():
+        return attend_to_itself(forward_ad.make_dual(q, q))
 
 
 SAMPLING: Any = Sampling
@@ -224,6 +236,18 @@ ROWS: list[Row] = [
     *(
         (sp.DeviceError, "needed one device", partial(sp.local_attention, ONES, *others))
         for others in ((ONES.to("meta"), ONES), (ONES, ONES.to("meta")))
+    ),
+    *(
+        (
+            sp.DtypeError,
+            "q is a tensor .* without memory that could be sent, or with",
+            partial(call, x),
+        )
+        for call, x in (
+            (torch.vmap(attend_to_itself), torch.ones(2, 1, 3, 2, 4)),
+            (torch.func.grad(lambda q: attend_to_itself(q).sum()), ONES),
+            (forward_derivative, ONES),
+        )
     ),
     *(
         (error, text, partial(attention, (1, 3, 1, 2), sinks=sinks))
