@@ -17,7 +17,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from refusals import calls, decoders, kinds, layers, models, pure
+from refusals import calls, decoders, kinds, layers, models, pure, scheduling
 from refusals.calls import Row, Table, comm_of
 from torch import Tensor
 
@@ -215,7 +215,7 @@ def test_a_tensor_belongs_where_the_communicator_is(tensor: str, wanted: str) ->
         check_tensor(x, comm)
 
 
-@pytest.mark.parametrize(("kind", "text", "call"), [*pure.ROWS, *layers.ROWS])
+@pytest.mark.parametrize(("kind", "text", "call"), [*pure.ROWS, *layers.ROWS, *scheduling.ROWS])
 def test_what_needs_no_ranks_is_refused(
     kind: type[Exception], text: str, call: Callable[[], object]
 ) -> None:
