@@ -264,8 +264,7 @@ class Mesh(NotCopied):
         return tuple(order.index(self._nodes[rank]) for rank in ranks)
 
     def _check_arguments(self) -> None:
-        for length in self.axes.values():
-            arguments.check(size=length)
+        arguments.check("size", **self.axes)
         self.axes = {axis: int(length) for axis, length in self.axes.items()}
         defaults(self._algorithm)
         ranks = math.prod(self.axes.values())

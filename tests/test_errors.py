@@ -166,6 +166,8 @@ NO_MESH: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (sp.ShapeError, "has 2", {"a": 3}),
     (sp.ShapeError, "sizes >= 1", {"a": 2, "b": 0}),
     (sp.ShapeError, "no axes", {}),
+    (TypeError, "sp='2' was given; pass a whole number", {"sp": "2"}),
+    (TypeError, "kind=2.0 was given; pass a whole number", {"kind": 2.0}),
     (sp.DeviceError, "meta", {"device": "meta", "a": 2}),
     *(
         (sp.DeviceError, f"device={re.escape(repr(wrong))} was given", {"device": wrong, "a": 2})
