@@ -205,6 +205,15 @@ def test_a_mesh_that_cannot_be(
         assert sp.all_reduce(torch.ones(1), comm=mesh["sp"]).item() == 2
 
 
+@pytest.mark.parametrize("ranks", [0, 4])
+@spmd(1, 2)
+def test_a_mesh_on_one_rank_says_how_to_start_several(comm: Any, ranks: int) -> None:
+    with pytest.raises(sp.ShapeError, match=f"has {comm.size}. Choose sizes >= 1") as caught:
+        sp.Mesh(comm, sp=ranks)
+    told = "Start the program with: sp-core run -n 4 -- python ..." in str(caught.value)
+    assert told == (comm.size == 1 < ranks)
+
+
 @given(tensor=st.sampled_from(DEVICES), wanted=st.sampled_from(DEVICES))
 def test_a_tensor_belongs_where_the_communicator_is(tensor: str, wanted: str) -> None:
     """A communicator on "cuda" takes tensors of every GPU; one on "cuda:1" only of that one."""
