@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
@@ -101,6 +102,12 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     **dict.fromkeys(("temperature", "p", "dropout", "base"), (_is_real, "a number")),
     "top_p": (lambda value: value is None or _is_real(value), "a number, or None"),
+    "cost": (lambda value: _is_real(value) and 0 <= value < math.inf, "a finite number >= 0"),
+    "unit": (lambda value: _is_real(value) and 0 < value < math.inf, "a finite number above 0"),
+    "layers": (
+        lambda value: _is_sequence(value) and all(map(_is_real, value)),
+        "a list or tuple with the cost, a number, of each layer",
+    ),
     "batches": (_is_sequence, "a list of micro-batches"),
     **dict.fromkeys(
         ("tensors", "shards"),
@@ -179,18 +186,19 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 """Name of an argument -> (test that its value must pass, text of the error for what to pass)."""
 
 
-def check(**given: Any) -> None:
-    """Check that each argument is of the type that belongs to its name.
+def check(kind: str | None = None, /, **given: Any) -> None:
+    """Check that each argument is of the type that belongs to its name, or to the name `kind`.
 
     Args:
-        given: the arguments by name. Each name must be in `_KINDS`, the table above.
+        kind: a name in `_KINDS`, the table above, if the arguments have other names.
+        given: the arguments by name. Without `kind`, each name must be in `_KINDS`.
 
     Raises:
         TypeError: a value is of another type. The text names the argument, what was given and what
             is needed.
     """
     for name, value in given.items():
-        fits, needed = _KINDS[name]
+        fits, needed = _KINDS[kind or name]
         if not fits(value):
             raise TypeError(f"{name}={_shown(value)} was given; pass {needed}.")
 

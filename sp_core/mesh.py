@@ -161,8 +161,7 @@ class Mesh(NotCopied):
 
         if not distributed.is_initialized():
             raise RankError(
-                "a DeviceMesh needs torch.distributed. Call init_process_group() before, on every "
-                "rank."
+                "a DeviceMesh needs torch.distributed. Call init_process_group() on every rank."
             )
         ranks = torch.tensor(self._comm.allgather(distributed.get_rank()), device="cpu")
         grid = ranks.view(tuple(self.axes.values()))
@@ -264,16 +263,17 @@ class Mesh(NotCopied):
         return tuple(order.index(self._nodes[rank]) for rank in ranks)
 
     def _check_arguments(self) -> None:
-        for length in self.axes.values():
-            arguments.check(size=length)
+        arguments.check("size", **self.axes)
         self.axes = {axis: int(length) for axis, length in self.axes.items()}
         defaults(self._algorithm)
         ranks = math.prod(self.axes.values())
         if min(self.axes.values(), default=0) < 1 or ranks != self.size:
             sizes = " x ".join(f"{axis}={length}" for axis, length in self.axes.items())
+            start = f" Start the program with: sp-core run -n {ranks} -- python ..."
             raise ShapeError(
                 f"the mesh {sizes or 'of no axes'} has {ranks} ranks, the communicator has "
                 f"{self.size}. Choose sizes >= 1 whose product is the number of ranks."
+                f"{start * (self.size == 1 < ranks)}"
             )
         if self._check not in ("agree", "off"):
             raise ValueError(f"check={self._check!r} was given; pass 'agree' or 'off'.")

@@ -46,7 +46,7 @@ from sp_core.sharding import Sharding
 from sp_core.tuning import Tuning
 
 BACKWARD = 2.5  # backward has 5 products of matrices, forward 2
-PER_SECOND = {"gbit": 1e9 / 8, "mbit": 1e6 / 8, "gb": 1e9, "mb": 1e6}
+PREFIXES = {"g": 1e9, "m": 1e6}
 SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
@@ -265,7 +265,7 @@ def add_arguments(commands: Any) -> None:
         help="default: %(default)s",
     )
     for name, required, text in (
-        ("--link", True, "of a node, such as 25gbit,10us or 400MB,1ms"),
+        ("--link", True, "of a node, such as 25gbit,10us or 400MB,1ms (b: bits, B: bytes)"),
         ("--node-link", False, "inside a node (default: what was measured on this machine)"),
     ):
         made.add_argument(name, required=required, metavar="RATE,LATENCY", help=text)
@@ -325,20 +325,24 @@ def main(options: argparse.Namespace, tuning: Tuning | None) -> str:
 def link_of(text: str) -> Link:
     """Read a link: rate per second, time of an empty message. Examples: 25gbit,10us, 400MB,1ms.
 
+    "b" and "bit" stand for bits, "B" for bytes. All other letters may be in either case.
+
     Raises:
         ValueError: the text is not a rate and a time like these.
     """
     found = re.fullmatch(
-        r"([\d.]+)(gbit|mbit|gb|mb)(?:/s)?,([\d.]+)(ns|us|ms|s)", text.strip().lower()
+        r"([\d.]+)([gm])(bit|b)(?:/s)?,([\d.]+)(ns|us|ms|s)", text.strip(), re.IGNORECASE
     )
     try:
-        rate, unit, latency, scale = found.groups() if found else ("", "", "", "")
-        link = Link(float(latency) * SECONDS[scale], 1 / (float(rate) * PER_SECOND[unit]))
+        rate, prefix, unit, latency, scale = found.groups() if found else [""] * 5
+        per_second = float(rate) * PREFIXES[prefix.lower()] / (1 if unit == "B" else 8)
+        link = Link(float(latency) * SECONDS[scale.lower()], 1 / per_second)
     except (KeyError, ValueError, ZeroDivisionError):
         link = Link(math.inf, 0.0)
     if not (link.alpha < math.inf and 0 < link.beta < math.inf):
         raise ValueError(
-            f"link {text!r} was given; pass RATE,LATENCY such as 25gbit,10us or 400MB,1ms."
+            f"link {text!r} was given; pass RATE,LATENCY such as 25gbit,10us or 400MB,1ms (b: "
+            "bits, B: bytes)."
         )
     return link
 

@@ -17,7 +17,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from refusals import calls, decoders, kinds, layers, models, pure
+from refusals import calls, decoders, kinds, layers, models, pure, scheduling
 from refusals.calls import Row, Table, comm_of
 from torch import Tensor
 
@@ -99,6 +99,64 @@ def test_sizes_are_those_of_the_tensors_of_all_ranks(
         check_refused(comm, "sp", (sp.ShapeError, f"{sizes}=", named))
 
 
+RESULTS: dict[str, tuple[type[Exception], str, Callable[[Tensor, Tensor], Any]]] = {
+    "nothing": (sp.ShapeError, "inner returned NoneType", lambda out, lse: None),
+    "out alone": (sp.ShapeError, "inner returned (2, 12, ", lambda out, lse: out),
+    "a list": (sp.ShapeError, "), NoneType for q (2, 12, ", lambda out, lse: [out, None]),
+    "three": (sp.ShapeError, "returned (2, 12, ", lambda out, lse: (out, lse, lse)),
+    "too few tokens": (
+        sp.ShapeError,
+        " two tensors of shapes (2, 12, ",
+        lambda out, lse: (out[:, 1:], lse),
+    ),
+    "another layout": (sp.ShapeError, ", 12, ", lambda out, lse: (out, lse.mT)),
+    "another dtype": (sp.DtypeError, "float64", lambda out, lse: (out.double(), lse)),
+    "an error": (ValueError, "no heads", lambda out, lse: int("no heads")),
+}
+"""Wrong results of a user's attention: the expected error, a part of its text, and the change."""
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+@pytest.mark.parametrize("name", RESULTS)
+@spmd(1, 2, 3)
+def test_results_of_inner_that_do_not_fit_are_refused_on_all_ranks(
+    comm: Any, name: str, everywhere: bool
+) -> None:
+    kind, text, change = RESULTS[name]
+
+    def inner(*given: Any, **named: Any) -> Any:
+        found: Any = sp.local_attention(*given, **named)
+        return change(*found) if everywhere or comm.rank == comm.size - 1 else found
+
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        for return_lse in (False, True):
+            with pytest.raises(kind) as caught:
+                calls.attention(mesh, sp.ulysses_attention, inner=inner, return_lse=return_lse)
+            told = f"{type(caught.value).__name__}: {caught.value}"
+            assert comm.allgather(told) == [told] * comm.size
+            assert text in told
+        assert sp.all_reduce(torch.ones(1), comm=mesh["sp"]).item() == comm.size
+
+
+@pytest.mark.parametrize("change", ["a dtype of lse", "no gradient", "no inner"])
+@spmd(2)
+def test_results_of_inner_that_differ_are_a_mismatch(comm: Any, change: str) -> None:
+    last = comm.rank == comm.size - 1
+
+    def inner(*given: Any, **named: Any) -> Any:
+        out, lse = sp.local_attention(*given, **named)
+        if not last:
+            return out, lse
+        return (out, lse.double()) if change == "a dtype of lse" else (out.detach(), lse)
+
+    q = torch.ones(1, 1, 2, 8, requires_grad=True)
+    given = None if last and change == "no inner" else inner
+    with sp.Mesh(comm, sp=2) as mesh:
+        where: Any = {"comm": mesh["sp"], "sharding": sp.Sharding.contiguous(2, 2)}
+        with pytest.raises(sp.CollectiveMismatch, match="inner"):
+            sp.ulysses_attention(q, q, q, **where, inner=given)
+
+
 def differing(mine: Any, others: Any) -> Callable[[bool], Any]:
     """Return a function that gives the last rank one argument, and other ranks another."""
     return lambda here: mine if here else others
@@ -108,6 +166,8 @@ NO_MESH: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (sp.ShapeError, "has 2", {"a": 3}),
     (sp.ShapeError, "sizes >= 1", {"a": 2, "b": 0}),
     (sp.ShapeError, "no axes", {}),
+    (TypeError, "sp='2' was given; pass a whole number", {"sp": "2"}),
+    (TypeError, "kind=2.0 was given; pass a whole number", {"kind": 2.0}),
     (sp.DeviceError, "meta", {"device": "meta", "a": 2}),
     *(
         (sp.DeviceError, f"device={re.escape(repr(wrong))} was given", {"device": wrong, "a": 2})
@@ -145,6 +205,15 @@ def test_a_mesh_that_cannot_be(
         assert sp.all_reduce(torch.ones(1), comm=mesh["sp"]).item() == 2
 
 
+@pytest.mark.parametrize("ranks", [0, 4])
+@spmd(1, 2)
+def test_a_mesh_on_one_rank_says_how_to_start_several(comm: Any, ranks: int) -> None:
+    with pytest.raises(sp.ShapeError, match=f"has {comm.size}. Choose sizes >= 1") as caught:
+        sp.Mesh(comm, sp=ranks)
+    told = "Start the program with: sp-core run -n 4 -- python ..." in str(caught.value)
+    assert told == (comm.size == 1 < ranks)
+
+
 @given(tensor=st.sampled_from(DEVICES), wanted=st.sampled_from(DEVICES))
 def test_a_tensor_belongs_where_the_communicator_is(tensor: str, wanted: str) -> None:
     """A communicator on "cuda" takes tensors of every GPU; one on "cuda:1" only of that one."""
@@ -157,7 +226,7 @@ def test_a_tensor_belongs_where_the_communicator_is(tensor: str, wanted: str) ->
         check_tensor(x, comm)
 
 
-@pytest.mark.parametrize(("kind", "text", "call"), [*pure.ROWS, *layers.ROWS])
+@pytest.mark.parametrize(("kind", "text", "call"), [*pure.ROWS, *layers.ROWS, *scheduling.ROWS])
 def test_what_needs_no_ranks_is_refused(
     kind: type[Exception], text: str, call: Callable[[], object]
 ) -> None:

@@ -123,6 +123,7 @@ def test_scripts_that_name_python_are_watched(
     ("arguments", "said"),
     [
         (["-n", "0"], "0 ranks and a time limit of 600 s were given"),
+        (["-n", "2", "layout.py"], "'layout.py' is no program. Write -- python layout.py"),
         (["-n", "2", "--timeout", "nan"], "2 ranks and a time limit of nan s were given"),
         (["-n", "2", "--timeout", "0"], "Both must be above 0"),
         (["-n", "2", "--mpi-args", '"open'], "--mpi-args"),

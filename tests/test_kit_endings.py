@@ -55,7 +55,8 @@ def test_mpiexec_gets_its_arguments_and_leads_a_session_of_its_own(
     assert started.mock_calls == [call(command, env={"folder": str(tmp_path)}, **more)]
 
 
-LIMIT, LATE = "the launch has not ended after 50 s", "a rank has failed, and the others go on"
+LIMIT = "the launch has not ended after 50 s; --timeout sets another limit"
+LATE = "a rank has failed, and the others go on"
 HANG, DIED = "a rank has reached its time limit", "a rank died (mpiexec: exit code {})"
 STATES: list[tuple[dict[str, Any], str]] = [
     ({}, ""),

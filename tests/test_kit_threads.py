@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -183,6 +184,15 @@ def test_ranks_that_wait_for_one_that_cannot_be_ended_are_ended(
     assert [thread.name for thread in left if thread.is_alive()] == ["rank 0"]
     go_on.set()
     left[0].join(60)
+
+
+@pytest.mark.parametrize(
+    ("size", "timeout"), [(0, None), (-1, None), (2, 0.0), (2, -1.0), (2, math.nan)]
+)
+def test_no_ranks_and_no_time_are_refused(size: int, timeout: float | None) -> None:
+    text = rf"^{size=} and {timeout=} were given; pass a size of 1 or more, and seconds above 0\.$"
+    with pytest.raises(ValueError, match=text):
+        run_threads(size, lambda comm: comm.rank, timeout=timeout)
 
 
 def test_a_fault_of_the_kit_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,8 @@ def test_links() -> None:
     assert astuple(link_of("25gbit,10us")) == pytest.approx((1e-5, 8 / 25e9))
     assert astuple(link_of("400MB/s,1ms")) == pytest.approx((1e-3, 1 / 400e6))
     assert astuple(link_of("8mbit,2s")) == pytest.approx((2.0, 1e-6))
+    for text in ("25Gb,10us", "25gb/s,10us", "25Gbit,10us", "25GBIT,10US", "3.125GB,10us"):
+        assert astuple(link_of(text)) == pytest.approx((1e-5, 8 / 25e9)), text
     for wrong in ("fast", "25gbit", "0gbit,1us", "25parsec,1us", "1.2.3gb,1us"):
         with pytest.raises(ValueError, match="RATE,LATENCY"):
             link_of(wrong)
@@ -208,7 +210,7 @@ def test_a_plan_tells_times_bytes_and_what_is_not_known() -> None:
         "this machine. Beyond those it is an extrapolation: congestion, stragglers and other jobs "
         "are not in it."
     )
-    given = told("--ranks-per-node", "4", "--link", "1mbit,1s", "--node-link", "1gb,1000000ns")
+    given = told("--ranks-per-node", "4", "--link", "1mbit,1s", "--node-link", "1GB,1000000ns")
     assert given.startswith(f"{TOLD}4 to a node.\n")
     away = replace(node, links={"network": inside})
     with pytest.raises(ValueError, match="pass --node-link"):

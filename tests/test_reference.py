@@ -288,6 +288,51 @@ def test_error_ratio_of_what_is_not_a_number(
     assert error_ratio(actual, expected, allowed) == pytest.approx(ratio, rel=1e-6)
 
 
+U64, HUGE = torch.uint64, 2**53
+
+
+@pytest.mark.parametrize("allowed", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("actual", "expected", "error"),
+    [
+        (torch.tensor(1 + 2j), torch.tensor(1 + 5j), 3.0),
+        (torch.tensor(4 + 6j), torch.tensor(1 + 2j), 5.0),
+        (torch.tensor(1 + 2j).conj(), torch.tensor(1 + 2j), 4.0),
+        (torch.tensor(2 + 1j), torch.tensor(2), 1.0),
+        (torch.tensor(HUGE + 1), torch.tensor(HUGE), 1.0),
+        (torch.tensor(-HUGE - 1), torch.tensor(-HUGE), 1.0),
+        (torch.tensor(HUGE + 1), torch.tensor(float(HUGE), dtype=torch.float64), 1.0),
+        (torch.tensor(-1), torch.tensor(-1 - 2**-52, dtype=torch.float64), 2**-52),
+        (torch.tensor(2**64 - 1, dtype=U64), torch.tensor(2**64 - 2, dtype=U64), 1.0),
+        (torch.tensor(2**64 - 1, dtype=U64), torch.tensor(2**63 - 1), 2.0**63),
+        (torch.tensor(0, dtype=U64), torch.tensor(2**64 - 1, dtype=U64), 2.0**64),
+        (torch.tensor(2**63, dtype=U64), torch.tensor(-(2**63)), 2.0**64),
+        (torch.tensor(-(2**63)), torch.tensor(2**63 - 1), 2.0**64),
+        (torch.tensor(True), torch.tensor(False), 1.0),
+        (torch.tensor(-(2**31), dtype=torch.int32), torch.tensor(2**31 - 1), 2.0**32 - 1),
+    ],
+)
+def test_errors_of_complex_and_of_whole_numbers_are_exact(
+    actual: Tensor, expected: Tensor, error: float, allowed: float
+) -> None:
+    within, ratio = torch.tensor(allowed), error / allowed if allowed else math.inf
+    for a, e in ((actual, expected), (expected, actual)):
+        assert error_ratio(a, e, within) == ratio
+        assert check_close("x", a, a, within) == 0
+        if ratio > 1:
+            with pytest.raises(AssertionError, match=r"x\[\] = .* is .* times the bound"):
+                check_close("x", a, e, within)
+
+
+def test_an_error_of_whole_numbers_is_not_rounded_down_to_its_bound() -> None:
+    bound = torch.tensor(float(HUGE), dtype=torch.float64)
+    assert check_close("x", torch.tensor(HUGE), torch.tensor(0), bound) == 1
+    with pytest.raises(
+        AssertionError, match=rf"x\[\] = {HUGE + 1}, expected 0, error 9.01e\+15 is 1 times"
+    ):
+        check_close("x", torch.tensor(HUGE + 1), torch.tensor(0), bound)
+
+
 def test_check_close_names_the_worst_element() -> None:
     expected = torch.zeros(2, 3)
     actual = expected.clone()

@@ -73,5 +73,6 @@ def digest(*tensors: Tensor | None) -> str:
     found = blake2b(digest_size=8)
     for x in tensors:
         found.update(repr(x if x is None else x.shape).encode())
-        found.update(b"" if x is None else x.flatten().cpu().view(torch.uint8).numpy().tobytes())
+        if x is not None:
+            found.update(x.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()

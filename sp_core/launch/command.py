@@ -219,7 +219,9 @@ class Launch:
         if any(path.stat().st_size for path in self.run_dir.glob("*.hang")):
             return "a rank has reached its time limit"
         if code is None and now > self._begin + self._timeout:
-            return f"the launch has not ended after {self._timeout:g} s"
+            return (
+                f"the launch has not ended after {self._timeout:g} s; --timeout sets another limit"
+            )
         if code is None and not is_session and self.deaths.failed():
             self._failed = min(self._failed, now)
             late = now > self._failed + ORPHAN_SECONDS
@@ -284,12 +286,14 @@ def run(ranks: int, command: Sequence[str], *, timeout: float, mpi_args: Sequenc
 
     Raises:
         ValueError: there is to be no rank, or no time.
-        FileNotFoundError: there is no mpiexec.
+        FileNotFoundError: there is no mpiexec, or the command is a script that cannot be run.
     """
     if ranks < 1 or not timeout > 0:
         raise ValueError(
             f"{ranks} ranks and a time limit of {timeout:g} s were given. Both must be above 0."
         )
+    if command[0].endswith(".py") and not shutil.which(command[0]):
+        raise FileNotFoundError(f"{command[0]!r} is no program. Write -- python {command[0]}.")
     with _exit_on_signals(), tempfile.TemporaryDirectory(prefix="sp_core-") as directory:
         launch = Launch(ranks, command, mpi_args, Path(directory), timeout)
         result = launch.run_dir / RESULT

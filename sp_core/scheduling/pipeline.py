@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Literal
 
+from sp_core import arguments
 from sp_core.errors import ShapeError
 
 Direction = Literal["F", "B"]
@@ -68,6 +69,7 @@ def prefill_only(stages: int, batches: int) -> tuple[Order, ...]:
         batches: number of micro-batches.
 
     Raises:
+        TypeError: a number that is not whole.
         ShapeError: no stage, or no micro-batch.
     """
     _check(stages, batches)
@@ -82,6 +84,7 @@ def gpipe(stages: int, batches: int) -> tuple[Order, ...]:
         batches: number of micro-batches.
 
     Raises:
+        TypeError: a number that is not whole.
         ShapeError: no stage, or no micro-batch.
 
     Source: Huang et al. 2019, GPipe, arXiv:1811.06965, figure 2c.
@@ -103,6 +106,7 @@ def one_forward_one_backward(stages: int, batches: int) -> tuple[Order, ...]:
         batches: number of micro-batches.
 
     Raises:
+        TypeError: a number that is not whole.
         ShapeError: no stage, or no micro-batch.
 
     Source: Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters,
@@ -143,6 +147,7 @@ def timeline(
             if not given.
 
     Raises:
+        TypeError: a duration that is no finite number >= 0.
         ShapeError: orders in which stages wait for each other for ever.
     """
     done: dict[tuple[int, Slot], float] = {}
@@ -164,7 +169,9 @@ def timeline(
             free = placed[stage][-1][2] if placed[stage] else 0.0
             start = max([free, *(done[need] for need in needed(stage))])
             slot = waiting[stage].pop(0)
-            done[stage, slot] = start + seconds(stage, slot)
+            took = seconds(stage, slot)
+            arguments.check("cost", **{f"seconds({stage}, {slot})": took})
+            done[stage, slot] = start + took
             placed[stage].append((slot, start, done[stage, slot]))
     return Timeline(tuple(map(tuple, placed)), max(done.values(), default=0.0))
 
@@ -175,6 +182,7 @@ def bubble_share(stages: int, batches: int) -> float:
     It is (p - 1) / (m + p - 1) for p = `stages` and m = `batches`, in any order of this module.
 
     Raises:
+        TypeError: a number that is not whole.
         ShapeError: no stage, or no micro-batch.
 
     Source: Huang et al. 2019, GPipe, arXiv:1811.06965, section 2.3.
@@ -184,7 +192,8 @@ def bubble_share(stages: int, batches: int) -> float:
 
 
 def _check(stages: int, batches: int) -> None:
-    """Raise ShapeError unless there is at least one stage and one micro-batch."""
+    """Raise TypeError or ShapeError unless there is at least one stage and one micro-batch."""
+    arguments.check("size", stages=stages, batches=batches)
     if stages < 1 or batches < 1:
         raise ShapeError(
             f"{stages} stages and {batches} micro-batches were given; needed at least 1 of each."
@@ -203,7 +212,11 @@ def picture(shown: Timeline, unit: float = 1.0) -> str:
 
     Returns:
         A line for each stage, and a last line with the bubble (idle share) in percent.
+
+    Raises:
+        TypeError: `unit` is no finite number above 0.
     """
+    arguments.check(unit=unit)
     names = [_name(slot) for slots in shown.stages for slot, _, _ in slots]
     cell = max(map(len, names), default=1) + 1
     lines = []
@@ -238,13 +251,17 @@ def split_stages(
         cost. Among these splits the first stage has the fewest layers, then the second, and so on.
 
     Raises:
+        TypeError: an argument of a wrong type.
         ShapeError: no stage, more stages than layers, or a cost that is negative or not finite.
     """
+    arguments.check(layers=layers)
+    arguments.check("size", stages=stages)
+    arguments.check("p", first=first, last=last)
     count = len(layers)
     if not 1 <= stages <= count:
+        remedy = f"Use pp <= {count}." if count else "Pass the cost of each layer."
         raise ShapeError(
-            f"{stages} stages were asked for, for {count} layers; each stage needs one. Use pp <= "
-            f"{count}."
+            f"{stages} stages were asked for, for {count} layers; each stage needs one. {remedy}"
         )
     if wrong := [x for x in (*layers, first, last) if not 0 <= x < math.inf]:
         raise ShapeError(f"costs of {wrong[:3]} were given; pass finite costs >= 0.")

@@ -18,10 +18,12 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
+from sp_core.arguments import check_tensor
 from sp_core.attention import Terms, local_attention
 from sp_core.collectives.differentiable import apply
 from sp_core.collectives.maps import AllToAll
 from sp_core.communicator import Communicator
+from sp_core.errors import ShapeError
 from sp_core.mask import Mask
 from sp_core.schemes.heads import side_by_side, split_heads
 from sp_core.schemes.problem import Problem, agree
@@ -57,7 +59,8 @@ def ulysses_attention(
         return_lse: also return the log-sum-exp of each query's scores.
         inner: attention of some heads over the whole sequence on one device, `local_attention` if
             not given. It is called like `local_attention`, with (q, k, v), `q_positions`,
-            `kv_positions`, `mask`, `softmax_scale`, `return_lse=True`, and the given `terms`.
+            `kv_positions`, `mask`, `softmax_scale`, `return_lse=True`, and the given `terms`. If it
+            raises an error or returns other shapes on one rank, all ranks raise that error.
         terms: arguments that change the scores further, explained in `Terms`: `softcap`, `sinks`,
             `alibi`.
 
@@ -74,8 +77,9 @@ def ulysses_attention(
         one of out. If a rank has more or fewer queries than keys, q is sent in an all-to-all of its
         own. With `return_lse`, lse is sent in another one. With K < P, M counts every copy of a
         key/value head. The backward sends as much, with an agreement before each all-to-all unless
-        the communicator has `check="off"`. A gradient of lse is exchanged, too: the losses of all
-        ranks use lse, or none does. A single rank sends nothing.
+        the communicator has `check="off"`. With `inner`, another agreement checks its results. A
+        gradient of lse is exchanged, too: the losses of all ranks use lse, or none does. A single
+        rank sends nothing.
 
     Raises:
         TypeError, ValueError, ShapeError, DtypeError, DeviceError, RankError: wrong arguments; on
@@ -86,7 +90,7 @@ def ulysses_attention(
     Source: Jacobs et al. 2023, DeepSpeed Ulysses, arXiv:2309.14509, section 3.
     """
     problem = agree(
-        "ulysses_attention",
+        "ulysses_attention" + "[inner]" * (inner is not None),
         *(q, k, v),
         comm=comm,
         sharding=sharding,
@@ -106,8 +110,38 @@ def ulysses_attention(
         return_lse=True,
         **problem.logits.of_heads(exchange.heads[comm.rank]).given(),
     )
+    whole = whole if inner is None else partial(_checked, comm, whole)
     out, lse = exchange.run(q, k, v, whole, return_lse=return_lse)
     return (out, lse) if return_lse else out
+
+
+def _checked(
+    comm: Communicator, inner: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Call `inner`. All ranks raise an error if it fails, or returns other shapes, on one rank."""
+    found: Any = None
+    wanted = f"{tuple(q.shape)}, {(q.shape[0], q.shape[2], q.shape[1])}"
+
+    def check() -> None:
+        nonlocal found
+        found = inner(q, k, v)
+        parts = found if isinstance(found, (tuple, list)) else [found]
+        shapes = (str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in parts)
+        if (given := ", ".join(shapes)) != wanted:
+            raise ShapeError(
+                f"inner returned {given or 'nothing'} for q {tuple(q.shape)}. It must return (out, "
+                f"lse), two tensors of shapes {wanted}."
+            )
+        for name, x, dtypes in (("out", found[0], (q.dtype,)), ("lse", found[1], None)):
+            check_tensor(x, comm, f"{name} of inner", dtypes)
+
+    def call() -> str:
+        told = (f"{x.dtype} requires_grad={x.requires_grad}" for x in found)
+        return f"inner of ulysses_attention returned {', '.join(told)}"
+
+    comm.agree_on(call, check)
+    out, lse = found
+    return out, lse
 
 
 class Exchange:

@@ -49,9 +49,14 @@ def run_threads(size: int, body: Callable[[Any], T], *, timeout: float | None = 
         The results of the body, in rank order.
 
     Raises:
+        ValueError: no rank, or no time.
         RankFailure: a rank failed; the text says what each rank did.
         ThreadsHung: a rank hung; the stacks of all ranks are on standard error.
     """
+    if size < 1 or not (timeout is None or timeout > 0):
+        raise ValueError(
+            f"{size=} and {timeout=} were given; pass a size of 1 or more, and seconds above 0."
+        )
     results, outcomes = run_ranks(size, body, timeout=timeout)
     if (problem := failure(outcomes)) is not None:
         raise problem

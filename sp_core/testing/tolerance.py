@@ -72,6 +72,8 @@ def bound(
 def error_ratio(actual: Tensor, expected: Tensor, bound: Tensor) -> float:
     """Return the greatest elementwise |actual - expected| / bound; above 1 means wrong.
 
+    Whole numbers of 64 bits are subtracted without rounding them to float64 before.
+
     Args:
         actual: result, of any dtype.
         expected: reference, of the same shape.
@@ -89,6 +91,9 @@ def error_ratio(actual: Tensor, expected: Tensor, bound: Tensor) -> float:
 
 def check_close(name: str, actual: Tensor, expected: Tensor, bound: Tensor) -> float:
     """Assert that a result lies within its bound and return the greatest error over bound.
+
+    Whole numbers are compared exactly. The error of a complex number is the absolute value of the
+    difference.
 
     Args:
         name: names the result in the message.
@@ -115,7 +120,7 @@ def check_close(name: str, actual: Tensor, expected: Tensor, bound: Tensor) -> f
     flat, beyond = int(ratios.argmax()), int((ratios > 1).sum())
     index = [int(i) for i in torch.unravel_index(torch.tensor(flat, device="cpu"), ratios.shape)]
     got, want, allowed = (
-        float(t.detach().double().cpu().reshape(-1)[flat]) for t in (actual, expected, bound)
+        t.detach().cpu().reshape(-1)[flat].item() for t in (actual, expected, bound)
     )
     raise AssertionError(
         f"{name}{index} = {got!r}, expected {want!r}, error {abs(got - want):.3g} is "
@@ -126,8 +131,24 @@ def check_close(name: str, actual: Tensor, expected: Tensor, bound: Tensor) -> f
 
 def _ratios(actual: Tensor, expected: Tensor, bound: Tensor) -> Tensor:
     """Return the elementwise error over bound, inf for elements without a finite answer."""
-    a, e, b = (t.detach().double().cpu() for t in (actual, expected, bound))
-    error = torch.where(a == e, 0.0, (a - e).abs())  # equal infinities have no error
+    (a, a_low), (e, e_low), b = _in_two(actual), _in_two(expected), bound.detach().cpu().double()
+    high, low = torch.where(a == e, 0.0, a - e), a_low - e_low  # equal infinities have no error
+    both = high + low
+    # rounded down, an error of whole numbers could meet a bound that it exceeds
+    is_less = (low - (both - high)).real * both.real > 0
+    error = torch.nextafter(both.abs(), torch.where(is_less, math.inf, both.abs()))
     ratios = torch.where(error == 0, 0.0, error / b)
     # An infinite or NaN bound must not turn an error into 0.
     return torch.where(ratios.isnan() | (b.isinf() & (error != 0)), math.inf, ratios)
+
+
+def _in_two(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two float64 or complex128 tensors whose sum is x, because float64 rounds an int64."""
+    x = x.detach().cpu()
+    if x.dtype not in (torch.int64, torch.uint64):
+        x = x.to(torch.complex128 if x.is_complex() else torch.float64)
+        return x, torch.zeros_like(x)
+    is_signed, bits = x.dtype is torch.int64, x.view(torch.int64)
+    low = bits.fmod(1 << 32) if is_signed else bits & 0xFFFFFFFF  # of the sign of x
+    high = (bits - low).double()
+    return high if is_signed else high + 2.0**64 * (high < 0), low.double()

@@ -230,8 +230,6 @@ GRID: dict[str, Parts] = {
     "ulysses": values("ulysses", "ring"),
     "comm": values("left out", "given"),
 }
-RAISED = ("inner=gpipe", "inner=contiguous")
-"""Changes of `inner` that are not tried: the function fails on its own rank only."""
 WIDE = {"q.head_dim": "129 to 256"}
 """A row of wide heads, with the base row's default scale and tokens that see several keys."""
 SHARED = {"k.memory": "shared_empty", "mask.causal": "True", "mask.documents": "2 to 6"}
@@ -243,7 +241,6 @@ SUBJECTS = [
             f"{name}_attention",
             COMMON | more,
             partial(on_a_communicator, name),
-            allowed=RAISED,
             together=(WIDE, SHARED),
         )
         for name, more in (("allgather_kv", {}), ("ring", {}), ("ulysses", {"inner": INNER}))

@@ -294,8 +294,8 @@ SUBJECTS = [
             },
             "--node-link": {
                 "as the link": lambda c, v: v["--link"],
-                "fast": lambda c, v: "200gb,1us",
-                "slower": lambda c, v: "1mb,1s",
+                "fast": lambda c, v: "200GB,1us",
+                "slower": lambda c, v: "1Mb,1s",
             },
             "--ranks-per-node": {**values(None), **spans((2, 8), (5000, 5000))},
             "--flops": values(1e12, 1e3, 1e18, None),

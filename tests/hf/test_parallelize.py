@@ -200,6 +200,21 @@ def test_padding_at_the_end_of_rows_changes_nothing() -> None:
             check_close("logits", logits[at], want.logits[at], allowed[at])
 
 
+def test_a_row_may_have_any_stride() -> None:
+    with InFloat64():
+        made = model("llama")
+    row = {name: x[:1].contiguous() for name, x in inputs(True).items()}
+    strided = {name: x.repeat_interleave(2, 1)[:, ::2] for name, x in row.items()}
+
+    def body(comm: Any) -> list[Tensor]:
+        with InFloat64(), sp.Mesh(comm, ring=2) as mesh, torch.no_grad():
+            parallel = integration.parallelize(copy.deepcopy(made), mesh)
+            return [parallel(**given).loss for given in (row, strided)]
+
+    for want, got in run_threads(2, body):
+        assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("outputs", ["logits", "hidden_states", "new head"])
 def test_a_loss_of_ones_own_has_the_gradients_of_one_process(outputs: str) -> None:
     """The loss is a sum over tokens, of one of the outputs. The head may be replaced before."""

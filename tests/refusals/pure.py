@@ -17,18 +17,6 @@ from sp_core.llama import Sampling, generate, prefill_unequal, save
 from sp_core.llama.pipeline import loss_and_gradients
 from sp_core.llama.train import backward, load_training
 from sp_core.mask import plan_blocks
-from sp_core.scheduling import (
-    POLICIES,
-    Plan,
-    Work,
-    balanced,
-    bubble_share,
-    gpipe,
-    one_forward_one_backward,
-    prefill_only,
-    timeline,
-)
-from sp_core.scheduling.pipeline import Slot, split_stages
 
 Row = tuple[type[Exception], str, Callable[[], object]]
 """The expected error, a pattern of its text, and the call."""
@@ -66,7 +54,6 @@ def forward_derivative(q: torch.Tensor) -> object:
 SAMPLING: Any = Sampling
 HERE: Any = None
 ONES = torch.ones(1, 3, 2, 4)
-NOT_LENGTHS: list[Any] = [-1, math.nan]
 NULL: Any = type("Null", (), {"Split": print, "__bool__": lambda self: False})()
 """As MPI.COMM_NULL, or a communicator of mpi4py that has been freed."""
 with warnings.catch_warnings(action="ignore"):  # torch says once that this is a prototype
@@ -329,47 +316,7 @@ ROWS: list[Row] = [
     ),
     *((ValueError, "top_p", partial(Sampling, 1.0, None, x)) for x in (-0.5, 0.0, 1.5)),
     *(
-        (sp.ShapeError, "size >= 1", partial(policy, lengths, size, Work(1, 1)))
-        for lengths, size in list[Any]([([1], 0), ([-1], 2), ([math.nan], 2), ([1, math.inf], 2)])
-        for policy in POLICIES.values()
-    ),
-    *(
         (TypeError, "Make one with load or create", partial(call, None, [[1]], *more, **named))
         for call, more, named in MODELS
-    ),
-    (sp.ShapeError, "exactly once", partial(Plan, (3, 4), (0,), ((), (0, 1)))),
-    *((sp.ShapeError, "lengths >= 0", partial(Plan, (x,), (), ((0,),))) for x in NOT_LENGTHS),
-    (sp.ShapeError, "at least 1 rank", partial(Plan, (), (), ())),
-    (sp.ShapeError, "less than the longest", partial(Plan, (3, 5), (), ((0, 1),), padded_to=4)),
-    (sp.ShapeError, "longest sequence has, 0", partial(Plan, (), (), ((),), padded_to=-1)),
-    *((sp.ShapeError, f"{n} stages.* 1 layers", partial(split_stages, [1.0], n)) for n in (0, 2)),
-    (sp.ShapeError, "tolerance", partial(balanced, [1], 1, Work(1, 1), 0.0)),
-    *(
-        (sp.ShapeError, "one above 0", partial(Work, *numbers))
-        for numbers in ((0, 0), (-1, 5), (5, -1), (math.nan, 1), (1, math.nan), (math.inf, 1))
-    ),
-    *(
-        (sp.ShapeError, "finite costs >= 0", partial(split_stages, layers, 2, **more))
-        for layers, more in (
-            ([math.nan, 1], {}),
-            ([-1, 1], {}),
-            ([1, math.inf], {}),
-            ([1, 1], {"first": math.nan}),
-            ([1, 1], {"last": -1}),
-        )
-    ),
-    (
-        sp.ShapeError,
-        "for ever after 1 slots",
-        partial(timeline, [(Slot("F", 0), Slot("B", 0)), (Slot("B", 0), Slot("F", 0))]),
-    ),
-    *(
-        (
-            sp.ShapeError,
-            f"{stages} stages and {batches} micro-batches",
-            partial(call, stages, batches),
-        )
-        for call in (gpipe, one_forward_one_backward, prefill_only, bubble_share)
-        for stages, batches in ((2, 0), (0, 2))
     ),
 ]
