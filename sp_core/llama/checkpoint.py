@@ -288,7 +288,7 @@ def write(
                 f"max_file_bytes={max_file_bytes} was given; pass at least 1, or None for one file."
             )
         found[:] = found or [(Path(folder).resolve(), *beside())]
-        return f"{found[0][1]} to {folder}, {max_file_bytes}, on {everyone.name}"
+        return f"{found[0][1]} of {model.dtype} to {folder}, {max_file_bytes}, on {everyone.name}"
 
     def on_first(act: Callable[[], None]) -> None:
         everyone.agree_on(call, partial(_attempt, act, Path(folder), everyone.rank))

@@ -28,7 +28,7 @@ from sp_core.agreement import make_alike
 from sp_core.attention import Logits, block_attention, merge_into
 from sp_core.collectives.api import all_gather, broadcast
 from sp_core.communicator import Communicator
-from sp_core.errors import ShapeError
+from sp_core.errors import DtypeError, ShapeError
 from sp_core.llama import pipeline
 from sp_core.llama.config import Tokens, check_length, check_tokens, flat
 from sp_core.llama.model import LayerAttend, Llama, Pass
@@ -190,16 +190,17 @@ class Decoder:
     ) -> None:
         count = model.grid.stages.size if micro_batches is None else micro_batches
 
-        def check() -> None:
+        def make() -> tuple[list[Cache], str]:
             arguments.check(room=room, micro_batches=micro_batches)
             if count < 1:
                 raise ShapeError(f"micro_batches={count} was given; needed at least 1.")
+            self.dtype, self.parts = model.dtype, split_ranges(len(room), count)
+            caches = [Cache(model, [room[number] for number in part]) for part in self.parts]
+            return caches, f"Decoder({list(room)}, micro_batches={count}, {self.dtype})"
 
-        model.grid.model.agree_on(lambda: f"Decoder({list(room)}, micro_batches={count})", check)
-        model.join_weights()
         self.model = model
-        self.parts = split_ranges(len(room), count)
-        self.caches = [Cache(model, [room[number] for number in part]) for part in self.parts]
+        self.caches = make_alike(model.grid.model, make)
+        model.join_weights()
 
     def prefill(self, tokens: Tokens) -> Tensor:
         """Append tokens to sequences, each sequence rank computing some of the tokens.
@@ -251,7 +252,7 @@ class Decoder:
             passes, lasts = zip(*(step_of(cache, new) for cache, new in added), strict=True)
             hidden = pipeline.forward(model, passes)
             number = sum(map(bool, tokens))
-            logits = torch.empty(number, vocab, dtype=model.dtype, device=stages.device)
+            logits = torch.empty(number, vocab, dtype=self.dtype, device=stages.device)
             if model.is_last:
                 rows = torch.cat([last(row) for last, (row,) in zip(lasts, hidden, strict=True)])
                 sizes = split_sizes(vocab, grid.tensor.size)
@@ -318,6 +319,11 @@ class Decoder:
             owns: list[Tokens] = [[tokens[n] for n in part] for part in self.parts]
             parts = zip(self.caches, owns, self.parts, strict=True)
             placed = [(cache, own, cache.place(own, part.start)) for cache, own, part in parts]
+            if (now := next(self.model.parameters()).dtype) != self.dtype:
+                raise DtypeError(
+                    f"the model has been converted to {now}; the decoder holds keys and values in "
+                    f"{self.dtype}. Convert the model back, or make another decoder."
+                )
             check_tokens(flat(tokens), self.model.config)
             if not any(tokens):
                 raise ValueError(f"{what} was given no token for any sequence; give at least one.")

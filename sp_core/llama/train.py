@@ -188,7 +188,10 @@ def _backward(
         return crc32(f"{replicas.rank} {given[0]}".encode())
 
     seen = grid.everyone.agree_on(
-        lambda: f"{call()} of {'own' if own else given[0]}, window={given[2].window}, {saving}",
+        lambda: (
+            f"{call()} of {'own' if own else given[0]}, {model.dtype}, window={given[2].window}, "
+            f"{saving}"
+        ),
         check,
     )
     if len(set(seen)) > replicas.size:

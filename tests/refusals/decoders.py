@@ -44,6 +44,14 @@ def unequal(texts: list[list[int]], plan: Plan) -> Any:
     )
 
 
+def reconverted(mesh: sp.Mesh, here: bool) -> object:
+    """Convert the model of a decoder on the last rank, then decode."""
+    decoder = Decoder(CASE.model(mesh), [3, 2])
+    decoder.prefill([[1, 2], []])
+    decoder.model.float() if here else None
+    return decoder.decode([[1], []])
+
+
 EVERYWHERE: Table = {
     "ring": {
         "an empty prompt": (ValueError, "prompt 1 is empty", generated([[1], []], 4)),
@@ -158,6 +166,11 @@ ON_ONE_RANK: Table = {
         ),
     },
     "pp": {
+        "a model converted under a decoder": (
+            sp.DtypeError,
+            "rank 1: the model has been converted to torch.float32",
+            sending(reconverted),
+        ),
         "unequal sequences on stages": (
             sp.ShapeError,
             "leave pp out",
