@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 
 import sp_core as sp
 from sp_core.llama import Checkpoint, Decoder, LlamaConfig, checkpoint, create, load, save
-from sp_core.llama.config import read_json
 from sp_core.testing import LiveBytes, spmd
 
 CASE = Case((6, 3), layers=1)
@@ -294,26 +293,6 @@ def test_what_is_not_supported_is_refused(what: str) -> None:
     text, changes = UNSUPPORTED[what]
     with pytest.raises(sp.CheckpointError, match=text):
         LlamaConfig.from_dict({**CASE.config.to_dict(), **changes})
-
-
-@pytest.mark.parametrize("axes", [{"tp": 2}, {"pp": 2}, {"ring": 2}])
-@spmd(2)
-def test_a_converted_model_is_one_of_its_new_dtype(
-    comm: Any, axes: dict[str, Any], tmp_path: Path
-) -> None:
-    folder = shared(comm, tmp_path)
-    with sp.Mesh(comm, **axes) as mesh:
-        case = Case((4, 2), dtype="float32")
-        models = case.model(mesh), create(case.config, mesh, dtype=torch.float64)
-        models[1].load_state_dict(models[0].state_dict())
-        models[1].to(torch.float32)
-        assert models[1].dtype == torch.float32
-        logits = [Decoder(model, [3]).prefill([[1, 2]]) for model in models]
-        torch.testing.assert_close(*logits, rtol=0, atol=0)
-        if "pp" not in axes:
-            save(models[1], folder / "model")
-            assert load(folder / "model", mesh).dtype == torch.float32
-            assert read_json(folder / "model" / "config.json")["dtype"] == "float32"
 
 
 @spmd(2)
