@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -265,7 +266,7 @@ def check_sequences(
             )
         if more is not None:
             check_length(f"{what} {number}", len(tokens), more, config)
-    check_tokens(flat(sequences), config)
+    check_tokens([*chain.from_iterable(sequences)], config)
 
 
 def check_length(name: str, length: int, more: int, config: LlamaConfig) -> None:
@@ -277,13 +278,16 @@ def check_length(name: str, length: int, more: int, config: LlamaConfig) -> None
         )
 
 
-def check_tokens(tokens: Tensor, config: LlamaConfig, what: str = "token") -> None:
+def check_tokens(tokens: Tensor | list[int], config: LlamaConfig, what: str = "token") -> None:
     """Raise ValueError if a token is outside the vocabulary; `what` names it in the error.
 
-    A split embedding would return zeros for such a token.
+    A split embedding would return zeros for such a token. A list may have numbers beyond int64.
     """
-    wrong = tokens[(tokens < 0) | (tokens >= config.vocab_size)]
-    if wrong.numel():
+    if isinstance(tokens, Tensor):
+        wrong = tokens[(tokens < 0) | (tokens >= config.vocab_size)].tolist()
+    else:
+        wrong = [token for token in tokens if not 0 <= token < config.vocab_size]
+    if wrong:
         raise ValueError(
-            f"{what} {int(wrong[0])} was given; the vocabulary has 0..{config.vocab_size - 1}."
+            f"{what} {wrong[0]} was given; the vocabulary has 0..{config.vocab_size - 1}."
         )

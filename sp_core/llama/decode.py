@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
 
 import torch
 from torch import Tensor
@@ -324,7 +324,7 @@ class Decoder:
                     f"the model has been converted to {now}; the decoder holds keys and values in "
                     f"{self.dtype}. Convert the model back, or make another decoder."
                 )
-            check_tokens(flat(tokens), self.model.config)
+            check_tokens([*chain.from_iterable(tokens)], self.model.config)
             if not any(tokens):
                 raise ValueError(f"{what} was given no token for any sequence; give at least one.")
             return placed, f"{what}({list(map(list, tokens))}) after {shown}"

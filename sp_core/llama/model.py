@@ -94,11 +94,10 @@ class Llama(nn.Module):
         check_ranks(config, grid.tensor.size)
         if dtype not in DTYPES:
             raise DtypeError(f"dtype={dtype!r} was given; pass one of {DTYPES}.")
-        self.config, self.grid, self.tp_sp = config, grid, tp_sp
+        self.config, self.grid, self.tp_sp, self.rope = config, grid, tp_sp, config.rope()
         comm = grid.tensor
         self.own = stage_layers(config, grid.stages.size)[grid.stages.rank]
-        self.is_first = grid.stages.rank == 0
-        self.is_last = grid.stages.rank == grid.stages.size - 1
+        self.is_first, self.is_last = (grid.stages.rank == x for x in (0, grid.stages.size - 1))
         if self.is_first or (self.is_last and config.tie_word_embeddings):
             self.embed_tokens = Embedding(
                 config.vocab_size, config.hidden_size, comm, dtype, copy=not self.is_first
@@ -118,7 +117,6 @@ class Llama(nn.Module):
             self.lm_head = Weight(
                 Placement.split((config.vocab_size, config.hidden_size), 0, comm.size), comm, dtype
             )
-        self.rope = config.rope()
         slots = split_heads(*heads, comm.size)[1][comm.rank]
         self.kv_heads = sorted(set(slots))
         self.slots = (

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sp_core import arguments
 from sp_core.agreement import make_alike
-from sp_core.errors import CollectiveMismatch
+from sp_core.errors import CollectiveMismatch, ShapeError
 from sp_core.llama.checkpoint import Beside, parts_of, write
 from sp_core.llama.config import Tokens, check_sequences, flat, read_json
 from sp_core.llama.grid import Grid
@@ -103,7 +103,7 @@ def train_step(
     saving = Saving(recompute=recompute, offload=offload, chunk=chunk)
 
     def call() -> str:
-        return f"train_step({max_norm=}, {settings_of(optimizer)})"
+        return f"train_step({max_norm=}, {model.dtype}, {settings_of(optimizer)})"
 
     loss = _backward(call, model, sequences, layout, own, window, saving, optimizer=optimizer)
     norm = clip_gradient_norm(model.parameters(), max_norm, tensor=model.grid.tensor)
@@ -155,12 +155,14 @@ def backward(
 
     Raises:
         ShapeError, ValueError, TypeError: an empty sequence, a token that is not in the vocabulary,
-            no token with a next token, `window` or `chunk` below 1, or layers that are split over
-            stages.
+            no token with a next token, no weight to train, a layout for other numbers of tokens or
+            ranks, `window` or `chunk` below 1, or layers that are split over stages.
         CollectiveMismatch: ranks with different sequences. All on every rank.
     """
     saving = Saving(recompute=recompute, offload=offload, chunk=chunk)
-    return _backward(lambda: "backward()", model, sequences, layout, own, window, saving)
+    return _backward(
+        lambda: f"backward({model.dtype})", model, sequences, layout, own, window, saving
+    )
 
 
 def _backward(
@@ -175,30 +177,8 @@ def _backward(
 ) -> float:
     """Do what `backward` does for a caller that `call` describes; also check arguments `others`."""
     check_model(model)
-    grid, replicas, given = model.grid, model.grid.replicas, list[Any]()
-
-    def check() -> int:
-        arguments.check(sequences=sequences, layout=layout, own=own, **others)
-        if others:
-            check_parameters(others["optimizer"], {*model.parameters()})
-        check_sequences(sequences, model.config)
-        saving.check()
-        shares = split_ranges(len(sequences), 1 if own else replicas.size)
-        given.extend(_dealt(sequences, layout, window, shares, grid))
-        return crc32(f"{replicas.rank} {given[0]}".encode())
-
-    seen = grid.everyone.agree_on(
-        lambda: (
-            f"{call()} of {'own' if own else given[0]}, {model.dtype}, window={given[2].window}, "
-            f"{saving}"
-        ),
-        check,
-    )
-    if len(set(seen)) > replicas.size:
-        raise CollectiveMismatch(
-            f"{call()}: ranks of one replica have other sequences or layouts. Pass them alike."
-        )
-    _, row, mask, sharding = given
+    grid = model.grid
+    row, mask, sharding = _agree(call, model, sequences, layout, own, window, saving, **others)
     tokens = sharding.shard(row, grid.sequence.rank, 1).to(grid.everyone.device)
     model.zero_grad()
     one = model.begin(tokens, sharding, mask, saving)
@@ -209,6 +189,55 @@ def _backward(
     return float(loss.detach())
 
 
+def _agree(
+    call: Callable[[], str],
+    model: Llama,
+    sequences: Tokens,
+    layout: Layout,
+    own: bool,
+    window: int | None,
+    saving: Saving,
+    **others: object,
+) -> tuple[Tensor, Mask, Sharding]:
+    """Check the arguments of `_backward` on all ranks. Return row, mask and sharding of a replica.
+
+    Each rank returns those of its own replica.
+    """
+    grid, replicas, given = model.grid, model.grid.replicas, list[Any]()
+
+    def check() -> int:
+        arguments.check(sequences=sequences, layout=layout, own=own, **others)
+        if others:
+            check_parameters(others["optimizer"], {*model.parameters()})
+        check_sequences(sequences, model.config)
+        saving.check()
+        if not (torch.is_grad_enabled() and any(x.requires_grad for x in model.parameters())):
+            raise ValueError(
+                "no weight of the model has requires_grad=True, or gradients are off. Set it for "
+                "the weights to train, and call this outside torch.no_grad()."
+            )
+        shares = split_ranges(len(sequences), 1 if own else replicas.size)
+        given.extend(_dealt(sequences, layout, window, shares, grid))
+        digest = crc32(f"{replicas.rank} {given[0]}".encode())
+        return digest if any(len(tokens) > 1 for tokens in sequences) else ~digest  # below 0
+
+    seen = grid.everyone.agree_on(
+        lambda: f"{call()} of {'own' if own else given[0]}, window={given[2].window}, {saving}",
+        check,
+    )
+    if len(set(seen)) > replicas.size:
+        raise CollectiveMismatch(
+            f"{call()}: ranks of one replica have other sequences or layouts. Pass them alike."
+        )
+    if max(seen) < 0:
+        raise ValueError(
+            "no rank was given a sequence of two tokens or more, so there is no next token to "
+            "learn. Pass at least one such sequence."
+        )
+    _, row, mask, sharding = given
+    return row, mask, sharding
+
+
 def _dealt(
     sequences: Tokens, layout: Layout, window: int | None, shares: Sequence[range], grid: Grid
 ) -> tuple[str, Tensor, Mask, Sharding]:
@@ -216,11 +245,16 @@ def _dealt(
 
     Then return row, mask and sharding of one share: that of this rank's replica, or the only one.
     """
-    dealt = []
+    dealt, remedy = [], "Pass a function that makes one, such as Sharding.zigzag."
     for share in shares:
-        made = layout(sum(len(sequences[number]) for number in share), grid.sequence.size)
-        remedy = "Pass a function that makes one, such as Sharding.zigzag."
+        sizes = sum(len(sequences[number]) for number in share), grid.sequence.size
+        made = layout(*sizes)
         arguments.check_type("a layout's result", made, Sharding, remedy)
+        if (made.seq_len, made.size) != sizes:
+            raise ShapeError(
+                f"a layout's result for {made.seq_len} tokens over {made.size} ranks was made; one "
+                f"for {sizes[0]} tokens over {sizes[1]} ranks is needed. {remedy}"
+            )
         dealt.append(made)
     place = grid.replicas.rank % len(shares)
     text = f"{list(map(list, sequences))} dealt as {[sharding.fingerprint for sharding in dealt]}"

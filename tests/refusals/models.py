@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from llama_cases import Case
-from refusals.calls import Row, Table, Wrong, comm_of
+from refusals.calls import Table, Wrong, comm_of
 from torch import Tensor, nn
 
 import sp_core as sp
-from sp_core.llama import Decoder, Grid, Llama, create, generate, prefill_unequal, save
+from sp_core.llama import Grid, Llama, create
 from sp_core.llama.pipeline import MicroBatch, loss_and_gradients
-from sp_core.llama.train import backward, save_training
 from sp_core.nn.gradients import Placement, clip_gradient_norm, place, reduce_gradients
 from sp_core.nn.loss import IGNORED, next_token_labels, next_token_loss
-from sp_core.scheduling import Work, balanced
 
 CASE = Case((4, 2), layers=2)
 
@@ -90,71 +87,6 @@ def created(dtype: Any) -> Wrong:
     return lambda mesh, here: create(CASE.config, mesh, dtype=dtype)
 
 
-def trained(model: Llama) -> Tensor:
-    sharding = sp.Sharding.contiguous(4, 1)
-    tokens = CASE.tokens(1, 4)
-    return loss_and_gradients(model, [MicroBatch(tokens, tokens, sharding)])
-
-
-def called(model: Llama) -> object:
-    size = model.grid.sequence.size
-    return model(CASE.tokens(1, 3), sharding=sp.Sharding.contiguous(3 * size, size))
-
-
-def planned(model: Llama) -> Tensor:
-    return prefill_unequal(
-        model, [[1], [2]], balanced([1, 1], model.grid.sequence.size, Work(1, 1))
-    )
-
-
-def stored(model: Llama) -> None:
-    save_training(model, FOLDER, optimizer=torch.optim.SGD(model.parameters()), step=1)
-
-
-FOLDER = tempfile.gettempdir() + "/sp_core_never_written"
-CALLS: dict[str, tuple[Callable[[Llama], object], str]] = {
-    "a forward": (called, "ring tp"),
-    "a backward": (lambda model: backward(model, [[1, 2], [3, 4]]), "dp ring tp"),
-    "a pipeline": (trained, "dp pp tp"),
-    "a generation": (lambda model: generate(model, [[1], [2]], max_tokens=1), "dp pp ring tp"),
-    "a decoder": (lambda model: Decoder(model, [3]), "pp ring tp"),
-    "a prefill": (planned, "ring tp"),
-    "a save": (lambda model: save(model, FOLDER), "dp ring tp"),
-    "a checkpoint": (stored, "dp ring tp"),
-}
-"""By name: a call of a model, and axes over whose ranks it compares the model."""
-
-
-def converted(call: Callable[[Llama], object], change: Callable[[Llama], object]) -> Wrong:
-    """Return a call of a model that the last rank has changed before."""
-
-    def convert(mesh: sp.Mesh, here: bool) -> object:
-        model = CASE.model(mesh)
-        if here:
-            change(model)
-        return call(model)
-
-    return convert
-
-
-def conversions(axis: str) -> dict[str, Row]:
-    """Return the calls over ranks of an axis, of which one has converted its model, or half."""
-    return {
-        f"{name} with a model {what}": (kind, text, converted(call, change))
-        for name, (call, axes) in CALLS.items()
-        if axis in axes.split()
-        for what, kind, text, change in (
-            ("converted", sp.CollectiveMismatch, "torch.float32", lambda model: model.float()),
-            (
-                "converted in part",
-                sp.DtypeError,
-                "the parameters have the dtypes ['torch.float32', 'torch.float64']",
-                lambda model: model.layers[-1].float(),
-            ),
-        )
-    }
-
-
 EVERYWHERE: Table = {
     "ring": {
         "labels of another shard": (
@@ -171,31 +103,6 @@ EVERYWHERE: Table = {
             "scheme 'hybrid' was asked for",
             lambda mesh, here: Grid.of(mesh, "hybrid"),
         ),
-        "an empty sequence": (
-            ValueError,
-            "sequence 1 is empty",
-            lambda mesh, here: backward(CASE.model(mesh), [[1, 2], []]),
-        ),
-        "a window of no token": (
-            ValueError,
-            "window is 0",
-            lambda mesh, here: backward(CASE.model(mesh), [[1, 2]], window=0),
-        ),
-        "a chunk of no token": (
-            ValueError,
-            "chunk=0 was given",
-            lambda mesh, here: backward(CASE.model(mesh), [[1, 2]], chunk=0),
-        ),
-        "a sequence beyond the vocabulary": (
-            ValueError,
-            "vocabulary",
-            lambda mesh, here: backward(CASE.model(mesh), [[1, 13]]),
-        ),
-        "no sequence": (
-            ValueError,
-            "none of the labels",
-            sending(lambda mesh, here: backward(CASE.model(mesh), [])),
-        ),
         **{
             f"a model of {dtype}": (
                 sp.DtypeError,
@@ -204,11 +111,6 @@ EVERYWHERE: Table = {
             )
             for dtype in (torch.int64, torch.complex64, torch.float8_e4m3fn, "float32")
         },
-        "sequences without a label": (
-            ValueError,
-            "none of the labels",
-            sending(lambda mesh, here: backward(CASE.model(mesh), [[1], [2]])),
-        ),
     },
     "sp": {
         "a LLaMA over an axis that it does not know": (
@@ -221,9 +123,7 @@ EVERYWHERE: Table = {
 """Calls that are wrong on every rank."""
 
 ON_ONE_RANK: Table = {
-    "dp": conversions("dp"),
     "ring": {
-        **conversions("ring"),
         "a token beyond the vocabulary": (ValueError, "has 0..12", logits(lambda x: x + 13)),
         "tokens of another dtype": (sp.DtypeError, "int64", logits(lambda x: x.int())),
         "another shard": (sp.ShapeError, "own shard", logits(lambda x: x[:, 1:])),
@@ -239,7 +139,6 @@ ON_ONE_RANK: Table = {
         ),
     },
     "tp": {
-        **conversions("tp"),
         "too many tensor ranks": (
             sp.ShapeError,
             "2 tensor ranks are too many for num_attention_heads=1",
@@ -247,7 +146,6 @@ ON_ONE_RANK: Table = {
         ),
     },
     "pp": {
-        **conversions("pp"),
         "a call of one stage": (
             sp.ShapeError,
             "Use Decoder",
