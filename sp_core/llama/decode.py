@@ -74,8 +74,7 @@ class Cache:
 
     def __init__(self, model: Llama, room: Sequence[int]) -> None:
         comm, config = model.grid.sequence, model.config
-        self.rank, self.config = comm.rank, config
-        self.room = tuple(room)
+        self.rank, self.room = comm.rank, tuple(room)
         self.slot = max(room, default=0)
         self.lengths = [0] * len(room)
         self.owned: list[list[int]] = [[] for _ in range(comm.size)]
@@ -93,8 +92,7 @@ class Cache:
             first: the index of the first sequence in the whole batch, for errors.
 
         Raises:
-            ShapeError, ValueError: on this rank: a sequence would get more tokens than it has room
-                for, or than the model has positions.
+            ShapeError: on this rank: a sequence would get more tokens than it has room for.
         """
         for number, (length, new, room) in enumerate(
             zip(self.lengths, tokens, self.room, strict=True), first
@@ -104,7 +102,6 @@ class Cache:
                     f"sequence {number} has {length} tokens and room for {room}; {len(new)} more "
                     f"were given. Make more room."
                 )
-            check_length(f"sequence {number}", length, len(new), self.config)
         starts = [number * self.slot + length for number, length in enumerate(self.lengths)]
         return [
             start + t for start, new in zip(starts, tokens, strict=True) for t in range(len(new))
@@ -181,7 +178,8 @@ class Decoder:
         One agreement (32-byte all-reduce).
 
     Raises:
-        ShapeError, TypeError: less than one micro-batch, or arguments of another type.
+        ShapeError, TypeError, ValueError: less than one micro-batch, more room than the model has
+            positions, or arguments of another type. RankError: too little memory.
         CollectiveMismatch: ranks with different arguments. All on every rank.
     """
 
@@ -194,6 +192,8 @@ class Decoder:
             arguments.check(room=room, micro_batches=micro_batches)
             if count < 1:
                 raise ShapeError(f"micro_batches={count} was given; needed at least 1.")
+            for number, most in enumerate(room):
+                check_length(f"the room of sequence {number}", most, 0, model.config)
             self.dtype, self.parts = model.dtype, split_ranges(len(room), count)
             caches = [Cache(model, [room[number] for number in part]) for part in self.parts]
             return caches, f"Decoder({list(room)}, micro_batches={count}, {self.dtype})"
@@ -222,8 +222,9 @@ class Decoder:
             then one broadcast of (N', V).
 
         Raises:
-            ShapeError, ValueError, TypeError: more tokens than a sequence has room for or than the
-                model has positions, no token, or a token not in the vocabulary. On every rank.
+            ShapeError, ValueError, TypeError: more tokens than a sequence has room for, no token,
+                or a token not in the vocabulary. On every rank.
+            DtypeError: a model that has been converted. On every rank.
             CollectiveMismatch: ranks with different tokens. On every rank.
         """
         return self._run("prefill", tokens, self._spread)

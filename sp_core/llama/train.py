@@ -211,11 +211,7 @@ def _agree(
             check_parameters(others["optimizer"], {*model.parameters()})
         check_sequences(sequences, model.config)
         saving.check()
-        if not (torch.is_grad_enabled() and any(x.requires_grad for x in model.parameters())):
-            raise ValueError(
-                "no weight of the model has requires_grad=True, or gradients are off. Set it for "
-                "the weights to train, and call this outside torch.no_grad()."
-            )
+        _check_gradients(model)
         shares = split_ranges(len(sequences), 1 if own else replicas.size)
         given.extend(_dealt(sequences, layout, window, shares, grid))
         digest = crc32(f"{replicas.rank} {given[0]}".encode())
@@ -234,8 +230,16 @@ def _agree(
             "no rank was given a sequence of two tokens or more, so there is no next token to "
             "learn. Pass at least one such sequence."
         )
-    _, row, mask, sharding = given
-    return row, mask, sharding
+    return given[1], given[2], given[3]
+
+
+def _check_gradients(model: Llama) -> None:
+    """Raise ValueError, on this rank, if a backward would set no gradient."""
+    if not (torch.is_grad_enabled() and any(x.requires_grad for x in model.parameters())):
+        raise ValueError(
+            "no weight of the model has requires_grad=True, or gradients are off. Set it for the "
+            "weights to train, and call this outside torch.no_grad()."
+        )
 
 
 def _dealt(
