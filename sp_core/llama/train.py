@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -308,19 +309,22 @@ def save_training(
     Raises:
         CheckpointError: as `save`; or parameters of a different model, or a state that cannot be
             written as tensors and JSON.
-        CollectiveMismatch: ranks with different optimizers or random states. Both on every rank.
+        ValueError: a step below 0.
+        CollectiveMismatch: ranks with different optimizers or random states. All on every rank.
     """
 
     def beside() -> Beside:
         arguments.check(step=step)
-        record = {"step": step, **record_of(model, optimizer, scheduler, generator)}
+        if step < 0:
+            raise ValueError(f"step={step} was given; pass at least 0.")
+        record = {"step": int(step), **record_of(model, optimizer, scheduler, generator)}
         tensors = {
             f"{name}.{kind}": (x, placement)
             for name, (weight, placement) in parts_of(model).items()
             for kind, x in optimizer.state.get(weight, {}).items()
             if is_cut(x, weight)
         }
-        text = json.dumps(record, default=refuse)
+        text = json.dumps(record, default=partial(refuse, record))
         return f"save_training({digests(record)})", tensors, {RECORD: text}
 
     write(model, folder, max_file_bytes, beside)
