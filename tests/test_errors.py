@@ -17,7 +17,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from refusals import calls, decoders, kinds, layers, models, pure, scheduling
+from refusals import calls, decoders, kinds, layers, models, pure, scheduling, training
 from refusals.calls import Row, Table, comm_of
 from torch import Tensor
 
@@ -59,13 +59,13 @@ def rows(*tables: Table, ranks: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("axes", "row"), [*found.values()], ids=[*found])
 
 
-@rows(calls.EVERYWHERE, kinds.EVERYWHERE, models.EVERYWHERE, decoders.EVERYWHERE, ranks=2)
+@rows(*(x.EVERYWHERE for x in (calls, kinds, models, decoders, training)), ranks=2)
 @spmd(1, 3)
 def test_what_is_wrong_everywhere(comm: Any, axes: str, row: Row) -> None:
     check_refused(comm, axes, row)
 
 
-@rows(*(calls.ON_ONE_RANK, kinds.ON_ONE_RANK, models.ON_ONE_RANK, decoders.ON_ONE_RANK), ranks=2)
+@rows(*(x.ON_ONE_RANK for x in (calls, kinds, models, decoders, training)), ranks=2)
 @spmd(2)
 def test_what_is_wrong_on_one_rank_is_raised_on_both(comm: Any, axes: str, row: Row) -> None:
     check_refused(comm, axes, row)

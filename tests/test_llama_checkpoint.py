@@ -253,6 +253,7 @@ def test_a_folder_that_is_broken_on_one_rank_is_an_error_on_all(comm: Any, tmp_p
         Checkpoint(folder).shape("lost")
 
 
+HALF = {"rope_type": "default", "partial_rotary_factor": 0.5}
 UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
     "another architecture": (
         "'mistral'",
@@ -262,6 +263,12 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
         "LlamaForSequenceClassification",
         {"architectures": ["LlamaForSequenceClassification"]},
     ),
+    "an architecture that is a number": ("architectures 5 is", {"architectures": 5}),
+    "half of the dims rotated": ("partial_rotary_factor=0.5", {"partial_rotary_factor": 0.5}),
+    **{
+        f"half of the dims rotated, in {entry}": ("partial_rotary_factor=0.5", {entry: HALF})
+        for entry in ("rope_parameters", "rope_scaling")
+    },
     "biases": ("attention_bias=True", {"attention_bias": True}),
     "biases of the feed-forward": ("mlp_bias=True", {"mlp_bias": True}),
     "dropout": ("attention_dropout=0.1", {"attention_dropout": 0.1}),
@@ -280,6 +287,8 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
     "a negative epsilon": ("rms_norm_eps=-0.5", {"rms_norm_eps": -0.5}),
     "an epsilon that is no number": ("rms_norm_eps=True", {"rms_norm_eps": True}),
     "heads that do not divide": ("multiple", {"num_key_value_heads": 4}),
+    "an infinite epsilon": ("rms_norm_eps=inf", {"rms_norm_eps": float("inf")}),
+    "a head dim beyond memory": ("rotary embedding of the config", {"head_dim": 2**70}),
     "an odd head dim": ("even number", {"head_dim": 3}),
     "a base that is no number": ("rope_theta='big'", {"rope_theta": "big"}),
     "an end in words": ("eos_token_id='2'", {"eos_token_id": "2"}),
@@ -312,6 +321,7 @@ def test_what_is_there_is_never_written_over(comm: Any, tmp_path: Path) -> None:
     if comm.rank == 0:
         (folder / "empty").mkdir()
         (folder / "file").write_text("notes")
+        (folder / "loop").symlink_to("loop")
     comm.Barrier()
     with mesh_of(comm, 0) as mesh:
         model = create(CASE.config, mesh)
@@ -323,8 +333,10 @@ def test_what_is_there_is_never_written_over(comm: Any, tmp_path: Path) -> None:
             save(create(CASE.config, mesh, seed=1), folder / "empty")
         with pytest.raises(sp.CheckpointError, match="file is there already"):
             save(model, folder / "file")
-        with pytest.raises(sp.CheckpointError, match="cannot be written"):
-            save(model, folder / "file" / "model")
+        for name in ("file/model", "n" * 300, "loop", "loop/model"):
+            text = f"{folder / name} cannot be written: .*Pass a folder"
+            with pytest.raises(sp.CheckpointError, match=text):
+                save(model, folder / name)
         with pytest.raises(sp.CheckpointError, match=r"max_file_bytes=0 was given"):
             save(model, folder / "other", max_file_bytes=0)
         size = sum(x.numel() * x.element_size() for x in CASE.weights().values()) // 2

@@ -8,18 +8,21 @@ from __future__ import annotations
 from contextlib import nullcontext
 from functools import partial
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from llama_cases import Case, Damaged
+from test_llama_checkpoint import shared
 from tokenizers import Tokenizer, models
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sp_core as sp
-from sp_core.llama import Decoder, Sampling, byte_tokenizer, create, generate
+from sp_core.llama import Decoder, Sampling, byte_tokenizer, create, generate, load, save
+from sp_core.llama.config import read_json
 from sp_core.testing import spmd
 
 pytestmark = pytest.mark.usefixtures("short_slots")
@@ -57,6 +60,26 @@ def test_a_token_costs_one_comparison(comm: Any, axes: dict[str, Any]) -> None:
             decoder.decode([[31]])
         sp.all_reduce(torch.zeros(1), comm=group)
         assert group.counters["control"].calls == 3
+
+
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"pp": 2}, {"ring": 2}])
+@spmd(2)
+def test_a_converted_model_is_one_of_its_new_dtype(
+    comm: Any, axes: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = shared(comm, tmp_path)
+    with sp.Mesh(comm, **axes) as mesh:
+        case = Case((4, 2), dtype="float32")
+        models = case.model(mesh), create(case.config, mesh, dtype=torch.float64)
+        models[1].load_state_dict(models[0].state_dict())
+        models[1].to(torch.float32)
+        assert models[1].dtype == torch.float32
+        logits = [Decoder(model, [3]).prefill([[1, 2]]) for model in models]
+        torch.testing.assert_close(*logits, rtol=0, atol=0)
+        if "pp" not in axes:
+            save(models[1], folder / "model")
+            assert load(folder / "model", mesh).dtype == torch.float32
+            assert read_json(folder / "model" / "config.json")["dtype"] == "float32"
 
 
 class Values(TorchDispatchMode):

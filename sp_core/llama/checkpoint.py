@@ -8,6 +8,7 @@ renamed when it is complete. `train` stores the state of an optimizer in the sam
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import uuid
 from collections.abc import Callable, Mapping
@@ -287,8 +288,8 @@ def write(
             raise CheckpointError(
                 f"max_file_bytes={max_file_bytes} was given; pass at least 1, or None for one file."
             )
-        found[:] = found or [(Path(folder).resolve(), *beside())]
-        return f"{found[0][1]} to {folder}, {max_file_bytes}, on {everyone.name}"
+        found[:] = found or [(Path(os.path.realpath(folder)), *beside())]
+        return f"{found[0][1]} of {model.dtype} to {folder}, {max_file_bytes}, on {everyone.name}"
 
     def on_first(act: Callable[[], None]) -> None:
         everyone.agree_on(call, partial(_attempt, act, Path(folder), everyone.rank))
@@ -350,10 +351,12 @@ def _attempt(write: Callable[[], None], target: Path, rank: int) -> None:
         if rank == 0:
             write()
     except (OSError, ModuleNotFoundError) as error:
-        raise CheckpointError(
-            f"{target} cannot be written: {error}. It takes room on the disk, and what "
-            "pip install 'sp-core[llama]' installs."
-        ) from error
+        needed = (
+            "Pass a folder that can be made and written"
+            if isinstance(error, OSError)
+            else "Install what is missing with pip install 'sp-core[llama]'"
+        )
+        raise CheckpointError(f"{target} cannot be written: {error}. {needed}.") from error
 
 
 def _begin(stages: int, target: Path, draft: Path) -> None:

@@ -6,8 +6,9 @@ Entries that would change the results of the model and are not supported raise a
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ _ONLY = {
     "mlp_bias": False,
     "attention_dropout": 0,
     "quantization_config": None,
+    "partial_rotary_factor": 1,
 }
 """For some entries of `config.json` the one supported value, which is the default."""
 _SIZES = (
@@ -92,8 +94,11 @@ class LlamaConfig:
             )
         for name in ("rms_norm_eps", "rope_theta"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-                raise CheckpointError(f"{name}={value!r} was given, needed a number of at least 0.")
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not (is_number and 0 <= value < torch.inf):
+                raise CheckpointError(
+                    f"{name}={value!r} was given, needed a finite number of at least 0."
+                )
         if not isinstance(self.tie_word_embeddings, bool):
             raise CheckpointError(
                 f"tie_word_embeddings={self.tie_word_embeddings!r} was given, needed true or false."
@@ -107,7 +112,7 @@ class LlamaConfig:
         object.__setattr__(self, "eos_token_id", tokens)
         try:
             self.rope()
-        except (ShapeError, ValueError, TypeError) as error:
+        except (ShapeError, ValueError, TypeError, RuntimeError, OverflowError) as error:
             raise CheckpointError(
                 f"the rotary embedding of the configuration is not supported: {error}"
             ) from error
@@ -149,17 +154,14 @@ class LlamaConfig:
             CheckpointError: an entry is missing, or would change the results and is not supported.
         """
         architectures = values.get("architectures") or [ARCHITECTURE]
-        if values.get("model_type") != "llama" or ARCHITECTURE not in architectures:
+        is_llama = isinstance(architectures, Collection) and ARCHITECTURE in architectures
+        if values.get("model_type") != "llama" or not is_llama:
             raise CheckpointError(
                 f"model_type {values.get('model_type')!r} with architectures {architectures} is "
                 f"not supported; "
                 f"only {ARCHITECTURE} is."
             )
-        for name, supported in _ONLY.items():
-            if values.get(name) not in (supported, None):
-                raise CheckpointError(
-                    f"{name}={values[name]!r} is not supported; only {supported!r} is."
-                )
+        _check_only(values)
         names = cls.__dataclass_fields__
         given = {name: values[name] for name in names if values.get(name) is not None}
         missing = [name for name in _SIZES if name not in given]
@@ -209,6 +211,15 @@ def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
+def _check_only(values: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for an entry of `_ONLY` with another value than the supported one."""
+    for name, supported in _ONLY.items():
+        if values.get(name) not in (supported, None):
+            raise CheckpointError(
+                f"{name}={values[name]!r} is not supported; only {supported!r} is."
+            )
+
+
 def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields rope_theta and rope_scaling from the contents of a `config.json`.
 
@@ -220,9 +231,11 @@ def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
         raise CheckpointError(
             f"the scaling of the rotary embedding is {scaling!r}, needed an object or null."
         )
+    _check_only(scaling)
     bases = (joint.get("rope_theta"), values.get("rope_theta"), 10000.0)
     base = next(x for x in bases if x is not None)
-    kept = {name: value for name, value in scaling.items() if name != "rope_theta"}
+    unused = "rope_theta", "partial_rotary_factor"
+    kept = {name: value for name, value in scaling.items() if name not in unused}
     is_plain = not kept or kept.get("rope_type", kept.get("type")) == "default"
     return {"rope_theta": base, "rope_scaling": None if is_plain else kept}
 
@@ -265,7 +278,7 @@ def check_sequences(
             )
         if more is not None:
             check_length(f"{what} {number}", len(tokens), more, config)
-    check_tokens(flat(sequences), config)
+    check_tokens([*chain.from_iterable(sequences)], config)
 
 
 def check_length(name: str, length: int, more: int, config: LlamaConfig) -> None:
@@ -277,13 +290,16 @@ def check_length(name: str, length: int, more: int, config: LlamaConfig) -> None
         )
 
 
-def check_tokens(tokens: Tensor, config: LlamaConfig, what: str = "token") -> None:
+def check_tokens(tokens: Tensor | list[int], config: LlamaConfig, what: str = "token") -> None:
     """Raise ValueError if a token is outside the vocabulary; `what` names it in the error.
 
-    A split embedding would return zeros for such a token.
+    A split embedding would return zeros for such a token. A list may have numbers beyond int64.
     """
-    wrong = tokens[(tokens < 0) | (tokens >= config.vocab_size)]
-    if wrong.numel():
+    if isinstance(tokens, Tensor):
+        wrong = tokens[(tokens < 0) | (tokens >= config.vocab_size)].tolist()
+    else:
+        wrong = [token for token in tokens if not 0 <= token < config.vocab_size]
+    if wrong:
         raise ValueError(
-            f"{what} {int(wrong[0])} was given; the vocabulary has 0..{config.vocab_size - 1}."
+            f"{what} {wrong[0]} was given; the vocabulary has 0..{config.vocab_size - 1}."
         )

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from sp_core.agreement import make_alike
 from sp_core.attention import Logits, block_attention, merge_into
 from sp_core.collectives.api import all_gather, broadcast
 from sp_core.communicator import Communicator
-from sp_core.errors import ShapeError
+from sp_core.errors import DtypeError, ShapeError
 from sp_core.llama import pipeline
 from sp_core.llama.config import Tokens, check_length, check_tokens, flat
 from sp_core.llama.model import LayerAttend, Llama, Pass
@@ -74,8 +74,7 @@ class Cache:
 
     def __init__(self, model: Llama, room: Sequence[int]) -> None:
         comm, config = model.grid.sequence, model.config
-        self.rank, self.config = comm.rank, config
-        self.room = tuple(room)
+        self.rank, self.room = comm.rank, tuple(room)
         self.slot = max(room, default=0)
         self.lengths = [0] * len(room)
         self.owned: list[list[int]] = [[] for _ in range(comm.size)]
@@ -93,8 +92,7 @@ class Cache:
             first: the index of the first sequence in the whole batch, for errors.
 
         Raises:
-            ShapeError, ValueError: on this rank: a sequence would get more tokens than it has room
-                for, or than the model has positions.
+            ShapeError: on this rank: a sequence would get more tokens than it has room for.
         """
         for number, (length, new, room) in enumerate(
             zip(self.lengths, tokens, self.room, strict=True), first
@@ -104,7 +102,6 @@ class Cache:
                     f"sequence {number} has {length} tokens and room for {room}; {len(new)} more "
                     f"were given. Make more room."
                 )
-            check_length(f"sequence {number}", length, len(new), self.config)
         starts = [number * self.slot + length for number, length in enumerate(self.lengths)]
         return [
             start + t for start, new in zip(starts, tokens, strict=True) for t in range(len(new))
@@ -181,7 +178,8 @@ class Decoder:
         One agreement (32-byte all-reduce).
 
     Raises:
-        ShapeError, TypeError: less than one micro-batch, or arguments of another type.
+        ShapeError, TypeError, ValueError: less than one micro-batch, more room than the model has
+            positions, or arguments of another type. RankError: too little memory.
         CollectiveMismatch: ranks with different arguments. All on every rank.
     """
 
@@ -190,16 +188,19 @@ class Decoder:
     ) -> None:
         count = model.grid.stages.size if micro_batches is None else micro_batches
 
-        def check() -> None:
+        def make() -> tuple[list[Cache], str]:
             arguments.check(room=room, micro_batches=micro_batches)
             if count < 1:
                 raise ShapeError(f"micro_batches={count} was given; needed at least 1.")
+            for number, most in enumerate(room):
+                check_length(f"the room of sequence {number}", most, 0, model.config)
+            self.dtype, self.parts = model.dtype, split_ranges(len(room), count)
+            caches = [Cache(model, [room[number] for number in part]) for part in self.parts]
+            return caches, f"Decoder({list(room)}, micro_batches={count}, {self.dtype})"
 
-        model.grid.model.agree_on(lambda: f"Decoder({list(room)}, micro_batches={count})", check)
-        model.join_weights()
         self.model = model
-        self.parts = split_ranges(len(room), count)
-        self.caches = [Cache(model, [room[number] for number in part]) for part in self.parts]
+        self.caches = make_alike(model.grid.model, make)
+        model.join_weights()
 
     def prefill(self, tokens: Tokens) -> Tensor:
         """Append tokens to sequences, each sequence rank computing some of the tokens.
@@ -221,8 +222,9 @@ class Decoder:
             then one broadcast of (N', V).
 
         Raises:
-            ShapeError, ValueError, TypeError: more tokens than a sequence has room for or than the
-                model has positions, no token, or a token not in the vocabulary. On every rank.
+            ShapeError, ValueError, TypeError: more tokens than a sequence has room for, no token,
+                or a token not in the vocabulary. On every rank.
+            DtypeError: a model that has been converted. On every rank.
             CollectiveMismatch: ranks with different tokens. On every rank.
         """
         return self._run("prefill", tokens, self._spread)
@@ -251,7 +253,7 @@ class Decoder:
             passes, lasts = zip(*(step_of(cache, new) for cache, new in added), strict=True)
             hidden = pipeline.forward(model, passes)
             number = sum(map(bool, tokens))
-            logits = torch.empty(number, vocab, dtype=model.dtype, device=stages.device)
+            logits = torch.empty(number, vocab, dtype=self.dtype, device=stages.device)
             if model.is_last:
                 rows = torch.cat([last(row) for last, (row,) in zip(lasts, hidden, strict=True)])
                 sizes = split_sizes(vocab, grid.tensor.size)
@@ -318,7 +320,12 @@ class Decoder:
             owns: list[Tokens] = [[tokens[n] for n in part] for part in self.parts]
             parts = zip(self.caches, owns, self.parts, strict=True)
             placed = [(cache, own, cache.place(own, part.start)) for cache, own, part in parts]
-            check_tokens(flat(tokens), self.model.config)
+            if (now := next(self.model.parameters()).dtype) != self.dtype:
+                raise DtypeError(
+                    f"the model has been converted to {now}; the decoder holds keys and values in "
+                    f"{self.dtype}. Convert the model back, or make another decoder."
+                )
+            check_tokens([*chain.from_iterable(tokens)], self.model.config)
             if not any(tokens):
                 raise ValueError(f"{what} was given no token for any sequence; give at least one.")
             return placed, f"{what}({list(map(list, tokens))}) after {shown}"

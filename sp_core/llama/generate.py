@@ -161,7 +161,7 @@ def generate(
     ending: dict[str, Any] = {"stop": stop, "stop_strings": stop_strings, "tokenizer": tokenizer}
     grid.everyone.agree_on(
         lambda: (
-            f"generate({list(map(list, prompts))}, {max_tokens}, {sampling}, "
+            f"generate({list(map(list, prompts))}, {max_tokens}, {model.dtype}, {sampling}, "
             f"{sorted(set(stop))}, {sorted(set(stop_strings))})"
         ),
         lambda: _check(model, prompts, max_tokens, sampling, on_token=on_token, **ending),

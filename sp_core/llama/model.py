@@ -21,7 +21,7 @@ from sp_core import arguments
 from sp_core.agreement import make_alike
 from sp_core.collectives.api import all_gather
 from sp_core.collectives.differentiable import copy_to_group
-from sp_core.errors import ShapeError
+from sp_core.errors import DtypeError, ShapeError
 from sp_core.llama.config import LlamaConfig, check_ranks, check_tokens
 from sp_core.llama.grid import Grid
 from sp_core.mask import Mask, Positions
@@ -40,6 +40,7 @@ from sp_core.sharding import Sharding, split_sizes
 LayerAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Attention of one layer: from the index among this stage's layers, q, k and v to the result."""
 CAUSAL = Mask(causal=True)
+DTYPES = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ class Llama(nn.Module):
     Raises:
         ShapeError: more tensor ranks than heads, feed-forward features or tokens in the vocabulary,
             or more stages than layers. On every rank.
+        DtypeError: a dtype other than float64, float32, float16 and bfloat16. On this rank.
     """
 
     def __init__(
@@ -90,11 +92,12 @@ class Llama(nn.Module):
     ) -> None:
         super().__init__()
         check_ranks(config, grid.tensor.size)
-        self.config, self.grid, self.dtype, self.tp_sp = config, grid, dtype, tp_sp
+        if dtype not in DTYPES:
+            raise DtypeError(f"dtype={dtype!r} was given; pass one of {DTYPES}.")
+        self.config, self.grid, self.tp_sp, self.rope = config, grid, tp_sp, config.rope()
         comm = grid.tensor
         self.own = stage_layers(config, grid.stages.size)[grid.stages.rank]
-        self.is_first = grid.stages.rank == 0
-        self.is_last = grid.stages.rank == grid.stages.size - 1
+        self.is_first, self.is_last = (grid.stages.rank == x for x in (0, grid.stages.size - 1))
         if self.is_first or (self.is_last and config.tie_word_embeddings):
             self.embed_tokens = Embedding(
                 config.vocab_size, config.hidden_size, comm, dtype, copy=not self.is_first
@@ -114,12 +117,26 @@ class Llama(nn.Module):
             self.lm_head = Weight(
                 Placement.split((config.vocab_size, config.hidden_size), 0, comm.size), comm, dtype
             )
-        self.rope = config.rope()
         slots = split_heads(*heads, comm.size)[1][comm.rank]
         self.kv_heads = sorted(set(slots))
         self.slots = (
             None if list(slots) == self.kv_heads else [self.kv_heads.index(head) for head in slots]
         )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of all parameters, in which the model computes.
+
+        Raises:
+            DtypeError: on this rank: they have several dtypes.
+        """
+        dtypes = {x.dtype for x in self.parameters()}
+        if len(dtypes) > 1:
+            raise DtypeError(
+                f"the parameters have the dtypes {sorted(map(str, dtypes))}; a model computes in "
+                f"one. Convert all of them, such as with model.float()."
+            )
+        return dtypes.pop()
 
     @torch.no_grad()
     def fill(self, read: Callable[[str, Placement], Tensor]) -> None:

@@ -79,11 +79,12 @@ class _Mail:
         self, model: Llama, forward: Sequence[Pass], backward: Sequence[Pass] = ()
     ) -> None:
         self._comm = stages = model.grid.stages
-        self._tag, self._dtype = stages.next_tag(), model.dtype
+        # of all parameters, as the callers have checked
+        self._tag, self._dtype = stages.next_tag(), next(model.parameters()).dtype
         self._sent: list[Handle] = []  # what `finish` waits for
         self._coming: dict[bool, tuple[Handle, Tensor]] = {}
         there, back = ([_shape(model, one) for one in passes] for passes in (forward, backward))
-        blank = torch.empty(1, dtype=model.dtype, device=stages.device)
+        blank = torch.empty(1, dtype=self._dtype, device=stages.device)
         before, after = stages.rank - 1, stages.rank + 1
 
         def listed(peer: int, shapes: list[torch.Size]) -> list[tuple[int, Tensor]]:
@@ -327,7 +328,8 @@ def _agree(
     grid, orders = model.grid, list[tuple[Order, ...]]()
 
     def call() -> str:
-        return f"loss_and_gradients({len(batches)} micro-batches, in {orders[0]}, {saving})"
+        what = f"{len(batches)} micro-batches, {model.dtype}, in {orders[0]}, {saving}"
+        return f"loss_and_gradients({what})"
 
     @cache
     def same_tokens() -> str:

@@ -135,6 +135,14 @@ def _unfitting(record: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
     wanted = [group["params"] for group in now["groups"]]
     if found != wanted:
         yield f"groups have the params {found!s:.100}, needed {wanted!s:.100}"
+    else:
+        groups = zip(record["groups"], now["groups"], strict=True)
+        pairs = [(name, old.get(name, x), x) for old, new in groups for name, x in new.items()]
+        for name, old, x in pairs:
+            if _kind(old) != _kind(x):
+                yield f"{name} of a group is {old!r:.100}, needed such as {x!r:.100}"
+    if record["step"] < 0:
+        yield f"step is {record['step']}, needed at least 0"
     names = set(chain.from_iterable(now["of"]["parameters"]))
     for name, kinds in record["state"].items():
         if name not in names or not isinstance(kinds, dict):
@@ -143,6 +151,15 @@ def _unfitting(record: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
     needed = {x for x in now["schedule"] or () if x[0] != "_" or x == "_schedulers"}
     if missing := needed - (record["schedule"] or {}).keys():
         yield f"schedule lacks {sorted(missing)}"
+
+
+def _kind(x: object) -> object:
+    """Return a value that is the same for all numbers, for flags and None, and for like lists."""
+    if isinstance(x, list | tuple):
+        return [*map(_kind, x)]
+    if x is None:
+        return bool
+    return float if type(x) is int or isinstance(x, Tensor) else type(x)
 
 
 def is_cut(x: object, weight: Tensor) -> bool:
@@ -221,14 +238,17 @@ def keyed(pairs: list[tuple[str, Any]]) -> dict[Any, Any]:
 
 def digests(record: dict[str, Any]) -> str:
     """Return a text with a short hash of each entry of a record, equal on ranks with equal ones."""
-    texts = {key: json.dumps(x, default=refuse).encode() for key, x in record.items()}
+    texts = {key: json.dumps(x).encode() for key, x in record.items()}
     return ", ".join(f"{key} #{crc32(x):08x}" for key, x in texts.items())
 
 
-def refuse(x: object) -> None:
-    """Raise CheckpointError for a value that JSON cannot hold; `json.dumps` calls this."""
+def refuse(record: dict[str, Any], x: object) -> None:
+    """Raise CheckpointError for a value of a record that JSON cannot hold, and name its entry."""
     what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
+    parts = *record["groups"], *record["state"].values(), record["schedule"] or {}
+    names = [name for part in parts for name, value in part.items() if value is x]
     raise CheckpointError(
-        f"the optimizer or the scheduler holds {what}. Saved are numbers, texts, lists, and "
-        "floating tensors of the shape of their parameter. Use others, such as AdamW."
+        f"{(*names, 'an entry')[0]} of the optimizer or the scheduler is {what}. Saved are "
+        "numbers, texts, lists, and floating tensors of the shape of their parameter. Make it one "
+        "of these, such as float(lr), or use an optimizer without it, such as AdamW."
     )

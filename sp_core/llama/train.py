@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from sp_core import arguments
 from sp_core.agreement import make_alike
-from sp_core.errors import CollectiveMismatch
+from sp_core.errors import CollectiveMismatch, ShapeError
 from sp_core.llama.checkpoint import Beside, parts_of, write
 from sp_core.llama.config import Tokens, check_sequences, flat, read_json
 from sp_core.llama.grid import Grid
@@ -103,7 +104,7 @@ def train_step(
     saving = Saving(recompute=recompute, offload=offload, chunk=chunk)
 
     def call() -> str:
-        return f"train_step({max_norm=}, {settings_of(optimizer)})"
+        return f"train_step({max_norm=}, {model.dtype}, {settings_of(optimizer)})"
 
     loss = _backward(call, model, sequences, layout, own, window, saving, optimizer=optimizer)
     norm = clip_gradient_norm(model.parameters(), max_norm, tensor=model.grid.tensor)
@@ -155,12 +156,14 @@ def backward(
 
     Raises:
         ShapeError, ValueError, TypeError: an empty sequence, a token that is not in the vocabulary,
-            no token with a next token, `window` or `chunk` below 1, or layers that are split over
-            stages.
+            no token with a next token, no weight to train, a layout for other numbers of tokens or
+            ranks, `window` or `chunk` below 1, or layers that are split over stages.
         CollectiveMismatch: ranks with different sequences. All on every rank.
     """
     saving = Saving(recompute=recompute, offload=offload, chunk=chunk)
-    return _backward(lambda: "backward()", model, sequences, layout, own, window, saving)
+    return _backward(
+        lambda: f"backward({model.dtype})", model, sequences, layout, own, window, saving
+    )
 
 
 def _backward(
@@ -175,27 +178,8 @@ def _backward(
 ) -> float:
     """Do what `backward` does for a caller that `call` describes; also check arguments `others`."""
     check_model(model)
-    grid, replicas, given = model.grid, model.grid.replicas, list[Any]()
-
-    def check() -> int:
-        arguments.check(sequences=sequences, layout=layout, own=own, **others)
-        if others:
-            check_parameters(others["optimizer"], {*model.parameters()})
-        check_sequences(sequences, model.config)
-        saving.check()
-        shares = split_ranges(len(sequences), 1 if own else replicas.size)
-        given.extend(_dealt(sequences, layout, window, shares, grid))
-        return crc32(f"{replicas.rank} {given[0]}".encode())
-
-    seen = grid.everyone.agree_on(
-        lambda: f"{call()} of {'own' if own else given[0]}, window={given[2].window}, {saving}",
-        check,
-    )
-    if len(set(seen)) > replicas.size:
-        raise CollectiveMismatch(
-            f"{call()}: ranks of one replica have other sequences or layouts. Pass them alike."
-        )
-    _, row, mask, sharding = given
+    grid = model.grid
+    row, mask, sharding = _agree(call, model, sequences, layout, own, window, saving, **others)
     tokens = sharding.shard(row, grid.sequence.rank, 1).to(grid.everyone.device)
     model.zero_grad()
     one = model.begin(tokens, sharding, mask, saving)
@@ -206,6 +190,59 @@ def _backward(
     return float(loss.detach())
 
 
+def _agree(
+    call: Callable[[], str],
+    model: Llama,
+    sequences: Tokens,
+    layout: Layout,
+    own: bool,
+    window: int | None,
+    saving: Saving,
+    **others: object,
+) -> tuple[Tensor, Mask, Sharding]:
+    """Check the arguments of `_backward` on all ranks. Return row, mask and sharding of a replica.
+
+    Each rank returns those of its own replica.
+    """
+    grid, replicas, given = model.grid, model.grid.replicas, list[Any]()
+
+    def check() -> int:
+        arguments.check(sequences=sequences, layout=layout, own=own, **others)
+        if others:
+            check_parameters(others["optimizer"], {*model.parameters()})
+        check_sequences(sequences, model.config)
+        saving.check()
+        _check_gradients(model)
+        shares = split_ranges(len(sequences), 1 if own else replicas.size)
+        given.extend(_dealt(sequences, layout, window, shares, grid))
+        digest = crc32(f"{replicas.rank} {given[0]}".encode())
+        return digest if any(len(tokens) > 1 for tokens in sequences) else ~digest  # below 0
+
+    seen = grid.everyone.agree_on(
+        lambda: f"{call()} of {'own' if own else given[0]}, window={given[2].window}, {saving}",
+        check,
+    )
+    if len(set(seen)) > replicas.size:
+        raise CollectiveMismatch(
+            f"{call()}: ranks of one replica have other sequences or layouts. Pass them alike."
+        )
+    if max(seen) < 0:
+        raise ValueError(
+            "no rank was given a sequence of two tokens or more, so there is no next token to "
+            "learn. Pass at least one such sequence."
+        )
+    return given[1], given[2], given[3]
+
+
+def _check_gradients(model: Llama) -> None:
+    """Raise ValueError, on this rank, if a backward would set no gradient."""
+    if not (torch.is_grad_enabled() and any(x.requires_grad for x in model.parameters())):
+        raise ValueError(
+            "no weight of the model has requires_grad=True, or gradients are off. Set it for the "
+            "weights to train, and call this outside torch.no_grad()."
+        )
+
+
 def _dealt(
     sequences: Tokens, layout: Layout, window: int | None, shares: Sequence[range], grid: Grid
 ) -> tuple[str, Tensor, Mask, Sharding]:
@@ -213,11 +250,16 @@ def _dealt(
 
     Then return row, mask and sharding of one share: that of this rank's replica, or the only one.
     """
-    dealt = []
+    dealt, remedy = [], "Pass a function that makes one, such as Sharding.zigzag."
     for share in shares:
-        made = layout(sum(len(sequences[number]) for number in share), grid.sequence.size)
-        remedy = "Pass a function that makes one, such as Sharding.zigzag."
+        sizes = sum(len(sequences[number]) for number in share), grid.sequence.size
+        made = layout(*sizes)
         arguments.check_type("a layout's result", made, Sharding, remedy)
+        if (made.seq_len, made.size) != sizes:
+            raise ShapeError(
+                f"a layout's result for {made.seq_len} tokens over {made.size} ranks was made; one "
+                f"for {sizes[0]} tokens over {sizes[1]} ranks is needed. {remedy}"
+            )
         dealt.append(made)
     place = grid.replicas.rank % len(shares)
     text = f"{list(map(list, sequences))} dealt as {[sharding.fingerprint for sharding in dealt]}"
@@ -267,19 +309,22 @@ def save_training(
     Raises:
         CheckpointError: as `save`; or parameters of a different model, or a state that cannot be
             written as tensors and JSON.
-        CollectiveMismatch: ranks with different optimizers or random states. Both on every rank.
+        ValueError: a step below 0.
+        CollectiveMismatch: ranks with different optimizers or random states. All on every rank.
     """
 
     def beside() -> Beside:
         arguments.check(step=step)
-        record = {"step": step, **record_of(model, optimizer, scheduler, generator)}
+        if step < 0:
+            raise ValueError(f"step={step} was given; pass at least 0.")
+        record = {"step": int(step), **record_of(model, optimizer, scheduler, generator)}
         tensors = {
             f"{name}.{kind}": (x, placement)
             for name, (weight, placement) in parts_of(model).items()
             for kind, x in optimizer.state.get(weight, {}).items()
             if is_cut(x, weight)
         }
-        text = json.dumps(record, default=refuse)
+        text = json.dumps(record, default=partial(refuse, record))
         return f"save_training({digests(record)})", tensors, {RECORD: text}
 
     write(model, folder, max_file_bytes, beside)

@@ -88,7 +88,8 @@ def prefill_unequal(
         _check(model, sequences, plan, pass_tokens)
         digest = crc32(f"{list(map(list, sequences))} {plan}".encode())
         return (
-            f"prefill_unequal({len(sequences)} sequences and a plan #{digest:08x}, {pass_tokens=})"
+            f"prefill_unequal({len(sequences)} sequences and a plan #{digest:08x}, {pass_tokens=}, "
+            f"{model.dtype})"
         )
 
     model.grid.everyone.agree_on(call)

@@ -44,6 +44,21 @@ def unequal(texts: list[list[int]], plan: Plan) -> Any:
     )
 
 
+def vast(mesh: sp.Mesh, here: bool) -> object:
+    """Make a decoder of so many layers on the last rank that no memory holds their keys."""
+    model = CASE.model(mesh)
+    model.own = range(2**50) if here else model.own
+    return Decoder(model, [3])
+
+
+def reconverted(mesh: sp.Mesh, here: bool) -> object:
+    """Convert the model of a decoder on the last rank, then decode."""
+    decoder = Decoder(CASE.model(mesh), [3, 2])
+    decoder.prefill([[1, 2], []])
+    decoder.model.float() if here else None
+    return decoder.decode([[1], []])
+
+
 EVERYWHERE: Table = {
     "ring": {
         "an empty prompt": (ValueError, "prompt 1 is empty", generated([[1], []], 4)),
@@ -53,6 +68,16 @@ EVERYWHERE: Table = {
             generated([[1]], 128),
         ),
         "a prompt beyond the vocabulary": (ValueError, "has 0..12", generated([[13]], 1)),
+        "a prompt beyond whole numbers of 64 bits": (
+            ValueError,
+            f"token {2**70} was given; the vocabulary has 0..12",
+            generated([[2**70]], 1),
+        ),
+        "a token beyond whole numbers of 64 bits": (
+            ValueError,
+            f"token {2**70} was given; the vocabulary has 0..12",
+            sending(decoded([[1], [2**70]])),
+        ),
         "a prompt below the vocabulary": (ValueError, "token -1 was given", generated([[-1]], 1)),
         "stop strings without a tokenizer": (
             ValueError,
@@ -72,10 +97,10 @@ EVERYWHERE: Table = {
             "sequence 0 has 2 tokens and room for 3",
             sending(decoded([[1, 2], [3]])),
         ),
-        "more tokens than positions": (
+        "more room than positions": (
             ValueError,
-            "sequence 0 has 2 tokens; with 127 more it exceeds the model's 128 positions",
-            sending(decoded([[1] * 127, []], room=200)),
+            "room of sequence 1 has 129 tokens; with 0 more it exceeds the model's 128 positions",
+            roomy([128, 129]),
         ),
         "an unequal sequence longer than the positions": (
             ValueError,
@@ -121,6 +146,7 @@ ON_ONE_RANK: Table = {
             "rank 1: room=[3, -1] was given",
             roomy([3, -1], [3, 1]),
         ),
+        "more room than memory": (sp.RankError, "rank 1: ", vast),
         "another room": (sp.CollectiveMismatch, "Decoder([3, 2]", roomy([3, 2], [3, 1])),
         "a plan for other lengths": (
             sp.ShapeError,
@@ -158,6 +184,11 @@ ON_ONE_RANK: Table = {
         ),
     },
     "pp": {
+        "a model converted under a decoder": (
+            sp.DtypeError,
+            "rank 1: the model has been converted to torch.float32",
+            sending(reconverted),
+        ),
         "unequal sequences on stages": (
             sp.ShapeError,
             "leave pp out",

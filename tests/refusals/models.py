@@ -12,9 +12,8 @@ from refusals.calls import Table, Wrong, comm_of
 from torch import Tensor, nn
 
 import sp_core as sp
-from sp_core.llama import Grid, Llama
+from sp_core.llama import Grid, Llama, create
 from sp_core.llama.pipeline import MicroBatch, loss_and_gradients
-from sp_core.llama.train import backward
 from sp_core.nn.gradients import Placement, clip_gradient_norm, place, reduce_gradients
 from sp_core.nn.loss import IGNORED, next_token_labels, next_token_loss
 
@@ -84,6 +83,10 @@ def micro_batches(change: Callable[[MicroBatch], list[MicroBatch]], *, everywher
     return step
 
 
+def created(dtype: Any) -> Wrong:
+    return lambda mesh, here: create(CASE.config, mesh, dtype=dtype)
+
+
 EVERYWHERE: Table = {
     "ring": {
         "labels of another shard": (
@@ -100,36 +103,14 @@ EVERYWHERE: Table = {
             "scheme 'hybrid' was asked for",
             lambda mesh, here: Grid.of(mesh, "hybrid"),
         ),
-        "an empty sequence": (
-            ValueError,
-            "sequence 1 is empty",
-            lambda mesh, here: backward(CASE.model(mesh), [[1, 2], []]),
-        ),
-        "a window of no token": (
-            ValueError,
-            "window is 0",
-            lambda mesh, here: backward(CASE.model(mesh), [[1, 2]], window=0),
-        ),
-        "a chunk of no token": (
-            ValueError,
-            "chunk=0 was given",
-            lambda mesh, here: backward(CASE.model(mesh), [[1, 2]], chunk=0),
-        ),
-        "a sequence beyond the vocabulary": (
-            ValueError,
-            "vocabulary",
-            lambda mesh, here: backward(CASE.model(mesh), [[1, 13]]),
-        ),
-        "no sequence": (
-            ValueError,
-            "none of the labels",
-            sending(lambda mesh, here: backward(CASE.model(mesh), [])),
-        ),
-        "sequences without a label": (
-            ValueError,
-            "none of the labels",
-            sending(lambda mesh, here: backward(CASE.model(mesh), [[1], [2]])),
-        ),
+        **{
+            f"a model of {dtype}": (
+                sp.DtypeError,
+                f"dtype={dtype!r} was given; pass one of (torch.float64, ",
+                created(dtype),
+            )
+            for dtype in (torch.int64, torch.complex64, torch.float8_e4m3fn, "float32")
+        },
     },
     "sp": {
         "a LLaMA over an axis that it does not know": (

@@ -1,0 +1,179 @@
+"""List wrong calls of `backward`, and calls of models that one rank has converted."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from refusals.calls import Row, Table, Wrong
+from refusals.models import CASE
+from torch import Tensor
+
+import sp_core as sp
+from sp_core.llama import Decoder, Llama, generate, prefill_unequal, save
+from sp_core.llama.pipeline import MicroBatch, loss_and_gradients
+from sp_core.llama.train import backward, save_training
+from sp_core.scheduling import Work, balanced
+
+
+def learned(call: Callable[[Llama], object]) -> Wrong:
+    """Return a call of a model with a gradient from before, which the call does not change."""
+
+    def learn(mesh: sp.Mesh, here: bool) -> object:
+        model = CASE.model(mesh)
+        model.norm.weight.grad = before = torch.ones(10, dtype=torch.float64)
+        try:
+            return call(model)
+        finally:
+            assert model.norm.weight.grad is before
+
+    return learn
+
+
+def short(number: int, size: int) -> sp.Sharding:
+    """Return a layout of 5 tokens for any number of tokens."""
+    return sp.Sharding.zigzag(5, size)
+
+
+def trained(model: Llama) -> Tensor:
+    sharding = sp.Sharding.contiguous(4, 1)
+    tokens = CASE.tokens(1, 4)
+    return loss_and_gradients(model, [MicroBatch(tokens, tokens, sharding)])
+
+
+def called(model: Llama) -> object:
+    size = model.grid.sequence.size
+    return model(CASE.tokens(1, 3), sharding=sp.Sharding.contiguous(3 * size, size))
+
+
+def planned(model: Llama) -> Tensor:
+    return prefill_unequal(
+        model, [[1], [2]], balanced([1, 1], model.grid.sequence.size, Work(1, 1))
+    )
+
+
+def stored(model: Llama) -> None:
+    save_training(model, FOLDER, optimizer=torch.optim.SGD(model.parameters()), step=1)
+
+
+TEXTS = [[1, 2], [3, 4]]
+FOLDER = tempfile.gettempdir() + "/sp_core_never_written"
+CALLS: dict[str, tuple[Callable[[Llama], object], str]] = {
+    "a forward": (called, "ring tp"),
+    "a backward": (lambda model: backward(model, TEXTS), "dp ring tp"),
+    "a pipeline": (trained, "dp pp tp"),
+    "a generation": (lambda model: generate(model, [[1], [2]], max_tokens=1), "dp pp ring tp"),
+    "a decoder": (lambda model: Decoder(model, [3]), "pp ring tp"),
+    "a prefill": (planned, "ring tp"),
+    "a save": (lambda model: save(model, FOLDER), "dp ring tp"),
+    "a checkpoint": (stored, "dp ring tp"),
+}
+"""By name: a call of a model, and axes over whose ranks it compares the model."""
+
+
+def converted(call: Callable[[Llama], object], change: Callable[[Llama], object]) -> Wrong:
+    """Return a call of a model that the last rank has changed before."""
+
+    def convert(mesh: sp.Mesh, here: bool) -> object:
+        model = CASE.model(mesh)
+        if here:
+            change(model)
+        return call(model)
+
+    return convert
+
+
+def conversions(axis: str) -> dict[str, Row]:
+    """Return the calls over ranks of an axis, of which one has converted its model, or half."""
+    return {
+        f"{name} with a model {what}": (kind, text, converted(call, change))
+        for name, (call, axes) in CALLS.items()
+        if axis in axes.split()
+        for what, kind, text, change in (
+            ("converted", sp.CollectiveMismatch, "torch.float32", lambda model: model.float()),
+            (
+                "converted in part",
+                sp.DtypeError,
+                "the parameters have the dtypes ['torch.float32', 'torch.float64']",
+                lambda model: model.layers[-1].float(),
+            ),
+        )
+    }
+
+
+EVERYWHERE: Table = {
+    "ring": {
+        "an empty sequence": (
+            ValueError,
+            "sequence 1 is empty",
+            lambda mesh, here: backward(CASE.model(mesh), [[1, 2], []]),
+        ),
+        "a window of no token": (
+            ValueError,
+            "window is 0",
+            lambda mesh, here: backward(CASE.model(mesh), [[1, 2]], window=0),
+        ),
+        "a chunk of no token": (
+            ValueError,
+            "chunk=0 was given",
+            lambda mesh, here: backward(CASE.model(mesh), [[1, 2]], chunk=0),
+        ),
+        "a sequence beyond the vocabulary": (
+            ValueError,
+            "vocabulary",
+            lambda mesh, here: backward(CASE.model(mesh), [[1, 13]]),
+        ),
+        "a sequence beyond whole numbers of 64 bits": (
+            ValueError,
+            f"token {2**70} was given; the vocabulary has 0..12",
+            lambda mesh, here: backward(CASE.model(mesh), [[2**70, 1]]),
+        ),
+        **{
+            f"{what}{' of its own' * own}": (
+                ValueError,
+                "no rank was given a sequence of two tokens or more",
+                learned(partial(backward, sequences=texts, own=own)),
+            )
+            for what, texts in {"no sequence": [], "sequences without a label": [[1], [2]]}.items()
+            for own in (False, True)
+        },
+        "a backward of frozen weights": (
+            ValueError,
+            "no weight of the model has requires_grad=True",
+            learned(lambda model: backward(model.requires_grad_(requires_grad=False), TEXTS)),
+        ),
+        "a backward without gradients": (
+            ValueError,
+            "outside torch.no_grad()",
+            learned(torch.no_grad()(lambda model: backward(model, TEXTS))),
+        ),
+    },
+}
+"""Calls that are wrong on every rank."""
+
+ON_ONE_RANK: Table = {
+    "dp": {
+        **conversions("dp"),
+        "a layout of the tokens of one replica": (
+            sp.ShapeError,
+            "5 tokens over 1 ranks was made; one for 3 tokens",
+            lambda mesh, here: backward(CASE.model(mesh), [[1] * 5, [2] * 3], layout=short),
+        ),
+        "a layout of the own tokens of one replica": (
+            sp.ShapeError,
+            "rank 1: ",
+            lambda mesh, here: backward(
+                CASE.model(mesh), [[1] * (3 if here else 5)], layout=short, own=True
+            ),
+        ),
+        "weights that one replica has frozen": (
+            ValueError,
+            "rank 1: no weight of the model has requires_grad=True",
+            lambda mesh, here: backward(CASE.model(mesh).requires_grad_(not here), TEXTS),
+        ),
+    },
+    **{axis: conversions(axis) for axis in ("pp", "ring", "tp")},
+}
+"""Calls that are wrong on the last rank only."""

@@ -1,0 +1,78 @@
+"""Test that ranks which do not agree on sequences or an optimizer train nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest.mock import Mock, call
+
+import pytest
+import torch
+from llama_cases import Case
+from torch.nn import Linear
+
+import sp_core as sp
+from sp_core.llama.train import backward, train_step
+from sp_core.testing import spmd
+
+CASE = Case((6, 3), layers=1)
+
+
+@spmd(2, 4)
+def test_ranks_of_a_replica_must_know_the_same_tokens(comm: Any) -> None:
+    """Each replica takes some of the sequences. The error reaches the other replicas, too."""
+    axes = {"dp": comm.size // 2, "ring": 2}
+    with sp.Mesh(comm, **axes) as mesh:
+        model, layout = CASE.model(mesh), Mock(side_effect=sp.Sharding.zigzag)
+        backward(model, [[1, 2, 3], [4, 5]], layout=layout)
+        dealt = [call(5, 2)] if comm.size == 2 else [call(3, 2), call(2, 2)]
+        assert layout.call_args_list == dealt
+        with pytest.raises(sp.CollectiveMismatch, match="alike"):
+            backward(model, [[1, 2, 3 + (comm.rank == 1)]], own=True)
+        with pytest.raises(sp.CollectiveMismatch, match="of own"):
+            backward(model, [[1, 2]], own=comm.rank == 1)
+
+
+@pytest.mark.parametrize("more", [lambda mesh: CASE.model(mesh), lambda mesh: Linear(1, 1)])
+@spmd(2, 3)
+def test_an_optimizer_of_other_parameters_trains_nothing(comm: Any, more: Any) -> None:
+    """Only the last rank's optimizer has one of another model. A part of the model's is enough."""
+    with sp.Mesh(comm, ring=comm.size) as mesh:
+        model = CASE.model(mesh)
+        first, *_, last = model.parameters()
+        train = partial(train_step, model, sequences=[[1, 2]], max_norm=1.0)
+        other = next(more(mesh).parameters())
+        kinds = [first], [other if comm.rank == comm.size - 1 else last]
+        before, after = first.detach().clone(), last.detach().clone()
+        with pytest.raises(ValueError, match="parameters that the model lacks"):
+            train(torch.optim.SGD([{"params": kind} for kind in kinds], lr=0.1))
+        assert torch.equal(first, before)
+        train(torch.optim.SGD([first], lr=0.1))
+        assert torch.equal(last, after)
+        assert not torch.equal(first, before)
+
+
+DIFFERENT: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "class": partial(torch.optim.Adam, lr=0.01),
+    "rate": partial(torch.optim.AdamW, lr=0.02),
+    "betas": partial(torch.optim.AdamW, lr=0.01, betas=(0.9, 0.99)),
+    "maximize": partial(torch.optim.AdamW, lr=0.01, maximize=True),
+    "parameters": lambda weights: torch.optim.AdamW([*weights][:-1], lr=0.01),
+    "groups": lambda weights: torch.optim.AdamW([{"params": [x]} for x in weights], lr=0.01),
+    "tensor rate": partial(torch.optim.AdamW, lr=torch.tensor(0.02)),
+}
+"""Optimizers that differ from AdamW with lr=0.01."""
+
+
+@spmd(2, 3)
+def test_optimizers_that_differ_between_ranks_train_nothing(comm: Any) -> None:
+    with sp.Mesh(comm, ring=comm.size) as mesh:
+        model = CASE.model(mesh)
+        before = [x.detach().clone() for x in model.parameters()]
+        usual = partial(torch.optim.AdamW, lr=0.01)
+        for made in DIFFERENT.values():
+            optimizer = (made if comm.rank == comm.size - 1 else usual)(model.parameters())
+            with pytest.raises(sp.CollectiveMismatch, match=r"(?s)the ranks disagree.*train_step"):
+                train_step(model, optimizer, [[1, 2]], max_norm=1.0)
+        assert all(map(torch.equal, model.parameters(), before))
