@@ -67,6 +67,16 @@ def test_compiled_programs_give_what_they_give_uncompiled() -> None:
     torch.compiler.reset()  # its caches hold communicators
 
 
+def test_a_compiled_dropout_drops_the_same_elements() -> None:
+    """The default backend, unlike the others, computes another hash from the same operations."""
+    x = torch.ones(1, 4096, 4)
+
+    def drop(x: Tensor) -> Tensor:
+        return sp.dropout(x, 0.5, seed=3, positions=range(x.shape[1]))
+
+    assert torch.equal(torch.compile(drop)(x), drop(x))
+
+
 def test_no_call_imports_the_compiler_by_itself() -> None:
     """It takes more than a second and tens of MB, of every rank."""
     program = (
