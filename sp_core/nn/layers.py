@@ -304,8 +304,8 @@ class TransformerBlock(nn.Module):
         norm: "layer" for `LayerNorm` or "rms" for `RMSNorm`.
         mask: which query sees which key in calls without `mask`; None if all see all.
         bias: whether the linear layers have a bias.
-        dropout: probability of dropping an element of the outputs of attention and feed-forward,
-            in training mode.
+        dropout: probability, in [0, 1), of dropping an element of the outputs of attention and
+            feed-forward, in training mode.
         device, dtype: those of the weights.
 
     Raises:
@@ -337,6 +337,8 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         arguments.check(dropout=dropout)
+        if not 0 <= dropout < 1:
+            raise ValueError(f"{dropout=} was given; pass a number in [0, 1).")
         if norm not in ("layer", "rms"):
             raise ValueError(f"norm={norm!r} was given; pass 'layer' or 'rms'.")
         make_norm = LayerNorm if norm == "layer" else RMSNorm
@@ -371,14 +373,17 @@ class TransformerBlock(nn.Module):
             scheme, and for each of the four one agreement and one all-reduce of gradients.
 
         Raises:
-            ValueError: dropout without a seed. CollectiveMismatch: seeds that differ.
+            ValueError, TypeError: dropout with no seed or a wrong one, on every rank.
+            CollectiveMismatch: seeds that differ, on every rank.
             ShapeError, DtypeError, DeviceError, RankError: as in `SelfAttention.forward`.
         """
 
         def call() -> str:
-            if seed is None:
+            arguments.check(seed=0 if seed is None else seed)
+            if seed is None or not 0 <= seed < 2**61:
                 raise ValueError(
-                    "dropout without seed= in training; pass a number, equal on all ranks."
+                    f"{seed=} was given; pass a number in [0, 2^61), equal on all ranks, because "
+                    "the block has dropout and is in training mode."
                 )
             return f"a block with dropout={self.dropout}, seed={seed}"
 

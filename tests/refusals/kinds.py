@@ -1,4 +1,4 @@
-"""List calls with values of a wrong kind: tensors without memory, and names that are no names."""
+"""List calls with values of a wrong kind: tensors without memory, seeds and names that are none."""
 
 from __future__ import annotations
 
@@ -71,6 +71,15 @@ def batched(use: Callable[[Tensor, sp.Mesh], Any]) -> Wrong:
     return wrong
 
 
+def seeded(seed: Any) -> Wrong:
+    """Return a call of a block with dropout that is given a wrong seed on the last rank."""
+    return lambda mesh, here: sp.TransformerBlock(8, 2, comm=comm_of(mesh), dropout=0.1)(
+        torch.ones(1, 1, 8),
+        sharding=sp.Sharding.contiguous(2, 2),
+        seed=seed if here else 3,
+    )
+
+
 EVERYWHERE: Table = {
     "ring": {
         f"the axis {axis!r}": (
@@ -111,6 +120,16 @@ ON_ONE_RANK: Table = {
                 batched(use),
             )
             for name, use in USES.items()
+        },
+        **{
+            f"the seed {seed!r}": (kind, text, seeded(seed))
+            for seed, kind, text in (
+                (None, ValueError, "seed=None was given"),
+                ("a", TypeError, "seed='a' was given; pass a whole number"),
+                (1.5, TypeError, "seed=1.5 was given; pass a whole number"),
+                (-1, ValueError, "seed=-1 was given; pass a number in [0, 2^61)"),
+                (2**61, ValueError, f"seed={2**61} was given; pass a number in [0, 2^61)"),
+            )
         },
         "a nested tensor": (
             sp.ShapeError,
