@@ -24,6 +24,8 @@ def programs(comm: sp.Communicator) -> dict[str, Callable[[Tensor], Tensor]]:
     block = sp.TransformerBlock(
         HEADS * HEAD_DIM, HEADS, comm=comm, attention=sp.ring_attention, mask=sp.Mask(causal=True)
     )
+    changed = sp.FeedForward(HEADS * HEAD_DIM, comm=comm)
+    changed.set_submodule("up", torch.nn.Sequential(changed.up, torch.nn.Tanh()))
     plan = sp.plan("all_reduce", torch.ones(3), comm=comm)
 
     def overlapped(x: Tensor) -> Tensor:
@@ -43,6 +45,7 @@ def programs(comm: sp.Communicator) -> dict[str, Callable[[Tensor], Tensor]]:
 
     return {
         "block": lambda x: block(x * 2, sharding=sharding).sin(),
+        "a layer with a changed part": lambda x: changed(x * 2).sin(),
         "overlapped": overlapped,
         "in place": in_place,
         "differentiated inside": differentiated,

@@ -25,7 +25,7 @@ from sp_core.errors import ShapeError
 from sp_core.mask import Mask
 from sp_core.nn.dropout import dropout
 from sp_core.nn.memory import tiled
-from sp_core.nn.replicated import ReplicatedLayer, linear
+from sp_core.nn.replicated import ReplicatedLayer, is_plain
 from sp_core.nn.rope import Rope, check_rope, rotation
 from sp_core.schemes import allgather_kv_attention
 from sp_core.sharding import Sharding
@@ -209,15 +209,12 @@ class SelfAttention(ReplicatedLayer):
         self.o_proj = nn.Linear(width, hidden, bias, device, dtype)
 
     def forward(self, x: Tensor, *, sharding: Sharding, mask: Mask | None = None) -> Tensor:
-        """Attend from this rank's tokens to those of all ranks.
+        """Attend from this rank's tokens to those of all ranks, and return (B, S/P, E).
 
         Args:
             x: (B, S/P, E), the tokens in the order of `sharding.positions(comm.rank)`.
             sharding: which rank holds which tokens; equal on all ranks.
             mask: which query sees which key; None if every query sees every key.
-
-        Returns:
-            (B, S/P, E).
 
         Communication:
             One agreement (32-byte all-reduce), then the messages of the scheme. Backward the
@@ -228,13 +225,13 @@ class SelfAttention(ReplicatedLayer):
                 `ReplicatedLayer.weights` and the scheme, on every rank.
         """
         weights = self.weights(x, sharding)
-        projected = (linear(x, weights, name) for name in ("q_proj", "k_proj", "v_proj"))
+        projected = (self.linear(name, x, weights) for name in ("q_proj", "k_proj", "v_proj"))
         places = sharding.positions(self.comm.rank)
         rotate = None if self.rope is None else rotation(self.rope, places, x)
         terms = self.terms | ({"sinks": weights["sinks"]} if "sinks" in weights else {})
         attend: Any = partial(self.attention, comm=self.comm, sharding=sharding, mask=mask, **terms)
         out = attended(projected, self.head_dim, rotate, attend)
-        return linear(out, weights, "o_proj")
+        return self.linear("o_proj", out, weights)
 
 
 class FeedForward(ReplicatedLayer):
@@ -282,12 +279,13 @@ class FeedForward(ReplicatedLayer):
         weights = self.weights(x)
 
         def transform(x: Tensor) -> Tensor:
-            up = linear(x, weights, "up")
-            inner = F.silu(linear(x, weights, "gate")) * up if self.gated else F.gelu(up)
-            return linear(inner, weights, "down")
+            up = self.linear("up", x, weights)
+            inner = F.silu(self.linear("gate", x, weights)) * up if self.gated else F.gelu(up)
+            return self.linear("down", inner, weights)
 
         chunks = [x] if self.chunk is None else x.reshape(-1, self.hidden).split(self.chunk)
-        return tiled(transform, chunks, dim=0).view(x.shape)
+        random = not all(map(is_plain, self.children()))  # a replaced sub-layer may have dropout
+        return tiled(transform, chunks, dim=0, random=random).view(x.shape)
 
 
 class TransformerBlock(nn.Module):
@@ -355,7 +353,7 @@ class TransformerBlock(nn.Module):
     def forward(
         self, x: Tensor, *, sharding: Sharding, mask: Mask | None = None, seed: int | None = None
     ) -> Tensor:
-        """Apply the block to this rank's tokens.
+        """Apply the block to this rank's tokens, and return (B, S/P, E).
 
         Args:
             x: (B, S/P, E), the tokens in the order of `sharding.positions(comm.rank)`.
@@ -363,9 +361,6 @@ class TransformerBlock(nn.Module):
             mask: which query sees which key; None takes the mask of the constructor.
             seed: needed in training mode with dropout, equal on all ranks, 0 <= seed < 2^61. The
                 caller must pass a different seed to each block and in each training step.
-
-        Returns:
-            (B, S/P, E).
 
         Communication:
             Four agreements (32-byte all-reduces), for two norms, attention and feed-forward; with

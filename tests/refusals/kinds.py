@@ -80,6 +80,18 @@ def seeded(seed: Any) -> Wrong:
     )
 
 
+def replaced(part: Callable[[sp.Communicator], nn.Module]) -> Wrong:
+    """Return a call of a layer, a part of which is replaced on the last rank."""
+
+    def wrong(mesh: sp.Mesh, here: bool) -> object:
+        layer = sp.FeedForward(4, comm=comm_of(mesh))
+        if here:
+            layer.set_submodule("up", part(comm_of(mesh)))
+        return layer(torch.ones(1, 2, 4))
+
+    return wrong
+
+
 EVERYWHERE: Table = {
     "ring": {
         f"the axis {axis!r}": (
@@ -131,6 +143,16 @@ ON_ONE_RANK: Table = {
                 (2**61, ValueError, f"seed={2**61} was given; pass a number in [0, 2^61)"),
             )
         },
+        "a part of a layer that communicates": (
+            TypeError,
+            "FeedForward.up.1 is a RMSNorm, which communicates; needed is",
+            replaced(lambda comm: nn.Sequential(nn.Linear(4, 16), sp.RMSNorm(16, comm=comm))),
+        ),
+        "a part of a layer with other weights": (
+            sp.CollectiveMismatch,
+            "FeedForward",
+            replaced(lambda _: nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 16))),
+        ),
         "a nested tensor": (
             sp.ShapeError,
             "has layout nested; a dense one is needed. Pass x.to_padded_tensor(0.0).",
