@@ -191,6 +191,7 @@ class Decoder:
         count = model.grid.stages.size if micro_batches is None else micro_batches
 
         def check() -> None:
+            model.check_parts()
             arguments.check(room=room, micro_batches=micro_batches)
             if count < 1:
                 raise ShapeError(f"micro_batches={count} was given; needed at least 1.")
