@@ -256,7 +256,8 @@ class Decoder:
             if model.is_last:
                 rows = torch.cat([last(row) for last, (row,) in zip(lasts, hidden, strict=True)])
                 sizes = split_sizes(vocab, grid.tensor.size)
-                logits = all_gather(model.logits(rows), comm=grid.tensor, dim=1, sizes=sizes)
+                own = model.logits(rows).to(model.dtype)  # autocast lowers it
+                logits = all_gather(own, comm=grid.tensor, dim=1, sizes=sizes)
             return broadcast(logits, comm=stages, root=stages.size - 1)
 
     def _spread(self, cache: Cache, new: New) -> Step:
@@ -322,7 +323,9 @@ class Decoder:
             check_tokens(flat(tokens), self.model.config)
             if not any(tokens):
                 raise ValueError(f"{what} was given no token for any sequence; give at least one.")
-            return placed, f"{what}({list(map(list, tokens))}) after {shown}"
+            kind = self.model.grid.everyone.device.type
+            lower = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+            return placed, f"{what}({list(map(list, tokens))}) after {shown}, autocast={lower}"
 
         placed = make_alike(self.model.grid.model, place)
         added = [(cache, cache.add(own, positions)) for cache, own, positions in placed]
@@ -338,7 +341,10 @@ class Decoder:
     ) -> Pass:
         """Return a `Pass` of one row (1, S): the new tokens with the indices `places`."""
         where = [new.positions[place] % cache.slot for place in places]
-        tokens = flat(new.tokens)[list(places)].unsqueeze(0).to(self.model.grid.everyone.device)
+        device, dtype = self.model.grid.everyone.device, self.model.dtype
+        tokens = flat(new.tokens)[list(places)].unsqueeze(0).to(device)
+        if torch.is_autocast_enabled(device.type):  # queries have a lower dtype than the cache
+            return Pass(tokens, where, lambda n, q, *kv: attend(n, q.to(dtype), *kv), lengths)
         return Pass(tokens, where, attend, lengths)
 
     def _last(self, row: Tensor, new: New, lengths: Lengths) -> Tensor:
