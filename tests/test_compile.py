@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from llama_cases import Case
 from torch import Tensor
 
 import sp_core as sp
@@ -65,6 +66,22 @@ def test_compiled_programs_give_what_they_give_uncompiled() -> None:
                     out = run(x)
                     found.append((out, *torch.autograd.grad(out.sum(), x)))
                 torch.testing.assert_close(found[1], found[0], rtol=0, atol=0, msg=name)
+
+    run_threads(2, body, timeout=300)
+    torch.compiler.reset()  # its caches hold communicators
+
+
+@pytest.mark.parametrize("tp_sp", [False, True])
+def test_a_compiled_llama_gives_what_it_gives_uncompiled(tp_sp: bool) -> None:
+    case = Case((4, 2), layers=1)
+
+    def body(comm: Any) -> None:
+        with sp.Mesh(comm, tp=comm.size) as mesh:
+            model, found = case.model(mesh, tp_sp=tp_sp), []
+            for run in (model, torch.compile(model, backend="eager")):
+                out = run(case.tokens(1, TOKENS), sharding=sp.Sharding.contiguous(TOKENS, 1))
+                found.append((out, *torch.autograd.grad(out.square().sum(), [*model.parameters()])))
+            torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
     run_threads(2, body, timeout=300)
     torch.compiler.reset()  # its caches hold communicators

@@ -197,49 +197,36 @@ CHANGES: dict[str, Callable[[nn.Linear], nn.Module]] = {
 """Changes of a linear layer inside another layer."""
 
 
+def results(
+    group: sp.Communicator, name: str, change: Callable[[nn.Linear], nn.Module] | None
+) -> list[Tensor]:
+    """Return the whole result of a block, and all gradients. First change the part `name`."""
+    sharding = sp.Sharding.zigzag(8, group.size)
+    block = sp.TransformerBlock(4, 2, comm=group, gated=True, chunk=2, dtype=torch.float64)
+    if change is not None:
+        block.set_submodule(name, change(cast("nn.Linear", block.get_submodule(name))))
+    for n, weight in enumerate(block.parameters()):
+        weight.data = normal(n, weight.shape, "float64")
+    x = sharding.shard(normal(99, (2, 8, 4), "float64"), group.rank, 1).requires_grad_()
+    y = block(x, sharding=sharding)
+    learning = [weight for weight in block.parameters() if weight.requires_grad]
+    dx, *grads = torch.autograd.grad(y.square().sum(), [x, *learning])
+    parts = [sp.all_gather(part, comm=group, dim=1, sizes=sharding.lengths) for part in (y, dx)]
+    return [*(sharding.unshard(x.split(sharding.lengths, 1), 1) for x in parts), *grads]
+
+
 @pytest.mark.parametrize("change", CHANGES)
 @spmd(1, 2)
 def test_a_changed_part_of_a_layer_computes_what_it_computes_on_one_device(
     comm: Any, change: str
 ) -> None:
-    def results(group: sp.Communicator, name: str, changes: bool) -> list[Tensor]:
-        sharding = sp.Sharding.zigzag(8, group.size)
-        named: dict[str, Any] = {"gated": True, "chunk": 2, "dtype": torch.float64}
-        block = sp.TransformerBlock(4, 2, comm=group, **named)
-        for n, weight in enumerate(block.parameters()):
-            weight.data = normal(n, weight.shape, "float64")
-        if changes:
-            part = CHANGES[change](cast("nn.Linear", block.get_submodule(name)))
-            block.set_submodule(name, part)
-        for n, weight in enumerate(block.parameters()):
-            weight.data = normal(n, weight.shape, "float64")
-        x = sharding.shard(normal(99, (2, 8, 4), "float64"), group.rank, 1).requires_grad_()
-        y = block(x, sharding=sharding)
-        y.square().sum().backward()
-        assert x.grad is not None
-        whole = [sp.all_gather(t, comm=group, dim=1, sizes=sharding.lengths) for t in (y, x.grad)]
-        return [
-            *(sharding.unshard(t.split(sharding.lengths, 1), 1) for t in whole),
-            *(
-                torch.zeros(()) if weight.grad is None else weight.grad
-                for weight in block.parameters()
-            ),
-        ]
-
     with sp.Mesh(comm, sp=comm.size) as mesh:
-        for name in (
-            "attention.q_proj",
-            "attention.o_proj",
-            "feed_forward.up",
-            "feed_forward.down",
-        ):
-            found, wanted, plain = (
-                results(mesh["sp"], name, True),
-                results(mesh[()], name, True),
-                results(mesh[()], name, False),
-            )
-            torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
-            assert any(not torch.equal(a, b) for a, b in zip(found, plain, strict=False))
+        for owner, names in (("attention", ("q_proj", "o_proj")), ("feed_forward", ("up", "down"))):
+            for name in (f"{owner}.{last}" for last in names):
+                found, wanted = (results(mesh[x], name, CHANGES[change]) for x in ("sp", ()))
+                torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+                plain = results(mesh[()], name, None)
+                assert any(not torch.equal(a, b) for a, b in zip(found, plain, strict=False))
 
 
 @spmd(1)
