@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from llama_cases import Case
 from torch import Tensor
 
 import sp_core as sp
@@ -24,6 +25,8 @@ def programs(comm: sp.Communicator) -> dict[str, Callable[[Tensor], Tensor]]:
     block = sp.TransformerBlock(
         HEADS * HEAD_DIM, HEADS, comm=comm, attention=sp.ring_attention, mask=sp.Mask(causal=True)
     )
+    changed = sp.FeedForward(HEADS * HEAD_DIM, comm=comm)
+    changed.set_submodule("up", torch.nn.Sequential(changed.up, torch.nn.Tanh()))
     plan = sp.plan("all_reduce", torch.ones(3), comm=comm)
 
     def overlapped(x: Tensor) -> Tensor:
@@ -43,6 +46,7 @@ def programs(comm: sp.Communicator) -> dict[str, Callable[[Tensor], Tensor]]:
 
     return {
         "block": lambda x: block(x * 2, sharding=sharding).sin(),
+        "a layer with a changed part": lambda x: changed(x * 2).sin(),
         "overlapped": overlapped,
         "in place": in_place,
         "differentiated inside": differentiated,
@@ -65,6 +69,32 @@ def test_compiled_programs_give_what_they_give_uncompiled() -> None:
 
     run_threads(2, body, timeout=300)
     torch.compiler.reset()  # its caches hold communicators
+
+
+@pytest.mark.parametrize("tp_sp", [False, True])
+def test_a_compiled_llama_gives_what_it_gives_uncompiled(tp_sp: bool) -> None:
+    case = Case((4, 2), layers=1)
+
+    def body(comm: Any) -> None:
+        with sp.Mesh(comm, tp=comm.size) as mesh:
+            model, found = case.model(mesh, tp_sp=tp_sp), []
+            for run in (model, torch.compile(model, backend="eager")):
+                out = run(case.tokens(1, TOKENS), sharding=sp.Sharding.contiguous(TOKENS, 1))
+                found.append((out, *torch.autograd.grad(out.square().sum(), [*model.parameters()])))
+            torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+    run_threads(2, body, timeout=300)
+    torch.compiler.reset()  # its caches hold communicators
+
+
+def test_a_compiled_dropout_drops_the_same_elements() -> None:
+    """The default backend, unlike the others, computes another hash from the same operations."""
+    x = torch.ones(1, 4096, 4)
+
+    def drop(x: Tensor) -> Tensor:
+        return sp.dropout(x, 0.5, seed=3, positions=range(x.shape[1]))
+
+    assert torch.equal(torch.compile(drop)(x), drop(x))
 
 
 def test_no_call_imports_the_compiler_by_itself() -> None:

@@ -154,6 +154,93 @@ def test_a_block_between_layers_of_torch_has_the_gradients_of_one_process(comm: 
             torch.testing.assert_close(grad, wanted[name], rtol=1e-9, atol=1e-9)
 
 
+class Adapted(nn.Linear):
+    """A linear layer with a low-rank term (LoRA), whose own weight is frozen."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__(base.in_features, base.out_features, dtype=base.weight.dtype)
+        self.weight.requires_grad_(False)
+        self.low = nn.Linear(self.in_features, 1, dtype=base.weight.dtype)
+        self.high = nn.Linear(1, self.out_features, dtype=base.weight.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add the low-rank term."""
+        return super().forward(x).add(self.high(self.low(x)))
+
+
+def patched(part: nn.Linear) -> nn.Linear:
+    """Set another forward on a linear layer, as some libraries do."""
+    vars(part)["forward"] = lambda x: nn.Linear.forward(part, x).cos()
+    return part
+
+
+def hooked(name: str, hook: Callable[..., Any], part: nn.Linear) -> nn.Linear:
+    """Register a hook on a linear layer."""
+    getattr(part, name)(hook)
+    return part
+
+
+CHANGES: dict[str, Callable[[nn.Linear], nn.Module]] = {
+    "another class": Adapted,
+    "a sequence": lambda part: nn.Sequential(part, nn.Tanh()),
+    "a parametrization": nn.utils.parametrizations.weight_norm,
+    "another forward": patched,
+    "a forward hook": partial(hooked, "register_forward_hook", lambda part, given, y: 2 * y),
+    "a pre-hook": partial(hooked, "register_forward_pre_hook", lambda part, given: 2 * given[0]),
+    "a backward hook": partial(
+        hooked, "register_full_backward_hook", lambda part, dx, dy: (2 * dx[0],)
+    ),
+    "a backward pre-hook": partial(
+        hooked, "register_full_backward_pre_hook", lambda part, dy: (2 * dy[0],)
+    ),
+}
+"""Changes of a linear layer inside another layer."""
+
+
+def results(
+    group: sp.Communicator, name: str, change: Callable[[nn.Linear], nn.Module] | None
+) -> list[Tensor]:
+    """Return the whole result of a block, and all gradients. First change the part `name`."""
+    sharding = sp.Sharding.zigzag(8, group.size)
+    block = sp.TransformerBlock(4, 2, comm=group, gated=True, chunk=2, dtype=torch.float64)
+    if change is not None:
+        block.set_submodule(name, change(cast("nn.Linear", block.get_submodule(name))))
+    for n, weight in enumerate(block.parameters()):
+        weight.data = normal(n, weight.shape, "float64")
+    x = sharding.shard(normal(99, (2, 8, 4), "float64"), group.rank, 1).requires_grad_()
+    y = block(x, sharding=sharding)
+    learning = [weight for weight in block.parameters() if weight.requires_grad]
+    dx, *grads = torch.autograd.grad(y.square().sum(), [x, *learning])
+    parts = [sp.all_gather(part, comm=group, dim=1, sizes=sharding.lengths) for part in (y, dx)]
+    return [*(sharding.unshard(x.split(sharding.lengths, 1), 1) for x in parts), *grads]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@spmd(1, 2)
+def test_a_changed_part_of_a_layer_computes_what_it_computes_on_one_device(
+    comm: Any, change: str
+) -> None:
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        for owner, names in (("attention", ("q_proj", "o_proj")), ("feed_forward", ("up", "down"))):
+            for name in (f"{owner}.{last}" for last in names):
+                found, wanted = (results(mesh[x], name, CHANGES[change]) for x in ("sp", ()))
+                torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+                plain = results(mesh[()], name, None)
+                assert any(not torch.equal(a, b) for a, b in zip(found, plain, strict=False))
+
+
+@spmd(1)
+def test_a_part_that_draws_random_numbers_draws_them_again_in_the_backward(comm: Any) -> None:
+    """The result is linear in a weight W. So it is the product of W and the gradient of W."""
+    with sp.Mesh(comm, sp=1) as mesh:
+        layer = sp.FeedForward(4, comm=mesh["sp"], bias=False, chunk=2)
+        weight = layer.down.weight
+        layer.set_submodule("down", nn.Sequential(layer.down, nn.Dropout(0.5)))
+        total = layer(normal(1, (1, 8, 4), "float32")).sum()
+        (grad,) = torch.autograd.grad(total, weight)
+        torch.testing.assert_close((grad * weight).sum(), total)
+
+
 def test_a_rope_of_another_head_dim_is_refused() -> None:
     there: Any = SimpleNamespace(agree_on=str)
     for made in (sp.SelfAttention, sp.TransformerBlock):

@@ -82,6 +82,37 @@ def test_a_converted_model_is_one_of_its_new_dtype(
             assert read_json(folder / "model" / "config.json")["dtype"] == "float32"
 
 
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"ring": 2}, {"pp": 2}])
+@pytest.mark.parametrize("tp_sp", [False, True])
+@spmd(2)
+def test_a_decoder_computes_products_in_the_dtype_of_autocast(
+    comm: Any, axes: dict[str, Any], tp_sp: bool
+) -> None:
+    """Keys, values and logits stay in the dtype of the model."""
+    case = Case((6, 2), layers=2, vocab=31, dtype="float32")
+    with sp.Mesh(comm, **axes) as mesh:
+        model, found = case.model(mesh, tp_sp=tp_sp), []
+        for enabled in (True, False):
+            decoder = Decoder(model, [9, 4])
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                found.append((decoder.prefill([[1] * 5, [2]]), decoder.decode([[3], [4, 5]])))
+        for lower, exact in zip(*found, strict=True):
+            assert lower.dtype == torch.float32
+            assert not torch.equal(lower, exact)
+            torch.testing.assert_close(lower, exact, rtol=0, atol=0.05 * float(exact.abs().max()))
+
+
+@spmd(2)
+def test_autocast_on_one_rank_is_refused(comm: Any) -> None:
+    with sp.Mesh(comm, tp=2) as mesh:
+        decoder = Decoder(Case((6, 2), dtype="float32").model(mesh), [4])
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=comm.rank == 1),
+            pytest.raises(sp.CollectiveMismatch, match="autocast"),
+        ):
+            decoder.prefill([[1, 2]])
+
+
 class Values(TorchDispatchMode):
     """A mode that counts the calls whose result the host needs: on a GPU it waits for them."""
 

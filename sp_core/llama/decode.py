@@ -189,6 +189,7 @@ class Decoder:
         count = model.grid.stages.size if micro_batches is None else micro_batches
 
         def make() -> tuple[list[Cache], str]:
+            model.check_parts()
             arguments.check(room=room, micro_batches=micro_batches)
             if count < 1:
                 raise ShapeError(f"micro_batches={count} was given; needed at least 1.")
@@ -257,7 +258,8 @@ class Decoder:
             if model.is_last:
                 rows = torch.cat([last(row) for last, (row,) in zip(lasts, hidden, strict=True)])
                 sizes = split_sizes(vocab, grid.tensor.size)
-                logits = all_gather(model.logits(rows), comm=grid.tensor, dim=1, sizes=sizes)
+                own = model.logits(rows).to(self.dtype)  # autocast lowers it
+                logits = all_gather(own, comm=grid.tensor, dim=1, sizes=sizes)
             return broadcast(logits, comm=stages, root=stages.size - 1)
 
     def _spread(self, cache: Cache, new: New) -> Step:
@@ -328,7 +330,9 @@ class Decoder:
             check_tokens([*chain.from_iterable(tokens)], self.model.config)
             if not any(tokens):
                 raise ValueError(f"{what} was given no token for any sequence; give at least one.")
-            return placed, f"{what}({list(map(list, tokens))}) after {shown}"
+            kind = self.model.grid.everyone.device.type
+            lower = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+            return placed, f"{what}({list(map(list, tokens))}) after {shown}, autocast={lower}"
 
         placed = make_alike(self.model.grid.model, place)
         added = [(cache, cache.add(own, positions)) for cache, own, positions in placed]
@@ -345,7 +349,11 @@ class Decoder:
         """Return a `Pass` of one row (1, S): the new tokens with the indices `places`."""
         where = [new.positions[place] % cache.slot for place in places]
         tokens = flat(new.tokens)[list(places)].unsqueeze(0).to(self.model.grid.everyone.device)
-        return Pass(tokens, where, attend, lengths)
+
+        def alike(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend(layer, q.to(self.dtype), k, v)  # autocast lowers q, but not the cache
+
+        return Pass(tokens, where, alike, lengths)
 
     def _last(self, row: Tensor, new: New, lengths: Lengths) -> Tensor:
         """Gather the hidden state of each sequence's last new token: (N', E) on every rank.
@@ -377,16 +385,7 @@ states (N', E) of the sequences' last new tokens."""
 def _merged(out: Tensor, lse: Tensor, comm: Communicator) -> Tensor:
     """Merge the attention of all ranks in rank order, so that every rank gets the same bits.
 
-    Args:
-        out: (1, H/T, S, D), attention to this rank's keys.
-        lse: (1, H/T, S), the log-sum-exp of each query's scores with these keys.
-        comm: the ranks that share the keys.
-
-    Returns:
-        (1, H/T, S, D), attention to the keys of all ranks.
-
-    Communication:
-        One all-gather of out and lse.
+    Gather out (1, H/T, S, D) and lse (1, H/T, S) of each rank's keys; return out of all keys.
     """
     if comm.size == 1:
         return out

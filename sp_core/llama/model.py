@@ -31,7 +31,7 @@ from sp_core.nn.block import ParallelBlock
 from sp_core.nn.gradients import Placement, placement_of
 from sp_core.nn.loss import check_shard, next_token_loss
 from sp_core.nn.memory import KEEP_ALL, Saving
-from sp_core.nn.parallel import Embedding, Lengths, Norm, Weight, join, project
+from sp_core.nn.parallel import Embedding, Lengths, Norm, Weight, check_part, join, project
 from sp_core.nn.rope import rotation
 from sp_core.scheduling import split_stages
 from sp_core.schemes.heads import split_heads
@@ -66,7 +66,8 @@ class Llama(nn.Module):
     """A LLaMA model: this rank's part of the weights, at first uninitialised.
 
     `load` and `create` return one with weights; `fill` sets them. Parameters have the names of
-    Hugging Face's LLaMA without "model.", and a placement (see `sp_core.nn.gradients`).
+    Hugging Face's LLaMA without "model.", and a placement (see `sp_core.nn.gradients`). Hooks on
+    projections and on the head are refused, because the model reads their weights itself.
 
     Args:
         config: the architecture.
@@ -144,6 +145,17 @@ class Llama(nn.Module):
         for name, parameter in self.named_parameters():
             parameter.copy_(read(checkpoint_name(name), placement_of(parameter)))
 
+    def check_parts(self) -> None:
+        """Raise TypeError, on this rank, if a projection or the head was replaced or has hooks."""
+        for number in self.own:
+            if isinstance(block := self.layers[number], ParallelBlock):
+                block.check_parts(f"layers.{number}")
+        if self.is_last:
+            tied = self.config.tie_word_embeddings
+            check_part(
+                *(("embed_tokens", self.head, Embedding) if tied else ("lm_head", self.head))
+            )
+
     def join_weights(self) -> None:
         """Lay out the weights for products with few tokens; `nn.parallel.join` says how."""
         for number in self.own:
@@ -187,6 +199,7 @@ class Llama(nn.Module):
                     f"the model would use one at a time. "
                     "Use Decoder, or pipeline.loss_and_gradients to train; or leave pp out."
                 )
+            self.check_parts()
             self.check(tokens, sharding, mask)
             return f"Llama({self.dtype}, tp_sp={self.tp_sp})"
 

@@ -361,6 +361,7 @@ def _agree(
 
 def _check(model: Llama, batches: Sequence[MicroBatch], ordering: Ordering) -> None:
     """Raise an error, on this rank, if an argument of `loss_and_gradients` is wrong."""
+    model.check_parts()
     arguments.check(batches=batches, ordering=ordering)
     if not batches:
         raise ShapeError("no micro-batch was given; give at least one.")

@@ -190,6 +190,7 @@ def _filled(sequences: Tokens, plan: Plan, number: int) -> list[int]:
 
 def _check(model: Llama, sequences: Tokens, plan: Plan, pass_tokens: int) -> None:
     """Raise an error, on this rank, if an argument of `prefill_unequal` is wrong."""
+    model.check_parts()
     arguments.check(sequences=sequences, pass_tokens=pass_tokens)
     arguments.check_type(
         "plan", plan, Plan, "Make one with a policy of sp_core.scheduling, such as balanced."

@@ -19,7 +19,7 @@ from sp_core.communicator import Communicator
 from sp_core.nn.gradients import Placement
 from sp_core.nn.layers import Function, attended, pre_norm
 from sp_core.nn.memory import tiled
-from sp_core.nn.parallel import Lengths, Norm, Weight, join, project, sum_over_ranks
+from sp_core.nn.parallel import Lengths, Norm, Weight, check_part, join, project, sum_over_ranks
 from sp_core.schemes.heads import split_heads
 from sp_core.sharding import split_sizes
 
@@ -31,7 +31,8 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 class ParallelBlock(nn.Module):
     """LLaMA's transformer block: RMSNorm, grouped-query attention and SwiGLU, split over ranks.
 
-    A rank holds some query heads and the key/value heads they read. Names are Hugging Face's.
+    A rank holds some query heads and the key/value heads they read. Names are Hugging Face's. The
+    block reads the weights of its projections and never calls them: hooks on them are refused.
 
     Args:
         hidden, ffn_hidden: E and F, the feed-forward dim.
@@ -86,6 +87,14 @@ class ParallelBlock(nn.Module):
             "down_proj": held(Placement.split((hidden, ffn_hidden), 1, comm.size)),
         }
         self.post_attention_layernorm, self.mlp = norm(), nn.ModuleDict(weights)
+
+    def check_parts(self, name: str) -> None:
+        """Apply `check_part` to all modules that `forward` reads. `name` is the block's name."""
+        for group in ("self_attn", "mlp"):
+            held = self.get_submodule(group)
+            check_part(f"{name}.{group}", held, nn.ModuleDict)
+            for last, part in held.named_children():
+                check_part(f"{name}.{group}.{last}", part)
 
     def join_weights(self) -> None:
         """Lay out the weights for products with few tokens; `join` says how."""

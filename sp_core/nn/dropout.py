@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sp_core.arguments import check
+from sp_core.compiling import eager
 from sp_core.errors import DtypeError, ShapeError
 from sp_core.mask import Positions, position_tensor
 
@@ -19,6 +20,7 @@ _STEPS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (3
 _BITS = 53
 
 
+@eager  # inductor compiles the hash to one that ignores positions
 def dropout(
     x: Tensor,
     p: float,

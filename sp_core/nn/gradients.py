@@ -130,7 +130,7 @@ def placement_of(parameter: nn.Parameter) -> Placement:
     Raises:
         ShapeError: the parameter has none.
     """
-    found = vars(parameter).get("placement")
+    found = getattr(parameter, "placement", None)  # torch.compile cannot trace vars()
     if not isinstance(found, Placement):
         raise ShapeError(
             f"a parameter of shape {tuple(parameter.shape)} carries no placement; give it one "

@@ -25,7 +25,7 @@ from sp_core.errors import ShapeError
 from sp_core.mask import Mask
 from sp_core.nn.dropout import dropout
 from sp_core.nn.memory import tiled
-from sp_core.nn.replicated import ReplicatedLayer, linear
+from sp_core.nn.replicated import ReplicatedLayer, is_plain
 from sp_core.nn.rope import Rope, check_rope, rotation
 from sp_core.schemes import allgather_kv_attention
 from sp_core.sharding import Sharding
@@ -209,15 +209,12 @@ class SelfAttention(ReplicatedLayer):
         self.o_proj = nn.Linear(width, hidden, bias, device, dtype)
 
     def forward(self, x: Tensor, *, sharding: Sharding, mask: Mask | None = None) -> Tensor:
-        """Attend from this rank's tokens to those of all ranks.
+        """Attend from this rank's tokens to those of all ranks, and return (B, S/P, E).
 
         Args:
             x: (B, S/P, E), the tokens in the order of `sharding.positions(comm.rank)`.
             sharding: which rank holds which tokens; equal on all ranks.
             mask: which query sees which key; None if every query sees every key.
-
-        Returns:
-            (B, S/P, E).
 
         Communication:
             One agreement (32-byte all-reduce), then the messages of the scheme. Backward the
@@ -228,13 +225,13 @@ class SelfAttention(ReplicatedLayer):
                 `ReplicatedLayer.weights` and the scheme, on every rank.
         """
         weights = self.weights(x, sharding)
-        projected = (linear(x, weights, name) for name in ("q_proj", "k_proj", "v_proj"))
+        projected = (self.linear(name, x, weights) for name in ("q_proj", "k_proj", "v_proj"))
         places = sharding.positions(self.comm.rank)
         rotate = None if self.rope is None else rotation(self.rope, places, x)
         terms = self.terms | ({"sinks": weights["sinks"]} if "sinks" in weights else {})
         attend: Any = partial(self.attention, comm=self.comm, sharding=sharding, mask=mask, **terms)
         out = attended(projected, self.head_dim, rotate, attend)
-        return linear(out, weights, "o_proj")
+        return self.linear("o_proj", out, weights)
 
 
 class FeedForward(ReplicatedLayer):
@@ -282,12 +279,13 @@ class FeedForward(ReplicatedLayer):
         weights = self.weights(x)
 
         def transform(x: Tensor) -> Tensor:
-            up = linear(x, weights, "up")
-            inner = F.silu(linear(x, weights, "gate")) * up if self.gated else F.gelu(up)
-            return linear(inner, weights, "down")
+            up = self.linear("up", x, weights)
+            inner = F.silu(self.linear("gate", x, weights)) * up if self.gated else F.gelu(up)
+            return self.linear("down", inner, weights)
 
         chunks = [x] if self.chunk is None else x.reshape(-1, self.hidden).split(self.chunk)
-        return tiled(transform, chunks, dim=0).view(x.shape)
+        random = not all(map(is_plain, self.children()))  # a replaced sub-layer may have dropout
+        return tiled(transform, chunks, dim=0, random=random).view(x.shape)
 
 
 class TransformerBlock(nn.Module):
@@ -304,8 +302,8 @@ class TransformerBlock(nn.Module):
         norm: "layer" for `LayerNorm` or "rms" for `RMSNorm`.
         mask: which query sees which key in calls without `mask`; None if all see all.
         bias: whether the linear layers have a bias.
-        dropout: probability of dropping an element of the outputs of attention and feed-forward,
-            in training mode.
+        dropout: probability, in [0, 1), of dropping an element of the outputs of attention and
+            feed-forward, in training mode.
         device, dtype: those of the weights.
 
     Raises:
@@ -337,6 +335,8 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         arguments.check(dropout=dropout)
+        if not 0 <= dropout < 1:
+            raise ValueError(f"{dropout=} was given; pass a number in [0, 1).")
         if norm not in ("layer", "rms"):
             raise ValueError(f"norm={norm!r} was given; pass 'layer' or 'rms'.")
         make_norm = LayerNorm if norm == "layer" else RMSNorm
@@ -353,7 +353,7 @@ class TransformerBlock(nn.Module):
     def forward(
         self, x: Tensor, *, sharding: Sharding, mask: Mask | None = None, seed: int | None = None
     ) -> Tensor:
-        """Apply the block to this rank's tokens.
+        """Apply the block to this rank's tokens, and return (B, S/P, E).
 
         Args:
             x: (B, S/P, E), the tokens in the order of `sharding.positions(comm.rank)`.
@@ -362,23 +362,23 @@ class TransformerBlock(nn.Module):
             seed: needed in training mode with dropout, equal on all ranks, 0 <= seed < 2^61. The
                 caller must pass a different seed to each block and in each training step.
 
-        Returns:
-            (B, S/P, E).
-
         Communication:
             Four agreements (32-byte all-reduces), for two norms, attention and feed-forward; with
             dropout one more. The messages of the attention scheme. Backward the messages of the
             scheme, and for each of the four one agreement and one all-reduce of gradients.
 
         Raises:
-            ValueError: dropout without a seed. CollectiveMismatch: seeds that differ.
+            ValueError, TypeError: dropout with no seed or a wrong one, on every rank.
+            CollectiveMismatch: seeds that differ, on every rank.
             ShapeError, DtypeError, DeviceError, RankError: as in `SelfAttention.forward`.
         """
 
         def call() -> str:
-            if seed is None:
+            arguments.check(seed=0 if seed is None else seed)
+            if seed is None or not 0 <= seed < 2**61:
                 raise ValueError(
-                    "dropout without seed= in training; pass a number, equal on all ranks."
+                    f"{seed=} was given; pass a number in [0, 2^61), equal on all ranks, because "
+                    "the block has dropout and is in training mode."
                 )
             return f"a block with dropout={self.dropout}, seed={seed}"
 

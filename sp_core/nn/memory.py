@@ -50,20 +50,23 @@ KEEP_ALL = Saving()
 """Keep all activations for the backward pass."""
 
 
-def recomputed(function: Callable[..., Tensor], *given: Any) -> Tensor:
+def recomputed(function: Callable[..., Tensor], *given: Any, random: bool = False) -> Tensor:
     """Return `function(*given)`, and keep only the arguments: backward calls the function again.
 
     Unlike in torch's checkpoint, the second call runs to the end of `function`, so that every rank
     completes all messages.
-    Random state is not restored: `function` must not draw from a generator of torch.
+    Only with `random` may `function` draw from the default generators of torch: the second call
+    then draws the same numbers.
     """
     with set_checkpoint_early_stop(False):
         return cast(
-            "Tensor", checkpoint(function, *given, use_reentrant=False, preserve_rng_state=False)
+            "Tensor", checkpoint(function, *given, use_reentrant=False, preserve_rng_state=random)
         )
 
 
-def tiled(function: Callable[..., Tensor], *parts: Iterable[Any], dim: int) -> Tensor:
+def tiled(
+    function: Callable[..., Tensor], *parts: Iterable[Any], dim: int, random: bool = False
+) -> Tensor:
     """Call `function` on each part of its arguments in turn, and concatenate the results.
 
     Each call keeps only its arguments: backward calls the function again (`recomputed`). If there
@@ -73,8 +76,9 @@ def tiled(function: Callable[..., Tensor], *parts: Iterable[Any], dim: int) -> T
         function: a function from one part of each argument to a tensor.
         parts: for each argument its parts, the same number for every argument.
         dim: the dim along which the results are concatenated.
+        random: whether `function` may draw random numbers.
     """
     calls = list(zip(*parts, strict=True))
     if len(calls) == 1:
         return function(*calls[0])
-    return torch.cat([recomputed(function, *given) for given in calls], dim)
+    return torch.cat([recomputed(function, *given, random=random) for given in calls], dim)

@@ -32,7 +32,7 @@ from sp_core.collectives.maps import AllGather
 from sp_core.communicator import Communicator
 from sp_core.errors import ShapeError
 from sp_core.nn.gradients import Placement, place, placement_of
-from sp_core.nn.replicated import check_input
+from sp_core.nn.replicated import check_input, is_plain
 from sp_core.schemes.tp_sp import gather_linears, linear_scatter
 from sp_core.sharding import Sharding, check_sharding, split_sizes
 
@@ -59,6 +59,20 @@ class Weight(nn.Module):
         base.__setstate__(state)
         for name, placement in self.placements.items():
             place(self.get_parameter(name), placement)
+
+
+def check_part(name: str, part: nn.Module, kind: type[nn.Module] = Weight) -> None:
+    """Raise TypeError, on this rank, if a module that is read but never called was changed.
+
+    `name` is the name of the module in the model, and `kind` the class that the model gave it.
+    """
+    if not is_plain(part, kind):
+        found = "has hooks" if type(part) is kind else f"is a {type(part).__name__}"
+        raise TypeError(
+            f"{name} {found}; needed is the {kind.__name__} that the model made, without hooks or "
+            "parametrizations, because the model reads its weights and does not call it. Merge "
+            "terms such as LoRA into the weights; register hooks on a whole layer, as layers.0."
+        )
 
 
 def join(*layers: Weight) -> None:

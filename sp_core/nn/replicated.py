@@ -7,8 +7,11 @@ every rank holds the gradient of the sum of all ranks' losses, and equal weights
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from sp_core.arguments import check_communicator, check_positive, check_tensor
@@ -25,7 +28,8 @@ Setting = int | float | Rope | None
 class ReplicatedLayer(nn.Module):
     """A layer whose weights every rank holds whole, and which each rank applies to its own tokens.
 
-    Subclasses call `weights` in `forward` and compute with the tensors that it returns.
+    Subclasses call `weights` in `forward`, and compute with the tensors that it returns. A linear
+    sub-layer may be replaced and may have hooks: `linear` calls it.
 
     Args:
         hidden: E, the features of a token in the layer's input.
@@ -68,11 +72,19 @@ class ReplicatedLayer(nn.Module):
             CollectiveMismatch: on every rank, if settings of the layer, shape, dtype or
                 requires_grad of the weights, the dtype or requires_grad of x, or the sharding
                 differ between ranks.
+            TypeError: on every rank, if a sub-layer communicates, because the gradients of its
+                weights would be summed twice.
         """
         names, parameters = zip(*self.named_parameters(remove_duplicate=False), strict=True)
         kind = type(self).__name__
 
         def call() -> str:
+            for name, part in self.named_modules():
+                if "comm" in vars(part) and part is not self:
+                    raise TypeError(
+                        f"{kind}.{name} is a {type(part).__name__}, which communicates; needed is "
+                        f"a layer that does not, such as nn.Linear. Replace the {kind} instead."
+                    )
             tokens, owned = None, ""
             for each in sharding:
                 check_sharding(each, self.comm, kind)
@@ -95,10 +107,28 @@ class ReplicatedLayer(nn.Module):
             parameters = copy_all(parameters, self.comm)
         return dict(zip(names, parameters, strict=True))
 
+    def linear(self, name: str, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
+        """Apply the sub-layer `name` to x, with the parameters that `weights` has returned.
 
-def linear(x: Tensor, weights: dict[str, Tensor], name: str) -> Tensor:
-    """Return x W^T + b with W = weights["<name>.weight"] and b = weights["<name>.bias"], if any."""
-    return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+        The caller may have replaced the `nn.Linear`, or registered hooks on it.
+        """
+        part = getattr(self, name)
+        if is_plain(part):  # a call of the module takes 20 microseconds more
+            return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+        start = f"{name}."
+        own = {key[len(start) :]: w for key, w in weights.items() if key.startswith(start)}
+        return cast("Tensor", functional_call(part, own, (x,)))
+
+
+def is_plain(part: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
+    """Return whether a module is exactly a `kind`, without hooks or a `forward` of its own."""
+    return type(part) is kind and not (
+        part._forward_hooks
+        or part._forward_pre_hooks
+        or part._backward_hooks
+        or part._backward_pre_hooks
+        or "forward" in part.__dict__
+    )
 
 
 def check_input(

@@ -346,15 +346,6 @@ ON_ONE_RANK: Table = {
                 comm_of(mesh).counter() if here else sp.all_reduce(torch.ones(1), comm=mesh["ring"])
             ),
         ),
-        "a missing seed": (
-            ValueError,
-            "without seed=",
-            lambda mesh, here: sp.TransformerBlock(8, 2, comm=comm_of(mesh), dropout=0.1)(
-                torch.ones(1, 1, 8),
-                sharding=sp.Sharding.contiguous(2, 2),
-                seed=None if here else 3,
-            ),
-        ),
     },
     "ring ulysses": {
         **{

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from refusals.calls import Table
 from refusals.models import CASE, sending
+from torch import nn
 
 import sp_core as sp
-from sp_core.llama import Decoder, generate, prefill_unequal
+from sp_core.llama import Decoder, Llama, generate, prefill_unequal
+from sp_core.llama.pipeline import MicroBatch, loss_and_gradients
+from sp_core.llama.train import backward
 from sp_core.scheduling import Plan, Work, balanced
 
 PLAN = balanced([3, 2], 2, Work(1, 1))
@@ -57,6 +62,44 @@ def reconverted(mesh: sp.Mesh, here: bool) -> object:
     decoder.prefill([[1, 2], []])
     decoder.model.float() if here else None
     return decoder.decode([[1], []])
+
+
+def linear(model: Llama, name: str) -> None:
+    """Replace a projection by a linear layer."""
+    features, hidden = model.get_submodule(name).get_parameter("weight").shape
+    model.set_submodule(name, nn.Linear(hidden, features, dtype=model.dtype))
+
+
+def watched(model: Llama, name: str) -> None:
+    """Register a hook on a part of a model."""
+    model.get_submodule(name).register_forward_pre_hook(lambda part, given: None)
+
+
+CALLS: dict[str, Callable[[Llama], object]] = {
+    "call": lambda model: model(CASE.tokens(1, 2), sharding=sp.Sharding.contiguous(4, 2)),
+    "decoder": lambda model: Decoder(model, [2]),
+    "generation": lambda model: generate(model, TEXTS, max_tokens=1),
+    "unequal prefill": lambda model: prefill_unequal(model, TEXTS, PLAN),
+    "backward": lambda model: backward(model, TEXTS),
+    "step of micro-batches": lambda model: loss_and_gradients(
+        model, [MicroBatch(x := CASE.tokens(1, 2), x, sp.Sharding.contiguous(4, 2))]
+    ),
+}
+"""Calls of a model on two sequence ranks."""
+
+
+def changed(
+    call: Callable[[Llama], object], change: Callable[[Llama, str], object], name: str, tied: bool
+) -> Any:
+    """Return a call of a model, a part of which is changed on the last rank."""
+
+    def use(mesh: sp.Mesh, here: bool) -> object:
+        model = replace(CASE, tied=tied).model(mesh)
+        if here:
+            change(model, name)
+        return call(model)
+
+    return use
 
 
 EVERYWHERE: Table = {
@@ -129,6 +172,29 @@ EVERYWHERE: Table = {
 
 ON_ONE_RANK: Table = {
     "ring": {
+        **{
+            f"{name} of a {what} that {how}": (
+                TypeError,
+                f": {name} {found}; needed is the",
+                changed(call, change, name, name == "embed_tokens"),
+            )
+            for what, call in CALLS.items()
+            for how, change, found, names in (
+                (
+                    "is replaced",
+                    linear,
+                    "is a Linear",
+                    ("layers.0.self_attn.q_proj", "lm_head", "embed_tokens"),
+                ),
+                (
+                    "has a hook",
+                    watched,
+                    "has hooks",
+                    ("layers.1.mlp.down_proj", "layers.0.self_attn"),
+                ),
+            )
+            for name in names
+        },
         "rows of another length": (
             sp.CollectiveMismatch,
             "pass_tokens=2",

@@ -1,4 +1,4 @@
-"""List calls with values of a wrong kind: tensors without memory, and names that are no names."""
+"""List calls with values of a wrong kind: tensors without memory, seeds and names that are none."""
 
 from __future__ import annotations
 
@@ -99,6 +99,27 @@ def dual(use: Callable[[Tensor, sp.Mesh], Any]) -> Wrong:
     return wrong
 
 
+def seeded(seed: Any) -> Wrong:
+    """Return a call of a block with dropout that is given a wrong seed on the last rank."""
+    return lambda mesh, here: sp.TransformerBlock(8, 2, comm=comm_of(mesh), dropout=0.1)(
+        torch.ones(1, 1, 8),
+        sharding=sp.Sharding.contiguous(2, 2),
+        seed=seed if here else 3,
+    )
+
+
+def replaced(part: Callable[[sp.Communicator], nn.Module]) -> Wrong:
+    """Return a call of a layer, a part of which is replaced on the last rank."""
+
+    def wrong(mesh: sp.Mesh, here: bool) -> object:
+        layer = sp.FeedForward(4, comm=comm_of(mesh))
+        if here:
+            layer.set_submodule("up", part(comm_of(mesh)))
+        return layer(torch.ones(1, 2, 4))
+
+    return wrong
+
+
 EVERYWHERE: Table = {
     "ring": {
         **{
@@ -166,6 +187,26 @@ ON_ONE_RANK: Table = {
             sp.DtypeError,
             "without memory that could be sent, or",
             given(USES["all_reduce"], freed),
+        ),
+        **{
+            f"the seed {seed!r}": (kind, text, seeded(seed))
+            for seed, kind, text in (
+                (None, ValueError, "seed=None was given"),
+                ("a", TypeError, "seed='a' was given; pass a whole number"),
+                (1.5, TypeError, "seed=1.5 was given; pass a whole number"),
+                (-1, ValueError, "seed=-1 was given; pass a number in [0, 2^61)"),
+                (2**61, ValueError, f"seed={2**61} was given; pass a number in [0, 2^61)"),
+            )
+        },
+        "a part of a layer that communicates": (
+            TypeError,
+            "FeedForward.up.1 is a RMSNorm, which communicates; needed is",
+            replaced(lambda comm: nn.Sequential(nn.Linear(4, 16), sp.RMSNorm(16, comm=comm))),
+        ),
+        "a part of a layer with other weights": (
+            sp.CollectiveMismatch,
+            "FeedForward",
+            replaced(lambda _: nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 16))),
         ),
         "a nested tensor": (
             sp.ShapeError,

@@ -142,6 +142,10 @@ ROWS: list[Row] = [
             partial(loss.next_token_loss, ONES, ONES, tensor=THERE, data=HERE),
         )
     ),
+    *(
+        (ValueError, f"dropout={p} was given", partial(LAYERS[4], comm=THERE, dropout=p))
+        for p in (1.0, 1.5, -0.1, math.nan)
+    ),
     (TypeError, r"p='\.1'", partial(dropout, p=".1")),
     (ValueError, "p=1.0", partial(dropout, p=1.0)),
     (ValueError, "p=-0.5", partial(dropout, p=-0.5)),
