@@ -122,7 +122,7 @@ def test_scripts_that_name_python_are_watched(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["-n", "0"], "0 ranks and a time limit of 600 s were given"),
+        (["-n", "0"], "0 ranks and a time limit of 86400 s were given"),
         (["-n", "2", "layout.py"], "'layout.py' is no program. Write -- python layout.py"),
         (["-n", "2", "--timeout", "nan"], "2 ranks and a time limit of nan s were given"),
         (["-n", "2", "--timeout", "0"], "Both must be above 0"),
@@ -183,7 +183,7 @@ def test_the_words_of_the_command_reach_the_launch(
     monkeypatch.setattr(command_module, "run", run)
     words = ["-n", "3", *arguments, "--", "tool", "-n", "4"]
     assert command_module.main(words) == 7
-    usual = {"timeout": 600.0, "mpi_args": []}
+    usual = {"timeout": 86400.0, "mpi_args": []}
     run.assert_called_once_with(3, ["tool", "-n", "4"], **(usual | more))
     assert command_module.main(words) == 128 + signal.SIGINT
 

@@ -316,17 +316,23 @@ def run(ranks: int, command: Sequence[str], *, timeout: float, mpi_args: Sequenc
         return told or abs(ended or int(bool(reason)))
 
 
-def main(arguments: Sequence[str] | None = None, *, prog: str = "sp-core run") -> int:
+def main(
+    arguments: Sequence[str] | None = None, *, prog: str = "sp-core run", timeout: float = 86400.0
+) -> int:
     """Parse the command line, run its program on several ranks, and return the exit code.
 
     Args:
         arguments: the words after the command's name; None: those of this process.
         prog: name of the command in its help.
+        timeout: seconds for the launch if the command line does not say.
     """
     parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     parser.add_argument("-n", "--ranks", type=int, required=True, help="number of ranks")
     parser.add_argument(
-        "--timeout", type=float, default=600.0, help="seconds for the whole launch (default: 600)"
+        "--timeout",
+        type=float,
+        default=timeout,
+        help="seconds for the whole launch (default: %(default)g)",
     )
     parser.add_argument(
         "--mpi-args", type=shlex.split, default=[], help="more arguments for mpiexec, in one string"

@@ -1,4 +1,4 @@
-"""Run a test session on several ranks; the same command as `sp-core run`.
+"""Run a test session on several ranks: `sp-core run`, with a time limit of 600 seconds.
 
 `python -m sp_core.testing.launch -n 4 -- python -m pytest --with-mpi tests`.
 """
@@ -8,4 +8,4 @@ import sys
 from sp_core.launch.command import main
 
 if __name__ == "__main__":
-    sys.exit(main(prog="python -m sp_core.testing.launch"))
+    sys.exit(main(prog="python -m sp_core.testing.launch", timeout=600.0))

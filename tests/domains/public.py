@@ -27,6 +27,7 @@ OUTSIDE = {
     "Plan": "`plan` makes it",
     "attention.Terms": "the schemes and `local_attention` take each of them",
     "integrations.transformers": "hf/test_parallelize*.py call it, where transformers is",
+    "llama.Llama.check_parts": "the calls of a model make it; refusals/decoders.py changes a part",
     "llama.Llama.join_weights": "`Decoder` calls it",
     "llama.pipeline.forward": "`Decoder` calls it",
     "sp-core doctor": "test_doctor.py runs it in processes of its own, with each MPI",
