@@ -17,7 +17,6 @@ from datetime import timedelta
 from functools import cache
 
 import pytest
-from hypothesis.configuration import set_hypothesis_home_dir
 from torch import distributed
 
 import sp_core
@@ -39,10 +38,8 @@ def pytest_configure() -> None:
     """Start the process group; nothing may import mpi4py.
 
     Hypothesis draws constants of the modules that are loaded. So all modules are loaded first: a
-    module that only some ranks load later would make the ranks draw different examples. And each
-    process reads constants from the modules, none from files that another one has just written.
+    module that only some ranks load later would make the ranks draw different examples.
     """
-    set_hypothesis_home_dir(FOLDER.name)
     sys.modules["mpi4py"] = None  # type: ignore[assignment]
     for module in pkgutil.walk_packages(sp_core.__path__, "sp_core."):
         with suppress(ImportError):
