@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor
 
-from sp_core import agreement, progress
+from sp_core import agreement, observer, progress
 from sp_core.compiling import eager
 from sp_core.counters import Counters
 from sp_core.errors import DeviceError, NotCopied, RankError, short_text
@@ -79,7 +79,7 @@ class Communicator(NotCopied):
         self.rank, self.size, self.name, self.nodes = rank, size, name, tuple(nodes)
         self.counters, self._pending = Counters(), list[Handle]()
         self._tags, self._numbers = itertools.count(), itertools.count()
-        self._progress, self._freed = progress.of_this_rank(), False
+        self._progress, self._freed, self._heard = progress.of_this_rank(), False, 0.0
 
     def _open(self, comm: Intracomm, owned: Sequence[Intracomm]) -> None:
         """Make the transport over `comm`, and the window: memory that the ranks share, or None.
@@ -193,13 +193,12 @@ class Communicator(NotCopied):
         self._progress.poll()
 
     def look(self) -> None:
-        """Raise `PeerFailed` if another rank has told that it abandons this communicator.
-
-        A long wait calls this again and again, because the message that it waits for may not come.
-        """
+        """Raise `PeerFailed`, in a long wait, GRACE_SECONDS after a rank told that it leaves."""
         if (rank := observer_of(self._comm).first_left()) is not None:
-            self._progress.keep(self._control.hear(rank, f"a wait on {self.name}"))
-            self.ensure_open()
+            self._heard = self._heard or time.monotonic()
+            if time.monotonic() > self._heard + observer.GRACE_SECONDS:
+                self._progress.keep(self._control.hear(rank, f"a wait on {self.name}"))
+                self.ensure_open()
 
     def advance(self) -> bool:
         """Test all handles of this communicator. Return whether any is still incomplete."""

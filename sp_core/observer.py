@@ -75,6 +75,8 @@ class Observer:
 
 LEFT_TAG = 32767
 """Tag of the messages of `abandoned`, the largest that the MPI standard guarantees."""
+GRACE_SECONDS = 1.0
+"""For how long a wait goes on after such a message: what the rank sent before may be under way."""
 
 
 class Notices(Observer):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import sys
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from kit.case_leaving import BEGUN, CASES, outcomes, wanted
+from kit.case_leaving import BEGUN, CASES, LOST, Lost, outcomes, wanted
 from studies.commands import ROOT, outside, printed
 
 import sp_core as sp
+from sp_core import observer
 from sp_core.launch.command import AS_ROOT, ENVIRONMENT, find_mpiexec
+from sp_core.observer import observer_of
 from sp_core.testing import run_threads
 
 pytestmark = pytest.mark.mpi_skip
@@ -19,11 +22,36 @@ pytestmark = pytest.mark.mpi_skip
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", sorted(BEGUN))
-def test_a_wait_for_a_rank_that_has_left_ends(name: str, size: int) -> None:
+def test_a_wait_for_a_rank_that_has_left_ends(
+    name: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(observer, "GRACE_SECONDS", 0.01)
+
     def body(comm: Any) -> None:
         assert [*outcomes(comm, name)] == wanted(comm)
 
     run_threads(size, body)
+
+
+def test_a_wait_gets_what_a_rank_sent_before_it_left() -> None:
+    """The message arrives in the wait's fortieth test, when it has long heard that rank 1 left."""
+    arrives = Mock(**{"test.side_effect": [False] * 40 + [True] * 9})
+
+    def body(comm: Any) -> None:
+        try:
+            with sp.Mesh(comm, sp=2) as mesh:
+                group = mesh["sp"]
+                if comm.rank == LOST:
+                    raise Lost
+                while observer_of(group._comm).first_left() is None:
+                    group.poll()
+                group.wait(arrives, "message")
+                raise Lost
+        except Lost:
+            pass
+
+    run_threads(2, body)
+    assert arrives.test.call_count > 40
 
 
 def test_a_wait_after_the_end_of_a_mesh_returns_the_result() -> None:
