@@ -170,7 +170,7 @@ class Mesh(NotCopied):
     def free(self) -> None:
         """Free every communicator of the mesh. All ranks free their meshes in the same order.
 
-        A second call does nothing. If a rank leaves or makes a different call, raise a RankError.
+        A second call does nothing. RankError: a rank leaves, or makes a different call.
         """
         if self._freed:
             return

@@ -74,6 +74,8 @@ def local_attention(
     if mask is not None:
         check_type("mask", mask, Mask, "Pass Mask(causal=True), or None to see everything.")
     check_qkv(q, k, v)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_memory(x, name, is_sent=False)
     logits = Logits.of(q, softmax_scale=softmax_scale, **terms)
     if mask is not None and q_positions is None and kv_positions is None:
         mask.check_lengths(q.shape[1], k.shape[1])
@@ -97,7 +99,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
             batch or head dim of q that differs from that of k, head dim 0, or H that is no multiple
             of K.
         DtypeError: not a plain tensor; dtypes that differ or are not among float64, float32,
-            bfloat16, float16; a tensor that `check_memory` refuses.
+            bfloat16, float16.
         DeviceError: tensors on different devices.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -127,8 +129,6 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"devices {q.device}, {k.device}, {v.device} given, needed one device for all three; "
             f"move them first"
         )
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_memory(x, name, is_sent=False)
 
 
 class _Refuse(torch.autograd.Function):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from sp_core import arguments
 from sp_core.agreement import make_alike
+from sp_core.attention.kernels import FLOATS
 from sp_core.collectives.api import all_gather
 from sp_core.collectives.differentiable import copy_to_group
 from sp_core.errors import DtypeError, ShapeError
@@ -40,7 +41,6 @@ from sp_core.sharding import Sharding, split_sizes
 LayerAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Attention of one layer: from the index among this stage's layers, q, k and v to the result."""
 CAUSAL = Mask(causal=True)
-DTYPES = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -93,12 +93,11 @@ class Llama(nn.Module):
     ) -> None:
         super().__init__()
         check_ranks(config, grid.tensor.size)
-        if dtype not in DTYPES:
-            raise DtypeError(f"dtype={dtype!r} was given; pass one of {DTYPES}.")
+        if dtype not in FLOATS:
+            raise DtypeError(f"dtype={dtype!r} was given; pass one of {FLOATS}.")
         self.config, self.grid, self.tp_sp, self.rope = config, grid, tp_sp, config.rope()
         comm = grid.tensor
         self.own = stage_layers(config, grid.stages.size)[grid.stages.rank]
-        self.is_first, self.is_last = (grid.stages.rank == x for x in (0, grid.stages.size - 1))
         if self.is_first or (self.is_last and config.tie_word_embeddings):
             self.embed_tokens = Embedding(
                 config.vocab_size, config.hidden_size, comm, dtype, copy=not self.is_first
@@ -123,6 +122,16 @@ class Llama(nn.Module):
         self.slots = (
             None if list(slots) == self.kv_heads else [self.kv_heads.index(head) for head in slots]
         )
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether this rank's stage begins with the tokens."""
+        return self.grid.stages.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Return whether this rank's stage ends with the logits."""
+        return self.grid.stages.rank == self.grid.stages.size - 1
 
     @property
     def dtype(self) -> torch.dtype:
@@ -152,9 +161,8 @@ class Llama(nn.Module):
                 block.check_parts(f"layers.{number}")
         if self.is_last:
             tied = self.config.tie_word_embeddings
-            check_part(
-                *(("embed_tokens", self.head, Embedding) if tied else ("lm_head", self.head))
-            )
+            name, kind = ("embed_tokens", Embedding) if tied else ("lm_head", Weight)
+            check_part(name, self.head, kind)
 
     def join_weights(self) -> None:
         """Lay out the weights for products with few tokens; `nn.parallel.join` says how."""

@@ -154,7 +154,10 @@ def _unfitting(record: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
 
 
 def _kind(x: object) -> object:
-    """Return a value that is the same for all numbers, for flags and None, and for like lists."""
+    """Return what a setting and the one that replaces it must have in common.
+
+    It is one value for all numbers, one for flags and None, and a list of its items' for a list.
+    """
     if isinstance(x, list | tuple):
         return [*map(_kind, x)]
     if x is None:

@@ -106,7 +106,8 @@ def train_step(
     def call() -> str:
         return f"train_step({max_norm=}, {model.dtype}, {settings_of(optimizer)})"
 
-    loss = _backward(call, model, sequences, layout, own, window, saving, optimizer=optimizer)
+    dealt = _agree(call, model, sequences, layout, own, window, saving, optimizer=optimizer)
+    loss = _backward(model, saving, *dealt)
     norm = clip_gradient_norm(model.parameters(), max_norm, tensor=model.grid.tensor)
     optimizer.step()
     return Step(loss, norm)
@@ -161,25 +162,17 @@ def backward(
         CollectiveMismatch: ranks with different sequences. All on every rank.
     """
     saving = Saving(recompute=recompute, offload=offload, chunk=chunk)
-    return _backward(
-        lambda: f"backward({model.dtype})", model, sequences, layout, own, window, saving
-    )
+
+    def call() -> str:
+        return f"backward({model.dtype})"
+
+    dealt = _agree(call, model, sequences, layout, own, window, saving)
+    return _backward(model, saving, *dealt)
 
 
-def _backward(
-    call: Callable[[], str],
-    model: Llama,
-    sequences: Tokens,
-    layout: Layout,
-    own: bool,
-    window: int | None,
-    saving: Saving,
-    **others: object,
-) -> float:
-    """Do what `backward` does for a caller that `call` describes; also check arguments `others`."""
-    check_model(model)
+def _backward(model: Llama, saving: Saving, row: Tensor, mask: Mask, sharding: Sharding) -> float:
+    """Do what `backward` does, with a replica's row, mask and sharding from `_agree`."""
     grid = model.grid
-    row, mask, sharding = _agree(call, model, sequences, layout, own, window, saving, **others)
     tokens = sharding.shard(row, grid.sequence.rank, 1).to(grid.everyone.device)
     model.zero_grad()
     one = model.begin(tokens, sharding, mask, saving)
@@ -200,10 +193,11 @@ def _agree(
     saving: Saving,
     **others: object,
 ) -> tuple[Tensor, Mask, Sharding]:
-    """Check the arguments of `_backward` on all ranks. Return row, mask and sharding of a replica.
+    """Check the arguments of `backward`, and `others`, on all ranks.
 
-    Each rank returns those of its own replica.
+    `call` names the caller in errors. Return row, mask and sharding of this rank's replica.
     """
+    check_model(model)
     grid, replicas, given = model.grid, model.grid.replicas, list[Any]()
 
     def check() -> int:

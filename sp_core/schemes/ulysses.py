@@ -18,6 +18,7 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
+from sp_core.agreement import make_alike
 from sp_core.arguments import check_tensor
 from sp_core.attention import Terms, local_attention
 from sp_core.collectives.differentiable import apply
@@ -119,11 +120,9 @@ def _checked(
     comm: Communicator, inner: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Call `inner`. All ranks raise an error if it fails, or returns other shapes, on one rank."""
-    found: Any = None
     wanted = f"{tuple(q.shape)}, {(q.shape[0], q.shape[2], q.shape[1])}"
 
-    def check() -> None:
-        nonlocal found
+    def make() -> tuple[Any, str]:
         found = inner(q, k, v)
         parts = found if isinstance(found, (tuple, list)) else [found]
         shapes = (str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in parts)
@@ -134,13 +133,10 @@ def _checked(
             )
         for name, x, dtypes in (("out", found[0], (q.dtype,)), ("lse", found[1], None)):
             check_tensor(x, comm, f"{name} of inner", dtypes)
-
-    def call() -> str:
         told = (f"{x.dtype} requires_grad={x.requires_grad}" for x in found)
-        return f"inner of ulysses_attention returned {', '.join(told)}"
+        return found, f"inner of ulysses_attention returned {', '.join(told)}"
 
-    comm.agree_on(call, check)
-    out, lse = found
+    out, lse = make_alike(comm, make)
     return out, lse
 
 
