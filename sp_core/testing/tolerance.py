@@ -15,6 +15,7 @@ terms of one sign carries up to u_acc n. The two errors add up; they do not mult
 from __future__ import annotations
 
 import math
+from decimal import Decimal
 
 import torch
 from torch import Tensor
@@ -131,24 +132,18 @@ def check_close(name: str, actual: Tensor, expected: Tensor, bound: Tensor) -> f
 
 def _ratios(actual: Tensor, expected: Tensor, bound: Tensor) -> Tensor:
     """Return the elementwise error over bound, inf for elements without a finite answer."""
-    (a, a_low), (e, e_low), b = _in_two(actual), _in_two(expected), bound.detach().cpu().double()
-    high, low = torch.where(a == e, 0.0, a - e), a_low - e_low  # equal infinities have no error
-    both = high + low
-    # rounded down, an error of whole numbers could meet a bound that it exceeds
-    is_less = (low - (both - high)).real * both.real > 0
-    error = torch.nextafter(both.abs(), torch.where(is_less, math.inf, both.abs()))
+    error, b = _error(actual.detach().cpu(), expected.detach().cpu()), bound.detach().cpu().double()
     ratios = torch.where(error == 0, 0.0, error / b)
     # An infinite or NaN bound must not turn an error into 0.
     return torch.where(ratios.isnan() | (b.isinf() & (error != 0)), math.inf, ratios)
 
 
-def _in_two(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two float64 or complex128 tensors whose sum is x, because float64 rounds an int64."""
-    x = x.detach().cpu()
-    if x.dtype not in (torch.int64, torch.uint64):
-        x = x.to(torch.complex128 if x.is_complex() else torch.float64)
-        return x, torch.zeros_like(x)
-    is_signed, bits = x.dtype is torch.int64, x.view(torch.int64)
-    low = bits.fmod(1 << 32) if is_signed else bits & 0xFFFFFFFF  # of the sign of x
-    high = (bits - low).double()
-    return high if is_signed else high + 2.0**64 * (high < 0), low.double()
+def _error(a: Tensor, e: Tensor) -> Tensor:
+    """Return |a - e| in float64; whole numbers of 64 bits are subtracted before they are rounded."""
+    is_complex = a.is_complex() or e.is_complex()
+    if is_complex or not {a.dtype, e.dtype} & {torch.int64, torch.uint64}:
+        a, e = (x.to(torch.complex128 if is_complex else torch.float64) for x in (a, e))
+        return torch.where(a == e, 0.0, (a - e).abs())  # equal infinities have no error
+    pairs = zip(*(map(Decimal, x.flatten().tolist()) for x in (a, e)), strict=True)
+    exact = [float(abs(one - other)) for one, other in pairs]
+    return torch.tensor(exact, dtype=torch.float64).reshape(a.shape)
