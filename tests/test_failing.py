@@ -247,7 +247,7 @@ def test_the_study_tries_each_place_with_two_starts_or_more() -> None:
     [
         ("rank 1 of 3: ", "rank 2 of 3: ", "no rank"),
         (ERROR, "", "no cause"),
-        (programs.CASE, "", "no stack"),
+        pytest.param(programs.CASE, "", "no stack", id="no stack"),
     ],
 )
 def test_what_a_report_lacks_is_told(old: str, new: str, fault: str) -> None:

@@ -123,7 +123,7 @@ def test_a_rank_that_is_lost_ends_the_launch(fault: str, cause: str, place: str)
         cause,
         place,
         "---- rank 0: ",
-        "---- rank 2: ",
+        r"---- rank 2: .*\nlast place: waits for the next example of test_average",
         r"case_deaths\.py::test_average",
         r"test_average\(nprocs=2, n=[789], d=1, seed=0\)",
         "run it again: python -m sp_core.testing.launch -n 3",

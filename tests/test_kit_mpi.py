@@ -142,9 +142,10 @@ def freed(comm: Any) -> object:
         into = np.zeros(8)
         request = on.Isend(numbers(comm), peer)
         # the second request is of the kit's class, but the kit does not know its message
-        (request if on is comm else MPI.Request(request)).Free()
+        one = request if on is comm else MPI.Request(request)
+        one.Free()
         on.Recv(into, peer)
-        found += into.tolist()
+        found += [*into.tolist(), bool(one)]
     complete = comm.Irecv(into, peer)
     comm.Send(numbers(comm, 2), peer)
     while not complete.Get_status():

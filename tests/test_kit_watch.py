@@ -153,7 +153,12 @@ OWNERS = {
 
 
 @pytest.mark.parametrize(
-    ("owner", "file"), [(owner, file) for owner, files in OWNERS.items() for file in files]
+    ("owner", "file"),
+    [
+        pytest.param(owner, file, id=f"{owner}-{n}")  # an id with the path is one checkout's only
+        for owner, files in OWNERS.items()
+        for n, file in enumerate(files)
+    ],
 )
 def test_every_source_file_has_an_owner(
     owner: str, file: str, monkeypatch: pytest.MonkeyPatch
