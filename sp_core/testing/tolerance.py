@@ -139,7 +139,7 @@ def _ratios(actual: Tensor, expected: Tensor, bound: Tensor) -> Tensor:
 
 
 def _error(a: Tensor, e: Tensor) -> Tensor:
-    """Return |a - e| in float64; whole numbers of 64 bits are subtracted before they are rounded."""
+    """Return |a - e| in float64; 64-bit whole numbers are subtracted before they are rounded."""
     is_complex = a.is_complex() or e.is_complex()
     if is_complex or not {a.dtype, e.dtype} & {torch.int64, torch.uint64}:
         a, e = (x.to(torch.complex128 if is_complex else torch.float64) for x in (a, e))
