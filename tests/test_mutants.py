@@ -78,6 +78,7 @@ def test_a_text_that_is_not_there_once_is_stale() -> None:
         (Ending(1, {}, "worst error over bound: 0.7"), "killed", "the session"),
         (Ending(1, {}, f"{trial.UNENDED}01:00)!"), "killed", "the session"),
         (Ending(2, {}, "ERROR collecting"), "broken", ""),
+        (Ending(3, {}, "the ranks are at different points"), "killed", "the session"),
         (Ending(4, {}, f"ImportError in {SMALL.file}"), "killed", "the session"),
         (Ending(4, {}, "no such option"), "broken", ""),
         (Ending(0, {}, SMALL.file), "survived", ""),

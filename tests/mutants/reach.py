@@ -70,7 +70,8 @@ class Reached:
 
     Args:
         seconds: how long each test takes.
-        lines: by file and line, the tests that reach it; "" stands for an import.
+        lines: by file and line, the tests that reach it; "" stands for code outside of tests, such
+            as an import.
         width: the number of lines that each test reaches.
         ranks: the same information for the tests under mpiexec.
     """
@@ -93,12 +94,12 @@ class Reached:
     def tests(self, edit: Edit) -> list[str]:
         """Return the tests that reach an edit, in the order to try them.
 
-        For an edit that runs when its module is imported, return all tests in the files that reach
-        the module.
+        For an edit that runs outside of tests only, when its module is imported or a session begins,
+        return all tests in the files that reach the module.
         """
         there = self.lines.get(edit.file, {})
-        if edit.inside:
-            reaching = set().union(*(there.get(line, ()) for line in edit.lines))
+        reaching = set().union(*(there.get(line, ()) for line in edit.lines))
+        if edit.inside and reaching != {""}:
             return self._ordered(reaching & self.seconds.keys())
         files = {file_of(test) for test in set().union(*there.values()) & self.seconds.keys()}
         return self._ordered(test for test in self.seconds if file_of(test) in files)

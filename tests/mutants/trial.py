@@ -29,7 +29,7 @@ TIME_IS_UP = "the launch has not ended"
 ENDED = "the launch was ended: "
 UNENDED = "Timeout (0:"  # faulthandler's
 NOTHING_FAILED = (0, 5)
-TESTS_FAILED = 1
+TESTS_FAILED, INTERNAL_ERROR = 1, 3
 DIED = 128
 """The shell adds this to the number of the signal that has ended a program."""
 
@@ -122,7 +122,8 @@ def tried(file: str, planted: Callable[[str], str], stages: Iterable[Stage]) -> 
 def judged(stage: str, ending: Ending, file: str) -> Outcome:
     """Return the outcome of a fault in `file` from the end of a stage.
 
-    If the session could not start, the mutant is killed if the output names the file, else broken.
+    If the session could not start, the mutant is broken, unless the output names the file.
+    An error inside pytest or the kit, or between ranks, kills it: without it the session has ended.
     """
     text, code = ending.printed, ending.code
     if ending.told:
@@ -141,7 +142,7 @@ def judged(stage: str, ending: Ending, file: str) -> Outcome:
         words = "a test has not ended, and the session was ended with all stacks"
     elif code == TESTS_FAILED:
         words = "an error above half its bound"
-    elif file not in text:
+    elif code != INTERNAL_ERROR and file not in text:
         return Outcome("broken", stage, words=words)
     return Outcome("killed", stage, "the session", words=words)
 
