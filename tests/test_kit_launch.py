@@ -152,6 +152,12 @@ def test_ranks_of_which_one_ends_its_session_early_all_end() -> None:
     assert f"{head}\n  {zero} the end of the session\n  {one} {test}\n" in text
 
 
+def test_options_of_the_kit_have_a_heading_of_their_own(pytest_here: InProcess) -> None:
+    code, text = pytest_here("--help")
+    assert code == 0, text
+    assert re.search(r"\ntests on several ranks:\n  --sp-expect-ranks", text)
+
+
 @pytest.mark.parametrize(
     ("args", "env", "said"),
     [

@@ -124,7 +124,8 @@ def test_narrow_and_quick_tests_come_first() -> None:
 def test_what_runs_outside_of_tests_has_all_tests_of_files_that_reach_its_own() -> None:
     """Coverage credits such a line to the test that imports it first, but others depend on it."""
     found = reached(
-        {"t::a": 1.0, "t::b": 2.0, "u::c": 3.0, "v::d": 4.0}, {1: ["", "v::d"], 2: ["t::a"], 3: [""]}
+        {"t::a": 1.0, "t::b": 2.0, "u::c": 3.0, "v::d": 4.0},
+        {1: ["", "v::d"], 2: ["t::a"], 3: [""]},
     )
     assert found.tests(small(1, inside=False)) == ["t::b", "t::a", "v::d"]
     assert found.tests(small(3)) == ["t::b", "t::a", "v::d"]
