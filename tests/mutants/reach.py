@@ -94,8 +94,8 @@ class Reached:
     def tests(self, edit: Edit) -> list[str]:
         """Return the tests that reach an edit, in the order to try them.
 
-        For an edit that runs outside of tests only, when its module is imported or a session begins,
-        return all tests in the files that reach the module.
+        For an edit that runs only outside of tests, such as at an import or at the begin of a
+        session, return all tests in the files that reach the module.
         """
         there = self.lines.get(edit.file, {})
         reaching = set().union(*(there.get(line, ()) for line in edit.lines))
