@@ -146,4 +146,4 @@ def _error(a: Tensor, e: Tensor) -> Tensor:
         return torch.where(a == e, 0.0, (a - e).abs())  # equal infinities have no error
     pairs = zip(*(map(Decimal, x.flatten().tolist()) for x in (a, e)), strict=True)
     exact = [float(abs(one - other)) for one, other in pairs]
-    return torch.tensor(exact, dtype=torch.float64).reshape(a.shape)
+    return torch.tensor(exact, dtype=torch.float64, device="cpu").reshape(a.shape)
