@@ -135,7 +135,7 @@ LAUNCH_PROBLEMS = {
     ),
     "not enough slots": (
         "Open MPI refuses more ranks than cores",
-        "export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe",
+        "export PRTE_MCA_rmaps_default_mapping_policy=slot:oversubscribe",
     ),
     "ranks: 1": (
         "its ranks do not find each other",

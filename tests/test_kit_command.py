@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from contextlib import nullcontext
@@ -12,8 +13,13 @@ from unittest.mock import Mock
 
 import pytest
 
+from studies.commands import ROOT, outside, printed
+
 from sp_core.launch import command as command_module, watch as watch_module
-from sp_core.launch.command import SESSION_DIR, SESSION_DIR_HERE, environment
+from sp_core.launch.command import AS_ROOT, ENVIRONMENT, SESSION_DIR, SESSION_DIR_HERE, environment
+from sp_core.machine import LAUNCH_PROBLEMS
+
+POLICY = "PRTE_MCA_rmaps_default_mapping_policy"
 
 
 @pytest.mark.parametrize(
@@ -198,3 +204,24 @@ def test_variables_that_are_set_stay_and_the_others_have_defaults(
     defaults = command_module.ENVIRONMENT | {SESSION_DIR_HERE: "/run"}
     as_root = {} if user else command_module.AS_ROOT
     assert environment(Path("/run")) == defaults | as_root | given | {"SP_RUN_DIR": "/run"}
+
+
+def test_all_places_give_the_same_defaults_for_open_mpi() -> None:
+    """They stand in the launcher, in ci/env.openmpi and in the remedy of the doctor."""
+    lines = (ROOT / "ci" / "env.openmpi").read_text().splitlines()
+    given = dict(line.split("=", 1) for line in lines if not line.startswith("#"))
+    defaults = ENVIRONMENT | AS_ROOT
+    assert {**defaults, **given} == {**given, **defaults}
+    assert f"export {POLICY}={given[POLICY]}" == LAUNCH_PROBLEMS["not enough slots"][1]
+
+
+@pytest.mark.mpi_skip
+def test_a_node_gets_as_many_ranks_as_it_has_slots_and_more_only_if_all_are_full() -> None:
+    """Open MPI prints where it would start the ranks; nothing is started."""
+    if not command_module.streaming():
+        pytest.skip("only Open MPI reads these variables")
+    for ranks, wanted in ((4, [2, 2]), (6, [3, 3])):
+        words = ["--host", "a:2,b:2", "--display", "map", "--do-not-launch", "-n", str(ranks)]
+        command = [command_module.find_mpiexec(), *words, "hostname"]
+        code, text = printed(command, ROOT, {**outside(), **ENVIRONMENT, **AS_ROOT}, 60)
+        assert [int(n) for n in re.findall(r"Num procs: (\d+)", text)] == wanted, (code, text)

@@ -43,8 +43,9 @@ ENVIRONMENT = {
     # keep the memory of freed tensors; else the system maps and clears memory for each large one
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_MMAP_THRESHOLD_": str(1 << 25),
-    # allow more ranks than cores, bind no rank to a core, let a rank that waits yield its core
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    # allow more ranks than cores, fill the slots of all nodes first, bind no rank to a core, let a
+    # rank that waits yield its core
+    "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
     "OMPI_MCA_mpi_yield_when_idle": "true",
     "OMPI_MCA_btl": "^ofi",  # if its network is missing, it sleeps for a second in MPI_Init
