@@ -22,6 +22,8 @@ from typing import Any, cast
 
 import msgspec
 
+from sp_core.launch.command import ENDING
+
 ROOT = Path(__file__).resolve().parent.parent
 REPORTS = ROOT / "reports"
 """The folder for files unless `--out` names another one; git ignores it."""
@@ -388,7 +390,7 @@ def main(program: Main) -> None:
 
     A signal that is ignored, as SIGHUP is under `nohup`, stays ignored.
     """
-    for ending in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+    for ending in ENDING:
         if signal.getsignal(ending) is signal.SIG_DFL:
             signal.signal(ending, signal.default_int_handler)
     sys.exit(program(None))
