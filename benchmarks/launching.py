@@ -222,7 +222,8 @@ def run(
         of the record a "reason", the last lines of "output", and "news", the last progress.
     """
     start = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="sp_core-bench-") as name:
+    REPORTS.mkdir(exist_ok=True)  # ranks on other nodes see this folder, but not the node's /tmp
+    with tempfile.TemporaryDirectory(prefix="sp_core-bench-", dir=REPORTS) as name:
         folder = Path(name)
         job = {"ranks": ranks, "measure": measure, "setting": setting, "root": str(root)}
         (folder / "job.json").write_bytes(msgspec.json.encode(job))

@@ -375,3 +375,21 @@ def test_a_signal_that_ends_a_program_ends_its_ranks_unless_it_is_ignored(
             launching.main(interrupted)
     finally:
         signal.signal(number, usual)
+
+
+def test_ranks_of_all_nodes_find_their_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lies below the checkout, which the nodes share; a folder for temporary files they do not.
+
+    The folder is removed.
+    """
+    found: list[Path] = []
+
+    def watch(command: object, folder: Path, *_: object) -> tuple[int, str]:
+        assert (folder / "job.json").exists()
+        found.append(folder)
+        return 1, ""
+
+    monkeypatch.setattr(launching, "watch", watch)
+    launching.run(2, "nowhere:measure", {}, launching.Launch())
+    assert found[0].is_relative_to(launching.REPORTS)
+    assert not found[0].exists()

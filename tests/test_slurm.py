@@ -42,7 +42,10 @@ done
 exec {Path(sys.executable).parent / "mpiexec"} -n "$ranks" "$@"
 """
 UNDOCTORED = f"""#!/bin/sh
-case "$*" in *sp_core*doctor*) exit "${{BROKEN:-0}}" ;; esac
+case "$*" in
+    *sp_core*doctor*) exit "${{BROKEN:-0}}" ;;
+    *"benchmarks scaling"*) echo "HYDRA_LAUNCHER=${{HYDRA_LAUNCHER-}} $*" >>"$CALLS" ;;
+esac
 exec {sys.executable} "$@"
 """
 PYTHON3 = """#!/bin/sh
@@ -205,13 +208,19 @@ def scratch(cluster: dict[str, str], tmp_path: Path) -> dict[str, str]:
     return {n: v for n, v in environment.items() if n not in ("SP_VENV", "SP_TORCH")}
 
 
-@pytest.mark.parametrize("lacks_torch", [0, 1])
+@pytest.mark.parametrize(("lacks_torch", "nodes"), [(0, "1"), (1, "1"), (0, "2")])
 def test_the_job_makes_an_environment_and_removes_it(
-    scratch: dict[str, str], lacks_torch: int
+    scratch: dict[str, str], lacks_torch: int, nodes: str
 ) -> None:
-    run({**scratch, "HAS_TORCH": str(lacks_torch)}, JOB, "--device", "cpu", "--help")
+    """Several nodes share the checkout, and not the disk of the first node."""
+    given = {"HAS_TORCH": str(lacks_torch), "SLURM_JOB_NUM_NODES": nodes}
+    run({**scratch, **given}, JOB, "--device", "cpu", "--help")
     (install,) = called(scratch, "pip ")
     assert install.endswith(f".[bench] {installed_mpi()}")
+    folder = scratch["SLURM_TMPDIR"] if nodes == "1" else ROOT / "reports"
+    constraints = Path(install.split()[4])
+    assert constraints.is_relative_to(folder)
+    assert not constraints.parent.exists()
     assert (len(called(scratch, "mpi4py==")), len(called(scratch, "torch=="))) == (1, lacks_torch)
     assert list(Path(scratch["SLURM_TMPDIR"]).iterdir()) == []
 
@@ -243,6 +252,20 @@ def test_the_job_tries_the_kinds_of_mpi_that_srun_may_speak(
     answer = run({**cluster, "REFUSED": refused}, JOB, "--device", "cpu", "--help")
     assert [call.split()[0] for call in called(cluster, "--mpi=")] == ["--mpi=pmix", "--mpi=pmi2"]
     assert ("mpiexec is used instead" in answer) == (refused == "pm*")
+
+
+@pytest.mark.parametrize(("nodes", "hydra"), [("", "fork"), ("1", "fork"), ("2", "")])
+def test_a_job_starts_ranks_on_all_of_its_nodes_and_keeps_its_results_apart(
+    nodes: str, hydra: str, cluster: dict[str, str]
+) -> None:
+    """MPICH with "fork", and sp-core's own launcher, start ranks on one node only."""
+    given = {**cluster, "REFUSED": "pm*", "SP_MPI": "mpich", "SLURM_JOB_NUM_NODES": nodes}
+    run(given, JOB, "--device", "cpu", "--out", "elsewhere", "--help")
+    (call,) = called(cluster, "HYDRA_LAUNCHER=")
+    launcher = "" if hydra else "mpiexec -n {ranks}"
+    out = "--out reports/scaling/4242 --device cpu --out elsewhere --help"
+    command = f"-m benchmarks scaling --device cpu --launcher {launcher} {out}"
+    assert call == f"HYDRA_LAUNCHER={hydra} {command}"
 
 
 @pytest.mark.parametrize(

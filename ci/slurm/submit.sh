@@ -7,13 +7,14 @@
 #   ci/slurm/submit.sh nox --partition=gpu -- -s compare -- main --device cuda --ranks 1,2,4
 #
 # scaling: SP_VENV=DIR uses that environment instead of making one in the job; SP_LAUNCHER=COMMAND replaces srun (see scaling.sbatch).
+#          Results are in reports/scaling/JOB; every task of an array has a JOB of its own.
 # nox: SP_TORCH=PYTHON names the interpreter whose torch is used (see nox.sbatch).
 set -euo pipefail
 
 job=scaling
 case "${1:-}" in
     -h | --help)
-        sed -n '2,10s/^# \{0,1\}//p' "$0"
+        sed -n '2,11s/^# \{0,1\}//p' "$0"
         exit 0
         ;;
     scaling | nox)
