@@ -27,6 +27,7 @@ JOB = ROOT / "ci" / "slurm" / "scaling.sbatch"
 NOX = ROOT / "ci" / "slurm" / "nox.sbatch"
 SBATCH = """#!/bin/sh
 printf '%s\\n' "$@" >"$CALLS"
+case "$*" in *--test-only*) exit ;; esac
 echo "4242;cluster"
 """
 SRUN = f"""#!/bin/sh
@@ -129,6 +130,27 @@ def test_submitting_prints_job_log_and_the_line_that_follows_it(
     assert answer.splitlines() == shown
     output = f"--output={log.parent}/{job}-%j.log"
     assert called(cluster) == ["--parsable", f"--chdir={ROOT}", output, *expected]
+
+
+@pytest.mark.parametrize(
+    ("options", "log"),
+    [
+        (["--array=1-3"], "{logs}/scaling-4242_*.log"),
+        (["-a", "1-3", "--output=/tmp/x y-%A_%a-%j"], "/tmp/x y-4242_*-4242"),
+        (["--output", "my.log"], f"{ROOT}/my.log"),
+        (["-omy.log", "-A", "me"], f"{ROOT}/my.log"),
+        (["-o", "my.log"], f"{ROOT}/my.log"),
+        (["--test-only"], ""),
+    ],
+)
+def test_submitting_names_the_log_that_sbatch_writes(
+    options: list[str], log: str, cluster: dict[str, str]
+) -> None:
+    """The tasks of an array have a log each. What was only tested has neither number nor log."""
+    shown = log.format(logs=ROOT / "reports" / "slurm")
+    wanted = ["job:    4242", f"log:    {shown}", f"follow: tail -F {shown}"] if log else []
+    assert run(cluster, SUBMIT, *options).splitlines() == wanted
+    assert called(cluster)[3:] == [*options, str(JOB)]
 
 
 def test_the_jobs_ask_for_one_node_and_four_gpus(tmp_path: Path) -> None:
@@ -295,6 +317,7 @@ case "$*" in
     "-c "*) echo "$0-site"; mkdir -p "$0-site" ;;
     "-m venv"*)
         for folder; do :; done
+        [ -z "${VENV_FAILS:-}" ] || exit 1
         mkdir -p "$folder/bin" && cp "$0" "$folder/bin/python" ;;
     *) echo "${SP_TRANSPORT:-} $*" >>"$CALLS" ;;
 esac
@@ -324,6 +347,9 @@ def gpu_steps(gpu: dict[str, str], steps: str, code: int = 0) -> str:
 
 def test_the_gpu_command_installs_once_and_keeps_every_step(gpu: dict[str, str]) -> None:
     """It runs only tests that ask for the device. Each tar file has the logs of earlier steps."""
+    assert "could not be installed" in gpu_steps({**gpu, "VENV_FAILS": "1"}, "doctor", code=1)
+    assert not Path(gpu["CALLS"]).exists()
+    assert not Path("/machine.pth").exists()
     assert "could not be installed" in gpu_steps({**gpu, "PIP_ENDS": "1"}, "doctor", code=1)
     Path(gpu["CALLS"]).unlink()
     for steps in ("tests-ipc table", "tests-pinned peers"):

@@ -32,15 +32,27 @@ logs=$root/reports/slurm
 mkdir -p "$logs"
 
 options=()
+log=$logs/$job-%j.log
+given=
 while [[ $# -gt 0 && $1 != -- ]]; do
+    case $1 in
+        --array* | -a*) log=$logs/$job-%A_%a.log ;; # %j of a task is not the number that sbatch tells
+        --output=*) given=${1#*=} ;;
+        --output | -o) given=${2-} ;;
+        -o*) given=${1#-o} ;;
+    esac
     options+=("$1")
     shift
 done
 [[ $# -eq 0 ]] || shift
 
-answer=$(sbatch --parsable --chdir="$root" --output="$logs/$job-%j.log" "${options[@]}" "$root/ci/slurm/$job.sbatch" "$@")
+answer=$(sbatch --parsable --chdir="$root" --output="$log" "${options[@]}" "$root/ci/slurm/$job.sbatch" "$@")
 number=${answer%%;*} # sbatch adds ";cluster" where there are several
-log=$logs/$job-$number.log
+[[ -n $number ]] || exit 0 # --test-only submits nothing
+log=${given:-$log}
+[[ $log == /* ]] || log=$root/$log
+log=${log//%[jA]/$number}
+log=${log//%a/\*}
 echo "job:    $number"
 echo "log:    $log"
 echo "follow: tail -F $log"
