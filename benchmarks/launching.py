@@ -22,6 +22,8 @@ from typing import Any, cast
 
 import msgspec
 
+from sp_core.launch.command import ENDING
+
 ROOT = Path(__file__).resolve().parent.parent
 REPORTS = ROOT / "reports"
 """The folder for files unless `--out` names another one; git ignores it."""
@@ -220,7 +222,8 @@ def run(
         of the record a "reason", the last lines of "output", and "news", the last progress.
     """
     start = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="sp_core-bench-") as name:
+    REPORTS.mkdir(exist_ok=True)  # ranks on other nodes see this folder, but not the node's /tmp
+    with tempfile.TemporaryDirectory(prefix="sp_core-bench-", dir=REPORTS) as name:
         folder = Path(name)
         job = {"ranks": ranks, "measure": measure, "setting": setting, "root": str(root)}
         (folder / "job.json").write_bytes(msgspec.json.encode(job))
@@ -388,7 +391,7 @@ def main(program: Main) -> None:
 
     A signal that is ignored, as SIGHUP is under `nohup`, stays ignored.
     """
-    for ending in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+    for ending in ENDING:
         if signal.getsignal(ending) is signal.SIG_DFL:
             signal.signal(ending, signal.default_int_handler)
     sys.exit(program(None))

@@ -114,16 +114,16 @@ step() {
     keep
 }
 
+# Every command is checked, because bash ignores "set -e" in a function before "||".
 install() {
-    rm -rf "$venv"
+    rm -rf "$venv" || return
     # Debian's Python cannot put pip there. That of the interpreter installs into it.
-    "$python" -m venv --without-pip --system-site-packages "$venv"
+    "$python" -m venv --without-pip --system-site-packages "$venv" || return
     # An interpreter that is itself in a virtual environment keeps its torch there. What it has beside torch is installed again: pip would
     # leave out an MPI that lies there, and this environment would have no mpiexec.
     local where='import sysconfig; print(sysconfig.get_path("purelib"))' site
-    site=$("$venv/bin/python" -c "$where")
-    "$python" -c "$where" >"$site/machine.pth"
-    "$python" -m pip --python "$venv/bin/python" install --quiet --ignore-installed --no-index --no-deps --find-links "$wheels" "$wheels"/*.whl "$root" &&
+    site=$("$venv/bin/python" -c "$where") && "$python" -c "$where" >"$site/machine.pth" &&
+        "$python" -m pip --python "$venv/bin/python" install --quiet --ignore-installed --no-index --no-deps --find-links "$wheels" "$wheels"/*.whl "$root" &&
         touch "$venv/complete"
 }
 
@@ -135,7 +135,7 @@ suite() {
     step "$1" python -m device --on "$on" "${@:2}" "${tests[@]}"
 }
 
-[[ -e $venv/complete ]] || install || fail "the wheels in $wheels could not be installed; see above which one is missing"
+[[ -e $venv/complete ]] || install || fail "the wheels in $wheels could not be installed in $venv; see above why"
 set -a
 # shellcheck source=/dev/null
 . "$root/ci/env.$mpi"

@@ -77,7 +77,8 @@ def _text(path: Path) -> str:
 
 LAUNCH_SECONDS = 60
 JOB_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID")
-JOB_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+JOB_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+"""For each launcher its number of ranks; mpiexec may run inside a step of srun, so it is first."""
 
 
 def in_job() -> bool:
@@ -86,8 +87,8 @@ def in_job() -> bool:
 
 
 def started_tasks() -> int:
-    """Return how many ranks mpiexec or srun has started, by its environment variables, else 1."""
-    return max(int(os.environ.get(name) or 1) for name in JOB_SIZES)
+    """Return how many ranks the innermost mpiexec or srun has started, by its variables, else 1."""
+    return next((int(os.environ[name]) for name in JOB_SIZES if os.environ.get(name)), 1)
 
 
 def bounded(
@@ -135,7 +136,7 @@ LAUNCH_PROBLEMS = {
     ),
     "not enough slots": (
         "Open MPI refuses more ranks than cores",
-        "export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe",
+        "export PRTE_MCA_rmaps_default_mapping_policy=slot:oversubscribe",
     ),
     "ranks: 1": (
         "its ranks do not find each other",

@@ -60,8 +60,8 @@ class Mesh(NotCopied):
             collectives that have it, or names by collective, as a mapping or as text,
             "all_reduce=ring,all_gather=bruck"; `sp_core.schedules.ALGORITHMS` lists them. Default:
             the environment's SP_ALGORITHM, else "auto".
-        nodes: the node of each rank of `comm`, any numbers. Default: the environment's SP_NODES,
-            such as "0,0,1,1"; else ranks with the same host name and boot id share a node.
+        nodes: the node of each rank of `comm`, any numbers. Only algorithms use it. Default: the
+            environment's SP_NODES, such as "0,0,1,1"; else nodes differ by host name and boot id.
         tuning: measured constants by which "auto" takes the quickest algorithm: a file, "auto" for
             the file of `python -m sp_core doctor --measure` for this machine, "off" to leave the
             choice to the MPI library. Rank 0's constants hold for all. Default: the environment's

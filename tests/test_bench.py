@@ -357,20 +357,39 @@ def test_a_launch_that_takes_too_long_is_ended_by_the_launcher() -> None:
     assert found["took_s"] < launching.GRACE_SECONDS  # else the launcher itself would be killed
 
 
-@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+@pytest.mark.parametrize("ending", ["TERM", "HUP", "QUIT", "USR1", "USR2", "XCPU"])
 @pytest.mark.parametrize("ignored", [False, True])
 def test_a_signal_that_ends_a_program_ends_its_ranks_unless_it_is_ignored(
-    ending: signal.Signals, monkeypatch: pytest.MonkeyPatch, *, ignored: bool
+    ending: str, monkeypatch: pytest.MonkeyPatch, *, ignored: bool
 ) -> None:
     """A closed terminal sends SIGHUP, which `nohup` ignores; ranks must not go on without us."""
+    number = signal.Signals[f"SIG{ending}"]
 
     def interrupted(_: object) -> int:
-        os.kill(os.getpid(), ending)
+        os.kill(os.getpid(), number)
         return 0
 
-    usual = signal.signal(ending, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    usual = signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
     try:
         with pytest.raises(SystemExit if ignored else KeyboardInterrupt):
             launching.main(interrupted)
     finally:
-        signal.signal(ending, usual)
+        signal.signal(number, usual)
+
+
+def test_ranks_of_all_nodes_find_their_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lies below the checkout, which the nodes share; a folder for temporary files they do not.
+
+    The folder is removed.
+    """
+    found: list[Path] = []
+
+    def watch(command: object, folder: Path, *_: object) -> tuple[int, str]:
+        assert (folder / "job.json").exists()
+        found.append(folder)
+        return 1, ""
+
+    monkeypatch.setattr(launching, "watch", watch)
+    launching.run(2, "nowhere:measure", {}, launching.Launch())
+    assert found[0].is_relative_to(launching.REPORTS)
+    assert not found[0].exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from contextlib import nullcontext
@@ -11,9 +12,13 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from studies.commands import ROOT, outside, printed
 
 from sp_core.launch import command as command_module, watch as watch_module
-from sp_core.launch.command import SESSION_DIR, SESSION_DIR_HERE, environment
+from sp_core.launch.command import AS_ROOT, ENVIRONMENT, SESSION_DIR, SESSION_DIR_HERE, environment
+from sp_core.machine import LAUNCH_PROBLEMS
+
+POLICY = "PRTE_MCA_rmaps_default_mapping_policy"
 
 
 @pytest.mark.parametrize(
@@ -144,27 +149,28 @@ def test_a_launch_that_cannot_be_is_refused(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+@pytest.mark.parametrize("ending", ["TERM", "HUP", "QUIT", "USR1", "USR2", "XCPU"])
 @pytest.mark.parametrize("ignored", [False, True])
 def test_a_signal_to_the_launcher_ends_the_launch_unless_it_is_ignored(
-    ending: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, ignored: bool
+    ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, ignored: bool
 ) -> None:
+    number = signal.Signals[f"SIG{ending}"]
     launch = Mock(run_dir=tmp_path, report=str)
     launch.ended.return_value = None
 
     def trouble(seconds: float) -> str:
-        os.kill(os.getpid(), ending)
+        os.kill(os.getpid(), number)
         return "its time is up"
 
     launch.trouble = trouble
     monkeypatch.setattr(command_module, "Launch", lambda *_: launch)
-    usual = signal.signal(ending, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    usual = signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
     try:
-        with nullcontext() if ignored else pytest.raises(SystemExit, match=str(128 + ending)):
+        with nullcontext() if ignored else pytest.raises(SystemExit, match=str(128 + number)):
             command_module.run(1, ["true"], timeout=1)
-        assert signal.getsignal(ending) is (signal.SIG_IGN if ignored else signal.SIG_DFL)
+        assert signal.getsignal(number) is (signal.SIG_IGN if ignored else signal.SIG_DFL)
     finally:
-        signal.signal(ending, usual)
+        signal.signal(number, usual)
     launch.end.assert_called_once_with()
 
 
@@ -197,4 +203,27 @@ def test_variables_that_are_set_stay_and_the_others_have_defaults(
     monkeypatch.setattr(os, "environ", {**given})
     defaults = command_module.ENVIRONMENT | {SESSION_DIR_HERE: "/run"}
     as_root = {} if user else command_module.AS_ROOT
-    assert environment(Path("/run")) == defaults | as_root | given | {"SP_RUN_DIR": "/run"}
+    passed = {"SP_RUN_DIR": "/run", "SP_RUN_HOST": watch_module.this_host()}
+    remote = {"OMPI_MCA_mca_base_env_list": "SP_RUN_DIR;SP_RUN_HOST"}
+    assert environment(Path("/run")) == defaults | as_root | given | passed | remote
+
+
+def test_all_places_give_the_same_defaults_for_open_mpi() -> None:
+    """They stand in the launcher, in ci/env.openmpi and in the remedy of the doctor."""
+    lines = (ROOT / "ci" / "env.openmpi").read_text().splitlines()
+    given = dict(line.split("=", 1) for line in lines if not line.startswith("#"))
+    defaults = ENVIRONMENT | AS_ROOT
+    assert {**defaults, **given} == {**given, **defaults}
+    assert f"export {POLICY}={given[POLICY]}" == LAUNCH_PROBLEMS["not enough slots"][1]
+
+
+@pytest.mark.mpi_skip
+def test_a_node_gets_as_many_ranks_as_it_has_slots_and_more_only_if_all_are_full() -> None:
+    """Open MPI prints where it would start the ranks; nothing is started."""
+    if not command_module.streaming():
+        pytest.skip("only Open MPI reads these variables")
+    for ranks, wanted in ((4, [2, 2]), (6, [3, 3])):
+        words = ["--host", "a:2,b:2", "--display", "map", "--do-not-launch", "-n", str(ranks)]
+        command = [command_module.find_mpiexec(), *words, "hostname"]
+        code, text = printed(command, ROOT, {**outside(), **ENVIRONMENT, **AS_ROOT}, 60)
+        assert [int(n) for n in re.findall(r"Num procs: (\d+)", text)] == wanted, (code, text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -208,6 +209,44 @@ def test_a_rank_that_ended_by_itself_is_the_first(
     assert watch.suspects() == expected
 
 
+@pytest.mark.parametrize("causes", [[None] * 3, ["killed by SIGKILL"] * 3, [GONE] * 3])
+@pytest.mark.parametrize("is_dead", [True, False])
+def test_a_rank_that_noted_an_error_is_the_first_of_those_that_mpiexec_may_have_killed(
+    causes: list[str | None], watch: Deaths, tmp_path: Path, *, is_dead: bool
+) -> None:
+    """The others die before it, and the launcher may see that it has died only later."""
+    file_of(tmp_path, 3, "place").write_bytes(b"raised SystemExit: 7\0")
+    watch._watched = dict.fromkeys(range(RANKS), 70)
+    watch.dead = {rank: cause for rank, cause in enumerate(causes) if cause}
+    watch._ended = dict.fromkeys(watch.dead)
+    if is_dead:
+        watch._ended[3], watch.dead[3] = None, "killed by SIGKILL"
+    told = "died first: killed by SIGKILL" if is_dead else "failed first"
+    wanted = [f"rank 3 {told}; last place: raised SystemExit: 7"]
+    assert watch.suspects() == (wanted if watch.dead else [])
+    if watch.dead:
+        watch._ended = {2: None, **watch._ended}
+        watch.dead[2] = "killed by SIGSEGV"
+        assert watch.first() == 2  # the error of rank 3 may be that it lost rank 2
+
+
+@pytest.mark.parametrize("problem", [errno.ENOSYS, errno.EPERM, errno.EMFILE])
+def test_a_rank_that_the_kernel_does_not_let_us_watch_lives_until_its_process_has_ended(
+    problem: int,
+    tmp_path: Path,
+    watch: Deaths,
+    ranks: list[subprocess.Popen[bytes]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "pidfd_open", Mock(side_effect=OSError(problem, "not here")))
+    introduce(tmp_path, ranks)
+    assert len(watch.alive()) == RANKS
+    assert watch.first() is None
+    end(ranks[:1])
+    assert [*watch.alive()] == [1, 2, 3]
+    assert watch.suspects() == [f"rank 0 died first: {GONE}"]
+
+
 STOPPED, MARK = "stopped by a signal", "Thread 1 (most recent call first):"
 
 
@@ -265,7 +304,7 @@ def test_ranks_that_live_are_asked_for_stacks_and_stopped_ones_are_ended(
     half = deaths_module.DUMP_SECONDS / 2
     assert did.mock_calls == [
         call.sleep(half),
-        *(call.kill(70 + rank, signal.SIGUSR1) for rank in (0, 1) if rank not in stopped),
+        *(call.kill(70 + rank, watch_module.STACKS) for rank in (0, 1) if rank not in stopped),
         call.sleep(half),
         *(
             call.kill(70 + rank, number)
@@ -279,7 +318,12 @@ def test_ranks_that_live_are_asked_for_stacks_and_stopped_ones_are_ended(
 @pytest.mark.parametrize("known", ["by the kernel", "by its parent", "after a while", "never"])
 @pytest.mark.parametrize(
     ("status", "cause"),
-    [(0, "exit code 0"), (3 << 8, "exit code 3"), (signal.SIGSEGV, "killed by SIGSEGV")],
+    [
+        (0, "exit code 0"),
+        (3 << 8, "exit code 3"),
+        (signal.SIGSEGV, "killed by SIGSEGV"),
+        (signal.SIGRTMIN + 1, f"killed by signal {signal.SIGRTMIN + 1}"),
+    ],
 )
 def test_the_cause_of_a_death_is_what_the_kernel_knows(
     known: str, status: int, cause: str, monkeypatch: pytest.MonkeyPatch

@@ -76,8 +76,8 @@ def test_what_no_rank_does_is_neither_limited_nor_written(monkeypatch: pytest.Mo
 ENDS = {
     "os.kill(os.getpid(), signal.SIGTERM)": (-signal.SIGTERM, "stack"),
     "os.kill(os.getpid(), signal.SIGSEGV)": (-signal.SIGSEGV, "stack"),
-    "os.kill(os.getpid(), signal.SIGUSR1)": (0, "stack"),
-    "faulthandler.unregister(signal.SIGUSR1); os.kill(os.getpid(), signal.SIGUSR1)": (0, ""),
+    "os.kill(os.getpid(), watch.STACKS)": (0, "stack"),
+    "faulthandler.unregister(watch.STACKS); os.kill(os.getpid(), watch.STACKS)": (0, ""),
     "watch.limit_phases(); time.sleep(60)": (-signal.SIGALRM, "hang"),
 }
 """By the last thing that a rank does: its exit code, and the kind of file with its stacks."""
@@ -304,3 +304,35 @@ def test_what_a_process_outside_of_a_launch_tells_goes_to_standard_error(
 
 def test_without_a_launcher_no_pipe_is_held(tmp_path: Path) -> None:
     assert watch.hold_life(tmp_path, 0) == -1
+
+
+@pytest.mark.parametrize("listens", [True, False])
+@pytest.mark.parametrize("host", ["", watch.this_host(), "far pid:[1]"])
+def test_a_rank_on_another_host_than_its_launcher_is_refused(
+    host: str, tmp_path: Path, *, listens: bool
+) -> None:
+    """There the launcher's process ids, pipes and perhaps files are not those of the rank."""
+    folder = tmp_path / ("here" if listens else "there")
+    if listens:
+        folder.mkdir()
+        os.mkfifo(file_of(folder, 0, "life"))
+        life = os.open(file_of(folder, 0, "life"), os.O_RDONLY | os.O_NONBLOCK)
+    else:
+        folder = folder if host else tmp_path
+    env = outside(PMI_RANK="0", SP_RUN_DIR=str(folder), SP_RUN_HOST=host, PMI_FD="1")
+    code, text = printed([sys.executable, watch.__file__, "-c", "print('on')"], tmp_path, env, 60)
+    if listens:
+        os.close(life)
+    if not host or (listens and host == watch.this_host()):
+        assert (code, text) == (0, "on\n")
+        return
+    assert code == 1
+    said = f"sp-core run is on host {host}, and this rank on {watch.this_host()}. "
+    assert said in text
+    assert "Start programs on several nodes with mpiexec or srun directly" in text
+    assert text.endswith("cmd=abort exitcode=1\n")
+
+
+def test_a_program_has_the_signals_of_users_for_itself() -> None:
+    assert watch.STACKS not in (signal.SIGUSR1, signal.SIGUSR2)
+    assert signal.SIGRTMIN < watch.STACKS < signal.SIGRTMAX

@@ -93,6 +93,24 @@ def test_a_launcher_says_that_this_is_a_job_or_how_many_ranks_it_has_started(
 
 
 @pytest.mark.parametrize(
+    ("sizes", "tasks"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "4", "OMPI_COMM_WORLD_SIZE": "2"}, 2),
+        ({"SLURM_STEP_NUM_TASKS": "4", "PMI_SIZE": "2"}, 2),
+        ({"SLURM_STEP_NUM_TASKS": "4", "PMI_SIZE": ""}, 4),
+        ({"SLURM_STEP_NUM_TASKS": "1", "PMI_SIZE": "4"}, 4),
+    ],
+)
+def test_ranks_are_those_of_the_innermost_launcher(
+    sizes: dict[str, str], tasks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a shell that srun has started, mpiexec may start fewer ranks."""
+    for name in JOB_SIZES:
+        monkeypatch.setenv(name, sizes.get(name, ""))
+    assert machine.started_tasks() == tasks
+
+
+@pytest.mark.parametrize(
     ("script", "limit", "answer", "ending"),
     [
         ("echo said; echo told >&2; echo $X; exit 3", {}, (3, "said\ntold\nso\n"), 3),

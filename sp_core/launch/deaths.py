@@ -17,13 +17,15 @@ import struct
 import time
 from pathlib import Path
 
-from sp_core.launch.watch import FAILED, RUN_DIR, STARTED, file_of, owner
+from sp_core.launch.watch import FAILED, RUN_DIR, STACKS, STARTED, file_of, owner
 
 _FRAME = re.compile(r'\s*File "([^"]+)", line \d+')
 DUMP_SECONDS = 2.0
 """Seconds to wait for stacks: half before the signal that asks ranks for them, half after."""
+NOT_KNOWN = "its exit code is not known"
 KILLED_BY_MPIEXEC = ("SIGKILL", "SIGTERM", "not known")
 ATTEMPTS, RETRY_SECONDS, WRITE_SECONDS = 5, 0.01, 0.3
+_SIGNALS = {number.value: number.name for number in signal.Signals}
 _INFO = struct.Struct("<Q52xi")  # struct pidfd_info: mask, fields that are not used here, exit_code
 _INFO_EXIT = 1 << 3
 # _IOWR(PIDFS_IOCTL_MAGIC, 11, struct pidfd_info)
@@ -49,6 +51,7 @@ class Deaths:
         self._dir = run_dir
         self._watched: dict[int, int] = {}  # rank: process id
         self._pid_of: dict[int, int] = {}  # pidfd: process id
+        self._unreported: dict[int, int] = {}  # rank: process id, if it has no pidfd
         self._ends = select.epoll()  # reports events in the order in which they happened
         # ranks in the order in which their pipes were closed, else in which they died
         self._ended: dict[int, None] = {}
@@ -80,6 +83,8 @@ class Deaths:
             self._ended.setdefault(rank)
             if fd in self._pid_of:
                 self.dead[rank] = _cause(self._pid_of[fd], fd)
+        ended = [n for n, pid in self._unreported.items() if stat(pid)[:1] in ([], ["Z"])]
+        self.dead |= dict.fromkeys(ended, NOT_KNOWN)
         # ranks that opened no pipe
         self._ended |= dict.fromkeys(self.dead)
 
@@ -87,8 +92,8 @@ class Deaths:
         self._watched[rank] = pid
         try:
             fd = os.pidfd_open(pid)
-        except OSError:  # the process ended before the launcher saw it
-            self.dead[rank] = "its exit code is not known"
+        except OSError:  # it ended before the launcher saw it, or the system has no pidfd to give
+            self._unreported[rank] = pid
         else:
             self._rank_of[fd], self._pid_of[fd] = rank, pid
             self._ends.register(fd, select.EPOLLIN)
@@ -109,7 +114,7 @@ class Deaths:
             if stat(pid)[:1] == ["T"]:
                 self._stopped[rank] = pid
             elif not self._text(rank, "hang"):
-                os.kill(pid, signal.SIGUSR1)
+                os.kill(pid, STACKS)
         time.sleep(DUMP_SECONDS / 2)
         for pid in self._stopped.values():
             os.kill(pid, signal.SIGTERM)
@@ -119,14 +124,18 @@ class Deaths:
     def first(self) -> int | None:
         """Return the rank that died first, or None if no rank is known to have died.
 
-        A rank that ended by itself is preferred to ranks that mpiexec may have killed.
+        A rank that ended by itself or noted an error is preferred to ranks that mpiexec may have
+        killed. A rank that noted an error may be about to die.
         """
         self.look(0.0)
         dead = [rank for rank in self._ended if rank in self.dead]
+        noted = [rank for rank in range(self.ranks) if self._text(rank, "place").startswith(FAILED)]
         by_themselves = [
-            rank for rank in dead if not any(name in self.dead[rank] for name in KILLED_BY_MPIEXEC)
+            rank
+            for rank in dead
+            if rank in noted or not any(name in self.dead[rank] for name in KILLED_BY_MPIEXEC)
         ]
-        return next(iter(by_themselves or dead), None)
+        return next(iter(by_themselves or (noted if dead else []) or dead), None)
 
     def failed(self) -> bool:
         """Return whether a rank is known to have ended with an error.
@@ -157,7 +166,8 @@ class Deaths:
                 for rank in sorted(self._stopped)
             ]
         if (first := self.first()) is not None:
-            return [f"rank {first} died first: {self.dead[first]}{self._place(first, '; ')}"]
+            died = f"died first: {self.dead[first]}" if first in self.dead else "failed first"
+            return [f"rank {first} {died}{self._place(first, '; ')}"]
         if not (self._dir / STARTED).exists():  # a plain program's waits look like work
             return []
         return [
@@ -246,10 +256,11 @@ def _cause(pid: int, fd: int) -> str:
         status = int(fields[-1]) if status is None and fields else status
         if status is not None:
             code = os.waitstatus_to_exitcode(status)
-            return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            name = _SIGNALS.get(-code, f"signal {-code}")
+            return f"killed by {name}" if code < 0 else f"exit code {code}"
         # between reaping and the write to pidfs the kernel knows neither status
         time.sleep(RETRY_SECONDS)
-    return "its exit code is not known here, mpiexec may say it above"
+    return f"{NOT_KNOWN} here, mpiexec may say it above"
 
 
 def _status_of(fd: int) -> int | None:

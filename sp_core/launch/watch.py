@@ -26,14 +26,16 @@ import sysconfig
 import tempfile
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
 LIBRARY = Path(__file__).parent.parent
 KIT = tuple(f"{LIBRARY / name}{os.sep}" for name in ("launch", "testing"))
 _FOREIGN = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
-RUN_DIR = "SP_RUN_DIR"
+RUN_DIR, HOST = "SP_RUN_DIR", "SP_RUN_HOST"
+STACKS = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR1
+"""The signal at which a rank writes its stacks. Programs have handlers of their own for SIGUSR1."""
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 EXAMPLE_SECONDS, PHASE_SECONDS, GRACE_SECONDS = 30.0, 300.0, 5.0
 PLACE_BYTES = 512
@@ -51,6 +53,9 @@ class Watch:
     Args:
         rank: this process's rank in MPI.COMM_WORLD.
 
+    Raises:
+        SystemExit: the launcher runs on another host.
+
     Attributes:
         directory: the launcher's directory (SP_RUN_DIR), or a temporary one without a launcher.
             Without a launcher stacks go to standard error.
@@ -63,6 +68,7 @@ class Watch:
     def __init__(self, rank: int) -> None:
         run_dir = os.environ.get(RUN_DIR)
         self.directory = Path(run_dir or tempfile.mkdtemp(prefix="sp_core-"))
+        _refuse_other_host(is_heard=hold_life(self.directory, rank) >= 0)
         files = [file_of(self.directory, rank, kind) for kind in ("hang", "stack", "place")]
         self.hang, self.stack, self.place, self.flying = (
             os.open(file, os.O_CREAT | os.O_RDWR) for file in (*files, self.directory / IN_FLIGHT)
@@ -73,9 +79,8 @@ class Watch:
         self.enable()
         faulthandler.register(signal.SIGTERM, self.stack, all_threads=True, chain=True)
         # in effect once faulthandler has ended, so in MPI_Finalize
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        faulthandler.register(signal.SIGUSR1, self.stack, all_threads=True, chain=False)
-        hold_life(self.directory, rank)
+        signal.signal(STACKS, signal.SIG_IGN)
+        faulthandler.register(STACKS, self.stack, all_threads=True, chain=False)
         # last: the launcher may send a signal from now on
         file_of(self.directory, rank, "pid").write_text(str(os.getpid()))
 
@@ -116,6 +121,29 @@ def hold_life(directory: Path, rank: int) -> int:
         return os.open(file_of(directory, rank, "life"), os.O_WRONLY | os.O_NONBLOCK)
     except OSError:
         return -1
+
+
+def this_host() -> str:
+    """Return the name of this host and, after a space, the name of its space of process ids."""
+    return f"{os.uname().nodename} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _refuse_other_host(*, is_heard: bool) -> None:
+    """End all ranks if the launcher that has started this one runs on another host.
+
+    `is_heard`: whether the launcher has the other end of this rank's pipe.
+    """
+    host = os.environ.get(HOST)
+    if not host or (is_heard and host.split()[1:] == this_host().split()[1:]):
+        return
+    text = (
+        f"sp-core run is on host {host}, and this rank on {this_host()}. sp-core run watches the "
+        "ranks of one machine. Start programs on several nodes with mpiexec or srun directly.\n"
+    )
+    os.write(2, text.encode())
+    with suppress(KeyError, OSError):  # else MPICH lets the others wait in MPI_Init
+        os.write(int(os.environ["PMI_FD"]), b"cmd=abort exitcode=1\n")
+    raise SystemExit(1)
 
 
 def start(rank: int) -> Watch:

