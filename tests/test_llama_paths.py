@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llama_cases import mesh_of
+from llama_cases import SCALINGS, mesh_of
 from test_llama_checkpoint import CASE, INDEX, contents, saved, shared
 
 import sp_core as sp
@@ -23,6 +23,42 @@ def test_a_number_for_the_end_and_null_for_the_base_mean_what_they_do_for_transf
     nulls = {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": None}}
     values = config.to_dict() | dict.fromkeys(("rope_scaling", "tie_word_embeddings"))
     assert LlamaConfig.from_dict(values | nulls) == config
+
+
+SCALING = {"rope_type": "linear", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}, "rope_scaling": SCALING},
+        {"rope_theta": None, "rope_scaling": {**SCALING, "rope_theta": 5.0}},
+        {
+            "rope_scaling": SCALING,
+            "original_max_position_embeddings": 7,
+        },  # linear has no such entry
+    ],
+)
+def test_a_base_and_a_scaling_are_found_in_any_entry(entries: dict[str, Any]) -> None:
+    wanted = replace(CASE.config, rope_theta=5.0, rope_scaling=SCALING)
+    values = {**wanted.to_dict(), "rope_scaling": None}
+    assert LlamaConfig.from_dict(values | entries) == wanted
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"rope_scaling": {"rope_theta": 3.0}},
+        {"rope_theta": None, "rope_scaling": SCALING, "rope_parameters": {"rope_theta": 3.0}},
+        {"rope_scaling": SCALING, "rope_parameters": {**SCALING, "factor": 3.0}},
+        {"rope_scaling": {"rope_type": "default"}, "rope_parameters": SCALING},
+        {"rope_scaling": SCALINGS["llama3"], "original_max_position_embeddings": 1024},
+    ],
+)
+def test_entries_that_contradict_each_other_are_refused(entries: dict[str, Any]) -> None:
+    """transformers reads some of them only."""
+    with pytest.raises(sp.CheckpointError, match=r"contradict each other: .*'rope_scaling'.*Keep"):
+        LlamaConfig.from_dict(CASE.config.to_dict() | entries)
 
 
 @spmd(2)
