@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -36,6 +37,8 @@ def main(arguments: Sequence[str] | None = None, comm: Intracomm | None = None) 
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given[:1] == ["run"]:  # before torch is imported
         return command.main(given[1:])
+    if isinstance(sys.stdout, io.TextIOWrapper):  # escape characters that its encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
     from sp_core import doctor, inference
 
     parser = make_parser()
@@ -46,8 +49,13 @@ def main(arguments: Sequence[str] | None = None, comm: Intracomm | None = None) 
         if options.command == "plan":
             return _plan(parser, options)
         return inference.main(options, given, comm)
-    except BrokenPipeError:  # the reader has closed the pipe, as in `sp-core plan ... | head`
+    except OSError as error:
+        if error.filename is not None:  # not standard output
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # the reader closes the pipe in `sp-core plan ... | head`
+        if not isinstance(error, BrokenPipeError):
+            print(f"sp-core: the output cannot be written: {error}.", file=sys.stderr)
         return 1
 
 
