@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -36,6 +38,8 @@ def main(arguments: Sequence[str] | None = None, comm: Intracomm | None = None) 
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given[:1] == ["run"]:  # before torch is imported
         return command.main(given[1:])
+    if isinstance(sys.stdout, io.TextIOWrapper):  # escape characters that its encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
     from sp_core import doctor, inference
 
     parser = make_parser()
@@ -46,8 +50,14 @@ def main(arguments: Sequence[str] | None = None, comm: Intracomm | None = None) 
         if options.command == "plan":
             return _plan(parser, options)
         return inference.main(options, given, comm)
-    except BrokenPipeError:  # the reader has closed the pipe, as in `sp-core plan ... | head`
+    except OSError as error:
+        is_full = error.errno == errno.ENOSPC
+        if error.filename is not None or not (is_full or isinstance(error, BrokenPipeError)):
+            raise  # not standard output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # the reader closes the pipe in `sp-core plan ... | head`
+        if is_full:
+            print(f"sp-core: the output cannot be written: {error}.", file=sys.stderr)
         return 1
 
 

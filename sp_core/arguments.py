@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
@@ -126,8 +127,10 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         (lambda value: value is None or _is_whole(value), "a whole number, or None"),
     ),
     "folder": (
-        lambda value: isinstance(value, (str, Path)) and "\0" not in str(value),
-        "a name or a Path, without the character \\0",
+        lambda value: (
+            isinstance(value, (str, Path)) and not re.search("[\0\ud800-\udfff]", str(value))
+        ),
+        "a name or a Path in UTF-8, without the character \\0",
     ),
     "tokenizer": (lambda value: value is None or hasattr(value, "to_str"), "a Tokenizer, or None"),
     "comm": (

@@ -33,7 +33,8 @@ from sp_core.llama.model import Llama, stage_layers
 from sp_core.llama.text import (
     Stream,
     chat_prompt,
-    checked_text,
+    checked_argument,
+    read_standard_input,
     read_stop_strings,
     read_text,
     read_tokenizer,
@@ -183,13 +184,13 @@ def main(
         ranks = math.prod(sizes.values())
         # MPI may not pass standard input on to a rank
         spooled = "-" in options.prompt_file and ranks > 1
-        text = checked_text("standard input", sys.stdin.read) if spooled else ""
+        text = read_standard_input() if spooled else ""
     except ERRORS as error:
         return _refuse(error)
     if ranks == 1:
         return _run(options, sizes, comm)
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8") as kept:
-        kept.write(text)
+    with tempfile.NamedTemporaryFile() as kept:
+        kept.write(text.encode())
         kept.flush()
         given = ["--input", kept.name] if spooled else []
         words = [sys.executable, "-m", "sp_core", *arguments[:1], *given, *arguments[1:]]
@@ -244,7 +245,7 @@ def _prepare(
 
     def read() -> tuple[tuple[Tokenizer, list[list[int]], list[str]], str]:
         tokenizer = read_tokenizer(options.model)
-        texts = [checked_text("--prompt", text.__str__) for text in options.prompt]
+        texts = [checked_argument("--prompt", text) for text in options.prompt]
         if options.prompt_file.count("-") > 1:
             raise ValueError("--prompt-file - was given twice; pass it once, or name files.")
         for file in options.prompt_file:
@@ -253,11 +254,7 @@ def _prepare(
                 raise ValueError(
                     "several ranks cannot read standard input; pass --prompt-file FILE."
                 )
-            texts.append(
-                checked_text("standard input", sys.stdin.read)
-                if source == "-"
-                else read_text(Path(source))
-            )
+            texts.append(read_standard_input() if source == "-" else read_text(Path(source)))
         if not texts:
             raise ValueError("no text to continue was given; pass --prompt or --prompt-file.")
         if options.chat:
@@ -279,7 +276,7 @@ def _prepare(
 
 def _generate(options: argparse.Namespace, mesh: Mesh) -> None:
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
-    stop = [checked_text("--stop", text.__str__) for text in options.stop]
+    stop = [checked_argument("--stop", text) for text in options.stop]
     tokenizer, prompts, stop_strings, model = _prepare(options, mesh)
     stream = Stream(tokenizer)
     is_shown = mesh.rank == 0 and len(prompts) == 1

@@ -131,7 +131,13 @@ SAID: list[tuple[Callable[[], object], Exception | None]] = [
     ),
     (
         lambda: arguments.check(folder="a\0"),
-        TypeError("folder='a\\x00' was given; pass a name or a Path, without the character \\0."),
+        TypeError(
+            "folder='a\\x00' was given; pass a name or a Path in UTF-8, without the character \\0."
+        ),
+    ),
+    (
+        lambda: arguments.check(folder=Path("a\udcff")),
+        TypeError("folder=PosixPath('a\\udcff') was given; pass a name or a Path in UTF-8"),
     ),
     (lambda: arguments.check(dim="x" * 78), TypeError(f"dim={'x' * 78!r} was given; pass")),
     (lambda: arguments.check_positive(chunk=None, count=1), None),

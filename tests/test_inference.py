@@ -29,15 +29,21 @@ from sp_core.testing import run_threads
 
 __all__ = ["folder"]  # a fixture
 pytestmark = pytest.mark.mpi_skip
+TEXT = "x\r\ny\rz\n\u00fc"
+"""A text with several kinds of line ends."""
 
 
-class Stdin(io.StringIO):
-    """Standard input that fails if it is read twice, or read when it is empty."""
+class Bytes(io.BytesIO):
+    """Bytes of standard input that fail if they are read twice, or read when there are none."""
 
-    def read(self, size: int | None = -1) -> str:
-        text, given = super().read(), self.getvalue()
-        assert text == given != "", "it was read in vain"
-        return text
+    def read(self, size: int | None = -1) -> bytes:
+        found, given = super().read(), self.getvalue()
+        assert found == given != b"", "it was read in vain"
+        return found
+
+
+def stdin(given: bytes) -> io.TextIOWrapper:
+    return io.TextIOWrapper(Bytes(given), encoding="ascii")
 
 
 @pytest.fixture
@@ -47,7 +53,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def run(ranks: int, words: list[str], **more: Any) -> int:
         options = make_parser().parse_args(words[3:])
-        text = Path(options.input).read_text() if options.input else None
+        text = Path(options.input).read_bytes() if options.input else None
         found.update(ranks=ranks, words=words, text=text, **more)
         return 7
 
@@ -61,22 +67,22 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("given", "text", "asked"),
     [
-        ("", None, ("--prompt-file", "none")),
+        (b"", None, ("--prompt-file", "none")),
         *(
-            ("x y", "x y", asked)
+            (TEXT.encode(), TEXT.encode(), asked)
             for asked in (("--prompt-file", "-"), ("--prompt-file=-",), ("--prompt-f", "-"))
         ),
     ],
 )
 def test_ranks_get_the_same_words_and_a_file_with_standard_input(
-    given: str,
-    text: str | None,
+    given: bytes,
+    text: bytes | None,
     asked: tuple[str, ...],
     folder: Path,
     started: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", Stdin(given))
+    monkeypatch.setattr(sys, "stdin", stdin(given))
     more = ["--prompt", "-", "--timeout", "9", "--tp", "3", "--ring", "2"]
     name, *words = command("generate", folder, *more, *asked)[3:]
     assert main([name, *words]) == 7
@@ -86,7 +92,6 @@ def test_ranks_get_the_same_words_and_a_file_with_standard_input(
     assert started["mpi_args"] == ["--at-once"]
 
 
-@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
 @pytest.mark.parametrize(
     ("source", "words"),
     [
@@ -100,21 +105,32 @@ def test_ranks_get_the_same_words_and_a_file_with_standard_input(
 def test_a_text_that_is_not_in_utf8_is_refused(
     source: str,
     words: tuple[str, ...],
-    errors: str,
     folder: Path,
     started: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Depending on the locale, Python refuses to read such bytes, or keeps them as surrogates."""
     monkeypatch.chdir(folder)
     Path("bad").write_bytes(b"a\xff")
-    stdin = io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8", errors=errors)
-    monkeypatch.setattr(sys, "stdin", stdin)
+    monkeypatch.setattr(sys, "stdin", stdin(b"a\xff"))
     assert main(command("generate", folder, *words)[3:]) == 2
     why = "cannot be read as text in UTF-8: 'utf-8' codec can't decode byte 0xff in position 1"
     assert f"{source} {why}" in capsys.readouterr().err
     assert not started
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_standard_input_that_is_closed_is_refused(
+    ranks: str,
+    folder: Path,
+    started: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    words = command("generate", folder, "--prompt-file", "-", "--tp", ranks)[3:]
+    assert (main(words), started) == (2, {})
+    assert "standard input is closed; open it, or pass" in capsys.readouterr().err
 
 
 def test_an_interrupt_ends_a_launch_with_its_code(
@@ -227,7 +243,7 @@ def test_prompts_are_those_of_options_files_and_standard_input(
     chat: bool, dtype: str | None, launched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a chat each prompt is put into the template, which already has the special tokens."""
-    (tmp_path / "text").write_text("bb")
+    (tmp_path / "text").write_bytes(TEXT.encode())
 
     def encode(text: str, *, add_special_tokens: bool) -> Any:
         return SimpleNamespace(ids=[text, add_special_tokens])
@@ -241,8 +257,8 @@ def test_prompts_are_those_of_options_files_and_standard_input(
     }
     for name, read in reading.items():
         monkeypatch.setattr(inference, name, read)
-    (tmp_path / "input").write_text("ccc")
-    monkeypatch.setattr(sys, "stdin", Stdin("" if launched else "ccc"))
+    (tmp_path / "input").write_bytes(f"c{TEXT}".encode())
+    monkeypatch.setattr(sys, "stdin", stdin(b"" if launched else f"c{TEXT}".encode()))
     files = ["--prompt-file", str(tmp_path / "text"), "--prompt-file", "-"]
     words = ["generate", "--model", "dir", "--prompt", "a", *files, "--scheme", "ring", "--tp-sp"]
     words += ["--input", str(tmp_path / "input")] * launched
@@ -257,7 +273,7 @@ def test_prompts_are_those_of_options_files_and_standard_input(
             loaded.assert_called_once_with("dir", mesh, dtype=wanted, scheme="ring", tp_sp=True)
         return found
 
-    texts = [f"<dir {text} 20:07>" if chat else text for text in ("a", "bb", "ccc")]
+    texts = [f"<dir {text} 20:07>" if chat else text for text in ("a", TEXT, f"c{TEXT}")]
     tokens = [[text, not chat] for text in texts]
     assert run_threads(1, body) == [(tokenizer, tokens, ["stop"], "model")]
 

@@ -149,6 +149,19 @@ def test_a_launch_that_cannot_be_is_refused(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.mpi_skip
+@pytest.mark.every_mpi
+@pytest.mark.starts_mpi
+def test_ranks_get_every_argument_as_it_is(capfd: pytest.CaptureFixture[str]) -> None:
+    """A lone ":" separates the programs of mpiexec."""
+    words = [":", "a b", "", "'\"$x", "--", "-n", "\\", "*", ":"]
+    says = "import sys; print(sys.argv[2:] == eval(sys.argv[1]))"
+    for given in (words, words[1:-1]):
+        program = ["python", "-c", says, repr(given), *given]
+        assert command_module.run(2, program, timeout=60) == 0
+        assert capfd.readouterr().out.count("True") == 2
+
+
 @pytest.mark.parametrize("ending", ["TERM", "HUP", "QUIT", "USR1", "USR2", "XCPU"])
 @pytest.mark.parametrize("ignored", [False, True])
 def test_a_signal_to_the_launcher_ends_the_launch_unless_it_is_ignored(

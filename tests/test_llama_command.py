@@ -112,6 +112,26 @@ def test_generation_config_says_which_tokens_end_a_text(folder: Path) -> None:
         assert LlamaConfig.from_folder(folder).eos_token_id == wanted
 
 
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_character_that_the_output_cannot_show_is_escaped(
+    folder: Path, ranks: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = command("generate", folder, "--max-tokens", "12")
+    assert main(words[3:]) == 0
+    text = capfd.readouterr().out.encode("ascii", "backslashreplace").decode()
+    assert "\\" in text
+    ascii_only = outside(PYTHONIOENCODING="ascii")
+    assert printed([*words, "--tp", ranks], ROOT, ascii_only, 120) == (0, text)
+
+
+def test_an_output_that_cannot_be_written_is_one_line(folder: Path) -> None:
+    words = command("generate", folder)
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, check=False, timeout=120)
+    told = b"sp-core: the output cannot be written: [Errno 28] No space left on device.\n"
+    assert (done.returncode, done.stderr) == (1, told)
+
+
 def test_logits_know_no_replicas(folder: Path) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(command("logits", folder, "--dp", "2")[3:])

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from llama_cases import mesh_of
+import torch
+from llama_cases import SCALINGS, mesh_of
+from safetensors.torch import save_file
 from test_llama_checkpoint import CASE, INDEX, contents, saved, shared
 
 import sp_core as sp
 from sp_core.llama import Checkpoint, LlamaConfig, create, load, save
+from sp_core.llama.checkpoint import SINGLE
 from sp_core.testing import spmd
 
 
@@ -25,6 +29,42 @@ def test_a_number_for_the_end_and_null_for_the_base_mean_what_they_do_for_transf
     assert LlamaConfig.from_dict(values | nulls) == config
 
 
+SCALING = {"rope_type": "linear", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}, "rope_scaling": SCALING},
+        {"rope_theta": None, "rope_scaling": {**SCALING, "rope_theta": 5.0}},
+        {
+            "rope_scaling": SCALING,
+            "original_max_position_embeddings": 7,
+        },  # linear has no such entry
+    ],
+)
+def test_a_base_and_a_scaling_are_found_in_any_entry(entries: dict[str, Any]) -> None:
+    wanted = replace(CASE.config, rope_theta=5.0, rope_scaling=SCALING)
+    values = {**wanted.to_dict(), "rope_scaling": None}
+    assert LlamaConfig.from_dict(values | entries) == wanted
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"rope_scaling": {"rope_theta": 3.0}},
+        {"rope_theta": None, "rope_scaling": SCALING, "rope_parameters": {"rope_theta": 3.0}},
+        {"rope_scaling": SCALING, "rope_parameters": {**SCALING, "factor": 3.0}},
+        {"rope_scaling": {"rope_type": "default"}, "rope_parameters": SCALING},
+        {"rope_scaling": SCALINGS["llama3"], "original_max_position_embeddings": 1024},
+    ],
+)
+def test_entries_that_contradict_each_other_are_refused(entries: dict[str, Any]) -> None:
+    """The library transformers reads some of them only."""
+    with pytest.raises(sp.CheckpointError, match=r"contradict each other: .*'rope_scaling'.*Keep"):
+        LlamaConfig.from_dict(CASE.config.to_dict() | entries)
+
+
 @spmd(2)
 def test_a_single_file_is_read_rather_than_an_index(comm: Any, tmp_path: Path) -> None:
     """As in transformers, an index that an earlier save has left is not read."""
@@ -32,6 +72,27 @@ def test_a_single_file_is_read_rather_than_an_index(comm: Any, tmp_path: Path) -
     with mesh_of(comm, 0) as mesh:
         load(folder, mesh)
     assert set(Checkpoint(folder).names) == set(CASE.weights())
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 3}, {"pp": 3}])
+@spmd(3)
+def test_a_head_beside_a_tied_embedding_must_equal_it(
+    comm: Any, mesh: dict[str, Any], tmp_path: Path
+) -> None:
+    """It may have another dtype."""
+    case = replace(CASE, layers=3, tied=True)
+    folder, weights = saved(comm, tmp_path, case=case, shards=False), case.weights()
+    head = weights["model.embed_tokens.weight"].clone()
+    with sp.Mesh(comm, **mesh) as made:
+        for change, refused in ((0.0, False), (1.0, True)):
+            head[-1, -1] += change
+            comm.Barrier()
+            if comm.rank == 0:
+                save_file({**weights, "lm_head.weight": head.float()}, folder / SINGLE)
+            comm.Barrier()
+            text = "lm_head.weight differs from model.embed_tokens.weight"
+            with pytest.raises(sp.CheckpointError, match=text) if refused else nullcontext():
+                load(folder, made, dtype=torch.float32)
 
 
 @spmd(2)

@@ -130,6 +130,16 @@ def test_stop_strings_are_a_text_or_several(tmp_path: Path, said: Any, texts: An
         assert read_stop_strings(tmp_path) == texts
 
 
+def test_a_prompt_is_neither_cut_nor_padded(tmp_path: Path) -> None:
+    """Such settings of the file are those of the training. The folder's name is not in UTF-8."""
+    tokenizer, folder = byte_tokenizer(), tmp_path / "\udcff"
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=9)
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(tokenizer.to_str())
+    assert read_tokenizer(folder).encode("abc").ids == [*b"abc"]
+
+
 @pytest.mark.parametrize(
     ("content", "text"), [(None, "tokenizer.json is not there"), ("{}", "is broken")]
 )

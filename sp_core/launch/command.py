@@ -181,8 +181,11 @@ class Launch:
         self._begin, self._failed = time.monotonic(), math.inf
         self._last = self._begin  # when a rank was last seen alive
         self.deaths = Deaths(run_dir, ranks)
+        words = watched(command)
+        if ":" in words:  # mpiexec would take the next word for another program
+            words = ["sh", "-c", f"exec {shlex.join(words)}"]
         self.process = subprocess.Popen(
-            [find_mpiexec(), *mpi_args, "-n", str(ranks), *watched(command)],
+            [find_mpiexec(), *mpi_args, "-n", str(ranks), *words],
             env=environment(run_dir),
             start_new_session=True,
             stdout=output,

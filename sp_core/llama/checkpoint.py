@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 SINGLE, INDEX, STATE = "model.safetensors", "model.safetensors.index.json", "optimizer"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_HEAD = "lm_head.weight"
 _UNUSED = (".rotary_emb.inv_freq",)  # older files hold these; they follow from the configuration
 
 Parts = dict[str, tuple[Tensor, Placement]]
@@ -132,8 +133,7 @@ class Checkpoint:
             or not all(isinstance(x, str) and Path(x).name == x for x in places.values())
         ):
             raise CheckpointError(
-                f"{self.folder / INDEX} has no weight_map from tensors to files of this folder. "
-                f"Copy it again."
+                f"{self.folder / INDEX} has no weight_map to files of this folder. Copy it again."
             )
         return places
 
@@ -149,9 +149,7 @@ def _opened(path: Path, number: int) -> Any:
     try:
         return safe_open(path, framework="pt")
     except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{path} is missing, of {number} that {INDEX} names. Copy it too."
-        ) from error
+        raise CheckpointError(f"{path} is missing, of {number} in {INDEX}. Copy it too.") from error
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is broken: {error}. Copy it again.") from error
 
@@ -194,17 +192,23 @@ def load(
     def make() -> tuple[Llama, str]:
         arguments.check(folder=folder, tp_sp=tp_sp)
         config, checkpoint = LlamaConfig.from_folder(folder), Checkpoint(folder)
-        layers = len(
-            {name.split(".")[2] for name in checkpoint.names if name.startswith("model.layers.")}
-        )
-        if layers != config.num_hidden_layers:  # before so many layers are built
+        layers = {x.split(".")[2] for x in checkpoint.names if x.startswith("model.layers.")}
+        if len(layers) != config.num_hidden_layers:  # before so many layers are built
             raise CheckpointError(
                 f"config.json says num_hidden_layers={config.num_hidden_layers}; the weights in "
-                f"{folder} are those of {layers}. They belong to different models."
+                f"{folder} are those of {len(layers)}. They belong to different models."
             )
         model = Llama(config, grid, dtype=_dtype(checkpoint, dtype), tp_sp=tp_sp)
         check_names(checkpoint, model)
-        model.fill(lambda name, placement: checkpoint.read(name, placement, grid.tensor.rank))
+        read = partial(checkpoint.read, rank=grid.tensor.rank)
+        model.fill(read)
+        x = dict(model.named_parameters()).get("embed_tokens.weight")
+        has_two = config.tie_word_embeddings and _HEAD in checkpoint.names
+        if x is not None and has_two and not torch.equal(read(_HEAD, placement_of(x)).to(x), x):
+            raise CheckpointError(
+                f"{_HEAD} differs from model.embed_tokens.weight, but config.json says "
+                f"tie_word_embeddings=true. Say false there, or delete {_HEAD} from the files."
+            )
         return model, f"load({config}, {checkpoint.fingerprint()}, {model.dtype}, tp_sp={tp_sp})"
 
     return make_alike(grid.everyone, make)
@@ -225,13 +229,12 @@ def _dtype(checkpoint: Checkpoint, asked: torch.dtype | None) -> torch.dtype:
 def check_names(checkpoint: Checkpoint, model: Llama) -> None:
     """Raise CheckpointError if the files lack a tensor of the model, or have unknown tensors."""
     weights = [name for name, _ in model.layers[next(iter(model.own))].named_parameters()]
-    layers = range(model.config.num_hidden_layers)
-    own = [f"layers.{number}.{name}" for number in layers for name in weights]
+    own = [f"layers.{n}.{name}" for n in range(model.config.num_hidden_layers) for name in weights]
     own += ["embed_tokens.weight", "norm.weight"]
-    own += [] if model.config.tie_word_embeddings else ["lm_head.weight"]
+    own += [] if model.config.tie_word_embeddings else [_HEAD]
     expected, names = set(map(checkpoint_name, own)), set(checkpoint.names)
     missing = sorted(expected - names)
-    extra = sorted(x for x in names - expected - {"lm_head.weight"} if not x.endswith(_UNUSED))
+    extra = sorted(x for x in names - expected - {_HEAD} if not x.endswith(_UNUSED))
     if missing or extra:
         raise CheckpointError(
             f"of the tensors of a model with its config.json {len(missing)} are missing from "
@@ -351,11 +354,8 @@ def _attempt(write: Callable[[], None], target: Path, rank: int) -> None:
         if rank == 0:
             write()
     except (OSError, ModuleNotFoundError) as error:
-        needed = (
-            "Pass a folder that can be made and written"
-            if isinstance(error, OSError)
-            else "Install what is missing with pip install 'sp-core[llama]'"
-        )
+        is_file = isinstance(error, OSError)
+        needed = "Pass a folder to write to" if is_file else "Call pip install 'sp-core[llama]'"
         raise CheckpointError(f"{target} cannot be written: {error}. {needed}.") from error
 
 

@@ -30,6 +30,7 @@ _ONLY = {
     "partial_rotary_factor": 1,
 }
 """For some entries of `config.json` the one supported value, which is the default."""
+_ROPE, _CONTEXT = ("rope_scaling", "rope_parameters"), "original_max_position_embeddings"
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -224,20 +225,39 @@ def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields rope_theta and rope_scaling from the contents of a `config.json`.
 
     Files of transformers 5 hold both in the entry rope_parameters; older files have one entry each.
+    As in transformers, rope_parameters is not read if rope_scaling has entries.
+
+    Raises:
+        CheckpointError: an entry is no object, is not supported, or contradicts those that count.
     """
-    joint = values.get("rope_parameters") or {}
-    scaling = joint or values.get("rope_scaling") or {}
-    if not isinstance(scaling, Mapping):
+    objects = [values.get(name) or {} for name in _ROPE]
+    for each in objects:
+        if not isinstance(each, Mapping):
+            raise CheckpointError(
+                f"the scaling of the rotary embedding is {each!r}, needed an object or null."
+            )
+        _check_only(each)
+    first, other = objects if objects[0] else objects[::-1]
+    bases = [each.get("rope_theta") for each in (first, values, other)]
+    base = next((x for x in bases[:2] if x is not None), 10000.0)
+    scaling, unread = map(_scaling, (first, other))
+    context = values.get(_CONTEXT)  # in transformers, it replaces that of the scaling
+    pairs = [(unread, scaling), (context, (scaling or {}).get(_CONTEXT, context))]
+    if any(x not in (kept, None) for x, kept in [*((x, base) for x in bases), *pairs]):
+        said = {name: values[name] for name in (*_ROPE, "rope_theta", _CONTEXT) if name in values}
         raise CheckpointError(
-            f"the scaling of the rotary embedding is {scaling!r}, needed an object or null."
+            f"entries of the rotary embedding contradict each other: {said}. Keep one rope_theta "
+            f"and one scaling, those with which the model was trained."
         )
-    _check_only(scaling)
-    bases = (joint.get("rope_theta"), values.get("rope_theta"), 10000.0)
-    base = next(x for x in bases if x is not None)
+    return {"rope_theta": base, "rope_scaling": scaling}
+
+
+def _scaling(entry: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the scaling in rope_scaling or rope_parameters, None if frequencies are not scaled."""
     unused = "rope_theta", "partial_rotary_factor"
-    kept = {name: value for name, value in scaling.items() if name not in unused}
+    kept = {name: value for name, value in entry.items() if name not in unused}
     is_plain = not kept or kept.get("rope_type", kept.get("type")) == "default"
-    return {"rope_theta": base, "rope_scaling": None if is_plain else kept}
+    return None if is_plain else kept
 
 
 def check_ranks(config: LlamaConfig, size: int) -> None:

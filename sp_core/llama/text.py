@@ -6,6 +6,7 @@ The command line uses these functions. `byte_tokenizer` needs no folder. Nothing
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from datetime import datetime
 from functools import partial
@@ -40,29 +41,51 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
             "model that this one was made of, or pass tokenizer= to sp_core.llama.save."
         )
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_buffer(path.read_bytes())  # from_file takes UTF-8 paths only
     except Exception as error:  # the library raises no narrower class
         raise CheckpointError(f"{path} is broken: {error}. Copy it again.") from error
+    tokenizer.no_truncation()  # the file keeps both from the training of the model
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file in UTF-8.
+    """Return the text of a file in UTF-8, with its line ends as they are.
 
     Raises:
         CheckpointError: the file is missing, cannot be read, or is not in UTF-8.
     """
-    return checked_text(path, partial(path.read_text, encoding="utf-8"))
+    return checked_text(path, path.read_bytes)
 
 
-def checked_text(source: object, read: Callable[[], str]) -> str:
-    """Return the text that `read` returns; `source` names its origin in the error.
+def read_standard_input() -> str:
+    """Return the text of standard input, as `read_text` does that of a file.
+
+    Raises:
+        CheckpointError: standard input is closed, cannot be read, or is not in UTF-8.
+    """
+    if sys.stdin is None:
+        raise CheckpointError("standard input is closed; open it, or pass --prompt-file FILE.")
+    return checked_text("standard input", sys.stdin.buffer.read)
+
+
+def checked_argument(name: str, text: str) -> str:
+    """Return the text of an argument; `name` is that of its option.
+
+    Raises:
+        CheckpointError: the text is not in UTF-8. Python keeps such bytes as surrogates.
+    """
+    return checked_text(name, partial(text.encode, errors="surrogateescape"))
+
+
+def checked_text(source: object, read: Callable[[], bytes]) -> str:
+    """Return the text in UTF-8 that `read` returns; `source` names its origin in the error.
 
     Raises:
         CheckpointError: the source cannot be read, or is not in UTF-8.
     """
     try:
-        # Python keeps such bytes of a command line, and often of standard input, as surrogates
-        return read().encode(errors="surrogateescape").decode()
+        return read().decode()
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{source} cannot be read as text in UTF-8: {error}.") from error
 
@@ -156,7 +179,11 @@ class Stream:
         return "" if self._tokenizer.decode(self._tokens).endswith(_UNFINISHED) else self.rest()
 
     def rest(self) -> str:
-        """Return the text that neither `add` nor `rest` has returned yet."""
+        """Return the decoded text after as many characters as were returned before.
+
+        Tokens that are added later can change earlier characters, if `rest` was called inside a
+        character or bytes are not in UTF-8. Such changes are not returned.
+        """
         before, self._shown = self._shown, self._tokenizer.decode(self._tokens)
         return self._shown[len(before) :]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from copy import copy
@@ -19,7 +20,7 @@ from torch import Tensor
 
 import sp_core as sp
 from hf.cases import InFloat64
-from sp_core.llama import Llama, create, generate, load, save as save_ours
+from sp_core.llama import Llama, LlamaConfig, create, generate, load, save as save_ours
 from sp_core.testing import record_ratio, run_threads
 from sp_core.testing.tolerance import bound, check_close
 
@@ -134,6 +135,40 @@ def gathered(model: Llama, tokens: Tensor) -> Tensor:
         sizes=sharding.lengths,
     )
     return sp.all_gather(sharding.restore(shards, 1), comm=grid.replicas)
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+ROPES: list[dict[str, Any]] = [
+    {},
+    {"rope_theta": 50.0},
+    {"rope_theta": 50.0, "rope_scaling": LINEAR},
+    {"rope_parameters": LINEAR},
+    {"rope_theta": 50.0, "rope_parameters": LINEAR},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}},
+    {"rope_parameters": {"rope_theta": 50.0}, "rope_scaling": {**LINEAR, "rope_theta": 50.0}},
+    {"rope_parameters": {"rope_type": "default"}, "rope_scaling": LINEAR},
+    {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": LINEAR},
+    {"rope_scaling": {**LINEAR, "rope_theta": 50.0}},
+    {"rope_theta": 50.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+]
+
+
+@pytest.mark.parametrize("entries", ROPES, ids=repr)
+def test_entries_of_the_rotary_embedding_mean_what_they_do_for_transformers(
+    entries: dict[str, Any], tmp_path: Path
+) -> None:
+    """A model's `config.json` can have them in three places."""
+    from transformers import AutoConfig, __version__
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    if __version__.startswith("4."):
+        pytest.skip("transformers 4 does not read rope_parameters")
+    values = CASES["5/1"].config.to_dict()
+    values = {name: x for name, x in values.items() if not name.startswith("rope")} | entries
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    theirs = LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path)).inv_freq
+    ours = LlamaConfig.from_folder(tmp_path).rope().frequencies
+    torch.testing.assert_close(theirs.double(), ours, rtol=1e-6, atol=0)
 
 
 on_every_mesh = pytest.mark.parametrize(
