@@ -232,6 +232,71 @@ def test_a_stream_that_waits_sees_the_result_whichever_stream_polled(
             assert not found.isnan().any()
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@spmd(2)
+def test_scratch_memory_is_reused_only_after_its_last_use_on_any_stream(
+    comm: Any, transport: str
+) -> None:
+    """The last copy or sum of a collective may be queued when another stream begins the next."""
+    first, second = torch.accelerator.current_stream(LATE), torch.Stream(LATE)
+    values = torch.full((4000,), 1.0 + comm.rank), torch.full((4000,), 100.0)
+    with sp.Mesh(comm, device=LATE, transport=transport, sp=comm.size) as mesh:
+        found = []
+        for waits in (False, True):
+            one, two = (x.to(LATE) for x in values)
+            torch.accelerator.synchronize(LATE)
+            with on_stream(first):
+                result = sp.all_gather(one, comm=mesh["sp"], algorithm="bruck")
+            if waits:
+                torch.accelerator.synchronize(LATE)
+            with on_stream(second):
+                sp.all_gather(two, comm=mesh["sp"], algorithm="bruck").cpu()
+            found.append(result.cpu())
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@spmd(2)
+def test_scratch_memory_that_a_mesh_drops_stays_until_its_last_use(
+    comm: Any, transport: str
+) -> None:
+    """The memory was allocated on another stream than the one that used it last."""
+    first, second = torch.accelerator.current_stream(LATE), torch.Stream(LATE)
+    x = torch.full((4000,), 1.0 + comm.rank).to(LATE)
+    found = []
+    for waits in (False, True):
+        with sp.Mesh(comm, device=LATE, transport=transport, sp=comm.size) as mesh:
+            sp.all_gather(x, comm=mesh["sp"], algorithm="bruck")
+            torch.accelerator.synchronize(LATE)
+            with on_stream(second):
+                result = sp.all_gather(x, comm=mesh["sp"], algorithm="bruck")
+                if waits:
+                    second.synchronize()
+        first.synchronize()  # the device gives freed memory back here, and overwrites it
+        with on_stream(second):
+            found.append(result.cpu())
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+@spmd(2)
+def test_what_a_started_extremum_receives_stays_until_the_waiting_stream_has_read_it(
+    comm: Any, op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host frees it while the copy is queued. Here x has no NaN, whose marks need the host."""
+    monkeypatch.setattr(torch.Tensor, "masked_fill_", lambda self, *_: self)
+    monkeypatch.setattr(torch.Tensor, "__ne__", lambda self, _: self)
+    first, second = torch.accelerator.current_stream(LATE), torch.Stream(LATE)
+    with sp.Mesh(comm, device=LATE, transport="staged", sp=comm.size) as mesh:
+        x = torch.full((4000,), 1.0 + comm.rank).to(LATE)
+        pending = sp.all_reduce_start(x, comm=mesh["sp"], op=op, algorithm="mpi")
+        with on_stream(second):
+            out = pending.wait()
+        first.synchronize()
+        with on_stream(second):
+            assert out.cpu().unique().tolist() == [{"max": 2.0, "min": 1.0}[op]]
+
+
 class Group:
     """Stand in for NCCL's group or MPI's communicator of one rank: the data come at once."""
 
