@@ -77,6 +77,7 @@ def _text(path: Path) -> str:
 
 LAUNCH_SECONDS = 60
 JOB_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID")
+LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 JOB_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
@@ -88,6 +89,12 @@ def in_job() -> bool:
 def started_tasks() -> int:
     """Return how many ranks mpiexec or srun has started, by its environment variables, else 1."""
     return max(int(os.environ.get(name) or 1) for name in JOB_SIZES)
+
+
+def local_rank(default: int = 0) -> int:
+    """Return the number of this process on its node, as its launcher says, else `default`."""
+    found = (os.environ.get(name, "") for name in LOCAL_RANKS)
+    return next((int(text) for text in found if text.isdecimal()), default)
 
 
 def bounded(
