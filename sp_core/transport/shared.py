@@ -168,6 +168,7 @@ class GrowingMemory(HostMemory):
         os.ftruncate(file, nbytes)
 
 
+REFUSALS = OSError, RuntimeError  # of the system and the CUDA runtime; of torch on a full GPU
 _DONE = Done()
 HOST, GROWING = HostMemory(), GrowingMemory()
 
@@ -204,7 +205,7 @@ def share(comm: Intracomm, memory: HostMemory, nbytes: int) -> list[Tensor]:
         _copy(
             memory, mine[-NONCE_BYTES:], torch.tensor([nonce], device=mine.device).view(torch.uint8)
         )
-    except (OSError, AttributeError) as error:  # a system may lack `memfd_create`
+    except (*REFUSALS, AttributeError) as error:  # a system may lack `memfd_create`
         problem = f"rank {comm.rank} cannot allocate {nbytes:,} bytes: {error}"
     try:
         told = comm.allgather((this_machine(), problem, offer, nonce))
@@ -251,9 +252,12 @@ def demand(comm: Intracomm, memory: HostMemory, nbytes: int) -> list[Tensor]:
     try:
         return share(comm, memory, nbytes)
     except NotShared as reason:
+        free, named = (
+            ("", "host") if memory is HOST else (", call torch's empty_cache()", "pipelined")
+        )
         raise RankError(
-            f"{nbytes:,} bytes of shared memory were asked for, but {reason}. Free some, or make "
-            "the mesh with transport='host'."
+            f"{nbytes:,} bytes of shared memory were asked for, but {reason}. Free some{free}, or "
+            f"make the mesh with transport={named!r}."
         ) from None
 
 
@@ -305,11 +309,11 @@ def _opened(
     for rank, (_, _, offer, nonce) in enumerate(told):
         try:
             part = mine if mine is not None and rank == own else memory.open(offer)
-        except OSError as error:
+            parts.append(part)
+            found = torch.empty_like(part[-NONCE_BYTES:])
+            _copy(memory, found, part[-NONCE_BYTES:])
+        except REFUSALS as error:
             return parts, f"rank {own} cannot map the memory of rank {rank}: {error}"
-        parts.append(part)
-        found = torch.empty_like(part[-NONCE_BYTES:])
-        _copy(memory, found, part[-NONCE_BYTES:])
         if int(found.view(torch.int64)) != nonce:
             return (
                 parts,

@@ -179,6 +179,18 @@ def test_shared_memory_is_given_back(comm: Any, transport: str) -> None:
     assert counts[1] > counts[0]
 
 
+@pytest.mark.parametrize("transport", ["ipc", "pinned"])
+@spmd(2)
+def test_an_error_about_shared_memory_advises_a_transport_of_the_device(
+    comm: Any, transport: str
+) -> None:
+    with (
+        sp.Mesh(comm, device=device(), transport=transport, sp=comm.size) as mesh,
+        pytest.raises(sp.RankError, match=r"empty_cache\(\).* transport='pipelined'"),
+    ):
+        sp.shared_empty((1 << 40,), comm=mesh["sp"])
+
+
 @given(case=cases(), way=ways(), turns=st.integers(1, 2))
 def test_a_collective_equals_its_definition(comm: Any, case: Case, way: Way, turns: int) -> None:
     """The input's computation is still queued, and the result is used at once."""
