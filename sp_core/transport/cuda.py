@@ -178,7 +178,11 @@ class CudaMemory(CudaStream):
         self._call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(nbytes))
         try:
             self._call("cudaIpcGetMemHandle", ctypes.byref(handle), address)
-            offer = Offer(os.getpid(), address.value, nbytes, handle=bytes(handle))
+            offer = Offer(
+                *(os.getpid(), address.value, nbytes),
+                handle=bytes(handle),
+                device=self._device.index,
+            )
             return tensor_at(address.value, nbytes, self._device).zero_(), offer
         except REFUSALS:
             self._call("cudaFree", address)
@@ -191,9 +195,11 @@ class CudaMemory(CudaStream):
         this process, its memory is used at the same address.
 
         Raises:
-            OSError: the runtime cannot map the memory.
+            OSError: the runtime cannot map the memory, or it is another GPU's in this process.
         """
         if offer.process == os.getpid():
+            if offer.device != self._device.index:  # without IPC there is no peer access
+                raise OSError("the ranks are threads of one process on different GPUs")
             return tensor_at(offer.address, offer.nbytes, self._device)
         address, handle = ctypes.c_size_t(), Handle.from_buffer_copy(offer.handle)
         lazily = ctypes.c_uint(PEER_ACCESS)

@@ -63,6 +63,7 @@ class Offer(NamedTuple):
         nbytes: length of the memory.
         file: the owner's file descriptor of host memory; -1 for device memory.
         handle: CUDA IPC handle of device memory; empty for host memory.
+        device: number of the GPU in the owner's process; None for host memory.
     """
 
     process: int
@@ -70,6 +71,7 @@ class Offer(NamedTuple):
     nbytes: int
     file: int = -1
     handle: bytes = b""
+    device: int | None = None
 
 
 class HostMemory:

@@ -21,7 +21,7 @@ from device.plugin import TRANSPORTS
 from sp_core.attention.cuda import on_device
 from sp_core.machine import bounded
 from sp_core.schedules import operation
-from sp_core.testing import device, given, spmd
+from sp_core.testing import device, given, run_threads, spmd
 from sp_core.transport import Handle, cuda, on_stream
 from sp_core.transport.cuda_aware import DeviceTransport
 from sp_core.transport.distributed import DistributedTransport
@@ -141,6 +141,18 @@ def test_ranks_have_devices_of_one_kind_but_other_numbers(comm: Any) -> None:
             found = sp.all_gather(x, comm=mesh["sp"])
             assert found.device == own
             assert found.cpu().view(-1, 700)[:, 0].tolist() == list(range(comm.size))
+
+
+def test_threads_with_gpus_of_their_own_send_messages() -> None:
+    """Only IPC asks for peer access, with which kernels of a GPU read the memory of another."""
+
+    def body(comm: Any) -> str:
+        with sp.Mesh(comm, device=torch.device("late", comm.rank), sp=comm.size) as mesh:
+            return mesh["sp"].no_window
+
+    for why in run_threads(2, body):
+        assert "cannot map" in why
+        assert "threads of one process on different GPUs" in why
 
 
 @pytest.mark.parametrize("transport", ["ipc", "pinned"])
