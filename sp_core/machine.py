@@ -77,7 +77,6 @@ def _text(path: Path) -> str:
 
 LAUNCH_SECONDS = 60
 JOB_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID")
-LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 JOB_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
@@ -89,6 +88,9 @@ def in_job() -> bool:
 def started_tasks() -> int:
     """Return how many ranks mpiexec or srun has started, by its environment variables, else 1."""
     return max(int(os.environ.get(name) or 1) for name in JOB_SIZES)
+
+
+LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 
 
 def local_rank(default: int = 0) -> int:
