@@ -251,7 +251,7 @@ def gpu(session: nox.Session) -> None:
     script, wheels = ROOT / "ci" / "gpu.sh", REPORTS / "wheels"
     ours, theirs = _prepare(session, MPIS[0]), shutil.which(os.environ.get("SP_TORCH", "python3"))
     session.run(script, "wheels", wheels, "{}.{}".format(*sys.version_info), env={"PYTHON": ours})
-    session.run(script, wheels, REPORTS / "gpu", *session.posargs, env={"PYTHON": theirs})
+    session.run(script, wheels, REPORTS / "gpu", " ".join(session.posargs), env={"PYTHON": theirs})
 
 
 @nox.session

@@ -299,7 +299,7 @@ def check_tensor(
     if x.device.type != want.type or (want.index is not None and x.device.index != want.index):
         raise DeviceError(
             f"{name} is on {x.device}, {comm.name} is on {want}. "
-            f"Move it, or make the mesh with device={str(x.device)!r}."
+            f"Make it with device=mesh.device, or the mesh with device={str(x.device)!r}."
         )
     check_memory(x, name)
     if dtypes is not None and x.dtype not in dtypes:

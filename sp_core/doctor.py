@@ -383,13 +383,8 @@ def _gather(world: Intracomm, kind: str, name: str) -> str:
 
     Return why messages replace the shared memory of the transport, or "" if they do not.
     """
-    device = (
-        torch.device(kind)
-        if kind == "cpu"
-        else torch.device(kind, world.rank % count_devices(kind))
-    )
-    with _mesh(world, device=device, transport=name) as mesh:
-        mine = torch.full((1000, 3), float(world.rank), device=device)
+    with _mesh(world, device=kind, transport=name) as mesh:
+        mine = torch.full((1000, 3), float(world.rank), device=mesh.device)
         everything = all_gather(mine, comm=mesh["all"]).cpu()
         fallback = mesh["all"].no_window if name in ("window", "ipc", "pinned") else ""
     expected = (

@@ -91,6 +91,15 @@ def started_tasks() -> int:
     return next((int(os.environ[name]) for name in JOB_SIZES if os.environ.get(name)), 1)
 
 
+LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+
+
+def local_rank(default: int = 0) -> int:
+    """Return the number of this process on its node, as its launcher says, else `default`."""
+    found = (os.environ.get(name, "") for name in LOCAL_RANKS)
+    return next((int(text) for text in found if text.isdecimal()), default)
+
+
 def bounded(
     command: list[str], *, seconds: float = LAUNCH_SECONDS, env: Mapping[str, str] | None = None
 ) -> tuple[int | None, str]:

@@ -17,7 +17,7 @@ import torch
 
 from sp_core import agreement, arguments, failing, progress
 from sp_core.communicator import Check, Communicator, Reordered
-from sp_core.errors import DeviceError, NotCopied, RankError, ShapeError, short_text
+from sp_core.errors import DeviceError, NotCopied, RankError, ShapeError
 from sp_core.machine import cpu_model, node_cores, node_name, node_number
 from sp_core.observer import observer_of
 from sp_core.schedules import defaults
@@ -27,7 +27,7 @@ from sp_core.transport import (
     HostWrapper,
     Intracomm,
     choose,
-    count_devices,
+    named_device,
     wait,
 )
 from sp_core.tuning import Tuning, find
@@ -48,7 +48,9 @@ class Mesh(NotCopied):
         comm: an mpi4py communicator, a ProcessGroup of torch.distributed, None for all ranks of its
             default group, or a DeviceMesh, whose dimensions are the axes if none are given. Without
             mpi4py the ranks communicate over gloo, and with "distributed" on a GPU over NCCL.
-        device: where tensors live, also the number of an accelerator; default "cpu".
+        device: where tensors live, also the number of an accelerator; default "cpu". "cuda" without
+            a number is the current device if that is not cuda:0, else the rank's number on its node
+            modulo the number of devices. Make tensors on `mesh.device`.
         transport: "auto", a name of `sp_core.transport.NAMES`, or a `HostWrapper`. With "window"
             (host memory), "ipc" (memory of a GPU) and "pinned" (host memory that a GPU reads) the
             ranks of one machine share memory, or send messages if they cannot
@@ -104,7 +106,7 @@ class Mesh(NotCopied):
         call = ""  # the text stays empty if a check fails: then it is not compared
         try:
             self._check_arguments()
-            self.device = _device(device)
+            self.device = named_device(device, self.rank)
             self._transport = named_transport(transport, self.device)
             nodes = read_nodes(nodes, self.size)
             constants = _constants(tuning, self.rank)
@@ -348,32 +350,6 @@ def named_transport(transport: str | HostWrapper, device: torch.device) -> str |
         transport = named
     choose(transport, device)
     return transport
-
-
-def _device(device: torch.device | str | int | None) -> torch.device:
-    """Return the device with its index, or raise a DeviceError if it is not there."""
-    try:
-        found = torch.device("cpu" if device is None else device)
-        if found.type == "cpu" and found.index:
-            raise RuntimeError("there is only one CPU device, cpu:0.")
-    except (RuntimeError, TypeError) as error:
-        text = short_text(error)
-        raise DeviceError(f"device={device!r} was given: {text} Pass 'cpu' or 'cuda'.") from None
-    if (kind := found.type) == "cpu" or kind not in NAMES:  # `choose` refuses the latter
-        return torch.device(kind)
-    count = count_devices(kind)
-    if count == 0:
-        raise DeviceError(
-            f"device {kind!r} was asked for, but torch sees no {kind.upper()} device. Pass "
-            f"device='cpu', or install torch with {kind.upper()}."
-        )
-    index = torch.accelerator.current_device_index() if found.index is None else found.index
-    if index >= count:
-        raise DeviceError(
-            f"device {str(found)!r} was asked for; there are {count} {kind.upper()} devices, "
-            f"{kind}:0 to {kind}:{count - 1}."
-        )
-    return torch.device(kind, index)
 
 
 def fingerprint() -> dict[str, str]:

@@ -18,10 +18,17 @@ KEPT = 4
 memory."""
 
 
+def used(x: Tensor) -> Tensor:
+    """Return x. If x is freed, its memory stays until the current stream's work so far is done."""
+    if x.device.type not in ("cpu", "meta"):  # these have no streams
+        x.record_stream(torch.accelerator.current_stream(x.device))
+    return x
+
+
 class Scratch:
     """Hold blocks of memory on one device, which `take` lends and `give` takes back.
 
-    Several threads may call these at once.
+    Several threads may call these at once, on any streams.
 
     Args:
         device: where the memory is.
@@ -29,23 +36,36 @@ class Scratch:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._lock = device, Lock()
-        self._free: list[Tensor] = []  # the smallest first
+        # (block, event after its last use on a device), the smallest block first
+        self._free: list[tuple[Tensor, torch.Event | None]] = []
 
     def take(self, nbytes: int) -> Tensor:
         """Return a flat uint8 tensor of `nbytes` bytes or more, with any content.
 
-        `nbytes` is at least 1. Pass the tensor to `give` after use.
+        `nbytes` is at least 1. Pass the tensor to `give` after use. The current stream waits for
+        the last use.
         """
         with self._lock:
-            for place, block in enumerate(self._free):
+            for place, (block, end) in enumerate(self._free):
                 if block.numel() >= nbytes:
-                    return self._free.pop(place)
+                    del self._free[place]
+                    if end is not None:
+                        torch.accelerator.current_stream(self._device).wait_event(end)
+                    return block
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def give(self, block: Tensor) -> None:
-        """Keep a block (it may be empty) for later calls. Of more than KEPT, drop the smallest."""
+        """Keep a block for later calls, unless it is empty. Of more than KEPT, drop the smallest.
+
+        On a device, call this on the stream that used the block last.
+        """
+        if not block.numel():
+            return
+        on_cpu = self._device.type == "cpu"
+        end = None if on_cpu else torch.accelerator.current_stream(self._device).record_event()
         with self._lock:
-            self._free = sorted([*self._free, block], key=Tensor.numel)[-KEPT:]
+            together = [*self._free, (block, end)]
+            self._free = sorted(together, key=lambda kept: kept[0].numel())[-KEPT:]
 
     def clear(self) -> None:
         """Drop all blocks that are kept."""

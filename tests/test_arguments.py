@@ -180,7 +180,7 @@ SAID: list[tuple[Callable[[], object], Exception | None]] = [
     (
         lambda: arguments.check_tensor(X.to("meta"), HERE, "q"),
         sp.DeviceError(
-            "q is on meta, ring is on cpu. Move it, or make the mesh with device='meta'"
+            "q is on meta, ring is on cpu. Make it with device=mesh.device, or the mesh with"
         ),
     ),
     (

@@ -29,6 +29,7 @@ from sp_core.attention import (
 from sp_core.attention.shards import LSE_COLUMNS, _with_lse_columns
 from sp_core.errors import ShapeError
 from sp_core.mask import Mask
+from sp_core.testing.tolerance import bound, check_close
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -235,17 +236,34 @@ def test_a_row_whose_lse_is_minus_infinity_has_no_gradient() -> None:
         assert all((grad == 0).all() for grad in grads)
 
 
+@pytest.mark.parametrize("scale", [1.0, 2.0**16, 2.0**28])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_gradient_of_the_lse_is_not_rounded_to_the_heads_dtype(dtype: torch.dtype) -> None:
+def test_the_gradient_of_the_lse_is_not_rounded_to_the_heads_dtype(
+    dtype: torch.dtype, scale: float
+) -> None:
+    """It may be beyond the greatest float16, 65504: GradScaler begins with a factor of 65536."""
     q, k = torch.randn(1, 2, 5, 3).to(dtype), torch.randn(1, 1, 7, 3).to(dtype)
-    grad_lse = torch.randn(1, 2, 5)
+    grad_lse = torch.randn(1, 2, 5) * scale
     do, wide_q, wide_k, wide_v, out = _with_lse_columns(q, q, k, k, q, grad_lse)
     assert LSE_COLUMNS % 8 == 0  # kernels for CUDA need a multiple of 8 elements
     smallest = 2.0**-24 if dtype == torch.float16 else 0.0  # the smallest float16
-    assert ((do * out)[..., 3:].double().sum(-1) + grad_lse.double()).abs().max() <= smallest
+    total = (do.double() * out.double())[..., 3:].sum(-1)
+    assert (total + grad_lse.double()).abs().max() <= smallest
     assert (wide_q[..., 3:] == 0).all()
     assert torch.equal(wide_q @ wide_k.mT, q @ k.mT)
     assert torch.equal(do @ wide_v.mT, q @ k.mT)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**16, 2.0**18])
+def test_a_scaled_gradient_of_the_lse_has_the_bound_of_float16(scale: float) -> None:
+    q, k, v = (torch.randn(1, 16, 2, 8).mul(0.01).half().requires_grad_() for _ in range(3))
+    _, lse = local_attention(q, k, v, return_lse=True)
+    (lse.sum() * scale).backward()
+    assert q.grad is not None
+    heads, keys = (x.detach().double().transpose(1, 2) for x in (q, k))
+    weights = (heads @ keys.mT / 8**0.5).softmax(-1) * scale / 8**0.5
+    expected, terms = ((weights @ x).transpose(1, 2) for x in (keys, keys.abs()))
+    check_close("dq", q.grad, expected, bound(terms, torch.float16, growth=17.0))
 
 
 def test_a_result_may_be_changed_in_place_as_after_sdpa() -> None:

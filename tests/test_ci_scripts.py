@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -131,3 +132,18 @@ def test_coverage_is_told_also_of_tests_that_are_red(
     told = [step[2] for step in steps if step[1] == "coverage"]
     assert told == ["erase", "run", "combine", "report", "xml"]
     assert [step[-1] for step in steps if "pytest" in step] == ["tests/test_x.py"] * 2
+
+
+@pytest.mark.parametrize(("words", "steps"), [([], ""), (["doctor", "smoke"], "doctor smoke")])
+def test_the_steps_of_the_gpu_session_are_one_argument(
+    words: list[str], steps: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ci/gpu.sh` takes its steps so, and makes all of them for an empty text."""
+    nox = Mock(session=lambda body=None, **_: body or (lambda body: body))
+    monkeypatch.setitem(sys.modules, "nox", nox)
+    monkeypatch.setattr(sys, "argv", ["nox"])
+    noxfile = runpy.run_path(str(Path(__file__).resolve().parent.parent / "noxfile.py"))
+    noxfile["gpu"].__globals__["_prepare"] = Mock(return_value=sys.executable)
+    session = Mock(posargs=words)
+    noxfile["gpu"](session)
+    assert session.run.call_args.args[2:] == (noxfile["REPORTS"] / "gpu", steps)

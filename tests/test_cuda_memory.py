@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock, call
+from unittest.mock import MagicMock, Mock, call
 
 import pytest
 import torch
@@ -144,6 +144,32 @@ def test_a_call_that_fails_says_so_and_leaves_nothing(runtime: Runtime, call: st
         memory.open(memory.allocate(10)[1]._replace(process=-1))
     assert runtime.cleared == 1
     assert len(runtime.blocks) == (call == "cudaIpcOpenMemHandle")
+
+
+@pytest.mark.parametrize("step", ["allocate", "copying", "open"])
+@pytest.mark.parametrize("kind", [CudaMemory, PinnedMemory])
+def test_a_gpu_that_is_full_for_torch_on_one_rank_is_an_error_on_all(
+    runtime: Runtime, kind: Callable[[torch.device], Any], step: str
+) -> None:
+    def body(comm: Any) -> None:
+        memory = kind(CPU)
+        if comm.rank == 1:
+            setattr(memory, step, Mock(side_effect=torch.OutOfMemoryError("CUDA is full")))
+        with pytest.raises(shared.NotShared, match=r"rank 1 cannot .*: CUDA is full"):
+            shared.share(comm, memory, 100)
+
+    run_threads(3, body)
+    assert (runtime.blocks, runtime.registered) == ({}, set())
+
+
+@pytest.mark.parametrize("kind", [CudaMemory, PinnedMemory])
+def test_memory_that_torch_cannot_take_over_is_given_back(
+    runtime: Runtime, kind: Callable[[torch.device], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "tensor_at", Mock(side_effect=torch.OutOfMemoryError))
+    with pytest.raises(torch.OutOfMemoryError):
+        kind(CPU).allocate(100)
+    assert (runtime.blocks, runtime.registered) == ({}, set())
 
 
 @pytest.mark.parametrize("kind", [CudaMemory, PinnedMemory])

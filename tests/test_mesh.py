@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -15,28 +16,39 @@ from refusals.calls import hybrid
 
 import sp_core as sp
 from sp_core import progress
-from sp_core.mesh import _device, read_nodes
+from sp_core.mesh import read_nodes
 from sp_core.testing import run_threads, spmd
-from sp_core.transport import HostTransport
+from sp_core.transport import HostTransport, named_device
 from sp_core.transport.distributed import DistributedTransport
 
 
 @pytest.mark.parametrize(
-    ("asked", "sees", "found"),
+    ("asked", "sees", "current", "local", "found"),
     [
-        ("cuda", "cuda", "cuda:1"),
-        ("cuda:0", "cuda", "cuda:0"),
-        ("cuda:2", "cuda", "there are 2 CUDA devices, cuda:0 to cuda:1"),
-        ("cuda", "mps", "torch sees no CUDA device"),
-        ("cuda", "", "torch sees no CUDA device"),
-        ("cpu:0", "", "cpu"),
-        (None, "", "cpu"),
+        ("cuda", "cuda", 2, "1", "cuda:2"),
+        ("cuda", "cuda", 0, "1", "cuda:1"),
+        ("cuda", "cuda", 0, "5", "cuda:2"),
+        ("cuda", "cuda", 0, "0", "cuda:0"),
+        ("cuda", "cuda", 0, "", "cuda:1"),
+        ("cuda:0", "cuda", 1, "2", "cuda:0"),
+        ("cuda:3", "cuda", 1, "2", "there are 3 CUDA devices, cuda:0 to cuda:2"),
+        ("cuda", "mps", 1, "1", "torch sees no CUDA device"),
+        ("cuda", "", 1, "1", "torch sees no CUDA device"),
+        ("cpu:0", "", 1, "1", "cpu"),
+        (None, "", 1, "1", "cpu"),
     ],
 )
-def test_a_gpu_is_the_current_one_unless_it_is_numbered(
-    asked: str | None, sees: str, found: str, monkeypatch: pytest.MonkeyPatch
+def test_a_gpu_is_the_one_chosen_or_has_the_number_of_the_rank_on_its_node(
+    asked: str | None,
+    sees: str,
+    current: int,
+    local: str,
+    found: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    answers = {"device_count": 2, "current_device_index": 1}
+    """Without a launcher's number on the node, the number in the communicator, here 4, counts."""
+    monkeypatch.setattr(os, "environ", {"LOCAL_RANK": local, "SLURM_LOCALID": local})
+    answers = {"device_count": 3, "current_device_index": current}
     accelerator = torch.device(sees) if sees else None
     monkeypatch.setattr(
         torch.accelerator, "current_accelerator", lambda check_available: accelerator
@@ -44,10 +56,10 @@ def test_a_gpu_is_the_current_one_unless_it_is_numbered(
     for name, value in answers.items():
         monkeypatch.setattr(torch.accelerator, name, lambda value=value: value)
     if found.startswith(("cuda", "cpu")):
-        assert str(_device(asked)) == found
+        assert str(named_device(asked, 4)) == found
         return
     with pytest.raises(sp.DeviceError, match=found):
-        _device(asked)
+        named_device(asked, 4)
 
 
 @pytest.mark.parametrize("transport", ["host", "window"])

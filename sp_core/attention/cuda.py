@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import pad
 
 from sp_core.attention.merge import accumulation_dtype
+from sp_core.scratch import used
 
 # the memory-efficient kernel pads its lse to a multiple of this many queries
 LSE_ALIGNMENT = 32
@@ -45,9 +46,7 @@ def on_device(x: Tensor, device: torch.device) -> Tensor:
     kept: dict[torch.device, Tensor] = vars(x).setdefault("copies", {})
     if device not in kept:
         kept[device] = x.to(device)
-    if device.type not in ("cpu", "meta"):  # these have no streams
-        kept[device].record_stream(torch.accelerator.current_stream(device))
-    return kept[device]
+    return used(kept[device])
 
 
 def forward(

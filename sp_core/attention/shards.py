@@ -27,6 +27,10 @@ from sp_core.mask.blocks import band_mask
 
 # columns added to each head for the gradient of lse; the CUDA kernels need multiples of 8
 LSE_COLUMNS = 8
+LSE_FACTORS = (1.0, 1.0, 1.0), (2.0**15, 2.0**4, 1.0)
+"""The columns of out beside those of the gradient of lse, for float16 in the second place.
+
+A float16 is at most 65504. With these factors the gradient may be up to 2^31."""
 
 Allowed = Callable[[Block], Tensor | None]
 """Function of a block that returns its bool mask (queries, keys); None for a block without mask."""
@@ -280,19 +284,20 @@ def _with_lse_columns(
 ) -> Tensors:
     """Widen the heads so that every kernel's rowsum(dO * out) becomes rowsum(dO * out) - grad_lse.
 
-    The new columns of q, k and v are 0, so scores and dO v^T do not change. Those of out are 1, and
-    those of dO sum to -grad_lse. The sum has three terms, because a single bfloat16 would round it.
+    The new columns of q, k and v are 0, so scores and dO v^T do not change. The products of those
+    of out and dO sum to -grad_lse. There are three, because a single bfloat16 would round it.
 
     Returns:
         The wider grad_out, q, k, v and out, with D + LSE_COLUMNS elements per head.
     """
     columns = q.new_zeros((*q.shape[:3], LSE_COLUMNS))
-    rest = -grad_lse
-    for column in range(3):
-        columns[..., column] = rest
-        rest = rest - columns[..., column]
+    ones, rest = torch.ones_like(columns), -grad_lse
+    for column, factor in enumerate(LSE_FACTORS[q.dtype == torch.float16]):
+        ones[..., column] = factor
+        columns[..., column] = rest / factor
+        rest = rest.sub(columns[..., column], alpha=factor)
     return (
         torch.cat((grad_out.to(q.dtype), columns), dim=-1),
         *(pad(t, (0, LSE_COLUMNS)) for t in (q, k, v)),
-        pad(out.to(q.dtype), (0, LSE_COLUMNS), value=1.0),
+        torch.cat((out.to(q.dtype), ones), dim=-1),
     )

@@ -37,7 +37,7 @@ from sp_core.schedules import (
     segment_length,
     wide_length,
 )
-from sp_core.scratch import Scratch
+from sp_core.scratch import Scratch, used
 from sp_core.transport import Bound, Done, Handle, Transfer, ordered, wait
 
 
@@ -264,6 +264,7 @@ class BoundProgram(Ready):
         handle may be tested on any stream.
         """
         self._count(self._cost)
+        used(self._block)
         running = Running(self, self.comm.transport.announce(self._sends, self._recvs))
         return ordered(self._once(running) if once else running, self.device)
 

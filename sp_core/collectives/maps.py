@@ -27,6 +27,7 @@ from sp_core.collectives.execution import Ready, bind
 from sp_core.communicator import Communicator
 from sp_core.compiling import eager
 from sp_core.schedules import ALGORITHMS, Operation, operation, usable
+from sp_core.scratch import used
 from sp_core.transport import Handle, HostTransport
 
 
@@ -77,7 +78,7 @@ class Started:
         """Wait until the transfer is complete on this rank, and return the result."""
         self.mapping.comm.wait(self.handle, self.mapping.name)
         self.finish()
-        return self.out
+        return used(self.out)
 
 
 @dataclass(frozen=True)
@@ -241,7 +242,7 @@ class AllReduce(Map):
         return Prepared(
             *(moves, send.view(-1), recv.view(-1), out),
             refresh=lambda: send.copy_(self._marked(x)),
-            finish=lambda: out.copy_(recv[0]).masked_fill_(recv[1] != 0, torch.nan),
+            finish=lambda: out.copy_(used(recv)[0]).masked_fill_(recv[1] != 0, torch.nan),
         )
 
     def _marked(self, x: Tensor) -> Tensor:
@@ -259,7 +260,7 @@ class InPlace(AllReduce):
             flat = x.detach().view(-1)
             return Prepared(self.operation(x, (x.numel(),), reduction=self.op), flat, flat, x)
         prepared = super().prepare(x)
-        return replace(prepared, out=x, finish=lambda: x.detach().copy_(prepared.result()))
+        return replace(prepared, out=x, finish=lambda: x.detach().copy_(used(prepared.result())))
 
 
 @dataclass(frozen=True)

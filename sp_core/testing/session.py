@@ -7,7 +7,6 @@ function of that name. Ratios are errors divided by their bounds.
 from __future__ import annotations
 
 import math
-import os
 import sys
 import threading
 from collections import Counter
@@ -19,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import torch
 
-_LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 Remarks = dict[tuple[str, ...], float]
 """The remarks of one example, on one rank or on all.
 
@@ -258,10 +256,10 @@ def device() -> torch.device:
     if current.device == "cpu":
         return torch.device("cpu")
     from sp_core.errors import DeviceError
+    from sp_core.machine import local_rank
     from sp_core.transport import count_devices
 
-    local = next((int(os.environ[name]) for name in _LOCAL_RANKS if name in os.environ), 0)
-    count = count_devices(current.device)
+    local, count = local_rank(), count_devices(current.device)
     if count == 0 or (current.gpu_is_shared and not current.share_gpu):
         raise DeviceError(
             f"local rank {local} has no {current.device} device of its own: torch sees {count}. "

@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 import torch
 
-from sp_core.errors import DeviceError
+from sp_core.errors import DeviceError, short_text
+from sp_core.machine import local_rank
 from sp_core.observer import observer_of
 from sp_core.transport.base import (
     Bound,
@@ -49,6 +50,7 @@ __all__ = [
     "count_devices",
     "make_transport",
     "make_window",
+    "named_device",
     "on_stream",
     "ordered",
     "wait",
@@ -151,6 +153,44 @@ def count_devices(kind: str) -> int:
     """
     found = torch.accelerator.current_accelerator(check_available=True)
     return torch.accelerator.device_count() if found and found.type == kind else 0
+
+
+def named_device(device: torch.device | str | int | None, rank: int) -> torch.device:
+    """Return the device that a caller names, with its index.
+
+    Args:
+        device: a device, its name or number, or None for the CPU. Without an index it is the
+            current device if that is not number 0, else the one with this rank's number on its
+            node, modulo the number of devices.
+        rank: this rank's number if the launcher does not say which one it has on its node.
+
+    Raises:
+        DeviceError: the device is not there.
+    """
+    try:
+        found = torch.device("cpu" if device is None else device)
+        if found.type == "cpu" and found.index:
+            raise RuntimeError("there is only one CPU device, cpu:0.")
+    except (RuntimeError, TypeError) as error:
+        text = short_text(error)
+        raise DeviceError(f"device={device!r} was given: {text} Pass 'cpu' or 'cuda'.") from None
+    if (kind := found.type) == "cpu" or kind not in NAMES:  # `choose` refuses the latter
+        return torch.device(kind)
+    count = count_devices(kind)
+    if count == 0:
+        raise DeviceError(
+            f"device {kind!r} was asked for, but torch sees no {kind.upper()} device. Pass "
+            f"device='cpu', or install torch with {kind.upper()}."
+        )
+    index = found.index
+    if index is None:  # the current device is 0 until a program chooses another
+        index = torch.accelerator.current_device_index() or local_rank(rank) % count
+    if index >= count:
+        raise DeviceError(
+            f"device {str(found)!r} was asked for; there are {count} {kind.upper()} devices, "
+            f"{kind}:0 to {kind}:{count - 1}."
+        )
+    return torch.device(kind, index)
 
 
 def _staged(

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from sp_core.machine import loaded_library
 from sp_core.transport.base import Transfer, on_stream
-from sp_core.transport.shared import HostMemory, Offer, Work
+from sp_core.transport.shared import REFUSALS, HostMemory, Offer, Work
 
 HANDLE_BYTES = 64
 """Size of a cudaIpcMemHandle_t."""
@@ -178,11 +178,15 @@ class CudaMemory(CudaStream):
         self._call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(nbytes))
         try:
             self._call("cudaIpcGetMemHandle", ctypes.byref(handle), address)
-        except OSError:
+            offer = Offer(
+                *(os.getpid(), address.value, nbytes),
+                handle=bytes(handle),
+                device=self._device.index,
+            )
+            return tensor_at(address.value, nbytes, self._device).zero_(), offer
+        except REFUSALS:
             self._call("cudaFree", address)
             raise
-        offer = Offer(os.getpid(), address.value, nbytes, handle=bytes(handle))
-        return tensor_at(address.value, nbytes, self._device).zero_(), offer
 
     def open(self, offer: Offer) -> Tensor:
         """Map the memory of another rank until `close`; return it as uint8 of shape (nbytes,).
@@ -191,9 +195,11 @@ class CudaMemory(CudaStream):
         this process, its memory is used at the same address.
 
         Raises:
-            OSError: the runtime cannot map the memory.
+            OSError: the runtime cannot map the memory, or it is another GPU's in this process.
         """
         if offer.process == os.getpid():
+            if offer.device != self._device.index:  # without IPC there is no peer access
+                raise OSError("the ranks are threads of one process on different GPUs")
             return tensor_at(offer.address, offer.nbytes, self._device)
         address, handle = ctypes.c_size_t(), Handle.from_buffer_copy(offer.handle)
         lazily = ctypes.c_uint(PEER_ACCESS)
@@ -239,7 +245,7 @@ class PinnedMemory(CudaStream):
         host, offer = super().allocate(nbytes)
         try:
             return self._registered(host), offer
-        except OSError:
+        except REFUSALS:
             os.close(offer.file)
             raise
 
@@ -261,9 +267,10 @@ class PinnedMemory(CudaStream):
     def _registered(self, host: Tensor) -> Tensor:
         """Register host memory, and return it as a tensor of the device."""
         nbytes, flags = ctypes.c_size_t(host.nbytes), ctypes.c_uint(0)
+        x = tensor_at(host.data_ptr(), host.nbytes, self._device)
         self._call("cudaHostRegister", _pointer(host), nbytes, flags)
         _REGISTERED[host.data_ptr()] = host
-        return tensor_at(host.data_ptr(), host.nbytes, self._device)
+        return x
 
 
 def _pointer(x: Tensor) -> ctypes.c_void_p:

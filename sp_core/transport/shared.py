@@ -63,6 +63,7 @@ class Offer(NamedTuple):
         nbytes: length of the memory.
         file: the owner's file descriptor of host memory; -1 for device memory.
         handle: CUDA IPC handle of device memory; empty for host memory.
+        device: number of the GPU in the owner's process; None for host memory.
     """
 
     process: int
@@ -70,6 +71,7 @@ class Offer(NamedTuple):
     nbytes: int
     file: int = -1
     handle: bytes = b""
+    device: int | None = None
 
 
 class HostMemory:
@@ -168,6 +170,7 @@ class GrowingMemory(HostMemory):
         os.ftruncate(file, nbytes)
 
 
+REFUSALS = OSError, RuntimeError  # of the system and the CUDA runtime; of torch on a full GPU
 _DONE = Done()
 HOST, GROWING = HostMemory(), GrowingMemory()
 
@@ -204,7 +207,7 @@ def share(comm: Intracomm, memory: HostMemory, nbytes: int) -> list[Tensor]:
         _copy(
             memory, mine[-NONCE_BYTES:], torch.tensor([nonce], device=mine.device).view(torch.uint8)
         )
-    except (OSError, AttributeError) as error:  # a system may lack `memfd_create`
+    except (*REFUSALS, AttributeError) as error:  # a system may lack `memfd_create`
         problem = f"rank {comm.rank} cannot allocate {nbytes:,} bytes: {error}"
     try:
         told = comm.allgather((this_machine(), problem, offer, nonce))
@@ -251,9 +254,12 @@ def demand(comm: Intracomm, memory: HostMemory, nbytes: int) -> list[Tensor]:
     try:
         return share(comm, memory, nbytes)
     except NotShared as reason:
+        free, named = (
+            ("", "host") if memory is HOST else (", call torch's empty_cache()", "pipelined")
+        )
         raise RankError(
-            f"{nbytes:,} bytes of shared memory were asked for, but {reason}. Free some, or make "
-            "the mesh with transport='host'."
+            f"{nbytes:,} bytes of shared memory were asked for, but {reason}. Free some{free}, or "
+            f"make the mesh with transport={named!r}."
         ) from None
 
 
@@ -305,11 +311,11 @@ def _opened(
     for rank, (_, _, offer, nonce) in enumerate(told):
         try:
             part = mine if mine is not None and rank == own else memory.open(offer)
-        except OSError as error:
+            parts.append(part)
+            found = torch.empty_like(part[-NONCE_BYTES:])
+            _copy(memory, found, part[-NONCE_BYTES:])
+        except REFUSALS as error:
             return parts, f"rank {own} cannot map the memory of rank {rank}: {error}"
-        parts.append(part)
-        found = torch.empty_like(part[-NONCE_BYTES:])
-        _copy(memory, found, part[-NONCE_BYTES:])
         if int(found.view(torch.int64)) != nonce:
             return (
                 parts,

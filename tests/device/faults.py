@@ -29,6 +29,7 @@ from sp_core.transport import cuda, cuda_aware, staged, window
 from sp_core.transport.base import Done, Transfer
 from sp_core.transport.host import HostTransport
 
+LATE = torch.device(NAME, 0)  # all ranks share its memory and its thread for backward
 LENGTH = 1500
 """Elements of a collective's tensor: enough for several chunks, and several slots of a window."""
 
@@ -51,7 +52,7 @@ PADDED = AttentionProblem(
 
 def collectives(comm: Any, *, transport: str, algorithm: str = "auto") -> None:
     """Check all_gather and all_reduce of numbers whose computation is still queued."""
-    with sp.Mesh(comm, device=NAME, transport=transport, sp=comm.size) as mesh:
+    with sp.Mesh(comm, device=LATE, transport=transport, sp=comm.size) as mesh:
         group = mesh["sp"]
         if transport == "pipelined":
             host = HostTransport(group._comm)
@@ -75,14 +76,14 @@ def attention(
 ) -> None:
     """Compare a scheme with the reference, for tensors that are views of larger ones."""
     problem = replace(PADDED, **changed)
-    with sp.Mesh(comm, device=NAME, transport=transport, sp=comm.size) as mesh:
+    with sp.Mesh(comm, device=LATE, transport=transport, sp=comm.size) as mesh:
         scheme = partial(SCHEMES[name], comm=mesh["sp"])
         check_attention(name, scheme, problem, mesh["sp"])
 
 
 def message(comm: Any, *, transport: str) -> None:
     """Send a tensor to the next rank, and free it before the message is complete."""
-    with sp.Mesh(comm, device=NAME, transport=transport, sp=comm.size) as mesh:
+    with sp.Mesh(comm, device=LATE, transport=transport, sp=comm.size) as mesh:
         group = mesh["sp"]
         x = torch.arange(100, device=mesh.device) + comm.rank
         found = torch.empty_like(x)
@@ -96,7 +97,7 @@ def message(comm: Any, *, transport: str) -> None:
 
 def backward(comm: Any, *, op: str) -> None:
     """Run the backward of a collective, in which each rank's gradient needs that of the other."""
-    with sp.Mesh(comm, device=NAME, sp=comm.size) as mesh:
+    with sp.Mesh(comm, device=LATE, sp=comm.size) as mesh:
         x = torch.ones(8, device=mesh.device, requires_grad=True)
         getattr(sp, op)(x, comm=mesh["sp"]).sum().backward()
         assert x.grad is not None

@@ -21,7 +21,7 @@ from device.plugin import TRANSPORTS
 from sp_core.attention.cuda import on_device
 from sp_core.machine import bounded
 from sp_core.schedules import operation
-from sp_core.testing import device, given, spmd
+from sp_core.testing import device, given, run_threads, spmd
 from sp_core.transport import Handle, cuda, on_stream
 from sp_core.transport.cuda_aware import DeviceTransport
 from sp_core.transport.distributed import DistributedTransport
@@ -143,6 +143,18 @@ def test_ranks_have_devices_of_one_kind_but_other_numbers(comm: Any) -> None:
             assert found.cpu().view(-1, 700)[:, 0].tolist() == list(range(comm.size))
 
 
+def test_threads_with_gpus_of_their_own_send_messages() -> None:
+    """Only IPC asks for peer access, with which kernels of a GPU read the memory of another."""
+
+    def body(comm: Any) -> str:
+        with sp.Mesh(comm, device=torch.device("late", comm.rank), sp=comm.size) as mesh:
+            return mesh["sp"].no_window
+
+    for why in run_threads(2, body):
+        assert "cannot map" in why
+        assert "threads of one process on different GPUs" in why
+
+
 @pytest.mark.parametrize("transport", ["ipc", "pinned"])
 @spmd(2, 4)
 def test_ranks_read_each_other_between_fences(comm: Any, transport: str) -> None:
@@ -177,6 +189,18 @@ def test_shared_memory_is_given_back(comm: Any, transport: str) -> None:
             assert beside.cpu().tolist() == [turn + number for number in range(9)]
     assert counts == [*counts[:2], counts[1], counts[1]]
     assert counts[1] > counts[0]
+
+
+@pytest.mark.parametrize("transport", ["ipc", "pinned"])
+@spmd(2)
+def test_an_error_about_shared_memory_advises_a_transport_of_the_device(
+    comm: Any, transport: str
+) -> None:
+    with (
+        sp.Mesh(comm, device=device(), transport=transport, sp=comm.size) as mesh,
+        pytest.raises(sp.RankError, match=r"empty_cache\(\).* transport='pipelined'"),
+    ):
+        sp.shared_empty((1 << 40,), comm=mesh["sp"])
 
 
 @given(case=cases(), way=ways(), turns=st.integers(1, 2))
@@ -230,6 +254,71 @@ def test_a_stream_that_waits_sees_the_result_whichever_stream_polled(
             torch.accelerator.synchronize(LATE)
             assert torch.equal(found, pending.wait().cpu())
             assert not found.isnan().any()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@spmd(2)
+def test_scratch_memory_is_reused_only_after_its_last_use_on_any_stream(
+    comm: Any, transport: str
+) -> None:
+    """The last copy or sum of a collective may be queued when another stream begins the next."""
+    first, second = torch.accelerator.current_stream(LATE), torch.Stream(LATE)
+    values = torch.full((4000,), 1.0 + comm.rank), torch.full((4000,), 100.0)
+    with sp.Mesh(comm, device=LATE, transport=transport, sp=comm.size) as mesh:
+        found = []
+        for waits in (False, True):
+            one, two = (x.to(LATE) for x in values)
+            torch.accelerator.synchronize(LATE)
+            with on_stream(first):
+                result = sp.all_gather(one, comm=mesh["sp"], algorithm="bruck")
+            if waits:
+                torch.accelerator.synchronize(LATE)
+            with on_stream(second):
+                sp.all_gather(two, comm=mesh["sp"], algorithm="bruck").cpu()
+            found.append(result.cpu())
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@spmd(2)
+def test_scratch_memory_that_a_mesh_drops_stays_until_its_last_use(
+    comm: Any, transport: str
+) -> None:
+    """The memory was allocated on another stream than the one that used it last."""
+    first, second = torch.accelerator.current_stream(LATE), torch.Stream(LATE)
+    x = torch.full((4000,), 1.0 + comm.rank).to(LATE)
+    found = []
+    for waits in (False, True):
+        with sp.Mesh(comm, device=LATE, transport=transport, sp=comm.size) as mesh:
+            sp.all_gather(x, comm=mesh["sp"], algorithm="bruck")
+            torch.accelerator.synchronize(LATE)
+            with on_stream(second):
+                result = sp.all_gather(x, comm=mesh["sp"], algorithm="bruck")
+                if waits:
+                    second.synchronize()
+        first.synchronize()  # the device gives freed memory back here, and overwrites it
+        with on_stream(second):
+            found.append(result.cpu())
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+@spmd(2)
+def test_what_a_started_extremum_receives_stays_until_the_waiting_stream_has_read_it(
+    comm: Any, op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host frees it while the copy is queued. Here x has no NaN, whose marks need the host."""
+    monkeypatch.setattr(torch.Tensor, "masked_fill_", lambda self, *_: self)
+    monkeypatch.setattr(torch.Tensor, "__ne__", lambda self, _: self)
+    first, second = torch.accelerator.current_stream(LATE), torch.Stream(LATE)
+    with sp.Mesh(comm, device=LATE, transport="staged", sp=comm.size) as mesh:
+        x = torch.full((4000,), 1.0 + comm.rank).to(LATE)
+        pending = sp.all_reduce_start(x, comm=mesh["sp"], op=op, algorithm="mpi")
+        with on_stream(second):
+            out = pending.wait()
+        first.synchronize()
+        with on_stream(second):
+            assert out.cpu().unique().tolist() == [{"max": 2.0, "min": 1.0}[op]]
 
 
 class Group:
