@@ -269,9 +269,8 @@ def _prepare(
     now = datetime.fromtimestamp(seconds).astimezone()
     found = make_alike(comm, read)
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    return *found, load(
-        options.model, mesh, dtype=dtype, scheme=options.scheme, tp_sp=options.tp_sp
-    )
+    model = load(options.model, mesh, dtype=dtype, scheme=options.scheme, tp_sp=options.tp_sp)
+    return *found, model.requires_grad_(False)
 
 
 def _generate(options: argparse.Namespace, mesh: Mesh) -> None:

@@ -75,7 +75,7 @@ class Mesh(NotCopied):
         set of axes, one `MPI_Comm_split` and the communication that makes the transport.
 
     Raises:
-        ShapeError: sizes whose product is not the size of `comm`.
+        ShapeError: no axis, or sizes whose product is not the size of `comm`.
         DeviceError: a device or transport that is not there.
         ValueError: an unknown collective or algorithm; nodes that are not one number per rank;
             constants that cannot be read.
@@ -119,8 +119,7 @@ class Mesh(NotCopied):
         self.tuning: Tuning | None = comm.bcast(constants) if told[0] % 2 else None
         self._comm = comm.Dup()
         try:
-            numbers = range(1, len(self.axes) + 1)
-            for names in chain.from_iterable(combinations(self.axes, number) for number in numbers):
+            for names in chain(*(combinations(self.axes, n + 1) for n in range(len(self.axes)))):
                 self._add(names)
         except DeviceError:  # on every rank: the transport cannot be used here
             self.free()
@@ -273,9 +272,10 @@ class Mesh(NotCopied):
             sizes = " x ".join(f"{axis}={length}" for axis, length in self.axes.items())
             start = f" Start the program with: sp-core run -n {ranks} -- python ..."
             raise ShapeError(
-                f"the mesh {sizes or 'of no axes'} has {ranks} ranks, the communicator has "
-                f"{self.size}. Choose sizes >= 1 whose product is the number of ranks."
-                f"{start * (self.size == 1 < ranks)}"
+                f"the mesh {sizes} has {ranks} ranks, the communicator has {self.size}. Choose "
+                f"sizes >= 1 whose product is {self.size}.{start * (self.size == 1 < ranks)}"
+                if sizes
+                else f"no axis was given; pass at least one, such as Mesh(comm, tp={self.size})."
             )
         if self._check not in ("agree", "off"):
             raise ValueError(f"check={self._check!r} was given; pass 'agree' or 'off'.")

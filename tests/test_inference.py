@@ -248,7 +248,7 @@ def test_prompts_are_those_of_options_files_and_standard_input(
     def encode(text: str, *, add_special_tokens: bool) -> Any:
         return SimpleNamespace(ids=[text, add_special_tokens])
 
-    tokenizer, loaded = SimpleNamespace(encode=encode), Mock(return_value="model")
+    tokenizer, loaded = SimpleNamespace(encode=encode), Mock()
     reading: dict[str, Callable[..., Any]] = {
         "read_tokenizer": {"dir": tokenizer}.__getitem__,
         "read_stop_strings": {"dir": ["stop"]}.__getitem__,
@@ -275,7 +275,9 @@ def test_prompts_are_those_of_options_files_and_standard_input(
 
     texts = [f"<dir {text} 20:07>" if chat else text for text in ("a", TEXT, f"c{TEXT}")]
     tokens = [[text, not chat] for text in texts]
-    assert run_threads(1, body) == [(tokenizer, tokens, ["stop"], "model")]
+    frozen = loaded().requires_grad_(False)
+    loaded.reset_mock()
+    assert run_threads(1, body) == [(tokenizer, tokens, ["stop"], frozen)]
 
 
 def test_logits_that_are_not_finite_are_not_shown(

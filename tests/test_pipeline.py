@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -93,6 +94,25 @@ def test_a_frozen_first_stage_trains_the_others(comm: Any) -> None:
         assert all(
             x is None if comm.rank == 0 else torch.equal(x, y) for y, x in zip(*found, strict=True)
         )
+
+
+@spmd(1, 2, 3)
+def test_without_gradients_a_pipeline_returns_the_same_loss(comm: Any) -> None:
+    """No stage waits for a gradient, and none is made. Ranks of which one wants some disagree."""
+    sharding, tokens = sp.Sharding.contiguous(5, 1), torch.ones(1, 5, dtype=torch.int64)
+    with sp.Mesh(comm, pp=comm.size) as mesh:
+        model = Case((4, 2), layers=4).model(mesh)
+        compute = partial(loss_and_gradients, model, [MicroBatch(tokens, tokens, sharding)] * 2)
+        losses = [compute(recompute=recompute) for recompute in (False, True)]
+        model.zero_grad()
+        with torch.no_grad():
+            losses += [compute(recompute=recompute) for recompute in (False, True)]
+        assert all(torch.equal(loss, losses[0]) for loss in losses)
+        assert all(x.grad is None for x in model.parameters())
+        if comm.size > 1:
+            differing = pytest.raises(sp.CollectiveMismatch, match="gradients=")
+            with differing, torch.set_grad_enabled(comm.rank == 0):
+                compute()
 
 
 @spmd(3)

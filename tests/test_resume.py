@@ -35,11 +35,17 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AMSGrad": partial(torch.optim.Adam, lr=0.01, amsgrad=True),
     "RMSprop": partial(torch.optim.RMSprop, lr=0.01, centered=True, momentum=0.5),
 }
+SCHEDULES = torch.optim.lr_scheduler
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "none": lambda optimizer: None,
-    "milestones": partial(torch.optim.lr_scheduler.MultiStepLR, milestones=[1, 3, 4]),
-    "one cycle": partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.02, total_steps=9),
-    "plateau": torch.optim.lr_scheduler.ReduceLROnPlateau,
+    "milestones": partial(SCHEDULES.MultiStepLR, milestones=[1, 3, 4]),
+    "warm-up, then milestones": lambda optimizer: SCHEDULES.SequentialLR(
+        optimizer,
+        [SCHEDULES.LinearLR(optimizer, 0.1, 1.0, 2), SCHEDULES.MultiStepLR(optimizer, [1, 3])],
+        [2],
+    ),
+    "one cycle": partial(SCHEDULES.OneCycleLR, max_lr=0.02, total_steps=9),
+    "plateau": SCHEDULES.ReduceLROnPlateau,
 }
 CASE = Case((6, 3), layers=1)
 ENTRIES = ("of", "step", "groups", "state", "schedule", "random")
@@ -67,7 +73,7 @@ class Training:
             drawn = torch.randint(0, 8, (11,), generator=self.generator).tolist()
             train_step(self.model, self.optimizer, [drawn[:8], drawn[8:]], max_norm=1.0)
             if self.scheduler is not None:
-                late = isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+                late = isinstance(self.scheduler, SCHEDULES.ReduceLROnPlateau)
                 self.scheduler.step(*[1.0] * late)
             rates.append(self.optimizer.param_groups[0]["lr"])
             state: dict[str, Any] = {
@@ -135,6 +141,24 @@ def test_a_training_goes_on_with_the_same_bits_on_any_mesh(
     some.Free()
 
 
+@spmd(1, 2)
+def test_a_scheduler_goes_on_as_if_it_had_not_stopped(comm: Any, tmp_path: Path) -> None:
+    """One kind reads a Counter of milestones only when a second scheduler takes over."""
+    folder = shared(comm, tmp_path)
+    with mesh_of(comm, 0) as mesh:
+        for kind in SCHEDULERS:
+            before, after = (Training(CASE.model(mesh), "AdamW", kind) for _ in range(2))
+            before.go(1)
+            before.save(folder / kind)
+            after.load(folder / kind)
+            states = [
+                (x.optimizer.state_dict()["param_groups"], x.scheduler and x.scheduler.state_dict())
+                for x in (before, after)
+            ]
+            assert len({*map(repr, states)}) == 1
+            assert after.go(4) == before.go(4)
+
+
 def edited(change: Callable[[Any], object], folder: Path) -> None:
     edit(folder / RECORD, lambda x: (change(x), None)[1])
 
@@ -165,6 +189,21 @@ BROKEN: dict[str, tuple[type[Exception], str, Callable[[Path], object]]] = {
         sp.CheckpointError,
         r"has shape \(",
         other("optimizer/model.safetensors"),
+    ),
+    "no configuration": (
+        sp.CheckpointError,
+        "config.json is not there",
+        lambda f: (f / "config.json").unlink(),
+    ),
+    "a cut-off configuration": (
+        sp.CheckpointError,
+        "config.json cannot be read",
+        cut("config.json"),
+    ),
+    "the configuration of another model": (
+        sp.CheckpointError,
+        "config.json .*hidden_size 12, now 10",
+        other("config.json"),
     ),
     "another model": (
         sp.CheckpointError,

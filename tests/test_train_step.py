@@ -1,4 +1,4 @@
-"""Test that ranks which do not agree on sequences or an optimizer train nothing."""
+"""Test that ranks that disagree train nothing, and that samples between steps change nothing."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from unittest.mock import Mock, call
 import pytest
 import torch
 from llama_cases import Case
+from torch import Tensor
 from torch.nn import Linear
 
 import sp_core as sp
+from sp_core.llama import Llama, generate
 from sp_core.llama.train import backward, train_step
 from sp_core.testing import spmd
 
@@ -76,3 +78,41 @@ def test_optimizers_that_differ_between_ranks_train_nothing(comm: Any) -> None:
             with pytest.raises(sp.CollectiveMismatch, match=r"(?s)the ranks disagree.*train_step"):
                 train_step(model, optimizer, [[1, 2]], max_norm=1.0)
         assert all(map(torch.equal, model.parameters(), before))
+
+
+def sample(model: Llama) -> None:
+    """Generate a token. Weights that learn are then contiguous."""
+    generate(model, [[1, 2]], max_tokens=1)
+    assert all(x.is_contiguous() or not x.requires_grad for x in model.parameters())
+
+
+def frozen_sample(model: Llama) -> None:
+    """Freeze a model to generate a token."""
+    sample(model.requires_grad_(False))
+    model.requires_grad_()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9), torch.optim.Adagrad],
+    ids=["AdamW", "SGD", "Adagrad"],
+)
+@spmd(1, 2)
+def test_samples_between_steps_change_no_weight(comm: Any, make: Any) -> None:
+    """Fused optimizers on a CPU read weights, gradients and state in the order of memory."""
+
+    def trained(look: Callable[[Llama], None]) -> list[Tensor]:
+        with sp.Mesh(comm, tp=comm.size) as mesh:
+            model = Case((6, 3), layers=1, seed=0).model(mesh)
+            optimizer = make(model.parameters(), lr=0.01, fused=True)
+            for _ in range(3):
+                train_step(model, optimizer, [[1, 2, 3, 4]], max_norm=1.0)
+                look(model)
+            backward(model, [[4, 3]])
+            optimizer.step()
+            assert all(x.is_contiguous() for x in model.parameters())
+            return [x.detach() for x in model.parameters()]
+
+    alone, *others = (trained(look) for look in (lambda _: None, sample, frozen_sample))
+    for found in others:
+        assert all(map(torch.equal, found, alone))

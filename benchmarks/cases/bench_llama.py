@@ -71,6 +71,7 @@ def build(case: Case, mesh: Mesh, sync: Callable[[], None]) -> Work:
         head_dim=shape["head_dim"],
     )
     model = create(config, mesh, dtype=dtype_of(case), tp_sp=case.id.endswith(f"/{TP_SP}"))
+    model.requires_grad_(False)
     step, held = (_decode if case.scheme == DECODE else _prefill)(model, shape["seq"])
     return Work(
         step,

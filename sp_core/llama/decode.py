@@ -168,7 +168,8 @@ class Decoder:
     pipeline stages, stages compute different micro-batches at the same time.
 
     Args:
-        model: the model that continues the sequences.
+        model: the model that continues the sequences. On a CPU each token takes less time if the
+            weights are frozen: `model.requires_grad_(False)`.
         room: for each sequence, the number of tokens that it may get in all. Memory for the keys
             and values of so many is allocated at once.
         micro_batches: the number of parts into which the sequences are divided; the number of

@@ -125,7 +125,7 @@ def generate(
     """Continue prompts with new tokens. Every rank of the mesh calls this.
 
     Args:
-        model: the model, on any mesh.
+        model: the model, on any mesh; faster on a CPU with frozen weights (see `Decoder`).
         prompts: for each prompt its tokens, at least one; equal on every rank. Each replica (ranks
             along the axis "dp") continues a part of the prompts.
         max_tokens: the most new tokens of a prompt.

@@ -215,7 +215,13 @@ class Llama(nn.Module):
         return self.one_pass(tokens, sharding, mask, saving)
 
     def one_pass(self, tokens: Tensor, sharding: Sharding, mask: Mask, saving: Saving) -> Pass:
-        """Return a `Pass` of tokens that attend by the grid's scheme; arguments as in `forward`."""
+        """Return a `Pass` of tokens that attend by the grid's scheme; arguments as in `forward`.
+
+        Weights that were frozen when `join_weights` ran, and now learn, become contiguous again.
+        """
+        for x in self.parameters():
+            if x.requires_grad and not x.is_contiguous():
+                x.data = x.data.contiguous()
         attend = partial(self.attend, sharding=sharding, mask=mask)
         positions = document_positions(sharding.positions(self.grid.sequence.rank), mask)
         lengths = self.lengths(tokens.shape[1])

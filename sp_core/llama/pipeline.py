@@ -31,7 +31,7 @@ from sp_core.llama.model import CAUSAL, Llama, Pass, check_model
 from sp_core.mask import Mask
 from sp_core.nn.loss import IGNORED
 from sp_core.nn.memory import Saving
-from sp_core.scheduling.pipeline import Order, one_forward_one_backward
+from sp_core.scheduling.pipeline import Order, one_forward_one_backward, prefill_only
 from sp_core.sharding import Sharding
 from sp_core.transport import Handle
 
@@ -179,7 +179,8 @@ def loss_and_gradients(
 
     Every rank of the mesh calls this, and adds its summands of the gradients to `.grad`. Then
     call `sum_tied_gradients` and `reduce_gradients`, which sum gradients over ranks. A token
-    is valid if its label is not `IGNORED`.
+    is valid if its label is not `IGNORED`. Under `torch.no_grad()`, on every rank, there is no
+    backward and no message back: the loss of a validation.
 
     Args:
         model: a model with any number of stages.
@@ -203,11 +204,11 @@ def loss_and_gradients(
     Raises:
         ShapeError, DtypeError, ValueError, TypeError: no micro-batch, no valid label, tokens,
             labels or a mask that do not fit, or `chunk` below 1. On every rank of the mesh.
-        CollectiveMismatch: ranks with different micro-batches or orders. On every rank.
+        CollectiveMismatch: ranks with different micro-batches or orders, or of which only some
+            have gradients off. On every rank.
     """
     check_model(model)
-    grid = model.grid
-    saving = Saving(recompute=recompute, offload=offload, chunk=chunk)
+    grid, saving = model.grid, Saving(recompute=recompute, offload=offload, chunk=chunk)
     order = _agree(model, batches, ordering, saving)[grid.stages.rank]
     count = _count_valid(model, batches)
     passes = [model.one_pass(one.tokens, one.sharding, one.mask, saving) for one in batches]
@@ -222,7 +223,8 @@ def loss_and_gradients(
         if model.is_last:
             y = model.loss(y, batches[number].labels, passes[number].lengths, count)
             total.add_(y.detach())
-        held[number] = x, y
+        if torch.is_grad_enabled():
+            held[number] = x, y
 
     def go_back(number: int) -> None:
         x, y = held.pop(number)
@@ -323,12 +325,13 @@ def _agree(
     masks have to be equal in a replica, the number of micro-batches and their order everywhere.
 
     Returns:
-        For each stage the order of its forwards and backwards.
+        For each stage the order of its forwards and backwards; of forwards if gradients are off.
     """
     grid, orders = model.grid, list[tuple[Order, ...]]()
 
     def call() -> str:
         what = f"{len(batches)} micro-batches, {model.dtype}, in {orders[0]}, {saving}"
+        what += f", gradients={torch.is_grad_enabled()}"
         return f"loss_and_gradients({what})"
 
     @cache
@@ -346,7 +349,8 @@ def _agree(
     def check() -> None:
         _check(model, batches, ordering)
         saving.check()
-        orders.append(ordering(grid.stages.size, len(batches)))
+        chosen = ordering if torch.is_grad_enabled() else prefill_only
+        orders.append(chosen(grid.stages.size, len(batches)))
 
     with agreeing_in_turn() as agree_on:
         agree_on(grid.stages, same_tokens, check)

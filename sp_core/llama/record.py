@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container, Iterator
-from itertools import chain
+from copy import copy
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -15,6 +16,7 @@ from torch import Tensor
 from sp_core import arguments
 from sp_core.errors import CheckpointError
 from sp_core.llama.checkpoint import DTYPES, STATE, Checkpoint, parts_of
+from sp_core.llama.config import LlamaConfig
 from sp_core.llama.model import Llama
 
 Scheduler = torch.optim.lr_scheduler.LRScheduler
@@ -94,23 +96,33 @@ def settings_of(optimizer: Any) -> str:
 def check_record(path: Path, record: dict[str, Any], now: dict[str, Any]) -> None:
     """Check that a record from the file `path` fits the training whose record is `now`.
 
+    The `config.json` beside it must fit, too, except for the tokens that end a sequence.
+
     Raises:
-        CheckpointError: on this rank: the record is broken, or of another training.
+        CheckpointError: on this rank: a file is missing, broken, or of another training.
     """
     if faults := [*_mistyped(record, now)]:
         raise _broken(path, *faults)
+    _check_kinds(path, record["of"], now["of"])
+    config = LlamaConfig.from_folder(path.parent).to_dict()
+    del config["eos_token_id"]  # generation_config.json may replace it
+    _check_kinds(path.with_name("config.json"), now["of"] | config, now["of"])
+    if faults := [*_unfitting(record, now)]:
+        raise _broken(path, *faults)
+
+
+def _check_kinds(path: Path, found: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raise CheckpointError if an entry of `now` differs in `found`, from the file `path`."""
     wrong = [
-        f"{name} {record['of'].get(name)!r:.300}, now {x!r:.300}"
-        for name, x in json.loads(json.dumps(now["of"])).items()
-        if record["of"].get(name) != x
+        f"{name} {found.get(name)!r:.300}, now {x!r:.300}"
+        for name, x in now.items()
+        if json.dumps(found.get(name)) != json.dumps(x)
     ]
     if wrong:
         raise CheckpointError(
-            f"{path.parent} is of another training: {'; '.join(wrong)}. Make model, optimizer, "
+            f"{path} is of another training: {'; '.join(wrong)}. Make model, optimizer, "
             "scheduler and generator as they were then."
         )
-    if faults := [*_unfitting(record, now)]:
-        raise _broken(path, *faults)
 
 
 def _broken(path: Path, *faults: str) -> CheckpointError:
@@ -237,6 +249,19 @@ def _read(
 def keyed(pairs: list[tuple[str, Any]]) -> dict[Any, Any]:
     """Return a JSON object as a dict. Keys that are numbers, such as milestones, become ints."""
     return {int(key) if key.isdecimal() else key: value for key, value in pairs}
+
+
+def restored(value: Any, like: Any) -> Any:
+    """Return a value that JSON has held, with dicts and tuples of the classes that `like` has."""
+    if isinstance(value, dict) and isinstance(like, dict):
+        made = copy(like)  # of a class that may need more than entries
+        made.clear()
+        made.update({name: restored(x, like.get(name)) for name, x in value.items()})
+        return made
+    if isinstance(value, list) and isinstance(like, list | tuple):
+        items = [restored(*pair) for pair in zip_longest(value, like[: len(value)])]
+        return tuple(items) if isinstance(like, tuple) else items
+    return value
 
 
 def digests(record: dict[str, Any]) -> str:

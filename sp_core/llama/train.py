@@ -40,6 +40,7 @@ from sp_core.llama.record import (
     read_parts,
     record_of,
     refuse,
+    restored,
     settings_of,
 )
 from sp_core.mask import Mask
@@ -352,7 +353,8 @@ def load_training(
         One agreement (32-byte all-reduce), after all ranks have read their parts.
 
     Raises:
-        CheckpointError: a folder that is broken, or of a different model or training.
+        CheckpointError: a folder in which a file is missing, cut short or no such file, or a folder
+            of a different model or training. Values of tensors are not checked.
         CollectiveMismatch: ranks that see different folders. Both on every rank.
     """
     check_model(model)
@@ -362,6 +364,7 @@ def load_training(
         now, path = record_of(model, optimizer, scheduler, generator), Path(folder) / RECORD
         record = read_json(path, object_pairs_hook=keyed)
         check_record(path, record, now)
+        record = restored(record, now)
         weights, *parts = read_parts(path, record, model, optimizer, generator)
         return (record, *parts), f"load_training({digests(record)}, {weights})"
 

@@ -126,6 +126,9 @@ def next_token_loss(
     returns the same loss. Call backward on every rank, then `reduce_gradients`. It
     sums over the ranks, and gives the gradients of this loss, counted once.
 
+    Do not scale this loss with `torch.amp.GradScaler` on several tensor ranks. Each rank's scaler
+    sees infinities of its own parts only, so scales and weights drift apart. Use bfloat16.
+
     Args:
         x: logits (..., V/T), this rank's part of the vocabulary, for its tokens. With `head` hidden
             states (..., E), equal on the ranks of `tensor`. Each rank then gets only a summand of

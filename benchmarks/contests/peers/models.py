@@ -354,7 +354,7 @@ def measure_decoding(setting: Record, rank: Rank) -> Record:
         }
         for name, comm in zip(DECODERS, (MPI.COMM_SELF, world), strict=True):
             mesh = stack.enter_context(Mesh(comm, check="off", tp=comm.size))
-            own = Llama(LlamaConfig(**LARGE), Grid.of(mesh))
+            own = Llama(LlamaConfig(**LARGE), Grid.of(mesh)).requires_grad_(False)
             own.fill(functools.partial(part, weights, mesh.rank))
             contestants[name] = functools.partial(continued, own, room), {"alone": comm.size == 1}
         want = list[Tensor]()
