@@ -347,29 +347,37 @@ def test_what_is_there_is_never_written_over(comm: Any, tmp_path: Path) -> None:
         assert (folder / "file").read_text() == "notes"
 
 
-@pytest.fixture
-def ending_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a disk that is full after two files of weights."""
+FAULTS = {
+    OSError(
+        28, "No space left on device"
+    ): r"No space left on device\. Pass a folder to write to\.",
+    ModuleNotFoundError("No module"): r"No module\. Call pip install 'sp-core\[llama\]'\.",
+}
+
+
+@pytest.fixture(params=FAULTS, ids=["disk", "module"])
+def ending(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Let a save fail after two files of weights; return the pattern of its error."""
     written: list[Path] = []
 
     def write(tensors: Any, path: Path, really: Any = checkpoint._write) -> None:
         if len(written) == 2:
             written.clear()
-            raise OSError(28, "No space left on device")
+            raise request.param
         written.append(path)
         really(tensors, path)
 
     monkeypatch.setattr(checkpoint, "_write", write)
+    return FAULTS[request.param]
 
 
-@pytest.mark.usefixtures("ending_disk")
 @spmd(3)
-def test_a_full_disk_is_an_error_on_every_rank_and_leaves_nothing(
-    comm: Any, tmp_path: Path
+def test_a_save_that_fails_is_an_error_on_every_rank_and_leaves_nothing(
+    comm: Any, tmp_path: Path, ending: str
 ) -> None:
     folder = shared(comm, tmp_path)
     with mesh_of(comm, 0) as mesh:
-        with pytest.raises(sp.CheckpointError, match=r"cannot be written: .*No space left"):
+        with pytest.raises(sp.CheckpointError, match=f"cannot be written: .*{ending}"):
             save(create(CASE.config, mesh), folder / "model", max_file_bytes=1)
         comm.Barrier()
         assert list(folder.iterdir()) == []
