@@ -14,7 +14,7 @@ from studies.commands import ROOT, outside, printed
 import sp_core as sp
 from sp_core import observer
 from sp_core.launch.command import AS_ROOT, ENVIRONMENT, find_mpiexec
-from sp_core.observer import observer_of
+from sp_core.observer import Notices, observer_of
 from sp_core.testing import run_threads
 
 pytestmark = pytest.mark.mpi_skip
@@ -52,6 +52,15 @@ def test_a_wait_gets_what_a_rank_sent_before_it_left() -> None:
 
     run_threads(2, body)
     assert arrives.test.call_count > 40
+
+
+def test_the_lowest_rank_that_has_left_is_named() -> None:
+    comm = Mock(size=4)
+    for left in ([], [3], [1, 2], [0]):
+        comm.Iprobe = lambda rank=None, tag=0, left=left: (
+            bool(left) if rank is None else rank in left
+        )
+        assert Notices(comm).first_left() == min(left, default=None)
 
 
 def test_a_wait_after_the_end_of_a_mesh_returns_the_result() -> None:
