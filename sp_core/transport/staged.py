@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -247,10 +248,9 @@ class PipelinedTransport(OverHost):
             send, recv: flat device tensors, or None.
             on_host: begins the collective of one chunk between buffers in host memory.
         """
-        given = send if send is not None else recv
-        itemsize = 1 if given is None else given.itemsize
+        given = cast("Tensor", recv if send is None else send)  # every rank has one of them
         # the same on all ranks: the number of chunks must be equal
-        chunks = list(operation.chunks(self._chunk_bytes // itemsize // self._size))
+        chunks = list(operation.chunks(self._chunk_bytes // given.itemsize // self._size))
         self._download(0, chunks, operation, send)
         for index, (offset, chunk) in enumerate(chunks):
             # chunk index - 1 is complete, so MPI no longer reads the other send buffer
