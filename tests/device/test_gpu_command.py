@@ -25,7 +25,7 @@ SMALL = {
     "PYTHONPATH": str(ROOT / "tests" / "device" / "startup"),
     "SP_SIZES": "--preset small --hidden 32 --heads 4 --seq 64 --iterations 2 --warmup 1",
     "SP_TESTS": "-k fences",
-    "SP_PEERS": "--seq 128 --heads 2 --launches 1 --samples 1",
+    "SP_PEERS": "--seq 128 --heads 4 --launches 1 --samples 1",
 }
 BEGUN_SECONDS = 1.0
 
