@@ -151,7 +151,9 @@ def ask(name: str, requests: list[Any], tag: int) -> tuple[bool, object]:
     given = {"statuses": statuses} if lists else {"status": statuses[0]}
     got = call(*([requests] if several else []), **given)
     flag = got[name.endswith("any")] if isinstance(got, tuple) else got
-    return name[0] in "Ww" or flag not in (False, []), (got, [*map(told, statuses)])
+    done = name[0] in "Ww" or flag not in (False, [])
+    assert not (done and several and name.endswith("all")) or len(statuses) == len(requests)
+    return done, (got, [*map(told, statuses)])
 
 
 def asked(comm: Any) -> object:

@@ -12,6 +12,7 @@ from unittest.mock import Mock, call
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
+from hypothesis.database import InMemoryExampleDatabase
 
 from sp_core import transport
 from sp_core.errors import DeviceError
@@ -163,7 +164,9 @@ EXAMPLES["explore"] = int(os.environ.get("SP_EXAMPLES", "5000"))
 """Numbers of examples by profile, as the module tells them."""
 
 
-@pytest.mark.parametrize("own", [None, {}, {"max_examples": 40, "deadline": 5}])
+@pytest.mark.parametrize(
+    "own", [None, {}, {"max_examples": 40, "deadline": 5}, {"database": InMemoryExampleDatabase()}]
+)
 @pytest.mark.parametrize("most", [None, 4, 40])
 @pytest.mark.parametrize("seeded", [False, True])
 @pytest.mark.parametrize("profile", [*EXAMPLES, "mine", "default"])
@@ -189,7 +192,8 @@ def test_settings_of_a_test_are_its_own_else_those_of_the_profile(
     grown = max((most or 0) * usual // 60, 3 if profile in ("brief", "soak") else most or 0)
     assert found.max_examples == (named if most is None else grown)
     assert found.derandomize == (not differs and not seeded)
-    assert (found.database is None) == (profile != "explore")
+    has_database = profile == "explore" or "database" in (own or {})
+    assert (found.database is None) == (found.derandomize or not has_database)
     assert found.deadline is None
     assert found.print_blob
     assert {*found.phases} == {*Phase} - {Phase.explain}
