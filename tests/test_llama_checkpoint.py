@@ -327,7 +327,8 @@ def test_what_is_there_is_never_written_over(comm: Any, tmp_path: Path) -> None:
         model = create(CASE.config, mesh)
         save(model, folder / "empty")
         before = contents(folder / "empty")
-        with pytest.raises(sp.CheckpointError, match=r"0: .*empty is there already.*Delete it"):
+        text = r"rank 0: .*empty is there already.*Delete it"
+        with pytest.raises(sp.CheckpointError, match=text):
             save(create(CASE.config, mesh, seed=1), folder / "empty")
         with pytest.raises(sp.CheckpointError, match="file is there already"):
             save(model, folder / "file")

@@ -324,6 +324,15 @@ def test_errors_of_complex_and_of_whole_numbers_are_exact(
                 check_close("x", a, e, within)
 
 
+def test_an_error_of_whole_numbers_is_not_rounded_down_to_its_bound() -> None:
+    bound = torch.tensor(float(HUGE), dtype=torch.float64)
+    assert check_close("x", torch.tensor(HUGE), torch.tensor(0), bound) == 1
+    with pytest.raises(
+        AssertionError, match=rf"x\[\] = {HUGE + 1}, expected 0, error 9.01e\+15 is 1 times"
+    ):
+        check_close("x", torch.tensor(HUGE + 1), torch.tensor(0), bound)
+
+
 def test_check_close_names_the_worst_element() -> None:
     expected = torch.zeros(2, 3)
     actual = expected.clone()

@@ -139,11 +139,17 @@ def _ratios(actual: Tensor, expected: Tensor, bound: Tensor) -> Tensor:
 
 
 def _error(a: Tensor, e: Tensor) -> Tensor:
-    """Return |a - e| in float64; 64-bit whole numbers are subtracted before they are rounded."""
+    """Return |a - e| in float64; 64-bit whole numbers are subtracted first, and rounded up."""
     is_complex = a.is_complex() or e.is_complex()
     if is_complex or not {a.dtype, e.dtype} & {torch.int64, torch.uint64}:
         a, e = (x.to(torch.complex128 if is_complex else torch.float64) for x in (a, e))
         return torch.where(a == e, 0.0, (a - e).abs())  # equal infinities have no error
     pairs = zip(*(map(Decimal, x.flatten().tolist()) for x in (a, e)), strict=True)
-    exact = [float(abs(one - other)) for one, other in pairs]
-    return torch.tensor(exact, dtype=torch.float64, device="cpu").reshape(a.shape)
+    errors = [_rounded_up(abs(one - other)) for one, other in pairs]
+    return torch.tensor(errors, dtype=torch.float64, device="cpu").reshape(a.shape)
+
+
+def _rounded_up(x: Decimal) -> float:
+    """Return a float that is not less than x: no error may be rounded down to its bound."""
+    near = float(x)
+    return math.nextafter(near, math.inf) if x.compare(Decimal(near)) == 1 else near
