@@ -53,10 +53,9 @@ def main(arguments: Sequence[str] | None = None, comm: Intracomm | None = None) 
     except OSError as error:
         is_full = error.errno == errno.ENOSPC
         if error.filename is not None or not (is_full or isinstance(error, BrokenPipeError)):
-            raise  # not standard output
+            raise  # not an error of standard output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        # the reader closes the pipe in `sp-core plan ... | head`
-        if is_full:
+        if is_full:  # else the reader has closed the pipe, as in `sp-core plan ... | head`
             print(f"sp-core: the output cannot be written: {error}.", file=sys.stderr)
         return 1
 

@@ -55,8 +55,9 @@ ENVIRONMENT = {
 }
 # folder of Open MPI's files; it refuses to start if both are set
 SESSION_DIR, SESSION_DIR_HERE = ("PRTE_MCA_prte_tmpdir_base", "PRTE_MCA_prte_local_tmpdir_base")
-ENDING = tuple(
-    signal.Signals[f"SIG{name}"] for name in ("TERM", "HUP", "QUIT", "USR1", "USR2", "XCPU")
+ENDING = (
+    *(signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT),
+    *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU),
 )
 """Signals that batch systems and people send to end a program. Python handles SIGINT."""
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
