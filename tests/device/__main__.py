@@ -20,6 +20,9 @@ ASKS = re.compile(
 """A pattern that matches test files which ask the kit for the device of their tensors."""
 
 TESTS = Path(__file__).resolve().parent.parent
+DOMAINS, LAW = "test_domains", "test_every_part_of_every_domain_is_drawn"
+"""A test file that draws tensors on the kit's device in one law; its other tests need none."""
+
 RANKS = 4
 LAUNCH = ("-m", "sp_core.testing.launch", "-n", str(RANKS), "--timeout", "1200", "--")
 
@@ -33,6 +36,7 @@ def main(words: list[str]) -> int:
     options, rest = parser.parse_known_args(words)
     files = sorted(TESTS.glob(f"{options.only}.py"))
     tests = [str(path) for path in files if ASKS.search(path.read_text())]
+    tests += [f"{path}::{LAW}" for path in files if path.stem == DOMAINS]
     if not tests:
         parser.error(f"no file {options.only}.py asks for a device")  # pytest would run all files
     if options.on == NAME:

@@ -3,6 +3,7 @@
 #include "runtime.h"
 
 #include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -589,6 +590,18 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+
+// Autocast lowers and raises the dtypes of the same operations as on CUDA.
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+#define LOWERED(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
+#define RAISED(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
+  AT_FORALL_LOWER_PRECISION_FP(LOWERED)
+  AT_FORALL_FP32(RAISED)
 }
 
 } // namespace

@@ -24,6 +24,7 @@ from domains import situations
 from domains.declared import Call, Parts, Values, same, spans, values, whole
 from domains.situations import on_group
 from sp_core.schedules import ALGORITHMS, SCHEDULED
+from sp_core.testing import device
 
 DTYPES = {name: getattr(torch, name) for name in NAMES}
 
@@ -69,7 +70,8 @@ def shape_of(op: str, drawn: Values, rank: int) -> tuple[int, ...]:
 def tensor(op: str, drawn: Values, rank: int, key: int, memory: str) -> Tensor:
     """Return a tensor of small whole numbers, which every dtype adds exactly."""
     seed = 1000 * drawn["seed"] + 10 * rank + key
-    return in_memory(whole(seed, shape_of(op, drawn, rank), drawn["x.dtype"]), memory)
+    numbers = whole(seed, shape_of(op, drawn, rank), drawn["x.dtype"])
+    return in_memory(numbers.to(device()), memory)
 
 
 def arguments_of(op: str, drawn: Values) -> Values:
@@ -102,7 +104,8 @@ def judge(op: str, group: sp.Communicator, drawn: Values, x: Tensor, result: Any
         return
     turn = 0 if op in COUNTS_ONCE else 7
     upstream = [
-        whole(drawn["seed"] + turn * r, x.shape, drawn["x.dtype"]) for r, x in enumerate(expected)
+        whole(drawn["seed"] + turn * r, x.shape, drawn["x.dtype"]).to(x.device)
+        for r, x in enumerate(expected)
     ]
     upstream = [in_memory(grad, drawn["x.upstream"]) if grad.dim() else grad for grad in upstream]
     (grad,) = torch.autograd.grad(result, x, upstream[rank])

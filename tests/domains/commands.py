@@ -87,7 +87,7 @@ INFERENCE: dict[str, Parts] = {
     "--tp-sp": values(False, True),
     "--algorithm": values(None, "ring", "all_reduce=ring,all_gather=bruck", "auto"),
     "--dtype": values(None, *DTYPES[:2]),
-    "--device": values("cpu") if device().type == "cpu" else values("cpu", "cuda"),
+    "--device": values("cpu", "cuda") if device().type == "cuda" else values("cpu"),
     "(ranks)": values(
         "--ring 2 --ulysses 2",
         "",

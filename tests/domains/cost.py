@@ -67,8 +67,11 @@ def under(parameter: str, factors: Mapping[str, Parts]) -> dict[str, Parts]:
     }
 
 
+TRANSPORTS: Any = {True: "window", False: "host"} if device().type == "cpu" else {False: "staged"}
+"""The transport by whether ranks read keys and values in memory that they share."""
+
 FORMULA = under("problem", {name: attention.COMMON[name] for name in MATTERS})
-FORMULA["problem.shared"] = values(False, True)
+FORMULA["problem.shared"] = values(*sorted(TRANSPORTS))
 FORMULA["problem.q.head_dim"] = spans((2, 16), (1, 1), (65, 80))
 FORMULA["problem.k.heads"] = spans((2, 4), (1, 1), (5, 5), (6, 9))
 RANKS = under("rank", {"comm.ranks": spans((2, 2), (1, 1), (3, 3), (4, 4), (5, 8))})
@@ -132,7 +135,7 @@ def judge(sizes: cost.Attention, shards: Shards, sent: cost.Both, formula: cost.
 @contextmanager
 def alone(name: str, comm: Any, drawn: Values) -> Iterator[Call]:
     """Run a scheme on one axis, and yield the call of its formula."""
-    transport: Any = "window" if drawn["problem.shared"] else "host"
+    transport: Any = TRANSPORTS[drawn["problem.shared"]]
     with sp.Mesh(comm, device=device(), transport=transport, sp=comm.size) as mesh:
         scheme = partial(SCHEMES[name], comm=mesh["sp"])
         call = called(getattr(cost, name), drawn, mesh["sp"], scheme, mesh["sp"])
@@ -145,7 +148,7 @@ def gridded(comm: Any, drawn: Values) -> Iterator[Call]:
     """Run a hybrid on two axes, and yield its formula's call. Groups along a third are alike."""
     (lengths, axes), heads = attention.grid_of(inner(drawn)), drawn["groups.ulysses"]
     (around,) = {*axes} - {heads}
-    transport: Any = "window" if drawn["problem.shared"] else "host"
+    transport: Any = TRANSPORTS[drawn["problem.shared"]]
     with sp.Mesh(comm, device=device(), transport=transport, **lengths) as mesh:
         scheme = partial(sp.hybrid_attention, mesh=mesh, axes=cast("Any", axes), ulysses=heads)
         call = called(cost.hybrid, drawn, mesh[axes], scheme, mesh[around], mesh[heads])
@@ -171,7 +174,7 @@ def layers(comm: Any, drawn: Values) -> Iterator[Call]:
         nn.Linear(width, height, bias=False, dtype=dtype)
         for width, height in ((hidden, sum(features)), (sum(features), hidden))
     )
-    with sp.Mesh(comm, device=device(), transport="host", sp=size) as mesh:
+    with sp.Mesh(comm, device=device(), transport=TRANSPORTS[False], sp=size) as mesh:
         group = mesh["sp"]
         column = sp.ColumnParallelLinear.from_linear(
             up, comm=group, sharding=sharding, sizes=features

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import sp_core as sp
 from sp_core import progress
-from sp_core.testing import record_ratio
+from sp_core.testing import device, record_ratio
 from sp_core.testing.tolerance import check_close
 
 Values = dict[str, Any]
@@ -237,14 +237,14 @@ def whole(
 
 
 def leaf(x: Tensor, memory: str, *, learns: bool = True) -> Tensor:
-    """Return a leaf tensor with a memory layout of `MEMORIES`; it has a gradient if it learns."""
-    return in_memory(x, memory).detach().requires_grad_(learns)
+    """Return a leaf on the tests' device, in a layout of `MEMORIES`; it needs a gradient or not."""
+    return in_memory(x.to(device()), memory).detach().requires_grad_(learns)
 
 
 def same(found: Any, wanted: Any) -> None:
-    """Compare two results bit for bit."""
+    """Compare two results bit for bit. Tensors may be on different devices."""
     if isinstance(wanted, Tensor) or (isinstance(wanted, tuple) and isinstance(wanted[0], Tensor)):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, check_device=False)
     else:
         assert found == wanted
 

@@ -16,6 +16,7 @@ from domains.declared import Call, Parts, Values, near, same, spans, values, who
 from domains.placements import HELD, indices
 from domains.situations import SITUATIONS, on_mesh
 from sp_core.nn.gradients import Placement, clip_gradient_norm, place, reduce_gradients
+from sp_core.testing import device
 from sp_core.testing.tolerance import bound
 
 KINDS = {
@@ -52,13 +53,13 @@ class Parameters:
         seed = hash((self.drawn["seed"], number, stage * (number % 3 != 0), *key)) % 2**60
         kinds = KINDS[self.drawn["parameters.dtypes"]]
         kind = kinds[number % len(kinds)]
-        x = whole(seed, self.placements[number].shape, kind, -4, 4)
+        x = whole(seed, self.placements[number].shape, kind, -4, 4).to(device())
         return x * UNITS.get(kind, 1) * self.drawn["parameters.magnitude"]
 
     def part(self, number: int, whole: Tensor, rank: int) -> Tensor:
         """Return the part of a parameter's whole tensor that a rank of the tensor axis holds."""
         placement = self.placements[number]
-        return whole.index_select(placement.dim, indices(placement.held, rank))
+        return whole.index_select(placement.dim, indices(placement.held, rank).to(whole.device))
 
     def gradient(self, number: int, data: int, tensor: int) -> Tensor | None:
         """Return the gradient that the backward of a rank has left, or None if it has left none.
@@ -122,7 +123,9 @@ class Parameters:
             return over_data(self.tensor.rank)
         nothing = torch.zeros_like(self.whole(number))
         wholes = [
-            nothing.index_copy(placement.dim, indices(placement.held, rank), over_data(rank))
+            nothing.index_copy(
+                placement.dim, indices(placement.held, rank).to(device()), over_data(rank)
+            )
             for rank in ranks
         ]
         return self.part(number, total(wholes), self.tensor.rank)

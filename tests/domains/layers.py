@@ -20,6 +20,7 @@ from domains import attention
 from domains.declared import Call, Parts, Values, near, normal, spans, values
 from domains.situations import on_group
 from sp_core.attention import accumulation_dtype
+from sp_core.testing import device
 from sp_core.testing.tolerance import bound, unit_roundoff
 
 Weights = Mapping[str, Tensor]
@@ -57,7 +58,7 @@ TOKENS: dict[str, Parts] = {
     "sharding.start": spans((0, 0), (1, 9), (1000, 100_000)),
 }
 COMMON: dict[str, Parts] = {
-    "device": {"default": lambda c, v: None, "given": lambda c, v: torch.device("cpu")},
+    "device": {"default": lambda c, v: None, "given": lambda c, v: device()},
     "(frozen)": values("no weight", "some", "all"),
     "(mode)": values(*MODES),
     "(called)": values("layer", "constructor"),
@@ -100,7 +101,7 @@ def called_in(mode: str, drawn: Values, layer: nn.Module, **given: Any) -> Tenso
     """Call a layer in a mode, with the autocast that was drawn."""
     lower = precision(drawn)
     is_lower = drawn["(autocast)"] != "off" and lower.itemsize == 2
-    with MODES[mode](), torch.autocast("cpu", lower, enabled=is_lower):
+    with MODES[mode](), torch.autocast(device().type, lower, enabled=is_lower):
         out: Tensor = layer(**given)
     return out
 
@@ -139,7 +140,7 @@ class Problem:
         """Fill a layer with random weights and return it; some are frozen or lower, as drawn."""
         for n, weight in enumerate(layer.parameters()):
             numbers = normal(self.drawn["seed"] + 7 + n, weight.shape, "float64")
-            weight.data = numbers.to(weight.dtype) * min(0.5, weight.shape[-1] ** -0.5)
+            weight.data = numbers.to(weight) * min(0.5, weight.shape[-1] ** -0.5)
             learns = {"no weight": True, "some": (n + self.drawn["seed"]) % 2 == 0, "all": False}
             weight.requires_grad_(learns[self.drawn["(frozen)"]])
         if self.drawn["(autocast)"] == "weights of two dtypes":

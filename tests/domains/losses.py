@@ -34,6 +34,7 @@ from domains.layers import TOKENS
 from domains.situations import SITUATIONS, on_group, on_mesh
 from sp_core.attention import accumulation_dtype
 from sp_core.nn.loss import IGNORED, check_shard, next_token_labels, next_token_loss
+from sp_core.testing import device
 from sp_core.testing.tolerance import bound, unit_roundoff
 
 
@@ -130,6 +131,7 @@ def losses(mesh: sp.Mesh, drawn: Values) -> Call:
     labels = labels if drawn["labels.memory"] == "every second" else labels.contiguous()
     given = {"x": x, "labels": labels, "tensor": tensor, "data": data, "head": head}
     given |= {"count": drawn["count"], "chunk": drawn["chunk"]}
+    given["labels"] = labels.to(device())
     return Call(next_token_loss, given, partial(judge_loss, drawn, data, tensor, x, head))
 
 
@@ -143,7 +145,9 @@ def through_head(drawn: Values, logits: Tensor, rank: int) -> tuple[Tensor, Tens
     head = torch.zeros(vocab, vocab, dtype=logits.dtype)
     head[torch.arange(vocab), order] = 2.0
     own = head.split(drawn["logits.parts"])[rank]
-    return (logits / 2) @ head / 2, own.clone().requires_grad_(drawn["logits.gradient"])
+    return (logits / 2) @ head / 2, own.clone().to(device()).requires_grad_(
+        drawn["logits.gradient"]
+    )
 
 
 def judge_loss(
@@ -168,7 +172,9 @@ def judge_loss(
     near("loss", loss, want.loss, bound(want.loss_scale, loss.dtype, growth))
     with torch.no_grad():
         given = {name: drawn[name] for name in ("count", "chunk")} | {"head": head}
-        again = next_token_loss(x, labels[data.rank], tensor=tensor, data=data, **given)
+        again = next_token_loss(
+            x, labels[data.rank].to(device()), tensor=tensor, data=data, **given
+        )
     same(again, loss.detach())
     if loss.requires_grad:
         first = sum(t.numel() for t in labels[: data.rank])
@@ -184,12 +190,12 @@ def judge_gradients(
     drawn: Values, x: Tensor, head: Tensor | None, loss: Tensor, own: list[Tensor], growth: float
 ) -> None:
     """Compare gradients with `own`, the gradient of this rank's logits and its scale."""
-    upstream = torch.tensor(drawn["(upstream)"], dtype=loss.dtype)
+    upstream = torch.tensor(drawn["(upstream)"], dtype=loss.dtype, device=loss.device)
     grads = torch.autograd.grad(loss, [x] if head is None else [x, head], upstream)
     (exact, scale), wanted = own, [own]
     if head is not None:
-        states = x.detach().double().reshape(-1, x.shape[-1])
-        weight = head.detach().double()
+        states = x.detach().cpu().double().reshape(-1, x.shape[-1])
+        weight = head.detach().cpu().double()
         wanted = [[exact @ weight, scale @ weight], [exact.T @ states, scale.T @ states.abs()]]
     for grad, (value, size) in zip(grads, wanted, strict=True):
         allowed = bound(size.reshape(grad.shape), x.dtype, growth + len(exact))
@@ -217,7 +223,7 @@ def labels(name: str, group: sp.Communicator, drawn: Values) -> Call:
     sharding, shape = layers.sharding_of(drawn, group.size), (drawn["x.batch"], drawn["x.seq_len"])
     tokens = whole(drawn["seed"], shape, high=2**40)
     tokens = tokens[:, :1].expand(shape) if drawn["tokens.memory"] == "expanded" else tokens
-    mine = in_memory(sharding.shard(tokens, group.rank, 1), drawn["tokens.memory"])
+    mine = in_memory(sharding.shard(tokens.to(device()), group.rank, 1), drawn["tokens.memory"])
     given = {"tokens": mine, "comm": group, "sharding": sharding}
     if name == "check_shard":
         return Call(check_shard, given, partial(same, wanted=None))

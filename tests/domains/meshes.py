@@ -273,7 +273,7 @@ SUBJECTS = [
         "peer",
         SHARED | {"x": values("whole"), "rank": values("next", "own", "last")},
         partial(shared, "peer"),
-        (situations.situations() | {"(transport)": values("window")}),
+        situations.situations() | {"(transport)": values(*situations.SHARING)},
         alone=True,
     ),
 ]

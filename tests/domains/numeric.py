@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from oracle import reference
-from oracle.collective_cases import MEMORIES, in_memory
+from oracle.collective_cases import MEMORIES
 from oracle.strategies import DTYPES, STORAGES, placed, slopes
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from domains import attention, masks
 from domains.declared import Call, Parts, Values, leaf, near, normal, pure, same, spans, values
 from sp_core.attention import accumulation_dtype
 from sp_core.mask import plan_blocks
+from sp_core.testing import device
 from sp_core.testing.tolerance import bound
 
 SHAPE: dict[str, Parts] = {
@@ -85,7 +86,9 @@ def rope(drawn: Values) -> Call:
     length = reference.llama_amplitude(known)
     shape = [drawn[f"x.{name}"] for name in ("batch", "seq_len", "heads")]
     x = leaf(normal(drawn["seed"], (*shape, dim), drawn["x.dtype"]), drawn["x.memory"])
-    upstream = in_memory(normal(drawn["seed"] + 1, x.shape, drawn["x.dtype"]), drawn["x.upstream"])
+    upstream = leaf(
+        normal(drawn["seed"] + 1, x.shape, drawn["x.dtype"]), drawn["x.upstream"], learns=False
+    )
     places = [int(p) for p in drawn["positions"]]
 
     def judge(made: sp.Rope) -> None:
@@ -94,7 +97,7 @@ def rope(drawn: Values) -> Call:
         out = made.apply(x, drawn["positions"])
         (grad,) = torch.autograd.grad(out, x, upstream)
         for name, found, of, sign in (("rope", out, x, 1), ("rope gradient", grad, upstream, -1)):
-            wide = of.detach().double() * length
+            wide = of.detach().cpu().double() * length
             sizes = (
                 torch.stack([half.abs() for half in wide.chunk(2, -1)]).sum(0).repeat(1, 1, 1, 2)
             )
@@ -137,7 +140,9 @@ def dropped(drawn: Values) -> Call:
     """Return the call of `dropout`."""
     shape = [drawn["x.batch"], drawn["x.seq_len"], *[2] * drawn["x.middle"], drawn["x.width"]]
     x = leaf(normal(drawn["seed"], shape, drawn["x.dtype"]), drawn["x.memory"])
-    upstream = in_memory(normal(drawn["seed"] + 1, shape, drawn["x.dtype"]), drawn["x.upstream"])
+    upstream = leaf(
+        normal(drawn["seed"] + 1, shape, drawn["x.dtype"]), drawn["x.upstream"], learns=False
+    )
     given = {name: drawn[name] for name in ("p", "positions", "features", "training")}
     features = range(shape[-1]) if given["features"] is None else given["features"]
     places = [range(shape[0]), given["positions"], *[range(2)] * drawn["x.middle"], features]
@@ -148,7 +153,7 @@ def dropped(drawn: Values) -> Call:
     def judge(out: Tensor) -> None:
         (grad,) = torch.autograd.grad(out, x, upstream)
         for name, found, of in (("dropout", out, x), ("dropout gradient", grad, upstream)):
-            wanted = torch.where(stay, of.detach().double() * factor, 0.0)
+            wanted = torch.where(stay, of.detach().cpu().double() * factor, 0.0)
             assert found.dtype == x.dtype
             near(name, found, wanted, bound(wanted, x.dtype))
 
@@ -179,18 +184,19 @@ def attended(drawn: Values) -> Call:
     if drawn["q.memory"] == "expanded":
         wholes = [x[:1].expand_as(x) for x in wholes]
     named = {
-        name: placed(x, drawn["q.memory"]).requires_grad_()
+        name: placed(x.to(device()), drawn["q.memory"]).requires_grad_()
         for name, x in zip("qkv", wholes, strict=True)
     }
-    grads = [in_memory(normal(seed + 5, shape, dtype), drawn["q.upstream"])]
+    grads = [leaf(normal(seed + 5, shape, dtype), drawn["q.upstream"], learns=False)]
     if drawn["return_lse"] == "with gradient":
         wide = str(accumulation_dtype(wholes[0].dtype)).removeprefix("torch.")
-        grads.append(normal(seed + 6, (shape[0], shape[2], queries), wide))
+        grads.append(normal(seed + 6, (shape[0], shape[2], queries), wide).to(device()))
     terms = terms_of(drawn, shape[2], wholes[0].dtype)
     given = {"mask": mask, **terms}
     given["return_lse"] = drawn["return_lse"] != "no"
     plain = {} if mask is None else masks.plain(masks.given_to(drawn))
-    options = {**places, **plain, **terms}
+    on_cpu = {} if drawn["sinks"] is None else {"sinks": terms["sinks"].detach().cpu()}
+    options = {**places, **plain, **terms, **on_cpu}
     blocks = plan_blocks(places["q_positions"], places["kv_positions"], mask or sp.Mask())
     leaves = {f"d{name}": x for name, x in named.items()}
     leaves |= {} if drawn["sinks"] is None else {"dsinks": terms["sinks"]}
@@ -203,7 +209,7 @@ def terms_of(drawn: Values, heads: int, dtype: torch.dtype) -> Values:
     terms = {name: drawn[name] for name in ("softmax_scale", "softcap")}
     if drawn["sinks"] is not None:
         sinks = normal(drawn["seed"] + 7, (heads,), drawn["q.dtype"]) * drawn["sinks"]
-        terms["sinks"] = sinks.to(dtype).requires_grad_()
+        terms["sinks"] = sinks.to(device(), dtype).requires_grad_()
     alibi = slopes(heads, drawn["alibi"])
     terms["alibi"] = alibi if alibi is None or drawn["seed"] % 2 else torch.tensor(alibi)
     return terms
@@ -222,7 +228,7 @@ def judge_attended(
         zip(("out", "lse"), result if isinstance(result, tuple) else (result,), strict=False)
     )
     q, k, v = wholes
-    wanted = reference.attention(q, k, v, *grads, **options)
+    wanted = reference.attention(q, k, v, *(x.cpu() for x in grads), **options)
     made = torch.autograd.grad(list(results.values())[: len(grads)], list(leaves.values()), grads)
     for name, actual in (results | dict(zip(leaves, made, strict=True))).items():
         allowed = bound(wanted.scales[name], wholes[0].dtype, wanted.growth, partials)
@@ -260,9 +266,9 @@ def merged(drawn: Values) -> Call:
         out = normal(drawn["seed"] + 2 + n, shape, drawn[f"out_{name}.dtype"]).masked_fill(
             blind[..., None], 0.0
         )
-        given[f"out_{name}"] = in_memory(out, drawn[f"out_{name}.memory"])
-        given[f"lse_{name}"] = in_memory(
-            lse.masked_fill(blind, -torch.inf), drawn[f"lse_{name}.memory"]
+        given[f"out_{name}"] = leaf(out, drawn[f"out_{name}.memory"], learns=False)
+        given[f"lse_{name}"] = leaf(
+            lse.masked_fill(blind, -torch.inf), drawn[f"lse_{name}.memory"], learns=False
         )
     return Call(sp.merge, given, partial(judge_merge, given))
 
@@ -270,7 +276,7 @@ def merged(drawn: Values) -> Call:
 def judge_merge(given: Values, result: tuple[Tensor, Tensor]) -> None:
     """Compare with softmax weights in float64; order and strides change no bit."""
     out_a, lse_a, out_b, lse_b = (
-        given[name].double() for name in ("out_a", "lse_a", "out_b", "lse_b")
+        given[name].cpu().double() for name in ("out_a", "lse_a", "out_b", "lse_b")
     )
     dtype = accumulation_dtype(torch.promote_types(given["out_a"].dtype, given["out_b"].dtype))
     weights = torch.stack((lse_a, lse_b)).softmax(0).nan_to_num(0.5).unsqueeze(-1)

@@ -16,6 +16,7 @@ from domains import collectives
 from domains.collectives import DTYPES, SITUATIONS, tensor
 from domains.declared import Call, Parts, Values, same, spans, values, whole
 from domains.situations import on_group
+from sp_core.testing import device
 
 RUNS = {"1": (0,), "3": (0, 0, 0), "100": (0, 98)}
 """By part, for each judged run of a plan, how many runs without a judgement precede it."""
@@ -58,7 +59,7 @@ def beside(x: Tensor, drawn: Values) -> Tensor:
     whole = x.detach().new_empty(0).set_(x.untyped_storage())
     mine = torch.arange(len(whole)).as_strided(x.shape, x.stride(), x.storage_offset())
     left = torch.ones(len(whole), dtype=torch.bool).index_fill_(0, mine.reshape(-1), False)
-    return whole[left].clone()
+    return whole.cpu()[left]
 
 
 def planned(op: str, group: sp.Communicator, drawn: Values) -> Call:
@@ -155,7 +156,7 @@ def copied(drawn: Values, rank: int, key: int) -> list[Tensor]:
     shapes = any_shape if drawn["tensors.shapes"] == "any" else any_shape[:1]
     first = 1000 * drawn["seed"] + 100 * key + 10 * rank
     return [
-        whole(first + number, chance.choice(shapes), kinds[number % len(kinds)])
+        whole(first + number, chance.choice(shapes), kinds[number % len(kinds)]).to(device())
         for number in range(drawn["tensors.number"])
     ]
 

@@ -49,13 +49,17 @@ def committed() -> list[Record]:
 
 
 def impossible_pairs(name: str, records: Iterable[Record]) -> set[Pair]:
-    """Return the pairs of a subject that a report calls impossible."""
+    """Return the pairs of a subject that a report calls impossible.
+
+    What `host` cannot do, the transports of a device that send messages cannot do either.
+    """
     texts = [
-        text
+        text.replace("(transport)=host", f"(transport)={transport}")
         for record in records
         if record["subject"] == name
         for pairs in record["impossible"].values()
         for text in pairs
+        for transport in ("host", "staged", "pipelined")
     ]
     split = [[tuple(one.split("=", 1)) for one in text.split(" & ", 1)] for text in texts]
     return {((a, b), (c, d)) for (a, b), (c, d) in split}

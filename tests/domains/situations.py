@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kit.carriers import carriers
-from oracle.ways import CHOICES
+from oracle.ways import CHOICES, offered
 
 import sp_core as sp
 from domains.declared import Call, Parts, Subject, Values, spans, values
@@ -21,6 +21,9 @@ from sp_core.testing import device
 LATE_SECONDS = 0.002
 CARRIERS = carriers(part=3000)
 CALLS = {"first": 1, "second": 2, "10th": 10, "100th": 100}
+
+SHARING = ("window",) if device().type == "cpu" else ("ipc", "pinned")
+"""The transports over memory that the ranks share."""
 
 AXES = {
     "one": ("own",),
@@ -34,11 +37,11 @@ AXES = {
 
 
 def situations(*carried: str) -> dict[str, Parts]:
-    """Return the domain of a call's situation; `carried` names further transports."""
+    """Return the domain of a call's situation; `carried` names further transports of a CPU."""
+    carriers = [f"carried {name}" for name in carried]
+    on_cpu, others = ("window", "auto", "host", "distributed", *carriers), offered(device().type)
     return {
-        "(transport)": values(
-            "window", "auto", "host", "distributed", *(f"carried {name}" for name in carried)
-        ),
+        "(transport)": values(*(on_cpu if device().type == "cpu" else ("auto", *others))),
         "(algorithm)": values(*sorted(CHOICES, key=lambda name: name != "auto")),
         "(check)": values("agree", "off"),
         "(call)": values("first", "second", "100th"),

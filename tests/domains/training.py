@@ -37,7 +37,7 @@ from sp_core.nn.gradients import clip_gradient_norm, reduce_gradients
 from sp_core.nn.loss import IGNORED
 from sp_core.scheduling import Slot, gpipe, one_forward_one_backward
 from sp_core.segments import split_ranges
-from sp_core.testing import run_threads
+from sp_core.testing import device, run_threads
 
 Whole = tuple[Tensor, Tensor, sp.Sharding, sp.Mask]
 """Tokens and labels (B, S) of all replicas and ranks, with their sharding and their mask."""
@@ -168,8 +168,8 @@ def pipelined(case: Case, model: Llama, drawn: Values) -> Call:
     """Return the call of `loss_and_gradients` with this rank's part of each micro-batch."""
     wholes = micro_batches(case, drawn)
     batches = [
-        MicroBatch(models.own(model, s, x).contiguous(), models.own(model, s, y).contiguous(), s, m)
-        for x, y, s, m in wholes
+        MicroBatch(*(models.own(model, s, x).contiguous().to(device()) for x in both), s, m)
+        for *both, s, m in wholes
     ]
     given = {"model": model, "batches": batches, "ordering": drawn["ordering"]}
     given |= {name: drawn[name] for name in SAVING}
@@ -294,7 +294,7 @@ def gone_on(model: Llama, parts: Values) -> None:
 
 def save_alone(case: Case, drawn: Values, folder: Path, comm: Any) -> None:
     """Train for a step on one rank, and save the training."""
-    with sp.Mesh(comm, tp=1) as mesh:
+    with sp.Mesh(comm, device=device(), tp=1) as mesh:
         model = models.model_of(case, mesh)
         parts = made(model, drawn)
         gone_on(model, parts)
