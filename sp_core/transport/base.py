@@ -122,7 +122,8 @@ class Transport(Protocol):
         """Begin messages that were passed to `announce` before; return one handle for all of them.
 
         The call does not wait. Ranks may call it at different times and in different orders. A
-        message is received by the peer's `post` with the same tag.
+        message is received by the peer's `post` with the same tag. Messages of one tag from one
+        rank to another arrive in the order of the calls.
 
         Args:
             sends, recvs: what `bind` returned.

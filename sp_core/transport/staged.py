@@ -163,7 +163,7 @@ class PipelinedTransport(OverHost):
             chunk_bytes or min(PIECE_BYTES * size, MOST_BYTES), size * 8
         )
         self._slots = [_Slot(streams.buffer(nbytes), streams.buffer(nbytes)) for _ in range(2)]
-        self._queue = _Queue()
+        self._queue, self._posts = _Queue(), _Queue()
 
     def prepare(
         self, operation: Operation, send: Tensor | None, recv: Tensor | None
@@ -193,7 +193,8 @@ class PipelinedTransport(OverHost):
 
         The messages advance after all transfers of this transport that began before.
         """
-        return self._enqueue(self._messages(sends, recvs, self._host.exchange), self._queue)
+        steps = self._messages(sends, recvs, self._host.exchange, _Queue())
+        return self._enqueue(steps, self._queue)
 
     def in_order(self, call: Callable[[], object]) -> Handle:
         """Call a function after all transfers in the queue, or at once if the queue is empty."""
@@ -210,10 +211,11 @@ class PipelinedTransport(OverHost):
         """Begin messages that each rank posts when it is ready, and return their handle.
 
         The messages do not wait for transfers that began before, so ranks may call this at
-        different times. The tag tells the messages from all others.
+        different times. MPI gets messages in the order of the calls, because it matches those of
+        one tag in that order. So each waits until the data of those before are in host memory.
         """
-        on_host = partial(self.on_host, tag)
-        return self._enqueue(self._messages(sends, recvs, on_host), _Queue())
+        steps = self._messages(sends, recvs, partial(self.on_host, tag), self._posts)
+        return self._enqueue(steps, _Queue())
 
     def close(self, *, together: bool) -> None:
         """Close the transport that sends and, with `together`, release the host buffers.
@@ -227,11 +229,11 @@ class PipelinedTransport(OverHost):
     def _enqueue(self, steps: Iterator[None], queue: _Queue) -> _Steps:
         """Put a transfer into a queue, behind those that began before. Return its handle.
 
-        It advances as far as it can without waiting.
+        It advances as far as it can without waiting. Its copies wait for the current stream.
         """
-        handle = _Steps(steps, queue, self._streams)
-        queue.append(handle)
-        handle.test()
+        self._streams.begin()
+        queue.append(handle := _Steps(steps, queue, self._streams))
+        handle.advance()
         return handle
 
     def _collective(
@@ -295,7 +297,11 @@ class PipelinedTransport(OverHost):
         slot.downloaded = self._streams.downloaded()
 
     def _messages(
-        self, sends: Messages, recvs: Messages, on_host: Callable[[Messages, Messages], Handle]
+        self,
+        sends: Messages,
+        recvs: Messages,
+        on_host: Callable[[Messages, Messages], Handle],
+        posts: _Queue,
     ) -> Iterator[None]:
         """Copy messages into host memory, send them, and copy what arrives to the device.
 
@@ -304,13 +310,22 @@ class PipelinedTransport(OverHost):
         Args:
             sends, recvs: messages of device tensors.
             on_host: begins messages between buffers in host memory.
+            posts: the queue in whose order `on_host` is called.
         """
         host_sends = [(peer, self._pinned_like(x)) for peer, x in sends]
         host_recvs = [(peer, self._pinned_like(x)) for peer, x in recvs]
         for (_, host), (_, x) in zip(host_sends, sends, strict=True):
             self._streams.download(host, x)
-        yield from _until(self._streams.downloaded())
-        yield from _until(on_host(host_sends, host_recvs))
+        begun: list[Handle] = []
+
+        def begin(downloaded: Handle) -> Iterator[None]:
+            yield from _until(downloaded)
+            begun.append(on_host(host_sends, host_recvs))
+
+        posts.append(post := _Steps(begin(self._streams.downloaded()), posts, self._streams))
+        while not post.advance():
+            yield
+        yield from _until(begun[0])
         for (_, host), (_, x) in zip(host_recvs, recvs, strict=True):
             self._streams.upload(x, host)
         yield from _until(self._streams.uploaded())  # the host buffers are released on return
@@ -331,9 +346,8 @@ class _Steps:
     """Represent a transfer in a queue, whose transfers advance in order; a `Handle`.
 
     A transfer advances only in `test` of its handle, or of a handle behind it in the queue. It may
-    begin on one CUDA stream, advance in a poll, and be read on another stream. The copies wait for
-    the stream on which the transfer began. The stream on which `test` returns True waits for the
-    copies.
+    begin on one CUDA stream, advance in a poll, and be read on another stream. The stream on which
+    `test` returns True waits for the copies.
 
     Args:
         steps: a generator that yields while it waits, and ends when the transfer is complete.
@@ -346,9 +360,15 @@ class _Steps:
         self._queue = queue
         self._streams = streams
         self._error: BaseException | None = None
-        streams.begin()
 
     def test(self) -> bool:
+        """Advance the queue. Once this transfer is complete, let the current stream wait for it."""
+        if not self.advance():
+            return False
+        self._streams.finish()
+        return True
+
+    def advance(self) -> bool:
         """Advance the queue as far as possible, and return whether this transfer is complete.
 
         Return False if another thread advances the queue.
@@ -374,7 +394,6 @@ class _Steps:
             self._queue.lock.release()
         if self._error is not None:
             raise self._error
-        self._streams.finish()
         return True
 
 

@@ -167,10 +167,11 @@ def trained(
 def pipelined(case: Case, model: Llama, drawn: Values) -> Call:
     """Return the call of `loss_and_gradients` with this rank's part of each micro-batch."""
     wholes = micro_batches(case, drawn)
-    batches = [
-        MicroBatch(*(models.own(model, s, x).contiguous().to(device()) for x in both), s, m)
-        for *both, s, m in wholes
-    ]
+
+    def own(x: Tensor, sharding: sp.Sharding) -> Tensor:
+        return models.own(model, sharding, x).contiguous().to(device())
+
+    batches = [MicroBatch(own(x, s), own(y, s), s, m) for x, y, s, m in wholes]
     given = {"model": model, "batches": batches, "ordering": drawn["ordering"]}
     given |= {name: drawn[name] for name in SAVING}
     judge = partial(judge_pipelined, case, model, wholes, CALLS[drawn["(call)"]])
