@@ -287,3 +287,21 @@ def test_the_first_rank_of_a_replica_finds_out_whether_logits_are_finite(
         rule = Refusing() if comm.rank == rank else Sampling()
         with nullcontext() if rank else pytest.raises(ValueError, match=r"prompts \[0, 1\]"):
             assert call(sampling=rule) == call()
+
+
+class DividesAsCuda(TorchDispatchMode):
+    """Divide by a number as torch does on CUDA: multiply by its reciprocal."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.div.Tensor and isinstance(args[1], float):
+            return args[0] * (1 / args[1])
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_gpu_chooses_the_likeliest_token_at_the_lowest_temperatures() -> None:
+    """The reciprocal of such a number is infinity, and infinity times 0 is NaN."""
+    sampling, logits = Sampling(temperature=1e-310), torch.tensor([0.0, 2.0, 1.0])
+    with DividesAsCuda():
+        assert sampling.choose(logits, sampling.random(0)) == 1

@@ -248,13 +248,14 @@ def _dense_masks(q_positions: Positions, kv_positions: Positions, mask: Mask | N
     of a sliding window.
     """
     band = cache(band_mask)
-    q, kv = position_tensor(q_positions, "cpu"), position_tensor(kv_positions, "cpu")
+    places = cache(lambda: [position_tensor(x, "cpu") for x in (q_positions, kv_positions)])
 
     def allowed(block: Block) -> Tensor | None:
         if block.kind != "partial" or mask is None:
             return None
         if block.band is not None:
             return band(*block.shape, *block.band)
+        q, kv = places()
         return mask.allowed(q[block.queries], kv[block.keys])
 
     return allowed
