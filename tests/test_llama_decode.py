@@ -303,5 +303,5 @@ class DividesAsCuda(TorchDispatchMode):
 def test_a_gpu_chooses_the_likeliest_token_at_the_lowest_temperatures() -> None:
     """The reciprocal of such a number is infinity, and infinity times 0 is NaN."""
     sampling, logits = Sampling(temperature=1e-310), torch.tensor([0.0, 2.0, 1.0])
-    with DividesAsCuda():
+    with DividesAsCuda():  # type: ignore[no-untyped-call]
         assert sampling.choose(logits, sampling.random(0)) == 1

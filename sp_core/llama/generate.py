@@ -92,9 +92,10 @@ class Sampling:
         if self.temperature == 0:
             return int(logits.argmax())
         order = logits.double().sort(descending=True, stable=True)
-        # by a tensor: CUDA multiplies by the reciprocal of a number, which may be infinity
+        # Differences are at most 0, so no quotient is infinity. The divisor is a tensor, because
+        # CUDA multiplies by the reciprocal of a number, which may be infinity.
         temperature = order.values.new_full((), self.temperature)
-        p = ((order.values - order.values[0]) / temperature).softmax(0)  # differences are <= 0
+        p = ((order.values - order.values[0]) / temperature).softmax(0)
         sums = p[: self.top_k].cumsum(0)
         if self.top_p is not None:
             sums = sums[: torch.searchsorted(sums, self.top_p * sums[-1]) + 1]

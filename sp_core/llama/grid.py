@@ -91,6 +91,15 @@ class Grid:
             attention=_attention(mesh, group(*SEQUENCE_AXES), scheme),
         )
 
+    def check_one_stage(self) -> None:
+        """Raise ShapeError if the layers are split over stages, one of which a call could use."""
+        if self.stages.size > 1:
+            raise ShapeError(
+                f"the layers are split over {self.stages.size} stages, and one call of the model "
+                "would use one at a time. Use Decoder, or pipeline.loss_and_gradients to train; or "
+                "leave pp out."
+            )
+
 
 def _attention(mesh: Mesh, comm: Communicator, scheme: str | None) -> GridAttention:
     """Check that all ranks name the same scheme. Return the scheme's function, bound to `comm`."""

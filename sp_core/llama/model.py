@@ -22,7 +22,7 @@ from sp_core.agreement import make_alike
 from sp_core.attention.kernels import FLOATS
 from sp_core.collectives.api import all_gather
 from sp_core.collectives.differentiable import copy_to_group
-from sp_core.errors import DtypeError, ShapeError
+from sp_core.errors import DtypeError
 from sp_core.llama.config import LlamaConfig, check_ranks, check_tokens
 from sp_core.llama.grid import Grid
 from sp_core.mask import Mask, Positions
@@ -201,12 +201,7 @@ class Llama(nn.Module):
         """Check arguments as `forward` does, on all ranks, and return the `Pass` of the tokens."""
 
         def call() -> str:
-            if self.grid.stages.size > 1:
-                raise ShapeError(
-                    f"the layers are split over {self.grid.stages.size} stages, and one call of "
-                    f"the model would use one at a time. "
-                    "Use Decoder, or pipeline.loss_and_gradients to train; or leave pp out."
-                )
+            self.grid.check_one_stage()
             self.check_parts()
             self.check(tokens, sharding, mask)
             return f"Llama({self.dtype}, tp_sp={self.tp_sp})"

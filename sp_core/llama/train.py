@@ -202,6 +202,7 @@ def _agree(
     grid, replicas, given = model.grid, model.grid.replicas, list[Any]()
 
     def check() -> int:
+        grid.check_one_stage()
         arguments.check(sequences=sequences, layout=layout, own=own, **others)
         if others:
             check_parameters(others["optimizer"], {*model.parameters()})

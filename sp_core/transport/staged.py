@@ -15,11 +15,9 @@ buffers are made once.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from threading import Lock
 from typing import cast
 
 import torch
@@ -29,6 +27,7 @@ from sp_core.schedules import Operation
 from sp_core.transport.base import Bound, Done, Handle, Messages, Transfer, ordered, wait
 from sp_core.transport.cuda import CudaStreams
 from sp_core.transport.host import HostTransport, OverHost, in_turn, pieces
+from sp_core.transport.queue import Queue, Steps, until
 
 PIECE_BYTES, MOST_BYTES = 1 << 20, 1 << 23
 """Bytes of each rank's piece of a chunk, and the most bytes of a host buffer.
@@ -163,7 +162,7 @@ class PipelinedTransport(OverHost):
             chunk_bytes or min(PIECE_BYTES * size, MOST_BYTES), size * 8
         )
         self._slots = [_Slot(streams.buffer(nbytes), streams.buffer(nbytes)) for _ in range(2)]
-        self._queue, self._posts = _Queue(), _Queue()
+        self._queue, self._posts = Queue(), Queue()
 
     def prepare(
         self, operation: Operation, send: Tensor | None, recv: Tensor | None
@@ -193,7 +192,7 @@ class PipelinedTransport(OverHost):
 
         The messages advance after all transfers of this transport that began before.
         """
-        steps = self._messages(sends, recvs, self._host.exchange, _Queue())
+        steps = self._messages(sends, recvs, self._host.exchange, Queue())
         return self._enqueue(steps, self._queue)
 
     def in_order(self, call: Callable[[], object]) -> Handle:
@@ -215,7 +214,7 @@ class PipelinedTransport(OverHost):
         one tag in that order. So each waits until the data of those before are in host memory.
         """
         steps = self._messages(sends, recvs, partial(self.on_host, tag), self._posts)
-        return self._enqueue(steps, _Queue())
+        return self._enqueue(steps, Queue())
 
     def close(self, *, together: bool) -> None:
         """Close the transport that sends and, with `together`, release the host buffers.
@@ -226,13 +225,13 @@ class PipelinedTransport(OverHost):
         if together:
             self._slots.clear()
 
-    def _enqueue(self, steps: Iterator[None], queue: _Queue) -> _Steps:
+    def _enqueue(self, steps: Iterator[None], queue: Queue) -> Steps:
         """Put a transfer into a queue, behind those that began before. Return its handle.
 
         It advances as far as it can without waiting. Its copies wait for the current stream.
         """
         self._streams.begin()
-        queue.append(handle := _Steps(steps, queue, self._streams))
+        queue.append(handle := Steps(steps, queue, self._streams))
         handle.advance()
         return handle
 
@@ -258,10 +257,10 @@ class PipelinedTransport(OverHost):
             # chunk index - 1 is complete, so MPI no longer reads the other send buffer
             self._download(index + 1, chunks, operation, send)
             slot = self._slots[index % 2]
-            yield from _until(slot.downloaded)
-            yield from _until(slot.uploaded)  # of chunk index - 2, or of an earlier call
+            yield from until(slot.downloaded)
+            yield from until(slot.uploaded)  # of chunk index - 2, or of an earlier call
             host_recv = _prefix(slot.recv, recv, chunk.recv)
-            yield from _until(on_host(chunk, _prefix(slot.send, send, chunk.send), host_recv))
+            yield from until(on_host(chunk, _prefix(slot.send, send, chunk.send), host_recv))
             if recv is not None and host_recv is not None:
                 places = pieces(recv, operation.recv, offset, chunk.recv)
                 parts = host_recv.split(list(chunk.recv))
@@ -301,7 +300,7 @@ class PipelinedTransport(OverHost):
         sends: Messages,
         recvs: Messages,
         on_host: Callable[[Messages, Messages], Handle],
-        posts: _Queue,
+        posts: Queue,
     ) -> Iterator[None]:
         """Copy messages into host memory, send them, and copy what arrives to the device.
 
@@ -319,88 +318,19 @@ class PipelinedTransport(OverHost):
         begun: list[Handle] = []
 
         def begin(downloaded: Handle) -> Iterator[None]:
-            yield from _until(downloaded)
+            yield from until(downloaded)
             begun.append(on_host(host_sends, host_recvs))
 
-        posts.append(post := _Steps(begin(self._streams.downloaded()), posts, self._streams))
+        posts.append(post := Steps(begin(self._streams.downloaded()), posts, self._streams))
         while not post.advance():
             yield
-        yield from _until(begun[0])
+        yield from until(begun[0])
         for (_, host), (_, x) in zip(host_recvs, recvs, strict=True):
             self._streams.upload(x, host)
-        yield from _until(self._streams.uploaded())  # the host buffers are released on return
+        yield from until(self._streams.uploaded())  # the host buffers are released on return
 
     def _pinned_like(self, x: Tensor) -> Tensor:
         return self._streams.buffer(x.nbytes).view(x.dtype).view(x.shape)
-
-
-class _Queue(deque["_Steps"]):
-    """Hold transfers in the order in which they began, and a lock for the thread that advances."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lock = Lock()
-
-
-class _Steps:
-    """Represent a transfer in a queue, whose transfers advance in order; a `Handle`.
-
-    A transfer advances only in `test` of its handle, or of a handle behind it in the queue. It may
-    begin on one CUDA stream, advance in a poll, and be read on another stream. The stream on which
-    `test` returns True waits for the copies.
-
-    Args:
-        steps: a generator that yields while it waits, and ends when the transfer is complete.
-        queue: the transfers in order; the caller appends this one.
-        streams: run the copies.
-    """
-
-    def __init__(self, steps: Iterator[None], queue: _Queue, streams: CudaStreams) -> None:
-        self._steps = steps
-        self._queue = queue
-        self._streams = streams
-        self._error: BaseException | None = None
-
-    def test(self) -> bool:
-        """Advance the queue. Once this transfer is complete, let the current stream wait for it."""
-        if not self.advance():
-            return False
-        self._streams.finish()
-        return True
-
-    def advance(self) -> bool:
-        """Advance the queue as far as possible, and return whether this transfer is complete.
-
-        Return False if another thread advances the queue.
-
-        Raises:
-            BaseException: the error of this transfer, or of one before it in the queue.
-        """
-        if not self._queue.lock.acquire(False):
-            return False
-        try:
-            while self in self._queue:
-                try:
-                    next(self._queue[0]._steps)
-                except StopIteration:
-                    self._queue.popleft()
-                except BaseException as error:  # noqa: BLE001  # raised in `test` of each of them
-                    for broken in self._queue:  # after a failure the others cannot be in order
-                        broken._error = error
-                    self._queue.clear()
-                else:
-                    return False
-        finally:
-            self._queue.lock.release()
-        if self._error is not None:
-            raise self._error
-        return True
-
-
-def _until(event: Handle) -> Iterator[None]:
-    """Yield until the handle `event` is complete."""
-    while not event.test():
-        yield
 
 
 def _prefix(buffer: Tensor, like: Tensor | None, sizes: tuple[int, ...]) -> Tensor | None:

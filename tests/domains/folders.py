@@ -340,7 +340,7 @@ SUBJECTS = [
         meshes(*AXES, "ulysses, ring") | {"scheme": MADE["scheme"]} | FEW_CALLS,
         models.lengths,
         gridded,
-        covers=("llama.Grid",),
+        covers=("llama.Grid", "llama.Grid.check_one_stage"),
         outside=dict.fromkeys(
             ("tensor", "sequence", "stages", "replicas", "data", "model", "everyone", "attention"),
             "`Grid.of` makes it",

@@ -175,10 +175,9 @@ def attended(drawn: Values) -> Call:
     known = drawn["kv_documents"] is not None or where or len({*lengths.values()}) == 1
     mask = sp.Mask(**masks.given_to(drawn)) if drawn["mask"] == "given" and known else None
     places = {name: [int(p) for p in where.get(name, range(n))] for name, n in lengths.items()}
-    heads, dim = drawn["k.heads"], drawn["q.head_dim"]
-    queries, keys = (len(found) for found in places.values())
-    shape = (drawn["q.batch"], queries, heads * drawn["q.group"], dim)
-    shapes = [shape, *[(shape[0], keys, heads, dim)] * 2]
+    (queries, keys), heads = map(len, places.values()), drawn["k.heads"]
+    shape = (drawn["q.batch"], queries, heads * drawn["q.group"], drawn["q.head_dim"])
+    shapes = [shape, *[(shape[0], keys, heads, shape[3])] * 2]
     wholes = [normal(seed + n, sizes, dtype) for n, sizes in enumerate(shapes)]
     wholes[0] = (wholes[0] * drawn["q.magnitude"]).to(wholes[0].dtype)
     if drawn["q.memory"] == "expanded":

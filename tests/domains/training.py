@@ -172,8 +172,7 @@ def pipelined(case: Case, model: Llama, drawn: Values) -> Call:
         return models.own(model, sharding, x).contiguous().to(device())
 
     batches = [MicroBatch(own(x, s), own(y, s), s, m) for x, y, s, m in wholes]
-    given = {"model": model, "batches": batches, "ordering": drawn["ordering"]}
-    given |= {name: drawn[name] for name in SAVING}
+    given = {"model": model, "batches": batches} | {x: drawn[x] for x in ("ordering", *SAVING)}
     judge = partial(judge_pipelined, case, model, wholes, CALLS[drawn["(call)"]])
     return Call(loss_and_gradients, given, judge)
 

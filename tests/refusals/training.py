@@ -14,7 +14,7 @@ from torch import Tensor
 import sp_core as sp
 from sp_core.llama import Decoder, Llama, generate, prefill_unequal, save
 from sp_core.llama.pipeline import MicroBatch, loss_and_gradients
-from sp_core.llama.train import backward, save_training
+from sp_core.llama.train import Step, backward, save_training, train_step
 from sp_core.scheduling import Work, balanced
 
 
@@ -56,6 +56,10 @@ def planned(model: Llama) -> Tensor:
 
 def stored(model: Llama) -> None:
     save_training(model, FOLDER, optimizer=torch.optim.SGD(model.parameters()), step=1)
+
+
+def stepped(model: Llama) -> Step:
+    return train_step(model, torch.optim.SGD(model.parameters()), TEXTS, max_norm=1.0)
 
 
 TEXTS = [[1, 2], [3, 4]]
@@ -174,6 +178,14 @@ ON_ONE_RANK: Table = {
             lambda mesh, here: backward(CASE.model(mesh).requires_grad_(not here), TEXTS),
         ),
     },
-    **{axis: conversions(axis) for axis in ("pp", "ring", "tp")},
+    **{axis: conversions(axis) for axis in ("ring", "tp")},
+    "pp": {
+        **conversions("pp"),
+        "a training step on stages, which have different numbers of parameters": (
+            sp.ShapeError,
+            "split over 2 stages",
+            lambda mesh, here: stepped(CASE.model(mesh)),
+        ),
+    },
 }
 """Calls that are wrong on the last rank only."""
