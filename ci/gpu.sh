@@ -16,7 +16,7 @@
 #   kernels    a table of which kernel serves which dtype, head dim, mask and layout
 #   table      AllGather between ranks that share the GPU, over all transports
 #   ipc        the scaling experiment, preset paper, P = 1, 2, 4, float32 and bfloat16; so are pipelined and staged
-#   threads    the tests that ask for the device, ranks as threads
+#   threads    the tests that ask for the device and every part of every domain, ranks as threads, in SP_JOBS processes (6)
 #   processes  the same under mpiexec
 #   peers      our attention against torch's on one GPU, P = 1; with a GPU for each rank also against torch's ring over NCCL, P = 2, 4
 #   records    the benchmark's cases on 1, 2, 4 ranks
@@ -149,7 +149,8 @@ for name in $steps; do
         smoke) suite smoke --only test_schemes ;;
         kernels) step kernels python -m device.kernels --on "$on" ;;
         table) step table python -m benchmarks gpu "${gathered[@]}" --device "$on" --out "$results/gpu_table.json" ;;
-        threads | processes) suite "$name" --ranks "$name" ;;
+        threads) suite threads --ranks threads -n "${SP_JOBS:-6}" --dist worksteal ;;
+        processes) suite processes --ranks processes ;;
         tests-*) SP_TRANSPORT=${name#tests-} suite "$name" ;;
         peers)
             step peers python -m benchmarks peers "${attention[@]}" --device "$on" --ranks 1,2,4 --timeout 150 --resume \

@@ -138,6 +138,8 @@ def test_a_device_runs_the_tests_that_ask_for_it(
     )
     assert files == again >= {"test_schemes.py", "test_layers.py"}
     assert not {"test_gpu_command.py", "test_sharding.py"} & files
+    (law,) = (Path(word).name for word in threads if "::" in word)
+    assert law == "test_domains.py::test_every_part_of_every_domain_is_drawn"
 
 
 @pytest.mark.parametrize(("mebibytes", "code"), [(64, 0), (65, 1)])
