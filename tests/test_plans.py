@@ -49,7 +49,7 @@ def test_many_are_under_way_on_several_communicators(
     with sp.Mesh(comm, one=half, two=comm.size // half) as mesh:
         for group in (mesh["one"], mesh["two"], mesh["one", "two"]):
             if way == "staged":
-                streams = DelayedStreams(polls=comm.rank % 3)
+                streams = DelayedStreams(comm.rank % 3)
                 host = HostTransport(group._comm)
                 group.transport = PipelinedTransport(host, streams, group.size)
             elif way != "host":

@@ -20,6 +20,7 @@ from oracle.attention_check import check_attention
 from oracle.collective_cases import Case, cases
 from oracle.fake_device import DelayedMemory, DelayedStreams
 from oracle.strategies import AttentionProblem, attention_problems
+from oracle.ways import CHOICES
 
 import sp_core as sp
 from sp_core import transport
@@ -146,7 +147,7 @@ def test_results_are_right_however_late_the_device_is(
 ) -> None:
     """The device computes inputs late and copies late. Results are read after its work."""
     case = replace(case, dim=0, view="plain")
-    streams = DelayedStreams(polls=polls, lazy=True)
+    streams = DelayedStreams(polls, lazy=True)
     memory = DelayedMemory(polls=(polls + comm.rank) % 5)
     with sp.Mesh(comm, sp=comm.size) as mesh:
         group, late = mesh["sp"], memory if on_device else streams
@@ -166,6 +167,24 @@ def test_results_are_right_however_late_the_device_is(
             stays = case.op == "shift" and case.offset % comm.size == 0
             if stays or (case.op == "broadcast" and comm.rank == case.root(comm.size)):
                 result = x  # data that stay on a rank do not use the transport
+            assert torch.equal(result, case.expected(inputs, comm.rank, comm.size))
+
+
+@given(
+    max_examples=32,
+    case=cases(["float64", "bfloat16"]),
+    algorithm=st.sampled_from(CHOICES),
+    polls=st.lists(st.sampled_from((0, 1, 30)), min_size=5, max_size=11),
+)
+def test_ranks_that_see_the_ends_of_copies_in_any_order_send_in_order(
+    comm: Any, case: Case, algorithm: str, polls: list[int]
+) -> None:
+    """A rank may see the end of a copy before that of an earlier one, whatever the algorithm."""
+    with sp.Mesh(comm, sp=comm.size, algorithm=algorithm) as mesh:
+        group, inputs = mesh["sp"], case.inputs(comm.size)
+        group.transport = pipelined(group, DelayedStreams(*polls[comm.rank % len(polls) :]), 256)
+        for _ in range(2):
+            result = case.call(inputs[comm.rank], group)
             assert torch.equal(result, case.expected(inputs, comm.rank, comm.size))
 
 
@@ -215,7 +234,7 @@ def test_ranks_whose_copies_take_longer_call_in_the_same_order(comm: Any) -> Non
     """A collective whose input is still being copied is not overtaken by a later one."""
     with sp.Mesh(comm, check="off", sp=comm.size) as mesh:
         group, x = mesh["sp"], torch.ones(9)
-        group.transport = pipelined(group, DelayedStreams(polls=1 + 99 * (comm.rank % 2)), 256)
+        group.transport = pipelined(group, DelayedStreams(1 + 99 * (comm.rank % 2)), 256)
         group.window = Window(group._comm, 256, DelayedMemory(), group.transport.in_order)
         begin = partial(sp.all_reduce_start, comm=group)
         begun = [begin(x, algorithm=way) for way in ("mpi", "ring", "mpi", "window", "mpi")]
@@ -270,7 +289,7 @@ def test_what_a_transport_leaves_to_another_is_passed_on() -> None:
         made.close(together=False)
         assert host.mock_calls == [call.announce("sends", "recvs"), call.close(together=False)]
     copying = PipelinedTransport(host, DelayedStreams(), 2)
-    PipelinedTransport(host, DelayedStreams(polls=0), 2).exchange([], [])  # begins at once
+    PipelinedTransport(host, DelayedStreams(0), 2).exchange([], [])  # begins at once
     host.exchange.assert_called_once_with([], [])
     for together, left in ((False, 2), (True, 0)):  # MPI may use slots until all have left
         copying.close(together=together)

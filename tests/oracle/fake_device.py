@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -75,14 +76,14 @@ class DelayedStreams(_Computing, CudaStreams):
 
     Args:
         polls: how often an event answers "not yet" before its copies run; let it differ between
-            ranks.
+            ranks. If there are several numbers, the events take them in turn.
         lazy: whether the uploads that `finish` makes the device wait for run only in `settle`, as
             if for the device's next work. Otherwise `finish` runs them, so that the results can be
             used like any tensor.
     """
 
-    def __init__(self, *, polls: int = POLLS, lazy: bool = False) -> None:
-        self._polls = polls
+    def __init__(self, *polls: int, lazy: bool = False) -> None:
+        self._polls = cycle(polls or (POLLS,))
         self._lazy = lazy
         self._computing, self._downs, self._ups = _Queue(), _Queue(), _Queue()
         self._awaited = 0
@@ -111,11 +112,11 @@ class DelayedStreams(_Computing, CudaStreams):
 
     def downloaded(self) -> _Event:
         """Return an event after the downloads asked for so far."""
-        return _Event(self._downs, self._polls)
+        return _Event(self._downs, next(self._polls))
 
     def uploaded(self) -> _Event:
         """Return an event after the uploads asked for so far."""
-        return _Event(self._ups, self._polls)
+        return _Event(self._ups, next(self._polls))
 
     def finish(self) -> None:
         """Make the device's next work wait for the uploads asked for so far."""
