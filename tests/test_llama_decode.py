@@ -305,3 +305,29 @@ def test_a_gpu_chooses_the_likeliest_token_at_the_lowest_temperatures() -> None:
     sampling, logits = Sampling(temperature=1e-310), torch.tensor([0.0, 2.0, 1.0])
     with DividesAsCuda():  # type: ignore[no-untyped-call]
         assert sampling.choose(logits, sampling.random(0)) == 1
+
+
+class ScansAsCuda(TorchDispatchMode):
+    """Add up as CUDA does, in a tree for each sum, and draw the greatest random number below 1."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.rand.generator:
+            return torch.full_like(found, 1 - 2**-53)
+        if func is torch.ops.aten.cumsum.default:
+            found, distance = args[0], 1
+            while distance < len(found):
+                further = found[distance:] + found[:-distance]
+                found, distance = torch.cat((found[:distance], further)), 2 * distance
+        return found
+
+
+@pytest.mark.parametrize("rule", [Sampling(1.0), Sampling(1.0, top_k=7), Sampling(1.0, top_p=1.0)])
+def test_a_gpu_never_chooses_a_token_with_logit_minus_infinity(rule: Sampling) -> None:
+    """There a sum of probabilities may differ in rounding from the sum with zeros after them."""
+    possible = torch.randn(5, generator=torch.Generator().manual_seed(2))
+    logits = F.pad(possible, (0, 3), value=-torch.inf)
+    with ScansAsCuda():  # type: ignore[no-untyped-call]
+        assert rule.choose(logits, rule.random(0)) < len(possible)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from llama_cases import Case
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sp_core as sp
 from sp_core.attention import Logits, kernels
@@ -150,6 +151,30 @@ def test_offload_moves_the_input_of_each_layer_and_nothing_else(comm: Any) -> No
         kind = mesh.device.type
     assert moved == [(kind != "cpu", kind, 1, 9, 16)] * 3
     assert torch.equal(*found)
+
+
+class PinsAsCuda(TorchDispatchMode):
+    """Refuse to make page-locked memory on a device, as torch does on CUDA."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        given = kwargs or {}
+        if given.get("pin_memory") and given["device"].type != "cpu":
+            raise RuntimeError("Only dense CPU tensors can be pinned")
+        return func(*args, **given)
+
+
+@spmd(1)
+def test_offload_works_with_any_default_device(comm: Any) -> None:
+    """Without a device of its own, torch's `save_on_cpu` makes its copies on the default device."""
+    case, losses = Case((2, 1), layers=2, hidden=16), list[float]()
+    with sp.Mesh(comm, device=device(), ring=1) as mesh:
+        model = case.model(mesh)
+        for default in ("cpu", mesh.device):
+            with torch.device(default), PinsAsCuda():  # type: ignore[no-untyped-call]
+                losses.append(backward(model, [[1, 2, 3] * 3], offload=True))
+    assert losses[0] == losses[1]
 
 
 @spmd(1, 2)

@@ -96,6 +96,8 @@ class Sampling:
         # CUDA multiplies by the reciprocal of a number, which may be infinity.
         temperature = order.values.new_full((), self.temperature)
         p = ((order.values - order.values[0]) / temperature).softmax(0)
+        # Leave out zeros: CUDA rounds each sum in its own way, so zeros at the end may change it.
+        p = p[: int(p.count_nonzero())]
         sums = p[: self.top_k].cumsum(0)
         if self.top_p is not None:
             sums = sums[: torch.searchsorted(sums, self.top_p * sums[-1]) + 1]

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import save_on_cpu
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from sp_core import arguments
@@ -41,9 +41,24 @@ class Saving:
         given = *given, self.chunk
         if not (self.recompute or self.offload):
             return layer(x, *given)
-        kind = x.device.type
-        with save_on_cpu(kind != "cpu", kind) if self.offload else nullcontext():
+        with _saved_on_cpu(x.device.type) if self.offload else nullcontext():
             return recomputed(layer, x, *given)
+
+
+def _saved_on_cpu(kind: str) -> saved_tensors_hooks:
+    """Return the hooks that move saved tensors from this kind of device to host memory.
+
+    torch's own make the copies on the default device. If that is a GPU, they fail.
+    """
+    hooks = save_on_cpu(kind != "cpu", kind)
+    pack = hooks.pack_hook
+
+    def pack_on_cpu(x: Tensor) -> object:
+        with torch.device("cpu"):
+            return pack(x)
+
+    hooks.pack_hook = pack_on_cpu
+    return hooks
 
 
 KEEP_ALL = Saving()
