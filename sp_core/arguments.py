@@ -67,6 +67,7 @@ def _is_sequence(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
+_LEAST: Any = torch.finfo(torch.float32).tiny
 _MAX: Any = torch.finfo(torch.float32).max
 _WHOLE = (_is_whole, "a whole number")
 _SIZES = (
@@ -163,8 +164,8 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a finite number, at most 3.4e38 in magnitude, or None for 1/sqrt(head_dim)",
     ),
     "softcap": (
-        lambda value: value is None or (_is_number(value) and value > 0),
-        "a positive number up to 3.4e38, the greatest of float32, or None for no bound",
+        lambda value: value is None or (_is_number(value) and value >= _LEAST),
+        "a number from 1.2e-38 to 3.4e38, the normal ones of float32, or None for no bound",
     ),
     "sinks": (
         lambda value: value is None or isinstance(value, Tensor),

@@ -27,7 +27,7 @@ class Terms(TypedDict, total=False):
 
     Args:
         softcap: bound of the scaled scores s: they become softcap * tanh(s / softcap) before the
-            mask is applied. A positive number; None for no bound.
+            mask is applied. At least 1.2e-38; None for no bound.
         sinks: (H,), floating: one learned logit per query head. It joins the softmax of each query
             as a key without a value, and so the log-sum-exp that is returned. All ranks must pass
             the same values; this is not checked. Each rank gets the gradient of its own queries
@@ -88,8 +88,8 @@ class Logits:
             unknown: any other keyword argument, which is refused.
 
         Raises:
-            TypeError: softmax_scale is not a finite number, softcap is not a positive number, sinks
-                is no tensor, alibi is not finite numbers, or an unknown argument is given.
+            TypeError: softmax_scale is not a finite number, softcap is below 1.2e-38, sinks is no
+                tensor, alibi is not finite numbers, or an unknown argument is given.
             ShapeError, DtypeError, DeviceError: sinks or alibi do not fit q.
             ValueError: alibi requires a gradient.
         """

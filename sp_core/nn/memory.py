@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from sp_core import arguments
@@ -38,27 +37,11 @@ class Saving:
         With `recompute` or `offload` only the arguments of `layer` are saved for backward, which
         calls `layer` again; with `offload` they are saved in host memory.
         """
-        given = *given, self.chunk
-        if not (self.recompute or self.offload):
-            return layer(x, *given)
-        with _saved_on_cpu(x.device.type) if self.offload else nullcontext():
-            return recomputed(layer, x, *given)
-
-
-def _saved_on_cpu(kind: str) -> saved_tensors_hooks:
-    """Return the hooks that move saved tensors from this kind of device to host memory.
-
-    torch's own make the copies on the default device. If that is a GPU, they fail.
-    """
-    hooks = save_on_cpu(kind != "cpu", kind)
-    pack = hooks.pack_hook
-
-    def pack_on_cpu(x: Tensor) -> object:
-        with torch.device("cpu"):
-            return pack(x)
-
-    hooks.pack_hook = pack_on_cpu
-    return hooks
+        given, kind = (*given, self.chunk), x.device.type
+        if self.offload:
+            with torch.device("cpu"), save_on_cpu(kind != "cpu", kind):  # copies use the default
+                return recomputed(layer, x, *given)
+        return recomputed(layer, x, *given) if self.recompute else layer(x, *given)
 
 
 KEEP_ALL = Saving()

@@ -270,10 +270,10 @@ ROWS: list[Row] = [
     *(
         (
             TypeError,
-            r"pass a positive number up to 3\.4e38, .* or None",
+            r"pass a number from 1\.2e-38 to 3\.4e38, .* or None",
             partial(attention, (1, 3, 1, 2), softcap=softcap),
         )
-        for softcap in (1e39, 10**400, 0.0, -1.0, float("inf"), float("nan"), True, "5")
+        for softcap in (1e39, 10**400, 1e-38, 0.0, -1.0, float("inf"), float("nan"), True, "5")
     ),
     *(
         (error, text, partial(attention, (1, 3, 1, 2), alibi=alibi))
