@@ -15,9 +15,10 @@ from unittest.mock import MagicMock, Mock
 import pytest
 import torch
 from hypothesis import strategies as st
-from oracle.fake_device import DelayedStreams
+from oracle.fake_device import DelayedMemory, DelayedStreams
 from oracle.schedule_cases import NAMES, schedule, vectors
 from oracle.window_cases import use_window
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import sp_core as sp
 from sp_core import measuring
@@ -26,7 +27,7 @@ from sp_core.collectives.execution import BoundProgram, Running
 from sp_core.schedules import ALGORITHMS, SCHEDULED, operation
 from sp_core.scratch import Scratch
 from sp_core.testing import given, run_threads, spmd
-from sp_core.transport import base
+from sp_core.transport import Window, base
 from sp_core.transport.host import HostTransport
 from sp_core.transport.staged import PipelinedTransport
 from sp_core.tuning import Curve, Tuning
@@ -269,6 +270,28 @@ def test_a_plan_has_one_run_at_a_time(comm: Any, check: Any) -> None:
                 plan.finish(handle)
             handle = plan.start()
         plan.finish(handle)
+
+
+class ByAddress(DelayedMemory):
+    """As on a device, no copy keeps its tensors alive. Here it moves nothing."""
+
+    def copying(self, into: torch.Tensor, part: torch.Tensor) -> Callable[[], object]:
+        return lambda: None
+
+
+@pytest.mark.parametrize("way", ["ring", "window"])
+@spmd(2)
+def test_the_memory_of_a_started_run_outlives_its_plan(comm: Any, way: str) -> None:
+    """A program may lose a plan by an error. Copies that are under way still write its result."""
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        group = mesh["sp"]
+        group.window = Window(group._comm, 256, DelayedMemory())
+        group.window.memory = ByAddress()
+        plan = sp.plan("all_gather", torch.ones(3), comm=group, algorithm=way)
+        memory, handle = StorageWeakRef(plan._prepared.out.untyped_storage()), plan.start()
+        del plan
+        assert not memory.expired()
+        group.wait(handle, "all_gather")
 
 
 def first_two(x: torch.Tensor) -> None:

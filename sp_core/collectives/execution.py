@@ -387,7 +387,8 @@ class BoundWindow(Ready):
         steps, figures = self._bound[first]
         self._count(figures)
         running = self._window.start(steps, self._what)
-        return self._once(running) if once else running
+        # copies of a device do not keep their memory alive
+        return self._once(running) if once else Transfer([running.test], keep=self)
 
 
 _DONE = Done()
