@@ -19,7 +19,7 @@ from sp_core.observer import LEFT_TAG, observer_of
 from sp_core.schedules import Operation, defaults
 from sp_core.scratch import Scratch
 from sp_core.transport import Handle, HostWrapper, Messages, make_transport, make_window, wait
-from sp_core.transport.base import Intracomm
+from sp_core.transport.base import Intracomm, resumed
 from sp_core.transport.host import MpiCounter
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class Communicator(NotCopied):
     def track(self, handle: Handle) -> Handle:
         """Test `handle` in `poll` until complete. Return it for any thread of this rank."""
         with self._progress.lock:
-            self._pending.append(tracked := progress.Locked(handle, self._progress.lock))
+            self._pending.append(tracked := progress.Locked(resumed(handle), self._progress.lock))
             self._progress.add(self)
         return tracked
 

@@ -217,6 +217,22 @@ def test_comparisons_are_completed_before_the_end_for_so_many_seconds(
     assert (sys.getrefcount(found.kept), sys.getrefcount(found.lost)) == (3, 3)
 
 
+@pytest.mark.parametrize("carrier", ["host", "staged", "pipelined"])
+@spmd(2)
+def test_what_begins_in_inference_mode_goes_on_outside_of_it(comm: Any, carrier: str) -> None:
+    """torch lets nothing else write tensors of that mode, and a poll may come from anywhere."""
+    with sp.Mesh(comm, sp=comm.size) as mesh:
+        group, x = mesh["sp"], torch.ones(4)
+        group.transport = CARRIERS[carrier](group)
+        with torch.inference_mode():
+            begun = [
+                sp.all_reduce_start(x, comm=group, algorithm="ring"),
+                sp.all_reduce_start(2 * x, comm=group, op="max", algorithm="mpi"),
+                sp.broadcast_start(2 * x, comm=group, algorithm="mpi"),
+            ]
+        assert [each.wait().sum().item() for each in begun] == [8.0] * 3
+
+
 class Held:
     """Stand in for an operation, a handle or a communicator: `test` waits until it may go on."""
 

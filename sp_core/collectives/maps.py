@@ -77,7 +77,8 @@ class Started:
     def wait(self) -> Tensor:
         """Wait until the transfer is complete on this rank, and return the result."""
         self.mapping.comm.wait(self.handle, self.mapping.name)
-        self.finish()
+        with torch.inference_mode(self.out.is_inference()):
+            self.finish()
         return used(self.out)
 
 
