@@ -269,6 +269,21 @@ def test_messages_of_one_tag_arrive_in_the_order_in_which_they_were_posted(
             assert comm.rank == 0 or torch.cat(found).tolist() == [0.0, 1.0, 2.0]
 
 
+def test_mpi_has_all_messages_before_a_call_blocks() -> None:
+    """Another rank may need one of them, on any communicator, before it makes that call.
+
+    Stages of a pipeline waited for each other so, in the sums of their tensor ranks.
+    """
+    sending, calling = Mock(), Mock()
+    posted = PipelinedTransport(sending, DelayedStreams(30), 2)
+    posted.post([(1, torch.ones(3))], [], tag=7)
+    assert not sending.post.called
+    calling.prepare.side_effect = lambda *given: sending.post.assert_called_once  # makes the call
+    made = PipelinedTransport(calling, DelayedStreams(0), 2)
+    made.prepare(operation("all_reduce", 0, 2, (5,)), torch.ones(5), torch.zeros(5))()
+    assert calling.prepare.called
+
+
 def test_a_failed_transfer_fails_everything_behind_it_and_again_when_asked_again() -> None:
     host = Mock(**{"start.side_effect": OSError("the network is gone")})
     made, one = PipelinedTransport(host, DelayedStreams(), 1), operation("all_reduce", 0, 1, (5,))

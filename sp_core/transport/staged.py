@@ -15,10 +15,12 @@ buffers are made once.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -112,6 +114,10 @@ class StagedTransport(OverHost):
         return ordered(Transfer([handle.test], after=partial(in_turn, *back)), self._device)
 
 
+_RANK = threading.local()
+"""What one rank has. Tests run several ranks in one process, each in a thread of its own."""
+
+
 @dataclass
 class _Slot:
     """Hold the page-locked buffers of one chunk, and handles that say when they are free again.
@@ -163,6 +169,8 @@ class PipelinedTransport(OverHost):
         )
         self._slots = [_Slot(streams.buffer(nbytes), streams.buffer(nbytes)) for _ in range(2)]
         self._queue, self._posts = Queue(), Queue()
+        self._of_this_rank: WeakSet[PipelinedTransport] = vars(_RANK).setdefault("made", WeakSet())
+        self._of_this_rank.add(self)
 
     def prepare(
         self, operation: Operation, send: Tensor | None, recv: Tensor | None
@@ -216,12 +224,17 @@ class PipelinedTransport(OverHost):
         steps = self._messages(sends, recvs, partial(self.on_host, tag), self._posts)
         return self._enqueue(steps, Queue())
 
+    def is_posted(self) -> bool:
+        """Return whether MPI has all messages of `post`; give it those that are in host memory."""
+        return not self._posts or self._posts[-1].advance()
+
     def close(self, *, together: bool) -> None:
         """Close the transport that sends and, with `together`, release the host buffers.
 
         Without `together`, MPI may still use the buffers.
         """
         super().close(together=together)
+        self._posts.clear()
         if together:
             self._slots.clear()
 
@@ -259,6 +272,8 @@ class PipelinedTransport(OverHost):
             slot = self._slots[index % 2]
             yield from until(slot.downloaded)
             yield from until(slot.uploaded)  # of chunk index - 2, or of an earlier call
+            # the call may block, while another rank needs these messages before it makes the call
+            yield from until(Transfer([made.is_posted for made in self._of_this_rank]))
             host_recv = _prefix(slot.recv, recv, chunk.recv)
             yield from until(on_host(chunk, _prefix(slot.send, send, chunk.send), host_recv))
             if recv is not None and host_recv is not None:
