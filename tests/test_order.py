@@ -220,7 +220,7 @@ def test_comparisons_are_completed_before_the_end_for_so_many_seconds(
 @pytest.mark.parametrize("carrier", ["host", "staged", "pipelined"])
 @spmd(2)
 def test_what_begins_in_inference_mode_goes_on_outside_of_it(comm: Any, carrier: str) -> None:
-    """Torch lets nothing else write tensors of that mode, and a poll may come from anywhere."""
+    """Nothing else may write tensors of that mode, and a poll may come from anywhere."""
     with sp.Mesh(comm, sp=comm.size) as mesh:
         group, x = mesh["sp"], torch.ones(4)
         group.transport = CARRIERS[carrier](group)
