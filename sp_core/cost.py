@@ -18,7 +18,8 @@ one rank. tp_sp is a column-parallel layer followed by a row-parallel one.
 These are bytes of payload. If a mesh uses an algorithm of this library for a collective,
 `sp_core.schedules.cost` gives the bytes sent. With `shared`, ranks read keys and values in each
 other's memory. Then the bytes are those that a rank reads of other ranks, and the messages are the
-blocks that it reads in place. Heads are exchanged by messages all the same.
+blocks that it reads in place. Heads are exchanged, and allgather_kv sums gradients, by messages all
+the same.
 
 Letters: B batch, S sequence, H heads, K key/value heads, D head dim, E model dim, P ranks, U ranks
 along a hybrid's ulysses axis and R along its ring axis, e bytes per element.
@@ -98,11 +99,10 @@ def allgather_kv(problem: Attention, rank: int) -> Both:
     lengths = problem.kv_sharding.lengths
     tokens = [lengths[other] for other in others]
     gathered, summed = (_blocks(problem, tokens, size) for size in (problem.itemsize, problem.wide))
-    if problem.shared:
-        own = problem.kv_block(lengths[rank], problem.wide)
-        return _both(problem, gathered, Traffic(0, len(others) * own))
-    own = problem.kv_block(lengths[rank], problem.itemsize)
-    return _both(problem, Traffic(0, len(others) * own), Traffic(0, summed.bytes_sent))
+    if not problem.shared:
+        own = problem.kv_block(lengths[rank], problem.itemsize)
+        gathered = Traffic(0, len(others) * own)
+    return _both(problem, gathered, Traffic(0, summed.bytes_sent))
 
 
 def _both(problem: Attention, keys: Traffic, sums: Traffic) -> Both:
