@@ -38,8 +38,8 @@ class Saving:
         calls `layer` again; with `offload` they are saved in host memory.
         """
         given, kind = (*given, self.chunk), x.device.type
-        if self.offload:
-            with torch.device("cpu"), save_on_cpu(kind != "cpu", kind):  # copies use the default
+        if self.offload:  # torch makes the copies on the default device
+            with torch.device("cpu"), save_on_cpu(kind != "cpu", kind):
                 return recomputed(layer, x, *given)
         return recomputed(layer, x, *given) if self.recompute else layer(x, *given)
 
