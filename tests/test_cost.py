@@ -36,7 +36,7 @@ SENT: dict[str, tuple[dict[str, Any], str]] = {
     "shared": (
         {**APART, "mask": sp.Mask(causal=True), "shared": True, **LSE},
         """
-        allgather_kv 2 600 2 1320, 2 240 2 3120, 3 720 3 720, 2 600 2 1320
+        allgather_kv 2 600 2 1800, 2 240 2 720, 3 720 3 2160, 2 600 2 1800
         ring 1 480 2 1440, 1 120 2 360, 3 720 6 2160, 0 0 0 0
         ulysses 0 504 0 584, 0 840 0 392, 0 384 0 720, 0 288 0 320
         hybrid 0 232 0 512, 0 512 0 232, 1 520 2 1448, 1 448 2 720
