@@ -158,7 +158,7 @@ def test_the_cuda_kernels_get_each_argument_under_its_own_name(
     kernel: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every row begins at a multiple of 16 bytes, even if the caller's rows do not."""
-    monkeypatch.setattr(cuda, "prefers_cudnn", lambda *given: kernel == "cudnn")
+    monkeypatch.setattr(cuda, "prefers_cudnn", asked := MagicMock(return_value=kernel == "cudnn"))
     sq, sk = (40, 40) if kind == "causal" else (40, 33)
     is_flash, dtype = kernel != "efficient", KERNELS[kernel]
     shapes = (3, 4, sq, 16), (3, 4 if is_flash else 2, sk, 16)
@@ -170,6 +170,7 @@ def test_the_cuda_kernels_get_each_argument_under_its_own_name(
         grads = block_attention_backward(do, q, k, v, given_out, lse, **call)
     assert [x.shape for x in (out, *grads)] == [x.shape for x in (q, q, k, v)]
     assert lse.shape == (3, 4, sq)
+    assert {one.args[3:] for one in asked.mock_calls} <= {(kind == "causal", 0.3)}
     (forward_name, forward, (_, made, *others)), (backward_name, backward, _) = passed.calls
     assert kernel in forward_name
     assert backward_name.partition("_attention")[0] == forward_name.partition("_attention")[0]
