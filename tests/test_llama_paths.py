@@ -20,9 +20,10 @@ from sp_core.llama.checkpoint import SINGLE
 from sp_core.testing import spmd
 
 
-def test_a_number_for_the_end_and_null_for_the_base_mean_what_they_do_for_transformers() -> None:
+def test_a_number_or_null_for_the_end_and_null_for_the_base_mean_what_they_do_for_transformers() -> None:
     config = replace(CASE.config, eos_token_id=2)  # type: ignore[arg-type]
     assert config == replace(CASE.config, eos_token_id=(2,))
+    assert replace(config, eos_token_id=None).eos_token_id == ()  # type: ignore[arg-type]
     config = replace(config, rope_theta=1e4)
     nulls = {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": None}}
     values = config.to_dict() | dict.fromkeys(("rope_scaling", "tie_word_embeddings"))
