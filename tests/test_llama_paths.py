@@ -20,7 +20,7 @@ from sp_core.llama.checkpoint import SINGLE
 from sp_core.testing import spmd
 
 
-def test_a_number_or_null_for_the_end_and_null_for_the_base_mean_what_they_do_for_transformers() -> None:
+def test_a_number_for_the_end_and_nulls_mean_what_they_do_for_transformers() -> None:
     config = replace(CASE.config, eos_token_id=2)  # type: ignore[arg-type]
     assert config == replace(CASE.config, eos_token_id=(2,))
     assert replace(config, eos_token_id=None).eos_token_id == ()  # type: ignore[arg-type]
