@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from sp_core.errors import RankError
 
@@ -27,12 +27,14 @@ class Progress:
         kept: agreements (`agreement.Question`) whose result nobody waits for. They are held until
             MPI no longer needs their memory.
         lost: transfers that an error has ended. MPI may use their memory as long as it runs.
+        posting: the rank's open transports whose messages reach MPI only after a copy to the host.
         lock: held by the thread of this rank that tests an operation which `poll` can reach.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self._busy: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
+        self.posting: WeakSet[Any] = WeakSet()
         self.kept: list[Any] = []
         self.lost: list[Any] = []
 

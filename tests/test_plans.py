@@ -283,7 +283,7 @@ def test_a_plan_has_one_run_at_a_time(comm: Any, check: Any) -> None:
 
 
 class ByAddress(DelayedMemory):
-    """As on a device, no copy keeps its tensors alive. Here it moves nothing."""
+    """Make copies that keep no tensor alive, as those of a device. They move nothing."""
 
     def copying(self, into: torch.Tensor, part: torch.Tensor) -> Callable[[], object]:
         return lambda: None

@@ -249,7 +249,7 @@ def test_ranks_whose_copies_take_longer_call_in_the_same_order(comm: Any) -> Non
 def test_messages_of_one_tag_arrive_in_the_order_in_which_they_were_posted(
     comm: Any, name: str
 ) -> None:
-    """So they do if the copies of the first end last, and in whatever order a rank waits."""
+    """The order holds if copies of the first end last, and in whatever order a rank waits."""
     with sp.Mesh(comm, sp=comm.size) as mesh:
         group = mesh["sp"]
         group.transport = CARRIERS[name](group)
@@ -272,16 +272,20 @@ def test_messages_of_one_tag_arrive_in_the_order_in_which_they_were_posted(
 def test_mpi_has_all_messages_before_a_call_blocks() -> None:
     """Another rank may need one of them, on any communicator, before it makes that call.
 
-    Stages of a pipeline waited for each other so, in the sums of their tensor ranks.
+    Stages of a pipeline had waited for each other for ever, in the sums of their tensor ranks. A
+    transport that was closed is not asked.
     """
     sending, calling = Mock(), Mock()
-    posted = PipelinedTransport(sending, DelayedStreams(30), 2)
-    posted.post([(1, torch.ones(3))], [], tag=7)
+    closed, posted = (PipelinedTransport(host, DelayedStreams(30), 2) for host in (Mock(), sending))
+    for each in (closed, posted):
+        each.post([(1, torch.ones(3))], [], tag=7)
+    closed.close(together=False)
     assert not sending.post.called
     calling.prepare.side_effect = lambda *given: sending.post.assert_called_once  # makes the call
     made = PipelinedTransport(calling, DelayedStreams(0), 2)
     made.prepare(operation("all_reduce", 0, 2, (5,)), torch.ones(5), torch.zeros(5))()
     assert calling.prepare.called
+    assert not closed._host.post.called  # type: ignore[attr-defined]
 
 
 def test_a_failed_transfer_fails_everything_behind_it_and_again_when_asked_again() -> None:

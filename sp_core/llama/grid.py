@@ -92,7 +92,7 @@ class Grid:
         )
 
     def check_one_stage(self) -> None:
-        """Raise ShapeError if the layers are split over stages, one of which a call could use."""
+        """Raise ShapeError if the layers are split over stages: a call would compute only one."""
         if self.stages.size > 1:
             raise ShapeError(
                 f"the layers are split over {self.stages.size} stages, and one call of the model "

@@ -15,16 +15,15 @@ buffers are made once.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
+from sp_core.progress import of_this_rank
 from sp_core.schedules import Operation
 from sp_core.transport.base import Bound, Done, Handle, Messages, Transfer, ordered, wait
 from sp_core.transport.cuda import CudaStreams
@@ -114,10 +113,6 @@ class StagedTransport(OverHost):
         return ordered(Transfer([handle.test], after=partial(in_turn, *back)), self._device)
 
 
-_RANK = threading.local()
-"""What one rank has. Tests run several ranks in one process, each in a thread of its own."""
-
-
 @dataclass
 class _Slot:
     """Hold the page-locked buffers of one chunk, and handles that say when they are free again.
@@ -169,7 +164,7 @@ class PipelinedTransport(OverHost):
         )
         self._slots = [_Slot(streams.buffer(nbytes), streams.buffer(nbytes)) for _ in range(2)]
         self._queue, self._posts = Queue(), Queue()
-        self._of_this_rank: WeakSet[PipelinedTransport] = vars(_RANK).setdefault("made", WeakSet())
+        self._of_this_rank = of_this_rank().posting
         self._of_this_rank.add(self)
 
     def prepare(
@@ -234,7 +229,7 @@ class PipelinedTransport(OverHost):
         Without `together`, MPI may still use the buffers.
         """
         super().close(together=together)
-        self._posts.clear()
+        self._of_this_rank.discard(self)
         if together:
             self._slots.clear()
 
