@@ -96,20 +96,21 @@ def agree(
         call: the text of the operation and its arguments, which must be the same on every rank.
         value: an integer that may differ between ranks.
         error: the error that a check of this rank's arguments has raised, or None.
-        under_way: operations of this rank to poll while it waits; None: `progress.of_this_rank()`.
+        under_way: operations to poll during the wait. None takes `progress.of_this_rank()`.
 
     Returns:
         The `value` of every rank, in rank order.
 
     Communication:
-        One all-reduce of 32 bytes. If values or calls differ or a rank has an error, one all-gather
-        of 64 bytes per rank. Then, if calls differ or a rank has an error but no rank has left, two
-        more collectives for the texts.
+        Always one all-reduce of 32 bytes. If values or calls differ, or a rank has an error, also
+        one all-gather of 64 bytes per rank. If calls differ or a rank has an error, and no rank has
+        left, two more collectives exchange the texts.
 
     Raises:
-        Exception: the error of the lowest rank that has one, on every rank, with that rank in its
-            text; a RankError if it is of no class in ERRORS.
-        CollectiveMismatch: the calls differ, or only some ranks free the communicator.
+        Exception: on every rank, the error of the lowest rank that has one, with that rank in its
+            text. An error of a class that is not in ERRORS becomes a RankError.
+        CollectiveMismatch: the calls differ, or some ranks free the communicator while others use
+            it.
         PeerFailed: a rank has left the communicator because of an error.
     """
     control = comm if isinstance(comm, Control) else Control(comm)
@@ -269,7 +270,7 @@ class Questions:
         """Make progress without blocking. Return whether all agreements are complete.
 
         Raises:
-            As `agree`: the error of the first complete agreement that has an error.
+            As `agree`: the error of a complete agreement; of several errors that of the oldest.
         """
         for question in [question for question in self._open if question.test()]:
             self._open.remove(question)

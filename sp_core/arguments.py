@@ -30,7 +30,7 @@ def _is_real(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether a number is finite in float32, in which attention computes."""
+    """Return whether `value` is a real number that is finite in float32."""
     return _is_real(value) and -_MAX <= value <= _MAX
 
 
@@ -318,12 +318,12 @@ def check_gradients(comm: Any, *grads: Tensor | None) -> None:
 
 
 def check_memory(x: Tensor, name: str, *, is_sent: bool = True) -> None:
-    """Check that x has memory of its own, and no tangent of forward-mode AD.
+    """Check that x has memory that MPI can be given, and no tangent of forward-mode AD.
 
     Args:
         x: a strided tensor.
         name: what the error calls the tensor.
-        is_sent: whether x will be sent. Otherwise a subclass without memory is allowed, such as a
+        is_sent: whether x will be sent. If False, x may be of a subclass without memory, such as a
             FakeTensor.
 
     Raises:

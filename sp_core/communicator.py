@@ -109,7 +109,7 @@ class Communicator(NotCopied):
     def prepare(
         self, operation: Operation, send: Tensor | None, recv: Tensor | None
     ) -> Callable[[], None]:
-        """Return a function that runs the collective from `send` into `recv` in each call."""
+        """Return a function that runs `operation` from `send` into `recv` whenever it is called."""
         call, bytes_sent = self.transport.prepare(operation, send, recv), operation.bytes_sent
 
         def run() -> None:
@@ -295,9 +295,10 @@ class Communicator(NotCopied):
         self._control.ensure_whole()
 
     def ask_to_free(self, how: str = "") -> list[agreement.Question]:
-        """Begin an agreement that all ranks free this communicator. All must pass the same `how`.
+        """Begin to agree with all ranks that they free this communicator.
 
-        Return the agreement in a list, which is empty if there is nothing to free.
+        Return a list of this agreement; it is empty if there is nothing to free. `how` adds words
+        about the call to error messages; it must be the same on every rank.
         """
         if self._freed or not self.is_made:
             return []
@@ -386,9 +387,9 @@ class Reordered(Communicator):
         return vars(self)[name]
 
     def ensure_open(self) -> None:
-        """Do what `Communicator.ensure_open` does. In the first use, make the MPI communicator.
+        """Raise `RankError` as `Communicator` does. On first use, make the MPI communicator.
 
-        Calls do this before they check their arguments, because that may fail on some ranks only.
+        Calls do this before checks of arguments, which may fail on one rank while others come here.
         """
         super().ensure_open()
         if not self.is_made:

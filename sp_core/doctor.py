@@ -203,7 +203,10 @@ VARIABLES: dict[str, Callable[[str], object]] = {
 
 
 def _constants(*, measure: bool) -> Finding:
-    """Report the measured constants of algorithm="auto". With `measure` measure them first."""
+    """Report the measured constants from which algorithm="auto" chooses.
+
+    With `measure` and several ranks, all ranks measure them first.
+    """
     if measure and _world().size > 1:
         try:
             measuring.keep(_world())

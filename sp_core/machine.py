@@ -25,7 +25,7 @@ def cores() -> int:
 
 
 def node_cores() -> int:
-    """Return the number of cores of the machine, at most the container's quota.
+    """Return the number of logical cores of the machine, at most the container's CPU quota.
 
     The CPU affinity of this process does not change the number.
     """

@@ -149,10 +149,16 @@ def collectives(
 
 
 def fitted(bare: Tuning, samples: Samples) -> Tuning:
-    """Return the constants of `primitives`, corrected by the samples of `collectives`.
+    """Return constants that are corrected by the measured times of whole collectives.
 
-    This sets `times`, the typical time of each algorithm; `start`, which makes predictions fit at
-    the smallest size; and `error`, the (median, 95th percentile) of the relative errors.
+    Args:
+        bare: the constants that `primitives` has measured.
+        samples: the times that `collectives` has measured.
+
+    Returns:
+        `bare` with three more fields. `times` are the measured times of each algorithm by size.
+        `start` are seconds added to each prediction, so that it fits at the smallest size. `error`
+        is the (median, 95th percentile) of the predictions' relative errors.
     """
     times = {op: _curves(by_name) for op, by_name in samples.items()}
     ours = [
@@ -250,7 +256,7 @@ def sample(world: Intracomm, call: Call, repeats: int = 1) -> float:
 
 
 def vector(op: str, nbytes: int, group: Communicator) -> torch.Tensor:
-    """Return a rank's float32 input of `op`: `nbytes` bytes, or for all_gather 1/P of them."""
+    """Return this rank's float32 input of `op`: nbytes bytes, or for all_gather nbytes / P."""
     count = nbytes // 4
     if op == "all_gather":
         return torch.ones(count // group.size, device="cpu")
@@ -296,7 +302,11 @@ def _exchange(group: Communicator, peers: list[int], size: int) -> Call:
 
 
 def _local(world: Intracomm, kind: str, size: int, share: float) -> float:
-    """Return the seconds of a sum ("add") or copy of `size` bytes, while all ranks do the same."""
+    """Return the seconds that a sum ("add") or copy of `size` bytes takes.
+
+    Every rank of `world` calls this, so that all use the memory at the same time. `share` is the
+    number of seconds to spend on it.
+    """
     into, one, other = (torch.ones(size // 4, device="cpu") for _ in range(3))
     if kind == "add":
         return _median(world, lambda: torch.add(one, other=other, out=into), share)

@@ -59,9 +59,10 @@ class Observer:
         """Return a communicator of this rank alone, or None to get a duplicate of MPI.COMM_SELF."""
 
     def make_counter(self) -> Any:
-        """Return a counter with `take` and `free`, or None to get an `MpiCounter`.
+        """Return a counter that all ranks share, or None: the caller then makes an `MpiCounter`.
 
-        Every rank calls this. `take` gives 0, 1, 2, ..., each to one rank only.
+        Every rank calls this. The counter's `take` returns 0, 1, 2, ..., each number on one rank
+        only; its `free` releases it.
         """
 
     def make_transport(self, name: str, poll: Callable[[], None]) -> Any:
@@ -89,7 +90,7 @@ class Notices(Observer):
         self._comm = comm
 
     def abandoned(self) -> None:
-        """Send an empty message to every other rank, without waiting."""
+        """Tell every other rank by an empty message that this rank has left; do not wait."""
         for rank in {*range(self._comm.size)} - {self._comm.rank}:
             self._comm.Isend(b"", rank, LEFT_TAG).Free()
 

@@ -323,7 +323,7 @@ def main(options: argparse.Namespace, tuning: Tuning | None) -> str:
 
 
 def link_of(text: str) -> Link:
-    """Read a link: rate per second, time of an empty message. Examples: 25gbit,10us, 400MB,1ms.
+    """Read a link, such as "25gbit,10us" or "400MB,1ms": rate per second, time of an empty message.
 
     "b" and "bit" stand for bits, "B" for bytes. All other letters may be in either case.
 

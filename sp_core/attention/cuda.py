@@ -132,10 +132,13 @@ def backward(
 
 
 def prefers_cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> bool:
-    """Return whether torch itself would run cuDNN's kernel on a block that flash supports.
+    """Return whether torch's `scaled_dot_product_attention` would run cuDNN's kernel on a block.
 
-    torch does so on GPUs for which cuDNN has the faster kernel, such as an H200. The backward of
-    cuDNN's kernel supports head dims up to CUDNN_HEAD_DIM.
+    torch does so on GPUs for which cuDNN has the faster kernel, such as an H200. False for heads of
+    more than CUDNN_HEAD_DIM elements, which cuDNN's backward does not support.
+
+    Args:
+        q, k, v, causal, scale: the block, which torch's flash kernel supports too.
     """
     gqa = q.shape[1] != k.shape[1]
     return (

@@ -26,16 +26,16 @@ class Terms(TypedDict, total=False):
     """Keyword arguments that change the logits, accepted by every attention function.
 
     Args:
-        softcap: bound of the scaled scores s: they become softcap * tanh(s / softcap) before the
-            mask is applied. At least 1.2e-38; None for no bound.
+        softcap: if given, each scaled score s becomes softcap * tanh(s / softcap) before the mask
+            is applied. At least 1.2e-38, the smallest normal float32.
         sinks: (H,), floating: one learned logit per query head. It joins the softmax of each query
-            as a key without a value, and so the log-sum-exp that is returned. All ranks must pass
-            the same values; this is not checked. Each rank gets the gradient of its own queries
-            only. Pass `copy_to_group(sinks, comm=comm)` to sum the gradient over the ranks.
-        alibi: H slopes, one for each query head: finite numbers, or a tensor (H,) whose values are
-            read. A logit falls by its head's slope for each position between query and key, in
-            both directions. Positions are global. Slopes are constants: they get no gradient. With
-            slopes attention runs on the plain kernel, never on torch's fused kernels.
+            as a key without a value. The log-sum-exp that is returned includes it. All ranks must
+            pass the same values; this is not checked. Each rank gets the gradient of its own
+            queries only. Pass `copy_to_group(sinks, comm=comm)` to sum it over the ranks.
+        alibi: H finite slopes, one for each query head, as numbers or as a tensor (H,). Each logit
+            is reduced by slope * |query position - key position|. Positions are global. Slopes are
+            constants, which get no gradient. With slopes, attention runs on this library's own
+            kernel, never on torch's fused kernels.
 
     Source: Gemma Team 2024, Gemma 2: Improving Open Language Models at a Practical Size,
     arXiv:2408.00118, section 2, for softcap; OpenAI 2025, gpt-oss-120b & gpt-oss-20b Model Card,

@@ -116,13 +116,13 @@ def sinks_gradient(
 
 
 def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
-    """Merge a partial result into another one in place, by the formula of `merge`.
+    """Merge two partial results of attention in place, by the formula of `merge`.
 
     Args:
         out: (..., Sq, D), float32 or wider; changed to the merged result.
-        lse: (..., Sq), float32 or wider; changed likewise.
-        part_out: (..., Sq, D), attention of the same queries over other keys.
-        part_lse: (..., Sq).
+        lse: (..., Sq), float32 or wider; changed to the merged log-sum-exp.
+        part_out: (..., Sq, D), attention of the same queries to keys that `out` does not cover.
+        part_lse: (..., Sq), the log-sum-exp of `part_out`.
     """
     # For queries that saw no key on either side -inf - -inf would be NaN. Any other weight will do,
     # because both outs are 0.
@@ -140,7 +140,10 @@ def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> 
 
 
 def _add_weighted(out: Tensor, ahead: Tensor, part_out: Tensor) -> None:
-    """Set out to sigmoid(ahead) out + sigmoid(-ahead) part_out; change `ahead` too."""
+    """Replace `out` by sigmoid(ahead) * out + sigmoid(-ahead) * part_out.
+
+    `ahead` is lse - part_lse, contiguous; it is overwritten.
+    """
     out.mul_(torch.sigmoid(ahead).unsqueeze(-1))
     # Not addcmul_: it rounds only one of the products, so exchanging a and b would change bits.
     out.add_(part_out * torch.sigmoid(ahead.neg_()).unsqueeze(-1))

@@ -175,7 +175,7 @@ class Sequences(NamedTuple):
 
 
 def _tokens(x: Tensor, side: Side) -> Tensor:
-    """Copy the tokens of `side` from x (B, H, S, D), as (B * tokens, H, D)."""
+    """Copy the n tokens of `side` (queries or keys) from x (B, H, S, D), as (B * n, H, D)."""
     return x.transpose(1, 2).index_select(1, cuda.on_device(side.tokens, x.device)).flatten(0, 1)
 
 

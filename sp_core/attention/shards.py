@@ -58,16 +58,17 @@ def attend(
         q_positions: the global position of each query, Sq integers.
         kv_positions: the global position of each key, Sk integers.
         mask: which keys a query sees; all keys if None.
-        logits: how the logits follow from q k^T. Sinks are not merged here.
+        logits: how the logits follow from q k^T. Attention sinks are left to the caller.
         out_dtype: dtype of out; q's if None. A caller that merges the result passes
             `accumulation_dtype(q.dtype)`.
         between: a function that is called without arguments after each block of queries and keys,
-            if there are several; it can advance communication. For float32 and float64 on a CPU,
-            large blocks without masked pairs are then cut, so that it is called more often.
+            if there are several, such as one that advances communication. If it is given, large
+            blocks of float32 or float64 on a CPU in which nothing is masked are cut, so that it is
+            called more often.
 
     Returns:
-        out (B, H, Sq, D) in `out_dtype`, and lse (B, H, Sq) in float32 or wider; 0 and -inf for
-        queries that see no key.
+        out (B, H, Sq, D) in `out_dtype`, and lse (B, H, Sq) in float32 or wider. For queries that
+        see no key, out is 0 and lse is -inf.
 
     Raises:
         ShapeError: the numbers of positions and of tokens differ, or a position lies outside the
@@ -146,7 +147,7 @@ def attend_backward(
     out_dtype: torch.dtype | None = None,
     between: Callable[[], object] | None = None,
 ) -> Triple:
-    """Compute the gradients of attention between two shards.
+    """Compute the gradients of attention of one shard's queries to another shard's keys.
 
     Args:
         grad_out: (B, H, Sq, D), gradient of out.
@@ -158,10 +159,9 @@ def attend_backward(
         lse: (B, H, Sq), the log-sum-exp over the same keys as out.
         q_positions, kv_positions, mask, logits: as in `attend`.
         grad_lse: (B, H, Sq), gradient of lse; None for zero.
-        out_dtype: dtype of dq, dk and dv. If None, float32, or float64 for float64 inputs: the
-            caller can then sum them without more rounding.
-        between: a function that is called without arguments after each block of queries and keys,
-            if there are several; it can advance communication.
+        out_dtype: dtype of dq, dk and dv. If None, float32, or float64 for float64 inputs, so that
+            the caller can sum them before it rounds.
+        between: as in `attend`.
 
     Returns:
         dq (B, H, Sq, D), the summand of q's gradient that comes from these keys; dk and dv

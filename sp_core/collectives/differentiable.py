@@ -42,13 +42,13 @@ from sp_core.compiling import EagerFunction, eager
 
 @dataclass(frozen=True)
 class _Local:
-    """Hold a function without communication, which `_Apply` runs in place of a map.
+    """A function that sends nothing, which `_Apply` runs where it would run a collective.
 
     It is the forward of `copy_to_group`, or the backward of `reduce_from_group` or
     `gather_replicated`.
 
     Args:
-        comm: the ranks; `_Apply` needs them for the check before a backward.
+        comm: the ranks, among which `_Apply` checks before a backward that all make the same call.
         name: names the function in the errors of that check.
         run: the function that is held.
     """

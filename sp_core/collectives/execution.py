@@ -107,9 +107,9 @@ class Ready(ABC):
     def begin(self, *, once: bool = False) -> Handle:
         """Begin a run of the collective, and return a handle that says when the run is complete.
 
-        All ranks begin their collectives in the same order. Until the handle is complete, the
-        caller must neither write the input nor use the output. With `once`, the end of the run
-        calls `release`: the collective cannot run again.
+        All ranks must begin their collectives in the same order. Until the handle is complete, the
+        caller must neither write the input nor read or write the output. With `once`, `release` is
+        called when the run ends, so the collective cannot run again.
         """
 
     def start(self, *, once: bool = False) -> Handle:
@@ -129,7 +129,7 @@ class Ready(ABC):
         self.comm.counters[self.name].seconds += time.perf_counter() - begun
 
     def release(self) -> None:
-        """Give the scratch memory back to its provider. The collective cannot run afterwards."""
+        """Give the scratch memory back, for other collectives. This one cannot run afterwards."""
         self._scratch.give(self._block)
 
     def _once(self, running: Handle) -> Handle:

@@ -165,7 +165,7 @@ class Map(ABC):
 
 @dataclass(frozen=True)
 class _AlongDim(Map):
-    """Hold a collective of pieces along `dim`; rank r contributes or gets `sizes[r]`."""
+    """Hold a collective that joins or splits tensors along `dim`: `sizes[r]` for rank r."""
 
     dim: int
     sizes: tuple[int, ...]
@@ -254,7 +254,7 @@ class AllReduce(Map):
 
 @dataclass(frozen=True)
 class InPlace(AllReduce):
-    """Write the sum of all ranks' tensors into x: in place if possible, else by a copy."""
+    """Overwrite x with the sum of all ranks' tensors, by way of a new tensor where it must be."""
 
     def prepare(self, x: Tensor) -> Prepared:
         if x.is_contiguous() and not x.is_neg() and self.chosen(x.nbytes) != "mpi":

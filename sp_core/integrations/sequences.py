@@ -25,9 +25,10 @@ def check_values(given: Mapping[str, Any], config: Any) -> None:
 
 
 def _check_padding(mask: Tensor, labels: Tensor | None, documents: tuple[int, ...] | None) -> None:
-    """Raise ValueError unless `mask` hides only padding at the end of rows, labelled IGNORED.
+    """Raise ValueError unless `mask` hides only padding at the end of rows.
 
-    A mask together with several documents is refused as well.
+    The labels of padding, if there are labels, must be IGNORED. A mask together with several
+    documents in a row is refused as well.
     """
     seen = mask.bool()
     if documents is not None or (mask != seen).any() or (seen[:, 1:] & ~seen[:, :-1]).any():

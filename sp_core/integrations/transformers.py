@@ -198,8 +198,9 @@ class _Parallel:
     ) -> Tensor:
         """Return the mean loss over the labels of all ranks; transformers calls this.
 
-        labels (B, S/P): for each token the next token, as `_shard` has shifted them. The sum is
-        divided by `num_items_in_batch` if given: Trainer's number of labels in all micro-batches.
+        labels (B, S/P) hold for each token the token after it: `_shard` has shifted them. If
+        `num_items_in_batch` is given (by Trainer: the number of labels in all micro-batches), the
+        sum of the losses is divided by it instead.
         """
         count = None if num_items_in_batch is None else int(num_items_in_batch)
         grid = self._grid

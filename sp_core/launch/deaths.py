@@ -35,11 +35,12 @@ _GET_INFO = (3 << 30) | (_INFO.size << 16) | (0xFF << 8) | 11
 class Deaths:
     """Watch the processes of a launch's ranks, and tell which of them died first.
 
-    mpiexec kills the other ranks as soon as one has died. Only the order of deaths tells which rank
-    was the first.
+    mpiexec kills the other ranks as soon as one has died. So the exit codes do not tell which rank
+    failed, but the order of the deaths does.
 
     Args:
-        run_dir: directory in which each rank leaves its process id, stacks and last place.
+        run_dir: directory in which each rank writes its process id, its stacks, and where in the
+            program it was last.
         ranks: number of ranks.
 
     Attributes:
@@ -266,7 +267,7 @@ def _cause(pid: int, fd: int) -> str:
 def _status_of(fd: int) -> int | None:
     """Return the wait status of a process that has ended, given its pidfd; None if it is not known.
 
-    This is `PIDFD_GET_INFO` with `PIDFD_INFO_EXIT` of linux/pidfd.h, since Linux 6.15.
+    It needs Linux 6.15 or newer: `PIDFD_GET_INFO` with `PIDFD_INFO_EXIT` of linux/pidfd.h.
     """
     with contextlib.suppress(OSError):
         info = fcntl.ioctl(fd, _GET_INFO, _INFO.pack(_INFO_EXIT, 0))
@@ -313,10 +314,15 @@ def _marked(run_dir: Path) -> set[int]:
 
 
 def kill_session(leader: int, run_dir: Path) -> None:
-    """Kill the processes of a launch (SIGKILL): those that its leader has started.
+    """Kill (SIGKILL) all processes of a launch.
 
-    mpiexec puts ranks into process groups, and MPICH's into sessions, other than the leader's. A
-    child of a rank that has ended descends from the leader no more, but inherited SP_RUN_DIR.
+    Killing the leader's process group would not do: mpiexec starts ranks in groups of their own,
+    and MPICH's mpiexec even in sessions of their own. If a rank has ended, its children no longer
+    descend from the leader. They are found by the variable SP_RUN_DIR, which they have inherited.
+
+    Args:
+        leader: process id of the launcher.
+        run_dir: the launch's directory, the value of SP_RUN_DIR.
     """
     killed = set[int]()
     while new := (processes_of(leader) | _marked(run_dir)) - killed:  # they may start others

@@ -73,9 +73,13 @@ def read(directory: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
 
 
 def told(directory: Path) -> list[str]:
-    """Return lines for people: counts of outcomes, and the tests that failed or had not ended.
+    """Return a summary to print: counts of outcomes, and the tests that failed or had not ended.
 
-    Return [] if no test had begun.
+    Args:
+        directory: where the ranks have written their results.
+
+    Returns:
+        Its lines; none if no test had begun.
     """
     _, cases = read(directory)
     counts = Counter(case["outcome"] for case in cases.values())

@@ -95,10 +95,13 @@ _limits: list[float] = []
 
 
 def file_of(directory: Path, rank: int, kind: str) -> Path:
-    """Return the path of the file of one kind that a rank writes.
+    """Return the path of a rank's file of the given kind.
 
-    `kind` is "pid", "hang" (stacks at a time limit), "stack" (stacks at a signal), "place" (where
-    in the program the rank was last) or "life" (the pipe that closes when the rank ends).
+    Args:
+        directory: the directory of the launch.
+        rank: the rank that writes the file.
+        kind: "pid"; "hang", stacks at a time limit; "stack", stacks at a signal; "place", where in
+            the program the rank was last; or "life", a pipe that closes when the rank ends.
     """
     return directory / f"rank{rank}.{kind}"
 
@@ -270,9 +273,13 @@ def run_program(arguments: list[str]) -> None:
 
 
 def abort_at_exit(code: int) -> None:
-    """Let the exit of this process abort all ranks, which would wait for it in MPI for ever.
+    """Make MPI abort all ranks when this process exits; they would wait for it forever.
 
-    Nothing is changed for exit code 0, without mpi4py, and in a test session, which ends by itself.
+    Nothing is changed if `code` is 0, if mpi4py was not imported, or in a test session, which ends
+    its ranks itself.
+
+    Args:
+        code: the exit code of this process, and then of the aborted ranks.
     """
     mpi = sys.modules.get("mpi4py.MPI")
     is_session = (Path(os.environ.get(RUN_DIR, ".")) / STARTED).exists()

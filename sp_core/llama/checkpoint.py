@@ -256,18 +256,18 @@ def save(
 
     Args:
         model: a model on any mesh without the axis "pp".
-        folder: a path where nothing is yet, or an empty folder other than the working directory.
-        tokenizer: written to `tokenizer.json`, such as `byte_tokenizer()`; rank 0 writes its own.
-        max_file_bytes: the most bytes of weights in a file, except for a file with one tensor; None
-            writes a single file.
+        folder: a path that does not exist yet, or an empty folder other than the working directory.
+        tokenizer: what rank 0 writes to `tokenizer.json`, such as `byte_tokenizer()`.
+        max_file_bytes: the largest number of bytes of weights in one file; None writes a single
+            file. A larger tensor gets a file of its own.
 
     Communication:
-        Over the tensor ranks one all-gather of each weight. Over all ranks three agreements
-        (32-byte all-reduces), and one for each file of weights.
+        Over the tensor ranks, one all-gather of each weight. Over all ranks, three agreements
+        (32-byte all-reduces), and one more for each file of weights.
 
     Raises:
-        CheckpointError: something is there already, the folder cannot be written, max_file_bytes is
-            less than 1, or the layers are split over stages.
+        CheckpointError: `folder` exists and is not empty, or cannot be written; max_file_bytes is
+            less than 1; or the layers are split over stages.
         CollectiveMismatch: ranks with different folders or max_file_bytes. Both on every rank.
     """
 

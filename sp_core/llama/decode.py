@@ -62,14 +62,14 @@ class New:
 
 
 class Cache:
-    """The keys and values that this rank keeps of some sequences. Nothing here communicates.
+    """Hold this rank's part of the keys and values of some sequences. No method communicates.
 
-    All memory is allocated at once: for each layer of this stage, 2 * K/T * D numbers for
-    ceil(sum(room) / P) tokens. All ranks make the same calls, and so know where each token is.
+    All memory is allocated at once: for each layer of this stage, 2 * K/T * D numbers for each of
+    ceil(sum(room) / P) tokens. All ranks must make the same calls, to know where each token is.
 
     Args:
         model: the model of these keys and values.
-        room: for each sequence, the number of tokens that it may get in all.
+        room: for each sequence, the largest number of tokens that it may reach.
     """
 
     def __init__(self, model: Llama, room: Sequence[int]) -> None:

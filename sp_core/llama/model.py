@@ -150,7 +150,7 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def fill(self, read: Callable[[str, Placement], Tensor]) -> None:
-        """Set each weight to `read(name in a checkpoint, placement)`, this rank's part."""
+        """Set each weight to this rank's part: what `read(name in a file, placement)` returns."""
         for name, parameter in self.named_parameters():
             parameter.copy_(read(checkpoint_name(name), placement_of(parameter)))
 
@@ -210,9 +210,9 @@ class Llama(nn.Module):
         return self.one_pass(tokens, sharding, mask, saving)
 
     def one_pass(self, tokens: Tensor, sharding: Sharding, mask: Mask, saving: Saving) -> Pass:
-        """Return a `Pass` of tokens that attend by the grid's scheme; arguments as in `forward`.
+        """Return what all layers use in one forward pass over `tokens`; arguments as in `forward`.
 
-        Weights that were frozen when `join_weights` ran, and now learn, become contiguous again.
+        Weights that `join_weights` joined while frozen and that learn now become contiguous again.
         """
         for x in self.parameters():
             if x.requires_grad and not x.is_contiguous():
@@ -223,14 +223,14 @@ class Llama(nn.Module):
         return Pass(tokens, positions, lambda _, q, k, v: attend(q, k, v), lengths, saving)
 
     def lengths(self, count: int) -> Lengths:
-        """Return how many of `count` tokens each tensor rank has with TP-SP. Else return None."""
+        """Return how many of `count` tokens each tensor rank has; None if each has all of them."""
         return split_sizes(count, self.grid.tensor.size) if self.tp_sp else None
 
     def hidden(self, x: Tensor, one: Pass) -> Tensor:
         """Compute this stage's layers, and on the last stage the final norm.
 
-        `x` is the tokens (B, S) on the first stage, else the result of the stage before. The result
-        is (B, S, E), or (B, S/T, E) if the pass has `lengths`.
+        x is the tokens (B, S) on the first stage; on others the result of the previous stage. The
+        result is (B, S, E), or (B, S/T, E) if the T tensor ranks split the tokens (`one.lengths`).
         """
         x = self.embed_tokens(x, one.lengths) if self.is_first else x
         rotate = rotation(self.rope, one.positions, x)
@@ -281,10 +281,10 @@ class Llama(nn.Module):
         kv_sharding: Sharding | None = None,
         mask: Mask,
     ) -> Tensor:
-        """Compute attention (B, S/P, H/T, D) of this rank's heads and tokens by the grid's scheme.
+        """Compute attention of this rank's heads and tokens by the scheme of the model's mesh.
 
-        Queries q have the shape of the result. Keys k and values v are (B, S'/P, K/T, D), of the
-        tokens of `kv_sharding`; if that is None, of `sharding`.
+        q and the result are (B, S/P, H/T, D), for P sequence ranks and T tensor ranks. k and v are
+        (B, S'/P, K/T, D); `kv_sharding` splits their S' tokens, or if it is None `sharding`.
         """
         where = {"sharding": sharding, "kv_sharding": kv_sharding, "mask": mask}
         return cast("Tensor", self.grid.attention(q, self.spread(k), self.spread(v), **where))
@@ -314,7 +314,7 @@ def check_model(model: object) -> None:
 
 
 def checkpoint_name(name: str) -> str:
-    """Return the name of a parameter in a Hugging Face checkpoint."""
+    """Return the name that the parameter `name` of a `Llama` has in a Hugging Face checkpoint."""
     return name if name.startswith("lm_head.") else f"model.{name}"
 
 

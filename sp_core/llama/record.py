@@ -178,7 +178,10 @@ def _kind(x: object) -> object:
 
 
 def is_cut(x: object, weight: Tensor) -> bool:
-    """Return whether `x` of an optimizer's state is a floating tensor of the shape of `weight`."""
+    """Return whether `x`, a value of an optimizer's state, is split over ranks as `weight` is.
+
+    It is if it is a floating-point tensor of the shape of `weight`.
+    """
     return isinstance(x, Tensor) and x.shape == weight.shape and x.dtype in DTYPES.values()
 
 

@@ -81,12 +81,12 @@ def train_step(
     offload: bool = False,
     chunk: int | None = None,
 ) -> Step:
-    """Train the weights for one step on the next tokens of these sequences. Every rank calls this.
+    """Train the weights for one step, to predict each next token. Every rank calls this.
 
     Args:
         model: a model on any mesh without the axis "pp".
-        optimizer: an optimizer of `model.parameters()` that treats each element by itself, as AdamW
-            and SGD do, because a rank holds only parts of the weights.
+        optimizer: an optimizer of `model.parameters()` that updates each element independently of
+            the others, as AdamW and SGD do, because a rank holds only parts of the weights.
         sequences, layout, own, window, recompute, offload, chunk: as in `backward`.
         max_norm: the norm of all gradients together is clipped to this; infinity for no clipping.
 
@@ -98,9 +98,11 @@ def train_step(
 
     Raises:
         ShapeError, ValueError, TypeError, CollectiveMismatch: as `backward` and
-            `clip_gradient_norm`; ValueError also for an optimizer with parameters that the model
-            lacks, CollectiveMismatch for optimizers that differ in class or settings. All on every
-            rank. The weights are then unchanged.
+            `clip_gradient_norm`.
+        ValueError: the optimizer has parameters that the model lacks.
+        CollectiveMismatch: the optimizers differ in class or settings.
+
+    Every error is raised on every rank, and leaves the weights unchanged.
     """
     saving = Saving(recompute=recompute, offload=offload, chunk=chunk)
 
@@ -281,32 +283,36 @@ def save_training(
     generator: torch.Generator | None = None,
     max_file_bytes: int | None = None,
 ) -> None:
-    """Write all that a training needs to go on: weights, optimizer, schedule and random state.
+    """Write what is needed to resume training: weights, optimizer, scheduler, generator.
 
-    Every rank calls this; rank 0 writes. As with `save`, a temporary folder is renamed when it is
-    complete, so a killed save harms no earlier checkpoint. `load` and transformers read the model
-    in the folder.
+    Every rank calls this; rank 0 writes. As with `save`, files go into a temporary folder, which is
+    renamed when complete. So a save that is killed leaves earlier checkpoints intact. `load` and
+    transformers read the model in the folder.
 
     Args:
         model: a model on any mesh without the axis "pp".
-        folder: a path where nothing is yet, or an empty folder; a new one for each checkpoint.
+        folder: a path that does not exist yet, or an empty folder; another one for each checkpoint.
         optimizer: an optimizer of the model's parameters. Its state may have numbers, lists, and
-            floating tensors as large as their parameters.
+            floating-point tensors of the shape of the parameter.
         step: how many steps were done; `load_training` returns this number.
         scheduler: the scheduler of the learning rate, if there is one.
-        generator: the generator of the random numbers that order the data, if there is one, in the
-            same state on every rank. The library has no random state: `dropout` takes a seed.
+        generator: the `torch.Generator` that shuffles the data, if there is one, in the same state
+            on every rank. The state of torch's default generator is not written, and not needed:
+            `dropout` takes a seed.
         max_file_bytes: as in `save`, for weights and for tensors of the optimizer.
 
     Communication:
-        Over the tensor ranks one all-gather of each weight and of each tensor of the optimizer.
-        Over all ranks three agreements (32-byte all-reduces), and one for each file of tensors.
+        Over the tensor ranks, one all-gather of each weight and of each tensor of the optimizer.
+        Over all ranks, three agreements (32-byte all-reduces), and one more for each file of
+        tensors.
 
     Raises:
-        CheckpointError: as `save`; or parameters of a different model, or a state that cannot be
-            written as tensors and JSON.
+        CheckpointError: as `save`; or the optimizer has parameters of another model, or a state
+            that cannot be written as tensors and JSON.
         ValueError: a step below 0.
-        CollectiveMismatch: ranks with different optimizers or random states. All on every rank.
+        CollectiveMismatch: ranks with different optimizers or random states.
+
+    Every error is raised on every rank.
     """
 
     def beside() -> Beside:

@@ -164,9 +164,10 @@ def _computed(
 def _taken(model: Llama, waiting: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
     """Yield the rows of `waiting` that this rank is to compute, until no row is left.
 
-    A row is a tuple of indices of sequences. Tensor rank 0 draws the index of the next row from a
-    counter that all sequence ranks share, and broadcasts the index to the other tensor ranks. Every
-    rank calls this.
+    Rows are handed out while the ranks compute: whoever is free takes the next one. A row is a
+    tuple of indices of sequences. Tensor rank 0 takes the number of the next row from a counter
+    that all sequence ranks share, and broadcasts it to the other tensor ranks. Every rank calls
+    this.
     """
     if not waiting:
         return

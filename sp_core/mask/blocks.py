@@ -169,7 +169,7 @@ def _halves(length: int) -> tuple[slice, slice]:
 
 
 def limits(mask: Mask, far: int = FAR) -> tuple[int, int]:
-    """Return the least and greatest q - k that causal and window allow.
+    """Return the least and greatest (query position - key position) that causal and window allow.
 
     -far and far stand for no limit.
     """

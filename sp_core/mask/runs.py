@@ -31,7 +31,7 @@ class Piece(NamedTuple):
 
     @property
     def indices(self) -> range:
-        """Return the indices of the tokens in the shard."""
+        """Return where these tokens lie in the rank's shard: indices, not positions."""
         return range(self.offset, self.offset + len(self.run))
 
 

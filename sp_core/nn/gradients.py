@@ -143,10 +143,10 @@ def placement_of(parameter: nn.Parameter) -> Placement:
 def reduce_gradients(
     parameters: Iterable[nn.Parameter], *, data: Communicator, tensor: Communicator | None = None
 ) -> None:
-    """Replace the gradients on every rank by those of the sum of all ranks' losses.
+    """Replace each gradient by the gradient of the sum of all ranks' losses.
 
     Every rank calls this once after backward. Leave out the weights of `TransformerBlock` and the
-    other layers of `sp_core.nn.layers`: their backward has summed these gradients over their ranks.
+    other layers of `sp_core.nn.layers`: these layers sum their gradients in backward.
 
     Args:
         parameters: corresponding parameters, in the same order on every rank; those without
@@ -158,20 +158,21 @@ def reduce_gradients(
             no weight is split.
 
     Communication:
-        One agreement (32-byte all-reduce) over `data`, one over `tensor`. One all-reduce over
-        `data` per dtype, of all gradients. One all-reduce over `tensor` per dtype, of the gradients
-        with partial placements, each padded with zeros to the size of the whole parameter.
+        One agreement (32-byte all-reduce) over `data`, one over `tensor`. For each dtype one
+        all-reduce of all gradients over `data`. For each dtype one all-reduce over `tensor`, of the
+        gradients that are incomplete on each rank (`Placement.partial`). Each of them is first
+        padded with zeros to the shape of the whole parameter.
 
     Raises:
-        ShapeError: with `tensor`, a parameter has no placement, or one for different ranks; or a
-            gradient is sparse.
+        ShapeError: with `tensor`, a parameter has no placement, or a placement for other ranks; or
+            a gradient is sparse.
         DeviceError: a parameter is not on the device of `data`.
         TypeError: an item of `parameters` is not a parameter.
         CollectiveMismatch: the ranks pass different parameters.
 
-    All of these errors are raised on every rank of both groups, with one exception. If only some
-    ranks pass `tensor`, these ranks wait in the agreement over `tensor`. They get an error as soon
-    as the other ranks next use that communicator, or leave the mesh.
+    Every error is raised on every rank of both groups, except in one case. If only some ranks pass
+    `tensor`, these ranks wait in the agreement over `tensor`. They get an error as soon as the
+    other ranks next use that communicator, or leave the `with` block of the mesh.
     """
     wanted: Placed = []
     _agree_in_turn(

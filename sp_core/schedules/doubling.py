@@ -87,11 +87,11 @@ from sp_core.segments import split_sizes
 
 
 class Fold:
-    """Reduce any number of ranks to a power of two that take part in exchanges.
+    """Choose the ranks that take part in exchanges: a power of two of any number of ranks.
 
-    Of the first 2 * extra ranks, each odd one also acts for the even one before it. The ranks that
-    take part get places 0, 1, ... in rank order. For 7 ranks there are 4 places, and ranks 0, 2 and
-    4 have another rank act for them:
+    `extra` ranks take no part. Among the first 2 * extra ranks, each odd one also acts for the even
+    one before it. The ranks that take part get places 0, 1, ... in rank order. For 7 ranks there
+    are 4 places, and ranks 0, 2 and 4 have another rank act for them:
 
         rank    0 -> 1    2 -> 3    4 -> 5    6
         place        0         1         2    3
@@ -219,9 +219,9 @@ def _all_reduce(t: Operation, pieces: Sequence[range], *, halving: bool) -> Prog
 def all_gather(t: Operation) -> Program:
     """Return the program of an all-gather by recursive doubling.
 
-    In step m each rank exchanges the pieces that it has, those of 2^m consecutive ranks, with the
-    rank at distance 2^m. If the number of ranks is no power of two, `Fold` says which ranks act for
-    others.
+    In step m each rank exchanges all its pieces, those of 2^m consecutive ranks, with the rank
+    whose number differs in bit m. If the number of ranks is not a power of two, `Fold` says which
+    ranks act for others.
     """
     fold, pieces = Fold(t.size), spans(t.recv)
     everything, own = out(joined(pieces[0], pieces[-1])), inp(range(t.recv[t.rank]))

@@ -173,12 +173,13 @@ def _passed_on(
 ) -> Step:
     """Return a step that sends a region of each lane to the rank of that lane on the next node.
 
-    In the same step the rank receives a region of each lane from the node before its own.
+    A lane is the ranks with the same number on each node. A region is a range of a buffer. In the
+    same step the rank receives a region of each lane from the previous node.
 
     Args:
-        place: the nodes and lanes.
-        going, coming: lane -> region to send, or to receive into.
-        then: sums to make after the messages.
+        place: this rank's node and lane, and those of the other ranks.
+        going, coming: by lane, the region to send, or to receive into.
+        then: sums to compute after the messages have arrived.
     """
     return Step(
         tuple(Message(place.carrier(lane, 1), region) for lane, region in going.items()),

@@ -239,9 +239,9 @@ class Combine:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Describe one step of a program: messages that are under way together, then combinations.
+    """Describe one step of a program: messages at the same time, then copies and sums.
 
-    The combinations in `then` are made in order, when the messages are complete.
+    The copies and sums in `then` are made in order, after all messages are complete.
     """
 
     sends: tuple[Message, ...] = ()

@@ -82,13 +82,14 @@ Stages = Iterator[tuple[Stage, ...]]
 def in_window(t: Operation) -> Program:
     """Return the program of one rank for a collective in shared memory. The result is cached.
 
-    In each step the rank copies its own data into slots (buffers that all ranks can read). Or it
-    reads or adds up what the other ranks wrote in earlier steps. All ranks' programs have equally
-    many steps. Before each step but the first, a rank waits until all ranks have made the step
-    before.
+    In each step the rank copies its own data into slots (buffers that all ranks can read), or reads
+    or adds up what other ranks wrote in earlier steps. The programs of all ranks have the same
+    number of steps. Before each step but the first, a rank waits until all ranks have made the
+    previous step.
 
     Args:
-        t: this rank's view of the collective; its `slot`, `first` and `resident` are used.
+        t: this rank's view of the collective, with the fields for shared memory (`slot`, `first`
+            and `resident`, see `Operation`).
     """
     around = [Step()] if t.resident else []
     if t.size == 1:  # nobody would read a slot
@@ -291,12 +292,14 @@ def _all_reduce(t: Operation) -> Stages:
 
 
 def _two_shot(t: Operation, slot: int, chunk: range) -> tuple[Stage, ...]:
-    """Return the copies and sums by step of one chunk, of which each rank adds up its part.
+    """Return the copies and sums that reduce one chunk in two shots, a tuple for each step.
+
+    Each rank adds up its own part of the chunk. Then every rank copies the other ranks' sums.
 
     Args:
-        t: the operation.
-        slot: where the chunk's slot begins in TMP.
-        chunk: the elements of the chunk.
+        t: this rank's view of the collective.
+        slot: the index in TMP (scratch memory) at which the chunk's slot begins.
+        chunk: the indices of the chunk's elements in the vector.
     """
     parts = split_ranges(len(chunk), t.size)
     here = [moved(part, chunk.start) for part in parts]

@@ -129,7 +129,7 @@ def _resident(k: Tensor, v: Tensor, problem: Problem) -> tuple[Sequence[Block], 
 
 
 def whole(k: Tensor, v: Tensor, problem: Problem) -> Block:
-    """Gather k and v of all ranks in one shared tensor, and wait until all have written it.
+    """Gather k and v of all ranks in shared memory, and wait until all ranks have written theirs.
 
     Every rank calls this, and writes only its own tokens.
 

@@ -135,18 +135,18 @@ def agree(
         name: the name of the scheme's function, for error texts.
         q: (B, S/P, H, D), this rank's queries.
         k, v: (B, S/P, K, D), this rank's keys and values.
-        comm, sharding, kv_sharding, mask, return_lse, inner, softmax_scale, terms: the arguments
-            of the same names that the scheme was given; `inner` only by Ulysses.
+        comm, sharding, kv_sharding, mask, return_lse, inner, softmax_scale, terms: the scheme's
+            arguments of the same names. Only Ulysses passes `inner`.
 
     Returns:
-        The arguments with defaults in place of None.
+        The arguments; where kv_sharding, mask or softmax_scale were None, with their defaults.
 
     Communication:
-        One agreement: the ranks exchange a few bytes, and each waits for all.
+        One agreement (32-byte all-reduce).
 
     Raises:
-        TypeError: `comm` is no communicator; on this rank only.
-        TypeError, ValueError, ShapeError, DtypeError, DeviceError: on every rank, also if only one
+        TypeError: `comm` is not a communicator; on this rank only.
+        TypeError, ValueError, ShapeError, DtypeError, DeviceError: on every rank, even if only one
             rank's arguments are wrong.
         CollectiveMismatch: the ranks' arguments differ; on every rank.
         RankError: the communicator was freed, on this rank or on another one.
@@ -205,7 +205,7 @@ def _home(kv: Block, comm: Communicator) -> int:
 
 
 def _check_lengths(q: Tensor, k: Tensor, problem: Problem) -> None:
-    """Raise ShapeError if the lengths of q, k, the shardings and the mask do not fit together."""
+    """Raise ShapeError if the lengths of q or k, their sharding and the mask's documents differ."""
     comm = problem.comm
     for name, argument, x, sharding in (
         ("q", "sharding", q, problem.sharding),
@@ -266,7 +266,7 @@ class Scheme(NamedTuple):
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, scheme: Scheme) -> tuple[Tensor, Tensor]:
-    """Compute attention by a scheme, differentiably. `agree` has checked the arguments.
+    """Compute attention by a scheme, with gradients. `agree` has checked the arguments.
 
     All ranks call this together, because the functions of `scheme` communicate. Return out
     (B, S/P, H, D) in the dtype of q, and lse (B, H, S/P) in float32 or wider.

@@ -269,11 +269,11 @@ def _widest(begin: Ints, end: Ints, block: Ints, places: int) -> tuple[Ints, Int
 
 
 class _Owners:
-    """Store which rank owns which positions, as runs of step 1 in ascending order.
+    """Store which rank owns which positions, as runs of consecutive positions in ascending order.
 
     Run i covers positions first[i] to last[i], and rank owner[i] owns them. In a striped sharding
-    the owners repeat with a period. If the positions are more than a period, only two periods are
-    stored, as runs of one position.
+    the owners repeat after `period` positions. Then only the first two periods are stored, one
+    position in each run: the owner of a later position follows from them. Otherwise `period` is 0.
     """
 
     def __init__(self, sharding: Sharding) -> None:

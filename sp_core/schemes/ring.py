@@ -115,12 +115,13 @@ def ring_attention(
 
 
 def circulate(k: Tensor, v: Tensor, problem: Problem) -> Iterator[tuple[int, int, Block | None]]:
-    """Yield each rank's keys and values (a block) when the ring brings them, own block first.
+    """Yield the keys and values (the block) of each rank as the ring brings them, own block first.
 
     Yields:
         (step, rank that owns the block, (k, v) of (B, S_block, K, D) each). None stands for (k, v)
-        if this rank does not receive the block. From step 1 on, k and v have only the keys that
-        ranks other than the owner see (`Problem.shown`).
+        if this rank does not receive the block: neither it nor a rank after it needs the block.
+        From step 1 on, k and v have only the keys that ranks other than the owner see
+        (`Problem.shown`).
     """
     if in_place.is_read(problem.comm, "shift"):
         return in_place.circulate(k, v, problem)

@@ -66,7 +66,10 @@ class Tokens:
         return torch.cat([x[:, rows] for rows in self._rows(chunk)], 1)
 
     def put(self, x: Tensor, chunk: Chunk, part: Tensor) -> None:
-        """Write `part`, the tokens in a chunk rank after rank, into x (B, S, *), all tokens."""
+        """Write the tokens of one chunk to their places in x (B, S, *), which holds all tokens.
+
+        `part` (B, tokens of the chunk, *) has the first rank's tokens first, then the second's.
+        """
         for rows, piece in zip(self._rows(chunk), part.split(list(chunk[1]), 1), strict=True):
             x[:, rows] = piece
 

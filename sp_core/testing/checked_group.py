@@ -116,7 +116,7 @@ class CheckedGroup:
     ) -> None:
         """Call torch's `all_to_all_single`. Every rank calls this.
 
-        The sizes that a rank sends must be those that the receiving ranks expect.
+        The ranks first check that each part has the size that its receiver expects.
         """
         went, sent = self._split(input, input_split_sizes)
         came, received = self._split(output, output_split_sizes)

@@ -111,26 +111,28 @@ Judged = tuple[Kind, list[Record]]
 
 
 def judged(records: list[Record]) -> Judged:
-    """Return the decision that follows from the records, and the records."""
+    """Return what the ranks do next, which `decide` finds from their records, and the records."""
     return decide(records), records
 
 
 class Lockstep:
-    """One rank's side of the protocol on one communicator.
+    """Run the lockstep protocol for one rank of one communicator.
+
+    An example is one run of a test's body on all ranks.
 
     Args:
-        carrier: exchanges values between the communicator's ranks.
+        carrier: exchanges records between the communicator's ranks.
         name: the communicator's name in error messages.
 
     Attributes:
-        open: ticket of the exchange of records under way, or None.
+        open: the exchange of records that has begun and not ended, or None.
         calls: number of calls begun in this example.
-        sent, received: messages that this rank has sent and received in this example.
+        sent, received: lists of the messages of this rank in this example.
         beginning: latest call that not all ranks have announced yet, or None.
         stopped: whether a check has raised an error in this example.
-        raised: numbers of the calls that raised although all ranks made the same.
-        uneven: whether `raised` differed over the ranks at the end of the example. Then messages of
-            those calls may still arrive.
+        raised: numbers of the calls that raised an error although all ranks made the same call.
+        uneven: whether `raised` differed between ranks at the end of the example. If so, messages
+            of those calls may still arrive.
     """
 
     def __init__(self, carrier: Carrier, name: str) -> None:
@@ -151,14 +153,15 @@ class Lockstep:
         self.stopped, self.raised = False, list[int]()
 
     def agree(self, call: Call, what: str, then: Callable[[], Any]) -> Steps[Any]:
-        """Return a generator that waits until all ranks have announced matching calls, then calls.
+        """Return a generator that yields until all ranks have announced matching calls.
 
-        While the generator yields, this rank can do other work.
+        It then makes the call, and returns its result. While it yields, this rank can do other
+        work.
 
         Args:
             call: this rank's call, for comparison with those of the other ranks.
-            what: the call in words, for reports.
-            then: makes the call; its result is the generator's.
+            what: the call in words, for error messages.
+            then: makes the call.
         """
         self.calls += 1
         yield from self._settle()
@@ -201,7 +204,14 @@ class Lockstep:
                 return _outcomes(records)
 
     def ending(self, op: str) -> Call:
-        """Return a call that has all messages and errors of this example on this communicator."""
+        """Return the record of a last call, which ends the example on this communicator.
+
+        It lists all messages that this rank has sent and received, and the calls that raised. Thus
+        the ranks compare what they sent with what arrived.
+
+        Args:
+            op: the name of this call.
+        """
         raised = tuple(self.raised)
         text = f"after errors inside calls {raised}" if raised else ""
         return Call(op, (raised,), list(self.sent), list(self.received), text)
@@ -239,9 +249,13 @@ class Lockstep:
 def meanwhile(comm: Any, steps: Steps[Any]) -> Steps[Any]:
     """Return a generator that runs `steps`, and advances other operations before each `yield`.
 
-    It hands over the data of transfers that the communicator has started. It also tests agreements
-    (`sp_core.agreement`) whose result no rank waits for. Inside every call MPI makes progress on
-    all requests; this generator must do the same.
+    MPI makes progress on all requests inside every call, so this generator does too. It advances
+    the transfers that `comm` has started, and agreements (`sp_core.agreement`) for which no rank
+    waits.
+
+    Args:
+        comm: the communicator of the call.
+        steps: the generator of the call, whose result is returned.
     """
     ask = begun(steps)
     while not (done := ask()):
@@ -331,13 +345,13 @@ class Beginning:
         return self._made is not None
 
     def settle(self) -> Any:
-        """Wait until all ranks have announced the call, make it, and return what `make` returns.
+        """Wait until all ranks have announced the call, make it, and return its request or result.
 
-        If a signal or a lack of memory interrupts the wait, `Lockstep.finish` makes the call,
-        because peers may have begun it.
+        A signal or a lack of memory may interrupt the wait with an exception. `Lockstep.finish`
+        then makes the call, because other ranks may be inside it.
 
         Raises:
-            PeerFailed: a rank has left the example by an error.
+            PeerFailed: the test's body has raised an error on another rank.
             CollectiveMismatch: the ranks make different calls.
         """
         if self._made is None:

@@ -129,9 +129,15 @@ class Spec:
 
 
 def signature(body: Callable[..., object], drawn: Collection[str]) -> inspect.Signature:
-    """Return the signature of the body without the communicator and the drawn arguments.
+    """Return the signature of a test without its communicator and the arguments that are drawn.
 
-    Raise TypeError if the body cannot be called on ranks.
+    Args:
+        body: the test function.
+        drawn: names of the parameters whose values Hypothesis draws.
+
+    Raises:
+        TypeError: the test is a coroutine or generator, has no first parameter for a communicator,
+            or no parameter of a name in `drawn`.
     """
     kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
     if any(is_kind(body) for is_kind in kinds):

@@ -128,14 +128,14 @@ def _on_one_core() -> Iterator[None]:
 
 
 def run_body(family: Family, body: Callable[[], T]) -> tuple[T | None, Outcome]:
-    """Run one rank's body, and wait until every rank has ended the example.
+    """Run a test's body on this rank, and wait until it has ended on every rank.
 
-    Return the body's result (None if it did not return) and its outcome, which is a mismatch if a
-    message was lost.
+    Return the body's result (None if it raised an error) and its outcome. The outcome is a mismatch
+    if a message was sent and not received.
 
     Raises:
-        Stopped: a rank has hung, so all are to end.
-        Mismatched: ranks wait for each other for ever.
+        Stopped: a rank hangs, so all ranks must end.
+        Mismatched: the ranks are in a deadlock.
     """
     result, outcome = None, FINISHED
     try:

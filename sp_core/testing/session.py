@@ -85,7 +85,7 @@ class Tally:
         keep_largest(self.ratios, ratios)
 
     def merge(self, other: Tally) -> None:
-        """Add another session's counts; keep the largest error / bound of each result."""
+        """Add another session's counts; of each result keep the larger ratio of error to bound."""
         keep_largest(self.ratios, other.ratios)
         for name in ("examples", "raw", "tests", "sizes", "features"):
             vars(self)[name] += vars(other)[name]

@@ -61,15 +61,15 @@ block, or no buffer.
 
 @dataclass(frozen=True)
 class Flow:
-    """One rank's part in a collective.
+    """What one rank sends and receives in a collective.
 
     Attributes:
         gives: (destination, part of the send buffer) for each message.
-        takes: (source, part of the receive buffer) for each message; in a reduction every part is
-            the one that takes the result.
-        equal: values that have to be equal on all ranks.
+        takes: (source, part of the receive buffer) for each message. In a reduction all name the
+            same part, which receives the result.
+        equal: values that must be equal on all ranks, such as the root.
         text: the arguments as text, for error messages.
-        reduction: name of the operation, such as "SUM"; "" if there is none.
+        reduction: name of the reduction, such as "SUM"; "" if there is none.
     """
 
     gives: tuple[tuple[int, Part], ...] = ()
@@ -146,16 +146,17 @@ def in_place(argument: object) -> bool:
 
 
 def flow(op: str, rank: int, size: int, values: Values, edges: Edges = ((), ())) -> Flow:
-    """Return which part of a rank's buffers goes to or comes from which rank in a collective.
+    """Return which parts of this rank's buffers a collective sends to and receives from each rank.
 
     Args:
         op: collective, such as "Allgatherv".
         rank, size: the caller's rank, and the number of ranks.
         values: this rank's arguments by name, defaults filled in, as `bind` returns them.
-        edges: sources and destinations of this rank, for a collective between neighbours.
+        edges: (sources, destinations) of this rank, for a collective between neighbours.
 
     Raises:
-        ValueError, TypeError: this rank's own arguments contradict each other, or are no buffers.
+        ValueError, TypeError: this rank's own arguments contradict each other, or one that must be
+            a buffer is not.
     """
     if not values:
         return Flow()

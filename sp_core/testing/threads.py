@@ -304,7 +304,7 @@ class ThreadComm(LockstepComm):
         abandon(self._requests)
 
     def first_left(self) -> int | None:
-        """Return the rank that called `abandoned` first, or None."""
+        """Return the first rank that left the communicator after an error, or None."""
         left: list[int] = self._world.shared((self._carrier.name, "left"), [])
         return left[0] if left else None
 

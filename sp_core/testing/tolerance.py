@@ -38,11 +38,12 @@ def bound(
     extra_roundings: int = 0,
     single_device_error: Tensor | None = None,
 ) -> Tensor:
-    """Return the greatest error that rounding may cause in each element of a result.
+    """Return a bound on the error that rounding may cause in each element of a result.
 
-    It is C ((u + u_acc growth) scale + s) + extra_roundings u scale + 2 single_device_error. Here C
-    is 20 and u the unit round-off of `dtype`. u_acc is the smaller of u and the unit round-off of
-    float32. s is the smallest number above 0 in `dtype`, but 0 where scale is 0.
+    It is C * ((u + u_acc * growth) * scale + s) + extra_roundings * u * scale
+    + 2 * single_device_error. Here C is 20 and u the unit round-off of `dtype`. u_acc is the
+    smaller of u and the unit round-off of float32. s is the smallest number above 0 in `dtype`, but
+    0 where scale is 0.
 
     Args:
         scale: the sum of the absolute values of the terms behind each element, from the reference;
@@ -73,16 +74,17 @@ def bound(
 def error_ratio(actual: Tensor, expected: Tensor, bound: Tensor) -> float:
     """Return the greatest elementwise |actual - expected| / bound; above 1 means wrong.
 
-    Whole numbers of 64 bits are subtracted without rounding them to float64 before.
+    Numbers of dtype int64 are subtracted as such, so that none is rounded to float64.
 
     Args:
         actual: result, of any dtype.
         expected: reference, of the same shape.
-        bound: the allowed error of each element, as from `bound`; of the same shape.
+        bound: the allowed error of each element, as the function `bound` returns it; of the same
+            shape.
 
     Returns:
-        The ratio; inf for different shapes, for NaN anywhere, for an infinity that is not expected,
-        and for any error where the bound is 0; 0 for tensors without elements.
+        The ratio. It is inf if shapes differ, for NaN in either tensor, for an infinity that is not
+        expected, and for an error where the bound is 0. It is 0 for tensors without elements.
     """
     if not actual.shape == expected.shape == bound.shape:
         return math.inf

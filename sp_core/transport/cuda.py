@@ -83,7 +83,10 @@ class CudaStreams:
             host.copy_(device, non_blocking=True)
 
     def upload(self, device: Tensor, host: Tensor) -> None:
-        """Queue a copy of `host`, a page-locked tensor, into `device`, and return at once."""
+        """Queue a copy of the page-locked tensor `host` into the tensor `device`; return at once.
+
+        The copy runs on a stream for uploads. `host` must not change until `uploaded` is complete.
+        """
         with on_stream(self._up):
             device.copy_(host, non_blocking=True)
 
@@ -131,9 +134,9 @@ class CudaStream(HostMemory):
         return _reached(self._stream)
 
     def lend(self, part: Tensor) -> Tensor:
-        """Return a tensor over the same memory with a storage object of its own.
+        """Return a tensor that shares the memory of `part` but has its own storage object.
 
-        The window frees the memory once no rank uses such a storage any more.
+        The window of shared memory frees that memory when no rank uses such a storage any more.
         """
         return tensor_at(part.data_ptr(), part.nbytes, self._device)
 

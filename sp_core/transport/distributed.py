@@ -133,12 +133,12 @@ class DistributedTransport(OverHost):
         return self._host.post(sends, recvs, tag)
 
     def close(self, *, together: bool) -> None:
-        """Release the process group, and close the transport that sends messages.
+        """Release the process group, and close the transport of the messages beside it.
 
         Args:
-            together: True if all ranks call this, with no transfer unfinished. The ranks wait for
-                each other and shut the group down. If False, the call returns at once; a thread
-                releases the group when the transfers of the group have ended.
+            together: True if all ranks call this and no transfer is unfinished; they wait for each
+                other and shut the group down. If False, the call returns at once, and a thread
+                releases the group when its transfers have ended.
         """
         super().close(together=together)
         held, self._group = [self._group], None

@@ -74,6 +74,6 @@ class Steps:
 
 
 def until(event: Handle) -> Iterator[None]:
-    """Yield until the handle `event` is complete."""
+    """Yield again and again until `event` is complete, so that its queue can do other work."""
     while not event.test():
         yield

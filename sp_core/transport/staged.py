@@ -56,7 +56,11 @@ class StagedTransport(OverHost):
     def prepare(
         self, operation: Operation, send: Tensor | None, recv: Tensor | None
     ) -> Callable[[], object]:
-        """Return a function that copies to the host, runs the collective there, and copies back."""
+        """Return a function that runs the collective on copies in host memory.
+
+        The function copies `send` to the host, and the result into `recv`. It returns when `recv`
+        is complete.
+        """
         on_host = partial(self.blocking, operation)
         return lambda: self._collective(on_host, send, recv).test()
 

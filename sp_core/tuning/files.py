@@ -44,19 +44,21 @@ def default_path(fingerprint: Mapping[str, str]) -> Path:
 def find(
     fingerprint: Callable[[], Mapping[str, str]], choice: str | Path | None = None
 ) -> Tuning | None:
-    """Load the constants to use.
+    """Load the measured constants from which algorithm="auto" chooses.
 
     Args:
-        fingerprint: function that returns the fingerprint of this machine; called only for "auto".
+        fingerprint: function that returns what identifies this machine and its software; called
+            only for "auto".
         choice: path of a file; "off" for no constants; "auto" for the file at `default_path`, if
-            there is one. If None, the environment variable SP_TUNING, else "auto".
+            there is one. If None, the environment variable SP_TUNING is used, or "auto" if it is
+            not set.
 
     Returns:
         The constants. None for "off", and for "auto" if the file is missing or cannot be used;
         `sp-core doctor` then says why.
 
     Raises:
-        FileError: the file that `choice` names cannot be used.
+        FileError: the file that `choice` or SP_TUNING names cannot be used.
     """
     source = "" if choice is not None else f"; {VARIABLE} names it"
     choice = (os.environ.get(VARIABLE) or "auto") if choice is None else choice
