@@ -190,8 +190,11 @@ def main(
     if ranks == 1:
         return _run(options, sizes, comm)
     with tempfile.NamedTemporaryFile() as kept:
-        kept.write(text.encode())
-        kept.flush()
+        try:
+            Path(kept.name).write_bytes(text.encode())
+        except OSError as error:
+            why = f"{kept.name} cannot be written: {error.strerror}"
+            return _refuse(ValueError(f"{why}. Free space there, or set TMPDIR to another folder."))
         given = ["--input", kept.name] if spooled else []
         words = [sys.executable, "-m", "sp_core", *arguments[:1], *given, *arguments[1:]]
         try:

@@ -99,7 +99,8 @@ class Mesh(NotCopied):
     ) -> None:
         comm, axes = _ranks_of(comm, axes)
         self.axes, self.rank, self.size = axes, int(comm.rank), int(comm.size)
-        self._algorithm = os.environ.get("SP_ALGORITHM", "auto") if algorithm is None else algorithm
+        named = os.environ.get("SP_ALGORITHM") or "auto"
+        self._algorithm = named if algorithm is None else algorithm
         self._made: dict[tuple[str, ...], Communicator] = {}
         self._check, self._freed = check, False
         constants = error = None
@@ -344,7 +345,7 @@ def named_transport(transport: str | HostWrapper, device: torch.device) -> str |
     Raises:
         DeviceError: there is no such transport for this kind of device.
     """
-    named = os.environ.get("SP_TRANSPORT", "auto")
+    named = os.environ.get("SP_TRANSPORT") or "auto"
     kinds = [kind for kind, names in NAMES.items() if named in names]
     if transport == "auto" and (device.type in kinds or not kinds):
         transport = named

@@ -309,10 +309,12 @@ def main(options: argparse.Namespace, tuning: Tuning | None) -> str:
     problem = Problem(
         *(*sizes, options.head_dim, getattr(torch, options.dtype).itemsize),
         *(options.ranks, options.ranks_per_node, inside or network, network),
-        options.flops or timed_flops(options.head_dim),
+        options.flops or math.nan,
     )
+    _check(problem)  # before it measures for heads of this size
     assumed = []
     if options.flops is None:
+        problem = replace(problem, flops=timed_flops(min(options.head_dim, 1024)))
         assumed.append(
             "the speed of attention in float32 here, with "
             f"{torch.get_num_threads()} threads (--flops)"

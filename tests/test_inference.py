@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -116,6 +118,20 @@ def test_a_text_that_is_not_in_utf8_is_refused(
     assert main(command("generate", folder, *words)[3:]) == 2
     why = "cannot be read as text in UTF-8: 'utf-8' codec can't decode byte 0xff in position 1"
     assert f"{source} {why}" in capsys.readouterr().err
+    assert not started
+
+
+def test_standard_input_that_cannot_be_kept_is_refused(
+    folder: Path,
+    started: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(sys, "stdin", stdin(b"text"))
+    monkeypatch.setattr(Path, "write_bytes", Mock(side_effect=full))
+    assert main(command("generate", folder, "--prompt-file", "-", "--tp", "2")[3:]) == 2
+    assert "cannot be written: No space left on device. Free space" in capsys.readouterr().err
     assert not started
 
 

@@ -121,8 +121,10 @@ READ: dict[str, Callable[[sp.Communicator], object]] = {
     [
         ("SP_TRANSPORT", "window", "window", "host"),
         ("SP_TRANSPORT", "staged", "host", "host"),  # only for GPUs
+        ("SP_TRANSPORT", "", "host", "host"),
         ("SP_NODES", "7,3,7", (0, 1, 0), (0, 0, 0)),
         ("SP_ALGORITHM", "recursive_doubling", "recursive_doubling", "ring"),
+        ("SP_ALGORITHM", "", "auto", "ring"),
     ],
 )
 @spmd(3)
@@ -151,7 +153,9 @@ def test_numbers_of_numpy_are_those_of_python(comm: Any) -> None:
     with sp.Mesh(comm, sp=two) as mesh:
         x = torch.ones(4)
         mine = sp.reduce_scatter(x, comm=mesh["sp"], sizes=[two, two])
-        assert sp.all_gather(mine, comm=mesh["sp"], sizes=[two, two]).tolist() == [2.0] * 4
+        last: Any = np.int64(-1)
+        whole = sp.all_gather(mine, comm=mesh["sp"], sizes=[two, two], dim=last)
+        assert whole.tolist() == [2.0] * 4
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")

@@ -80,6 +80,7 @@ class Training:
                 "count": self.step,
                 "rates": [*rates],
                 "last": {"a": rates[-1]},
+                "third": torch.tensor(1 / 3, dtype=self.model.dtype),
             }
             self.optimizer.state[next(self.model.parameters())] |= state
         self.step += steps

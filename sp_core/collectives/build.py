@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -128,8 +129,9 @@ def build(name: str, which: str, x: Tensor, comm: Communicator, /, **given: Any)
     kind = KINDS[which]
     given = {**kind.arguments, "algorithm": "auto", **given}
     for dim in kind.dims:  # `_checked` refuses a dim that is still < 0
-        if isinstance(x, Tensor) and isinstance(given[dim], int) and -x.dim() <= given[dim] < 0:
-            given[dim] += x.dim()
+        number = given[dim]
+        if isinstance(x, Tensor) and isinstance(number, Integral) and -x.dim() <= number < 0:
+            given[dim] = int(number) + x.dim()
     joined, lengths = kind.joined or ("", "")
     free, tell = (given.get(joined),), bool(joined) and given[lengths] is None
     told = comm.agree_on(

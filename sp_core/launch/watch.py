@@ -165,7 +165,7 @@ def limit_phases() -> None:
     after each phase begins the next one.
     """
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    limit = float(os.environ.get("SP_WATCHDOG_PHASE_S", PHASE_SECONDS))
+    limit = float(os.environ.get("SP_WATCHDOG_PHASE_S") or PHASE_SECONDS)
     _limits[:] = [max(limit, example_seconds())]
     progress()
 
@@ -179,7 +179,7 @@ def stop() -> None:
 
 def example_seconds() -> float:
     """Return the seconds that a test example may take: the environment's SP_WATCHDOG_S, or 30."""
-    return float(os.environ.get("SP_WATCHDOG_S", EXAMPLE_SECONDS))
+    return float(os.environ.get("SP_WATCHDOG_S") or EXAMPLE_SECONDS)
 
 
 @contextmanager

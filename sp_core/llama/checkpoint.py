@@ -252,7 +252,7 @@ def save(
     """Write a model as a Hugging Face folder, which `load` and transformers read.
 
     Every rank calls this; rank 0 of the mesh writes. Files go into a temporary folder beside
-    `folder`, which is renamed when complete. A killed save leaves at most the temporary folder.
+    `folder`, which is renamed when complete. A killed save leaves at most that, and its parents.
 
     Args:
         model: a model on any mesh without the axis "pp".

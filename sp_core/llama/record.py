@@ -238,7 +238,11 @@ def _read(
     def value(name: str, kind: str, x: Any) -> Any:
         if x == {}:
             return moments.read(f"{name}.{kind}", placements[name], rank)
-        return torch.tensor(x[""], device="cpu") if isinstance(x, dict) and "" in x else x
+        if not isinstance(x, dict) or "" not in x:
+            return x
+        number = torch.tensor(x[""], device="cpu")  # of a number with a point float32
+        exact = {} if number.item() == x[""] else {"dtype": torch.float64}
+        return torch.tensor(x[""], device="cpu", **exact)
 
     state = {
         number: {kind: value(name, kind, x) for kind, x in held[name].items()}
