@@ -18,8 +18,8 @@ from torch import Tensor
 
 from sp_core.arguments import check, check_type, length_along
 from sp_core.errors import ShapeError
-from sp_core.mask import Mask
 from sp_core.mask.blocks import count_visible
+from sp_core.mask.definition import FAR64, Mask
 from sp_core.mask.runs import runs
 from sp_core.segments import (
     Segment,
@@ -64,7 +64,7 @@ class Sharding:
             start: global position of the first token.
 
         Raises:
-            ShapeError: negative `seq_len` or `start`, or `size` < 1.
+            ShapeError: negative `seq_len` or `start`, `size` < 1, or a position of 2**62 or more.
             TypeError: an argument is not a whole number.
         """
         tokens = _tokens(seq_len, size, start)
@@ -146,7 +146,7 @@ class Sharding:
             positions: for each rank the positions of its tokens, in its own order.
 
         Raises:
-            ShapeError: a position that is owned twice, or is negative.
+            ShapeError: a position that is owned twice, is negative, or is 2**62 or more.
             TypeError: positions that are not whole numbers for each rank.
         """
         positions = list(positions) if isinstance(positions, Iterable) else positions
@@ -154,10 +154,10 @@ class Sharding:
         segments = tuple(tuple(runs(owned)) for owned in positions)
         flat = sorted(position for owned in segments for run in owned for position in run)
         twice = [a for a, b in pairwise(flat) if a == b]
-        if twice or (flat and flat[0] < 0):
+        if twice or (flat and not 0 <= flat[0] <= flat[-1] < FAR64):
             raise ShapeError(
-                f"positions must be >= 0 and owned by exactly one rank; lowest is {flat[0]}, "
-                f"owned twice: {twice[:5]}. Give every token to one rank."
+                f"positions must be >= 0, below 2**62 and owned by exactly one rank; given were "
+                f"{flat[0]} to {flat[-1]}, owned twice: {twice[:5]}. Give every token to one rank."
             )
         return cls(segments)
 
@@ -392,9 +392,9 @@ def check_sharding(sharding: Sharding, comm: Any, what: str, argument: str = "sh
 def _tokens(seq_len: int, size: int, start: int) -> range:
     """Check the arguments of `contiguous` and return the positions of all tokens."""
     check(seq_len=seq_len, size=size, start=start)
-    if seq_len < 0 or size < 1 or start < 0:
+    if seq_len < 0 or size < 1 or start < 0 or start + seq_len > FAR64:
         raise ShapeError(
-            "a sharding needs seq_len >= 0, size >= 1 and start >= 0; "
-            f"given were {seq_len}, {size} and {start}."
+            "a sharding needs seq_len >= 0, size >= 1, start >= 0 and positions below 2**62; "
+            f"seq_len={seq_len}, size={size} and start={start} were given."
         )
     return range(start, start + seq_len)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from functools import partial
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from domains.declared import Call, Row
@@ -103,6 +105,13 @@ def test_the_comparison_fails_on_another_problem(
     judge(call)
     with pytest.raises(AssertionError, match="times the bound"):
         call.judge(call.function(**call.arguments | change))
+
+
+def test_equal_softcaps_of_any_type_make_equal_logits() -> None:
+    """Ranks agree on logits by their text."""
+    caps: Any = (5.0, 5, np.float32(5), Fraction(5))
+    made = [Logits.of(torch.ones(1, 2, 1, 4), softcap=cap) for cap in caps]
+    assert {repr(logits) for logits in made} == {repr(made[0])}
 
 
 @pytest.mark.parametrize("softcap", [None, 50.0], ids=["fused", "plain"])

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from sp_core.mask import Block, Mask, blocks as plans, plan_blocks
 from sp_core.mask.runs import runs
+from sp_core.sharding import Sharding
 
 SCRAMBLED = [17 * n % 41 for n in range(41)]
 """The positions 0 to 40 in an order without long runs."""
@@ -188,6 +189,15 @@ def test_whole_numbers_of_any_type_make_one_mask() -> None:
     tensor, array = torch.tensor([0, 3, 8]), np.array([0, 3, 8])
     mask, same = Mask(True, np.int64(3), tensor, array), Mask(True, 3, (0, 3, 8), (0, 3, 8))  # type: ignore[arg-type]
     assert (mask, repr(mask)) == (same, repr(same))
+
+
+def test_positions_and_windows_are_exact_up_to_2_to_the_62() -> None:
+    far = 2**62
+    made = Sharding.contiguous(2, 2, start=far - 2)
+    assert made == Sharding.from_positions([[far - 2], [far - 1]])
+    for window, sees in ((far - 1, False), (far, True), (far + 1, True), (2**64, True)):
+        assert Mask(True, window).allowed([far - 1], [0]).item() is sees
+        assert Mask(False, window).allowed([0], [far - 1]).item() is sees
 
 
 GATHERED = [p for r in range(4) for p in (*range(8 * r, 8 * r + 8), *range(56 - 8 * r, 64 - 8 * r))]

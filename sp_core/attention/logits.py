@@ -112,7 +112,8 @@ class Logits:
                 f"{len(alibi)} ALiBi slopes given, needed {q.shape[2]}, one for each query head"
             )
         scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
-        return cls(scale, softcap, sinks, None if alibi is None else tuple(map(float, alibi)))
+        cap = None if softcap is None else float(softcap)
+        return cls(scale, cap, sinks, None if alibi is None else tuple(map(float, alibi)))
 
     @property
     def is_plain(self) -> bool:

@@ -129,9 +129,9 @@ def build(name: str, which: str, x: Tensor, comm: Communicator, /, **given: Any)
     kind = KINDS[which]
     given = {**kind.arguments, "algorithm": "auto", **given}
     for dim in kind.dims:  # `_checked` refuses a dim that is still < 0
-        number = given[dim]
-        if isinstance(x, Tensor) and isinstance(number, Integral) and -x.dim() <= number < 0:
-            given[dim] = int(number) + x.dim()
+        number = int(given[dim]) if isinstance(given[dim], Integral) else 0
+        if isinstance(x, Tensor) and -x.dim() <= number < 0:
+            given[dim] = number + x.dim()
     joined, lengths = kind.joined or ("", "")
     free, tell = (given.get(joined),), bool(joined) and given[lengths] is None
     told = comm.agree_on(

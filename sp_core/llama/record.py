@@ -241,8 +241,9 @@ def _read(
         if not isinstance(x, dict) or "" not in x:
             return x
         number = torch.tensor(x[""], device="cpu")  # of a number with a point float32
-        exact = {} if number.item() == x[""] else {"dtype": torch.float64}
-        return torch.tensor(x[""], device="cpu", **exact)
+        if number.item() == x[""]:
+            return number
+        return torch.tensor(x[""], device="cpu", dtype=torch.float64)
 
     state = {
         number: {kind: value(name, kind, x) for kind, x in held[name].items()}

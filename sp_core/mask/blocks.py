@@ -15,14 +15,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from sp_core.mask.definition import Mask, Positions, document_of, position_tensor
+from sp_core.mask.definition import FAR64, Mask, Positions, document_of, position_tensor
 from sp_core.mask.runs import Piece, cut, runs
 from sp_core.segments import concatenated
 
 Kind = Literal["full", "causal", "partial"]
 
 FAR = 1 << 100  # stands for no limit: greater than any difference of positions times any step
-FAR64 = 1 << 62  # stands for no limit in int64: the sum with a position does not overflow
 CHUNK = 128  # blocks of at most this many queries and keys: visible pairs are counted one by one
 # limits of a window tile's queries: few need many calls, many compute many hidden pairs
 TILE = (48, 256)

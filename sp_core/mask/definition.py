@@ -19,6 +19,9 @@ from torch import Tensor
 from sp_core.arguments import check
 from sp_core.errors import ShapeError
 
+FAR64 = 1 << 62
+"""Positions of a sharding are below this number, so sums of two of them do not overflow int64."""
+
 Positions = range | Sequence[int] | Tensor
 """Global positions of tokens: a range, a sequence of ints, or an integer tensor (S,)."""
 
@@ -74,8 +77,11 @@ class Mask:
         return self.kv_documents or self.documents
 
     def difference_range(self) -> tuple[int | None, int | None]:
-        """Return the least and greatest q - k that causal and window allow; None: no limit."""
-        greatest = None if self.window is None else self.window - 1
+        """Return the least and greatest q - k that causal and window allow; None: no limit.
+
+        A window of more than FAR64 tokens is longer than any sequence, so it is no limit either.
+        """
+        greatest = None if self.window is None or self.window > FAR64 else self.window - 1
         return (0 if self.causal else None if greatest is None else -greatest), greatest
 
     def allowed(self, q_positions: Positions, kv_positions: Positions) -> Tensor:

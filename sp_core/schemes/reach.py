@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from sp_core.mask import Mask
-from sp_core.mask.blocks import FAR64, limits
+from sp_core.mask.blocks import limits
+from sp_core.mask.definition import FAR64
 from sp_core.segments import Segment
 from sp_core.sharding import Sharding
 

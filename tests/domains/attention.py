@@ -90,7 +90,7 @@ COMMON: dict[str, Parts] = {
     "v.values": values("normal", "constant", "cancelling"),
     "v.upstream": values("normal", "one token", "expanded", "transposed", "zero"),
     "sharding.layout": values(*EVERY_LAYOUT),
-    "sharding.start": spans((0, 0), (1, 9), (1000, 100_000)),
+    "sharding.start": spans((0, 0), (1, 9), (1000, 100_000), (2**40, 2**61)),
     "kv_sharding": values("own", "other"),
     "kv_sharding.layout": values(*EVERY_LAYOUT),
     "kv_sharding.start": spans((0, 0), (1, 9)),
@@ -102,6 +102,7 @@ COMMON: dict[str, Parts] = {
         "within a shard": partial(window, shards=(1, 3)),
         "a shard and more": partial(window, shards=(4, 8)),
         "wider than the sequence": lambda c, v: v["q.seq_len"] + c.randint(1, 99),
+        "longer than any sequence": lambda c, v: c.choice((2**62, 2**63 - 1, 2**64)),
     },
     "mask.documents": {"none": lambda c, v: None}
     | {

@@ -21,7 +21,7 @@ from domains.declared import Call, Parts, Values, pure, same, spans, values, who
 SPANS: dict[str, Parts] = {
     "seq_len": spans((10, 40), (0, 0), (1, 9), (1000, 3000)),
     "size": spans((2, 9), (1, 1), (10, 64)),
-    "start": spans((0, 0), (1, 9), (100_000, 1_000_000)),
+    "start": spans((0, 0), (1, 9), (100_000, 1_000_000), (2**61, 2**61 + 99)),
 }
 
 

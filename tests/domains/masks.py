@@ -55,7 +55,8 @@ MASK: dict[str, Parts] = {
     "(length)": spans((10, 40), (0, 0), (1, 9), (100_000, 1_000_000)),
     "(kv_length)": {"as queries": lambda c, v: v["(length)"]} | spans((0, 0), (1, 40)),
     "causal": values(False, True),
-    "window": {"none": lambda c, v: None} | spans((1, 1), (2, 16), (17, 100), (10_000, 10**7)),
+    "window": {"none": lambda c, v: None}
+    | spans((1, 1), (2, 16), (17, 100), (10_000, 10**7), (2**62, 2**65)),
     "documents": documents(lambda v: (0, v["(length)"]), (1, 1), (2, 6), (7, 64), (65, 300)),
     "documents.container": values(*CONTAINERS),
     "kv_documents": {"own": own_boundaries, "none": lambda c, v: None},
@@ -74,7 +75,9 @@ def given_to(drawn: Values) -> Values:
         for name, ends in zip(names, pair, strict=True)
     ]
     window = drawn["window"]
-    as_numpy = drawn["documents.container"] == "whole numbers of numpy" and window is not None
+    as_numpy = (
+        drawn["documents.container"] == "whole numbers of numpy" and (window or 2**31) < 2**31
+    )
     return {"causal": drawn["causal"], "window": np.int32(window) if as_numpy else window} | dict(
         zip(names, shown, strict=True)
     )

@@ -109,6 +109,8 @@ ROWS: list[Row] = [
             partial(sp.Sharding.contiguous, -1, 2),
             partial(sp.Sharding.zigzag, 4, 0),
             partial(sp.Sharding.striped, 4, 2, -1),
+            partial(sp.Sharding.zigzag, 4, 2, 2**62 - 3),
+            partial(sp.Sharding.from_positions, [[3, 2**62], [4]]),
             partial(sp.Sharding.from_positions, []),
             partial(sp.Sharding.from_positions, [[0, 1], [1]]),
             partial(balanced_by, 0),

@@ -54,7 +54,7 @@ def visible(
     if causal:
         seen = seen & (k[None, :] <= q[:, None])
     if window is not None:
-        seen = seen & ((q[:, None] - k[None, :]).abs() < window)
+        seen = seen & ((q[:, None] - k[None, :]).abs() < min(window, 2**63 - 1))
     if documents is not None:
         q_document = sum(((q >= b).long() for b in documents), torch.zeros_like(q))
         k_document = sum(((k >= b).long() for b in kv_documents or documents), torch.zeros_like(k))
